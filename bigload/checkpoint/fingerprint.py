@@ -1,0 +1,47 @@
+"""Tell whether a checkpoint is still the one that something was made for.
+
+A fingerprint is a digest of each shard's header and its size: reading it costs milliseconds where digesting the data of
+a 141 GB checkpoint would cost minutes. It notices every change of names, dtypes, shapes, order and length. It does not
+notice weights that were overwritten in place with others of the same form.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from bigload.checkpoint.model import Checkpoint
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardFingerprint:
+    """What is remembered of one shard."""
+
+    file: str
+    num_bytes: int
+    header_sha256: str
+
+
+def fingerprint(checkpoint: Checkpoint) -> tuple[ShardFingerprint, ...]:
+    """Return the fingerprints of all shards, in the order of their file names."""
+    return tuple(
+        ShardFingerprint(file=shard.file, num_bytes=shard.num_bytes, header_sha256=shard.header_sha256)
+        for shard in checkpoint.shards
+    )
+
+
+def changes(then: Sequence[ShardFingerprint], now: Sequence[ShardFingerprint]) -> list[str]:
+    """Return a line for every shard that differs, is gone or is new; empty when nothing changed."""
+    old, new = {shard.file: shard for shard in then}, {shard.file: shard for shard in now}
+    lines = []
+    for file in sorted(old.keys() | new.keys()):
+        before, after = old.get(file), new.get(file)
+        if after is None:
+            lines.append(f"{file}   is gone")
+        elif before is None:
+            lines.append(f"{file}   is new")
+        elif before.header_sha256 != after.header_sha256:
+            lines.append(f"{file}   header {before.header_sha256[:8]}… then, {after.header_sha256[:8]}… now")
+        elif before.num_bytes != after.num_bytes:
+            lines.append(f"{file}   {before.num_bytes} bytes then, {after.num_bytes} now")
+    return lines

@@ -1,0 +1,104 @@
+"""Weight maps: the `*.safetensors.index.json` files that say which shard holds which tensor.
+
+An index comes from strangers. The file names in it are text until `resolve_shard` has shown that they stay inside the
+checkpoint's folder.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+from bigload.errors import InvalidCheckpointError, Problem
+
+INDEX_SUFFIX = ".safetensors.index.json"
+DEFAULT_INDEX = "model" + INDEX_SUFFIX
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardIndex:
+    """A parsed weight map. `total_size` is what the file claims the tensors weigh; `None` when it claims nothing."""
+
+    weight_map: Mapping[str, str]
+    total_size: float | None
+
+
+def read_index(path: Path) -> ShardIndex:
+    """Read the weight map at `path`; nothing it names is opened.
+
+    Raises:
+        InvalidCheckpointError: not JSON, no `weight_map` of text to text, or a tensor listed twice.
+    """
+    try:
+        document = json.loads(path.read_bytes(), object_pairs_hook=_Pairs)
+    except (ValueError, RecursionError) as error:
+        raise _invalid(path, "index-not-json", f"not valid JSON: {error}") from None
+    root = dict(document) if isinstance(document, _Pairs) else {}
+    pairs = root.get("weight_map")
+    if not isinstance(pairs, _Pairs):
+        raise _invalid(path, "bad-index", 'expected an object with "weight_map": {tensor: file, ...}')
+    weight_map = dict(pairs)
+    problems = [
+        Problem(code="bad-index", file=path.name, text=f"{name!r} is mapped to {file!r:.100}, expected a file name")
+        for name, file in weight_map.items()
+        if not isinstance(file, str) or not file
+    ]
+    if len(weight_map) != len(pairs):
+        problems += _listed_twice(path, pairs)
+    if problems:
+        raise InvalidCheckpointError(path, problems)
+    metadata = root.get("metadata")
+    total_size = dict(metadata).get("total_size") if isinstance(metadata, _Pairs) else None
+    is_number = isinstance(total_size, int | float) and not isinstance(total_size, bool)
+    return ShardIndex(weight_map=weight_map, total_size=total_size if is_number else None)
+
+
+def encode_index(weight_map: Mapping[str, str], *, total_size: int) -> bytes:
+    """Return the text of an index file, sorted by tensor name, as save_pretrained writes it."""
+    document = {"metadata": {"total_size": total_size}, "weight_map": dict(sorted(weight_map.items()))}
+    return (json.dumps(document, indent=2, ensure_ascii=False) + "\n").encode()
+
+
+def resolve_shard(root: Path, file: str) -> Path | str:
+    """Return where the shard called `file` really is, or the reason why it must not be opened.
+
+    Subfolders of `root` are fine. Links may lead anywhere inside `root`, and from a snapshot of the Hugging Face cache
+    (`<repo>/snapshots/<revision>/`) into that repository's own `<repo>/blobs/`, which is how the cache is built.
+    """
+    if "\0" in file or "\\" in file:
+        return "holds a character that no shard name has"
+    name = PurePosixPath(file)
+    if name.is_absolute():
+        return "is an absolute path"
+    if ".." in name.parts:
+        return "leaves the folder of the index"
+    real_root = Path(os.path.realpath(root))
+    real = Path(os.path.realpath(real_root / name))
+    allowed = [real_root]
+    if real_root.parent.name == "snapshots":
+        allowed.append(real_root.parent.parent / "blobs")
+    if not any(real.is_relative_to(folder) for folder in allowed):
+        return f"is a link that leaves the folder of the index, to {real}"
+    return real
+
+
+class _Pairs(list[tuple[str, object]]):
+    """A JSON object as its pairs, so that keys which occur twice can be seen; a list stays a list."""
+
+
+def _listed_twice(path: Path, pairs: _Pairs) -> list[Problem]:
+    files: dict[str, list[object]] = {}
+    for name, file in pairs:
+        files.setdefault(name, []).append(file)
+    return [
+        Problem(code="duplicate-key", file=path.name, text=f"tensor {name!r} is listed {len(places)} times: {places}")
+        for name, places in files.items()
+        if len(places) > 1
+    ]
+
+
+def _invalid(path: Path, code: str, text: str) -> InvalidCheckpointError:
+    return InvalidCheckpointError(path, [Problem(code=code, file=path.name, text=text)])

@@ -1,0 +1,224 @@
+"""Read, validate and write safetensors headers.
+
+The format (https://github.com/huggingface/safetensors, "Format"): 8 bytes little-endian length N, N bytes of JSON that
+begin with `{` and may end in blanks, then the data, which the tensors cover from first to last byte without holes or
+overlaps. The checks are those of the reference implementation, and two that its text asks for and its code leaves
+out: duplicate keys and leading blanks are refused.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import stat
+import struct
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import NoReturn
+
+from bigload.checkpoint.model import Shard, Span, TensorInfo
+from bigload.dtypes import DTYPES, DType
+from bigload.errors import InvalidCheckpointError, Problem
+
+MAX_HEADER_BYTES = 100_000_000
+"""Cap of the reference implementation, against headers that exhaust memory."""
+
+MAX_ELEMENTS = 2**64 - 1
+METADATA_KEY = "__metadata__"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardHeader:
+    """A shard and its tensors in file order."""
+
+    shard: Shard
+    tensors: tuple[TensorInfo, ...]
+
+
+def read_header(path: Path, *, file: str) -> ShardHeader:
+    """Read and validate the header of the safetensors file at `path`, which the checkpoint calls `file`.
+
+    Raises:
+        InvalidCheckpointError: the file breaks the format; `.problems` lists every problem found.
+        OSError: the file cannot be opened or read.
+    """
+    raw, num_bytes = _read_raw_header(path, file)
+    try:
+        return parse_header(raw, num_bytes=num_bytes, file=file)
+    except _HeaderProblems as problems:
+        raise InvalidCheckpointError(path, problems.problems) from None
+
+
+def parse_header(raw: bytes, *, num_bytes: int, file: str) -> ShardHeader:
+    """Validate `raw`, the length field and the header of a file of `num_bytes` bytes."""
+    entries = _decode(raw[8:], file)
+    metadata = _metadata(entries.pop(METADATA_KEY, None), file)
+    tensors, problems = [], []
+    for name, entry in entries.items():
+        parsed = _tensor(name, entry, file, data_start=len(raw))
+        if isinstance(parsed, TensorInfo):
+            tensors.append(parsed)
+        else:
+            problems.append(Problem(code=parsed[0], file=file, text=f"tensor {name!r}: {parsed[1]}"))
+    tensors.sort(key=lambda tensor: (tensor.span.start, tensor.span.stop))
+    problems.extend(_coverage(tensors, file, data_start=len(raw), num_bytes=num_bytes) if not problems else ())
+    if problems:
+        raise _HeaderProblems(*problems)
+    shard = Shard(
+        file=file,
+        num_bytes=num_bytes,
+        header_bytes=len(raw),
+        header_sha256=hashlib.sha256(raw).hexdigest(),
+        metadata=metadata,
+    )
+    return ShardHeader(shard=shard, tensors=tuple(tensors))
+
+
+def encode_header(
+    tensors: Iterable[tuple[str, DType, tuple[int, ...], int]], *, metadata: Mapping[str, str], alignment: int = 64
+) -> bytes:
+    """Return the length field and header of a file that holds `tensors` (name, dtype, shape, bytes) in that order.
+
+    The header is padded with blanks so that the data starts at a multiple of `alignment` bytes of the file.
+    """
+    header: dict[str, object] = {METADATA_KEY: dict(sorted(metadata.items()))} if metadata else {}
+    start = 0
+    for name, dtype, shape, num_bytes in tensors:
+        header[name] = {"dtype": dtype.name, "shape": list(shape), "data_offsets": [start, start + num_bytes]}
+        start += num_bytes
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-(8 + len(text)) % alignment)
+    return struct.pack("<Q", len(text)) + text
+
+
+class _HeaderProblems(Exception):  # noqa: N818 - carries problems to read_header, never leaves this module
+    def __init__(self, *problems: Problem) -> None:
+        super().__init__(problems)
+        self.problems = problems
+
+
+def _read_raw_header(path: Path, file: str) -> tuple[bytes, int]:
+    # O_NONBLOCK: opening a FIFO must not wait for a writer that never comes.
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    try:
+        status = os.fstat(descriptor)
+        num_bytes = status.st_size
+        if not stat.S_ISREG(status.st_mode):
+            _refuse(path, "not-a-file", file, "not a regular file")
+        if num_bytes == 0:
+            _refuse(path, "file-empty", file, "the file is empty")
+        if num_bytes < 8:
+            _refuse(path, "file-truncated", file, f"{num_bytes} bytes, a safetensors file has at least 8")
+        length_field = os.pread(descriptor, 8, 0)
+        (length,) = struct.unpack("<Q", length_field)
+        if length > MAX_HEADER_BYTES:
+            _refuse(path, "header-too-large", file, f"header of {length} bytes, the format allows {MAX_HEADER_BYTES}")
+        if 8 + length > num_bytes:
+            _refuse(path, "file-truncated", file, f"header of {length} bytes, the file has {num_bytes} in all")
+        raw = length_field + os.pread(descriptor, length, 8)
+        if len(raw) != 8 + length:
+            _refuse(
+                path,
+                "file-truncated",
+                file,
+                f"the file shrank while its header was read, {len(raw)} of {8 + length} bytes",
+            )
+        return raw, num_bytes
+    finally:
+        os.close(descriptor)
+
+
+def _refuse(path: Path, code: str, file: str, text: str) -> NoReturn:
+    raise InvalidCheckpointError(path, [Problem(code=code, file=file, text=text)])
+
+
+def _decode(text: bytes, file: str) -> dict[str, object]:
+    if not text.startswith(b"{"):
+        raise _HeaderProblems(Problem(code="header-not-json", file=file, text="the header does not begin with '{'"))
+    try:
+        entries = json.loads(text.decode(), object_pairs_hook=_unique, parse_constant=_no_constant)
+        "".join(entries).encode()  # a name with a lone surrogate is no Unicode text
+    except (ValueError, RecursionError) as error:
+        code = "duplicate-key" if isinstance(error, _DuplicateKey) else "header-not-json"
+        raise _HeaderProblems(Problem(code=code, file=file, text=f"the header is not valid JSON: {error}")) from None
+    assert isinstance(entries, dict)
+    return entries
+
+
+class _DuplicateKey(ValueError):  # noqa: N818
+    pass
+
+
+def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    unique = dict(pairs)
+    if len(unique) != len(pairs):
+        keys = [key for key, _ in pairs]
+        twice = next(key for key in unique if keys.count(key) > 1)
+        raise _DuplicateKey(f"key {twice!r} occurs twice")
+    return unique
+
+
+def _no_constant(text: str) -> NoReturn:
+    raise ValueError(f"{text} is not JSON")
+
+
+def _metadata(entry: object, file: str) -> Mapping[str, str]:
+    if entry is None:
+        return {}
+    if not isinstance(entry, dict) or not all(isinstance(value, str) for value in entry.values()):
+        raise _HeaderProblems(
+            Problem(code="bad-metadata", file=file, text=f"{METADATA_KEY} is not a map from text to text")
+        )
+    return entry
+
+
+def _tensor(name: str, entry: object, file: str, *, data_start: int) -> TensorInfo | tuple[str, str]:
+    """Return the tensor, or the code and the text of what is wrong with its entry."""
+    if not isinstance(entry, dict) or not {"dtype", "shape", "data_offsets"} <= entry.keys():
+        return "bad-entry", "expected an object with dtype, shape and data_offsets"
+    dtype_name, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    dtype = DTYPES.get(dtype_name) if isinstance(dtype_name, str) else None
+    if dtype is None:
+        return "unknown-dtype", f"unknown dtype {dtype_name!r}"
+    if not _is_size_list(shape):
+        return "bad-shape", f"shape {shape!r:.100}, expected a list of whole numbers >= 0"
+    if not _is_size_list(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
+        return "bad-offsets", f"data_offsets {offsets!r:.100}, expected [begin, end] with 0 <= begin <= end"
+    start, stop = offsets
+    num_elements = prod(shape)
+    if num_elements == 0 and prod(size for size in shape if size) > MAX_ELEMENTS or num_elements > MAX_ELEMENTS:
+        return "bad-shape", f"shape {shape!r:.100} has more elements than 64 bits can count"
+    if num_elements * dtype.bits != (stop - start) * 8:
+        expected = f"{num_elements} x {dtype.bits} bits"
+        return "size-mismatch", f"{dtype_name} {shape!r:.100} takes {expected}, data_offsets give {stop - start} bytes"
+    return TensorInfo(name, dtype, tuple(shape), Span(file, data_start + start, data_start + stop))
+
+
+def _is_size_list(value: object) -> bool:
+    # type() and not isinstance(): true and false are ints to Python, but not sizes.
+    return isinstance(value, list) and all(type(item) is int and 0 <= item <= MAX_ELEMENTS for item in value)
+
+
+def _coverage(tensors: list[TensorInfo], file: str, *, data_start: int, num_bytes: int) -> Iterator[Problem]:
+    """Yield where the tensors, sorted by offset, leave a hole, overlap, or end elsewhere than the file does."""
+    position = data_start
+    for tensor in tensors:
+        start, stop = tensor.span.start, tensor.span.stop
+        if start != position:
+            code, word = (
+                ("hole", "a hole before it") if start > position else ("overlap", "an overlap with the one before it")
+            )
+            found, expected = start - data_start, position - data_start
+            yield Problem(
+                code=code, file=file, text=f"tensor {tensor.name!r}: {word}, begins at {found}, expected {expected}"
+            )
+        position = max(position, stop)
+    if position > num_bytes:
+        text = f"the file is cut off: {num_bytes} bytes, its header describes {position}"
+        yield Problem(code="file-truncated", file=file, text=text)
+    elif position < num_bytes:
+        text = f"{num_bytes - position} bytes after the last tensor: {num_bytes} in the file, its header describes {position}"
+        yield Problem(code="trailing-bytes", file=file, text=text)

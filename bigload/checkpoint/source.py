@@ -1,0 +1,203 @@
+"""Find the files of a checkpoint and open it: a file, a folder, an index, or a repository in the Hugging Face cache."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from types import MappingProxyType
+
+from bigload.checkpoint.index import DEFAULT_INDEX, INDEX_SUFFIX, ShardIndex, read_index, resolve_shard
+from bigload.checkpoint.model import Checkpoint, CheckpointWarning, TensorInfo
+from bigload.checkpoint.safetensors import ShardHeader, read_header
+from bigload.errors import CheckpointError, CheckpointNotFoundError, InvalidCheckpointError, Problem
+
+SINGLE_FILE = "model.safetensors"
+_SHARD_OF_MANY = re.compile(r".*-of-\d+\.safetensors")
+_REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")
+
+
+def open_checkpoint(path: str | Path) -> Checkpoint:
+    """Open the checkpoint at `path` by reading and validating its headers.
+
+    `path` is a folder with `model.safetensors` or one `*.safetensors.index.json`, such an index, a `.safetensors` file,
+    or the name of a repository (`org/model`) that lies in the local Hugging Face cache. Nothing is downloaded.
+
+    Raises:
+        CheckpointNotFoundError: nothing there, or nothing that is a checkpoint.
+        InvalidCheckpointError: files break the format or contradict the index; `.problems` lists them all.
+        CheckpointError: a file cannot be read.
+    """
+    place = _existing(path)
+    try:
+        if place.is_dir():
+            return _open_folder(place, str(path))
+        if place.name.endswith(INDEX_SUFFIX):
+            return _open_sharded(place.parent, place.name, str(path))
+        return _open_files(place.parent, None, [place.name], str(path))
+    except OSError as error:
+        if isinstance(error, CheckpointError):
+            raise
+        raise CheckpointError(f"cannot read {error.filename or path}: {error.strerror or error}") from error
+
+
+def _existing(path: str | Path) -> Path:
+    place = Path(path).expanduser()
+    try:
+        exists = place.exists()
+    except OSError as error:
+        raise CheckpointError(f"cannot read {path}: {error.strerror or error}") from error
+    if exists:
+        return place
+    snapshot = _cached_snapshot(str(path)) if _REPOSITORY.fullmatch(str(path)) else None
+    if snapshot is not None:
+        return snapshot
+    hint = f"if this is a repository on the Hugging Face Hub, fetch it first: hf download {path}"
+    raise CheckpointNotFoundError(
+        path, "no such file or folder", hint=hint if _REPOSITORY.fullmatch(str(path)) else None
+    )
+
+
+def _cached_snapshot(repository: str) -> Path | None:
+    # Imported here: the package costs a tenth of a second, and a local path never needs it.
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    for file in (DEFAULT_INDEX, SINGLE_FILE):
+        try:
+            found = try_to_load_from_cache(repository, file)
+        except HFValidationError:
+            return None
+        if isinstance(found, str):
+            return Path(found).parent
+    return None
+
+
+def _open_folder(root: Path, path: str) -> Checkpoint:
+    indexes = sorted(file.name for file in root.glob("*" + INDEX_SUFFIX))
+    files = sorted(file.name for file in root.glob("*.safetensors"))
+    if SINGLE_FILE in files:
+        return _open_files(root, None, [SINGLE_FILE], path)
+    if DEFAULT_INDEX in indexes:
+        return _open_sharded(root, DEFAULT_INDEX, path)
+    if len(indexes) == 1:
+        return _open_sharded(root, indexes[0], path)
+    if indexes:
+        hint = f"name the one you mean: {root / indexes[0]}"
+        raise CheckpointNotFoundError(path, f"{len(indexes)} index files, which differ", details=indexes, hint=hint)
+    if len(files) == 1 and not _SHARD_OF_MANY.fullmatch(files[0]):
+        return _open_files(root, None, files, path)
+    raise CheckpointNotFoundError(path, *_why_none(root, files))
+
+
+def _why_none(root: Path, files: list[str]) -> tuple[str]:
+    if files:
+        return (f"{len(files)} .safetensors files but no index ({DEFAULT_INDEX}) that says which tensor is where",)
+    if any(root.glob("*.bin")) or any(root.glob("*.pt")):
+        return ("only .bin or .pt files, which this version does not read; convert them to safetensors first",)
+    return (f"the folder holds neither {SINGLE_FILE} nor an index",)
+
+
+def _open_sharded(root: Path, index_file: str, path: str) -> Checkpoint:
+    index = read_index(root / index_file)
+    if not index.weight_map:
+        text = "the weight_map is empty"
+        raise InvalidCheckpointError(path, [Problem(code="bad-index", file=index_file, text=text)])
+    return _open_files(root, index_file, sorted(set(index.weight_map.values())), path, index)
+
+
+def _open_files(
+    root: Path, index_file: str | None, files: list[str], path: str, index: ShardIndex | None = None
+) -> Checkpoint:
+    headers, problems = _read_headers(root, files, index_file)
+    tensors: dict[str, TensorInfo] = {}
+    for header in headers:
+        for tensor in header.tensors:
+            if tensor.name in tensors:
+                text = f"tensor {tensor.name!r} is also in {tensors[tensor.name].span.file}"
+                problems.append(Problem(code="tensor-twice", file=header.shard.file, text=text))
+            tensors.setdefault(tensor.name, tensor)
+    if index is not None:
+        problems += _contradictions(index, tensors, {header.shard.file for header in headers})
+    if problems:
+        raise InvalidCheckpointError(path, problems)
+    config, config_warnings = _read_config(root)
+    return Checkpoint(
+        path=path,
+        root=root,
+        index_file=index_file,
+        shards=tuple(header.shard for header in headers),
+        tensors=MappingProxyType(tensors),
+        config=config,
+        warnings=(*_total_size_warning(index, tensors), *config_warnings),
+    )
+
+
+def _read_headers(root: Path, files: list[str], index_file: str | None) -> tuple[list[ShardHeader], list[Problem]]:
+    headers, problems = [], []
+    for file in files:
+        place = resolve_shard(root, file) if index_file is not None else root / file
+        if isinstance(place, str):
+            problems.append(
+                Problem(code="unsafe-path", file=index_file or file, text=f"the shard name {file!r} {place}")
+            )
+            continue
+        try:
+            headers.append(read_header(place, file=file))
+        except InvalidCheckpointError as error:
+            problems += error.problems
+        except FileNotFoundError:
+            problems.append(Problem(code="missing-shard", file=file, text=f"missing, but named in {index_file}"))
+        except OSError as error:
+            problems.append(Problem(code="unreadable", file=file, text=f"cannot be read: {error.strerror or error}"))
+    return headers, problems
+
+
+def _contradictions(index: ShardIndex, tensors: Mapping[str, TensorInfo], read: set[str]) -> Iterator[Problem]:
+    """Yield the tensors whose place in the index and in the shards differ, for the shards that could be read."""
+    for name, file in index.weight_map.items():
+        if file not in read:
+            continue
+        tensor = tensors.get(name)
+        if tensor is None:
+            yield Problem(
+                code="tensor-missing", file=file, text=f"tensor {name!r} is in the index, but not in the shard"
+            )
+        elif tensor.span.file != file:
+            text = f"tensor {name!r} is in {tensor.span.file}, the index says {file}"
+            yield Problem(code="tensor-misplaced", file=file, text=text)
+    for name, tensor in tensors.items():
+        if name not in index.weight_map:
+            text = f"tensor {name!r} is in the shard, but not in the index"
+            yield Problem(code="tensor-unlisted", file=tensor.span.file, text=text)
+
+
+def _total_size_warning(index: ShardIndex | None, tensors: Mapping[str, TensorInfo]) -> Iterable[CheckpointWarning]:
+    """Compare the index's claim with the headers, which alone decide.
+
+    No loader reads this number, and checkpoints that everyone uses get it wrong (RedPajama-7B by 117 MB, in a float),
+    so it is worth a word and not a refusal.
+    """
+    if index is None or index.total_size is None:
+        return ()
+    total = sum(tensor.num_bytes for tensor in tensors.values())
+    if index.total_size == total:
+        return ()
+    text = f"the index claims {index.total_size} bytes of tensors, the headers add up to {total}; the headers are right"
+    return (CheckpointWarning(code="wrong-total-size", text=text),)
+
+
+def _read_config(root: Path) -> tuple[Mapping[str, object] | None, tuple[CheckpointWarning, ...]]:
+    try:
+        config = json.loads((root / "config.json").read_bytes())
+    except FileNotFoundError:
+        return None, ()
+    except (OSError, ValueError, RecursionError) as error:
+        reason = f"config.json cannot be read ({error}): tied weights are unknown"
+        return None, (CheckpointWarning(code="bad-config", text=reason),)
+    if not isinstance(config, dict):
+        return None, (
+            CheckpointWarning(code="bad-config", text="config.json is not an object: tied weights are unknown"),
+        )
+    return MappingProxyType(config), ()

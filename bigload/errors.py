@@ -1,0 +1,264 @@
+"""Every error that bigload raises on purpose.
+
+    BigloadError
+    ├── CheckpointError                  what is on disk
+    │   ├── CheckpointNotFoundError      nothing at that path             (FileNotFoundError)
+    │   └── InvalidCheckpointError       files that do not hold together  (ValueError)
+    ├── PlanError                        where weights go
+    │   ├── BudgetError                  a memory budget that makes no sense (ValueError)
+    │   ├── DoesNotFitError              no placement keeps the limits
+    │   ├── InvalidPlanError             a plan file that is not one      (ValueError)
+    │   └── StalePlanError               made for another version of the checkpoint
+    ├── LayoutError                      forms on disk
+    │   ├── OutputExistsError            refuses to overwrite             (FileExistsError)
+    │   ├── NotEnoughSpaceError          the disk is too small            (OSError)
+    │   ├── WriteError                   the system refused a write       (OSError)
+    │   └── VerificationError            a written byte differs from its source
+    └── LoadError                        bytes to tensors
+        ├── ReadError                    a read failed or came back short (OSError)
+        ├── UnsupportedDTypeError        torch has no such dtype          (TypeError)
+        ├── NotEnoughMemoryError         the tensors exceed free memory   (MemoryError)
+        └── StateDictMismatchError       module and checkpoint disagree   (ValueError)
+
+Each carries its facts as fields; the text is composed here and nowhere else. `str(error)` is the message, the details
+(one line each) and the hint; the command line prints the same three parts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from bigload.units import format_size
+
+MAX_LISTED = 20
+"""Details past this number are counted, not listed: a broken download can have thousands of them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    """One thing that is wrong in a checkpoint: a stable `code`, the file it is in, and one sentence."""
+
+    code: str
+    file: str
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.file}: {self.text}"
+
+
+class BigloadError(Exception):
+    """Base of all errors raised on purpose; anything else that escapes is a bug in bigload."""
+
+    def __init__(self, message: str, *, details: Sequence[str] = (), hint: str | None = None) -> None:
+        Exception.__init__(self, message)
+        self.message = message
+        self.details = tuple(details)
+        self.hint = hint
+
+    def __str__(self) -> str:
+        lines = [self.message, *(f"  {line}" for line in abridged(self.details))]
+        if self.hint is not None:
+            lines.append(f"hint: {self.hint}")
+        return "\n".join(lines)
+
+
+def abridged(lines: Sequence[str]) -> list[str]:
+    """Return at most `MAX_LISTED` of `lines`, the last one counting what was left out."""
+    if len(lines) <= MAX_LISTED:
+        return list(lines)
+    return [*lines[: MAX_LISTED - 1], f"… and {len(lines) - MAX_LISTED + 1} more"]
+
+
+class CheckpointError(BigloadError):
+    """Something is wrong with the files of a checkpoint."""
+
+
+class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
+    """There is no checkpoint at `path`."""
+
+    def __init__(self, path: Path | str, reason: str, *, details: Sequence[str] = (), hint: str | None = None) -> None:
+        super().__init__(f"no checkpoint at {path}: {reason}", details=details, hint=hint)
+        self.path = path
+
+
+class InvalidCheckpointError(CheckpointError, ValueError):
+    """The files at `path` break the format or contradict each other; `problems` lists every instance found."""
+
+    def __init__(self, path: Path | str, problems: Sequence[Problem], *, hint: str | None = None) -> None:
+        self.path = path
+        self.problems = tuple(problems)
+        files = len({problem.file for problem in problems})
+        if len(problems) == 1:
+            message, details = f"{path} is not a valid checkpoint: {problems[0]}", ()
+        else:
+            message = f"{path} is not a valid checkpoint: {len(problems)} problems in {files} file{'s'[: files > 1]}"
+            details = tuple(str(problem) for problem in problems)
+        super().__init__(message, details=details, hint=hint or _download_hint(problems))
+
+
+def _download_hint(problems: Sequence[Problem]) -> str | None:
+    codes = {problem.code for problem in problems}
+    if "unsafe-path" in codes:
+        return "an index may only name files inside its own folder; do not load this checkpoint unless you trust its source"
+    if codes & {"file-truncated", "missing-shard", "file-empty"}:
+        return "download the named files again; a download was probably cut off"
+    return None
+
+
+class PlanError(BigloadError):
+    """A plan cannot be made, read or carried out."""
+
+
+class BudgetError(PlanError, ValueError):
+    """A memory budget names an unknown device or a size that cannot be read."""
+
+
+class DoesNotFitError(PlanError):
+    """No assignment keeps every device within its budget.
+
+    `shortfalls` maps a device to the bytes it lacks: a device that cannot hold the workspace it needs, or `"total"`
+    for weights that found no device at all.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        needed_bytes: int,
+        usable_bytes: int,
+        shortfalls: dict[str, int],
+        details: Sequence[str] = (),
+        hint: str | None = None,
+    ) -> None:
+        if "total" in shortfalls:
+            message = f"{name} does not fit: it needs {format_size(needed_bytes)}, the budget has room for {format_size(usable_bytes)}"
+        else:
+            message = f"{name} does not fit: {' and '.join(shortfalls)} cannot hold the weights that pass through"
+        short = tuple(
+            f"short by {format_size(lacking)}" if device == "total" else f"{device} is short by {format_size(lacking)}"
+            for device, lacking in shortfalls.items()
+        )
+        super().__init__(message, details=(*details, *short), hint=hint)
+        self.needed_bytes = needed_bytes
+        self.usable_bytes = usable_bytes
+        self.shortfalls = shortfalls
+
+
+class InvalidPlanError(PlanError, ValueError):
+    """A plan file cannot be read, has another major schema version, or contradicts itself."""
+
+
+class StalePlanError(PlanError):
+    """The checkpoint is not the one that the plan was made for; `changes` says what differs, a line per file."""
+
+    def __init__(self, plan: str, checkpoint: str, changes: Sequence[str], *, hint: str | None = None) -> None:
+        super().__init__(f"{plan} was made for another version of {checkpoint}", details=changes, hint=hint)
+        self.changes = tuple(changes)
+
+
+class LayoutError(BigloadError):
+    """Files could not be written in the form that was asked for."""
+
+
+class OutputExistsError(LayoutError, FileExistsError):
+    """The output path is taken; nothing is ever overwritten."""
+
+    def __init__(self, path: Path, reason: str, *, hint: str) -> None:
+        super().__init__(f"will not write to {path}: {reason}", hint=hint)
+        self.path = path
+
+
+class NotEnoughSpaceError(LayoutError, OSError):
+    """The file system of the output has too little room; raised before the first byte is written."""
+
+    def __init__(self, path: Path, *, needed_bytes: int, free_bytes: int) -> None:
+        super().__init__(
+            f"not enough space for {path}: {format_size(needed_bytes)} to write, {format_size(free_bytes)} free",
+            details=(f"short by {format_size(needed_bytes - free_bytes)}",),
+            hint="free some space, or choose an output folder on another disk",
+        )
+        self.needed_bytes = needed_bytes
+        self.free_bytes = free_bytes
+
+
+class WriteError(LayoutError, OSError):
+    """The system refused to create, write or flush an output file (disk full, quota, I/O error)."""
+
+    def __init__(self, path: Path, reason: OSError) -> None:
+        super().__init__(
+            f"cannot write {path}: {reason.strerror or reason}",
+            hint="nothing half-written is left in place; mend the cause and run the same command again",
+        )
+        self.path = path
+
+
+class VerificationError(LayoutError):
+    """Bytes read back differ from the bytes of the source: first difference at `offset` of `path`."""
+
+    def __init__(self, path: Path, *, offset: int, tensor: str | None = None) -> None:
+        inside = f", in tensor {tensor}" if tensor else ""
+        super().__init__(
+            f"{path} differs from its source at byte {offset}{inside}",
+            hint="the disk or the memory of this machine altered data, or the source changed while it was read; run again",
+        )
+        self.path = path
+        self.offset = offset
+
+
+class LoadError(BigloadError):
+    """Tensors could not be brought into memory."""
+
+
+class ReadError(LoadError, OSError):
+    """A read from a checkpoint file failed, or the file ended before the tensor did."""
+
+    def __init__(self, path: Path | str, reason: str) -> None:
+        super().__init__(f"cannot read {path}: {reason}")
+        self.path = path
+
+
+class UnsupportedDTypeError(LoadError, TypeError):
+    """The installed torch has no counterpart of a dtype in the checkpoint."""
+
+    def __init__(self, dtype: str, tensors: Sequence[str]) -> None:
+        super().__init__(
+            f"torch has no dtype for {dtype}, which {len(tensors)} tensor{'s'[: len(tensors) > 1]} of the checkpoint use",
+            details=tensors,
+            hint="load the other tensors only (only=...), or use a torch release that knows this dtype",
+        )
+        self.dtype = dtype
+
+
+class NotEnoughMemoryError(LoadError, MemoryError):
+    """The tensors are larger than the memory that is free; raised before anything is read."""
+
+    def __init__(self, name: str, *, needed_bytes: int, available_bytes: int, hint: str) -> None:
+        super().__init__(
+            f"{name} does not fit into memory: {format_size(needed_bytes)} to load, {format_size(available_bytes)} available",
+            hint=hint,
+        )
+        self.needed_bytes = needed_bytes
+        self.available_bytes = available_bytes
+
+
+class StateDictMismatchError(LoadError, ValueError):
+    """The tensors of a checkpoint and the parameters and buffers of a module do not correspond."""
+
+    def __init__(
+        self, module: str, *, missing: Sequence[str], unexpected: Sequence[str], misshapen: Sequence[str]
+    ) -> None:
+        super().__init__(
+            f"the checkpoint does not match {module}: {len(missing)} missing, {len(unexpected)} unexpected, "
+            f"{len(misshapen)} of another shape",
+            details=(
+                *(f"missing from the checkpoint: {name}" for name in missing),
+                *(f"not in the module: {name}" for name in unexpected),
+                *(f"other shape: {name}" for name in misshapen),
+            ),
+            hint="strict=False loads what does match; nothing was assigned",
+        )
+        self.missing = tuple(missing)
+        self.unexpected = tuple(unexpected)
+        self.misshapen = tuple(misshapen)

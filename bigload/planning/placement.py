@@ -1,0 +1,63 @@
+"""What every policy answers, and the rule all of them obey: the workspace that streamed weights need.
+
+A unit that lives in RAM or on disk but runs on an accelerator is brought in for each forward pass and dropped again.
+While one computes, the next arrives, so the execution device keeps room for the two largest of them. Weights that come
+from disk pass through RAM, which keeps room for the two largest of those. A unit in RAM runs in place when there is no
+accelerator.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from bigload.devices import CPU, DISK, Device
+from bigload.planning.budget import MemoryBudget
+from bigload.planning.units import Unit
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placement:
+    """A device for each unit, in the order of the units, and the device on which offloaded units run."""
+
+    devices: tuple[Device, ...]
+    execution_device: Device
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Misfit:
+    """The best try of a policy that found no placement.
+
+    `unplaced_bytes` found no device; `workspace` is what the try reserved; `too_small` maps a device to the bytes that
+    it lacks for its workspace alone.
+    """
+
+    unplaced_bytes: int
+    workspace: Mapping[Device, int]
+    too_small: Mapping[Device, int] = field(default_factory=dict)
+
+
+class PlacementPolicy(Protocol):
+    """A pure function: units in execution order and a budget in, a placement that keeps every limit out."""
+
+    def __call__(self, units: Sequence[Unit], budget: MemoryBudget) -> Placement | Misfit: ...
+
+
+def workspace(units: Sequence[Unit], placement: Placement, budget: MemoryBudget) -> dict[Device, int]:
+    """Return the bytes to keep free on each device for streamed units; devices that need none are left out.
+
+    Example: blocks of 5, 4 and 3 bytes on cpu, cpu and disk, cuda:0 executes: cuda:0 keeps 5 + 4, cpu keeps 3.
+    """
+    execution = placement.execution_device
+    on_cpu = [unit.num_bytes for unit, device in zip(units, placement.devices, strict=True) if device == CPU]
+    on_disk = [unit.num_bytes for unit, device in zip(units, placement.devices, strict=True) if device == DISK]
+    needs = {execution: two_largest(on_disk if execution == CPU else on_disk + on_cpu)}
+    if execution != CPU and budget.has_cpu:
+        needs[CPU] = two_largest(on_disk)
+    return {device: needed for device, needed in needs.items() if needed}
+
+
+def two_largest(sizes: Iterable[int]) -> int:
+    """Return the bytes of the two largest of `sizes`: one unit computes while the next arrives."""
+    return sum(sorted(sizes, reverse=True)[:2])

@@ -1,0 +1,180 @@
+"""The plan file: JSON, `bigload.plan/1.0`, described in docs/schemas/plan-1.0.json.
+
+No clock, no host name, one fixed order: the same plan gives the same bytes, so that plans can be compared and committed.
+Readers ignore keys that they do not know and refuse another major version.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import NoReturn, TypeVar
+
+from bigload.checkpoint.fingerprint import ShardFingerprint, changes, fingerprint
+from bigload.checkpoint.model import Checkpoint
+from bigload.devices import Device
+from bigload.errors import InvalidPlanError, StalePlanError
+from bigload.planning.plan import DeviceUse, Plan, PlanNote, recount
+from bigload.planning.policies.registry import Policy
+
+SCHEMA = "bigload.plan/1.0"
+_FAMILY, _MAJOR = "bigload.plan", 1
+
+T = TypeVar("T")
+
+
+def plan_document(plan: Plan) -> dict[str, object]:
+    """Return the plan as plain JSON values."""
+    return {
+        "schema": SCHEMA,
+        "checkpoint": {
+            "path": plan.checkpoint_path,
+            "total_bytes": plan.total_bytes,
+            "shards": [
+                {"file": shard.file, "bytes": shard.num_bytes, "header_sha256": shard.header_sha256}
+                for shard in plan.shards
+            ],
+        },
+        "policy": str(plan.policy),
+        "execution_device": str(plan.execution_device),
+        "device_map": dict(plan.device_map),
+        "devices": [
+            {
+                "device": str(use.device),
+                "budget_bytes": use.budget_bytes,
+                "weights_bytes": use.weights_bytes,
+                "workspace_bytes": use.workspace_bytes,
+                "free_bytes": use.free_bytes,
+            }
+            for use in plan.devices
+        ],
+        "notes": [{"code": note.code, "text": note.text} for note in plan.notes],
+    }
+
+
+def plan_to_json(plan: Plan) -> str:
+    """Return the text of the plan file."""
+    return json.dumps(plan_document(plan), indent=2, ensure_ascii=False) + "\n"
+
+
+def read_plan(path: str | Path) -> Plan:
+    """Read the plan file at `path`.
+
+    Raises:
+        InvalidPlanError: no file, no plan, another major version, or figures that contradict each other.
+    """
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not a text file"
+        raise InvalidPlanError(
+            f"cannot read plan {path}: {reason}", hint="make one with: bigload plan PATH -o plan.json"
+        ) from None
+    return plan_from_json(text, source=str(path))
+
+
+def plan_from_json(text: str, *, source: str = "the plan") -> Plan:
+    """Return the plan that `text` describes; `source` names it in errors."""
+    try:
+        document = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        _refuse(source, f"not valid JSON: {error}")
+    if not isinstance(document, dict):
+        _refuse(source, "expected a JSON object")
+    _check_schema(document.get("schema"), source)
+    try:
+        return _plan(document)
+    except (KeyError, TypeError, ValueError) as error:
+        reason = f"no {error}" if isinstance(error, KeyError) else str(error)
+        _refuse(source, reason)
+
+
+def check_plan(plan: Plan, checkpoint: Checkpoint, *, source: str = "the plan") -> None:
+    """Raise unless `plan` was made for `checkpoint` as it is now, and its figures are right.
+
+    Raises:
+        StalePlanError: shards changed, vanished or came; `.changes` has a line for each.
+        InvalidPlanError: the device map leaves a tensor out, or holds other bytes than the plan claims.
+    """
+    differences = changes(plan.shards, fingerprint(checkpoint))
+    if differences:
+        hint = f"make a new plan: bigload plan {checkpoint.path} -m ... -o {source}"
+        raise StalePlanError(source, checkpoint.path, differences, hint=hint)
+    counted = recount(plan, checkpoint.tensors.values())
+    for use in plan.devices:
+        if counted[use.device] != use.weights_bytes:
+            _refuse(
+                source,
+                f"it gives {use.device} {use.weights_bytes} bytes of weights, its device map {counted[use.device]}",
+            )
+
+
+def _plan(document: dict[str, object]) -> Plan:
+    checkpoint = _typed(document, "checkpoint", dict)
+    device_map = {str(module): str(device) for module, device in _typed(document, "device_map", dict).items()}
+    owned: dict[Device, list[str]] = {}
+    for module, device in device_map.items():
+        owned.setdefault(Device.parse(device), []).append(module)
+    uses = [_device_use(entry, owned) for entry in _typed(document, "devices", list)]
+    unlisted = owned.keys() - {use.device for use in uses}
+    if unlisted:
+        raise ValueError(f"the device map uses {', '.join(sorted(map(str, unlisted)))}, which the plan does not list")
+    return Plan(
+        checkpoint_path=_typed(checkpoint, "path", str),
+        total_bytes=_typed(checkpoint, "total_bytes", int),
+        shards=tuple(
+            ShardFingerprint(
+                file=_typed(shard, "file", str),
+                num_bytes=_typed(shard, "bytes", int),
+                header_sha256=_typed(shard, "header_sha256", str),
+            )
+            for shard in _typed(checkpoint, "shards", list)
+        ),
+        policy=Policy(_typed(document, "policy", str)),
+        execution_device=Device.parse(_typed(document, "execution_device", str)),
+        device_map=MappingProxyType(device_map),
+        devices=tuple(uses),
+        notes=tuple(
+            PlanNote(code=_typed(n, "code", str), text=_typed(n, "text", str)) for n in _typed(document, "notes", list)
+        ),
+    )
+
+
+def _device_use(entry: Mapping[str, object], owned: Mapping[Device, list[str]]) -> DeviceUse:
+    device = Device.parse(_typed(entry, "device", str))
+    budget = entry["budget_bytes"]
+    use = DeviceUse(
+        device=device,
+        budget_bytes=None if budget is None else _typed(entry, "budget_bytes", int),
+        weights_bytes=_typed(entry, "weights_bytes", int),
+        workspace_bytes=_typed(entry, "workspace_bytes", int),
+        modules=tuple(owned.get(device, ())),
+    )
+    if use.free_bytes != entry["free_bytes"] or (use.free_bytes or 0) < 0:
+        raise ValueError(f"{device}: budget, weights, workspace and free do not add up")
+    return use
+
+
+def _typed(entry: Mapping[str, object], key: str, kind: type[T]) -> T:
+    if not isinstance(entry, Mapping):
+        raise TypeError(f"expected an object with {key!r}, found {entry!r:.60}")
+    value = entry[key]
+    if not isinstance(value, kind) or isinstance(value, bool):
+        raise TypeError(f"{key!r} is {value!r:.60}, expected {kind.__name__}")
+    return value
+
+
+def _check_schema(schema: object, source: str) -> None:
+    family, _, version = str(schema).partition("/")
+    if family != _FAMILY:
+        _refuse(source, f'its "schema" is {schema!r}, expected "{SCHEMA}"')
+    if version.partition(".")[0] != str(_MAJOR):
+        _refuse(source, f"it has version {version} of the schema, this bigload reads {_MAJOR}.x")
+
+
+def _refuse(source: str, reason: str) -> NoReturn:
+    raise InvalidPlanError(
+        f"{source} is not a usable plan: {reason}", hint="make one with: bigload plan PATH -m ... -o plan.json"
+    )

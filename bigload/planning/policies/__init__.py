@@ -1,0 +1,1 @@
+"""One file per way to place units on devices; `registry.py` names them."""

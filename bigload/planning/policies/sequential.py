@@ -1,0 +1,98 @@
+"""Fill the devices one after the other, in execution order, and never go back.
+
+What makes this more than a loop is the workspace: it has to be kept free before it is known which units are streamed
+through it. A larger workspace leaves room for fewer units, so what the rest needs only grows with what is reserved;
+starting at nothing and reserving what was found missing therefore ends at the least workspace that is enough.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from bigload.devices import CPU, DISK, Device
+from bigload.planning.budget import MemoryBudget
+from bigload.planning.placement import Misfit, Placement, two_largest
+from bigload.planning.units import Unit
+
+_Capacities = Sequence[tuple[Device, int | None]]
+
+
+def place_sequentially(units: Sequence[Unit], budget: MemoryBudget) -> Placement | Misfit:
+    """Place `units` on accelerators first, then in RAM, then on disk.
+
+    Example: blocks of 2, 2 and 2 bytes. With cuda:0=6 all three fit. With cuda:0=5 and cpu=4, streaming two blocks takes
+    4 bytes of workspace on cuda:0, which leaves room for none: all three go to the cpu, which holds one beside the 2
+    bytes of workspace for those from disk.
+    """
+    accelerators = [(device, limit) for device, limit in budget if device.is_accelerator]
+    if not accelerators:
+        return _place_on_host(units, budget)
+    misfits = []
+    for first in range(len(accelerators)):
+        found = _place_from(units, accelerators[first:], budget)
+        if isinstance(found, Placement):
+            return found
+        misfits.append(found)
+    return min(misfits, key=lambda misfit: (bool(misfit.too_small), misfit.unplaced_bytes))
+
+
+def _place_from(units: Sequence[Unit], accelerators: _Capacities, budget: MemoryBudget) -> Placement | Misfit:
+    """Place `units`, streaming through the first of `accelerators`.
+
+    Offloaded units run on the device that the first unit is on, as with accelerate. So if the first accelerator can
+    hold nothing beside the workspace, while another holds something, this is no answer; the caller goes on without it.
+    """
+    execution, limit = accelerators[0]
+    assert limit is not None, "only the disk is unbounded"
+    placed, reserve = _fill_beside_workspace(units, accelerators)
+    if reserve > limit or (placed and placed[0] != execution):
+        return Misfit(unplaced_bytes=0, workspace={}, too_small={execution: max(reserve - limit, 1)})
+    host = _place_on_host(units[len(placed) :], budget)
+    if isinstance(host, Misfit):
+        return Misfit(
+            unplaced_bytes=host.unplaced_bytes,
+            workspace={execution: reserve, **host.workspace},
+            too_small=host.too_small,
+        )
+    return Placement(devices=(*placed, *host.devices), execution_device=execution)
+
+
+def _place_on_host(units: Sequence[Unit], budget: MemoryBudget) -> Placement | Misfit:
+    """Place units in RAM and on disk; RAM keeps room for those that come from disk."""
+    limit = budget.get(CPU) or 0
+    if budget.has_disk and budget.has_cpu:
+        placed, reserve = _fill_beside_workspace(units, [(CPU, limit)])
+        if reserve > limit:
+            return Misfit(unplaced_bytes=0, workspace={}, too_small={CPU: reserve - limit})
+    else:
+        placed, reserve = _fill(units, [(CPU, limit)]), 0
+    on_disk = _fill(units[len(placed) :], [(DISK, budget.get(DISK))])
+    unplaced = units[len(placed) + len(on_disk) :]
+    if unplaced:
+        return Misfit(
+            unplaced_bytes=sum(unit.num_bytes for unit in unplaced), workspace={CPU: reserve} if reserve else {}
+        )
+    return Placement(devices=(*placed, *on_disk), execution_device=CPU)
+
+
+def _fill_beside_workspace(units: Sequence[Unit], devices: _Capacities) -> tuple[list[Device], int]:
+    """Fill `devices`, the first of which also streams what is left over; return the devices and its workspace."""
+    (first, limit), *others = devices
+    assert limit is not None, "only the disk is unbounded"
+    reserve = 0
+    while True:
+        placed = _fill(units, [(first, limit - reserve), *others])
+        needed = two_largest(unit.num_bytes for unit in units[len(placed) :])
+        if needed <= reserve or reserve > limit:
+            return placed, reserve
+        reserve = needed
+
+
+def _fill(units: Sequence[Unit], capacities: _Capacities) -> list[Device]:
+    """Return the devices of the units that fit, in order; the units past them are left over."""
+    placed: list[Device] = []
+    for device, free in capacities:
+        while len(placed) < len(units) and (free is None or units[len(placed)].num_bytes <= free):
+            free = None if free is None else free - units[len(placed)].num_bytes
+            placed.append(device)
+    return placed

@@ -1,0 +1,132 @@
+"""The module tree of a model, from the names of its tensors alone: no model code, no config.
+
+`model.layers.0.mlp.up_proj.weight` names a parameter `weight` of the module `model.layers.0.mlp.up_proj`. Children are
+put into the order in which a forward pass needs them, which no file records: indexes are sorted by letters (layers.10
+before layers.2) and shards by dtype.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+from bigload.checkpoint.model import TensorInfo
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleNode:
+    """A module: its own tensors, and its children in execution order. Counts and bytes are of the whole subtree."""
+
+    name: str
+    tensors: tuple[TensorInfo, ...]
+    children: Mapping[str, ModuleNode]
+    num_tensors: int
+    num_bytes: int
+
+    @property
+    def is_block_list(self) -> bool:
+        """Whether the children are the repeated blocks of a model: numbered, and modules with parts of their own.
+
+        A numbered sequence of plain layers (`mlp.0.weight`, `mlp.2.weight`) is not one.
+        """
+        numbered = [child for key, child in self.children.items() if key.isdecimal()]
+        return bool(numbered) and sum(bool(child.children) for child in numbered) >= 0.6 * len(numbered)
+
+    def walk(self) -> Iterator[ModuleNode]:
+        """Yield this module and all below it, parents first, in execution order."""
+        yield self
+        for child in self.children.values():
+            yield from child.walk()
+
+    def all_tensors(self) -> Iterator[TensorInfo]:
+        """Yield the tensors of the subtree, in execution order."""
+        for node in self.walk():
+            yield from node.tensors
+
+
+def build_tree(tensors: Iterable[TensorInfo]) -> ModuleNode:
+    """Return the tree of the modules that `tensors` belong to; the root has the name `""`."""
+    return _node("", [(tensor.name.split("."), tensor) for tensor in tensors], depth=0)
+
+
+def _node(name: str, items: list[tuple[list[str], TensorInfo]], *, depth: int) -> ModuleNode:
+    own: list[TensorInfo] = []
+    below: dict[str, list[tuple[list[str], TensorInfo]]] = {}
+    for item in items:
+        parts, tensor = item
+        if len(parts) <= depth + 1:
+            own.append(tensor)
+        else:
+            below.setdefault(parts[depth], []).append(item)
+    if own and below:
+        own = _hand_down(own, below, depth)
+    prefix = f"{name}." if depth else ""
+    children = {
+        key: _node(prefix + key, below[key], depth=depth + 1)
+        for key in (sorted(below, key=execution_order) if below else ())
+    }
+    return ModuleNode(
+        name=name,
+        tensors=tuple(sorted(own, key=_by_name)) if len(own) > 1 else tuple(own),
+        children=children,
+        num_tensors=len(items),
+        num_bytes=sum([tensor.num_bytes for tensor in own], sum([child.num_bytes for child in children.values()])),
+    )
+
+
+def _hand_down(
+    own: list[TensorInfo], below: dict[str, list[tuple[list[str], TensorInfo]]], depth: int
+) -> list[TensorInfo]:
+    """Give a tensor `x.weight` that stands beside `x.weight.absmax` (quantised weights) to the module `x.weight`."""
+    kept = []
+    for tensor in own:
+        parts = tensor.name.split(".")
+        if len(parts) == depth + 1 and parts[depth] in below:
+            below[parts[depth]].append((parts, tensor))
+        else:
+            kept.append(tensor)
+    return kept
+
+
+def _by_name(tensor: TensorInfo) -> str:
+    return tensor.name
+
+
+# Asked in this order, because names combine the words: `embed_out` is a head, `visual_projection` no vision tower.
+_STAGES: tuple[tuple[int, tuple[str, ...]], ...] = (
+    (6, ("lm_head", "embed_out", "proj_out", "classifier", "qa_outputs", "score", "pooler", "mtp")),
+    (1, ("projector", "projection", "merger", "connector")),
+    (0, ("vision", "visual", "image", "audio", "speech")),
+    (2, ("embed", "wte", "wpe", "shared")),
+    (5, ("norm", "ln_f")),
+)
+_EXACT_STAGES = {"encoder": 3, "head": 6, "output": 6, "cls": 6}
+_OTHER_STAGE = 4
+
+
+def execution_order(key: str) -> tuple[int, int, str]:
+    """Sort key of a module among its siblings: towers, projectors, embeddings, encoder, blocks, norms, heads.
+
+    >>> sorted(["lm_head", "layers", "norm", "embed_tokens"], key=execution_order)
+    ['embed_tokens', 'layers', 'norm', 'lm_head']
+    >>> sorted(["10", "2"], key=execution_order)
+    ['2', '10']
+    """
+    if key.isdecimal():
+        return _OTHER_STAGE, int(key), key
+    return _stage(key), -1, key
+
+
+def _stage(key: str) -> int:
+    stage = _stage_of.get(key)
+    if stage is None:
+        lower = key.lower()
+        stage = _EXACT_STAGES.get(lower)
+        if stage is None:
+            stage = next((stage for stage, words in _STAGES if any(word in lower for word in words)), _OTHER_STAGE)
+        if len(_stage_of) < 10_000:
+            _stage_of[key] = stage
+    return stage
+
+
+_stage_of: dict[str, int] = {}

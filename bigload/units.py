@@ -1,0 +1,92 @@
+"""Sizes between text and bytes: `"22GiB"` <-> 23622320128.
+
+Binary units are powers of 1024 (KiB, MiB, GiB, TiB), decimal ones powers of 1000 (kB, MB, GB, TB; IEC 80000-13). Texts
+that are read in two ways in practice, such as `22G` and `22Gb`, are refused rather than guessed.
+"""
+
+from __future__ import annotations
+
+import re
+from decimal import Decimal
+
+KIB, MIB, GIB, TIB = 1024, 1024**2, 1024**3, 1024**4
+
+_UNITS = {
+    "b": 1,
+    "kib": KIB,
+    "mib": MIB,
+    "gib": GIB,
+    "tib": TIB,
+    "kB": 10**3,
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "TB": 10**12,
+}
+_SIZE = re.compile(r"(?P<number>[0-9]+(?:\.[0-9]+)?)\s*(?P<unit>[A-Za-z]*)")
+
+
+def parse_size(text: str) -> int:
+    """Return the bytes that `text` stands for, rounded down to a whole byte.
+
+    >>> parse_size("22GiB"), parse_size("1.5 MB"), parse_size("4096")
+    (23622320128, 1500000, 4096)
+
+    Raises:
+        ValueError: not a size, or a unit with two readings; the text offers both.
+    """
+    match = _SIZE.fullmatch(text.strip())
+    if match is None:
+        raise ValueError(f'"{text}" is not a size; write for example 22GiB, 512MiB or 23.6GB')
+    number, unit = Decimal(match["number"]), match["unit"]
+    if not unit:
+        return int(number)
+    factor = _UNITS.get(unit) or _UNITS.get(unit.lower())
+    if factor is None:
+        raise ValueError(_ambiguity(text.strip(), match["number"], unit))
+    return int(number * factor)
+
+
+def _ambiguity(text: str, number: str, unit: str) -> str:
+    prefix = unit[0].upper()
+    if prefix not in "KMGT" or len(unit) > 2 or unit[1:].lower() not in ("", "b"):
+        return f'"{text}": unknown unit "{unit}"; use B, KiB, MiB, GiB, TiB, kB, MB, GB or TB'
+    decimal, binary = f"{number}{prefix}B", f"{number}{prefix}iB"
+    means = (
+        f'"{unit}" means {dict(K="kilo", M="mega", G="giga", T="tera")[prefix]}bits'
+        if len(unit) == 2
+        else f'"{unit}" has two readings'
+    )
+    return f'"{text}": {means}; write {decimal} ({format_size(parse_size(decimal))}) or {binary}'
+
+
+def format_size(num_bytes: int) -> str:
+    """Return `num_bytes` for people: the largest binary unit up to GiB, so that figures compare at a glance.
+
+    >>> format_size(141107412992), format_size(2621440), format_size(16384), format_size(12)
+    ('131.42 GiB', '2.50 MiB', '16.0 KiB', '12 B')
+    """
+    if num_bytes >= GIB:
+        return f"{num_bytes / GIB:.2f} GiB"
+    if num_bytes >= MIB:
+        return f"{num_bytes / MIB:.2f} MiB"
+    if num_bytes >= KIB:
+        return f"{num_bytes / KIB:.1f} KiB"
+    return f"{num_bytes} B"
+
+
+def format_count(count: int) -> str:
+    """Return a count of parameters the way model names spell it.
+
+    >>> format_count(70553706496), format_count(1310720), format_count(640)
+    ('70.55 B', '1.31 M', '640')
+    """
+    for factor, letter in ((10**9, "B"), (10**6, "M"), (10**3, "K")):
+        if count >= factor:
+            return f"{count / factor:.2f} {letter}"
+    return str(count)
+
+
+def format_rate(num_bytes: int, seconds: float) -> str:
+    """Return a transfer rate, `"1.90 GiB/s"`, or `"-"` when no time has passed."""
+    return f"{format_size(int(num_bytes / seconds))}/s" if seconds > 0 else "-"
