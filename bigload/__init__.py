@@ -1,1 +1,106 @@
+"""Plan, reshard and load checkpoints that are larger than the devices that run them.
+
+    >>> import bigload
+    >>> plan = bigload.plan("./llama-70b", {"cuda:0": "22GiB", "cpu": "64GiB"})  # doctest: +SKIP
+    >>> print(plan)                                                              # doctest: +SKIP
+    >>> tensors = bigload.load("./llama-8b")                                     # doctest: +SKIP
+
+Names are loaded when they are first used, so that `import bigload` is quick and needs no torch. Those that move weights
+into memory need it; opening, planning and resharding never do.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # `as` marks them as public to type checkers
+    from bigload.bench.bench_load import bench_load as bench_load
+    from bigload.checkpoint.model import Checkpoint as Checkpoint
+    from bigload.checkpoint.model import Shard as Shard
+    from bigload.checkpoint.model import Span as Span
+    from bigload.checkpoint.model import TensorInfo as TensorInfo
+    from bigload.checkpoint.source import open_checkpoint as open_checkpoint
+    from bigload.devices import Device as Device
+    from bigload.errors import BigloadError as BigloadError
+    from bigload.errors import BudgetError as BudgetError
+    from bigload.errors import CheckpointError as CheckpointError
+    from bigload.errors import CheckpointNotFoundError as CheckpointNotFoundError
+    from bigload.errors import DoesNotFitError as DoesNotFitError
+    from bigload.errors import InvalidCheckpointError as InvalidCheckpointError
+    from bigload.errors import InvalidPlanError as InvalidPlanError
+    from bigload.errors import LayoutError as LayoutError
+    from bigload.errors import LoadError as LoadError
+    from bigload.errors import NotEnoughMemoryError as NotEnoughMemoryError
+    from bigload.errors import NotEnoughSpaceError as NotEnoughSpaceError
+    from bigload.errors import OutputExistsError as OutputExistsError
+    from bigload.errors import PlanError as PlanError
+    from bigload.errors import ReadError as ReadError
+    from bigload.errors import StalePlanError as StalePlanError
+    from bigload.errors import StateDictMismatchError as StateDictMismatchError
+    from bigload.errors import UnsupportedDTypeError as UnsupportedDTypeError
+    from bigload.errors import VerificationError as VerificationError
+    from bigload.errors import WriteError as WriteError
+    from bigload.layouts.reshard import ReshardReport as ReshardReport
+    from bigload.layouts.reshard import reshard as reshard
+    from bigload.loading.events import Progress as Progress
+    from bigload.loading.load import load as load
+    from bigload.planning.budget import MemoryBudget as MemoryBudget
+    from bigload.planning.plan import DeviceUse as DeviceUse
+    from bigload.planning.plan import Plan as Plan
+    from bigload.planning.plan import plan as plan
+    from bigload.planning.plan_file import read_plan as read_plan
+    from bigload.planning.policies.registry import Policy as Policy
+
 __version__ = "0.1.0"
+
+_HOMES = {
+    "bigload.bench.bench_load": ("bench_load",),
+    "bigload.checkpoint.model": ("Checkpoint", "Shard", "Span", "TensorInfo"),
+    "bigload.checkpoint.source": ("open_checkpoint",),
+    "bigload.devices": ("Device",),
+    "bigload.errors": (
+        "BigloadError",
+        "BudgetError",
+        "CheckpointError",
+        "CheckpointNotFoundError",
+        "DoesNotFitError",
+        "InvalidCheckpointError",
+        "InvalidPlanError",
+        "LayoutError",
+        "LoadError",
+        "NotEnoughMemoryError",
+        "NotEnoughSpaceError",
+        "OutputExistsError",
+        "PlanError",
+        "ReadError",
+        "StalePlanError",
+        "StateDictMismatchError",
+        "UnsupportedDTypeError",
+        "VerificationError",
+        "WriteError",
+    ),
+    "bigload.layouts.reshard": ("ReshardReport", "reshard"),
+    "bigload.loading.events": ("Progress",),
+    "bigload.loading.load": ("load",),
+    "bigload.planning.budget": ("MemoryBudget",),
+    "bigload.planning.plan": ("DeviceUse", "Plan", "plan"),
+    "bigload.planning.plan_file": ("read_plan",),
+    "bigload.planning.policies.registry": ("Policy",),
+}
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+
+__all__ = ["__version__", *_HOME_OF]  # noqa: PLE0604 - every item is text
+
+
+def __getattr__(name: str) -> object:
+    home = _HOME_OF.get(name)
+    if home is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    found = getattr(import_module(home), name)
+    globals()[name] = found
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

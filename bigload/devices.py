@@ -32,9 +32,8 @@ class Device:
             return cls(name)
         match = _NUMBERED.fullmatch(name)
         if match is None:
-            raise ValueError(
-                f'unknown device "{text}"; known are cuda:N (or N), mps, cpu, disk and {", ".join(k + ":N" for k in ACCELERATORS[1:])}'
-            )
+            others = ", ".join(f"{kind}:N" for kind in ACCELERATORS[1:])
+            raise ValueError(f'unknown device "{text}"; known are cuda:N (or N), mps, cpu, disk and {others}')
         return cls(match["kind"], int(match["index"] or 0))
 
     def __str__(self) -> str:

@@ -30,7 +30,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from bigload.units import format_size
+from bigload.units import counted, format_size
 
 MAX_LISTED = 20
 """Details past this number are counted, not listed: a broken download can have thousands of them."""
@@ -89,11 +89,12 @@ class InvalidCheckpointError(CheckpointError, ValueError):
     def __init__(self, path: Path | str, problems: Sequence[Problem], *, hint: str | None = None) -> None:
         self.path = path
         self.problems = tuple(problems)
-        files = len({problem.file for problem in problems})
+        details: tuple[str, ...] = ()
         if len(problems) == 1:
-            message, details = f"{path} is not a valid checkpoint: {problems[0]}", ()
+            message = f"{path} is not a valid checkpoint: {problems[0]}"
         else:
-            message = f"{path} is not a valid checkpoint: {len(problems)} problems in {files} file{'s'[: files > 1]}"
+            files = len({problem.file for problem in problems})
+            message = f"{path} is not a valid checkpoint: {len(problems)} problems in {counted(files, 'file')}"
             details = tuple(str(problem) for problem in problems)
         super().__init__(message, details=details, hint=hint or _download_hint(problems))
 
@@ -101,7 +102,7 @@ class InvalidCheckpointError(CheckpointError, ValueError):
 def _download_hint(problems: Sequence[Problem]) -> str | None:
     codes = {problem.code for problem in problems}
     if "unsafe-path" in codes:
-        return "an index may only name files inside its own folder; do not load this checkpoint unless you trust its source"
+        return "an index may only name files inside its own folder; look at where this checkpoint comes from"
     if codes & {"file-truncated", "missing-shard", "file-empty"}:
         return "download the named files again; a download was probably cut off"
     return None
@@ -133,7 +134,8 @@ class DoesNotFitError(PlanError):
         hint: str | None = None,
     ) -> None:
         if "total" in shortfalls:
-            message = f"{name} does not fit: it needs {format_size(needed_bytes)}, the budget has room for {format_size(usable_bytes)}"
+            needed, usable = format_size(needed_bytes), format_size(usable_bytes)
+            message = f"{name} does not fit: it needs {needed}, the budget has room for {usable}"
         else:
             message = f"{name} does not fit: {' and '.join(shortfalls)} cannot hold the weights that pass through"
         short = tuple(
@@ -201,7 +203,7 @@ class VerificationError(LayoutError):
         inside = f", in tensor {tensor}" if tensor else ""
         super().__init__(
             f"{path} differs from its source at byte {offset}{inside}",
-            hint="the disk or the memory of this machine altered data, or the source changed while it was read; run again",
+            hint="the disk or the memory altered data, or the source changed while it was read; run again",
         )
         self.path = path
         self.offset = offset
@@ -224,7 +226,7 @@ class UnsupportedDTypeError(LoadError, TypeError):
 
     def __init__(self, dtype: str, tensors: Sequence[str]) -> None:
         super().__init__(
-            f"torch has no dtype for {dtype}, which {len(tensors)} tensor{'s'[: len(tensors) > 1]} of the checkpoint use",
+            f"torch has no dtype for {dtype}, the type of {counted(len(tensors), 'tensor')}",
             details=tensors,
             hint="load the other tensors only (only=...), or use a torch release that knows this dtype",
         )
@@ -236,7 +238,8 @@ class NotEnoughMemoryError(LoadError, MemoryError):
 
     def __init__(self, name: str, *, needed_bytes: int, available_bytes: int, hint: str) -> None:
         super().__init__(
-            f"{name} does not fit into memory: {format_size(needed_bytes)} to load, {format_size(available_bytes)} available",
+            f"{name} does not fit into memory: "
+            f"{format_size(needed_bytes)} to load, {format_size(available_bytes)} available",
             hint=hint,
         )
         self.needed_bytes = needed_bytes

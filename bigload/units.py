@@ -23,6 +23,7 @@ _UNITS = {
     "GB": 10**9,
     "TB": 10**12,
 }
+_PREFIXES = {"K": "kilo", "M": "mega", "G": "giga", "T": "tera"}
 _SIZE = re.compile(r"(?P<number>[0-9]+(?:\.[0-9]+)?)\s*(?P<unit>[A-Za-z]*)")
 
 
@@ -52,11 +53,7 @@ def _ambiguity(text: str, number: str, unit: str) -> str:
     if prefix not in "KMGT" or len(unit) > 2 or unit[1:].lower() not in ("", "b"):
         return f'"{text}": unknown unit "{unit}"; use B, KiB, MiB, GiB, TiB, kB, MB, GB or TB'
     decimal, binary = f"{number}{prefix}B", f"{number}{prefix}iB"
-    means = (
-        f'"{unit}" means {dict(K="kilo", M="mega", G="giga", T="tera")[prefix]}bits'
-        if len(unit) == 2
-        else f'"{unit}" has two readings'
-    )
+    means = f'"{unit}" means {_PREFIXES[prefix]}bits' if len(unit) == 2 else f'"{unit}" has two readings'
     return f'"{text}": {means}; write {decimal} ({format_size(parse_size(decimal))}) or {binary}'
 
 
@@ -85,6 +82,15 @@ def format_count(count: int) -> str:
         if count >= factor:
             return f"{count / factor:.2f} {letter}"
     return str(count)
+
+
+def counted(count: int, noun: str) -> str:
+    """Return a count with its noun, `"1 shard"`, `"30 shards"`.
+
+    >>> counted(1, "shard"), counted(30, "shard")
+    ('1 shard', '30 shards')
+    """
+    return f"{count} {noun}{'s' if count != 1 else ''}"
 
 
 def format_rate(num_bytes: int, seconds: float) -> str:

@@ -40,20 +40,17 @@ def read_index(path: Path) -> ShardIndex:
     pairs = root.get("weight_map")
     if not isinstance(pairs, _Pairs):
         raise _invalid(path, "bad-index", 'expected an object with "weight_map": {tensor: file, ...}')
-    weight_map = dict(pairs)
+    weight_map = {name: file for name, file in pairs if isinstance(file, str) and file}
     problems = [
         Problem(code="bad-index", file=path.name, text=f"{name!r} is mapped to {file!r:.100}, expected a file name")
-        for name, file in weight_map.items()
+        for name, file in pairs
         if not isinstance(file, str) or not file
     ]
-    if len(weight_map) != len(pairs):
+    if len({name for name, _ in pairs}) != len(pairs):
         problems += _listed_twice(path, pairs)
     if problems:
         raise InvalidCheckpointError(path, problems)
-    metadata = root.get("metadata")
-    total_size = dict(metadata).get("total_size") if isinstance(metadata, _Pairs) else None
-    is_number = isinstance(total_size, int | float) and not isinstance(total_size, bool)
-    return ShardIndex(weight_map=weight_map, total_size=total_size if is_number else None)
+    return ShardIndex(weight_map=weight_map, total_size=_total_size(root.get("metadata")))
 
 
 def encode_index(weight_map: Mapping[str, str], *, total_size: int) -> bytes:
@@ -87,6 +84,11 @@ def resolve_shard(root: Path, file: str) -> Path | str:
 
 class _Pairs(list[tuple[str, object]]):
     """A JSON object as its pairs, so that keys which occur twice can be seen; a list stays a list."""
+
+
+def _total_size(metadata: object) -> float | None:
+    total_size = dict(metadata).get("total_size") if isinstance(metadata, _Pairs) else None
+    return total_size if isinstance(total_size, int | float) and not isinstance(total_size, bool) else None
 
 
 def _listed_twice(path: Path, pairs: _Pairs) -> list[Problem]:

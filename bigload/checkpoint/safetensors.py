@@ -2,20 +2,23 @@
 
 The format (https://github.com/huggingface/safetensors, "Format"): 8 bytes little-endian length N, N bytes of JSON that
 begin with `{` and may end in blanks, then the data, which the tensors cover from first to last byte without holes or
-overlaps. The checks are those of the reference implementation, and two that its text asks for and its code leaves
-out: duplicate keys and leading blanks are refused.
+overlaps. The checks are those of the reference implementation (safetensors 0.8), with these differences:
+
+- refused here, because the format's text asks for it: duplicate keys, blanks before `{`, an entry that is no object;
+- refused here, because readers that multiply in another order overflow: shapes such as `[0, 2**63, 2**63]`;
+- read here, because they harm nobody: `-0` for 0, and huge integers or deep nesting below keys the format ignores.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import stat
 import struct
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from math import prod
 from pathlib import Path
 from typing import NoReturn
 
@@ -139,8 +142,9 @@ def _decode(text: bytes, file: str) -> dict[str, object]:
     if not text.startswith(b"{"):
         raise _HeaderProblems(Problem(code="header-not-json", file=file, text="the header does not begin with '{'"))
     try:
-        entries = json.loads(text.decode(), object_pairs_hook=_unique, parse_constant=_no_constant)
-        "".join(entries).encode()  # a name with a lone surrogate is no Unicode text
+        entries = json.loads(text.decode(), object_pairs_hook=_unique, parse_constant=_no_constant, parse_float=_finite)
+        if b"\\ud" in text.lower():
+            json.dumps(entries, ensure_ascii=False).encode()  # a lone surrogate is no Unicode text
     except (ValueError, RecursionError) as error:
         code = "duplicate-key" if isinstance(error, _DuplicateKey) else "header-not-json"
         raise _HeaderProblems(Problem(code=code, file=file, text=f"the header is not valid JSON: {error}")) from None
@@ -165,6 +169,12 @@ def _no_constant(text: str) -> NoReturn:
     raise ValueError(f"{text} is not JSON")
 
 
+def _finite(text: str) -> float:
+    if math.isinf(number := float(text)):
+        raise ValueError(f"{text} is out of range")
+    return number
+
+
 def _metadata(entry: object, file: str) -> Mapping[str, str]:
     if entry is None:
         return {}
@@ -182,19 +192,21 @@ def _tensor(name: str, entry: object, file: str, *, data_start: int) -> TensorIn
     dtype_name, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     dtype = DTYPES.get(dtype_name) if isinstance(dtype_name, str) else None
     if dtype is None:
-        return "unknown-dtype", f"unknown dtype {dtype_name!r}"
-    if not _is_size_list(shape):
-        return "bad-shape", f"shape {shape!r:.100}, expected a list of whole numbers >= 0"
+        return "unknown-dtype", f"unknown dtype {dtype_name!r:.100}"
+    if not _is_size_list(shape) or _num_elements(shape) > MAX_ELEMENTS:
+        return "bad-shape", f"shape {shape!r:.100}, expected whole numbers >= 0 whose product fits 64 bits"
     if not _is_size_list(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
         return "bad-offsets", f"data_offsets {offsets!r:.100}, expected [begin, end] with 0 <= begin <= end"
     start, stop = offsets
-    num_elements = prod(shape)
-    if num_elements == 0 and prod(size for size in shape if size) > MAX_ELEMENTS or num_elements > MAX_ELEMENTS:
-        return "bad-shape", f"shape {shape!r:.100} has more elements than 64 bits can count"
-    if num_elements * dtype.bits != (stop - start) * 8:
-        expected = f"{num_elements} x {dtype.bits} bits"
+    if math.prod(shape) * dtype.bits != (stop - start) * 8:
+        expected = f"{math.prod(shape)} x {dtype.bits} bits"
         return "size-mismatch", f"{dtype_name} {shape!r:.100} takes {expected}, data_offsets give {stop - start} bytes"
     return TensorInfo(name, dtype, tuple(shape), Span(file, data_start + start, data_start + stop))
+
+
+def _num_elements(shape: list[int]) -> int:
+    """Return the elements of `shape`, zeros left out: 0 x 2^63 x 2^63 overflows in readers that multiply in order."""
+    return math.prod([size or 1 for size in shape])
 
 
 def _is_size_list(value: object) -> bool:
@@ -208,17 +220,15 @@ def _coverage(tensors: list[TensorInfo], file: str, *, data_start: int, num_byte
     for tensor in tensors:
         start, stop = tensor.span.start, tensor.span.stop
         if start != position:
-            code, word = (
-                ("hole", "a hole before it") if start > position else ("overlap", "an overlap with the one before it")
-            )
+            code, word = ("hole", "a hole") if start > position else ("overlap", "an overlap with the tensor")
             found, expected = start - data_start, position - data_start
-            yield Problem(
-                code=code, file=file, text=f"tensor {tensor.name!r}: {word}, begins at {found}, expected {expected}"
-            )
+            text = f"{word} before tensor {tensor.name!r}: it begins at {found}, expected {expected}"
+            yield Problem(code=code, file=file, text=text)
         position = max(position, stop)
     if position > num_bytes:
         text = f"the file is cut off: {num_bytes} bytes, its header describes {position}"
         yield Problem(code="file-truncated", file=file, text=text)
     elif position < num_bytes:
-        text = f"{num_bytes - position} bytes after the last tensor: {num_bytes} in the file, its header describes {position}"
+        extra = num_bytes - position
+        text = f"{extra} bytes after the last tensor: {num_bytes} in all, the header describes {position}"
         yield Problem(code="trailing-bytes", file=file, text=text)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from bigload.devices import CPU, DISK, Device
@@ -20,9 +20,7 @@ class MemoryBudget:
     limits: tuple[tuple[Device, int | None], ...]
 
     @classmethod
-    def of(
-        cls, max_memory: Mapping[str, str | int] | Mapping[int | str, str | int], *, use_disk: bool = True
-    ) -> MemoryBudget:
+    def of(cls, max_memory: Mapping[str | int, str | int], *, use_disk: bool = True) -> MemoryBudget:
         """Return the budget that `{"cuda:0": "22GiB", "cpu": 64 * 2**30}` describes.
 
         Keys are device names, whole numbers are CUDA devices; values are bytes or sizes as `units.parse_size` reads.
@@ -30,12 +28,12 @@ class MemoryBudget:
         Raises:
             BudgetError: an unknown device, one named twice, a size that cannot be read, or nothing that can compute.
         """
-        return cls._of_pairs([(key, value) for key, value in max_memory.items()], use_disk=use_disk)
+        return cls._of_pairs(list(max_memory.items()), use_disk=use_disk)
 
     @classmethod
     def parse(cls, texts: Iterable[str], *, use_disk: bool = True) -> MemoryBudget:
         """Return the budget of command-line words such as `cuda:0=22GiB` or `cuda:0=22GiB,cpu=64GiB`."""
-        pairs = []
+        pairs: list[tuple[str | int, str | int]] = []
         for text in (part.strip() for word in texts for part in word.split(",")):
             device, equals, size = text.partition("=")
             if not equals or not size.strip():
@@ -46,7 +44,7 @@ class MemoryBudget:
         return cls._of_pairs(pairs, use_disk=use_disk)
 
     @classmethod
-    def _of_pairs(cls, pairs: list[tuple[str | int, str | int]], *, use_disk: bool) -> MemoryBudget:
+    def _of_pairs(cls, pairs: Sequence[tuple[str | int, str | int]], *, use_disk: bool) -> MemoryBudget:
         limits: dict[Device, int | None] = {}
         for key, value in pairs:
             device, size = _limit(key, value)

@@ -108,7 +108,7 @@ class Plan:
         return {source: self.weights_on(source) for source in sources if self.weights_on(source)}
 
     def __str__(self) -> str:
-        rows = [("DEVICE", "BUDGET", "WEIGHTS", "WORKSPACE", "FREE", "HOLDS")]
+        rows: list[tuple[str, ...]] = [("DEVICE", "BUDGET", "WEIGHTS", "WORKSPACE", "FREE", "HOLDS")]
         for use in self.devices:
             sizes = (use.budget_bytes, use.weights_bytes, use.workspace_bytes, use.free_bytes)
             rows.append(
@@ -134,7 +134,7 @@ class Plan:
 
 def plan(
     checkpoint: Checkpoint | str | Path,
-    max_memory: MemoryBudget | Mapping[str, str | int],
+    max_memory: MemoryBudget | Mapping[str | int, str | int],
     *,
     policy: Policy | str = Policy.SEQUENTIAL,
 ) -> Plan:
@@ -165,7 +165,7 @@ def plan(
         execution_device=placement.execution_device,
         device_map=MappingProxyType(device_map),
         devices=devices,
-        notes=tuple(_notes(devices, budget, placement, ties)),
+        notes=tuple(_notes(devices, placement, ties)),
     )
 
 
@@ -231,9 +231,7 @@ def _device_uses(units: Sequence[Unit], placement: Placement, budget: MemoryBudg
         )
 
 
-def _notes(
-    devices: Sequence[DeviceUse], budget: MemoryBudget, placement: Placement, ties: Sequence[TiedGroup]
-) -> Iterator[PlanNote]:
+def _notes(devices: Sequence[DeviceUse], placement: Placement, ties: Sequence[TiedGroup]) -> Iterator[PlanNote]:
     held = {use.device: use.weights_bytes for use in devices}
     if held.get(DISK):
         enough = f"cpu={_round_up(held.get(CPU, 0) + held[DISK])}"
@@ -266,20 +264,19 @@ def _does_not_fit(
         shortfalls["total"] = misfit.unplaced_bytes
     largest = max(units, key=lambda unit: unit.num_bytes, default=None)
     if misfit.too_small and largest is not None:
-        rows.append(
-            f"streaming needs room for two units at a time; the largest is {largest.name}, {format_size(largest.num_bytes)}"
-        )
+        size = format_size(largest.num_bytes)
+        rows.append(f"streaming takes room for two units at a time; the largest is {largest.name}, {size}")
     return DoesNotFitError(
         checkpoint.name,
         needed_bytes=checkpoint.total_bytes,
         usable_bytes=usable,
         shortfalls=shortfalls,
         details=rows,
-        hint=_what_would_fit(checkpoint, budget, misfit),
+        hint=_what_would_fit(budget, misfit),
     )
 
 
-def _what_would_fit(checkpoint: Checkpoint, budget: MemoryBudget, misfit: Misfit) -> str:
+def _what_would_fit(budget: MemoryBudget, misfit: Misfit) -> str:
     if misfit.too_small:
         device, lacking = next(iter(misfit.too_small.items()))
         return f"raise {device} to {_round_up((budget.get(device) or 0) + lacking)} or more, or leave it out"

@@ -1,7 +1,7 @@
 """The plan file: JSON, `bigload.plan/1.0`, described in docs/schemas/plan-1.0.json.
 
-No clock, no host name, one fixed order: the same plan gives the same bytes, so that plans can be compared and committed.
-Readers ignore keys that they do not know and refuse another major version.
+No clock, no host name, one fixed order: the same plan gives the same bytes, so that plans can be compared and
+committed. Readers ignore keys that they do not know and refuse another major version.
 """
 
 from __future__ import annotations

@@ -20,9 +20,9 @@ _Capacities = Sequence[tuple[Device, int | None]]
 def place_sequentially(units: Sequence[Unit], budget: MemoryBudget) -> Placement | Misfit:
     """Place `units` on accelerators first, then in RAM, then on disk.
 
-    Example: blocks of 2, 2 and 2 bytes. With cuda:0=6 all three fit. With cuda:0=5 and cpu=4, streaming two blocks takes
-    4 bytes of workspace on cuda:0, which leaves room for none: all three go to the cpu, which holds one beside the 2
-    bytes of workspace for those from disk.
+    Example: blocks of 2, 2 and 2 bytes. With cuda:0=6 all three fit. With cuda:0=5 and cpu=6, streaming two blocks
+    takes 4 bytes of workspace on cuda:0, which leaves room for none, so all three go to the cpu. With cpu=5, the cpu
+    keeps 4 bytes of workspace for what comes from disk, and all three go there.
     """
     accelerators = [(device, limit) for device, limit in budget if device.is_accelerator]
     if not accelerators:
@@ -91,8 +91,11 @@ def _fill_beside_workspace(units: Sequence[Unit], devices: _Capacities) -> tuple
 def _fill(units: Sequence[Unit], capacities: _Capacities) -> list[Device]:
     """Return the devices of the units that fit, in order; the units past them are left over."""
     placed: list[Device] = []
-    for device, free in capacities:
-        while len(placed) < len(units) and (free is None or units[len(placed)].num_bytes <= free):
-            free = None if free is None else free - units[len(placed)].num_bytes
+    for device, capacity in capacities:
+        used = 0
+        for unit in units[len(placed) :]:
+            used += unit.num_bytes
+            if capacity is not None and used > capacity:
+                break
             placed.append(device)
     return placed

@@ -1,0 +1,27 @@
+"""Holes in sparse files: where a file has data and where it only claims zeros (lseek(2), SEEK_DATA and SEEK_HOLE)."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Iterator
+
+
+def data_extents(descriptor: int, start: int, stop: int) -> Iterator[tuple[int, int]]:
+    """Yield the parts of bytes `start` to `stop` that are stored; the rest are holes, which read as zeros.
+
+    A file system that cannot tell reports one extent, all data.
+    """
+    position = start
+    while position < stop:
+        try:
+            begin = os.lseek(descriptor, position, os.SEEK_DATA)
+        except OSError as error:
+            if error.errno != errno.ENXIO:
+                raise
+            return  # no data up to the end of the file
+        if begin >= stop:
+            return
+        end = min(os.lseek(descriptor, begin, os.SEEK_HOLE), stop)
+        yield begin, end
+        position = end

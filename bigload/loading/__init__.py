@@ -1,0 +1,1 @@
+"""Bytes to tensors. Reading is torch-free; only `tensors.py` and `assign.py` import torch."""

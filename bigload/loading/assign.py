@@ -1,0 +1,87 @@
+"""Tensors into an `nn.Module`: what matches is decided from names and shapes, before a byte is read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from bigload.checkpoint.model import TensorInfo
+from bigload.errors import StateDictMismatchError
+from bigload.loading.tensors import torch_shape
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Assignment:
+    """A stored tensor and every place in the module that it belongs to: several when weights are tied."""
+
+    tensor_name: str
+    places: tuple[str, ...]
+
+
+def match(module: nn.Module, tensors: Mapping[str, TensorInfo], *, strict: bool) -> tuple[Assignment, ...]:
+    """Return which of `tensors` goes where in `module`, without reading one.
+
+    Tied parameters need one stored tensor among them. Buffers that the module does not save are left alone.
+
+    Raises:
+        StateDictMismatchError: `strict`, and something is missing, unexpected or of another shape.
+    """
+    assignments, missing, misshapen = [], [], []
+    for places in _state(module):
+        stored = [name for name in places if name in tensors]
+        if not stored:
+            missing.append(places[0])
+            continue
+        expected, found = tuple(_get(module, places[0]).shape), torch_shape(tensors[stored[0]])
+        if expected == found:
+            assignments.append(Assignment(tensor_name=stored[0], places=places))
+        else:
+            misshapen.append(f"{stored[0]} is {list(found)} in the checkpoint, {list(expected)} in the module")
+    known = {name for places in _state(module) for name in places}
+    unexpected = [name for name in tensors if name not in known]
+    if strict and (missing or unexpected or misshapen):
+        raise StateDictMismatchError(type(module).__name__, missing=missing, unexpected=unexpected, misshapen=misshapen)
+    return tuple(assignments)
+
+
+def assign(module: nn.Module, assignments: tuple[Assignment, ...], tensors: Mapping[str, torch.Tensor]) -> None:
+    """Put `tensors` into `module`.
+
+    A parameter or buffer on the meta device becomes the loaded tensor itself, in the checkpoint's dtype. One that has
+    memory keeps its device and dtype, and the values are copied into it.
+    """
+    for assignment in assignments:
+        value = tensors[assignment.tensor_name]
+        old = _get(module, assignment.places[0])
+        if not old.is_meta:
+            with torch.no_grad():
+                old.copy_(value)
+            continue
+        new = nn.Parameter(value, requires_grad=old.requires_grad) if isinstance(old, nn.Parameter) else value
+        for place in assignment.places:
+            parent, _, leaf = place.rpartition(".")
+            setattr(module.get_submodule(parent), leaf, new)
+
+
+def _state(module: nn.Module) -> list[tuple[str, ...]]:
+    """Return the names of every saved parameter and buffer; names of one and the same tensor come together."""
+    groups: dict[int, list[str]] = {}
+    for prefix, owner in module.named_modules(remove_duplicate=False):
+        saved = [*owner._parameters.items()]
+        saved += [item for item in owner._buffers.items() if item[0] not in owner._non_persistent_buffers_set]
+        for leaf, tensor in saved:
+            if tensor is not None:
+                groups.setdefault(id(tensor), []).append(f"{prefix}.{leaf}" if prefix else leaf)
+    return [tuple(names) for names in groups.values()]
+
+
+def _get(module: nn.Module, name: str) -> torch.Tensor:
+    parent, _, leaf = name.rpartition(".")
+    owner = module.get_submodule(parent)
+    tensor = owner._parameters.get(leaf)
+    found = tensor if tensor is not None else owner._buffers[leaf]
+    assert found is not None, "only tensors are listed by _state()"
+    return found

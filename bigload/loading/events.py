@@ -1,0 +1,42 @@
+"""What a running load or reshard tells those who watch it. The library prints nothing."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """`done_bytes` of `total_bytes` are through; `phase` is `read`, `write` or `verify`, `file` the current one."""
+
+    phase: str
+    file: str
+    done_bytes: int
+    total_bytes: int
+
+
+OnProgress = Callable[[Progress], None]
+"""Called from worker threads, one call at a time, at most once per finished piece of work."""
+
+
+def ignore_progress(progress: Progress) -> None:
+    """Do nothing: the default where nobody watches."""
+
+
+class Tally:
+    """Counts bytes from several threads and reports them, one call at a time."""
+
+    def __init__(self, total_bytes: int, on_progress: OnProgress) -> None:
+        self._total_bytes = total_bytes
+        self._on_progress = on_progress
+        self._done_bytes = 0
+        self._lock = threading.Lock()
+
+    def add(self, num_bytes: int, *, phase: str, file: str) -> None:
+        """Report `num_bytes` more of `file` as done."""
+        with self._lock:
+            self._done_bytes += num_bytes
+            done = Progress(phase=phase, file=file, done_bytes=self._done_bytes, total_bytes=self._total_bytes)
+            self._on_progress(done)

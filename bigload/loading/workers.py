@@ -1,0 +1,73 @@
+"""Do independent jobs on several threads, and stop all of them when one fails or the user interrupts."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from typing import Generic, TypeVar
+
+MAX_DEFAULT_THREADS = 4
+
+Job = TypeVar("Job")
+
+
+def default_threads() -> int:
+    """Return the threads used when nobody says: one per core that this process may use, four at most."""
+    return min(len(os.sched_getaffinity(0)), MAX_DEFAULT_THREADS)
+
+
+def run_jobs(work: Callable[[Job], None], jobs: Iterable[Job], *, threads: int) -> None:
+    """Call `work` once for every job, in order of their start, on `threads` threads; 1 means the caller's own.
+
+    When a call raises, no further job is started, the running ones are waited for, and the first error is raised here.
+    The same holds for KeyboardInterrupt, so nothing still reads or writes when this function has returned.
+    """
+    if threads <= 1:
+        for job in jobs:
+            work(job)
+        return
+    crew = _Crew(work, iter(jobs))
+    workers = [threading.Thread(target=crew.run, name=f"bigload-{number}", daemon=True) for number in range(threads)]
+    try:
+        for worker in workers:
+            worker.start()
+        for worker in workers:
+            worker.join()
+    finally:
+        crew.stop()
+        for worker in workers:
+            if worker.ident is not None:
+                worker.join()
+    if crew.error is not None:
+        raise crew.error
+
+
+class _Crew(Generic[Job]):
+    """The state that the threads of one `run_jobs` share."""
+
+    def __init__(self, work: Callable[[Job], None], jobs: Iterator[Job]) -> None:
+        self.error: BaseException | None = None
+        self._work = work
+        self._jobs = jobs
+        self._lock = threading.Lock()
+        self._stopped = False
+
+    def stop(self) -> None:
+        self._stopped = True
+
+    def run(self) -> None:
+        while True:
+            try:
+                with self._lock:
+                    if self._stopped:
+                        return
+                    job = next(self._jobs)
+                self._work(job)
+            except StopIteration:
+                return
+            except BaseException as error:  # re-raised in the caller's thread
+                with self._lock:
+                    self.error = self.error or error
+                    self._stopped = True
+                return

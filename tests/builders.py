@@ -1,0 +1,202 @@
+"""Builders for the tests: real safetensors files, written by hand, and checkpoints that exist in memory only.
+
+Nothing here calls bigload's own writer, so that these files can judge it. The in-memory builders use bigload's value
+types, because values are what they build.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Iterable, Mapping, Sequence
+from math import prod
+from pathlib import Path
+
+from bigload.checkpoint.model import Checkpoint, Shard, Span, TensorInfo
+from bigload.dtypes import DTYPES
+from bigload.planning.units import Part, Unit, UnitKind
+
+DTYPE_BITS = {
+    **dict.fromkeys(("BOOL", "U8", "I8", "F8_E5M2", "F8_E4M3", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"), 8),
+    **dict.fromkeys(("I16", "U16", "F16", "BF16"), 16),
+    **dict.fromkeys(("I32", "U32", "F32"), 32),
+    **dict.fromkeys(("C64", "F64", "I64", "U64"), 64),
+    "F4": 4,
+    "F6_E2M3": 6,
+    "F6_E3M2": 6,
+}
+"""The 22 dtypes of the format, from its specification."""
+
+Form = tuple[str, Sequence[int]]
+"""A tensor as tests write it: `("F32", [2, 3])`."""
+
+
+def num_bytes_of(dtype: str, shape: Sequence[int]) -> int:
+    """Return the bytes of a tensor; packed types have to fill whole bytes."""
+    bits = prod(shape) * DTYPE_BITS[dtype]
+    assert bits % 8 == 0, f"{dtype} {shape} does not fill whole bytes"
+    return bits // 8
+
+
+def data_for(name: str, num_bytes: int, *, dtype: str = "U8") -> bytes:
+    """Return bytes that depend on the name alone: never zero, valid as BOOL, finite as any float type."""
+    if dtype == "BOOL":
+        return b"\1" * num_bytes
+    first = sum(name.encode())
+    pattern = bytes(1 + (first + 7 * index) % 62 for index in range(62))
+    return (pattern * (num_bytes // 62 + 1))[:num_bytes]
+
+
+def header_of(tensors: Mapping[str, Form], *, metadata: object = None, start: int = 0) -> dict[str, object]:
+    """Return the header of a file that holds `tensors` one after the other, as a dict that tests may spoil."""
+    header: dict[str, object] = {} if metadata is None else {"__metadata__": metadata}
+    for name, (dtype, shape) in tensors.items():
+        stop = start + num_bytes_of(dtype, shape)
+        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [start, stop]}
+        start = stop
+    return header
+
+
+def write_raw(path: Path, header: bytes | str | Mapping[str, object], data: bytes = b"", *, length: int | None = None):
+    """Write length, header and data as they are; `length` may lie. Returns `path`."""
+    if not isinstance(header, bytes | str):
+        header = json.dumps(header)
+    text = header.encode() if isinstance(header, str) else header
+    path.write_bytes(struct.pack("<Q", len(text) if length is None else length) + text + data)
+    return path
+
+
+def write_shard(path: Path, tensors: Mapping[str, Form], *, metadata: object = None) -> Path:
+    """Write a valid file with `data_for` each tensor, in the order given. Returns `path`."""
+    data = b"".join(data_for(name, num_bytes_of(*form), dtype=form[0]) for name, form in tensors.items())
+    return write_raw(path, header_of(tensors, metadata=metadata), data)
+
+
+def write_index(
+    folder: Path,
+    weight_map: Mapping[str, object],
+    *,
+    total_size: object = None,
+    name: str = "model.safetensors.index.json",
+) -> Path:
+    """Write a weight map, with `metadata.total_size` when one is given. Returns its path."""
+    document: dict[str, object] = {} if total_size is None else {"metadata": {"total_size": total_size}}
+    path = folder / name
+    path.write_text(json.dumps({**document, "weight_map": dict(weight_map)}))
+    return path
+
+
+def llama_tensors(
+    blocks: int = 4, *, tied: bool = False, hidden: int = 8, vocab: int = 32, dtype: str = "BF16"
+) -> dict[str, Form]:
+    """Return names and forms of a tiny llama, in execution order; a tied one stores no head."""
+    wide = 2 * hidden
+    tensors: dict[str, Form] = {"model.embed_tokens.weight": (dtype, [vocab, hidden])}
+    for block in range(blocks):
+        prefix = f"model.layers.{block}"
+        tensors[f"{prefix}.input_layernorm.weight"] = (dtype, [hidden])
+        for projection in "qkvo":
+            tensors[f"{prefix}.self_attn.{projection}_proj.weight"] = (dtype, [hidden, hidden])
+        tensors[f"{prefix}.mlp.up_proj.weight"] = (dtype, [wide, hidden])
+        tensors[f"{prefix}.mlp.down_proj.weight"] = (dtype, [hidden, wide])
+    tensors["model.norm.weight"] = (dtype, [hidden])
+    if not tied:
+        tensors["lm_head.weight"] = (dtype, [vocab, hidden])
+    return tensors
+
+
+def llama_config(*, tied: bool = False) -> dict[str, object]:
+    """Return the part of a llama's config.json that bigload looks at."""
+    return {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "tie_word_embeddings": tied}
+
+
+def split(tensors: Mapping[str, Form], shards: int) -> dict[str, dict[str, Form]]:
+    """Return shard file names with their tensors, cut into runs of nearly equal count."""
+    items = list(tensors.items())
+    bounds = [len(items) * index // shards for index in range(shards + 1)]
+    return {
+        f"model-{index + 1:05d}-of-{shards:05d}.safetensors": dict(items[bounds[index] : bounds[index + 1]])
+        for index in range(shards)
+    }
+
+
+def write_sharded(
+    folder: Path, shards: Mapping[str, Mapping[str, Form]], *, config: Mapping[str, object] | None = None
+) -> Path:
+    """Write the shards, an index that is right about them, and `config.json` when there is one. Returns `folder`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    total = 0
+    for file, tensors in shards.items():
+        (folder / file).parent.mkdir(parents=True, exist_ok=True)
+        write_shard(folder / file, tensors, metadata={"format": "pt"})
+        total += sum(num_bytes_of(*form) for form in tensors.values())
+    write_index(folder, {name: file for file, held in shards.items() for name in held}, total_size=total)
+    if config is not None:
+        (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def make_checkpoint(
+    folder: Path,
+    *,
+    blocks: int = 4,
+    tied: bool = False,
+    shards: int = 2,
+    hidden: int = 8,
+    vocab: int = 32,
+    dtype: str = "BF16",
+) -> Path:
+    """Write a tiny llama: `model.safetensors` for one shard, an index and shards for more. Returns `folder`.
+
+    Shards are cut by count of tensors, so that a block may lie in two of them, as in checkpoints of the wild.
+    """
+    tensors = llama_tensors(blocks, tied=tied, hidden=hidden, vocab=vocab, dtype=dtype)
+    folder.mkdir(parents=True, exist_ok=True)
+    if shards == 1:
+        write_shard(folder / "model.safetensors", tensors, metadata={"format": "pt"})
+        (folder / "config.json").write_text(json.dumps(llama_config(tied=tied)))
+        return folder
+    return write_sharded(folder, split(tensors, shards), config=llama_config(tied=tied))
+
+
+def make_cached_repository(cache: Path, repository: str = "org/tiny", *, shards: int = 2) -> Path:
+    """Write a tiny llama the way the Hugging Face cache stores it: a snapshot of links to blobs. Returns the snapshot."""
+    home = cache / f"models--{repository.replace('/', '--')}"
+    revision = "0123456789abcdef0123456789abcdef01234567"
+    snapshot, blobs = home / "snapshots" / revision, home / "blobs"
+    make_checkpoint(snapshot, shards=shards)
+    blobs.mkdir()
+    for file in sorted(snapshot.iterdir()):
+        blob = blobs / f"{sum(file.name.encode()):064x}"
+        file.rename(blob)
+        file.symlink_to(Path("../../blobs") / blob.name)
+    (home / "refs").mkdir()
+    (home / "refs" / "main").write_text(revision)
+    return snapshot
+
+
+def checkpoint_of(
+    tensors: Mapping[str, int | Form], *, config: Mapping[str, object] | None = None, path: str = "models/tiny"
+) -> Checkpoint:
+    """Return a checkpoint of one shard that exists in memory only; a whole number is so many bytes of U8."""
+    infos: dict[str, TensorInfo] = {}
+    start = 0
+    for name, form in tensors.items():
+        dtype, shape = ("U8", (form,)) if isinstance(form, int) else form
+        stop = start + num_bytes_of(dtype, shape)
+        infos[name] = TensorInfo(name, DTYPES[dtype], tuple(shape), Span("model.safetensors", start, stop))
+        start = stop
+    shard = Shard(
+        file="model.safetensors", num_bytes=start + 8, header_bytes=8, header_sha256="5ad" * 21 + "f", metadata={}
+    )
+    return Checkpoint(
+        path=path, root=Path(path), index_file=None, shards=(shard,), tensors=infos, config=config, warnings=()
+    )
+
+
+def units_of(sizes: Iterable[int]) -> tuple[Unit, ...]:
+    """Return one block per size, named `layers.0`, `layers.1`, …"""
+    return tuple(
+        Unit(parts=(Part(name=f"layers.{index}", kind=UnitKind.BLOCK, num_bytes=size),))
+        for index, size in enumerate(sizes)
+    )

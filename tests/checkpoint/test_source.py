@@ -1,0 +1,417 @@
+import errno
+import json
+import os
+import threading
+
+import pytest
+from builders import (
+    llama_config,
+    llama_tensors,
+    make_cached_repository,
+    make_checkpoint,
+    num_bytes_of,
+    split,
+    write_index,
+    write_raw,
+    write_shard,
+    write_sharded,
+)
+
+from bigload.checkpoint.source import open_checkpoint
+from bigload.errors import BigloadError, CheckpointError, CheckpointNotFoundError, InvalidCheckpointError
+
+ONE, TWO = "one.safetensors", "two.safetensors"
+
+
+def problems(path):
+    with pytest.raises(InvalidCheckpointError) as caught:
+        open_checkpoint(path)
+    return [(problem.code, problem.file) for problem in caught.value.problems]
+
+
+def not_found(path):
+    with pytest.raises(CheckpointNotFoundError) as caught:
+        open_checkpoint(path)
+    return caught.value
+
+
+def two_shards(folder):
+    return write_sharded(folder, {ONE: {"a": ("U8", [1])}, TWO: {"b": ("U8", [2])}})
+
+
+def test_a_folder_with_an_index_opens_with_every_tensor(tmp_path):
+    checkpoint = open_checkpoint(make_checkpoint(tmp_path, blocks=3, shards=3))
+    expected = llama_tensors(3)
+    assert {name: (t.dtype.name, list(t.shape)) for name, t in checkpoint.tensors.items()} == expected
+    assert checkpoint.total_bytes == sum(num_bytes_of(*form) for form in expected.values())
+    assert checkpoint.warnings == ()
+
+
+def test_shards_come_in_the_order_of_their_names(tmp_path):
+    checkpoint = open_checkpoint(make_checkpoint(tmp_path, shards=3))
+    assert [shard.file for shard in checkpoint.shards] == [f"model-{i:05d}-of-00003.safetensors" for i in (1, 2, 3)]
+
+
+def test_a_folder_with_one_file_opens(tmp_path):
+    checkpoint = open_checkpoint(make_checkpoint(tmp_path, shards=1))
+    assert (checkpoint.index_file, len(checkpoint.shards)) == (None, 1)
+
+
+def test_a_file_opens_by_its_own_name(tmp_path):
+    write_shard(tmp_path / ONE, {"a": ("F32", [2, 3])})
+    assert open_checkpoint(tmp_path / ONE).num_parameters == 6
+
+
+def test_an_index_opens_by_its_own_name(tmp_path):
+    make_checkpoint(tmp_path)
+    opened = open_checkpoint(tmp_path / "model.safetensors.index.json")
+    assert (opened.index_file, opened.root) == ("model.safetensors.index.json", tmp_path)
+
+
+def test_a_path_may_be_text(tmp_path):
+    assert open_checkpoint(str(make_checkpoint(tmp_path))).path == str(tmp_path)
+
+
+def test_a_folder_with_one_file_of_any_name_opens(tmp_path):
+    write_shard(tmp_path / "adapter.safetensors", {"a": ("U8", [1])})
+    assert list(open_checkpoint(tmp_path).tensors) == ["a"]
+
+
+def test_a_folder_with_one_index_of_any_name_opens(tmp_path):
+    write_shard(tmp_path / ONE, {"a": ("U8", [1])})
+    write_index(tmp_path, {"a": ONE}, name="other.safetensors.index.json")
+    assert open_checkpoint(tmp_path).index_file == "other.safetensors.index.json"
+
+
+def test_shards_may_lie_in_subfolders(tmp_path):
+    write_sharded(tmp_path, {"sub/one.safetensors": {"a": ("U8", [1])}})
+    assert open_checkpoint(tmp_path).tensors["a"].span.file == "sub/one.safetensors"
+
+
+def test_a_file_beside_the_shards_that_the_index_does_not_name_is_left_alone(tmp_path):
+    two_shards(tmp_path)
+    (tmp_path / "notes.safetensors").write_bytes(b"broken")
+    assert len(open_checkpoint(tmp_path).tensors) == 2
+
+
+def test_a_snapshot_of_the_hugging_face_cache_opens(tmp_path):
+    assert len(open_checkpoint(make_cached_repository(tmp_path)).shards) == 2
+
+
+def test_a_repository_opens_by_name_from_the_cache(tmp_path, monkeypatch):
+    import huggingface_hub.constants
+
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    snapshot = make_cached_repository(tmp_path, "org/tiny")
+    monkeypatch.chdir(tmp_path)
+    assert open_checkpoint("org/tiny").root == snapshot
+
+
+def test_a_repository_of_one_file_opens_by_name_from_the_cache(tmp_path, monkeypatch):
+    import huggingface_hub.constants
+
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    make_cached_repository(tmp_path, "org/tiny", shards=1)
+    monkeypatch.chdir(tmp_path)
+    assert len(open_checkpoint("org/tiny").shards) == 1
+
+
+def test_a_repository_that_is_not_cached_is_not_found_and_the_hint_fetches_it(tmp_path, monkeypatch):
+    import huggingface_hub.constants
+
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    assert "hf download org/tiny" in not_found("org/tiny").hint
+
+
+@pytest.mark.parametrize("name", ["--x/y", "a--b/c", "x/y.git", "x" * 200 + "/y"])
+def test_a_name_that_no_repository_may_have_is_not_found(tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    not_found(name)
+
+
+def test_a_link_to_a_checkpoint_folder_opens(tmp_path):
+    make_checkpoint(tmp_path / "real")
+    (tmp_path / "link").symlink_to("real")
+    assert open_checkpoint(tmp_path / "link").name == "link"
+
+
+def test_links_inside_the_folder_open(tmp_path):
+    two_shards(tmp_path)
+    (tmp_path / ONE).rename(tmp_path / "real.bin")
+    (tmp_path / ONE).symlink_to("real.bin")
+    assert len(open_checkpoint(tmp_path).tensors) == 2
+
+
+def test_config_is_read_where_there_is_one(tmp_path):
+    assert open_checkpoint(make_checkpoint(tmp_path, tied=True)).config == llama_config(tied=True)
+
+
+def test_a_checkpoint_without_config_opens(tmp_path):
+    assert open_checkpoint(two_shards(tmp_path)).config is None
+
+
+@pytest.mark.parametrize("text", [b"{", b"[]", b"1", b"\xff\xfe\xfd", b"[" * 100_000])
+def test_a_config_that_cannot_be_read_is_a_warning(tmp_path, text):
+    (two_shards(tmp_path) / "config.json").write_bytes(text)
+    opened = open_checkpoint(tmp_path)
+    assert [warning.code for warning in opened.warnings] == ["bad-config"]
+    assert opened.config is None
+
+
+def test_a_folder_named_like_the_config_is_a_warning(tmp_path):
+    (two_shards(tmp_path) / "config.json").mkdir()
+    assert [warning.code for warning in open_checkpoint(tmp_path).warnings] == ["bad-config"]
+
+
+@pytest.mark.parametrize("claim", [0, 4, 3.5, -1, float("nan"), 10**30])
+def test_a_wrong_total_size_is_a_warning_and_no_error(tmp_path, claim):
+    two_shards(tmp_path)
+    write_index(tmp_path, {"a": ONE, "b": TWO}, total_size=claim)
+    assert [warning.code for warning in open_checkpoint(tmp_path).warnings] == ["wrong-total-size"]
+
+
+def test_no_total_size_is_no_warning(tmp_path):
+    two_shards(tmp_path)
+    write_index(tmp_path, {"a": ONE, "b": TWO})
+    assert open_checkpoint(tmp_path).warnings == ()
+
+
+def test_a_missing_shard_is_reported(tmp_path):
+    (two_shards(tmp_path) / ONE).unlink()
+    assert problems(tmp_path) == [("missing-shard", ONE)]
+
+
+def test_a_link_to_nothing_is_a_missing_shard(tmp_path):
+    (two_shards(tmp_path) / ONE).unlink()
+    (tmp_path / ONE).symlink_to("gone")
+    assert problems(tmp_path) == [("missing-shard", ONE)]
+
+
+def test_a_tensor_in_two_shards_is_reported(tmp_path):
+    write_sharded(tmp_path, {ONE: {"a": ("U8", [1])}, TWO: {"a": ("U8", [1]), "b": ("U8", [1])}})
+    write_index(tmp_path, {"a": ONE, "b": TWO})
+    assert problems(tmp_path) == [("tensor-twice", TWO)]
+
+
+def test_a_tensor_of_the_index_that_no_shard_has_is_reported(tmp_path):
+    two_shards(tmp_path)
+    write_index(tmp_path, {"a": ONE, "b": TWO, "c": TWO})
+    assert problems(tmp_path) == [("tensor-missing", TWO)]
+
+
+def test_a_tensor_of_a_shard_that_the_index_does_not_list_is_reported(tmp_path):
+    write_sharded(tmp_path, {ONE: {"a": ("U8", [1]), "b": ("U8", [1])}})
+    write_index(tmp_path, {"a": ONE})
+    assert problems(tmp_path) == [("tensor-unlisted", ONE)]
+
+
+def test_a_tensor_in_another_shard_than_the_index_says_is_reported(tmp_path):
+    write_sharded(tmp_path, {ONE: {"a": ("U8", [1]), "c": ("U8", [1])}, TWO: {"b": ("U8", [2])}})
+    write_index(tmp_path, {"a": TWO, "b": TWO, "c": ONE})
+    assert problems(tmp_path) == [("tensor-misplaced", TWO)]
+
+
+def test_the_tensors_of_a_missing_shard_are_not_reported_one_by_one(tmp_path):
+    make_checkpoint(tmp_path, shards=2)
+    (tmp_path / "model-00001-of-00002.safetensors").unlink()
+    assert len(problems(tmp_path)) == 1
+
+
+def test_problems_of_all_shards_are_reported_at_once(tmp_path):
+    forms = {f"{index}.safetensors": {f"t{index}": ("U8", [4])} for index in range(6)}
+    write_sharded(tmp_path, forms)
+    (tmp_path / "0.safetensors").unlink()
+    (tmp_path / "1.safetensors").write_bytes(b"")
+    os.truncate(tmp_path / "2.safetensors", 60)
+    write_raw(tmp_path / "3.safetensors", {"t3": {"dtype": "X", "shape": [-1], "data_offsets": [0, 4]}, "x": 1})
+    write_shard(tmp_path / "4.safetensors", {"other": ("U8", [4])})
+    assert problems(tmp_path) == [
+        ("missing-shard", "0.safetensors"),
+        ("file-empty", "1.safetensors"),
+        ("file-truncated", "2.safetensors"),
+        ("unknown-dtype", "3.safetensors"),
+        ("bad-entry", "3.safetensors"),
+        ("tensor-missing", "4.safetensors"),
+        ("tensor-unlisted", "4.safetensors"),
+    ]
+
+
+@pytest.mark.parametrize("file", ["../out.safetensors", "/etc/passwd", "..\\out.safetensors", "sub/../../out", "a\0"])
+def test_a_shard_name_that_leaves_the_folder_is_never_opened(tmp_path, file):
+    write_shard(tmp_path / "out.safetensors", {"a": ("U8", [1])})
+    root = tmp_path / "model"
+    root.mkdir()
+    write_index(root, {"a": file})
+    assert problems(root) == [("unsafe-path", "model.safetensors.index.json")]
+
+
+def test_a_link_out_of_the_folder_is_never_opened(tmp_path):
+    write_shard(tmp_path / "out.safetensors", {"a": ("U8", [1])})
+    root = tmp_path / "model"
+    root.mkdir()
+    (root / ONE).symlink_to("../out.safetensors")
+    write_index(root, {"a": ONE})
+    assert problems(root) == [("unsafe-path", "model.safetensors.index.json")]
+
+
+def test_a_link_to_a_device_is_never_opened(tmp_path):
+    (tmp_path / ONE).symlink_to("/dev/zero")
+    write_index(tmp_path, {"a": ONE})
+    assert problems(tmp_path) == [("unsafe-path", "model.safetensors.index.json")]
+
+
+def test_a_fifo_in_place_of_a_shard_is_reported(tmp_path):
+    (two_shards(tmp_path) / ONE).unlink()
+    os.mkfifo(tmp_path / ONE)
+    assert problems(tmp_path) == [("not-a-file", ONE)]
+
+
+def test_a_folder_in_place_of_a_shard_is_reported(tmp_path):
+    (two_shards(tmp_path) / ONE).unlink()
+    (tmp_path / ONE).mkdir()
+    assert problems(tmp_path) == [("not-a-file", ONE)]
+
+
+def test_a_shard_that_the_system_does_not_open_is_reported(tmp_path):
+    (two_shards(tmp_path) / ONE).unlink()
+    (tmp_path / ONE).symlink_to(ONE)
+    assert problems(tmp_path) == [("unreadable", ONE)]
+
+
+def test_a_shard_whose_reading_fails_is_reported_beside_the_others(tmp_path, monkeypatch):
+    (two_shards(tmp_path) / TWO).unlink()
+
+    def failing(*_):
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(os, "pread", failing)
+    assert problems(tmp_path) == [("unreadable", ONE), ("missing-shard", TWO)]
+
+
+def test_a_single_file_that_cannot_be_read_is_a_checkpoint_error(tmp_path, monkeypatch):
+    write_shard(tmp_path / ONE, {"a": ("U8", [1])})
+
+    def failing(*_):
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(os, "pread", failing)
+    with pytest.raises(CheckpointError, match="Input/output error"):
+        open_checkpoint(tmp_path / ONE)
+
+
+def test_an_empty_weight_map_is_refused(tmp_path):
+    write_index(tmp_path, {})
+    assert problems(tmp_path) == [("bad-index", "model.safetensors.index.json")]
+
+
+def test_a_shard_name_longer_than_the_system_allows_is_reported(tmp_path):
+    write_index(tmp_path, {"a": "x" * 5000})
+    assert [code for code, _ in problems(tmp_path)] == ["unreadable"]
+
+
+@pytest.mark.parametrize("path", ["nowhere", "no/where/at/all", "a\0b", "\ud800", "x.safetensors"])
+def test_a_path_that_leads_nowhere_is_not_found(tmp_path, monkeypatch, path):
+    monkeypatch.chdir(tmp_path)
+    assert not_found(path).path == path
+
+
+@pytest.mark.xfail(strict=True, raises=RuntimeError, reason="bugs-a A9: expanduser knows no such user")
+def test_the_home_of_an_unknown_user_is_not_found():
+    not_found("~nosuchuser/model")
+
+
+def test_a_folder_without_a_checkpoint_is_not_found(tmp_path):
+    (tmp_path / "README.md").touch()
+    assert "neither" in str(not_found(tmp_path))
+
+
+@pytest.mark.parametrize("file", ["pytorch_model.bin", "consolidated.00.pt"])
+def test_a_folder_of_pickles_is_not_found_and_says_why(tmp_path, file):
+    (tmp_path / file).touch()
+    assert "convert" in str(not_found(tmp_path))
+
+
+def test_shards_without_an_index_are_not_found_and_say_why(tmp_path):
+    for file, tensors in split(llama_tensors(), 2).items():
+        write_shard(tmp_path / file, tensors)
+    assert "no index" in str(not_found(tmp_path))
+
+
+def test_one_shard_of_many_is_no_checkpoint(tmp_path):
+    write_shard(tmp_path / "model-00001-of-00002.safetensors", {"a": ("U8", [1])})
+    assert "no index" in str(not_found(tmp_path))
+
+
+def test_several_indexes_are_not_chosen_from(tmp_path):
+    write_shard(tmp_path / ONE, {"a": ("U8", [1])})
+    for name in ("fp16.safetensors.index.json", "fp32.safetensors.index.json"):
+        write_index(tmp_path, {"a": ONE}, name=name)
+    error = not_found(tmp_path)
+    assert error.details == ("fp16.safetensors.index.json", "fp32.safetensors.index.json")
+    assert "fp16.safetensors.index.json" in error.hint
+
+
+def test_of_several_indexes_the_default_one_is_taken(tmp_path):
+    two_shards(tmp_path)
+    write_index(tmp_path, {"a": ONE}, name="extra.safetensors.index.json")
+    assert open_checkpoint(tmp_path).index_file == "model.safetensors.index.json"
+
+
+def finishes(call):
+    """Run `call` in a thread and say whether it came back; a call that waits for ever must not stop the tests."""
+    thread = threading.Thread(target=call, daemon=True)
+    thread.start()
+    thread.join(timeout=1)
+    return not thread.is_alive()
+
+
+def release(fifo):
+    os.close(os.open(fifo, os.O_RDWR | os.O_NONBLOCK))
+
+
+def open_or_refuse(path):
+    try:
+        open_checkpoint(path)
+    except BigloadError:
+        pass
+
+
+@pytest.mark.xfail(strict=True, reason="bugs-a A15: waits for a writer that never comes")
+@pytest.mark.parametrize("file", ["config.json", "model.safetensors.index.json"])
+def test_a_fifo_in_place_of_a_json_file_does_not_stop_the_program(tmp_path, file):
+    fifo = two_shards(tmp_path) / file
+    fifo.unlink(missing_ok=True)
+    os.mkfifo(fifo)
+    finished = finishes(lambda: open_or_refuse(tmp_path))
+    release(fifo)
+    assert finished
+
+
+def test_the_sums_of_a_checkpoint_are_those_of_its_tensors(tmp_path):
+    write_shard(tmp_path / ONE, {"a": ("F32", [2, 3]), "b": ("F4", [8]), "c": ("I8", [])})
+    opened = open_checkpoint(tmp_path)
+    assert (opened.total_bytes, opened.num_parameters) == (24 + 4 + 1, 6 + 8 + 1)
+
+
+def test_a_checkpoint_is_named_after_its_folder(tmp_path, monkeypatch):
+    make_checkpoint(tmp_path / "tiny-7b")
+    monkeypatch.chdir(tmp_path / "tiny-7b")
+    assert open_checkpoint(".").name == "tiny-7b"
+
+
+def test_a_checkpoint_does_not_change_under_its_user(tmp_path):
+    opened = open_checkpoint(make_checkpoint(tmp_path))
+    with pytest.raises(TypeError):
+        opened.tensors["new"] = None
+    with pytest.raises(TypeError):
+        opened.config["new"] = None
+
+
+def test_opening_reads_no_data(tmp_path):
+    file = tmp_path / "sparse.safetensors"
+    huge = 2**40
+    header = json.dumps({"a": {"dtype": "U8", "shape": [huge], "data_offsets": [0, huge]}})
+    write_raw(file, header)
+    os.truncate(file, 8 + len(header) + huge)
+    assert open_checkpoint(file).total_bytes == huge

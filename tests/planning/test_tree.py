@@ -1,0 +1,123 @@
+import pytest
+from builders import checkpoint_of, llama_tensors
+
+from bigload.planning.tree import build_tree, execution_order
+
+
+def tree_of(tensors):
+    return build_tree(checkpoint_of(tensors).tensors.values())
+
+
+def names_of(tensors):
+    return [node.name for node in tree_of(tensors).walk()]
+
+
+def test_modules_are_the_prefixes_of_the_names():
+    assert names_of({"a.b.weight": 1, "a.c.weight": 1}) == ["", "a", "a.b", "a.c"]
+
+
+def test_a_tensor_without_a_dot_belongs_to_the_root():
+    root = tree_of({"weight": 3, "a.weight": 1})
+    assert [tensor.name for tensor in root.tensors] == ["weight"]
+
+
+def test_no_tensors_make_an_empty_root():
+    root = tree_of({})
+    assert (root.name, root.num_tensors, root.num_bytes, dict(root.children)) == ("", 0, 0, {})
+
+
+def test_counts_and_bytes_are_of_the_whole_subtree():
+    root = tree_of({"top": 1, "a.w": 2, "a.b.w": 4, "c.w": 8})
+    assert (root.num_tensors, root.num_bytes) == (4, 15)
+    assert (root.children["a"].num_tensors, root.children["a"].num_bytes) == (2, 6)
+
+
+def test_every_tensor_is_in_the_tree_once():
+    tensors = llama_tensors(blocks=12)
+    assert sorted(tensor.name for tensor in tree_of(tensors).all_tensors()) == sorted(tensors)
+
+
+def test_blocks_are_in_the_order_of_their_numbers():
+    blocks = [name for name in names_of({f"layers.{i}.a.w": 1 for i in (10, 9, 2, 0, 11, 1)}) if name.count(".") == 1]
+    assert blocks == [f"layers.{i}" for i in (0, 1, 2, 9, 10, 11)]
+
+
+def test_a_llama_runs_from_embedding_over_blocks_and_norm_to_the_head():
+    shuffled = dict(reversed(llama_tensors(blocks=2).items()))
+    walked = [name for name in names_of(shuffled) if name.count(".") == 1 or name == "lm_head"]
+    assert walked == ["model.embed_tokens", "model.layers", "model.norm", "lm_head"]
+
+
+def test_the_order_of_the_file_does_not_matter():
+    tensors = llama_tensors(blocks=3)
+    assert tree_of(tensors) != tree_of({"other.weight": 1})
+    assert names_of(tensors) == names_of(dict(sorted(tensors.items(), reverse=True)))
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ("vision_tower", "multi_modal_projector"),
+        ("multi_modal_projector", "embed_tokens"),
+        ("visual", "visual_projection"),
+        ("wte", "h"),
+        ("wpe", "h"),
+        ("shared", "encoder"),
+        ("encoder", "decoder"),
+        ("embeddings", "encoder"),
+        ("word_embeddings", "word_embeddings_layernorm"),
+        ("h", "ln_f"),
+        ("layers", "norm"),
+        ("norm", "lm_head"),
+        ("encoder", "pooler"),
+        ("layers", "embed_out"),
+        ("decoder", "proj_out"),
+        ("bert", "cls"),
+        ("2", "10"),
+    ],
+)
+def test_siblings_are_in_execution_order(first, second):
+    assert sorted([second, first], key=execution_order) == [first, second]
+
+
+def test_numbered_modules_with_parts_of_their_own_are_blocks():
+    assert tree_of({"layers.0.mlp.w": 1, "layers.1.mlp.w": 1}).children["layers"].is_block_list
+
+
+def test_a_numbered_sequence_of_plain_layers_is_no_list_of_blocks():
+    assert not tree_of({"mlp.0.weight": 1, "mlp.2.weight": 1}).children["mlp"].is_block_list
+
+
+def test_modules_without_numbers_are_no_list_of_blocks():
+    assert not tree_of({"a.b.w": 1, "a.c.w": 1}).children["a"].is_block_list
+
+
+def test_a_quantised_weight_belongs_to_the_module_of_its_scales():
+    root = tree_of({"a.weight": 4, "a.weight.absmax": 1, "a.weight.quant_map": 2, "a.bias": 8})
+    module = root.children["a"]
+    assert [tensor.name for tensor in module.tensors] == ["a.bias"]
+    assert sorted(tensor.name for tensor in module.children["weight"].tensors) == [
+        "a.weight",
+        "a.weight.absmax",
+        "a.weight.quant_map",
+    ]
+
+
+def test_quantised_weights_count_once():
+    root = tree_of({"a.weight": 4, "a.weight.absmax": 1, "weight": 16, "weight.absmax": 32})
+    assert (root.num_tensors, root.num_bytes) == (4, 53)
+
+
+@pytest.mark.parametrize("name", ["", ".", "..", ".a", "a.", "a..b", "0", "0.0.0"])
+def test_odd_names_are_in_the_tree_once(name):
+    assert [tensor.name for tensor in tree_of({name: 1}).all_tensors()] == [name]
+
+
+@pytest.mark.xfail(strict=True, raises=RecursionError, reason="bugs-a A11: recursion as deep as the name")
+def test_a_name_of_thousands_of_parts_is_in_the_tree():
+    assert tree_of({"a." * 3000 + "w": 1}).num_tensors == 1
+
+
+@pytest.mark.xfail(strict=True, raises=ValueError, reason="bugs-a A11: Python refuses ints of so many digits")
+def test_a_number_of_thousands_of_digits_is_a_key_like_any_other():
+    assert tree_of({"layers." + "9" * 5000 + ".a.w": 1, "layers.1.a.w": 1}).num_tensors == 2

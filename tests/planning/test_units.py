@@ -1,0 +1,120 @@
+import pytest
+from builders import checkpoint_of, llama_tensors
+
+from bigload.planning.ties import TiedGroup
+from bigload.planning.tree import build_tree
+from bigload.planning.units import UnitKind, cut_into_units
+
+BLOCK, MODULE, PARAMETER = UnitKind.BLOCK, UnitKind.MODULE, UnitKind.PARAMETER
+
+
+def cut(tensors, *ties):
+    return cut_into_units(build_tree(checkpoint_of(tensors).tensors.values()), ties)
+
+
+def parts_of(units):
+    return [[part.name for part in unit.parts] for unit in units]
+
+
+def kinds_of(units):
+    return {part.name: part.kind for unit in units for part in unit.parts}
+
+
+def tie(*stored):
+    return TiedGroup(stored=stored)
+
+
+def test_blocks_stay_whole_and_modules_around_them_are_units():
+    assert [unit.name for unit in cut(llama_tensors(blocks=2))] == [
+        "model.embed_tokens",
+        "model.layers.0",
+        "model.layers.1",
+        "model.norm",
+        "lm_head",
+    ]
+
+
+def test_a_unit_weighs_what_its_tensors_weigh():
+    units = cut({"layers.0.a.w": 1, "layers.0.b.w": 2, "layers.1.a.w": 4, "head.w": 8})
+    assert [(unit.name, unit.num_bytes) for unit in units] == [("layers.0", 3), ("layers.1", 4), ("head", 8)]
+
+
+def test_a_unit_says_why_it_is_one():
+    kinds = kinds_of(cut({"layers.0.a.w": 1, "head.w": 1, "position": 1}))
+    assert kinds == {"position": PARAMETER, "layers.0": BLOCK, "head": MODULE}
+
+
+def test_a_module_without_blocks_stays_whole():
+    assert parts_of(cut({"projector.0.weight": 1, "projector.2.weight": 1})) == [["projector"]]
+
+
+def test_parameters_of_an_entered_module_come_first():
+    units = cut({"tower.layers.0.a.w": 1, "tower.patch.w": 1, "tower.class_token": 1, "token": 1, "embed.w": 1})
+    assert [unit.name for unit in units][:2] == ["tower.class_token", "token"]
+
+
+def test_a_module_beside_numbered_blocks_is_a_unit():
+    units = cut({"layers.0.a.w": 1, "layers.1.a.w": 1, "layers.norm.w": 1})
+    assert sorted(unit.name for unit in units) == ["layers.0", "layers.1", "layers.norm"]
+
+
+def test_blocks_inside_blocks_stay_in_the_outer_block():
+    units = cut({f"layers.{i}.experts.{j}.up.w": 1 for i in range(2) for j in range(3)})
+    assert [unit.name for unit in units] == ["layers.0", "layers.1"]
+
+
+def test_stages_of_blocks_are_cut_at_the_outer_number():
+    units = cut({f"encoder.stages.{i}.blocks.{j}.a.w": 1 for i in range(2) for j in range(2)})
+    assert [unit.name for unit in units] == ["encoder.stages.0", "encoder.stages.1"]
+
+
+def test_tied_modules_are_one_unit_at_the_place_of_the_first():
+    units = cut({"embed.w": 4, "layers.0.a.w": 2, "lm_head.w": 4}, tie("lm_head.w", "embed.w"))
+    assert parts_of(units) == [["embed", "lm_head"], ["layers.0"]]
+    assert units[0].num_bytes == 8
+
+
+def test_ties_inside_one_unit_change_nothing():
+    tensors = {"layers.0.a.w": 1, "layers.0.b.w": 1, "layers.1.a.w": 1}
+    assert parts_of(cut(tensors, tie("layers.0.a.w", "layers.0.b.w"))) == parts_of(cut(tensors))
+
+
+@pytest.mark.parametrize("ties", [(("a.w", "b.w"), ("b.w", "c.w")), (("b.w", "c.w"), ("c.w", "a.w"))])
+def test_ties_that_share_a_tensor_join_into_one_unit(ties):
+    assert parts_of(cut({"a.w": 1, "b.w": 1, "c.w": 1, "d.w": 1}, *(tie(*names) for names in ties))) == [
+        ["a", "b", "c"],
+        ["d"],
+    ]
+
+
+def test_a_parameter_may_be_tied_to_a_module():
+    units = cut({"table": 2, "layers.0.a.w": 1, "head.w": 2}, tie("table", "head.w"))
+    assert parts_of(units) == [["table", "head"], ["layers.0"]]
+
+
+def test_a_tie_to_what_is_not_stored_joins_nothing():
+    assert parts_of(cut({"a.w": 1, "b.w": 1}, tie("a.w", "gone.w"))) == [["a"], ["b"]]
+
+
+def test_no_tensors_make_no_units():
+    assert cut({}) == ()
+
+
+def owners(name, parts):
+    return [part for part in parts if f"{name}.".startswith(f"{part}.")]
+
+
+@pytest.mark.parametrize(
+    "tensors",
+    [
+        llama_tensors(blocks=3),
+        {"w": 1, "w.absmax": 1, "a.b.w": 1},
+        {"": 1, ".": 2, "..a": 3, "a": 4, "a.b": 5, "a..b": 6},
+        {"layers.0.w": 1, "layers.1.w": 1, "layers.0.a.b.w": 1},
+    ],
+)
+def test_every_tensor_is_below_exactly_one_part(tensors):
+    units = cut(tensors)
+    parts = [part.name for unit in units for part in unit.parts]
+    assert {name: len(owners(name, parts)) for name in tensors} == dict.fromkeys(tensors, 1)
+    assert sum(unit.num_bytes for unit in units) == checkpoint_of(tensors).total_bytes
