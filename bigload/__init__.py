@@ -35,6 +35,7 @@ if TYPE_CHECKING:  # `as` marks them as public to type checkers
     from bigload.errors import NotEnoughSpaceError as NotEnoughSpaceError
     from bigload.errors import OutputExistsError as OutputExistsError
     from bigload.errors import PlanError as PlanError
+    from bigload.errors import PlanNotFoundError as PlanNotFoundError
     from bigload.errors import ReadError as ReadError
     from bigload.errors import StalePlanError as StalePlanError
     from bigload.errors import StateDictMismatchError as StateDictMismatchError
@@ -50,7 +51,7 @@ if TYPE_CHECKING:  # `as` marks them as public to type checkers
     from bigload.planning.plan import Plan as Plan
     from bigload.planning.plan import plan as plan
     from bigload.planning.plan_file import read_plan as read_plan
-    from bigload.planning.policies.registry import Policy as Policy
+    from bigload.planning.policies.policy import Policy as Policy
 
 __version__ = "0.1.0"
 
@@ -73,6 +74,7 @@ _HOMES = {
         "NotEnoughSpaceError",
         "OutputExistsError",
         "PlanError",
+        "PlanNotFoundError",
         "ReadError",
         "StalePlanError",
         "StateDictMismatchError",
@@ -86,7 +88,7 @@ _HOMES = {
     "bigload.planning.budget": ("MemoryBudget",),
     "bigload.planning.plan": ("DeviceUse", "Plan", "plan"),
     "bigload.planning.plan_file": ("read_plan",),
-    "bigload.planning.policies.registry": ("Policy",),
+    "bigload.planning.policies.policy": ("Policy",),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 

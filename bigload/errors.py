@@ -7,6 +7,7 @@
     ├── PlanError                        where weights go
     │   ├── BudgetError                  a memory budget that makes no sense (ValueError)
     │   ├── DoesNotFitError              no placement keeps the limits
+    │   ├── PlanNotFoundError            no file at that path             (FileNotFoundError)
     │   ├── InvalidPlanError             a plan file that is not one      (ValueError)
     │   └── StalePlanError               made for another version of the checkpoint
     ├── LayoutError                      forms on disk
@@ -146,6 +147,10 @@ class DoesNotFitError(PlanError):
         self.needed_bytes = needed_bytes
         self.usable_bytes = usable_bytes
         self.shortfalls = shortfalls
+
+
+class PlanNotFoundError(PlanError, FileNotFoundError):
+    """There is no plan file at that path, or it cannot be read."""
 
 
 class InvalidPlanError(PlanError, ValueError):

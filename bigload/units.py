@@ -9,6 +9,9 @@ from __future__ import annotations
 import re
 from decimal import Decimal
 
+MAX_SIZE = 2**63 - 1
+"""The largest size that means anything: what the kernel can count in a file offset."""
+
 KIB, MIB, GIB, TIB = 1024, 1024**2, 1024**3, 1024**4
 
 _UNITS = {
@@ -40,11 +43,15 @@ def parse_size(text: str) -> int:
     if match is None:
         raise ValueError(f'"{text}" is not a size; write for example 22GiB, 512MiB or 23.6GB')
     number, unit = Decimal(match["number"]), match["unit"]
+    if number > MAX_SIZE:
+        raise ValueError(f'"{text.strip():.40}" is more than any device has')
     if not unit:
         return int(number)
     factor = _UNITS.get(unit) or _UNITS.get(unit.lower())
     if factor is None:
         raise ValueError(_ambiguity(text.strip(), match["number"], unit))
+    if number * factor > MAX_SIZE:
+        raise ValueError(f'"{text.strip()}" is more than any device has')
     return int(number * factor)
 
 

@@ -32,6 +32,8 @@ def read_index(path: Path) -> ShardIndex:
     Raises:
         InvalidCheckpointError: not JSON, no `weight_map` of text to text, or a tensor listed twice.
     """
+    if not path.is_file():
+        raise _invalid(path, "not-a-file", "not a regular file")
     try:
         document = json.loads(path.read_bytes(), object_pairs_hook=_Pairs)
     except (ValueError, RecursionError) as error:
@@ -65,7 +67,7 @@ def resolve_shard(root: Path, file: str) -> Path | str:
     Subfolders of `root` are fine. Links may lead anywhere inside `root`, and from a snapshot of the Hugging Face cache
     (`<repo>/snapshots/<revision>/`) into that repository's own `<repo>/blobs/`, which is how the cache is built.
     """
-    if "\0" in file or "\\" in file:
+    if "\0" in file or "\\" in file or any("\ud800" <= character <= "\udfff" for character in file):
         return "holds a character that no shard name has"
     name = PurePosixPath(file)
     if name.is_absolute():

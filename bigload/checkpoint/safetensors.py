@@ -210,8 +210,13 @@ def _num_elements(shape: list[int]) -> int:
 
 
 def _is_size_list(value: object) -> bool:
-    # type() and not isinstance(): true and false are ints to Python, but not sizes.
-    return isinstance(value, list) and all(type(item) is int and 0 <= item <= MAX_ELEMENTS for item in value)
+    if not isinstance(value, list):
+        return False
+    for item in value:
+        # type() and not isinstance(): true and false are ints to Python, but not sizes.
+        if type(item) is not int or not 0 <= item <= MAX_ELEMENTS:
+            return False
+    return True
 
 
 def _coverage(tensors: list[TensorInfo], file: str, *, data_start: int, num_bytes: int) -> Iterator[Problem]:

@@ -43,9 +43,11 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
 
 
 def _existing(path: str | Path) -> Path:
-    place = Path(path).expanduser()
     try:
+        place = Path(path).expanduser()
         exists = place.exists()
+    except (RuntimeError, ValueError) as error:  # no such user; a NUL character
+        raise CheckpointNotFoundError(path, str(error)) from None
     except OSError as error:
         raise CheckpointError(f"cannot read {path}: {error.strerror or error}") from error
     if exists:
@@ -75,7 +77,7 @@ def _cached_snapshot(repository: str) -> Path | None:
 
 
 def _open_folder(root: Path, path: str) -> Checkpoint:
-    indexes = sorted(file.name for file in root.glob("*" + INDEX_SUFFIX))
+    indexes = sorted(file.name for file in root.glob("*" + INDEX_SUFFIX) if file.is_file())
     files = sorted(file.name for file in root.glob("*.safetensors"))
     if SINGLE_FILE in files:
         return _open_files(root, None, [SINGLE_FILE], path)
@@ -189,10 +191,13 @@ def _total_size_warning(index: ShardIndex | None, tensors: Mapping[str, TensorIn
 
 
 def _read_config(root: Path) -> tuple[Mapping[str, object] | None, tuple[CheckpointWarning, ...]]:
-    try:
-        config = json.loads((root / "config.json").read_bytes())
-    except FileNotFoundError:
+    path = root / "config.json"
+    if not path.exists():
         return None, ()
+    try:
+        if not path.is_file():
+            raise ValueError("not a regular file")
+        config = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError) as error:
         reason = f"config.json cannot be read ({error}): tied weights are unknown"
         return None, (CheckpointWarning(code="bad-config", text=reason),)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from bigload.devices import CPU, DISK, Device
 from bigload.errors import BudgetError
-from bigload.units import parse_size
+from bigload.units import MAX_SIZE, parse_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,4 +95,6 @@ def _limit(key: str | int, value: str | int) -> tuple[Device, int]:
         raise BudgetError(
             f"--max-memory {key}={value}: a limit is more than 0 bytes", hint=f"leave {device} out to give it nothing"
         )
+    if size > MAX_SIZE:
+        raise BudgetError(f"--max-memory {device}: more than any device has")
     return device, size

@@ -29,8 +29,8 @@ class Placement:
 class Misfit:
     """The best try of a policy that found no placement.
 
-    `unplaced_bytes` found no device; `workspace` is what the try reserved; `too_small` maps a device to the bytes that
-    it lacks for its workspace alone.
+    `unplaced_bytes` found no device; `workspace` is what the try reserved; `too_small` maps a device to bytes that,
+    added to its limit, are enough for its workspace.
     """
 
     unplaced_bytes: int

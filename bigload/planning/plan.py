@@ -19,9 +19,10 @@ from bigload.devices import CPU, DISK, Device
 from bigload.errors import DoesNotFitError, InvalidPlanError
 from bigload.planning.budget import MemoryBudget
 from bigload.planning.placement import Misfit, Placement, workspace
-from bigload.planning.policies.registry import POLICIES, Policy
+from bigload.planning.policies.policy import Policy
+from bigload.planning.policies.registry import POLICIES
 from bigload.planning.ties import TiedGroup, find_ties
-from bigload.planning.tree import build_tree
+from bigload.planning.tree import build_tree, is_index
 from bigload.planning.units import Unit, cut_into_units
 from bigload.units import GIB, format_size
 
@@ -194,7 +195,7 @@ def summarize(modules: Sequence[str]) -> str:
     runs: list[tuple[str, list[int]]] = []
     for module in modules:
         parent, _, last = module.rpartition(".")
-        if last.isdecimal() and parent:
+        if is_index(last) and parent:
             if runs and runs[-1][0] == parent and runs[-1][1] and runs[-1][1][-1] + 1 == int(last):
                 runs[-1][1].append(int(last))
             else:

@@ -14,13 +14,15 @@ from typing import NoReturn, TypeVar
 
 from bigload.checkpoint.fingerprint import ShardFingerprint, changes, fingerprint
 from bigload.checkpoint.model import Checkpoint
-from bigload.devices import Device
-from bigload.errors import InvalidPlanError, StalePlanError
+from bigload.devices import DISK, Device
+from bigload.errors import InvalidPlanError, OutputExistsError, PlanNotFoundError, StalePlanError, WriteError
 from bigload.planning.plan import DeviceUse, Plan, PlanNote, recount
-from bigload.planning.policies.registry import Policy
+from bigload.planning.policies.policy import Policy
 
 SCHEMA = "bigload.plan/1.0"
 _FAMILY, _MAJOR = "bigload.plan", 1
+
+_HOW = "make one with: bigload plan PATH -m DEVICE=SIZE -o plan.json"
 
 T = TypeVar("T")
 
@@ -63,16 +65,43 @@ def read_plan(path: str | Path) -> Plan:
     """Read the plan file at `path`.
 
     Raises:
-        InvalidPlanError: no file, no plan, another major version, or figures that contradict each other.
+        PlanNotFoundError: there is no such file, or it cannot be read.
+        InvalidPlanError: no plan, another major version, or figures that contradict each other.
     """
     try:
         text = Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "not a text file"
-        raise InvalidPlanError(
-            f"cannot read plan {path}: {reason}", hint="make one with: bigload plan PATH -o plan.json"
-        ) from None
+    except OSError as error:
+        raise PlanNotFoundError(f"cannot read plan {path}: {error.strerror}", hint=_HOW) from None
+    except UnicodeDecodeError:
+        _refuse(str(path), "not a text file")
     return plan_from_json(text, source=str(path))
+
+
+def write_plan(plan: Plan, path: str | Path) -> None:
+    """Write the plan file at `path`, whole or not at all; replaces another plan, and nothing else.
+
+    Raises:
+        OutputExistsError: something that is not a plan stands there.
+        WriteError: the system refused.
+    """
+    target = Path(path)
+    if target.exists() and not _is_plan(target):
+        raise OutputExistsError(target, "it is not a plan file", hint="choose another name")
+    partial = target.with_name(target.name + ".partial")
+    try:
+        partial.write_text(plan_to_json(plan), encoding="utf-8")
+        partial.replace(target)
+    except OSError as error:
+        partial.unlink(missing_ok=True)
+        raise WriteError(target, error) from error
+
+
+def _is_plan(path: Path) -> bool:
+    try:
+        document = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return False
+    return isinstance(document, dict) and str(document.get("schema")).startswith(_FAMILY)
 
 
 def plan_from_json(text: str, *, source: str = "the plan") -> Plan:
@@ -102,6 +131,8 @@ def check_plan(plan: Plan, checkpoint: Checkpoint, *, source: str = "the plan") 
     if differences:
         hint = f"make a new plan: bigload plan {checkpoint.path} -m ... -o {source}"
         raise StalePlanError(source, checkpoint.path, differences, hint=hint)
+    if plan.total_bytes != checkpoint.total_bytes:
+        _refuse(source, f"it claims {plan.total_bytes} bytes of tensors, the checkpoint has {checkpoint.total_bytes}")
     counted = recount(plan, checkpoint.tensors.values())
     for use in plan.devices:
         if counted[use.device] != use.weights_bytes:
@@ -118,9 +149,15 @@ def _plan(document: dict[str, object]) -> Plan:
     for module, device in device_map.items():
         owned.setdefault(Device.parse(device), []).append(module)
     uses = [_device_use(entry, owned) for entry in _typed(document, "devices", list)]
-    unlisted = owned.keys() - {use.device for use in uses}
+    execution = Device.parse(_typed(document, "execution_device", str))
+    listed = {use.device for use in uses}
+    unlisted = owned.keys() - listed
     if unlisted:
         raise ValueError(f"the device map uses {', '.join(sorted(map(str, unlisted)))}, which the plan does not list")
+    if len(listed) != len(uses):
+        raise ValueError("it lists a device twice")
+    if execution == DISK or execution not in listed:
+        raise ValueError(f"nothing can run on its execution device {execution}")
     return Plan(
         checkpoint_path=_typed(checkpoint, "path", str),
         total_bytes=_typed(checkpoint, "total_bytes", int),
@@ -133,7 +170,7 @@ def _plan(document: dict[str, object]) -> Plan:
             for shard in _typed(checkpoint, "shards", list)
         ),
         policy=Policy(_typed(document, "policy", str)),
-        execution_device=Device.parse(_typed(document, "execution_device", str)),
+        execution_device=execution,
         device_map=MappingProxyType(device_map),
         devices=tuple(uses),
         notes=tuple(
@@ -152,7 +189,8 @@ def _device_use(entry: Mapping[str, object], owned: Mapping[Device, list[str]]) 
         workspace_bytes=_typed(entry, "workspace_bytes", int),
         modules=tuple(owned.get(device, ())),
     )
-    if use.free_bytes != entry["free_bytes"] or (use.free_bytes or 0) < 0:
+    sizes = (use.budget_bytes or 0, use.weights_bytes, use.workspace_bytes, use.free_bytes or 0)
+    if use.free_bytes != entry["free_bytes"] or min(sizes) < 0:
         raise ValueError(f"{device}: budget, weights, workspace and free do not add up")
     return use
 
@@ -175,6 +213,4 @@ def _check_schema(schema: object, source: str) -> None:
 
 
 def _refuse(source: str, reason: str) -> NoReturn:
-    raise InvalidPlanError(
-        f"{source} is not a usable plan: {reason}", hint="make one with: bigload plan PATH -m ... -o plan.json"
-    )
+    raise InvalidPlanError(f"{source} is not a usable plan: {reason}", hint=_HOW)

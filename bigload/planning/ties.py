@@ -7,7 +7,7 @@ and then the other still needs a place in the device map.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from bigload.checkpoint.model import Checkpoint, TensorInfo
@@ -21,7 +21,6 @@ _EMBEDDINGS = (
     "shared.weight",
 )
 _HEADS = ("lm_head.weight", "embed_out.weight", "proj_out.weight")
-_SHARED = ("shared.weight", "encoder.embed_tokens.weight", "decoder.embed_tokens.weight")
 _WITH_HEAD = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 _HEAD_OF_TYPE = {"whisper": "proj_out"}
 
@@ -40,10 +39,7 @@ def find_ties(checkpoint: Checkpoint) -> tuple[TiedGroup, ...]:
     Tensors that are both stored count as tied when they have one dtype and shape. That keeps them on one device, which
     is right if they are equal and costs little if they are not.
     """
-    groups = []
-    shared = _alike([tensor for name, tensor in checkpoint.tensors.items() if name.endswith(_SHARED)])
-    if len(shared) > 1 and any(name.endswith("shared.weight") for name in shared):
-        groups.append(TiedGroup(stored=shared))
+    groups = list(_shared_by_stacks(checkpoint.tensors))
     config = checkpoint.config
     if config is None or not _says_tied(config):
         return tuple(groups)
@@ -55,8 +51,26 @@ def find_ties(checkpoint: Checkpoint) -> tuple[TiedGroup, ...]:
     if len(stored) > 1:
         groups.append(TiedGroup(stored=stored))
     elif not heads and _has_head(config):
-        groups.append(TiedGroup(stored=stored, absent_modules=(_head_name(embedding.name, config),)))
+        head = _head_name(embedding.name, config)
+        # A head without a weight of its own may still store other things, a bias for one.
+        rest = tuple(name for name in checkpoint.tensors if name.startswith(f"{head}."))
+        groups.append(TiedGroup(stored=stored + rest, absent_modules=() if rest else (head,)))
     return tuple(groups)
+
+
+def _shared_by_stacks(tensors: Mapping[str, TensorInfo]) -> Iterator[TiedGroup]:
+    """Yield the embedding that encoder and decoder share (T5, BART), whatever the config says about the head."""
+    for name, shared in tensors.items():
+        prefix, found, rest = name.rpartition("shared.weight")
+        if not found or rest or prefix.strip(".").count("."):
+            continue
+        stacks = [
+            stack for stack in ("encoder", "decoder") if any(other.startswith(f"{prefix}{stack}.") for other in tensors)
+        ]
+        modules = [f"{prefix}{stack}.embed_tokens" for stack in stacks]
+        copies = [tensors[f"{module}.weight"] for module in modules if f"{module}.weight" in tensors]
+        absent = tuple(module for module in modules if f"{module}.weight" not in tensors)
+        yield TiedGroup(stored=_alike([shared, *copies]), absent_modules=absent)
 
 
 def _says_tied(config: Mapping[str, object]) -> bool:

@@ -11,6 +11,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from bigload.checkpoint.model import TensorInfo
+from bigload.errors import PlanError
+
+MAX_DEPTH = 100
+"""Modules in one name; real models need about ten, and a bound keeps hostile names from exhausting the stack."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +33,7 @@ class ModuleNode:
 
         A numbered sequence of plain layers (`mlp.0.weight`, `mlp.2.weight`) is not one.
         """
-        numbered = [child for key, child in self.children.items() if key.isdecimal()]
+        numbered = [child for key, child in self.children.items() if is_index(key)]
         return bool(numbered) and sum(bool(child.children) for child in numbered) >= 0.6 * len(numbered)
 
     def walk(self) -> Iterator[ModuleNode]:
@@ -45,8 +49,23 @@ class ModuleNode:
 
 
 def build_tree(tensors: Iterable[TensorInfo]) -> ModuleNode:
-    """Return the tree of the modules that `tensors` belong to; the root has the name `""`."""
-    return _node("", [(tensor.name.split("."), tensor) for tensor in tensors], depth=0)
+    """Return the tree of the modules that `tensors` belong to; the root has the name `""`.
+
+    Raises:
+        PlanError: a name nests more than `MAX_DEPTH` modules.
+    """
+    items = [(tensor.name.split("."), tensor) for tensor in tensors]
+    deepest = max((item for item in items if len(item[0]) > MAX_DEPTH), key=lambda item: len(item[0]), default=None)
+    if deepest is not None:
+        raise PlanError(
+            f"tensor {deepest[1].name:.60}… nests {len(deepest[0])} modules, models nest {MAX_DEPTH} at most"
+        )
+    return _node("", items, depth=0)
+
+
+def is_index(key: str) -> bool:
+    """Return whether a part of a name is the number of a module in a list."""
+    return key.isdecimal() and key.isascii() and len(key) < 10
 
 
 def _node(name: str, items: list[tuple[list[str], TensorInfo]], *, depth: int) -> ModuleNode:
@@ -112,7 +131,7 @@ def execution_order(key: str) -> tuple[int, int, str]:
     >>> sorted(["10", "2"], key=execution_order)
     ['2', '10']
     """
-    if key.isdecimal():
+    if is_index(key):
         return _OTHER_STAGE, int(key), key
     return _stage(key), -1, key
 

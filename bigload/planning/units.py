@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from bigload.planning.ties import TiedGroup
-from bigload.planning.tree import ModuleNode
+from bigload.planning.tree import ModuleNode, is_index
 
 
 class UnitKind(StrEnum):
@@ -67,7 +67,7 @@ def cut_into_units(root: ModuleNode, ties: Sequence[TiedGroup] = ()) -> tuple[Un
 def _parts(node: ModuleNode) -> Iterator[Part]:
     if node.is_block_list:
         for key, child in node.children.items():
-            if key.isdecimal():
+            if is_index(key):
                 yield Part(name=child.name, kind=UnitKind.BLOCK, num_bytes=child.num_bytes)
             else:
                 yield from _parts(child)

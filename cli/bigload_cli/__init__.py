@@ -1,0 +1,1 @@
+"""The command line of bigload. Commands parse, call the library, and hand its values to views."""

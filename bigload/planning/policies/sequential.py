@@ -46,7 +46,8 @@ def _place_from(units: Sequence[Unit], accelerators: _Capacities, budget: Memory
     assert limit is not None, "only the disk is unbounded"
     placed, reserve = _fill_beside_workspace(units, accelerators)
     if reserve > limit or (placed and placed[0] != execution):
-        return Misfit(unplaced_bytes=0, workspace={}, too_small={execution: max(reserve - limit, 1)})
+        enough = two_largest(unit.num_bytes for unit in units) + (0 if reserve > limit else units[0].num_bytes)
+        return Misfit(unplaced_bytes=0, workspace={}, too_small={execution: enough - limit})
     host = _place_on_host(units[len(placed) :], budget)
     if isinstance(host, Misfit):
         return Misfit(
@@ -63,7 +64,8 @@ def _place_on_host(units: Sequence[Unit], budget: MemoryBudget) -> Placement | M
     if budget.has_disk and budget.has_cpu:
         placed, reserve = _fill_beside_workspace(units, [(CPU, limit)])
         if reserve > limit:
-            return Misfit(unplaced_bytes=0, workspace={}, too_small={CPU: reserve - limit})
+            enough = two_largest(unit.num_bytes for unit in units)
+            return Misfit(unplaced_bytes=0, workspace={}, too_small={CPU: enough - limit})
     else:
         placed, reserve = _fill(units, [(CPU, limit)]), 0
     on_disk = _fill(units[len(placed) :], [(DISK, budget.get(DISK))])

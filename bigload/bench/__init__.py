@@ -1,0 +1,1 @@
+"""Measure loading. Running, statistics and reporting never mix; nothing here prints."""

@@ -1,0 +1,12 @@
+"""The names of the policies, apart from their code: the command line's help needs no more."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+
+class Policy(StrEnum):
+    """A way to place units on devices."""
+
+    SEQUENTIAL = "sequential"
+    """Fill the devices one after the other, in execution order."""

@@ -1,0 +1,67 @@
+"""The program `bigload`: its verbs, and what happens to an exception."""
+
+from __future__ import annotations
+
+import gc
+import sys
+from typing import Annotated
+
+import typer
+
+from bigload_cli import failures
+from bigload_cli.commands import bench_load, inspect, plan, reshard
+
+EXIT_CODES = """\b
+Exit codes:
+  0    done
+  1    it failed (I/O, corrupt shard, verification)
+  2    bad usage
+  3    the answer is no (does not fit, --fail-if)
+  4    stale or foreign plan
+  130  interrupted
+"""
+
+app = typer.Typer(
+    name="bigload",
+    help="Plan, reshard and load checkpoints that are larger than the devices that run them.",
+    epilog=EXIT_CODES,
+    rich_markup_mode=None,  # plain help: half the start-up time, and error texts that can be copied
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command("inspect", epilog=inspect.EPILOG)(inspect.inspect)
+app.command("plan", epilog=plan.EPILOG)(plan.plan)
+app.command("reshard", epilog=reshard.EPILOG)(reshard.reshard)
+app.command("bench-load", epilog=bench_load.EPILOG)(bench_load.bench_load)
+
+
+def _show_version(asked: bool) -> None:
+    if asked:
+        import bigload
+
+        typer.echo(f"bigload {bigload.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    _version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    """Plan, reshard and load checkpoints that are larger than the devices that run them."""
+
+
+def main() -> None:
+    """Run the command line and exit with its code."""
+    # A run is short and makes hundreds of thousands of objects that live until its end; looking for cycles among them
+    # triples the time to open a large checkpoint.
+    gc.disable()
+    try:
+        code = app(standalone_mode=False)
+    except BaseException as error:  # every way to fail ends in one table
+        code = failures.report(error)
+    if code == failures.INTERRUPTED:
+        failures.say_interrupted()
+    sys.exit(code if isinstance(code, int) else 0)

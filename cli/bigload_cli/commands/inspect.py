@@ -1,0 +1,80 @@
+"""`bigload inspect`: what is in a checkpoint."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from bigload_cli.options import CheckpointArgument, ColorMode, ColorOption, JsonOption, QuietOption
+
+EPILOG = """\b
+Examples:
+  bigload inspect ./llama-70b
+  bigload inspect ./llama-70b --depth 5
+  bigload inspect plan.json
+  bigload inspect ./llama-70b --json --tensors | jq '.tensors[].name'
+"""
+
+
+def inspect(
+    path: CheckpointArgument,
+    depth: Annotated[int, typer.Option("--depth", min=1, max=50, help="Levels of modules to show.")] = 3,
+    show_tensors: Annotated[bool, typer.Option("--tensors", help="A row for every tensor.")] = False,
+    show_shards: Annotated[bool, typer.Option("--shards", help="A row for every file.")] = False,
+    as_json: JsonOption = False,
+    quiet: QuietOption = False,
+    color: ColorOption = ColorMode.AUTO,
+) -> None:
+    """Show what a checkpoint holds.
+
+    Reads the headers and checks them; weights are never read. PATH may also be a plan file.
+    """
+    from bigload.checkpoint.source import open_checkpoint
+    from bigload.planning.outline import outline, repeated_blocks
+    from bigload.planning.tree import build_tree
+    from bigload_cli import output
+
+    if _is_plan(path):
+        from bigload.planning.plan_file import read_plan
+        from bigload_cli.commands.plan import show
+
+        show(read_plan(path), as_json=as_json, quiet=quiet, color=color)
+        return
+    checkpoint = open_checkpoint(path)
+    for warning in checkpoint.warnings:
+        output.say(f"warning: {warning.text}")
+    if quiet:
+        output.print_text(str(checkpoint.total_bytes))
+        return
+    tree = build_tree(checkpoint.tensors.values())
+    rows = outline(tree, max_depth=depth)
+    if as_json:
+        from bigload_cli.views import documents
+
+        document = documents.of_checkpoint(checkpoint, rows)
+        document["shards"] = documents.of_shards(checkpoint) if show_shards else None
+        document["tensors"] = [documents.of_tensor(t) for t in tree.all_tensors()] if show_tensors else None
+        output.print_json(document)
+        return
+    from bigload_cli.views import checkpoint as view
+
+    output.print_text(view.headline(checkpoint) + "\n")
+    if show_shards:
+        output.print_answer(view.shards(checkpoint), color=color)
+    if show_tensors:
+        output.print_answer(view.tensors(list(tree.all_tensors())), color=color)
+    if not show_shards and not show_tensors:
+        output.print_answer(view.modules(checkpoint, rows, blocks=output.can_draw_on_stdout()), color=color)
+        output.print_text("")
+        output.print_text(view.closing(checkpoint, list(repeated_blocks(tree))))
+
+
+def _is_plan(path: str) -> bool:
+    """Return whether `path` is a plan file rather than an index."""
+    file = Path(path)
+    if file.suffix != ".json" or not file.is_file() or file.name.endswith(".index.json"):
+        return False
+    with file.open("rb") as opened:
+        return b"bigload.plan/" in opened.read(200)

@@ -1,0 +1,73 @@
+"""`bigload reshard`: carry out a plan."""
+
+from __future__ import annotations
+
+import resource
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from bigload_cli.options import ColorMode, ColorOption, JsonOption, QuietOption, ThreadsOption, size_option
+
+EPILOG = """\b
+Examples:
+  bigload reshard plan.json ./llama-70b.split --dry-run
+  bigload reshard plan.json ./llama-70b.split
+  bigload reshard plan.json /fast/llama-70b.split --max-shard-size 2GB --source /slow/llama-70b
+"""
+
+
+def reshard(
+    plan: Annotated[Path, typer.Argument(metavar="PLAN", help="Plan file, as bigload plan -o writes it.")],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder to make; must not exist or be empty.")],
+    source: Annotated[
+        str | None, typer.Option("--source", metavar="PATH", help="The checkpoint, if not where the plan says.")
+    ] = None,
+    max_shard_size: Annotated[
+        str, typer.Option("--max-shard-size", metavar="SIZE", help="Largest file to write.")
+    ] = "5GB",
+    verify: Annotated[
+        bool, typer.Option("--verify/--no-verify", help="Read everything back and compare it with the source.")
+    ] = True,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Check everything, list the files, write nothing.")
+    ] = False,
+    threads: ThreadsOption = None,
+    as_json: JsonOption = False,
+    quiet: QuietOption = False,
+    color: ColorOption = ColorMode.AUTO,
+) -> None:
+    """Rewrite a checkpoint into one folder per device.
+
+    Each device then reads only its own bytes. OUT appears when everything in it is written, flushed and verified; the
+    source is never touched.
+    """
+    from bigload.layouts.reshard import prepare_reshard, run_reshard
+    from bigload_cli import output
+    from bigload_cli.progress import shown_progress
+
+    max_shard_bytes = size_option("--max-shard-size", max_shard_size)
+    prepared = prepare_reshard(plan, out, checkpoint=source, max_shard_bytes=max_shard_bytes)
+    as_table = not as_json and not quiet
+    if as_table:
+        from bigload_cli.views import reshard as view
+
+        output.print_text(view.headline(prepared))
+        output.print_answer(view.files(prepared) if dry_run else view.folders(prepared), color=color)
+    report = None
+    if not dry_run:
+        with shown_progress(quiet=quiet) as on_progress:
+            report = run_reshard(prepared, verify=verify, threads=threads, on_progress=on_progress)
+    peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    if as_json:
+        from bigload_cli.views import documents
+
+        output.print_json(documents.of_reshard(prepared, report, peak_bytes=peak_bytes))
+    elif quiet:
+        output.print_text(str(out))
+    elif report is None:
+        output.print_text("dry run: nothing was written")
+    else:
+        num_tensors = len(prepared.checkpoint.tensors)
+        output.print_text("\n".join(view.closing(report, num_tensors=num_tensors, peak_bytes=peak_bytes)))

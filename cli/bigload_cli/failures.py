@@ -1,0 +1,85 @@
+"""What a failure looks like: exit code, text and hint. Nothing is printed to stdout when a command fails."""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+
+import typer
+
+from bigload.errors import (
+    BigloadError,
+    BudgetError,
+    CheckpointNotFoundError,
+    DoesNotFitError,
+    InvalidPlanError,
+    OutputExistsError,
+    PlanNotFoundError,
+    StalePlanError,
+    abridged,
+)
+
+FAILED, BAD_USAGE, ANSWER_IS_NO, STALE_PLAN, INTERRUPTED = 1, 2, 3, 4, 130
+
+_CODES: tuple[tuple[type[BigloadError], int], ...] = (
+    (BudgetError, BAD_USAGE),
+    (CheckpointNotFoundError, BAD_USAGE),
+    (PlanNotFoundError, BAD_USAGE),
+    (OutputExistsError, BAD_USAGE),
+    (DoesNotFitError, ANSWER_IS_NO),
+    (StalePlanError, STALE_PLAN),
+    (InvalidPlanError, STALE_PLAN),
+)
+
+
+class AnswerIsNoError(Exception):
+    """The command worked, and the answer to what was asked is no."""
+
+
+def report(error: BaseException) -> int:
+    """Print `error` to stderr and return the exit code that stands for it."""
+    match error:
+        case KeyboardInterrupt():
+            return INTERRUPTED
+        case typer.Exit():
+            return int(error.exit_code)
+        case BigloadError():
+            _say("error", error.message, error.details, error.hint)
+            code = next((code for kind, code in _CODES if isinstance(error, kind)), FAILED)
+        case AnswerIsNoError():
+            _say("error", str(error), (), None)
+            code = ANSWER_IS_NO
+        case _ if hasattr(error, "format_message"):  # Typer's usage errors, whose classes it keeps to itself
+            code = _report_usage(error)
+        case _:
+            _say(
+                "error",
+                f"unexpected {type(error).__name__}: {error}",
+                (),
+                "BIGLOAD_DEBUG=1 shows where; please report it",
+            )
+            code = FAILED
+    if os.environ.get("BIGLOAD_DEBUG") == "1":
+        traceback.print_exc(file=sys.stderr)
+    return code
+
+
+def say_interrupted() -> None:
+    """Say that the user's Ctrl-C was heard."""
+    typer.echo("interrupted: nothing half-written was left", err=True)
+
+
+def _report_usage(error: BaseException) -> int:
+    message: str = error.format_message()  # type: ignore[attr-defined]
+    context = getattr(error, "ctx", None)
+    command = context.command_path if context is not None else "bigload"
+    _say("error", message.rstrip("."), (), f"{command} --help lists what there is")
+    return BAD_USAGE
+
+
+def _say(kind: str, message: str, details: tuple[str, ...], hint: str | None) -> None:
+    lines = [f"{kind}: {message}", *(f"  {line}" for line in abridged(details))]
+    if hint is not None:
+        lines.append(f"hint: {hint}")
+    typer.echo("\n".join(lines), err=True)

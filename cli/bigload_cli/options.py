@@ -1,0 +1,75 @@
+"""The options that several verbs share, so that they are called, explained and parsed alike everywhere."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Annotated
+
+import typer
+
+from bigload.errors import BudgetError
+from bigload.units import parse_size
+
+
+class ColorMode(StrEnum):
+    """When to colour."""
+
+    AUTO = "auto"
+    ALWAYS = "always"
+    NEVER = "never"
+
+
+def complete_device(incomplete: str) -> list[str]:
+    """Offer the beginnings of a memory limit to the shell."""
+    return [text for text in ("cuda:0=", "cuda:1=", "cpu=", "disk=", "mps=") if text.startswith(incomplete)]
+
+
+CheckpointArgument = Annotated[
+    str, typer.Argument(metavar="PATH", help="Folder, index or .safetensors file; or org/model in the local Hub cache.")
+]
+MaxMemoryOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--max-memory",
+        "-m",
+        metavar="DEVICE=SIZE",
+        envvar="BIGLOAD_MAX_MEMORY",
+        autocompletion=complete_device,
+        help="Memory of a device for weights: cuda:0=22GiB, cpu=64GiB. Repeat, or join by commas.",
+    ),
+]
+ThreadsOption = Annotated[
+    int | None, typer.Option("--threads", min=1, help="Threads that read and write. Default: one per core, at most 4.")
+]
+JsonOption = Annotated[bool, typer.Option("--json", "-j", help="One JSON document instead of a table.")]
+QuietOption = Annotated[
+    bool, typer.Option("--quiet", "-q", help="Only the one value that a script wants; no progress.")
+]
+ColorOption = Annotated[ColorMode, typer.Option("--color", help="When to colour.")]
+
+
+def size_option(name: str, text: str) -> int:
+    """Return the bytes that the value of a size option stands for.
+
+    Raises:
+        BudgetError: not a size above 0.
+    """
+    try:
+        size = parse_size(text)
+    except ValueError as error:
+        raise BudgetError(f"{name} {error}") from None
+    if size <= 0:
+        raise BudgetError(f"{name} {text}: a size is more than 0 bytes")
+    return size
+
+
+def thread_counts(text: str) -> tuple[int, ...]:
+    """Return the counts in a list such as `1,2,4`.
+
+    Raises:
+        typer.BadParameter: not a list of whole numbers of 1 or more.
+    """
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isascii() and part.isdecimal() and 0 < int(part) <= 256 for part in parts):
+        raise typer.BadParameter(f"{text!r} is not a list of thread counts from 1 to 256, such as 1,2,4")
+    return tuple(dict.fromkeys(int(part) for part in parts))

@@ -1,0 +1,99 @@
+"""A checkpoint as `bigload inspect` shows it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from rich.console import RenderableType
+from rich.text import Text
+
+from bigload.checkpoint.model import Checkpoint, TensorInfo
+from bigload.planning.outline import OutlineRow
+from bigload.planning.tree import ModuleNode
+from bigload.units import counted, format_count, format_size
+from bigload_cli.views.bars import bar
+from bigload_cli.views.documents import bytes_by_dtype
+from bigload_cli.views.table import plain_table
+
+_BAR_WIDTH = 16
+
+
+def headline(checkpoint: Checkpoint) -> str:
+    """Return the two lines that say what this checkpoint is."""
+    index = f", {checkpoint.index_file} complete" if checkpoint.index_file else ""
+    parameters = format_count(checkpoint.num_parameters)
+    tensors, size = counted(len(checkpoint.tensors), "tensor"), format_size(checkpoint.total_bytes)
+    return (
+        f"{checkpoint.name}   safetensors, {counted(len(checkpoint.shards), 'shard')}{index}, headers valid\n"
+        f"{parameters} parameters in {tensors}, {size}, {_dtypes(checkpoint)}"
+    )
+
+
+def modules(checkpoint: Checkpoint, rows: Sequence[OutlineRow], *, blocks: bool) -> RenderableType:
+    """Return the module table: a row a module, repeated blocks folded."""
+    table = plain_table(
+        ("MODULE", "TENSORS", "PARAMS", "SIZE", "SHARE", ""), right=("TENSORS", "PARAMS", "SIZE", "SHARE")
+    )
+    total = checkpoint.total_bytes or 1
+    for row in rows:
+        share = row.num_bytes / total
+        table.add_row(
+            _branch(row, blocks=blocks) + row.label,
+            str(row.num_tensors),
+            format_count(row.num_parameters),
+            format_size(row.num_bytes),
+            f"{share:.1%}",
+            Text(bar(share, width=_BAR_WIDTH, blocks=blocks), style="cyan"),
+        )
+    return table
+
+
+def shards(checkpoint: Checkpoint) -> RenderableType:
+    """Return a row for every file."""
+    table = plain_table(("SHARD", "TENSORS", "SIZE", "HEADER", "HEADER SHA-256"), right=("TENSORS", "SIZE", "HEADER"))
+    held = Counter(tensor.span.file for tensor in checkpoint.tensors.values())
+    for shard in checkpoint.shards:
+        size, header = format_size(shard.num_bytes), format_size(shard.header_bytes)
+        table.add_row(shard.file, str(held[shard.file]), size, header, shard.header_sha256[:16])
+    return table
+
+
+def tensors(infos: Sequence[TensorInfo]) -> RenderableType:
+    """Return a row for every tensor."""
+    table = plain_table(("TENSOR", "DTYPE", "SHAPE", "SIZE", "FILE", "BYTES"), right=("SIZE",))
+    for tensor in infos:
+        span = tensor.span
+        row = (tensor.name, tensor.dtype.name, str(list(tensor.shape)), format_size(tensor.num_bytes))
+        table.add_row(*row, span.file, f"{span.start}-{span.stop}")
+    return table
+
+
+def closing(checkpoint: Checkpoint, repeated: Sequence[ModuleNode]) -> str:
+    """Return the lines below the table: the largest pieces, and what to do next."""
+    pieces = []
+    block = max(repeated, key=lambda block: block.num_bytes, default=None)
+    if block is not None:
+        pieces.append(f"Largest block: {block.name}, {format_size(block.num_bytes)}.")
+    tensor = max(checkpoint.tensors.values(), key=lambda tensor: tensor.num_bytes, default=None)
+    if tensor is not None:
+        pieces.append(f"Largest tensor: {tensor.name} {list(tensor.shape)}, {format_size(tensor.num_bytes)}.")
+    next_command = f"Next: bigload plan {checkpoint.path} -m cuda:0=24GiB -m cpu=64GiB -o plan.json"
+    return "\n".join([*pieces, next_command])
+
+
+def _dtypes(checkpoint: Checkpoint) -> str:
+    sizes = bytes_by_dtype(checkpoint)
+    if len(sizes) == 1:
+        return f"all {next(iter(sizes))}"
+    total = checkpoint.total_bytes or 1
+    return ", ".join(f"{name} {size / total:.1%}" for name, size in sizes.items()) or "empty"
+
+
+def _branch(row: OutlineRow, *, blocks: bool) -> str:
+    """Draw the branches in front of a row; the top level has none."""
+    bar_, tee, corner = ("│  ", "├─ ", "└─ ") if blocks else ("|  ", "|- ", "`- ")
+    *above, last = row.is_last[1:] or (None,)
+    if last is None:
+        return ""
+    return "".join("   " if ended else bar_ for ended in above) + (corner if last else tee)
