@@ -160,7 +160,7 @@ def make_checkpoint(
 
 
 def make_cached_repository(cache: Path, repository: str = "org/tiny", *, shards: int = 2) -> Path:
-    """Write a tiny llama the way the Hugging Face cache stores it: a snapshot of links to blobs. Returns the snapshot."""
+    """Write a tiny llama as the Hugging Face cache stores it: a snapshot of links to blobs. Returns the snapshot."""
     home = cache / f"models--{repository.replace('/', '--')}"
     revision = "0123456789abcdef0123456789abcdef01234567"
     snapshot, blobs = home / "snapshots" / revision, home / "blobs"

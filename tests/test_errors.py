@@ -48,6 +48,7 @@ def test_every_error_is_drawn_in_the_tree_of_the_module(kind):
         ("InvalidCheckpointError", ValueError),
         ("BudgetError", ValueError),
         ("InvalidPlanError", ValueError),
+        ("PlanNotFoundError", FileNotFoundError),
         ("OutputExistsError", FileExistsError),
         ("NotEnoughSpaceError", OSError),
         ("WriteError", OSError),

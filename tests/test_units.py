@@ -41,7 +41,7 @@ def test_a_decimal_fraction_is_exact():
 
 @pytest.mark.parametrize("text", ["22G", "22g", "22Gb", "22gb", "22M", "22T", "22k", "22Kb"])
 def test_a_unit_with_two_readings_is_refused(text):
-    with pytest.raises(ValueError, match="GiB|MiB|TiB|KiB"):
+    with pytest.raises(ValueError, match=r"GiB|MiB|TiB|KiB"):
         parse_size(text)
 
 
@@ -54,17 +54,16 @@ def test_a_refused_unit_comes_with_both_spellings():
     "text", ["", " ", "GiB", "-1GiB", "+1GiB", "1e9", "1,5GB", ".5GB", "5.GB", "1 2GB", "٣GiB", "inf", "nan"]
 )
 def test_what_is_not_a_size_is_refused(text):
-    with pytest.raises(ValueError, match="not a size|unknown unit"):
+    with pytest.raises(ValueError, match=r"not a size|unknown unit"):
         parse_size(text)
 
 
 @pytest.mark.parametrize("text", ["1PiB", "1EB", "1GiBs", "1parsec"])
 def test_an_unknown_unit_is_refused_with_the_known_ones(text):
-    with pytest.raises(ValueError, match="unknown unit .* GiB"):
+    with pytest.raises(ValueError, match=r"unknown unit .* GiB"):
         parse_size(text)
 
 
-@pytest.mark.xfail(strict=True, raises=OverflowError, reason="bugs-a A10: the text of the refusal overflows a float")
 def test_a_size_beyond_all_measure_is_refused_like_any_other():
     with pytest.raises(ValueError, match="9"):
         parse_size("9" * 400 + "G")

@@ -1,8 +1,8 @@
 import pytest
-from builders import make_checkpoint, write_shard
 
 from bigload.checkpoint.fingerprint import ShardFingerprint, changes, fingerprint
 from bigload.checkpoint.source import open_checkpoint
+from builders import make_checkpoint, write_shard
 
 
 def of_file(path):

@@ -6,11 +6,11 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from builders import DTYPE_BITS, data_for, header_of, num_bytes_of, write_raw, write_shard
 
 from bigload.checkpoint.safetensors import MAX_HEADER_BYTES, encode_header, read_header
 from bigload.dtypes import DTYPES
 from bigload.errors import InvalidCheckpointError
+from builders import DTYPE_BITS, data_for, header_of, num_bytes_of, write_raw, write_shard
 
 A_FLOAT = {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}
 FOUR = b"abcd"

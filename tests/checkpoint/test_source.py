@@ -1,9 +1,13 @@
+import contextlib
 import errno
 import json
 import os
 import threading
 
 import pytest
+
+from bigload.checkpoint.source import open_checkpoint
+from bigload.errors import BigloadError, CheckpointError, CheckpointNotFoundError, InvalidCheckpointError
 from builders import (
     llama_config,
     llama_tensors,
@@ -16,9 +20,6 @@ from builders import (
     write_shard,
     write_sharded,
 )
-
-from bigload.checkpoint.source import open_checkpoint
-from bigload.errors import BigloadError, CheckpointError, CheckpointNotFoundError, InvalidCheckpointError
 
 ONE, TWO = "one.safetensors", "two.safetensors"
 
@@ -316,7 +317,6 @@ def test_a_path_that_leads_nowhere_is_not_found(tmp_path, monkeypatch, path):
     assert not_found(path).path == path
 
 
-@pytest.mark.xfail(strict=True, raises=RuntimeError, reason="bugs-a A9: expanduser knows no such user")
 def test_the_home_of_an_unknown_user_is_not_found():
     not_found("~nosuchuser/model")
 
@@ -371,13 +371,10 @@ def release(fifo):
 
 
 def open_or_refuse(path):
-    try:
+    with contextlib.suppress(BigloadError):
         open_checkpoint(path)
-    except BigloadError:
-        pass
 
 
-@pytest.mark.xfail(strict=True, reason="bugs-a A15: waits for a writer that never comes")
 @pytest.mark.parametrize("file", ["config.json", "model.safetensors.index.json"])
 def test_a_fifo_in_place_of_a_json_file_does_not_stop_the_program(tmp_path, file):
     fifo = two_shards(tmp_path) / file

@@ -101,7 +101,6 @@ def test_the_argument_is_left_as_it_was():
     assert max_memory == {"cuda:0": "1GiB"}
 
 
-@pytest.mark.xfail(strict=True, raises=OverflowError, reason="bugs-a A10: the text of the refusal overflows a float")
 def test_a_size_beyond_all_measure_is_refused():
     with pytest.raises(BudgetError):
         MemoryBudget.of({"cpu": "9" * 400 + "G"})

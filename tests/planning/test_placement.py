@@ -1,9 +1,9 @@
 import pytest
-from builders import units_of
 
 from bigload.devices import Device
 from bigload.planning.budget import MemoryBudget
 from bigload.planning.placement import Placement, two_largest, workspace
+from builders import units_of
 
 
 def reserved(sizes, devices, budget, execution):

@@ -1,7 +1,7 @@
 import pytest
-from builders import checkpoint_of, llama_config, llama_tensors
 
 from bigload.planning.ties import TiedGroup, find_ties
+from builders import checkpoint_of, llama_config, llama_tensors
 
 TABLE, SMALL = ("BF16", [32, 4]), ("BF16", [16, 4])
 EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -106,16 +106,32 @@ def test_the_shared_embeddings_of_t5_are_one_group():
     assert set(tie.stored) == set(names)
 
 
-def test_the_shared_embedding_of_t5_is_tied_to_the_absent_head():
-    (tie,) = ties_of({"shared.weight": TABLE}, **causal("t5", "T5ForConditionalGeneration"))
-    assert tie.stored == ("shared.weight",)
-    assert "lm_head" in tie.absent_modules
+T5 = {"shared.weight": TABLE, "encoder.block.0.q.weight": SMALL, "decoder.block.0.q.weight": SMALL}
 
 
-@pytest.mark.xfail(strict=True, reason="bugs-a A13: the embeddings of encoder and decoder get no place")
-def test_the_shared_embedding_of_t5_names_the_absent_embeddings():
-    (tie,) = ties_of({"shared.weight": TABLE}, **causal("t5", "T5ForConditionalGeneration"))
-    assert {"encoder.embed_tokens", "decoder.embed_tokens"} <= set(tie.absent_modules)
+def absent(ties):
+    return {module for tie in ties for module in tie.absent_modules}
+
+
+def test_the_shared_embedding_of_t5_names_all_modules_that_are_not_stored():
+    ties = ties_of(T5, **causal("t5", "T5ForConditionalGeneration"))
+    assert absent(ties) == {"encoder.embed_tokens", "decoder.embed_tokens", "lm_head"}
+
+
+def test_the_shared_embedding_of_t5_is_shared_whatever_the_head_does():
+    ties = ties_of(T5, **causal("t5", "T5ForConditionalGeneration", tie_word_embeddings=False))
+    assert absent(ties) == {"encoder.embed_tokens", "decoder.embed_tokens"}
+
+
+def test_the_shared_embedding_of_bart_is_found_inside_its_model():
+    tensors = {f"model.{name}": form for name, form in T5.items()}
+    ties = ties_of(tensors, **causal("bart", "BartForConditionalGeneration"))
+    assert {"model.encoder.embed_tokens", "model.decoder.embed_tokens"} <= absent(ties)
+
+
+def test_an_encoder_alone_has_no_absent_decoder():
+    tensors = {name: form for name, form in T5.items() if "decoder" not in name}
+    assert absent(ties_of(tensors, **causal("t5", "T5EncoderModel"))) == {"encoder.embed_tokens"}
 
 
 def test_embeddings_of_encoder_and_decoder_without_a_shared_one_are_not_tied():

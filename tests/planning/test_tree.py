@@ -1,7 +1,8 @@
 import pytest
-from builders import checkpoint_of, llama_tensors
 
-from bigload.planning.tree import build_tree, execution_order
+from bigload.errors import PlanError
+from bigload.planning.tree import MAX_DEPTH, build_tree, execution_order
+from builders import checkpoint_of, llama_tensors
 
 
 def tree_of(tensors):
@@ -113,11 +114,15 @@ def test_odd_names_are_in_the_tree_once(name):
     assert [tensor.name for tensor in tree_of({name: 1}).all_tensors()] == [name]
 
 
-@pytest.mark.xfail(strict=True, raises=RecursionError, reason="bugs-a A11: recursion as deep as the name")
-def test_a_name_of_thousands_of_parts_is_in_the_tree():
-    assert tree_of({"a." * 3000 + "w": 1}).num_tensors == 1
+def test_a_name_as_deep_as_models_go_is_in_the_tree():
+    assert tree_of({"a." * (MAX_DEPTH - 1) + "w": 1}).num_tensors == 1
 
 
-@pytest.mark.xfail(strict=True, raises=ValueError, reason="bugs-a A11: Python refuses ints of so many digits")
+@pytest.mark.parametrize("depth", [MAX_DEPTH, 3000])
+def test_a_name_deeper_than_any_model_is_refused(depth):
+    with pytest.raises(PlanError, match="nests"):
+        tree_of({"a." * depth + "w": 1, "b.w": 1})
+
+
 def test_a_number_of_thousands_of_digits_is_a_key_like_any_other():
     assert tree_of({"layers." + "9" * 5000 + ".a.w": 1, "layers.1.a.w": 1}).num_tensors == 2
