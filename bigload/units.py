@@ -7,6 +7,7 @@ that are read in two ways in practice, such as `22G` and `22Gb`, are refused rat
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from decimal import Decimal
 
 MAX_SIZE = 2**63 - 1
@@ -89,6 +90,20 @@ def format_count(count: int) -> str:
         if count >= factor:
             return f"{count / factor:.2f} {letter}"
     return str(count)
+
+
+def common_unit(sizes: Iterable[int]) -> tuple[str, int]:
+    """Return the name and the bytes of the unit in which a table of `sizes` reads best.
+
+    It is the largest one, up to GiB, in which the smallest size above 0 is at least 1, so that figures in one column
+    can be added up by eye and none reads as nothing.
+
+    >>> common_unit([22 * GIB, 64 * GIB]), common_unit([6 * MIB, GIB])
+    (('GiB', 1073741824), ('MiB', 1048576))
+    """
+    smallest = min((size for size in sizes if size > 0), default=GIB)
+    units = (("GiB", GIB), ("MiB", MIB), ("KiB", KIB))
+    return next(((name, factor) for name, factor in units if smallest >= factor), ("B", 1))
 
 
 def counted(count: int, noun: str) -> str:

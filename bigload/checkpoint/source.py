@@ -33,7 +33,7 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
     try:
         if place.is_dir():
             return _open_folder(place, str(path))
-        if place.name.endswith(INDEX_SUFFIX):
+        if place.suffix == ".json":
             return _open_sharded(place.parent, place.name, str(path))
         return _open_files(place.parent, None, [place.name], str(path))
     except OSError as error:

@@ -60,7 +60,7 @@ def staged(out: Path, plan_text: str) -> Iterator[Path]:
         _clear(staging)
         try:
             os.ftruncate(lock, 0)
-            os.pwrite(lock, plan_text.encode(), 0)
+            os.pwrite(lock, plan_text.encode(errors="surrogateescape"), 0)
             os.fsync(lock)
             yield staging
             _flush_folders(staging)

@@ -60,7 +60,10 @@ def assign(module: nn.Module, assignments: tuple[Assignment, ...], tensors: Mapp
             with torch.no_grad():
                 old.copy_(value)
             continue
-        new = nn.Parameter(value, requires_grad=old.requires_grad) if isinstance(old, nn.Parameter) else value
+        new = value
+        if isinstance(old, nn.Parameter):
+            can_train = value.is_floating_point() or value.is_complex()  # quantised weights are neither
+            new = nn.Parameter(value, requires_grad=old.requires_grad and can_train)
         for place in assignment.places:
             parent, _, leaf = place.rpartition(".")
             setattr(module.get_submodule(parent), leaf, new)

@@ -57,17 +57,19 @@ class _Crew(Generic[Job]):
         self._stopped = True
 
     def run(self) -> None:
-        while True:
-            try:
-                with self._lock:
-                    if self._stopped:
-                        return
-                    job = next(self._jobs)
-                self._work(job)
-            except StopIteration:
-                return
-            except BaseException as error:  # re-raised in the caller's thread
-                with self._lock:
-                    self.error = self.error or error
-                    self._stopped = True
-                return
+        try:
+            while (job := self._next()) is not None:
+                self._work(job[0])
+        except BaseException as error:  # re-raised in the caller's thread
+            with self._lock:
+                self.error = self.error or error
+                self._stopped = True
+
+    def _next(self) -> tuple[Job] | None:
+        """Return the next job, wrapped so that a job may be anything; `None` when there is none or all stop."""
+        with self._lock:
+            if self._stopped:
+                return None
+            for job in self._jobs:
+                return (job,)
+            return None

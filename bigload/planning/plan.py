@@ -24,7 +24,7 @@ from bigload.planning.policies.registry import POLICIES
 from bigload.planning.ties import TiedGroup, find_ties
 from bigload.planning.tree import build_tree, is_index
 from bigload.planning.units import Unit, cut_into_units
-from bigload.units import GIB, format_size
+from bigload.units import GIB, KIB, MIB, common_unit, format_size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,17 +108,27 @@ class Plan:
         sources = (DISK,) if self.execution_device == CPU else (CPU, DISK)
         return {source: self.weights_on(source) for source in sources if self.weights_on(source)}
 
+    @property
+    def used_devices(self) -> tuple[DeviceUse, ...]:
+        """The rows worth showing: all but a disk without a limit that holds nothing."""
+        return tuple(use for use in self.devices if use.budget_bytes is not None or use.weights_bytes)
+
+    @property
+    def table_unit(self) -> tuple[str, int]:
+        """Name and bytes of the unit in which this plan's figures read best."""
+        return common_unit(use.budget_bytes or use.weights_bytes for use in self.used_devices)
+
+    def table_figures(self, use: DeviceUse) -> tuple[str, str, str, str]:
+        """Return budget, weights, workspace and free of a row in `table_unit`; a dash for none."""
+        name, factor = self.table_unit
+        digits = 0 if name == "B" else 2
+        sizes = (use.budget_bytes, use.weights_bytes or None, use.workspace_bytes or None, use.free_bytes)
+        budget, weights, reserved, free = ("-" if size is None else f"{size / factor:.{digits}f}" for size in sizes)
+        return budget, weights, reserved, free
+
     def __str__(self) -> str:
         rows: list[tuple[str, ...]] = [("DEVICE", "BUDGET", "WEIGHTS", "WORKSPACE", "FREE", "HOLDS")]
-        for use in self.devices:
-            sizes = (use.budget_bytes, use.weights_bytes, use.workspace_bytes, use.free_bytes)
-            rows.append(
-                (
-                    str(use.device),
-                    *("-" if size is None else f"{size / GIB:.2f}" for size in sizes),
-                    summarize(use.modules),
-                )
-            )
+        rows += [(str(use.device), *self.table_figures(use), summarize(use.modules)) for use in self.used_devices]
         widths = [max(len(row[column]) for row in rows) for column in range(5)]
         lines = [
             "  ".join(
@@ -130,7 +140,9 @@ class Plan:
             ).rstrip()
             for row in rows
         ]
-        return "\n".join([f"{self.name}, {format_size(self.total_bytes)}, {self.policy} policy, GiB", *lines])
+        return "\n".join(
+            [f"{self.name}, {format_size(self.total_bytes)}, {self.policy} policy, {self.table_unit[0]}", *lines]
+        )
 
 
 def plan(
@@ -157,7 +169,7 @@ def plan(
     if isinstance(placement, Misfit):
         raise _does_not_fit(opened, units, budget, placement)
     device_map = _device_map(units, placement, ties)
-    devices = tuple(_device_uses(units, placement, budget))
+    devices = tuple(_device_uses(units, placement, budget, device_map))
     return Plan(
         checkpoint_path=opened.path,
         total_bytes=opened.total_bytes,
@@ -219,7 +231,9 @@ def _device_map(units: Sequence[Unit], placement: Placement, ties: Sequence[Tied
     return device_map
 
 
-def _device_uses(units: Sequence[Unit], placement: Placement, budget: MemoryBudget) -> Iterator[DeviceUse]:
+def _device_uses(
+    units: Sequence[Unit], placement: Placement, budget: MemoryBudget, device_map: Mapping[str, str]
+) -> Iterator[DeviceUse]:
     reserved = workspace(units, placement, budget)
     for device, limit in budget:
         held = [unit for unit, home in zip(units, placement.devices, strict=True) if home == device]
@@ -228,7 +242,7 @@ def _device_uses(units: Sequence[Unit], placement: Placement, budget: MemoryBudg
             budget_bytes=limit,
             weights_bytes=sum(unit.num_bytes for unit in held),
             workspace_bytes=reserved.get(device, 0),
-            modules=tuple(part.name for unit in held for part in unit.parts),
+            modules=tuple(module for module, home in device_map.items() if home == str(device)),
         )
 
 
@@ -237,6 +251,9 @@ def _notes(devices: Sequence[DeviceUse], placement: Placement, ties: Sequence[Ti
     if held.get(DISK):
         enough = f"cpu={_round_up(held.get(CPU, 0) + held[DISK])}"
         yield PlanNote(code="disk-used", text=f"with {enough} nothing would stay on disk")
+    if placement.num_in_flight == 1 and any(use.workspace_bytes for use in devices):
+        text = "there is room for one streamed module at a time, so none can arrive while another computes"
+        yield PlanNote(code="no-prefetch", text=text)
     for use in devices:
         if use.device.is_accelerator and not use.weights_bytes:
             spare = (
@@ -244,29 +261,32 @@ def _notes(devices: Sequence[DeviceUse], placement: Placement, ties: Sequence[Ti
             )
             yield PlanNote(code="device-empty", text=f"{use.device} holds no weights; {spare}")
     for tie in ties:
-        others = [*tie.stored[1:], *tie.absent_modules]
-        stored = "" if len(tie.stored) > 1 else ", and is not stored"
-        yield PlanNote(code="tied", text=f"{', '.join(others)} is tied to {tie.stored[0]}{stored}: one device for both")
+        first, *stored = (name.rpartition(".")[0] for name in tie.stored)
+        # A head of several layers is one module to people.
+        roots = dict.fromkeys(name.split(".")[0] if name.startswith("lm_head.") else name for name in stored)
+        others = ", ".join([*roots, *(f"{module} (not stored)" for module in tie.absent_modules)])
+        yield PlanNote(code="tied", text=f"tied to {first}, so on one device with it: {others}")
 
 
 def _does_not_fit(
     checkpoint: Checkpoint, units: Sequence[Unit], budget: MemoryBudget, misfit: Misfit
 ) -> DoesNotFitError:
     rows, usable = [], 0
+    width = max(len(str(device)) for device, _ in budget)
     for device, limit in budget:
         if limit is None:
             continue
         reserved = misfit.workspace.get(device, 0)
         usable += limit - reserved
         minus = f" - {format_size(reserved)} workspace = {format_size(limit - reserved)}" if reserved else ""
-        rows.append(f"{device}  {format_size(limit)}{minus}")
+        rows.append(f"{device!s:<{width}}  {format_size(limit):>12}{minus}")
     shortfalls = {str(device): lacking for device, lacking in misfit.too_small.items()}
     if misfit.unplaced_bytes:
         shortfalls["total"] = misfit.unplaced_bytes
-    largest = max(units, key=lambda unit: unit.num_bytes, default=None)
-    if misfit.too_small and largest is not None:
-        size = format_size(largest.num_bytes)
-        rows.append(f"streaming takes room for two units at a time; the largest is {largest.name}, {size}")
+    biggest = max(units, key=lambda unit: unit.num_bytes, default=None)
+    if misfit.too_small and biggest is not None:
+        size = format_size(biggest.num_bytes)
+        rows.append(f"what is streamed needs room there; the largest module is {biggest.name}, {size}")
     return DoesNotFitError(
         checkpoint.name,
         needed_bytes=checkpoint.total_bytes,
@@ -280,12 +300,15 @@ def _does_not_fit(
 def _what_would_fit(budget: MemoryBudget, misfit: Misfit) -> str:
     if misfit.too_small:
         device, lacking = next(iter(misfit.too_small.items()))
-        return f"raise {device} to {_round_up((budget.get(device) or 0) + lacking)} or more, or leave it out"
-    # The cpu as it is, plus what found no room; without disk it needs no workspace.
-    cpu = f"cpu={_round_up((budget.get(CPU) or 0) + misfit.unplaced_bytes)}"
+        others = [other for other, _ in budget if other not in (device, DISK)]
+        leave_out = ", or leave it out" if others else ""
+        return f"raise {device} to {_round_up((budget.get(device) or 0) + lacking)} or more{leave_out}"
+    cpu = f"cpu={_round_up(misfit.host_bytes)}"
     action = "raise cpu: -m" if budget.has_cpu else "add -m"
     return f"{action} {cpu}" + ("" if budget.has_disk else ", or drop --no-disk")
 
 
 def _round_up(num_bytes: int) -> str:
-    return f"{-(-num_bytes // GIB)}GiB"
+    """Return a size to type, not below `num_bytes`: whole GiB, or whole MiB or KiB of small models."""
+    name, factor = next(((n, f) for n, f in (("GiB", GIB), ("MiB", MIB), ("KiB", KIB)) if num_bytes >= f), ("KiB", KIB))
+    return f"{-(-num_bytes // factor)}{name}"

@@ -24,6 +24,9 @@ _FAMILY, _MAJOR = "bigload.plan", 1
 
 _HOW = "make one with: bigload plan PATH -m DEVICE=SIZE -o plan.json"
 
+_PATHS = "surrogateescape"
+"""A path need not be text; this is how Python itself carries the bytes of one that is not (PEP 383)."""
+
 T = TypeVar("T")
 
 
@@ -69,11 +72,9 @@ def read_plan(path: str | Path) -> Plan:
         InvalidPlanError: no plan, another major version, or figures that contradict each other.
     """
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        text = Path(path).read_text(encoding="utf-8", errors=_PATHS)
     except OSError as error:
         raise PlanNotFoundError(f"cannot read plan {path}: {error.strerror}", hint=_HOW) from None
-    except UnicodeDecodeError:
-        _refuse(str(path), "not a text file")
     return plan_from_json(text, source=str(path))
 
 
@@ -89,7 +90,7 @@ def write_plan(plan: Plan, path: str | Path) -> None:
         raise OutputExistsError(target, "it is not a plan file", hint="choose another name")
     partial = target.with_name(target.name + ".partial")
     try:
-        partial.write_text(plan_to_json(plan), encoding="utf-8")
+        partial.write_text(plan_to_json(plan), encoding="utf-8", errors=_PATHS)
         partial.replace(target)
     except OSError as error:
         partial.unlink(missing_ok=True)

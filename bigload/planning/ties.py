@@ -53,7 +53,7 @@ def find_ties(checkpoint: Checkpoint) -> tuple[TiedGroup, ...]:
     elif not heads and _has_head(config):
         head = _head_name(embedding.name, config)
         # A head without a weight of its own may still store other things, a bias for one.
-        rest = tuple(name for name in checkpoint.tensors if name.startswith(f"{head}."))
+        rest = tuple(sorted(name for name in checkpoint.tensors if name.startswith(f"{head}.")))
         groups.append(TiedGroup(stored=stored + rest, absent_modules=() if rest else (head,)))
     return tuple(groups)
 

@@ -19,6 +19,8 @@ from bigload.errors import (
     StalePlanError,
     abridged,
 )
+from bigload_cli.output import say
+from bigload_cli.views.text import printable
 
 FAILED, BAD_USAGE, ANSWER_IS_NO, STALE_PLAN, INTERRUPTED = 1, 2, 3, 4, 130
 
@@ -44,6 +46,8 @@ def report(error: BaseException) -> int:
             return INTERRUPTED
         case typer.Exit():
             return int(error.exit_code)
+        case SystemExit():  # shell completion ends this way
+            return error.code if isinstance(error.code, int) else 0 if error.code is None else FAILED
         case BigloadError():
             _say("error", error.message, error.details, error.hint)
             code = next((code for kind, code in _CODES if isinstance(error, kind)), FAILED)
@@ -67,19 +71,23 @@ def report(error: BaseException) -> int:
 
 def say_interrupted() -> None:
     """Say that the user's Ctrl-C was heard."""
-    typer.echo("interrupted: nothing half-written was left", err=True)
+    say("interrupted: nothing half-written was left")
 
 
 def _report_usage(error: BaseException) -> int:
     message: str = error.format_message()  # type: ignore[attr-defined]
+    if type(error).__name__ == "NoArgsIsHelpError":  # nothing was asked: its message is the help
+        say(message)
+        return BAD_USAGE
     context = getattr(error, "ctx", None)
     command = context.command_path if context is not None else "bigload"
-    _say("error", message.rstrip("."), (), f"{command} --help lists what there is")
+    sentence = (message[:1].lower() + message[1:]).rstrip(".").replace(". Did you mean", "; did you mean")
+    _say("error", sentence, (), f"{command} --help lists what there is")
     return BAD_USAGE
 
 
 def _say(kind: str, message: str, details: tuple[str, ...], hint: str | None) -> None:
-    lines = [f"{kind}: {message}", *(f"  {line}" for line in abridged(details))]
+    lines = [f"{kind}: {printable(message)}", *(f"  {printable(line)}" for line in abridged(details))]
     if hint is not None:
-        lines.append(f"hint: {hint}")
-    typer.echo("\n".join(lines), err=True)
+        lines.append(f"hint: {printable(hint)}")
+    say("\n".join(lines))

@@ -39,7 +39,10 @@ MaxMemoryOption = Annotated[
     ),
 ]
 ThreadsOption = Annotated[
-    int | None, typer.Option("--threads", min=1, help="Threads that read and write. Default: one per core, at most 4.")
+    int | None,
+    typer.Option(
+        "--threads", metavar="N", min=1, help="Threads that read and write. Default: one per core, at most 4."
+    ),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", "-j", help="One JSON document instead of a table.")]
 QuietOption = Annotated[

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shutil
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,36 +16,52 @@ import typer
 from bigload_cli.options import ColorMode
 
 if TYPE_CHECKING:
-    from rich.console import Console, RenderableType
+    from rich.console import Console
+
+    from bigload_cli.views.table import PlainTable
 
 _UNLIMITED_WIDTH = 10_000
+_BLANKS_AT_LINE_END = re.compile(r"[ ]+((?:\x1b\[[0-9;]*m)*)$", re.MULTILINE)
+_ASCII = str.maketrans({"±": "+-", "…": "..", "σ": "sd", "×": "x"})
 
 
 def print_json(document: object) -> None:
     """Print one JSON document: indented for people, on one line for programs."""
-    indent = 2 if sys.stdout.isatty() else None
-    _write(json.dumps(document, indent=indent, ensure_ascii=False) + "\n")
+    indent = 2 if sys.stdout is not None and sys.stdout.isatty() else None
+    _write(json.dumps(document, indent=indent, ensure_ascii=not can_draw(sys.stdout)) + "\n", sys.stdout)
 
 
 def print_text(text: str) -> None:
-    """Print a line of the answer."""
-    _write(text + "\n")
+    """Print lines of the answer, folded at words where a terminal is narrower."""
+    _write(_folded(text, sys.stdout) + "\n", sys.stdout)
 
 
-def print_answer(renderable: RenderableType, *, color: ColorMode) -> None:
-    """Print a table: as wide as the terminal, or as wide as its content where there is none."""
-    console = make_console(sys.stdout, color)
-    with console.capture() as capture:
-        console.print(renderable)
-    _write("\n".join(line.rstrip() for line in capture.get().splitlines()) + "\n")
+def print_table(table: PlainTable, *, color: ColorMode) -> None:
+    """Print a table of the answer; never narrower than its figures."""
+    _write(_drawn(table, sys.stdout, color), sys.stdout)
 
 
 def say(text: str) -> None:
-    """Print a line beside the answer: a note, a warning, progress."""
-    typer.echo(text, err=True)
+    """Print lines beside the answer: notes, warnings, progress."""
+    _write(_folded(text, sys.stderr) + "\n", sys.stderr)
 
 
-def make_console(stream: TextIO, color: ColorMode = ColorMode.AUTO) -> Console:
+def say_table(table: PlainTable, *, color: ColorMode) -> None:
+    """Print a table beside the answer."""
+    _write(_drawn(table, sys.stderr, color), sys.stderr)
+
+
+@contextmanager
+def status_line(*, quiet: bool) -> Iterator[Callable[[str], None]]:
+    """Give what shows a few words on stderr: in one place on a terminal, a line each elsewhere, nothing when quiet."""
+    if quiet or not sys.stderr.isatty():
+        yield (lambda _words: None) if quiet else say
+        return
+    with make_console(sys.stderr).status("") as status:
+        yield status.update
+
+
+def make_console(stream: TextIO, color: ColorMode = ColorMode.AUTO, *, width: int | None = None) -> Console:
     """Return the one kind of console that bigload writes to.
 
     Markup, emoji and highlighting are off: `./model[v2]` is a path and `:fire:` is not a picture.
@@ -52,13 +70,12 @@ def make_console(stream: TextIO, color: ColorMode = ColorMode.AUTO) -> Console:
 
     return Console(
         file=stream,
-        width=None if stream.isatty() else _UNLIMITED_WIDTH,
-        force_terminal=has_color(stream, color) or None,
-        no_color=not has_color(stream, color),
+        width=width,
+        color_system="auto" if has_color(stream, color) else None,
+        force_terminal=True if has_color(stream, color) else None,
         markup=False,
         emoji=False,
         highlight=False,
-        soft_wrap=False,
     )
 
 
@@ -73,10 +90,10 @@ def has_color(stream: TextIO, color: ColorMode) -> bool:
     return stream.isatty() and os.environ.get("TERM") != "dumb"
 
 
-def can_draw(stream: TextIO) -> bool:
+def can_draw(stream: TextIO | None) -> bool:
     """Return whether `stream` can take block characters, or wants ASCII."""
     try:
-        "█▏├".encode(stream.encoding or "ascii")
+        "█▏├".encode(getattr(stream, "encoding", None) or "ascii")
     except UnicodeEncodeError:
         return False
     return True
@@ -87,23 +104,57 @@ def can_draw_on_stdout() -> bool:
     return can_draw(sys.stdout)
 
 
-@contextmanager
-def status_line(*, quiet: bool) -> Iterator[Callable[[str], None]]:
-    """Give what shows a few words on stderr: in one place on a terminal, a line each elsewhere, nothing when quiet."""
-    if quiet or not sys.stderr.isatty():
-        yield (lambda _words: None) if quiet else say
+def _drawn(table: PlainTable, stream: TextIO | None, color: ColorMode) -> str:
+    if stream is None:
+        return ""
+    from rich.measure import Measurement
+
+    width = _UNLIMITED_WIDTH
+    if stream.isatty():
+        unlimited = make_console(stream, color, width=_UNLIMITED_WIDTH)
+        least = Measurement.get(unlimited, unlimited.options, table).minimum
+        width = max(shutil.get_terminal_size().columns, least)
+    console = make_console(stream, color, width=width)
+    with console.capture() as capture:
+        console.print(table)
+    return _BLANKS_AT_LINE_END.sub(r"\1", capture.get())
+
+
+def _folded(text: str, stream: TextIO | None) -> str:
+    """Fold lines that are longer than the terminal, except commands, which are there to be copied."""
+    if stream is None or not stream.isatty():
+        return text
+    import textwrap
+
+    width = shutil.get_terminal_size().columns
+    lines = []
+    for line in text.split("\n"):
+        if len(line) <= width or line.startswith("Next:"):
+            lines.append(line)
+        else:
+            lines += textwrap.wrap(line, width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+    return "\n".join(lines)
+
+
+def _write(text: str, stream: TextIO | None) -> None:
+    if stream is None:  # closed by whoever started us
         return
-    with make_console(sys.stderr).status("") as status:
-        yield status.update
-
-
-def _write(text: str) -> None:
+    encoding = stream.encoding or "ascii"
+    if not can_draw(stream):
+        text = text.translate(_ASCII)
     try:
-        if not can_draw(sys.stdout):
-            text = text.encode(sys.stdout.encoding or "ascii", "replace").decode(sys.stdout.encoding or "ascii")
-        sys.stdout.write(text)
-        sys.stdout.flush()
+        stream.write(text.encode(encoding, "backslashreplace").decode(encoding))
+        stream.flush()
     except BrokenPipeError:
         # The reader, `head` for one, has what it wants. Python would complain again when it flushes at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _silence(stream)
         raise typer.Exit(0) from None
+    except OSError as error:
+        _silence(stream)
+        from bigload.errors import BigloadError
+
+        raise BigloadError(f"cannot write the answer: {error.strerror or error}") from error
+
+
+def _silence(stream: TextIO) -> None:
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())

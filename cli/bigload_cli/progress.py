@@ -32,25 +32,26 @@ def shown_progress(*, quiet: bool) -> Iterator[OnProgress]:
 def _bar() -> Iterator[OnProgress]:
     from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
     from rich.progress import Progress as Bar
+    from rich.table import Column
 
     columns = (
-        TextColumn("{task.description}"),
-        BarColumn(bar_width=None),
-        TextColumn("{task.fields[amount]}"),
-        TextColumn("{task.fields[rate]}"),
-        TimeRemainingColumn(),
+        TextColumn("{task.description}", table_column=Column(no_wrap=True, overflow="ellipsis", ratio=1)),
+        BarColumn(bar_width=20),
+        TextColumn("{task.fields[amount]}", table_column=Column(no_wrap=True)),
+        TextColumn("{task.fields[rate]}", table_column=Column(no_wrap=True)),
+        TimeRemainingColumn(compact=True),
     )
     began = time.monotonic()
-    with Bar(*columns, console=make_console(sys.stderr), transient=True, refresh_per_second=8) as bar:
+    with Bar(*columns, console=make_console(sys.stderr), transient=True, expand=True, refresh_per_second=8) as bar:
         task = bar.add_task("starting", total=1, amount="", rate="")
 
         def on_progress(progress: Progress) -> None:
             bar.update(
                 task,
-                description=f"{progress.phase} {progress.file}",
+                description=progress.file,
                 total=progress.total_bytes,
                 completed=progress.done_bytes,
-                amount=f"{format_size(progress.done_bytes)}/{format_size(progress.total_bytes)}",
+                amount=f"{progress.done_bytes / (progress.total_bytes or 1):.0%}",
                 rate=format_rate(progress.done_bytes, time.monotonic() - began),
             )
 

@@ -8,10 +8,11 @@ starting at nothing and reserving what was found missing therefore ends at the l
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from bigload.devices import CPU, DISK, Device
 from bigload.planning.budget import MemoryBudget
-from bigload.planning.placement import Misfit, Placement, two_largest
+from bigload.planning.placement import Misfit, Placement, largest
 from bigload.planning.units import Unit
 
 _Capacities = Sequence[tuple[Device, int | None]]
@@ -22,21 +23,29 @@ def place_sequentially(units: Sequence[Unit], budget: MemoryBudget) -> Placement
 
     Example: blocks of 2, 2 and 2 bytes. With cuda:0=6 all three fit. With cuda:0=5 and cpu=6, streaming two blocks
     takes 4 bytes of workspace on cuda:0, which leaves room for none, so all three go to the cpu. With cpu=5, the cpu
-    keeps 4 bytes of workspace for what comes from disk, and all three go there.
+    keeps 4 bytes of workspace for what comes from disk, and all three go there. With cuda:0=3, there is room for one
+    block at a time, and none is fetched ahead.
     """
+    found = _place(units, budget, num_in_flight=2)
+    return found if isinstance(found, Placement) else _place(units, budget, num_in_flight=1)
+
+
+def _place(units: Sequence[Unit], budget: MemoryBudget, *, num_in_flight: int) -> Placement | Misfit:
     accelerators = [(device, limit) for device, limit in budget if device.is_accelerator]
     if not accelerators:
-        return _place_on_host(units, budget)
+        return _place_on_host(units, budget, num_in_flight)
     misfits = []
     for first in range(len(accelerators)):
-        found = _place_from(units, accelerators[first:], budget)
+        found = _place_from(units, accelerators[first:], budget, num_in_flight)
         if isinstance(found, Placement):
             return found
         misfits.append(found)
     return min(misfits, key=lambda misfit: (bool(misfit.too_small), misfit.unplaced_bytes))
 
 
-def _place_from(units: Sequence[Unit], accelerators: _Capacities, budget: MemoryBudget) -> Placement | Misfit:
+def _place_from(
+    units: Sequence[Unit], accelerators: _Capacities, budget: MemoryBudget, num_in_flight: int
+) -> Placement | Misfit:
     """Place `units`, streaming through the first of `accelerators`.
 
     Offloaded units run on the device that the first unit is on, as with accelerate. So if the first accelerator can
@@ -44,47 +53,47 @@ def _place_from(units: Sequence[Unit], accelerators: _Capacities, budget: Memory
     """
     execution, limit = accelerators[0]
     assert limit is not None, "only the disk is unbounded"
-    placed, reserve = _fill_beside_workspace(units, accelerators)
+    placed, reserve = _fill_beside_workspace(units, accelerators, num_in_flight)
     if reserve > limit or (placed and placed[0] != execution):
-        enough = two_largest(unit.num_bytes for unit in units) + (0 if reserve > limit else units[0].num_bytes)
-        return Misfit(unplaced_bytes=0, workspace={}, too_small={execution: enough - limit})
-    host = _place_on_host(units[len(placed) :], budget)
+        # Enough for sure: all units streamed, and the first one here rather than on the next accelerator.
+        enough = largest((unit.num_bytes for unit in units), num_in_flight)
+        enough += units[0].num_bytes if len(accelerators) > 1 else 0
+        return Misfit(unplaced_bytes=0, host_bytes=0, workspace={}, too_small={execution: enough - limit})
+    host = _place_on_host(units[len(placed) :], budget, num_in_flight)
     if isinstance(host, Misfit):
-        return Misfit(
-            unplaced_bytes=host.unplaced_bytes,
-            workspace={execution: reserve, **host.workspace},
-            too_small=host.too_small,
-        )
-    return Placement(devices=(*placed, *host.devices), execution_device=execution)
+        return replace(host, workspace={execution: reserve, **host.workspace})
+    return replace(host, devices=(*placed, *host.devices), execution_device=execution)
 
 
-def _place_on_host(units: Sequence[Unit], budget: MemoryBudget) -> Placement | Misfit:
+def _place_on_host(units: Sequence[Unit], budget: MemoryBudget, num_in_flight: int) -> Placement | Misfit:
     """Place units in RAM and on disk; RAM keeps room for those that come from disk."""
     limit = budget.get(CPU) or 0
     if budget.has_disk and budget.has_cpu:
-        placed, reserve = _fill_beside_workspace(units, [(CPU, limit)])
+        placed, reserve = _fill_beside_workspace(units, [(CPU, limit)], num_in_flight)
         if reserve > limit:
-            enough = two_largest(unit.num_bytes for unit in units)
-            return Misfit(unplaced_bytes=0, workspace={}, too_small={CPU: enough - limit})
+            enough = largest((unit.num_bytes for unit in units), num_in_flight)
+            return Misfit(unplaced_bytes=0, host_bytes=0, workspace={}, too_small={CPU: enough - limit})
     else:
         placed, reserve = _fill(units, [(CPU, limit)]), 0
     on_disk = _fill(units[len(placed) :], [(DISK, budget.get(DISK))])
     unplaced = units[len(placed) + len(on_disk) :]
     if unplaced:
         return Misfit(
-            unplaced_bytes=sum(unit.num_bytes for unit in unplaced), workspace={CPU: reserve} if reserve else {}
+            unplaced_bytes=sum(unit.num_bytes for unit in unplaced),
+            host_bytes=sum(unit.num_bytes for unit in units),
+            workspace={CPU: reserve} if reserve else {},
         )
-    return Placement(devices=(*placed, *on_disk), execution_device=CPU)
+    return Placement(devices=(*placed, *on_disk), execution_device=CPU, num_in_flight=num_in_flight)
 
 
-def _fill_beside_workspace(units: Sequence[Unit], devices: _Capacities) -> tuple[list[Device], int]:
+def _fill_beside_workspace(units: Sequence[Unit], devices: _Capacities, num_in_flight: int) -> tuple[list[Device], int]:
     """Fill `devices`, the first of which also streams what is left over; return the devices and its workspace."""
     (first, limit), *others = devices
     assert limit is not None, "only the disk is unbounded"
     reserve = 0
     while True:
         placed = _fill(units, [(first, limit - reserve), *others])
-        needed = two_largest(unit.num_bytes for unit in units[len(placed) :])
+        needed = largest((unit.num_bytes for unit in units[len(placed) :]), num_in_flight)
         if needed <= reserve or reserve > limit:
             return placed, reserve
         reserve = needed

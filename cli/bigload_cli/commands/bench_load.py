@@ -21,7 +21,7 @@ def bench_load(
     threads: Annotated[
         str, typer.Option("--threads", metavar="N,N,...", help="Thread counts to compare; 1 is serial.")
     ] = "1,2,4",
-    runs: Annotated[int, typer.Option("--runs", min=1, max=1000, help="Timed runs of each.")] = 5,
+    runs: Annotated[int, typer.Option("--runs", metavar="N", min=1, max=1000, help="Timed runs of each.")] = 5,
     cold: Annotated[bool, typer.Option("--cold", help="Drop the files from the page cache before each run.")] = False,
     as_json: JsonOption = False,
     quiet: QuietOption = False,
@@ -54,5 +54,7 @@ def bench_load(
         from bigload_cli.views import bench as view
 
         output.print_text(view.headline(report, name=checkpoint.name) + "\n")
-        output.print_answer(view.strategies(report), color=color)
+        output.print_table(view.strategies(report), color=color)
         output.print_text("\n".join(["", *view.closing(report)]))
+        for warning in view.warnings(report):
+            output.say(f"warning: {warning}")

@@ -20,7 +20,7 @@ Examples:
 
 def inspect(
     path: CheckpointArgument,
-    depth: Annotated[int, typer.Option("--depth", min=1, max=50, help="Levels of modules to show.")] = 3,
+    depth: Annotated[int, typer.Option("--depth", metavar="N", min=1, max=50, help="Levels of modules to show.")] = 3,
     show_tensors: Annotated[bool, typer.Option("--tensors", help="A row for every tensor.")] = False,
     show_shards: Annotated[bool, typer.Option("--shards", help="A row for every file.")] = False,
     as_json: JsonOption = False,
@@ -35,6 +35,7 @@ def inspect(
     from bigload.planning.outline import outline, repeated_blocks
     from bigload.planning.tree import build_tree
     from bigload_cli import output
+    from bigload_cli.views.text import printable
 
     if _is_plan(path):
         from bigload.planning.plan_file import read_plan
@@ -44,8 +45,8 @@ def inspect(
         return
     checkpoint = open_checkpoint(path)
     for warning in checkpoint.warnings:
-        output.say(f"warning: {warning.text}")
-    if quiet:
+        output.say(f"warning: {printable(warning.text)}")
+    if quiet and not as_json:
         output.print_text(str(checkpoint.total_bytes))
         return
     tree = build_tree(checkpoint.tensors.values())
@@ -62,19 +63,16 @@ def inspect(
 
     output.print_text(view.headline(checkpoint) + "\n")
     if show_shards:
-        output.print_answer(view.shards(checkpoint), color=color)
+        output.print_table(view.shards(checkpoint), color=color)
     if show_tensors:
-        output.print_answer(view.tensors(list(tree.all_tensors())), color=color)
+        output.print_table(view.tensors(list(tree.all_tensors())), color=color)
     if not show_shards and not show_tensors:
-        output.print_answer(view.modules(checkpoint, rows, blocks=output.can_draw_on_stdout()), color=color)
+        output.print_table(view.modules(checkpoint, rows, blocks=output.can_draw_on_stdout()), color=color)
         output.print_text("")
         output.print_text(view.closing(checkpoint, list(repeated_blocks(tree))))
 
 
 def _is_plan(path: str) -> bool:
-    """Return whether `path` is a plan file rather than an index."""
+    """Return whether `path` is a JSON file that is not an index: then it has to be a plan."""
     file = Path(path)
-    if file.suffix != ".json" or not file.is_file() or file.name.endswith(".index.json"):
-        return False
-    with file.open("rb") as opened:
-        return b"bigload.plan/" in opened.read(200)
+    return file.suffix == ".json" and not file.name.endswith(".index.json") and file.is_file()

@@ -63,12 +63,15 @@ def plan(
         _check(made, fail_if)
     if out is not None:
         write_plan(made, out)
-    show(made, as_json=as_json, quiet=quiet, color=color)
-    if out is not None:
-        if quiet:
+    if quiet and not as_json:
+        if out is not None:
             print_text(str(out))
-        else:
-            say(f"Wrote {out}.  Next: bigload reshard {out} {path.rstrip('/')}.split")
+        return
+    show(made, as_json=as_json, quiet=False, color=color)
+    if out is not None and not quiet:
+        from bigload_cli.views.plan import next_command
+
+        say(f"Wrote {out}.\n{next_command(made, out)}")
 
 
 def show(made: Plan, *, as_json: bool, quiet: bool, color: ColorMode) -> None:
@@ -79,12 +82,16 @@ def show(made: Plan, *, as_json: bool, quiet: bool, color: ColorMode) -> None:
         from bigload.planning.plan_file import plan_document
 
         output.print_json(plan_document(made))
-    elif not quiet:
+    elif quiet:
+        output.print_text(str(made.total_bytes))
+    else:
         from bigload_cli.views import plan as view
 
         output.print_text(view.headline(made) + "\n")
-        output.print_answer(view.devices(made, blocks=output.can_draw_on_stdout()), color=color)
-        output.print_text("\n".join(["", *view.closing(made)]))
+        output.print_table(view.devices(made, blocks=output.can_draw_on_stdout()), color=color)
+        closing = view.closing(made)
+        if closing:
+            output.print_text("\n".join(["", *closing]))
 
 
 def _check(made: Plan, tier: Tier) -> None:

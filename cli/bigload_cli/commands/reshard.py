@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import resource
 from pathlib import Path
 from typing import Annotated
 
@@ -43,31 +42,35 @@ def reshard(
     Each device then reads only its own bytes. OUT appears when everything in it is written, flushed and verified; the
     source is never touched.
     """
+    from bigload.bench.peak_memory import peak_bytes
     from bigload.layouts.reshard import prepare_reshard, run_reshard
     from bigload_cli import output
     from bigload_cli.progress import shown_progress
 
     max_shard_bytes = size_option("--max-shard-size", max_shard_size)
     prepared = prepare_reshard(plan, out, checkpoint=source, max_shard_bytes=max_shard_bytes)
-    as_table = not as_json and not quiet
-    if as_table:
+    is_for_people = not as_json and not quiet
+    if is_for_people:
         from bigload_cli.views import reshard as view
 
-        output.print_text(view.headline(prepared))
-        output.print_answer(view.files(prepared) if dry_run else view.folders(prepared), color=color)
+        # What a dry run finds is its answer; before a real run the same is an announcement.
+        text, table = (output.print_text, output.print_table) if dry_run else (output.say, output.say_table)
+        text(view.headline(prepared) + "\n")
+        table(view.files(prepared) if dry_run else view.folders(prepared), color=color)
     report = None
     if not dry_run:
         with shown_progress(quiet=quiet) as on_progress:
             report = run_reshard(prepared, verify=verify, threads=threads, on_progress=on_progress)
-    peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    peak = peak_bytes()
     if as_json:
         from bigload_cli.views import documents
 
-        output.print_json(documents.of_reshard(prepared, report, peak_bytes=peak_bytes))
-    elif quiet:
+        output.print_json(documents.of_reshard(prepared, report, peak_bytes=peak))
+    elif not is_for_people:
         output.print_text(str(out))
     elif report is None:
-        output.print_text("dry run: nothing was written")
+        output.print_text("\ndry run: nothing was written")
     else:
         num_tensors = len(prepared.checkpoint.tensors)
-        output.print_text("\n".join(view.closing(report, num_tensors=num_tensors, peak_bytes=peak_bytes)))
+        output.say("")
+        output.print_text("\n".join(view.closing(report, num_tensors=num_tensors, peak_bytes=peak)))

@@ -23,6 +23,8 @@ def bar(part: float, *, width: int, blocks: bool = True) -> str:
 def stacked_bar(parts: Sequence[tuple[float, str]], *, width: int) -> str:
     """Return `width` cells filled by the characters of `parts` in proportion; what is left over belongs to the last.
 
+    A part above nothing has at least one cell.
+
     >>> stacked_bar([(0.5, "█"), (0.25, "▒"), (0.25, "·")], width=8)
     '████▒▒··'
     """
@@ -30,5 +32,5 @@ def stacked_bar(parts: Sequence[tuple[float, str]], *, width: int) -> str:
     total = 0.0
     for part, character in parts:
         total += part
-        cells += character * (round(total * width) - len(cells))
+        cells += character * max(round(total * width) - len(cells), 1 if part > 0 else 0)
     return cells.ljust(width, parts[-1][1])[:width]

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from rich.console import RenderableType
 from rich.text import Text
 
 from bigload.checkpoint.model import Checkpoint, TensorInfo
@@ -14,31 +13,33 @@ from bigload.planning.tree import ModuleNode
 from bigload.units import counted, format_count, format_size
 from bigload_cli.views.bars import bar
 from bigload_cli.views.documents import bytes_by_dtype
-from bigload_cli.views.table import plain_table
+from bigload_cli.views.table import PlainTable
+from bigload_cli.views.text import argument, printable
 
 _BAR_WIDTH = 16
 
 
 def headline(checkpoint: Checkpoint) -> str:
     """Return the two lines that say what this checkpoint is."""
-    index = f", {checkpoint.index_file} complete" if checkpoint.index_file else ""
+    index = ", index complete" if checkpoint.index_file else ""
     parameters = format_count(checkpoint.num_parameters)
     tensors, size = counted(len(checkpoint.tensors), "tensor"), format_size(checkpoint.total_bytes)
+    shards = counted(len(checkpoint.shards), "shard")
     return (
-        f"{checkpoint.name}   safetensors, {counted(len(checkpoint.shards), 'shard')}{index}, headers valid\n"
+        f"{printable(checkpoint.name)}   safetensors, {shards}{index}, headers valid\n"
         f"{parameters} parameters in {tensors}, {size}, {_dtypes(checkpoint)}"
     )
 
 
-def modules(checkpoint: Checkpoint, rows: Sequence[OutlineRow], *, blocks: bool) -> RenderableType:
+def modules(checkpoint: Checkpoint, rows: Sequence[OutlineRow], *, blocks: bool) -> PlainTable:
     """Return the module table: a row a module, repeated blocks folded."""
-    table = plain_table(
+    table = PlainTable(
         ("MODULE", "TENSORS", "PARAMS", "SIZE", "SHARE", ""), right=("TENSORS", "PARAMS", "SIZE", "SHARE")
     )
     total = checkpoint.total_bytes or 1
     for row in rows:
         share = row.num_bytes / total
-        table.add_row(
+        table.add(
             _branch(row, blocks=blocks) + row.label,
             str(row.num_tensors),
             format_count(row.num_parameters),
@@ -49,23 +50,23 @@ def modules(checkpoint: Checkpoint, rows: Sequence[OutlineRow], *, blocks: bool)
     return table
 
 
-def shards(checkpoint: Checkpoint) -> RenderableType:
+def shards(checkpoint: Checkpoint) -> PlainTable:
     """Return a row for every file."""
-    table = plain_table(("SHARD", "TENSORS", "SIZE", "HEADER", "HEADER SHA-256"), right=("TENSORS", "SIZE", "HEADER"))
+    table = PlainTable(("SHARD", "TENSORS", "SIZE", "HEADER", "HEADER SHA-256"), right=("TENSORS", "SIZE", "HEADER"))
     held = Counter(tensor.span.file for tensor in checkpoint.tensors.values())
     for shard in checkpoint.shards:
         size, header = format_size(shard.num_bytes), format_size(shard.header_bytes)
-        table.add_row(shard.file, str(held[shard.file]), size, header, shard.header_sha256[:16])
+        table.add(shard.file, str(held[shard.file]), size, header, shard.header_sha256[:16])
     return table
 
 
-def tensors(infos: Sequence[TensorInfo]) -> RenderableType:
+def tensors(infos: Sequence[TensorInfo]) -> PlainTable:
     """Return a row for every tensor."""
-    table = plain_table(("TENSOR", "DTYPE", "SHAPE", "SIZE", "FILE", "BYTES"), right=("SIZE",))
+    table = PlainTable(("TENSOR", "DTYPE", "SHAPE", "SIZE", "FILE", "BYTES"), right=("SIZE",))
     for tensor in infos:
         span = tensor.span
         row = (tensor.name, tensor.dtype.name, str(list(tensor.shape)), format_size(tensor.num_bytes))
-        table.add_row(*row, span.file, f"{span.start}-{span.stop}")
+        table.add(*row, span.file, f"{span.start}-{span.stop}")
     return table
 
 
@@ -74,11 +75,12 @@ def closing(checkpoint: Checkpoint, repeated: Sequence[ModuleNode]) -> str:
     pieces = []
     block = max(repeated, key=lambda block: block.num_bytes, default=None)
     if block is not None:
-        pieces.append(f"Largest block: {block.name}, {format_size(block.num_bytes)}.")
+        pieces.append(f"Largest block: {printable(block.name)}, {format_size(block.num_bytes)}.")
     tensor = max(checkpoint.tensors.values(), key=lambda tensor: tensor.num_bytes, default=None)
     if tensor is not None:
-        pieces.append(f"Largest tensor: {tensor.name} {list(tensor.shape)}, {format_size(tensor.num_bytes)}.")
-    next_command = f"Next: bigload plan {checkpoint.path} -m cuda:0=24GiB -m cpu=64GiB -o plan.json"
+        size = format_size(tensor.num_bytes)
+        pieces.append(f"Largest tensor: {printable(tensor.name)} {list(tensor.shape)}, {size}.")
+    next_command = f"Next: bigload plan {argument(checkpoint.path)} -m cuda:0=24GiB -m cpu=64GiB -o plan.json"
     return "\n".join([*pieces, next_command])
 
 

@@ -2,42 +2,45 @@
 
 from __future__ import annotations
 
-from rich.console import RenderableType
+import os
+from pathlib import Path
+
 from rich.text import Text
 
 from bigload.devices import CPU, DISK, Device
 from bigload.planning.plan import DeviceUse, Plan, summarize
-from bigload.units import GIB, format_size
+from bigload.units import format_size
 from bigload_cli.views.bars import stacked_bar
-from bigload_cli.views.table import plain_table
+from bigload_cli.views.table import PlainTable
+from bigload_cli.views.text import argument, printable
 
 _BAR_WIDTH = 16
 _PLACES = {CPU: "in RAM", DISK: "on disk"}
 
 
 def headline(plan: Plan) -> str:
-    """Return where the weights are, in one line."""
+    """Return where the weights are, in one line, and how the figures below read, in another."""
     shares: dict[str, int] = {}
     for use in plan.devices:
         place = _PLACES.get(use.device, f"on {_accelerator_word(plan)}")
         shares[place] = shares.get(place, 0) + use.weights_bytes
     total = plan.total_bytes or 1
     where = ", ".join(f"{size / total:.0%} {place}" for place, size in shares.items() if size)
-    how = f"{plan.policy} policy, {format_size(plan.total_bytes)} as stored, figures in GiB"
-    return f"{plan.name} fits: {where or 'it is empty'}   {how}"
+    unit, _ = plan.table_unit
+    return (
+        f"{printable(plan.name)} fits: {where or 'it is empty'}\n"
+        f"{format_size(plan.total_bytes)} as stored, {plan.policy} policy, figures in {unit}"
+    )
 
 
-def devices(plan: Plan, *, blocks: bool) -> RenderableType:
+def devices(plan: Plan, *, blocks: bool) -> PlainTable:
     """Return the table: budget = weights + workspace + free, for every device."""
     right = ("BUDGET =", "WEIGHTS +", "WORKSPACE +", "FREE")
-    table = plain_table(("DEVICE", *right, "USE", "HOLDS"), right=right, folding="HOLDS")
-    for use in plan.devices:
-        table.add_row(
+    table = PlainTable(("DEVICE", *right, "USE", "HOLDS"), right=right, folding="HOLDS")
+    for use in plan.used_devices:
+        table.add(
             str(use.device),
-            _gib(use.budget_bytes),
-            _gib(use.weights_bytes or None),
-            _gib(use.workspace_bytes or None),
-            _gib(use.free_bytes),
+            *plan.table_figures(use),
             Text(_bar(use, blocks=blocks), style="cyan"),
             summarize(use.modules),
         )
@@ -49,13 +52,25 @@ def closing(plan: Plan) -> list[str]:
     lines = []
     streamed = plan.streamed_bytes
     if streamed:
-        sources = ", ".join(f"{size / GIB:.2f} {_origin(device)}" for device, size in streamed.items())
-        total = sum(streamed.values()) / GIB
-        lines.append(f"Each forward pass brings {total:.2f} GiB to {plan.execution_device}: {sources}.")
+        sources = ", ".join(f"{format_size(size)} {_origin(device)}" for device, size in streamed.items())
+        total = f"{format_size(sum(streamed.values()))} to {plan.execution_device}: " if len(streamed) > 1 else ""
+        target = "" if total else f" to {plan.execution_device}"
+        lines.append(f"Each forward pass brings {total}{sources}{target}.")
     if any(use.workspace_bytes for use in plan.devices):
-        lines.append("Workspace holds the two largest streamed modules: one computes while the next arrives.")
-    lines += [f"note: {note.text}" for note in plan.notes]
+        ahead = all(note.code != "no-prefetch" for note in plan.notes)
+        held = "two streamed modules: one computes, the next arrives" if ahead else "the largest streamed module"
+        lines.append(f"Workspace holds {held}.")
+    lines += [f"note: {printable(note.text)}" for note in plan.notes]
     return lines
+
+
+def next_command(plan: Plan, plan_file: Path) -> str:
+    """Return the command that carries the plan out, with an output folder that it would accept."""
+    source = Path(plan.checkpoint_path)
+    folder = source if source.is_dir() else source.parent
+    out = folder.resolve().parent / f"{folder.resolve().name}.split"
+    shown = os.path.relpath(out) if not source.is_absolute() else str(out)
+    return f"Next: bigload reshard {argument(plan_file)} {argument(shown)}"
 
 
 def _accelerator_word(plan: Plan) -> str:
@@ -67,14 +82,6 @@ def _accelerator_word(plan: Plan) -> str:
 
 def _origin(device: Device) -> str:
     return "from RAM" if device == CPU else "from disk"
-
-
-def _gib(num_bytes: int | None) -> str:
-    """Return a size in GiB, with more digits where two would read as nothing."""
-    if num_bytes is None:
-        return "-"
-    size = num_bytes / GIB
-    return f"{size:.2f}" if size >= 0.01 or num_bytes == 0 else f"{size:.1g}" if size >= 1e-4 else "0.00"
 
 
 def _bar(use: DeviceUse, *, blocks: bool) -> str:

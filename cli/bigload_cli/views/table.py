@@ -7,20 +7,26 @@ from collections.abc import Sequence
 from rich.table import Table
 from rich.text import Text
 
-
-def plain_table(headings: Sequence[str], *, right: Sequence[str] = (), folding: str | None = None) -> Table:
-    """Return an empty table. Columns named in `right` align there; `folding` may wrap, all others stay whole."""
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold", show_edge=False)
-    for heading in headings:
-        table.add_column(
-            heading,
-            justify="right" if heading in right else "left",
-            no_wrap=heading != folding,
-            overflow="fold" if heading == folding else "ellipsis",
-        )
-    return table
+from bigload_cli.views.text import printable
 
 
-def dim(text: str) -> Text:
-    """Return text that steps back."""
-    return Text(text, style="dim")
+class PlainTable:
+    """A table under construction. Columns named in `right` align there; `folding` may wrap, all others stay whole."""
+
+    def __init__(self, headings: Sequence[str], *, right: Sequence[str] = (), folding: str | None = None) -> None:
+        self._table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold", show_edge=False)
+        for heading in headings:
+            self._table.add_column(
+                heading,
+                justify="right" if heading in right else "left",
+                no_wrap=heading != folding,
+                overflow="fold" if heading == folding else "ellipsis",
+            )
+
+    def add(self, *cells: str | Text) -> None:
+        """Add a row; plain cells are made safe to print."""
+        self._table.add_row(*(Text(printable(cell)) if isinstance(cell, str) else cell for cell in cells))
+
+    def __rich__(self) -> Table:
+        """Give rich what it draws."""
+        return self._table

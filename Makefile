@@ -1,0 +1,40 @@
+.DEFAULT_GOAL := help
+SHELL := /bin/bash
+PYTHON ?= python3
+BIN := .venv/bin
+STAMP := .venv/.installed
+
+.PHONY: help demo test check bench docs clean
+
+help:  ## Show what can be made.
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
+
+demo: $(STAMP)  ## Run the four verbs on a tiny checkpoint and on a header-only 70B one.
+	@PATH="$(CURDIR)/$(BIN):$$PATH" bash fixtures/demo.sh
+
+test: $(STAMP)  ## Run the tests.
+	$(BIN)/pytest -q
+
+check: $(STAMP)  ## Format, lint, types, import layers, tests with coverage.
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/mypy --strict fixtures/make.py fixtures/bench.py
+	$(BIN)/lint-imports
+	$(BIN)/coverage run -m pytest -q
+	$(BIN)/coverage combine -q
+	$(BIN)/coverage report
+
+bench: $(STAMP)  ## Print the figures of this machine: start-up times, reshard against cp.
+	$(BIN)/python fixtures/bench.py
+
+docs: $(STAMP)  ## Regenerate docs/cli.md from the program's own help.
+	$(BIN)/python docs/generate.py > docs/cli.md
+
+clean:  ## Remove the environment and everything generated.
+	rm -rf .venv demo dist .coverage .coverage.* .mypy_cache .ruff_cache .pytest_cache .hypothesis

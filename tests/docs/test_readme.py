@@ -1,0 +1,58 @@
+"""What the README shows works: its Python blocks and its bigload commands run, in order, on a real checkpoint."""
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from make import load_recipe, make
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text()
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    make(load_recipe("tiny-llama"), tmp_path / "model", data="random")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_the_python_of_the_readme_runs(folder, capsys):
+    names: dict[str, object] = {}
+    blocks = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    assert len(blocks) >= 2
+    for block in blocks:
+        exec(compile(block, "README.md", "exec"), names)
+    assert "cuda:0" in capsys.readouterr().out
+    assert set(names["tensors"]) < set(names["checkpoint"].tensors)
+
+
+def test_the_commands_of_the_readme_run(folder):
+    commands = [line for line in re.findall(r"^bigload .*$", README, re.MULTILINE) if "model" in line]
+    assert len(commands) >= 5
+    for command in commands:
+        program, *words = shlex.split(command)
+        done = subprocess.run(
+            [str(Path(sys.executable).with_name(program)), *words], capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, (command, done.stderr)
+
+
+def test_the_readme_shows_what_the_program_prints(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    make(load_recipe("llama-70b"), tmp_path / "llama-70b")
+    command, shown = re.search(r"```console\n\$ (.*?)\n(.*?)```", README, re.DOTALL).groups()
+    program, *words = shlex.split(command)
+    done = subprocess.run(
+        [str(Path(sys.executable).with_name(program)), *words], capture_output=True, text=True, check=True
+    )
+    assert done.stdout == shown
+
+
+def test_every_link_of_the_documents_leads_somewhere():
+    for document in [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]:
+        for link in re.findall(r"\]\(([^)#:]+)\)", document.read_text()):
+            assert (document.parent / link).exists(), (document.name, link)
