@@ -200,3 +200,24 @@ def units_of(sizes: Iterable[int]) -> tuple[Unit, ...]:
         Unit(parts=(Part(name=f"layers.{index}", kind=UnitKind.BLOCK, num_bytes=size),))
         for index, size in enumerate(sizes)
     )
+
+
+def stored_tensors(*files: Path) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
+    """Return dtype, shape and bytes of every tensor in `files` as the reference implementation reads them."""
+    import safetensors
+
+    return {
+        name: (entry["dtype"], tuple(entry["shape"]), bytes(entry["data"]))
+        for file in files
+        for name, entry in safetensors.deserialize(file.read_bytes())
+    }
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """Return the bytes of every file below `folder` by its relative path."""
+    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+def open_descriptors() -> list[str]:
+    """Return the file descriptors of this process, for a comparison of before and after."""
+    return sorted(path.name for path in Path("/proc/self/fd").iterdir())

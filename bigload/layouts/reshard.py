@@ -6,14 +6,16 @@ ends there. `run_reshard` does it.
 
 from __future__ import annotations
 
+import hashlib
 import os
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
+from bigload.checkpoint.fingerprint import ShardFingerprint, changes, fingerprint
 from bigload.checkpoint.index import DEFAULT_INDEX, encode_index
 from bigload.checkpoint.model import Checkpoint
 from bigload.checkpoint.source import open_checkpoint
@@ -30,6 +32,7 @@ from bigload.planning.plan_file import check_plan, plan_to_json, read_plan
 from bigload.units import MIB
 
 _WEIGHT_SUFFIXES = {".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx", ".gguf", ".npz"}
+_TELLING_NAMES = {"config.json", "generation_config.json", "special_tokens_map.json", "chat_template.jinja"}
 _MAX_SIDE_FILE_BYTES = 64 * MIB
 
 
@@ -115,12 +118,13 @@ def prepare_reshard(
         opened = open_checkpoint(checkpoint or _source_path(read, None if isinstance(plan, Plan) else Path(plan)))
     check_plan(read, opened, source=plan_name)
     target = Path(out)
-    if target.resolve().is_relative_to(opened.root.resolve()):
+    if not _is_single_file(opened) and target.resolve().is_relative_to(opened.root.resolve()):
         hint = "choose a folder outside of it"
         raise OutputExistsError(target, f"it is inside the source {opened.root}, which is never written to", hint=hint)
     check_output(target)
     files = lay_out(read, opened, max_shard_bytes=max_shard_bytes)
-    side_files = tuple(_side_files(opened))
+    folders = {use.device.folder for use in read.devices}
+    side_files = tuple(file for file in _side_files(opened) if file.name not in folders)
     stored = _stored_bytes(opened, files) + sum(file.stat().st_size for file in side_files)
     free = _free_bytes(target)
     if stored > free:
@@ -150,6 +154,7 @@ def run_reshard(
     tally = Tally(passes * checkpoint.total_bytes, on_progress)
     with staged(prepared.out, plan_to_json(prepared.plan)) as folder, ExitStack() as opened:
         sources = {shard.file: _open_source(checkpoint.root / shard.file, opened) for shard in checkpoint.shards}
+        _check_still_the_same(checkpoint, sources)
         before = {file: _identity(descriptor) for file, descriptor in sources.items()}
         for name in {Path(output.file).parent for output in prepared.files}:
             (folder / name).mkdir()
@@ -157,7 +162,7 @@ def run_reshard(
         writer.write(prepared.files, threads=threads or default_threads())
         _check_unchanged(prepared, before, sources)
         for side_file in prepared.side_files:
-            write_file(folder / side_file.name, side_file.read_bytes())
+            write_file(folder / side_file.name, _read_whole(side_file))
         _write_indexes(folder, prepared.files)
     return ReshardReport(
         out=prepared.out,
@@ -177,13 +182,29 @@ def _source_path(plan: Plan, plan_path: Path | None) -> Path:
 
 
 def _side_files(checkpoint: Checkpoint) -> Iterator[Path]:
-    """Yield what makes a folder of weights a model: config, tokenizer, code; small files that are not weights."""
+    """Yield what makes a folder of weights a model: config, tokenizer, code; small files that are not weights.
+
+    Beside a file that was named by itself, and may lie among anything, only those with telling names.
+    """
     for file in sorted(checkpoint.root.iterdir()):
         is_weights = file.suffix in _WEIGHT_SUFFIXES or file.name.endswith(".index.json")
         if is_weights or file.name.startswith(".") or file.name == PLAN_FILE or not file.is_file():
             continue
-        if file.stat().st_size <= _MAX_SIDE_FILE_BYTES:
+        is_telling = file.name in _TELLING_NAMES or file.name.startswith("tokenizer")
+        if file.stat().st_size <= _MAX_SIDE_FILE_BYTES and (is_telling or not _is_single_file(checkpoint)):
             yield file
+
+
+def _is_single_file(checkpoint: Checkpoint) -> bool:
+    """Return whether the checkpoint is one file that was named by itself, rather than a folder."""
+    return checkpoint.index_file is None and Path(checkpoint.path).is_file()
+
+
+def _read_whole(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise ReadError(path, error.strerror or str(error)) from error
 
 
 def _stored_bytes(checkpoint: Checkpoint, files: tuple[OutputFile, ...]) -> int:
@@ -210,6 +231,22 @@ def _open_source(path: Path, opened: ExitStack) -> int:
         raise ReadError(path, error.strerror or str(error)) from error
     opened.callback(os.close, descriptor)
     return descriptor
+
+
+def _check_still_the_same(checkpoint: Checkpoint, sources: Mapping[str, int]) -> None:
+    """Raise unless the files that are now open have the headers and sizes that the checkpoint was opened with."""
+    now = [
+        ShardFingerprint(
+            file=shard.file,
+            num_bytes=os.fstat(sources[shard.file]).st_size,
+            header_sha256=hashlib.sha256(os.pread(sources[shard.file], shard.header_bytes, 0)).hexdigest(),
+        )
+        for shard in checkpoint.shards
+    ]
+    differences = changes(fingerprint(checkpoint), now)
+    if differences:
+        hint = "something replaced them since they were opened; make a new plan"
+        raise StalePlanError("this run", checkpoint.path, differences, hint=hint)
 
 
 def _identity(descriptor: int) -> tuple[int, int, int]:

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from bigload.errors import OutputExistsError, WriteError
+from bigload.errors import BigloadError, OutputExistsError, WriteError
 
 PLAN_FILE = "plan.json"
 
@@ -33,7 +33,10 @@ def check_output(out: Path) -> None:
     if out.is_symlink() or (out.exists() and not (out.is_dir() and not any(out.iterdir()))):
         raise OutputExistsError(out, "it exists", hint="choose another folder, or remove this one yourself")
     staging = staging_folder(out)
-    if staging.exists() and any(staging.iterdir()) and not (staging / PLAN_FILE).is_file():
+    if not (staging.exists() or staging.is_symlink()):
+        return
+    is_folder = staging.is_dir() and not staging.is_symlink()
+    if not is_folder or (any(staging.iterdir()) and not _is_regular(staging / PLAN_FILE)):
         hint = "move it away; bigload only clears folders that it began itself"
         raise OutputExistsError(staging, "it is needed for writing and was not made by bigload", hint=hint)
 
@@ -52,7 +55,7 @@ def staged(out: Path, plan_text: str) -> Iterator[Path]:
     staging = staging_folder(out)
     try:
         staging.mkdir(parents=True, exist_ok=True)
-        lock = os.open(staging / PLAN_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        lock = os.open(staging / PLAN_FILE, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
     except OSError as error:
         raise WriteError(staging, error) from error
     try:
@@ -68,11 +71,7 @@ def staged(out: Path, plan_text: str) -> Iterator[Path]:
             _flush_folder(out.resolve().parent)
         except BaseException as error:
             shutil.rmtree(staging, ignore_errors=True)
-            if (
-                isinstance(error, OSError)
-                and not isinstance(error, WriteError)
-                and error.filename in (None, str(staging))
-            ):
+            if isinstance(error, OSError) and not isinstance(error, BigloadError):
                 raise WriteError(staging, error) from error
             raise
     finally:
@@ -106,6 +105,10 @@ def _lock(descriptor: int, staging: Path, out: Path) -> None:
         is_current = False
     if not is_current:  # the other process finished, and published or removed the folder, while we opened it
         raise busy
+
+
+def _is_regular(path: Path) -> bool:
+    return path.is_file() and not path.is_symlink()
 
 
 def _clear(staging: Path) -> None:

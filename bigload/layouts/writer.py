@@ -98,7 +98,9 @@ class FileWriter:
                     yield _Block(Span(copy.source.file, begin, min(begin + size, stop)), begin + shift, is_hole)
 
     def _segments(self, span: Span) -> Iterator[tuple[int, int, bool]]:
-        position = span.start
+        position, size = span.start, os.fstat(self._sources[span.file]).st_size
+        if size < span.stop:  # past the end of a file there is a hole, too, to those who ask for data
+            raise ReadError(span.file, f"the file ended at byte {size}, {span.stop - size} bytes too early")
         for start, stop in data_extents(self._sources[span.file], span.start, span.stop):
             if start > position:
                 yield position, start, True

@@ -1,0 +1,60 @@
+"""House rules that no linter checks, or that matter too much to leave to a setting."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+import bigload
+
+ROOT = Path(bigload.__file__).parent
+MODULES = sorted(ROOT.rglob("*.py"))
+BANNED = {"utils", "util", "common", "helpers", "misc", "base"}
+
+
+def parsed(path):
+    return ast.parse(path.read_text(), filename=str(path))
+
+
+def name_of(path):
+    return str(path.relative_to(ROOT))
+
+
+every_module = pytest.mark.parametrize("path", MODULES, ids=name_of)
+
+
+@every_module
+def test_a_module_says_what_it_is_for(path):
+    assert ast.get_docstring(parsed(path))
+
+
+@every_module
+def test_the_library_prints_nothing(path):
+    calls = [node.func for node in ast.walk(parsed(path)) if isinstance(node, ast.Call)]
+    names = [call.id for call in calls if isinstance(call, ast.Name)]
+    assert "print" not in names
+    written = [ast.unparse(call) for call in calls if isinstance(call, ast.Attribute)]
+    assert not [call for call in written if call.startswith(("sys.stdout.", "sys.stderr."))]
+
+
+@every_module
+def test_a_module_has_a_name_that_says_something(path):
+    assert path.stem not in BANNED
+
+
+@every_module
+def test_no_error_is_swallowed_whole(path):
+    for node in ast.walk(parsed(path)):
+        if isinstance(node, ast.ExceptHandler) and isinstance(node.type, ast.Name | None):
+            catches_all = node.type is None or node.type.id in ("Exception", "BaseException")
+            assert not (catches_all and all(isinstance(statement, ast.Pass) for statement in node.body))
+
+
+@pytest.mark.parametrize("path", sorted(ROOT.glob("*/**/__init__.py")), ids=name_of)
+def test_a_package_holds_a_docstring_and_imports_only(path):
+    assert all(isinstance(node, ast.Expr | ast.Import | ast.ImportFrom) for node in parsed(path).body)
+
+
+@pytest.mark.xfail(strict=True, reason="there is no py.typed")
+def test_the_package_tells_type_checkers_that_it_is_typed():
+    assert (ROOT / "py.typed").is_file()

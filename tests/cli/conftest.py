@@ -1,0 +1,160 @@
+"""Ways to run `bigload`: in this process (fast), as a program of its own, and on a terminal.
+
+All three start from the same clean environment in the same folder, in which `llama-70b` (sparse) and `tiny-llama` (15
+MB) are at hand under those names.
+"""
+
+import contextlib
+import fcntl
+import gc
+import io
+import os
+import shlex
+import shutil
+import struct
+import subprocess
+import sys
+import termios
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from unittest import mock
+
+import pytest
+
+from bigload_cli.app import main
+from make import load_recipe, make
+
+PROGRAM = Path(sys.executable).with_name("bigload")
+KEPT = ("PATH", "HOME", "TMPDIR", "SYSTEMROOT", "COVERAGE_PROCESS_START", "COVERAGE_RCFILE")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a run of the program left behind; on a terminal `stdout` is all that was shown there."""
+
+    code: int
+    stdout: str
+    stderr: str
+
+
+@pytest.fixture(scope="session")
+def checkpoints(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("checkpoints")
+    make(load_recipe("llama-70b"), folder / "llama-70b")
+    make(load_recipe("tiny-llama"), folder / "tiny-llama", data="random")
+    return folder
+
+
+@pytest.fixture
+def here(checkpoints, tmp_path, monkeypatch):
+    """Return the current folder of the test: its own, with hard links to the files of the checkpoints."""
+    folder = tmp_path / "here"
+    folder.mkdir()
+    for checkpoint in checkpoints.iterdir():
+        shutil.copytree(checkpoint, folder / checkpoint.name, copy_function=os.link)
+    monkeypatch.chdir(folder)
+    return folder
+
+
+@pytest.fixture
+def environment(tmp_path):
+    """Return a function that gives the environment of a run: what a plain terminal has, and `changes`."""
+
+    def environment_with(changes: Mapping[str, str] | None = None) -> dict[str, str]:
+        kept = {name: os.environ[name] for name in KEPT if name in os.environ}
+        plain = {"TERM": "xterm-256color", "LANG": "C.UTF-8", "HF_HOME": str(tmp_path / "hf"), "HF_HUB_OFFLINE": "1"}
+        return {**kept, **plain, **(changes or {})}
+
+    return environment_with
+
+
+@pytest.fixture
+def run(here, environment):
+    """Return a function that runs a command line in this process, with streams that are no terminals."""
+
+    def run_in_process(command: str, env: Mapping[str, str] | None = None, encoding: str = "utf-8") -> Outcome:
+        out = io.TextIOWrapper(io.BytesIO(), encoding=encoding, newline="\n")
+        err = io.TextIOWrapper(io.BytesIO(), encoding=encoding, newline="\n", errors="backslashreplace")
+        collects = gc.isenabled()
+        try:
+            with (
+                mock.patch.dict(os.environ, environment(env), clear=True),
+                mock.patch.object(sys, "argv", shlex.split(command)),
+                contextlib.redirect_stdout(out),
+                contextlib.redirect_stderr(err),
+            ):
+                assert sys.argv[0] == "bigload"
+                with pytest.raises(SystemExit) as ended:
+                    main()
+        finally:
+            if collects:
+                gc.enable()
+        out.flush()
+        err.flush()
+        texts = [stream.buffer.getvalue().decode(encoding) for stream in (out, err)]
+        return Outcome(ended.value.code or 0, *texts)
+
+    return run_in_process
+
+
+@pytest.fixture
+def run_program(here, environment):
+    """Return a function that runs a command line as a program of its own, with pipes."""
+
+    def run_in_subprocess(command: str, env: Mapping[str, str] | None = None) -> Outcome:
+        arguments = shlex.split(command)
+        assert arguments[0] == "bigload"
+        done = subprocess.run(
+            [PROGRAM, *arguments[1:]],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            env=environment(env),
+            check=False,
+            timeout=120,
+        )
+        return Outcome(done.returncode, *(os.fsdecode(stream) for stream in (done.stdout, done.stderr)))
+
+    return run_in_subprocess
+
+
+@pytest.fixture
+def run_on_terminal(here, environment):
+    """Return a function that runs a command line on a terminal of so many columns."""
+
+    def run_with_pty(command: str, columns: int = 80, env: Mapping[str, str] | None = None) -> Outcome:
+        keyboard, screen = open_terminal(columns)
+        with subprocess.Popen(
+            [PROGRAM, *shlex.split(command)[1:]],
+            stdin=subprocess.DEVNULL,
+            stdout=screen,
+            stderr=screen,
+            env=environment(env),
+        ) as process:
+            os.close(screen)
+            shown = b"".join(iter(lambda: read_terminal(keyboard), b""))
+            os.close(keyboard)
+        return Outcome(process.returncode, shown.decode().replace("\r\n", "\n"), "")
+
+    return run_with_pty
+
+
+@pytest.fixture
+def terminal():
+    """Return what opens a terminal, and what reads from it, for tests that need more than an outcome."""
+    return open_terminal, read_terminal
+
+
+def open_terminal(columns: int) -> tuple[int, int]:
+    """Return the two ends of a terminal: the one to read from, and the one for the program."""
+    keyboard, screen = os.openpty()
+    fcntl.ioctl(screen, termios.TIOCSWINSZ, struct.pack("HHHH", 50, columns, 0, 0))
+    return keyboard, screen
+
+
+def read_terminal(keyboard: int) -> bytes:
+    """Return what the program has shown since; nothing when it has closed the terminal."""
+    try:
+        return os.read(keyboard, 65536)
+    except OSError:  # EIO: nobody holds the other end any more
+        return b""

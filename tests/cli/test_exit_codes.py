@@ -1,0 +1,294 @@
+"""One meaning for every exit code, and a text that says what to change."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from builders import make_checkpoint, write_index, write_raw, write_shard
+
+PROGRAM = Path(sys.executable).with_name("bigload")
+PLAN = "bigload plan tiny-llama -m cuda:0=6MiB,cpu=8MiB -o tiny.json"
+
+
+@pytest.fixture
+def place(run, here):
+    """Return the current folder, with a plan, and files that are in the way of something."""
+    assert run(PLAN).code == 0
+    (here / "taken").mkdir()
+    (here / "taken" / "notes.txt").write_text("mine")
+    (here / "empty").mkdir()
+    (here / "notes.txt").write_text("mine")
+    (here / "other.json").write_text('{"a": 1}')
+    plan = json.loads((here / "tiny.json").read_text())
+    (here / "newer.json").write_text(json.dumps({**plan, "schema": "bigload.plan/2.0"}))
+    (here / "cut.json").write_text((here / "tiny.json").read_text()[:300])
+    return here
+
+
+def contents(folder: Path) -> dict[Path, bytes | int]:
+    """Return every path below `folder` with its bytes, or with its size where that is large."""
+    sizes = {path: path.stat().st_size for path in folder.rglob("*")}
+    return {path: path.read_bytes() if path.is_file() and size < 1e6 else size for path, size in sizes.items()}
+
+
+USAGE = [
+    ("bigload isnpect tiny-llama", "'isnpect'", "'inspect'"),
+    ("bigload inspect", "PATH"),
+    ("bigload inspect tiny-llama too-much", "too-much"),
+    ("bigload inspect tiny-llama --tensor", "--tensor", "--tensors"),
+    ("bigload inspect tiny-llama --depth 0", "--depth", "0"),
+    ("bigload inspect tiny-llama --color blue", "blue", "never"),
+    ("bigload inspect nowhere", "nowhere", "no such file or folder"),
+    ("bigload inspect org/nowhere", "org/nowhere", "hf download org/nowhere"),
+    ("bigload inspect empty", "empty", "model.safetensors"),
+    ("bigload plan tiny-llama", "no memory limits", "-m cuda:0=22GiB"),
+    ("bigload plan tiny-llama -m cuda:0=22Gb", '"Gb" means gigabits', "22GiB", "22GB (20.49 GiB)"),
+    ("bigload plan tiny-llama -m cuda:0=22G", '"G" has two readings', "22GiB"),
+    ("bigload plan tiny-llama -m cuda:0=many", "many", "22GiB"),
+    ("bigload plan tiny-llama -m cuda:0=0", "cuda:0=0", "more than 0"),
+    ("bigload plan tiny-llama -m cuda:0=-1GiB", "-1GiB"),
+    ("bigload plan tiny-llama -m cuda:0", '"cuda:0"', "DEVICE=SIZE"),
+    ("bigload plan tiny-llama -m gpu0=1GiB", '"gpu0"', "cuda:N"),
+    ("bigload plan tiny-llama -m cpu=1GiB -m cpu=2GiB", "cpu has two limits"),
+    ("bigload plan tiny-llama -m disk=1GiB", "no device that computes"),
+    ("bigload plan tiny-llama -m cpu=1GiB,disk=1GiB --no-disk", "--no-disk"),
+    ("bigload plan tiny-llama -m cpu=1GiB --policy best", "best", "sequential"),
+    ("bigload plan tiny-llama -m cpu=1GiB --fail-if cpu", "offload"),
+    ("bigload plan tiny-llama -m cpu=1GiB -o notes.txt", "notes.txt", "not a plan"),
+    ("bigload plan tiny-llama -m cpu=1GiB -o other.json", "other.json", "not a plan"),
+    ("bigload plan tiny-llama -m cpu=1GiB -o taken", "taken", "not a plan"),
+    ("bigload reshard tiny.json", "OUT"),
+    ("bigload reshard nowhere.json out", "nowhere.json", "bigload plan"),
+    ("bigload reshard taken out", "taken"),
+    ("bigload reshard tiny.json taken", "taken", "it exists"),
+    ("bigload reshard tiny.json notes.txt", "notes.txt", "it exists"),
+    ("bigload reshard tiny.json tiny-llama/out", "inside the source"),
+    ("bigload reshard tiny.json out --source nowhere", "nowhere"),
+    ("bigload reshard tiny.json out --max-shard-size 2Gb", '"Gb" means gigabits', "2GiB"),
+    ("bigload reshard tiny.json out --max-shard-size 0", "--max-shard-size", "more than 0"),
+    ("bigload reshard tiny.json out --threads 0", "--threads"),
+    ("bigload bench-load tiny-llama --threads 1,none", "1,none", "1,2,4"),
+    ("bigload bench-load tiny-llama --runs 0", "--runs"),
+    ("bigload bench-load nowhere", "nowhere"),
+]
+
+
+@pytest.mark.parametrize(("command", "words"), [(command, words) for command, *words in USAGE])
+def test_bad_usage_ends_with_2_and_says_what_was_wrong(run, place, command, words):
+    before = contents(place)
+    done = run(command)
+    assert (done.code, done.stdout) == (2, "")
+    assert done.stderr.startswith("error: ")
+    for word in words:
+        assert word in done.stderr, word
+    assert contents(place) == before
+
+
+def test_no_command_at_all_gets_the_help_and_2(run):
+    done = run("bigload", env={"COLUMNS": "80"})
+    assert (done.code, done.stdout) == (2, "")
+    assert "bench-load" in done.stderr
+    assert "error:" not in done.stderr
+
+
+NO = [
+    ("bigload plan tiny-llama -m cuda:0=4MiB,cpu=8MiB --no-disk", "does not fit", "short by", "--no-disk"),
+    ("bigload plan llama-70b -m cpu=64GiB,disk=1GiB", "does not fit", "131.42 GiB", "short by"),
+    ("bigload plan llama-70b -m cuda:0=1GiB -m cpu=160GiB", "does not fit", "cuda:0"),
+    ("bigload plan tiny-llama -m cuda:0=6MiB,cpu=8MiB --fail-if disk", "--fail-if disk", "on disk"),
+    ("bigload plan tiny-llama -m cuda:0=6MiB,cpu=1GiB --fail-if offload", "--fail-if offload", "on cpu"),
+    ("bigload plan tiny-llama -m cpu=1GiB --fail-if offload", "--fail-if offload", "on cpu"),
+]
+
+
+@pytest.mark.parametrize(("command", "words"), [(command, words) for command, *words in NO])
+def test_the_answer_no_is_3_and_writes_no_plan(run, here, command, words):
+    done = run(f"{command} -o no.json")
+    assert (done.code, done.stdout) == (3, "")
+    for word in words:
+        assert word in done.stderr, word
+    assert not (here / "no.json").exists()
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "bigload plan tiny-llama -m cuda:0=6MiB,cpu=1GiB --fail-if disk",
+        "bigload plan tiny-llama -m cuda:0=1GiB --fail-if offload",
+    ],
+)
+def test_a_gate_that_holds_lets_the_plan_through(run, command):
+    assert run(command).code == 0
+
+
+def test_following_the_hint_of_a_plan_that_does_not_fit_makes_it_fit(run):
+    command = "bigload plan llama-70b -m cuda:0=22GiB -m cuda:1=22GiB -m {} --no-disk"
+    refused = run(command.format("cpu=42GiB"))
+    advice = refused.stderr.partition("-m ")[2].split(",")[0].split()[0]
+    assert advice.startswith("cpu=")
+    assert run(command.format(advice)).code == 0
+
+
+def test_a_hint_never_advises_to_leave_out_the_only_device(run):
+    done = run("bigload plan llama-70b -m cpu=1KiB")
+    assert done.code == 3
+    assert "leave it out" not in done.stderr
+
+
+# Plans that are not for this
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        ("bigload reshard other.json out", ["other.json", "schema"]),
+        ("bigload reshard newer.json out", ["newer.json", "2.0", "reads 1.x"]),
+        ("bigload reshard cut.json out", ["cut.json", "not valid JSON"]),
+        ("bigload reshard notes.txt out", ["notes.txt", "not valid JSON"]),
+        ("bigload inspect newer.json", ["newer.json", "2.0", "reads 1.x"]),
+        ("bigload inspect other.json", ["other.json"]),
+    ],
+)
+def test_a_foreign_plan_ends_with_4(run, place, command, words):
+    before = contents(place)
+    done = run(command)
+    assert (done.code, done.stdout) == (4, "")
+    for word in words:
+        assert word in done.stderr, word
+    assert contents(place) == before
+
+
+def test_a_plan_for_another_version_of_the_checkpoint_ends_with_4_and_names_every_file(run, here):
+    make_checkpoint(here / "model")
+    assert run("bigload plan model -m cpu=1GiB -o plan.json").code == 0
+    make_checkpoint(here / "model", hidden=16)
+    done = run("bigload reshard plan.json out")
+    assert (done.code, done.stdout) == (4, "")
+    assert "another version of model" in done.stderr
+    assert "model-00001-of-00002.safetensors" in done.stderr
+    assert "model-00002-of-00002.safetensors" in done.stderr
+    assert "hint: make a new plan: bigload plan model" in done.stderr
+    assert not (here / "out").exists()
+
+
+# Files that are not right
+
+
+def test_a_shard_that_was_cut_off_ends_with_1_and_both_sizes(run, here):
+    shard = make_checkpoint(here / "model") / "model-00002-of-00002.safetensors"
+    size = shard.stat().st_size
+    os.truncate(shard, size - 100)
+    for command in ("bigload inspect model", "bigload plan model -m cpu=1GiB", "bigload bench-load model"):
+        done = run(command)
+        assert (done.code, done.stdout) == (1, "")
+        assert "model-00002-of-00002.safetensors: the file is cut off" in done.stderr
+        assert str(size) in done.stderr
+        assert str(size - 100) in done.stderr
+        assert "hint: download" in done.stderr
+
+
+def test_a_corrupt_header_ends_with_1(run, here):
+    make_checkpoint(here / "model", shards=1)
+    write_raw(here / "model" / "model.safetensors", b"{XXX}")
+    done = run("bigload inspect model")
+    assert (done.code, done.stdout) == (1, "")
+    assert "model.safetensors: the header is not valid JSON" in done.stderr
+
+
+def test_every_missing_shard_is_named_at_once(run, here):
+    folder = make_checkpoint(here / "model", shards=4)
+    for number in (2, 3):
+        (folder / f"model-{number:05}-of-00004.safetensors").unlink()
+    done = run("bigload inspect model")
+    assert done.code == 1
+    assert "2 problems in 2 files" in done.stderr
+    assert done.stderr.count("missing, but named in") == 2
+
+
+@pytest.mark.parametrize(
+    ("file", "why"),
+    [
+        ("../tiny-llama/model-00001-of-00004.safetensors", "leaves the folder of the index"),
+        ("sub/../../secret.safetensors", "leaves the folder of the index"),
+        ("/etc/passwd", "is an absolute path"),
+        ("link.safetensors", "is a link that leaves the folder of the index"),
+    ],
+)
+def test_an_index_that_names_files_elsewhere_ends_with_1_and_says_which_and_why(run, here, file, why):
+    folder = here / "hostile"
+    folder.mkdir()
+    write_shard(here / "secret.safetensors", {"a.w": ("U8", [2])})
+    (folder / "link.safetensors").symlink_to(here / "secret.safetensors")
+    write_index(folder, {"a.w": file})
+    for command in ("bigload inspect hostile", "bigload plan hostile -m cpu=1GiB", "bigload bench-load hostile"):
+        done = run(command)
+        assert (done.code, done.stdout) == (1, "")
+        assert f"'{file}' {why}" in done.stderr
+        assert "hint: an index may only name files inside its own folder" in done.stderr
+
+
+def test_a_plan_that_cannot_be_written_ends_with_1_and_the_reason(run):
+    done = run("bigload plan tiny-llama -m cpu=1GiB -o nowhere/plan.json")
+    assert (done.code, done.stdout) == (1, "")
+    assert "nowhere/plan.json: No such file or directory" in done.stderr
+
+
+# Interruptions, in a process of their own
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory):
+    """Return the path of a plan for a checkpoint of 240 MB: long enough to be interrupted."""
+    folder = tmp_path_factory.mktemp("large")
+    tensors = {f"layers.{block}.mlp.w": ("U8", [20_000_000]) for block in range(12)}
+    (folder / "model").mkdir()
+    write_shard(folder / "model" / "model.safetensors", tensors)
+    command = [PROGRAM, "plan", "model", "-m", "cuda:0=96MiB,cpu=96MiB", "-o", "plan.json", "-q"]
+    subprocess.run(command, cwd=folder, check=True, capture_output=True)
+    yield folder
+    shutil.rmtree(folder)
+
+
+@pytest.mark.parametrize("sign", ["starting", "a file"])
+def test_ctrl_c_ends_with_130_and_leaves_nothing(large, terminal, environment, sign):
+    """The progress bar says when: `starting` before the first byte, then the name of a file."""
+    open_terminal, read_terminal = terminal
+    keyboard, screen = open_terminal(200)
+    before = contents(large).keys()
+    # A process that was started in the background ignores SIGINT, and its children would too.
+    heeded = signal.signal(signal.SIGINT, signal.default_int_handler)
+    command = [PROGRAM, "reshard", "plan.json", "out", "--threads", "1", "--max-shard-size", "60MB"]
+    with subprocess.Popen(command, cwd=large, stdout=subprocess.PIPE, stderr=screen, env=environment()) as process:
+        signal.signal(signal.SIGINT, heeded)
+        os.close(screen)
+        shown = b""
+        signs = (b"starting",) if sign == "starting" else (b"model-0",)
+        while not any(one in shown for one in signs):
+            shown += (more := read_terminal(keyboard))
+            assert more, f"the run ended before it said {sign}: {shown.decode()}"
+        process.send_signal(signal.SIGINT)
+        while more := read_terminal(keyboard):
+            shown += more
+        stdout = process.stdout.read()
+    os.close(keyboard)
+    assert process.returncode == 130
+    assert b"interrupted: nothing half-written was left" in shown
+    assert b"Traceback" not in shown
+    assert stdout == b""
+    assert contents(large).keys() == before
+
+
+def test_sigint_while_loading_ends_with_130(run, monkeypatch):
+    def interrupt(*_arguments: object):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("bigload.checkpoint.source.open_checkpoint", interrupt)
+    done = run("bigload inspect tiny-llama")
+    assert (done.code, done.stdout) == (130, "")
+    assert done.stderr.strip() == "interrupted: nothing half-written was left"

@@ -1,0 +1,95 @@
+"""Texts as people see them: on terminals of 80 and 120 columns, and in a pipe.
+
+The expected texts lie in `golden/`, without colours. `BIGLOAD_UPDATE_GOLDEN=1 pytest tests/cli/test_golden.py` writes
+them anew; then look at every difference before it is committed.
+"""
+
+import os
+import re
+from pathlib import Path
+
+import pytest
+
+GOLDEN = Path(__file__).parent / "golden"
+ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+FREE_SPACE = re.compile(r"[0-9.]+ [GMK]?i?B free there")
+
+COMMANDS = {
+    "inspect-llama-70b": "bigload inspect llama-70b",
+    "inspect-llama-70b-shards": "bigload inspect llama-70b --shards",
+    "inspect-tiny-llama": "bigload inspect tiny-llama",
+    "inspect-tiny-llama-depth-5": "bigload inspect tiny-llama --depth 5",
+    "inspect-tiny-llama-tensors": "bigload inspect tiny-llama --tensors",
+    "plan-llama-70b": "bigload plan llama-70b -m cuda:0=22GiB -m cuda:1=22GiB -m cpu=64GiB -o plan.json",
+    "plan-llama-70b-on-gpus": "bigload plan llama-70b -m 0=80GiB,1=80GiB",
+    "plan-llama-70b-does-not-fit": "bigload plan llama-70b -m cuda:0=22GiB -m cuda:1=22GiB -m cpu=42GiB --no-disk",
+    "plan-tiny-llama": "bigload plan tiny-llama -m cuda:0=6MiB -m cpu=8MiB",
+    "reshard-tiny-llama-dry-run": "bigload reshard tiny.json tiny-llama.split --dry-run",
+}
+TEXTS = sorted(COMMANDS)
+
+
+@pytest.fixture
+def tiny_plan(run):
+    assert run("bigload plan tiny-llama -m cuda:0=6MiB,cpu=8MiB -o tiny.json").code == 0
+
+
+def compare(name: str, command: str, text: str) -> None:
+    text = f"$ {command}\n" + FREE_SPACE.sub("9.99 GiB free there", text)
+    path = GOLDEN / f"{name}.txt"
+    if os.environ.get("BIGLOAD_UPDATE_GOLDEN") == "1":
+        path.write_text(text, encoding="utf-8")
+    assert text == path.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("name", TEXTS)
+@pytest.mark.usefixtures("tiny_plan")
+def test_a_pipe_gets_the_golden_text(run, name):
+    done = run(COMMANDS[name])
+    compare(f"{name}.pipe", COMMANDS[name], done.stdout + done.stderr)
+
+
+@pytest.mark.parametrize("columns", [80, 120])
+@pytest.mark.parametrize("name", TEXTS)
+@pytest.mark.usefixtures("tiny_plan")
+def test_a_terminal_gets_the_golden_text(run_on_terminal, name, columns):
+    shown = run_on_terminal(COMMANDS[name], columns).stdout
+    # Blanks before the code that ends a colour cannot be seen; see test_streams for those that are not forgiven.
+    compare(f"{name}.{columns}", COMMANDS[name], "\n".join(line.rstrip() for line in plain(shown).split("\n")))
+
+
+@pytest.mark.parametrize("columns", [80, 120])
+@pytest.mark.parametrize("name", [name for name in TEXTS if not name.endswith(("tensors", "does-not-fit"))])
+def test_no_line_is_wider_than_the_terminal(name, columns):
+    # Rows of tensors are wider than most terminals, and keep their figures. Commands stay whole, to be copied, and
+    # so do the lines of errors, to be searched for.
+    lines = (GOLDEN / f"{name}.{columns}.txt").read_text(encoding="utf-8").splitlines()[1:]
+    too_wide = [line for line in lines if len(line) > columns and "bigload " not in line]
+    assert too_wide == []
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_a_pipe_gets_nothing_shortened_and_no_blanks_at_line_ends(name):
+    text = (GOLDEN / f"{name}.pipe.txt").read_text(encoding="utf-8")
+    assert "…" not in text
+    assert [line for line in text.splitlines() if line != line.rstrip()] == []
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_terminals_and_pipes_get_the_same_words(name):
+    forms = ("pipe", "80", "120")
+    words = [sorted((GOLDEN / f"{name}.{form}.txt").read_text(encoding="utf-8").split()) for form in forms]
+    assert words[0] == words[1] == words[2]
+
+
+def test_every_golden_file_belongs_to_a_command():
+    expected = {f"{name}.{form}.txt" for name in TEXTS for form in ("pipe", "80", "120")}
+    assert {path.name for path in GOLDEN.iterdir()} == expected
+
+
+def test_golden_files_hold_no_path_of_the_machine_they_were_made_on():
+    assert [path.name for path in GOLDEN.iterdir() if "/tmp/" in path.read_text(encoding="utf-8")] == []
+
+
+def plain(text: str) -> str:
+    return ESCAPES.sub("", text)

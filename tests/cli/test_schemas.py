@@ -1,0 +1,151 @@
+"""What `--json` prints and `-o` writes is what docs/schemas/ describes, to the last key."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from jsonschema import Draft202012Validator
+
+from builders import write_shard
+
+SCHEMAS = Path(__file__).parents[2] / "docs" / "schemas"
+NAMES = ["plan", "inspect", "reshard", "bench-load"]
+
+PLAN = "bigload plan tiny-llama -m cuda:0=6MiB,cpu=8MiB -o tiny.json"
+COMMANDS = [
+    "bigload inspect llama-70b --json",
+    "bigload inspect tiny-llama --json --tensors --shards --depth 9",
+    "bigload inspect tiny-llama/model-00002-of-00004.safetensors --json",
+    "bigload inspect empty.safetensors --json",
+    "bigload inspect tiny.json --json",
+    "bigload plan llama-70b -m cuda:0=22GiB,cuda:1=22GiB,cpu=64GiB --json",
+    "bigload plan tiny-llama -m cpu=1GiB --no-disk --json",
+    "bigload plan tiny-llama -m cuda:0=4MiB,cpu=1GiB,disk=1GiB --json",
+    "bigload reshard tiny.json out --dry-run --json",
+    "bigload reshard tiny.json out --json",
+    "bigload reshard tiny.json out --json --no-verify",
+    "bigload bench-load tiny-llama --runs 2 --threads 1,2 --json",
+    "bigload bench-load tiny-llama --runs 1 --threads 1 --json",
+]
+
+
+def schema(name: str) -> dict:
+    return json.loads((SCHEMAS / f"{name}-1.0.json").read_text(encoding="utf-8"))
+
+
+def parsed(text: str) -> dict:
+    def refuse(constant: str):
+        raise ValueError(f"{constant} is not JSON")
+
+    return json.loads(text, parse_constant=refuse)
+
+
+def properties(node: dict) -> Iterator[tuple[str, dict]]:
+    """Yield every property that a schema names, at any depth."""
+    for key, value in node.items():
+        if key == "properties":
+            yield from value.items()
+        if isinstance(value, dict):
+            yield from properties(value)
+
+
+def types(node: dict) -> set[str]:
+    found = node.get("type", [])
+    return {found} if isinstance(found, str) else set(found)
+
+
+def strict(node: dict) -> dict:
+    """Return a schema that knows no other keys than those it names."""
+    copied = {key: strict(value) if isinstance(value, dict) else value for key, value in node.items()}
+    return {**copied, "additionalProperties": False} if "properties" in node and "type" in node else copied
+
+
+def test_there_is_a_schema_for_every_verb_and_no_other():
+    assert {path.name for path in SCHEMAS.glob("*.json")} == {f"{name}-1.0.json" for name in NAMES}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_schema_is_valid_itself(name):
+    Draft202012Validator.check_schema(schema(name))
+    assert schema(name)["$schema"] == "https://json-schema.org/draft/2020-12/schema"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_schema_lets_readers_ignore_keys_that_it_does_not_know(name):
+    text = json.dumps(schema(name))
+    assert '"additionalProperties": false' not in text
+    assert '"unevaluatedProperties"' not in text
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_property_is_described_with_its_unit(name):
+    for key, node in properties(schema(name)):
+        assert node.get("description", "").endswith("."), key
+        if key.endswith("_bytes") or key == "bytes":
+            assert "bytes" in node["description"].lower(), key
+        if key.endswith("_seconds"):
+            assert "seconds" in node["description"].lower(), key
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_bytes_are_integers_and_seconds_are_numbers(name):
+    for key, node in properties(schema(name)):
+        if key == "dtype_bytes":
+            assert types(node["additionalProperties"]) == {"integer"}
+        elif key.endswith("_bytes") or key == "bytes":
+            assert types(node) - {"null"} == {"integer"}, key
+        elif key.endswith("_seconds"):
+            assert types(node.get("items", node)) - {"null"} == {"number"}, key
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_what_is_printed_is_what_its_schema_describes(run, here, command):
+    write_shard(here / "empty.safetensors", {})
+    assert run(PLAN).code == 0
+    done = run(command)
+    assert done.code == 0
+    document = parsed(done.stdout)
+    family, _, version = document["schema"].partition("/")
+    verb = "plan" if "tiny.json --json" in command else command.split()[1]
+    assert (family, version) == (f"bigload.{verb}", "1.0")
+    described = schema(verb)
+    Draft202012Validator(described).validate(document)
+    Draft202012Validator(strict(described)).validate(document)
+
+
+def test_a_plan_file_is_what_its_schema_describes(run, here):
+    assert run(PLAN).code == 0
+    Draft202012Validator(strict(schema("plan"))).validate(parsed((here / "tiny.json").read_text(encoding="utf-8")))
+
+
+def test_every_key_is_there_also_when_it_has_nothing_to_say(run):
+    document = parsed(run("bigload inspect tiny-llama/model-00002-of-00004.safetensors --json").stdout)
+    assert (document["index_file"], document["shards"], document["tensors"]) == (None, None, None)
+    assert run(PLAN).code == 0
+    document = parsed(run("bigload reshard tiny.json out --dry-run --json").stdout)
+    assert (document["run_seconds"], document["verified"]) == (None, None)
+
+
+@pytest.mark.parametrize(
+    ("name", "spoil"),
+    [
+        ("plan", lambda document: document["devices"][0].update(weights_bytes=1.5)),
+        ("plan", lambda document: document["device_map"].update(lm_head="gpu")),
+        ("plan", lambda document: document.update(schema="bigload.plan/2.0")),
+        ("plan", lambda document: document.pop("device_map")),
+        ("plan", lambda document: document["checkpoint"]["shards"][0].update(header_sha256="3fa1")),
+    ],
+)
+def test_a_schema_refuses_what_the_program_never_prints(run, name, spoil):
+    document = parsed(run(f"{PLAN} --json").stdout)
+    validator = Draft202012Validator(schema(name))
+    assert validator.is_valid(document)
+    spoil(document)
+    assert not validator.is_valid(document)
+
+
+def test_a_schema_takes_a_newer_minor_version_with_more_keys(run):
+    document = parsed(run(f"{PLAN} --json").stdout)
+    document.update(schema="bigload.plan/1.7", surprise={"a": 1})
+    assert Draft202012Validator(schema("plan")).is_valid(document)

@@ -1,0 +1,222 @@
+"""What the verbs do for someone who types them: plans, dry runs, reshards, and one verb after the other."""
+
+import json
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from builders import make_checkpoint
+
+PLAN = "bigload plan tiny-llama -m cuda:0=6MiB,cpu=8MiB -o tiny.json"
+
+
+@pytest.fixture
+def plan(run, here) -> Path:
+    assert run(PLAN).code == 0
+    return here / "tiny.json"
+
+
+def names(folder: Path) -> set[str]:
+    return {str(path.relative_to(folder)) for path in folder.rglob("*")}
+
+
+# inspect
+
+
+def test_a_checkpoint_can_be_named_by_its_folder_its_index_or_a_file(run, here):
+    make_checkpoint(here / "one", shards=1)
+    for path in ("tiny-llama", "tiny-llama/", "./tiny-llama", "tiny-llama/model.safetensors.index.json"):
+        assert run(f"bigload inspect {path} -q").stdout == "15278592\n"
+    assert run("bigload inspect one -q").stdout == run("bigload inspect one/model.safetensors -q").stdout
+
+
+def test_depth_unfolds_the_tree_and_json_follows_it(run):
+    shallow, deep = (json.loads(run(f"bigload inspect tiny-llama --json --depth {n}").stdout) for n in (1, 5))
+    assert {row["depth"] for row in shallow["modules"]} == {0}
+    assert max(row["depth"] for row in deep["modules"]) > 2
+
+
+def test_inspecting_a_plan_shows_the_plan(run, plan):
+    shown = run("bigload inspect tiny.json")
+    assert shown.code == 0
+    assert shown.stdout == run("bigload plan tiny-llama -m cuda:0=6MiB,cpu=8MiB").stdout
+    assert json.loads(run("bigload inspect tiny.json --json").stdout) == json.loads(plan.read_text())
+
+
+def test_inspecting_a_plan_finds_it_however_its_keys_are_ordered(run, plan):
+    document = json.loads(plan.read_text())
+    plan.write_text(json.dumps({"a": "x" * 300, **document}, sort_keys=True))
+    assert run("bigload inspect tiny.json").code == 0
+
+
+# plan
+
+
+def test_limits_can_be_repeated_joined_by_commas_or_come_from_the_environment(run):
+    options = ["-m cuda:0=6MiB -m cpu=8MiB", "-m cuda:0=6MiB,cpu=8MiB", "--max-memory 0=6MiB --max-memory cpu=8MiB"]
+    values = ["cuda:0=6MiB,cpu=8MiB", "cuda:0=6MiB cpu=8MiB"]
+    plans = [
+        *(run(f"bigload plan tiny-llama {option} --json") for option in options),
+        *(run("bigload plan tiny-llama --json", env={"BIGLOAD_MAX_MEMORY": value}) for value in values),
+    ]
+    assert [made.code for made in plans] == [0] * 5
+    assert len({made.stdout for made in plans}) == 1
+
+
+def test_an_option_beats_the_environment(run):
+    done = run("bigload plan tiny-llama -m cpu=1GiB --json", env={"BIGLOAD_MAX_MEMORY": "cuda:0=6MiB"})
+    assert [row["device"] for row in json.loads(done.stdout)["devices"]] == ["cpu", "disk"]
+
+
+def test_the_same_plan_is_the_same_file_to_the_last_byte(run_program, here):
+    command = "bigload plan llama-70b -m cuda:0=22GiB,cuda:1=22GiB,cpu=64GiB -q -o"
+    for seed in ("0", "1"):
+        assert run_program(f"{command} {seed}.json", env={"PYTHONHASHSEED": seed}).code == 0
+    first = (here / "0.json").read_bytes()
+    assert first == (here / "1.json").read_bytes()
+    assert run_program(f"{command} 0.json").code == 0
+    assert (here / "0.json").read_bytes() == first
+
+
+def test_a_plan_replaces_a_plan(run, plan):
+    assert run("bigload plan tiny-llama -m cpu=1GiB -o tiny.json").code == 0
+    assert json.loads(plan.read_text())["execution_device"] == "cpu"
+
+
+def test_the_rows_of_a_plan_add_up(run):
+    document = json.loads(run("bigload plan llama-70b -m 0=22GiB,1=22GiB,cpu=64GiB --json").stdout)
+    for row in document["devices"]:
+        if row["budget_bytes"] is not None:
+            assert row["budget_bytes"] == row["weights_bytes"] + row["workspace_bytes"] + row["free_bytes"]
+    assert sum(row["weights_bytes"] for row in document["devices"]) == document["checkpoint"]["total_bytes"]
+
+
+def test_without_the_disk_there_is_no_disk_in_the_plan(run):
+    document = json.loads(run("bigload plan tiny-llama -m cuda:0=6MiB,cpu=1GiB --no-disk --json").stdout)
+    assert [row["device"] for row in document["devices"]] == ["cuda:0", "cpu"]
+    assert "disk" not in document["device_map"].values()
+
+
+def test_what_a_note_promises_about_the_disk_is_true(run):
+    shown = run("bigload plan tiny-llama -m cuda:0=6MiB,cpu=8MiB").stdout
+    advice = next(line for line in shown.splitlines() if "nothing would stay on disk" in line)
+    limit = next(word for word in advice.split() if word.startswith("cpu="))
+    assert run(f"bigload plan tiny-llama -m cuda:0=6MiB,{limit} --fail-if disk").code == 0
+    assert "GiB" not in limit, "a model of 15 MiB needs no advice in GiB"
+
+
+def test_figures_of_a_small_model_are_no_zeros(run):
+    shown = run("bigload plan tiny-llama -m cuda:0=6MiB,cpu=8MiB").stdout
+    assert " 0.00" not in shown
+    assert "0.01 GiB" not in shown
+
+
+@pytest.mark.parametrize("path", [".", "model.safetensors.index.json", "'../my model[v2]'", "../tiny-llama/"])
+def test_the_next_command_that_a_plan_suggests_can_be_run(run, here, monkeypatch, path):
+    make_checkpoint(here / "my model[v2]")
+    monkeypatch.chdir(make_checkpoint(here / "model"))
+    planned = run(f"bigload plan {path} -m cpu=1GiB -o ../plan.json")
+    assert planned.code == 0
+    suggested = planned.stderr.partition("Next: ")[2].strip()
+    verb, plan, out = shlex.split(suggested)[1:]
+    assert (verb, plan) == ("reshard", "../plan.json")
+    assert out.strip("./") not in {"", "split"}
+    if path != "." and not path.startswith("model."):  # those two would be written into the source
+        done = run(f"{suggested} --dry-run")
+        assert (done.code, done.stderr) == (0, "")
+
+
+def test_the_next_command_for_a_linked_checkpoint_stays_here(run, here):
+    (here / "elsewhere").mkdir()
+    (here / "tiny-llama").rename(here / "elsewhere" / "model")
+    (here / "linked").symlink_to(here / "elsewhere" / "model")
+    done = run("bigload plan linked -m cpu=1GiB -o plan.json")
+    assert shlex.split(done.stderr)[-1].removeprefix("./") == "linked.split"
+
+
+# reshard, and what comes after
+
+
+def test_a_dry_run_names_every_file_and_writes_nothing(run, plan, here):
+    before = names(here)
+    done = run("bigload reshard tiny.json out --dry-run")
+    assert done.code == 0
+    assert names(here) == before
+    assert "nothing was written" in done.stdout
+    assert run("bigload reshard tiny.json out -q").code == 0
+    weights = {name for name in names(here / "out") if name.endswith(".safetensors")}
+    assert {line.split()[0] for line in done.stdout.splitlines() if ".safetensors" in line} == weights
+
+
+def test_one_verb_follows_the_other(run, plan, here):
+    done = run("bigload reshard tiny.json out")
+    assert done.code == 0
+    assert "every byte read back and equal to the source" in done.stdout
+    assert {"cuda-0", "cpu", "offload", "plan.json", "config.json", "model.safetensors.index.json"} <= names(
+        here / "out"
+    )
+    assert not (here / "out.partial").exists()
+    assert run("bigload inspect out -q").stdout == "15278592\n"
+    assert run("bigload inspect out/cuda-0").code == 0
+    assert run("bigload inspect out/plan.json -j").stdout == run("bigload inspect tiny.json -j").stdout
+    measured = run("bigload bench-load out --runs 1 --threads 1,2")
+    assert measured.code == 0
+    assert "All strategies loaded identical bytes" in measured.stdout
+    assert run("bigload plan out -m cpu=1GiB").code == 0
+    assert run("bigload reshard tiny.json again --source out -q").code == 4
+
+
+def test_resharding_says_nothing_on_stderr_but_progress(run, plan):
+    done = run("bigload reshard tiny.json out --json")
+    assert done.code == 0
+    assert "error" not in done.stderr
+    assert json.loads(done.stdout)["verified"] is True
+
+
+def test_resharding_into_an_empty_folder_is_fine_and_into_a_full_one_is_not(run, plan, here):
+    (here / "out").mkdir()
+    assert run("bigload reshard tiny.json out -q").code == 0
+    before = {path: path.read_bytes() for path in (here / "out").rglob("*") if path.is_file()}
+    assert run("bigload reshard tiny.json out -q").code == 2
+    assert {path: path.read_bytes() for path in (here / "out").rglob("*") if path.is_file()} == before
+
+
+def test_max_shard_size_bounds_the_files(run, plan):
+    document = json.loads(run("bigload reshard tiny.json out --max-shard-size 3MB --json --no-verify").stdout)
+    assert document["verified"] is False
+    assert len(document["files"]) > 3
+    assert max(file["total_bytes"] for file in document["files"]) <= 3_010_000
+
+
+def test_a_plan_finds_its_checkpoint_beside_itself(run, plan, here, monkeypatch):
+    monkeypatch.chdir("/")
+    assert run(f"bigload reshard {plan} {here}/out --dry-run").code == 0
+
+
+def test_loading_serially_and_in_parallel_is_shown_side_by_side(run):
+    done = run("bigload bench-load tiny-llama --runs 2 --threads 1,2")
+    assert done.code == 0
+    rows = [line for line in done.stdout.splitlines() if line.startswith(("serial  ", "parallel, 2 threads  "))]
+    assert len(rows) == 2
+    assert "identical bytes" in done.stdout
+
+
+# What a start costs
+
+
+@pytest.mark.parametrize(
+    "command", ["inspect tiny-llama", "plan tiny-llama -m cpu=1GiB -j", "--help", "inspect --help"]
+)
+def test_reading_and_planning_import_no_torch_no_numpy_and_no_safetensors(here, environment, command):
+    code = (
+        "import sys, atexit; from bigload_cli.app import main; sys.argv = ['bigload', *sys.argv[1:]]\n"
+        "atexit.register(lambda: print(*sorted(sys.modules), file=sys.stderr)); main()"
+    )
+    process = [sys.executable, "-c", code, *command.split()]
+    done = subprocess.run(process, capture_output=True, text=True, env=environment(), check=True)
+    assert "bigload_cli.app" in done.stderr.split()
+    heavy = {"torch", "numpy", "safetensors", "huggingface_hub", "pydantic"}
+    assert heavy & set(done.stderr.split()) == set()

@@ -1,0 +1,99 @@
+"""What bigload plans and writes is taken by the libraries that people run models with. Skips where they are missing.
+
+Run with them by: pip install -c constraints.txt -e '.[dev,peers]'
+"""
+
+import pytest
+import torch
+
+import bigload
+
+transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed")
+
+pytestmark = [pytest.mark.peers, pytest.mark.filterwarnings("default")]
+
+SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4, "vocab_size": 96}
+
+
+def configs():
+    yield transformers.LlamaConfig(**SIZES, num_key_value_heads=2, tie_word_embeddings=False)
+    yield transformers.Qwen3Config(**SIZES, num_key_value_heads=2, head_dim=8, tie_word_embeddings=True)
+    yield transformers.GPTNeoXConfig(**SIZES)
+    yield transformers.OPTConfig(
+        hidden_size=32,
+        ffn_dim=64,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        vocab_size=96,
+        word_embed_proj_dim=32,
+        max_position_embeddings=64,
+    )
+    yield transformers.GPT2Config(n_embd=32, n_layer=4, n_head=4, vocab_size=96, n_positions=64)
+    yield transformers.MixtralConfig(**SIZES, num_key_value_heads=2, num_local_experts=4)
+    yield transformers.T5Config(d_model=32, d_ff=64, d_kv=8, num_layers=3, num_heads=4, vocab_size=96)
+
+
+RENAMED_IN_MEMORY = {"gpt_neox": "embed_out is lm_head in memory", "mixtral": "experts are fused in memory"}
+"""Families whose modules transformers 5 names otherwise than their checkpoints; plans speak of the checkpoint's names."""
+
+
+def skip_if_renamed(model, *families):
+    if model.config.model_type in families:
+        pytest.skip(RENAMED_IN_MEMORY[model.config.model_type])
+
+
+@pytest.fixture(params=configs(), ids=lambda config: config.model_type)
+def saved(request, tmp_path):
+    """A random model of some family, and the folder it was saved to."""
+    torch.manual_seed(0)
+    kind = transformers.AutoModelForSeq2SeqLM if request.param.is_encoder_decoder else transformers.AutoModelForCausalLM
+    model = kind.from_config(request.param).eval()
+    folder = tmp_path / "model"
+    model.save_pretrained(folder, max_shard_size="40KB")
+    return kind, model, folder
+
+
+def logits(model):
+    ids = torch.arange(12).reshape(1, 12) % 90
+    inputs = {"input_ids": ids}
+    if model.config.is_encoder_decoder:
+        inputs["decoder_input_ids"] = ids[:, :5]
+    with torch.no_grad():
+        return model(**inputs).logits
+
+
+def test_transformers_reads_a_resharded_folder_as_the_original(saved, tmp_path):
+    kind, model, folder = saved
+    total = bigload.open_checkpoint(folder).total_bytes
+    plan = bigload.plan(folder, {"cuda:0": total // 2, "cpu": total // 2})
+    out = bigload.reshard(plan, tmp_path / "split").out
+    assert torch.equal(logits(kind.from_pretrained(out).eval()), logits(model))
+
+
+def test_a_plan_is_a_device_map_for_transformers(saved, tmp_path):
+    kind, model, folder = saved
+    skip_if_renamed(model, "gpt_neox")
+    total = bigload.open_checkpoint(folder).total_bytes
+    plan = bigload.plan(folder, {"cpu": total * 4 // 5})
+    assert plan.weights_on(bigload.Device("disk"))
+    device_map = dict(plan.device_map)
+    loaded = kind.from_pretrained(folder, device_map=device_map, offload_folder=tmp_path / "offload").eval()
+    assert torch.allclose(logits(loaded), logits(model), atol=1e-6)
+
+
+def test_a_plan_covers_what_accelerate_checks(saved):
+    _, model, folder = saved
+    skip_if_renamed(model, "gpt_neox")
+    plan = bigload.plan(folder, {"cuda:0": "1GiB"})
+    accelerate.utils.modeling.check_device_map(model, dict(plan.device_map))
+
+
+def test_a_meta_model_takes_a_checkpoint_in_place(saved):
+    kind, model, folder = saved
+    skip_if_renamed(model, "gpt_neox", "mixtral")
+    with torch.device("meta"):
+        empty = kind.from_config(model.config)
+    bigload.load(folder, into=empty)
+    loaded = empty.state_dict()
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in model.state_dict().items())

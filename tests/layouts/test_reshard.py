@@ -1,0 +1,616 @@
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors import safe_open
+
+import bigload
+from bigload.devices import CPU, Device
+from bigload.errors import (
+    InvalidPlanError,
+    NotEnoughSpaceError,
+    OutputExistsError,
+    ReadError,
+    StalePlanError,
+    VerificationError,
+    WriteError,
+)
+from bigload.layouts import reshard as reshard_module
+from bigload.layouts import staging as staging_module
+from bigload.layouts import writer as writer_module
+from bigload.layouts.reshard import prepare_reshard, reshard, run_reshard
+from bigload.planning.plan_file import plan_to_json, write_plan
+from builders import (
+    DTYPE_BITS,
+    contents,
+    data_for,
+    llama_config,
+    make_cached_repository,
+    make_checkpoint,
+    num_bytes_of,
+    open_descriptors,
+    split,
+    stored_tensors,
+    write_sharded,
+)
+
+INDEX = "model.safetensors.index.json"
+BUDGET = {"cuda:0": 4200, "cpu": 4200}
+"""Enough for some of the blocks of `make_checkpoint` on each of cuda:0, cpu and disk."""
+
+FOLDERS = {"cuda-0", "cpu", "offload"}
+
+
+@pytest.fixture
+def tiny(tmp_path):
+    return make_checkpoint(tmp_path / "tiny", blocks=6, shards=3)
+
+
+@pytest.fixture
+def out(tmp_path):
+    return tmp_path / "out"
+
+
+def planned(folder, budget=None):
+    return bigload.plan(folder, BUDGET if budget is None else budget)
+
+
+def weights_in(folder):
+    return stored_tensors(*folder.glob("*.safetensors"))
+
+
+def entries(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+@contextmanager
+def nothing_left_of(out):
+    """The block fails in its own way, and neither the output nor its staging folder nor a descriptor remains."""
+    descriptors = open_descriptors()
+    yield
+    assert not out.exists()
+    assert not out.with_name("out.partial").exists()
+    assert open_descriptors() == descriptors
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("bigload-")]
+
+
+# What is written
+
+
+def test_the_output_has_a_folder_for_each_device_and_an_index_of_all(tiny, out):
+    report = reshard(planned(tiny), out)
+    assert set(entries(out)) == {*FOLDERS, INDEX, "plan.json", "config.json"}
+    assert report.out == out
+    assert report.verified
+    assert report.num_bytes == sum(file.stat().st_size for file in out.rglob("model-*.safetensors"))
+
+
+def test_every_tensor_lies_in_the_folder_of_its_device(tiny, out):
+    plan = planned(tiny)
+    reshard(plan, out)
+    for folder in FOLDERS:
+        for name in weights_in(out / folder):
+            assert plan.device_of(name).folder == folder
+
+
+def test_the_output_opens_as_the_same_checkpoint(tiny, out):
+    reshard(planned(tiny), out)
+    source, written = bigload.open_checkpoint(tiny), bigload.open_checkpoint(out)
+    assert {n: (t.dtype, t.shape) for n, t in written.tensors.items()} == {
+        n: (t.dtype, t.shape) for n, t in source.tensors.items()
+    }
+    assert (written.config, written.warnings) == (source.config, ())
+
+
+def test_the_output_loads_to_the_same_tensors(tiny, out):
+    reshard(planned(tiny), out)
+    source, written = bigload.load(tiny), bigload.load(out)
+    assert source.keys() == written.keys()
+    assert all(source[name].equal(written[name]) for name in source)
+
+
+def test_the_output_can_be_planned_and_resharded_again(tiny, out, tmp_path):
+    reshard(planned(tiny), out)
+    reshard(planned(out, {"cpu": "1GiB"}), tmp_path / "again")
+    assert weights_in(tmp_path / "again" / "cpu") == weights_in(tiny)
+
+
+def test_the_plan_of_the_output_is_the_one_that_was_carried_out(tiny, out):
+    plan = planned(tiny)
+    reshard(plan, out)
+    assert (out / "plan.json").read_text() == plan_to_json(plan)
+    assert bigload.read_plan(out / "plan.json").device_map == plan.device_map
+
+
+def test_resharding_twice_writes_identical_bytes(tiny, out, tmp_path):
+    plan = planned(tiny)
+    reshard(plan, out, threads=1, max_shard_bytes=700)
+    reshard(plan, tmp_path / "again", threads=4, max_shard_bytes=700)
+    assert contents(out) == contents(tmp_path / "again")
+
+
+def test_a_plan_file_gives_the_same_as_the_plan(tiny, out, tmp_path):
+    plan = planned(tiny)
+    write_plan(plan, tmp_path / "plan.json")
+    reshard(tmp_path / "plan.json", str(out))
+    reshard(plan, tmp_path / "again")
+    assert contents(out) == contents(tmp_path / "again")
+
+
+def test_a_checkpoint_that_was_moved_can_be_named(tiny, out, tmp_path):
+    plan = planned(tiny)
+    tiny.rename(tmp_path / "moved")
+    reshard(plan, out, checkpoint=tmp_path / "moved")
+    assert weights_in(out / "cpu").keys() < weights_in(tmp_path / "moved").keys()
+
+
+def test_a_relative_checkpoint_is_found_beside_its_plan_file(tiny, out, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_plan(planned("tiny"), tmp_path / "plan.json")
+    monkeypatch.chdir("/")
+    assert reshard(tmp_path / "plan.json", out).verified
+
+
+def test_the_report_counts_the_bytes_of_each_device(tiny, out):
+    report = reshard(planned(tiny), out)
+    for device in (Device("cuda", 0), CPU, Device("disk")):
+        written = sum(file.stat().st_size for file in (out / device.folder).glob("*.safetensors"))
+        assert report.bytes_on(device) == written > 0
+
+
+def test_progress_reaches_the_total(tiny, out):
+    seen = []
+    reshard(planned(tiny), out, on_progress=seen.append)
+    assert seen[-1].done_bytes == seen[-1].total_bytes == 2 * bigload.open_checkpoint(tiny).total_bytes
+
+
+def test_small_files_beside_the_weights_come_along(tiny, out):
+    kept = {"tokenizer.json": b"{}", "modeling_tiny.py": b"pass\n", "README.md": b"# Tiny\n"}
+    dropped = ["old.bin", "model.gguf", "other.safetensors.index.json", ".hidden", "plan.json"]
+    plan = planned(tiny)
+    for name, content in kept.items():
+        (tiny / name).write_bytes(content)
+    for name in dropped:
+        (tiny / name).write_bytes(b"not to be copied")
+    (tiny / "folder").mkdir()
+    with (tiny / "video.mp4").open("wb") as file:
+        file.truncate(64 * 2**20 + 1)
+    reshard(plan, out)
+    assert set(entries(out)) == {*FOLDERS, INDEX, "plan.json", "config.json", *kept}
+    assert {name: (out / name).read_bytes() for name in kept} == kept
+    assert (out / "plan.json").read_text() == plan_to_json(plan)
+
+
+def test_a_snapshot_of_links_becomes_files(tmp_path, out):
+    snapshot = make_cached_repository(tmp_path / "hub")
+    reshard(planned(snapshot, {"cpu": "1GiB"}), out)
+    assert weights_in(out / "cpu") == weights_in(snapshot)
+    assert not [path for path in out.rglob("*") if path.is_symlink()]
+
+
+def test_a_single_file_can_be_resharded(tmp_path, out):
+    folder = make_checkpoint(tmp_path / "tiny", shards=1)
+    reshard(planned(folder / "model.safetensors", {"cpu": "1GiB"}), out)
+    assert weights_in(out / "cpu") == weights_in(folder)
+
+
+def test_only_the_checkpoints_own_files_come_along_when_a_file_was_named(tmp_path, out):
+    make_checkpoint(tmp_path / "downloads", shards=1)
+    (tmp_path / "downloads" / "tax-return.pdf").write_text("private")
+    reshard(planned(tmp_path / "downloads" / "model.safetensors", {"cpu": "1GiB"}), out)
+    assert "tax-return.pdf" not in entries(out)
+
+
+# Round trips
+
+
+@st.composite
+def small_checkpoints(draw):
+    """Shards of a model with a few blocks; odd numbers of bytes before wide types, empty and 0-d tensors, ties."""
+    dtypes = st.sampled_from(["F8_E4M3", "F8_E4M3", "F32", "BF16", "U8", "I64", "F4", "F6_E2M3", "BOOL", "C64"])
+    shapes = st.lists(st.integers(0, 5), max_size=3)
+    tied = draw(st.booleans())
+    tensors = {"model.embed_tokens.weight": ("F32", [4, 3])}
+    for block in range(draw(st.integers(1, 4))):
+        for index in range(draw(st.integers(1, 3))):
+            dtype, shape = draw(dtypes), draw(shapes)
+            bits = DTYPE_BITS[dtype]
+            if bits < 8:
+                shape = [*shape, 8]
+            tensors[f"model.layers.{block}.part{index}.weight"] = (dtype, shape)
+    if not tied or draw(st.booleans()):
+        tensors["lm_head.weight"] = ("F32", [4, 3])
+    names = draw(st.permutations(list(tensors)))
+    shards = draw(st.integers(1, min(3, len(names))))
+    return split({name: tensors[name] for name in names}, shards), llama_config(tied=tied)
+
+
+@settings(max_examples=60)
+@given(
+    small_checkpoints(),
+    st.tuples(st.integers(300, 5000), st.integers(1, 3000)),
+    st.sampled_from([1, 40, 100, 10**9]),
+    st.integers(1, 3),
+)
+def test_every_tensor_survives_byte_for_byte(made, limits, max_shard_bytes, threads):
+    shards, config = made
+    with tempfile.TemporaryDirectory() as folder:
+        source, out = Path(folder) / "source", Path(folder) / "out"
+        write_sharded(source, shards, config=config)
+        expected = weights_in(source)
+        try:
+            plan = planned(source, {"cuda:0": limits[0], "cpu": limits[1]})
+        except bigload.DoesNotFitError:
+            plan = planned(source, {"cuda:0": "1MiB"})
+        report = reshard(plan, out, max_shard_bytes=max_shard_bytes, threads=threads)
+        files = [out / output.file for output in report.files]
+        assert stored_tensors(*files) == expected
+        assert set(out.rglob("*.safetensors")) == set(files)
+        check_that_readers_agree(out, expected)
+        for part in (path for path in out.iterdir() if path.is_dir()):
+            check_that_readers_agree(part, {n: e for n, e in expected.items() if plan.device_of(n).folder == part.name})
+
+
+def check_that_readers_agree(folder, expected):
+    """Open `folder` by bigload and by way of its index with the reference implementation, and compare the data."""
+    checkpoint = bigload.open_checkpoint(folder)
+    weight_map = json.loads((folder / INDEX).read_text())["weight_map"]
+    assert checkpoint.warnings == () or "config" in checkpoint.warnings[0].code
+    assert checkpoint.tensors.keys() == weight_map.keys() == expected.keys()
+    for name, (dtype, shape, data) in expected.items():
+        info = checkpoint.tensors[name]
+        with (folder / weight_map[name]).open("rb") as file:
+            file.seek(info.span.start)
+            assert (info.dtype.name, info.shape, file.read(info.num_bytes)) == (dtype, shape, data)
+        assert info.num_bytes == 0 or info.span.start % info.dtype.alignment == 0
+    for file in set(weight_map.values()):
+        with safe_open(folder / file, framework="pt") as opened:
+            assert set(opened.keys()) == {name for name, home in weight_map.items() if home == file}
+            for name in opened.keys():  # noqa: SIM118 - not a mapping
+                found = opened.get_slice(name)
+                assert (found.get_dtype(), tuple(found.get_shape())) == expected[name][:2]
+
+
+@pytest.mark.parametrize("dtype", sorted(DTYPE_BITS))
+def test_every_dtype_survives(tmp_path, out, dtype):
+    tensors = {"layers.0.odd.weight": ("U8", [3]), "layers.0.proj.weight": (dtype, [4, 8])}
+    source = write_sharded(tmp_path / "source", split(tensors, 1))
+    reshard(planned(source, {"cpu": "1GiB"}), out)
+    assert weights_in(out / "cpu")["layers.0.proj.weight"] == (
+        dtype,
+        (4, 8),
+        data_for("layers.0.proj.weight", num_bytes_of(dtype, [4, 8]), dtype=dtype),
+    )
+
+
+# What is refused
+
+
+@pytest.mark.parametrize(
+    "make", [lambda out: out.write_text("mine"), lambda out: shutil.copytree(out.parent / "tiny", out)]
+)
+def test_an_output_that_is_taken_is_refused_and_untouched(tiny, out, make):
+    make(out)
+    before = contents(out.parent)
+    with pytest.raises(OutputExistsError) as caught:
+        reshard(planned(tiny), out)
+    assert caught.value.path == out
+    assert contents(out.parent) == before
+
+
+def test_an_empty_folder_is_a_fine_output(tiny, out):
+    out.mkdir()
+    assert reshard(planned(tiny), out).verified
+    assert (out / INDEX).is_file()
+
+
+@pytest.mark.parametrize("below", ["", "split", "deep/er"])
+def test_an_output_inside_the_source_is_refused(tiny, below):
+    before = contents(tiny)
+    with pytest.raises(OutputExistsError, match="inside the source"):
+        reshard(planned(tiny), tiny / below)
+    assert contents(tiny) == before
+
+
+def test_an_output_inside_the_source_by_way_of_a_link_is_refused(tiny, tmp_path):
+    (tmp_path / "link").symlink_to(tiny)
+    with pytest.raises(OutputExistsError, match="inside the source"):
+        reshard(planned(tiny), tmp_path / "link" / "split")
+
+
+def test_a_source_whose_name_begins_like_the_output_is_not_inside_it(tiny, tmp_path):
+    assert reshard(planned(tiny), tmp_path / "tiny.split").verified
+
+
+def test_a_foreign_staging_folder_is_refused_and_untouched(tiny, out):
+    staging = out.with_name("out.partial")
+    staging.mkdir()
+    (staging / "mine").write_text("mine")
+    with pytest.raises(OutputExistsError) as caught:
+        reshard(planned(tiny), out)
+    assert caught.value.path == staging
+    assert contents(staging) == {"mine": b"mine"}
+    assert not out.exists()
+
+
+def test_a_shard_that_was_replaced_makes_the_plan_stale(tiny, out):
+    plan = planned(tiny)
+    shard = tiny / "model-00002-of-00003.safetensors"
+    tensors = {name: (dtype, list(shape)) for name, (dtype, shape, _) in stored_tensors(shard).items()}
+    name = next(iter(tensors))
+    tensors[name] = ("F16", tensors[name][1])
+    write_sharded(tiny, {shard.name: tensors})
+    plan_index(tiny)
+    with pytest.raises(StalePlanError) as caught, nothing_left_of(out):
+        reshard(plan, out)
+    (line,) = caught.value.changes
+    assert line.startswith(f"{shard.name}   header ")
+
+
+def plan_index(folder):
+    """Write the index anew from what the shards hold."""
+    weight_map = {n: file.name for file in sorted(folder.glob("*.safetensors")) for n in stored_tensors(file)}
+    (folder / INDEX).write_text(json.dumps({"weight_map": weight_map}))
+
+
+def test_every_shard_that_is_gone_or_new_is_a_line_of_the_stale_plan(tiny, out):
+    plan = planned(tiny)
+    (tiny / "model-00003-of-00003.safetensors").rename(tiny / "extra.safetensors")
+    plan_index(tiny)
+    with pytest.raises(StalePlanError) as caught:
+        reshard(plan, out)
+    assert caught.value.changes == ("extra.safetensors   is new", "model-00003-of-00003.safetensors   is gone")
+
+
+@pytest.mark.parametrize("edit", ["move", "drop"])
+def test_a_plan_that_was_edited_is_refused(tiny, out, tmp_path, edit):
+    write_plan(planned(tiny), tmp_path / "plan.json")
+    document = json.loads((tmp_path / "plan.json").read_text())
+    if edit == "move":
+        document["device_map"]["lm_head"] = "cuda:0"
+    else:
+        del document["device_map"]["lm_head"]
+    (tmp_path / "plan.json").write_text(json.dumps(document))
+    with pytest.raises(InvalidPlanError), nothing_left_of(out):
+        reshard(tmp_path / "plan.json", out)
+
+
+def test_a_disk_that_is_too_small_is_refused_before_anything_is_written(tiny, out, monkeypatch):
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**9, 10**9 - 1000, 1000))
+    with pytest.raises(NotEnoughSpaceError) as caught, nothing_left_of(out):
+        reshard(planned(tiny), out)
+    assert caught.value.free_bytes == 1000
+    assert caught.value.needed_bytes > bigload.open_checkpoint(tiny).total_bytes
+
+
+def test_space_is_asked_for_where_the_output_will_be(tiny, tmp_path, monkeypatch):
+    asked, disk_usage = [], shutil.disk_usage
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: asked.append(path) or disk_usage(path))
+    prepare_reshard(planned(tiny), tmp_path / "not" / "there" / "yet")
+    assert asked == [tmp_path]
+
+
+def test_preparing_writes_nothing(tiny, out):
+    before = contents(out.parent)
+    prepared = prepare_reshard(planned(tiny), out)
+    assert contents(out.parent) == before
+    assert not out.with_name("out.partial").exists()
+    assert {output.file.partition("/")[0] for output in prepared.files} == FOLDERS
+
+
+def test_what_is_prepared_is_what_is_written(tiny, out):
+    prepared = prepare_reshard(planned(tiny), out, max_shard_bytes=700)
+    run_reshard(prepared)
+    assert {output.file: output.num_bytes for output in prepared.files} == {
+        str(file.relative_to(out)): file.stat().st_size for file in out.rglob("*.safetensors")
+    }
+
+
+# What goes wrong on the way
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_source_that_is_written_to_meanwhile_makes_the_plan_stale(tiny, out, threads):
+    shard = tiny / "model-00001-of-00003.safetensors"
+    plan = planned(tiny)
+
+    def write_to_it(progress):
+        with shard.open("ab") as file:
+            file.write(b"more")
+
+    with pytest.raises(StalePlanError, match="was written to meanwhile") as caught, nothing_left_of(out):
+        reshard(plan, out, threads=threads, on_progress=write_to_it)
+    assert [line.split()[0] for line in caught.value.changes] == [shard.name]
+
+
+def test_weights_that_are_overwritten_in_place_meanwhile_are_noticed_without_verification(tiny, out):
+    shard = tiny / "model-00001-of-00003.safetensors"
+    plan = planned(tiny)
+
+    def overwrite(progress):
+        with shard.open("r+b") as file:
+            file.seek(-1, os.SEEK_END)
+            file.write(b"\0")
+
+    with pytest.raises(StalePlanError), nothing_left_of(out):
+        reshard(plan, out, verify=False, on_progress=overwrite)
+
+
+def replace_shard(folder):
+    """Put another file of the same size in the place of the first shard: the same tensors in another order."""
+    shard = folder / "model-00001-of-00003.safetensors"
+    tensors = {name: (dtype, list(shape)) for name, (dtype, shape, _) in stored_tensors(shard).items()}
+    shard.unlink()
+    write_sharded(folder, {shard.name: dict(reversed(tensors.items()))})
+    plan_index(folder)
+
+
+def test_a_source_that_is_replaced_between_preparing_and_running_makes_the_plan_stale(tiny, out):
+    prepared = prepare_reshard(planned(tiny), out)
+    replace_shard(tiny)
+    with pytest.raises(StalePlanError), nothing_left_of(out):
+        run_reshard(prepared)
+
+
+def test_a_source_that_is_cut_off_after_preparing_is_noticed(tiny, out):
+    prepared = prepare_reshard(planned(tiny), out)
+    shard = tiny / "model-00003-of-00003.safetensors"
+    os.truncate(shard, shard.stat().st_size - 1)
+    with pytest.raises((StalePlanError, ReadError)), nothing_left_of(out):
+        run_reshard(prepared)
+
+
+def test_a_source_that_is_replaced_after_the_start_is_copied_as_it_was(tiny, out):
+    before, replaced = weights_in(tiny), []
+
+    def replace_it(progress):
+        if not replaced:
+            replaced.append(progress)
+            replace_shard(tiny)
+
+    reshard(planned(tiny), out, on_progress=replace_it)
+    assert stored_tensors(*out.rglob("*.safetensors")) == before
+
+
+def test_a_shard_that_vanished_after_preparing_is_a_read_error(tiny, out):
+    prepared = prepare_reshard(planned(tiny), out)
+    (tiny / "model-00002-of-00003.safetensors").unlink()
+    with pytest.raises(ReadError, match="model-00002"), nothing_left_of(out):
+        run_reshard(prepared)
+
+
+def test_a_side_file_that_vanished_after_preparing_is_a_read_error(tiny, out):
+    prepared = prepare_reshard(planned(tiny), out)
+    (tiny / "config.json").unlink()
+    with pytest.raises(ReadError, match=r"config\.json"), nothing_left_of(out):
+        run_reshard(prepared)
+
+
+def test_a_side_file_that_is_called_like_a_device_is_in_nobodys_way(tiny, out):
+    (tiny / "cpu").write_text("a note")
+    assert reshard(planned(tiny), out).verified
+
+
+def test_an_altered_byte_is_found_and_nothing_is_kept(tiny, out, monkeypatch):
+    settle = writer_module._OpenOutput.settle
+
+    def settle_and_spoil(self, blocks):
+        settle(self, blocks)
+        with self._path.open("r+b") as file:
+            file.seek(-1, os.SEEK_END)
+            file.write(b"\xff")
+
+    monkeypatch.setattr(writer_module._OpenOutput, "settle", settle_and_spoil)
+    with pytest.raises(VerificationError, match="in tensor ") as caught, nothing_left_of(out):
+        reshard(planned(tiny), out)
+    assert caught.value.path.is_relative_to(out.with_name("out.partial"))
+
+
+def test_an_interrupt_leaves_nothing(tiny, out):
+    def interrupt(progress):
+        raise KeyboardInterrupt
+
+    for threads in (1, 2):
+        with pytest.raises(KeyboardInterrupt), nothing_left_of(out):
+            reshard(planned(tiny), out, threads=threads, on_progress=interrupt)
+
+
+def written_until(monkeypatch, out, step):
+    """Let the `step`-th small file fail; return what was in the staging folder at that moment."""
+    seen, calls, write_file = [], [], staging_module.write_file
+
+    def fail_at_step(path, content):
+        calls.append(path)
+        if len(calls) == step + 1:
+            seen.extend(contents(out.with_name("out.partial")))
+            raise WriteError(path, OSError(28, "No space left on device"))
+        write_file(path, content)
+
+    monkeypatch.setattr(reshard_module, "write_file", fail_at_step)
+    return seen, calls
+
+
+@pytest.mark.parametrize("step", range(5))
+def test_a_failure_at_any_small_file_leaves_nothing(tiny, out, monkeypatch, step):
+    """The steps are config.json, the indexes of offload, cuda-0 and cpu, and the index of all."""
+    seen, calls = written_until(monkeypatch, out, step)
+    with pytest.raises(WriteError, match="No space left"), nothing_left_of(out):
+        reshard(planned(tiny), out)
+    assert len(calls) == step + 1
+    assert INDEX not in seen
+
+
+def test_the_index_of_all_is_the_last_file_that_is_written(tiny, out, monkeypatch):
+    seen, calls = written_until(monkeypatch, out, 4)
+    with pytest.raises(WriteError):
+        reshard(planned(tiny), out)
+    assert calls[-1] == out.with_name("out.partial") / INDEX
+    monkeypatch.undo()
+    reshard(planned(tiny), out)
+    assert {*seen, INDEX} == set(contents(out))
+
+
+def test_the_index_of_a_folder_comes_after_its_weights(tiny, out, monkeypatch):
+    seen, _ = written_until(monkeypatch, out, 1)
+    with pytest.raises(WriteError):
+        reshard(planned(tiny), out)
+    assert {file for file in seen if file.endswith(".safetensors")}
+    assert not [file for file in seen if file.endswith(".index.json")]
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system of 256 KiB, mounted for the length of a test."""
+    place = tmp_path / "disk"
+    place.mkdir()
+    mount = shutil.which("mount")
+    command = [mount or "mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", place]
+    if mount is None or subprocess.run(command, capture_output=True, check=False).returncode:
+        pytest.skip("mounting a tmpfs is not permitted here")
+    yield place
+    subprocess.run(["umount", place], check=True)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_disk_that_is_really_full_is_a_write_error_and_nothing_is_left(tmp_path, small_disk, monkeypatch, threads):
+    source = make_checkpoint(tmp_path / "source", blocks=4, shards=2, hidden=128, vocab=64)
+    plan = planned(source, {"cpu": "1GiB"})
+    assert plan.total_bytes > 256 * 1024
+    with pytest.raises(NotEnoughSpaceError):
+        reshard(plan, small_disk / "out")
+    monkeypatch.setattr(reshard_module, "_free_bytes", lambda out: 10**12)
+    with pytest.raises(WriteError, match="No space left on device"), nothing_left_of(small_disk / "out"):
+        reshard(plan, small_disk / "out", threads=threads, max_shard_bytes=100_000)
+    assert entries(small_disk) == []
+
+
+def limited_reshard(plan_file, out):
+    """Run by a process of its own, in which no file may pass 100 kB."""
+    program = (
+        "import resource, signal, sys\n"
+        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))\n"
+        "from bigload_cli.app import main\n"
+        "sys.argv = ['bigload', 'reshard', *sys.argv[1:]]\n"
+        "main()\n"
+    )
+    return subprocess.run([sys.executable, "-c", program, plan_file, out], capture_output=True, text=True, check=False)
+
+
+def test_a_limit_on_the_size_of_files_is_a_write_error_and_nothing_is_left(tmp_path, out):
+    source = make_checkpoint(tmp_path / "source", blocks=4, shards=2, hidden=128, vocab=64)
+    write_plan(planned(source, {"cpu": "1GiB"}), tmp_path / "plan.json")
+    with nothing_left_of(out):
+        done = limited_reshard(tmp_path / "plan.json", out)
+    assert done.returncode == 1
+    assert "error: cannot write" in done.stderr
+    assert "File too large" in done.stderr

@@ -1,0 +1,87 @@
+import gc
+import weakref
+
+import pytest
+import torch
+
+from bigload.checkpoint.model import Span, TensorInfo
+from bigload.dtypes import DTYPES
+from bigload.errors import UnsupportedDTypeError
+from bigload.loading.engine import allocate
+from bigload.loading.schedule import ALIGNMENT, schedule_reads
+from bigload.loading.tensors import as_tensors, check_dtypes, torch_dtype, torch_shape
+from builders import num_bytes_of
+
+SIX_BITS = ("F6_E2M3", "F6_E3M2")
+
+
+def info(dtype, shape, *, name="a", start=8):
+    return TensorInfo(name, DTYPES[dtype], tuple(shape), Span("file", start, start + num_bytes_of(dtype, shape)))
+
+
+@pytest.mark.parametrize("name", DTYPES)
+def test_torchs_element_is_as_wide_as_the_formats(name):
+    found = torch_dtype(DTYPES[name])
+    if name in SIX_BITS:
+        assert found is None
+    else:
+        assert found.itemsize * 8 == DTYPES[name].bits * (2 if name == "F4" else 1)
+
+
+def test_a_dtype_that_this_torch_lacks_has_no_counterpart(monkeypatch):
+    monkeypatch.delattr(torch, "float8_e8m0fnu")
+    assert torch_dtype(DTYPES["F8_E8M0"]) is None
+    with pytest.raises(UnsupportedDTypeError, match="F8_E8M0"):
+        check_dtypes([info("F8_E8M0", [2])])
+
+
+def test_packed_four_bit_elements_count_in_pairs():
+    assert torch_shape(info("F4", [3, 8])) == (3, 4)
+    assert torch_shape(info("BF16", [3, 8])) == (3, 8)
+    assert torch_shape(info("F32", [])) == ()
+
+
+@pytest.mark.parametrize("shape", [[2, 3], [4, 1]])
+def test_four_bit_rows_of_odd_length_are_refused(shape):
+    with pytest.raises(UnsupportedDTypeError) as caught:
+        check_dtypes([info("F4", shape, name="odd")])
+    assert "odd" in str(caught.value)
+
+
+@pytest.mark.parametrize("dtype", SIX_BITS)
+def test_six_bit_types_are_refused_with_every_tensor_named(dtype):
+    tensors = [info("F32", [2], name="fine"), info(dtype, [4], name="x"), info(dtype, [8], name="y")]
+    with pytest.raises(UnsupportedDTypeError, match=f"no dtype for {dtype}, the type of 2 tensors") as caught:
+        check_dtypes(tensors)
+    assert (caught.value.dtype, caught.value.details) == (dtype, ("x", "y"))
+    assert isinstance(caught.value, TypeError)
+
+
+def test_tensors_are_views_that_share_the_buffer():
+    schedule = schedule_reads([info("U8", [3])])
+    buffers = allocate(schedule)
+    tensor = as_tensors(schedule, buffers)["a"]
+    buffers[0][0:3] = bytes([7, 8, 9])
+    assert tensor.tolist() == [7, 8, 9]
+    tensor[0] = 1
+    assert buffers[0][0:1] == b"\1"
+
+
+def test_tensors_are_aligned_whatever_their_place_in_the_file():
+    schedule = schedule_reads([info("U8", [3], name="odd"), info("F64", [2], name="wide", start=11)])
+    tensors = as_tensors(schedule, allocate(schedule))
+    assert [tensor.data_ptr() % ALIGNMENT for tensor in tensors.values()] == [0, 0]
+
+
+def test_the_memory_lives_as_long_as_the_last_of_its_tensors():
+    schedule = schedule_reads([info("U8", [3], name="a"), info("U8", [3], name="b", start=11)])
+    buffers = allocate(schedule)
+    memory = weakref.ref(buffers[0])
+    tensors = as_tensors(schedule, buffers)
+    del buffers, tensors["a"]
+    gc.collect()
+    assert memory() is not None
+    tensors["b"].fill_(5)
+    tensors.clear()
+    gc.collect()
+    assert memory() is None

@@ -1,0 +1,271 @@
+import pytest
+
+from bigload.devices import CPU, DISK, Device
+from bigload.errors import BudgetError, CheckpointNotFoundError, DoesNotFitError, InvalidPlanError
+from bigload.planning.budget import MemoryBudget
+from bigload.planning.plan import plan, recount, summarize
+from bigload.planning.plan_file import plan_from_json, plan_to_json
+from builders import checkpoint_of, llama_config, llama_tensors, make_checkpoint
+
+CUDA0, CUDA1 = Device("cuda", 0), Device("cuda", 1)
+BLOCKS = {"embed.w": 4, "layers.0.a.w": 2, "layers.1.a.w": 2, "layers.2.a.w": 2, "norm.w": 1, "lm_head.w": 4}
+TIED = {
+    "model.embed_tokens.weight": ("U8", [4, 1]),
+    "model.layers.0.a.w": 3,
+    "model.layers.1.a.w": 3,
+    "model.norm.w": 1,
+}
+
+
+def planned(tensors, max_memory, *, config=None, use_disk=True):
+    return plan(checkpoint_of(tensors, config=config), MemoryBudget.of(max_memory, use_disk=use_disk))
+
+
+def rows(made):
+    return {
+        str(use.device): (use.budget_bytes, use.weights_bytes, use.workspace_bytes, use.free_bytes)
+        for use in made.devices
+    }
+
+
+def refusal(tensors, max_memory, *, use_disk=True):
+    with pytest.raises(DoesNotFitError) as caught:
+        planned(tensors, max_memory, use_disk=use_disk)
+    return caught.value
+
+
+def codes(made):
+    return [note.code for note in made.notes]
+
+
+def test_every_row_adds_up_to_the_budget():
+    # cuda:0 keeps 4 for the head and 2 for a block; 4 of 10 hold the embedding.
+    made = planned(BLOCKS, {"cuda:0": 10, "cpu": 20})
+    assert rows(made) == {"cuda:0": (10, 4, 6, 0), "cpu": (20, 11, 0, 9), "disk": (None, 0, 0, None)}
+
+
+def test_the_device_map_names_every_unit_and_its_device():
+    assert dict(planned(BLOCKS, {"cuda:0": 10, "cpu": 20}).device_map) == {
+        "embed": "cuda:0",
+        "layers.0": "cpu",
+        "layers.1": "cpu",
+        "layers.2": "cpu",
+        "norm": "cpu",
+        "lm_head": "cpu",
+    }
+
+
+def test_a_row_lists_its_modules_in_execution_order():
+    made = planned(dict(reversed(BLOCKS.items())), {"cuda:0": 100})
+    assert made.devices[0].modules == ("embed", "layers.0", "layers.1", "layers.2", "norm", "lm_head")
+
+
+def test_a_plan_is_made_from_a_path(tmp_path):
+    assert plan(make_checkpoint(tmp_path), {"cpu": "1GiB"}).checkpoint_path == str(tmp_path)
+
+
+def test_a_plan_for_no_checkpoint_is_refused(tmp_path):
+    with pytest.raises(CheckpointNotFoundError):
+        plan(tmp_path, {"cpu": "1GiB"})
+
+
+def test_a_plan_for_a_budget_that_makes_no_sense_is_refused():
+    with pytest.raises(BudgetError):
+        plan(checkpoint_of(BLOCKS), {"cpu": "much"})
+
+
+def test_an_unknown_policy_is_refused():
+    with pytest.raises(ValueError, match="'fastest'"):
+        plan(checkpoint_of(BLOCKS), {"cpu": 100}, policy="fastest")
+
+
+def test_a_checkpoint_without_tensors_has_an_empty_plan():
+    made = planned({}, {"cuda:0": 1})
+    assert (dict(made.device_map), made.total_bytes) == ({}, 0)
+
+
+def test_a_tensor_is_on_the_device_of_its_module():
+    made = planned(BLOCKS, {"cuda:0": 10, "cpu": 20})
+    assert (made.device_of("embed.w"), made.device_of("layers.1.a.w")) == (CUDA0, CPU)
+
+
+def test_the_longest_key_above_a_tensor_decides():
+    made = planned({"layers": 1, "layers.0.a.w": 5, "layers.1.a.w": 5}, {"cuda:0": 1, "cuda:1": 10})
+    assert {name: str(made.device_of(name)) for name in ("layers", "layers.0.a.w")} == {
+        "layers": "cuda:0",
+        "layers.0.a.w": "cuda:1",
+    }
+
+
+@pytest.mark.parametrize("name", ["other.w", "embe", "embedx.w", "layers", "layers.3.a.w", "", "."])
+def test_a_tensor_that_no_key_covers_has_no_device(name):
+    with pytest.raises(InvalidPlanError, match="no device"):
+        planned(BLOCKS, {"cpu": 100}).device_of(name)
+
+
+def test_a_block_is_not_mistaken_for_one_whose_number_begins_alike():
+    tensors = {f"layers.{index}.a.w": 1 for index in range(12)}
+    made = planned(tensors, {"cuda:0": 2, "cuda:1": 100})
+    assert (made.device_of("layers.1.a.w"), made.device_of("layers.11.a.w")) == (CUDA0, CUDA1)
+
+
+def test_recounted_bytes_are_those_of_the_rows():
+    checkpoint = checkpoint_of(BLOCKS)
+    made = plan(checkpoint, {"cuda:0": 10, "cpu": 20})
+    assert recount(made, checkpoint.tensors.values()) == {CUDA0: 4, CPU: 11, DISK: 0}
+
+
+def test_a_plan_knows_the_weights_of_each_device():
+    made = planned(BLOCKS, {"cuda:0": 10, "cpu": 20})
+    assert (made.weights_on(CUDA0), made.weights_on(CPU), made.weights_on(CUDA1)) == (4, 11, 0)
+
+
+def test_what_lies_in_ram_and_on_disk_is_streamed_to_the_accelerator():
+    made = planned({f"layers.{index}.a.w": 2 for index in range(6)}, {"cuda:0": 8, "cpu": 7})
+    assert dict(made.streamed_bytes) == {CPU: 2, DISK: 6}
+
+
+def test_ram_runs_its_own_when_it_executes():
+    made = planned({f"layers.{index}.a.w": 3 for index in range(4)}, {"cpu": 9})
+    assert dict(made.streamed_bytes) == {DISK: 9}
+
+
+def test_an_absent_tied_head_is_mapped_to_the_device_of_the_embedding():
+    made = planned(TIED, {"cuda:0": 10, "cpu": 100}, config=llama_config(tied=True))
+    assert made.device_map["lm_head"] == made.device_map["model.embed_tokens"] == "cuda:0"
+
+
+def test_an_absent_tied_head_costs_nothing():
+    made = planned(TIED, {"cpu": 100}, config=llama_config(tied=True))
+    assert made.weights_on(CPU) == made.total_bytes == 11
+
+
+def test_a_stored_tied_head_is_on_the_device_of_the_embedding():
+    tensors = {**TIED, "lm_head.weight": ("U8", [4, 1])}
+    made = planned(tensors, {"cuda:0": 14, "cpu": 100}, config=llama_config(tied=True))
+    assert made.device_map["lm_head"] == made.device_map["model.embed_tokens"] == "cuda:0"
+    assert made.device_map["model.norm"] == "cpu"
+
+
+def test_an_absent_tied_head_survives_the_plan_file():
+    made = planned(TIED, {"cpu": 100}, config=llama_config(tied=True))
+    assert plan_from_json(plan_to_json(made)) == made
+
+
+def test_a_tie_is_noted():
+    made = planned(TIED, {"cpu": 100}, config=llama_config(tied=True))
+    assert codes(made) == ["tied"]
+    assert "not stored" in made.notes[0].text
+
+
+HEAD_WITH_PARTS = {
+    "roberta.embeddings.word_embeddings.weight": ("U8", [10, 1]),
+    "roberta.encoder.layer.0.a.w": 10,
+    "roberta.encoder.layer.1.a.w": 2,
+    "lm_head.bias": 3,
+    "lm_head.dense.weight": 5,
+}
+
+
+def test_a_head_that_stores_all_but_its_tied_weight_is_counted_where_it_is():
+    config = {"model_type": "roberta", "architectures": ["RobertaForCausalLM"]}
+    checkpoint = checkpoint_of(HEAD_WITH_PARTS, config=config)
+    made = plan(checkpoint, {"cuda:0": 20, "cuda:1": 100})
+    assert recount(made, checkpoint.tensors.values()) == {use.device: use.weights_bytes for use in made.devices}
+
+
+def test_weights_on_disk_are_noted_with_what_would_hold_them():
+    made = planned({f"{name}.w": 1024**3 for name in "abc"}, {"cpu": "2.5GiB"})
+    assert codes(made) == ["disk-used"]
+    assert "cpu=3GiB" in made.notes[0].text
+
+
+def test_an_accelerator_without_weights_is_noted():
+    assert codes(planned({"a.w": 1}, {"cuda:0": 1, "cuda:1": 1})) == ["device-empty"]
+
+
+def test_room_for_one_streamed_module_at_a_time_is_noted():
+    assert "no-prefetch" in codes(planned({f"layers.{index}.a.w": 2 for index in range(3)}, {"cuda:0": 3}))
+
+
+def test_a_plan_that_fits_has_no_notes():
+    assert planned(BLOCKS, {"cuda:0": 100}).notes == ()
+
+
+def test_what_does_not_fit_says_what_is_needed_and_what_there_is():
+    error = refusal(BLOCKS, {"cuda:0": 8, "cpu": 4}, use_disk=False)
+    # cuda:0 keeps 4 of 8 for one streamed unit and holds the embedding; RAM holds two blocks of 2.
+    assert error.needed_bytes == 15
+    assert error.usable_bytes == (8 - 4) + 4
+    assert error.shortfalls == {"total": 7}
+
+
+def test_what_does_not_fit_names_the_device_that_is_too_small_to_stream():
+    error = refusal(BLOCKS, {"cuda:0": 3})
+    assert set(error.shortfalls) == {"cuda:0"}
+    assert "cuda:0" in error.hint
+
+
+def test_what_does_not_fit_names_the_largest_unit():
+    assert any("embed" in line for line in refusal(BLOCKS, {"cuda:0": 3}).details)
+
+
+@pytest.mark.parametrize(("limits", "action"), [({"cuda:0": 8}, "add -m cpu="), ({"cpu": 8}, "raise cpu: -m cpu=")])
+def test_the_hint_of_what_does_not_fit_says_which_limit_to_change(limits, action):
+    assert action in refusal(BLOCKS, limits, use_disk=False).hint
+
+
+def test_what_does_not_fit_suggests_the_disk_only_where_it_was_forbidden():
+    assert "--no-disk" in refusal(BLOCKS, {"cpu": 8}, use_disk=False).hint
+    assert "--no-disk" not in refusal(BLOCKS, {"cpu": 11, "disk": 1}).hint
+
+
+def test_following_the_hint_makes_it_fit():
+    sizes = {f"layers.{index}.a.w": 1024**3 for index in range(8)}
+    error = refusal(sizes, {"cuda:0": "4GiB", "cpu": "1GiB"}, use_disk=False)
+    limit = error.hint.split("cpu=")[1].split(",")[0]
+    assert planned(sizes, {"cuda:0": "4GiB", "cpu": limit}, use_disk=False).weights_on(CPU) > 0
+
+
+def test_the_same_inputs_give_the_same_bytes():
+    first, second = (planned(BLOCKS, {"cuda:0": 10, "cpu": 20}) for _ in range(2))
+    assert plan_to_json(first) == plan_to_json(second)
+
+
+def test_a_plan_does_not_change_under_its_user():
+    with pytest.raises(TypeError):
+        planned(BLOCKS, {"cpu": 100}).device_map["embed"] = "cuda:0"
+
+
+def test_a_plan_prints_one_line_per_device():
+    text = str(planned(llama_tensors(), {"cuda:0": "1GiB", "cpu": "2GiB"}))
+    lines = text.splitlines()
+    assert lines[0].startswith("tiny, ")
+    assert [line.split()[0] for line in lines[1:]] == ["DEVICE", "cuda:0", "cpu"]
+    assert lines[2].endswith("embed_tokens, layers 0-3, norm, lm_head")
+
+
+def test_a_disk_is_shown_when_it_holds_something_or_has_a_limit():
+    held = str(planned(BLOCKS, {"cpu": 6}))
+    assert held.splitlines()[-1].split()[:2] == ["disk", "-"]
+    limited = str(planned(BLOCKS, {"cpu": 100, "disk": 50}))
+    assert limited.splitlines()[-1].split() == ["disk", "50", "-", "-", "50"]
+
+
+@pytest.mark.parametrize(
+    ("modules", "text"),
+    [
+        ([], ""),
+        (["lm_head"], "lm_head"),
+        (["model.layers.3"], "layers 3"),
+        (["model.layers.0", "model.layers.1", "model.layers.2"], "layers 0-2"),
+        (["model.layers.0", "model.layers.2"], "layers 0, layers 2"),
+        (["transformer.h.0", "transformer.h.1", "transformer.ln_f"], "h 0-1, ln_f"),
+        (["encoder.block.1", "decoder.block.2"], "encoder.block 1, decoder.block 2"),
+        (["a.0", "b", "a.1"], "a 0, b, a 1"),
+        (["0", "1"], "0, 1"),
+        (["a.9", "a.10"], "a 9-10"),
+    ],
+)
+def test_runs_of_blocks_are_folded(modules, text):
+    assert summarize(modules) == text

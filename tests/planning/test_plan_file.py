@@ -1,0 +1,269 @@
+import json
+
+import pytest
+
+from bigload.checkpoint.source import open_checkpoint
+from bigload.errors import InvalidPlanError, PlanNotFoundError, StalePlanError
+from bigload.planning.plan import plan
+from bigload.planning.plan_file import SCHEMA, check_plan, plan_document, plan_from_json, plan_to_json, read_plan
+from builders import checkpoint_of, llama_config, llama_tensors, make_checkpoint, write_shard
+
+BUDGETS = [
+    {"cuda:0": "1GiB"},
+    {"cuda:0": 2500, "cpu": 3000},
+    {"cuda:0": 3500, "cuda:1": 1500, "disk": 9000},
+    {"cpu": 3000},
+]
+
+
+@pytest.fixture
+def checkpoint():
+    return checkpoint_of(llama_tensors(), config=llama_config(tied=True), path="models/tïny")
+
+
+@pytest.fixture
+def document(checkpoint):
+    return plan_document(plan(checkpoint, {"cuda:0": 2500, "cpu": 9000, "disk": 9000}))
+
+
+def refused(document):
+    text = document if isinstance(document, str) else json.dumps(document)
+    with pytest.raises(InvalidPlanError) as caught:
+        plan_from_json(text, source="plan.json")
+    return str(caught.value)
+
+
+def device(document, name):
+    return next(use for use in document["devices"] if use["device"] == name)
+
+
+@pytest.mark.parametrize("max_memory", BUDGETS)
+def test_a_plan_that_is_read_is_the_plan_that_was_written(checkpoint, max_memory):
+    made = plan(checkpoint, max_memory)
+    assert plan_from_json(plan_to_json(made)) == made
+
+
+@pytest.mark.parametrize("max_memory", BUDGETS)
+def test_a_plan_that_is_read_is_written_to_the_same_bytes(checkpoint, max_memory):
+    text = plan_to_json(plan(checkpoint, max_memory))
+    assert plan_to_json(plan_from_json(text)) == text
+
+
+def test_a_plan_is_read_from_a_file(tmp_path, checkpoint):
+    made = plan(checkpoint, {"cpu": "1GiB"})
+    (tmp_path / "plan.json").write_text(plan_to_json(made), encoding="utf-8")
+    assert read_plan(tmp_path / "plan.json") == made
+
+
+def test_a_plan_names_its_schema(document):
+    assert document["schema"] == SCHEMA == "bigload.plan/1.0"
+
+
+def test_a_plan_ends_in_a_newline(checkpoint):
+    assert plan_to_json(plan(checkpoint, {"cpu": "1GiB"})).endswith("}\n")
+
+
+@pytest.mark.parametrize("schema", ["bigload.plan/1.0", "bigload.plan/1.7", "bigload.plan/1"])
+def test_any_minor_version_is_read(document, schema):
+    assert plan_from_json(json.dumps({**document, "schema": schema})).total_bytes
+
+
+def test_unknown_keys_are_ignored(document):
+    document["new"] = device(document, "cpu")["new"] = document["checkpoint"]["new"] = {"deep": [1]}
+    assert plan_from_json(json.dumps(document)).total_bytes
+
+
+@pytest.mark.parametrize(
+    "schema", ["bigload.plan/2.0", "bigload.plan/0.9", "bigload.plan/10.0", "bigload.plan/", "bigload.plan"]
+)
+def test_another_major_version_is_refused(document, schema):
+    assert "version" in refused({**document, "schema": schema})
+
+
+@pytest.mark.parametrize("schema", [None, 1, "", "bigload.report/1.0", "accelerate/1.0", ["bigload.plan/1.0"]])
+def test_a_file_of_another_schema_is_refused(document, schema):
+    assert "schema" in refused({**document, "schema": schema})
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "1", "null", '"plan"', "[" * 100_000, "\ufeff{}"])
+def test_what_is_no_json_object_is_refused(text):
+    assert "not a usable plan" in refused(text)
+
+
+def test_a_missing_file_is_refused_with_how_to_make_one(tmp_path):
+    with pytest.raises(PlanNotFoundError, match="bigload plan"):
+        read_plan(tmp_path / "plan.json")
+
+
+def test_a_folder_is_refused(tmp_path):
+    with pytest.raises(PlanNotFoundError, match="cannot read"):
+        read_plan(tmp_path)
+
+
+def test_a_file_that_is_no_text_is_refused(tmp_path):
+    (tmp_path / "plan.json").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(InvalidPlanError, match="not valid JSON"):
+        read_plan(tmp_path / "plan.json")
+
+
+@pytest.mark.parametrize("key", ["checkpoint", "policy", "execution_device", "device_map", "devices", "notes"])
+def test_a_plan_without_one_of_its_keys_is_refused(document, key):
+    del document[key]
+    assert key in refused(document)
+
+
+@pytest.mark.parametrize("key", ["path", "total_bytes", "shards"])
+def test_a_plan_without_a_fact_of_its_checkpoint_is_refused(document, key):
+    del document["checkpoint"][key]
+    assert key in refused(document)
+
+
+@pytest.mark.parametrize("key", ["device", "budget_bytes", "weights_bytes", "workspace_bytes", "free_bytes"])
+def test_a_row_without_one_of_its_keys_is_refused(document, key):
+    del document["devices"][0][key]
+    assert key in refused(document)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("checkpoint", []),
+        ("policy", "fastest"),
+        ("policy", 3),
+        ("execution_device", "gpu"),
+        ("execution_device", None),
+        ("device_map", []),
+        ("device_map", {"a": "gpu"}),
+        ("devices", {}),
+        ("devices", [1]),
+        ("devices", [None]),
+        ("notes", "none"),
+        ("notes", [1]),
+        ("notes", [{"code": "x"}]),
+    ],
+)
+def test_a_value_of_the_wrong_kind_is_refused(document, key, value):
+    refused({**document, key: value})
+
+
+@pytest.mark.parametrize("value", [None, "1", 1.0, True, [1]])
+def test_bytes_that_are_no_whole_number_are_refused(document, value):
+    device(document, "cpu")["weights_bytes"] = value
+    refused(document)
+
+
+@pytest.mark.parametrize("key", ["budget_bytes", "weights_bytes", "workspace_bytes", "free_bytes"])
+def test_a_row_that_does_not_add_up_is_refused(document, key):
+    device(document, "cuda:0")[key] += 1
+    assert "add up" in refused(document)
+
+
+def test_a_row_over_its_budget_is_refused(document):
+    row = device(document, "cuda:0")
+    row["weights_bytes"] += row["free_bytes"] + 1
+    row["free_bytes"] = -1
+    assert "add up" in refused(document)
+
+
+def test_a_device_map_onto_a_device_without_a_row_is_refused(document):
+    document["device_map"]["lm_head"] = "cuda:7"
+    assert "cuda:7" in refused(document)
+
+
+def checked(document, checkpoint):
+    check_plan(plan_from_json(json.dumps(document)), checkpoint, source="plan.json")
+
+
+def test_a_plan_is_right_for_the_checkpoint_it_was_made_for(document, checkpoint):
+    checked(document, checkpoint)
+
+
+def test_a_module_moved_by_hand_is_refused(document, checkpoint):
+    document["device_map"]["model.norm"] = "cuda:0"
+    with pytest.raises(InvalidPlanError, match="bytes of weights"):
+        checked(document, checkpoint)
+
+
+def test_a_device_map_that_leaves_a_tensor_out_is_refused(document, checkpoint):
+    del document["device_map"]["model.layers.2"]
+    with pytest.raises(InvalidPlanError, match=r"model\.layers\.2"):
+        checked(document, checkpoint)
+
+
+def test_bytes_moved_between_weights_and_free_are_refused(document, checkpoint):
+    row = device(document, "cpu")
+    row["weights_bytes"] -= 1
+    row["free_bytes"] += 1
+    with pytest.raises(InvalidPlanError, match="cpu"):
+        checked(document, checkpoint)
+
+
+def another_total(document):
+    document["checkpoint"]["total_bytes"] += 1
+
+
+def a_row_twice(document):
+    document["devices"].append(device(document, "cpu"))
+
+
+def a_negative_workspace(document):
+    row = device(document, "cpu")
+    row["free_bytes"] += row["workspace_bytes"] + 7
+    row["workspace_bytes"] = -7
+
+
+def executed_on_disk(document):
+    document["execution_device"] = "disk"
+
+
+def executed_on_an_unlisted_device(document):
+    document["execution_device"] = "cuda:7"
+
+
+@pytest.mark.parametrize(
+    "edit", [another_total, a_row_twice, a_negative_workspace, executed_on_disk, executed_on_an_unlisted_device]
+)
+def test_a_plan_whose_figures_were_edited_is_refused(document, checkpoint, edit):
+    edit(document)
+    with pytest.raises(InvalidPlanError):
+        checked(document, checkpoint)
+
+
+def test_a_changed_shard_makes_the_plan_stale(tmp_path):
+    folder = make_checkpoint(tmp_path, shards=2)
+    made = plan(folder, {"cpu": "1GiB"})
+    make_checkpoint(tmp_path, shards=2, dtype="F16")
+    with pytest.raises(StalePlanError) as caught:
+        check_plan(made, open_checkpoint(folder), source="plan.json")
+    assert [line.split()[0] for line in caught.value.changes] == [
+        "model-00001-of-00002.safetensors",
+        "model-00002-of-00002.safetensors",
+    ]
+    assert "bigload plan" in caught.value.hint
+
+
+def test_shards_that_came_and_went_make_the_plan_stale(tmp_path):
+    made = plan(make_checkpoint(tmp_path / "a", shards=2), {"cpu": "1GiB"})
+    with pytest.raises(StalePlanError) as caught:
+        check_plan(made, open_checkpoint(make_checkpoint(tmp_path / "b", shards=3)))
+    assert sum("is gone" in line for line in caught.value.changes) == 2
+    assert sum("is new" in line for line in caught.value.changes) == 3
+
+
+def test_another_config_does_not_make_the_plan_stale(tmp_path):
+    folder = make_checkpoint(tmp_path)
+    made = plan(folder, {"cpu": "1GiB"})
+    (folder / "config.json").unlink()
+    check_plan(made, open_checkpoint(folder))
+
+
+def test_a_plan_holds_for_a_copy_of_the_checkpoint_elsewhere(tmp_path):
+    made = plan(make_checkpoint(tmp_path / "a"), {"cpu": "1GiB"})
+    check_plan(made, open_checkpoint(make_checkpoint(tmp_path / "b")))
+
+
+def test_other_weights_of_the_same_form_do_not_make_the_plan_stale(tmp_path):
+    file = write_shard(tmp_path / "a.safetensors", {"w": ("U8", [4])})
+    made = plan(file, {"cpu": "1GiB"})
+    file.write_bytes(file.read_bytes()[:-4] + b"\0\0\0\0")
+    check_plan(made, open_checkpoint(file))
