@@ -25,7 +25,7 @@ class Summary:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ratio:
-    """A ratio of two means and its standard error."""
+    """A ratio of two means, and the standard deviation of the ratio of single runs."""
 
     value: float
     error: float
@@ -49,7 +49,7 @@ def summarize(values: Sequence[float]) -> Summary:
 def ratio(slow: Summary, fast: Summary) -> Ratio:
     """Return how many times `slow` is `fast`.
 
-    The error is propagated for a quotient of independent means, s = r * sqrt((a/A)^2 + (b/B)^2).
+    The deviation is propagated for a quotient of independent values, s = r * sqrt((a/A)^2 + (b/B)^2).
     """
     value = slow.mean / fast.mean if fast.mean else 1.0
     return Ratio(value=value, error=value * sqrt(slow.relative_spread**2 + fast.relative_spread**2))

@@ -7,10 +7,12 @@ notice weights that were overwritten in place with others of the same form.
 
 from __future__ import annotations
 
+import hashlib
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from bigload.checkpoint.model import Checkpoint
+from bigload.checkpoint.model import Checkpoint, Shard
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,9 +26,20 @@ class ShardFingerprint:
 
 def fingerprint(checkpoint: Checkpoint) -> tuple[ShardFingerprint, ...]:
     """Return the fingerprints of all shards, in the order of their file names."""
-    return tuple(
-        ShardFingerprint(file=shard.file, num_bytes=shard.num_bytes, header_sha256=shard.header_sha256)
-        for shard in checkpoint.shards
+    return tuple(of_shard(shard) for shard in checkpoint.shards)
+
+
+def of_shard(shard: Shard) -> ShardFingerprint:
+    """Return the fingerprint of `shard` as it was when the checkpoint was opened."""
+    return ShardFingerprint(file=shard.file, num_bytes=shard.num_bytes, header_sha256=shard.header_sha256)
+
+
+def current_fingerprint(descriptor: int, shard: Shard) -> ShardFingerprint:
+    """Return the fingerprint of the open file `descriptor`, which was `shard` when the checkpoint was opened."""
+    return ShardFingerprint(
+        file=shard.file,
+        num_bytes=os.fstat(descriptor).st_size,
+        header_sha256=hashlib.sha256(os.pread(descriptor, shard.header_bytes, 0)).hexdigest(),
     )
 
 

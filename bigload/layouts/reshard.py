@@ -6,7 +6,6 @@ ends there. `run_reshard` does it.
 
 from __future__ import annotations
 
-import hashlib
 import os
 import shutil
 import time
@@ -15,7 +14,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from bigload.checkpoint.fingerprint import ShardFingerprint, changes, fingerprint
+from bigload.checkpoint.fingerprint import changes, current_fingerprint, fingerprint
 from bigload.checkpoint.index import DEFAULT_INDEX, encode_index
 from bigload.checkpoint.model import Checkpoint
 from bigload.checkpoint.source import open_checkpoint
@@ -235,14 +234,7 @@ def _open_source(path: Path, opened: ExitStack) -> int:
 
 def _check_still_the_same(checkpoint: Checkpoint, sources: Mapping[str, int]) -> None:
     """Raise unless the files that are now open have the headers and sizes that the checkpoint was opened with."""
-    now = [
-        ShardFingerprint(
-            file=shard.file,
-            num_bytes=os.fstat(sources[shard.file]).st_size,
-            header_sha256=hashlib.sha256(os.pread(sources[shard.file], shard.header_bytes, 0)).hexdigest(),
-        )
-        for shard in checkpoint.shards
-    ]
+    now = [current_fingerprint(sources[shard.file], shard) for shard in checkpoint.shards]
     differences = changes(fingerprint(checkpoint), now)
     if differences:
         hint = "something replaced them since they were opened; make a new plan"

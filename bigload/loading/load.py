@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from bigload.checkpoint.fingerprint import changes, current_fingerprint, of_shard
 from bigload.checkpoint.model import Checkpoint, TensorInfo
 from bigload.checkpoint.source import open_checkpoint
-from bigload.errors import NotEnoughMemoryError
+from bigload.errors import NotEnoughMemoryError, ReadError
 from bigload.loading.bytesource import ByteSource, PositionalReader
 from bigload.loading.engine import allocate, read
 from bigload.loading.events import OnProgress, ignore_progress
@@ -61,6 +63,7 @@ def load(
     check_dtypes(wanted.values())
     schedule = schedule_reads(wanted.values())
     _check_memory(opened, sum(schedule.buffers))
+    _check_unchanged(opened, {job.file for job in schedule.jobs})
     buffers = allocate(schedule)
     count = default_threads() if threads is None else threads
     read(schedule, buffers, lambda file: open_source(opened.root / file), threads=count, on_progress=on_progress)
@@ -77,6 +80,24 @@ def _select(checkpoint: Checkpoint, only: Collection[str] | None) -> dict[str, T
     if unknown:
         raise KeyError(f"{checkpoint.name} has no tensor {unknown[0]!r}")
     return {name: checkpoint.tensors[name] for name in only}
+
+
+def _check_unchanged(checkpoint: Checkpoint, files: set[str]) -> None:
+    """Raise if a file is no longer the one whose header told where the tensors are."""
+    for shard in checkpoint.shards:
+        if shard.file not in files:
+            continue
+        path = checkpoint.root / shard.file
+        try:
+            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as error:
+            raise ReadError(path, error.strerror or str(error)) from error
+        try:
+            now = current_fingerprint(descriptor, shard)
+        finally:
+            os.close(descriptor)
+        if differences := changes([of_shard(shard)], [now]):
+            raise ReadError(path, f"it changed since the checkpoint was opened: {differences[0]}")
 
 
 def _check_memory(checkpoint: Checkpoint, needed_bytes: int) -> None:

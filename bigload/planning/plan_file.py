@@ -99,7 +99,7 @@ def write_plan(plan: Plan, path: str | Path) -> None:
 
 def _is_plan(path: Path) -> bool:
     try:
-        document = json.loads(path.read_bytes())
+        document = json.loads(path.read_text(encoding="utf-8", errors=_PATHS))
     except (OSError, ValueError, RecursionError):
         return False
     return isinstance(document, dict) and str(document.get("schema")).startswith(_FAMILY)

@@ -37,7 +37,8 @@ def _cgroup_headroom(proc: Path, cgroup: Path) -> list[int]:
             root, limit_file, usage_file = cgroup / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes"
         else:
             continue
-        group = root / path.lstrip("/")
+        # A process moved here from another cgroup namespace has a path that begins above the root we see.
+        group = root if ".." in path.split("/") else root / path.lstrip("/")
         for folder in (group, *group.parents):
             limit, usage = _number(folder / limit_file), _number(folder / usage_file)
             if limit is not None and usage is not None:

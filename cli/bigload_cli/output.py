@@ -72,6 +72,7 @@ def make_console(stream: TextIO, color: ColorMode = ColorMode.AUTO, *, width: in
         file=stream,
         width=width,
         color_system="auto" if has_color(stream, color) else None,
+        no_color=False,  # has_color() has decided; rich would look at NO_COLOR again
         force_terminal=True if has_color(stream, color) else None,
         markup=False,
         emoji=False,
@@ -145,12 +146,13 @@ def _write(text: str, stream: TextIO | None) -> None:
     try:
         stream.write(text.encode(encoding, "backslashreplace").decode(encoding))
         stream.flush()
-    except BrokenPipeError:
-        # The reader, `head` for one, has what it wants. Python would complain again when it flushes at exit.
-        _silence(stream)
-        raise typer.Exit(0) from None
     except OSError as error:
+        # Python would complain again when it flushes at exit.
         _silence(stream)
+        if stream is sys.stderr:  # what stands beside the answer must not stop the work
+            return
+        if isinstance(error, BrokenPipeError):  # the reader, `head` for one, has what it wants
+            raise typer.Exit(0) from None
         from bigload.errors import BigloadError
 
         raise BigloadError(f"cannot write the answer: {error.strerror or error}") from error

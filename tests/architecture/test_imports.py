@@ -12,6 +12,8 @@ from builders import make_checkpoint
 
 HEAVY = ("torch", "numpy", "safetensors", "rich", "huggingface_hub")
 
+QUIET = [("inspect", "tiny", "--json"), ("reshard", "plan.json", "out", "-q")]
+
 IMPORT = """
 import importlib, json, sys
 importlib.import_module(sys.argv[1])
@@ -89,6 +91,7 @@ def test_a_command_that_moves_no_tensors_never_imports_torch_or_numpy(tiny, monk
     assert {"torch", "numpy"}.isdisjoint(modules_after(*arguments))
 
 
+@pytest.mark.parametrize("arguments", QUIET, ids=" ".join)
 def test_a_command_without_tables_imports_no_heavy_library(tiny, monkeypatch, arguments):
     monkeypatch.chdir(tiny)
     assert heavy_among(modules_after(*arguments)) == []

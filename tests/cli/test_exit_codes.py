@@ -1,5 +1,6 @@
 """One meaning for every exit code, and a text that says what to change."""
 
+import importlib
 import json
 import os
 import shutil
@@ -255,9 +256,8 @@ def large(tmp_path_factory):
     shutil.rmtree(folder)
 
 
-@pytest.mark.parametrize("sign", ["starting", "a file"])
-def test_ctrl_c_ends_with_130_and_leaves_nothing(large, terminal, environment, sign):
-    """The progress bar says when: `starting` before the first byte, then the name of a file."""
+def test_ctrl_c_in_the_midst_of_writing_ends_with_130_and_leaves_nothing(large, terminal, environment):
+    """The progress bar says when: it names a file that is being written."""
     open_terminal, read_terminal = terminal
     keyboard, screen = open_terminal(200)
     before = contents(large).keys()
@@ -268,10 +268,9 @@ def test_ctrl_c_ends_with_130_and_leaves_nothing(large, terminal, environment, s
         signal.signal(signal.SIGINT, heeded)
         os.close(screen)
         shown = b""
-        signs = (b"starting",) if sign == "starting" else (b"model-0",)
-        while not any(one in shown for one in signs):
+        while b"model-0" not in shown:
             shown += (more := read_terminal(keyboard))
-            assert more, f"the run ended before it said {sign}: {shown.decode()}"
+            assert more, f"the run ended before it named a file: {shown.decode()}"
         process.send_signal(signal.SIGINT)
         while more := read_terminal(keyboard):
             shown += more
@@ -282,6 +281,28 @@ def test_ctrl_c_ends_with_130_and_leaves_nothing(large, terminal, environment, s
     assert b"Traceback" not in shown
     assert stdout == b""
     assert contents(large).keys() == before
+
+
+STAGES = ["staging._lock", "staging._clear", "writer.run_jobs", "reshard._write_indexes", "staging._flush_folders"]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_ctrl_c_at_any_stage_leaves_nothing(run, place, monkeypatch, stage):
+    before = contents(place)
+    module, _, name = f"bigload.layouts.{stage}".rpartition(".")
+    original = getattr(importlib.import_module(module), name)
+
+    def interrupted(*arguments: object, **options: object):
+        original(*arguments, **options)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(f"{module}.{name}", interrupted)
+    done = run("bigload reshard tiny.json out")
+    assert (done.code, done.stdout) == (130, "")
+    assert done.stderr.endswith("interrupted: nothing half-written was left\n")
+    assert contents(place) == before
+    monkeypatch.setattr(f"{module}.{name}", original)
+    assert run("bigload reshard tiny.json out -q").code == 0
 
 
 def test_sigint_while_loading_ends_with_130(run, monkeypatch):

@@ -35,7 +35,7 @@ def configs():
 
 
 RENAMED_IN_MEMORY = {"gpt_neox": "embed_out is lm_head in memory", "mixtral": "experts are fused in memory"}
-"""Families whose modules transformers 5 names otherwise than their checkpoints; plans speak of the checkpoint's names."""
+"""Families whose modules transformers 5 names otherwise than their checkpoints, which is what plans speak of."""
 
 
 def skip_if_renamed(model, *families):

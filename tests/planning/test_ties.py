@@ -157,7 +157,6 @@ def test_a_scalar_embedding_is_no_embedding():
     assert ties_of({EMBED: ("F32", [])}, **causal()) == ()
 
 
-@pytest.mark.xfail(strict=True, reason="bugs-a A18: the parts of a head are listed in the order of the file")
 def test_ties_do_not_depend_on_the_order_of_the_file():
     tensors = {EMBED: TABLE, "lm_head.bias": 3, "lm_head.dense.weight": 5}
     assert ties_of(tensors, **causal()) == ties_of(dict(reversed(tensors.items())), **causal())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 from rich.text import Text
@@ -65,12 +64,16 @@ def closing(plan: Plan) -> list[str]:
 
 
 def next_command(plan: Plan, plan_file: Path) -> str:
-    """Return the command that carries the plan out, with an output folder that it would accept."""
-    source = Path(plan.checkpoint_path)
-    folder = source if source.is_dir() else source.parent
-    out = folder.resolve().parent / f"{folder.resolve().name}.split"
-    shown = os.path.relpath(out) if not source.is_absolute() else str(out)
-    return f"Next: bigload reshard {argument(plan_file)} {argument(shown)}"
+    """Return the command that carries the plan out, with an output folder beside the source."""
+    path = Path(plan.checkpoint_path)
+    folder = path.parent if path.suffix in (".json", ".safetensors") else path
+    if not folder.is_dir() or folder.parent.name == "snapshots":  # it lies in the cache of the Hub
+        out = f"{plan.name}.split"
+    elif folder.name in ("", ".."):
+        out = f"{folder / '..'}/{folder.resolve().name}.split"
+    else:
+        out = f"{folder}.split"
+    return f"Next: bigload reshard {argument(plan_file)} {argument(out)}"
 
 
 def _accelerator_word(plan: Plan) -> str:

@@ -25,7 +25,11 @@ class PlainTable:
 
     def add(self, *cells: str | Text) -> None:
         """Add a row; plain cells are made safe to print."""
-        self._table.add_row(*(Text(printable(cell)) if isinstance(cell, str) else cell for cell in cells))
+        texts = [Text(printable(cell)) if isinstance(cell, str) else cell for cell in cells]
+        for column, text in zip(self._table.columns, texts, strict=True):
+            if column.no_wrap:  # rich would cut it at a blank
+                column.min_width = max(column.min_width or len(str(column.header)), text.cell_len)
+        self._table.add_row(*texts)
 
     def __rich__(self) -> Table:
         """Give rich what it draws."""
