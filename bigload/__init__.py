@@ -49,8 +49,8 @@ if TYPE_CHECKING:  # `as` marks them as public to type checkers
     from bigload.planning.budget import MemoryBudget as MemoryBudget
     from bigload.planning.plan import DeviceUse as DeviceUse
     from bigload.planning.plan import Plan as Plan
-    from bigload.planning.plan import plan as plan
     from bigload.planning.plan_file import read_plan as read_plan
+    from bigload.planning.planner import plan as plan
     from bigload.planning.policies.policy import Policy as Policy
 
 __version__ = "0.1.0"
@@ -86,7 +86,8 @@ _HOMES = {
     "bigload.loading.events": ("Progress",),
     "bigload.loading.load": ("load",),
     "bigload.planning.budget": ("MemoryBudget",),
-    "bigload.planning.plan": ("DeviceUse", "Plan", "plan"),
+    "bigload.planning.plan": ("DeviceUse", "Plan"),
+    "bigload.planning.planner": ("plan",),
     "bigload.planning.plan_file": ("read_plan",),
     "bigload.planning.policies.policy": ("Policy",),
 }

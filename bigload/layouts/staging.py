@@ -11,7 +11,7 @@ import fcntl
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from bigload.errors import BigloadError, OutputExistsError, WriteError
@@ -53,29 +53,33 @@ def staged(out: Path, plan_text: str) -> Iterator[Path]:
     """
     check_output(out)
     staging = staging_folder(out)
+    lock = -1
     try:
         staging.mkdir(parents=True, exist_ok=True)
         lock = os.open(staging / PLAN_FILE, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
-    except OSError as error:
-        raise WriteError(staging, error) from error
-    try:
-        _lock(lock, staging, out)
+        if not _is_ours(lock, staging):
+            hint = "wait for it, or choose another folder"
+            raise OutputExistsError(out, "another process is writing it now", hint=hint)
         _clear(staging)
-        try:
-            os.ftruncate(lock, 0)
-            os.pwrite(lock, plan_text.encode(errors="surrogateescape"), 0)
-            os.fsync(lock)
-            yield staging
-            _flush_folders(staging)
-            staging.rename(out)
-            _flush_folder(out.resolve().parent)
-        except BaseException as error:
+        os.ftruncate(lock, 0)
+        os.pwrite(lock, plan_text.encode(errors="surrogateescape"), 0)
+        os.fsync(lock)
+        yield staging
+        _flush_folders(staging)
+        staging.rename(out)
+        _flush_folder(out.resolve().parent)
+    except BaseException as error:
+        if lock < 0:
+            with suppress(OSError):
+                staging.rmdir()
+        elif _is_ours(lock, staging):
             shutil.rmtree(staging, ignore_errors=True)
-            if isinstance(error, OSError) and not isinstance(error, BigloadError):
-                raise WriteError(staging, error) from error
-            raise
+        if isinstance(error, OSError) and not isinstance(error, BigloadError):
+            raise WriteError(staging, error) from error
+        raise
     finally:
-        os.close(lock)
+        if lock >= 0:
+            os.close(lock)
 
 
 def write_file(path: Path, content: bytes) -> None:
@@ -93,18 +97,16 @@ def write_file(path: Path, content: bytes) -> None:
         raise WriteError(path, error) from error
 
 
-def _lock(descriptor: int, staging: Path, out: Path) -> None:
-    busy = OutputExistsError(out, "another process is writing it now", hint="wait for it, or choose another folder")
+def _is_ours(lock: int, staging: Path) -> bool:
+    """Lock the open plan file if nobody else has; return whether it is locked by us and still the one in `staging`.
+
+    It is not the one there if another process finished, and published or removed the folder, while we opened it.
+    """
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise busy from None
-    try:
-        is_current = os.path.samestat(os.fstat(descriptor), (staging / PLAN_FILE).stat())
-    except FileNotFoundError:
-        is_current = False
-    if not is_current:  # the other process finished, and published or removed the folder, while we opened it
-        raise busy
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return os.path.samestat(os.fstat(lock), (staging / PLAN_FILE).stat())
+    except (BlockingIOError, FileNotFoundError):
+        return False
 
 
 def _is_regular(path: Path) -> bool:

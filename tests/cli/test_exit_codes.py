@@ -283,7 +283,12 @@ def test_ctrl_c_in_the_midst_of_writing_ends_with_130_and_leaves_nothing(large, 
     assert contents(large).keys() == before
 
 
-STAGES = ["staging._lock", "staging._clear", "writer.run_jobs", "reshard._write_indexes", "staging._flush_folders"]
+STAGES = [
+    "staging._clear",
+    "writer.run_jobs",
+    "reshard._write_indexes",
+    "staging._flush_folders",
+]
 
 
 @pytest.mark.parametrize("stage", STAGES)

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from make import load_recipe, make
 
 ROOT = Path(__file__).parents[2]

@@ -5,7 +5,7 @@ import pytest
 from bigload.checkpoint.model import Span
 from bigload.devices import CPU, DISK, Device
 from bigload.layouts.device_folders import CopyRange, OutputFile, lay_out, weight_maps
-from bigload.planning.plan import plan
+from bigload.planning.planner import plan
 from builders import checkpoint_of
 
 CUDA = Device("cuda", 0)

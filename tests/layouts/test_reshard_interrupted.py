@@ -68,14 +68,15 @@ print(step)
 
 INTERRUPTIBLE = """
 import sys
+import os
 from bigload.layouts import reshard
 from bigload_cli import app
 
 class WaitingTally(reshard.Tally):
     def add(self, num_bytes, *, phase, file):
         super().add(num_bytes, phase=phase, file=file)
-        print(phase, flush=True)
-        sys.stdin.readline()
+        os.write(1, f"{phase}\\n".encode())  # print() and readline() of two threads would mix
+        os.read(0, 1)
 
 reshard.Tally = WaitingTally
 app.main()

@@ -11,7 +11,7 @@ from bigload.layouts import writer as writer_module
 from bigload.layouts.device_folders import lay_out
 from bigload.layouts.writer import FileWriter
 from bigload.loading.events import Tally
-from bigload.planning.plan import plan
+from bigload.planning.planner import plan
 from builders import make_checkpoint, open_descriptors, stored_tensors
 
 thread_counts = pytest.mark.parametrize("threads", [1, 2, 4])

@@ -2,7 +2,8 @@
 
 import pytest
 
-from bigload.planning.plan import plan, recount
+from bigload.planning.plan import recount
+from bigload.planning.planner import plan
 from bigload.planning.tree import build_tree
 from bigload.planning.units import cut_into_units
 from builders import checkpoint_of, llama_config, llama_tensors

@@ -3,8 +3,9 @@ import pytest
 from bigload.devices import CPU, DISK, Device
 from bigload.errors import BudgetError, CheckpointNotFoundError, DoesNotFitError, InvalidPlanError
 from bigload.planning.budget import MemoryBudget
-from bigload.planning.plan import plan, recount, summarize
+from bigload.planning.plan import recount, summarize
 from bigload.planning.plan_file import plan_from_json, plan_to_json
+from bigload.planning.planner import plan
 from builders import checkpoint_of, llama_config, llama_tensors, make_checkpoint
 
 CUDA0, CUDA1 = Device("cuda", 0), Device("cuda", 1)

@@ -4,8 +4,8 @@ import pytest
 
 from bigload.checkpoint.source import open_checkpoint
 from bigload.errors import InvalidPlanError, PlanNotFoundError, StalePlanError
-from bigload.planning.plan import plan
 from bigload.planning.plan_file import SCHEMA, check_plan, plan_document, plan_from_json, plan_to_json, read_plan
+from bigload.planning.planner import plan
 from builders import checkpoint_of, llama_config, llama_tensors, make_checkpoint, write_shard
 
 BUDGETS = [

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from bigload.checkpoint.index import read_index, resolve_shard
 from bigload.checkpoint.source import open_checkpoint
 from bigload.errors import BigloadError
-from bigload.planning.plan import plan
 from bigload.planning.plan_file import plan_from_json
+from bigload.planning.planner import plan
 
 values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),

@@ -9,8 +9,9 @@ from bigload.devices import CPU, DISK
 from bigload.errors import DoesNotFitError
 from bigload.planning.budget import MemoryBudget
 from bigload.planning.placement import Misfit, Placement, workspace
-from bigload.planning.plan import plan, recount
+from bigload.planning.plan import recount
 from bigload.planning.plan_file import check_plan, plan_from_json, plan_to_json
+from bigload.planning.planner import plan
 from bigload.planning.policies.sequential import place_sequentially
 from bigload.planning.ties import find_ties
 from builders import checkpoint_of, units_of

@@ -50,7 +50,7 @@ def plan(
     Works from the names and sizes in the headers alone: no model code, no torch, no weights.
     """
     from bigload.errors import BudgetError
-    from bigload.planning import plan as planning
+    from bigload.planning import planner
     from bigload.planning.budget import MemoryBudget
     from bigload.planning.plan_file import write_plan
     from bigload_cli.output import print_text, say
@@ -58,7 +58,7 @@ def plan(
     if not max_memory:
         raise BudgetError("no memory limits", hint="add them, for example: -m cuda:0=22GiB -m cpu=64GiB")
     budget = MemoryBudget.parse(max_memory, use_disk=use_disk)
-    made = planning.plan(path, budget, policy=policy)
+    made = planner.plan(path, budget, policy=policy)
     if fail_if is not None:
         _check(made, fail_if)
     if out is not None:

@@ -29,12 +29,13 @@ def strategies(report: BenchReport) -> PlainTable:
     """Return a row for every strategy."""
     right = ("TIME (mean ± σ)", "RANGE (min … max)", "RATE", "PEAK RSS")
     table = PlainTable(("STRATEGY", *right), right=right)
+    words = _in_seconds if report.fastest.summary.mean >= 1 else _in_milliseconds
     for result in report.results:
         summary = result.summary
         table.add(
             Text(result.name, style="bold" if result is report.fastest else ""),
-            _seconds(summary.mean) + (f" ± {_seconds(summary.stddev)}" if report.runs > 1 else ""),
-            f"{_seconds(summary.minimum)} … {_seconds(summary.maximum)}",
+            words(summary.mean) + (f" ± {words(summary.stddev)}" if report.runs > 1 else ""),
+            f"{words(summary.minimum)} … {words(summary.maximum)}",
             format_rate(report.total_bytes, summary.mean),
             format_size(result.peak_bytes),
         )
@@ -73,5 +74,9 @@ def warnings(report: BenchReport) -> list[str]:
     return found
 
 
-def _seconds(seconds: float) -> str:
-    return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1000:.1f} ms"
+def _in_seconds(seconds: float) -> str:
+    return f"{seconds:.2f} s"
+
+
+def _in_milliseconds(seconds: float) -> str:
+    return f"{seconds * 1000:.1f} ms"
