@@ -193,9 +193,9 @@ class _OpenOutput:
         self.close()
 
     def close(self) -> None:
-        if self.descriptor >= 0:
-            os.close(self.descriptor)
-            self.descriptor = -1
+        descriptor, self.descriptor = self.descriptor, -1
+        if descriptor >= 0:
+            os.close(descriptor)
 
     def verification_error(self, offset: int) -> VerificationError:
         position, holder = len(self.output.header), None

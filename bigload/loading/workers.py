@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from queue import SimpleQueue
 from typing import Generic, TypeVar
 
 MAX_DEFAULT_THREADS = 4
@@ -32,10 +34,14 @@ def run_jobs(work: Callable[[Job], None], jobs: Iterable[Job], *, threads: int) 
     try:
         for worker in workers:
             worker.start()
-        for worker in workers:
-            worker.join()
+        while crew.num_ended < threads:
+            crew.ended.get()
     finally:
         crew.stop()
+        # Not by join(): when Ctrl-C hits it, CPython takes the thread it waits for as ended (bpo-45274).
+        while crew.num_active:
+            with suppress(KeyboardInterrupt):
+                crew.ended.get()
         for worker in workers:
             if worker.ident is not None:
                 worker.join()
@@ -44,19 +50,30 @@ def run_jobs(work: Callable[[Job], None], jobs: Iterable[Job], *, threads: int) 
 
 
 class _Crew(Generic[Job]):
-    """The state that the threads of one `run_jobs` share."""
+    """The state that the threads of one `run_jobs` share.
+
+    A thread that ends first counts itself in `num_ended`, then puts a token into `ended`; so whoever finds threads
+    missing from the count can wait for a token, and will not wait for one that has been taken.
+    """
 
     def __init__(self, work: Callable[[Job], None], jobs: Iterator[Job]) -> None:
         self.error: BaseException | None = None
+        self.num_active = 0
+        self.num_ended = 0
+        self.ended: SimpleQueue[None] = SimpleQueue()
         self._work = work
         self._jobs = jobs
         self._lock = threading.Lock()
         self._stopped = False
 
     def stop(self) -> None:
+        """Start no further job; also not from a thread that has yet to begin."""
         self._stopped = True
 
     def run(self) -> None:
+        """Do jobs until there are none, one fails, or all are stopped."""
+        with self._lock:
+            self.num_active += 1
         try:
             while (job := self._next()) is not None:
                 self._work(job[0])
@@ -64,6 +81,11 @@ class _Crew(Generic[Job]):
             with self._lock:
                 self.error = self.error or error
                 self._stopped = True
+        finally:
+            with self._lock:
+                self.num_active -= 1
+                self.num_ended += 1
+            self.ended.put(None)
 
     def _next(self) -> tuple[Job] | None:
         """Return the next job, wrapped so that a job may be anything; `None` when there is none or all stop."""

@@ -55,6 +55,5 @@ def test_a_package_holds_a_docstring_and_imports_only(path):
     assert all(isinstance(node, ast.Expr | ast.Import | ast.ImportFrom) for node in parsed(path).body)
 
 
-@pytest.mark.xfail(strict=True, reason="there is no py.typed")
 def test_the_package_tells_type_checkers_that_it_is_typed():
     assert (ROOT / "py.typed").is_file()

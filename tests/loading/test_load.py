@@ -148,9 +148,40 @@ def test_a_file_cut_off_since_it_was_opened_is_a_read_error_that_names_it(tmp_pa
     checkpoint = bigload.open_checkpoint(make_checkpoint(tmp_path / "tiny", shards=3))
     shard = checkpoint.root / checkpoint.shards[1].file
     os.truncate(shard, shard.stat().st_size - 1)
-    with nothing_leaked(), pytest.raises(ReadError, match="1 bytes too early") as caught:
+    with nothing_leaked(), pytest.raises(ReadError) as caught:
         bigload.load(checkpoint, threads=threads)
     assert caught.value.path == shard
+
+
+@thread_counts
+def test_a_file_that_is_cut_off_during_the_load_is_a_read_error_that_names_it(tmp_path, threads):
+    checkpoint = bigload.open_checkpoint(make_checkpoint(tmp_path / "tiny", shards=3))
+    shard = checkpoint.root / checkpoint.shards[1].file
+
+    def open_source(path):
+        if path == shard:
+            os.truncate(shard, shard.stat().st_size - 1)
+        return PositionalReader(path)
+
+    with nothing_leaked(), pytest.raises(ReadError, match="1 bytes too early") as caught:
+        bigload.load(checkpoint, threads=threads, open_source=open_source)
+    assert caught.value.path == shard
+
+
+def test_a_file_that_was_replaced_since_it_was_opened_is_a_read_error_that_names_it(tmp_path):
+    tensors = {"a": ("U8", [4]), "b": ("U8", [4])}
+    shard = write_shard(tmp_path / "model.safetensors", tensors)
+    checkpoint = bigload.open_checkpoint(tmp_path)
+    write_shard(shard, dict(reversed(tensors.items())))
+    with pytest.raises(ReadError, match="it changed since the checkpoint was opened") as caught:
+        bigload.load(checkpoint, open_source=refuse_to_open)
+    assert caught.value.path == shard
+
+
+def test_a_file_that_holds_nothing_wanted_may_change(tmp_path):
+    checkpoint = bigload.open_checkpoint(make_checkpoint(tmp_path / "tiny", shards=3))
+    (checkpoint.root / checkpoint.shards[2].file).unlink()
+    assert bigload.load(checkpoint, only=["model.embed_tokens.weight"])
 
 
 def test_a_file_that_vanished_since_it_was_opened_is_a_read_error_that_names_it(tmp_path):
