@@ -59,7 +59,7 @@ def main() -> None:
     # triples the time to open a large checkpoint.
     gc.disable()
     try:
-        code = app(standalone_mode=False)
+        code = app(prog_name="bigload", standalone_mode=False)
     except BaseException as error:  # every way to fail ends in one table
         code = failures.report(error)
     if code == failures.INTERRUPTED:
