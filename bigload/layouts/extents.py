@@ -17,9 +17,11 @@ def data_extents(descriptor: int, start: int, stop: int) -> Iterator[tuple[int, 
         try:
             begin = os.lseek(descriptor, position, os.SEEK_DATA)
         except OSError as error:
-            if error.errno != errno.ENXIO:
+            if error.errno in (errno.EINVAL, errno.ENOTSUP):
+                yield position, stop
+            elif error.errno != errno.ENXIO:
                 raise
-            return  # no data up to the end of the file
+            return  # ENXIO: no data up to the end of the file
         if begin >= stop:
             return
         end = min(os.lseek(descriptor, begin, os.SEEK_HOLE), stop)

@@ -7,6 +7,7 @@ first file in it; holding a lock on that file is what it means to be the one who
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import shutil
@@ -103,7 +104,8 @@ def _is_ours(lock: int, staging: Path) -> bool:
     It is not the one there if another process finished, and published or removed the folder, while we opened it.
     """
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        with _unless_unsupported():
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         return os.path.samestat(os.fstat(lock), (staging / PLAN_FILE).stat())
     except (BlockingIOError, FileNotFoundError):
         return False
@@ -131,6 +133,17 @@ def _flush_folders(root: Path) -> None:
 def _flush_folder(folder: Path) -> None:
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        os.fsync(descriptor)
+        with _unless_unsupported():
+            os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+@contextmanager
+def _unless_unsupported() -> Iterator[None]:
+    """Go on without what a file system does not have: locks on some clusters, flushing of folders in user space."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSYS, errno.ENOTSUP, errno.EINVAL, errno.ENOLCK):
+            raise

@@ -1,3 +1,4 @@
+import errno
 import os
 from contextlib import contextmanager
 
@@ -71,3 +72,11 @@ def test_what_cannot_be_asked_raises(tmp_path):
     finally:
         os.close(read_end)
         os.close(write_end)
+
+
+def test_a_file_system_that_cannot_tell_holes_has_data_everywhere(holey, monkeypatch):
+    def unsupported(*_):
+        raise OSError(errno.EINVAL, "Invalid argument")
+
+    monkeypatch.setattr("os.lseek", unsupported)
+    assert extents(holey, 5, 4 * PAGE) == [(5, 4 * PAGE)]

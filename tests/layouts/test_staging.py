@@ -1,6 +1,8 @@
+import errno
 import fcntl
 import os
 import shutil
+import stat
 import subprocess
 import sys
 from pathlib import Path
@@ -239,3 +241,32 @@ def test_no_descriptor_stays_open(tmp_path):
     with pytest.raises(RuntimeError), staged(tmp_path / "other", "the plan"):
         raise RuntimeError
     assert open_descriptors() == before
+
+
+@pytest.mark.parametrize("missing", ["fcntl.flock", "os.fsync"])
+def test_a_file_system_without_locks_or_flushing_of_folders_is_good_enough(tmp_path, monkeypatch, missing):
+    original = os.fsync
+
+    def unsupported(descriptor, *_):
+        if missing == "fcntl.flock" or stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise OSError(errno.ENOSYS if missing == "fcntl.flock" else errno.EINVAL, "not here")
+        original(descriptor)
+
+    monkeypatch.setattr(missing, unsupported)
+    with staged(tmp_path / "out", "{}") as folder:
+        write_file(folder / "file", b"content")
+    assert (tmp_path / "out" / "file").read_bytes() == b"content"
+
+
+def test_an_error_of_the_disk_while_a_folder_is_flushed_is_not_passed_over(tmp_path, monkeypatch):
+    original = os.fsync
+
+    def failing(descriptor):
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EIO, "Input/output error")
+        original(descriptor)
+
+    monkeypatch.setattr("os.fsync", failing)
+    with pytest.raises(WriteError, match="Input/output error"), staged(tmp_path / "out", "{}"):
+        pass
+    assert not (tmp_path / "out").exists()
