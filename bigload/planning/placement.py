@@ -69,3 +69,23 @@ def workspace(units: Sequence[Unit], placement: Placement, budget: MemoryBudget)
 def largest(sizes: Iterable[int], count: int) -> int:
     """Return the bytes of the `count` largest of `sizes`."""
     return sum(sorted(sizes, reverse=True)[:count])
+
+
+Capacities = Sequence[tuple[Device, int | None]]
+"""Room for weights on devices, in the order in which they are filled; `None` is unbounded."""
+
+
+def fill(units: Sequence[Unit], capacities: Capacities) -> list[Device]:
+    """Return the devices of the units that fit when devices are filled in order; the units past them are left over.
+
+    No other assignment in this order, with units in theirs, places more of them.
+    """
+    placed: list[Device] = []
+    for device, capacity in capacities:
+        used = 0
+        for unit in units[len(placed) :]:
+            used += unit.num_bytes
+            if capacity is not None and used > capacity:
+                break
+            placed.append(device)
+    return placed

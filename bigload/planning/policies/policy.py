@@ -10,3 +10,7 @@ class Policy(StrEnum):
 
     SEQUENTIAL = "sequential"
     """Fill the devices one after the other, in execution order."""
+    BALANCED = "balanced"
+    """Keep the fullest accelerator as empty as possible."""
+    BALANCED_LOW_0 = "balanced_low_0"
+    """Keep the first accelerator as empty as possible, then the fullest of the others."""

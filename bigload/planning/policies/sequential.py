@@ -12,10 +12,8 @@ from dataclasses import replace
 
 from bigload.devices import CPU, DISK, Device
 from bigload.planning.budget import MemoryBudget
-from bigload.planning.placement import Misfit, Placement, largest
+from bigload.planning.placement import Capacities, Misfit, Placement, fill, largest
 from bigload.planning.units import Unit
-
-_Capacities = Sequence[tuple[Device, int | None]]
 
 
 def place_sequentially(units: Sequence[Unit], budget: MemoryBudget) -> Placement | Misfit:
@@ -44,7 +42,7 @@ def _place(units: Sequence[Unit], budget: MemoryBudget, *, num_in_flight: int) -
 
 
 def _place_from(
-    units: Sequence[Unit], accelerators: _Capacities, budget: MemoryBudget, num_in_flight: int
+    units: Sequence[Unit], accelerators: Capacities, budget: MemoryBudget, num_in_flight: int
 ) -> Placement | Misfit:
     """Place `units`, streaming through the first of `accelerators`.
 
@@ -74,8 +72,8 @@ def _place_on_host(units: Sequence[Unit], budget: MemoryBudget, num_in_flight: i
             enough = largest((unit.num_bytes for unit in units), num_in_flight)
             return Misfit(unplaced_bytes=0, host_bytes=0, workspace={}, too_small={CPU: enough - limit})
     else:
-        placed, reserve = _fill(units, [(CPU, limit)]), 0
-    on_disk = _fill(units[len(placed) :], [(DISK, budget.get(DISK))])
+        placed, reserve = fill(units, [(CPU, limit)]), 0
+    on_disk = fill(units[len(placed) :], [(DISK, budget.get(DISK))])
     unplaced = units[len(placed) + len(on_disk) :]
     if unplaced:
         return Misfit(
@@ -86,27 +84,14 @@ def _place_on_host(units: Sequence[Unit], budget: MemoryBudget, num_in_flight: i
     return Placement(devices=(*placed, *on_disk), execution_device=CPU, num_in_flight=num_in_flight)
 
 
-def _fill_beside_workspace(units: Sequence[Unit], devices: _Capacities, num_in_flight: int) -> tuple[list[Device], int]:
+def _fill_beside_workspace(units: Sequence[Unit], devices: Capacities, num_in_flight: int) -> tuple[list[Device], int]:
     """Fill `devices`, the first of which also streams what is left over; return the devices and its workspace."""
     (first, limit), *others = devices
     assert limit is not None, "only the disk is unbounded"
     reserve = 0
     while True:
-        placed = _fill(units, [(first, limit - reserve), *others])
+        placed = fill(units, [(first, limit - reserve), *others])
         needed = largest((unit.num_bytes for unit in units[len(placed) :]), num_in_flight)
         if needed <= reserve or reserve > limit:
             return placed, reserve
         reserve = needed
-
-
-def _fill(units: Sequence[Unit], capacities: _Capacities) -> list[Device]:
-    """Return the devices of the units that fit, in order; the units past them are left over."""
-    placed: list[Device] = []
-    for device, capacity in capacities:
-        used = 0
-        for unit in units[len(placed) :]:
-            used += unit.num_bytes
-            if capacity is not None and used > capacity:
-                break
-            placed.append(device)
-    return placed
