@@ -16,6 +16,9 @@ from bigload.errors import PlanError
 MAX_DEPTH = 100
 """Modules in one name; real models need about ten, and a bound keeps hostile names from exhausting the stack."""
 
+MAX_STAGES = 8
+"""More numbered siblings than this are blocks, not stages."""
+
 
 @dataclass(frozen=True, slots=True)
 class ModuleNode:
@@ -31,10 +34,12 @@ class ModuleNode:
     def is_block_list(self) -> bool:
         """Whether the children are the repeated blocks of a model: numbered, and modules with parts of their own.
 
-        A numbered sequence of plain layers (`mlp.0.weight`, `mlp.2.weight`) is not one.
+        A numbered sequence of plain layers (`mlp.0.weight`, `mlp.2.weight`) is not one, nor are the stages of a
+        convolutional or hierarchical vision model, whose blocks are one level further down.
         """
         numbered = [child for key, child in self.children.items() if is_index(key)]
-        return bool(numbered) and sum(bool(child.children) for child in numbered) >= 0.6 * len(numbered)
+        has_parts = sum(bool(child.children) for child in numbered) >= 0.6 * len(numbered)
+        return bool(numbered) and has_parts and not _are_stages(numbered)
 
     def walk(self) -> Iterator[ModuleNode]:
         """Yield this module and all below it, parents first, in execution order."""
@@ -46,6 +51,25 @@ class ModuleNode:
         """Yield the tensors of the subtree, in execution order."""
         for node in self.walk():
             yield from node.tensors
+
+
+def _are_stages(children: list[ModuleNode]) -> bool:
+    """Return whether numbered siblings are stages: few, each mostly a list of blocks, and each of another width.
+
+    The width is that of the norms in the blocks. Blocks that themselves hold a numbered list, of T5 or of experts, have
+    one width throughout.
+    """
+    if not 2 <= len(children) <= MAX_STAGES:
+        return False
+    widths = []
+    for child in children:
+        inner = next((node for node in child.walk() if node is not child and node.is_block_list), None)
+        if inner is None or inner.num_bytes <= 0.5 * child.num_bytes:
+            return False
+        widths.append(
+            {tensor.shape for tensor in inner.all_tensors() if "norm" in tensor.name and len(tensor.shape) == 1}
+        )
+    return all(one and not one & other for index, one in enumerate(widths) for other in widths[:index])
 
 
 def build_tree(tensors: Iterable[TensorInfo]) -> ModuleNode:

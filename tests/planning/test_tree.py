@@ -126,3 +126,33 @@ def test_a_name_deeper_than_any_model_is_refused(depth):
 
 def test_a_number_of_thousands_of_digits_is_a_key_like_any_other():
     assert tree_of({"layers." + "9" * 5000 + ".a.w": 1, "layers.1.a.w": 1}).num_tensors == 2
+
+
+def stages(widths, blocks=2):
+    """A hierarchical vision model: a list of stages, each with blocks of a width of its own."""
+    for stage, width in enumerate(widths):
+        for block in range(blocks):
+            yield f"stages.{stage}.layers.{block}.norm.weight", [width]
+            yield f"stages.{stage}.layers.{block}.conv.weight", [width, 4 * width]
+
+
+def block_lists(tensors):
+    tree = build_tree(checkpoint_of({name: ("F32", shape) for name, shape in tensors}).tensors.values())
+    return [node.name for node in tree.walk() if node.is_block_list]
+
+
+def test_the_blocks_of_stages_are_one_level_down():
+    assert block_lists(stages([8, 16, 32, 64])) == [f"stages.{stage}.layers" for stage in range(4)]
+
+
+def test_blocks_of_one_width_that_hold_lists_are_no_stages():
+    assert "stages" in block_lists(stages([16, 16, 16, 16]))
+
+
+def test_many_numbered_siblings_are_blocks_whatever_their_widths():
+    assert "stages" in block_lists(stages(range(8, 17)))
+
+
+def test_blocks_of_experts_without_norms_are_no_stages():
+    experts = [(f"layers.{layer}.experts.{n}.w1.weight", [8 + layer, 64]) for layer in range(2) for n in range(4)]
+    assert block_lists(experts)[0] == "layers"
