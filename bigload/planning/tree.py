@@ -101,20 +101,14 @@ def _node(name: str, items: list[tuple[list[str], TensorInfo]], *, depth: int) -
             own.append(tensor)
         else:
             below.setdefault(parts[depth], []).append(item)
-    if own and below:
+    if not below:  # two modules of three in a large model
+        return ModuleNode(name, tuple(sorted(own, key=_by_name)), {}, len(own), sum([t.num_bytes for t in own]))
+    if own:
         own = _hand_down(own, below, depth)
     prefix = f"{name}." if depth else ""
-    children = {
-        key: _node(prefix + key, below[key], depth=depth + 1)
-        for key in (sorted(below, key=execution_order) if below else ())
-    }
-    return ModuleNode(
-        name=name,
-        tensors=tuple(sorted(own, key=_by_name)) if len(own) > 1 else tuple(own),
-        children=children,
-        num_tensors=len(items),
-        num_bytes=sum([tensor.num_bytes for tensor in own], sum([child.num_bytes for child in children.values()])),
-    )
+    children = {key: _node(prefix + key, below[key], depth=depth + 1) for key in sorted(below, key=execution_order)}
+    num_bytes = sum([tensor.num_bytes for tensor in own]) + sum([child.num_bytes for child in children.values()])
+    return ModuleNode(name, tuple(sorted(own, key=_by_name)), children, len(items), num_bytes)
 
 
 def _hand_down(
