@@ -15,13 +15,17 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # `as` marks them as public to type checkers
+    from bigload.bench.bench_load import BenchReport as BenchReport
+    from bigload.bench.bench_load import StrategyResult as StrategyResult
     from bigload.bench.bench_load import bench_load as bench_load
     from bigload.checkpoint.model import Checkpoint as Checkpoint
+    from bigload.checkpoint.model import CheckpointWarning as CheckpointWarning
     from bigload.checkpoint.model import Shard as Shard
     from bigload.checkpoint.model import Span as Span
     from bigload.checkpoint.model import TensorInfo as TensorInfo
     from bigload.checkpoint.source import open_checkpoint as open_checkpoint
     from bigload.devices import Device as Device
+    from bigload.dtypes import DType as DType
     from bigload.errors import BigloadError as BigloadError
     from bigload.errors import BudgetError as BudgetError
     from bigload.errors import CheckpointError as CheckpointError
@@ -36,30 +40,36 @@ if TYPE_CHECKING:  # `as` marks them as public to type checkers
     from bigload.errors import OutputExistsError as OutputExistsError
     from bigload.errors import PlanError as PlanError
     from bigload.errors import PlanNotFoundError as PlanNotFoundError
+    from bigload.errors import Problem as Problem
     from bigload.errors import ReadError as ReadError
     from bigload.errors import StalePlanError as StalePlanError
     from bigload.errors import StateDictMismatchError as StateDictMismatchError
+    from bigload.errors import UnknownTensorError as UnknownTensorError
     from bigload.errors import UnsupportedDTypeError as UnsupportedDTypeError
     from bigload.errors import VerificationError as VerificationError
     from bigload.errors import WriteError as WriteError
     from bigload.layouts.reshard import ReshardReport as ReshardReport
     from bigload.layouts.reshard import reshard as reshard
+    from bigload.loading.bytesource import ByteSource as ByteSource
     from bigload.loading.events import Progress as Progress
     from bigload.loading.load import load as load
     from bigload.planning.budget import MemoryBudget as MemoryBudget
     from bigload.planning.plan import DeviceUse as DeviceUse
     from bigload.planning.plan import Plan as Plan
+    from bigload.planning.plan import PlanNote as PlanNote
     from bigload.planning.plan_file import read_plan as read_plan
+    from bigload.planning.plan_file import write_plan as write_plan
     from bigload.planning.planner import plan as plan
     from bigload.planning.policies.policy import Policy as Policy
 
 __version__ = "0.1.0"
 
 _HOMES = {
-    "bigload.bench.bench_load": ("bench_load",),
-    "bigload.checkpoint.model": ("Checkpoint", "Shard", "Span", "TensorInfo"),
+    "bigload.bench.bench_load": ("BenchReport", "StrategyResult", "bench_load"),
+    "bigload.checkpoint.model": ("Checkpoint", "CheckpointWarning", "Shard", "Span", "TensorInfo"),
     "bigload.checkpoint.source": ("open_checkpoint",),
     "bigload.devices": ("Device",),
+    "bigload.dtypes": ("DType",),
     "bigload.errors": (
         "BigloadError",
         "BudgetError",
@@ -75,20 +85,23 @@ _HOMES = {
         "OutputExistsError",
         "PlanError",
         "PlanNotFoundError",
+        "Problem",
         "ReadError",
         "StalePlanError",
         "StateDictMismatchError",
+        "UnknownTensorError",
         "UnsupportedDTypeError",
         "VerificationError",
         "WriteError",
     ),
     "bigload.layouts.reshard": ("ReshardReport", "reshard"),
+    "bigload.loading.bytesource": ("ByteSource",),
     "bigload.loading.events": ("Progress",),
     "bigload.loading.load": ("load",),
     "bigload.planning.budget": ("MemoryBudget",),
-    "bigload.planning.plan": ("DeviceUse", "Plan"),
+    "bigload.planning.plan": ("DeviceUse", "Plan", "PlanNote"),
     "bigload.planning.planner": ("plan",),
-    "bigload.planning.plan_file": ("read_plan",),
+    "bigload.planning.plan_file": ("read_plan", "write_plan"),
     "bigload.planning.policies.policy": ("Policy",),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
@@ -96,13 +109,15 @@ _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 __all__ = ["__version__", *_HOME_OF]  # noqa: PLE0604 - every item is text
 
 
-def __getattr__(name: str) -> object:
-    home = _HOME_OF.get(name)
-    if home is None:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    found = getattr(import_module(home), name)
-    globals()[name] = found
-    return found
+if not TYPE_CHECKING:  # a type checker that saw it would believe in any name
+
+    def __getattr__(name: str) -> object:
+        home = _HOME_OF.get(name)
+        if home is None:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        found = getattr(import_module(home), name)
+        globals()[name] = found
+        return found
 
 
 def __dir__() -> list[str]:

@@ -16,6 +16,7 @@
     │   ├── WriteError                   the system refused a write       (OSError)
     │   └── VerificationError            a written byte differs from its source
     └── LoadError                        bytes to tensors
+        ├── UnknownTensorError           asked for by a name that is not there (KeyError)
         ├── ReadError                    a read failed or came back short (OSError)
         ├── UnsupportedDTypeError        torch has no such dtype          (TypeError)
         ├── NotEnoughMemoryError         the tensors exceed free memory   (MemoryError)
@@ -27,6 +28,7 @@ Each carries its facts as fields; the text is composed here and nowhere else. `s
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -58,11 +60,22 @@ class BigloadError(Exception):
         self.details = tuple(details)
         self.hint = hint
 
+    def __reduce__(self) -> tuple[object, ...]:
+        # By its fields, not by its arguments, so that errors cross processes whatever their constructors ask for.
+        return _restored, (type(self), self.message, self.__dict__)
+
     def __str__(self) -> str:
         lines = [self.message, *(f"  {line}" for line in abridged(self.details))]
         if self.hint is not None:
             lines.append(f"hint: {self.hint}")
         return "\n".join(lines)
+
+
+def _restored(kind: type[BigloadError], message: str, fields: dict[str, object]) -> BigloadError:
+    error = kind.__new__(kind)
+    Exception.__init__(error, message)
+    error.__dict__.update(fields)
+    return error
 
 
 def abridged(lines: Sequence[str]) -> list[str]:
@@ -82,6 +95,7 @@ class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
     def __init__(self, path: Path | str, reason: str, *, details: Sequence[str] = (), hint: str | None = None) -> None:
         super().__init__(f"no checkpoint at {path}: {reason}", details=details, hint=hint)
         self.path = path
+        self.errno, self.filename = errno.ENOENT, str(path)
 
 
 class InvalidCheckpointError(CheckpointError, ValueError):
@@ -162,6 +176,8 @@ class StalePlanError(PlanError):
 
     def __init__(self, plan: str, checkpoint: str, changes: Sequence[str], *, hint: str | None = None) -> None:
         super().__init__(f"{plan} was made for another version of {checkpoint}", details=changes, hint=hint)
+        self.plan = plan
+        self.checkpoint = checkpoint
         self.changes = tuple(changes)
 
 
@@ -175,6 +191,7 @@ class OutputExistsError(LayoutError, FileExistsError):
     def __init__(self, path: Path, reason: str, *, hint: str) -> None:
         super().__init__(f"will not write to {path}: {reason}", hint=hint)
         self.path = path
+        self.errno, self.filename = errno.EEXIST, str(path)
 
 
 class NotEnoughSpaceError(LayoutError, OSError):
@@ -186,8 +203,10 @@ class NotEnoughSpaceError(LayoutError, OSError):
             details=(f"short by {format_size(needed_bytes - free_bytes)}",),
             hint="free some space, or choose an output folder on another disk",
         )
+        self.path = path
         self.needed_bytes = needed_bytes
         self.free_bytes = free_bytes
+        self.errno, self.filename = errno.ENOSPC, str(path)
 
 
 class WriteError(LayoutError, OSError):
@@ -199,6 +218,7 @@ class WriteError(LayoutError, OSError):
             hint="nothing half-written is left in place; mend the cause and run the same command again",
         )
         self.path = path
+        self.errno, self.filename = reason.errno, str(path)
 
 
 class VerificationError(LayoutError):
@@ -216,6 +236,18 @@ class VerificationError(LayoutError):
 
 class LoadError(BigloadError):
     """Tensors could not be brought into memory."""
+
+
+class UnknownTensorError(LoadError, KeyError):
+    """The checkpoint has no tensor of that name; `names` are those it lacks."""
+
+    def __init__(self, checkpoint: str, names: Sequence[str]) -> None:
+        super().__init__(
+            f"{checkpoint} lacks {counted(len(names), 'tensor')} that were asked for",
+            details=names,
+            hint="bigload inspect --tensors lists what there is",
+        )
+        self.names = tuple(names)
 
 
 class ReadError(LoadError, OSError):
@@ -236,6 +268,7 @@ class UnsupportedDTypeError(LoadError, TypeError):
             hint="load the other tensors only (only=...), or use a torch release that knows this dtype",
         )
         self.dtype = dtype
+        self.tensors = tuple(tensors)
 
 
 class NotEnoughMemoryError(LoadError, MemoryError):

@@ -1,4 +1,6 @@
+import errno
 import inspect
+import pickle
 from pathlib import Path
 
 import pytest
@@ -163,3 +165,33 @@ def test_a_mismatch_counts_and_lists_all_three_kinds():
     error = StateDictMismatchError("Net", missing=["a"], unexpected=["b", "c"], misshapen=[])
     assert "1 missing, 2 unexpected, 0 of another shape" in error.message
     assert len(error.details) == 3
+
+
+ERRORS = [
+    errors.CheckpointNotFoundError("there", "gone", hint="look elsewhere"),
+    errors.InvalidCheckpointError("there", [errors.Problem(code="hole", file="a", text="a hole")]),
+    errors.DoesNotFitError("m", needed_bytes=2, usable_bytes=1, shortfalls={"total": 1}, details=("row",)),
+    errors.StalePlanError("plan.json", "there", ["a   is gone"]),
+    errors.OutputExistsError(Path("out"), "it exists", hint="choose another"),
+    errors.NotEnoughSpaceError(Path("out"), needed_bytes=2, free_bytes=1),
+    errors.WriteError(Path("out"), OSError(errno.ENOSPC, "No space left on device")),
+    errors.VerificationError(Path("out"), offset=3, tensor="w"),
+    errors.UnknownTensorError("m", ["w"]),
+    errors.StateDictMismatchError("M", missing=["a"], unexpected=[], misshapen=[]),
+]
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
+def test_an_error_crosses_processes_with_text_and_fields(error):
+    again = pickle.loads(pickle.dumps(error))
+    assert (type(again), str(again)) == (type(error), str(error))
+    assert vars(again) == vars(error)
+
+
+@pytest.mark.parametrize(
+    ("error", "number"),
+    [(ERRORS[0], errno.ENOENT), (ERRORS[4], errno.EEXIST), (ERRORS[5], errno.ENOSPC), (ERRORS[6], errno.ENOSPC)],
+)
+def test_the_doubles_of_system_errors_have_their_number(error, number):
+    assert error.errno == number
+    assert error.filename

@@ -82,6 +82,10 @@ class Checkpoint:
     config: Mapping[str, object] | None
     warnings: tuple[CheckpointWarning, ...] = ()
 
+    def __getstate__(self) -> dict[str, object]:
+        config = None if self.config is None else dict(self.config)
+        return {**self.__dict__, "tensors": dict(self.tensors), "config": config}
+
     @property
     def name(self) -> str:
         """The last part of the path: what tables and messages call this checkpoint."""

@@ -17,6 +17,7 @@ import math
 import os
 import stat
 import struct
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -145,23 +146,27 @@ def _decode(text: bytes, file: str) -> dict[str, object]:
         entries = json.loads(text.decode(), object_pairs_hook=_unique, parse_constant=_no_constant, parse_float=_finite)
         if b"\\ud" in text.lower():
             json.dumps(entries, ensure_ascii=False).encode()  # a lone surrogate is no Unicode text
+    except _DuplicateKeys as error:
+        texts = [f"key {key!r} occurs {count} times" for key, count in error.counts.items()]
+        raise _HeaderProblems(*(Problem(code="duplicate-key", file=file, text=text) for text in texts)) from None
     except (ValueError, RecursionError) as error:
-        code = "duplicate-key" if isinstance(error, _DuplicateKey) else "header-not-json"
-        raise _HeaderProblems(Problem(code=code, file=file, text=f"the header is not valid JSON: {error}")) from None
+        reason = f"the header is not valid JSON: {error}"
+        raise _HeaderProblems(Problem(code="header-not-json", file=file, text=reason)) from None
     assert isinstance(entries, dict)
     return entries
 
 
-class _DuplicateKey(ValueError):  # noqa: N818
-    pass
+class _DuplicateKeys(Exception):  # noqa: N818
+    def __init__(self, counts: Mapping[str, int]) -> None:
+        super().__init__(counts)
+        self.counts = counts
 
 
 def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
     unique = dict(pairs)
     if len(unique) != len(pairs):
-        keys = [key for key, _ in pairs]
-        twice = next(key for key in unique if keys.count(key) > 1)
-        raise _DuplicateKey(f"key {twice!r} occurs twice")
+        counts = Counter(key for key, _ in pairs)
+        raise _DuplicateKeys({key: count for key, count in counts.items() if count > 1})
     return unique
 
 

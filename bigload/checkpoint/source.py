@@ -12,6 +12,7 @@ from bigload.checkpoint.index import DEFAULT_INDEX, INDEX_SUFFIX, ShardIndex, re
 from bigload.checkpoint.model import Checkpoint, CheckpointWarning, TensorInfo
 from bigload.checkpoint.safetensors import ShardHeader, read_header
 from bigload.errors import CheckpointError, CheckpointNotFoundError, InvalidCheckpointError, Problem
+from bigload.units import counted
 
 SINGLE_FILE = "model.safetensors"
 _SHARD_OF_MANY = re.compile(r".*-of-\d+\.safetensors")
@@ -90,15 +91,16 @@ def _open_folder(root: Path, path: str) -> Checkpoint:
         raise CheckpointNotFoundError(path, f"{len(indexes)} index files, which differ", details=indexes, hint=hint)
     if len(files) == 1 and not _SHARD_OF_MANY.fullmatch(files[0]):
         return _open_files(root, None, files, path)
-    raise CheckpointNotFoundError(path, *_why_none(root, files))
+    raise CheckpointNotFoundError(path, _why_none(root, files))
 
 
-def _why_none(root: Path, files: list[str]) -> tuple[str]:
+def _why_none(root: Path, files: list[str]) -> str:
     if files:
-        return (f"{len(files)} .safetensors files but no index ({DEFAULT_INDEX}) that says which tensor is where",)
+        found = counted(len(files), ".safetensors file")
+        return f"{found} but no index ({DEFAULT_INDEX}) that says which tensor is where"
     if any(root.glob("*.bin")) or any(root.glob("*.pt")):
-        return ("only .bin or .pt files, which this version does not read; convert them to safetensors first",)
-    return (f"the folder holds neither {SINGLE_FILE} nor an index",)
+        return "only .bin or .pt files, which this version does not read; convert them to safetensors first"
+    return f"the folder holds neither {SINGLE_FILE} nor an index"
 
 
 def _open_sharded(root: Path, index_file: str, path: str) -> Checkpoint:

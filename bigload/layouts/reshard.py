@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bigload.checkpoint.fingerprint import changes, current_fingerprint, fingerprint
-from bigload.checkpoint.index import DEFAULT_INDEX, encode_index
+from bigload.checkpoint.index import DEFAULT_INDEX, encode_index, resolve_shard
 from bigload.checkpoint.model import Checkpoint
 from bigload.checkpoint.source import open_checkpoint
 from bigload.devices import Device
@@ -149,8 +149,7 @@ def run_reshard(
     """Write what `prepared` describes; see `reshard`."""
     began = time.monotonic()
     checkpoint = prepared.checkpoint
-    passes = 2 if verify else 1
-    tally = Tally(passes * checkpoint.total_bytes, on_progress)
+    tally = Tally((2 if verify else 1) * checkpoint.total_bytes, on_progress)
     with staged(prepared.out, plan_to_json(prepared.plan)) as folder, ExitStack() as opened:
         sources = {shard.file: _open_source(checkpoint.root / shard.file, opened) for shard in checkpoint.shards}
         _check_still_the_same(checkpoint, sources)
@@ -158,7 +157,7 @@ def run_reshard(
         for name in {Path(output.file).parent for output in prepared.files}:
             (folder / name).mkdir()
         writer = FileWriter(folder, sources, verify=verify, tally=tally)
-        writer.write(prepared.files, threads=threads or default_threads())
+        writer.write(prepared.files, threads=default_threads() if threads is None else threads)
         _check_unchanged(prepared, before, sources)
         for side_file in prepared.side_files:
             write_file(folder / side_file.name, _read_whole(side_file))
@@ -189,6 +188,8 @@ def _side_files(checkpoint: Checkpoint) -> Iterator[Path]:
         is_weights = file.suffix in _WEIGHT_SUFFIXES or file.name.endswith(".index.json")
         if is_weights or file.name.startswith(".") or file.name == PLAN_FILE or not file.is_file():
             continue
+        if isinstance(resolve_shard(checkpoint.root, file.name), str):  # a link that leaves the folder
+            continue
         is_telling = file.name in _TELLING_NAMES or file.name.startswith("tokenizer")
         if file.stat().st_size <= _MAX_SIDE_FILE_BYTES and (is_telling or not _is_single_file(checkpoint)):
             yield file
@@ -208,8 +209,8 @@ def _read_whole(path: Path) -> bytes:
 
 def _stored_bytes(checkpoint: Checkpoint, files: tuple[OutputFile, ...]) -> int:
     stored = sum(len(output.header) for output in files)
-    with ExitStack() as opened:
-        for shard in checkpoint.shards:
+    for shard in checkpoint.shards:
+        with ExitStack() as opened:
             descriptor = _open_source(checkpoint.root / shard.file, opened)
             extents = data_extents(descriptor, shard.header_bytes, shard.num_bytes)
             stored += sum(stop - start for start, stop in extents)
@@ -238,7 +239,7 @@ def _check_still_the_same(checkpoint: Checkpoint, sources: Mapping[str, int]) ->
     differences = changes(fingerprint(checkpoint), now)
     if differences:
         hint = "something replaced them since they were opened; make a new plan"
-        raise StalePlanError("this run", checkpoint.path, differences, hint=hint)
+        raise StalePlanError("the plan", checkpoint.path, differences, hint=hint)
 
 
 def _identity(descriptor: int) -> tuple[int, int, int]:
@@ -249,10 +250,9 @@ def _identity(descriptor: int) -> tuple[int, int, int]:
 def _check_unchanged(
     prepared: PreparedReshard, before: dict[str, tuple[int, int, int]], sources: dict[str, int]
 ) -> None:
-    changed = [f"{file}   was written to meanwhile" for file in before if _identity(sources[file]) != before[file]]
-    if changed:
-        hint = "leave the source alone while it is read; nothing was kept of this run"
-        raise StalePlanError("this run", prepared.checkpoint.path, changed, hint=hint)
+    for file, identity in before.items():
+        if _identity(sources[file]) != identity:
+            raise ReadError(prepared.checkpoint.root / file, "it was written to while it was read; nothing was kept")
 
 
 def _write_indexes(folder: Path, files: tuple[OutputFile, ...]) -> None:

@@ -9,7 +9,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
-    """`done_bytes` of `total_bytes` are through; `phase` is `read`, `write` or `verify`, `file` the current one."""
+    """`done_bytes` of `total_bytes` are through; `file` is the current one.
+
+    `phase` is `read`, `write` or `verify`. What is written and verified counts twice, in both of the figures.
+    """
 
     phase: str
     file: str

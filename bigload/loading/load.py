@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from bigload.checkpoint.fingerprint import changes, current_fingerprint, of_shard
 from bigload.checkpoint.model import Checkpoint, TensorInfo
 from bigload.checkpoint.source import open_checkpoint
-from bigload.errors import NotEnoughMemoryError, ReadError
+from bigload.errors import NotEnoughMemoryError, ReadError, UnknownTensorError
 from bigload.loading.bytesource import ByteSource, PositionalReader
 from bigload.loading.engine import allocate, read
 from bigload.loading.events import OnProgress, ignore_progress
@@ -35,6 +35,8 @@ def load(
 ) -> dict[str, torch.Tensor]:
     """Read tensors into this machine's memory and return them by name, writable.
 
+    The tensors of one file are views into one buffer, which goes back to the system when the last of them is gone.
+
     Args:
         checkpoint: What `open_checkpoint` takes, or what it returned.
         into: A module to fill as well. Parameters on the meta device become the loaded tensors, without a second copy;
@@ -47,6 +49,7 @@ def load(
 
     Raises:
         CheckpointError: the checkpoint cannot be opened.
+        UnknownTensorError: `only` names a tensor that is not there.
         StateDictMismatchError: `into` and the checkpoint disagree.
         UnsupportedDTypeError: torch lacks a dtype.
         NotEnoughMemoryError: the tensors are larger than the free memory.
@@ -76,10 +79,11 @@ def load(
 def _select(checkpoint: Checkpoint, only: Collection[str] | None) -> dict[str, TensorInfo]:
     if only is None:
         return dict(checkpoint.tensors)
-    unknown = [name for name in only if name not in checkpoint.tensors]
+    names = [only] if isinstance(only, str) else list(only)
+    unknown = [name for name in names if name not in checkpoint.tensors]
     if unknown:
-        raise KeyError(f"{checkpoint.name} has no tensor {unknown[0]!r}")
-    return {name: checkpoint.tensors[name] for name in only}
+        raise UnknownTensorError(checkpoint.name, unknown)
+    return {name: checkpoint.tensors[name] for name in names}
 
 
 def _check_unchanged(checkpoint: Checkpoint, files: set[str]) -> None:

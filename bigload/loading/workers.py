@@ -25,7 +25,9 @@ def run_jobs(work: Callable[[Job], None], jobs: Iterable[Job], *, threads: int) 
     When a call raises, no further job is started, the running ones are waited for, and the first error is raised here.
     The same holds for KeyboardInterrupt, so nothing still reads or writes when this function has returned.
     """
-    if threads <= 1:
+    if threads < 1:
+        raise ValueError(f"{threads} threads; expected 1 or more")
+    if threads == 1:
         for job in jobs:
             work(job)
         return

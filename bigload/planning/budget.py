@@ -9,6 +9,15 @@ from bigload.devices import CPU, DISK, Device
 from bigload.errors import BudgetError
 from bigload.units import MAX_SIZE, parse_size
 
+MaxMemory = (
+    Mapping[str, str | int]
+    | Mapping[str, str]
+    | Mapping[str, int]
+    | Mapping[int, str | int]
+    | Mapping[str | int, str | int]
+)
+"""Devices, by name or number, and their limits, as sizes or bytes."""
+
 
 @dataclass(frozen=True, slots=True)
 class MemoryBudget:
@@ -20,7 +29,7 @@ class MemoryBudget:
     limits: tuple[tuple[Device, int | None], ...]
 
     @classmethod
-    def of(cls, max_memory: Mapping[str | int, str | int], *, use_disk: bool = True) -> MemoryBudget:
+    def of(cls, max_memory: MaxMemory, *, use_disk: bool = True) -> MemoryBudget:
         """Return the budget that `{"cuda:0": "22GiB", "cpu": 64 * 2**30}` describes.
 
         Keys are device names, whole numbers are CUDA devices; values are bytes or sizes as `units.parse_size` reads.
@@ -57,7 +66,11 @@ class MemoryBudget:
             raise BudgetError("no device that computes has memory", hint="add a limit, for example -m cpu=64GiB")
         if use_disk:
             limits.setdefault(DISK, None)
-        return cls(tuple(sorted(limits.items(), key=lambda limit: (not limit[0].is_accelerator, limit[0] == DISK))))
+        return cls(_in_order(limits))
+
+    def with_limit(self, device: Device, num_bytes: int) -> MemoryBudget:
+        """Return this budget with another limit for one device."""
+        return MemoryBudget(_in_order({**dict(self.limits), device: num_bytes}))
 
     def __iter__(self) -> Iterator[tuple[Device, int | None]]:
         return iter(self.limits)
@@ -77,6 +90,10 @@ class MemoryBudget:
     @property
     def has_disk(self) -> bool:
         return any(device == DISK for device, _ in self.limits)
+
+
+def _in_order(limits: Mapping[Device, int | None]) -> tuple[tuple[Device, int | None], ...]:
+    return tuple(sorted(limits.items(), key=lambda limit: (not limit[0].is_accelerator, limit[0] == DISK)))
 
 
 def _limit(key: str | int, value: str | int) -> tuple[Device, int]:

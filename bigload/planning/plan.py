@@ -69,6 +69,9 @@ class Plan:
     devices: tuple[DeviceUse, ...]
     notes: tuple[PlanNote, ...] = ()
 
+    def __getstate__(self) -> dict[str, object]:
+        return {**self.__dict__, "device_map": dict(self.device_map)}
+
     @property
     def name(self) -> str:
         """What tables and messages call the checkpoint."""

@@ -7,6 +7,7 @@ committed. Readers ignore keys that they do not know and refuse another major ve
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -18,6 +19,7 @@ from bigload.devices import DISK, Device
 from bigload.errors import InvalidPlanError, OutputExistsError, PlanNotFoundError, StalePlanError, WriteError
 from bigload.planning.plan import DeviceUse, Plan, PlanNote, recount
 from bigload.planning.policies.policy import Policy
+from bigload.units import MAX_SIZE
 
 SCHEMA = "bigload.plan/1.0"
 _FAMILY, _MAJOR = "bigload.plan", 1
@@ -88,9 +90,12 @@ def write_plan(plan: Plan, path: str | Path) -> None:
     target = Path(path)
     if target.exists() and not _is_plan(target):
         raise OutputExistsError(target, "it is not a plan file", hint="choose another name")
-    partial = target.with_name(target.name + ".partial")
+    partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
     try:
-        partial.write_text(plan_to_json(plan), encoding="utf-8", errors=_PATHS)
+        with partial.open("x", encoding="utf-8", errors=_PATHS) as file:
+            file.write(plan_to_json(plan))
+            file.flush()
+            os.fsync(file.fileno())
         partial.replace(target)
     except OSError as error:
         partial.unlink(missing_ok=True)
@@ -202,6 +207,8 @@ def _typed(entry: Mapping[str, object], key: str, kind: type[T]) -> T:
     value = entry[key]
     if not isinstance(value, kind) or isinstance(value, bool):
         raise TypeError(f"{key!r} is {value!r:.60}, expected {kind.__name__}")
+    if isinstance(value, int) and abs(value) > MAX_SIZE:
+        raise ValueError(f"{key!r} is more than any device has")
     return value
 
 

@@ -9,22 +9,23 @@ from types import MappingProxyType
 from bigload.checkpoint.fingerprint import fingerprint
 from bigload.checkpoint.model import Checkpoint
 from bigload.checkpoint.source import open_checkpoint
-from bigload.devices import CPU, DISK
-from bigload.errors import DoesNotFitError
-from bigload.planning.budget import MemoryBudget
-from bigload.planning.placement import Misfit, Placement, workspace
+from bigload.devices import DISK
+from bigload.errors import DoesNotFitError, PlanError
+from bigload.planning.advice import limits_that_fit, ram_without_disk
+from bigload.planning.budget import MaxMemory, MemoryBudget
+from bigload.planning.placement import Misfit, Placement, PlacementPolicy, workspace
 from bigload.planning.plan import DeviceUse, Plan, PlanNote
 from bigload.planning.policies.policy import Policy
 from bigload.planning.policies.registry import POLICIES
 from bigload.planning.ties import TiedGroup, find_ties
 from bigload.planning.tree import build_tree
 from bigload.planning.units import Unit, cut_into_units
-from bigload.units import GIB, KIB, MIB, format_size
+from bigload.units import format_size
 
 
 def plan(
     checkpoint: Checkpoint | str | Path,
-    max_memory: MemoryBudget | Mapping[str | int, str | int],
+    max_memory: MemoryBudget | MaxMemory,
     *,
     policy: Policy | str = Policy.SEQUENTIAL,
 ) -> Plan:
@@ -36,27 +37,38 @@ def plan(
     Raises:
         DoesNotFitError: the policy found no placement that keeps every limit; the error says what is short where.
         BudgetError: `max_memory` names an unknown device or a size that cannot be read.
+        PlanError: there is no such policy.
         CheckpointError: the checkpoint cannot be opened.
     """
     opened = checkpoint if isinstance(checkpoint, Checkpoint) else open_checkpoint(checkpoint)
     budget = max_memory if isinstance(max_memory, MemoryBudget) else MemoryBudget.of(max_memory)
     ties = find_ties(opened)
     units = cut_into_units(build_tree(opened.tensors.values()), ties)
-    placement = POLICIES[Policy(policy)](units, budget)
+    place = POLICIES[_policy(policy)]
+    placement = place(units, budget)
     if isinstance(placement, Misfit):
-        raise _does_not_fit(opened, units, budget, placement)
+        raise _does_not_fit(opened, units, budget, placement, place)
     device_map = _device_map(units, placement, ties)
     devices = tuple(_device_uses(units, placement, budget, device_map))
+    ram = ram_without_disk(units, budget, placement, place) if DISK in placement.devices else None
     return Plan(
         checkpoint_path=opened.path,
         total_bytes=opened.total_bytes,
         shards=fingerprint(opened),
-        policy=Policy(policy),
+        policy=_policy(policy),
         execution_device=placement.execution_device,
         device_map=MappingProxyType(device_map),
         devices=devices,
-        notes=tuple(_notes(devices, placement, ties)),
+        notes=tuple(_notes(devices, placement, ties, ram)),
     )
+
+
+def _policy(name: Policy | str) -> Policy:
+    try:
+        return Policy(name)
+    except ValueError:
+        known = ", ".join(Policy)
+        raise PlanError(f"no policy {name!r}", hint=f"known are {known}") from None
 
 
 def _device_map(units: Sequence[Unit], placement: Placement, ties: Sequence[TiedGroup]) -> dict[str, str]:
@@ -65,7 +77,8 @@ def _device_map(units: Sequence[Unit], placement: Placement, ties: Sequence[Tied
     }
     for tie in ties:
         home = next(device for name, device in device_map.items() if f"{tie.stored[0]}.".startswith(f"{name}."))
-        device_map.update(dict.fromkeys(tie.absent_modules, home))
+        covered = tuple(f"{name}." for name in device_map)
+        device_map.update({module: home for module in tie.absent_modules if not f"{module}.".startswith(covered)})
     return device_map
 
 
@@ -84,11 +97,11 @@ def _device_uses(
         )
 
 
-def _notes(devices: Sequence[DeviceUse], placement: Placement, ties: Sequence[TiedGroup]) -> Iterator[PlanNote]:
-    held = {use.device: use.weights_bytes for use in devices}
-    if held.get(DISK):
-        enough = f"cpu={_round_up(held.get(CPU, 0) + held[DISK])}"
-        yield PlanNote(code="disk-used", text=f"with {enough} nothing would stay on disk")
+def _notes(
+    devices: Sequence[DeviceUse], placement: Placement, ties: Sequence[TiedGroup], ram: str | None
+) -> Iterator[PlanNote]:
+    if ram is not None:
+        yield PlanNote(code="disk-used", text=f"with {ram} nothing would stay on disk")
     if placement.num_in_flight == 1 and any(use.workspace_bytes for use in devices):
         text = "there is room for one streamed module at a time, so none can arrive while another computes"
         yield PlanNote(code="no-prefetch", text=text)
@@ -107,7 +120,7 @@ def _notes(devices: Sequence[DeviceUse], placement: Placement, ties: Sequence[Ti
 
 
 def _does_not_fit(
-    checkpoint: Checkpoint, units: Sequence[Unit], budget: MemoryBudget, misfit: Misfit
+    checkpoint: Checkpoint, units: Sequence[Unit], budget: MemoryBudget, misfit: Misfit, policy: PlacementPolicy
 ) -> DoesNotFitError:
     rows, usable = [], 0
     width = max(len(str(device)) for device, _ in budget)
@@ -131,22 +144,13 @@ def _does_not_fit(
         usable_bytes=usable,
         shortfalls=shortfalls,
         details=rows,
-        hint=_what_would_fit(budget, misfit),
+        hint=_hint(units, budget, misfit, policy),
     )
 
 
-def _what_would_fit(budget: MemoryBudget, misfit: Misfit) -> str:
-    if misfit.too_small:
-        device, lacking = next(iter(misfit.too_small.items()))
-        others = [other for other, _ in budget if other not in (device, DISK)]
-        leave_out = ", or leave it out" if others else ""
-        return f"raise {device} to {_round_up((budget.get(device) or 0) + lacking)} or more{leave_out}"
-    cpu = f"cpu={_round_up(misfit.host_bytes)}"
-    action = "raise cpu: -m" if budget.has_cpu else "add -m"
-    return f"{action} {cpu}" + ("" if budget.has_disk else ", or drop --no-disk")
-
-
-def _round_up(num_bytes: int) -> str:
-    """Return a size to type, not below `num_bytes`: whole GiB, or whole MiB or KiB of small models."""
-    name, factor = next(((n, f) for n, f in (("GiB", GIB), ("MiB", MIB), ("KiB", KIB)) if num_bytes >= f), ("KiB", KIB))
-    return f"{-(-num_bytes // factor)}{name}"
+def _hint(units: Sequence[Unit], budget: MemoryBudget, misfit: Misfit, policy: PlacementPolicy) -> str | None:
+    enough = limits_that_fit(units, budget, misfit, policy)
+    would_do = f"this would do: {enough}" if enough else None
+    if budget.has_disk or isinstance(policy(units, MemoryBudget((*budget.limits, (DISK, None)))), Misfit):
+        return would_do
+    return f"{would_do}, or drop --no-disk" if would_do else "drop --no-disk"

@@ -20,8 +20,16 @@ _EMBEDDINGS = (
     "tok_embeddings.weight",
     "shared.weight",
 )
-_HEADS = ("lm_head.weight", "embed_out.weight", "proj_out.weight")
+_HEADS = (
+    "lm_head.weight",
+    "embed_out.weight",
+    "proj_out.weight",
+    "predictions.decoder.weight",
+    "lm_head.decoder.weight",
+)
 _WITH_HEAD = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
+_WITH_MASKED_HEAD = ("ForMaskedLM", "ForPreTraining")
+_MASKED_HEADS = ("cls", "predictions", "lm_head")
 _HEAD_OF_TYPE = {"whisper": "proj_out"}
 
 
@@ -50,8 +58,7 @@ def find_ties(checkpoint: Checkpoint) -> tuple[TiedGroup, ...]:
     stored = _alike([embedding, *heads])
     if len(stored) > 1:
         groups.append(TiedGroup(stored=stored))
-    elif not heads and _has_head(config):
-        head = _head_name(embedding.name, config)
+    elif not heads and (head := _head(embedding.name, checkpoint.tensors, config)) is not None:
         # A head without a weight of its own may still store other things, a bias for one.
         rest = tuple(sorted(name for name in checkpoint.tensors if name.startswith(f"{head}.")))
         groups.append(TiedGroup(stored=stored + rest, absent_modules=() if rest else (head,)))
@@ -70,7 +77,9 @@ def _shared_by_stacks(tensors: Mapping[str, TensorInfo]) -> Iterator[TiedGroup]:
         modules = [f"{prefix}{stack}.embed_tokens" for stack in stacks]
         copies = [tensors[f"{module}.weight"] for module in modules if f"{module}.weight" in tensors]
         absent = tuple(module for module in modules if f"{module}.weight" not in tensors)
-        yield TiedGroup(stored=_alike([shared, *copies]), absent_modules=absent)
+        stored = _alike([shared, *copies])
+        if len(stored) + len(absent) > 1:
+            yield TiedGroup(stored=stored, absent_modules=absent)
 
 
 def _says_tied(config: Mapping[str, object]) -> bool:
@@ -80,9 +89,15 @@ def _says_tied(config: Mapping[str, object]) -> bool:
     return "model_type" in config if said is None else bool(said)
 
 
-def _has_head(config: Mapping[str, object]) -> bool:
+def _head(embedding: str, tensors: Mapping[str, TensorInfo], config: Mapping[str, object]) -> str | None:
+    """Return the module of the output head, whose weight is not stored; `None` for a model without one."""
     architectures = config.get("architectures")
-    return isinstance(architectures, list) and any(str(name).endswith(_WITH_HEAD) for name in architectures)
+    names = [str(name) for name in architectures] if isinstance(architectures, list) else []
+    if any(name.endswith(_WITH_HEAD) for name in names):
+        return _head_name(embedding, config)
+    if any(name.endswith(_WITH_MASKED_HEAD) for name in names):
+        return next((head for head in _MASKED_HEADS if any(name.startswith(f"{head}.") for name in tensors)), None)
+    return None
 
 
 def _text_embedding(tensors: Mapping[str, TensorInfo]) -> TensorInfo | None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 
 from bigload.checkpoint.model import TensorInfo
 from bigload.errors import PlanError
@@ -32,7 +33,7 @@ class ModuleNode:
 
     @property
     def is_block_list(self) -> bool:
-        """Whether the children are the repeated blocks of a model: numbered, and modules with parts of their own.
+        """Whether the children are the repeated blocks of a model: numbered, and mostly modules with their own parts.
 
         A numbered sequence of plain layers (`mlp.0.weight`, `mlp.2.weight`) is not one, nor are the stages of a
         convolutional or hierarchical vision model, whose blocks are one level further down.
@@ -154,16 +155,9 @@ def execution_order(key: str) -> tuple[int, int, str]:
     return _stage(key), -1, key
 
 
+@lru_cache(maxsize=10_000)
 def _stage(key: str) -> int:
-    stage = _stage_of.get(key)
-    if stage is None:
-        lower = key.lower()
-        stage = _EXACT_STAGES.get(lower)
-        if stage is None:
-            stage = next((stage for stage, words in _STAGES if any(word in lower for word in words)), _OTHER_STAGE)
-        if len(_stage_of) < 10_000:
-            _stage_of[key] = stage
-    return stage
-
-
-_stage_of: dict[str, int] = {}
+    lower = key.lower()
+    if lower in _EXACT_STAGES:
+        return _EXACT_STAGES[lower]
+    return next((stage for stage, words in _STAGES if any(word in lower for word in words)), _OTHER_STAGE)

@@ -56,7 +56,8 @@ def cut_into_units(root: ModuleNode, ties: Sequence[TiedGroup] = ()) -> tuple[Un
     owner = {part.name: index for index, part in enumerate(parts)}
     leader = list(range(len(parts)))
     for tie in ties:
-        members = sorted({leader[owner[holder]] for name in tie.stored if (holder := _owner(name, owner)) is not None})
+        names = (*tie.stored, *tie.absent_modules)
+        members = sorted({leader[owner[holder]] for name in names if (holder := _owner(name, owner)) is not None})
         leader = [members[0] if index in members else index for index in leader]
     units: dict[int, list[Part]] = {}
     for index, part in enumerate(parts):

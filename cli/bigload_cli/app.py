@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import resource
 import sys
+from contextlib import suppress
 from typing import Annotated
 
 import typer
@@ -53,11 +55,19 @@ def _root(
     """Plan, reshard and load checkpoints that are larger than the devices that run them."""
 
 
+def _allow_many_open_files() -> None:
+    """Raise the soft limit, often 1024, to the hard one: a checkpoint can have a thousand shards, all open at once."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
 def main() -> None:
     """Run the command line and exit with its code."""
     # A run is short and makes hundreds of thousands of objects that live until its end; looking for cycles among them
     # triples the time to open a large checkpoint.
     gc.disable()
+    _allow_many_open_files()
     try:
         code = app(prog_name="bigload", standalone_mode=False)
     except BaseException as error:  # every way to fail ends in one table

@@ -108,16 +108,13 @@ def can_draw_on_stdout() -> bool:
 def _drawn(table: PlainTable, stream: TextIO | None, color: ColorMode) -> str:
     if stream is None:
         return ""
-    from rich.measure import Measurement
-
-    width = _UNLIMITED_WIDTH
-    if stream.isatty():
-        unlimited = make_console(stream, color, width=_UNLIMITED_WIDTH)
-        least = Measurement.get(unlimited, unlimited.options, table).minimum
-        width = max(shutil.get_terminal_size().columns, least)
+    if table.has_many_rows or not (stream.isatty() or has_color(stream, color)):
+        return table.as_text()
+    terminal_width = shutil.get_terminal_size().columns if stream.isatty() else _UNLIMITED_WIDTH
+    drawing, width = table.for_terminal(terminal_width)
     console = make_console(stream, color, width=width)
     with console.capture() as capture:
-        console.print(table)
+        console.print(drawing)
     return _BLANKS_AT_LINE_END.sub(r"\1", capture.get())
 
 

@@ -17,26 +17,29 @@ _LINE_AT_MOST_EVERY_SECONDS = 1
 
 
 @contextmanager
-def shown_progress(*, quiet: bool) -> Iterator[OnProgress]:
-    """Give the callback that shows progress, in the form that stderr calls for."""
+def shown_progress(*, quiet: bool, passes: int) -> Iterator[OnProgress]:
+    """Give the callback that shows progress, in the form that stderr calls for.
+
+    `passes` says how often the progress counts each byte; people are shown the bytes of the checkpoint.
+    """
     if quiet:
         yield ignore_progress
     elif sys.stderr.isatty():
-        with _bar() as on_progress:
+        with _bar(passes) as on_progress:
             yield on_progress
     else:
-        yield _lines()
+        yield _lines(passes)
 
 
 @contextmanager
-def _bar() -> Iterator[OnProgress]:
+def _bar(passes: int) -> Iterator[OnProgress]:
     from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
     from rich.progress import Progress as Bar
     from rich.table import Column
 
     columns = (
         TextColumn("{task.description}", table_column=Column(no_wrap=True, overflow="ellipsis", ratio=1)),
-        BarColumn(bar_width=20),
+        BarColumn(bar_width=12),
         TextColumn("{task.fields[amount]}", table_column=Column(no_wrap=True)),
         TextColumn("{task.fields[rate]}", table_column=Column(no_wrap=True)),
         TimeRemainingColumn(compact=True),
@@ -51,14 +54,14 @@ def _bar() -> Iterator[OnProgress]:
                 description=progress.file,
                 total=progress.total_bytes,
                 completed=progress.done_bytes,
-                amount=f"{progress.done_bytes / (progress.total_bytes or 1):.0%}",
-                rate=format_rate(progress.done_bytes, time.monotonic() - began),
+                amount=_amount(progress, passes),
+                rate=format_rate(progress.done_bytes // passes, time.monotonic() - began),
             )
 
         yield on_progress
 
 
-def _lines() -> OnProgress:
+def _lines(passes: int) -> OnProgress:
     began = shown_at = time.monotonic()
     shown_part = 0.0
 
@@ -69,7 +72,11 @@ def _lines() -> OnProgress:
         if not is_due and now - shown_at < _LINE_EVERY_SECONDS:
             return
         shown_at, shown_part = now, part
-        amount = f"{format_size(progress.done_bytes)} of {format_size(progress.total_bytes)}"
-        say(f"{part:4.0%}  {amount}  {format_rate(progress.done_bytes, now - began)}  {progress.phase} {progress.file}")
+        rate = format_rate(progress.done_bytes // passes, now - began)
+        say(f"{part:4.0%}  {_amount(progress, passes)}  {rate}  {progress.phase} {progress.file}")
 
     return on_progress
+
+
+def _amount(progress: Progress, passes: int) -> str:
+    return f"{format_size(progress.done_bytes // passes)} of {format_size(progress.total_bytes // passes)}"

@@ -13,7 +13,7 @@ PUBLIC = [name for name in bigload.__all__ if name != "__version__"]
 def type_checking_imports():
     """Return home and name of every import below `if TYPE_CHECKING` of the package, and the names they are given."""
     tree = ast.parse(Path(bigload.__file__).read_text())
-    (block,) = [node for node in tree.body if isinstance(node, ast.If)]
+    block = next(node for node in tree.body if isinstance(node, ast.If) and isinstance(node.test, ast.Name))
     return [(statement.module, alias.name, alias.asname) for statement in block.body for alias in statement.names]
 
 
@@ -47,7 +47,7 @@ def test_every_public_error_is_a_bigload_error_and_every_error_is_public():
         for name, value in vars(errors).items()
         if inspect.isclass(value) and issubclass(value, Exception) and value.__module__ == errors.__name__
     }
-    assert defined == set(bigload._HOMES["bigload.errors"])
+    assert defined == set(bigload._HOMES["bigload.errors"]) - {"Problem"}
     assert all(issubclass(getattr(bigload, name), bigload.BigloadError) for name in defined)
 
 

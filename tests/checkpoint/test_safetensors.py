@@ -394,3 +394,13 @@ def test_a_written_header_lists_tensors_in_the_order_given():
     header = json.loads(encode_header(tensors, metadata={})[8:])
     assert list(header) == ["b", "a"]
     assert header["a"]["data_offsets"] == [1, 3]
+
+
+def test_every_key_that_occurs_twice_is_named_however_many_there_are(tmp_path):
+    entry = '{"dtype":"U8","shape":[0],"data_offsets":[0,0]}'
+    names = [f"t{number}" for number in range(20_000)]
+    header = "{" + ",".join(f'"{name}":{entry}' for name in [*names, "t7", "t9"]) + "}"
+    write_raw(tmp_path / "model.safetensors", header.encode(), b"")
+    with pytest.raises(InvalidCheckpointError) as caught:
+        read_header(tmp_path / "model.safetensors", file="model.safetensors")
+    assert [problem.text for problem in caught.value.problems] == ["key 't7' occurs 2 times", "key 't9' occurs 2 times"]

@@ -130,7 +130,7 @@ def test_only_the_tensors_asked_for_are_read_in_the_order_asked(tmp_path):
 
 def test_an_unknown_name_is_refused_before_a_byte_is_read(tmp_path):
     folder = make_checkpoint(tmp_path / "tiny")
-    with pytest.raises(KeyError, match="tiny has no tensor 'nope'"):
+    with pytest.raises(KeyError, match="nope"):
         bigload.load(folder, only=["lm_head.weight", "nope"], open_source=refuse_to_open)
 
 

@@ -9,7 +9,7 @@ import pytest
 from bigload.loading.workers import MAX_DEFAULT_THREADS, default_threads, run_jobs
 
 many_threads = pytest.mark.parametrize("threads", [2, 3, 8])
-any_threads = pytest.mark.parametrize("threads", [0, 1, 2, 3, 8])
+any_threads = pytest.mark.parametrize("threads", [1, 2, 3, 8])
 
 
 class WorkerError(Exception):
@@ -189,3 +189,9 @@ def test_the_default_is_one_thread_per_usable_core_and_four_at_most(monkeypatch)
         monkeypatch.setattr(os, "sched_getaffinity", lambda process, cores=cores: set(range(cores)))
         assert default_threads() == threads
     assert MAX_DEFAULT_THREADS == 4
+
+
+@pytest.mark.parametrize("threads", [0, -3])
+def test_less_than_one_thread_is_refused(threads):
+    with pytest.raises(ValueError, match="expected 1 or more"):
+        run_jobs(print, [1], threads=threads)

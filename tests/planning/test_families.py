@@ -69,7 +69,7 @@ FAMILIES = {
             "cls.predictions.transform.dense.weight": 8,
         },
         config("bert", "BertForMaskedLM"),
-        "bert.embeddings bert.encoder.layer.0 bert.encoder.layer.1 bert.pooler cls",
+        "bert.embeddings cls bert.encoder.layer.0 bert.encoder.layer.1 bert.pooler",
     ),
     "llava": (
         {

@@ -1,10 +1,20 @@
+import copy
 import json
+import pickle
 
 import pytest
 
 from bigload.checkpoint.source import open_checkpoint
 from bigload.errors import InvalidPlanError, PlanNotFoundError, StalePlanError
-from bigload.planning.plan_file import SCHEMA, check_plan, plan_document, plan_from_json, plan_to_json, read_plan
+from bigload.planning.plan_file import (
+    SCHEMA,
+    check_plan,
+    plan_document,
+    plan_from_json,
+    plan_to_json,
+    read_plan,
+    write_plan,
+)
 from bigload.planning.planner import plan
 from builders import checkpoint_of, llama_config, llama_tensors, make_checkpoint, write_shard
 
@@ -267,3 +277,28 @@ def test_other_weights_of_the_same_form_do_not_make_the_plan_stale(tmp_path):
     made = plan(file, {"cpu": "1GiB"})
     file.write_bytes(file.read_bytes()[:-4] + b"\0\0\0\0")
     check_plan(made, open_checkpoint(file))
+
+
+def test_writing_a_plan_leaves_its_neighbours_alone(tmp_path):
+    neighbour = tmp_path / "plan.json.partial"
+    neighbour.write_text("mine")
+    write_plan(plan(checkpoint_of(llama_tensors()), {"cpu": "1GiB"}), tmp_path / "plan.json")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["plan.json", "plan.json.partial"]
+    assert neighbour.read_text() == "mine"
+
+
+def test_plans_and_checkpoints_cross_processes():
+    checkpoint = checkpoint_of(llama_tensors(), config=llama_config())
+    made = plan(checkpoint, {"cuda:0": "4KiB", "cpu": "1GiB"})
+    assert pickle.loads(pickle.dumps(made)) == made
+    assert pickle.loads(pickle.dumps(checkpoint)) == checkpoint
+    assert copy.deepcopy(made) == made
+
+
+def test_a_plan_with_sizes_beyond_all_measure_is_refused():
+    document = json.loads(plan_to_json(plan(checkpoint_of(llama_tensors()), {"cpu": "1GiB"})))
+    row = document["devices"][0]
+    row["budget_bytes"] += 10**400
+    row["free_bytes"] += 10**400
+    with pytest.raises(InvalidPlanError, match="more than any device has"):
+        plan_from_json(json.dumps(document))

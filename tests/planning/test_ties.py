@@ -1,5 +1,6 @@
 import pytest
 
+from bigload.planning.planner import plan
 from bigload.planning.ties import TiedGroup, find_ties
 from builders import checkpoint_of, llama_config, llama_tensors
 
@@ -160,3 +161,26 @@ def test_a_scalar_embedding_is_no_embedding():
 def test_ties_do_not_depend_on_the_order_of_the_file():
     tensors = {EMBED: TABLE, "lm_head.bias": 3, "lm_head.dense.weight": 5}
     assert ties_of(tensors, **causal()) == ties_of(dict(reversed(tensors.items())), **causal())
+
+
+def test_the_head_of_a_masked_language_model_stays_with_its_embedding():
+    tensors = {
+        "bert.embeddings.word_embeddings.weight": TABLE,
+        "bert.encoder.layer.0.a.w": 3,
+        "bert.encoder.layer.1.a.w": 3,
+        "cls.predictions.bias": 5,
+    }
+    config = {"model_type": "bert", "architectures": ["BertForMaskedLM"]}
+    made = plan(checkpoint_of(tensors, config=config), {"cuda:0": "1KiB", "cuda:1": "1KiB"})
+    assert made.device_map["cls"] == made.device_map["bert.embeddings"]
+
+
+def test_an_embedding_called_shared_in_a_model_without_stacks_is_tied_to_nothing():
+    assert ties_of({"shared.weight": TABLE, "a.weight": 3}) == ()
+
+
+def test_a_tied_module_inside_another_gets_no_key_of_its_own():
+    tensors = {"shared.weight": TABLE, "encoder.proj.weight": 3, "decoder.proj.weight": 3}
+    made = plan(checkpoint_of(tensors), {"cuda:0": "1KiB", "cpu": "1KiB"})
+    assert set(made.device_map) == {"shared", "encoder", "decoder"}
+    assert len(set(made.device_map.values())) == 1

@@ -24,7 +24,7 @@ def reshard(
         str | None, typer.Option("--source", metavar="PATH", help="The checkpoint, if not where the plan says.")
     ] = None,
     max_shard_size: Annotated[
-        str, typer.Option("--max-shard-size", metavar="SIZE", help="Largest file to write.")
+        str, typer.Option("--max-shard-size", metavar="SIZE", help="Begin another file before this size.")
     ] = "5GB",
     verify: Annotated[
         bool, typer.Option("--verify/--no-verify", help="Read everything back and compare it with the source.")
@@ -59,7 +59,7 @@ def reshard(
         table(view.files(prepared) if dry_run else view.folders(prepared), color=color)
     report = None
     if not dry_run:
-        with shown_progress(quiet=quiet) as on_progress:
+        with shown_progress(quiet=quiet, passes=2 if verify else 1) as on_progress:
             report = run_reshard(prepared, verify=verify, threads=threads, on_progress=on_progress)
     peak = peak_bytes()
     if as_json:

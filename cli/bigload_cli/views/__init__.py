@@ -1,1 +1,1 @@
-"""Values of the library to rich renderables. Pure: nothing here reads, writes or decides."""
+"""Values of the library to words and tables. Nothing here prints, and no verb decides anything here."""

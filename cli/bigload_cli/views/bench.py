@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from rich.text import Text
-
 from bigload.bench.bench_load import BenchReport
 from bigload.units import counted, format_rate, format_size
-from bigload_cli.views.table import PlainTable
+from bigload_cli.views.table import PlainTable, Styled
 from bigload_cli.views.text import printable
 
 _NOISY = 0.1
@@ -33,7 +31,7 @@ def strategies(report: BenchReport) -> PlainTable:
     for result in report.results:
         summary = result.summary
         table.add(
-            Text(result.name, style="bold" if result is report.fastest else ""),
+            Styled(result.name, "bold" if result is report.fastest else ""),
             words(summary.mean) + (f" ± {words(summary.stddev)}" if report.runs > 1 else ""),
             f"{words(summary.minimum)} … {words(summary.maximum)}",
             format_rate(report.total_bytes, summary.mean),

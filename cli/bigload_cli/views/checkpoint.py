@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from rich.text import Text
-
 from bigload.checkpoint.model import Checkpoint, TensorInfo
 from bigload.planning.outline import OutlineRow
 from bigload.planning.tree import ModuleNode
 from bigload.units import counted, format_count, format_size
 from bigload_cli.views.bars import bar
 from bigload_cli.views.documents import bytes_by_dtype
-from bigload_cli.views.table import PlainTable
+from bigload_cli.views.table import PlainTable, Styled
 from bigload_cli.views.text import argument, printable
 
 _BAR_WIDTH = 16
@@ -34,7 +32,7 @@ def headline(checkpoint: Checkpoint) -> str:
 def modules(checkpoint: Checkpoint, rows: Sequence[OutlineRow], *, blocks: bool) -> PlainTable:
     """Return the module table: a row a module, repeated blocks folded."""
     table = PlainTable(
-        ("MODULE", "TENSORS", "PARAMS", "SIZE", "SHARE", ""), right=("TENSORS", "PARAMS", "SIZE", "SHARE")
+        ("MODULE", "TENSORS", "PARAMS", "SIZE", "SHARE", ""), right=("TENSORS", "PARAMS", "SIZE", "SHARE"), droppable=""
     )
     total = checkpoint.total_bytes or 1
     for row in rows:
@@ -45,7 +43,7 @@ def modules(checkpoint: Checkpoint, rows: Sequence[OutlineRow], *, blocks: bool)
             format_count(row.num_parameters),
             format_size(row.num_bytes),
             f"{share:.1%}",
-            Text(bar(share, width=_BAR_WIDTH, blocks=blocks), style="cyan"),
+            Styled(bar(share, width=_BAR_WIDTH, blocks=blocks), "cyan"),
         )
     return table
 

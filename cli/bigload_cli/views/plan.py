@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from rich.text import Text
-
 from bigload.devices import CPU, DISK, Device
 from bigload.planning.plan import DeviceUse, Plan, summarize
 from bigload.units import format_size
 from bigload_cli.views.bars import stacked_bar
-from bigload_cli.views.table import PlainTable
+from bigload_cli.views.table import PlainTable, Styled
 from bigload_cli.views.text import argument, printable
 
 _BAR_WIDTH = 16
@@ -35,12 +33,12 @@ def headline(plan: Plan) -> str:
 def devices(plan: Plan, *, blocks: bool) -> PlainTable:
     """Return the table: budget = weights + workspace + free, for every device."""
     right = ("BUDGET =", "WEIGHTS +", "WORKSPACE +", "FREE")
-    table = PlainTable(("DEVICE", *right, "USE", "HOLDS"), right=right, folding="HOLDS")
+    table = PlainTable(("DEVICE", *right, "USE", "HOLDS"), right=right, folding="HOLDS", droppable="USE")
     for use in plan.used_devices:
         table.add(
             str(use.device),
             *plan.table_figures(use),
-            Text(_bar(use, blocks=blocks), style="cyan"),
+            Styled(_bar(use, blocks=blocks), "cyan"),
             summarize(use.modules),
         )
     return table
