@@ -1,8 +1,8 @@
 """Write output files: header, then byte ranges of the sources, flushed to the disk and compared with them.
 
 The unit of work is a part of a file: it is copied, waited for until the disk has it, and read back from there. While
-one thread waits or reads back, another copies. Memory is bounded by two blocks a thread, whatever the size of the
-files. Holes in a source stay holes.
+one thread waits or reads back, another copies. Each thread has two blocks of memory, and all together at most
+`MAX_BUFFER_BYTES`, whatever the size of the files. Holes in a source stay holes.
 """
 
 from __future__ import annotations
@@ -24,6 +24,9 @@ from bigload.loading.workers import run_jobs
 from bigload.units import MIB
 
 BLOCK_BYTES = 8 * MIB
+MAX_BUFFER_BYTES = 64 * MIB
+"""With more threads than have room for two full blocks, blocks are smaller."""
+
 PART_BYTES = 128 * MIB
 
 
@@ -53,6 +56,7 @@ class FileWriter:
         self._verify = verify
         self._tally = tally
         self._memory = threading.local()
+        self._block_bytes = BLOCK_BYTES
 
     def write(self, outputs: Iterable[OutputFile], *, threads: int) -> None:
         """Write `outputs`, wait until the disk has them, and compare what it gives back if asked to verify.
@@ -62,6 +66,7 @@ class FileWriter:
             ReadError: a source could not be read to the end.
             VerificationError: a byte that was read back is not the source's.
         """
+        self._block_bytes = min(BLOCK_BYTES, MAX_BUFFER_BYTES // (2 * max(threads, 1)))
         files = [_OpenOutput(self._folder, output) for output in outputs]
         try:
             run_jobs(self._do, self._parts(files), threads=threads)
@@ -93,7 +98,7 @@ class FileWriter:
         for copy in output.copies():
             shift = copy.offset - copy.source.start
             for start, stop, is_hole in self._segments(copy.source):
-                size = stop - start if is_hole else BLOCK_BYTES
+                size = stop - start if is_hole else self._block_bytes
                 for begin in range(start, stop, size):
                     yield _Block(Span(copy.source.file, begin, min(begin + size, stop)), begin + shift, is_hole)
 
@@ -126,15 +131,15 @@ class FileWriter:
     def _compare_hole(self, block: _Block, file: _OpenOutput) -> None:
         memory = self._thread_memory()[0]
         for start, stop in data_extents(file.descriptor, block.offset, block.offset + block.source.num_bytes):
-            for begin in range(start, stop, BLOCK_BYTES):
-                view = memoryview(memory)[: min(BLOCK_BYTES, stop - begin)]
+            for begin in range(start, stop, self._block_bytes):
+                view = memoryview(memory)[: min(self._block_bytes, stop - begin)]
                 file.read(view, begin)
                 if any(view):
                     raise file.verification_error(begin + next(index for index, byte in enumerate(view) if byte))
 
     def _thread_memory(self) -> tuple[bytearray, bytearray]:
         if not hasattr(self._memory, "blocks"):
-            self._memory.blocks = bytearray(BLOCK_BYTES), bytearray(BLOCK_BYTES)
+            self._memory.blocks = bytearray(self._block_bytes), bytearray(self._block_bytes)
         blocks: tuple[bytearray, bytearray] = self._memory.blocks
         return blocks
 

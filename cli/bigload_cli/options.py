@@ -41,7 +41,7 @@ MaxMemoryOption = Annotated[
 ThreadsOption = Annotated[
     int | None,
     typer.Option(
-        "--threads", metavar="N", min=1, help="Threads that read and write. Default: one per core, at most 4."
+        "--threads", metavar="N", min=1, max=256, help="Threads that read and write. Default: one per core, at most 4."
     ),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", "-j", help="One JSON document instead of a table.")]

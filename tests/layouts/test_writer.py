@@ -204,3 +204,10 @@ def test_memory_is_bounded_by_two_blocks_a_thread(job, monkeypatch):
     job.write(threads=2)
     blocks = [num_bytes for num_bytes in taken if num_bytes == writer_module.BLOCK_BYTES]
     assert len(blocks) <= 2 * 2
+
+
+def test_many_threads_share_the_memory_of_a_few(monkeypatch):
+    writer = FileWriter(Path("nowhere"), {}, verify=True, tally=Tally(0, lambda _: None))
+    for threads in (1, 4, 8, 64):
+        writer.write([], threads=threads)
+        assert 2 * threads * writer._block_bytes <= writer_module.MAX_BUFFER_BYTES
