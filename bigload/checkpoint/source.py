@@ -63,7 +63,7 @@ def _existing(path: str | Path) -> Path:
 
 
 def _cached_snapshot(repository: str) -> Path | None:
-    # Imported here: the package costs a tenth of a second, and a local path never needs it.
+    # Imported here: it takes time at every start, and a local path never needs it.
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 

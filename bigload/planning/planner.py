@@ -112,11 +112,15 @@ def _notes(
             )
             yield PlanNote(code="device-empty", text=f"{use.device} holds no weights; {spare}")
     for tie in ties:
-        first, *stored = (name.rpartition(".")[0] for name in tie.stored)
-        # A head of several layers is one module to people.
-        roots = dict.fromkeys(name.split(".")[0] if name.startswith("lm_head.") else name for name in stored)
-        others = ", ".join([*roots, *(f"{module} (not stored)" for module in tie.absent_modules)])
-        yield PlanNote(code="tied", text=f"tied to {first}, so on one device with it: {others}")
+        first, *stored = dict.fromkeys(_key_of(name, devices) for name in tie.stored)
+        others = ", ".join([*stored, *(f"{module} (not stored)" for module in tie.absent_modules)])
+        if others:
+            yield PlanNote(code="tied", text=f"tied to {first}, so on one device with it: {others}")
+
+
+def _key_of(tensor_name: str, devices: Sequence[DeviceUse]) -> str:
+    """Return the key of the device map that covers a tensor."""
+    return next(module for use in devices for module in use.modules if f"{tensor_name}.".startswith(f"{module}."))
 
 
 def _does_not_fit(

@@ -102,7 +102,7 @@ def _node(name: str, items: list[tuple[list[str], TensorInfo]], *, depth: int) -
             own.append(tensor)
         else:
             below.setdefault(parts[depth], []).append(item)
-    if not below:  # two modules of three in a large model
+    if not below:  # most modules of a large model
         return ModuleNode(name, tuple(sorted(own, key=_by_name)), {}, len(own), sum([t.num_bytes for t in own]))
     if own:
         own = _hand_down(own, below, depth)
