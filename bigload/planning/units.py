@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 from bigload.planning.ties import TiedGroup
@@ -21,28 +21,69 @@ class UnitKind(StrEnum):
     """A tensor that belongs directly to a module which is itself cut into units."""
 
 
+CRUMB = 0.002
+"""A unit below this share of the largest one is kept with its neighbour."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """A module or parameter under its name in the device map, with the bytes of all its tensors."""
+    """A module or parameter under its name in the device map, with the bytes of all its tensors.
+
+    Attributes:
+        name: The key in the device map.
+        kind: Why it is kept whole.
+        num_bytes: Its weights.
+        cache_bytes: Its KV cache or recurrent state, on the device that runs it.
+        logits_bytes: The logits that it returns, if it is the head.
+        token_bytes: Weights that one token needs, if not all: of routed experts only the chosen ones.
+        stream_bytes: Weights that are on the execution device at once while it is streamed, if not all.
+    """
 
     name: str
     kind: UnitKind
     num_bytes: int
+    cache_bytes: int = 0
+    logits_bytes: int = 0
+    token_bytes: int | None = None
+    stream_bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unit:
-    """One part, or several that share weights and therefore a device. Units are in execution order."""
+    """One part, or several that share a device. Units are in execution order.
+
+    A unit that `rides` holds the routed experts of the unit before it. It is on the same accelerator as that one, or
+    off the accelerators while that one runs on the execution device: what streamed experts return stays there.
+    """
 
     parts: tuple[Part, ...]
+    rides: bool = False
+    num_bytes: int = field(init=False)
+    cache_bytes: int = field(init=False)
+    logits_bytes: int = field(init=False)
+    token_bytes: int = field(init=False)
+    stream_bytes: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        parts = self.parts
+        sums = {
+            "num_bytes": sum(part.num_bytes for part in parts),
+            "cache_bytes": sum(part.cache_bytes for part in parts),
+            "logits_bytes": sum(part.logits_bytes for part in parts),
+            "token_bytes": sum(part.num_bytes if part.token_bytes is None else part.token_bytes for part in parts),
+            "stream_bytes": sum(part.num_bytes if part.stream_bytes is None else part.stream_bytes for part in parts),
+        }
+        for name, value in sums.items():
+            object.__setattr__(self, name, value)
 
     @property
     def name(self) -> str:
         return self.parts[0].name
 
     @property
-    def num_bytes(self) -> int:
-        return sum(part.num_bytes for part in self.parts)
+    def run_bytes(self) -> int:
+        """Bytes beside the weights, on the device that runs this unit."""
+        return self.cache_bytes + self.logits_bytes
 
 
 def cut_into_units(root: ModuleNode, ties: Sequence[TiedGroup] = ()) -> tuple[Unit, ...]:
@@ -62,7 +103,26 @@ def cut_into_units(root: ModuleNode, ties: Sequence[TiedGroup] = ()) -> tuple[Un
     units: dict[int, list[Part]] = {}
     for index, part in enumerate(parts):
         units.setdefault(leader[index], []).append(part)
-    return tuple(Unit(parts=tuple(members)) for members in units.values())
+    return _without_crumbs([Unit(parts=tuple(members)) for members in units.values()])
+
+
+def _without_crumbs(units: Sequence[Unit]) -> tuple[Unit, ...]:
+    """Return `units` with each that is tiny made one with the next, the last with the one before.
+
+    A norm of a few KiB is not worth a change of device, and fewer sizes make an exact answer quick.
+    """
+    tiny = CRUMB * max((unit.num_bytes for unit in units), default=0)
+    whole: list[Unit] = []
+    crumbs: list[Part] = []
+    for unit in units:
+        if unit.num_bytes < tiny:
+            crumbs.extend(unit.parts)
+        else:
+            whole.append(Unit(parts=(*crumbs, *unit.parts)))
+            crumbs = []
+    if crumbs and whole:
+        whole[-1] = Unit(parts=(*whole[-1].parts, *crumbs))
+    return tuple(whole)
 
 
 def _parts(node: ModuleNode) -> Iterator[Part]:
@@ -90,3 +150,14 @@ def _owner(tensor_name: str, owner: dict[str, int]) -> str | None:
         if not dot:
             return None
     return name
+
+
+def joined(units: Sequence[Unit]) -> tuple[Unit, ...]:
+    """Return `units` with those that ride made one with the units they ride on."""
+    whole: list[list[Part]] = []
+    for unit in units:
+        if unit.rides:
+            whole[-1].extend(unit.parts)
+        else:
+            whole.append(list(unit.parts))
+    return tuple(Unit(parts=tuple(parts)) for parts in whole)

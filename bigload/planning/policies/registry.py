@@ -7,11 +7,13 @@ from types import MappingProxyType
 
 from bigload.planning.placement import PlacementPolicy
 from bigload.planning.policies.balanced import place_balanced, place_balanced_low_0
+from bigload.planning.policies.optimal import place_optimally
 from bigload.planning.policies.policy import Policy
 from bigload.planning.policies.sequential import place_sequentially
 
 POLICIES: Mapping[Policy, PlacementPolicy] = MappingProxyType(
     {
+        Policy.OPTIMAL: place_optimally,
         Policy.SEQUENTIAL: place_sequentially,
         Policy.BALANCED: place_balanced,
         Policy.BALANCED_LOW_0: place_balanced_low_0,
