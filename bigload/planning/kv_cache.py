@@ -39,10 +39,27 @@ _FULL_EVERY: Mapping[str, int] = {
     "gemma3n": 5,
     "gemma3n_text": 5,
     "gpt_oss": 2,
+    "llama4": 4,
+    "llama4_text": 4,
     "olmo3": 4,
     "t5gemma": 2,
 }
 """Families that alternate windows with full attention where the config does not list its layers: every n-th is full."""
+
+_ASKED_FOR_WINDOW = (
+    "dots1",
+    "qwen2",
+    "qwen2_5_vl",
+    "qwen2_moe",
+    "qwen2_vl",
+    "qwen3",
+    "qwen3_moe",
+    "smollm3",
+)
+"""Families whose window counts only where `use_sliding_window` is true."""
+
+_OWN_STATE = ("rwkv", "rwkv7", "xlstm", "retnet")
+"""Families with keys and values in their names that keep a state of their own kind."""
 
 _WITHOUT_CACHE = ("moe", "mlp", "dummy")
 _LINEAR = ("linear_attention", "mamba", "recurrent", "conv")
@@ -121,6 +138,9 @@ def block_caches(
     """Return what every decoder block keeps, the shapes it was read from, and sentences on what could not be known."""
     unknowns = _Unknowns()
     shapes = {block.name: read_block(block) for block in blocks if _is_decoder(block, config)}
+    if shapes and any(kind in _OWN_STATE for kind in config.model_types):
+        unknowns.add("the state of this family is not known; not counted", next(iter(shapes)))
+        return (), shapes, unknowns.sentences()
     # Blocks that share an attention store it once (zamba 2), and every one of them has a cache of its own.
     shared = next((found.attentions for found in shapes.values() if found.attentions), ())
     caches = tuple(
@@ -135,7 +155,7 @@ def block_caches(
 
 def _is_decoder(block: ModuleNode, config: ModelConfig) -> bool:
     if config.flag("is_decoder") or any(kind in _NAMED_ENCODER for kind in config.model_types):
-        return not any(word in block.name for word in _WORDS_OF_TOWERS[1:])
+        return not block.name.startswith("encoder.") and not any(word in block.name for word in _WORDS_OF_TOWERS[1:])
     if any(kind in _ENCODERS for kind in config.model_types):
         return False
     if any(name.endswith(_HEADS_OF_ENCODERS) for name in config.architectures):
@@ -229,15 +249,26 @@ def _layer_type(block: str, config: ModelConfig) -> str | None:
         return None
     if listed is not None and index < len(listed):
         return listed[index]
-    if config.flag("use_sliding_window") is False or not config.number("window"):
+    chunked = bool(config.number("attention_chunk_size"))
+    if not chunked and not _has_window(config):
         return None
-    every = next((_FULL_EVERY[kind] for kind in config.model_types if kind in _FULL_EVERY), None)
-    every = config.number("sliding_window_pattern") or every
+    kind = "chunked_attention" if chunked else "sliding_attention"
+    every = config.number("sliding_window_pattern") or _of_family(_FULL_EVERY, config)
     if every:
-        return "sliding_attention" if (index + 1) % every else None
-    if config.flag("use_sliding_window"):
-        return "sliding_attention" if index >= (config.number("max_window_layers") or 0) else None
-    return "sliding_attention"
+        return kind if (index + 1) % every else None
+    first = config.number("max_window_layers") if config.flag("use_sliding_window") else None
+    return kind if index >= (first or 0) else None
+
+
+def _has_window(config: ModelConfig) -> bool:
+    asked_for = config.flag("use_sliding_window")
+    if asked_for is None:
+        asked_for = not any(kind in _ASKED_FOR_WINDOW for kind in config.model_types)
+    return asked_for and bool(config.number("window"))
+
+
+def _of_family(rule: Mapping[str, int], config: ModelConfig) -> int | None:
+    return next((rule[kind] for kind in config.model_types if kind in rule), None)
 
 
 def _max_tokens(kind: str | None, config: ModelConfig, block: str, unknowns: _Unknowns) -> int | None:

@@ -103,8 +103,14 @@ class ModelConfig:
         return self.number("num_kv_heads") or self.number("num_heads")
 
     def number(self, question: str) -> int | None:
-        """Return the whole number that answers `question`, one of the names above or a key as the file has it."""
-        return next(filter(_is_number, self._answers(*_ALIASES.get(question, (question,)))), None)
+        """Return the whole number that answers `question`, one of the names above or a key as the file has it.
+
+        An explicit null is an answer: the section of the decoder takes back what the root says.
+        """
+        for value in self._answers(*_ALIASES.get(question, (question,))):
+            if value is None or _is_number(value):
+                return value
+        return None
 
     def flag(self, key: str) -> bool | None:
         """Return a yes or no."""
