@@ -32,8 +32,10 @@ _FUSED = (
 _FUSED_KEYS_VALUES = ("kv_proj", "kv", "key_value", "to_kv")
 _LATENTS = ("kv_a_proj_with_mqa", "kv_a_proj")
 _OUTPUTS = ("o_proj", "out_proj", "dense", "c_proj", "o", "wo", "out_lin", "proj", "attn_out")
-_FEED_FORWARD = ("up_proj", "gate_proj", "fc1", "c_fc", "w1", "w3", "wi", "wi_0", "dense_h_to_4h", "fc_in", "lin1")
-_FUSED_FEED_FORWARD = ("gate_up_proj", "Wi", "dense_h_to_4h_swiglu")
+_EXPANDED_LATENTS = ("kv_b_proj",)
+_GATES = ("gate_proj", "w3", "wi_1")
+_FEED_FORWARD = ("up_proj", "fc1", "c_fc", "w1", "wi", "wi_0", "dense_h_to_4h", "fc_in", "lin1")
+_FUSED_FEED_FORWARD = ("gate_up_proj", "Wi")
 _ROUTED = "experts"
 _INDEXER = "indexer"
 _FLOATS = ("F16", "BF16", "F32", "F64", "F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ", "I8")
@@ -48,7 +50,9 @@ class AttentionShapes:
         query_width: Of all heads together.
         key_value_width: Of keys and values together, as projected; a cache may hold more (falcon).
         latent_width: Of the compressed keys and values of multi-head latent attention.
+        expanded_width: Of keys and values of all query heads that are made of the latent.
         index_width: Of the extra keys by which sparse attention selects tokens.
+        input_width: Of what the projections read: the width of the model.
         tensor: The weight that makes the keys, whose dtype is the one in which the block computes.
     """
 
@@ -57,7 +61,9 @@ class AttentionShapes:
     query_width: int | None = None
     key_value_width: int | None = None
     latent_width: int | None = None
+    expanded_width: int | None = None
     index_width: int = 0
+    input_width: int | None = None
     tensor: TensorInfo | None = None
 
 
@@ -87,7 +93,14 @@ class RecurrentShapes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockShapes:
-    """What was found in a block."""
+    """What was found in a block.
+
+    Attributes:
+        feed_forward_width: Numbers per token that its feed-forward holds at once: what goes in and comes out of the
+            activation function, and the product with the gate where there is one.
+        has_two_input_norms: The mark of falcon's new decoder architecture.
+        is_prediction: Whether the block predicts tokens further on (MTP).
+    """
 
     attentions: tuple[AttentionShapes, ...]
     recurrences: tuple[RecurrentShapes, ...]
@@ -146,7 +159,9 @@ def _attention(node: ModuleNode, path: str) -> AttentionShapes | None:
         query_width=query,
         key_value_width=width,
         latent_width=out_features(latent),
+        expanded_width=out_features(_first(parts, _EXPANDED_LATENTS)),
         index_width=_index_width(parts.get(_INDEXER)),
+        input_width=in_features(made_by),
         tensor=_weight(made_by),
     )
 
@@ -192,9 +207,11 @@ def _depthwise(node: ModuleNode) -> TensorInfo | None:
 
 
 def _feed_forward_width(node: ModuleNode) -> int:
-    single = max((out_features(node.children.get(name)) or 0 for name in _FEED_FORWARD), default=0)
-    fused = max((out_features(node.children.get(name)) or 0 for name in _FUSED_FEED_FORWARD), default=0)
-    return max(single, fused // 2)
+    parts = node.children
+    single = max((out_features(parts.get(name)) or 0 for name in _FEED_FORWARD), default=0)
+    fused = max((out_features(parts.get(name)) or 0 for name in _FUSED_FEED_FORWARD), default=0)
+    is_gated = any(name in parts for name in _GATES)
+    return max(single * (3 if is_gated else 2), fused * 2)
 
 
 def out_features(node: ModuleNode | None) -> int | None:
