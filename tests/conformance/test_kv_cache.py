@@ -45,7 +45,10 @@ def held_bytes(output):
     if isinstance(cache, transformers.EncoderDecoderCache):
         caches = [cache.self_attention_cache, cache.cross_attention_cache]
     layers = zip(*(part.layers for part in caches), strict=True)
-    held = [sum(t.numel() * t.element_size() for part in parts for t in tensors_of(part)) for parts in layers]
+    held = [sum(tensor.nbytes for part in parts for tensor in tensors_of(part)) for parts in layers]
+    for index, state in enumerate(getattr(cache, "linear_cache", ())):  # minimax keeps a list of its own
+        if isinstance(state, torch.Tensor):
+            held[index] += state.nbytes
     return [num_bytes for num_bytes in held if num_bytes]
 
 
@@ -71,7 +74,7 @@ def run(model, context, batch=1, **inputs):
         inputs["past_key_values"] = transformers.EncoderDecoderCache(*caches)
     elif "mamba" in config.model_type:
         inputs["cache_params"] = transformers.DynamicCache(config=config)
-    else:
+    elif config.model_type != "minimax":  # which makes a cache of its own
         inputs["past_key_values"] = transformers.DynamicCache(config=config)
     with torch.no_grad():
         return model(use_cache=True, **inputs)
@@ -157,6 +160,12 @@ def tiny_configs():
     yield (
         "mamba beside attention",
         transformers.FalconH1Config(**GROUPED, mamba_d_ssm=32, mamba_n_heads=4, mamba_d_head=8, mamba_d_state=8),
+    )
+    yield (
+        "linear attention",
+        transformers.MiniMaxConfig(
+            **GROUPED, head_dim=8, num_local_experts=2, layer_types=["linear_attention", "full_attention"] * 2
+        ),
     )
     yield (
         "short convolution",

@@ -268,6 +268,30 @@ def test_a_delta_rule_with_projections_of_its_own_takes_their_width():
     assert cache_of(stack(block), {"model_type": "kimi_linear"}) == [3 * 64 * 4 * 2 + 4 * 16 * 16 * 4]
 
 
+LINEAR = {"model_type": "minimax", "layer_types": ["linear_attention", "full_attention"]}
+
+
+def test_linear_attention_keeps_a_matrix_per_head():
+    # 32 queries wide, keys of 8: 4 heads of 8 x 8
+    assert cache_of(stack(attention(), attention()), LINEAR | {"head_dim": 8}) == [32 * 8 * 2, 6400]
+
+
+def test_linear_attention_without_a_head_size_is_said_to_be_unknown():
+    found = memory_of(stack(attention(), attention()), LINEAR)
+    assert found.unknown == (
+        "model.layers.0: neither shapes nor config tell the state of linear attention; not counted",
+    )
+
+
+def test_a_layer_that_the_config_calls_empty_keeps_nothing():
+    assert cache_of(layers(2), {"model_type": "x", "layer_types": ["mlp", "full_attention"]}) == [6400]
+
+
+def test_keys_and_values_may_come_from_one_projection():
+    block = {"norm": [32], "attn.q_proj": [32, 32], "attn.kv_proj": [32, 32], "attn.o_proj": [32, 32]}
+    assert cache_of(stack(block), PLAIN) == [6400]
+
+
 def test_a_short_convolution_keeps_its_kernel_only():
     block = {"norm": [32], "conv.conv": [32, 1, 3], "conv.in_proj": [96, 32], "conv.out_proj": [32, 32]}
     assert cache_of(stack(block), {"model_type": "lfm2"}) == [32 * 3 * 2]
