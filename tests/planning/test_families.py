@@ -56,8 +56,8 @@ FAMILIES = {
             "lm_head.weight": TABLE,
         },
         config("t5", "T5ForConditionalGeneration", tie_word_embeddings=False),
-        "shared encoder.block.0 encoder.block.1 encoder.final_layer_norm "
-        "decoder.block.0 decoder.block.1 decoder.final_layer_norm lm_head encoder.embed_tokens decoder.embed_tokens",
+        "shared lm_head encoder.block.0 encoder.block.1 encoder.final_layer_norm "
+        "decoder.block.0 decoder.block.1 decoder.final_layer_norm encoder.embed_tokens decoder.embed_tokens",
     ),
     "bert": (
         {
