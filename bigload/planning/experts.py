@@ -89,7 +89,7 @@ def routed_experts(block: ModuleNode, config: Mapping[str, object] | None) -> Ro
 
 
 def dense_parts(block: ModuleNode, experts: RoutedExperts) -> tuple[ModuleNode | TensorInfo, ...]:
-    """Return the modules and single tensors of `block` without its routed experts, in execution order.
+    """Return the modules and single tensors of `block` without its routed experts, in the order of the tree.
 
     Together with `experts.modules` they hold every tensor of the block exactly once. Modules stay as large as they can
     be: `self_attn` whole, but `mlp.gate` and `mlp.shared_experts` instead of `mlp`, which holds the experts.

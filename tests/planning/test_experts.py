@@ -113,7 +113,7 @@ FAMILIES = {
         "shared_mlp block_sparse_moe.router self_attn input_layernorm",
     ),
 }
-"""Parts of a block, config, what the experts are, and the dense parts in execution order."""
+"""Parts of a block, config, what the experts are, and the dense parts."""
 
 
 @pytest.fixture(params=FAMILIES)

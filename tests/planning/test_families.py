@@ -133,8 +133,8 @@ FAMILIES = {
         },
         config("sam2", "Sam2Model"),
         "vision_encoder.pos_embed memory_temporal_positional_encoding no_memory_embedding vision_encoder.patch_embed "
-        "vision_encoder.layers.0 vision_encoder.layers.1 mask_decoder.iou_token mask_decoder.transformer.layers.0 "
-        "mask_decoder.transformer.layers.1 prompt_encoder",
+        "vision_encoder.layers.0 vision_encoder.layers.1 prompt_encoder mask_decoder.iou_token "
+        "mask_decoder.transformer.layers.0 mask_decoder.transformer.layers.1",
     ),
 }
 """Tensors, config, and the keys that a device map has to have."""
