@@ -80,7 +80,8 @@ def find_ties(checkpoint: Checkpoint, *, are_equal: AreEqual = stored_equal) -> 
         CheckpointError: tensors that have to be compared cannot be read.
     """
     claims: dict[str, list[_Claim]] = {}
-    for claim in (*_claims_of_stacks(checkpoint.tensors), *_claims_of_head(checkpoint)):
+    tensors = checkpoint.tensors
+    for claim in (*_claims_of_stacks(tensors), *_claims_of_head(checkpoint), *_claims_of_prompts(tensors)):
         claims.setdefault(claim.source.name, []).append(claim)
     groups = (_examined(alike, lambda one, other: are_equal(checkpoint, (one, other))) for alike in claims.values())
     tied = (group for group in groups if len(group.stored) + len(group.absent_modules) + len(group.differing) > 1)
@@ -149,6 +150,18 @@ def _claims_of_head(checkpoint: Checkpoint) -> Iterator[_Claim]:
         # A head without a weight of its own may still store other things, a bias for one.
         rest = tuple(sorted(name for name in tensors if name.startswith(f"{head}.")))
         yield _Claim(source=embedding, companions=rest, absent_modules=() if rest else (head,))
+
+
+def _claims_of_prompts(tensors: Mapping[str, TensorInfo]) -> Iterator[_Claim]:
+    """Yield the positions that SAM's prompt encoder takes from the image embedding, stored or not."""
+    source = tensors.get("shared_image_embedding.positional_embedding")
+    if source is not None and any(name.startswith("prompt_encoder.") for name in tensors):
+        copy = tensors.get("prompt_encoder.shared_embedding.positional_embedding")
+        yield _Claim(
+            source=source,
+            copies=() if copy is None else (copy,),
+            absent_modules=() if copy is not None else ("prompt_encoder.shared_embedding",),
+        )
 
 
 def _says_tied(config: Mapping[str, object]) -> bool | None:

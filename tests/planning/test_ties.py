@@ -293,3 +293,15 @@ def test_a_tied_module_inside_another_gets_no_key_of_its_own():
     made = plan(checkpoint_of(tensors), {"cuda:0": "1KiB", "cpu": "1KiB"})
     assert set(made.device_map) == {"shared", "encoder", "decoder"}
     assert len(set(made.device_map.values())) == 1
+
+
+@pytest.mark.parametrize("is_stored", [True, False])
+def test_the_prompt_encoder_of_sam_is_with_the_image_embedding(is_stored):
+    source, copy = ("shared_image_embedding.positional_embedding", "prompt_encoder.shared_embedding")
+    tensors = {source: SMALL, "prompt_encoder.mask_embed.weight": 3, "vision_encoder.pos_embed": 2}
+    if is_stored:
+        tensors[f"{copy}.positional_embedding"] = SMALL
+    (tie,) = ties_of(tensors, model_type="sam")
+    assert (tie.stored, tie.absent_modules) == (
+        ((source, f"{copy}.positional_embedding"), ()) if is_stored else ((source,), (copy,))
+    )
