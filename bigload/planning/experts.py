@@ -94,17 +94,17 @@ def dense_parts(block: ModuleNode, experts: RoutedExperts) -> tuple[ModuleNode |
     Together with `experts.modules` they hold every tensor of the block exactly once. Modules stay as large as they can
     be: `self_attn` whole, but `mlp.gate` and `mlp.shared_experts` instead of `mlp`, which holds the experts.
     """
-    return tuple(_without(block, frozenset(experts.modules)))
+    names = [name.split(".") for name in experts.modules]
+    around = frozenset(".".join(parts[:depth]) for parts in names for depth in range(1, len(parts)))
+    return tuple(_without(block, frozenset(experts.modules), around))
 
 
-def _without(node: ModuleNode, left_out: frozenset[str]) -> Iterator[ModuleNode | TensorInfo]:
+def _without(node: ModuleNode, left_out: frozenset[str], around: frozenset[str]) -> Iterator[ModuleNode | TensorInfo]:
     yield from node.tensors
     for child in node.children.values():
-        if child.name in left_out:
-            continue
-        if any(name.startswith(f"{child.name}.") for name in left_out):
-            yield from _without(child, left_out)
-        else:
+        if child.name in around:
+            yield from _without(child, left_out, around)
+        elif child.name not in left_out:
             yield child
 
 

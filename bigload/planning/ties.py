@@ -122,13 +122,11 @@ def _examined(claims: Sequence[_Claim], same_bytes: Callable[[str, str], bool]) 
 
 def _claims_of_stacks(tensors: Mapping[str, TensorInfo]) -> Iterator[_Claim]:
     """Yield the embedding that encoder and decoder share (T5, BART), whatever the config says about the head."""
-    for name, shared in tensors.items():
-        prefix, found, rest = name.rpartition("shared.weight")
-        if not found or rest or prefix.strip(".").count("."):
-            continue
-        stacks = [
-            stack for stack in ("encoder", "decoder") if any(other.startswith(f"{prefix}{stack}.") for other in tensors)
-        ]
+    found = [name for name in tensors if name == "shared.weight" or name.endswith(".shared.weight")]
+    outer = {".".join(name.split(".")[:depth]) for name in tensors for depth in (1, 2)} if found else set()
+    for name in found:
+        prefix, shared = name.removesuffix("shared.weight"), tensors[name]
+        stacks = [stack for stack in ("encoder", "decoder") if f"{prefix}{stack}" in outer]
         modules = [f"{prefix}{stack}.embed_tokens" for stack in stacks]
         yield _Claim(
             source=shared,

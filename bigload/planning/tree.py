@@ -130,23 +130,27 @@ def _hand_down(own: dict[str, list[TensorInfo]], children: Mapping[str, list[str
 
 
 def _node(path: str, own: Mapping[str, list[TensorInfo]], below: Mapping[str, list[str]]) -> ModuleNode:
-    tensors = tuple(sorted(own.get(path, ()), key=_by_name))
-    num_bytes = sum([tensor.num_bytes for tensor in tensors])
-    keys = below.get(path)
+    name, tensors, keys = path[1:], own.get(path, []), below.get(path)
     if keys is None:  # most modules of a large model
-        return ModuleNode(path[1:], tensors, {}, len(tensors), num_bytes)
+        return _leaf(name, tensors)
     children = {key: _node(f"{path}.{key}", own, below) for key in in_execution_order(tuple(keys))}
-    num_bytes += sum([child.num_bytes for child in children.values()])
+    if _is_tensor(name, tensors) or (
+        path and all(_is_tensor(child.name, child.tensors) for child in children.values())
+    ):
+        return _leaf(name, [*tensors, *(tail for child in children.values() for tail in child.all_tensors())])
+    num_bytes = sum([tensor.num_bytes for tensor in tensors]) + sum([child.num_bytes for child in children.values()])
     num_tensors = len(tensors) + sum([child.num_tensors for child in children.values()])
-    if path and all(_is_tensor(child) for child in children.values()):
-        tails = [tensor for child in children.values() for tensor in child.all_tensors()]
-        return ModuleNode(path[1:], tuple(sorted([*tensors, *tails], key=_by_name)), {}, num_tensors, num_bytes)
-    return ModuleNode(path[1:], tensors, children, num_tensors, num_bytes)
+    return ModuleNode(name, tuple(sorted(tensors, key=_by_name)), children, num_tensors, num_bytes)
 
 
-def _is_tensor(node: ModuleNode) -> bool:
-    """Return whether `node` is a tensor with tails, `weight` with `weight.absmax`: no module of the model."""
-    return any(tensor.name == node.name for tensor in node.tensors)
+def _leaf(name: str, tensors: list[TensorInfo]) -> ModuleNode:
+    num_bytes = sum([tensor.num_bytes for tensor in tensors])
+    return ModuleNode(name, tuple(sorted(tensors, key=_by_name)), {}, len(tensors), num_bytes)
+
+
+def _is_tensor(name: str, tensors: Iterable[TensorInfo]) -> bool:
+    """Return whether a node is a tensor with tails, `weight` with `weight.absmax`: no module of the model."""
+    return any(tensor.name == name for tensor in tensors)
 
 
 _by_name = attrgetter("name")

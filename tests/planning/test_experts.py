@@ -209,3 +209,11 @@ def test_a_config_of_odd_values_is_survived(odd):
 @pytest.mark.parametrize("shape", [[], [0], [0, 4, 4]])
 def test_experts_without_elements_or_dimensions_are_survived(shape):
     assert experts_of({"mlp.experts.scale": ("U8", shape)}, num_experts=4).num_experts is None
+
+
+def test_many_modules_of_experts_are_taken_out_of_one_block():
+    parts = {f"part{index}.{name}.weight": 1 for index in range(50) for name in ("experts.0", "gate")}
+    block = block_of(parts)
+    experts = routed_experts(block, None)
+    assert len(experts.modules) == 50
+    assert {below(part.name) for part in dense_parts(block, experts)} == {f"part{index}.gate" for index in range(50)}

@@ -1,7 +1,10 @@
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from bigload.errors import PlanError
 from bigload.planning.tree import MAX_DEPTH, build_tree, execution_order, in_execution_order
+from bigload.planning.units import cut_into_units
 from builders import checkpoint_of, llama_tensors
 
 
@@ -207,3 +210,32 @@ def test_many_numbered_siblings_are_blocks_whatever_their_widths():
 def test_blocks_of_experts_without_norms_are_no_stages():
     experts = [(f"layers.{layer}.experts.{n}.w1.weight", [8 + layer, 64]) for layer in range(2) for n in range(4)]
     assert block_lists(experts)[0] == "layers"
+
+
+keys = st.sampled_from(["", "0", "1", "10", "weight", "absmax", "experts", "layers"])
+names = st.lists(keys, min_size=1, max_size=5).map(".".join)
+
+
+@given(sizes=st.dictionaries(names, st.integers(0, 9), max_size=20))
+def test_a_tree_of_any_names_holds_each_tensor_once_and_counts_right(sizes):
+    root = tree_of(sizes)
+    assert sorted(tensor.name for tensor in root.all_tensors()) == sorted(sizes)
+    for node in root.walk():
+        held = list(node.all_tensors())
+        assert (node.num_tensors, node.num_bytes) == (len(held), sum(tensor.num_bytes for tensor in held))
+
+
+@given(sizes=st.dictionaries(names, st.integers(0, 9), max_size=20), data=st.data())
+def test_the_tree_does_not_depend_on_the_order_of_the_tensors(sizes, data):
+    shuffled = dict(data.draw(st.permutations(list(sizes.items()))))
+    assert names_of(sizes) == names_of(shuffled)
+
+
+plain_names = names.filter(lambda name: all(name.split(".")))
+
+
+@given(sizes=st.dictionaries(plain_names, st.integers(0, 9), max_size=20))
+def test_every_tensor_of_any_name_without_empty_parts_is_below_one_unit(sizes):
+    parts = [part.name for unit in cut_into_units(tree_of(sizes)) for part in unit.parts]
+    for name in sizes:
+        assert sum(f"{name}.".startswith(f"{part}.") for part in parts) == 1
