@@ -66,7 +66,7 @@ class ModelConfig:
     @property
     def model_types(self) -> tuple[str, ...]:
         """Of the decoder's section and of those around it, innermost first."""
-        return tuple(value for section in self._sections() if isinstance(value := section.get("model_type"), str))
+        return tuple(value for section in _sections(self.raw) if isinstance(value := section.get("model_type"), str))
 
     @property
     def architectures(self) -> tuple[str, ...]:
@@ -125,20 +125,35 @@ class ModelConfig:
         return next(self._answers(*keys), None)
 
     def _answers(self, *keys: str) -> Iterator[object]:
-        for section in self._sections():
+        for section in _sections(self.raw):
             for place in (section, *(below for key in _SUB_SECTIONS if isinstance(below := section.get(key), Mapping))):
                 yield from (place[key] for key in keys if key in place)
-
-    def _sections(self) -> list[Mapping[str, object]]:
-        """Return the sections from that of the text decoder out to the root."""
-        section = self.raw
-        path: list[Mapping[str, object]] = []
-        while section is not None and len(path) < _MAX_NESTING:
-            path.append(section)
-            nested = (section.get(key) for key in _TEXT_SECTIONS)
-            section = next((below for below in nested if isinstance(below, Mapping)), None)
-        return path[::-1]
 
 
 def _is_number(value: object) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < MAX_NUMBER
+
+
+def text_config(config: Mapping[str, object] | None) -> Mapping[str, object]:
+    """Return the section of `config` that describes the text decoder: a nested one, or all of it."""
+    return next(iter(_sections(config)), {})
+
+
+def count_of(config: Mapping[str, object] | None, *keys: str) -> int | None:
+    """Return the whole number of at least 1 under the first of `keys` that has one.
+
+    The section of the text decoder is asked before those around it. `True`, `8.0`, `"8"` and `[8]` are no counts.
+    """
+    values = (section.get(key) for section in _sections(config) for key in keys)
+    return next((value for value in values if _is_number(value) and value), None)
+
+
+def _sections(config: Mapping[str, object] | None) -> list[Mapping[str, object]]:
+    """Return the sections from that of the text decoder out to the root."""
+    section = config
+    path: list[Mapping[str, object]] = []
+    while section is not None and len(path) < _MAX_NESTING:
+        path.append(section)
+        nested = (section.get(key) for key in _TEXT_SECTIONS)
+        section = next((below for below in nested if isinstance(below, Mapping)), None)
+    return path[::-1]
