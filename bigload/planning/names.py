@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 from bigload.checkpoint.model import TensorInfo
@@ -32,10 +32,13 @@ class Renaming:
     """In-memory names of the keys of a device map, in the order of the keys.
 
     Keys that no module in memory answers to are left out, and a note says so. Several keys can have one name: modules
-    that transformers fuses into one, which then need one device.
+    that transformers fuses into one, which then need one device. `added` are modules that hold no tensor of the
+    checkpoint but buffers that transformers computes, each with the key whose device it should share: without a
+    place in the map they stay in RAM.
     """
 
     keys: Mapping[str, str]
+    added: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 
 
@@ -58,16 +61,21 @@ def in_memory_names(
         if model.leaves_out(name):
             unbuilt.append(key)
         elif model.is_bare:
-            keys[key] = name.removeprefix(base)
+            keys[key] = f"{name}.".removeprefix(base).rstrip(".")
         elif is_saved_bare and name.partition(".")[0] not in _HEADS:
-            keys[key] = base + name
+            keys[key] = f"{base}{name}".rstrip(".")
         else:
             keys[key] = name
-    return Renaming(keys=_without_nested(keys), notes=tuple(_notes(model, config or {}, unbuilt)))
+    keys = _without_nested(keys)
+    return Renaming(
+        keys=keys,
+        added=dict(_computed(model, keys, tensors)),
+        notes=tuple(_notes(model, config or {}, unbuilt)),
+    )
 
 
 def rename_device_map(device_map: Mapping[str, str], renaming: Renaming) -> dict[str, str]:
-    """Return `device_map` in the names of `renaming`; keys that it leaves out are dropped.
+    """Return `device_map` in the names of `renaming`: without what it leaves out, with what it adds.
 
     Raises:
         NamesUnknownError: modules that are one in memory are on several devices.
@@ -80,7 +88,7 @@ def rename_device_map(device_map: Mapping[str, str], renaming: Renaming) -> dict
                 f"{key} is part of {name} in memory, which cannot be on both {renamed[name]} and {device}",
                 hint="plan whole blocks (--experts block), or keep the checkpoint's names (--names checkpoint)",
             )
-    return renamed
+    return renamed | {module: device_map[key] for module, key in renaming.added.items() if key in device_map}
 
 
 _HEADS = frozenset(
@@ -104,7 +112,7 @@ _LLAVA: _Rules = (
     (r"^language_model\.lm_head\.", "lm_head."),
     (r"^language_model\.(model\.)?", "model.language_model."),
     (r"^(vision_tower|multi_modal_projector|image_newline|audio_tower|vision_embed_tokens)\.", r"model.\1."),
-    (r"^model\.vision_tower\.vision_model\.", "model.vision_tower."),
+    (r"^(model\.)?vision_tower\.vision_model\.", r"\1vision_tower."),
 )
 _MLLAMA: _Rules = (*_LLAVA[:2], (r"^(vision_model|multi_modal_projector)\.", r"model.\1."))
 _QWEN_VL: _Rules = (
@@ -117,55 +125,79 @@ _KIMI_VL: _Rules = (
     (r"\.mm_projector\.proj\.0\.", ".mm_projector.in_proj."),
     (r"\.mm_projector\.proj\.2\.", ".mm_projector.out_proj."),
     (r"^vision_tower\.(encoder\.)?", "model.vision_tower."),
+    (r"\.blocks\.(\d+)\.", r".layers.\1."),
     # Names inside these blocks change too, and not module by module: a key in one stands for the block.
-    (r"^model\.vision_tower\.blocks\.(\d+)\..*", r"model.vision_tower.layers.\1."),
+    (r"^model\.vision_tower\.layers\.(\d+)\..*", r"model.vision_tower.layers.\1."),
     *_FUSED,
 )
 _VIT: _Rules = ((r"(^|\.)encoder\.layer\.(\d+)\..*", r"\1layers.\2."),)  # see above
 
-_BASES = {
-    "model": """
-        afmoe apertus arcee aria aria_text axk1 bamba bart bigbird_pegasus bitnet blenderbot blenderbot-small cohere
-        cohere2 cohere2_moe cohere2_vision cwm deepseek_v2 deepseek_v3 deepseek_v32 diffllama doge dots1 ernie4_5
-        ernie4_5_moe exaone4 exaone_moe falcon_h1 flex_olmo gemma gemma2 gemma3 gemma3_text gemma3n_text gemma4
-        gemma4_text glm glm4 glm46v glm4_moe glm4_moe_lite glm4v glm4v_moe glm_moe_dsa got_ocr2 gpt_oss granite
-        granitemoe granitemoehybrid granitemoeshared helium hunyuan_v1_dense hunyuan_v1_moe hy_v3 idefics idefics2
-        idefics3 internvl jais2 jamba janus jetmoe kimi_k25 lfm2 lfm2_moe lfm2_vl llama llama4_text llava llava_next
-        llava_next_video llava_onevision longcat_flash m2m_100 marian mbart mellum mimo_v2_flash minimax minimax_m2
-        ministral ministral3 mistral mistral3 mistral4 mixtral mllama modernbert modernbert-decoder mvp nanochat
-        nemotron nemotron_h nllb-moe olmo olmo2 olmo3 olmoe opt paddleocr_vl paligemma pegasus pegasus_x persimmon phi
-        phi3 phi4_multimodal phimoe plbart qwen2 qwen2_5_vl qwen2_audio qwen2_moe qwen2_vl qwen3 qwen3_5 qwen3_5_moe
-        qwen3_5_moe_text qwen3_5_text qwen3_moe qwen3_next qwen3_vl qwen3_vl_moe recurrent_gemma seed_oss smollm3
-        smolvlm solar_open speech_to_text stablelm starcoder2 t5gemma vaultgemma vipllava voxtral whisper xglm zamba
-        zamba2
+_TYPES: tuple[tuple[str, str, str], ...] = (
+    (
+        "model",
+        "rotary_emb",
+        """
+        afmoe apertus arcee aria_text axk1 bamba bitnet cohere cohere2 cohere2_moe cwm deepseek_v2 deepseek_v3
+        deepseek_v32 diffllama doge dots1 ernie4_5 ernie4_5_moe exaone4 exaone_moe falcon_h1 flex_olmo gemma gemma2
+        gemma3_text gemma3n_text gemma4_text glm glm4 glm4_moe glm4_moe_lite glm_moe_dsa gpt_oss granite granitemoe
+        granitemoeshared helium hunyuan_v1_dense hunyuan_v1_moe hy_v3 jais2 jetmoe lfm2 lfm2_moe llama llama4_text
+        longcat_flash mellum mimo_v2_flash minimax minimax_m2 ministral ministral3 mistral mistral4 mixtral modernbert
+        modernbert-decoder nanochat nemotron olmo olmo2 olmo3 olmoe persimmon phi phi3 phi4_multimodal phimoe qwen2
+        qwen2_moe qwen3 qwen3_5_moe_text qwen3_5_text qwen3_moe qwen3_next seed_oss smollm3 solar_open stablelm
+        starcoder2 vaultgemma
         """,
-    "transformer": """
-        bloom codegen ctrl dbrx falcon gpt-sw3 gpt2 gpt_bigcode gpt_neo gptj mpt openai-gpt squeezebert xlm xlnet
+    ),
+    (
+        "model",
+        "",
+        """
+        bart bigbird_pegasus blenderbot blenderbot-small granitemoehybrid idefics jamba marian mbart mvp nemotron_h opt
+        pegasus pegasus_x plbart recurrent_gemma whisper zamba zamba2
         """,
-    "gpt_neox": "gpt_neox",
-    "backbone": "falcon_mamba mamba mamba2 xlstm",
-    "rwkv": "rwkv",
-    "biogpt": "biogpt",
-    "bert": "bert bert-generation big_bird megatron-bert",
-    "roberta": "camembert roberta xlm-roberta xlm-roberta-xl xmod",
-    "albert": "albert",
-    "electra": "electra",
-    "deberta": "deberta deberta-v2",
-    "distilbert": "distilbert",
-    "mpnet": "mpnet",
-    "esm": "esm",
-    "led": "led",
-    "longformer": "longformer",
-    "vit": "vit",
-    "deit": "deit",
-    "convnext": "convnext",
-    "convnextv2": "convnextv2",
-    "wav2vec2": "wav2vec2",
-    "hubert": "hubert",
+    ),
+    (
+        "model",
+        "language_model.rotary_emb",
+        """
+        aria cohere2_vision gemma3 gemma4 got_ocr2 internvl janus lfm2_vl llava llava_next llava_next_video
+        llava_onevision mllama paligemma qwen2_audio vipllava voxtral
+        """,
+    ),
+    (
+        "model",
+        "language_model.rotary_emb visual.rotary_pos_emb",
+        "glm46v glm4v glm4v_moe qwen2_5_vl qwen2_vl qwen3_5 qwen3_5_moe qwen3_vl qwen3_vl_moe",
+    ),
+    ("model", "language_model.rotary_emb vision_tower.patch_positional_embedding", "mistral3"),
+    ("model", "language_model.rotary_emb visual.vision_model.encoder.rotary_pos_emb", "paddleocr_vl"),
+    ("model", "language_model.rotary_emb vision_tower.rotary_emb", "kimi_k25"),
+    ("model", "text_model.rotary_emb", "idefics2 idefics3 smolvlm"),
+    ("model", "encoder.rotary_emb decoder.rotary_emb", "t5gemma"),
+    ("model", "encoder.embed_positions decoder.embed_positions", "m2m_100 nllb-moe speech_to_text"),
+    ("model", "embed_positions", "xglm"),
+    ("transformer", "rotary_emb", "dbrx falcon"),
+    (
+        "transformer",
+        "",
+        "bloom codegen ctrl gpt-sw3 gpt2 gpt_bigcode gpt_neo gptj mpt openai-gpt squeezebert xlm xlnet",
+    ),
+    ("gpt_neox", "rotary_emb", "gpt_neox"),
+    ("backbone", "", "falcon_mamba mamba mamba2 xlstm"),
+    ("bert", "", "bert bert-generation big_bird megatron-bert"),
+    ("roberta", "", "camembert roberta xlm-roberta xlm-roberta-xl xmod"),
+    ("deberta", "", "deberta deberta-v2"),
+    ("esm", "rotary_embeddings", "esm"),
+    *((name, "", name) for name in "albert biogpt convnext convnextv2 deit distilbert electra hubert led".split()),
+    *((name, "", name) for name in "longformer mpnet rwkv vit wav2vec2".split()),
     # These keep their parts at the root whatever the head: no base model to hold them.
-    "": "clip llama4 longt5 mt5 sam siglip switch_transformers t5 umt5",
-}
-"""The attribute under which a model with a head holds its base model, and the model types that use it."""
+    ("", "language_model.model.rotary_emb vision_model.rotary_embedding", "llama4"),
+    ("", "", "clip longt5 mt5 sam siglip switch_transformers t5 umt5"),
+)
+"""Base, modules below it without a tensor in any file, model types.
+
+The base is the attribute under which a model with a head holds its base model. The modules have buffers that
+transformers computes when it builds the model; without a key in the map they would stay in RAM.
+"""
 
 _RENAMED: tuple[tuple[str, _Rules], ...] = (
     (
@@ -198,6 +230,8 @@ _RENAMED: tuple[tuple[str, _Rules], ...] = (
     ("paddleocr_vl", ((r"^mlp_AR\.", "model.projector."), (r"^visual\.", "model.visual."))),
     ("paddleocr_vl", ((r"^model\.(?!language_model\.|visual\.|projector\.)", "model.language_model."),)),
     ("kimi_k25", _KIMI_VL),
+    ("clip siglip", ((r"^(text_model|vision_model)\.\1\.", r"\1."),)),
+    ("esm", ((r"\.encoder\.layer\.\*\.", ".rotary_embeddings."),)),  # a slip of transformers 5 when it saves
     ("vit deit", _VIT),
 )
 
@@ -210,6 +244,7 @@ class _Family:
     """How transformers names the models of one type."""
 
     base: str
+    computed: tuple[str, ...]
     rules: tuple[tuple[re.Pattern[str], str], ...]
 
     def rename(self, name: str) -> str:
@@ -226,9 +261,10 @@ def _families() -> Iterator[tuple[str, _Family]]:
         compiled = tuple((re.compile(pattern), replacement) for pattern, replacement in more)
         for model_type in types.split():
             rules[model_type] = (*rules.get(model_type, ()), *compiled)
-    for base, types in _BASES.items():
+    for base, computed, types in _TYPES:
+        modules = tuple(f"{base}.{module}".lstrip(".") for module in computed.split())
         for model_type in types.split():
-            yield model_type, _Family(base, rules.get(model_type, ()))
+            yield model_type, _Family(base, modules, rules.get(model_type, ()))
 
 
 _FAMILIES = dict(_families())
@@ -295,6 +331,19 @@ def _num_layers(config: Mapping[str, object]) -> int | None:
         if isinstance(count, int) and not isinstance(count, bool) and count > 0:
             return count
     return None
+
+
+def _computed(model: _Model, keys: Mapping[str, str], tensors: Mapping[str, TensorInfo]) -> Iterator[tuple[str, str]]:
+    """Yield the modules that no tensor is below, each with the first key of the modules that run around it."""
+    for module in model.family.computed:
+        name = module.removeprefix(f"{model.family.base}.") if model.is_bare else module
+        around = list(_parents(name))
+        is_optional = module.endswith("rotary_embeddings")  # ESM has them or learned positions
+        if is_optional and not any("rotary_embeddings" in tensor for tensor in tensors):
+            continue
+        if keys and not any(held in ("", name, *around) for held in keys.values()):
+            prefixes = (*(f"{parent}." for parent in reversed(around)), "")
+            yield name, next(key for prefix in prefixes for key, held in keys.items() if held.startswith(prefix))
 
 
 def _without_nested(keys: Mapping[str, str]) -> dict[str, str]:
