@@ -91,9 +91,10 @@ def rename_device_map(device_map: Mapping[str, str], renaming: Renaming) -> dict
     return renamed | {module: device_map[key] for module, key in renaming.added.items() if key in device_map}
 
 
-_HEADS = frozenset(
-    "lm_head embed_out proj_out cls predictions score classifier qa_outputs generator_predictions "
-    "generator_lm_head vocab_projector vocab_transform vocab_layer_norm final_logits_bias pred_layer".split()
+_HEADS = (
+    *("lm_head", "embed_out", "proj_out", "cls", "predictions", "score", "classifier", "qa_outputs"),
+    *("generator_predictions", "generator_lm_head", "vocab_projector", "vocab_transform", "vocab_layer_norm"),
+    *("final_logits_bias", "pred_layer"),
 )
 """What a model with a head has beside its base model, under its own name."""
 
@@ -187,8 +188,8 @@ _TYPES: tuple[tuple[str, str, str], ...] = (
     ("roberta", "", "camembert roberta xlm-roberta xlm-roberta-xl xmod"),
     ("deberta", "", "deberta deberta-v2"),
     ("esm", "rotary_embeddings", "esm"),
-    *((name, "", name) for name in "albert biogpt convnext convnextv2 deit distilbert electra hubert led".split()),
-    *((name, "", name) for name in "longformer mpnet rwkv vit wav2vec2".split()),
+    *((name, "", name) for name in ("albert", "biogpt", "convnext", "convnextv2", "deit", "distilbert", "electra")),
+    *((name, "", name) for name in ("hubert", "led", "longformer", "mpnet", "rwkv", "vit", "wav2vec2")),
     # These keep their parts at the root whatever the head: no base model to hold them.
     ("", "language_model.model.rotary_emb vision_model.rotary_embedding", "llama4"),
     ("", "", "clip longt5 mt5 sam siglip switch_transformers t5 umt5"),
