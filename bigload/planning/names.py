@@ -141,7 +141,7 @@ _TYPES: tuple[tuple[str, str, str], ...] = (
         afmoe apertus arcee aria_text axk1 bamba bitnet cohere cohere2 cohere2_moe cwm deepseek_v2 deepseek_v3
         deepseek_v32 diffllama doge dots1 ernie4_5 ernie4_5_moe exaone4 exaone_moe falcon_h1 flex_olmo gemma gemma2
         gemma3_text gemma3n_text gemma4_text glm glm4 glm4_moe glm4_moe_lite glm_moe_dsa gpt_oss granite granitemoe
-        granitemoeshared helium hunyuan_v1_dense hunyuan_v1_moe hy_v3 jais2 jetmoe lfm2 lfm2_moe llama llama4_text
+        granitemoeshared helium hunyuan_v1_dense hunyuan_v1_moe hy_v3 jais2 jetmoe lfm2 llama llama4_text
         longcat_flash mellum mimo_v2_flash minimax minimax_m2 ministral ministral3 mistral mistral4 mixtral modernbert
         modernbert-decoder nanochat nemotron olmo olmo2 olmo3 olmoe persimmon phi phi3 phi4_multimodal phimoe qwen2
         qwen2_moe qwen3 qwen3_5_moe_text qwen3_5_text qwen3_moe qwen3_next seed_oss smollm3 solar_open stablelm
@@ -176,6 +176,7 @@ _TYPES: tuple[tuple[str, str, str], ...] = (
     ("model", "encoder.rotary_emb decoder.rotary_emb", "t5gemma"),
     ("model", "encoder.embed_positions decoder.embed_positions", "m2m_100 nllb-moe speech_to_text"),
     ("model", "embed_positions", "xglm"),
+    ("model", "pos_emb", "lfm2_moe"),
     ("transformer", "rotary_emb", "dbrx falcon"),
     (
         "transformer",
@@ -232,7 +233,7 @@ _RENAMED: tuple[tuple[str, _Rules], ...] = (
     ("paddleocr_vl", ((r"^model\.(?!language_model\.|visual\.|projector\.)", "model.language_model."),)),
     ("kimi_k25", _KIMI_VL),
     ("clip siglip", ((r"^(text_model|vision_model)\.\1\.", r"\1."),)),
-    ("esm", ((r"\.encoder\.layer\.\*\.", ".rotary_embeddings."),)),  # a slip of transformers 5 when it saves
+    ("esm", ((r"(^|\.)encoder\.layer\.\*\.", r"\1rotary_embeddings."),)),  # a slip of transformers 5 when it saves
     ("vit deit", _VIT),
 )
 
