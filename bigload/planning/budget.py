@@ -85,6 +85,10 @@ class MemoryBudget:
             detected=tuple(memory for memory in self.detected if memory.device != device),
         )
 
+    def without_accelerators(self) -> MemoryBudget:
+        """Return this budget for the host alone."""
+        return replace(self, limits=tuple(limit for limit in self.limits if not limit[0].is_accelerator))
+
     def __iter__(self) -> Iterator[tuple[Device, int | None]]:
         return iter(self.limits)
 

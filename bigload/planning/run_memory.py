@@ -15,7 +15,9 @@ from bigload.planning.tree import ModuleNode
 from bigload.planning.workload import Workload
 
 _LOGIT_BYTES = 4
-_HEADS = ("lm_head.weight", "embed_out.weight", "proj_out.weight")
+HEADS = ("lm_head.weight", "embed_out.weight", "proj_out.weight")
+"""What the weights of output heads are called."""
+
 _EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight", "embed_in.weight", "shared.weight")
 _MASKED_HEAD = "ForMaskedLM"
 _GENERATES = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
@@ -115,7 +117,7 @@ def _num_words(tensors: Mapping[str, TensorInfo], config: ModelConfig, *, genera
     has_head = generates or any(name.endswith((*_GENERATES, _MASKED_HEAD)) for name in config.architectures)
     if not has_head:
         return 0
-    for names in (_HEADS, _EMBEDDINGS):
+    for names in (HEADS, _EMBEDDINGS):
         rows = [tensor.shape[0] for name, tensor in tensors.items() if name.endswith(names) and is_matrix(tensor)]
         if rows:
             return max(rows)

@@ -61,12 +61,14 @@ class TiedGroup:
         stored: Stored tensors of one content, or the tensors of stored modules that others repeat.
         absent_modules: Modules that use them and are not stored.
         differing: Tensors that the config calls tied to `stored`, but whose bytes are others: they are not tied.
+        copies: Of `stored`, those with the bytes of the first, which need no memory of their own once it is loaded.
         is_sampled: Whether tensors of `stored` are so large that only samples of them were compared.
     """
 
     stored: tuple[str, ...]
     absent_modules: tuple[str, ...] = ()
     differing: tuple[str, ...] = ()
+    copies: tuple[str, ...] = ()
     is_sampled: bool = False
 
 
@@ -116,6 +118,7 @@ def _examined(claims: Sequence[_Claim], same_bytes: Callable[[str, str], bool]) 
         stored=tuple(dict.fromkeys([*equal, *companions])),
         absent_modules=tuple(dict.fromkeys(module for claim in claims for module in claim.absent_modules)),
         differing=tuple(differing),
+        copies=tuple(dict.fromkeys(equal[1:])),
         is_sampled=len(equal) > 1 and source.num_bytes > FULL_COMPARISON_BYTES,
     )
 

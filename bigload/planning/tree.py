@@ -7,7 +7,7 @@ before layers.2) and shards by dtype.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum, auto
 from functools import lru_cache
@@ -93,6 +93,16 @@ def build_tree(tensors: Iterable[TensorInfo]) -> ModuleNode:
     children = _children(own)
     _hand_down(own, children)
     return _node("", own, children)
+
+
+def without(node: ModuleNode, names: Sequence[str]) -> ModuleNode:
+    """Return the tree without the modules called `names`; what is not around them is not built again."""
+    if not any(f"{name}.".startswith(f"{node.name}." if node.name else "") for name in names):
+        return node
+    children = {key: without(child, names) for key, child in node.children.items() if child.name not in names}
+    num_tensors = len(node.tensors) + sum(child.num_tensors for child in children.values())
+    num_bytes = sum(tensor.num_bytes for tensor in node.tensors) + sum(child.num_bytes for child in children.values())
+    return ModuleNode(node.name, node.tensors, children, num_tensors, num_bytes)
 
 
 def is_index(key: str) -> bool:

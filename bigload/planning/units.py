@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from fnmatch import fnmatchcase
 
 from bigload.planning.ties import TiedGroup
 from bigload.planning.tree import ModuleNode, is_index
@@ -86,24 +87,58 @@ class Unit:
         return self.cache_bytes + self.logits_bytes
 
 
-def cut_into_units(root: ModuleNode, ties: Sequence[TiedGroup] = ()) -> tuple[Unit, ...]:
+def cut_into_units(
+    root: ModuleNode,
+    ties: Sequence[TiedGroup] = (),
+    *,
+    no_split: Sequence[str] = (),
+    shared: Collection[str] = (),
+) -> tuple[Unit, ...]:
     """Return the units of the tree in execution order; together they hold every tensor exactly once.
 
     Repeated blocks stay whole. A module around them is entered; every other module stays whole. Parameters that an
     entered module owns itself come first: no hook of accelerate's moves them, so they belong on the device that runs
-    the model. Modules whose weights are tied become one unit, at the place of the first.
+    the model. Modules whose weights are tied become one unit, at the place of the first. With `no_split` the modules
+    that match one of its patterns stay whole instead of the blocks. Tensors called `shared` take no memory.
     """
-    parts = sorted(_parts(root), key=lambda part: part.kind is not UnitKind.PARAMETER)
+    parts = sorted(_parts(root, tuple(no_split)), key=lambda part: part.kind is not UnitKind.PARAMETER)
+    parts = _without_copies(parts, root, shared)
     owner = {part.name: index for index, part in enumerate(parts)}
     leader = list(range(len(parts)))
     for tie in ties:
         names = (*tie.stored, *tie.absent_modules)
-        members = sorted({leader[owner[holder]] for name in names if (holder := _owner(name, owner)) is not None})
-        leader = [members[0] if index in members else index for index in leader]
+        members = {leader[owner[holder]] for name in names if (holder := _owner(name, owner)) is not None}
+        first = min(members, default=0)
+        leader = [first if index in members else index for index in leader]
     units: dict[int, list[Part]] = {}
     for index, part in enumerate(parts):
         units.setdefault(leader[index], []).append(part)
     return _without_crumbs([Unit(parts=tuple(members)) for members in units.values()])
+
+
+def blocks_of(root: ModuleNode) -> tuple[ModuleNode, ...]:
+    """Return the repeated blocks of a model, in execution order."""
+    return tuple(_blocks(root))
+
+
+def _blocks(node: ModuleNode) -> Iterator[ModuleNode]:
+    for key, child in node.children.items():
+        if node.is_block_list and is_index(key):
+            yield child
+        else:
+            yield from _blocks(child)
+
+
+def _without_copies(parts: Sequence[Part], root: ModuleNode, shared: Collection[str]) -> list[Part]:
+    """Return `parts` without the bytes of tensors that take no memory of their own."""
+    if not shared:
+        return list(parts)
+    less: dict[str, int] = {}
+    owner = {part.name: index for index, part in enumerate(parts)}
+    for tensor in root.all_tensors():
+        if tensor.name in shared and (holder := _owner(tensor.name, owner)) is not None:
+            less[holder] = less.get(holder, 0) + tensor.num_bytes
+    return [replace(part, num_bytes=part.num_bytes - less[part.name]) if part.name in less else part for part in parts]
 
 
 def _without_crumbs(units: Sequence[Unit]) -> tuple[Unit, ...]:
@@ -125,19 +160,42 @@ def _without_crumbs(units: Sequence[Unit]) -> tuple[Unit, ...]:
     return tuple(whole)
 
 
-def _parts(node: ModuleNode) -> Iterator[Part]:
+def _parts(node: ModuleNode, no_split: tuple[str, ...]) -> Iterator[Part]:
+    if no_split:
+        yield from _kept_whole(node, no_split)
+        return
     if node.is_block_list:
         for key, child in node.children.items():
             if is_index(key):
                 yield Part(name=child.name, kind=UnitKind.BLOCK, num_bytes=child.num_bytes)
             else:
-                yield from _parts(child)
+                yield from _parts(child, no_split)
     elif node.name and not any(below.is_block_list for below in node.walk()):
         yield Part(name=node.name, kind=UnitKind.MODULE, num_bytes=node.num_bytes)
         return
     else:
         for child in node.children.values():
-            yield from _parts(child)
+            yield from _parts(child, no_split)
+    yield from _own(node)
+
+
+def _kept_whole(node: ModuleNode, no_split: tuple[str, ...]) -> Iterator[Part]:
+    """Yield the modules that match a pattern, and around them what holds none."""
+    if node.name and _matches(node, no_split):
+        yield Part(name=node.name, kind=UnitKind.BLOCK, num_bytes=node.num_bytes)
+    elif node.name and not any(_matches(below, no_split) for below in node.walk()):
+        yield Part(name=node.name, kind=UnitKind.MODULE, num_bytes=node.num_bytes)
+    else:
+        for child in node.children.values():
+            yield from _kept_whole(child, no_split)
+        yield from _own(node)
+
+
+def _matches(node: ModuleNode, patterns: tuple[str, ...]) -> bool:
+    return any(fnmatchcase(node.name, pattern) for pattern in patterns)
+
+
+def _own(node: ModuleNode) -> Iterator[Part]:
     for tensor in node.tensors:
         yield Part(name=tensor.name, kind=UnitKind.PARAMETER, num_bytes=tensor.num_bytes)
 
