@@ -64,9 +64,7 @@ def plan(
     ] = False,
     no_split: Annotated[
         list[str] | None,
-        typer.Option(
-            "--no-split", metavar="PATTERN", help="Modules to keep whole instead of blocks: 'model.layers.*'."
-        ),
+        typer.Option("--no-split", metavar="PATTERN", help="Modules to keep whole, not the blocks: 'model.layers.*'."),
     ] = None,
     mtp: Annotated[bool, typer.Option("--mtp", help="Place layers that only predict further tokens, too.")] = False,
     names: Annotated[

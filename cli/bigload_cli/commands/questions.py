@@ -43,6 +43,7 @@ class Question:
 
     @property
     def asked(self) -> list[str]:
+        """The options that ask."""
         named = {
             "--explain": self.explain is not None,
             "--compare": self.compare is not None,
@@ -54,10 +55,12 @@ class Question:
 
     @property
     def is_any(self) -> bool:
+        """Whether anything is asked."""
         return bool(self.asked)
 
     @property
     def needs_no_budget(self) -> bool:
+        """Whether the answer is about memory that one would need, not about memory that there is."""
         return self.fits or self.gpus is not None
 
     def check(self, *, writes: bool, fail_if: bool) -> None:

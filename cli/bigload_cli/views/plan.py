@@ -65,21 +65,17 @@ def devices(plan: Plan, *, blocks: bool) -> PlainTable:
 
 def closing(plan: Plan) -> list[str]:
     """Return the lines below the table: what running and streaming take, how good the plan is, and notes."""
-    lines = [*_run(plan), *_streaming(plan)]
-    changes = counted(plan.num_device_changes, "device change")
-    lines.append(f"{changes} per forward pass; {plan.certificate}.")
+    lines = [*_run(plan), *_streaming(plan), _quality(plan)]
     lines += [f"note: {printable(note.text)}" for note in plan.notes]
     return lines
 
 
 def _run(plan: Plan) -> list[str]:
     """Return what RUN is made of, devices of one sum in one line."""
-    name, factor = plan.table_unit
-    digits = 0 if name == "B" else 2
     sums: dict[str, list[str]] = {}
     for use in plan.devices:
         terms = {"overhead": use.overhead_bytes, "activations": use.activation_bytes, "logits": use.logits_bytes}
-        words = " + ".join(f"{size / factor:.{digits}f} {term}" for term, size in terms.items() if size)
+        words = " + ".join(f"{format_size(size)} {term}" for term, size in terms.items() if size)
         if words:
             sums.setdefault(words, []).append(str(use.device))
     return [f"RUN is {words} on {', '.join(devices)}." for words, devices in sums.items()]
@@ -92,21 +88,33 @@ def _streaming(plan: Plan) -> list[str]:
     needed = {device: plan.token_bytes.get(device, 0) for device in streamed}
     is_sparse = sum(needed.values()) < sum(streamed.values())
     shown = needed if is_sparse else streamed
-    what = "Each token brings" if is_sparse else "Each forward pass brings"
-    sources = ", ".join(f"{format_size(size)} {_origin(device)}" for device, size in shown.items())
-    several = len(shown) > 1 or is_sparse
-    of = f" of {format_size(sum(streamed.values()))}" if is_sparse else ""
-    total = f"{format_size(sum(shown.values()))}{of} to {plan.execution_device}: " if several else ""
-    target = "" if total else f" to {plan.execution_device}"
-    lines = [f"{what} {total}{sources}{target}."]
+    total = format_size(sum(shown.values()))
+    if is_sparse:
+        total = f"{total} of {format_size(sum(streamed.values()))}"
+    sources = [f"{format_size(size)} {_origin(device)}" for device, size in shown.items()]
+    if len(shown) > 1:
+        brought = f"{total} to {plan.execution_device}: {', '.join(sources)}"
+    else:
+        brought = f"{total} {_origin(next(iter(shown)))} to {plan.execution_device}"
     speeds = {CPU: plan.options.bandwidth.link, DISK: plan.options.bandwidth.disk}
     words = " and ".join(f"{format_size(speeds[device])}/s {_origin(device)}" for device in shown)
-    lines.append(f"At {words} that is at least {_seconds(plan.token_seconds)}.")
+    lines = [
+        f"Each {'token' if is_sparse else 'forward pass'} brings {brought}.",
+        f"At {words} that is at least {_seconds(plan.token_seconds)}.",
+    ]
     if any(use.workspace_bytes for use in plan.devices):
         ahead = all(note.code != "no-prefetch" for note in plan.notes)
         held = "two streamed modules: one computes, the next arrives" if ahead else "the largest streamed module"
         lines.append(f"Workspace holds {held}.")
     return lines
+
+
+def _quality(plan: Plan) -> str:
+    """Return how often the device changes, where there are several, and how good the plan is."""
+    proven = str(plan.certificate)
+    if sum(bool(use.modules) for use in plan.devices if use.device.is_accelerator) < 2:
+        return f"{proven[0].upper()}{proven[1:]}."
+    return f"{counted(plan.num_device_changes, 'device change')} per forward pass; {proven}."
 
 
 def _seconds(seconds: float) -> str:
