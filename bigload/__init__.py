@@ -61,10 +61,12 @@ if TYPE_CHECKING:  # `as` marks them as public to type checkers
     from bigload.planning.plan_file import write_plan as write_plan
     from bigload.planning.planner import plan as plan
     from bigload.planning.policies.policy import Policy as Policy
+    from bigload.runtime.auto_device_map import infer_auto_device_map as infer_auto_device_map
     from bigload.runtime.device_maps import check_device_map as check_device_map
     from bigload.runtime.device_maps import clean_device_map as clean_device_map
     from bigload.runtime.device_memory import get_balanced_memory as get_balanced_memory
     from bigload.runtime.device_memory import get_max_memory as get_max_memory
+    from bigload.runtime.fallback import fallback_allocate as fallback_allocate
     from bigload.runtime.module_sizes import calculate_maximum_sizes as calculate_maximum_sizes
     from bigload.runtime.module_sizes import compute_module_sizes as compute_module_sizes
     from bigload.runtime.module_sizes import compute_module_total_buffer_size as compute_module_total_buffer_size
@@ -81,6 +83,7 @@ if TYPE_CHECKING:  # `as` marks them as public to type checkers
     )
     from bigload.runtime.tied_parameters import find_tied_parameters as find_tied_parameters
     from bigload.runtime.tied_parameters import get_module_size_with_ties as get_module_size_with_ties
+    from bigload.runtime.trees import units_of_model as units_of_model
 
 __version__ = "0.1.0"
 
@@ -149,6 +152,9 @@ _HOMES = {
         "find_tied_parameters",
         "get_module_size_with_ties",
     ),
+    "bigload.runtime.auto_device_map": ("infer_auto_device_map",),
+    "bigload.runtime.fallback": ("fallback_allocate",),
+    "bigload.runtime.trees": ("units_of_model",),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
