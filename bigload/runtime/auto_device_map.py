@@ -96,8 +96,8 @@ def _warn_of_offloaded_buffers(buffers: Mapping[str, Size], device_map: Mapping[
     free = [limit - run.used[device] for device, limit in run.limits.items() if device not in ("cpu", "disk")]
     if num_bytes and free and max(free) < num_bytes:
         text = (
-            f"Current model requires {math.ceil(num_bytes)} bytes of buffers for offloaded layers, more than is left on any "
-            "accelerator. With offload_buffers=True they are offloaded as well."
+            f"Current model requires {math.ceil(num_bytes)} bytes of buffers for offloaded layers, more than is left "
+            "on any accelerator. With offload_buffers=True they are offloaded as well."
         )
         warnings.warn(text, stacklevel=3)
 

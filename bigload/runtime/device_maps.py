@@ -27,12 +27,8 @@ def check_device_map(model: nn.Module, device_map: Mapping[str, int | str | torc
     Raises:
         ValueError: something has no device; the text lists it all.
     """
-    entries = list(model.state_dict())
-    known = {name for name, _ in model.named_modules(remove_duplicate=False)}
-    known.update(entries)
-    known.update(name for name, _ in model.named_parameters(remove_duplicate=False))
-    known.update(name for name, _ in model.named_buffers(remove_duplicate=False))
-    unknown = [name for name in device_map if name and name not in known]
+    entries = dict.fromkeys(model.state_dict())
+    unknown = [name for name in device_map if name not in entries and not _exists(model, name)]
     if unknown:
         text = f"The following device_map keys do not match any submodules in the model: {unknown}"
         warnings.warn(text, UserWarning, stacklevel=2)
@@ -41,6 +37,18 @@ def check_device_map(model: nn.Module, device_map: Mapping[str, int | str | torc
         raise ValueError(
             f"The device_map provided does not give any device for the following parameters: {', '.join(missing)}"
         )
+
+
+def _exists(model: nn.Module, name: str) -> bool:
+    """Return whether `name` is a module, a parameter or a buffer of `model`; `""` is the model."""
+    module: nn.Module | None = model
+    *around, last = name.split(".")
+    for key in around:
+        module = module._modules.get(key) if module is not None else None
+    if module is None:
+        return False
+    kinds = (module._modules, module._parameters, module._buffers)
+    return not name or any(found.get(last) is not None for found in kinds)
 
 
 def clean_device_map(device_map: dict[str, Place], module_name: str = "") -> dict[str, Place]:

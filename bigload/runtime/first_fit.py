@@ -11,6 +11,7 @@ in one at a time. The last layer of all needs none.
 from __future__ import annotations
 
 import logging
+import math
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 
@@ -49,6 +50,7 @@ class FirstFit:
         Raises:
             DoesNotFitError: something found room on no device.
         """
+        total = sum(item.num_bytes for item in self._work)
         while (item := self._work.take_first()) is not None:
             partners = self._ties.partners(item, self._work)
             size = self._ties.size_with(item, partners)
@@ -58,7 +60,7 @@ class FirstFit:
                 self._work.put_first(item)
                 self._go_on(size)
                 if not self._left:
-                    raise self._does_not_fit(model_name)
+                    raise self._does_not_fit(model_name, total)
         return self._device_map
 
     @property
@@ -125,14 +127,13 @@ class FirstFit:
         self._say("%s is full", device)
         del self._left[0]
 
-    def _does_not_fit(self, model_name: str) -> DoesNotFitError:
+    def _does_not_fit(self, model_name: str, total: Size) -> DoesNotFitError:
         unplaced = sum(item.num_bytes for item in self._work)
-        usable = sum(self.limits.values())
         return DoesNotFitError(
             model_name,
-            needed_bytes=int(sum(self.used.values()) + unplaced),
-            usable_bytes=int(usable),
-            shortfalls={"total": int(unplaced)},
+            needed_bytes=math.ceil(total),
+            usable_bytes=int(total - unplaced),
+            shortfalls={"total": math.ceil(unplaced)},
             details=[f"{device}: {format_size(int(limit))}" for device, limit in self.limits.items()],
             hint="raise the limit on the disk, or drop it from max_memory: then it takes what is left over",
         )
