@@ -59,8 +59,8 @@ def infer_auto_device_map(
             accelerator, there is a warning.
         fallback_allocation: Where a device would stay empty, bring the first later module forward that fits on it.
         policy: `None` fills the devices in order, as accelerate does, and keeps room on the first accelerator and on
-            the cpu for the largest layer still to come. Else the name of one of bigload's policies, to which the
-            last two options mean nothing.
+            the cpu for the largest layer still to come. Else the name of one of bigload's policies, to which `verbose`,
+            `offload_buffers` and `fallback_allocation` mean nothing.
 
     Raises:
         DoesNotFitError: the limits, that on the disk included, leave no room for something.

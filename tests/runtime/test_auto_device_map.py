@@ -2,6 +2,7 @@
 
 import logging
 import math
+import sys
 import warnings
 
 import pytest
@@ -274,25 +275,46 @@ def test_limits_may_be_floats():
     assert infer(model, {0: 416.0, "cpu": math.inf}) == {"m": 0}
 
 
-def test_no_model_takes_steps_that_grow_with_its_square(monkeypatch):
-    """Count looks at the size of a module, as time decides no test: in accelerate they are the square of the layers."""
-    looks = 0
+def rows_of_layers(count):
+    """Return layers that are each a little smaller than the last, so that the largest one left is always another."""
+    return nn.ModuleDict({"layers": nn.Sequential(*[holding(count - index) for index in range(count)])})
 
-    class Counted(dict):
-        def get(self, *arguments):
-            nonlocal looks
-            looks += 1
-            return super().get(*arguments)
 
-    from bigload.runtime import auto_device_map
+def tied_layers(count):
+    """Return layers of which each is tied to one far away."""
+    layers = nn.Sequential(*[row(8, 4) for _ in range(count)])
+    for index in range(count // 2):
+        layers[index]["a"].weight = layers[count - 1 - index]["a"].weight
+    return layers
 
-    sizes = auto_device_map.compute_module_sizes
-    monkeypatch.setattr(
-        auto_device_map, "compute_module_sizes", lambda *given, **named: Counted(sizes(*given, **named))
-    )
-    layers = nn.Sequential(*[holding(2000 - index) for index in range(500)])
-    infer(nn.ModuleDict({"layers": layers}), {0: 200_000, 1: 200_000, "cpu": BIG})
-    assert looks < 5 * 500
+
+def num_calls(function):
+    """Count the calls and resumptions of functions in bigload, which tell of its work without a clock."""
+    calls = 0
+
+    def count(frame, event, _):
+        nonlocal calls
+        calls += event == "call" and "bigload" in frame.f_code.co_filename
+
+    before = sys.getprofile()
+    sys.setprofile(count)
+    try:
+        function()
+    finally:
+        sys.setprofile(before)
+    return calls
+
+
+@pytest.mark.parametrize("build", [rows_of_layers, tied_layers])
+@pytest.mark.parametrize("fallback", [False, True])
+def test_twice_the_layers_are_twice_the_work_not_four_times(build, fallback):
+    def work(count):
+        model = build(count)
+        total = bigload.compute_module_sizes(model)[""]
+        memory = {0: total // 4, 1: total // 4, 2: 10, "cpu": total // 4}
+        return num_calls(lambda: bigload.infer_auto_device_map(model, memory, fallback_allocation=fallback))
+
+    assert work(400) < 2.6 * work(200)
 
 
 # Policies.
