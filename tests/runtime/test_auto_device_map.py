@@ -92,6 +92,11 @@ def test_a_load_dtype_makes_room():
     assert on_device == ["l0", "l1", "l2"]
 
 
+def test_beside_mps_the_cpu_keeps_no_room():
+    assert infer(row(10, 20), {"mps": 25, "cpu": 20}) == {"a": "cpu", "b": "disk"}
+    assert infer(row(10, 20), {0: 25, "cpu": 20}) == {"": "disk"}
+
+
 def test_models_of_nothing_of_one_layer_and_of_one_child():
     assert infer(nn.Module(), {0: 10}) == {}
     assert infer(nn.Linear(2, 2), {0: 100}) == {"": 0}
@@ -200,6 +205,16 @@ def test_keys_come_in_the_order_of_the_model():
 
 
 # What accelerate 1.15 gets wrong.
+
+
+def test_ties_are_not_torn_apart_by_another_that_comes_first():
+    model = nn.ModuleDict({"one": row(10), "two": row(10, 4), "big": holding(30), "three": row(5), "four": row(10, 5)})
+    model["last"] = holding(30)
+    model["two"]["a"].weight = model["one"]["a"].weight
+    model["four"]["a"].weight = model["two"]["b"].weight
+    model["four"]["b"].weight = model["three"]["a"].weight
+    device_map = infer(model, {0: 60, "cpu": BIG}, ["ModuleDict"])
+    assert device_map == {"one": 0, "two": 0, "four": 0, "three": 0, "big": "cpu", "last": "cpu"}
 
 
 def test_buffers_of_a_split_module_get_a_device():

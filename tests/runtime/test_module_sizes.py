@@ -192,3 +192,7 @@ def test_views_share_the_identity_of_their_storage():
     assert bigload.id_tensor_storage(tensor) == bigload.id_tensor_storage(tensor[2:])
     assert bigload.id_tensor_storage(tensor) != bigload.id_tensor_storage(torch.empty(6))
     assert bigload.id_tensor_storage(tensor.to("meta")) == (torch.device("meta"), 0, 24)
+
+
+def test_a_tensor_without_a_storage_of_its_own_is_told_by_device_and_size():
+    assert bigload.id_tensor_storage(torch.eye(3).to_sparse()) == (torch.device("cpu"), 0, 36)
