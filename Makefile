@@ -4,10 +4,10 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: help demo test check bench docs clean
+.PHONY: help demo test check bench bench-planner docs clean
 
 help:  ## Show what can be made.
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
@@ -24,7 +24,7 @@ check: $(STAMP)  ## Format, lint, types, import layers, tests with coverage.
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(BIN)/mypy --strict fixtures/make.py fixtures/bench.py
+	$(BIN)/mypy --strict fixtures/make.py fixtures/bench.py fixtures/bench_planner.py
 	$(BIN)/lint-imports
 	$(BIN)/coverage run -m pytest -q
 	$(BIN)/coverage combine -q
@@ -32,6 +32,9 @@ check: $(STAMP)  ## Format, lint, types, import layers, tests with coverage.
 
 bench: $(STAMP)  ## Print the figures of this machine: start-up times, reshard against cp.
 	$(BIN)/python fixtures/bench.py
+
+bench-planner: $(STAMP)  ## Compare plans with those of accelerate and transformers: make bench-planner CATALOGUES=folder
+	$(BIN)/python -m fixtures.bench_planner "$(CATALOGUES)"
 
 docs: $(STAMP)  ## Regenerate docs/cli.md from the program's own help.
 	$(BIN)/python docs/generate.py > docs/cli.md

@@ -35,6 +35,7 @@ if TYPE_CHECKING:  # `as` marks them as public to type checkers
     from bigload.errors import InvalidPlanError as InvalidPlanError
     from bigload.errors import LayoutError as LayoutError
     from bigload.errors import LoadError as LoadError
+    from bigload.errors import NamesUnknownError as NamesUnknownError
     from bigload.errors import NotEnoughMemoryError as NotEnoughMemoryError
     from bigload.errors import NotEnoughSpaceError as NotEnoughSpaceError
     from bigload.errors import OutputExistsError as OutputExistsError
@@ -103,6 +104,7 @@ _HOMES = {
         "InvalidPlanError",
         "LayoutError",
         "LoadError",
+        "NamesUnknownError",
         "NotEnoughMemoryError",
         "NotEnoughSpaceError",
         "OutputExistsError",

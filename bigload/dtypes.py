@@ -57,3 +57,19 @@ DTYPES: Mapping[str, DType] = MappingProxyType(
         )
     }
 )
+
+_ALIASES = {"FP64": "F64", "FP32": "F32", "FP16": "F16", "FP8": "F8_E4M3", "HALF": "F16", "FLOAT": "F32"}
+
+
+def parse_dtype(text: str) -> DType:
+    """Return the dtype that `text` names: as safetensors does (`BF16`), as torch does (`bfloat16`), or `fp16`.
+
+    Raises:
+        ValueError: no such dtype; the text lists some.
+    """
+    word = str(text).strip().removeprefix("torch.")
+    name = _ALIASES.get(word.upper(), word.upper())
+    found = DTYPES.get(name) or next((dtype for dtype in DTYPES.values() if dtype.torch_name == word.lower()), None)
+    if found is None:
+        raise ValueError(f'unknown dtype "{text:.40}"; known are, for example, bf16, fp16, fp32 and F8_E4M3')
+    return found

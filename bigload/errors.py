@@ -9,6 +9,7 @@
     │   ├── DoesNotFitError              no placement keeps the limits
     │   ├── PlanNotFoundError            no file at that path             (FileNotFoundError)
     │   ├── InvalidPlanError             a plan file that is not one      (ValueError)
+    │   ├── NamesUnknownError            what a model calls its modules is not known
     │   └── StalePlanError               made for another version of the checkpoint
     ├── LayoutError                      forms on disk
     │   ├── OutputExistsError            refuses to overwrite             (FileExistsError)
@@ -169,6 +170,10 @@ class PlanNotFoundError(PlanError, FileNotFoundError):
 
 class InvalidPlanError(PlanError, ValueError):
     """A plan file cannot be read, has another major schema version, or contradicts itself."""
+
+
+class NamesUnknownError(PlanError):
+    """A device map cannot be put into the names of the model in memory; the message says why."""
 
 
 class StalePlanError(PlanError):

@@ -6,11 +6,15 @@ types, because values are what they build.
 
 from __future__ import annotations
 
+import atexit
 import json
 import struct
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
 from math import prod
 from pathlib import Path
+from shutil import rmtree
+from tempfile import mkdtemp
 
 from bigload.checkpoint.model import Checkpoint, Shard, Span, TensorInfo
 from bigload.dtypes import DTYPES
@@ -178,7 +182,10 @@ def make_cached_repository(cache: Path, repository: str = "org/tiny", *, shards:
 def checkpoint_of(
     tensors: Mapping[str, int | Form], *, config: Mapping[str, object] | None = None, path: str = "models/tiny"
 ) -> Checkpoint:
-    """Return a checkpoint of one shard that exists in memory only; a whole number is so many bytes of U8."""
+    """Return a checkpoint of one shard that exists in memory only; a whole number is so many bytes of U8.
+
+    Whoever reads its file reads zeros, so tensors of one form are equal.
+    """
     infos: dict[str, TensorInfo] = {}
     start = 0
     for name, form in tensors.items():
@@ -190,8 +197,16 @@ def checkpoint_of(
         file="model.safetensors", num_bytes=start + 8, header_bytes=8, header_sha256="5ad" * 21 + "f", metadata={}
     )
     return Checkpoint(
-        path=path, root=Path(path), index_file=None, shards=(shard,), tensors=infos, config=config, warnings=()
+        path=path, root=_folder_of_zeros(), index_file=None, shards=(shard,), tensors=infos, config=config, warnings=()
     )
+
+
+@cache
+def _folder_of_zeros() -> Path:
+    folder = Path(mkdtemp(prefix="zeros-"))
+    atexit.register(rmtree, folder)
+    (folder / "model.safetensors").symlink_to("/dev/zero")
+    return folder
 
 
 def units_of(sizes: Iterable[int]) -> tuple[Unit, ...]:

@@ -21,7 +21,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
+from typing import NoReturn, TypeGuard
 
 from bigload.checkpoint.model import Shard, Span, TensorInfo
 from bigload.dtypes import DTYPES, DType
@@ -32,6 +32,7 @@ MAX_HEADER_BYTES = 100_000_000
 
 MAX_ELEMENTS = 2**64 - 1
 METADATA_KEY = "__metadata__"
+_FIELDS = frozenset({"dtype", "shape", "data_offsets"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -192,29 +193,36 @@ def _metadata(entry: object, file: str) -> Mapping[str, str]:
 
 def _tensor(name: str, entry: object, file: str, *, data_start: int) -> TensorInfo | tuple[str, str]:
     """Return the tensor, or the code and the text of what is wrong with its entry."""
-    if not isinstance(entry, dict) or not {"dtype", "shape", "data_offsets"} <= entry.keys():
+    if not isinstance(entry, dict) or not entry.keys() >= _FIELDS:
         return "bad-entry", "expected an object with dtype, shape and data_offsets"
     dtype_name, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     dtype = DTYPES.get(dtype_name) if isinstance(dtype_name, str) else None
     if dtype is None:
         return "unknown-dtype", f"unknown dtype {dtype_name!r:.100}"
-    if not _is_size_list(shape) or _num_elements(shape) > MAX_ELEMENTS:
+    num_elements = _num_elements(shape)
+    if num_elements is None:
         return "bad-shape", f"shape {shape!r:.100}, expected whole numbers >= 0 whose product fits 64 bits"
     if not _is_size_list(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
         return "bad-offsets", f"data_offsets {offsets!r:.100}, expected [begin, end] with 0 <= begin <= end"
     start, stop = offsets
-    if math.prod(shape) * dtype.bits != (stop - start) * 8:
-        expected = f"{math.prod(shape)} x {dtype.bits} bits"
+    if num_elements * dtype.bits != (stop - start) * 8:
+        expected = f"{num_elements} x {dtype.bits} bits"
         return "size-mismatch", f"{dtype_name} {shape!r:.100} takes {expected}, data_offsets give {stop - start} bytes"
     return TensorInfo(name, dtype, tuple(shape), Span(file, data_start + start, data_start + stop))
 
 
-def _num_elements(shape: list[int]) -> int:
-    """Return the elements of `shape`, zeros left out: 0 x 2^63 x 2^63 overflows in readers that multiply in order."""
-    return math.prod([size or 1 for size in shape])
+def _num_elements(shape: object) -> int | None:
+    """Return the elements of `shape`; `None` for what is no shape, and for one that overflows with its zeros left out.
+
+    0 x 2^63 x 2^63 overflows in readers that multiply in order.
+    """
+    if not _is_size_list(shape):
+        return None
+    num_elements = math.prod(shape)
+    return num_elements if (num_elements or math.prod(filter(None, shape))) <= MAX_ELEMENTS else None
 
 
-def _is_size_list(value: object) -> bool:
+def _is_size_list(value: object) -> TypeGuard[list[int]]:
     if not isinstance(value, list):
         return False
     for item in value:  # noqa: SIM110 - a generator takes twice as long, and this runs for every tensor

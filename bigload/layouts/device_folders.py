@@ -67,14 +67,15 @@ class OutputFile:
 def lay_out(
     plan: Plan, checkpoint: Checkpoint, *, max_shard_bytes: int = DEFAULT_MAX_SHARD_BYTES
 ) -> tuple[OutputFile, ...]:
-    """Return the files that hold every tensor of `checkpoint` once, in the folder of its device under `plan`.
+    """Return the files that hold every tensor that `plan` places once, in the folder of its device, as it is stored.
 
     A file ends before the tensor that would take its data past `max_shard_bytes`; one larger tensor has a file of its
     own.
     """
     by_device: dict[Device, list[TensorInfo]] = {use.device: [] for use in plan.devices}
     for tensor in build_tree(checkpoint.tensors.values()).all_tensors():
-        by_device[plan.device_of(tensor.name)].append(tensor)
+        if not plan.leaves_out(tensor.name):
+            by_device[plan.device_of(tensor.name)].append(tensor)
     files = []
     for device, tensors in by_device.items():
         parts = _split(tensors, max_shard_bytes)

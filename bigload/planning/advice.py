@@ -2,37 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from dataclasses import replace
 
 from bigload.devices import CPU, DISK, Device
-from bigload.planning.budget import MemoryBudget
-from bigload.planning.placement import Misfit, Placement, PlacementPolicy
-from bigload.planning.units import Unit
+from bigload.planning.placement import Misfit, PlacementProblem
+from bigload.planning.policies.policy import Policy
+from bigload.planning.policies.registry import Solution, solve
 from bigload.units import GIB, KIB, MIB
 
 _STEPS = 8
 
 
-def ram_without_disk(
-    units: Sequence[Unit], budget: MemoryBudget, placement: Placement, policy: PlacementPolicy
-) -> str | None:
+def ram_without_disk(solution: Solution, policy: Policy) -> str | None:
     """Return a limit for `cpu` with which nothing would be on disk, such as `cpu=93GiB`; `None` when none was found."""
-    host_bytes = sum(
-        unit.num_bytes for unit, home in zip(units, placement.devices, strict=True) if not home.is_accelerator
-    )
-    size = _least_ram(units, budget, host_bytes, policy, lambda found: DISK not in found.devices)
+    problem, placement = solution.problem, solution.placement
+    homes = list(zip(problem.units, placement.devices, strict=True))
+    host_bytes = sum(unit.num_bytes for unit, home in homes if not home.is_accelerator)
+    if not problem.budget.accelerators:
+        host_bytes += sum(unit.run_bytes for unit in problem.units) + problem.fixed_bytes.get(CPU, 0)
+    size = _least_ram(problem, policy, host_bytes, lambda found: DISK not in found.placement.devices)
     return None if size is None else f"cpu={written(size)}"
 
 
-def limits_that_fit(units: Sequence[Unit], budget: MemoryBudget, misfit: Misfit, policy: PlacementPolicy) -> str | None:
-    """Return limits with which `units` fit, as command-line options; `None` when none were found."""
+def limits_that_fit(problem: PlacementProblem, misfit: Misfit, policy: Policy) -> str | None:
+    """Return limits with which the units fit, as command-line options; `None` when none were found."""
     raised: dict[Device, int] = {}
+    budget = problem.budget
     for device, lacking in misfit.too_small.items():
         raised[device] = rounded((budget.get(device) or 0) + lacking)
         budget = budget.with_limit(device, raised[device])
-    if not raised or isinstance(policy(units, budget), Misfit):
+    grown = replace(problem, budget=budget)
+    if not raised or isinstance(solve(grown, policy), Misfit):
         start = misfit.host_bytes or (budget.get(CPU) or 0)
-        size = _least_ram(units, budget, start, policy, lambda _found: True)
+        size = _least_ram(grown, policy, start, lambda _found: True)
         if size is None:
             return None
         raised[CPU] = size
@@ -53,19 +56,15 @@ def written(num_bytes: int) -> str:
     return f"{num_bytes // factor}{name}"
 
 
-def _least_ram(
-    units: Sequence[Unit],
-    budget: MemoryBudget,
-    start: int,
-    policy: PlacementPolicy,
-    accept: Callable[[Placement], bool],
-) -> int | None:
+def _least_ram(problem: PlacementProblem, policy: Policy, start: int, accept: Callable[[Solution], bool]) -> int | None:
     """Return the first of a few sizes from `start` to the whole model that `accept` likes the placement of."""
-    total = sum(unit.num_bytes for unit in units)
+    total = sum(unit.num_bytes + unit.run_bytes for unit in problem.units) + max(
+        problem.fixed_bytes.values(), default=0
+    )
     for step in range(_STEPS + 1):
         size = rounded(start + max(total - start, 0) * step // _STEPS)
         if size > 0:
-            found = policy(units, budget.with_limit(CPU, size))
-            if isinstance(found, Placement) and accept(found):
+            found = solve(replace(problem, budget=problem.budget.with_limit(CPU, size)), policy)
+            if isinstance(found, Solution) and accept(found):
                 return size
     return None

@@ -1,32 +1,111 @@
-"""What every policy answers, and the rule all of them obey: the workspace that streamed weights need.
+"""The question every policy answers, the form of the answer, and how many bytes an answer puts on each device.
 
-A unit that lives in RAM or on disk but runs on an accelerator is brought in for each forward pass and dropped again.
-While one computes, the next arrives, so the execution device keeps room for the two largest of them; where only one
-fits, nothing arrives while it computes. Weights that come from disk pass through RAM, which keeps the same room for
-the largest of those. A unit in RAM runs in place when there is no accelerator.
+A unit that lives in RAM or on disk but runs on an accelerator is streamed: brought in for each forward pass and dropped
+again. The execution device keeps a workspace of one buffer for it, as large as the largest streamed unit, or of two,
+so that the next arrives while one computes. Weights that come from disk pass through RAM, which keeps the same number
+of buffers for the largest of those. A unit in RAM runs in place when there is no accelerator.
+
+What a unit needs beside its weights, its KV cache above all, is on the device that runs it: the execution device for
+streamed units.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from itertools import pairwise
 from typing import Protocol
 
 from bigload.devices import CPU, DISK, Device
+from bigload.errors import PlanError
 from bigload.planning.budget import MemoryBudget
 from bigload.planning.units import Unit
+from bigload.units import GIB, format_size
+
+
+class Balance(StrEnum):
+    """How accelerators that hold everything share it, when several ways cost the same."""
+
+    SPREAD = "spread"
+    """The fullest one, by its share of its limit, is as empty as possible."""
+    FILL = "fill"
+    """The first ones are full."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bandwidth:
+    """Bytes per second at which streamed weights come from disk, and from RAM over the link to the accelerator.
+
+    The defaults are those of an NVMe disk and of PCIe 4.0 x16.
+    """
+
+    disk: int = 3 * GIB
+    link: int = 24 * GIB
+
+    def __post_init__(self) -> None:
+        if not 0 < self.disk <= self.link:
+            raise PlanError(
+                f"a disk of {format_size(self.disk)}/s and a link of {format_size(self.link)}/s make no sense",
+                hint="weights from disk cross the link too, so the disk is the slower of the two",
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlacementProblem:
+    """What a policy is asked.
+
+    Attributes:
+        units: The pieces of the model, in execution order.
+        budget: Bytes per device.
+        fixed_bytes: What a device needs as soon as it runs anything: overhead and activations.
+        num_in_flight: Buffers for streamed units, 1 or 2.
+        bandwidth: What streaming is estimated with.
+        balance: How accelerators share what they hold.
+        any_order: Whether accelerators may be used in another order than that of the budget.
+    """
+
+    units: Sequence[Unit]
+    budget: MemoryBudget
+    fixed_bytes: Mapping[Device, int] = field(default_factory=dict)
+    num_in_flight: int = 1
+    bandwidth: Bandwidth = field(default_factory=Bandwidth)
+    balance: Balance = Balance.SPREAD
+    any_order: bool = False
+
+    @property
+    def accelerators(self) -> list[tuple[Device, int]]:
+        """Accelerators with the bytes that units may take there; fewer than none where not even `fixed_bytes` fit."""
+        return [(device, self.room(device) or 0) for device in self.budget.accelerators]
+
+    def room(self, device: Device) -> int | None:
+        """Return the bytes that a device which runs units has for them; `None` when it is unbounded."""
+        limit = self.budget.get(device)
+        return None if limit is None else limit - self.fixed_bytes.get(device, 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """A device for each unit, in the order of the units, and the device on which offloaded units run.
+    """A device for each unit, in the order of the units, and the device on which streamed units run.
 
-    `num_in_flight` streamed units are there at a time: 2, or 1 where there is no room to fetch ahead.
+    `num_in_flight` streamed units are there at a time: 2, or 1 where there is no room to fetch ahead. `is_proven` tells
+    that no placement with the units in order is better by the wishes of the exact policy.
     """
 
     devices: tuple[Device, ...]
     execution_device: Device
     num_in_flight: int
+    is_proven: bool = False
+
+    @property
+    def running(self) -> tuple[Device, ...]:
+        """The device that runs each unit."""
+        return tuple(device if device.is_accelerator else self.execution_device for device in self.devices)
+
+    @property
+    def num_device_changes(self) -> int:
+        """How often a forward pass moves on to another device."""
+        return sum(one != other for one, other in pairwise(self.running))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,47 +124,70 @@ class Misfit:
 
 
 class PlacementPolicy(Protocol):
-    """A pure function: units in execution order and a budget in, a placement that keeps every limit out."""
+    """A pure function: a problem in, a placement that keeps every limit out."""
 
-    def __call__(self, units: Sequence[Unit], budget: MemoryBudget) -> Placement | Misfit: ...
+    def __call__(self, problem: PlacementProblem) -> Placement | Misfit: ...
 
 
-def workspace(units: Sequence[Unit], placement: Placement, budget: MemoryBudget) -> dict[Device, int]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceLoad:
+    """The bytes that a placement puts on one device, apart from what is free."""
+
+    weights: int = 0
+    cache: int = 0
+    logits: int = 0
+    fixed: int = 0
+    workspace: int = 0
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.cache + self.logits + self.fixed + self.workspace
+
+
+def device_loads(problem: PlacementProblem, placement: Placement) -> dict[Device, DeviceLoad]:
+    """Return what `placement` puts on each device of the budget.
+
+    This is the one place where a placement is counted; policies search by sums of their own and are checked by it.
+    """
+    reserved = workspace(problem, placement)
+    running = placement.running
+    loads = {}
+    for device, _ in problem.budget:
+        held = [unit for unit, home in zip(problem.units, placement.devices, strict=True) if home == device]
+        run = [unit for unit, home in zip(problem.units, running, strict=True) if home == device]
+        loads[device] = DeviceLoad(
+            weights=sum(unit.num_bytes for unit in held),
+            cache=sum(unit.cache_bytes for unit in run),
+            logits=sum(unit.logits_bytes for unit in run),
+            fixed=problem.fixed_bytes.get(device, 0) if run else 0,
+            workspace=reserved.get(device, 0),
+        )
+    return loads
+
+
+def keeps_limits(problem: PlacementProblem, placement: Placement) -> bool:
+    """Return whether every device has room for what `placement` puts there."""
+    loads = device_loads(problem, placement)
+    return all(limit is None or loads[device].total <= limit for device, limit in problem.budget)
+
+
+def workspace(problem: PlacementProblem, placement: Placement) -> dict[Device, int]:
     """Return the bytes to keep free on each device for streamed units; devices that need none are left out.
 
-    Example: blocks of 5, 4 and 3 bytes on cpu, cpu and disk, cuda:0 executes, two in flight: cuda:0 keeps 5 + 4, cpu
-    keeps 3.
+    Example: blocks of 5, 4 and 3 bytes on cpu, cpu and disk, cuda:0 executes, two in flight: cuda:0 keeps 2 x 5, cpu
+    keeps 2 x 3.
     """
     execution = placement.execution_device
-    on_cpu = [unit.num_bytes for unit, device in zip(units, placement.devices, strict=True) if device == CPU]
-    on_disk = [unit.num_bytes for unit, device in zip(units, placement.devices, strict=True) if device == DISK]
-    count = placement.num_in_flight
-    needs = {execution: largest(on_disk if execution == CPU else on_disk + on_cpu, count)}
-    if execution != CPU and budget.has_cpu:
-        needs[CPU] = largest(on_disk, count)
-    return {device: needed for device, needed in needs.items() if needed}
+    placed = list(zip(problem.units, placement.devices, strict=True))
+    from_ram = max((unit.stream_bytes for unit, device in placed if device == CPU), default=0)
+    from_disk = max((unit.stream_bytes for unit, device in placed if device == DISK), default=0)
+    needs = {execution: from_disk if execution == CPU else max(from_disk, from_ram)}
+    if execution != CPU and problem.budget.has_cpu:
+        needs[CPU] = from_disk
+    return {device: needed * placement.num_in_flight for device, needed in needs.items() if needed}
 
 
-def largest(sizes: Iterable[int], count: int) -> int:
-    """Return the bytes of the `count` largest of `sizes`."""
-    return sum(sorted(sizes, reverse=True)[:count])
-
-
-Capacities = Sequence[tuple[Device, int | None]]
-"""Room for weights on devices, in the order in which they are filled; `None` is unbounded."""
-
-
-def fill(units: Sequence[Unit], capacities: Capacities) -> list[Device]:
-    """Return the devices of the units that fit when devices are filled in order; the units past them are left over.
-
-    No other assignment in this order, with units in theirs, places more of them.
-    """
-    placed: list[Device] = []
-    for device, capacity in capacities:
-        used = 0
-        for unit in units[len(placed) :]:
-            used += unit.num_bytes
-            if capacity is not None and used > capacity:
-                break
-            placed.append(device)
-    return placed
+def fetch_ahead(problem: PlacementProblem, placement: Placement) -> Placement:
+    """Return `placement` with two units in flight if the room that it leaves free allows that."""
+    ahead = replace(placement, num_in_flight=2)
+    return ahead if keeps_limits(problem, ahead) else placement

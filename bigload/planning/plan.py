@@ -10,11 +10,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from types import MappingProxyType
 
 from bigload.checkpoint.fingerprint import ShardFingerprint
 from bigload.checkpoint.model import TensorInfo
 from bigload.devices import CPU, DISK, Device
 from bigload.errors import InvalidPlanError
+from bigload.planning.certificate import Certificate
+from bigload.planning.load_dtype import as_loaded
+from bigload.planning.options import PlanOptions
 from bigload.planning.policies.policy import Policy
 from bigload.planning.tree import is_index
 from bigload.units import common_unit, format_size
@@ -22,20 +26,41 @@ from bigload.units import common_unit, format_size
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceUse:
-    """One row of the plan: `budget_bytes = weights_bytes + workspace_bytes + free_bytes`.
+    """One row of the plan, an equation of bytes: the budget is the sum of all that follows, and what is free.
 
-    Budget and free are `None` for a disk without a limit. `modules` are in execution order.
+    Attributes:
+        device: The device.
+        budget_bytes: Its limit, `None` for a disk without one.
+        weights_bytes: Weights that live there.
+        kv_bytes: Caches and recurrent states of the blocks that run there.
+        logits_bytes: What the head returns, if it runs there.
+        activation_bytes: One buffer for what blocks compute.
+        overhead_bytes: What the device takes besides: context, kernels, slack.
+        workspace_bytes: Room for streamed weights.
+        modules: Keys of the device map, in execution order.
     """
 
     device: Device
     budget_bytes: int | None
     weights_bytes: int
+    kv_bytes: int = 0
+    logits_bytes: int = 0
+    activation_bytes: int = 0
+    overhead_bytes: int = 0
     workspace_bytes: int
     modules: tuple[str, ...]
 
     @property
+    def used_bytes(self) -> int:
+        return sum(getattr(self, f"{term}_bytes") for term in TERMS)
+
+    @property
     def free_bytes(self) -> int | None:
-        return None if self.budget_bytes is None else self.budget_bytes - self.weights_bytes - self.workspace_bytes
+        return None if self.budget_bytes is None else self.budget_bytes - self.used_bytes
+
+
+TERMS = ("weights", "kv", "logits", "activation", "overhead", "workspace")
+"""What takes memory on a device, in the order in which equations show it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,30 +77,59 @@ class Plan:
 
     Attributes:
         checkpoint_path: The checkpoint as the user named it.
-        total_bytes: Bytes of all its tensors.
+        total_bytes: Bytes of all its tensors, as stored.
         shards: Its fingerprint; a plan is void for a checkpoint with another.
-        policy: What made the choice.
+        options: What was asked for beside the budget.
         execution_device: Where modules on `cpu` and `disk` run, except that RAM runs its own when this is `cpu`.
-        device_map: Module to device, as accelerate and transformers take it: every tensor is below exactly one key.
+        homes: Module, by its name in the checkpoint, to device: every tensor is below exactly one key, unless it is
+            left out.
         devices: One row per device of the budget, in its order.
+        certificate: How far from the best the plan is at most.
+        num_device_changes: How often a forward pass moves on to another device.
+        token_bytes: Weights that one token needs from RAM and from disk, for routed experts those chosen.
+        left_out: Modules without a device, because no ordinary forward pass runs them.
+        shared: Stored tensors that take no memory, because they are copies of others.
+        renamed: Names that `options.names` asks for to device, `None` where they are those of the checkpoint.
+        notes: Whatever else there is to know.
     """
 
     checkpoint_path: str
     total_bytes: int
     shards: tuple[ShardFingerprint, ...]
-    policy: Policy
+    options: PlanOptions
     execution_device: Device
-    device_map: Mapping[str, str]
+    homes: Mapping[str, Device]
     devices: tuple[DeviceUse, ...]
+    certificate: Certificate
+    num_device_changes: int
+    token_bytes: Mapping[Device, int]
+    left_out: tuple[str, ...] = ()
+    shared: tuple[str, ...] = ()
+    renamed: Mapping[str, Device] | None = None
     notes: tuple[PlanNote, ...] = ()
 
     def __getstate__(self) -> dict[str, object]:
-        return {**self.__dict__, "device_map": dict(self.device_map)}
+        renamed = None if self.renamed is None else dict(self.renamed)
+        return {**self.__dict__, "homes": dict(self.homes), "token_bytes": dict(self.token_bytes), "renamed": renamed}
 
     @property
     def name(self) -> str:
         """What tables and messages call the checkpoint."""
         return Path(self.checkpoint_path).name or Path(self.checkpoint_path).resolve().name
+
+    @property
+    def policy(self) -> Policy:
+        return self.options.policy
+
+    @cached_property
+    def device_map(self) -> Mapping[str, str | int]:
+        """Module to device, as accelerate and transformers take it, in the names that were asked for.
+
+        CUDA devices are numbers: of names, `dispatch_model` takes any one to run offloaded modules on, and not always
+        the same (accelerate 1.15).
+        """
+        named = self.homes if self.renamed is None else self.renamed
+        return MappingProxyType({module: _as_peers_say(device) for module, device in named.items()})
 
     def device_of(self, tensor_name: str) -> Device:
         """Return the device of a tensor.
@@ -84,25 +138,36 @@ class Plan:
             InvalidPlanError: no key of the device map covers it.
         """
         name = tensor_name
-        while (device := self._devices.get(name)) is None:
+        while (device := self.homes.get(name)) is None:
             name, dot, _ = name.rpartition(".")
             if not dot:
                 raise InvalidPlanError(f"the device map gives no device to tensor {tensor_name!r}")
         return device
 
-    @cached_property
-    def _devices(self) -> dict[str, Device]:
-        return {module: Device.parse(device) for module, device in self.device_map.items()}
+    def leaves_out(self, tensor_name: str) -> bool:
+        """Return whether a tensor belongs to a module that gets no device."""
+        return bool(self.left_out) and f"{tensor_name}.".startswith(tuple(f"{name}." for name in self.left_out))
 
     def weights_on(self, device: Device) -> int:
         """Return the bytes of weights that live on `device`."""
         return sum(use.weights_bytes for use in self.devices if use.device == device)
 
     @property
+    def weights_bytes(self) -> int:
+        """Bytes of all weights that have a device, as they are loaded."""
+        return sum(use.weights_bytes for use in self.devices)
+
+    @property
     def streamed_bytes(self) -> Mapping[Device, int]:
-        """Bytes that each forward pass brings to the execution device, by where they come from."""
+        """Bytes of weights that are brought to the execution device, by where they come from."""
         sources = (DISK,) if self.execution_device == CPU else (CPU, DISK)
         return {source: self.weights_on(source) for source in sources if self.weights_on(source)}
+
+    @property
+    def token_seconds(self) -> float:
+        """Seconds in which the bytes that one token needs arrive, at the bandwidths of the options."""
+        speeds = {CPU: self.options.bandwidth.link, DISK: self.options.bandwidth.disk}
+        return sum(self.token_bytes.get(source, 0) / speeds[source] for source in self.streamed_bytes)
 
     @property
     def used_devices(self) -> tuple[DeviceUse, ...]:
@@ -114,45 +179,55 @@ class Plan:
         """Name and bytes of the unit in which this plan's figures read best."""
         return common_unit(use.budget_bytes or use.weights_bytes for use in self.used_devices)
 
-    def table_figures(self, use: DeviceUse) -> tuple[str, str, str, str]:
-        """Return budget, weights, workspace and free of a row in `table_unit`; a dash for none."""
+    @property
+    def table_terms(self) -> tuple[str, ...]:
+        """The terms of the equation that some device has; weights and workspace always."""
+        return tuple(
+            term
+            for term in TERMS
+            if term in ("weights", "workspace") or any(getattr(use, f"{term}_bytes") for use in self.devices)
+        )
+
+    def table_figures(self, use: DeviceUse) -> tuple[str, ...]:
+        """Return budget, `table_terms` and free of a row in `table_unit`; a dash for none."""
         name, factor = self.table_unit
         digits = 0 if name == "B" else 2
-        sizes = (use.budget_bytes, use.weights_bytes or None, use.workspace_bytes or None, use.free_bytes)
-        budget, weights, reserved, free = ("-" if size is None else f"{size / factor:.{digits}f}" for size in sizes)
-        return budget, weights, reserved, free
+        terms = [getattr(use, f"{term}_bytes") or None for term in self.table_terms]
+        sizes = (use.budget_bytes, *terms, use.free_bytes)
+        return tuple("-" if size is None else f"{size / factor:.{digits}f}" for size in sizes)
 
     def __str__(self) -> str:
-        rows: list[tuple[str, ...]] = [("DEVICE", "BUDGET", "WEIGHTS", "WORKSPACE", "FREE", "HOLDS")]
+        header = ("DEVICE", "BUDGET", *(term.upper() for term in self.table_terms), "FREE", "HOLDS")
+        rows: list[tuple[str, ...]] = [header]
         rows += [(str(use.device), *self.table_figures(use), summarize(use.modules)) for use in self.used_devices]
-        widths = [max(len(row[column]) for row in rows) for column in range(5)]
-        lines = [
-            "  ".join(
-                [
-                    row[0].ljust(widths[0]),
-                    *(cell.rjust(width) for cell, width in zip(row[1:5], widths[1:], strict=True)),
-                    row[5],
-                ]
-            ).rstrip()
-            for row in rows
-        ]
-        return "\n".join(
-            [f"{self.name}, {format_size(self.total_bytes)}, {self.policy} policy, {self.table_unit[0]}", *lines]
-        )
+        widths = [max(len(row[column]) for row in rows) for column in range(len(header) - 1)]
+        lines = []
+        for row in rows:
+            figures = (cell.rjust(width) for cell, width in zip(row[1:-1], widths[1:], strict=True))
+            lines.append("  ".join([row[0].ljust(widths[0]), *figures, row[-1]]).rstrip())
+        title = f"{self.name}, {format_size(self.total_bytes)}, {self.policy} policy, {self.table_unit[0]}"
+        return "\n".join([title, *lines])
+
+
+def _as_peers_say(device: Device) -> str | int:
+    return device.index if device.kind == "cuda" and device.index is not None else str(device)
 
 
 def recount(plan: Plan, tensors: Iterable[TensorInfo]) -> dict[Device, int]:
-    """Return the bytes of `tensors` per device under `plan`'s device map, counted one by one.
+    """Return the bytes of `tensors` per device under `plan`'s device map, counted one by one as they are loaded.
 
     Raises:
         InvalidPlanError: a tensor has no device, or one on a device that the plan does not list.
     """
     totals = {use.device: 0 for use in plan.devices}
-    for tensor in tensors:
+    shared = frozenset(plan.shared)
+    for tensor in as_loaded(tensors, plan.options.workload.load_dtype):
+        if plan.leaves_out(tensor.name):
+            continue
         device = plan.device_of(tensor.name)
         if device not in totals:
             raise InvalidPlanError(f"tensor {tensor.name!r} is mapped to {device}, which the plan does not list")
-        totals[device] += tensor.num_bytes
+        totals[device] += 0 if tensor.name in shared else tensor.num_bytes
     return totals
 
 

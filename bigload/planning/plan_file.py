@@ -1,4 +1,4 @@
-"""The plan file: JSON, `bigload.plan/1.0`, described in docs/schemas/plan-1.0.json.
+"""The plan file: JSON, `bigload.plan/1.1`, described in docs/schemas/plan-1.1.json.
 
 No clock, no host name, one fixed order: the same plan gives the same bytes, so that plans can be compared and
 committed. Readers ignore keys that they do not know and refuse another major version.
@@ -16,13 +16,23 @@ from typing import NoReturn, TypeVar
 from bigload.checkpoint.fingerprint import ShardFingerprint, changes, fingerprint
 from bigload.checkpoint.model import Checkpoint
 from bigload.devices import DISK, Device
-from bigload.errors import InvalidPlanError, OutputExistsError, PlanNotFoundError, StalePlanError, WriteError
-from bigload.planning.plan import DeviceUse, Plan, PlanNote, recount
-from bigload.planning.policies.policy import Policy
+from bigload.errors import (
+    InvalidPlanError,
+    OutputExistsError,
+    PlanError,
+    PlanNotFoundError,
+    StalePlanError,
+    WriteError,
+)
+from bigload.planning.certificate import Certificate, Verdict
+from bigload.planning.options import PlanOptions, options_of
+from bigload.planning.plan import TERMS, DeviceUse, Plan, PlanNote, recount
 from bigload.units import MAX_SIZE
 
-SCHEMA = "bigload.plan/1.0"
+SCHEMA = "bigload.plan/1.1"
 _FAMILY, _MAJOR = "bigload.plan", 1
+
+_BOUNDS = ("offloaded_bytes", "least_offloaded_bytes", "disk_bytes", "least_disk_bytes", "largest_bytes")
 
 _HOW = "make one with: bigload plan PATH -m DEVICE=SIZE -o plan.json"
 
@@ -45,20 +55,55 @@ def plan_document(plan: Plan) -> dict[str, object]:
             ],
         },
         "policy": str(plan.policy),
+        "options": _options_document(plan.options),
         "execution_device": str(plan.execution_device),
-        "device_map": dict(plan.device_map),
+        "device_map": _named(plan.homes),
+        "renamed_device_map": None if plan.renamed is None else _named(plan.renamed),
+        "left_out": list(plan.left_out),
+        "shared": list(plan.shared),
         "devices": [
             {
                 "device": str(use.device),
                 "budget_bytes": use.budget_bytes,
-                "weights_bytes": use.weights_bytes,
-                "workspace_bytes": use.workspace_bytes,
+                **{f"{term}_bytes": getattr(use, f"{term}_bytes") for term in TERMS},
                 "free_bytes": use.free_bytes,
             }
             for use in plan.devices
         ],
+        "num_device_changes": plan.num_device_changes,
+        "token_bytes": {str(device): num_bytes for device, num_bytes in plan.token_bytes.items()},
+        "certificate": {
+            "verdict": str(plan.certificate.verdict),
+            **{name: getattr(plan.certificate, name) for name in _BOUNDS},
+            "within_blocks": plan.certificate.within_blocks,
+        },
         "notes": [{"code": note.code, "text": note.text} for note in plan.notes],
     }
+
+
+def _options_document(options: PlanOptions) -> dict[str, object]:
+    """Return the wishes that a plan answers, in the words of the command line."""
+    load, cache = options.workload.load_dtype, options.workload.kv_dtype
+    return {
+        "context": options.workload.context,
+        "batch": options.workload.batch,
+        "dtype": None if load is None else load.name,
+        "kv_dtype": None if cache is None else cache.name,
+        "overhead": options.overhead,
+        "disk_bandwidth": options.bandwidth.disk,
+        "link_bandwidth": options.bandwidth.link,
+        "balance": str(options.balance),
+        "order": "any" if options.any_order else "keep",
+        "experts": str(options.experts),
+        "prefetch": options.prefetch,
+        "no_split": list(options.no_split),
+        "mtp": options.keep_extra_layers,
+        "names": str(options.names),
+    }
+
+
+def _named(homes: Mapping[str, Device]) -> dict[str, str]:
+    return {module: str(device) for module, device in homes.items()}
 
 
 def plan_to_json(plan: Plan) -> str:
@@ -150,10 +195,10 @@ def check_plan(plan: Plan, checkpoint: Checkpoint, *, source: str = "the plan") 
 
 def _plan(document: dict[str, object]) -> Plan:
     checkpoint = _typed(document, "checkpoint", dict)
-    device_map = {str(module): str(device) for module, device in _typed(document, "device_map", dict).items()}
+    homes = _homes(_typed(document, "device_map", dict))
     owned: dict[Device, list[str]] = {}
-    for module, device in device_map.items():
-        owned.setdefault(Device.parse(device), []).append(module)
+    for module, device in homes.items():
+        owned.setdefault(device, []).append(module)
     uses = [_device_use(entry, owned) for entry in _typed(document, "devices", list)]
     execution = Device.parse(_typed(document, "execution_device", str))
     listed = {use.device for use in uses}
@@ -175,14 +220,69 @@ def _plan(document: dict[str, object]) -> Plan:
             )
             for shard in _typed(checkpoint, "shards", list)
         ),
-        policy=Policy(_typed(document, "policy", str)),
+        options=_options(document),
         execution_device=execution,
-        device_map=MappingProxyType(device_map),
+        homes=MappingProxyType(homes),
         devices=tuple(uses),
+        certificate=_certificate(_typed(document, "certificate", dict)),
+        num_device_changes=_typed(document, "num_device_changes", int),
+        token_bytes=MappingProxyType(
+            {Device.parse(name): _count(size, name) for name, size in _typed(document, "token_bytes", dict).items()}
+        ),
+        left_out=_names(document, "left_out"),
+        shared=_names(document, "shared"),
+        renamed=None
+        if document["renamed_device_map"] is None
+        else MappingProxyType(_homes(_typed(document, "renamed_device_map", dict))),
         notes=tuple(
             PlanNote(code=_typed(n, "code", str), text=_typed(n, "text", str)) for n in _typed(document, "notes", list)
         ),
     )
+
+
+def _homes(entry: Mapping[str, object]) -> dict[str, Device]:
+    return {str(module): Device.parse(str(device)) for module, device in entry.items()}
+
+
+def _names(document: Mapping[str, object], key: str) -> tuple[str, ...]:
+    names: list[object] = _typed(document, key, list)
+    if not all(isinstance(name, str) for name in names):
+        raise TypeError(f"{key!r} is {names!r:.60}, expected a list of names")
+    return tuple(map(str, names))
+
+
+def _options(document: Mapping[str, object]) -> PlanOptions:
+    """Return the options, checked as those of the command line are."""
+    entry = _typed(document, "options", dict)
+    words = ("balance", "order", "experts", "names")
+    sizes = ("disk_bandwidth", "link_bandwidth", "context", "batch")
+    flags = ("prefetch", "mtp")
+    wishes: dict[str, object] = {"policy": _typed(document, "policy", str), "no_split": _names(entry, "no_split")}
+    wishes |= {key: _typed(entry, key, str) for key in words}
+    wishes |= {key: _typed(entry, key, int) for key in sizes}
+    wishes |= {key: None if entry[key] is None else _typed(entry, key, str) for key in ("dtype", "kv_dtype")}
+    wishes["overhead"] = None if entry["overhead"] is None else _typed(entry, "overhead", int)
+    for key in flags:
+        if not isinstance(entry[key], bool):
+            raise TypeError(f"{key!r} is {entry[key]!r:.60}, expected true or false")
+        wishes[key] = entry[key]
+    try:
+        return options_of(**wishes)  # type: ignore[arg-type]  # every value has just been checked
+    except PlanError as error:
+        raise ValueError(error.message) from None
+
+
+def _certificate(entry: Mapping[str, object]) -> Certificate:
+    return Certificate(
+        verdict=Verdict(_typed(entry, "verdict", str)),
+        **{name: _count(entry[name], name) for name in _BOUNDS},
+    )
+
+
+def _count(value: object, name: str) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= MAX_SIZE:
+        raise TypeError(f"{name!r} is {value!r:.60}, expected a number of bytes")
+    return value
 
 
 def _device_use(entry: Mapping[str, object], owned: Mapping[Device, list[str]]) -> DeviceUse:
@@ -191,13 +291,12 @@ def _device_use(entry: Mapping[str, object], owned: Mapping[Device, list[str]]) 
     use = DeviceUse(
         device=device,
         budget_bytes=None if budget is None else _typed(entry, "budget_bytes", int),
-        weights_bytes=_typed(entry, "weights_bytes", int),
-        workspace_bytes=_typed(entry, "workspace_bytes", int),
+        **{f"{term}_bytes": _typed(entry, f"{term}_bytes", int) for term in TERMS},
         modules=tuple(owned.get(device, ())),
     )
-    sizes = (use.budget_bytes or 0, use.weights_bytes, use.workspace_bytes, use.free_bytes or 0)
+    sizes = (use.budget_bytes or 0, use.free_bytes or 0, *(getattr(use, f"{term}_bytes") for term in TERMS))
     if use.free_bytes != entry["free_bytes"] or min(sizes) < 0:
-        raise ValueError(f"{device}: budget, weights, workspace and free do not add up")
+        raise ValueError(f"{device}: budget, {', '.join(TERMS)} and free do not add up")
     return use
 
 

@@ -1,160 +1,252 @@
-"""Make a plan: cut the model into units, let a policy place them, and say what that costs each device."""
+"""Make a plan: read the structure of the model, let a policy place it, and say what that costs each device."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
+from typing import Unpack
 
 from bigload.checkpoint.fingerprint import fingerprint
 from bigload.checkpoint.model import Checkpoint
 from bigload.checkpoint.source import open_checkpoint
-from bigload.devices import DISK
-from bigload.errors import DoesNotFitError, PlanError
-from bigload.planning.advice import limits_that_fit, ram_without_disk
+from bigload.devices import CPU, DISK, Device
+from bigload.errors import DoesNotFitError, InvalidPlanError
+from bigload.planning.advice import limits_that_fit
 from bigload.planning.budget import MaxMemory, MemoryBudget
-from bigload.planning.placement import Misfit, Placement, PlacementPolicy, workspace
-from bigload.planning.plan import DeviceUse, Plan, PlanNote
+from bigload.planning.certificate import certify
+from bigload.planning.names import NameScheme, in_memory_names, rename_device_map
+from bigload.planning.notes import notes_on, tie_homes
+from bigload.planning.options import Experts, PlanOptions, PlanWishes, options_of
+from bigload.planning.placement import Misfit, PlacementProblem, device_loads
+from bigload.planning.plan import DeviceUse, Plan, PlanNote, recount
 from bigload.planning.policies.policy import Policy
-from bigload.planning.policies.registry import POLICIES
-from bigload.planning.ties import TiedGroup, find_ties
-from bigload.planning.tree import build_tree
-from bigload.planning.units import Unit, cut_into_units
+from bigload.planning.policies.registry import Solution, solve
+from bigload.planning.structure import ModelStructure, read_structure
 from bigload.units import format_size
 
 
 def plan(
-    checkpoint: Checkpoint | str | Path,
-    max_memory: MemoryBudget | MaxMemory,
-    *,
-    policy: Policy | str = Policy.SEQUENTIAL,
+    checkpoint: Checkpoint | str | Path, max_memory: MemoryBudget | MaxMemory, **wishes: Unpack[PlanWishes]
 ) -> Plan:
     """Assign every module of `checkpoint` to one device of `max_memory`.
 
-    Weights count as they are stored. `max_memory` maps devices to sizes, `{"cuda:0": "22GiB", "cpu": "64GiB"}`; what
-    finds no room goes to disk, unless `MemoryBudget.of(..., use_disk=False)` forbids that.
+    `max_memory` maps devices to sizes, `{"cuda:0": "22GiB", "cpu": "64GiB"}`, or is `"auto"`; what finds no room goes
+    to disk, unless `MemoryBudget.of(..., use_disk=False)` forbids that. Keywords are those of the command line, with
+    the same defaults: `policy`, `context`, `batch`, `dtype`, `kv_dtype`, `overhead`, `balance`, `order`, `experts`,
+    `prefetch`, `no_split`, `mtp`, `names`, `disk_bandwidth`, `link_bandwidth` (`PlanOptions` says what they mean).
 
     Raises:
         DoesNotFitError: the policy found no placement that keeps every limit; the error says what is short where.
         BudgetError: `max_memory` names an unknown device or a size that cannot be read.
-        PlanError: there is no such policy.
+        PlanError: a keyword has a value that cannot be, or the names asked for are not known.
         CheckpointError: the checkpoint cannot be opened.
     """
     opened = checkpoint if isinstance(checkpoint, Checkpoint) else open_checkpoint(checkpoint)
     budget = max_memory if isinstance(max_memory, MemoryBudget) else MemoryBudget.of(max_memory)
-    ties = find_ties(opened)
-    units = cut_into_units(build_tree(opened.tensors.values()), ties)
-    place = POLICIES[_policy(policy)]
-    placement = place(units, budget)
-    if isinstance(placement, Misfit):
-        raise _does_not_fit(opened, units, budget, placement, place)
-    device_map = _device_map(units, placement, ties)
-    devices = tuple(_device_uses(units, placement, budget, device_map))
-    ram = ram_without_disk(units, budget, placement, place) if DISK in placement.devices else None
-    return Plan(
-        checkpoint_path=opened.path,
-        total_bytes=opened.total_bytes,
-        shards=fingerprint(opened),
-        policy=_policy(policy),
-        execution_device=placement.execution_device,
-        device_map=MappingProxyType(device_map),
-        devices=devices,
-        notes=tuple(_notes(devices, placement, ties, ram)),
+    return draft(opened, budget, options_of(**wishes)).plan
+
+
+@dataclass(frozen=True, kw_only=True)
+class Draft:
+    """A plan with what it was made of, for questions about it."""
+
+    structure: ModelStructure
+    budget: MemoryBudget
+    options: PlanOptions
+    solution: Solution
+    plan: Plan
+
+
+def draft(checkpoint: Checkpoint, budget: MemoryBudget, options: PlanOptions) -> Draft:
+    """Make a plan and keep what it was made of.
+
+    Raises:
+        DoesNotFitError: no placement keeps every limit.
+        PlanError: the wishes cannot be met for this model.
+    """
+    structure = read_structure(checkpoint, options)
+    solution = place(structure, budget, options)
+    if isinstance(solution, Misfit):
+        raise _does_not_fit(structure, budget, options, solution)
+    made = _plan(structure, budget, options, solution)
+    _audit(made, checkpoint)
+    return Draft(structure=structure, budget=budget, options=options, solution=solution, plan=made)
+
+
+def problem_of(
+    structure: ModelStructure, budget: MemoryBudget, options: PlanOptions, *, split_experts: bool = False
+) -> PlacementProblem:
+    """Return the question that a policy is asked."""
+    activation = structure.memory.at(options.workload).activation_bytes
+    return PlacementProblem(
+        units=structure.units(options.workload, split_experts=split_experts),
+        budget=budget,
+        fixed_bytes={device: activation + options.overhead_of(device) for device, _ in budget if device != DISK},
+        num_in_flight=2 if options.prefetch else 1,
+        bandwidth=options.bandwidth,
+        balance=options.balance,
+        any_order=options.any_order,
     )
 
 
-def _policy(name: Policy | str) -> Policy:
-    try:
-        return Policy(name)
-    except ValueError:
-        known = ", ".join(Policy)
-        raise PlanError(f"no policy {name!r}", hint=f"known are {known}") from None
+def place(structure: ModelStructure, budget: MemoryBudget, options: PlanOptions) -> Solution | Misfit:
+    """Place a model, with its experts apart from their blocks where that is asked for or streams less per token."""
+    if options.experts is Experts.SPLIT and structure.experts:
+        return solve(problem_of(structure, budget, options, split_experts=True), options.policy)
+    whole = solve(problem_of(structure, budget, options), options.policy)
+    may_split = options.experts is Experts.AUTO and options.policy is Policy.OPTIMAL and budget.accelerators
+    if not may_split or not structure.experts or (isinstance(whole, Solution) and not _cost(whole)[1]):
+        return whole
+    apart = solve(problem_of(structure, budget, options, split_experts=True), options.policy)
+    if isinstance(whole, Misfit) or (isinstance(apart, Solution) and _cost(apart) < _cost(whole)):
+        return apart if isinstance(apart, Solution) else whole
+    return whole
 
 
-def _device_map(units: Sequence[Unit], placement: Placement, ties: Sequence[TiedGroup]) -> dict[str, str]:
-    device_map = {
-        part.name: str(device) for unit, device in zip(units, placement.devices, strict=True) for part in unit.parts
+def _cost(solution: Solution) -> tuple[bool, float]:
+    """Return whether accelerators stay unused, and the seconds in which streamed bytes of one token arrive."""
+    problem, execution = solution.problem, solution.placement.execution_device
+    seconds = 0.0
+    for source, num_bytes in _token_bytes(solution).items():
+        if source == DISK or execution != CPU:
+            seconds += num_bytes / (problem.bandwidth.disk if source == DISK else problem.bandwidth.link)
+    return execution == CPU, seconds
+
+
+def _token_bytes(solution: Solution) -> dict[Device, int]:
+    tokens: dict[Device, int] = {}
+    for unit, device in zip(solution.problem.units, solution.placement.devices, strict=True):
+        if not device.is_accelerator:
+            tokens[device] = tokens.get(device, 0) + unit.token_bytes
+    return tokens
+
+
+def _plan(structure: ModelStructure, budget: MemoryBudget, options: PlanOptions, solution: Solution) -> Plan:
+    placement = solution.placement
+    homes = {
+        part.name: device
+        for unit, device in zip(solution.problem.units, placement.devices, strict=True)
+        for part in unit.parts
     }
-    for tie in ties:
-        home = next(device for name, device in device_map.items() if f"{tie.stored[0]}.".startswith(f"{name}."))
-        covered = tuple(f"{name}." for name in device_map)
-        device_map.update({module: home for module in tie.absent_modules if not f"{module}.".startswith(covered)})
-    return device_map
+    homes |= tie_homes(structure.ties, homes)
+    devices = tuple(_device_uses(budget, options, solution, homes))
+    renamed, naming = _renamed(structure, options, homes)
+    return Plan(
+        checkpoint_path=structure.checkpoint.path,
+        total_bytes=structure.checkpoint.total_bytes,
+        shards=fingerprint(structure.checkpoint),
+        options=options,
+        execution_device=placement.execution_device,
+        homes=MappingProxyType(homes),
+        devices=devices,
+        certificate=certify(solution.problem, placement),
+        num_device_changes=placement.num_device_changes,
+        token_bytes=MappingProxyType(_token_bytes(solution)),
+        left_out=structure.left_out,
+        shared=structure.shared,
+        renamed=renamed,
+        notes=(*notes_on(structure, budget, options, solution, devices), *naming),
+    )
 
 
 def _device_uses(
-    units: Sequence[Unit], placement: Placement, budget: MemoryBudget, device_map: Mapping[str, str]
+    budget: MemoryBudget, options: PlanOptions, solution: Solution, homes: Mapping[str, Device]
 ) -> Iterator[DeviceUse]:
-    reserved = workspace(units, placement, budget)
+    loads = device_loads(solution.problem, solution.placement)
     for device, limit in budget:
-        held = [unit for unit, home in zip(units, placement.devices, strict=True) if home == device]
+        load = loads.get(device)
+        overhead = options.overhead_of(device) if load is not None and load.fixed else 0
         yield DeviceUse(
             device=device,
             budget_bytes=limit,
-            weights_bytes=sum(unit.num_bytes for unit in held),
-            workspace_bytes=reserved.get(device, 0),
-            modules=tuple(module for module, home in device_map.items() if home == str(device)),
+            weights_bytes=load.weights if load else 0,
+            kv_bytes=load.cache if load else 0,
+            logits_bytes=load.logits if load else 0,
+            activation_bytes=load.fixed - overhead if load else 0,
+            overhead_bytes=overhead,
+            workspace_bytes=load.workspace if load else 0,
+            modules=tuple(module for module, home in homes.items() if home == device),
         )
 
 
-def _notes(
-    devices: Sequence[DeviceUse], placement: Placement, ties: Sequence[TiedGroup], ram: str | None
-) -> Iterator[PlanNote]:
-    if ram is not None:
-        yield PlanNote(code="disk-used", text=f"with {ram} nothing would stay on disk")
-    if placement.num_in_flight == 1 and any(use.workspace_bytes for use in devices):
-        text = "there is room for one streamed module at a time, so none can arrive while another computes"
-        yield PlanNote(code="no-prefetch", text=text)
-    for use in devices:
-        if use.device.is_accelerator and not use.weights_bytes:
-            spare = (
-                "it only runs what is streamed to it" if use.device == placement.execution_device else "it is not used"
+def _renamed(
+    structure: ModelStructure, options: PlanOptions, homes: Mapping[str, Device]
+) -> tuple[Mapping[str, Device] | None, tuple[PlanNote, ...]]:
+    """Return the device map in the names that were asked for, and what there is to say about them."""
+    if options.names is NameScheme.CHECKPOINT:
+        return None, ()
+    checkpoint = structure.checkpoint
+    renaming = in_memory_names(tuple(homes), checkpoint.tensors, checkpoint.config)
+    renamed = rename_device_map({module: str(device) for module, device in homes.items()}, renaming)
+    notes = tuple(PlanNote(code="names", text=text) for text in renaming.notes)
+    return MappingProxyType({module: Device.parse(device) for module, device in renamed.items()}), notes
+
+
+def _audit(made: Plan, checkpoint: Checkpoint) -> None:
+    """Count the finished plan from its device map and rows alone, before anyone sees it."""
+    counted = recount(made, checkpoint.tensors.values())
+    for use in made.devices:
+        if counted[use.device] != use.weights_bytes or (use.free_bytes is not None and use.free_bytes < 0):
+            raise InvalidPlanError(
+                f"the plan for {made.name} does not add up on {use.device}: {counted[use.device]} bytes by its device "
+                f"map, {use.weights_bytes} by its row, {use.free_bytes} free",
+                hint="this is a bug in bigload; please report it with the output of: bigload inspect --json",
             )
-            yield PlanNote(code="device-empty", text=f"{use.device} holds no weights; {spare}")
-    for tie in ties:
-        first, *stored = dict.fromkeys(_key_of(name, devices) for name in tie.stored)
-        others = ", ".join([*stored, *(f"{module} (not stored)" for module in tie.absent_modules)])
-        if others:
-            yield PlanNote(code="tied", text=f"tied to {first}, so on one device with it: {others}")
-
-
-def _key_of(tensor_name: str, devices: Sequence[DeviceUse]) -> str:
-    """Return the key of the device map that covers a tensor."""
-    return next(module for use in devices for module in use.modules if f"{tensor_name}.".startswith(f"{module}."))
 
 
 def _does_not_fit(
-    checkpoint: Checkpoint, units: Sequence[Unit], budget: MemoryBudget, misfit: Misfit, policy: PlacementPolicy
+    structure: ModelStructure, budget: MemoryBudget, options: PlanOptions, misfit: Misfit
 ) -> DoesNotFitError:
+    problem = problem_of(structure, budget, replace(options, experts=Experts.BLOCK))
     rows, usable = [], 0
     width = max(len(str(device)) for device, _ in budget)
     for device, limit in budget:
         if limit is None:
             continue
-        reserved = misfit.workspace.get(device, 0)
-        usable += limit - reserved
-        minus = f" - {format_size(reserved)} workspace = {format_size(limit - reserved)}" if reserved else ""
-        rows.append(f"{device!s:<{width}}  {format_size(limit):>12}{minus}")
+        terms = {
+            "workspace": misfit.workspace.get(device, 0),
+            "overhead and activations": problem.fixed_bytes.get(device, 0) if _runs(device, budget) else 0,
+        }
+        taken = {name: size for name, size in terms.items() if size}
+        left = limit - sum(taken.values())
+        usable += max(left, 0)
+        minus = "".join(f" - {format_size(size)} {name}" for name, size in taken.items())
+        rows.append(f"{device!s:<{width}}  {format_size(limit):>12}{minus}" + (f" = {_signed(left)}" if minus else ""))
     shortfalls = {str(device): lacking for device, lacking in misfit.too_small.items()}
     if misfit.unplaced_bytes:
         shortfalls["total"] = misfit.unplaced_bytes
-    biggest = max(units, key=lambda unit: unit.num_bytes, default=None)
+    beside = sum(unit.run_bytes for unit in problem.units)
+    if beside:
+        rows.append(f"caches and logits take {format_size(beside)} where the blocks run")
+    biggest = max(problem.units, key=lambda unit: unit.num_bytes, default=None)
     if misfit.too_small and biggest is not None:
         size = format_size(biggest.num_bytes)
         rows.append(f"what is streamed needs room there; the largest module is {biggest.name}, {size}")
     return DoesNotFitError(
-        checkpoint.name,
-        needed_bytes=checkpoint.total_bytes,
+        structure.checkpoint.name,
+        needed_bytes=sum(unit.num_bytes for unit in problem.units),
         usable_bytes=usable,
         shortfalls=shortfalls,
         details=rows,
-        hint=_hint(units, budget, misfit, policy),
+        hint=_hint(problem, misfit, options.policy),
     )
 
 
-def _hint(units: Sequence[Unit], budget: MemoryBudget, misfit: Misfit, policy: PlacementPolicy) -> str | None:
-    enough = limits_that_fit(units, budget, misfit, policy)
+def _runs(device: Device, budget: MemoryBudget) -> bool:
+    return device.is_accelerator or not budget.accelerators
+
+
+def _signed(num_bytes: int) -> str:
+    return format_size(num_bytes) if num_bytes >= 0 else f"-{format_size(-num_bytes)}"
+
+
+def _hint(problem: PlacementProblem, misfit: Misfit, policy: Policy) -> str | None:
+    enough = limits_that_fit(problem, misfit, policy)
     would_do = f"this would do: {enough}" if enough else None
-    if budget.has_disk or isinstance(policy(units, MemoryBudget((*budget.limits, (DISK, None)))), Misfit):
+    budget = problem.budget
+    with_disk = replace(problem, budget=replace(budget, limits=(*budget.limits, (DISK, None))))
+    if budget.has_disk or isinstance(solve(with_disk, policy), Misfit):
         return would_do
     return f"{would_do}, or drop --no-disk" if would_do else "drop --no-disk"

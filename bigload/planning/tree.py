@@ -7,9 +7,11 @@ before layers.2) and shards by dtype.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from enum import IntEnum, auto
 from functools import lru_cache
+from operator import attrgetter
 
 from bigload.checkpoint.model import TensorInfo
 from bigload.errors import PlanError
@@ -79,13 +81,28 @@ def build_tree(tensors: Iterable[TensorInfo]) -> ModuleNode:
     Raises:
         PlanError: a name nests more than `MAX_DEPTH` modules.
     """
-    items = [(tensor.name.split("."), tensor) for tensor in tensors]
-    deepest = max((item for item in items if len(item[0]) > MAX_DEPTH), key=lambda item: len(item[0]), default=None)
-    if deepest is not None:
+    # By paths, names with a dot in front: so the root "" and a module without a name, ".", are two.
+    own: dict[str, list[TensorInfo]] = {"": []}
+    for tensor in tensors:
+        own.setdefault(f".{tensor.name}".rpartition(".")[0], []).append(tensor)
+    deepest = max(own, key=_depth)
+    if _depth(deepest) >= MAX_DEPTH:
         raise PlanError(
-            f"tensor {deepest[1].name:.60}… nests {len(deepest[0])} modules, models nest {MAX_DEPTH} at most"
+            f"tensor {own[deepest][0].name:.60}… nests {_depth(deepest) + 1} modules, models nest {MAX_DEPTH} at most"
         )
-    return _node("", items, depth=0)
+    children = _children(own)
+    _hand_down(own, children)
+    return _node("", own, children)
+
+
+def without(node: ModuleNode, names: Sequence[str]) -> ModuleNode:
+    """Return the tree without the modules called `names`; what is not around them is not built again."""
+    if not any(f"{name}.".startswith(f"{node.name}." if node.name else "") for name in names):
+        return node
+    children = {key: without(child, names) for key, child in node.children.items() if child.name not in names}
+    num_tensors = len(node.tensors) + sum(child.num_tensors for child in children.values())
+    num_bytes = sum(tensor.num_bytes for tensor in node.tensors) + sum(child.num_bytes for child in children.values())
+    return ModuleNode(node.name, node.tensors, children, num_tensors, num_bytes)
 
 
 def is_index(key: str) -> bool:
@@ -93,53 +110,99 @@ def is_index(key: str) -> bool:
     return key.isdecimal() and key.isascii() and len(key) < 10
 
 
-def _node(name: str, items: list[tuple[list[str], TensorInfo]], *, depth: int) -> ModuleNode:
-    own: list[TensorInfo] = []
-    below: dict[str, list[tuple[list[str], TensorInfo]]] = {}
-    for item in items:
-        parts, tensor = item
-        if len(parts) <= depth + 1:
-            own.append(tensor)
-        else:
-            below.setdefault(parts[depth], []).append(item)
-    if not below:  # most modules of a large model
-        return ModuleNode(name, tuple(sorted(own, key=_by_name)), {}, len(own), sum([t.num_bytes for t in own]))
-    if own:
-        own = _hand_down(own, below, depth)
-    prefix = f"{name}." if depth else ""
-    children = {key: _node(prefix + key, below[key], depth=depth + 1) for key in sorted(below, key=execution_order)}
-    num_bytes = sum([tensor.num_bytes for tensor in own]) + sum([child.num_bytes for child in children.values()])
-    return ModuleNode(name, tuple(sorted(own, key=_by_name)), children, len(items), num_bytes)
+def _depth(path: str) -> int:
+    return path.count(".")
 
 
-def _hand_down(
-    own: list[TensorInfo], below: dict[str, list[tuple[list[str], TensorInfo]]], depth: int
-) -> list[TensorInfo]:
-    """Give a tensor `x.weight` that stands beside `x.weight.absmax` (quantised weights) to the module `x.weight`."""
-    kept = []
-    for tensor in own:
-        parts = tensor.name.split(".")
-        if len(parts) == depth + 1 and parts[depth] in below:
-            below[parts[depth]].append((parts, tensor))
-        else:
-            kept.append(tensor)
-    return kept
+def _children(paths: Iterable[str]) -> dict[str, list[str]]:
+    """Return the keys of the children of every module that has any, by its path."""
+    children: dict[str, list[str]] = {}
+    seen = {""}
+    for path in paths:
+        while path not in seen:
+            seen.add(path)
+            path, _, key = path.rpartition(".")  # noqa: PLW2901
+            children.setdefault(path, []).append(key)
+    return children
 
 
-def _by_name(tensor: TensorInfo) -> str:
-    return tensor.name
+def _hand_down(own: dict[str, list[TensorInfo]], children: Mapping[str, list[str]]) -> None:
+    """Give a tensor `x.weight` that stands beside `x.weight.absmax` (quantised weights) to the node `x.weight`.
+
+    Where a module has nothing else below it, all of them go back to the module. Elsewhere they stay a node, because the
+    parameters of a module that is cut into units are keys of the device map, and none may be below another.
+    """
+    modules = own.keys() | children.keys()
+    for path in own.keys() & children.keys():
+        tensors, own[path] = own[path], []
+        for tensor in tensors:
+            own.setdefault(f".{tensor.name}" if f".{tensor.name}" in modules else path, []).append(tensor)
+
+
+def _node(path: str, own: Mapping[str, list[TensorInfo]], below: Mapping[str, list[str]]) -> ModuleNode:
+    name, tensors, keys = path[1:], own.get(path, []), below.get(path)
+    if keys is None:  # most modules of a large model
+        return _leaf(name, tensors)
+    children = {key: _node(f"{path}.{key}", own, below) for key in in_execution_order(tuple(keys))}
+    if _is_tensor(name, tensors) or (
+        path and all(_is_tensor(child.name, child.tensors) for child in children.values())
+    ):
+        return _leaf(name, [*tensors, *(tail for child in children.values() for tail in child.all_tensors())])
+    num_bytes = sum([tensor.num_bytes for tensor in tensors]) + sum([child.num_bytes for child in children.values()])
+    num_tensors = len(tensors) + sum([child.num_tensors for child in children.values()])
+    return ModuleNode(name, tuple(sorted(tensors, key=_by_name)), children, num_tensors, num_bytes)
+
+
+def _leaf(name: str, tensors: list[TensorInfo]) -> ModuleNode:
+    num_bytes = sum([tensor.num_bytes for tensor in tensors])
+    return ModuleNode(name, tuple(sorted(tensors, key=_by_name)), {}, len(tensors), num_bytes)
+
+
+def _is_tensor(name: str, tensors: Iterable[TensorInfo]) -> bool:
+    """Return whether a node is a tensor with tails, `weight` with `weight.absmax`: no module of the model."""
+    return any(tensor.name == name for tensor in tensors)
+
+
+_by_name = attrgetter("name")
+
+
+class _Stage(IntEnum):
+    """When siblings run, earliest first."""
+
+    TOWER = auto()
+    BRIDGE = auto()
+    EMBEDDING = auto()
+    FIRST_NORM = auto()
+    ENCODER = auto()
+    BLOCKS = auto()
+    NORM = auto()
+    EXIT = auto()
+    HEAD = auto()
 
 
 # Asked in this order, because names combine the words: `embed_out` is a head, `visual_projection` no vision tower.
-_STAGES: tuple[tuple[int, tuple[str, ...]], ...] = (
-    (6, ("lm_head", "embed_out", "proj_out", "classifier", "qa_outputs", "score", "pooler", "mtp")),
-    (1, ("projector", "projection", "merger", "connector")),
-    (0, ("vision", "visual", "image", "audio", "speech")),
-    (2, ("embed", "wte", "wpe", "shared")),
-    (5, ("norm", "ln_f")),
+_STAGE_OF_WORD: tuple[tuple[_Stage, tuple[str, ...]], ...] = (
+    (_Stage.HEAD, ("embed_out", "classifier", "qa_outputs", "score", "pooler", "mtp", "text_projection")),
+    (_Stage.EXIT, ("project_out", "merger", "global_transformer", "output_hypernetworks")),
+    (_Stage.BRIDGE, ("projector", "projection", "connector", "qformer", "resampler", "abstractor", "aligner")),
+    (_Stage.NORM, ("post_tile", "final_")),
+    (_Stage.TOWER, ("vision", "visual", "image", "audio", "speech", "feature_extractor")),
+    (_Stage.EMBEDDING, ("embed", "wte", "wpe", "project_in")),
+    (_Stage.NORM, ("norm", "ln_f")),
+    (_Stage.ENCODER, ("encoder",)),
 )
-_EXACT_STAGES = {"encoder": 3, "head": 6, "output": 6, "cls": 6}
-_OTHER_STAGE = 4
+_STAGE_OF_NAME = {
+    "cls": _Stage.HEAD,
+    "head": _Stage.HEAD,
+    "output": _Stage.HEAD,
+    "output_layer": _Stage.HEAD,
+    "proj_out": _Stage.HEAD,
+    "talker": _Stage.HEAD,
+    "token2wav": _Stage.HEAD,
+    "mlp1": _Stage.BRIDGE,
+    "shared": _Stage.EMBEDDING,
+    **dict.fromkeys(("pre_layrnorm", "pre_layernorm", "layernorm_pre", "ln_pre", "norm_pre"), _Stage.FIRST_NORM),
+}
 
 
 def execution_order(key: str) -> tuple[int, int, str]:
@@ -151,13 +214,29 @@ def execution_order(key: str) -> tuple[int, int, str]:
     ['2', '10']
     """
     if is_index(key):
-        return _OTHER_STAGE, int(key), key
+        return _Stage.BLOCKS, int(key), key
     return _stage(key), -1, key
 
 
 @lru_cache(maxsize=10_000)
-def _stage(key: str) -> int:
+def in_execution_order(keys: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the keys of siblings in the order in which a forward pass needs them; see `execution_order`.
+
+    A merger runs at the end of the tower that holds it, but right after the tower that it stands beside.
+    """
+    has_tower = any(_stage(key) is _Stage.TOWER for key in keys)
+
+    def order(key: str) -> tuple[int, int, str]:
+        return (_Stage.BRIDGE, -1, key) if has_tower and "merger" in key else execution_order(key)
+
+    return tuple(sorted(keys, key=order))
+
+
+@lru_cache(maxsize=10_000)
+def _stage(key: str) -> _Stage:
     lower = key.lower()
-    if lower in _EXACT_STAGES:
-        return _EXACT_STAGES[lower]
-    return next((stage for stage, words in _STAGES if any(word in lower for word in words)), _OTHER_STAGE)
+    if lower in _STAGE_OF_NAME:
+        return _STAGE_OF_NAME[lower]
+    if lower.endswith(("_head", "_heads")):
+        return _Stage.HEAD
+    return next((stage for stage, words in _STAGE_OF_WORD if any(word in lower for word in words)), _Stage.BLOCKS)

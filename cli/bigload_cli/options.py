@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from enum import StrEnum
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -20,8 +21,10 @@ class ColorMode(StrEnum):
 
 
 def complete_device(incomplete: str) -> list[str]:
-    """Offer the beginnings of a memory limit to the shell."""
-    return [text for text in ("cuda:0=", "cuda:1=", "cpu=", "disk=", "mps=") if text.startswith(incomplete)]
+    """Offer the beginnings of a memory limit to the shell, and the TOML files of this folder after an `@`."""
+    files = [f"@{path}" for path in sorted(Path().glob("*.toml"))] if incomplete.startswith("@") else []
+    offers = ("auto", "cuda:0=", "cuda:1=", "cpu=", "disk=", "mps=", *files)
+    return [text for text in offers if text.startswith(incomplete)]
 
 
 CheckpointArgument = Annotated[
@@ -35,7 +38,9 @@ MaxMemoryOption = Annotated[
         metavar="DEVICE=SIZE",
         envvar="BIGLOAD_MAX_MEMORY",
         autocompletion=complete_device,
-        help="Memory of a device for weights: cuda:0=22GiB, cpu=64GiB. Repeat, or join by commas.",
+        help="Memory of a device for weights: cuda:0=22GiB, or cpu=90% of what is free there now; auto for all that is "
+        "free on every GPU and in RAM; @FILE for limits from a TOML table. Repeat, or join by commas: auto gives way "
+        "to what names a device.",
     ),
 ]
 ThreadsOption = Annotated[

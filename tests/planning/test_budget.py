@@ -104,3 +104,16 @@ def test_the_argument_is_left_as_it_was():
 def test_a_size_beyond_all_measure_is_refused():
     with pytest.raises(BudgetError):
         MemoryBudget.of({"cpu": "9" * 400 + "G"})
+
+
+@pytest.mark.parametrize("max_memory", [{"cpu": 10**5000}, {"cpu": -(10**5000)}, {10**5000: 1}, {"9" * 5000: 1}])
+def test_numbers_that_python_will_not_write_are_refused_in_words(max_memory):
+    with pytest.raises(BudgetError) as refused:
+        MemoryBudget.of(max_memory)
+    assert len(str(refused.value)) < 300
+
+
+def test_two_limits_are_shown_side_by_side():
+    with pytest.raises(BudgetError) as refused:
+        MemoryBudget.parse(["cpu=1GiB,cuda:0=1GiB", "cuda=5GB"])
+    assert refused.value.details == ("--max-memory cuda:0=1GiB", "--max-memory cuda=5GB")

@@ -56,8 +56,8 @@ FAMILIES = {
             "lm_head.weight": TABLE,
         },
         config("t5", "T5ForConditionalGeneration", tie_word_embeddings=False),
-        "shared encoder.block.0 encoder.block.1 encoder.final_layer_norm "
-        "decoder.block.0 decoder.block.1 decoder.final_layer_norm lm_head encoder.embed_tokens decoder.embed_tokens",
+        "shared lm_head encoder.block.0 encoder.block.1 encoder.final_layer_norm "
+        "decoder.block.0 decoder.block.1 decoder.final_layer_norm encoder.embed_tokens decoder.embed_tokens",
     ),
     "bert": (
         {
@@ -133,8 +133,8 @@ FAMILIES = {
         },
         config("sam2", "Sam2Model"),
         "vision_encoder.pos_embed memory_temporal_positional_encoding no_memory_embedding vision_encoder.patch_embed "
-        "vision_encoder.layers.0 vision_encoder.layers.1 mask_decoder.iou_token mask_decoder.transformer.layers.0 "
-        "mask_decoder.transformer.layers.1 prompt_encoder",
+        "vision_encoder.layers.0 vision_encoder.layers.1 prompt_encoder mask_decoder.iou_token "
+        "mask_decoder.transformer.layers.0 mask_decoder.transformer.layers.1",
     ),
 }
 """Tensors, config, and the keys that a device map has to have."""

@@ -1,4 +1,5 @@
 import re
+from dataclasses import replace
 
 import pytest
 
@@ -93,7 +94,7 @@ def test_a_tensor_is_on_the_device_of_its_module():
 
 
 def test_the_longest_key_above_a_tensor_decides():
-    made = planned({"layers": 1, "layers.0.a.w": 5, "layers.1.a.w": 5}, {"cuda:0": 1, "cuda:1": 10})
+    made = replace(planned(BLOCKS, {"cpu": 100}), device_map={"layers": "cuda:0", "layers.0": "cuda:1"})
     assert {name: str(made.device_of(name)) for name in ("layers", "layers.0.a.w")} == {
         "layers": "cuda:0",
         "layers.0.a.w": "cuda:1",

@@ -1,6 +1,10 @@
+import subprocess
+import sys
+
 import pytest
 
-from bigload.planning.probe import available_memory
+from bigload.devices import CPU
+from bigload.planning.probe import available_memory, detect_ram
 
 GIB = 1 << 30
 
@@ -144,3 +148,40 @@ def test_a_process_in_another_namespace_is_read_without_leaving_the_root(machine
 def test_this_machine_says_how_much_it_has():
     found = available_memory()
     assert found is None or found > 0
+
+
+def test_the_figure_comes_with_its_source_and_what_there_is_in_all(machine):
+    found = detect_ram(proc=machine.proc, cgroup=machine.cgroup)
+    assert (found.device, found.source) == (CPU, "MemAvailable")
+    assert (found.free_bytes, found.total_bytes) == (64 * GIB, 99999999 * 1024)
+
+
+def test_where_a_group_leaves_less_its_limit_is_what_there_is_in_all(machine):
+    machine.is_in("0::/slice/job")
+    machine.group("slice", max=16 * GIB, current=14 * GIB)
+    machine.group("slice/job", max=8 * GIB, current=3 * GIB)
+    found = detect_ram(proc=machine.proc, cgroup=machine.cgroup)
+    assert (found.source, found.free_bytes, found.total_bytes) == ("cgroup", 2 * GIB, 16 * GIB)
+
+
+def test_page_cache_never_makes_more_of_a_group_than_its_limit(machine):
+    machine.is_in("0::/job")
+    machine.group("job", max=8 * GIB, current=1 * GIB, stat=f"inactive_file {3 * GIB}")
+    found = detect_ram(proc=machine.proc, cgroup=machine.cgroup)
+    assert found.free_bytes == found.total_bytes == 8 * GIB
+
+
+def test_a_kernel_that_tells_only_what_is_available_has_that_in_all(machine):
+    (machine.proc / "meminfo").write_text("MemAvailable: 7 kB\nHugePages_Total: 3\nodd line\n")
+    found = detect_ram(proc=machine.proc, cgroup=machine.cgroup)
+    assert found.free_bytes == found.total_bytes == 7 * 1024
+
+
+def test_a_budget_of_sizes_looks_at_nothing(monkeypatch):
+    program = (
+        "import sys\nfrom bigload.planning.budget import MemoryBudget\n"
+        "MemoryBudget.parse(['cuda:0=22GiB,cpu=64GiB'])\n"
+        "late = {'subprocess', 'tomllib', 'shutil', 'bigload.planning.nvidia', 'bigload.planning.probe'}\n"
+        "assert not late & set(sys.modules), late & set(sys.modules)\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)

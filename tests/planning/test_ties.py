@@ -2,6 +2,8 @@ import pytest
 
 from bigload.planning.planner import plan
 from bigload.planning.ties import TiedGroup, find_ties
+from bigload.planning.tree import build_tree
+from bigload.planning.units import cut_into_units
 from builders import checkpoint_of, llama_config, llama_tensors
 
 TABLE, SMALL = ("BF16", [32, 4]), ("BF16", [16, 4])
@@ -119,9 +121,116 @@ def test_the_shared_embedding_of_t5_names_all_modules_that_are_not_stored():
     assert absent(ties) == {"encoder.embed_tokens", "decoder.embed_tokens", "lm_head"}
 
 
-def test_the_shared_embedding_of_t5_is_shared_whatever_the_head_does():
-    ties = ties_of(T5, **causal("t5", "T5ForConditionalGeneration", tie_word_embeddings=False))
+def test_the_shared_embedding_of_an_encoder_decoder_is_shared_whatever_the_head_does():
+    ties = ties_of(T5, **causal("m2m_100", "M2M100ForConditionalGeneration", tie_word_embeddings=False))
     assert absent(ties) == {"encoder.embed_tokens", "decoder.embed_tokens"}
+
+
+def test_t5_ties_its_head_although_its_config_denies_it():
+    ties = ties_of(T5, **causal("t5", "T5ForConditionalGeneration", tie_word_embeddings=False))
+    assert absent(ties) == {"encoder.embed_tokens", "decoder.embed_tokens", "lm_head"}
+
+
+def test_a_head_of_t5_with_other_bytes_is_not_tied_and_not_the_fault_of_the_config():
+    config = causal("t5", "T5ForConditionalGeneration", tie_word_embeddings=False)
+    (tie,) = find_ties(checkpoint_of({**T5, HEAD: TABLE}, config=config), are_equal=never)
+    assert (tie.stored, tie.differing) == (("shared.weight",), ())
+
+
+@pytest.mark.parametrize("architecture", ["BartForConditionalGeneration", "NllbMoeForConditionalGeneration"])
+def test_an_embedding_that_stacks_and_head_share_is_one_group(architecture):
+    tensors = {f"model.{name}": form for name, form in T5.items()}
+    (tie,) = ties_of(tensors, **causal("bart", architecture))
+    assert tie.stored == ("model.shared.weight",)
+    assert set(tie.absent_modules) == {"model.encoder.embed_tokens", "model.decoder.embed_tokens", "lm_head"}
+
+
+def never(checkpoint, names):
+    return False
+
+
+def test_tensors_of_unequal_bytes_are_not_tied_whatever_the_config_says():
+    checkpoint = checkpoint_of({EMBED: TABLE, HEAD: TABLE}, config=causal(tie_word_embeddings=True))
+    assert find_ties(checkpoint, are_equal=never) == (TiedGroup(stored=(EMBED,), differing=(HEAD,)),)
+
+
+def test_where_the_config_is_silent_unequal_bytes_are_nothing_to_tell():
+    checkpoint = checkpoint_of({EMBED: TABLE, HEAD: TABLE}, config=causal("RefinedWeb", "RWForCausalLM"))
+    assert find_ties(checkpoint, are_equal=never) == ()
+
+
+def test_a_tie_by_the_bytes_of_large_tensors_says_that_it_rests_on_samples():
+    small, large = ("U8", [4 * 2**20]), ("U8", [4 * 2**20 + 1])
+    assert [ties_of({EMBED: form, HEAD: form}, **causal())[0].is_sampled for form in (small, large)] == [False, True]
+    assert not ties_of({EMBED: large}, **causal())[0].is_sampled
+
+
+def test_modules_whose_bytes_differ_may_be_on_two_devices():
+    tensors = {EMBED: ("U8", [8, 4]), "model.layers.0.a.w": 32, "model.layers.1.a.w": 32, HEAD: ("U8", [8, 4])}
+    units = cut_into_units(build_tree(checkpoint_of(tensors).tensors.values()), differing_ties(tensors))
+    assert [unit.name for unit in units] == ["model.embed_tokens", "model.layers.0", "model.layers.1", "lm_head"]
+
+
+def differing_ties(tensors):
+    return find_ties(checkpoint_of(tensors, config=causal(tie_word_embeddings=True)), are_equal=never)
+
+
+def hybrid(number, *, shared):
+    prefix = f"model.layers.{number}"
+    parts = {f"{prefix}.linear.weight": 4, f"{prefix}.mamba_decoder.mamba.in_proj.weight": 4}
+    return {**parts, f"{prefix}.shared_transformer.self_attn.q_proj.weight": 8} if shared else parts
+
+
+def zamba(*stored, hybrids=(1, 3, 5, 7, 9), **config):
+    tensors = {f"model.layers.{number}.mamba.in_proj.weight": 4 for number in range(10) if number not in hybrids}
+    for number in hybrids:
+        tensors.update(hybrid(number, shared=number in stored))
+    return checkpoint_of(tensors, config={"model_type": "zamba2", **config})
+
+
+def test_the_shared_blocks_of_zamba_take_turns():
+    one, two = find_ties(zamba(1, 3, num_mem_blocks=2))
+    block = "model.layers.{}.shared_transformer"
+    assert one.stored == (f"{block.format(1)}.self_attn.q_proj.weight",)
+    assert one.absent_modules == (block.format(5), block.format(9))
+    assert two.stored == (f"{block.format(3)}.self_attn.q_proj.weight",)
+    assert two.absent_modules == (block.format(7),)
+
+
+def test_a_shared_block_of_zamba_that_is_stored_twice_is_still_one():
+    (tie,) = find_ties(zamba(1, 9))
+    assert len(tie.stored) == 2
+    assert tie.absent_modules == tuple(f"model.layers.{number}.shared_transformer" for number in (3, 5, 7))
+
+
+def test_layers_that_use_one_shared_block_are_on_one_device():
+    checkpoint = zamba(1, 3, num_mem_blocks=2)
+    made = plan(checkpoint, {"cuda:0": 60, "cuda:1": 60})
+    homes = [{made.device_map[f"model.layers.{number}"] for number in users} for users in ((1, 5, 9), (3, 7))]
+    assert [len(home) for home in homes] == [1, 1]
+
+
+@pytest.mark.parametrize("count", [0, -1, True, "2", None, 10**30, 99])
+def test_an_odd_number_of_shared_blocks_is_survived(count):
+    assert isinstance(find_ties(zamba(1, 3, num_mem_blocks=count)), tuple)
+
+
+def test_a_block_that_is_only_named_like_a_shared_one_is_tied_to_nothing():
+    tensors = {**hybrid(0, shared=True), **hybrid(1, shared=False)}
+    assert ties_of(tensors, model_type="other") == ()
+
+
+@pytest.mark.parametrize(
+    ("embedding", "head"),
+    [
+        ("text_model.model.embed_tokens.weight", "text_model.lm_head"),
+        ("thinker.model.embed_tokens.weight", "thinker.lm_head"),
+        ("backbone.embeddings.weight", "lm_head"),
+        ("model.language_model.embed_tokens.weight", "lm_head"),
+    ],
+)
+def test_an_absent_head_is_named_beside_the_model_of_the_embedding(embedding, head):
+    assert ties_of({embedding: TABLE}, **causal())[0].absent_modules == (head,)
 
 
 def test_the_shared_embedding_of_bart_is_found_inside_its_model():
@@ -184,3 +293,15 @@ def test_a_tied_module_inside_another_gets_no_key_of_its_own():
     made = plan(checkpoint_of(tensors), {"cuda:0": "1KiB", "cpu": "1KiB"})
     assert set(made.device_map) == {"shared", "encoder", "decoder"}
     assert len(set(made.device_map.values())) == 1
+
+
+@pytest.mark.parametrize("is_stored", [True, False])
+def test_the_prompt_encoder_of_sam_is_with_the_image_embedding(is_stored):
+    source, copy = ("shared_image_embedding.positional_embedding", "prompt_encoder.shared_embedding")
+    tensors = {source: SMALL, "prompt_encoder.mask_embed.weight": 3, "vision_encoder.pos_embed": 2}
+    if is_stored:
+        tensors[f"{copy}.positional_embedding"] = SMALL
+    (tie,) = ties_of(tensors, model_type="sam")
+    assert (tie.stored, tie.absent_modules) == (
+        ((source, f"{copy}.positional_embedding"), ()) if is_stored else ((source,), (copy,))
+    )

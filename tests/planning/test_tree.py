@@ -1,7 +1,10 @@
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from bigload.errors import PlanError
-from bigload.planning.tree import MAX_DEPTH, build_tree, execution_order
+from bigload.planning.tree import MAX_DEPTH, build_tree, execution_order, in_execution_order
+from bigload.planning.units import cut_into_units
 from builders import checkpoint_of, llama_tensors
 
 
@@ -74,11 +77,49 @@ def test_the_order_of_the_file_does_not_matter():
         ("layers", "embed_out"),
         ("decoder", "proj_out"),
         ("bert", "cls"),
+        ("encoder", "contact_head"),
+        ("prompt_encoder", "mask_decoder"),
+        ("feature_extractor", "feature_projection"),
+        ("feature_projection", "encoder"),
+        ("visual_projection", "text_model"),
+        ("text_model", "text_projection"),
+        ("mlp1", "language_model"),
+        ("embeddings", "pre_layrnorm"),
+        ("layernorm_pre", "transformer"),
+        ("transformer", "layernorm_post"),
+        ("layernorm_post", "global_transformer"),
+        ("pre_tile_positional_embedding", "transformer"),
+        ("transformer", "post_tile_positional_embedding"),
+        ("post_tile_positional_embedding", "global_transformer"),
+        ("embed_positions", "layers"),
+        ("project_in", "layers"),
+        ("layers", "project_out"),
+        ("layers", "final_attn_token_to_image"),
+        ("transformer", "output_hypernetworks_mlps"),
+        ("encoder", "output_layer"),
+        ("thinker", "talker"),
+        ("blocks", "merger"),
+        ("layers", "mtp"),
         ("2", "10"),
     ],
 )
 def test_siblings_are_in_execution_order(first, second):
     assert sorted([second, first], key=execution_order) == [first, second]
+
+
+def test_a_merger_runs_at_the_end_of_its_tower_or_right_after_it():
+    assert in_execution_order(("merger", "blocks", "patch_embed")) == ("patch_embed", "blocks", "merger")
+    assert in_execution_order(("patch_merger", "layers", "vision_encoder")) == (
+        "vision_encoder",
+        "patch_merger",
+        "layers",
+    )
+
+
+def test_a_module_without_a_name_is_not_its_parent():
+    root = tree_of({".a": 1, "a": 2, "..b": 4})
+    assert [tensor.name for tensor in root.tensors] == ["a"]
+    assert {tensor.name for tensor in root.children[""].all_tensors()} == {".a", "..b"}
 
 
 def test_numbered_modules_with_parts_of_their_own_are_blocks():
@@ -93,15 +134,28 @@ def test_modules_without_numbers_are_no_list_of_blocks():
     assert not tree_of({"a.b.w": 1, "a.c.w": 1}).children["a"].is_block_list
 
 
-def test_a_quantised_weight_belongs_to_the_module_of_its_scales():
-    root = tree_of({"a.weight": 4, "a.weight.absmax": 1, "a.weight.quant_map": 2, "a.bias": 8})
-    module = root.children["a"]
-    assert [tensor.name for tensor in module.tensors] == ["a.bias"]
-    assert sorted(tensor.name for tensor in module.children["weight"].tensors) == [
-        "a.weight",
-        "a.weight.absmax",
-        "a.weight.quant_map",
-    ]
+def test_the_tails_of_a_quantised_weight_belong_to_the_module_of_the_weight():
+    tails = ("absmax", "quant_map", "nested_absmax", "nested_quant_map", "quant_state.bitsandbytes__nf4")
+    names = ["a.bias", "a.weight", *(f"a.weight.{tail}" for tail in tails)]
+    module = tree_of({**dict.fromkeys(names, 2), "b.weight": 1}).children["a"]
+    assert [tensor.name for tensor in module.tensors] == sorted(names)
+    assert (module.children, module.num_tensors, module.num_bytes) == ({}, 7, 14)
+
+
+@pytest.mark.parametrize("tail", ["qweight", "qzeros", "scales", "g_idx", "weight_scale_inv", "weight_packed", "SCB"])
+def test_the_parts_of_a_packed_weight_are_tensors_of_one_module(tail):
+    assert names_of({"a.weight": 4, f"a.{tail}": 1}) == ["", "a"]
+
+
+def test_a_sequence_of_quantised_layers_is_no_list_of_blocks():
+    tensors = {f"mlp.{index}.weight{tail}": 1 for index in (0, 2) for tail in ("", ".absmax")}
+    assert not tree_of(tensors).children["mlp"].is_block_list
+
+
+def test_the_parameters_of_a_module_with_children_keep_their_tails_below_them():
+    root = tree_of({"token": 1, "token.absmax": 1, "layers.0.a.w": 1})
+    assert root.tensors == ()
+    assert [tensor.name for tensor in root.children["token"].tensors] == ["token", "token.absmax"]
 
 
 def test_quantised_weights_count_once():
@@ -156,3 +210,32 @@ def test_many_numbered_siblings_are_blocks_whatever_their_widths():
 def test_blocks_of_experts_without_norms_are_no_stages():
     experts = [(f"layers.{layer}.experts.{n}.w1.weight", [8 + layer, 64]) for layer in range(2) for n in range(4)]
     assert block_lists(experts)[0] == "layers"
+
+
+keys = st.sampled_from(["", "0", "1", "10", "weight", "absmax", "experts", "layers"])
+names = st.lists(keys, min_size=1, max_size=5).map(".".join)
+
+
+@given(sizes=st.dictionaries(names, st.integers(0, 9), max_size=20))
+def test_a_tree_of_any_names_holds_each_tensor_once_and_counts_right(sizes):
+    root = tree_of(sizes)
+    assert sorted(tensor.name for tensor in root.all_tensors()) == sorted(sizes)
+    for node in root.walk():
+        held = list(node.all_tensors())
+        assert (node.num_tensors, node.num_bytes) == (len(held), sum(tensor.num_bytes for tensor in held))
+
+
+@given(sizes=st.dictionaries(names, st.integers(0, 9), max_size=20), data=st.data())
+def test_the_tree_does_not_depend_on_the_order_of_the_tensors(sizes, data):
+    shuffled = dict(data.draw(st.permutations(list(sizes.items()))))
+    assert names_of(sizes) == names_of(shuffled)
+
+
+plain_names = names.filter(lambda name: all(name.split(".")))
+
+
+@given(sizes=st.dictionaries(plain_names, st.integers(0, 9), max_size=20))
+def test_every_tensor_of_any_name_without_empty_parts_is_below_one_unit(sizes):
+    parts = [part.name for unit in cut_into_units(tree_of(sizes)) for part in unit.parts]
+    for name in sizes:
+        assert sum(f"{name}.".startswith(f"{part}.") for part in parts) == 1

@@ -8,6 +8,8 @@ from enum import StrEnum
 class Policy(StrEnum):
     """A way to place units on devices."""
 
+    OPTIMAL = "optimal"
+    """The least time per token, then the fewest device changes, then the emptiest fullest accelerator."""
     SEQUENTIAL = "sequential"
     """Fill the devices one after the other, in execution order."""
     BALANCED = "balanced"

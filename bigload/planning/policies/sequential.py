@@ -11,69 +11,64 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from bigload.devices import CPU, DISK, Device
-from bigload.planning.budget import MemoryBudget
-from bigload.planning.placement import Capacities, Misfit, Placement, fill, largest
+from bigload.planning.placement import Misfit, Placement, PlacementProblem
 from bigload.planning.units import Unit
 
 
-def place_sequentially(units: Sequence[Unit], budget: MemoryBudget) -> Placement | Misfit:
-    """Place `units` on accelerators first, then in RAM, then on disk.
+def place_sequentially(problem: PlacementProblem) -> Placement | Misfit:
+    """Place units on accelerators first, then in RAM, then on disk.
 
-    Example: blocks of 2, 2 and 2 bytes. With cuda:0=6 all three fit. With cuda:0=5 and cpu=6, streaming two blocks
-    takes 4 bytes of workspace on cuda:0, which leaves room for none, so all three go to the cpu. With cpu=5, the cpu
-    keeps 4 bytes of workspace for what comes from disk, and all three go there. With cuda:0=3, there is room for one
-    block at a time, and none is fetched ahead.
+    Example: blocks of 2, 2 and 2 bytes. With cuda:0=6 all three fit. With cuda:0=5 and cpu=6, streaming one block takes
+    2 bytes of workspace on cuda:0, which leaves room for one; two go to the cpu. With cpu=5, the cpu keeps 2 bytes for
+    what comes from disk, so the third goes there.
     """
-    found = _place(units, budget, num_in_flight=2)
-    return found if isinstance(found, Placement) else _place(units, budget, num_in_flight=1)
-
-
-def _place(units: Sequence[Unit], budget: MemoryBudget, *, num_in_flight: int) -> Placement | Misfit:
-    accelerators = [(device, limit) for device, limit in budget if device.is_accelerator]
+    accelerators = problem.accelerators
     if not accelerators:
-        return _place_on_host(units, budget, num_in_flight)
+        return _place_on_host(problem, problem.units, _host_room(problem))
     misfits = []
     for first in range(len(accelerators)):
-        found = _place_from(units, accelerators[first:], budget, num_in_flight)
+        found = _place_from(problem, accelerators[first:])
         if isinstance(found, Placement):
             return found
         misfits.append(found)
     return min(misfits, key=lambda misfit: (bool(misfit.too_small), misfit.unplaced_bytes))
 
 
-def _place_from(
-    units: Sequence[Unit], accelerators: Capacities, budget: MemoryBudget, num_in_flight: int
-) -> Placement | Misfit:
-    """Place `units`, streaming through the first of `accelerators`.
+def _place_from(problem: PlacementProblem, accelerators: Capacities) -> Placement | Misfit:
+    """Place units, streaming through the first of `accelerators`.
 
     Offloaded units run on the device that the first unit is on, as with accelerate. So if the first accelerator can
     hold nothing beside the workspace, while another holds something, this is no answer; the caller goes on without it.
     """
-    execution, limit = accelerators[0]
-    assert limit is not None, "only the disk is unbounded"
-    placed, reserve = _fill_beside_workspace(units, accelerators, num_in_flight)
-    if reserve > limit or (placed and placed[0] != execution):
+    units = problem.units
+    execution, room = accelerators[0]
+    assert room is not None, "only the disk is unbounded"
+    placed, reserve = _fill_beside_streamed(problem, accelerators)
+    if reserve > room or (placed and placed[0] != execution):
         # Enough for sure: all units streamed, and the first one here rather than on the next accelerator.
-        enough = largest((unit.num_bytes for unit in units), num_in_flight)
+        enough = _streaming(problem, units)
         enough += units[0].num_bytes if len(accelerators) > 1 else 0
-        return Misfit(unplaced_bytes=0, host_bytes=0, workspace={}, too_small={execution: enough - limit})
-    host = _place_on_host(units[len(placed) :], budget, num_in_flight)
+        return Misfit(unplaced_bytes=0, host_bytes=0, workspace={}, too_small={execution: enough - room})
+    host = _place_on_host(problem, units[len(placed) :], problem.budget.get(CPU) or 0)
     if isinstance(host, Misfit):
         return replace(host, workspace={execution: reserve, **host.workspace})
     return replace(host, devices=(*placed, *host.devices), execution_device=execution)
 
 
-def _place_on_host(units: Sequence[Unit], budget: MemoryBudget, num_in_flight: int) -> Placement | Misfit:
-    """Place units in RAM and on disk; RAM keeps room for those that come from disk."""
-    limit = budget.get(CPU) or 0
+def _place_on_host(problem: PlacementProblem, units: Sequence[Unit], ram: int) -> Placement | Misfit:
+    """Place units in RAM, of which `ram` bytes are for weights, and on disk; what comes from there passes through RAM.
+
+    Without accelerators RAM runs what is on disk, and its buffers are the workspace.
+    """
+    budget = problem.budget
     if budget.has_disk and budget.has_cpu:
-        placed, reserve = _fill_beside_workspace(units, [(CPU, limit)], num_in_flight)
-        if reserve > limit:
-            enough = largest((unit.num_bytes for unit in units), num_in_flight)
-            return Misfit(unplaced_bytes=0, host_bytes=0, workspace={}, too_small={CPU: enough - limit})
+        placed, reserve = _fill_beside_passing(problem, units, ram)
+        if reserve > ram:
+            enough = problem.num_in_flight * max((unit.stream_bytes for unit in units), default=0)
+            return Misfit(unplaced_bytes=0, host_bytes=0, workspace={}, too_small={CPU: enough - ram})
     else:
-        placed, reserve = fill(units, [(CPU, limit)]), 0
-    on_disk = fill(units[len(placed) :], [(DISK, budget.get(DISK))])
+        placed, reserve = fill([unit.num_bytes for unit in units], [(CPU, ram)]), 0
+    on_disk = fill([unit.num_bytes for unit in units[len(placed) :]], [(DISK, budget.get(DISK))])
     unplaced = units[len(placed) + len(on_disk) :]
     if unplaced:
         return Misfit(
@@ -81,17 +76,61 @@ def _place_on_host(units: Sequence[Unit], budget: MemoryBudget, num_in_flight: i
             host_bytes=sum(unit.num_bytes for unit in units),
             workspace={CPU: reserve} if reserve else {},
         )
-    return Placement(devices=(*placed, *on_disk), execution_device=CPU, num_in_flight=num_in_flight)
+    return Placement(devices=(*placed, *on_disk), execution_device=CPU, num_in_flight=problem.num_in_flight)
 
 
-def _fill_beside_workspace(units: Sequence[Unit], devices: Capacities, num_in_flight: int) -> tuple[list[Device], int]:
-    """Fill `devices`, the first of which also streams what is left over; return the devices and its workspace."""
-    (first, limit), *others = devices
-    assert limit is not None, "only the disk is unbounded"
+def _host_room(problem: PlacementProblem) -> int:
+    """Return the RAM for weights when RAM runs the model; less than none when not even the caches fit."""
+    return (problem.room(CPU) or 0) - sum(unit.run_bytes for unit in problem.units)
+
+
+def _fill_beside_streamed(problem: PlacementProblem, devices: Capacities) -> tuple[list[Device], int]:
+    """Fill accelerators, the first of which also streams what is left over; return the devices and what that takes."""
+    sizes = [unit.num_bytes + unit.run_bytes for unit in problem.units]
+    (first, room), *others = devices
+    assert room is not None, "only the disk is unbounded"
     reserve = 0
     while True:
-        placed = fill(units, [(first, limit - reserve), *others])
-        needed = largest((unit.num_bytes for unit in units[len(placed) :]), num_in_flight)
-        if needed <= reserve or reserve > limit:
+        placed = fill(sizes, [(first, room - reserve), *others])
+        needed = _streaming(problem, problem.units[len(placed) :])
+        if needed <= reserve or reserve > room:
             return placed, reserve
         reserve = needed
+
+
+def _streaming(problem: PlacementProblem, units: Sequence[Unit]) -> int:
+    """Return the bytes that streaming `units` takes on the device that runs them: buffers, and their caches."""
+    largest = max((unit.stream_bytes for unit in units), default=0)
+    return problem.num_in_flight * largest + sum(unit.run_bytes for unit in units)
+
+
+def _fill_beside_passing(problem: PlacementProblem, units: Sequence[Unit], ram: int) -> tuple[list[Device], int]:
+    """Fill RAM, through which passes what is left over; return the devices and the room for passing."""
+    reserve = 0
+    while True:
+        placed = fill([unit.num_bytes for unit in units], [(CPU, ram - reserve)])
+        left = units[len(placed) :]
+        needed = problem.num_in_flight * max((unit.stream_bytes for unit in left), default=0)
+        if needed <= reserve or reserve > ram:
+            return placed, reserve
+        reserve = needed
+
+
+Capacities = Sequence[tuple[Device, int | None]]
+"""Room on devices, in the order in which they are filled; `None` is unbounded."""
+
+
+def fill(sizes: Sequence[int], capacities: Capacities) -> list[Device]:
+    """Return the devices of the things that fit when devices are filled in order; those past them are left over.
+
+    No other assignment in this order, with things in theirs, places more of them.
+    """
+    placed: list[Device] = []
+    for device, capacity in capacities:
+        used = 0
+        for size in sizes[len(placed) :]:
+            used += size
+            if capacity is not None and used > capacity:
+                break
+            placed.append(device)
+    return placed

@@ -1,0 +1,31 @@
+"""How large tensors are once they are loaded in another floating-point type than they are stored in."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from bigload.checkpoint.model import Span, TensorInfo
+from bigload.dtypes import DType
+
+_CAST = ("F64", "F32", "F16", "BF16")
+_SCALES = ("scale", "absmax", "zero", "quant", "bitmap")
+
+
+def as_loaded(tensors: Iterable[TensorInfo], dtype: DType | None) -> list[TensorInfo]:
+    """Return `tensors` as they are in memory when floating-point weights are converted to `dtype`.
+
+    Plain floating-point types are converted. Integers, 8-bit floats and the scales of quantised weights are not: they
+    mean something only together, in the types they have.
+    """
+    return [as_dtype(tensor, dtype) for tensor in tensors] if dtype is not None else list(tensors)
+
+
+def as_dtype(tensor: TensorInfo, dtype: DType) -> TensorInfo:
+    """Return one tensor as `as_loaded` does. Its span keeps its start, and is as long as the bytes in memory."""
+    last = tensor.name.rpartition(".")[2].lower()
+    if tensor.dtype.name not in _CAST or any(word in last for word in _SCALES):
+        return tensor
+    num_bytes = -(-tensor.num_elements * dtype.bits // 8)
+    span = Span(tensor.span.file, tensor.span.start, tensor.span.start + num_bytes)
+    return replace(tensor, dtype=dtype, span=span)

@@ -1,0 +1,159 @@
+"""Typed access to a model's config.json, which anyone may have written.
+
+Families name the same number differently and nest it differently. Every question is asked here by one name, of the
+section that describes the text decoder; an answer of another type than expected counts as none. Defaults of model code
+are not looked up: what a config leaves out is unknown, unless a family's rule says otherwise (`kv_cache.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TypeGuard
+
+from bigload.dtypes import DTYPES, DType
+
+MAX_NUMBER = 2**31
+"""Larger numbers in a config describe no model."""
+
+_TEXT_SECTIONS = ("thinker_config", "text_config", "llm_config", "language_config", "language_model_config", "decoder")
+_SUB_SECTIONS = ("attn_config", "ffn_config", "linear_attn_config")
+_MAX_NESTING = 4
+
+_ALIASES: Mapping[str, tuple[str, ...]] = {
+    "hidden_size": ("hidden_size", "n_embd", "n_embed", "d_model", "dim", "model_dim"),
+    "num_layers": ("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
+    "num_decoder_layers": ("num_decoder_layers", "decoder_layers"),
+    "num_heads": ("num_attention_heads", "n_head", "n_heads", "num_heads", "decoder_attention_heads"),
+    "num_kv_heads": (
+        "num_key_value_heads",
+        "num_kv_heads",
+        "n_head_kv",
+        "n_kv_heads",
+        "kv_n_heads",
+        "multi_query_group_num",
+    ),
+    "head_dim": ("head_dim", "d_kv", "attention_head_dim", "kv_channels"),
+    "ffn_size": ("intermediate_size", "n_inner", "ffn_dim", "d_ff", "ffn_hidden_size", "decoder_ffn_dim"),
+    "expert_size": ("moe_intermediate_size", "expert_ffn_hidden_size"),
+    "experts_per_token": ("num_experts_per_tok", "moe_top_k", "num_experts_per_token", "top_k_experts"),
+    "window": ("sliding_window", "attention_window_size", "sliding_window_size"),
+    "vocab_size": ("vocab_size",),
+    "state_size": ("mamba_d_state", "ssm_state_size", "state_size"),
+    "state_groups": ("mamba_n_groups", "mamba_ngroups", "n_groups"),
+    "linear_key_dim": ("linear_key_head_dim", "linear_head_dim"),
+    "linear_key_heads": ("linear_num_key_heads", "linear_num_heads"),
+    "num_mtp_layers": ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers"),
+}
+
+_DTYPE_NAMES = {dtype.torch_name: dtype for dtype in DTYPES.values() if dtype.name in ("F16", "BF16", "F32", "F64")}
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """A config, asked for what it says about the text decoder.
+
+    `raw` is the parsed file, `None` where there is none. Questions go to the nested section of the decoder first and to
+    the root after it. Numbers are whole, not negative and below `MAX_NUMBER`.
+    """
+
+    raw: Mapping[str, object] | None
+
+    @property
+    def is_known(self) -> bool:
+        return bool(self.raw)
+
+    @property
+    def model_types(self) -> tuple[str, ...]:
+        """Of the decoder's section and of those around it, innermost first."""
+        return tuple(value for section in _sections(self.raw) if isinstance(value := section.get("model_type"), str))
+
+    @property
+    def architectures(self) -> tuple[str, ...]:
+        found = self.raw.get("architectures") if self.raw else None
+        return tuple(name for name in found if isinstance(name, str)) if isinstance(found, list) else ()
+
+    @property
+    def dtype(self) -> DType | None:
+        """The floating-point type in which the model is meant to be run."""
+        name = self._first("torch_dtype", "dtype")
+        return _DTYPE_NAMES.get(name.removeprefix("torch.")) if isinstance(name, str) else None
+
+    @property
+    def layer_types(self) -> tuple[str, ...] | None:
+        """The kind of attention of every layer, `None` unless all are named."""
+        found = self._first("layer_types", "layers_block_type")
+        if not isinstance(found, list) or not all(isinstance(item, str) for item in found):
+            return None
+        return tuple(found)
+
+    @property
+    def head_dim(self) -> int | None:
+        """Elements of one key; the model's width divided among its heads where the config does not say."""
+        said = self.number("head_dim")
+        if said:
+            return said
+        width, heads = self.number("hidden_size"), self.number("num_heads")
+        return width // heads if width and heads else None
+
+    @property
+    def num_kv_heads(self) -> int | None:
+        if self.flag("multi_query"):
+            return 1
+        return self.number("num_kv_heads") or self.number("num_heads")
+
+    def number(self, question: str) -> int | None:
+        """Return the whole number that answers `question`, one of the names above or a key as the file has it.
+
+        An explicit null is an answer: the section of the decoder takes back what the root says.
+        """
+        for value in self._answers(*_ALIASES.get(question, (question,))):
+            if value is None or _is_number(value):
+                return value
+        return None
+
+    def flag(self, key: str) -> bool | None:
+        """Return a yes or no."""
+        return next((value for value in self._answers(key) if isinstance(value, bool)), None)
+
+    def section(self, key: str) -> ModelConfig:
+        """Return a nested section of the root, for example the one of the vision tower."""
+        nested = self.raw.get(key) if self.raw else None
+        return ModelConfig(nested if isinstance(nested, Mapping) else None)
+
+    def _first(self, *keys: str) -> object:
+        return next(self._answers(*keys), None)
+
+    def _answers(self, *keys: str) -> Iterator[object]:
+        for section in _sections(self.raw):
+            for place in (section, *(below for key in _SUB_SECTIONS if isinstance(below := section.get(key), Mapping))):
+                yield from (place[key] for key in keys if key in place)
+
+
+def _is_number(value: object) -> TypeGuard[int]:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < MAX_NUMBER
+
+
+def text_config(config: Mapping[str, object] | None) -> Mapping[str, object]:
+    """Return the section of `config` that describes the text decoder: a nested one, or all of it."""
+    return next(iter(_sections(config)), {})
+
+
+def count_of(config: Mapping[str, object] | None, *keys: str) -> int | None:
+    """Return the whole number of at least 1 under the first of `keys` that has one.
+
+    The section of the text decoder is asked before those around it. `True`, `8.0`, `"8"` and `[8]` are no counts.
+    """
+    values = (section.get(key) for section in _sections(config) for key in keys)
+    return next((value for value in values if _is_number(value) and value), None)
+
+
+def _sections(config: Mapping[str, object] | None) -> list[Mapping[str, object]]:
+    """Return the sections from that of the text decoder out to the root."""
+    section = config
+    path: list[Mapping[str, object]] = []
+    while section is not None and len(path) < _MAX_NESTING:
+        path.append(section)
+        nested = (section.get(key) for key in _TEXT_SECTIONS)
+        section = next((below for below in nested if isinstance(below, Mapping)), None)
+    return path[::-1]

@@ -1,0 +1,101 @@
+"""What is worth knowing about a plan beside its figures, one sentence each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from bigload.devices import CPU, DISK, Device
+from bigload.planning.advice import ram_without_disk
+from bigload.planning.budget import MemoryBudget
+from bigload.planning.options import PlanOptions
+from bigload.planning.plan import DeviceUse, PlanNote
+from bigload.planning.policies.registry import Solution
+from bigload.planning.structure import ModelStructure
+from bigload.planning.ties import TiedGroup
+from bigload.units import counted, format_size
+
+
+def notes_on(
+    structure: ModelStructure,
+    budget: MemoryBudget,
+    options: PlanOptions,
+    solution: Solution,
+    devices: Sequence[DeviceUse],
+) -> Iterator[PlanNote]:
+    """Yield the notes on a plan that was made."""
+    if budget.detection is not None:
+        yield PlanNote(code="detected", text=budget.detection)
+    for text in budget.notes:
+        yield PlanNote(code="detected", text=text)
+    yield from _on_execution(budget, solution)
+    if DISK in solution.placement.devices and (ram := ram_without_disk(solution, options.policy)) is not None:
+        yield PlanNote(code="disk-used", text=f"with {ram} nothing would stay on disk")
+    if any(use.workspace_bytes for use in devices) and solution.placement.num_in_flight == 1:
+        text = "there is room for one streamed module at a time, so none can arrive while another computes"
+        yield PlanNote(code="no-prefetch", text=text if options.prefetch else f"{text} (--prefetch keeps room for two)")
+    yield from _on_empty(devices, solution.placement.execution_device)
+    yield from _on_structure(structure, options)
+    for tie in structure.ties:
+        yield from _on_tie(tie, devices)
+
+
+def _on_execution(budget: MemoryBudget, solution: Solution) -> Iterator[PlanNote]:
+    if budget.accelerators and not solution.problem.budget.accelerators:
+        yield PlanNote(
+            code="runs-on-cpu",
+            text="no accelerator can hold what would be streamed through it, so the cpu runs the model",
+        )
+    execution, used = solution.placement.execution_device, set(solution.placement.devices)
+    numbered = [device for device in used if device.kind == execution.kind and device.index is not None]
+    first = min(numbered, key=lambda device: device.index or 0, default=execution)
+    if first != execution and used & {CPU, DISK}:
+        yield PlanNote(
+            code="main-device",
+            text=f"offloaded modules run on {execution}; accelerate needs to be told: main_device={execution.index}",
+        )
+
+
+def _on_empty(devices: Sequence[DeviceUse], execution: Device) -> Iterator[PlanNote]:
+    for use in devices:
+        if use.device.is_accelerator and not use.weights_bytes:
+            spare = "it only runs what is streamed to it" if use.device == execution else "it is not used"
+            yield PlanNote(code="device-empty", text=f"{use.device} holds no weights; {spare}")
+
+
+def _on_structure(structure: ModelStructure, options: PlanOptions) -> Iterator[PlanNote]:
+    if structure.left_out:
+        names = ", ".join(structure.left_out)
+        size = format_size(structure.left_out_bytes)
+        number = counted(len(structure.left_out), "module")
+        yield PlanNote(
+            code="left-out",
+            text=f"{names} ({number}, {size}) only predict further tokens and get no device; --mtp places them too",
+        )
+    for text in structure.memory.at(options.workload).unknown:
+        yield PlanNote(code="unknown", text=text)
+
+
+def _on_tie(tie: TiedGroup, devices: Sequence[DeviceUse]) -> Iterator[PlanNote]:
+    first, *stored = dict.fromkeys(_key_of(name, devices) for name in tie.stored)
+    others = ", ".join([*stored, *(f"{module} (not stored)" for module in tie.absent_modules)])
+    if others:
+        compared = "; large tensors were compared by samples" if tie.is_sampled else ""
+        yield PlanNote(code="tied", text=f"tied to {first}, so on one device with it: {others}{compared}")
+    for name in tie.differing:
+        text = f"the config ties {name} to {tie.stored[0]}, but their bytes differ: both are counted"
+        yield PlanNote(code="not-tied", text=text)
+
+
+def _key_of(tensor_name: str, devices: Sequence[DeviceUse]) -> str:
+    """Return the key of the device map that covers a tensor."""
+    return next(module for use in devices for module in use.modules if f"{tensor_name}.".startswith(f"{module}."))
+
+
+def tie_homes(ties: Sequence[TiedGroup], homes: Mapping[str, Device]) -> dict[str, Device]:
+    """Return the devices of modules that are not stored, because they share the weights of one that is."""
+    added: dict[str, Device] = {}
+    for tie in ties:
+        home = next(device for name, device in homes.items() if f"{tie.stored[0]}.".startswith(f"{name}."))
+        covered = tuple(f"{name}." for name in homes)
+        added.update({module: home for module in tie.absent_modules if not f"{module}.".startswith(covered)})
+    return added

@@ -1,0 +1,171 @@
+"""What a plan is asked to do beside keeping a memory budget."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import TypedDict, TypeVar, Unpack
+
+from bigload.devices import Device
+from bigload.dtypes import DType, parse_dtype
+from bigload.errors import PlanError
+from bigload.planning.names import NameScheme
+from bigload.planning.placement import Balance, Bandwidth
+from bigload.planning.policies.policy import Policy
+from bigload.planning.workload import Workload
+from bigload.units import GIB, parse_size
+
+CUDA_OVERHEAD = GIB // 2
+"""Bytes that a CUDA context, its kernels and the allocator's slack take on a card, by default."""
+
+
+class Experts(StrEnum):
+    """How the blocks of a mixture of experts are placed."""
+
+    AUTO = "auto"
+    """Apart from the rest of their block when that streams fewer bytes per token."""
+    BLOCK = "block"
+    """With their block."""
+    SPLIT = "split"
+    """Apart: attention, router and shared experts on the accelerator, routed experts where there is room."""
+
+
+class Order(StrEnum):
+    """In which order accelerators are used."""
+
+    KEEP = "keep"
+    """As the budget names them."""
+    ANY = "any"
+    """As it costs least; the device map may then begin on any of them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanOptions:
+    """The wishes of whoever asks for a plan; the defaults count weights and what streaming them takes.
+
+    Attributes:
+        policy: Who chooses.
+        workload: Tokens and sequences to leave room for, and the dtypes of weights and cache.
+        overhead: Bytes on every accelerator for what is neither weight nor buffer; `None` for the default of its kind.
+        bandwidth: What streaming is estimated with.
+        balance: How accelerators share what they hold.
+        any_order: Whether accelerators may be used in another order than given.
+        experts: How the blocks of a mixture of experts are placed.
+        prefetch: Whether there must be room for a second streamed module; without, it is used when it is there.
+        no_split: Patterns of modules to keep whole, instead of the blocks that are found.
+        keep_extra_layers: Whether layers that no ordinary forward pass runs are placed too.
+        names: Whose names the device map speaks.
+    """
+
+    policy: Policy = Policy.OPTIMAL
+    workload: Workload = field(default_factory=Workload)
+    overhead: int | None = None
+    bandwidth: Bandwidth = field(default_factory=Bandwidth)
+    balance: Balance = Balance.SPREAD
+    any_order: bool = False
+    experts: Experts = Experts.AUTO
+    prefetch: bool = False
+    no_split: tuple[str, ...] = ()
+    keep_extra_layers: bool = False
+    names: NameScheme = NameScheme.CHECKPOINT
+
+    def __post_init__(self) -> None:
+        """Check what contradicts itself.
+
+        Raises:
+            PlanError: a negative overhead, or experts apart under a policy that knows no experts.
+        """
+        if self.overhead is not None and self.overhead < 0:
+            raise PlanError(f"an overhead of {self.overhead} bytes: it cannot be less than nothing")
+        if self.experts is Experts.SPLIT and self.policy is not Policy.OPTIMAL:
+            raise PlanError(
+                f"the {self.policy} policy keeps experts with their block",
+                hint="leave out --policy, or leave out --experts split",
+            )
+
+    def overhead_of(self, device: Device) -> int:
+        """Return the bytes of overhead on a device that runs something; none on cpu, which has no context."""
+        if not device.is_accelerator:
+            return 0
+        if self.overhead is not None:
+            return self.overhead
+        return CUDA_OVERHEAD if device.kind == "cuda" else 0
+
+
+class PlanWishes(TypedDict, total=False):
+    """`PlanOptions` in the words of the command line, for keyword arguments."""
+
+    policy: Policy | str
+    context: int
+    batch: int
+    dtype: DType | str | None
+    kv_dtype: DType | str | None
+    overhead: int | str | None
+    disk_bandwidth: int | str
+    link_bandwidth: int | str
+    balance: Balance | str
+    order: str
+    experts: Experts | str
+    prefetch: bool
+    no_split: Sequence[str]
+    mtp: bool
+    names: NameScheme | str
+
+
+def options_of(**wishes: Unpack[PlanWishes]) -> PlanOptions:
+    """Return the options that words describe: sizes as `units.parse_size` reads them, dtypes as `dtypes.parse_dtype`.
+
+    Raises:
+        PlanError: a word that is not known, a number out of bounds, wishes that contradict each other.
+    """
+    default = PlanOptions()
+    order = _word("order", wishes.get("order", "keep"), Order)
+    overhead = wishes.get("overhead")
+    return PlanOptions(
+        policy=_word("policy", wishes.get("policy", default.policy), Policy),
+        workload=Workload(
+            context=wishes.get("context", 0),
+            batch=wishes.get("batch", 1),
+            kv_dtype=_dtype("kv_dtype", wishes.get("kv_dtype")),
+            load_dtype=_dtype("dtype", wishes.get("dtype")),
+        ),
+        overhead=None if overhead is None else _size("overhead", overhead),
+        bandwidth=Bandwidth(
+            disk=_size("disk_bandwidth", wishes.get("disk_bandwidth", default.bandwidth.disk)),
+            link=_size("link_bandwidth", wishes.get("link_bandwidth", default.bandwidth.link)),
+        ),
+        balance=_word("balance", wishes.get("balance", default.balance), Balance),
+        any_order=order is Order.ANY,
+        experts=_word("experts", wishes.get("experts", default.experts), Experts),
+        prefetch=wishes.get("prefetch", False),
+        no_split=tuple(wishes.get("no_split", ())),
+        keep_extra_layers=wishes.get("mtp", False),
+        names=_word("names", wishes.get("names", default.names), NameScheme),
+    )
+
+
+_Words = TypeVar("_Words", bound=StrEnum)
+
+
+def _word(name: str, value: str, words: type[_Words]) -> _Words:
+    try:
+        return words(value)
+    except ValueError:
+        raise PlanError(f"no {name} {value!r}", hint=f"known are {', '.join(words)}") from None
+
+
+def _dtype(name: str, value: DType | str | None) -> DType | None:
+    if value is None or isinstance(value, DType):
+        return value
+    try:
+        return parse_dtype(value)
+    except ValueError as error:
+        raise PlanError(f"{name}: {error}") from None
+
+
+def _size(name: str, value: int | str) -> int:
+    try:
+        return value if isinstance(value, int) else parse_size(value)
+    except ValueError as error:
+        raise PlanError(f"{name}: {error}") from None
