@@ -152,7 +152,11 @@ class Plan:
 
     def leaves_out(self, tensor_name: str) -> bool:
         """Return whether a tensor belongs to a module that gets no device."""
-        return bool(self.left_out) and f"{tensor_name}.".startswith(tuple(f"{name}." for name in self.left_out))
+        return bool(self.left_out) and f"{tensor_name}.".startswith(self._left_out_prefixes)
+
+    @cached_property
+    def _left_out_prefixes(self) -> tuple[str, ...]:
+        return tuple(f"{name}." for name in self.left_out)
 
     def weights_on(self, device: Device) -> int:
         """Return the bytes of weights that live on `device`."""
@@ -227,13 +231,17 @@ def recount(plan: Plan, tensors: Iterable[TensorInfo]) -> dict[Device, int]:
     """
     totals = {use.device: 0 for use in plan.devices}
     shared = frozenset(plan.shared)
+    sums: dict[str, int] = {}  # by key of the device map, or by module: a giant has fewer of those than tensors
     for tensor in as_loaded(tensors, plan.options.workload.load_dtype):
-        if plan.leaves_out(tensor.name):
+        holder = tensor.name if tensor.name in plan.homes else tensor.name.rpartition(".")[0] or tensor.name
+        sums[holder] = sums.get(holder, 0) + (0 if tensor.name in shared else tensor.num_bytes)
+    for holder, num_bytes in sums.items():
+        if plan.leaves_out(holder):
             continue
-        device = plan.device_of(tensor.name)
+        device = plan.device_of(holder)
         if device not in totals:
-            raise InvalidPlanError(f"tensor {tensor.name!r} is mapped to {device}, which the plan does not list")
-        totals[device] += 0 if tensor.name in shared else tensor.num_bytes
+            raise InvalidPlanError(f"the tensors of {holder!r} are mapped to {device}, which the plan does not list")
+        totals[device] += num_bytes
     return totals
 
 

@@ -91,9 +91,11 @@ class ModelStructure:
 
     def _routed(self, block: ModuleNode, experts: RoutedExperts) -> Iterator[Part]:
         """Yield the modules of routed experts; separate ones are streamed one by one, as tokens choose them."""
-        nodes = {node.name: node for node in block.walk()}
         for name in experts.modules:
-            num_bytes = nodes[name].num_bytes
+            node = block
+            for key in name.removeprefix(f"{block.name}.").split("."):
+                node = node.children[key]
+            num_bytes = node.num_bytes
             active = -(-num_bytes * experts.active_bytes // max(experts.num_bytes, 1))
             yield Part(
                 name=name,

@@ -81,10 +81,8 @@ def all_placements(problem):
 
 def riders_are_well(problem, placement):
     running = placement.running
-    for index, unit in enumerate(problem.units):
-        if unit.rides and running[index] != running[index - 1]:
-            return False
-    return True
+    riders = [index for index, unit in enumerate(problem.units) if unit.rides]
+    return all(running[index] == running[index - 1] for index in riders)
 
 
 def peak(problem, placement):

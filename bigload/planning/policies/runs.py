@@ -17,8 +17,11 @@ from bigload.planning.policies.kinds import Counts, UnitKinds
 from bigload.planning.policies.stretches import Found, Rooms, Stretches
 from bigload.planning.policies.tiers import Tier
 
-MAX_LABELS = 30_000
+MAX_LABELS = 15_000
 """Labels looked at before the search gives up; its answer is then not proven to be the best."""
+
+_COST_OF_A_DIVISION = 25
+"""As many labels are looked at in the time in which RAM and disk are divided among streamed units once."""
 
 _STREAMED = -1
 
@@ -207,6 +210,9 @@ class Runs:
             label = min(group, key=lambda label: label.changes)
             if limit is not None and (self.kinds.least_cost(counts, 0), 0) >= limit:
                 break
+            if self.gave_up:
+                break
+            self.steps += _COST_OF_A_DIVISION
             cost = self.kinds.cost(counts)
             if cost is not None and (limit is None or (cost, label.changes) < limit):
                 best = (cost, label.changes), label
