@@ -11,6 +11,7 @@ from bigload.devices import CPU, DISK
 from bigload.errors import DoesNotFitError
 from bigload.planning.choices import Experts, Policy
 from bigload.planning.load_dtype import as_loaded
+from bigload.planning.names import in_memory_names
 from bigload.planning.options import options_of
 from bigload.planning.placement import Misfit, Placement, fetch_ahead, keeps_limits
 from bigload.planning.plan import recount
@@ -81,8 +82,8 @@ def test_caches_and_logits_are_counted_once_on_the_device_that_runs_their_module
     assert {use.device: use.kv_bytes for use in made.devices} == caches
     assert sum(use.logits_bytes for use in made.devices) == needs.logits_bytes
     if needs.logits_bytes:
-        head = "lm_head" if "lm_head" in made.homes else "model.embed_tokens"
-        home = made.homes[head]
+        last = structure.units(made.options.workload)[-1].parts[-1].name
+        home = made.homes["lm_head" if "lm_head" in made.homes else last]
         (holder,) = (use.device for use in made.devices if use.logits_bytes)
         assert holder == (home if home.is_accelerator else made.execution_device)
 
@@ -151,15 +152,15 @@ def test_a_plan_is_the_same_after_its_file_and_still_counts_right(question):
     check_plan(again, checkpoint)
 
 
-@given(question=questions(wishes={"names": "transformers"}))
-def test_names_in_memory_change_no_device(question):
-    """Every device but those of modules without a tensor is in the map, and `homes` speaks the checkpoint's names."""
+@given(question=questions(wishes={"names": "transformers", "mtp": False}))
+def test_every_tensor_has_the_same_device_by_its_name_in_memory(question):
     checkpoint, _, _ = question
     made = drafted(question).plan
     assert made.renamed is not None
-    assert set(made.homes.values()) == set(made.renamed.values())
-    assert {name for name in made.homes if not below(name, made.left_out) and "." not in name} <= {"lm_head"}
-    assert recount(made, checkpoint.tensors.values()) == weights_by_hand(checkpoint, made)
+    kept = [name for name in checkpoint.tensors if not below(name, made.left_out)]
+    for tensor, name in in_memory_names(kept, checkpoint.tensors, checkpoint.config).keys.items():
+        (key,) = below(name, made.renamed)
+        assert made.renamed[key] == made.device_of(tensor)
 
 
 @given(checkpoint=checkpoints(), budget=budgets(), data=st.data())
@@ -229,7 +230,7 @@ def test_experts_are_apart_only_where_that_takes_less_time_per_token(question):
         except DoesNotFitError:
             continue
         runs_on_cpu = (made.execution_device == CPU, other.execution_device == CPU)
-        assert runs_on_cpu == (False, True) or runs_on_cpu[0] == runs_on_cpu[1]
+        assert runs_on_cpu != (True, False)
         assert runs_on_cpu == (False, True) or made.token_seconds <= other.token_seconds
 
 
@@ -341,8 +342,7 @@ def test_without_disk_what_found_no_room_fits_when_ram_grows_by_it(misfit):
 def test_ram_that_holds_what_the_accelerators_do_not_is_enough(misfit):
     problem, answer = misfit
     if answer is not None and answer.unplaced_bytes:
-        runs = 0 if problem.budget.accelerators else sum(unit.run_bytes for unit in problem.units)
-        assert isinstance(grown(problem, CPU, answer.host_bytes + runs), Placement)
+        assert isinstance(grown(problem, CPU, answer.host_bytes), Placement)
 
 
 @given(misfit=misfits())
