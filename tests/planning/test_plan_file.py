@@ -204,6 +204,11 @@ def test_a_plan_without_one_of_its_keys_is_refused(document, key):
     assert key in refused(document)
 
 
+def test_a_plan_of_the_first_version_has_to_be_made_anew(document):
+    old = ("checkpoint", "policy", "execution_device", "device_map", "devices", "notes")
+    assert "no 'options'" in refused({"schema": "bigload.plan/1.0", **{key: document[key] for key in old}})
+
+
 @pytest.mark.parametrize("key", ["path", "total_bytes", "shards"])
 def test_a_plan_without_a_fact_of_its_checkpoint_is_refused(document, key):
     del document["checkpoint"][key]
