@@ -360,7 +360,7 @@ def test_every_policy_answers_with_numbers_for_accelerators(policy):
 
 
 def test_a_policy_streams_what_does_not_fit_and_the_disk_takes_the_rest():
-    device_map = infer(repeated(), {0: 90, "cpu": 60}, policy="sequential")
+    device_map = infer(repeated(), {0: 90, "cpu": 40}, policy="sequential")
     assert set(device_map.values()) == {0, "cpu", "disk"}
 
 
