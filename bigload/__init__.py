@@ -55,13 +55,13 @@ if TYPE_CHECKING:  # `as` marks them as public to type checkers
     from bigload.loading.events import Progress as Progress
     from bigload.loading.load import load as load
     from bigload.planning.budget import MemoryBudget as MemoryBudget
+    from bigload.planning.choices import Policy as Policy
     from bigload.planning.plan import DeviceUse as DeviceUse
     from bigload.planning.plan import Plan as Plan
     from bigload.planning.plan import PlanNote as PlanNote
     from bigload.planning.plan_file import read_plan as read_plan
     from bigload.planning.plan_file import write_plan as write_plan
     from bigload.planning.planner import plan as plan
-    from bigload.planning.policies.policy import Policy as Policy
     from bigload.runtime.auto_device_map import infer_auto_device_map as infer_auto_device_map
     from bigload.runtime.device_maps import check_device_map as check_device_map
     from bigload.runtime.device_maps import clean_device_map as clean_device_map
@@ -127,7 +127,7 @@ _HOMES = {
     "bigload.planning.plan": ("DeviceUse", "Plan", "PlanNote"),
     "bigload.planning.planner": ("plan",),
     "bigload.planning.plan_file": ("read_plan", "write_plan"),
-    "bigload.planning.policies.policy": ("Policy",),
+    "bigload.planning.choices": ("Policy",),
     "bigload.runtime.device_maps": (
         "check_device_map",
         "clean_device_map",

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from bigload.devices import CPU, DISK, Device
+from bigload.planning.choices import Policy
 from bigload.planning.placement import Misfit, PlacementProblem
-from bigload.planning.policies.policy import Policy
 from bigload.planning.policies.registry import Solution, solve
 from bigload.units import GIB, KIB, MIB
 

@@ -10,34 +10,13 @@ from typing import TypedDict, TypeVar, Unpack
 from bigload.devices import Device
 from bigload.dtypes import DType, parse_dtype
 from bigload.errors import PlanError
-from bigload.planning.names import NameScheme
-from bigload.planning.placement import Balance, Bandwidth
-from bigload.planning.policies.policy import Policy
+from bigload.planning.choices import Balance, Experts, NameScheme, Order, Policy
+from bigload.planning.placement import Bandwidth
 from bigload.planning.workload import Workload
 from bigload.units import GIB, parse_size
 
 CUDA_OVERHEAD = GIB // 2
 """Bytes that a CUDA context, its kernels and the allocator's slack take on a card, by default."""
-
-
-class Experts(StrEnum):
-    """How the blocks of a mixture of experts are placed."""
-
-    AUTO = "auto"
-    """Apart from the rest of their block when that streams fewer bytes per token."""
-    BLOCK = "block"
-    """With their block."""
-    SPLIT = "split"
-    """Apart: attention, router and shared experts on the accelerator, routed experts where there is room."""
-
-
-class Order(StrEnum):
-    """In which order accelerators are used."""
-
-    KEEP = "keep"
-    """As the budget names them."""
-    ANY = "any"
-    """As it costs least; the device map may then begin on any of them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,24 +13,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from enum import StrEnum
 from itertools import pairwise
 from typing import Protocol
 
 from bigload.devices import CPU, DISK, Device
 from bigload.errors import PlanError
 from bigload.planning.budget import MemoryBudget
+from bigload.planning.choices import Balance
 from bigload.planning.units import Unit
 from bigload.units import GIB, format_size
-
-
-class Balance(StrEnum):
-    """How accelerators that hold everything share it, when several ways cost the same."""
-
-    SPREAD = "spread"
-    """The fullest one, by its share of its limit, is as empty as possible."""
-    FILL = "fill"
-    """The first ones are full."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

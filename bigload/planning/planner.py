@@ -16,12 +16,12 @@ from bigload.errors import DoesNotFitError, InvalidPlanError
 from bigload.planning.advice import limits_that_fit
 from bigload.planning.budget import MaxMemory, MemoryBudget
 from bigload.planning.certificate import certify
-from bigload.planning.names import NameScheme, in_memory_names, rename_device_map
+from bigload.planning.choices import Experts, NameScheme, Policy
+from bigload.planning.names import in_memory_names, rename_device_map
 from bigload.planning.notes import notes_on, tie_homes
-from bigload.planning.options import Experts, PlanOptions, PlanWishes, options_of
+from bigload.planning.options import PlanOptions, PlanWishes, options_of
 from bigload.planning.placement import Misfit, PlacementProblem, device_loads
 from bigload.planning.plan import DeviceUse, Plan, PlanNote, recount
-from bigload.planning.policies.policy import Policy
 from bigload.planning.policies.registry import Solution, solve
 from bigload.planning.structure import ModelStructure, read_structure
 from bigload.units import format_size

@@ -9,10 +9,10 @@ from functools import cached_property
 
 from bigload.checkpoint.model import Checkpoint, TensorInfo
 from bigload.errors import PlanError
+from bigload.planning.choices import NameScheme
 from bigload.planning.experts import RoutedExperts, dense_parts, routed_experts
 from bigload.planning.extra_layers import extra_layers
 from bigload.planning.load_dtype import as_loaded
-from bigload.planning.names import NameScheme
 from bigload.planning.options import PlanOptions
 from bigload.planning.run_memory import HEADS, MemoryModel, RunMemory, memory_model
 from bigload.planning.ties import TiedGroup, find_ties

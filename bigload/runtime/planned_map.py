@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 from bigload.devices import Device
 from bigload.errors import DoesNotFitError, PlanError
 from bigload.planning.budget import MemoryBudget
-from bigload.planning.placement import Misfit, PlacementProblem
-from bigload.planning.policies.policy import Policy
-from bigload.planning.policies.registry import solve
+from bigload.planning.choices import Policy
+from bigload.planning.placement import Misfit, Placement, PlacementProblem
+from bigload.planning.policies.registry import Solution, solve
 from bigload.planning.units import Unit
 from bigload.runtime.device_memory import DeviceKey
 from bigload.runtime.module_sizes import Size
@@ -29,21 +29,21 @@ def map_by_policy(
         PlanError: there is no such policy.
     """
     budget = _budget(limits)
-    solution = solve(PlacementProblem(units=units, budget=budget), _policy(policy))
-    if isinstance(solution, Misfit):
-        raise _does_not_fit(model_name, units, budget, solution)
+    placement = _place(policy, units, budget)
+    if isinstance(placement, Misfit):
+        raise _does_not_fit(model_name, units, budget, placement)
     return OrderedDict(
-        (part.name, _key(device))
-        for unit, device in zip(units, solution.placement.devices, strict=True)
-        for part in unit.parts
+        (part.name, _key(device)) for unit, device in zip(units, placement.devices, strict=True) for part in unit.parts
     )
 
 
-def _policy(name: str) -> Policy:
+def _place(policy: str, units: Sequence[Unit], budget: MemoryBudget) -> Placement | Misfit:
     try:
-        return Policy(name)
+        chosen = Policy(policy)
     except ValueError:
-        raise PlanError(f"no policy {name!r}", hint=f"known are {', '.join(Policy)}") from None
+        raise PlanError(f"no policy {policy!r}", hint=f"known are {', '.join(Policy)}") from None
+    found = solve(PlacementProblem(units=units, budget=budget), chosen)
+    return found.placement if isinstance(found, Solution) else found
 
 
 def _budget(limits: Mapping[DeviceKey, Size]) -> MemoryBudget:

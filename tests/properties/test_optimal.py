@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from bigload.devices import CPU, DISK, Device
 from bigload.planning.budget import MemoryBudget
+from bigload.planning.choices import Balance
 from bigload.planning.placement import (
-    Balance,
     Bandwidth,
     Misfit,
     Placement,

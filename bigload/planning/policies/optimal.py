@@ -20,7 +20,8 @@ from itertools import islice
 from math import ceil, floor
 
 from bigload.devices import CPU, DISK, Device
-from bigload.planning.placement import Balance, Misfit, Placement, PlacementProblem, device_loads
+from bigload.planning.choices import Balance
+from bigload.planning.placement import Misfit, Placement, PlacementProblem, device_loads
 from bigload.planning.policies.bounds import least_accelerators, lower_bound
 from bigload.planning.policies.runs import Runs
 from bigload.planning.policies.sequential import place_sequentially

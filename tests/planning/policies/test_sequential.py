@@ -1,8 +1,8 @@
 import pytest
 
 from bigload.planning.budget import MemoryBudget
+from bigload.planning.choices import Policy
 from bigload.planning.placement import Misfit, Placement
-from bigload.planning.policies.policy import Policy
 from bigload.planning.policies.registry import POLICIES
 from bigload.planning.policies.sequential import place_sequentially
 from builders import units_of
