@@ -113,7 +113,7 @@ def cut_into_units(
     units: dict[int, list[Part]] = {}
     for index, part in enumerate(parts):
         units.setdefault(leader[index], []).append(part)
-    return _without_crumbs([Unit(parts=tuple(members)) for members in units.values()])
+    return without_crumbs([Unit(parts=tuple(members)) for members in units.values()])
 
 
 def blocks_of(root: ModuleNode) -> tuple[ModuleNode, ...]:
@@ -141,7 +141,7 @@ def _without_copies(parts: Sequence[Part], root: ModuleNode, shared: Collection[
     return [replace(part, num_bytes=part.num_bytes - less[part.name]) if part.name in less else part for part in parts]
 
 
-def _without_crumbs(units: Sequence[Unit]) -> tuple[Unit, ...]:
+def without_crumbs(units: Sequence[Unit]) -> tuple[Unit, ...]:
     """Return `units` with each that is tiny made one with the next, the last with the one before.
 
     A norm of a few KiB is not worth a change of device, and fewer sizes make an exact answer quick.
