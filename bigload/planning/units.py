@@ -98,7 +98,7 @@ def cut_into_units(
 
     Repeated blocks stay whole. A module around them is entered; every other module stays whole. Parameters that an
     entered module owns itself come first: no hook of accelerate's moves them, so they belong on the device that runs
-    the model. Modules whose weights are tied become one unit, at the place of the first. With `no_split` the modules
+    the model. Modules whose weights are tied become one unit, at the place of the largest. With `no_split` the modules
     that match one of its patterns stay whole instead of the blocks. Tensors called `shared` take no memory.
     """
     parts = sorted(_parts(root, tuple(no_split)), key=lambda part: part.kind is not UnitKind.PARAMETER)
@@ -110,10 +110,15 @@ def cut_into_units(
         members = {leader[owner[holder]] for name in names if (holder := _owner(name, owner)) is not None}
         first = min(members, default=0)
         leader = [first if index in members else index for index in leader]
-    units: dict[int, list[Part]] = {}
-    for index, part in enumerate(parts):
-        units.setdefault(leader[index], []).append(part)
-    return without_crumbs([Unit(parts=tuple(members)) for members in units.values()])
+    members_of: dict[int, list[int]] = {}
+    for index in range(len(parts)):
+        members_of.setdefault(leader[index], []).append(index)
+    # Of what shares a device, the largest part is worth no detour.
+    places = {
+        max(members, key=lambda index: (parts[index].num_bytes, -index)): members for members in members_of.values()
+    }
+    units = [Unit(parts=tuple(parts[index] for index in places[place])) for place in sorted(places)]
+    return without_crumbs(units)
 
 
 def blocks_of(root: ModuleNode) -> tuple[ModuleNode, ...]:
