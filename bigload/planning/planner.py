@@ -20,10 +20,11 @@ from bigload.planning.choices import Experts, NameScheme, Policy
 from bigload.planning.names import in_memory_names, rename_device_map
 from bigload.planning.notes import notes_on, tie_homes
 from bigload.planning.options import PlanOptions, PlanWishes, options_of
-from bigload.planning.placement import Misfit, PlacementProblem, device_loads
+from bigload.planning.placement import Misfit, Placement, PlacementProblem, device_loads, fetch_ahead
 from bigload.planning.plan import DeviceUse, Plan, PlanNote, recount
-from bigload.planning.policies.registry import Solution, solve
+from bigload.planning.policies.registry import POLICIES, Solution, solve
 from bigload.planning.structure import ModelStructure, read_structure
+from bigload.planning.units import with_dense_held
 from bigload.units import format_size
 
 
@@ -94,15 +95,25 @@ def problem_of(
 def place(structure: ModelStructure, budget: MemoryBudget, options: PlanOptions) -> Solution | Misfit:
     """Place a model, with its experts apart from their blocks where that is asked for or streams less per token."""
     if options.experts is Experts.SPLIT and structure.experts:
-        return solve(problem_of(structure, budget, options, split_experts=True), options.policy)
+        return _apart(structure, budget, options)
     whole = solve(problem_of(structure, budget, options), options.policy)
     may_split = options.experts is Experts.AUTO and options.policy is Policy.OPTIMAL and budget.accelerators
     if not may_split or not structure.experts or (isinstance(whole, Solution) and not _cost(whole)[1]):
         return whole
-    apart = solve(problem_of(structure, budget, options, split_experts=True), options.policy)
+    apart = _apart(structure, budget, options)
     if isinstance(whole, Misfit) or (isinstance(apart, Solution) and _cost(apart) < _cost(whole)):
         return apart if isinstance(apart, Solution) else whole
     return whole
+
+
+def _apart(structure: ModelStructure, budget: MemoryBudget, options: PlanOptions) -> Solution | Misfit:
+    """Place experts apart from their blocks: all else on accelerators if they hold it, where it costs least if not."""
+    problem = problem_of(structure, budget, options, split_experts=True)
+    if budget.accelerators:
+        held = POLICIES[options.policy](replace(problem, units=with_dense_held(problem.units)))
+        if isinstance(held, Placement):
+            return Solution(problem=problem, placement=fetch_ahead(problem, held))
+    return solve(problem, options.policy)
 
 
 def _cost(solution: Solution) -> tuple[bool, float]:

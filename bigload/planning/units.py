@@ -26,6 +26,10 @@ CRUMB = 0.002
 """A unit below this share of the largest one is kept with its neighbour."""
 
 
+NEVER_STREAMED = 2**62
+"""`Part.stream_bytes` of what has to stay on an accelerator: no workspace is that large."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
     """A module or parameter under its name in the device map, with the bytes of all its tensors.
@@ -224,3 +228,11 @@ def joined(units: Sequence[Unit]) -> tuple[Unit, ...]:
         else:
             whole.append(list(unit.parts))
     return tuple(Unit(parts=tuple(parts)) for parts in whole)
+
+
+def with_dense_held(units: Sequence[Unit]) -> tuple[Unit, ...]:
+    """Return `units` with all but routed experts held on accelerators: every token needs them, experts only some."""
+    return tuple(
+        unit if unit.rides else Unit(parts=tuple(replace(part, stream_bytes=NEVER_STREAMED) for part in unit.parts))
+        for unit in units
+    )
