@@ -41,7 +41,8 @@ def plan(
     Raises:
         DoesNotFitError: the policy found no placement that keeps every limit; the error says what is short where.
         BudgetError: `max_memory` names an unknown device or a size that cannot be read.
-        PlanError: a keyword has a value that cannot be, or the names asked for are not known.
+        PlanOptionError: a keyword has a value that cannot be, or contradicts another.
+        NamesUnknownError: the names asked for are not known.
         CheckpointError: the checkpoint cannot be opened.
     """
     opened = checkpoint if isinstance(checkpoint, Checkpoint) else open_checkpoint(checkpoint)
@@ -65,7 +66,7 @@ def draft(checkpoint: Checkpoint, budget: MemoryBudget, options: PlanOptions) ->
 
     Raises:
         DoesNotFitError: no placement keeps every limit.
-        PlanError: the wishes cannot be met for this model.
+        PlanOptionError: the wishes cannot be met for this model.
     """
     structure = read_structure(checkpoint, options)
     solution = place(structure, budget, options)
@@ -235,6 +236,8 @@ def _does_not_fit(
     if misfit.too_small and biggest is not None:
         size = format_size(biggest.num_bytes)
         rows.append(f"what is streamed needs room there; the largest module is {biggest.name}, {size}")
+    if misfit.too_small and beside:
+        rows.append("--max-context says what context the memory holds")
     return DoesNotFitError(
         structure.checkpoint.name,
         needed_bytes=sum(unit.num_bytes for unit in problem.units),

@@ -83,7 +83,8 @@ class Unit:
 
     @property
     def name(self) -> str:
-        return self.parts[0].name
+        """The name of its largest part."""
+        return max(self.parts, key=lambda part: part.num_bytes).name
 
     @property
     def run_bytes(self) -> int:
