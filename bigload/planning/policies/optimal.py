@@ -108,7 +108,7 @@ class _Search:
 
         lowest, highest = Fraction(0), _peak(problem, found)
         better = below(highest, strictly=True)
-        while better is not None:
+        while better is not None and highest:  # what holds nothing cannot be emptier
             found, highest = better, _peak(problem, better)
             while highest - lowest > _NEAR:
                 middle = (lowest + highest) / 2

@@ -18,9 +18,9 @@ from bigload.planning.units import Unit
 def place_sequentially(problem: PlacementProblem) -> Placement | Misfit:
     """Place units on accelerators first, then in RAM, then on disk.
 
-    Example: blocks of 2, 2 and 2 bytes. With cuda:0=6 all three fit. With cuda:0=5 and cpu=6, streaming one block takes
-    2 bytes of workspace on cuda:0, which leaves room for one; two go to the cpu. With cpu=5, the cpu keeps 2 bytes for
-    what comes from disk, so the third goes there.
+    Example: four blocks of 2 bytes. With cuda:0=8 all fit. With cuda:0=5 and cpu=6, streaming takes 2 bytes of
+    workspace on cuda:0, which leaves room for one block; three go to the cpu. With cpu=5, the cpu keeps 2 bytes for
+    what comes from disk, which leaves room for one there; two go to disk.
     """
     accelerators = problem.accelerators
     if not accelerators:
