@@ -97,7 +97,11 @@ def options_of(**wishes: Unpack[PlanWishes]) -> PlanOptions:
 
     Raises:
         PlanOptionError: a word that is not known, a number out of bounds, wishes that contradict each other.
+        TypeError: a keyword that is not one of `PlanWishes`.
     """
+    unknown = wishes.keys() - PlanWishes.__annotations__.keys()
+    if unknown:
+        raise TypeError(f"no option {', '.join(sorted(unknown))}; known are {', '.join(PlanWishes.__annotations__)}")
     default = PlanOptions()
     order = _word("order", wishes.get("order", "keep"), Order)
     overhead = wishes.get("overhead")
@@ -117,9 +121,9 @@ def options_of(**wishes: Unpack[PlanWishes]) -> PlanOptions:
         balance=_word("balance", wishes.get("balance", default.balance), Balance),
         any_order=order is Order.ANY,
         experts=_word("experts", wishes.get("experts", default.experts), Experts),
-        prefetch=wishes.get("prefetch", False),
-        no_split=tuple(wishes.get("no_split", ())),
-        keep_extra_layers=wishes.get("mtp", False),
+        prefetch=_flag("prefetch", wishes.get("prefetch", False)),
+        no_split=_patterns("no_split", wishes.get("no_split", ())),
+        keep_extra_layers=_flag("mtp", wishes.get("mtp", False)),
         names=_word("names", wishes.get("names", default.names), NameScheme),
     )
 
@@ -143,8 +147,25 @@ def _dtype(name: str, value: DType | str | None) -> DType | None:
         raise PlanOptionError(f"{name}: {error}") from None
 
 
-def _size(name: str, value: int | str) -> int:
+def _size(name: str, value: object) -> int:
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value
+    if not isinstance(value, str):
+        raise PlanOptionError(f"{name}: {value!r:.60} is no size", hint="a size is a whole number of bytes, or such as 2GiB")
     try:
-        return value if isinstance(value, int) else parse_size(value)
+        return parse_size(value)
     except ValueError as error:
         raise PlanOptionError(f"{name}: {error}") from None
+
+
+def _flag(name: str, value: object) -> bool:
+    if not isinstance(value, bool):
+        raise PlanOptionError(f"{name} has to be true or false, not {value!r:.60}")
+    return value
+
+
+def _patterns(name: str, value: object) -> tuple[str, ...]:
+    patterns = (value,) if isinstance(value, str) else tuple(value) if isinstance(value, Sequence) else (None,)
+    if not all(isinstance(pattern, str) for pattern in patterns):
+        raise PlanOptionError(f"{name} has to be a list of patterns, not {value!r:.60}")
+    return tuple(map(str, patterns))

@@ -104,6 +104,7 @@ class Misfit:
     """The best try of a policy that found no placement.
 
     `unplaced_bytes` found no device; `host_bytes` found no accelerator, so that much RAM would do without any disk.
+    Where RAM runs the model, what it needs to run is counted with both.
     `workspace` is what the try reserved; `too_small` maps a device to bytes that, added to its limit, are enough for
     its workspace.
     """

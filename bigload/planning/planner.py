@@ -98,11 +98,11 @@ def place(structure: ModelStructure, budget: MemoryBudget, options: PlanOptions)
     if options.experts is Experts.SPLIT and structure.experts:
         return _apart(structure, budget, options)
     whole = solve(problem_of(structure, budget, options), options.policy)
-    may_split = options.experts is Experts.AUTO and options.policy is Policy.OPTIMAL and budget.accelerators
-    if not may_split or not structure.experts or (isinstance(whole, Solution) and not _cost(whole)[1]):
+    may_split = options.experts is Experts.AUTO and options.policy is Policy.OPTIMAL and bool(structure.experts)
+    if not may_split or (isinstance(whole, Solution) and _cost(whole, budget) == (False, 0)):
         return whole
     apart = _apart(structure, budget, options)
-    if isinstance(whole, Misfit) or (isinstance(apart, Solution) and _cost(apart) < _cost(whole)):
+    if isinstance(whole, Misfit) or (isinstance(apart, Solution) and _cost(apart, budget) < _cost(whole, budget)):
         return apart if isinstance(apart, Solution) else whole
     return whole
 
@@ -117,14 +117,14 @@ def _apart(structure: ModelStructure, budget: MemoryBudget, options: PlanOptions
     return solve(problem, options.policy)
 
 
-def _cost(solution: Solution) -> tuple[bool, float]:
+def _cost(solution: Solution, budget: MemoryBudget) -> tuple[bool, float]:
     """Return whether accelerators stay unused, and the seconds in which streamed bytes of one token arrive."""
     problem, execution = solution.problem, solution.placement.execution_device
     seconds = 0.0
     for source, num_bytes in _token_bytes(solution).items():
         if source == DISK or execution != CPU:
             seconds += num_bytes / (problem.bandwidth.disk if source == DISK else problem.bandwidth.link)
-    return execution == CPU, seconds
+    return execution == CPU and bool(budget.accelerators), seconds
 
 
 def _token_bytes(solution: Solution) -> dict[Device, int]:

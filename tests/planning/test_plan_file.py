@@ -25,7 +25,10 @@ WISHES = [
     ({"cuda:0": "1GiB"}, {"overhead": None, "context": 100, "batch": 3, "dtype": "F32", "kv_dtype": "F8_E4M3"}),
     ({"cuda:0": 2500, "cpu": 3000}, {"policy": "sequential", "prefetch": True}),
     ({"cuda:0": 3500, "cuda:1": 1500, "disk": 9000}, {"balance": "fill", "order": "any"}),
-    ({"cpu": 3000}, {"experts": "block", "no_split": ["model.layers.*"], "disk_bandwidth": 5, "link_bandwidth": "1KiB"}),
+    (
+        {"cpu": 3000},
+        {"experts": "block", "no_split": ["model.layers.*"], "disk_bandwidth": 5, "link_bandwidth": 9},
+    ),
     ({"cpu": "1GiB"}, {"names": "transformers", "mtp": True}),
 ]
 SCHEMA_FILE = Path(__file__).parents[2] / "docs" / "schemas" / "plan-1.1.json"
@@ -201,13 +204,18 @@ def test_a_plan_without_one_of_its_keys_is_refused(document, key):
     assert key in refused(document)
 
 
+def test_a_plan_of_the_first_version_has_to_be_made_anew(document):
+    old = ("checkpoint", "policy", "execution_device", "device_map", "devices", "notes")
+    assert "no 'options'" in refused({"schema": "bigload.plan/1.0", **{key: document[key] for key in old}})
+
+
 @pytest.mark.parametrize("key", ["path", "total_bytes", "shards"])
 def test_a_plan_without_a_fact_of_its_checkpoint_is_refused(document, key):
     del document["checkpoint"][key]
     assert key in refused(document)
 
 
-@pytest.mark.parametrize("key", [key for key in plan_document(A_PLAN)["options"]])
+@pytest.mark.parametrize("key", list(plan_document(A_PLAN)["options"]))
 def test_a_plan_without_one_of_its_options_is_refused(document, key):
     del document["options"][key]
     assert key in refused(document)

@@ -73,7 +73,9 @@ def test_a_head_of_another_dtype_or_shape_is_not_tied(head):
     ],
 )
 def test_embeddings_and_heads_are_known_by_the_names_of_the_families(embedding, head):
-    assert ties_of({embedding: TABLE, head: TABLE}, **causal()) == (TiedGroup(stored=(embedding, head), copies=(head,)),)
+    assert ties_of({embedding: TABLE, head: TABLE}, **causal()) == (
+        TiedGroup(stored=(embedding, head), copies=(head,)),
+    )
 
 
 def test_an_encoder_has_no_absent_head():

@@ -4,63 +4,18 @@ from fractions import Fraction
 from itertools import permutations, product
 
 from hypothesis import given, settings
-from hypothesis import strategies as st
+from strategies import problems
 
 from bigload.devices import CPU, DISK, Device
-from bigload.planning.budget import MemoryBudget
 from bigload.planning.choices import Balance
 from bigload.planning.placement import (
-    Bandwidth,
     Misfit,
     Placement,
-    PlacementProblem,
     device_loads,
     keeps_limits,
 )
 from bigload.planning.policies.bounds import lower_bound
 from bigload.planning.policies.optimal import place_optimally, token_cost
-from bigload.planning.units import Part, Unit, UnitKind
-
-
-@st.composite
-def problems(draw, *, max_units=6, max_accelerators=2, with_riders=True):
-    """Few units of few sizes, as models have them, some with caches, some sparse, some riding on the one before."""
-    kinds = draw(st.lists(unit_kinds(), min_size=1, max_size=3))
-    units = []
-    for index in range(draw(st.integers(1, max_units))):
-        size, cache, token, rides = draw(st.sampled_from(kinds))
-        part = Part(
-            name=f"layers.{index}",
-            kind=UnitKind.BLOCK,
-            num_bytes=size,
-            cache_bytes=0 if rides else cache,
-            token_bytes=min(token, size),
-        )
-        units.append(Unit(parts=(part,), rides=rides and index > 0 and with_riders))
-    total = sum(unit.num_bytes + unit.run_bytes for unit in units)
-    limits = st.integers(1, max(2 * total, 2))
-    named = {f"cuda:{index}": draw(limits) for index in range(draw(st.integers(0, max_accelerators)))}
-    if not named or draw(st.booleans()):
-        named["cpu"] = draw(limits)
-    disk = draw(st.sampled_from(["unbounded", "limited", "forbidden"]))
-    if disk == "limited":
-        named["disk"] = draw(limits)
-    budget = MemoryBudget.of(named, use_disk=disk != "forbidden")
-    return PlacementProblem(
-        units=tuple(units),
-        budget=budget,
-        fixed_bytes={device: draw(st.integers(0, 2)) for device, _ in budget if device != DISK},
-        num_in_flight=draw(st.sampled_from([1, 1, 2])),
-        bandwidth=Bandwidth(disk=3, link=draw(st.sampled_from([3, 4, 24]))),
-        any_order=draw(st.booleans()),
-        balance=draw(st.sampled_from(Balance)),
-    )
-
-
-@st.composite
-def unit_kinds(draw):
-    size = draw(st.integers(1, 9))
-    return size, draw(st.sampled_from([0, 0, 1, 2])), draw(st.sampled_from([size, size, 1])), draw(st.booleans())
 
 
 def all_placements(problem):
