@@ -151,7 +151,9 @@ def _size(name: str, value: object) -> int:
     if isinstance(value, int) and not isinstance(value, bool):
         return value
     if not isinstance(value, str):
-        raise PlanOptionError(f"{name}: {value!r:.60} is no size", hint="a size is a whole number of bytes, or such as 2GiB")
+        raise PlanOptionError(
+            f"{name}: {value!r:.60} is no size", hint="a size is a whole number of bytes, or such as 2GiB"
+        )
     try:
         return parse_size(value)
     except ValueError as error:

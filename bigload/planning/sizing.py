@@ -13,11 +13,11 @@ from dataclasses import dataclass, replace
 from bigload.devices import CPU, Device
 from bigload.errors import BudgetError, PlanError
 from bigload.planning.budget import MemoryBudget
+from bigload.planning.choices import Policy
 from bigload.planning.options import Experts, PlanOptions
 from bigload.planning.placement import Balance, Misfit, PlacementProblem
 from bigload.planning.planner import problem_of
 from bigload.planning.policies.optimal import token_seconds
-from bigload.planning.policies.policy import Policy
 from bigload.planning.policies.registry import POLICIES
 from bigload.planning.structure import ModelStructure, replace_parts
 from bigload.planning.units import Unit
@@ -212,7 +212,7 @@ def _num_stretches(sizes: Sequence[int], room: int) -> int | None:
 
 
 def least(low: int, high: int, suffices: Callable[[int], bool]) -> int:
-    """Return the least number from `low` that suffices, by halving; `high` does, and so does all above one that does."""
+    """Return the least number from `low` that suffices, by halving; `high` does, and so do all above one that does."""
     while low < high:
         middle = (low + high) // 2
         low, high = (low, middle) if suffices(middle) else (middle + 1, high)
@@ -258,7 +258,7 @@ def _least_ram(problem: PlacementProblem, policy: Policy) -> WithRam | None:
 
 
 def _all_needed(units: Sequence[Unit]) -> tuple[Unit, ...]:
-    """Return units of which a token needs all bytes, and those that do not ride on others more often than all of these."""
+    """Return units of which a token needs all bytes, those that do not ride on others more often than all of these."""
     dear = sum(unit.num_bytes for unit in units) + 1 if any(unit.rides for unit in units) else 1
     return tuple(
         replace_parts(
