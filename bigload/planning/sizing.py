@@ -13,9 +13,9 @@ from dataclasses import dataclass, replace
 from bigload.devices import CPU, Device
 from bigload.errors import BudgetError, PlanError
 from bigload.planning.budget import MemoryBudget
-from bigload.planning.choices import Policy
-from bigload.planning.options import Experts, PlanOptions
-from bigload.planning.placement import Balance, Misfit, PlacementProblem
+from bigload.planning.choices import Balance, Experts, Policy
+from bigload.planning.options import PlanOptions
+from bigload.planning.placement import Misfit, PlacementProblem
 from bigload.planning.planner import problem_of
 from bigload.planning.policies.optimal import token_seconds
 from bigload.planning.policies.registry import POLICIES
@@ -184,7 +184,9 @@ def _fixed_bytes(structure: ModelStructure, options: PlanOptions) -> int:
 def _largest(structure: ModelStructure, options: PlanOptions) -> LargestUnit | None:
     units = structure.units(options.workload)
     found = max(units, key=lambda unit: unit.num_bytes + unit.run_bytes, default=None)
-    return found and LargestUnit(name=found.name, num_bytes=found.num_bytes, run_bytes=found.run_bytes)
+    if found is None:
+        return None
+    return LargestUnit(name=found.name, num_bytes=found.num_bytes, run_bytes=found.run_bytes)
 
 
 def _least_size(sizes: Sequence[int], fixed: int, count: int) -> int | None:
