@@ -41,6 +41,7 @@ if TYPE_CHECKING:  # `as` marks them as public to type checkers
     from bigload.errors import OutputExistsError as OutputExistsError
     from bigload.errors import PlanError as PlanError
     from bigload.errors import PlanNotFoundError as PlanNotFoundError
+    from bigload.errors import PlanOptionError as PlanOptionError
     from bigload.errors import Problem as Problem
     from bigload.errors import ReadError as ReadError
     from bigload.errors import StalePlanError as StalePlanError
@@ -55,6 +56,12 @@ if TYPE_CHECKING:  # `as` marks them as public to type checkers
     from bigload.loading.events import Progress as Progress
     from bigload.loading.load import load as load
     from bigload.planning.budget import MemoryBudget as MemoryBudget
+    from bigload.planning.certificate import Certificate as Certificate
+    from bigload.planning.certificate import Verdict as Verdict
+    from bigload.planning.choices import Balance as Balance
+    from bigload.planning.choices import Experts as Experts
+    from bigload.planning.choices import NameScheme as NameScheme
+    from bigload.planning.choices import Order as Order
     from bigload.planning.choices import Policy as Policy
     from bigload.planning.plan import DeviceUse as DeviceUse
     from bigload.planning.plan import Plan as Plan
@@ -110,6 +117,7 @@ _HOMES = {
         "OutputExistsError",
         "PlanError",
         "PlanNotFoundError",
+        "PlanOptionError",
         "Problem",
         "ReadError",
         "StalePlanError",
@@ -127,7 +135,8 @@ _HOMES = {
     "bigload.planning.plan": ("DeviceUse", "Plan", "PlanNote"),
     "bigload.planning.planner": ("plan",),
     "bigload.planning.plan_file": ("read_plan", "write_plan"),
-    "bigload.planning.choices": ("Policy",),
+    "bigload.planning.certificate": ("Certificate", "Verdict"),
+    "bigload.planning.choices": ("Balance", "Experts", "NameScheme", "Order", "Policy"),
     "bigload.runtime.device_maps": (
         "check_device_map",
         "clean_device_map",

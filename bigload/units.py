@@ -80,6 +80,18 @@ def format_size(num_bytes: int) -> str:
     return f"{num_bytes} B"
 
 
+def format_rounded_up(num_bytes: int, unit: str) -> str:
+    """Return `num_bytes` in a unit as `common_unit` names it, rounded up to a tenth, so that it is enough.
+
+    >>> format_rounded_up(3 * GIB, "GiB"), format_rounded_up(3 * GIB + 1, "GiB"), format_rounded_up(12, "B")
+    ('3.0', '3.1', '12')
+    """
+    if unit == "B":
+        return str(num_bytes)
+    tenths = -(-num_bytes * 10 // _UNITS[unit.lower()])
+    return f"{tenths // 10}.{tenths % 10}"
+
+
 def format_count(count: int) -> str:
     """Return a count of parameters the way model names spell it.
 

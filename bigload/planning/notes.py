@@ -73,6 +73,9 @@ def _on_structure(structure: ModelStructure, options: PlanOptions) -> Iterator[P
             code="left-out",
             text=f"{names} ({number}, {size}) only predict further tokens and get no device; --mtp places them too",
         )
+    if structure.checkpoint.config is None:
+        text = "there is no config.json: whether a head shares the embedding, and how experts are chosen, is not known"
+        yield PlanNote(code="unknown", text=text)
     for text in structure.memory.at(options.workload).unknown:
         yield PlanNote(code="unknown", text=text)
 

@@ -17,7 +17,7 @@ from itertools import pairwise
 from typing import Protocol
 
 from bigload.devices import CPU, DISK, Device
-from bigload.errors import PlanError
+from bigload.errors import PlanOptionError
 from bigload.planning.budget import MemoryBudget
 from bigload.planning.choices import Balance
 from bigload.planning.units import Unit
@@ -36,7 +36,7 @@ class Bandwidth:
 
     def __post_init__(self) -> None:
         if not 0 < self.disk <= self.link:
-            raise PlanError(
+            raise PlanOptionError(
                 f"a disk of {format_size(self.disk)}/s and a link of {format_size(self.link)}/s make no sense",
                 hint="weights from disk cross the link too, so the disk is the slower of the two",
             )

@@ -8,7 +8,7 @@ from fnmatch import fnmatchcase
 from functools import cached_property
 
 from bigload.checkpoint.model import Checkpoint, TensorInfo
-from bigload.errors import PlanError
+from bigload.errors import PlanOptionError
 from bigload.planning.choices import NameScheme
 from bigload.planning.experts import RoutedExperts, dense_parts, routed_experts
 from bigload.planning.extra_layers import extra_layers
@@ -121,7 +121,7 @@ def read_structure(checkpoint: Checkpoint, options: PlanOptions) -> ModelStructu
     """Read the structure of a checkpoint from its names, shapes and config.
 
     Raises:
-        PlanError: a pattern of `options.no_split` matches no module.
+        PlanOptionError: a pattern of `options.no_split` matches no module.
         CheckpointError: tied tensors cannot be compared.
     """
     root = build_tree(as_loaded(checkpoint.tensors.values(), options.workload.load_dtype))
@@ -159,7 +159,7 @@ def _present(ties: Sequence[TiedGroup], left_out: tuple[str, ...]) -> tuple[Tied
 def _check_patterns(structure: ModelStructure) -> None:
     for pattern in structure.no_split:
         if not any(node.name and fnmatchcase(node.name, pattern) for node in structure.root.walk()):
-            raise PlanError(
+            raise PlanOptionError(
                 f"--no-split {pattern}: no module has such a name",
                 hint="bigload inspect --depth 9 lists the modules; a pattern is, for example, 'model.layers.*'",
             )

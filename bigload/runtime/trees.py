@@ -15,7 +15,7 @@ from torch import nn
 from bigload.checkpoint.model import Span, TensorInfo
 from bigload.dtypes import DTYPES, DType
 from bigload.planning.tree import build_tree
-from bigload.planning.units import Part, Unit, UnitKind, cut_into_units
+from bigload.planning.units import Part, Unit, UnitKind, blocks_of, without_crumbs
 from bigload.runtime.module_sizes import (
     DTypeLike,
     class_names,
@@ -59,11 +59,8 @@ def _blocks(model: nn.Module, classes: Iterable[str] | str | None) -> tuple[set[
         return _instances(model, class_names(classes)), None
     blocks = _instances(model, class_names(getattr(model, "_no_split_modules", None)))
     around = _around(blocks)
-    for unit in cut_into_units(build_tree(_tensor_infos(model))):
-        for part in unit.parts:
-            is_new = part.name not in around and blocks.isdisjoint(prefixes(part.name))
-            if part.kind is UnitKind.BLOCK and is_new:
-                blocks.add(part.name)
+    named = [block.name for block in blocks_of(build_tree(_tensor_infos(model)))]
+    blocks.update([name for name in named if name not in around and blocks.isdisjoint(prefixes(name))])
     return blocks, _around(blocks) if blocks else None
 
 
@@ -113,7 +110,7 @@ def _has_state(module: nn.Module) -> bool:
 
 
 def _merged(parts: Sequence[Part], ties: Iterable[Sequence[str]]) -> tuple[Unit, ...]:
-    """Return units of one part each, except that parts which hold tied parameters are one unit with the first."""
+    """Return units of one part each, except that those which hold tied parameters are one with the first of them."""
     number_of = {part.name: number for number, part in enumerate(parts)}
     leader = list(range(len(parts)))
 
@@ -131,4 +128,4 @@ def _merged(parts: Sequence[Part], ties: Iterable[Sequence[str]]) -> tuple[Unit,
     units: dict[int, list[Part]] = {}
     for number, part in enumerate(parts):
         units.setdefault(led_by(number), []).append(part)
-    return tuple(Unit(parts=tuple(members)) for members in units.values())
+    return without_crumbs([Unit(parts=tuple(members)) for members in units.values()])

@@ -23,7 +23,9 @@ COMMANDS = {
     "plan-llama-70b": "bigload plan llama-70b -m cuda:0=22GiB -m cuda:1=22GiB -m cpu=64GiB -o plan.json",
     "plan-llama-70b-on-gpus": "bigload plan llama-70b -m 0=80GiB,1=80GiB",
     "plan-llama-70b-does-not-fit": "bigload plan llama-70b -m cuda:0=22GiB -m cuda:1=22GiB -m cpu=42GiB --no-disk",
-    "plan-tiny-llama": "bigload plan tiny-llama -m cuda:0=6MiB -m cpu=8MiB",
+    "plan-llama-70b-with-context": "bigload plan llama-70b -m 0=80GiB,1=80GiB --context 32768 --batch 2",
+    "plan-llama-70b-on-a-small-gpu": "bigload plan llama-70b -m 0=1GiB,cpu=192GiB",
+    "plan-tiny-llama": "bigload plan tiny-llama --overhead 0 -m cuda:0=6MiB -m cpu=8MiB",
     "reshard-tiny-llama-dry-run": "bigload reshard tiny.json tiny-llama.split --dry-run",
 }
 TEXTS = sorted(COMMANDS)
@@ -31,7 +33,7 @@ TEXTS = sorted(COMMANDS)
 
 @pytest.fixture
 def tiny_plan(run):
-    assert run("bigload plan tiny-llama -m cuda:0=6MiB,cpu=8MiB -o tiny.json").code == 0
+    assert run("bigload plan tiny-llama --overhead 0 -m cuda:0=6MiB,cpu=8MiB -o tiny.json").code == 0
 
 
 def compare(name: str, command: str, text: str) -> None:

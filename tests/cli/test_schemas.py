@@ -12,7 +12,7 @@ from builders import write_shard
 SCHEMAS = Path(__file__).parents[2] / "docs" / "schemas"
 NAMES = ["plan", "inspect", "reshard", "bench-load"]
 
-PLAN = "bigload plan tiny-llama -m cuda:0=6MiB,cpu=8MiB -o tiny.json"
+PLAN = "bigload plan tiny-llama --overhead 0 -m cuda:0=6MiB,cpu=8MiB -o tiny.json"
 COMMANDS = [
     "bigload inspect llama-70b --json",
     "bigload inspect tiny-llama --json --tensors --shards --depth 9",
@@ -21,7 +21,7 @@ COMMANDS = [
     "bigload inspect tiny.json --json",
     "bigload plan llama-70b -m cuda:0=22GiB,cuda:1=22GiB,cpu=64GiB --json",
     "bigload plan tiny-llama -m cpu=1GiB --no-disk --json",
-    "bigload plan tiny-llama -m cuda:0=4MiB,cpu=1GiB,disk=1GiB --json",
+    "bigload plan tiny-llama --overhead 0 -m cuda:0=4MiB,cpu=1GiB,disk=1GiB --json",
     "bigload reshard tiny.json out --dry-run --json",
     "bigload reshard tiny.json out --json",
     "bigload reshard tiny.json out --json --no-verify",

@@ -66,12 +66,12 @@ def upper_bound(kinds: Sequence[Kind], first: Bin, second: Bin) -> int:
 class _Search:
     """Depth first over the kinds, the densest first, bounded by what a choice of fractions would be worth.
 
-    Among kinds of one density the most frequent comes last: of the last kind as many as fit are best, so its count,
-    the largest, is never searched.
+    Among kinds of one density the smallest comes last: it fills the gaps that the larger ones leave, so good choices
+    are found first and rule out most of the others. Of the last kind as many as fit are best.
     """
 
     def __init__(self, kinds: Sequence[Kind], first: Bin, second: Bin, least: int) -> None:
-        order = sorted(range(len(kinds)), key=lambda k: (-_density(kinds[k]), kinds[k].count, -kinds[k].size, k))
+        order = sorted(range(len(kinds)), key=lambda k: (-_density(kinds[k]), -kinds[k].size, k))
         self.kinds = [(index, kinds[index].size, kinds[index].value, kinds[index].count) for index in order]
         self.required = [kinds[index].required for index in order]
         self.first, self.second, self.least = first, second, least

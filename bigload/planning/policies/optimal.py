@@ -160,6 +160,11 @@ def token_cost(problem: PlacementProblem, placement: Placement) -> int:
     return sum(unit.token_bytes * each.get(device, 0) for unit, device in homes)
 
 
+def token_seconds(problem: PlacementProblem, placement: Placement) -> float:
+    """Return the seconds in which the bytes that one token needs arrive."""
+    return token_cost(problem, placement) / (problem.bandwidth.disk * problem.bandwidth.link)
+
+
 def _most(problem: PlacementProblem, device: Device, level: Fraction, *, strictly: bool) -> int:
     """Return the room for units on a device whose share of its limit is at most `level`, or less."""
     limit = problem.budget.get(device) or 0

@@ -17,17 +17,23 @@ _PLACES = {CPU: "in RAM", DISK: "on disk"}
 
 def headline(plan: Plan) -> str:
     """Return where the weights are, in one line, and how the figures below read, in another."""
+    unit, _ = plan.table_unit
+    return f"{printable(plan.name)} fits: {whereabouts(plan)}\n{subject(plan)}, figures in {unit}"
+
+
+def whereabouts(plan: Plan) -> str:
+    """Return the shares of the weights by where they are: `41% on GPUs, 59% in RAM`."""
     shares: dict[str, int] = {}
     for use in plan.devices:
         place = _PLACES.get(use.device, f"on {_accelerator_word(plan)}")
         shares[place] = shares.get(place, 0) + use.weights_bytes
     total = plan.weights_bytes or 1
-    where = ", ".join(f"{size / total:.0%} {place}" for place, size in shares.items() if size)
-    unit, _ = plan.table_unit
-    return (
-        f"{printable(plan.name)} fits: {where or 'it is empty'}\n"
-        f"{_weights(plan)}{_workload(plan)}, {plan.policy} policy, figures in {unit}"
-    )
+    return ", ".join(f"{size / total:.0%} {place}" for place, size in shares.items() if size) or "it is empty"
+
+
+def subject(plan: Plan) -> str:
+    """Return what was planned: how large, for what, by which policy."""
+    return f"{_weights(plan)}{_workload(plan)}, {plan.policy} policy"
 
 
 def _weights(plan: Plan) -> str:
@@ -65,7 +71,7 @@ def devices(plan: Plan, *, blocks: bool) -> PlainTable:
 
 def closing(plan: Plan) -> list[str]:
     """Return the lines below the table: what running and streaming take, how good the plan is, and notes."""
-    lines = [*_run(plan), *_streaming(plan), _quality(plan)]
+    lines = [*_run(plan), *streaming(plan), _quality(plan)]
     lines += [f"note: {printable(note.text)}" for note in plan.notes]
     return lines
 
@@ -81,7 +87,8 @@ def _run(plan: Plan) -> list[str]:
     return [f"RUN is {words} on {', '.join(devices)}." for words, devices in sums.items()]
 
 
-def _streaming(plan: Plan) -> list[str]:
+def streaming(plan: Plan) -> list[str]:
+    """Return sentences on what a token brings from RAM and disk; none when every module runs where it is."""
     streamed = plan.streamed_bytes
     if not streamed:
         return []
@@ -100,7 +107,7 @@ def _streaming(plan: Plan) -> list[str]:
     words = " and ".join(f"{format_size(speeds[device])}/s {_origin(device)}" for device in shown)
     lines = [
         f"Each {'token' if is_sparse else 'forward pass'} brings {brought}.",
-        f"At {words} that is at least {_seconds(plan.token_seconds)}.",
+        f"At {words} that is at least {duration(plan.token_seconds)}.",
     ]
     if any(use.workspace_bytes for use in plan.devices):
         ahead = all(note.code != "no-prefetch" for note in plan.notes)
@@ -117,7 +124,8 @@ def _quality(plan: Plan) -> str:
     return f"{counted(plan.num_device_changes, 'device change')} per forward pass; {proven}."
 
 
-def _seconds(seconds: float) -> str:
+def duration(seconds: float) -> str:
+    """Return a time as a word: `13.7 s`, `180 ms`."""
     return f"{seconds * 1000:.0f} ms" if 0.001 <= seconds < 1 else f"{seconds:.1f} s" if seconds >= 1 else "under 1 ms"
 
 
