@@ -13,6 +13,7 @@ from bigload.planning.planner import plan
 from builders import checkpoint_of, llama_config, llama_tensors, make_checkpoint, write_shard
 
 CUDA0, CUDA1 = Device("cuda", 0), Device("cuda", 1)
+CONFIG = {"model_type": "x"}
 BLOCKS = {"embed.w": 4, "layers.0.a.w": 2, "layers.1.a.w": 2, "layers.2.a.w": 2, "norm.w": 1, "lm_head.w": 4}
 TIED = {
     "model.embed_tokens.weight": ("U8", [4, 1]),
@@ -22,7 +23,7 @@ TIED = {
 }
 
 
-def planned(tensors, max_memory, *, config=None, use_disk=True, overhead=0, **wishes):
+def planned(tensors, max_memory, *, config=CONFIG, use_disk=True, overhead=0, **wishes):
     budget = MemoryBudget.of(max_memory, use_disk=use_disk)
     return plan(checkpoint_of(tensors, config=config), budget, overhead=overhead, **wishes)
 
@@ -125,6 +126,12 @@ def test_recounted_bytes_are_those_of_the_rows():
     checkpoint = checkpoint_of(BLOCKS)
     made = plan(checkpoint, {"cuda:0": 10, "cpu": 20}, overhead=0)
     assert recount(made, checkpoint.tensors.values()) == {CUDA0: 8, CPU: 7, DISK: 0}
+
+
+def test_tensors_on_a_device_that_a_plan_does_not_list_are_not_counted():
+    made = replace(planned(BLOCKS, {"cpu": 100}), homes={name.partition(".w")[0]: CUDA1 for name in BLOCKS})
+    with pytest.raises(InvalidPlanError, match="does not list"):
+        recount(made, checkpoint_of(BLOCKS).tensors.values())
 
 
 def test_a_plan_knows_the_weights_of_each_device():
@@ -270,8 +277,9 @@ def test_layers_that_only_predict_further_tokens_are_placed_when_that_is_asked_f
 
 
 def test_what_neither_names_nor_config_tell_is_noted():
-    made = planned(llama_tensors(), {"cpu": "1GiB"}, context=10)
-    assert "unknown" in codes(made)
+    made = planned(llama_tensors(), {"cpu": "1GiB"}, config=None, context=10)
+    sentences = [note.text for note in made.notes if note.code == "unknown"]
+    assert any("attention" in sentence for sentence in sentences)
 
 
 def test_a_token_takes_as_long_as_its_bytes_take_to_arrive():
@@ -294,6 +302,11 @@ def test_what_ram_runs_itself_takes_no_time_to_arrive():
 def test_a_plan_counts_how_often_a_forward_pass_changes_devices():
     made = planned({"a.w": 1, "b.w": 1, "c.w": 1}, {"cuda:0": 1, "cuda:1": 1, "cuda:2": 1})
     assert made.num_device_changes == 2
+
+
+def test_a_plan_without_a_config_says_what_is_not_known():
+    (note,) = planned(BLOCKS, {"cuda:0": 100}, config=None).notes
+    assert (note.code, note.text.partition(":")[0]) == ("unknown", "there is no config.json")
 
 
 def test_a_plan_that_fits_has_no_notes():
@@ -349,7 +362,7 @@ def test_a_plan_does_not_change_under_its_user():
 
 
 def test_a_plan_prints_one_line_per_device():
-    text = str(planned(llama_tensors(), {"cuda:0": "1GiB", "cpu": "2GiB"}))
+    text = str(planned(llama_tensors(), {"cuda:0": "1GiB", "cpu": "2GiB"}, config=llama_config()))
     lines = text.splitlines()
     assert lines[0].startswith("tiny, ")
     assert [line.split()[0] for line in lines[1:]] == ["DEVICE", "cuda:0", "cpu"]
@@ -376,6 +389,8 @@ def test_a_disk_is_shown_when_it_holds_something_or_has_a_limit():
         (["a.0", "b", "a.1"], "a 0, b, a 1"),
         (["0", "1"], "0, 1"),
         (["a.9", "a.10"], "a 9-10"),
+        (["layers.0.mlp.experts", "layers.1.mlp.experts"], "layers 0-1 mlp.experts"),
+        (["layers.2.attn", "layers.2.norm"], "layers 2 (2 parts)"),
     ],
 )
 def test_runs_of_blocks_are_folded(modules, text):

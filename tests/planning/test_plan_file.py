@@ -7,7 +7,7 @@ import pytest
 from jsonschema import Draft202012Validator
 
 from bigload.checkpoint.source import open_checkpoint
-from bigload.errors import InvalidPlanError, PlanNotFoundError, StalePlanError
+from bigload.errors import InvalidPlanError, OutputExistsError, PlanNotFoundError, StalePlanError, WriteError
 from bigload.planning.plan_file import (
     SCHEMA,
     check_plan,
@@ -466,3 +466,26 @@ def test_a_plan_with_sizes_beyond_all_measure_is_refused():
     row["free_bytes"] += 10**400
     with pytest.raises(InvalidPlanError, match="more than any device has"):
         plan_from_json(json.dumps(document))
+
+
+@pytest.mark.parametrize("content", [b"mine", b"[1]", b'{"schema": "bigload.report/1.0"}', b"\xff\xfe", b"[" * 100_000])
+def test_what_is_no_plan_is_not_written_over(tmp_path, checkpoint, content):
+    (tmp_path / "plan.json").write_bytes(content)
+    with pytest.raises(OutputExistsError, match="not a plan file"):
+        write_plan(made_of(checkpoint, {"cpu": "1GiB"}), tmp_path / "plan.json")
+    assert (tmp_path / "plan.json").read_bytes() == content
+
+
+def test_another_plan_is_written_over(tmp_path, checkpoint):
+    for limit in ("1GiB", "2GiB"):
+        write_plan(made_of(checkpoint, {"cpu": limit}), tmp_path / "plan.json")
+    assert read_plan(tmp_path / "plan.json").devices[0].budget_bytes == 2 * 1024**3
+
+
+def test_a_plan_that_cannot_be_written_leaves_nothing(tmp_path, checkpoint):
+    with pytest.raises(WriteError):
+        write_plan(made_of(checkpoint, {"cpu": "1GiB"}), tmp_path / "missing" / "plan.json")
+    (tmp_path / "plan.json").mkdir()
+    with pytest.raises(OutputExistsError):
+        write_plan(made_of(checkpoint, {"cpu": "1GiB"}), tmp_path / "plan.json")
+    assert [path.name for path in tmp_path.iterdir()] == ["plan.json"]
