@@ -22,7 +22,10 @@ TIED = {
 }
 
 
-def planned(tensors, max_memory, *, config=None, use_disk=True, overhead=0, **wishes):
+EMPTY_CONFIG: dict[str, object] = {}
+
+
+def planned(tensors, max_memory, *, config=EMPTY_CONFIG, use_disk=True, overhead=0, **wishes):
     budget = MemoryBudget.of(max_memory, use_disk=use_disk)
     return plan(checkpoint_of(tensors, config=config), budget, overhead=overhead, **wishes)
 
@@ -267,6 +270,12 @@ def test_layers_that_only_predict_further_tokens_get_no_device_which_is_noted():
 def test_layers_that_only_predict_further_tokens_are_placed_when_that_is_asked_for():
     made = planned({**THREE, "mtp.a.w": 1}, {"cuda:0": 7}, mtp=True)
     assert (made.left_out, made.homes["mtp"], made.notes) == ((), CUDA0, ())
+
+
+def test_a_missing_config_is_noted():
+    (note,) = planned(THREE, {"cpu": 100}, config=None).notes
+    assert note.code == "unknown"
+    assert "no config.json" in note.text
 
 
 def test_what_neither_names_nor_config_tell_is_noted():
