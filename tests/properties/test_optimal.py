@@ -1,43 +1,20 @@
 """The exact policy against brute force: every assignment of up to ten units, judged by the same wishes."""
 
+from dataclasses import replace
 from fractions import Fraction
-from itertools import permutations, product
 
-from hypothesis import given, settings
+from brute_force import placements_in_any_order, placements_in_order, riders_are_well
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
 from strategies import problems
 
 from bigload.devices import CPU, DISK, Device
-from bigload.planning.choices import Balance
-from bigload.planning.placement import (
-    Misfit,
-    Placement,
-    device_loads,
-    keeps_limits,
-)
-from bigload.planning.policies.bounds import lower_bound
+from bigload.planning.certificate import Verdict, certify
+from bigload.planning.choices import Balance, Policy
+from bigload.planning.placement import Misfit, Placement, device_loads, keeps_limits
+from bigload.planning.policies.bounds import least_accelerators, lower_bound
 from bigload.planning.policies.optimal import place_optimally, token_cost
-
-
-def all_placements(problem):
-    """Yield every placement that fills accelerators in order and keeps all limits."""
-    accelerators = problem.budget.accelerators
-    devices = [device for device, _ in problem.budget]
-    orders = list(permutations(accelerators)) if problem.any_order else [accelerators]
-    for homes in product(devices, repeat=len(problem.units)):
-        resident = [device for device in homes if device.is_accelerator]
-        stretches = [device for index, device in enumerate(resident) if index == 0 or resident[index - 1] != device]
-        if not any(list(filter(stretches.__contains__, order)) == stretches for order in orders):
-            continue
-        for execution in resident[:1] or accelerators or [CPU]:
-            placement = Placement(devices=homes, execution_device=execution, num_in_flight=problem.num_in_flight)
-            if riders_are_well(problem, placement) and keeps_limits(problem, placement):
-                yield placement
-
-
-def riders_are_well(problem, placement):
-    running = placement.running
-    riders = [index for index, unit in enumerate(problem.units) if unit.rides]
-    return all(running[index] == running[index - 1] for index in riders)
+from bigload.planning.policies.registry import POLICIES
 
 
 def peak(problem, placement):
@@ -57,7 +34,7 @@ def wishes(problem, placement):
 @settings(deadline=None)
 @given(problem=problems(with_riders=False) | problems(max_units=7, max_accelerators=1))
 def test_nothing_is_better_by_the_list_of_wishes(problem):
-    best = min((wishes(problem, placement) for placement in all_placements(problem)), default=None)
+    best = min((wishes(problem, placement) for placement in placements_in_order(problem)), default=None)
     found = place_optimally(problem)
     if best is None:
         assert isinstance(found, Misfit)
@@ -81,16 +58,35 @@ def test_what_is_found_keeps_limits_order_and_riders(problem):
 @given(problem=problems(max_units=5, max_accelerators=2))
 def test_no_placement_whatever_is_below_the_bound(problem):
     bound = lower_bound(problem)
-    devices = [device for device, _ in problem.budget]
-    for homes in product(devices, repeat=len(problem.units)):
-        for execution in problem.budget.accelerators or [CPU]:
-            placement = Placement(devices=homes, execution_device=execution, num_in_flight=problem.num_in_flight)
-            if keeps_limits(problem, placement):
-                off = [CPU, DISK] if problem.budget.accelerators else [DISK]
-                held = held_by(problem, placement)
-                assert sum(held.get(device, 0) for device in off) >= bound.offloaded_bytes
-                assert held.get(DISK, 0) >= bound.disk_bytes
-                assert token_cost(problem, placement) >= bound.cost
+    off = [CPU, DISK] if problem.budget.accelerators else [DISK]
+    for placement in placements_in_any_order(problem):
+        held = held_by(problem, placement)
+        assert sum(held.get(device, 0) for device in off) >= bound.offloaded_bytes
+        assert held.get(DISK, 0) >= bound.disk_bytes
+        assert token_cost(problem, placement) >= bound.cost
+        running = {device for device in placement.running if device.is_accelerator}
+        if running:
+            assert len(running) >= least_accelerators(problem, token_cost(problem, placement))
+
+
+@given(problem=problems(max_units=5, max_accelerators=2), policy=st.sampled_from(Policy))
+def test_a_certificate_claims_nothing_that_brute_force_denies(problem, policy):
+    if policy is not Policy.OPTIMAL:
+        problem = replace(problem, units=tuple(replace(unit, rides=False) for unit in problem.units))
+    placement = POLICIES[policy](problem)
+    assume(isinstance(placement, Placement))
+    certificate = certify(problem, placement)
+    off = [CPU, DISK] if problem.budget.accelerators else [DISK]
+    held = held_by(problem, placement)
+    assert certificate.offloaded_bytes == sum(held.get(device, 0) for device in off)
+    assert certificate.disk_bytes == held.get(DISK, 0)
+    assert certificate.least_offloaded_bytes <= certificate.offloaded_bytes
+    assert certificate.least_disk_bytes <= certificate.disk_bytes
+    cost = token_cost(problem, placement)
+    if certificate.verdict is Verdict.OPTIMAL:
+        assert cost <= min(token_cost(problem, other) for other in placements_in_any_order(problem))
+    if certificate.verdict is Verdict.OPTIMAL_IN_ORDER:
+        assert cost <= min(token_cost(problem, other) for other in placements_in_order(problem))
 
 
 def held_by(problem, placement) -> dict[Device, int]:

@@ -44,7 +44,8 @@ class Choice:
 def choose(kinds: Sequence[Kind], first: Bin, second: Bin, *, least: int = 0) -> Choice | None:
     """Return the choice that is worth most among those that keep `least` bytes; `None` when there is none.
 
-    The first bin has the greater weight. Where a search would take too long, the best choice found is not `exact`.
+    The first bin has the greater weight. Where a search would take too long, the best choice found is not `exact`, and
+    none may be found where there is one.
     """
     if first.capacity < 0 or second.capacity < 0 or sum(kind.size * kind.count for kind in kinds) < least:
         return None
