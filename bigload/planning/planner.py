@@ -69,7 +69,7 @@ def draft(checkpoint: Checkpoint, budget: MemoryBudget, options: PlanOptions) ->
     structure = read_structure(checkpoint, options)
     solution = place(structure, budget, options)
     if isinstance(solution, Misfit):
-        raise _does_not_fit(structure, budget, options, solution)
+        raise does_not_fit(structure, budget, options, solution)
     made = _plan(structure, budget, options, solution)
     _audit(made, checkpoint)
     return Draft(structure=structure, budget=budget, options=options, solution=solution, plan=made)
@@ -97,7 +97,7 @@ def place(structure: ModelStructure, budget: MemoryBudget, options: PlanOptions)
         return solve(problem_of(structure, budget, options, split_experts=True), options.policy)
     whole = solve(problem_of(structure, budget, options), options.policy)
     may_split = options.experts is Experts.AUTO and options.policy is Policy.OPTIMAL and budget.accelerators
-    if not may_split or not structure.experts or (isinstance(whole, Solution) and not _cost(whole)[1]):
+    if not may_split or not structure.experts or (isinstance(whole, Solution) and _cost(whole) == (False, 0.0)):
         return whole
     apart = solve(problem_of(structure, budget, options, split_experts=True), options.policy)
     if isinstance(whole, Misfit) or (isinstance(apart, Solution) and _cost(apart) < _cost(whole)):
@@ -196,9 +196,10 @@ def _audit(made: Plan, checkpoint: Checkpoint) -> None:
             )
 
 
-def _does_not_fit(
+def does_not_fit(
     structure: ModelStructure, budget: MemoryBudget, options: PlanOptions, misfit: Misfit
 ) -> DoesNotFitError:
+    """Return the error that says what is short where, and what would do."""
     problem = problem_of(structure, budget, replace(options, experts=Experts.BLOCK))
     rows, usable = [], 0
     width = max(len(str(device)) for device, _ in budget)
