@@ -71,7 +71,7 @@ def draft(checkpoint: Checkpoint, budget: MemoryBudget, options: PlanOptions) ->
     structure = read_structure(checkpoint, options)
     solution = place(structure, budget, options)
     if isinstance(solution, Misfit):
-        raise _does_not_fit(structure, budget, options, solution)
+        raise does_not_fit(structure, budget, options, solution)
     made = _plan(structure, budget, options, solution)
     _audit(made, checkpoint)
     return Draft(structure=structure, budget=budget, options=options, solution=solution, plan=made)
@@ -208,9 +208,10 @@ def _audit(made: Plan, checkpoint: Checkpoint) -> None:
             )
 
 
-def _does_not_fit(
+def does_not_fit(
     structure: ModelStructure, budget: MemoryBudget, options: PlanOptions, misfit: Misfit
 ) -> DoesNotFitError:
+    """Return the error that says what is short where, and what would do."""
     problem = problem_of(structure, budget, replace(options, experts=Experts.BLOCK))
     rows, usable = [], 0
     width = max(len(str(device)) for device, _ in budget)
