@@ -71,7 +71,7 @@ def draft(checkpoint: Checkpoint, budget: MemoryBudget, options: PlanOptions) ->
     structure = read_structure(checkpoint, options)
     solution = place(structure, budget, options)
     if isinstance(solution, Misfit):
-        raise _does_not_fit(structure, budget, options, solution)
+        raise does_not_fit(structure, budget, options, solution)
     made = _plan(structure, budget, options, solution)
     _audit(made, checkpoint)
     return Draft(structure=structure, budget=budget, options=options, solution=solution, plan=made)
@@ -96,19 +96,19 @@ def problem_of(
 def place(structure: ModelStructure, budget: MemoryBudget, options: PlanOptions) -> Solution | Misfit:
     """Place a model, with its experts apart from their blocks where that is asked for or streams less per token."""
     if options.experts is Experts.SPLIT and structure.experts:
-        return _apart(structure, budget, options)
+        return _dense_first(structure, budget, options)
     whole = solve(problem_of(structure, budget, options), options.policy)
     may_split = options.experts is Experts.AUTO and options.policy is Policy.OPTIMAL and bool(structure.experts)
     if not may_split or (isinstance(whole, Solution) and _cost(whole, budget) == (False, 0)):
         return whole
-    apart = _apart(structure, budget, options)
+    apart = solve(problem_of(structure, budget, options, split_experts=True), options.policy)
     if isinstance(whole, Misfit) or (isinstance(apart, Solution) and _cost(apart, budget) < _cost(whole, budget)):
         return apart if isinstance(apart, Solution) else whole
     return whole
 
 
-def _apart(structure: ModelStructure, budget: MemoryBudget, options: PlanOptions) -> Solution | Misfit:
-    """Place experts apart from their blocks: all else on accelerators if they hold it, where it costs least if not."""
+def _dense_first(structure: ModelStructure, budget: MemoryBudget, options: PlanOptions) -> Solution | Misfit:
+    """Place all but routed experts on accelerators if they hold it, where it costs least if they do not."""
     problem = problem_of(structure, budget, options, split_experts=True)
     if budget.accelerators:
         held = POLICIES[options.policy](replace(problem, units=with_dense_held(problem.units)))
@@ -208,9 +208,10 @@ def _audit(made: Plan, checkpoint: Checkpoint) -> None:
             )
 
 
-def _does_not_fit(
+def does_not_fit(
     structure: ModelStructure, budget: MemoryBudget, options: PlanOptions, misfit: Misfit
 ) -> DoesNotFitError:
+    """Return the error that says what is short where, and what would do."""
     problem = problem_of(structure, budget, replace(options, experts=Experts.BLOCK))
     rows, usable = [], 0
     width = max(len(str(device)) for device, _ in budget)

@@ -15,7 +15,7 @@ from bigload.errors import BudgetError, PlanError
 from bigload.planning.budget import MemoryBudget
 from bigload.planning.choices import Balance, Experts, Policy
 from bigload.planning.options import PlanOptions
-from bigload.planning.placement import Misfit, PlacementProblem
+from bigload.planning.placement import Placement, PlacementProblem
 from bigload.planning.planner import problem_of
 from bigload.planning.policies.optimal import token_seconds
 from bigload.planning.policies.registry import POLICIES
@@ -28,6 +28,8 @@ COUNTS = (1, 2, 4, 8)
 
 MAX_GPUS = 4096
 """More are a slip of the keyboard."""
+
+_STEPS = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -184,9 +186,7 @@ def _fixed_bytes(structure: ModelStructure, options: PlanOptions) -> int:
 def _largest(structure: ModelStructure, options: PlanOptions) -> LargestUnit | None:
     units = structure.units(options.workload)
     found = max(units, key=lambda unit: unit.num_bytes + unit.run_bytes, default=None)
-    if found is None:
-        return None
-    return LargestUnit(name=found.name, num_bytes=found.num_bytes, run_bytes=found.run_bytes)
+    return None if found is None else LargestUnit(name=found.name, num_bytes=found.num_bytes, run_bytes=found.run_bytes)
 
 
 def _least_size(sizes: Sequence[int], fixed: int, count: int) -> int | None:
@@ -197,7 +197,7 @@ def _least_size(sizes: Sequence[int], fixed: int, count: int) -> int | None:
         number = _num_stretches(sizes, room)
         return number is not None and number <= count
 
-    size = least(max(sizes), sum(sizes), suffices) + fixed
+    size = _least(max(sizes), sum(sizes), suffices) + fixed
     return size if size <= MAX_SIZE else None
 
 
@@ -213,8 +213,8 @@ def _num_stretches(sizes: Sequence[int], room: int) -> int | None:
     return number if room >= 0 or not sizes else None
 
 
-def least(low: int, high: int, suffices: Callable[[int], bool]) -> int:
-    """Return the least number from `low` that suffices, by halving; `high` does, and so do all above one that does."""
+def _least(low: int, high: int, suffices: Callable[[int], bool]) -> int:
+    """Return the least number from `low` that suffices, by halving; `high` does, and all above one that does."""
     while low < high:
         middle = (low + high) // 2
         low, high = (low, middle) if suffices(middle) else (middle + 1, high)
@@ -234,37 +234,85 @@ def _beside(structure: ModelStructure, options: PlanOptions, limits: Sequence[in
     weights = sum(unit.num_bytes for unit in structure.units(options.workload))
     accelerators = tuple((Device("cuda", index), limit) for index, limit in enumerate(limits))
     budget = MemoryBudget((*accelerators, (CPU, weights)))
-    forms = expert_forms(structure, options)
-    problems = [problem_of(structure, budget, options, split_experts=apart) for apart in forms]
-    rows = [row for problem in problems if (row := _least_ram(problem, options.policy)) is not None]
-    return min(rows, key=lambda row: (not row.only_experts, row.ram_bytes, row.token_seconds), default=None)
+    found: list[_Streamed] = []
+    for apart in expert_forms(structure, options):
+        problem = replace(problem_of(structure, budget, options, split_experts=apart), balance=Balance.FILL)
+        for dear in {1, weights + 1} if apart else {1}:
+            found += _least_streamed(problem, options.policy, dear)
+    best = min(found, key=lambda streamed: streamed.rank, default=None)
+    return None if best is None else _row(best, options.policy)
 
 
-def _least_ram(problem: PlacementProblem, policy: Policy) -> WithRam | None:
-    """Place units so that the fewest bytes are in RAM, of modules that are no experts above all.
+@dataclass(frozen=True, slots=True)
+class _Streamed:
+    """A placement that has few bytes in RAM."""
 
-    That is what the exact policy does by itself when a token needs every byte, and it has all the RAM there could be.
+    problem: PlacementProblem
+    placement: Placement
+
+    @property
+    def units(self) -> list[Unit]:
+        homes = zip(self.problem.units, self.placement.devices, strict=True)
+        return [unit for unit, device in homes if device == CPU]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(unit.num_bytes for unit in self.units)
+
+    @property
+    def are_experts(self) -> bool:
+        return all(unit.rides for unit in self.units)
+
+    @property
+    def seconds(self) -> float:
+        return token_seconds(self.problem, self.placement)
+
+    @property
+    def rank(self) -> tuple[bool, int, float]:
+        return not self.are_experts, self.num_bytes, self.seconds
+
+
+def _least_streamed(problem: PlacementProblem, policy: Policy, dear: int) -> Iterator[_Streamed]:
+    """Yield placements with the fewest bytes in RAM; bytes of other units than experts count `dear`.
+
+    That is what the exact policy looks for by itself when a token needs every byte, and it has all the RAM there could
+    be. Filling in sequence is asked as well, because searches may be cut short.
     """
-    asked = replace(problem, units=_all_needed(problem.units), balance=Balance.FILL)
-    placement = POLICIES[policy](asked)
-    if isinstance(placement, Misfit):
-        return None
-    streamed = [unit for unit, device in zip(problem.units, placement.devices, strict=True) if device == CPU]
+    asked = replace(problem, units=_all_needed(problem.units, dear))
+    may_fill = policy is Policy.OPTIMAL and not any(unit.rides for unit in asked.units)
+    for chosen in (policy, Policy.SEQUENTIAL) if may_fill else (policy,):
+        placement = POLICIES[chosen](asked)
+        if isinstance(placement, Placement):
+            yield _Streamed(problem, placement)
+
+
+def _row(streamed: _Streamed, policy: Policy) -> WithRam:
+    needed = streamed.num_bytes
+    enough = _enough_for(streamed.problem, policy, needed)
     return WithRam(
-        num_gpus=len(problem.accelerators),
-        ram_bytes=sum(unit.num_bytes for unit in streamed),
-        only_experts=bool(streamed) and all(unit.rides for unit in streamed),
-        token_seconds=token_seconds(problem, placement),
-        is_least=placement.is_proven,
+        num_gpus=len(streamed.problem.accelerators),
+        ram_bytes=enough,
+        only_experts=streamed.are_experts,
+        token_seconds=streamed.seconds,
+        is_least=streamed.placement.is_proven and enough == needed,
     )
 
 
-def _all_needed(units: Sequence[Unit]) -> tuple[Unit, ...]:
-    """Return units of which a token needs all bytes, those that do not ride on others more often than all of these."""
-    dear = sum(unit.num_bytes for unit in units) + 1 if any(unit.rides for unit in units) else 1
-    return tuple(
-        replace_parts(
-            unit, [replace(part, token_bytes=part.num_bytes * (1 if unit.rides else dear)) for part in unit.parts]
-        )
-        for unit in units
-    )
+def _all_needed(units: Sequence[Unit], dear: int) -> tuple[Unit, ...]:
+    """Return units of which a token needs all bytes, those of units that do not ride on others `dear` times."""
+
+    def needed(unit: Unit) -> Unit:
+        times = 1 if unit.rides else dear
+        return replace_parts(unit, [replace(part, token_bytes=part.num_bytes * times) for part in unit.parts])
+
+    return tuple(map(needed, units))
+
+
+def _enough_for(problem: PlacementProblem, policy: Policy, ram_bytes: int) -> int:
+    """Return the RAM with which the policy finds a placement: a little more where its search was cut short."""
+    most = problem.budget.get(CPU) or 0
+    for spare in (0, *(1 << step for step in range(_STEPS))):
+        size = min(ram_bytes + (ram_bytes * spare >> _STEPS), most)
+        if isinstance(POLICIES[policy](replace(problem, budget=problem.budget.with_limit(CPU, size))), Placement):
+            return size
+    return most

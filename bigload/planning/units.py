@@ -132,8 +132,9 @@ def blocks_of(root: ModuleNode) -> tuple[ModuleNode, ...]:
 
 
 def _blocks(node: ModuleNode) -> Iterator[ModuleNode]:
+    is_list = node.is_block_list  # it looks at all children, so it is asked once
     for key, child in node.children.items():
-        if node.is_block_list and is_index(key):
+        if is_list and is_index(key):
             yield child
         else:
             yield from _blocks(child)

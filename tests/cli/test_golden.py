@@ -14,6 +14,9 @@ GOLDEN = Path(__file__).parent / "golden"
 ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 FREE_SPACE = re.compile(r"[0-9.]+ [GMK]?i?B free there")
 
+BAR = set("█▏▎▍▌▋▊▉▒·")
+"""Where a terminal is narrow, the column of bars is left out."""
+
 COMMANDS = {
     "inspect-llama-70b": "bigload inspect llama-70b",
     "inspect-llama-70b-shards": "bigload inspect llama-70b --shards",
@@ -80,7 +83,8 @@ def test_a_pipe_gets_nothing_shortened_and_no_blanks_at_line_ends(name):
 @pytest.mark.parametrize("name", TEXTS)
 def test_terminals_and_pipes_get_the_same_words(name):
     forms = ("pipe", "80", "120")
-    words = [sorted((GOLDEN / f"{name}.{form}.txt").read_text(encoding="utf-8").split()) for form in forms]
+    texts = [(GOLDEN / f"{name}.{form}.txt").read_text(encoding="utf-8") for form in forms]
+    words = [sorted(word for word in text.split() if word != "USE" and not set(word) <= BAR) for text in texts]
     assert words[0] == words[1] == words[2]
 
 

@@ -276,6 +276,12 @@ def test_layers_that_only_predict_further_tokens_are_placed_when_that_is_asked_f
     assert (made.left_out, made.homes["mtp"], made.notes) == ((), CUDA0, ())
 
 
+def test_a_missing_config_is_noted():
+    (note,) = planned(THREE, {"cpu": 100}, config=None).notes
+    assert note.code == "unknown"
+    assert "no config.json" in note.text
+
+
 def test_what_neither_names_nor_config_tell_is_noted():
     made = planned(llama_tensors(), {"cpu": "1GiB"}, config=None, context=10)
     sentences = [note.text for note in made.notes if note.code == "unknown"]
@@ -302,11 +308,6 @@ def test_what_ram_runs_itself_takes_no_time_to_arrive():
 def test_a_plan_counts_how_often_a_forward_pass_changes_devices():
     made = planned({"a.w": 1, "b.w": 1, "c.w": 1}, {"cuda:0": 1, "cuda:1": 1, "cuda:2": 1})
     assert made.num_device_changes == 2
-
-
-def test_a_plan_without_a_config_says_what_is_not_known():
-    (note,) = planned(BLOCKS, {"cuda:0": 100}, config=None).notes
-    assert (note.code, note.text.partition(":")[0]) == ("unknown", "there is no config.json")
 
 
 def test_a_plan_that_fits_has_no_notes():

@@ -232,7 +232,7 @@ def test_experts_are_apart_only_where_that_takes_less_time_per_token(question):
             continue
         runs_on_cpu = (made.execution_device == CPU, other.execution_device == CPU)
         assert runs_on_cpu != (True, False)
-        assert runs_on_cpu == (False, True) or made.token_seconds <= other.token_seconds
+        assert runs_on_cpu == (False, True) or made.token_seconds <= other.token_seconds * (1 + 1e-9)
 
 
 @given(problem=problems(max_units=8, max_accelerators=3), policy=st.sampled_from(Policy))
@@ -279,7 +279,7 @@ def test_more_memory_never_makes_a_plan_slower(question, more):
         if limit is not None:
             grown = plan(checkpoint, budget.with_limit(device, limit + more), **wishes)
             if made.execution_device.kind == grown.execution_device.kind:
-                assert grown.token_seconds <= made.token_seconds
+                assert grown.token_seconds <= made.token_seconds * (1 + 1e-9)  # sums of floats
 
 
 def placed(sizes, budget):

@@ -50,7 +50,7 @@ class _Search:
 
     def __init__(self, problem: PlacementProblem) -> None:
         self.problem = problem
-        self.orders = list(_orders(problem.accelerators, any_order=problem.any_order))
+        self.orders = list(orders_of(problem.accelerators, any_order=problem.any_order))
         self.stretches = Stretches(problem)
         self.runs = Runs(self.stretches)
 
@@ -121,7 +121,7 @@ class _Search:
         return found
 
 
-def _orders(rooms: Rooms, *, any_order: bool) -> Iterator[Rooms]:
+def orders_of(rooms: Rooms, *, any_order: bool) -> Iterator[Rooms]:
     """Yield the orders in which accelerators may be used, the given one first; like ones are not exchanged."""
     if not any_order:
         yield rooms

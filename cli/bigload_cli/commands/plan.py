@@ -151,7 +151,7 @@ def _deliver(made: Draft, out: Path | None, html: Path | None, *, as_json: bool,
     if html is not None:
         from bigload_cli.views.html_report import write_report
 
-        write_report(made, html)
+        write_report(made, html, plan_file=out)
     if quiet and not as_json:
         written = out or html
         if written is not None:

@@ -7,7 +7,7 @@ from html import escape
 
 from bigload_cli.views.text import printable
 
-_VOID = ("meta", "col")
+_VOID = ("meta", "wbr")
 
 
 class Markup(str):

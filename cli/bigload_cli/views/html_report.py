@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 from base64 import b64encode
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -30,7 +31,7 @@ from bigload_cli.views.html_figures import (
     share,
     terms_beside,
 )
-from bigload_cli.views.html_markup import Markup, tag
+from bigload_cli.views.html_markup import Markup, tag, together
 from bigload_cli.views.html_style import SCRIPT, STYLE
 from bigload_cli.views.plan import duration, next_command, streaming, subject, whereabouts
 from bigload_cli.views.plan_runs import Piece, Run, pieces_of, runs_of
@@ -235,24 +236,32 @@ def _modules(plan: Plan, pieces: Sequence[Piece]) -> Iterator[Markup]:
     for use in plan.used_devices:
         runs = runs_of(piece for piece in pieces if piece.home == use.device)
         if runs:
-            rows.append(tag("tr", tag("th", str(use.device), colspan="6", scope="rowgroup"), class_="group"))
+            rows.append(tag("tr", tag("th", str(use.device), colspan="5", scope="rowgroup"), class_="group"))
         rows += [_module_row(plan, use, run) for run in runs]
-    yield _table("Modules", ["Module", "Kind", "Number", "Size of each", "Together", "Of all weights"], rows)
+    yield _table("Modules", ["Module", "Number", "Size of each", "Together", "Of all weights"], rows)
 
 
 def _module_row(plan: Plan, use: DeviceUse, run: Run) -> Markup:
-    sizes = sorted({piece.num_bytes for piece in run.pieces})
-    each = [format_size(size) for size in sizes[:: max(len(sizes) - 1, 1)]]
     where = {str(piece.runs_on) for piece in run.pieces if piece.runs_on != use.device}
     kind = f"{run.kind}, run on {', '.join(sorted(where))}" if where else str(run.kind)
-    cells = (
-        str(len(run.pieces)),
-        " to ".join(dict.fromkeys(each)),
-        format_size(run.num_bytes),
-        share(run.num_bytes, plan.weights_bytes),
-    )
-    name = tag("td", tag("i", class_=LOOKS[run.kind]), run.name, class_="name")
-    return tag("tr", name, tag("td", kind, class_="name"), *(tag("td", cell) for cell in cells))
+    name = together((tag("i", class_=LOOKS[run.kind]), _breakable(run.name), " ", tag("small", kind)))
+    of = share(run.num_bytes, plan.weights_bytes)
+    cells = (str(len(run.pieces)), _span_of([piece.num_bytes for piece in run.pieces]), format_size(run.num_bytes), of)
+    return tag("tr", tag("td", name, class_="name"), *(tag("td", cell) for cell in cells))
+
+
+def _breakable(name: str) -> Markup:
+    """Return a name that a narrow page may fold after its dots and underscores."""
+    return together(piece for part in re.split(r"(?<=[._])", name) for piece in (part, tag("wbr")))
+
+
+def _span_of(sizes: Sequence[int]) -> str:
+    """Return the least and the largest of some sizes: `75.08-75.14 MiB`."""
+    least, largest = format_size(min(sizes)), format_size(max(sizes))
+    if least == largest:
+        return least
+    number, unit = least.split()
+    return f"{number}-{largest}" if largest.endswith(f" {unit}") else f"{least} - {largest}"
 
 
 def _notes(plan: Plan) -> Iterator[Markup]:
@@ -282,7 +291,7 @@ def _next(plan: Plan, plan_file: Path | None) -> Iterator[Markup]:
 
 
 def _table(name: str, headings: Sequence[str], rows: Iterable[Markup], foot: Markup | None = None) -> Markup:
-    cells = (tag("th", word, scope="col", class_="name" if word in ("Module", "Kind") else None) for word in headings)
+    cells = (tag("th", word, scope="col", class_="name" if word == "Module" else None) for word in headings)
     head = tag("thead", tag("tr", *cells))
     parts = [head, tag("tbody", *rows), *([] if foot is None else [tag("tfoot", foot)])]
     table = tag("table", *parts, aria_label=name)

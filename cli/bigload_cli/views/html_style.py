@@ -81,10 +81,12 @@ th {{ font-weight: 600; }}
 thead th {{ font-size: .8rem; color: var(--soft); vertical-align: bottom; }}
 th:first-child, td:first-child {{ text-align: left; padding-left: 0; }}
 .name {{ text-align: left; white-space: normal; overflow-wrap: anywhere; min-width: 12rem; }}
-td.name:first-child {{ padding-left: 1.15rem; text-indent: -1.15rem; }}
+td.name {{ position: relative; padding-left: 1.15rem; }}
+td.name i {{ position: absolute; left: 0; top: .75rem; }}
+td.name small {{ display: inline-block; margin-left: .5rem; font-size: .9em; color: var(--soft); }}
 td.none {{ color: var(--soft); }}
 tfoot th, tfoot td {{ border-bottom: 0; font-weight: 600; }}
-td i {{ display: inline-block; width: .65rem; height: .65rem; margin-right: .5rem; border-radius: 2px; }}
+td i {{ width: .65rem; height: .65rem; border-radius: 2px; }}
 .group th {{ padding-top: 1.1rem; }}
 .notes {{ padding-left: 1.1rem; max-width: 60rem; }}
 .notes li {{ margin-top: .35rem; overflow-wrap: anywhere; }}
@@ -98,6 +100,8 @@ pre {{ margin-top: .75rem; padding: .8rem 1rem; background: var(--code); border-
   .facts {{ grid-template-columns: repeat(2, 1fr); }}
   th, td {{ padding-left: .9rem; }}
   table {{ font-size: .82rem; }}
+  thead th {{ white-space: normal; }}
+  td.name i {{ top: .65rem; }}
 }}
 @media print {{
   :root {{ color-scheme: light; font-size: 12px; {_LIGHT} }}
