@@ -232,17 +232,32 @@ def recount(plan: Plan, tensors: Iterable[TensorInfo]) -> dict[Device, int]:
     totals = {use.device: 0 for use in plan.devices}
     shared = frozenset(plan.shared)
     sums: dict[str, int] = {}  # by key of the device map, or by module: a giant has fewer of those than tensors
+    keys = dict(plan.homes)
     for tensor in as_loaded(tensors, plan.options.workload.load_dtype):
-        holder = tensor.name if tensor.name in plan.homes else tensor.name.rpartition(".")[0] or tensor.name
-        sums[holder] = sums.get(holder, 0) + (0 if tensor.name in shared else tensor.num_bytes)
+        holder = tensor.name if tensor.name in keys else tensor.name.rpartition(".")[0] or tensor.name
+        span = tensor.span
+        sums[holder] = sums.get(holder, 0) + (0 if tensor.name in shared else span.stop - span.start)
+    homes: dict[str, Device | None] = {**plan.homes, **dict.fromkeys(plan.left_out)}
     for holder, num_bytes in sums.items():
-        if plan.leaves_out(holder):
+        device = _home(holder, homes)
+        if device is None:
             continue
-        device = plan.device_of(holder)
         if device not in totals:
             raise InvalidPlanError(f"the tensors of {holder!r} are mapped to {device}, which the plan does not list")
         totals[device] += num_bytes
     return totals
+
+
+def _home(name: str, homes: dict[str, Device | None]) -> Device | None:
+    """Return the device of the longest key above `name`, `None` for what is left out; `homes` learns the answer."""
+    asked, below = name, []
+    while name not in homes:
+        below.append(name)
+        name, dot, _ = name.rpartition(".")
+        if not dot:
+            raise InvalidPlanError(f"the device map gives no device to {asked!r}")
+    homes.update(dict.fromkeys(below, homes[name]))
+    return homes[name]
 
 
 def summarize(modules: Sequence[str]) -> str:
