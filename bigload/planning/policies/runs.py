@@ -73,6 +73,7 @@ class Runs:
         self.units, self.num_in_flight = stretches.units, stretches.host.num_in_flight
         self.runs = [(kind, len(list(members))) for kind, members in groupby(kinds.of)]
         self.streams = sorted({unit.stream_bytes for unit in self.units})
+        self.leaves_early = False
         self.rest = [0]
         for kind, count in reversed(self.runs):
             example = kinds.examples[kind]
@@ -84,13 +85,19 @@ class Runs:
         return self.steps > MAX_LABELS
 
     def best(self, rooms: Rooms, below: tuple[int, int] | None) -> Found | None:
-        """Return the placement that ranks lowest, below `below`; `None` when there is none, or the search gave up."""
+        """Return the placement that ranks lowest, below `below`; `None` when there is none, or the search gave up.
+
+        Caches of units that are streamed late need room on the execution device, so it may be best to leave it before
+        it is full. Those many more ways are looked at last, when there is already something good to stay below.
+        """
         best: Found | None = None
-        for first in range(len(rooms)):
-            for streamed in self.streams:
-                if self.gave_up:
-                    return best
-                best = self._search(rooms[first:], streamed, below if best is None else best.rank) or best
+        has_caches = any(unit.run_bytes for unit in self.units)
+        for self.leaves_early in (False, True) if has_caches and len(rooms) > 1 else (False,):
+            for first in range(len(rooms)):
+                for streamed in self.streams:
+                    if self.gave_up:
+                        return best
+                    best = self._search(rooms[first:], streamed, below if best is None else best.rank) or best
         return best
 
     def _search(self, rooms: Rooms, streamed: int, below: tuple[int, int] | None) -> Found | None:
@@ -184,21 +191,22 @@ class Runs:
             here, rest = pending.pop()
             room = capacities[here.current] - here.used
             fitting = min(rest, room // size) if size else rest
-            if fitting:
+            early = here.current == 0 and self.leaves_early
+            for taken in range(fitting, 0, -1) if early else [fitting] * (fitting > 0):
                 held = replace(
                     here,
-                    left=here.left - fitting * size if here.current == 0 else here.left,
-                    used=here.used + fitting * size,
+                    left=here.left - taken * size if here.current == 0 else here.left,
+                    used=here.used + taken * size,
                     away=False,
                     started=here.started or here.current == 0,
                     changes=here.changes + here.away,
-                    homes=(*here.homes, (here.current, fitting)),
+                    homes=(*here.homes, (here.current, taken)),
                 )
-                if fitting == rest:
+                if taken == rest:
                     yield held
                 else:
-                    pending += [(new, rest - fitting) for new in _onward(held, size, capacities)]
-            if not fitting or here.away:
+                    pending += [(new, rest - taken) for new in _onward(held, size, capacities)]
+            if not fitting or here.away or early:
                 pending += [(new, rest) for new in _onward(here, size, capacities)]
 
     def _cheapest(

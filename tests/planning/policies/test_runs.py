@@ -5,13 +5,13 @@ from brute_force import placements_in_order
 from hypothesis import assume, given
 from strategies import problems
 
-from bigload.devices import CPU, Device
+from bigload.devices import CPU, DISK, Device
 from bigload.planning.placement import Placement, keeps_limits
 from bigload.planning.policies import runs
 from bigload.planning.policies.optimal import place_optimally, token_cost
 from bigload.planning.policies.runs import Runs
 from bigload.planning.policies.stretches import Stretches
-from builders import problem_of
+from builders import problem_of, unit_of
 
 CUDA0, CUDA1 = Device("cuda", 0), Device("cuda", 1)
 
@@ -53,6 +53,15 @@ def test_a_unit_that_stretches_could_not_stream_is_streamed_after_another_device
     found = place_optimally(problem)
     assert found.devices == (CUDA0, CUDA1, CUDA1, CPU)
     assert found.num_device_changes == 2
+
+
+def test_the_execution_device_is_left_before_it_is_full_where_a_later_cache_needs_the_room():
+    # The 1 would fit on cuda:0 too, and then the cache of the last block, which is streamed, would not.
+    block = unit_of(7, cache_bytes=2)
+    problem = problem_of([block, block, block, 1, block], {"cuda:0": 36, "cuda:1": 1})
+    found = place_optimally(problem)
+    assert found.devices == (CUDA0, CUDA0, CUDA0, CUDA1, DISK)
+    assert found.is_proven
 
 
 @pytest.mark.parametrize("limit", [0, 10])
