@@ -10,7 +10,7 @@ from jsonschema import Draft202012Validator
 from builders import write_shard
 
 SCHEMAS = Path(__file__).parents[2] / "docs" / "schemas"
-NAMES = ["plan", "inspect", "reshard", "bench-load"]
+NAMES = ["plan", "inspect", "reshard", "bench-load", "explain", "compare", "fits", "gpus", "max-context"]
 
 PLAN = "bigload plan tiny-llama -m cuda:0=6MiB,cpu=8MiB -o tiny.json"
 COMMANDS = [
