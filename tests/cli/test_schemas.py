@@ -11,7 +11,7 @@ from builders import write_shard
 
 VERSIONS = {"plan": "1.1"}
 SCHEMAS = Path(__file__).parents[2] / "docs" / "schemas"
-NAMES = ["plan", "inspect", "reshard", "bench-load"]
+NAMES = ["plan", "inspect", "reshard", "bench-load", "explain", "compare", "fits", "gpus", "max-context"]
 
 PLAN = "bigload plan tiny-llama --overhead 0 -m cuda:0=6MiB,cpu=8MiB -o tiny.json"
 COMMANDS = [
