@@ -276,6 +276,12 @@ def test_layers_that_only_predict_further_tokens_are_placed_when_that_is_asked_f
     assert (made.left_out, made.homes["mtp"], made.notes) == ((), CUDA0, ())
 
 
+def test_what_could_not_be_detected_is_noted():
+    budget = replace(MemoryBudget.of({"cpu": 100}), notes=("the driver does not answer",))
+    (note,) = plan(checkpoint_of(BLOCKS, config=CONFIG), budget).notes
+    assert (note.code, note.text) == ("detected", "the driver does not answer")
+
+
 def test_a_missing_config_is_noted():
     (note,) = planned(THREE, {"cpu": 100}, config=None).notes
     assert note.code == "unknown"
