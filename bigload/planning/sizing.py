@@ -268,8 +268,8 @@ class _Streamed:
         return token_seconds(self.problem, self.placement)
 
     @property
-    def rank(self) -> tuple[bool, int, float]:
-        return not self.are_experts, self.num_bytes, self.seconds
+    def rank(self) -> tuple[bool, int, bool, float]:
+        return not self.are_experts, self.num_bytes, not self.placement.is_proven, self.seconds
 
 
 def _least_streamed(problem: PlacementProblem, policy: Policy, dear: int) -> Iterator[_Streamed]:

@@ -28,6 +28,11 @@ COMMANDS = {
     "plan-llama-70b-does-not-fit": "bigload plan llama-70b -m cuda:0=22GiB -m cuda:1=22GiB -m cpu=42GiB --no-disk",
     "plan-llama-70b-with-context": "bigload plan llama-70b -m 0=80GiB,1=80GiB --context 32768 --batch 2",
     "plan-llama-70b-on-a-small-gpu": "bigload plan llama-70b -m 0=1GiB,cpu=192GiB",
+    "plan-llama-70b-fits": "bigload plan llama-70b --fits --context 8192",
+    "plan-llama-70b-gpus": "bigload plan llama-70b --gpus 24GiB",
+    "plan-llama-70b-explain": "bigload plan llama-70b -m 0=22GiB,1=22GiB,cpu=64GiB --explain layers.37",
+    "plan-llama-70b-compare": "bigload plan llama-70b -m 0=22GiB,1=22GiB,cpu=64GiB --compare sequential,balanced",
+    "plan-llama-70b-max-context": "bigload plan llama-70b -m 0=80GiB,1=80GiB --max-context",
     "plan-tiny-llama": "bigload plan tiny-llama --overhead 0 -m cuda:0=6MiB -m cpu=8MiB",
     "reshard-tiny-llama-dry-run": "bigload reshard tiny.json tiny-llama.split --dry-run",
 }

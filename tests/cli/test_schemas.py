@@ -11,7 +11,7 @@ from builders import write_shard
 
 VERSIONS = {"plan": "1.1"}
 SCHEMAS = Path(__file__).parents[2] / "docs" / "schemas"
-NAMES = ["plan", "inspect", "reshard", "bench-load"]
+NAMES = ["plan", "inspect", "reshard", "bench-load", "explain", "compare", "fits", "gpus", "max-context"]
 
 PLAN = "bigload plan tiny-llama --overhead 0 -m cuda:0=6MiB,cpu=8MiB -o tiny.json"
 COMMANDS = [
@@ -23,6 +23,11 @@ COMMANDS = [
     "bigload plan llama-70b -m cuda:0=22GiB,cuda:1=22GiB,cpu=64GiB --json",
     "bigload plan tiny-llama -m cpu=1GiB --no-disk --json",
     "bigload plan tiny-llama --overhead 0 -m cuda:0=4MiB,cpu=1GiB,disk=1GiB --json",
+    "bigload plan llama-70b -m 0=22GiB,1=22GiB,cpu=64GiB --explain lm_head --json",
+    "bigload plan llama-70b -m 0=22GiB,1=22GiB,cpu=64GiB --compare sequential --json",
+    "bigload plan llama-70b -m 0=80GiB,1=80GiB --max-context --json",
+    "bigload plan llama-70b --fits --context 8192 --json",
+    "bigload plan llama-70b --gpus 24GiB --json",
     "bigload reshard tiny.json out --dry-run --json",
     "bigload reshard tiny.json out --json",
     "bigload reshard tiny.json out --json --no-verify",
@@ -110,7 +115,8 @@ def test_what_is_printed_is_what_its_schema_describes(run, here, command):
     assert done.code == 0
     document = parsed(done.stdout)
     family, _, version = document["schema"].partition("/")
-    verb = "plan" if "tiny.json --json" in command else command.split()[1]
+    asked = [word.removeprefix("--") for word in command.split() if word.removeprefix("--") in NAMES[4:]]
+    verb = "plan" if "tiny.json --json" in command else (asked or command.split()[1:])[0]
     assert (family, version) == (f"bigload.{verb}", VERSIONS.get(verb, "1.0"))
     described = schema(verb)
     Draft202012Validator(described).validate(document)

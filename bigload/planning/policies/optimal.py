@@ -94,6 +94,9 @@ class _Search:
     def _spread(self, found: Found) -> Found:
         """Return a placement of the same rank whose fullest accelerator is as empty as possible."""
         problem = self.problem
+        # Who changes device no more often than the accelerators in use require runs one stretch on each of them.
+        fewest = least_accelerators(problem, found.cost) - 1
+        is_elsewhere = found.cost > 0 and self._may_stream_anywhere and found.num_device_changes > fewest
 
         def below(level: Fraction, *, strictly: bool) -> Found | None:
             orders = [
@@ -101,7 +104,7 @@ class _Search:
                 for rooms in self.orders
             ]
             better = self._best_stretches(orders, at_most=found.rank)
-            if better is None and found.cost and self._may_stream_anywhere:
+            if better is None and is_elsewhere:
                 limit = (found.cost, found.num_device_changes + 1)
                 better = next(filter(None, (self.runs.best(rooms, limit) for rooms in orders)), None)
             return better

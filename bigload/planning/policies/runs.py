@@ -9,8 +9,8 @@ few labels survive; what cannot get below the best known placement is dropped as
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
 from itertools import groupby
+from typing import NamedTuple
 
 from bigload.devices import CPU, DISK
 from bigload.planning.policies.kinds import Counts, UnitKinds
@@ -26,13 +26,13 @@ _COST_OF_A_DIVISION = 25
 _STREAMED = -1
 
 
-@dataclass(frozen=True, slots=True)
-class _Label:
+class _Label(NamedTuple):
     """`used` bytes are taken on accelerator number `current`; `left` are free on the first, the execution device.
 
     `away` tells that the last unit ran on the execution device while another accelerator is being filled, `started`
     that the execution device holds a unit: only then may others follow it. `homes` are the numbers of the accelerators
-    of the units of the last run, with `_STREAMED` for those on none, as (home, count).
+    of the units of the last run, with `_STREAMED` for those on none, as (home, count). A tuple, because it is made by
+    the thousand.
     """
 
     left: int
@@ -151,14 +151,14 @@ class Runs:
         beside, size = streamed * unit.run_bytes, unit.num_bytes + unit.run_bytes
         if beside > label.left:
             return
-        here = replace(label, homes=(), before=label)
+        here = label._replace(homes=(), before=label)
         if streamed:
             yield from self._hold(self._stream(here, streamed, beside), size, held, capacities)
         if not held:
             return
         if streamed:
             used = label.used + beside if label.current == 0 else label.used
-            here = replace(here, left=label.left - beside, used=used)
+            here = here._replace(left=label.left - beside, used=used)
         for whole in self._hold(here, size, held, capacities):
             if not streamed:
                 yield whole
@@ -167,13 +167,12 @@ class Runs:
             for index in range(1, len(whole.homes)):  # where the run passes on, for one change more
                 more = whole.homes[index - 1][0] != 0
                 homes = (*whole.homes[:index], (_STREAMED, streamed), *whole.homes[index:])
-                yield replace(whole, changes=whole.changes + more, homes=homes)
+                yield whole._replace(changes=whole.changes + more, homes=homes)
 
     def _stream(self, label: _Label, number: int, beside: int) -> _Label:
         """Return `label` with units streamed next, that take `beside` bytes where they run."""
         at_home = label.current == 0
-        return replace(
-            label,
+        return label._replace(
             left=label.left - beside,
             used=label.used + beside if at_home else label.used,
             away=not at_home,
@@ -193,8 +192,7 @@ class Runs:
             fitting = min(rest, room // size) if size else rest
             early = here.current == 0 and self.leaves_early
             for taken in range(fitting, 0, -1) if early else [fitting] * (fitting > 0):
-                held = replace(
-                    here,
+                held = here._replace(
                     left=here.left - taken * size if here.current == 0 else here.left,
                     used=here.used + taken * size,
                     away=False,
@@ -251,7 +249,7 @@ def _onward(label: _Label, size: int, capacities: list[int]) -> Iterator[_Label]
         room = capacities[following]
         if room >= size and room not in seen:
             seen.add(room)
-            yield replace(label, current=following, used=0, away=False, changes=label.changes + 1)
+            yield label._replace(current=following, used=0, away=False, changes=label.changes + 1)
 
 
 def _add(labels: list[_Label], new: _Label) -> None:
