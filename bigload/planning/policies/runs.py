@@ -77,6 +77,7 @@ class Runs:
         for kind, count in reversed(self.runs):
             example = kinds.examples[kind]
             self.rest.insert(0, self.rest[0] + count * (example.num_bytes + example.run_bytes))
+        self.needs_room = any(unit.run_bytes for unit in self.units)
         self.steps = 0
 
     @property
@@ -183,8 +184,9 @@ class Runs:
         while pending:
             here, rest = pending.pop()
             room = capacities[here.current] - here.used
-            fitting = min(rest, room // size) if size else rest
-            if fitting:
+            most = min(rest, room // size) if size else rest
+            frugal = self.needs_room and here.current == 0  # what is streamed later may need the room more
+            for fitting in range(most, 0 if frugal else most - 1, -1) if most else ():
                 held = replace(
                     here,
                     left=here.left - fitting * size if here.current == 0 else here.left,
@@ -198,7 +200,7 @@ class Runs:
                     yield held
                 else:
                     pending += [(new, rest - fitting) for new in _onward(held, size, capacities)]
-            if not fitting or here.away:
+            if not most or here.away or frugal:
                 pending += [(new, rest) for new in _onward(here, size, capacities)]
 
     def _cheapest(

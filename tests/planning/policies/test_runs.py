@@ -11,7 +11,7 @@ from bigload.planning.policies import runs
 from bigload.planning.policies.optimal import place_optimally, token_cost
 from bigload.planning.policies.runs import Runs
 from bigload.planning.policies.stretches import Stretches
-from builders import problem_of
+from builders import problem_of, unit_of
 
 CUDA0, CUDA1 = Device("cuda", 0), Device("cuda", 1)
 
@@ -53,6 +53,13 @@ def test_a_unit_that_stretches_could_not_stream_is_streamed_after_another_device
     found = place_optimally(problem)
     assert found.devices == (CUDA0, CUDA1, CUDA1, CPU)
     assert found.num_device_changes == 2
+
+
+def test_the_execution_device_is_left_early_where_what_is_streamed_later_needs_its_room():
+    streamed = unit_of(9, name="layers.2", cache_bytes=3)
+    problem = problem_of([2, 2, streamed], {"cuda:0": 14, "cuda:1": 2, "cpu": 100})
+    found = place_optimally(problem)
+    assert found.devices == (CUDA0, CUDA1, CPU)
 
 
 @pytest.mark.parametrize("limit", [0, 10])
