@@ -73,11 +73,11 @@ class Runs:
         self.units, self.num_in_flight = stretches.units, stretches.host.num_in_flight
         self.runs = [(kind, len(list(members))) for kind, members in groupby(kinds.of)]
         self.streams = sorted({unit.stream_bytes for unit in self.units})
-        self.rest = [0]
+        self.rest, self.beside = [0], [0]
         for kind, count in reversed(self.runs):
             example = kinds.examples[kind]
             self.rest.insert(0, self.rest[0] + count * (example.num_bytes + example.run_bytes))
-        self.needs_room = any(unit.run_bytes for unit in self.units)
+            self.beside.insert(0, self.beside[0] + count * example.run_bytes)
         self.steps = 0
 
     @property
@@ -110,7 +110,7 @@ class Runs:
                 for number in self._numbers(counts, group, kind, count, limits):
                     reached = self.kinds.more(counts, kind, number)
                     for label in group:
-                        for new in self._place(label, kind, number, count - number, capacities):
+                        for new in self._place(label, index, number, count - number, capacities):
                             self.steps += 1
                             if not self._hopeless(reached, new, index + 1, limits):
                                 _add(following.setdefault(reached, []), new)
@@ -139,21 +139,21 @@ class Runs:
         missing = max(self.rest[done] - room, 0)
         return (self.kinds.least_cost(counts, missing), label.changes) >= limits.below
 
-    def _place(self, label: _Label, kind: int, streamed: int, held: int, capacities: list[int]) -> Iterator[_Label]:
+    def _place(self, label: _Label, run: int, streamed: int, held: int, capacities: list[int]) -> Iterator[_Label]:
         """Yield the ways to stream some units of a run and to hold the others, each accelerator as full as it goes."""
-        unit = self.kinds.examples[kind]
+        unit, later = self.kinds.examples[self.runs[run][0]], self.beside[run + 1]
         beside, size = streamed * unit.run_bytes, unit.num_bytes + unit.run_bytes
         if beside > label.left:
             return
         here = replace(label, homes=(), before=label)
         if streamed:
-            yield from self._hold(self._stream(here, streamed, beside), size, held, capacities)
+            yield from self._hold(self._stream(here, streamed, beside), size, held, capacities, later)
         if not held:
             return
         if streamed:
             used = label.used + beside if label.current == 0 else label.used
             here = replace(here, left=label.left - beside, used=used)
-        for whole in self._hold(here, size, held, capacities):
+        for whole in self._hold(here, size, held, capacities, later):
             if not streamed:
                 yield whole
                 continue
@@ -175,8 +175,11 @@ class Runs:
             homes=(*label.homes, (_STREAMED, number)),
         )
 
-    def _hold(self, label: _Label, size: int, number: int, capacities: list[int]) -> Iterator[_Label]:
-        """Yield the ways to hold `number` units, from where `label` stands; who is away may go on for free."""
+    def _hold(self, label: _Label, size: int, number: int, capacities: list[int], later: int) -> Iterator[_Label]:
+        """Yield the ways to hold `number` units, from where `label` stands; who is away may go on for free.
+
+        The execution device may be left before it is full, for the `later` bytes that units of later runs take there.
+        """
         if not number:
             yield label
             return
@@ -185,8 +188,9 @@ class Runs:
             here, rest = pending.pop()
             room = capacities[here.current] - here.used
             most = min(rest, room // size) if size else rest
-            frugal = self.needs_room and here.current == 0  # what is streamed later may need the room more
-            for fitting in range(most, 0 if frugal else most - 1, -1) if most else ():
+            # What is streamed by later runs may need the room of the execution device more.
+            least = min(most, max(room - later, 0) // size) if size and here.current == 0 else most
+            for fitting in range(most, max(least, 1) - 1, -1):
                 held = replace(
                     here,
                     left=here.left - fitting * size if here.current == 0 else here.left,
@@ -200,7 +204,7 @@ class Runs:
                     yield held
                 else:
                     pending += [(new, rest - fitting) for new in _onward(held, size, capacities)]
-            if not most or here.away or frugal:
+            if not least or here.away:
                 pending += [(new, rest) for new in _onward(here, size, capacities)]
 
     def _cheapest(

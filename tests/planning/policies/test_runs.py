@@ -56,10 +56,10 @@ def test_a_unit_that_stretches_could_not_stream_is_streamed_after_another_device
 
 
 def test_the_execution_device_is_left_early_where_what_is_streamed_later_needs_its_room():
-    streamed = unit_of(9, name="layers.2", cache_bytes=3)
-    problem = problem_of([2, 2, streamed], {"cuda:0": 14, "cuda:1": 2, "cpu": 100})
+    streamed = unit_of(9, name="layers.6", cache_bytes=3)
+    problem = problem_of([2] * 6 + [streamed], {"cuda:0": 14, "cuda:1": 10, "cpu": 100})
     found = place_optimally(problem)
-    assert found.devices == (CUDA0, CUDA1, CPU)
+    assert found.devices == (CUDA0, *[CUDA1] * 5, CPU)
 
 
 @pytest.mark.parametrize("limit", [0, 10])
