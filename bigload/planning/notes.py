@@ -58,9 +58,10 @@ def _on_execution(budget: MemoryBudget, solution: Solution) -> Iterator[PlanNote
 
 
 def _on_empty(devices: Sequence[DeviceUse], execution: Device) -> Iterator[PlanNote]:
+    streams = any(use.weights_bytes for use in devices if not use.device.is_accelerator)
     for use in devices:
         if use.device.is_accelerator and not use.weights_bytes:
-            spare = "it only runs what is streamed to it" if use.device == execution else "it is not used"
+            spare = "it only runs what is streamed to it" if streams and use.device == execution else "it is not used"
             yield PlanNote(code="device-empty", text=f"{use.device} holds no weights; {spare}")
 
 
@@ -74,7 +75,9 @@ def _on_structure(structure: ModelStructure, options: PlanOptions) -> Iterator[P
             text=f"{names} ({number}, {size}) only predict further tokens and get no device; --mtp places them too",
         )
     if structure.checkpoint.config is None:
-        text = "there is no config.json: whether a head shares the embedding, and how experts are chosen, is not known"
+        text = (
+            "no config.json could be read: whether a head shares the embedding and how experts are chosen is not known"
+        )
         yield PlanNote(code="unknown", text=text)
     for text in structure.memory.at(options.workload).unknown:
         yield PlanNote(code="unknown", text=text)

@@ -96,7 +96,7 @@ def memory_model(
     activations = frozenset(block for block in holding if block is not None)
     sentences = [*unknown]
     if not known.is_known and shapes:
-        sentences.append("there is no config.json: attention is taken to reach over the whole context")
+        sentences.append("no config.json tells how far attention reaches; it is taken to reach over the whole context")
     if shapes and not num_words:
         sentences.append("neither tensors nor config tell the size of the vocabulary; logits are not counted")
     if shapes and not activations:

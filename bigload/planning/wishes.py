@@ -85,9 +85,10 @@ def _wish(key: str | int, value: str | int, text: str) -> Wish:
     if len(limit) > _MAX_SHOWN:
         raise BudgetError(f"{text}: {len(limit)} characters are not a size")
     try:
-        return _of_bytes(device, parse_size(limit), text)
+        num_bytes = parse_size(limit)
     except ValueError as error:
         raise BudgetError(f"{text}: {error}") from None
+    return _of_bytes(device, num_bytes, text)
 
 
 def _device(key: str | int, text: str) -> Device:

@@ -170,6 +170,33 @@ def test_one_verb_follows_the_other(run, plan, here):
     assert run("bigload reshard tiny.json again --source out -q").code == 4
 
 
+def test_layers_that_the_plan_leaves_out_are_named_and_not_counted_as_written(run, here):
+    folder = make_checkpoint(here / "extra", blocks=4, shards=1)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 3, "num_nextn_predict_layers": 1}))
+    assert run("bigload plan extra -m cpu=1MiB -o extra.json").code == 0
+    done = run("bigload reshard extra.json split")
+    (said,) = (line for line in done.stderr.splitlines() if "leaves it out" in line)
+    assert "model.layers.3" in said
+    written = json.loads(run("bigload inspect split --json").stdout)["num_tensors"]
+    assert written < json.loads(run("bigload inspect extra --json").stdout)["num_tensors"]
+    assert f"{written} tensors: every byte read back" in done.stdout
+    assert "model.layers.3" in run("bigload reshard extra.json again --dry-run").stdout
+
+
+def test_a_wait_too_short_to_tell_is_no_lower_bound(run, here):
+    make_checkpoint(here / "small")
+    done = run("bigload plan small --overhead 0 -m cuda:0=4KiB,cpu=1MiB")
+    assert "that is under 1 ms" in done.stdout
+
+
+def test_a_config_that_cannot_be_read_is_not_said_to_be_missing(run, here):
+    (make_checkpoint(here / "small") / "config.json").write_text("{")
+    done = run("bigload plan small -m cpu=1MiB --context 10")
+    assert "there is no config.json" not in done.stdout
+    assert "no config.json could be read" in done.stdout
+
+
 def test_resharding_says_nothing_on_stderr_but_progress(run, plan):
     done = run("bigload reshard tiny.json out --json")
     assert done.code == 0

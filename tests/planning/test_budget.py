@@ -68,8 +68,10 @@ def test_a_size_that_cannot_be_read_is_refused(size):
 
 @pytest.mark.parametrize("size", [0, -1, "0", "0GiB", "0.5"])
 def test_a_limit_of_nothing_is_refused(size):
-    with pytest.raises(BudgetError, match="more than 0 bytes"):
+    with pytest.raises(BudgetError, match="more than 0 bytes") as raised:
         MemoryBudget.of({"cuda:0": size})
+    assert raised.value.message.count("--max-memory") == 1
+    assert raised.value.hint == "leave cuda:0 out to give it nothing"
 
 
 @pytest.mark.parametrize("device", ["gpu", "cuda:x", "", -1, "cpu:0", None, ("cuda", 0)])

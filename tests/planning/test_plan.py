@@ -214,6 +214,11 @@ def test_an_accelerator_without_weights_is_noted():
     assert codes(planned({"a.w": 1}, {"cuda:0": 1, "cuda:1": 1})) == ["device-empty"]
 
 
+def test_an_accelerator_to_which_nothing_is_streamed_is_not_said_to_run_it():
+    (note,) = (note for note in planned({}, {"cuda:0": 1}).notes if note.code == "device-empty")
+    assert note.text == "cuda:0 holds no weights; it is not used"
+
+
 THREE = {f"layers.{index}.a.w": 2 for index in range(3)}
 
 

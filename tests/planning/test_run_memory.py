@@ -84,7 +84,9 @@ def test_widths_that_nothing_tells_are_said_to_be_unknown():
 def test_without_a_config_shapes_still_tell_and_the_rest_is_said(config):
     found = memory_of(llama_tensors(blocks=1), config)
     assert found.cache_bytes == {"model.layers.0": 100 * 16 * 2}
-    assert found.unknown == ("there is no config.json: attention is taken to reach over the whole context",)
+    assert found.unknown == (
+        "no config.json tells how far attention reaches; it is taken to reach over the whole context",
+    )
 
 
 def test_one_reading_answers_for_many_workloads():

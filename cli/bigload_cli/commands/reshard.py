@@ -71,6 +71,6 @@ def reshard(
     elif report is None:
         output.print_text("\ndry run: nothing was written")
     else:
-        num_tensors = len(prepared.checkpoint.tensors)
+        num_tensors = sum(len(written.tensors) for written in prepared.files)
         output.say("")
         output.print_text("\n".join(view.closing(report, num_tensors=num_tensors, peak_bytes=peak)))

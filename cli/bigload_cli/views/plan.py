@@ -12,6 +12,8 @@ from bigload_cli.views.table import PlainTable, Styled
 from bigload_cli.views.text import argument, printable
 
 _BAR_WIDTH = 16
+_SHORTEST = 0.001
+"""Seconds; less is not told apart."""
 _PLACES = {CPU: "in RAM", DISK: "on disk"}
 
 
@@ -107,7 +109,7 @@ def streaming(plan: Plan) -> list[str]:
     words = " and ".join(f"{format_size(speeds[device])}/s {_origin(device)}" for device in shown)
     lines = [
         f"Each {'token' if is_sparse else 'forward pass'} brings {brought}.",
-        f"At {words} that is at least {duration(plan.token_seconds)}.",
+        f"At {words} that is {_at_least(plan.token_seconds)}.",
     ]
     if any(use.workspace_bytes for use in plan.devices):
         ahead = all(note.code != "no-prefetch" for note in plan.notes)
@@ -124,9 +126,16 @@ def _quality(plan: Plan) -> str:
     return f"{counted(plan.num_device_changes, 'device change')} per forward pass; {proven}."
 
 
+def _at_least(seconds: float) -> str:
+    """Return a lower bound as words; below a millisecond it bounds nothing that anyone waits for."""
+    return f"at least {duration(seconds)}" if seconds >= _SHORTEST else duration(seconds)
+
+
 def duration(seconds: float) -> str:
     """Return a time as a word: `13.7 s`, `180 ms`."""
-    return f"{seconds * 1000:.0f} ms" if 0.001 <= seconds < 1 else f"{seconds:.1f} s" if seconds >= 1 else "under 1 ms"
+    return (
+        f"{seconds * 1000:.0f} ms" if _SHORTEST <= seconds < 1 else f"{seconds:.1f} s" if seconds >= 1 else "under 1 ms"
+    )
 
 
 def next_command(plan: Plan, plan_file: Path) -> str:

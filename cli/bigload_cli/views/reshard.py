@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from bigload.layouts.reshard import PreparedReshard, ReshardReport
 from bigload.units import counted, format_rate, format_size
 from bigload_cli.views.table import PlainTable
@@ -19,7 +21,16 @@ def headline(prepared: PreparedReshard) -> str:
     if prepared.stored_bytes < prepared.num_bytes * SPARSE:
         sparse = f" ({format_size(prepared.stored_bytes)} without holes)"
     source, out = printable(prepared.checkpoint.name), printable(str(prepared.out))
-    return f"{source} -> {out}\n{size}{sparse} in {files}, {free} free there"
+    lines = [f"{source} -> {out}", f"{size}{sparse} in {files}, {free} free there"]
+    return "\n".join([*lines, *_left_out(prepared)])
+
+
+def _left_out(prepared: PreparedReshard) -> Iterator[str]:
+    """Yield what the new checkpoint lacks, because the plan gives it no device."""
+    if prepared.plan.left_out:
+        written = sum(tensor.num_bytes for output in prepared.files for tensor in output.tensors)
+        names, size = ", ".join(prepared.plan.left_out), format_size(prepared.checkpoint.total_bytes - written)
+        yield f"not written, as the plan leaves it out: {printable(names)} ({size})"
 
 
 def folders(prepared: PreparedReshard) -> PlainTable:

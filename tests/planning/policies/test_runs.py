@@ -64,6 +64,13 @@ def test_the_execution_device_is_left_before_it_is_full_where_a_later_cache_need
     assert found.is_proven
 
 
+def test_the_execution_device_is_left_early_where_what_is_streamed_later_needs_its_room():
+    streamed = unit_of(9, name="layers.6", cache_bytes=3)
+    problem = problem_of([2] * 6 + [streamed], {"cuda:0": 14, "cuda:1": 10, "cpu": 100})
+    found = place_optimally(problem)
+    assert found.devices == (CUDA0, *[CUDA1] * 5, CPU)
+
+
 @pytest.mark.parametrize("limit", [0, 10])
 def test_a_search_that_gives_up_says_that_its_answer_is_not_proven(monkeypatch, limit):
     problem = problem_of(MIXED, LIMITS)
