@@ -25,8 +25,10 @@ from bigload.errors import (
     WriteError,
 )
 from bigload.planning.certificate import Certificate, Verdict
+from bigload.planning.extra_layers import extra_layers
 from bigload.planning.options import PlanOptions, options_of
 from bigload.planning.plan import TERMS, DeviceUse, Plan, PlanNote, recount
+from bigload.planning.tree import build_tree
 from bigload.units import MAX_SIZE
 
 SCHEMA = "bigload.plan/1.1"
@@ -184,6 +186,11 @@ def check_plan(plan: Plan, checkpoint: Checkpoint, *, source: str = "the plan") 
         raise StalePlanError(source, checkpoint.path, differences, hint=hint)
     if plan.total_bytes != checkpoint.total_bytes:
         _refuse(source, f"it claims {plan.total_bytes} bytes of tensors, the checkpoint has {checkpoint.total_bytes}")
+    if plan.left_out:
+        extra = extra_layers(build_tree(checkpoint.tensors.values()), checkpoint.config)
+        wrong = [name for name in plan.left_out if name not in extra]
+        if wrong:
+            _refuse(source, f"it leaves out {', '.join(wrong)}, which a forward pass runs")
     counted = recount(plan, checkpoint.tensors.values())
     for use in plan.devices:
         if counted[use.device] != use.weights_bytes:
@@ -211,7 +218,7 @@ def _plan(document: dict[str, object]) -> Plan:
         raise ValueError(f"nothing can run on its execution device {execution}")
     return Plan(
         checkpoint_path=_typed(checkpoint, "path", str),
-        total_bytes=_typed(checkpoint, "total_bytes", int),
+        total_bytes=_count(checkpoint["total_bytes"], "total_bytes"),
         shards=tuple(
             ShardFingerprint(
                 file=_typed(shard, "file", str),
@@ -225,7 +232,7 @@ def _plan(document: dict[str, object]) -> Plan:
         homes=MappingProxyType(homes),
         devices=tuple(uses),
         certificate=_certificate(_typed(document, "certificate", dict)),
-        num_device_changes=_typed(document, "num_device_changes", int),
+        num_device_changes=_count(document["num_device_changes"], "num_device_changes"),
         token_bytes=MappingProxyType(
             {Device.parse(name): _count(size, name) for name, size in _typed(document, "token_bytes", dict).items()}
         ),
@@ -281,7 +288,7 @@ def _certificate(entry: Mapping[str, object]) -> Certificate:
 
 def _count(value: object, name: str) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= MAX_SIZE:
-        raise TypeError(f"{name!r} is {value!r:.60}, expected a number of bytes")
+        raise TypeError(f"{name!r} is {value!r:.60}, expected a number of at least 0")
     return value
 
 

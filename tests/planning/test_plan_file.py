@@ -489,3 +489,14 @@ def test_a_plan_that_cannot_be_written_leaves_nothing(tmp_path, checkpoint):
     with pytest.raises(OutputExistsError):
         write_plan(made_of(checkpoint, {"cpu": "1GiB"}), tmp_path / "plan.json")
     assert [path.name for path in tmp_path.iterdir()] == ["plan.json"]
+
+
+def test_a_plan_that_leaves_out_what_a_forward_pass_runs_is_refused():
+    checkpoint = checkpoint_of({"layers.0.a.w": 2, "layers.1.a.w": 2, "lm_head.w": 3}, config={})
+    document = plan_document(plan(checkpoint, {"cpu": 100}))
+    del document["device_map"]["lm_head"]
+    document["left_out"] = ["lm_head"]
+    row = document["devices"][0]
+    row["weights_bytes"], row["free_bytes"] = row["weights_bytes"] - 3, row["free_bytes"] + 3
+    with pytest.raises(InvalidPlanError, match="lm_head, which a forward pass runs"):
+        check_plan(plan_from_json(json.dumps(document)), checkpoint)

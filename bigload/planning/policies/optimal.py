@@ -63,6 +63,8 @@ class _Search:
             for rooms in self.orders:
                 found = self.runs.best(rooms, None if found is None else found.rank) or found
             proven = not self.runs.gave_up
+            if not proven:
+                found = min(filter(None, (found, _sequential(self.problem))), key=lambda one: one.rank, default=None)
         if found is None:
             return _misfit(self.problem)
         if self.problem.balance is Balance.SPREAD and self.problem.accelerators:

@@ -86,6 +86,7 @@ def of_reshard(prepared: PreparedReshard, report: ReshardReport | None, *, peak_
             for output in prepared.files
         ],
         "side_files": [file.name for file in prepared.side_files],
+        "left_out": list(prepared.plan.left_out),
         "run_seconds": None if report is None else report.seconds,
         "verified": None if report is None else report.verified,
         "peak_bytes": peak_bytes,
