@@ -41,6 +41,7 @@ if TYPE_CHECKING:  # `as` marks them as public to type checkers
     from bigload.errors import OutputExistsError as OutputExistsError
     from bigload.errors import PlanError as PlanError
     from bigload.errors import PlanNotFoundError as PlanNotFoundError
+    from bigload.errors import PlanOptionError as PlanOptionError
     from bigload.errors import Problem as Problem
     from bigload.errors import ReadError as ReadError
     from bigload.errors import StalePlanError as StalePlanError
@@ -55,13 +56,42 @@ if TYPE_CHECKING:  # `as` marks them as public to type checkers
     from bigload.loading.events import Progress as Progress
     from bigload.loading.load import load as load
     from bigload.planning.budget import MemoryBudget as MemoryBudget
+    from bigload.planning.certificate import Certificate as Certificate
+    from bigload.planning.certificate import Verdict as Verdict
+    from bigload.planning.choices import Balance as Balance
+    from bigload.planning.choices import Experts as Experts
+    from bigload.planning.choices import NameScheme as NameScheme
+    from bigload.planning.choices import Order as Order
+    from bigload.planning.choices import Policy as Policy
     from bigload.planning.plan import DeviceUse as DeviceUse
     from bigload.planning.plan import Plan as Plan
     from bigload.planning.plan import PlanNote as PlanNote
     from bigload.planning.plan_file import read_plan as read_plan
     from bigload.planning.plan_file import write_plan as write_plan
     from bigload.planning.planner import plan as plan
-    from bigload.planning.policies.policy import Policy as Policy
+    from bigload.runtime.auto_device_map import infer_auto_device_map as infer_auto_device_map
+    from bigload.runtime.device_maps import check_device_map as check_device_map
+    from bigload.runtime.device_maps import clean_device_map as clean_device_map
+    from bigload.runtime.device_memory import get_balanced_memory as get_balanced_memory
+    from bigload.runtime.device_memory import get_max_memory as get_max_memory
+    from bigload.runtime.fallback import fallback_allocate as fallback_allocate
+    from bigload.runtime.module_sizes import calculate_maximum_sizes as calculate_maximum_sizes
+    from bigload.runtime.module_sizes import compute_module_sizes as compute_module_sizes
+    from bigload.runtime.module_sizes import compute_module_total_buffer_size as compute_module_total_buffer_size
+    from bigload.runtime.module_sizes import convert_file_size_to_int as convert_file_size_to_int
+    from bigload.runtime.module_sizes import dtype_byte_size as dtype_byte_size
+    from bigload.runtime.module_sizes import get_max_layer_size as get_max_layer_size
+    from bigload.runtime.module_sizes import get_module_leaves as get_module_leaves
+    from bigload.runtime.module_sizes import get_non_persistent_buffers as get_non_persistent_buffers
+    from bigload.runtime.module_sizes import id_tensor_storage as id_tensor_storage
+    from bigload.runtime.module_sizes import named_module_tensors as named_module_tensors
+    from bigload.runtime.tied_parameters import check_tied_parameters_in_config as check_tied_parameters_in_config
+    from bigload.runtime.tied_parameters import (
+        check_tied_parameters_on_same_device as check_tied_parameters_on_same_device,
+    )
+    from bigload.runtime.tied_parameters import find_tied_parameters as find_tied_parameters
+    from bigload.runtime.tied_parameters import get_module_size_with_ties as get_module_size_with_ties
+    from bigload.runtime.trees import units_of_model as units_of_model
 
 __version__ = "0.1.0"
 
@@ -87,6 +117,7 @@ _HOMES = {
         "OutputExistsError",
         "PlanError",
         "PlanNotFoundError",
+        "PlanOptionError",
         "Problem",
         "ReadError",
         "StalePlanError",
@@ -104,7 +135,37 @@ _HOMES = {
     "bigload.planning.plan": ("DeviceUse", "Plan", "PlanNote"),
     "bigload.planning.planner": ("plan",),
     "bigload.planning.plan_file": ("read_plan", "write_plan"),
-    "bigload.planning.policies.policy": ("Policy",),
+    "bigload.planning.certificate": ("Certificate", "Verdict"),
+    "bigload.planning.choices": ("Balance", "Experts", "NameScheme", "Order", "Policy"),
+    "bigload.runtime.device_maps": (
+        "check_device_map",
+        "clean_device_map",
+    ),
+    "bigload.runtime.device_memory": (
+        "get_balanced_memory",
+        "get_max_memory",
+    ),
+    "bigload.runtime.module_sizes": (
+        "calculate_maximum_sizes",
+        "compute_module_sizes",
+        "compute_module_total_buffer_size",
+        "convert_file_size_to_int",
+        "dtype_byte_size",
+        "get_max_layer_size",
+        "get_module_leaves",
+        "get_non_persistent_buffers",
+        "id_tensor_storage",
+        "named_module_tensors",
+    ),
+    "bigload.runtime.tied_parameters": (
+        "check_tied_parameters_in_config",
+        "check_tied_parameters_on_same_device",
+        "find_tied_parameters",
+        "get_module_size_with_ties",
+    ),
+    "bigload.runtime.auto_device_map": ("infer_auto_device_map",),
+    "bigload.runtime.fallback": ("fallback_allocate",),
+    "bigload.runtime.trees": ("units_of_model",),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 

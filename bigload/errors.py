@@ -8,6 +8,7 @@
     │   ├── BudgetError                  a memory budget that makes no sense (ValueError)
     │   ├── DoesNotFitError              no placement keeps the limits
     │   ├── PlanNotFoundError            no file at that path             (FileNotFoundError)
+    │   ├── PlanOptionError              wishes that cannot be met together, or a bad value (ValueError)
     │   ├── InvalidPlanError             a plan file that is not one      (ValueError)
     │   ├── NamesUnknownError            what a model calls its modules is not known
     │   └── StalePlanError               made for another version of the checkpoint
@@ -132,6 +133,10 @@ class BudgetError(PlanError, ValueError):
     """A memory budget names an unknown device or a size that cannot be read."""
 
 
+class PlanOptionError(PlanError, ValueError):
+    """An option of a plan has a value that cannot be, or contradicts another one."""
+
+
 class DoesNotFitError(PlanError):
     """No assignment keeps every device within its budget.
 
@@ -153,7 +158,7 @@ class DoesNotFitError(PlanError):
             needed, usable = format_size(needed_bytes), format_size(usable_bytes)
             message = f"{name} does not fit: it needs {needed}, the budget has room for {usable}"
         else:
-            message = f"{name} does not fit: {' and '.join(shortfalls)} cannot hold the weights that pass through"
+            message = f"{name} does not fit: {' and '.join(shortfalls)} cannot hold what has to be there to run it"
         short = tuple(
             f"short by {format_size(lacking)}" if device == "total" else f"{device} is short by {format_size(lacking)}"
             for device, lacking in shortfalls.items()

@@ -18,6 +18,8 @@ from tempfile import mkdtemp
 
 from bigload.checkpoint.model import Checkpoint, Shard, Span, TensorInfo
 from bigload.dtypes import DTYPES
+from bigload.planning.budget import MemoryBudget
+from bigload.planning.placement import PlacementProblem
 from bigload.planning.units import Part, Unit, UnitKind
 
 DTYPE_BITS = {
@@ -209,12 +211,23 @@ def _folder_of_zeros() -> Path:
     return folder
 
 
-def units_of(sizes: Iterable[int]) -> tuple[Unit, ...]:
-    """Return one block per size, named `layers.0`, `layers.1`, …"""
+def unit_of(num_bytes: int, *, name: str = "layers.0", rides: bool = False, **needs: int) -> Unit:
+    """Return a block of so many bytes, with what `needs` says about its part."""
+    return Unit(parts=(Part(name=name, kind=UnitKind.BLOCK, num_bytes=num_bytes, **needs),), rides=rides)
+
+
+def units_of(sizes: Iterable[int | Unit]) -> tuple[Unit, ...]:
+    """Return one block per size, named `layers.0`, `layers.1`, …, between units that are given as such."""
     return tuple(
-        Unit(parts=(Part(name=f"layers.{index}", kind=UnitKind.BLOCK, num_bytes=size),))
-        for index, size in enumerate(sizes)
+        size if isinstance(size, Unit) else unit_of(size, name=f"layers.{index}") for index, size in enumerate(sizes)
     )
+
+
+def problem_of(
+    sizes: Iterable[int | Unit], limits: Mapping[str, int], *, use_disk: bool = True, **wishes: object
+) -> PlacementProblem:
+    """Return the problem of placing `units_of(sizes)` on devices of so many bytes."""
+    return PlacementProblem(units=units_of(sizes), budget=MemoryBudget.of(limits, use_disk=use_disk), **wishes)
 
 
 def stored_tensors(*files: Path) -> dict[str, tuple[str, tuple[int, ...], bytes]]:

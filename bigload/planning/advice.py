@@ -6,8 +6,9 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from bigload.devices import CPU, DISK, Device
+from bigload.planning.choices import Policy
 from bigload.planning.placement import Misfit, PlacementProblem
-from bigload.planning.policies.policy import Policy
+from bigload.planning.policies.bounds import lower_bound
 from bigload.planning.policies.registry import Solution, solve
 from bigload.units import GIB, KIB, MIB
 
@@ -34,7 +35,7 @@ def limits_that_fit(problem: PlacementProblem, misfit: Misfit, policy: Policy) -
         budget = budget.with_limit(device, raised[device])
     grown = replace(problem, budget=budget)
     if not raised or isinstance(solve(grown, policy), Misfit):
-        start = misfit.host_bytes or (budget.get(CPU) or 0)
+        start = min(misfit.host_bytes, lower_bound(grown).offloaded_bytes) or (budget.get(CPU) or 0)
         size = _least_ram(grown, policy, start, lambda _found: True)
         if size is None:
             return None
@@ -57,14 +58,24 @@ def written(num_bytes: int) -> str:
 
 
 def _least_ram(problem: PlacementProblem, policy: Policy, start: int, accept: Callable[[Solution], bool]) -> int | None:
-    """Return the first of a few sizes from `start` to the whole model that `accept` likes the placement of."""
+    """Return a size from `start` to the whole model that `accept` likes the placement of, the least of those tried.
+
+    A few sizes are tried upwards. Between the first good one and the one before, halving goes on.
+    """
+
+    def suffices(size: int) -> bool:
+        found = solve(replace(problem, budget=problem.budget.with_limit(CPU, size)), policy)
+        return isinstance(found, Solution) and accept(found)
+
     total = sum(unit.num_bytes + unit.run_bytes for unit in problem.units) + max(
         problem.fixed_bytes.values(), default=0
     )
-    for step in range(_STEPS + 1):
-        size = rounded(start + max(total - start, 0) * step // _STEPS)
-        if size > 0:
-            found = solve(replace(problem, budget=problem.budget.with_limit(CPU, size)), policy)
-            if isinstance(found, Solution) and accept(found):
-                return size
-    return None
+    tried = (rounded(start + max(total - start, 0) * step // _STEPS) for step in range(_STEPS + 1))
+    sizes = [size for size in dict.fromkeys(tried) if size > 0]
+    good = next((index for index, size in enumerate(sizes) if suffices(size)), None)
+    if good is None:
+        return None
+    low, high = sizes[good - 1] if good else sizes[good], sizes[good]
+    while (middle := rounded((low + high) // 2)) not in (low, high):
+        low, high = (low, middle) if suffices(middle) else (middle, high)
+    return high

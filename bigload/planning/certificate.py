@@ -47,13 +47,9 @@ class Certificate:
         if self.verdict is Verdict.OPTIMAL:
             return "optimal: no plan streams less"
         least = format_size(self.least_offloaded_bytes)
-        if self.within_blocks == 0:
-            bound = "no plan at all offloads less"
-        else:
-            bound = f"within {counted(self.within_blocks, 'block')} of any plan, which offloads at least {least}"
-        if self.verdict is Verdict.OPTIMAL_IN_ORDER:
-            return f"optimal among plans that keep modules in order; {bound}"
-        return bound
+        gap = f"within {counted(self.within_blocks, 'block')}" if self.within_blocks else "equal to the bound in bytes"
+        bound = f"no plan at all offloads less than {least} ({gap})"
+        return f"optimal with modules in order; {bound}" if self.verdict is Verdict.OPTIMAL_IN_ORDER else bound
 
 
 def certify(problem: PlacementProblem, placement: Placement) -> Certificate:

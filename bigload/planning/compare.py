@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 
 from bigload.devices import CPU, DISK, Device
 from bigload.planning.budget import MemoryBudget
-from bigload.planning.options import Experts, PlanOptions
+from bigload.planning.choices import Experts, Policy
+from bigload.planning.options import PlanOptions
 from bigload.planning.placement import Misfit, device_loads
 from bigload.planning.planner import place
 from bigload.planning.policies.optimal import token_seconds
-from bigload.planning.policies.policy import Policy
 from bigload.planning.policies.registry import Solution
 from bigload.planning.structure import ModelStructure
 from bigload.units import counted, format_size

@@ -12,12 +12,12 @@ from fractions import Fraction
 from itertools import pairwise
 
 from bigload.devices import CPU, DISK, Device
+from bigload.planning.choices import Balance, Policy
 from bigload.planning.names_asked import name_in_checkpoint
-from bigload.planning.placement import Balance, DeviceLoad, Placement, device_loads
+from bigload.planning.placement import DeviceLoad, Placement, device_loads
 from bigload.planning.planner import Draft
 from bigload.planning.policies.bounds import lower_bound
 from bigload.planning.policies.optimal import token_cost, token_seconds
-from bigload.planning.policies.policy import Policy
 from bigload.planning.units import Part, UnitKind
 from bigload.units import counted, format_size
 

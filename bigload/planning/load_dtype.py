@@ -12,13 +12,13 @@ _CAST = ("F64", "F32", "F16", "BF16")
 _SCALES = ("scale", "absmax", "zero", "quant", "bitmap")
 
 
-def as_loaded(tensors: Iterable[TensorInfo], dtype: DType | None) -> list[TensorInfo]:
+def as_loaded(tensors: Iterable[TensorInfo], dtype: DType | None) -> Iterable[TensorInfo]:
     """Return `tensors` as they are in memory when floating-point weights are converted to `dtype`.
 
     Plain floating-point types are converted. Integers, 8-bit floats and the scales of quantised weights are not: they
     mean something only together, in the types they have.
     """
-    return [as_dtype(tensor, dtype) for tensor in tensors] if dtype is not None else list(tensors)
+    return tensors if dtype is None else [as_dtype(tensor, dtype) for tensor in tensors]
 
 
 def as_dtype(tensor: TensorInfo, dtype: DType) -> TensorInfo:

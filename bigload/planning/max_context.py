@@ -13,12 +13,12 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from bigload.planning.budget import MemoryBudget
+from bigload.planning.choices import Balance, Policy
 from bigload.planning.model_config import ModelConfig
 from bigload.planning.options import PlanOptions
-from bigload.planning.placement import Balance, Misfit, Placement, PlacementProblem
+from bigload.planning.placement import Misfit, Placement, PlacementProblem
 from bigload.planning.planner import does_not_fit, problem_of
 from bigload.planning.policies.optimal import orders_of, token_cost
-from bigload.planning.policies.policy import Policy
 from bigload.planning.policies.registry import POLICIES, solve
 from bigload.planning.policies.stretches import Rooms, Stretches
 from bigload.planning.run_memory import RunMemory

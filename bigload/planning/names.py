@@ -12,19 +12,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import StrEnum
 
 from bigload.checkpoint.model import TensorInfo
 from bigload.errors import NamesUnknownError
-
-
-class NameScheme(StrEnum):
-    """Whose names a device map speaks."""
-
-    CHECKPOINT = "checkpoint"
-    """Those of the tensors in the files, which resharding and loading go by."""
-    TRANSFORMERS = "transformers"
-    """Those of the modules that transformers 5 builds, which `from_pretrained(device_map=...)` goes by."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from difflib import get_close_matches
 
 from bigload.errors import PlanError
-from bigload.planning.names import NameScheme, in_memory_names
+from bigload.planning.choices import NameScheme
+from bigload.planning.names import in_memory_names
 from bigload.planning.planner import Draft
 
 _MAX_SHOWN = 100

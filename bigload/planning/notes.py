@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from bigload.devices import CPU, DISK, Device
 from bigload.planning.advice import ram_without_disk
 from bigload.planning.budget import MemoryBudget
+from bigload.planning.choices import NameScheme
 from bigload.planning.options import PlanOptions
 from bigload.planning.plan import DeviceUse, PlanNote
 from bigload.planning.policies.registry import Solution
@@ -35,6 +36,7 @@ def notes_on(
         yield PlanNote(code="no-prefetch", text=text if options.prefetch else f"{text} (--prefetch keeps room for two)")
     yield from _on_empty(devices, solution.placement.execution_device)
     yield from _on_structure(structure, options)
+    yield from _on_experts(options, solution)
     for tie in structure.ties:
         yield from _on_tie(tie, devices)
 
@@ -71,8 +73,24 @@ def _on_structure(structure: ModelStructure, options: PlanOptions) -> Iterator[P
             code="left-out",
             text=f"{names} ({number}, {size}) only predict further tokens and get no device; --mtp places them too",
         )
+    if structure.checkpoint.config is None:
+        text = "there is no config.json: whether a head shares the embedding, and how experts are chosen, is not known"
+        yield PlanNote(code="unknown", text=text)
     for text in structure.memory.at(options.workload).unknown:
         yield PlanNote(code="unknown", text=text)
+
+
+def _on_experts(options: PlanOptions, solution: Solution) -> Iterator[PlanNote]:
+    """Say what a runtime has to be able to do with experts that are apart from their block."""
+    riding = [unit for unit in solution.problem.units if unit.rides]
+    streamed = any(unit.stream_bytes < unit.num_bytes for unit in riding)
+    if streamed and options.names is NameScheme.CHECKPOINT:
+        whole = format_size(max(unit.num_bytes for unit in riding))
+        yield PlanNote(
+            code="experts-apart",
+            text=f"only the experts that a token chooses are streamed; transformers streams all of a block, {whole}: "
+            "plan for it with --names transformers",
+        )
 
 
 def _on_tie(tie: TiedGroup, devices: Sequence[DeviceUse]) -> Iterator[PlanNote]:

@@ -9,35 +9,14 @@ from typing import TypedDict, TypeVar, Unpack
 
 from bigload.devices import Device
 from bigload.dtypes import DType, parse_dtype
-from bigload.errors import PlanError
-from bigload.planning.names import NameScheme
-from bigload.planning.placement import Balance, Bandwidth
-from bigload.planning.policies.policy import Policy
+from bigload.errors import PlanOptionError
+from bigload.planning.choices import Balance, Experts, NameScheme, Order, Policy
+from bigload.planning.placement import Bandwidth
 from bigload.planning.workload import Workload
 from bigload.units import GIB, parse_size
 
 CUDA_OVERHEAD = GIB // 2
 """Bytes that a CUDA context, its kernels and the allocator's slack take on a card, by default."""
-
-
-class Experts(StrEnum):
-    """How the blocks of a mixture of experts are placed."""
-
-    AUTO = "auto"
-    """Apart from the rest of their block when that streams fewer bytes per token."""
-    BLOCK = "block"
-    """With their block."""
-    SPLIT = "split"
-    """Apart: attention, router and shared experts on the accelerator, routed experts where there is room."""
-
-
-class Order(StrEnum):
-    """In which order accelerators are used."""
-
-    KEEP = "keep"
-    """As the budget names them."""
-    ANY = "any"
-    """As it costs least; the device map may then begin on any of them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,12 +53,12 @@ class PlanOptions:
         """Check what contradicts itself.
 
         Raises:
-            PlanError: a negative overhead, or experts apart under a policy that knows no experts.
+            PlanOptionError: a negative overhead, or experts apart under a policy that knows no experts.
         """
         if self.overhead is not None and self.overhead < 0:
-            raise PlanError(f"an overhead of {self.overhead} bytes: it cannot be less than nothing")
+            raise PlanOptionError(f"an overhead of {self.overhead} bytes: it cannot be less than nothing")
         if self.experts is Experts.SPLIT and self.policy is not Policy.OPTIMAL:
-            raise PlanError(
+            raise PlanOptionError(
                 f"the {self.policy} policy keeps experts with their block",
                 hint="leave out --policy, or leave out --experts split",
             )
@@ -117,8 +96,12 @@ def options_of(**wishes: Unpack[PlanWishes]) -> PlanOptions:
     """Return the options that words describe: sizes as `units.parse_size` reads them, dtypes as `dtypes.parse_dtype`.
 
     Raises:
-        PlanError: a word that is not known, a number out of bounds, wishes that contradict each other.
+        PlanOptionError: a word that is not known, a number out of bounds, wishes that contradict each other.
+        TypeError: a keyword that is not one of `PlanWishes`.
     """
+    unknown = wishes.keys() - PlanWishes.__annotations__.keys()
+    if unknown:
+        raise TypeError(f"no option {', '.join(sorted(unknown))}; known are {', '.join(PlanWishes.__annotations__)}")
     default = PlanOptions()
     order = _word("order", wishes.get("order", "keep"), Order)
     overhead = wishes.get("overhead")
@@ -138,9 +121,9 @@ def options_of(**wishes: Unpack[PlanWishes]) -> PlanOptions:
         balance=_word("balance", wishes.get("balance", default.balance), Balance),
         any_order=order is Order.ANY,
         experts=_word("experts", wishes.get("experts", default.experts), Experts),
-        prefetch=wishes.get("prefetch", False),
-        no_split=tuple(wishes.get("no_split", ())),
-        keep_extra_layers=wishes.get("mtp", False),
+        prefetch=_flag("prefetch", wishes.get("prefetch", False)),
+        no_split=_patterns("no_split", wishes.get("no_split", ())),
+        keep_extra_layers=_flag("mtp", wishes.get("mtp", False)),
         names=_word("names", wishes.get("names", default.names), NameScheme),
     )
 
@@ -152,7 +135,7 @@ def _word(name: str, value: str, words: type[_Words]) -> _Words:
     try:
         return words(value)
     except ValueError:
-        raise PlanError(f"no {name} {value!r}", hint=f"known are {', '.join(words)}") from None
+        raise PlanOptionError(f"no {name} {value!r}", hint=f"known are {', '.join(words)}") from None
 
 
 def _dtype(name: str, value: DType | str | None) -> DType | None:
@@ -161,11 +144,30 @@ def _dtype(name: str, value: DType | str | None) -> DType | None:
     try:
         return parse_dtype(value)
     except ValueError as error:
-        raise PlanError(f"{name}: {error}") from None
+        raise PlanOptionError(f"{name}: {error}") from None
 
 
-def _size(name: str, value: int | str) -> int:
+def _size(name: str, value: object) -> int:
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value
+    if not isinstance(value, str):
+        raise PlanOptionError(
+            f"{name}: {value!r:.60} is no size", hint="a size is a whole number of bytes, or such as 2GiB"
+        )
     try:
-        return value if isinstance(value, int) else parse_size(value)
+        return parse_size(value)
     except ValueError as error:
-        raise PlanError(f"{name}: {error}") from None
+        raise PlanOptionError(f"{name}: {error}") from None
+
+
+def _flag(name: str, value: object) -> bool:
+    if not isinstance(value, bool):
+        raise PlanOptionError(f"{name} has to be true or false, not {value!r:.60}")
+    return value
+
+
+def _patterns(name: str, value: object) -> tuple[str, ...]:
+    patterns = (value,) if isinstance(value, str) else tuple(value) if isinstance(value, Sequence) else (None,)
+    if not all(isinstance(pattern, str) for pattern in patterns):
+        raise PlanOptionError(f"{name} has to be a list of patterns, not {value!r:.60}")
+    return tuple(map(str, patterns))

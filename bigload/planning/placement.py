@@ -13,24 +13,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from enum import StrEnum
 from itertools import pairwise
 from typing import Protocol
 
 from bigload.devices import CPU, DISK, Device
-from bigload.errors import PlanError
+from bigload.errors import PlanOptionError
 from bigload.planning.budget import MemoryBudget
+from bigload.planning.choices import Balance
 from bigload.planning.units import Unit
 from bigload.units import GIB, format_size
-
-
-class Balance(StrEnum):
-    """How accelerators that hold everything share it, when several ways cost the same."""
-
-    SPREAD = "spread"
-    """The fullest one, by its share of its limit, is as empty as possible."""
-    FILL = "fill"
-    """The first ones are full."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +36,7 @@ class Bandwidth:
 
     def __post_init__(self) -> None:
         if not 0 < self.disk <= self.link:
-            raise PlanError(
+            raise PlanOptionError(
                 f"a disk of {format_size(self.disk)}/s and a link of {format_size(self.link)}/s make no sense",
                 hint="weights from disk cross the link too, so the disk is the slower of the two",
             )
@@ -113,6 +104,7 @@ class Misfit:
     """The best try of a policy that found no placement.
 
     `unplaced_bytes` found no device; `host_bytes` found no accelerator, so that much RAM would do without any disk.
+    Where RAM runs the model, what it needs to run is counted with both.
     `workspace` is what the try reserved; `too_small` maps a device to bytes that, added to its limit, are enough for
     its workspace.
     """

@@ -6,9 +6,10 @@ same inputs give the same plan to the last byte of its file.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import groupby
 from pathlib import Path
 from types import MappingProxyType
 
@@ -17,9 +18,9 @@ from bigload.checkpoint.model import TensorInfo
 from bigload.devices import CPU, DISK, Device
 from bigload.errors import InvalidPlanError
 from bigload.planning.certificate import Certificate
+from bigload.planning.choices import Policy
 from bigload.planning.load_dtype import as_loaded
 from bigload.planning.options import PlanOptions
-from bigload.planning.policies.policy import Policy
 from bigload.planning.tree import is_index
 from bigload.units import common_unit, format_size
 
@@ -49,6 +50,11 @@ class DeviceUse:
     overhead_bytes: int = 0
     workspace_bytes: int
     modules: tuple[str, ...]
+
+    @property
+    def run_bytes(self) -> int:
+        """What running takes beside weights and caches: logits, activations and overhead."""
+        return self.logits_bytes + self.activation_bytes + self.overhead_bytes
 
     @property
     def used_bytes(self) -> int:
@@ -146,7 +152,11 @@ class Plan:
 
     def leaves_out(self, tensor_name: str) -> bool:
         """Return whether a tensor belongs to a module that gets no device."""
-        return bool(self.left_out) and f"{tensor_name}.".startswith(tuple(f"{name}." for name in self.left_out))
+        return bool(self.left_out) and f"{tensor_name}.".startswith(self._left_out_prefixes)
+
+    @cached_property
+    def _left_out_prefixes(self) -> tuple[str, ...]:
+        return tuple(f"{name}." for name in self.left_out)
 
     def weights_on(self, device: Device) -> int:
         """Return the bytes of weights that live on `device`."""
@@ -181,11 +191,11 @@ class Plan:
 
     @property
     def table_terms(self) -> tuple[str, ...]:
-        """The terms of the equation that some device has; weights and workspace always."""
+        """What the table shows of the equation: weights and workspace always, caches and `run_bytes` where any are."""
+        terms = ("weights", "kv", "run", "workspace")
+        always = ("weights", "workspace")
         return tuple(
-            term
-            for term in TERMS
-            if term in ("weights", "workspace") or any(getattr(use, f"{term}_bytes") for use in self.devices)
+            term for term in terms if term in always or any(getattr(use, f"{term}_bytes") for use in self.devices)
         )
 
     def table_figures(self, use: DeviceUse) -> tuple[str, ...]:
@@ -221,14 +231,33 @@ def recount(plan: Plan, tensors: Iterable[TensorInfo]) -> dict[Device, int]:
     """
     totals = {use.device: 0 for use in plan.devices}
     shared = frozenset(plan.shared)
+    sums: dict[str, int] = {}  # by key of the device map, or by module: a giant has fewer of those than tensors
+    keys = dict(plan.homes)
     for tensor in as_loaded(tensors, plan.options.workload.load_dtype):
-        if plan.leaves_out(tensor.name):
+        holder = tensor.name if tensor.name in keys else tensor.name.rpartition(".")[0] or tensor.name
+        span = tensor.span
+        sums[holder] = sums.get(holder, 0) + (0 if tensor.name in shared else span.stop - span.start)
+    homes: dict[str, Device | None] = {**plan.homes, **dict.fromkeys(plan.left_out)}
+    for holder, num_bytes in sums.items():
+        device = _home(holder, homes)
+        if device is None:
             continue
-        device = plan.device_of(tensor.name)
         if device not in totals:
-            raise InvalidPlanError(f"tensor {tensor.name!r} is mapped to {device}, which the plan does not list")
-        totals[device] += 0 if tensor.name in shared else tensor.num_bytes
+            raise InvalidPlanError(f"the tensors of {holder!r} are mapped to {device}, which the plan does not list")
+        totals[device] += num_bytes
     return totals
+
+
+def _home(name: str, homes: dict[str, Device | None]) -> Device | None:
+    """Return the device of the longest key above `name`, `None` for what is left out; `homes` learns the answer."""
+    asked, below = name, []
+    while name not in homes:
+        below.append(name)
+        name, dot, _ = name.rpartition(".")
+        if not dot:
+            raise InvalidPlanError(f"the device map gives no device to {asked!r}")
+    homes.update(dict.fromkeys(below, homes[name]))
+    return homes[name]
 
 
 def summarize(modules: Sequence[str]) -> str:
@@ -236,20 +265,51 @@ def summarize(modules: Sequence[str]) -> str:
 
     >>> summarize(["model.embed_tokens", "model.layers.0", "model.layers.1", "model.layers.2", "lm_head"])
     'embed_tokens, layers 0-2, lm_head'
+    >>> summarize(["layers.0.mlp.experts", "layers.1.mlp.experts", "layers.2.attn", "layers.2.norm"])
+    'layers 0-1 mlp.experts, layers 2 (2 parts)'
     """
-    words: list[str] = []
-    runs: list[tuple[str, list[int]]] = []
-    for module in modules:
-        parent, _, last = module.rpartition(".")
-        if is_index(last) and parent:
-            if runs and runs[-1][0] == parent and runs[-1][1] and runs[-1][1][-1] + 1 == int(last):
-                runs[-1][1].append(int(last))
-            else:
-                runs.append((parent, [int(last)]))
+    runs: list[_Run] = []
+    for list_name, number, parts in _gathered(modules):
+        last = runs[-1] if runs else None
+        if number is None or last is None or (last.name, last.parts, last.stop) != (list_name, parts, number):
+            runs.append(_Run(list_name, parts, number, number))
+        if number is not None:
+            runs[-1].stop = number + 1
+    return ", ".join(map(str, runs))
+
+
+@dataclass(slots=True)
+class _Run:
+    """Blocks that follow each other, whole or the same parts of each; without numbers, any other module."""
+
+    name: str
+    parts: tuple[str, ...]
+    start: int | None
+    stop: int | None
+
+    def __str__(self) -> str:
+        words = [self.name.removeprefix("model.").removeprefix("transformer.")]
+        if self.start is not None and self.stop is not None:
+            words.append(f"{self.start}" if self.stop - self.start == 1 else f"{self.start}-{self.stop - 1}")
+        if self.parts != ("",):
+            words.append(self.parts[0] if len(self.parts) == 1 else f"({len(self.parts)} parts)")
+        return " ".join(words)
+
+
+def _gathered(modules: Sequence[str]) -> Iterator[tuple[str, int | None, tuple[str, ...]]]:
+    """Yield list, number and parts of each block that `modules` name, `("",)` for a whole one."""
+    for (name, number), members in groupby(map(_block_of, modules), key=lambda found: found[:2]):
+        parts = tuple(part for _, _, part in members)
+        if number is None:
+            yield from ((name, None, ("",)) for _ in parts)
         else:
-            runs.append((module, []))
-    for name, numbers in runs:
-        short = name.removeprefix("model.").removeprefix("transformer.")
-        span = "" if not numbers else f" {numbers[0]}" if len(numbers) == 1 else f" {numbers[0]}-{numbers[-1]}"
-        words.append(short + span)
-    return ", ".join(words)
+            yield name, number, parts
+
+
+def _block_of(module: str) -> tuple[str, int | None, str]:
+    """Return the list, the number and the rest of a name: `layers`, 3, `mlp.gate`."""
+    words = module.split(".")
+    for place, word in enumerate(words[1:], start=1):
+        if is_index(word):
+            return ".".join(words[:place]), int(word), ".".join(words[place + 1 :])
+    return module, None, ""

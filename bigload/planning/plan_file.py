@@ -19,8 +19,8 @@ from bigload.devices import DISK, Device
 from bigload.errors import (
     InvalidPlanError,
     OutputExistsError,
-    PlanError,
     PlanNotFoundError,
+    PlanOptionError,
     StalePlanError,
     WriteError,
 )
@@ -268,7 +268,7 @@ def _options(document: Mapping[str, object]) -> PlanOptions:
         wishes[key] = entry[key]
     try:
         return options_of(**wishes)  # type: ignore[arg-type]  # every value has just been checked
-    except PlanError as error:
+    except PlanOptionError as error:
         raise ValueError(error.message) from None
 
 

@@ -16,14 +16,15 @@ from bigload.errors import DoesNotFitError, InvalidPlanError
 from bigload.planning.advice import limits_that_fit
 from bigload.planning.budget import MaxMemory, MemoryBudget
 from bigload.planning.certificate import certify
-from bigload.planning.names import NameScheme, in_memory_names, rename_device_map
+from bigload.planning.choices import Experts, NameScheme, Policy
+from bigload.planning.names import in_memory_names, rename_device_map
 from bigload.planning.notes import notes_on, tie_homes
-from bigload.planning.options import Experts, PlanOptions, PlanWishes, options_of
-from bigload.planning.placement import Misfit, PlacementProblem, device_loads
+from bigload.planning.options import PlanOptions, PlanWishes, options_of
+from bigload.planning.placement import Misfit, Placement, PlacementProblem, device_loads, fetch_ahead
 from bigload.planning.plan import DeviceUse, Plan, PlanNote, recount
-from bigload.planning.policies.policy import Policy
-from bigload.planning.policies.registry import Solution, solve
+from bigload.planning.policies.registry import POLICIES, Solution, solve
 from bigload.planning.structure import ModelStructure, read_structure
+from bigload.planning.units import with_dense_held
 from bigload.units import format_size
 
 
@@ -40,7 +41,8 @@ def plan(
     Raises:
         DoesNotFitError: the policy found no placement that keeps every limit; the error says what is short where.
         BudgetError: `max_memory` names an unknown device or a size that cannot be read.
-        PlanError: a keyword has a value that cannot be, or the names asked for are not known.
+        PlanOptionError: a keyword has a value that cannot be, or contradicts another.
+        NamesUnknownError: the names asked for are not known.
         CheckpointError: the checkpoint cannot be opened.
     """
     opened = checkpoint if isinstance(checkpoint, Checkpoint) else open_checkpoint(checkpoint)
@@ -64,7 +66,7 @@ def draft(checkpoint: Checkpoint, budget: MemoryBudget, options: PlanOptions) ->
 
     Raises:
         DoesNotFitError: no placement keeps every limit.
-        PlanError: the wishes cannot be met for this model.
+        PlanOptionError: the wishes cannot be met for this model.
     """
     structure = read_structure(checkpoint, options)
     solution = place(structure, budget, options)
@@ -94,25 +96,35 @@ def problem_of(
 def place(structure: ModelStructure, budget: MemoryBudget, options: PlanOptions) -> Solution | Misfit:
     """Place a model, with its experts apart from their blocks where that is asked for or streams less per token."""
     if options.experts is Experts.SPLIT and structure.experts:
-        return solve(problem_of(structure, budget, options, split_experts=True), options.policy)
+        return _dense_first(structure, budget, options)
     whole = solve(problem_of(structure, budget, options), options.policy)
-    may_split = options.experts is Experts.AUTO and options.policy is Policy.OPTIMAL and budget.accelerators
-    if not may_split or not structure.experts or (isinstance(whole, Solution) and _cost(whole) == (False, 0.0)):
+    may_split = options.experts is Experts.AUTO and options.policy is Policy.OPTIMAL and bool(structure.experts)
+    if not may_split or (isinstance(whole, Solution) and _cost(whole, budget) == (False, 0)):
         return whole
     apart = solve(problem_of(structure, budget, options, split_experts=True), options.policy)
-    if isinstance(whole, Misfit) or (isinstance(apart, Solution) and _cost(apart) < _cost(whole)):
+    if isinstance(whole, Misfit) or (isinstance(apart, Solution) and _cost(apart, budget) < _cost(whole, budget)):
         return apart if isinstance(apart, Solution) else whole
     return whole
 
 
-def _cost(solution: Solution) -> tuple[bool, float]:
+def _dense_first(structure: ModelStructure, budget: MemoryBudget, options: PlanOptions) -> Solution | Misfit:
+    """Place all but routed experts on accelerators if they hold it, where it costs least if they do not."""
+    problem = problem_of(structure, budget, options, split_experts=True)
+    if budget.accelerators:
+        held = POLICIES[options.policy](replace(problem, units=with_dense_held(problem.units)))
+        if isinstance(held, Placement):
+            return Solution(problem=problem, placement=fetch_ahead(problem, held))
+    return solve(problem, options.policy)
+
+
+def _cost(solution: Solution, budget: MemoryBudget) -> tuple[bool, float]:
     """Return whether accelerators stay unused, and the seconds in which streamed bytes of one token arrive."""
     problem, execution = solution.problem, solution.placement.execution_device
     seconds = 0.0
     for source, num_bytes in _token_bytes(solution).items():
         if source == DISK or execution != CPU:
             seconds += num_bytes / (problem.bandwidth.disk if source == DISK else problem.bandwidth.link)
-    return execution == CPU, seconds
+    return execution == CPU and bool(budget.accelerators), seconds
 
 
 def _token_bytes(solution: Solution) -> dict[Device, int]:
@@ -225,6 +237,8 @@ def does_not_fit(
     if misfit.too_small and biggest is not None:
         size = format_size(biggest.num_bytes)
         rows.append(f"what is streamed needs room there; the largest module is {biggest.name}, {size}")
+    if misfit.too_small and beside:
+        rows.append("--max-context says what context the memory holds")
     return DoesNotFitError(
         structure.checkpoint.name,
         needed_bytes=sum(unit.num_bytes for unit in problem.units),

@@ -13,11 +13,11 @@ from dataclasses import dataclass, replace
 from bigload.devices import CPU, Device
 from bigload.errors import BudgetError, PlanError
 from bigload.planning.budget import MemoryBudget
-from bigload.planning.options import Experts, PlanOptions
-from bigload.planning.placement import Balance, Placement, PlacementProblem
+from bigload.planning.choices import Balance, Experts, Policy
+from bigload.planning.options import PlanOptions
+from bigload.planning.placement import Placement, PlacementProblem
 from bigload.planning.planner import problem_of
 from bigload.planning.policies.optimal import token_seconds
-from bigload.planning.policies.policy import Policy
 from bigload.planning.policies.registry import POLICIES
 from bigload.planning.structure import ModelStructure, replace_parts
 from bigload.planning.units import Unit

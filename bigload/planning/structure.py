@@ -8,11 +8,11 @@ from fnmatch import fnmatchcase
 from functools import cached_property
 
 from bigload.checkpoint.model import Checkpoint, TensorInfo
-from bigload.errors import PlanError
+from bigload.errors import PlanOptionError
+from bigload.planning.choices import NameScheme
 from bigload.planning.experts import RoutedExperts, dense_parts, routed_experts
 from bigload.planning.extra_layers import extra_layers
 from bigload.planning.load_dtype import as_loaded
-from bigload.planning.names import NameScheme
 from bigload.planning.options import PlanOptions
 from bigload.planning.run_memory import HEADS, MemoryModel, RunMemory, memory_model
 from bigload.planning.ties import TiedGroup, find_ties
@@ -91,9 +91,11 @@ class ModelStructure:
 
     def _routed(self, block: ModuleNode, experts: RoutedExperts) -> Iterator[Part]:
         """Yield the modules of routed experts; separate ones are streamed one by one, as tokens choose them."""
-        nodes = {node.name: node for node in block.walk()}
         for name in experts.modules:
-            num_bytes = nodes[name].num_bytes
+            node = block
+            for key in name.removeprefix(f"{block.name}.").split("."):
+                node = node.children[key]
+            num_bytes = node.num_bytes
             active = -(-num_bytes * experts.active_bytes // max(experts.num_bytes, 1))
             yield Part(
                 name=name,
@@ -119,7 +121,7 @@ def read_structure(checkpoint: Checkpoint, options: PlanOptions) -> ModelStructu
     """Read the structure of a checkpoint from its names, shapes and config.
 
     Raises:
-        PlanError: a pattern of `options.no_split` matches no module.
+        PlanOptionError: a pattern of `options.no_split` matches no module.
         CheckpointError: tied tensors cannot be compared.
     """
     root = build_tree(as_loaded(checkpoint.tensors.values(), options.workload.load_dtype))
@@ -157,7 +159,7 @@ def _present(ties: Sequence[TiedGroup], left_out: tuple[str, ...]) -> tuple[Tied
 def _check_patterns(structure: ModelStructure) -> None:
     for pattern in structure.no_split:
         if not any(node.name and fnmatchcase(node.name, pattern) for node in structure.root.walk()):
-            raise PlanError(
+            raise PlanOptionError(
                 f"--no-split {pattern}: no module has such a name",
                 hint="bigload inspect --depth 9 lists the modules; a pattern is, for example, 'model.layers.*'",
             )

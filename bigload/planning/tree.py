@@ -222,12 +222,17 @@ def execution_order(key: str) -> tuple[int, int, str]:
 def in_execution_order(keys: tuple[str, ...]) -> tuple[str, ...]:
     """Return the keys of siblings in the order in which a forward pass needs them; see `execution_order`.
 
-    A merger runs at the end of the tower that holds it, but right after the tower that it stands beside.
+    A merger runs at the end of the tower that holds it, but right after the tower that it stands beside. Projections
+    of towers that are compared (CLIP's) run after both.
     """
     has_tower = any(_stage(key) is _Stage.TOWER for key in keys)
 
     def order(key: str) -> tuple[int, int, str]:
-        return (_Stage.BRIDGE, -1, key) if has_tower and "merger" in key else execution_order(key)
+        if has_tower and "merger" in key:
+            return _Stage.BRIDGE, -1, key
+        if key.endswith("_projection") and "text_projection" in keys:
+            return _Stage.HEAD, -1, key
+        return execution_order(key)
 
     return tuple(sorted(keys, key=order))
 

@@ -26,6 +26,10 @@ CRUMB = 0.002
 """A unit below this share of the largest one is kept with its neighbour."""
 
 
+NEVER_STREAMED = 2**62
+"""`Part.stream_bytes` of what has to stay on an accelerator: no workspace is that large."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
     """A module or parameter under its name in the device map, with the bytes of all its tensors.
@@ -79,7 +83,8 @@ class Unit:
 
     @property
     def name(self) -> str:
-        return self.parts[0].name
+        """The name of its largest part."""
+        return max(self.parts, key=lambda part: part.num_bytes).name
 
     @property
     def run_bytes(self) -> int:
@@ -98,7 +103,7 @@ def cut_into_units(
 
     Repeated blocks stay whole. A module around them is entered; every other module stays whole. Parameters that an
     entered module owns itself come first: no hook of accelerate's moves them, so they belong on the device that runs
-    the model. Modules whose weights are tied become one unit, at the place of the first. With `no_split` the modules
+    the model. Modules whose weights are tied become one unit, at the place of the largest. With `no_split` the modules
     that match one of its patterns stay whole instead of the blocks. Tensors called `shared` take no memory.
     """
     parts = sorted(_parts(root, tuple(no_split)), key=lambda part: part.kind is not UnitKind.PARAMETER)
@@ -110,10 +115,15 @@ def cut_into_units(
         members = {leader[owner[holder]] for name in names if (holder := _owner(name, owner)) is not None}
         first = min(members, default=0)
         leader = [first if index in members else index for index in leader]
-    units: dict[int, list[Part]] = {}
-    for index, part in enumerate(parts):
-        units.setdefault(leader[index], []).append(part)
-    return _without_crumbs([Unit(parts=tuple(members)) for members in units.values()])
+    members_of: dict[int, list[int]] = {}
+    for index in range(len(parts)):
+        members_of.setdefault(leader[index], []).append(index)
+    # Of what shares a device, the largest part is worth no detour.
+    places = {
+        max(members, key=lambda index: (parts[index].num_bytes, -index)): members for members in members_of.values()
+    }
+    units = [Unit(parts=tuple(parts[index] for index in places[place])) for place in sorted(places)]
+    return without_crumbs(units)
 
 
 def blocks_of(root: ModuleNode) -> tuple[ModuleNode, ...]:
@@ -122,8 +132,9 @@ def blocks_of(root: ModuleNode) -> tuple[ModuleNode, ...]:
 
 
 def _blocks(node: ModuleNode) -> Iterator[ModuleNode]:
+    is_list = node.is_block_list  # it looks at all children, so it is asked once
     for key, child in node.children.items():
-        if node.is_block_list and is_index(key):
+        if is_list and is_index(key):
             yield child
         else:
             yield from _blocks(child)
@@ -141,7 +152,7 @@ def _without_copies(parts: Sequence[Part], root: ModuleNode, shared: Collection[
     return [replace(part, num_bytes=part.num_bytes - less[part.name]) if part.name in less else part for part in parts]
 
 
-def _without_crumbs(units: Sequence[Unit]) -> tuple[Unit, ...]:
+def without_crumbs(units: Sequence[Unit]) -> tuple[Unit, ...]:
     """Return `units` with each that is tiny made one with the next, the last with the one before.
 
     A norm of a few KiB is not worth a change of device, and fewer sizes make an exact answer quick.
@@ -219,3 +230,11 @@ def joined(units: Sequence[Unit]) -> tuple[Unit, ...]:
         else:
             whole.append(list(unit.parts))
     return tuple(Unit(parts=tuple(parts)) for parts in whole)
+
+
+def with_dense_held(units: Sequence[Unit]) -> tuple[Unit, ...]:
+    """Return `units` with all but routed experts held on accelerators: every token needs them, experts only some."""
+    return tuple(
+        unit if unit.rides else Unit(parts=tuple(replace(part, stream_bytes=NEVER_STREAMED) for part in unit.parts))
+        for unit in units
+    )

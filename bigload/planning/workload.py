@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from bigload.dtypes import DType
-from bigload.errors import PlanError
+from bigload.errors import PlanOptionError
 
 MAX_CONTEXT = 2**30
 """Tokens; a hundred times what any model was trained for. A larger number is a slip of the keyboard."""
@@ -37,7 +37,7 @@ class Workload:
         """Check the bounds.
 
         Raises:
-            PlanError: a number out of bounds or not a number, a dtype that holds no keys and values.
+            PlanOptionError: a number out of bounds or not a number, a dtype that holds no keys and values.
         """
         _check_count("context", self.context, at_least=0, at_most=MAX_CONTEXT, of="tokens")
         _check_count("batch", self.batch, at_least=1, at_most=MAX_BATCH, of="sequences")
@@ -47,16 +47,16 @@ class Workload:
 
 def _check_count(name: str, value: object, *, at_least: int, at_most: int, of: str) -> None:
     if not isinstance(value, int) or isinstance(value, bool):
-        raise PlanError(f"{name} has to be a whole number of {of}, not {value!r:.60}")
+        raise PlanOptionError(f"{name} has to be a whole number of {of}, not {value!r:.60}")
     if not at_least <= value <= at_most:
         shown = str(value) if abs(value) < 10**20 else "a number of more than 20 digits"
-        raise PlanError(f"{name} has to be {at_least} to {at_most} {of}, not {shown}")
+        raise PlanOptionError(f"{name} has to be {at_least} to {at_most} {of}, not {shown}")
 
 
 def _check_dtype(name: str, value: object, *, also: tuple[str, ...] = ()) -> None:
     if value is None:
         return
     if not isinstance(value, DType):
-        raise PlanError(f"{name} has to be one of bigload's dtypes, not {value!r:.60}")
+        raise PlanOptionError(f"{name} has to be one of bigload's dtypes, not {value!r:.60}")
     if not value.name.startswith(_NUMBERS) and value.name not in also:
-        raise PlanError(f"{name} has to be a floating-point type, not {value}")
+        raise PlanOptionError(f"{name} has to be a floating-point type, not {value}")

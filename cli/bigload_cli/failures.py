@@ -14,8 +14,10 @@ from bigload.errors import (
     CheckpointNotFoundError,
     DoesNotFitError,
     InvalidPlanError,
+    NamesUnknownError,
     OutputExistsError,
     PlanNotFoundError,
+    PlanOptionError,
     StalePlanError,
     abridged,
 )
@@ -26,6 +28,8 @@ FAILED, BAD_USAGE, ANSWER_IS_NO, STALE_PLAN, INTERRUPTED = 1, 2, 3, 4, 130
 
 _CODES: tuple[tuple[type[BigloadError], int], ...] = (
     (BudgetError, BAD_USAGE),
+    (PlanOptionError, BAD_USAGE),
+    (NamesUnknownError, ANSWER_IS_NO),
     (CheckpointNotFoundError, BAD_USAGE),
     (PlanNotFoundError, BAD_USAGE),
     (OutputExistsError, BAD_USAGE),

@@ -27,14 +27,14 @@ MIB = 1 << 20
 
 
 def test_auto_plans_for_this_machine(run, gpus):
-    found = budgets(run("bigload plan tiny-llama -m auto --json", env=gpus))
+    found = budgets(run("bigload plan tiny-llama --overhead 0 -m auto --json", env=gpus))
     assert list(found) == ["cuda:0", "cuda:1", "cpu", "disk"]
     assert (found["cuda:0"], found["cuda:1"]) == (8 * MIB, 6 * MIB)
     assert found["cpu"] > 0
 
 
 def test_auto_without_a_gpu_plans_for_ram(run, tmp_path):
-    found = budgets(run("bigload plan tiny-llama -m auto --json", env={"PATH": str(tmp_path)}))
+    found = budgets(run("bigload plan tiny-llama --overhead 0 -m auto --json", env={"PATH": str(tmp_path)}))
     assert list(found) == ["cpu", "disk"]
 
 
@@ -50,9 +50,9 @@ def test_auto_without_a_gpu_plans_for_ram(run, tmp_path):
 def test_the_option_and_the_variable_read_the_same_words(run, here, gpus, words, limits):
     (here / "limits.toml").write_text('"cuda:0" = "100%"\ncpu = "5MiB"\n')
     option = " ".join(f"-m {word}" for word in words.split())
-    assert budgets(run(f"bigload plan tiny-llama {option} --json", env=gpus)) == limits
+    assert budgets(run(f"bigload plan tiny-llama --overhead 0 {option} --json", env=gpus)) == limits
     env = {**gpus, "BIGLOAD_MAX_MEMORY": words}
-    assert budgets(run("bigload plan tiny-llama --json", env=env)) == limits
+    assert budgets(run("bigload plan tiny-llama --overhead 0 --json", env=env)) == limits
 
 
 @pytest.mark.parametrize(

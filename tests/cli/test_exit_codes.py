@@ -14,7 +14,7 @@ import pytest
 from builders import make_checkpoint, write_index, write_raw, write_shard
 
 PROGRAM = Path(sys.executable).with_name("bigload")
-PLAN = "bigload plan tiny-llama -m cuda:0=6MiB,cpu=8MiB -o tiny.json"
+PLAN = "bigload plan tiny-llama --overhead 0 -m cuda:0=6MiB,cpu=8MiB -o tiny.json"
 
 
 @pytest.fixture
@@ -99,11 +99,11 @@ def test_no_command_at_all_gets_the_help_and_2(run):
 
 
 NO = [
-    ("bigload plan tiny-llama -m cuda:0=4MiB,cpu=8MiB --no-disk", "does not fit", "short by", "--no-disk"),
+    ("bigload plan tiny-llama --overhead 0 -m cuda:0=4MiB,cpu=8MiB --no-disk", "does not fit", "short by", "--no-disk"),
     ("bigload plan llama-70b -m cpu=64GiB,disk=1GiB", "does not fit", "131.42 GiB", "short by"),
-    ("bigload plan llama-70b -m cuda:0=1GiB -m cpu=160GiB", "does not fit", "cuda:0"),
-    ("bigload plan tiny-llama -m cuda:0=6MiB,cpu=8MiB --fail-if disk", "--fail-if disk", "on disk"),
-    ("bigload plan tiny-llama -m cuda:0=6MiB,cpu=1GiB --fail-if offload", "--fail-if offload", "on cpu"),
+    ("bigload plan llama-70b -m cuda:0=1GiB", "does not fit", "cuda:0"),
+    ("bigload plan tiny-llama --overhead 0 -m cuda:0=6MiB,cpu=8MiB --fail-if disk", "--fail-if disk", "on disk"),
+    ("bigload plan tiny-llama --overhead 0 -m cuda:0=6MiB,cpu=1GiB --fail-if offload", "--fail-if offload", "on cpu"),
     ("bigload plan tiny-llama -m cpu=1GiB --fail-if offload", "--fail-if offload", "on cpu"),
 ]
 
@@ -120,7 +120,7 @@ def test_the_answer_no_is_3_and_writes_no_plan(run, here, command, words):
 @pytest.mark.parametrize(
     "command",
     [
-        "bigload plan tiny-llama -m cuda:0=6MiB,cpu=1GiB --fail-if disk",
+        "bigload plan tiny-llama --overhead 0 -m cuda:0=6MiB,cpu=1GiB --fail-if disk",
         "bigload plan tiny-llama -m cuda:0=1GiB --fail-if offload",
     ],
 )
@@ -250,7 +250,7 @@ def large(tmp_path_factory):
     tensors = {f"layers.{block}.mlp.w": ("U8", [20_000_000]) for block in range(12)}
     (folder / "model").mkdir()
     write_shard(folder / "model" / "model.safetensors", tensors)
-    command = [PROGRAM, "plan", "model", "-m", "cuda:0=96MiB,cpu=96MiB", "-o", "plan.json", "-q"]
+    command = [PROGRAM, "plan", "model", "--overhead", "0", "-m", "cuda:0=96MiB,cpu=96MiB", "-o", "plan.json", "-q"]
     subprocess.run(command, cwd=folder, check=True, capture_output=True)
     yield folder
     shutil.rmtree(folder)

@@ -7,12 +7,12 @@ import pytest
 from jsonschema import Draft202012Validator
 
 from bigload.planning.budget import MemoryBudget
+from bigload.planning.choices import Policy
 from bigload.planning.compare import compare
 from bigload.planning.explain import explain
 from bigload.planning.max_context import max_context
 from bigload.planning.options import options_of
 from bigload.planning.planner import draft
-from bigload.planning.policies.policy import Policy
 from bigload.planning.sizing import fits, gpus
 from bigload.planning.structure import read_structure
 from bigload_cli.views import questions

@@ -9,10 +9,11 @@ from jsonschema import Draft202012Validator
 
 from builders import write_shard
 
+VERSIONS = {"plan": "1.1"}
 SCHEMAS = Path(__file__).parents[2] / "docs" / "schemas"
 NAMES = ["plan", "inspect", "reshard", "bench-load", "explain", "compare", "fits", "gpus", "max-context"]
 
-PLAN = "bigload plan tiny-llama -m cuda:0=6MiB,cpu=8MiB -o tiny.json"
+PLAN = "bigload plan tiny-llama --overhead 0 -m cuda:0=6MiB,cpu=8MiB -o tiny.json"
 COMMANDS = [
     "bigload inspect llama-70b --json",
     "bigload inspect tiny-llama --json --tensors --shards --depth 9",
@@ -21,7 +22,12 @@ COMMANDS = [
     "bigload inspect tiny.json --json",
     "bigload plan llama-70b -m cuda:0=22GiB,cuda:1=22GiB,cpu=64GiB --json",
     "bigload plan tiny-llama -m cpu=1GiB --no-disk --json",
-    "bigload plan tiny-llama -m cuda:0=4MiB,cpu=1GiB,disk=1GiB --json",
+    "bigload plan tiny-llama --overhead 0 -m cuda:0=4MiB,cpu=1GiB,disk=1GiB --json",
+    "bigload plan llama-70b -m 0=22GiB,1=22GiB,cpu=64GiB --explain lm_head --json",
+    "bigload plan llama-70b -m 0=22GiB,1=22GiB,cpu=64GiB --compare sequential --json",
+    "bigload plan llama-70b -m 0=80GiB,1=80GiB --max-context --json",
+    "bigload plan llama-70b --fits --context 8192 --json",
+    "bigload plan llama-70b --gpus 24GiB --json",
     "bigload reshard tiny.json out --dry-run --json",
     "bigload reshard tiny.json out --json",
     "bigload reshard tiny.json out --json --no-verify",
@@ -31,7 +37,7 @@ COMMANDS = [
 
 
 def schema(name: str) -> dict:
-    return json.loads((SCHEMAS / f"{name}-1.0.json").read_text(encoding="utf-8"))
+    return json.loads((SCHEMAS / f"{name}-{VERSIONS.get(name, '1.0')}.json").read_text(encoding="utf-8"))
 
 
 def parsed(text: str) -> dict:
@@ -62,7 +68,9 @@ def strict(node: dict) -> dict:
 
 
 def test_there_is_a_schema_for_every_verb_and_no_other():
-    assert {path.name for path in SCHEMAS.glob("*.json")} == {f"{name}-1.0.json" for name in NAMES}
+    assert {path.name for path in SCHEMAS.glob("*.json")} == {
+        f"{name}-{VERSIONS.get(name, '1.0')}.json" for name in NAMES
+    }
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -91,7 +99,7 @@ def test_every_property_is_described_with_its_unit(name):
 @pytest.mark.parametrize("name", NAMES)
 def test_bytes_are_integers_and_seconds_are_numbers(name):
     for key, node in properties(schema(name)):
-        if key == "dtype_bytes":
+        if key in ("dtype_bytes", "token_bytes"):  # by dtype, by device
             assert types(node["additionalProperties"]) == {"integer"}
         elif key.endswith("_bytes") or key == "bytes":
             assert types(node) - {"null"} == {"integer"}, key
@@ -107,8 +115,9 @@ def test_what_is_printed_is_what_its_schema_describes(run, here, command):
     assert done.code == 0
     document = parsed(done.stdout)
     family, _, version = document["schema"].partition("/")
-    verb = "plan" if "tiny.json --json" in command else command.split()[1]
-    assert (family, version) == (f"bigload.{verb}", "1.0")
+    asked = [word.removeprefix("--") for word in command.split() if word.removeprefix("--") in NAMES[4:]]
+    verb = "plan" if "tiny.json --json" in command else (asked or command.split()[1:])[0]
+    assert (family, version) == (f"bigload.{verb}", VERSIONS.get(verb, "1.0"))
     described = schema(verb)
     Draft202012Validator(described).validate(document)
     Draft202012Validator(strict(described)).validate(document)

@@ -17,7 +17,7 @@ ESCAPE = "\x1b"
 COLOR = re.compile(r"\x1b\[[0-9;]*(3[0-7]|38|9[0-7])[0-9;]*m")
 
 PLAN = "bigload plan llama-70b -m cuda:0=22GiB,cuda:1=22GiB,cpu=64GiB"
-TINY = "bigload plan tiny-llama -m cuda:0=6MiB,cpu=8MiB -o tiny.json"
+TINY = "bigload plan tiny-llama --overhead 0 -m cuda:0=6MiB,cpu=8MiB -o tiny.json"
 ANSWERS = [
     "bigload inspect llama-70b",
     "bigload inspect tiny-llama --tensors",
@@ -32,7 +32,7 @@ ANSWERS = [
 FAILURES = [
     "bigload inspect nowhere",
     "bigload plan tiny-llama -m cpu=1KiB --no-disk",
-    "bigload plan tiny-llama -m cpu=8MiB --fail-if disk --json",
+    "bigload plan tiny-llama --overhead 0 -m cpu=8MiB --fail-if disk --json",
     "bigload plan tiny-llama -m cpu=22Gb -q",
     "bigload reshard nowhere.json out",
     "bigload isnpect tiny-llama",

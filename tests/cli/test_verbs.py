@@ -10,7 +10,7 @@ import pytest
 
 from builders import make_checkpoint
 
-PLAN = "bigload plan tiny-llama -m cuda:0=6MiB,cpu=8MiB -o tiny.json"
+PLAN = "bigload plan tiny-llama --overhead 0 -m cuda:0=6MiB,cpu=8MiB -o tiny.json"
 
 
 @pytest.fixture
@@ -42,7 +42,7 @@ def test_depth_unfolds_the_tree_and_json_follows_it(run):
 def test_inspecting_a_plan_shows_the_plan(run, plan):
     shown = run("bigload inspect tiny.json")
     assert shown.code == 0
-    assert shown.stdout == run("bigload plan tiny-llama -m cuda:0=6MiB,cpu=8MiB").stdout
+    assert shown.stdout == run("bigload plan tiny-llama --overhead 0 -m cuda:0=6MiB,cpu=8MiB").stdout
     assert json.loads(run("bigload inspect tiny.json --json").stdout) == json.loads(plan.read_text())
 
 
@@ -59,15 +59,15 @@ def test_limits_can_be_repeated_joined_by_commas_or_come_from_the_environment(ru
     options = ["-m cuda:0=6MiB -m cpu=8MiB", "-m cuda:0=6MiB,cpu=8MiB", "--max-memory 0=6MiB --max-memory cpu=8MiB"]
     values = ["cuda:0=6MiB,cpu=8MiB", "cuda:0=6MiB cpu=8MiB"]
     plans = [
-        *(run(f"bigload plan tiny-llama {option} --json") for option in options),
-        *(run("bigload plan tiny-llama --json", env={"BIGLOAD_MAX_MEMORY": value}) for value in values),
+        *(run(f"bigload plan tiny-llama --overhead 0 {option} --json") for option in options),
+        *(run("bigload plan tiny-llama --overhead 0 --json", env={"BIGLOAD_MAX_MEMORY": value}) for value in values),
     ]
     assert [made.code for made in plans] == [0] * 5
     assert len({made.stdout for made in plans}) == 1
 
 
 def test_an_option_beats_the_environment(run):
-    done = run("bigload plan tiny-llama -m cpu=1GiB --json", env={"BIGLOAD_MAX_MEMORY": "cuda:0=6MiB"})
+    done = run("bigload plan tiny-llama --overhead 0 -m cpu=1GiB --json", env={"BIGLOAD_MAX_MEMORY": "cuda:0=6MiB"})
     assert [row["device"] for row in json.loads(done.stdout)["devices"]] == ["cpu", "disk"]
 
 
@@ -87,29 +87,30 @@ def test_a_plan_replaces_a_plan(run, plan):
 
 
 def test_the_rows_of_a_plan_add_up(run):
-    document = json.loads(run("bigload plan llama-70b -m 0=22GiB,1=22GiB,cpu=64GiB --json").stdout)
+    document = json.loads(run("bigload plan llama-70b -m 0=22GiB,1=22GiB,cpu=64GiB --context 8192 --json").stdout)
     for row in document["devices"]:
         if row["budget_bytes"] is not None:
-            assert row["budget_bytes"] == row["weights_bytes"] + row["workspace_bytes"] + row["free_bytes"]
+            terms = ("weights", "kv", "logits", "activation", "overhead", "workspace", "free")
+            assert row["budget_bytes"] == sum(row[f"{term}_bytes"] for term in terms)
     assert sum(row["weights_bytes"] for row in document["devices"]) == document["checkpoint"]["total_bytes"]
 
 
 def test_without_the_disk_there_is_no_disk_in_the_plan(run):
-    document = json.loads(run("bigload plan tiny-llama -m cuda:0=6MiB,cpu=1GiB --no-disk --json").stdout)
+    document = json.loads(run("bigload plan tiny-llama --overhead 0 -m cuda:0=6MiB,cpu=1GiB --no-disk --json").stdout)
     assert [row["device"] for row in document["devices"]] == ["cuda:0", "cpu"]
     assert "disk" not in document["device_map"].values()
 
 
 def test_what_a_note_promises_about_the_disk_is_true(run):
-    shown = run("bigload plan tiny-llama -m cuda:0=6MiB,cpu=8MiB").stdout
+    shown = run("bigload plan tiny-llama --overhead 0 -m cuda:0=6MiB,cpu=8MiB").stdout
     advice = next(line for line in shown.splitlines() if "nothing would stay on disk" in line)
     limit = next(word for word in advice.split() if word.startswith("cpu="))
-    assert run(f"bigload plan tiny-llama -m cuda:0=6MiB,{limit} --fail-if disk").code == 0
+    assert run(f"bigload plan tiny-llama --overhead 0 -m cuda:0=6MiB,{limit} --fail-if disk").code == 0
     assert "GiB" not in limit, "a model of 15 MiB needs no advice in GiB"
 
 
 def test_figures_of_a_small_model_are_no_zeros(run):
-    shown = run("bigload plan tiny-llama -m cuda:0=6MiB,cpu=8MiB").stdout
+    shown = run("bigload plan tiny-llama --overhead 0 -m cuda:0=6MiB,cpu=8MiB").stdout
     assert " 0.00" not in shown
     assert "0.01 GiB" not in shown
 

@@ -7,8 +7,6 @@ import pytest
 import torch
 
 import bigload
-from bigload.planning.names import in_memory_names, rename_device_map
-from bigload.planning.tree import build_tree
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed")
@@ -173,13 +171,13 @@ def logits(model):
         return model(**inputs).logits
 
 
-def planned(folder, *, part_in_ram):
+def planned(folder, *, part_in_ram, **wishes):
     """The device map of a plan that keeps some of the model on disk, in the names of the model in memory."""
     checkpoint = bigload.open_checkpoint(folder)
-    plan = bigload.plan(checkpoint, {"cpu": int(checkpoint.total_bytes * part_in_ram)})
+    limits = {"cpu": int(checkpoint.total_bytes * part_in_ram)}
+    plan = bigload.plan(checkpoint, limits, names="transformers", **wishes)
     assert plan.weights_on(bigload.Device("disk"))
-    renaming = in_memory_names(list(plan.device_map), checkpoint.tensors, checkpoint.config)
-    return rename_device_map(plan.device_map, renaming)
+    return dict(plan.device_map)
 
 
 @pytest.mark.parametrize("part_in_ram", [0.8, 0.5])
@@ -210,29 +208,12 @@ def test_the_plan_covers_every_tensor_of_the_model_once(saved):
     assert {name: keys for name, keys in covered.items() if len(keys) != 1} == {}
 
 
-def with_experts_on_disk(folder):
-    """A device map, in the names of the model in memory, that keeps all of it in RAM but the routed experts."""
-    checkpoint = bigload.open_checkpoint(folder)
-
-    def keys(node):
-        has_experts = any(below.name.endswith(ROUTED) for below in node.walk())
-        if node.name.endswith(ROUTED) or not has_experts:
-            return [node.name]
-        return [key for child in node.children.values() for key in keys(child)]
-
-    names = keys(build_tree(checkpoint.tensors.values()))
-    device_map = {name: "disk" if name.endswith(ROUTED) else "cpu" for name in names}
-    return rename_device_map(device_map, in_memory_names(names, checkpoint.tensors, checkpoint.config))
-
-
-ROUTED = (".experts", ".input_linear", ".output_linear")
-
-
 @pytest.mark.parametrize("family", [name for name in FAMILIES if "Moe" in name or name in MIXTURES])
 def test_experts_stream_apart_from_their_block(family, tmp_path):
     kind, model, folder = save(family, tmp_path)
-    device_map = with_experts_on_disk(folder)
-    assert sum(device == "disk" for device in device_map.values()) in (3, 4)  # DeepSeek's first block is dense
+    device_map = planned(folder, part_in_ram=0.5, experts="split")
+    apart = [name for name, device in device_map.items() if name.endswith(".experts") and device == "disk"]
+    assert apart
     loaded = kind.from_pretrained(folder, device_map=device_map, offload_folder=tmp_path / "offload").eval()
     assert torch.equal(logits(loaded), logits(model))
     dispatched = accelerate.dispatch_model(

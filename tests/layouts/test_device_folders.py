@@ -13,7 +13,7 @@ CUDA = Device("cuda", 0)
 
 def laid_out(tensors, budget, **options):
     checkpoint = checkpoint_of(tensors)
-    return lay_out(plan(checkpoint, budget), checkpoint, **options)
+    return lay_out(plan(checkpoint, budget, overhead=0), checkpoint, **options)
 
 
 def held(files):
@@ -28,7 +28,7 @@ def output_of(tensors, order=None):
 
 def test_every_device_has_a_folder_and_the_disk_is_called_offload():
     tensors = {f"layers.{index}.proj.weight": 10 for index in range(7)}
-    files = laid_out(tensors, {"cuda:0": 40, "cpu": 40})
+    files = laid_out(tensors, {"cuda:0": 30, "cpu": 30})
     assert held(files) == {
         "cuda-0/model-00001-of-00001.safetensors": ["layers.0.proj.weight", "layers.1.proj.weight"],
         "cpu/model-00001-of-00001.safetensors": ["layers.2.proj.weight", "layers.3.proj.weight"],
@@ -39,6 +39,22 @@ def test_every_device_has_a_folder_and_the_disk_is_called_offload():
 
 def test_a_device_without_weights_has_no_file():
     assert {output.device for output in laid_out({"a.weight": 10}, {"cuda:0": 100, "cpu": 100})} == {CUDA}
+
+
+def test_layers_that_get_no_device_are_in_no_file():
+    tensors = {"layers.0.a.weight": 4, "layers.1.a.weight": 4, "mtp.a.weight": 1}
+    names = [name for names in held(laid_out(tensors, {"cpu": 100})).values() for name in names]
+    assert names == ["layers.0.a.weight", "layers.1.a.weight"]
+
+
+def test_a_stored_copy_is_written_beside_what_it_is_a_copy_of():
+    table = ("U8", [4, 1])
+    tensors = {"embed_tokens.weight": table, "layers.0.a.weight": 4, "layers.1.a.weight": 4, "lm_head.weight": table}
+    config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "tie_word_embeddings": True}
+    checkpoint = checkpoint_of(tensors, config=config)
+    made = plan(checkpoint, {"cuda:0": 8, "cpu": 100}, overhead=0)
+    files = held(lay_out(made, checkpoint))
+    assert set(files["cuda-0/model-00001-of-00001.safetensors"]) == {"embed_tokens.weight", "lm_head.weight"}
 
 
 def test_tensors_come_in_execution_order_not_in_file_order():

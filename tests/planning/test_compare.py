@@ -3,10 +3,10 @@
 import pytest
 
 from bigload.planning.budget import MemoryBudget
+from bigload.planning.choices import Policy
 from bigload.planning.compare import compare
 from bigload.planning.options import options_of
 from bigload.planning.planner import draft
-from bigload.planning.policies.policy import Policy
 from bigload.planning.structure import read_structure
 from builders import checkpoint_of
 

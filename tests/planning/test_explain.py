@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 from bigload.devices import CPU, Device
 from bigload.errors import DoesNotFitError, PlanError
 from bigload.planning.budget import MemoryBudget
+from bigload.planning.choices import Policy
 from bigload.planning.explain import explain
 from bigload.planning.options import options_of
 from bigload.planning.placement import device_loads, keeps_limits
 from bigload.planning.planner import draft
-from bigload.planning.policies.policy import Policy
 from builders import checkpoint_of, llama_config, llama_tensors
 
 GPU, OTHER = Device("cuda", 0), Device("cuda", 1)

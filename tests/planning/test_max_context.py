@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 from bigload.devices import CPU
 from bigload.errors import DoesNotFitError
 from bigload.planning.budget import MemoryBudget
+from bigload.planning.choices import Policy
 from bigload.planning.max_context import max_context
 from bigload.planning.options import options_of
 from bigload.planning.planner import place
 from bigload.planning.policies.optimal import token_cost
-from bigload.planning.policies.policy import Policy
 from bigload.planning.policies.registry import Solution
 from bigload.planning.structure import read_structure
 from builders import checkpoint_of, llama_config, llama_tensors

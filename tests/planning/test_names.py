@@ -5,7 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bigload.errors import NamesUnknownError, PlanError
-from bigload.planning.names import NameScheme, in_memory_names, rename_device_map
+from bigload.planning.choices import NameScheme
+from bigload.planning.names import in_memory_names, rename_device_map
 from builders import checkpoint_of, llama_config
 
 

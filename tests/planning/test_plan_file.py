@@ -1,11 +1,13 @@
 import copy
 import json
 import pickle
+from pathlib import Path
 
 import pytest
+from jsonschema import Draft202012Validator
 
 from bigload.checkpoint.source import open_checkpoint
-from bigload.errors import InvalidPlanError, PlanNotFoundError, StalePlanError
+from bigload.errors import InvalidPlanError, OutputExistsError, PlanNotFoundError, StalePlanError, WriteError
 from bigload.planning.plan_file import (
     SCHEMA,
     check_plan,
@@ -18,22 +20,46 @@ from bigload.planning.plan_file import (
 from bigload.planning.planner import plan
 from builders import checkpoint_of, llama_config, llama_tensors, make_checkpoint, write_shard
 
-BUDGETS = [
-    {"cuda:0": "1GiB"},
-    {"cuda:0": 2500, "cpu": 3000},
-    {"cuda:0": 3500, "cuda:1": 1500, "disk": 9000},
-    {"cpu": 3000},
+WISHES = [
+    ({"cuda:0": "1GiB"}, {}),
+    ({"cuda:0": "1GiB"}, {"overhead": None, "context": 100, "batch": 3, "dtype": "F32", "kv_dtype": "F8_E4M3"}),
+    ({"cuda:0": 2500, "cpu": 3000}, {"policy": "sequential", "prefetch": True}),
+    ({"cuda:0": 3500, "cuda:1": 1500, "disk": 9000}, {"balance": "fill", "order": "any"}),
+    (
+        {"cpu": 3000},
+        {"experts": "block", "no_split": ["model.layers.*"], "disk_bandwidth": 5, "link_bandwidth": 9},
+    ),
+    ({"cpu": "1GiB"}, {"names": "transformers", "mtp": True}),
 ]
+SCHEMA_FILE = Path(__file__).parents[2] / "docs" / "schemas" / "plan-1.1.json"
 
 
 @pytest.fixture
 def checkpoint():
-    return checkpoint_of(llama_tensors(), config=llama_config(tied=True), path="models/tïny")
+    """A tiny llama with a layer that only predicts further tokens, and a head that is a copy of the embedding."""
+    tensors = {**llama_tensors(), "mtp.proj.weight": ("BF16", [8, 8])}
+    return checkpoint_of(tensors, config=llama_config(tied=True), path="models/tïny")
+
+
+def made_of(checkpoint, max_memory, **wishes):
+    return plan(checkpoint, max_memory, **{"overhead": 0, **wishes})
 
 
 @pytest.fixture
 def document(checkpoint):
-    return plan_document(plan(checkpoint, {"cuda:0": 2500, "cpu": 9000, "disk": 9000}))
+    return plan_document(made_of(checkpoint, {"cuda:0": 2500, "cpu": 9000, "disk": 9000}))
+
+
+def test_the_document_of_these_tests_says_something_everywhere(document):
+    assert {use["weights_bytes"] > 0 for use in document["devices"][:2]} == {True}
+    assert document["left_out"] == ["mtp"]
+    assert document["shared"] == ["lm_head.weight"]
+    assert device(document, "cuda:0")["workspace_bytes"]
+
+
+A_PLAN = plan(checkpoint_of({"a.w": 1}), {"cpu": 1})
+ROW = list(plan_document(A_PLAN)["devices"][0])
+BOUNDS = ["offloaded_bytes", "least_offloaded_bytes", "disk_bytes", "least_disk_bytes", "largest_bytes"]
 
 
 def refused(document):
@@ -47,33 +73,72 @@ def device(document, name):
     return next(use for use in document["devices"] if use["device"] == name)
 
 
-@pytest.mark.parametrize("max_memory", BUDGETS)
-def test_a_plan_that_is_read_is_the_plan_that_was_written(checkpoint, max_memory):
-    made = plan(checkpoint, max_memory)
+@pytest.mark.parametrize(("max_memory", "wishes"), WISHES)
+def test_a_plan_that_is_read_is_the_plan_that_was_written(checkpoint, max_memory, wishes):
+    made = made_of(checkpoint, max_memory, **wishes)
     assert plan_from_json(plan_to_json(made)) == made
 
 
-@pytest.mark.parametrize("max_memory", BUDGETS)
-def test_a_plan_that_is_read_is_written_to_the_same_bytes(checkpoint, max_memory):
-    text = plan_to_json(plan(checkpoint, max_memory))
+@pytest.mark.parametrize(("max_memory", "wishes"), WISHES)
+def test_a_plan_that_is_read_is_written_to_the_same_bytes(checkpoint, max_memory, wishes):
+    text = plan_to_json(made_of(checkpoint, max_memory, **wishes))
     assert plan_to_json(plan_from_json(text)) == text
 
 
+@pytest.mark.parametrize(("max_memory", "wishes"), WISHES)
+def test_a_plan_is_right_for_its_checkpoint_after_its_file(checkpoint, max_memory, wishes):
+    made = made_of(checkpoint, max_memory, **wishes)
+    check_plan(plan_from_json(plan_to_json(made)), checkpoint)
+
+
+def strict(node):
+    """Return a schema that knows no other keys than those it names."""
+    copied = {key: strict(value) if isinstance(value, dict) else value for key, value in node.items()}
+    return {**copied, "additionalProperties": False} if "properties" in node and "type" in node else copied
+
+
+@pytest.mark.parametrize(("max_memory", "wishes"), WISHES)
+def test_the_schema_names_every_key_and_no_other(checkpoint, max_memory, wishes):
+    document = plan_document(made_of(checkpoint, max_memory, **wishes))
+    schema = json.loads(SCHEMA_FILE.read_text(encoding="utf-8"))
+    Draft202012Validator(strict(schema)).validate(document)
+    assert keys_of(schema) == keys_printed(document)
+
+
+def keys_of(schema):
+    """Return the keys that a schema requires, which are all that it names, as paths."""
+    below = schema.get("items", schema)
+    named = below.get("properties", {})
+    assert set(below.get("required", ())) == set(named)
+    return {(key, *path) for key, node in named.items() for path in ({()} | keys_of(node))}
+
+
+def keys_printed(value):
+    """Return the keys of a document, as paths; those of maps of names are no keys."""
+    if isinstance(value, list):
+        return set().union(*map(keys_printed, value))
+    if not isinstance(value, dict):
+        return set()
+    maps = ("device_map", "renamed_device_map", "token_bytes")
+    below = ((key, {()} if key in maps else {()} | keys_printed(inner)) for key, inner in value.items())
+    return {(key, *path) for key, paths in below for path in paths}
+
+
 def test_a_plan_is_read_from_a_file(tmp_path, checkpoint):
-    made = plan(checkpoint, {"cpu": "1GiB"})
+    made = made_of(checkpoint, {"cpu": "1GiB"})
     (tmp_path / "plan.json").write_text(plan_to_json(made), encoding="utf-8")
     assert read_plan(tmp_path / "plan.json") == made
 
 
 def test_a_plan_names_its_schema(document):
-    assert document["schema"] == SCHEMA == "bigload.plan/1.0"
+    assert document["schema"] == SCHEMA == "bigload.plan/1.1"
 
 
 def test_a_plan_ends_in_a_newline(checkpoint):
     assert plan_to_json(plan(checkpoint, {"cpu": "1GiB"})).endswith("}\n")
 
 
-@pytest.mark.parametrize("schema", ["bigload.plan/1.0", "bigload.plan/1.7", "bigload.plan/1"])
+@pytest.mark.parametrize("schema", ["bigload.plan/1.1", "bigload.plan/1.7", "bigload.plan/1"])
 def test_any_minor_version_is_read(document, schema):
     assert plan_from_json(json.dumps({**document, "schema": schema})).total_bytes
 
@@ -116,10 +181,32 @@ def test_a_file_that_is_no_text_is_refused(tmp_path):
         read_plan(tmp_path / "plan.json")
 
 
-@pytest.mark.parametrize("key", ["checkpoint", "policy", "execution_device", "device_map", "devices", "notes"])
+@pytest.mark.parametrize(
+    "key",
+    [
+        "checkpoint",
+        "policy",
+        "options",
+        "execution_device",
+        "device_map",
+        "renamed_device_map",
+        "left_out",
+        "shared",
+        "devices",
+        "num_device_changes",
+        "token_bytes",
+        "certificate",
+        "notes",
+    ],
+)
 def test_a_plan_without_one_of_its_keys_is_refused(document, key):
     del document[key]
     assert key in refused(document)
+
+
+def test_a_plan_of_the_first_version_has_to_be_made_anew(document):
+    old = ("checkpoint", "policy", "execution_device", "device_map", "devices", "notes")
+    assert "no 'options'" in refused({"schema": "bigload.plan/1.0", **{key: document[key] for key in old}})
 
 
 @pytest.mark.parametrize("key", ["path", "total_bytes", "shards"])
@@ -128,7 +215,24 @@ def test_a_plan_without_a_fact_of_its_checkpoint_is_refused(document, key):
     assert key in refused(document)
 
 
-@pytest.mark.parametrize("key", ["device", "budget_bytes", "weights_bytes", "workspace_bytes", "free_bytes"])
+@pytest.mark.parametrize("key", list(plan_document(A_PLAN)["options"]))
+def test_a_plan_without_one_of_its_options_is_refused(document, key):
+    del document["options"][key]
+    assert key in refused(document)
+
+
+@pytest.mark.parametrize("key", ["verdict", *BOUNDS])
+def test_a_plan_without_a_figure_of_its_certificate_is_refused(document, key):
+    del document["certificate"][key]
+    assert key in refused(document)
+
+
+def test_a_gap_in_blocks_is_worked_out_anew(document):
+    document["certificate"].update(offloaded_bytes=10, least_offloaded_bytes=1, largest_bytes=4, within_blocks=77)
+    assert plan_document(plan_from_json(json.dumps(document)))["certificate"]["within_blocks"] == 3
+
+
+@pytest.mark.parametrize("key", ROW)
 def test_a_row_without_one_of_its_keys_is_refused(document, key):
     del document["devices"][0][key]
     assert key in refused(document)
@@ -150,10 +254,69 @@ def test_a_row_without_one_of_its_keys_is_refused(document, key):
         ("notes", "none"),
         ("notes", [1]),
         ("notes", [{"code": "x"}]),
+        ("options", []),
+        ("renamed_device_map", []),
+        ("renamed_device_map", {"a": "gpu"}),
+        ("left_out", "mtp"),
+        ("left_out", [1]),
+        ("shared", [None]),
+        ("num_device_changes", None),
+        ("num_device_changes", True),
+        ("token_bytes", []),
+        ("token_bytes", {"gpu": 1}),
+        ("token_bytes", {"cpu": -1}),
+        ("token_bytes", {"cpu": True}),
+        ("token_bytes", {"cpu": 10**400}),
+        ("certificate", []),
     ],
 )
 def test_a_value_of_the_wrong_kind_is_refused(document, key, value):
     refused({**document, key: value})
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("context", -1),
+        ("context", 1.5),
+        ("context", 10**400),
+        ("batch", 0),
+        ("batch", True),
+        ("dtype", "F33"),
+        ("dtype", 3),
+        ("dtype", "I64"),
+        ("kv_dtype", "I64"),
+        ("overhead", -1),
+        ("overhead", "1GiB"),
+        ("disk_bandwidth", 0),
+        ("link_bandwidth", 1),
+        ("link_bandwidth", None),
+        ("balance", "tight"),
+        ("order", "random"),
+        ("experts", "few"),
+        ("names", "accelerate"),
+        ("prefetch", 1),
+        ("mtp", "no"),
+        ("mtp", None),
+        ("no_split", "model.*"),
+        ("no_split", [1]),
+    ],
+)
+def test_an_option_that_no_plan_can_have_is_refused(document, key, value):
+    document["options"][key] = value
+    refused(document)
+
+
+@pytest.mark.parametrize("key", BOUNDS)
+@pytest.mark.parametrize("value", [None, "1", 1.0, True, -1, 10**400])
+def test_a_certificate_of_impossible_figures_is_refused(document, key, value):
+    document["certificate"][key] = value
+    assert key in refused(document)
+
+
+def test_a_certificate_of_an_unknown_verdict_is_refused(document):
+    document["certificate"]["verdict"] = "perfect"
+    assert "perfect" in refused(document)
 
 
 @pytest.mark.parametrize("value", [None, "1", 1.0, True, [1]])
@@ -162,7 +325,7 @@ def test_bytes_that_are_no_whole_number_are_refused(document, value):
     refused(document)
 
 
-@pytest.mark.parametrize("key", ["budget_bytes", "weights_bytes", "workspace_bytes", "free_bytes"])
+@pytest.mark.parametrize("key", [key for key in ROW if key != "device"])
 def test_a_row_that_does_not_add_up_is_refused(document, key):
     device(document, "cuda:0")[key] += 1
     assert "add up" in refused(document)
@@ -189,7 +352,8 @@ def test_a_plan_is_right_for_the_checkpoint_it_was_made_for(document, checkpoint
 
 
 def test_a_module_moved_by_hand_is_refused(document, checkpoint):
-    document["device_map"]["model.norm"] = "cuda:0"
+    home = document["device_map"]["model.layers.0"]
+    document["device_map"]["model.layers.0"] = "cpu" if home == "cuda:0" else "cuda:0"
     with pytest.raises(InvalidPlanError, match="bytes of weights"):
         checked(document, checkpoint)
 
@@ -289,7 +453,7 @@ def test_writing_a_plan_leaves_its_neighbours_alone(tmp_path):
 
 def test_plans_and_checkpoints_cross_processes():
     checkpoint = checkpoint_of(llama_tensors(), config=llama_config())
-    made = plan(checkpoint, {"cuda:0": "4KiB", "cpu": "1GiB"})
+    made = plan(checkpoint, {"cuda:0": "4KiB", "cpu": "1GiB"}, overhead=0, names="transformers")
     assert pickle.loads(pickle.dumps(made)) == made
     assert pickle.loads(pickle.dumps(checkpoint)) == checkpoint
     assert copy.deepcopy(made) == made
@@ -302,3 +466,26 @@ def test_a_plan_with_sizes_beyond_all_measure_is_refused():
     row["free_bytes"] += 10**400
     with pytest.raises(InvalidPlanError, match="more than any device has"):
         plan_from_json(json.dumps(document))
+
+
+@pytest.mark.parametrize("content", [b"mine", b"[1]", b'{"schema": "bigload.report/1.0"}', b"\xff\xfe", b"[" * 100_000])
+def test_what_is_no_plan_is_not_written_over(tmp_path, checkpoint, content):
+    (tmp_path / "plan.json").write_bytes(content)
+    with pytest.raises(OutputExistsError, match="not a plan file"):
+        write_plan(made_of(checkpoint, {"cpu": "1GiB"}), tmp_path / "plan.json")
+    assert (tmp_path / "plan.json").read_bytes() == content
+
+
+def test_another_plan_is_written_over(tmp_path, checkpoint):
+    for limit in ("1GiB", "2GiB"):
+        write_plan(made_of(checkpoint, {"cpu": limit}), tmp_path / "plan.json")
+    assert read_plan(tmp_path / "plan.json").devices[0].budget_bytes == 2 * 1024**3
+
+
+def test_a_plan_that_cannot_be_written_leaves_nothing(tmp_path, checkpoint):
+    with pytest.raises(WriteError):
+        write_plan(made_of(checkpoint, {"cpu": "1GiB"}), tmp_path / "missing" / "plan.json")
+    (tmp_path / "plan.json").mkdir()
+    with pytest.raises(OutputExistsError):
+        write_plan(made_of(checkpoint, {"cpu": "1GiB"}), tmp_path / "plan.json")
+    assert [path.name for path in tmp_path.iterdir()] == ["plan.json"]

@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from bigload.devices import CPU, Device
 from bigload.errors import BudgetError, PlanError
 from bigload.planning.budget import MemoryBudget
+from bigload.planning.choices import Policy
 from bigload.planning.options import options_of
 from bigload.planning.placement import Misfit
 from bigload.planning.planner import place
-from bigload.planning.policies.policy import Policy
 from bigload.planning.policies.registry import Solution
 from bigload.planning.sizing import Fits, GpuNeeds, LeastMemory, WithRam, fits, gpus
 from bigload.planning.structure import read_structure

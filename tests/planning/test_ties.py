@@ -36,7 +36,7 @@ def test_no_config_means_no_ties():
 
 
 def test_embedding_and_head_that_are_both_stored_are_tied():
-    assert ties_of({EMBED: TABLE, HEAD: TABLE}, **causal()) == (TiedGroup(stored=(EMBED, HEAD)),)
+    assert ties_of({EMBED: TABLE, HEAD: TABLE}, **causal()) == (TiedGroup(stored=(EMBED, HEAD), copies=(HEAD,)),)
 
 
 def test_an_explicit_false_unties():
@@ -73,7 +73,9 @@ def test_a_head_of_another_dtype_or_shape_is_not_tied(head):
     ],
 )
 def test_embeddings_and_heads_are_known_by_the_names_of_the_families(embedding, head):
-    assert ties_of({embedding: TABLE, head: TABLE}, **causal()) == (TiedGroup(stored=(embedding, head)),)
+    assert ties_of({embedding: TABLE, head: TABLE}, **causal()) == (
+        TiedGroup(stored=(embedding, head), copies=(head,)),
+    )
 
 
 def test_an_encoder_has_no_absent_head():
@@ -88,7 +90,7 @@ def test_the_embedding_with_the_most_rows_is_the_one_that_is_tied():
 
 def test_the_embedding_of_an_extra_prediction_layer_is_not_tied():
     tensors = {"model.layers.61.embed_tokens.weight": TABLE, EMBED: TABLE, HEAD: TABLE}
-    assert ties_of(tensors, **causal("deepseek_v3")) == (TiedGroup(stored=(EMBED, HEAD)),)
+    assert ties_of(tensors, **causal("deepseek_v3")) == (TiedGroup(stored=(EMBED, HEAD), copies=(HEAD,)),)
 
 
 def test_the_head_of_a_language_model_inside_another_is_named_below_it():
@@ -205,7 +207,7 @@ def test_a_shared_block_of_zamba_that_is_stored_twice_is_still_one():
 
 def test_layers_that_use_one_shared_block_are_on_one_device():
     checkpoint = zamba(1, 3, num_mem_blocks=2)
-    made = plan(checkpoint, {"cuda:0": 60, "cuda:1": 60})
+    made = plan(checkpoint, {"cuda:0": 60, "cuda:1": 60}, overhead=0)
     homes = [{made.device_map[f"model.layers.{number}"] for number in users} for users in ((1, 5, 9), (3, 7))]
     assert [len(home) for home in homes] == [1, 1]
 
@@ -280,7 +282,7 @@ def test_the_head_of_a_masked_language_model_stays_with_its_embedding():
         "cls.predictions.bias": 5,
     }
     config = {"model_type": "bert", "architectures": ["BertForMaskedLM"]}
-    made = plan(checkpoint_of(tensors, config=config), {"cuda:0": "1KiB", "cuda:1": "1KiB"})
+    made = plan(checkpoint_of(tensors, config=config), {"cuda:0": "1KiB", "cuda:1": "1KiB"}, overhead=0)
     assert made.device_map["cls"] == made.device_map["bert.embeddings"]
 
 

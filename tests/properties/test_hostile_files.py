@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from bigload.checkpoint.index import read_index, resolve_shard
 from bigload.checkpoint.source import open_checkpoint
 from bigload.errors import BigloadError
-from bigload.planning.plan_file import plan_from_json
+from bigload.planning.plan_file import plan_document, plan_from_json
 from bigload.planning.planner import plan
+from builders import checkpoint_of
 
 values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
@@ -101,12 +102,18 @@ def test_random_text_as_a_plan_raises_nothing_but_our_errors(text):
         plan_from_json(text)
 
 
-@given(
-    document=st.fixed_dictionaries(dict.fromkeys(("checkpoint", "policy", "device_map", "devices", "notes"), values))
-)
-def test_random_values_in_a_plan_raise_nothing_but_our_errors(document):
+PLAN = plan_document(plan(checkpoint_of({"a.w": 1, "b.w": 2}), {"cpu": 10}))
+spoiled = {
+    part: st.dictionaries(st.sampled_from(sorted(document)), values, max_size=2)
+    for part, document in {"": PLAN, "options": PLAN["options"], "certificate": PLAN["certificate"]}.items()
+}
+
+
+@given(document=spoiled[""], options=spoiled["options"], certificate=spoiled["certificate"])
+def test_random_values_in_a_plan_raise_nothing_but_our_errors(document, options, certificate):
+    parts = {"options": {**PLAN["options"], **options}, "certificate": {**PLAN["certificate"], **certificate}}
     with only_our_errors():
-        plan_from_json(json.dumps({"schema": "bigload.plan/1.0", "execution_device": "cpu", **document}))
+        plan_from_json(json.dumps({**PLAN, **parts, **document}))
 
 
 names = st.text(st.sampled_from(".01ab"), max_size=12) | st.text(st.characters(exclude_categories=["Cs"]), max_size=8)

@@ -1,90 +1,20 @@
 """The exact policy against brute force: every assignment of up to ten units, judged by the same wishes."""
 
+from dataclasses import replace
 from fractions import Fraction
-from itertools import permutations, product
 
-from hypothesis import given, settings
+from brute_force import placements_in_any_order, placements_in_order, riders_are_well
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from strategies import problems
 
 from bigload.devices import CPU, DISK, Device
-from bigload.planning.budget import MemoryBudget
-from bigload.planning.placement import (
-    Balance,
-    Bandwidth,
-    Misfit,
-    Placement,
-    PlacementProblem,
-    device_loads,
-    keeps_limits,
-)
-from bigload.planning.policies.bounds import lower_bound
+from bigload.planning.certificate import Verdict, certify
+from bigload.planning.choices import Balance, Policy
+from bigload.planning.placement import Misfit, Placement, device_loads, keeps_limits
+from bigload.planning.policies.bounds import least_accelerators, lower_bound
 from bigload.planning.policies.optimal import place_optimally, token_cost
-from bigload.planning.units import Part, Unit, UnitKind
-
-
-@st.composite
-def problems(draw, *, max_units=6, max_accelerators=2, with_riders=True):
-    """Few units of few sizes, as models have them, some with caches, some sparse, some riding on the one before."""
-    kinds = draw(st.lists(unit_kinds(), min_size=1, max_size=3))
-    units = []
-    for index in range(draw(st.integers(1, max_units))):
-        size, cache, token, rides = draw(st.sampled_from(kinds))
-        part = Part(
-            name=f"layers.{index}",
-            kind=UnitKind.BLOCK,
-            num_bytes=size,
-            cache_bytes=0 if rides else cache,
-            token_bytes=min(token, size),
-        )
-        units.append(Unit(parts=(part,), rides=rides and index > 0 and with_riders))
-    total = sum(unit.num_bytes + unit.run_bytes for unit in units)
-    limits = st.integers(1, max(2 * total, 2))
-    named = {f"cuda:{index}": draw(limits) for index in range(draw(st.integers(0, max_accelerators)))}
-    if not named or draw(st.booleans()):
-        named["cpu"] = draw(limits)
-    disk = draw(st.sampled_from(["unbounded", "limited", "forbidden"]))
-    if disk == "limited":
-        named["disk"] = draw(limits)
-    budget = MemoryBudget.of(named, use_disk=disk != "forbidden")
-    return PlacementProblem(
-        units=tuple(units),
-        budget=budget,
-        fixed_bytes={device: draw(st.integers(0, 2)) for device, _ in budget if device != DISK},
-        num_in_flight=draw(st.sampled_from([1, 1, 2])),
-        bandwidth=Bandwidth(disk=3, link=draw(st.sampled_from([3, 4, 24]))),
-        any_order=draw(st.booleans()),
-        balance=draw(st.sampled_from(Balance)),
-    )
-
-
-@st.composite
-def unit_kinds(draw):
-    size = draw(st.integers(1, 9))
-    return size, draw(st.sampled_from([0, 0, 1, 2])), draw(st.sampled_from([size, size, 1])), draw(st.booleans())
-
-
-def all_placements(problem):
-    """Yield every placement that fills accelerators in order and keeps all limits."""
-    accelerators = problem.budget.accelerators
-    devices = [device for device, _ in problem.budget]
-    orders = list(permutations(accelerators)) if problem.any_order else [accelerators]
-    for homes in product(devices, repeat=len(problem.units)):
-        resident = [device for device in homes if device.is_accelerator]
-        stretches = [device for index, device in enumerate(resident) if index == 0 or resident[index - 1] != device]
-        if not any(list(filter(stretches.__contains__, order)) == stretches for order in orders):
-            continue
-        for execution in resident[:1] or accelerators or [CPU]:
-            placement = Placement(devices=homes, execution_device=execution, num_in_flight=problem.num_in_flight)
-            if riders_are_well(problem, placement) and keeps_limits(problem, placement):
-                yield placement
-
-
-def riders_are_well(problem, placement):
-    running = placement.running
-    for index, unit in enumerate(problem.units):
-        if unit.rides and running[index] != running[index - 1]:
-            return False
-    return True
+from bigload.planning.policies.registry import POLICIES
 
 
 def peak(problem, placement):
@@ -104,7 +34,7 @@ def wishes(problem, placement):
 @settings(deadline=None)
 @given(problem=problems(with_riders=False) | problems(max_units=7, max_accelerators=1))
 def test_nothing_is_better_by_the_list_of_wishes(problem):
-    best = min((wishes(problem, placement) for placement in all_placements(problem)), default=None)
+    best = min((wishes(problem, placement) for placement in placements_in_order(problem)), default=None)
     found = place_optimally(problem)
     if best is None:
         assert isinstance(found, Misfit)
@@ -128,16 +58,35 @@ def test_what_is_found_keeps_limits_order_and_riders(problem):
 @given(problem=problems(max_units=5, max_accelerators=2))
 def test_no_placement_whatever_is_below_the_bound(problem):
     bound = lower_bound(problem)
-    devices = [device for device, _ in problem.budget]
-    for homes in product(devices, repeat=len(problem.units)):
-        for execution in problem.budget.accelerators or [CPU]:
-            placement = Placement(devices=homes, execution_device=execution, num_in_flight=problem.num_in_flight)
-            if keeps_limits(problem, placement):
-                off = [CPU, DISK] if problem.budget.accelerators else [DISK]
-                held = held_by(problem, placement)
-                assert sum(held.get(device, 0) for device in off) >= bound.offloaded_bytes
-                assert held.get(DISK, 0) >= bound.disk_bytes
-                assert token_cost(problem, placement) >= bound.cost
+    off = [CPU, DISK] if problem.budget.accelerators else [DISK]
+    for placement in placements_in_any_order(problem):
+        held = held_by(problem, placement)
+        assert sum(held.get(device, 0) for device in off) >= bound.offloaded_bytes
+        assert held.get(DISK, 0) >= bound.disk_bytes
+        assert token_cost(problem, placement) >= bound.cost
+        running = {device for device in placement.running if device.is_accelerator}
+        if running:
+            assert len(running) >= least_accelerators(problem, token_cost(problem, placement))
+
+
+@given(problem=problems(max_units=5, max_accelerators=2), policy=st.sampled_from(Policy))
+def test_a_certificate_claims_nothing_that_brute_force_denies(problem, policy):
+    if policy is not Policy.OPTIMAL:
+        problem = replace(problem, units=tuple(replace(unit, rides=False) for unit in problem.units))
+    placement = POLICIES[policy](problem)
+    assume(isinstance(placement, Placement))
+    certificate = certify(problem, placement)
+    off = [CPU, DISK] if problem.budget.accelerators else [DISK]
+    held = held_by(problem, placement)
+    assert certificate.offloaded_bytes == sum(held.get(device, 0) for device in off)
+    assert certificate.disk_bytes == held.get(DISK, 0)
+    assert certificate.least_offloaded_bytes <= certificate.offloaded_bytes
+    assert certificate.least_disk_bytes <= certificate.disk_bytes
+    cost = token_cost(problem, placement)
+    if certificate.verdict is Verdict.OPTIMAL:
+        assert cost <= min(token_cost(problem, other) for other in placements_in_any_order(problem))
+    if certificate.verdict is Verdict.OPTIMAL_IN_ORDER:
+        assert cost <= min(token_cost(problem, other) for other in placements_in_order(problem))
 
 
 def held_by(problem, placement) -> dict[Device, int]:

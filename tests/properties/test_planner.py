@@ -1,130 +1,167 @@
-"""What every plan keeps, for any sizes and any budget."""
+"""What every plan keeps, for any model, any wishes and any budget."""
 
 import json
+from dataclasses import replace
 
 from hypothesis import assume, given
 from hypothesis import strategies as st
+from strategies import budgets, checkpoints, models, problems, questions
 
 from bigload.devices import CPU, DISK
 from bigload.errors import DoesNotFitError
-from bigload.planning.budget import MemoryBudget
-from bigload.planning.placement import Misfit, Placement, workspace
+from bigload.planning.choices import Experts, Policy
+from bigload.planning.load_dtype import as_loaded
+from bigload.planning.names import in_memory_names
+from bigload.planning.options import options_of
+from bigload.planning.placement import Misfit, Placement, fetch_ahead, keeps_limits
 from bigload.planning.plan import recount
 from bigload.planning.plan_file import check_plan, plan_from_json, plan_to_json
-from bigload.planning.planner import plan
+from bigload.planning.planner import draft, plan
+from bigload.planning.policies.optimal import place_optimally, token_cost
+from bigload.planning.policies.registry import POLICIES, solve
 from bigload.planning.policies.sequential import place_sequentially
 from bigload.planning.ties import find_ties
-from builders import checkpoint_of, units_of
+from builders import checkpoint_of, problem_of, unit_of
 
 sizes = st.lists(st.integers(0, 30), max_size=16)
-limits = st.integers(1, 150)
-names = st.sampled_from(["weight", "bias", "token", "weight.absmax", "scale"])
 
 
-@st.composite
-def budgets(draw):
-    named = {f"cuda:{index}": draw(limits) for index in draw(st.permutations(range(draw(st.integers(0, 3)))))}
-    if not named or draw(st.booleans()):
-        named["cpu"] = draw(limits)
-    disk = draw(st.sampled_from(["unbounded", "limited", "forbidden"]))
-    if disk == "limited":
-        named["disk"] = draw(limits)
-    return MemoryBudget.of(named, use_disk=disk != "forbidden")
-
-
-@st.composite
-def checkpoints(draw):
-    """A model of blocks and what may stand around them: a head, tied or not, a tower, parameters, quantised tails."""
-    prefix = draw(st.sampled_from(["", "model.", "language_model.model."]))
-    table = ("U8", (draw(st.integers(1, 30)), 1))
-    tensors = {f"{prefix}embed_tokens.weight": table}
-    for index in draw(st.lists(st.sampled_from([0, 1, 2, 9, 10, 11]), max_size=5, unique=True)):
-        for part in draw(st.lists(names, min_size=1, max_size=3, unique=True)):
-            tensors[f"{prefix}layers.{index}.mlp.{part}"] = draw(st.integers(0, 15))
-    for extra in ("norm.weight", "token", "tower.layers.0.a.weight", "tower.layers.1.a.weight", "tower.position"):
-        if draw(st.booleans()):
-            tensors[f"{prefix}{extra}"] = draw(st.integers(0, 15))
-    for part in draw(st.sets(st.sampled_from(["weight", "bias", "dense.weight"]))):
-        tensors[f"lm_head.{part}"] = table if part == "weight" else draw(st.integers(0, 15))
-    tied = draw(st.sampled_from([True, False, None]))
-    config = {"model_type": "x", "architectures": ["XForCausalLM"], "tie_word_embeddings": tied}
-    return checkpoint_of(dict(draw(st.permutations(list(tensors.items())))), config=config)
-
-
-def planned(checkpoint, budget):
+def planned(checkpoint, budget, **wishes):
     try:
-        return plan(checkpoint, budget)
+        return plan(checkpoint, budget, **{"overhead": 0, **wishes})
     except DoesNotFitError:
         assume(False)
 
 
-@given(checkpoint=checkpoints(), budget=budgets())
-def test_no_device_is_over_its_budget(checkpoint, budget):
-    made = planned(checkpoint, budget)
-    counted = recount(made, checkpoint.tensors.values())
-    for device, limit in budget:
-        assert limit is None or counted[device] <= limit
+def drafted(question):
+    checkpoint, budget, wishes = question
+    try:
+        return draft(checkpoint, budget, options_of(**wishes))
+    except DoesNotFitError:
+        assume(False)
 
 
-@given(checkpoint=checkpoints(), budget=budgets())
-def test_every_row_is_weights_workspace_and_free(checkpoint, budget):
-    for use in planned(checkpoint, budget).devices:
-        assert use.weights_bytes >= 0
-        assert use.workspace_bytes >= 0
+def below(name, modules):
+    return [module for module in modules if f"{name}.".startswith(f"{module}.")]
+
+
+def weights_by_hand(checkpoint, made):
+    """The bytes of the tensors on each device, tensor by tensor, without any code of plans."""
+    totals = {use.device: 0 for use in made.devices}
+    for tensor in as_loaded(checkpoint.tensors.values(), made.options.workload.load_dtype):
+        if not below(tensor.name, made.left_out) and tensor.name not in made.shared:
+            (key,) = below(tensor.name, made.homes)
+            totals[made.homes[key]] += tensor.num_bytes
+    return totals
+
+
+@given(question=questions() | st.tuples(checkpoints(), budgets(), st.just({"overhead": 0})))
+def test_every_budget_is_the_sum_of_what_a_device_holds_and_what_is_free(question):
+    checkpoint, _, _ = question
+    made = drafted(question).plan
+    assert {use.device: use.weights_bytes for use in made.devices} == weights_by_hand(checkpoint, made)
+    for use in made.devices:
+        terms = (use.weights_bytes, use.kv_bytes, use.logits_bytes, use.activation_bytes, use.overhead_bytes)
+        assert min(*terms, use.workspace_bytes) >= 0
         if use.budget_bytes is not None:
-            assert use.budget_bytes == use.weights_bytes + use.workspace_bytes + use.free_bytes
+            assert use.budget_bytes == sum(terms) + use.workspace_bytes + use.free_bytes
             assert use.free_bytes >= 0
 
 
-@given(checkpoint=checkpoints(), budget=budgets())
-def test_the_bytes_of_the_rows_are_those_of_the_device_map(checkpoint, budget):
-    made = planned(checkpoint, budget)
-    assert recount(made, checkpoint.tensors.values()) == {use.device: use.weights_bytes for use in made.devices}
-    assert sum(use.weights_bytes for use in made.devices) == checkpoint.total_bytes
+@given(question=questions())
+def test_caches_and_logits_are_counted_once_on_the_device_that_runs_their_module(question):
+    found = drafted(question)
+    made, structure = found.plan, found.structure
+    needs = structure.memory.at(made.options.workload)
+    caches = dict.fromkeys((use.device for use in made.devices), 0)
+    for block, num_bytes in needs.cache_bytes.items():
+        homes = {made.homes[key] for key in made.homes if below(key, [block])}
+        running = {home if home.is_accelerator else made.execution_device for home in homes}
+        assert len(running) == 1
+        caches[running.pop()] += num_bytes
+    assert {use.device: use.kv_bytes for use in made.devices} == caches
+    assert sum(use.logits_bytes for use in made.devices) == needs.logits_bytes
+    if needs.logits_bytes:
+        last = structure.units(made.options.workload)[-1].parts[-1].name
+        home = made.homes["lm_head" if "lm_head" in made.homes else last]
+        (holder,) = (use.device for use in made.devices if use.logits_bytes)
+        assert holder == (home if home.is_accelerator else made.execution_device)
 
 
-@given(checkpoint=checkpoints(), budget=budgets())
-def test_every_tensor_is_below_exactly_one_key(checkpoint, budget):
-    made = planned(checkpoint, budget)
+@given(question=questions())
+def test_overhead_and_activations_are_counted_where_something_runs_and_nowhere_else(question):
+    found = drafted(question)
+    made = found.plan
+    activation = found.structure.memory.at(made.options.workload).activation_bytes
+    stored = {made.homes[module] for module in made.homes}
+    running = {home if home.is_accelerator else made.execution_device for home in stored}
+    for use in made.devices:
+        runs = use.device in running
+        assert use.activation_bytes == (activation if runs else 0)
+        assert use.overhead_bytes == (made.options.overhead if runs and use.device.is_accelerator else 0)
+
+
+@given(question=questions())
+def test_without_a_context_only_weights_overhead_and_workspace_are_counted(question):
+    checkpoint, budget, wishes = question
+    made = drafted((checkpoint, budget, {**wishes, "context": 0, "overhead": 0})).plan
+    assert {use.used_bytes - use.weights_bytes - use.workspace_bytes for use in made.devices} == {0}
+
+
+@given(question=questions() | st.tuples(checkpoints(), budgets(), st.just({"overhead": 0})))
+def test_every_tensor_is_below_exactly_one_key_or_left_out(question):
+    checkpoint, _, _ = question
+    made = drafted(question).plan
     for name in checkpoint.tensors:
-        assert sum(f"{name}.".startswith(f"{key}.") for key in made.device_map) == 1
+        assert made.leaves_out(name) or len(below(name, made.homes)) == 1
+        assert made.leaves_out(name) == bool(below(name, made.left_out))
 
 
-@given(checkpoint=checkpoints(), budget=budgets())
-def test_every_module_is_listed_on_one_device(checkpoint, budget):
-    made = planned(checkpoint, budget)
+@given(question=questions())
+def test_every_module_is_listed_on_one_device(question):
+    made = drafted(question).plan
     listed = [module for use in made.devices for module in use.modules]
     assert len(listed) == len(set(listed))
-    assert {module: made.device_map[module] for module in listed} == {
-        module: str(use.device) for use in made.devices for module in use.modules
-    }
+    assert {module: use.device for use in made.devices for module in use.modules} == dict(made.homes)
 
 
-@given(checkpoint=checkpoints(), budget=budgets())
-def test_tied_tensors_are_together(checkpoint, budget):
-    made = planned(checkpoint, budget)
+@given(question=questions() | st.tuples(checkpoints(), budgets(), st.just({"overhead": 0})))
+def test_tied_tensors_are_together(question):
+    checkpoint, _, _ = question
+    made = drafted(question).plan
     for tie in find_ties(checkpoint):
-        homes = {str(made.device_of(name)) for name in tie.stored}
-        homes |= {str(made.device_of(module)) for module in tie.absent_modules}
-        assert len(homes) == 1
+        members = [name for name in (*tie.stored, *tie.absent_modules) if not below(name, made.left_out)]
+        assert len({made.device_of(name) for name in members}) <= 1
 
 
 @given(checkpoint=checkpoints(), budget=budgets())
 def test_the_order_of_the_tensors_does_not_matter(checkpoint, budget):
     made = planned(checkpoint, budget)
     forms = {name: (tensor.dtype.name, tensor.shape) for name, tensor in sorted(checkpoint.tensors.items())}
-    again = plan(checkpoint_of(forms, config=checkpoint.config), budget)
-    assert (again.device_map, again.devices) == (made.device_map, made.devices)
+    again = planned(checkpoint_of(forms, config=checkpoint.config), budget)
+    assert (again.homes, again.devices) == (made.homes, made.devices)
 
 
-@given(checkpoint=checkpoints(), budget=budgets())
-def test_a_plan_is_the_same_after_its_file(checkpoint, budget):
-    made = planned(checkpoint, budget)
+@given(question=questions() | st.tuples(checkpoints(), budgets(), st.just({"overhead": 0})))
+def test_a_plan_is_the_same_after_its_file_and_still_counts_right(question):
+    checkpoint, _, _ = question
+    made = drafted(question).plan
     text = plan_to_json(made)
     again = plan_from_json(text)
     assert again == made
     assert plan_to_json(again) == text
     check_plan(again, checkpoint)
+
+
+@given(question=questions(wishes={"names": "transformers", "mtp": False}))
+def test_every_tensor_has_the_same_device_by_its_name_in_memory(question):
+    checkpoint, _, _ = question
+    made = drafted(question).plan
+    assert made.renamed is not None
+    kept = [name for name in checkpoint.tensors if not below(name, made.left_out)]
+    for tensor, name in in_memory_names(kept, checkpoint.tensors, checkpoint.config).keys.items():
+        (key,) = below(name, made.renamed)
+        assert made.renamed[key] == made.device_of(tensor)
 
 
 @given(checkpoint=checkpoints(), budget=budgets(), data=st.data())
@@ -141,8 +178,112 @@ def test_a_plan_with_a_moved_module_is_refused_or_still_counts_right(checkpoint,
     assert recount(moved, checkpoint.tensors.values()) == {use.device: use.weights_bytes for use in made.devices}
 
 
-def placed(units, budget):
-    placement = place_sequentially(units, budget)
+split = {"policy": Policy.OPTIMAL, "experts": Experts.SPLIT}
+
+
+@given(question=questions(models(with_experts=True), split))
+def test_experts_apart_leave_the_rest_of_their_block_on_one_device(question):
+    found = drafted(question)
+    made = found.plan
+    for name, (_, experts) in found.structure.experts.items():
+        dense = {made.homes[key] for key in made.homes if below(key, [name]) and key not in experts.modules}
+        assert len(dense) == 1
+
+
+@given(question=questions(models(with_experts=True), split))
+def test_experts_are_streamed_only_beside_a_block_that_the_execution_device_runs(question):
+    found = drafted(question)
+    made = found.plan
+    for name, (_, experts) in found.structure.experts.items():
+        (dense,) = {made.homes[key] for key in made.homes if below(key, [name]) and key not in experts.modules}
+        (routed,) = {made.homes[key] for key in experts.modules}
+        if routed.is_accelerator:
+            assert routed == dense or (routed == made.execution_device and not dense.is_accelerator)
+        else:
+            assert made.execution_device in (dense, CPU) or not dense.is_accelerator
+
+
+@given(question=questions(models(with_experts=True), split))
+def test_a_token_needs_the_experts_that_it_chooses(question):
+    """Bytes per token from RAM and disk, module by module: all of what is dense, of experts top_k of all."""
+    found = drafted(question)
+    made, structure = found.plan, found.structure
+    sizes = dict.fromkeys(made.homes, 0)
+    for tensor in as_loaded(question[0].tensors.values(), made.options.workload.load_dtype):
+        if not below(tensor.name, made.left_out) and tensor.name not in made.shared:
+            sizes[below(tensor.name, made.homes)[0]] += tensor.num_bytes
+    routed = {module: experts for _, experts in structure.experts.values() for module in experts.modules}
+    tokens = {}
+    for key, home in made.homes.items():
+        if not home.is_accelerator:
+            chosen = key in routed and not structure.is_fused_in_memory
+            tokens[home] = tokens.get(home, 0) + (routed[key].active_bytes if chosen else sizes[key])
+    assert dict(made.token_bytes) == tokens
+
+
+@given(question=questions(models(with_experts=True), {"policy": Policy.OPTIMAL, "experts": Experts.AUTO}))
+def test_experts_are_apart_only_where_that_takes_less_time_per_token(question):
+    checkpoint, budget, wishes = question
+    made = drafted(question).plan
+    for choice in (Experts.BLOCK, Experts.SPLIT):
+        try:
+            other = plan(checkpoint, budget, **{**wishes, "experts": choice})
+        except DoesNotFitError:
+            continue
+        runs_on_cpu = (made.execution_device == CPU, other.execution_device == CPU)
+        assert runs_on_cpu != (True, False)
+        assert runs_on_cpu == (False, True) or made.token_seconds <= other.token_seconds * (1 + 1e-9)
+
+
+@given(problem=problems(max_units=8, max_accelerators=3), policy=st.sampled_from(Policy))
+def test_fetching_ahead_breaks_no_limit(problem, policy):
+    if policy is not Policy.OPTIMAL:
+        problem = replace(problem, units=tuple(replace_rider(unit) for unit in problem.units))
+    found = POLICIES[policy](problem)
+    assume(isinstance(found, Placement))
+    assert keeps_limits(problem, found)
+    ahead = fetch_ahead(problem, found)
+    assert keeps_limits(problem, ahead)
+    assert (ahead.devices, ahead.execution_device) == (found.devices, found.execution_device)
+    assert ahead.num_in_flight >= found.num_in_flight
+    if ahead.num_in_flight == 1:
+        assert not keeps_limits(problem, replace(found, num_in_flight=2))
+
+
+def replace_rider(unit):
+    return replace(unit, rides=False)
+
+
+@given(
+    problem=problems(max_units=8, max_accelerators=2),
+    more=st.integers(1, 40),
+    which=st.integers(0, 3),
+)
+def test_more_memory_never_costs_more_time_per_token(problem, more, which):
+    problem = replace(problem, num_in_flight=1)
+    found = place_optimally(problem)
+    assume(isinstance(found, Placement))
+    devices = [device for device, limit in problem.budget if limit is not None]
+    device = devices[which % len(devices)]
+    larger = replace(problem, budget=problem.budget.with_limit(device, problem.budget.get(device) + more))
+    grown = place_optimally(larger)
+    assert isinstance(grown, Placement)
+    assert token_cost(larger, grown) <= token_cost(problem, found)
+
+
+@given(question=questions(wishes={"policy": Policy.OPTIMAL, "prefetch": False}), more=st.integers(1, 300))
+def test_more_memory_never_makes_a_plan_slower(question, more):
+    checkpoint, budget, wishes = question
+    made = drafted(question).plan
+    for device, limit in budget:
+        if limit is not None:
+            grown = plan(checkpoint, budget.with_limit(device, limit + more), **wishes)
+            if made.execution_device.kind == grown.execution_device.kind:
+                assert grown.token_seconds <= made.token_seconds * (1 + 1e-9)  # sums of floats
+
+
+def placed(sizes, budget):
+    placement = place_sequentially(replace(problem_of(sizes, {"cpu": 1}), budget=budget))
     assume(isinstance(placement, Placement))
     return placement
 
@@ -150,31 +291,21 @@ def placed(units, budget):
 @given(sizes=sizes, budget=budgets())
 def test_devices_appear_in_the_order_of_the_budget(sizes, budget):
     order = [device for device, _ in budget]
-    ranks = [order.index(device) for device in placed(units_of(sizes), budget).devices]
+    ranks = [order.index(device) for device in placed(sizes, budget).devices]
     assert ranks == sorted(ranks)
 
 
 @given(sizes=sizes, budget=budgets())
-def test_weights_and_workspace_keep_every_limit(sizes, budget):
-    units = units_of(sizes)
-    placement = placed(units, budget)
-    needs = workspace(units, placement, budget)
-    for device, limit in budget:
-        held = sum(unit.num_bytes for unit, home in zip(units, placement.devices, strict=True) if home == device)
-        assert limit is None or held + needs.get(device, 0) <= limit
-
-
-@given(sizes=sizes, budget=budgets())
 def test_offloaded_units_run_on_the_device_of_the_first_unit_or_on_one_that_holds_none(sizes, budget):
-    placement = placed(units_of(sizes), budget)
+    placement = placed(sizes, budget)
     on_accelerators = [device for device in placement.devices if device.is_accelerator]
     assert placement.execution_device in (*on_accelerators[:1], *([] if on_accelerators else dict(budget)))
     assert placement.execution_device != DISK
 
 
-@given(sizes=sizes, budget=budgets())
-def test_a_placement_is_the_same_each_time(sizes, budget):
-    assert place_sequentially(units_of(sizes), budget) == place_sequentially(units_of(sizes), budget)
+@given(problem=problems(max_units=8, max_accelerators=3), policy=st.sampled_from(Policy))
+def test_a_placement_is_the_same_each_time(problem, policy):
+    assert solve(problem, policy) == solve(problem, policy)
 
 
 @given(sizes=sizes, budget=budgets())
@@ -182,57 +313,50 @@ def test_what_fits_on_the_first_device_stays_there(sizes, budget):
     first, limit = next(iter(budget))
     if sum(sizes) > limit:
         return
-    assert set(placed(units_of(sizes), budget).devices) <= {first}
-
-
-def with_limit(budget, device, limit):
-    named = {str(other): most for other, most in budget if most is not None}
-    return MemoryBudget.of({**named, str(device): limit}, use_disk=budget.has_disk)
+    assert set(placed(sizes, budget).devices) <= {first}
 
 
 @st.composite
 def misfits(draw):
-    """Units and a budget that they do not fit, and the answer to them; `None` where they do fit after all."""
+    """A problem that has no answer, and what is said about it; `None` where there is an answer after all."""
     sizes = draw(st.lists(st.integers(1, 30), min_size=2, max_size=10))
-    total = sum(sizes)
-    named = {f"cuda:{index}": draw(st.integers(1, total)) for index in range(draw(st.integers(0, 2)))}
-    if not named or draw(st.booleans()):
-        named["cpu"] = draw(st.integers(1, total))
-    disk = draw(st.sampled_from(["unbounded", "limited", "forbidden"]))
-    if disk == "limited":
-        named["disk"] = draw(st.integers(1, total))
-    budget = MemoryBudget.of(named, use_disk=disk != "forbidden")
-    answer = place_sequentially(units_of(sizes), budget)
-    return units_of(sizes), budget, answer if isinstance(answer, Misfit) else None
+    caches = draw(st.sampled_from([0, 0, 2]))
+    units = [unit_of(size, name=f"layers.{index}", cache_bytes=caches) for index, size in enumerate(sizes)]
+    budget = draw(budgets(st.integers(1, sum(sizes)), max_accelerators=2))
+    problem = replace(problem_of(units, {"cpu": 1}), budget=budget, num_in_flight=draw(st.sampled_from([1, 2])))
+    answer = place_sequentially(problem)
+    return problem, answer if isinstance(answer, Misfit) else None
+
+
+def grown(problem, device, limit):
+    return place_sequentially(replace(problem, budget=problem.budget.with_limit(device, limit)))
 
 
 @given(misfit=misfits())
 def test_without_disk_what_found_no_room_fits_when_ram_grows_by_it(misfit):
-    units, budget, answer = misfit
-    if answer is not None and answer.unplaced_bytes and not budget.has_disk:
-        grown = with_limit(budget, CPU, (budget.get(CPU) or 0) + answer.unplaced_bytes)
-        assert isinstance(place_sequentially(units, grown), Placement)
+    problem, answer = misfit
+    if answer is not None and answer.unplaced_bytes and not problem.budget.has_disk:
+        assert isinstance(grown(problem, CPU, (problem.budget.get(CPU) or 0) + answer.unplaced_bytes), Placement)
 
 
 @given(misfit=misfits())
 def test_ram_that_holds_what_the_accelerators_do_not_is_enough(misfit):
-    units, budget, answer = misfit
+    problem, answer = misfit
     if answer is not None and answer.unplaced_bytes:
-        grown = with_limit(budget, CPU, answer.host_bytes)
-        assert isinstance(place_sequentially(units, grown), Placement)
+        assert isinstance(grown(problem, CPU, answer.host_bytes), Placement)
 
 
 @given(misfit=misfits())
 def test_a_device_that_lacks_bytes_for_its_workspace_has_enough_with_them(misfit):
-    units, budget, answer = misfit
+    problem, answer = misfit
     for device, lacking in answer.too_small.items() if answer is not None else ():
-        again = place_sequentially(units, with_limit(budget, device, budget.get(device) + lacking))
+        again = grown(problem, device, problem.budget.get(device) + lacking)
         assert isinstance(again, Placement) or device not in again.too_small
 
 
 @given(misfit=misfits())
 def test_a_misfit_names_bytes_or_a_device(misfit):
-    _, _, answer = misfit
+    _, answer = misfit
     if answer is not None:
         assert bool(answer.unplaced_bytes) != bool(answer.too_small)
         assert answer.unplaced_bytes >= 0
@@ -241,6 +365,6 @@ def test_a_misfit_names_bytes_or_a_device(misfit):
 
 @given(misfit=misfits())
 def test_an_unbounded_disk_leaves_nothing_without_a_device(misfit):
-    _, budget, answer = misfit
-    if budget.get(DISK) is None and answer is not None:
+    problem, answer = misfit
+    if problem.budget.get(DISK) is None and answer is not None:
         assert answer.unplaced_bytes == 0

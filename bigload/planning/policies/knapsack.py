@@ -44,7 +44,8 @@ class Choice:
 def choose(kinds: Sequence[Kind], first: Bin, second: Bin, *, least: int = 0) -> Choice | None:
     """Return the choice that is worth most among those that keep `least` bytes; `None` when there is none.
 
-    The first bin has the greater weight. Where a search would take too long, the best choice found is not `exact`.
+    The first bin has the greater weight. Where a search would take too long, the best choice found is not `exact`, and
+    none may be found where there is one.
     """
     if first.capacity < 0 or second.capacity < 0 or sum(kind.size * kind.count for kind in kinds) < least:
         return None
@@ -65,12 +66,12 @@ def upper_bound(kinds: Sequence[Kind], first: Bin, second: Bin) -> int:
 class _Search:
     """Depth first over the kinds, the densest first, bounded by what a choice of fractions would be worth.
 
-    Among kinds of one density the most frequent comes last: of the last kind as many as fit are best, so its count,
-    the largest, is never searched.
+    Among kinds of one density the smallest comes last: it fills the gaps that the larger ones leave, so good choices
+    are found first and rule out most of the others. Of the last kind as many as fit are best.
     """
 
     def __init__(self, kinds: Sequence[Kind], first: Bin, second: Bin, least: int) -> None:
-        order = sorted(range(len(kinds)), key=lambda k: (-_density(kinds[k]), kinds[k].count, -kinds[k].size, k))
+        order = sorted(range(len(kinds)), key=lambda k: (-_density(kinds[k]), -kinds[k].size, k))
         self.kinds = [(index, kinds[index].size, kinds[index].value, kinds[index].count) for index in order]
         self.required = [kinds[index].required for index in order]
         self.first, self.second, self.least = first, second, least

@@ -20,7 +20,8 @@ from itertools import islice
 from math import ceil, floor
 
 from bigload.devices import CPU, DISK, Device
-from bigload.planning.placement import Balance, Misfit, Placement, PlacementProblem, device_loads
+from bigload.planning.choices import Balance
+from bigload.planning.placement import Misfit, Placement, PlacementProblem, device_loads
 from bigload.planning.policies.bounds import least_accelerators, lower_bound
 from bigload.planning.policies.runs import Runs
 from bigload.planning.policies.sequential import place_sequentially
@@ -93,6 +94,9 @@ class _Search:
     def _spread(self, found: Found) -> Found:
         """Return a placement of the same rank whose fullest accelerator is as empty as possible."""
         problem = self.problem
+        # Who changes device no more often than the accelerators in use require runs one stretch on each of them.
+        fewest = least_accelerators(problem, found.cost) - 1
+        is_elsewhere = found.cost > 0 and self._may_stream_anywhere and found.num_device_changes > fewest
 
         def below(level: Fraction, *, strictly: bool) -> Found | None:
             orders = [
@@ -100,14 +104,14 @@ class _Search:
                 for rooms in self.orders
             ]
             better = self._best_stretches(orders, at_most=found.rank)
-            if better is None and found.cost and self._may_stream_anywhere:
+            if better is None and is_elsewhere:
                 limit = (found.cost, found.num_device_changes + 1)
                 better = next(filter(None, (self.runs.best(rooms, limit) for rooms in orders)), None)
             return better
 
         lowest, highest = Fraction(0), _peak(problem, found)
         better = below(highest, strictly=True)
-        while better is not None:
+        while better is not None and highest:  # what holds nothing cannot be emptier
             found, highest = better, _peak(problem, better)
             while highest - lowest > _NEAR:
                 middle = (lowest + highest) / 2

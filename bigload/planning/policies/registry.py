@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
+from bigload.planning.choices import Policy
 from bigload.planning.placement import Misfit, Placement, PlacementPolicy, PlacementProblem, fetch_ahead
 from bigload.planning.policies.balanced import place_balanced, place_balanced_low_0
 from bigload.planning.policies.optimal import place_optimally
-from bigload.planning.policies.policy import Policy
 from bigload.planning.policies.sequential import place_sequentially
 
 POLICIES: Mapping[Policy, PlacementPolicy] = MappingProxyType(

@@ -9,27 +9,30 @@ few labels survive; what cannot get below the best known placement is dropped as
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
 from itertools import groupby
+from typing import NamedTuple
 
 from bigload.devices import CPU, DISK
 from bigload.planning.policies.kinds import Counts, UnitKinds
 from bigload.planning.policies.stretches import Found, Rooms, Stretches
 from bigload.planning.policies.tiers import Tier
 
-MAX_LABELS = 30_000
+MAX_LABELS = 15_000
 """Labels looked at before the search gives up; its answer is then not proven to be the best."""
+
+_COST_OF_A_DIVISION = 25
+"""As many labels are looked at in the time in which RAM and disk are divided among streamed units once."""
 
 _STREAMED = -1
 
 
-@dataclass(frozen=True, slots=True)
-class _Label:
+class _Label(NamedTuple):
     """`used` bytes are taken on accelerator number `current`; `left` are free on the first, the execution device.
 
     `away` tells that the last unit ran on the execution device while another accelerator is being filled, `started`
     that the execution device holds a unit: only then may others follow it. `homes` are the numbers of the accelerators
-    of the units of the last run, with `_STREAMED` for those on none, as (home, count).
+    of the units of the last run, with `_STREAMED` for those on none, as (home, count). A tuple, because it is made by
+    the thousand.
     """
 
     left: int
@@ -70,6 +73,7 @@ class Runs:
         self.units, self.num_in_flight = stretches.units, stretches.host.num_in_flight
         self.runs = [(kind, len(list(members))) for kind, members in groupby(kinds.of)]
         self.streams = sorted({unit.stream_bytes for unit in self.units})
+        self.leaves_early = False
         self.rest = [0]
         for kind, count in reversed(self.runs):
             example = kinds.examples[kind]
@@ -81,13 +85,19 @@ class Runs:
         return self.steps > MAX_LABELS
 
     def best(self, rooms: Rooms, below: tuple[int, int] | None) -> Found | None:
-        """Return the placement that ranks lowest, below `below`; `None` when there is none, or the search gave up."""
+        """Return the placement that ranks lowest, below `below`; `None` when there is none, or the search gave up.
+
+        Caches of units that are streamed late need room on the execution device, so it may be best to leave it before
+        it is full. Those many more ways are looked at last, when there is already something good to stay below.
+        """
         best: Found | None = None
-        for first in range(len(rooms)):
-            for streamed in self.streams:
-                if self.gave_up:
-                    return best
-                best = self._search(rooms[first:], streamed, below if best is None else best.rank) or best
+        has_caches = any(unit.run_bytes for unit in self.units)
+        for self.leaves_early in (False, True) if has_caches and len(rooms) > 1 else (False,):
+            for first in range(len(rooms)):
+                for streamed in self.streams:
+                    if self.gave_up:
+                        return best
+                    best = self._search(rooms[first:], streamed, below if best is None else best.rank) or best
         return best
 
     def _search(self, rooms: Rooms, streamed: int, below: tuple[int, int] | None) -> Found | None:
@@ -141,14 +151,14 @@ class Runs:
         beside, size = streamed * unit.run_bytes, unit.num_bytes + unit.run_bytes
         if beside > label.left:
             return
-        here = replace(label, homes=(), before=label)
+        here = label._replace(homes=(), before=label)
         if streamed:
             yield from self._hold(self._stream(here, streamed, beside), size, held, capacities)
         if not held:
             return
         if streamed:
             used = label.used + beside if label.current == 0 else label.used
-            here = replace(here, left=label.left - beside, used=used)
+            here = here._replace(left=label.left - beside, used=used)
         for whole in self._hold(here, size, held, capacities):
             if not streamed:
                 yield whole
@@ -157,13 +167,12 @@ class Runs:
             for index in range(1, len(whole.homes)):  # where the run passes on, for one change more
                 more = whole.homes[index - 1][0] != 0
                 homes = (*whole.homes[:index], (_STREAMED, streamed), *whole.homes[index:])
-                yield replace(whole, changes=whole.changes + more, homes=homes)
+                yield whole._replace(changes=whole.changes + more, homes=homes)
 
     def _stream(self, label: _Label, number: int, beside: int) -> _Label:
         """Return `label` with units streamed next, that take `beside` bytes where they run."""
         at_home = label.current == 0
-        return replace(
-            label,
+        return label._replace(
             left=label.left - beside,
             used=label.used + beside if at_home else label.used,
             away=not at_home,
@@ -181,21 +190,21 @@ class Runs:
             here, rest = pending.pop()
             room = capacities[here.current] - here.used
             fitting = min(rest, room // size) if size else rest
-            if fitting:
-                held = replace(
-                    here,
-                    left=here.left - fitting * size if here.current == 0 else here.left,
-                    used=here.used + fitting * size,
+            early = here.current == 0 and self.leaves_early
+            for taken in range(fitting, 0, -1) if early else [fitting] * (fitting > 0):
+                held = here._replace(
+                    left=here.left - taken * size if here.current == 0 else here.left,
+                    used=here.used + taken * size,
                     away=False,
                     started=here.started or here.current == 0,
                     changes=here.changes + here.away,
-                    homes=(*here.homes, (here.current, fitting)),
+                    homes=(*here.homes, (here.current, taken)),
                 )
-                if fitting == rest:
+                if taken == rest:
                     yield held
                 else:
-                    pending += [(new, rest - fitting) for new in _onward(held, size, capacities)]
-            if not fitting or here.away:
+                    pending += [(new, rest - taken) for new in _onward(held, size, capacities)]
+            if not fitting or here.away or early:
                 pending += [(new, rest) for new in _onward(here, size, capacities)]
 
     def _cheapest(
@@ -207,6 +216,9 @@ class Runs:
             label = min(group, key=lambda label: label.changes)
             if limit is not None and (self.kinds.least_cost(counts, 0), 0) >= limit:
                 break
+            if self.gave_up:
+                break
+            self.steps += _COST_OF_A_DIVISION
             cost = self.kinds.cost(counts)
             if cost is not None and (limit is None or (cost, label.changes) < limit):
                 best = (cost, label.changes), label
@@ -237,7 +249,7 @@ def _onward(label: _Label, size: int, capacities: list[int]) -> Iterator[_Label]
         room = capacities[following]
         if room >= size and room not in seen:
             seen.add(room)
-            yield replace(label, current=following, used=0, away=False, changes=label.changes + 1)
+            yield label._replace(current=following, used=0, away=False, changes=label.changes + 1)
 
 
 def _add(labels: list[_Label], new: _Label) -> None:

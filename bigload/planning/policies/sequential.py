@@ -18,13 +18,13 @@ from bigload.planning.units import Unit
 def place_sequentially(problem: PlacementProblem) -> Placement | Misfit:
     """Place units on accelerators first, then in RAM, then on disk.
 
-    Example: blocks of 2, 2 and 2 bytes. With cuda:0=6 all three fit. With cuda:0=5 and cpu=6, streaming one block takes
-    2 bytes of workspace on cuda:0, which leaves room for one; two go to the cpu. With cpu=5, the cpu keeps 2 bytes for
-    what comes from disk, so the third goes there.
+    Example: four blocks of 2 bytes. With cuda:0=8 all fit. With cuda:0=5 and cpu=6, streaming takes 2 bytes of
+    workspace on cuda:0, which leaves room for one block; three go to the cpu. With cpu=5, the cpu keeps 2 bytes for
+    what comes from disk, which leaves room for one there; two go to disk.
     """
     accelerators = problem.accelerators
     if not accelerators:
-        return _place_on_host(problem, problem.units, _host_room(problem))
+        return _run_on_host(problem)
     misfits = []
     for first in range(len(accelerators)):
         found = _place_from(problem, accelerators[first:])
@@ -55,6 +55,17 @@ def _place_from(problem: PlacementProblem, accelerators: Capacities) -> Placemen
     return replace(host, devices=(*placed, *host.devices), execution_device=execution)
 
 
+def _run_on_host(problem: PlacementProblem) -> Placement | Misfit:
+    """Place units in RAM, beside what they need to run there, and on disk."""
+    limit = problem.budget.get(CPU) or 0
+    room = (problem.room(CPU) or 0) - sum(unit.run_bytes for unit in problem.units)
+    found = _place_on_host(problem, problem.units, room)
+    if isinstance(found, Placement) or found.too_small:
+        return found
+    lacking = max(-room, 0)  # for the caches, before any weight
+    return replace(found, unplaced_bytes=found.unplaced_bytes + lacking, host_bytes=found.host_bytes + limit - room)
+
+
 def _place_on_host(problem: PlacementProblem, units: Sequence[Unit], ram: int) -> Placement | Misfit:
     """Place units in RAM, of which `ram` bytes are for weights, and on disk; what comes from there passes through RAM.
 
@@ -77,11 +88,6 @@ def _place_on_host(problem: PlacementProblem, units: Sequence[Unit], ram: int) -
             workspace={CPU: reserve} if reserve else {},
         )
     return Placement(devices=(*placed, *on_disk), execution_device=CPU, num_in_flight=problem.num_in_flight)
-
-
-def _host_room(problem: PlacementProblem) -> int:
-    """Return the RAM for weights when RAM runs the model; less than none when not even the caches fit."""
-    return (problem.room(CPU) or 0) - sum(unit.run_bytes for unit in problem.units)
 
 
 def _fill_beside_streamed(problem: PlacementProblem, devices: Capacities) -> tuple[list[Device], int]:

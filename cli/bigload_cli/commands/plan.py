@@ -8,18 +8,22 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from bigload.planning.policies.policy import Policy
+from bigload.planning.choices import Balance, Experts, NameScheme, Order, Policy
+from bigload_cli.commands import questions
 from bigload_cli.failures import AnswerIsNoError
 from bigload_cli.options import CheckpointArgument, ColorMode, ColorOption, JsonOption, MaxMemoryOption, QuietOption
 
 if TYPE_CHECKING:
+    from bigload.planning.budget import MemoryBudget
     from bigload.planning.plan import Plan
+    from bigload.planning.planner import Draft
 
 EPILOG = """\b
 Examples:
   bigload plan ./llama-70b -m cuda:0=22GiB -m cuda:1=22GiB -m cpu=64GiB -o plan.json
-  bigload plan ./llama-70b -m 0=22GiB,1=22GiB,cpu=128GiB --no-disk
-  bigload plan ./llama-70b -m cpu=160GiB --fail-if disk -q
+  bigload plan ./llama-70b -m auto --context 8192 --explain layers.37
+  bigload plan ./llama-70b -m 0=22GiB,1=22GiB,cpu=128GiB --no-disk --html plan.html
+  bigload plan ./llama-70b --fits --context 8192
 """
 
 
@@ -34,13 +38,55 @@ def plan(
     path: CheckpointArgument,
     max_memory: MaxMemoryOption = None,
     out: Annotated[Path | None, typer.Option("--out", "-o", metavar="FILE", help="Write the plan file.")] = None,
-    policy: Annotated[Policy, typer.Option("--policy", help="How devices are filled.")] = Policy.SEQUENTIAL,
+    html: Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Write a page with a picture.")] = None,
+    context: Annotated[
+        int, typer.Option("--context", metavar="TOKENS", help="Leave room for a KV cache of so many tokens.")
+    ] = 0,
+    batch: Annotated[int, typer.Option("--batch", metavar="N", help="Sequences that are run together.")] = 1,
+    kv_dtype: Annotated[str | None, typer.Option("--kv-dtype", metavar="DTYPE", help="Of the KV cache: fp8.")] = None,
+    dtype: Annotated[
+        str | None, typer.Option("--dtype", metavar="DTYPE", help="Load weights as bf16, fp16 or fp32.")
+    ] = None,
+    overhead: Annotated[
+        str | None,
+        typer.Option("--overhead", metavar="SIZE", help="Taken on every GPU besides. Default: 0.5GiB on CUDA."),
+    ] = None,
+    policy: Annotated[Policy, typer.Option("--policy", help="How devices are filled.")] = Policy.OPTIMAL,
+    balance: Annotated[
+        Balance, typer.Option("--balance", help="Share what fits among GPUs, or fill the first ones.")
+    ] = Balance.SPREAD,
+    order: Annotated[Order, typer.Option("--order", help="Use GPUs as named, or in any order.")] = Order.KEEP,
+    experts: Annotated[
+        Experts, typer.Option("--experts", help="Place routed experts with their block, or apart.")
+    ] = Experts.AUTO,
+    prefetch: Annotated[
+        bool, typer.Option("--prefetch", help="Keep room for a second streamed module, to arrive meanwhile.")
+    ] = False,
+    no_split: Annotated[
+        list[str] | None,
+        typer.Option("--no-split", metavar="PATTERN", help="Modules to keep whole, not the blocks: 'model.layers.*'."),
+    ] = None,
+    mtp: Annotated[bool, typer.Option("--mtp", help="Place layers that only predict further tokens, too.")] = False,
+    names: Annotated[
+        NameScheme, typer.Option("--names", help="Whose module names the device map speaks.")
+    ] = NameScheme.CHECKPOINT,
+    disk_bandwidth: Annotated[
+        str, typer.Option("--disk-bandwidth", metavar="SIZE", help="Bytes per second from disk.")
+    ] = "3GiB",
+    link_bandwidth: Annotated[
+        str, typer.Option("--link-bandwidth", metavar="SIZE", help="Bytes per second from RAM to a GPU.")
+    ] = "24GiB",
     use_disk: Annotated[
         bool, typer.Option("--disk/--no-disk", help="Let what finds no room stay on disk. Bound it by -m disk=SIZE.")
     ] = True,
     fail_if: Annotated[
         Tier | None, typer.Option("--fail-if", help="Exit with 3 if weights are on disk, or anywhere but on GPUs.")
     ] = None,
+    explain: questions.ExplainOption = None,
+    compare: questions.CompareOption = None,
+    fits: questions.FitsOption = False,
+    gpus: questions.GpusOption = None,
+    max_context: questions.MaxContextOption = False,
     as_json: JsonOption = False,
     quiet: QuietOption = False,
     color: ColorOption = ColorMode.AUTO,
@@ -49,29 +95,77 @@ def plan(
 
     Works from the names and sizes in the headers alone: no model code, no torch, no weights.
     """
+    from bigload.checkpoint.source import open_checkpoint
+    from bigload.planning.options import options_of
+    from bigload.planning.planner import draft
+
+    options = options_of(
+        policy=policy,
+        context=context,
+        batch=batch,
+        dtype=dtype,
+        kv_dtype=kv_dtype,
+        overhead=overhead,
+        disk_bandwidth=disk_bandwidth,
+        link_bandwidth=link_bandwidth,
+        balance=balance,
+        order=order,
+        experts=experts,
+        prefetch=prefetch,
+        no_split=no_split or (),
+        mtp=mtp,
+        names=names,
+    )
+    asked = questions.Question.of(explain=explain, compare=compare, fits=fits, gpus=gpus, max_context=max_context)
+    asked.check(writes=out is not None or html is not None, fail_if=fail_if is not None)
+    budget = None if asked.needs_no_budget else _budget(max_memory, use_disk=use_disk)
+    checkpoint = open_checkpoint(path)
+    if asked.is_any:
+        questions.answer(asked, checkpoint, budget, options, as_json=as_json, quiet=quiet, color=color)
+        return
+    assert budget is not None, "a plan has one"
+    made = draft(checkpoint, budget, options)
+    if fail_if is not None:
+        _check(made.plan, fail_if)
+    _deliver(made, out, html, as_json=as_json, quiet=quiet, color=color)
+
+
+def _budget(max_memory: list[str] | None, *, use_disk: bool) -> MemoryBudget:
     from bigload.errors import BudgetError
-    from bigload.planning import planner
-    from bigload.planning.budget import MemoryBudget
+    from bigload.planning import budget
+
+    if not max_memory:
+        raise BudgetError(
+            "no memory limits", hint="add them, for example: -m cuda:0=22GiB -m cpu=64GiB, or -m auto for this machine"
+        )
+    return budget.MemoryBudget.parse(max_memory, use_disk=use_disk)
+
+
+def _deliver(made: Draft, out: Path | None, html: Path | None, *, as_json: bool, quiet: bool, color: ColorMode) -> None:
+    """Write the files that were asked for, show the plan, and say what comes next."""
     from bigload.planning.plan_file import write_plan
     from bigload_cli.output import print_text, say
 
-    if not max_memory:
-        raise BudgetError("no memory limits", hint="add them, for example: -m cuda:0=22GiB -m cpu=64GiB")
-    budget = MemoryBudget.parse(max_memory, use_disk=use_disk)
-    made = planner.plan(path, budget, policy=policy)
-    if fail_if is not None:
-        _check(made, fail_if)
     if out is not None:
-        write_plan(made, out)
+        write_plan(made.plan, out)
+    if html is not None:
+        from bigload_cli.views.html_report import write_report
+
+        write_report(made, html, plan_file=out)
     if quiet and not as_json:
-        if out is not None:
-            print_text(str(out))
+        written = out or html
+        if written is not None:
+            print_text(str(written))
         return
-    show(made, as_json=as_json, quiet=False, color=color)
-    if out is not None and not quiet:
+    show(made.plan, as_json=as_json, quiet=False, color=color)
+    if quiet:
+        return
+    if html is not None:
+        say(f"Wrote {html}.")
+    if out is not None:
         from bigload_cli.views.plan import next_command
 
-        say(f"Wrote {out}.\n{next_command(made, out)}")
+        say(f"Wrote {out}.\n{next_command(made.plan, out)}")
 
 
 def show(made: Plan, *, as_json: bool, quiet: bool, color: ColorMode) -> None:

@@ -7,19 +7,18 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from bigload.devices import CPU, DISK, Device
-from bigload.planning.budget import MemoryBudget
 from bigload.planning.placement import Misfit, Placement
 from bigload.planning.policies.balanced import place_balanced, place_balanced_low_0
 from bigload.planning.policies.sequential import place_sequentially
-from builders import units_of
+from builders import problem_of
 
 GPUS = [Device("cuda", index) for index in range(3)]
 sizes = st.lists(st.integers(0, 12), min_size=1, max_size=7)
 limits = st.lists(st.integers(1, 40), min_size=1, max_size=3)
 
 
-def budget_of(limits, **others):
-    return MemoryBudget.of({**{f"cuda:{index}": limit for index, limit in enumerate(limits)}, **others})
+def problem(sizes, limits, **others):
+    return problem_of(sizes, {**{f"cuda:{index}": limit for index, limit in enumerate(limits)}, **others})
 
 
 def loads(sizes, devices, count):
@@ -41,7 +40,7 @@ def every_way(sizes, limits):
 def test_no_assignment_in_order_has_a_lower_peak(sizes, limits):
     ways = list(every_way(sizes, limits))
     assume(ways)
-    found = place_balanced(units_of(sizes), budget_of(limits))
+    found = place_balanced(problem(sizes, limits))
     assert isinstance(found, Placement)
     assert max(loads(sizes, found.devices, len(limits))) == min(max(totals) for totals in ways)
 
@@ -50,7 +49,7 @@ def test_no_assignment_in_order_has_a_lower_peak(sizes, limits):
 def test_no_assignment_in_order_leaves_the_first_device_emptier(sizes, limits):
     ways = list(every_way(sizes, limits))
     assume(ways)
-    found = place_balanced_low_0(units_of(sizes), budget_of(limits))
+    found = place_balanced_low_0(problem(sizes, limits))
     assert isinstance(found, Placement)
     totals = loads(sizes, found.devices, len(limits))
     best = min((way[0], max(way[1:], default=0)) for way in ways)
@@ -60,30 +59,30 @@ def test_no_assignment_in_order_leaves_the_first_device_emptier(sizes, limits):
 @given(sizes, limits, st.integers(1, 30))
 def test_what_does_not_fit_on_accelerators_is_placed_sequentially(sizes, limits, ram):
     assume(not any(every_way(sizes, limits)))
-    units, budget = units_of(sizes), budget_of(limits, cpu=ram)
-    assert place_balanced(units, budget) == place_balanced_low_0(units, budget) == place_sequentially(units, budget)
+    asked = problem(sizes, limits, cpu=ram)
+    assert place_balanced(asked) == place_balanced_low_0(asked) == place_sequentially(asked)
 
 
 @given(sizes, limits)
 def test_the_model_runs_where_its_first_unit_is(sizes, limits):
-    found = place_balanced_low_0(units_of(sizes), budget_of(limits))
+    found = place_balanced_low_0(problem(sizes, limits))
     assume(isinstance(found, Placement) and found.devices[0] not in (CPU, DISK))
     assert found.execution_device == found.devices[0]
 
 
 def test_the_examples_of_the_docstrings():
-    units = units_of([3, 3, 2, 2])
-    assert place_balanced(units, budget_of([10, 10])).devices == (GPUS[0], GPUS[0], GPUS[1], GPUS[1])
-    assert place_sequentially(units, budget_of([10, 10])).devices == (GPUS[0],) * 4
-    low = place_balanced_low_0(units, budget_of([10, 4, 4]))
+    blocks = [3, 3, 2, 2]
+    assert place_balanced(problem(blocks, [10, 10])).devices == (GPUS[0], GPUS[0], GPUS[1], GPUS[1])
+    assert place_sequentially(problem(blocks, [10, 10])).devices == (GPUS[0],) * 4
+    low = place_balanced_low_0(problem(blocks, [10, 4, 4]))
     assert low.devices == (GPUS[0], GPUS[1], GPUS[2], GPUS[2])
 
 
 def test_without_accelerators_there_is_nothing_to_balance():
-    units, budget = units_of([3, 3]), MemoryBudget.of({"cpu": 10})
-    assert place_balanced(units, budget) == place_sequentially(units, budget)
+    asked = problem([3, 3], [], cpu=10)
+    assert place_balanced(asked) == place_sequentially(asked)
 
 
 @pytest.mark.parametrize("policy", [place_balanced, place_balanced_low_0])
 def test_a_misfit_stays_a_misfit(policy):
-    assert isinstance(policy(units_of([30]), MemoryBudget.of({"cuda:0": 10, "cpu": 10}, use_disk=False)), Misfit)
+    assert isinstance(policy(problem_of([30], {"cuda:0": 10, "cpu": 10}, use_disk=False)), Misfit)

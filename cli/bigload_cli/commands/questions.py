@@ -1,0 +1,186 @@
+"""Questions about plans that `bigload plan` answers instead of showing one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from bigload.planning.choices import Policy
+
+if TYPE_CHECKING:
+    from bigload.checkpoint.model import Checkpoint
+    from bigload.planning.budget import MemoryBudget
+    from bigload.planning.options import PlanOptions
+    from bigload_cli.options import ColorMode
+    from bigload_cli.views.table import PlainTable
+
+ExplainOption = Annotated[
+    str | None, typer.Option("--explain", metavar="MODULE", help="Say why a module is where it is.")
+]
+CompareOption = Annotated[
+    str | None, typer.Option("--compare", metavar="POLICIES", help="One line for each: sequential,balanced.")
+]
+FitsOption = Annotated[bool, typer.Option("--fits", help="Least memory of 1, 2, 4 and 8 GPUs that hold everything.")]
+GpusOption = Annotated[str | None, typer.Option("--gpus", metavar="SIZE", help="How many GPUs of that size it takes.")]
+MaxContextOption = Annotated[bool, typer.Option("--max-context", help="The largest context that the memory holds.")]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Question:
+    """At most one of the questions."""
+
+    explain: str | None = None
+    compare: str | None = None
+    fits: bool = False
+    gpus: str | None = None
+    max_context: bool = False
+
+    @classmethod
+    def of(
+        cls, *, explain: str | None, compare: str | None, fits: bool, gpus: str | None, max_context: bool
+    ) -> Question:
+        """Return the question that was asked."""
+        return cls(explain=explain, compare=compare, fits=fits, gpus=gpus, max_context=max_context)
+
+    @property
+    def asked(self) -> list[str]:
+        """The options that ask."""
+        named = {
+            "--explain": self.explain is not None,
+            "--compare": self.compare is not None,
+            "--fits": self.fits,
+            "--gpus": self.gpus is not None,
+            "--max-context": self.max_context,
+        }
+        return [name for name, is_asked in named.items() if is_asked]
+
+    @property
+    def is_any(self) -> bool:
+        """Whether anything is asked."""
+        return bool(self.asked)
+
+    @property
+    def needs_no_budget(self) -> bool:
+        """Whether the answer is about memory that one would need, not about memory that there is."""
+        return self.fits or self.gpus is not None
+
+    def check(self, *, writes: bool, fail_if: bool) -> None:
+        """Raise if options contradict each other.
+
+        Raises:
+            typer.BadParameter: two questions, or a question beside what only a plan can do.
+        """
+        if len(self.asked) > 1:
+            raise typer.BadParameter(f"{' and '.join(self.asked)} are two questions; ask one at a time")
+        if self.asked and (writes or fail_if):
+            other = "--fail-if" if fail_if else "-o or --html"
+            raise typer.BadParameter(f"{self.asked[0]} answers a question and makes no plan; leave out {other}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """An answer in its three forms: for people, for scripts that want one value, and for programs."""
+
+    shown: PlainTable | list[str]
+    value: str
+    document: dict[str, object]
+
+
+def answer(
+    question: Question,
+    checkpoint: Checkpoint,
+    budget: MemoryBudget | None,
+    options: PlanOptions,
+    *,
+    as_json: bool,
+    quiet: bool,
+    color: ColorMode,
+) -> None:
+    """Print the answer."""
+    from bigload_cli import output
+
+    if budget is None:
+        found = _about_need(question, checkpoint, options)
+    else:
+        found = _about_budget(question, checkpoint, budget, options)
+    if as_json:
+        output.print_json(found.document)
+    elif quiet:
+        output.print_text(found.value)
+    elif isinstance(found.shown, list):
+        output.print_text("\n".join(found.shown))
+    else:
+        output.print_table(found.shown, color=color)
+
+
+def _about_need(question: Question, checkpoint: Checkpoint, options: PlanOptions) -> Answer:
+    """Answer what memory a model would need."""
+    from bigload.planning import sizing
+    from bigload.planning.structure import read_structure
+    from bigload_cli.options import size_option
+    from bigload_cli.views import questions as view
+
+    if question.gpus is None:
+        least = sizing.fits(read_structure(checkpoint, options), options)
+        return Answer(
+            shown=view.least_memory(least),
+            value=" ".join(str(row.gpu_bytes) for row in least.least),
+            document=view.of_least_memory(least, checkpoint.path, options.workload),
+        )
+    size = size_option("--gpus", question.gpus)
+    needs = sizing.gpus(read_structure(checkpoint, options), options, size)
+    return Answer(
+        shown=view.gpu_needs(needs),
+        value="none" if needs.without_offload is None else str(needs.without_offload),
+        document=view.of_gpu_needs(needs, checkpoint.path, options.workload),
+    )
+
+
+def _about_budget(question: Question, checkpoint: Checkpoint, budget: MemoryBudget, options: PlanOptions) -> Answer:
+    """Answer what a plan for this memory does, and why."""
+    from bigload.planning.compare import compare
+    from bigload.planning.explain import explain
+    from bigload.planning.max_context import max_context
+    from bigload.planning.planner import draft
+    from bigload.planning.structure import read_structure
+    from bigload_cli.views import questions as view
+
+    if question.explain is not None:
+        why = explain(draft(checkpoint, budget, options), question.explain)
+        return Answer(
+            shown=view.explanation(why),
+            value=" ".join(str(home.device) for home in why.homes) or "none",
+            document=view.of_explanation(why, checkpoint.path),
+        )
+    structure = read_structure(checkpoint, options)
+    if question.compare is not None:
+        outcomes = compare(structure, budget, options, _policies(question.compare))
+        return Answer(
+            shown=view.comparison(outcomes),
+            value="\n".join(outcome.policy for outcome in outcomes if outcome.fits),
+            document=view.of_comparison(outcomes, checkpoint.path),
+        )
+    longest = max_context(structure, budget, options)
+    return Answer(
+        shown=view.longest_context(longest),
+        value="unlimited" if longest.unslowed_tokens is None else str(longest.unslowed_tokens),
+        document=view.of_longest_context(longest, checkpoint.path),
+    )
+
+
+def _policies(text: str) -> list[Policy]:
+    """Return the policies of a list such as `sequential,balanced`.
+
+    Raises:
+        typer.BadParameter: one that there is not.
+    """
+    known = {str(policy): policy for policy in Policy}
+    words = [word.strip() for word in text.split(",") if word.strip()]
+    unknown = [word for word in words if word not in known]
+    if unknown or not words:
+        raise typer.BadParameter(
+            f"--compare {text}: no policy {', '.join(unknown) or 'named'}; known are {', '.join(known)}"
+        )
+    return [known[word] for word in words]
