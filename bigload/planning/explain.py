@@ -21,6 +21,9 @@ from bigload.planning.policies.optimal import token_cost, token_seconds
 from bigload.planning.units import Part, UnitKind
 from bigload.units import counted, format_size
 
+_OUT_OF_ORDER = ", but modules would not be in order on the accelerators"
+"""What is said of a trial that is better, but that no policy looks for."""
+
 _MAX_UNITS = 2
 """A name that covers more units than this, two for a block and its experts, is described but not tried elsewhere."""
 
@@ -366,17 +369,19 @@ def _on_room(trials: _Trials) -> Iterator[Reason]:
 def _on_exchange(index: int, trials: _Trials, base: Placement) -> Iterator[Reason]:
     """Say whether it would help to stream another unit instead."""
     others = [i for i, device in enumerate(base.devices) if device.is_accelerator]
-    exchanges = ((trials.saves(trials.moved({index: base.devices[i], i: base.devices[index]})), i) for i in others)
-    saved, other = max(exchanges, default=(0.0, None))
-    if other is None:
-        return
-    if saved > 0:
-        name, ms = trials.problem.units[other].name, saved * 1000
-        text = f"exchanged with {name} on {base.devices[other]}, it would save {ms:.1f} ms a token{_blame(trials)}"
-    else:
+    exchanges = {i: trials.moved({index: base.devices[i], i: base.devices[index]}) for i in others}
+    saved = {i: seconds for i, trial in exchanges.items() if (seconds := trials.saves(trial)) > 0}
+    # The first of those that save most; one that breaks the order only where no other saves anything.
+    other = max(saved, key=lambda i: (trials.keeps_order(exchanges[i]), saved[i], -i), default=None)
+    if other is not None:
+        where = f"{trials.problem.units[other].name} on {base.devices[other]}"
+        why = _blame(trials) if trials.keeps_order(exchanges[other]) else _OUT_OF_ORDER
+        text = f"exchanged with {where}, it would save {saved[other] * 1000:.1f} ms a token{why}"
+        yield Reason(code="exchange", text=text)
+    elif others:
         number = counted(len(others), "module")
         text = f"exchanging it with any one of the {number} on accelerators would not save time"
-    yield Reason(code="exchange", text=text)
+        yield Reason(code="exchange", text=text)
 
 
 def _blame(trials: _Trials) -> str:
@@ -453,7 +458,7 @@ def _effect(device: Device, trial: Placement, loads: Mapping[Device, DeviceLoad]
         return f"on {device} it would take {counted(changes, 'more device change')}"
     if cost < 0 or changes < 0:
         gain = f"save {milliseconds:.1f} ms per token" if cost < 0 else f"save {counted(-changes, 'device change')}"
-        order = "" if trials.keeps_order(trial) else ", but modules would not be in order on the accelerators"
+        order = "" if trials.keeps_order(trial) else _OUT_OF_ORDER
         return f"on {device} it would {gain}{order or _blame(trials)}"
     return f"on {device} it would run as fast; {_balance(loads, trials)}"
 

@@ -219,3 +219,11 @@ def test_a_gpu_that_cannot_even_stream_the_largest_module_is_no_answer():
     answer = gpus(structure, options, 99)
     assert (answer.without_offload, answer.with_ram) == (None, ())
     assert "no number of GPUs" in str(answer)
+
+
+def test_a_gpu_that_streams_experts_is_used_although_the_cpu_could_run_the_model():
+    options = options_of(overhead=0)
+    structure = read_structure(mixture(), options)
+    # No block of 260 bytes passes through 250, but its experts do, two at a time.
+    found = place(structure, equal(1, 250, 4 * GIB), options)
+    assert runs_on_gpus(found)
