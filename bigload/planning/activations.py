@@ -49,7 +49,7 @@ class BlockActivations:
         if workload.context > chunk:
             cached = workload.context if self.max_tokens is None else min(workload.context, self.max_tokens + chunk)
             attention += cached * self.per_cached_token * width
-            mask = chunk * cached  # of booleans
+            mask = chunk * cached if self.per_cached_token else 0  # of booleans; a recurrence has none
         return workload.batch * (max(feed_forward, attention) + mask)
 
 

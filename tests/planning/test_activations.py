@@ -3,7 +3,7 @@
 import pytest
 
 from bigload.dtypes import DTYPES
-from bigload.planning.activations import PREFILL_CHUNK, block_activations
+from bigload.planning.activations import PREFILL_CHUNK, BlockActivations, block_activations
 from bigload.planning.block_shapes import read_block
 from bigload.planning.model_config import ModelConfig
 from bigload.planning.tree import build_tree
@@ -86,3 +86,9 @@ def test_the_config_tells_widths_that_shapes_do_not():
     config = {"hidden_size": 8, "intermediate_size": 64}
     assert bytes_of({"norm": [8]}, config=config) == 100 * (STREAM + 3 * 64) * 2
     assert activations_of({"norm": [8]}) is None
+
+
+def test_a_recurrence_has_no_mask_that_grows_with_the_context():
+    block = BlockActivations(feed_forward=1, attention=1, per_cached_token=0, max_tokens=None)
+    chunk, longer = (block.num_bytes(Workload(context=tokens), DTYPES["BF16"]) for tokens in (PREFILL_CHUNK, 2**20))
+    assert chunk == longer
