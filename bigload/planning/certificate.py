@@ -8,7 +8,7 @@ from enum import StrEnum
 from bigload.devices import CPU, DISK
 from bigload.planning.placement import Placement, PlacementProblem
 from bigload.planning.policies.bounds import lower_bound
-from bigload.planning.policies.tiers import Host
+from bigload.planning.policies.optimal import token_cost
 from bigload.units import counted, format_size
 
 
@@ -55,13 +55,10 @@ class Certificate:
 def certify(problem: PlacementProblem, placement: Placement) -> Certificate:
     """Return what can be said about a placement of any policy."""
     bound = lower_bound(problem)
-    host = Host.of(problem)
     homes = list(zip(problem.units, placement.devices, strict=True))
     on_disk = sum(unit.num_bytes for unit, device in homes if device == DISK)
     in_ram = sum(unit.num_bytes for unit, device in homes if device == CPU)
-    each = {CPU: host.ram_cost, DISK: host.disk_cost}
-    cost = sum(unit.token_bytes * each.get(device, 0) for unit, device in homes)
-    if cost <= bound.cost:
+    if token_cost(problem, placement) <= bound.cost:
         verdict = Verdict.OPTIMAL
     else:
         verdict = Verdict.OPTIMAL_IN_ORDER if placement.is_proven else Verdict.BOUNDED

@@ -137,10 +137,19 @@ def write_plan(plan: Plan, path: str | Path) -> None:
     target = Path(path)
     if target.exists() and not _is_plan(target):
         raise OutputExistsError(target, "it is not a plan file", hint="choose another name")
+    write_whole(target, plan_to_json(plan))
+
+
+def write_whole(target: Path, text: str) -> None:
+    """Write a file that is there with all of `text` or not at all; replaces what stands there.
+
+    Raises:
+        WriteError: the system refused.
+    """
     partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
     try:
-        with partial.open("x", encoding="utf-8", errors=_PATHS) as file:
-            file.write(plan_to_json(plan))
+        with partial.open("x", encoding="utf-8", errors=_PATHS, newline="\n") as file:
+            file.write(text)
             file.flush()
             os.fsync(file.fileno())
         partial.replace(target)

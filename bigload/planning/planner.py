@@ -22,6 +22,7 @@ from bigload.planning.notes import notes_on, tie_homes
 from bigload.planning.options import PlanOptions, PlanWishes, options_of
 from bigload.planning.placement import Misfit, Placement, PlacementProblem, device_loads, fetch_ahead
 from bigload.planning.plan import DeviceUse, Plan, PlanNote, recount
+from bigload.planning.policies.optimal import token_cost
 from bigload.planning.policies.registry import POLICIES, Solution, solve
 from bigload.planning.structure import ModelStructure, read_structure
 from bigload.planning.units import with_dense_held
@@ -117,14 +118,10 @@ def _dense_first(structure: ModelStructure, budget: MemoryBudget, options: PlanO
     return solve(problem, options.policy)
 
 
-def _cost(solution: Solution, budget: MemoryBudget) -> tuple[bool, float]:
-    """Return whether accelerators stay unused, and the seconds in which streamed bytes of one token arrive."""
-    problem, execution = solution.problem, solution.placement.execution_device
-    seconds = 0.0
-    for source, num_bytes in _token_bytes(solution).items():
-        if source == DISK or execution != CPU:
-            seconds += num_bytes / (problem.bandwidth.disk if source == DISK else problem.bandwidth.link)
-    return execution == CPU and bool(budget.accelerators), seconds
+def _cost(solution: Solution, budget: MemoryBudget) -> tuple[bool, int]:
+    """Return whether accelerators stay unused, and what a token costs, in the unit of `tiers.Host`."""
+    problem, placement = solution.problem, solution.placement
+    return placement.execution_device == CPU and bool(budget.accelerators), token_cost(problem, placement)
 
 
 def _token_bytes(solution: Solution) -> dict[Device, int]:

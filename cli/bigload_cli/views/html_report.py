@@ -8,16 +8,16 @@ Neither clock nor machine is in it: the same plan gives the same bytes.
 from __future__ import annotations
 
 import hashlib
-import os
 import re
 from base64 import b64encode
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from bigload.devices import CPU, DISK
-from bigload.errors import OutputExistsError, WriteError
+from bigload.errors import OutputExistsError
 from bigload.planning.certificate import Verdict
 from bigload.planning.plan import TERMS, DeviceUse, Plan
+from bigload.planning.plan_file import write_whole
 from bigload.planning.planner import Draft
 from bigload.units import format_size
 from bigload_cli.views.html_figures import (
@@ -86,17 +86,7 @@ def write_report(draft: Draft, path: str | Path, *, plan_file: Path | None = Non
     target = Path(path)
     if target.exists() and not _is_report(target):
         raise OutputExistsError(target, "it is not a report of bigload", hint="choose another name")
-    page = html_report(draft, plan_file=plan_file)
-    partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
-    try:
-        with partial.open("x", encoding="utf-8", newline="\n") as file:
-            file.write(page)
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(target)
-    except OSError as error:
-        partial.unlink(missing_ok=True)
-        raise WriteError(target, error) from error
+    write_whole(target, html_report(draft, plan_file=plan_file))
 
 
 def _is_report(path: Path) -> bool:
