@@ -1,4 +1,4 @@
-"""The exact policy against brute force: every assignment of up to ten units, judged by the same wishes."""
+"""The exact policy against brute force: every assignment of up to seven units, judged by the same wishes."""
 
 from dataclasses import replace
 from fractions import Fraction
@@ -12,9 +12,11 @@ from bigload.devices import CPU, DISK, Device
 from bigload.planning.certificate import Verdict, certify
 from bigload.planning.choices import Balance, Policy
 from bigload.planning.placement import Misfit, Placement, device_loads, keeps_limits
+from bigload.planning.policies import optimal
 from bigload.planning.policies.bounds import least_accelerators, lower_bound
 from bigload.planning.policies.optimal import place_optimally, token_cost
 from bigload.planning.policies.registry import POLICIES
+from builders import problem_of, unit_of
 
 
 def peak(problem, placement):
@@ -94,3 +96,20 @@ def held_by(problem, placement) -> dict[Device, int]:
     for unit, device in zip(problem.units, placement.devices, strict=True):
         held[device] = held.get(device, 0) + unit.num_bytes
     return held
+
+
+def test_what_fits_in_order_with_whole_blocks_fits_with_experts_apart():
+    # Only the last unit is small enough for the RAM there is, and it lies behind the second accelerator's stretch.
+    units = [unit_of(1), unit_of(5, rides=True), unit_of(1), unit_of(5, rides=True), unit_of(2)]
+    problem = problem_of(units, {"cuda:0": 8, "cuda:1": 6, "cpu": 2}, use_disk=False)
+    found = place_optimally(problem)
+    assert isinstance(found, Placement)
+    assert [str(device) for device in found.devices] == ["cuda:0", "cuda:0", "cuda:1", "cuda:1", "cpu"]
+    assert keeps_limits(problem, found)
+
+
+def test_nothing_is_proven_when_not_all_orders_were_tried(monkeypatch):
+    problem = problem_of([5, 5, 5, 5], dict.fromkeys(("cuda:0", "cuda:1", "cuda:2", "cuda:3"), 9), any_order=True)
+    assert place_optimally(problem).is_proven
+    monkeypatch.setattr(optimal, "MAX_ORDERS", 1)
+    assert not place_optimally(problem).is_proven

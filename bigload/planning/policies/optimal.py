@@ -51,6 +51,7 @@ class _Search:
     def __init__(self, problem: PlacementProblem) -> None:
         self.problem = problem
         self.orders = list(orders_of(problem.accelerators, any_order=problem.any_order))
+        self.has_all_orders = len(self.orders) < MAX_ORDERS
         self.stretches = Stretches(problem)
         self.runs = Runs(self.stretches)
 
@@ -62,7 +63,7 @@ class _Search:
         if not proven and self._may_stream_anywhere:
             for rooms in self.orders:
                 found = self.runs.best(rooms, None if found is None else found.rank) or found
-            proven = not self.runs.gave_up
+            proven = not self.runs.gave_up and self.has_all_orders
             if not proven:
                 found = min(filter(None, (found, _sequential(self.problem))), key=lambda one: one.rank, default=None)
         if found is None:
@@ -88,7 +89,7 @@ class _Search:
         """Return whether it is known without a search that no placement with the units in order ranks below `found`."""
         if len(self.problem.accelerators) < 2:
             return found.exact  # there is but one stretch
-        if found.cost == 0 and all(unit.token_bytes for unit in self.problem.units):
+        if found.cost == 0 and self.has_all_orders and all(unit.token_bytes for unit in self.problem.units):
             return True  # nothing is streamed, and stretches are the only way to hold all
         bound = lower_bound(self.problem)
         return found.rank <= (bound.cost, least_accelerators(self.problem, found.cost) - 1)
@@ -150,9 +151,15 @@ def _arrangements(preferred: Sequence[int]) -> Iterator[tuple[int, ...]]:
 
 
 def _sequential(problem: PlacementProblem) -> Found | None:
-    placement = place_sequentially(problem)
-    if isinstance(placement, Misfit) or any(unit.rides for unit in problem.units):
+    """Return what filling the devices in order gives, experts with their blocks."""
+    placement = place_sequentially(replace(problem, units=joined(problem.units)))
+    if isinstance(placement, Misfit):
         return None
+    homes = iter(placement.devices)
+    devices: list[Device] = []
+    for unit in problem.units:
+        devices.append(devices[-1] if unit.rides else next(homes))
+    placement = replace(placement, devices=tuple(devices))
     cost = token_cost(problem, placement)
     return Found(placement.devices, placement.execution_device, cost, placement.num_device_changes)
 

@@ -21,7 +21,7 @@ MAX_LABELS = 15_000
 """Labels looked at before the search gives up; its answer is then not proven to be the best."""
 
 _COST_OF_A_DIVISION = 25
-"""As many labels are looked at in the time in which RAM and disk are divided among streamed units once."""
+"""How many labels one division of streamed units among RAM and disk counts for: it takes about as long as some."""
 
 _STREAMED = -1
 
@@ -54,10 +54,16 @@ class _Label(NamedTuple):
 
 
 class _Limits:
-    """What one search keeps: rooms, the largest unit that may be streamed, and the rank to stay below."""
+    """What one search keeps: rooms, the largest unit that may be streamed, and the rank to stay below.
 
-    def __init__(self, capacities: list[int], streamed: int, below: tuple[int, int] | None) -> None:
+    `leaves_early` tells whether the execution device may be left before it is full.
+    """
+
+    def __init__(
+        self, capacities: list[int], streamed: int, below: tuple[int, int] | None, *, leaves_early: bool
+    ) -> None:
         self.capacities, self.streamed, self.below = capacities, streamed, below
+        self.leaves_early = leaves_early
         self.later = [sum(max(room, 0) for room in capacities[index + 1 :]) for index in range(len(capacities))]
 
     def room(self, label: _Label) -> int:
@@ -73,7 +79,6 @@ class Runs:
         self.units, self.num_in_flight = stretches.units, stretches.host.num_in_flight
         self.runs = [(kind, len(list(members))) for kind, members in groupby(kinds.of)]
         self.streams = sorted({unit.stream_bytes for unit in self.units})
-        self.leaves_early = False
         self.rest = [0]
         for kind, count in reversed(self.runs):
             example = kinds.examples[kind]
@@ -92,21 +97,24 @@ class Runs:
         """
         best: Found | None = None
         has_caches = any(unit.run_bytes for unit in self.units)
-        for self.leaves_early in (False, True) if has_caches and len(rooms) > 1 else (False,):
+        for leaves_early in (False, True) if has_caches and len(rooms) > 1 else (False,):
             for first in range(len(rooms)):
                 for streamed in self.streams:
                     if self.gave_up:
                         return best
-                    best = self._search(rooms[first:], streamed, below if best is None else best.rank) or best
+                    limit = below if best is None else best.rank
+                    best = self._search(rooms[first:], streamed, limit, leaves_early=leaves_early) or best
         return best
 
-    def _search(self, rooms: Rooms, streamed: int, below: tuple[int, int] | None) -> Found | None:
+    def _search(
+        self, rooms: Rooms, streamed: int, below: tuple[int, int] | None, *, leaves_early: bool
+    ) -> Found | None:
         """Search with a workspace for units of `streamed` bytes on the first of `rooms`."""
         capacities = [room for _, room in rooms]
         capacities[0] -= self.num_in_flight * streamed
         if capacities[0] < 0:
             return None
-        limits = _Limits(capacities, streamed, below)
+        limits = _Limits(capacities, streamed, below, leaves_early=leaves_early)
         labels: dict[Counts, list[_Label]] = {self.kinds.none: [_Label(capacities[0])]}
         if self._hopeless(self.kinds.none, labels[self.kinds.none][0], 0, limits):
             return None
@@ -116,7 +124,7 @@ class Runs:
                 for number in self._numbers(counts, group, kind, count, limits):
                     reached = self.kinds.more(counts, kind, number)
                     for label in group:
-                        for new in self._place(label, kind, number, count - number, capacities):
+                        for new in self._place(label, kind, number, count - number, limits):
                             self.steps += 1
                             if not self._hopeless(reached, new, index + 1, limits):
                                 _add(following.setdefault(reached, []), new)
@@ -145,7 +153,7 @@ class Runs:
         missing = max(self.rest[done] - room, 0)
         return (self.kinds.least_cost(counts, missing), label.changes) >= limits.below
 
-    def _place(self, label: _Label, kind: int, streamed: int, held: int, capacities: list[int]) -> Iterator[_Label]:
+    def _place(self, label: _Label, kind: int, streamed: int, held: int, limits: _Limits) -> Iterator[_Label]:
         """Yield the ways to stream some units of a run and to hold the others, each accelerator as full as it goes."""
         unit = self.kinds.examples[kind]
         beside, size = streamed * unit.run_bytes, unit.num_bytes + unit.run_bytes
@@ -153,13 +161,13 @@ class Runs:
             return
         here = label._replace(homes=(), before=label)
         if streamed:
-            yield from self._hold(self._stream(here, streamed, beside), size, held, capacities)
+            yield from self._hold(self._stream(here, streamed, beside), size, held, limits)
         if not held:
             return
         if streamed:
             used = label.used + beside if label.current == 0 else label.used
             here = here._replace(left=label.left - beside, used=used)
-        for whole in self._hold(here, size, held, capacities):
+        for whole in self._hold(here, size, held, limits):
             if not streamed:
                 yield whole
                 continue
@@ -180,17 +188,18 @@ class Runs:
             homes=(*label.homes, (_STREAMED, number)),
         )
 
-    def _hold(self, label: _Label, size: int, number: int, capacities: list[int]) -> Iterator[_Label]:
+    def _hold(self, label: _Label, size: int, number: int, limits: _Limits) -> Iterator[_Label]:
         """Yield the ways to hold `number` units, from where `label` stands; who is away may go on for free."""
         if not number:
             yield label
             return
+        capacities = limits.capacities
         pending = [(label, number)]
         while pending:
             here, rest = pending.pop()
             room = capacities[here.current] - here.used
             fitting = min(rest, room // size) if size else rest
-            early = here.current == 0 and self.leaves_early
+            early = here.current == 0 and limits.leaves_early
             for taken in range(fitting, 0, -1) if early else [fitting] * (fitting > 0):
                 held = here._replace(
                     left=here.left - taken * size if here.current == 0 else here.left,
