@@ -16,12 +16,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from bigload.bench.page_cache import cached_fraction, evict
 from bigload.bench.peak_memory import peak_bytes, reset_peak
 from bigload.bench.statistics import Ratio, Summary, ratio, summarize
 from bigload.checkpoint.model import Checkpoint
 from bigload.checkpoint.source import open_checkpoint
 from bigload.loading.load import load
+from bigload.loading.page_cache import cached_fraction, evict
 from bigload.loading.workers import default_threads, run_jobs
 
 if TYPE_CHECKING:

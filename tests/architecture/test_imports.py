@@ -57,7 +57,7 @@ def tiny(tmp_path):
     "module",
     [
         "bigload",
-        "bigload.bench.page_cache",
+        "bigload.loading.page_cache",
         "bigload.checkpoint.source",
         "bigload.layouts.reshard",
         "bigload.loading.engine",

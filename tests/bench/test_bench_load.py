@@ -7,9 +7,9 @@ import pytest
 import bigload
 from bigload.bench import bench_load as bench_module
 from bigload.bench.bench_load import BenchReport, StrategyResult, bench_document, bench_load
-from bigload.bench.page_cache import evict
 from bigload.errors import CheckpointNotFoundError, NotEnoughMemoryError
 from bigload.loading import load as load_module
+from bigload.loading.page_cache import evict
 from builders import make_checkpoint, stored_tensors, write_shard
 
 

@@ -3,7 +3,7 @@ import subprocess
 
 import pytest
 
-from bigload.bench.page_cache import cached_fraction, evict
+from bigload.loading.page_cache import cached_fraction, evict
 from builders import open_descriptors
 
 PAGE = os.sysconf("SC_PAGESIZE")

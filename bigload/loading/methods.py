@@ -1,0 +1,20 @@
+"""How bytes may be read; apart from everything heavy, because the command line's help needs the words."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+
+class Method(StrEnum):
+    """How the bytes of a checkpoint come into memory.
+
+    `read`: positional reads through the page cache, into memory of this process. `direct`: the same past the page
+    cache (O_DIRECT). `mmap`: tensors stay pages of the file, shared with every process that maps it, copied when they
+    are first written to; what cannot stay (another dtype, another device) is copied out of the map. `auto`: `read` or
+    `direct`, whichever is faster for these files now.
+    """
+
+    AUTO = "auto"
+    READ = "read"
+    MMAP = "mmap"
+    DIRECT = "direct"
