@@ -35,6 +35,7 @@ if TYPE_CHECKING:  # `as` marks them as public to type checkers
     from bigload.errors import InvalidPlanError as InvalidPlanError
     from bigload.errors import LayoutError as LayoutError
     from bigload.errors import LoadError as LoadError
+    from bigload.errors import LoadOptionError as LoadOptionError
     from bigload.errors import NamesUnknownError as NamesUnknownError
     from bigload.errors import NotEnoughMemoryError as NotEnoughMemoryError
     from bigload.errors import NotEnoughSpaceError as NotEnoughSpaceError
@@ -111,6 +112,7 @@ _HOMES = {
         "InvalidPlanError",
         "LayoutError",
         "LoadError",
+        "LoadOptionError",
         "NamesUnknownError",
         "NotEnoughMemoryError",
         "NotEnoughSpaceError",

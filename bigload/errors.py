@@ -18,6 +18,7 @@
     │   ├── WriteError                   the system refused a write       (OSError)
     │   └── VerificationError            a written byte differs from its source
     └── LoadError                        bytes to tensors
+        ├── LoadOptionError              an argument or variable that cannot be (ValueError)
         ├── UnknownTensorError           asked for by a name that is not there (KeyError)
         ├── ReadError                    a read failed or came back short (OSError)
         ├── UnsupportedDTypeError        torch has no such dtype          (TypeError)
@@ -246,6 +247,16 @@ class VerificationError(LayoutError):
 
 class LoadError(BigloadError):
     """Tensors could not be brought into memory."""
+
+
+class LoadOptionError(LoadError, ValueError):
+    """An argument of a load, or an environment variable, has a value that cannot be; `name` is which."""
+
+    def __init__(self, name: str, value: object, expected: str) -> None:
+        shown = f'"{value:.40}"' if isinstance(value, str) else repr(value)
+        super().__init__(f"{name} is {shown}; expected {expected}")
+        self.name = name
+        self.value = value
 
 
 class UnknownTensorError(LoadError, KeyError):
