@@ -11,7 +11,26 @@ from pathlib import Path
 _MOUNTS = Path("/proc/self/mountinfo")
 _BLOCK_DEVICES = Path("/sys/dev/block")
 _NETWORK = frozenset(
-    "9p acfs afs beegfs ceph cifs coda gpfs lustre ncpfs nfs nfs4 orangefs panfs pvfs2 smb3 smbfs wekafs".split()
+    [
+        "9p",
+        "acfs",
+        "afs",
+        "beegfs",
+        "ceph",
+        "cifs",
+        "coda",
+        "gpfs",
+        "lustre",
+        "ncpfs",
+        "nfs",
+        "nfs4",
+        "orangefs",
+        "panfs",
+        "pvfs2",
+        "smb3",
+        "smbfs",
+        "wekafs",
+    ]
 )
 
 
