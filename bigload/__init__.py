@@ -49,6 +49,7 @@ if TYPE_CHECKING:  # `as` marks them as public to type checkers
     from bigload.errors import StateDictMismatchError as StateDictMismatchError
     from bigload.errors import UnknownTensorError as UnknownTensorError
     from bigload.errors import UnsupportedDTypeError as UnsupportedDTypeError
+    from bigload.errors import UnsupportedMethodError as UnsupportedMethodError
     from bigload.errors import VerificationError as VerificationError
     from bigload.errors import WriteError as WriteError
     from bigload.layouts.reshard import ReshardReport as ReshardReport
@@ -126,6 +127,7 @@ _HOMES = {
         "StateDictMismatchError",
         "UnknownTensorError",
         "UnsupportedDTypeError",
+        "UnsupportedMethodError",
         "VerificationError",
         "WriteError",
     ),

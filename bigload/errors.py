@@ -22,6 +22,7 @@
         ├── UnknownTensorError           asked for by a name that is not there (KeyError)
         ├── ReadError                    a read failed or came back short (OSError)
         ├── UnsupportedDTypeError        torch has no such dtype          (TypeError)
+        ├── UnsupportedMethodError       files cannot be read that way    (ValueError)
         ├── NotEnoughMemoryError         the tensors exceed free memory   (MemoryError)
         └── StateDictMismatchError       module and checkpoint disagree   (ValueError)
 
@@ -290,6 +291,18 @@ class UnsupportedDTypeError(LoadError, TypeError):
         )
         self.dtype = dtype
         self.tensors = tuple(tensors)
+
+
+class UnsupportedMethodError(LoadError, ValueError):
+    """The file at `path` cannot be read by the `method` that was asked for."""
+
+    def __init__(self, path: Path | str, method: str, reason: str) -> None:
+        super().__init__(
+            f"cannot read {path} by the method {method}: {reason}",
+            hint='leave the choice to "auto", or take "read"; every file system offers that',
+        )
+        self.path = path
+        self.method = method
 
 
 class NotEnoughMemoryError(LoadError, MemoryError):

@@ -13,7 +13,6 @@ from typing import TypeVar
 
 from bigload.errors import LoadOptionError
 from bigload.loading.methods import Method
-from bigload.loading.workers import MAX_DEFAULT_THREADS, default_threads
 from bigload.units import MIB, parse_size
 
 THREADS_VARIABLE = "BIGLOAD_LOADING_THREADS"
@@ -39,9 +38,12 @@ Value = TypeVar("Value")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadSettings:
-    """How to load: threads that read, how they read, and the bytes that may be read or staged at one moment."""
+    """How to load: threads that read, how they read, and the bytes that may be read or staged at one moment.
 
-    threads: int
+    `threads` is `None` where nobody said anything: what suits then depends on how many bytes are read, and how.
+    """
+
+    threads: int | None
     method: Method
     max_inflight_bytes: int
 
@@ -52,7 +54,6 @@ def settings(
     max_inflight: int | str | None = None,
     *,
     environ: Mapping[str, str] = os.environ,
-    cores: int | None = None,
 ) -> LoadSettings:
     """Return what holds for a load: an argument before bigload's variable, that before transformers', that before ours.
 
@@ -66,17 +67,16 @@ def settings(
     there, where a thread takes whole files, there are no more threads than files, while bigload's threads share files.
 
     Args:
-        threads: 1 is serial. Else `BIGLOAD_LOADING_THREADS`, transformers' variables, or one per core, at most 4.
+        threads: 1 is serial. Else `BIGLOAD_LOADING_THREADS`, or transformers' variables; `None` if none says anything.
         method: Else `BIGLOAD_LOADING_METHOD`, or `auto`.
         max_inflight: Bytes, or text such as `"256MiB"`. Else `BIGLOAD_MAX_INFLIGHT`, or 256 MiB.
         environ: Where variables are looked up.
-        cores: Cores to count on; those that this process may use when left out.
 
     Raises:
         LoadOptionError: a value that cannot be; the error names the argument or the variable.
     """
     return LoadSettings(
-        threads=_first(threads, "threads", THREADS_VARIABLE, environ, _threads) or _usual_threads(environ, cores),
+        threads=_first(threads, "threads", THREADS_VARIABLE, environ, _threads) or _threads_of_transformers(environ),
         method=_first(method, "method", METHOD_VARIABLE, environ, _method) or Method.AUTO,
         max_inflight_bytes=_first(max_inflight, "max_inflight", MAX_INFLIGHT_VARIABLE, environ, _inflight_bytes)
         or DEFAULT_MAX_INFLIGHT_BYTES,
@@ -93,7 +93,7 @@ def _first(
     return read(variable, text) if text else None
 
 
-def _usual_threads(environ: Mapping[str, str], cores: int | None) -> int:
+def _threads_of_transformers(environ: Mapping[str, str]) -> int | None:
     word = environ.get(PARALLEL_VARIABLE, "").strip().lower()
     if word in _TRUE:
         return _first(None, "", WORKERS_VARIABLE, environ, _threads) or TRANSFORMERS_WORKERS
@@ -101,7 +101,7 @@ def _usual_threads(environ: Mapping[str, str], cores: int | None) -> int:
         return 1
     if word:
         raise LoadOptionError(PARALLEL_VARIABLE, environ[PARALLEL_VARIABLE], "true or false")
-    return default_threads() if cores is None else min(cores, MAX_DEFAULT_THREADS)
+    return None
 
 
 def _threads(name: str, value: object) -> int:

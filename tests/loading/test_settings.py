@@ -5,26 +5,18 @@ from hypothesis import strategies as st
 from bigload.errors import LoadOptionError
 from bigload.loading.methods import Method
 from bigload.loading.settings import MAX_THREADS, MIN_INFLIGHT_BYTES, LoadSettings, settings
-from bigload.loading.workers import default_threads
 from bigload.units import MIB
 from bigload_cli.failures import BAD_USAGE, report
 
 GOOD_THREADS = st.integers(1, MAX_THREADS)
 
 
-def threads(cores=2, **environ):
-    return settings(environ=environ, cores=cores).threads
+def threads(**environ):
+    return settings(environ=environ).threads
 
 
-def test_without_a_word_from_anybody_the_machine_decides():
-    assert settings(environ={}) == LoadSettings(
-        threads=default_threads(), method=Method.AUTO, max_inflight_bytes=256 * MIB
-    )
-
-
-@pytest.mark.parametrize(("cores", "expected"), [(1, 1), (2, 2), (4, 4), (64, 4)])
-def test_there_is_a_thread_per_core_and_never_more_than_four(cores, expected):
-    assert threads(cores) == expected
+def test_without_a_word_from_anybody_the_load_decides():
+    assert settings(environ={}) == LoadSettings(threads=None, method=Method.AUTO, max_inflight_bytes=256 * MIB)
 
 
 @pytest.mark.parametrize("word", ["true", "True", "TRUE", "1", "on", "yes", " true "])
@@ -43,8 +35,8 @@ def test_a_parallel_loading_that_transformers_switches_off_is_serial(word):
 
 
 def test_the_workers_of_transformers_alone_change_nothing():
-    assert threads(HF_PARALLEL_LOADING_WORKERS="6") == threads() == 2
-    assert threads(HF_PARALLEL_LOADING_WORKERS="not read, so not wrong") == 2
+    assert threads(HF_PARALLEL_LOADING_WORKERS="6") is threads() is None
+    assert threads(HF_PARALLEL_LOADING_WORKERS="not read, so not wrong") is None
 
 
 @given(argument=GOOD_THREADS | st.none(), own=GOOD_THREADS | st.none(), workers=GOOD_THREADS | st.none())
@@ -52,7 +44,7 @@ def test_an_argument_goes_before_our_variable_and_that_before_those_of_transform
     environ = {} if own is None else {"BIGLOAD_LOADING_THREADS": str(own)}
     if workers is not None:
         environ |= {"HF_ENABLE_PARALLEL_LOADING": "true", "HF_PARALLEL_LOADING_WORKERS": str(workers)}
-    assert settings(argument, environ=environ, cores=3).threads == (argument or own or workers or 3)
+    assert settings(argument, environ=environ).threads == (argument or own or workers)
 
 
 def test_what_is_overruled_is_not_looked_at():
