@@ -119,7 +119,7 @@ def run_rounds(
             except Exception as error:
                 if not contender.may_fail:
                     raise
-                failures[contender.name] = error
+                failures[contender.name] = error.with_traceback(None)  # whose frames would hold memory
     measured = {name: note.measured() for name, note in notes.items() if name not in failures and note.seconds}
     return Outcome(measured=measured, failures=failures, left_in_cache=tuple(left.values()))
 
