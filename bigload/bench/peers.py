@@ -6,7 +6,6 @@ are called with is what their own documentation shows for a local checkpoint.
 
 from __future__ import annotations
 
-import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -277,7 +276,7 @@ PEERS = (
     Peer(
         name="accelerate",
         package="accelerate",
-        memory=MemoryKind.PRIVATE,
+        memory=MemoryKind.FILE,  # a model on meta gets the maps that safetensors makes
         suffixes=(*_SAFETENSORS, *_PICKLES),
         prepare=_accelerate,
     ),
@@ -313,15 +312,3 @@ PEERS = (
 )
 """Every loader that the bench knows, in the order in which they are shown."""
 
-
-def quietly(prepare: Callable[[], Load]) -> Load:
-    """Return what `prepare` returns, while the bars and advice that some libraries print are off."""
-    before = os.environ.get("TQDM_DISABLE")
-    os.environ["TQDM_DISABLE"] = "1"
-    try:
-        return prepare()
-    finally:
-        if before is None:
-            del os.environ["TQDM_DISABLE"]
-        else:
-            os.environ["TQDM_DISABLE"] = before
