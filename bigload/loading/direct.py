@@ -178,15 +178,18 @@ def _told_alignment(path: Path) -> int | None:
         return None
     if not found.stx_mask & _STATX_DIOALIGN:
         return None
-    return max(found.stx_dio_mem_align, found.stx_dio_offset_align)
+    return int(max(found.stx_dio_mem_align, found.stx_dio_offset_align))
 
 
 def _tried_alignment(path: Path) -> int:
     """Return the size of a page, which suits every disk, if a page can be read directly, and otherwise 0."""
     try:
-        with OpenFile(path, flags=os.O_DIRECT) as opened, mmap.mmap(-1, mmap.PAGESIZE) as page:
-            with memoryview(page) as view:
-                read_once([view], opened.descriptor, 0, path)
+        with (
+            OpenFile(path, flags=os.O_DIRECT) as opened,
+            mmap.mmap(-1, mmap.PAGESIZE) as page,
+            memoryview(page) as view,
+        ):
+            read_once([view], opened.descriptor, 0, path)
     except ReadError:
         return 0
     return mmap.PAGESIZE
