@@ -18,6 +18,7 @@ memory for CUDA, other answers from `torch.accelerator`. So tests run in a proce
 """
 
 import ctypes
+import gc
 import threading
 import weakref
 from collections.abc import Callable
@@ -526,3 +527,16 @@ def install():
         libraries[1].impl(name, kernel, "PrivateUse1")
     simulation.libraries = libraries  # they unregister when they are gone
     return simulation
+
+
+@contextmanager
+def watched():
+    """Begin with nothing noted. At the end of the context there is no race that was not cleared, and no tensor left."""
+    simulation.reset()
+    before = list(simulation.used)
+    yield simulation
+    simulation.synchronize()
+    if simulation.used != before:
+        gc.collect()  # cycles, such as an error and the frames that it came through, are no leak
+    assert simulation.used == before
+    assert simulation.races == []
