@@ -194,7 +194,7 @@ class Stream:
 
     def run(self, up_to=None):
         """Do the work that was queued first, until `up_to` pieces of all that ever were are done."""
-        with simulation.lock, torch.no_grad():
+        with simulation.lock, torch.inference_mode():
             while self.queue and (up_to is None or self.num_done < up_to):
                 self.num_done += 1
                 self.queue.pop(0)()

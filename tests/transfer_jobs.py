@@ -11,7 +11,7 @@ def cut(num_bytes, most):
 
 
 def send_all(transfers, host, destination, *, threads, block_bytes, offset=0, fault=lambda start: None):
-    """Bring the elements of `host` to `destination` by blocks, as an engine would: each lies `offset` into its block."""
+    """Bring the elements of `host` to `destination` as an engine would, each piece `offset` into its block."""
     stored = host.view(-1).view(torch.uint8).tolist()
     flat = destination.view(-1)
     width, room = host.dtype.itemsize, block_bytes - offset

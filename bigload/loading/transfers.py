@@ -42,7 +42,7 @@ class Transfers:
     To be made where the destinations are, after them and under the caller's current stream: their memory may have had
     other users, whose kernels that stream still holds, and copies begin only behind those. Then any number of threads
     call `take`, `send`, `release`, each with a block at a time; the maker ends with `finish` and `close`, or by
-    leaving the context, when those threads are done.
+    leaving the context, when those threads are done. Destinations live until then, also when something failed.
 
     Attributes:
         device: The accelerator, with its index.
@@ -64,7 +64,8 @@ class Transfers:
             self._stream = self._module.Stream(device=self.device)
             self._stream.wait_stream(self._module.current_stream(self.device))
         memory, self.is_pinned = _host_memory(num_blocks * block_bytes)
-        self._free = deque(Block(piece, self._new_event()) for piece in memory.split(block_bytes))
+        starts = range(0, num_blocks * block_bytes, block_bytes)
+        self._free = deque(Block(memory[start : start + block_bytes], self._new_event()) for start in starts)
         self._returned = threading.Condition()
         self._ended_by: BaseException | None = None
 
@@ -176,9 +177,12 @@ class Transfers:
 
     @contextmanager
     def _enqueuing(self, block: Block, num_bytes: int) -> Iterator[None]:
-        """Work on the stream of the copies, temporary tensors too: their memory is then reused in its order alone."""
+        """Work on the stream of the copies, temporary tensors too: their memory is then reused in its order alone.
+
+        Inference mode, which each thread has for itself, lets destinations be parameters or inference tensors.
+        """
         block._has_copies = True  # before the first: one may be under way when the next fails
-        with self._recorder.span(Phase.COPY, num_bytes=num_bytes), torch.no_grad():
+        with self._recorder.span(Phase.COPY, num_bytes=num_bytes), torch.inference_mode():
             if self._stream is None:
                 yield
             else:

@@ -1,6 +1,6 @@
 """Tests on simulated accelerators. They want a process of their own: `tests/loading/test_transfers.py` starts it.
 
-    BIGLOAD_SIMULATED=1 pytest tests/simulated    # by hand
+BIGLOAD_SIMULATED=1 pytest tests/simulated    # by hand
 """
 
 import os

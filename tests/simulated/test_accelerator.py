@@ -68,7 +68,7 @@ def test_a_module_on_meta_takes_tensors_of_the_device_and_runs_there(simulation)
 
 
 def test_tensors_of_two_devices_do_not_mix(simulation):
-    with pytest.raises(RuntimeError, match="same device.*sim:0 and sim:1"):
+    with pytest.raises(RuntimeError, match=r"same device.*sim:0 and sim:1"):
         torch.zeros(3, device="sim:0") + torch.zeros(3, device="sim:1")
     with pytest.raises(RuntimeError, match="invalid device ordinal"):
         torch.zeros(3, device="sim:9")

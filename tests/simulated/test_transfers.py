@@ -95,9 +95,7 @@ def test_columns_of_rows_arrive_one_after_the_other(simulation, begin, wanted):
     with transfers_to() as transfers:
         block = transfers.take()
         block.memory[begin : begin + 4000] = bytes(matrix.view(-1).view(torch.uint8).tolist())
-        transfers.send_rows(
-            block, begin + 20, there, num_rows=40, row_bytes=14, stride_bytes=100, dtype=torch.bfloat16
-        )
+        transfers.send_rows(block, begin + 20, there, num_rows=40, row_bytes=14, stride_bytes=100, dtype=torch.bfloat16)
         transfers.release(block)
     assert torch.equal(there.cpu(), matrix[:, 10:17].to(wanted))
 
@@ -120,6 +118,16 @@ def test_a_parameter_that_wants_gradients_is_filled_like_any_tensor(simulation):
         send_all(transfers, host, there, threads=2, block_bytes=BLOCK)
     assert torch.equal(there.detach().cpu(), host)
     assert there.grad_fn is None
+
+
+def test_a_destination_made_in_inference_mode_is_filled_from_threads_that_are_not_in_it(simulation):
+    host = numbers(3000, torch.bfloat16)
+    with torch.inference_mode():
+        there = empty(3000)
+        with transfers_to() as transfers:
+            send_all(transfers, host, there, threads=2, block_bytes=BLOCK)
+    assert there.is_inference()
+    assert torch.equal(there.cpu(), host.float())
 
 
 def test_two_devices_are_fed_at_once(simulation):
@@ -149,18 +157,17 @@ def test_a_device_without_streams_is_copied_to_at_once(simulation, monkeypatch):
 @given(
     seed=st.integers(0, 1000),
     count=st.integers(1, 3_000),
-    block_bytes=st.integers(8, 700),
-    num_blocks=st.integers(1, 4),
+    ring=st.fixed_dictionaries({"num_blocks": st.integers(1, 4), "block_bytes": st.integers(8, 700)}),
     threads=st.integers(1, 3),
     wanted=st.sampled_from([torch.float32, torch.bfloat16]),
 )
-def test_whatever_is_done_when_the_bytes_are_right(seed, count, block_bytes, num_blocks, threads, wanted):
+def test_whatever_is_done_when_the_bytes_are_right(seed, count, wanted, ring, threads):
     order = random.Random(seed)
     with watched() as simulation:
         simulation.hurry = lambda stream: [stream.advance() for _ in range(order.choice([0, 0, 1, 3, 9]))]
         host, there = numbers(count, torch.bfloat16), empty(count, wanted)
-        with transfers_to(num_blocks=num_blocks, block_bytes=block_bytes) as transfers:
-            send_all(transfers, host, there, threads=threads, block_bytes=block_bytes)
+        with transfers_to(**ring) as transfers:
+            send_all(transfers, host, there, threads=threads, block_bytes=ring["block_bytes"])
         assert torch.equal(there.cpu(), host.to(wanted))
         del there
 
