@@ -120,7 +120,8 @@ def bench_load(
             gc.collect()
             if cold:
                 evict(files)
-            cached.append(cached_fraction(files))
+            fraction = cached_fraction(files)
+            cached += (0.0, 1.0) if fraction is None else (fraction,)  # unknown: anything between
             reset_peak()
             began = clock()
             tensors = load(opened, threads=count)

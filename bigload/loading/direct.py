@@ -77,45 +77,45 @@ class DirectReader(OpenFile):
 
     def read_into(self, buffers: Sequence[memoryview], offset: int) -> None:
         """Fill all of `buffers`; see `ByteSource`."""
+        stop = offset + sum(buffer.nbytes for buffer in buffers)
         run: list[_Piece] = []
         for piece in _pieces(buffers, offset):
             head, body, tail = self._split(piece)
             run.append(head)
             if body.num_bytes:
-                self._read_copying(run)
-                self._read_in_place(body)
+                self._read_copying(run, stop)
+                self._read_in_place(body, stop)
                 run = [tail]
-        self._read_copying(run)
+        self._read_copying(run, stop)
 
     def _split(self, piece: _Piece) -> tuple[_Piece, _Piece, _Piece]:
         """Return the beginning, the part that can be read in place, and the rest; each may be empty."""
-        begin = self._up(piece.start)
-        end = self._down(piece.stop)
+        begin, end = self._up(piece.start), self._down(piece.stop)
         if (piece.address - piece.start) % self._alignment or end - begin < _MIN_IN_PLACE_BYTES:
             begin = end = piece.stop
         return piece.part(piece.start, begin), piece.part(begin, end), piece.part(end, piece.stop)
 
-    def _read_in_place(self, piece: _Piece) -> None:
+    def _read_in_place(self, piece: _Piece, wanted: int) -> None:
+        """Fill `piece`; `wanted` is where the whole request ends, which is what an error is about."""
         position = piece.start
         while position < piece.stop:
-            rest = piece.part(position, piece.stop)
-            position += self._read(rest.view, position)
-            # What is no whole block is the end of the file.
-            if position < piece.stop and (position == rest.start or position % self._alignment):
-                raise ended_early(self._path, position, missing=piece.stop - position)
+            count = self._read(piece.part(position, piece.stop).view, position)
+            position += count
+            if position < piece.stop and (count == 0 or count % self._alignment):  # only the end of a file is uneven
+                raise ended_early(self._path, position, missing=wanted - position)
 
-    def _read_copying(self, run: Sequence[_Piece]) -> None:
+    def _read_copying(self, run: Sequence[_Piece], wanted: int) -> None:
+        """Fill `run`, pieces that follow each other, by way of a lent block."""
         run = [piece for piece in run if piece.num_bytes]
         if not run:
             return
         position, stop = run[0].start, run[-1].stop
-        with self._pool.lend() as block:
+        with self._pool.lend() as block, memoryview(block) as view:
             while position < stop:
                 begin = self._down(position)
-                wanted = min(self._up(stop) - begin, len(block))
-                end = begin + self._read(memoryview(block)[:wanted], begin)
+                end = begin + self._read(view[: self._up(stop) - begin], begin)
                 if end <= position:
-                    raise ended_early(self._path, end, missing=stop - end)
+                    raise ended_early(self._path, position, missing=wanted - position)
                 end = min(end, stop)
                 with self._recorder.span(Phase.COPY, num_bytes=end - position, file=self._path.name):
                     _copy(address_of(block) - begin, run, position, end)
@@ -178,15 +178,18 @@ def _told_alignment(path: Path) -> int | None:
         return None
     if not found.stx_mask & _STATX_DIOALIGN:
         return None
-    return max(found.stx_dio_mem_align, found.stx_dio_offset_align)
+    return int(max(found.stx_dio_mem_align, found.stx_dio_offset_align))
 
 
 def _tried_alignment(path: Path) -> int:
     """Return the size of a page, which suits every disk, if a page can be read directly, and otherwise 0."""
     try:
-        with OpenFile(path, flags=os.O_DIRECT) as opened, mmap.mmap(-1, mmap.PAGESIZE) as page:
-            with memoryview(page) as view:
-                read_once([view], opened.descriptor, 0, path)
+        with (
+            OpenFile(path, flags=os.O_DIRECT) as opened,
+            mmap.mmap(-1, mmap.PAGESIZE) as page,
+            memoryview(page) as view,
+        ):
+            read_once([view], opened.descriptor, 0, path)
     except ReadError:
         return 0
     return mmap.PAGESIZE

@@ -10,28 +10,8 @@ from pathlib import Path
 
 _MOUNTS = Path("/proc/self/mountinfo")
 _BLOCK_DEVICES = Path("/sys/dev/block")
-_NETWORK = frozenset(
-    [
-        "9p",
-        "acfs",
-        "afs",
-        "beegfs",
-        "ceph",
-        "cifs",
-        "coda",
-        "gpfs",
-        "lustre",
-        "ncpfs",
-        "nfs",
-        "nfs4",
-        "orangefs",
-        "panfs",
-        "pvfs2",
-        "smb3",
-        "smbfs",
-        "wekafs",
-    ]
-)
+_NETWORK = frozenset(("9p", "acfs", "afs", "beegfs", "ceph", "cifs", "coda", "gpfs", "lustre", "ncpfs", "nfs", "nfs4"))
+_NETWORK |= {"orangefs", "panfs", "pvfs2", "smb3", "smbfs", "wekafs"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +58,7 @@ class _Mount:
 def _read_mounts(mounts: Path) -> Iterator[_Mount]:
     """Yield what /proc/self/mountinfo lists (proc_pid_mountinfo(5)): fields, a hyphen, and the file system's own."""
     try:
-        lines = mounts.read_text(errors="surrogateescape").splitlines()
+        lines = mounts.read_text(errors="surrogateescape").split("\n")
     except OSError:
         return
     for line in lines:
@@ -94,7 +74,7 @@ def _plain(text: str) -> str:
 
 
 def _is_below(path: str, folder: str) -> bool:
-    return folder == "/" or path == folder or path.startswith(f"{folder}/")
+    return folder in ("/", path) or path.startswith(f"{folder}/")
 
 
 def _device(mount: _Mount, block_devices: Path) -> str:

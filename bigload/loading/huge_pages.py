@@ -87,8 +87,8 @@ def no_memory(what: str, num_bytes: int) -> NotEnoughMemoryError:
 class BlockPool:
     """Blocks of page-aligned memory that are lent to threads and taken back: `num_blocks` at most, all of one size.
 
-    A thread that finds all of them lent waits. Blocks are made when they are first needed, and the one that came back
-    last is lent first, because a processor's cache may still hold parts of it.
+    A thread that finds all of them lent waits. Blocks are made, down to their pages, when they are first needed, and
+    the one that came back last is lent first, because a processor's cache may still hold parts of it.
     """
 
     def __init__(self, num_blocks: int, *, block_bytes: int = LENT_BLOCK_BYTES) -> None:
@@ -102,7 +102,9 @@ class BlockPool:
         """Lend a block for as long as the context lasts. What it holds is what its last user left there."""
         block = self._free.get()
         try:
-            block = allocate(self.block_bytes) if block is None else block
+            if block is None:
+                block = allocate(self.block_bytes)
+                prefault(block, 0, self.block_bytes)
             yield block
         finally:
             self._free.put(block)

@@ -20,9 +20,10 @@ from bigload.loading.engine import Stager, opened_sources, read
 from bigload.loading.events import OnProgress, ignore_progress
 from bigload.loading.huge_pages import BlockPool, allocate
 from bigload.loading.mapped import MappedFile
-from bigload.loading.method_choice import Choice, choose
+from bigload.loading.method_choice import Choice, choose_method
 from bigload.loading.methods import Method
 from bigload.loading.report import LoadReport, Phase, Recorder
+from bigload.loading.samples import FileRanges
 from bigload.loading.schedule import BLOCK_BYTES, CPU, BufferSpec, Schedule, Wanted, Way, schedule_reads
 from bigload.loading.selection import Selection, select
 from bigload.loading.settings import LoadSettings, settings
@@ -159,13 +160,18 @@ def _settle(
     open_source: OpenSource | None,
     recorder: Recorder,
 ) -> _Approach:
-    num_bytes = sum(rows_of(want.tensor, want.part).num_bytes for want in wanted)
+    files = _files(checkpoint, wanted)
+    num_bytes = sum(file.num_bytes for file in files)
     if open_source is not None:
         choice = Choice(method=Method.READ, reason="the caller opens the files")
     else:
         with recorder.span(Phase.WAIT):
-            choice = choose(
-                _ranges(checkpoint, wanted), chosen.method, threads=_threads(chosen, Method.DIRECT, num_bytes)
+            choice = choose_method(
+                files,
+                asked=chosen.method,
+                threads=_threads(chosen, Method.DIRECT, num_bytes),
+                memory_bytes=sum(want.num_bytes for want in wanted if want.place == CPU),
+                available_bytes=available_memory(),
             )
     threads = _threads(chosen, choice.method, num_bytes)
     return _Approach(
@@ -190,12 +196,28 @@ def _threads(chosen: LoadSettings, method: Method, num_bytes: int) -> int:
     return DIRECT_THREADS if method is Method.DIRECT else default_threads()
 
 
-def _ranges(checkpoint: Checkpoint, wanted: Sequence[Wanted]) -> dict[Path, list[tuple[int, int]]]:
-    ranges: dict[Path, list[tuple[int, int]]] = {}
+def _files(checkpoint: Checkpoint, wanted: Sequence[Wanted]) -> list[FileRanges]:
+    """Return the bytes that will be read, by file; of columns, those from the first to the last."""
+    spans: dict[str, list[tuple[int, int]]] = {}
     for want in wanted:
-        span = want.tensor.span
-        ranges.setdefault(checkpoint.root / span.file, []).append((span.start, span.stop))
-    return ranges
+        rows = rows_of(want.tensor, want.part)
+        stop = rows.start + (rows.count - 1) * rows.stride + rows.row_bytes
+        spans.setdefault(want.tensor.span.file, []).append((rows.start, stop))
+    return [
+        FileRanges(path=checkpoint.root / file, ranges=tuple(_merged(ranges))) for file, ranges in sorted(spans.items())
+    ]
+
+
+def _merged(ranges: list[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+    begin = end = 0
+    for start, stop in sorted(ranges):
+        if start > end and begin < end:
+            yield begin, end
+        if start > end or begin == end:
+            begin, end = start, stop
+        end = max(end, stop)
+    if begin < end:
+        yield begin, end
 
 
 def _opener(method: Method, threads: int, recorder: Recorder) -> OpenSource:

@@ -108,8 +108,7 @@ def _count(path: Path, descriptor: int, size: int, ranges: list[tuple[int, int]]
 def _count_range(path: Path, address: int, start: int, stop: int) -> int:
     begin = start // mmap.PAGESIZE * mmap.PAGESIZE
     pages = bytearray(-(-(stop - begin) // mmap.PAGESIZE))
-    vector = (ctypes.c_char * len(pages)).from_buffer(pages)
-    if _libc.mincore(address + begin, stop - begin, vector):
+    if _libc.mincore(address + begin, stop - begin, (ctypes.c_char * len(pages)).from_buffer(pages)):
         raise OSError(ctypes.get_errno(), "cannot ask which pages are cached", str(path))
     cached = (len(pages) - pages.count(0)) * mmap.PAGESIZE
     # The first and the last page may reach beyond the range.
