@@ -36,6 +36,7 @@ if TYPE_CHECKING:  # `as` marks them as public to type checkers
     from bigload.errors import InvalidPlanError as InvalidPlanError
     from bigload.errors import LayoutError as LayoutError
     from bigload.errors import LoadError as LoadError
+    from bigload.errors import LoadOptionError as LoadOptionError
     from bigload.errors import MissingPackageError as MissingPackageError
     from bigload.errors import NamesUnknownError as NamesUnknownError
     from bigload.errors import NotEnoughMemoryError as NotEnoughMemoryError
@@ -50,6 +51,7 @@ if TYPE_CHECKING:  # `as` marks them as public to type checkers
     from bigload.errors import StateDictMismatchError as StateDictMismatchError
     from bigload.errors import UnknownTensorError as UnknownTensorError
     from bigload.errors import UnsupportedDTypeError as UnsupportedDTypeError
+    from bigload.errors import UnsupportedMethodError as UnsupportedMethodError
     from bigload.errors import VerificationError as VerificationError
     from bigload.errors import WriteError as WriteError
     from bigload.layouts.reshard import ReshardReport as ReshardReport
@@ -115,6 +117,7 @@ _HOMES = {
         "InvalidPlanError",
         "LayoutError",
         "LoadError",
+        "LoadOptionError",
         "MissingPackageError",
         "NamesUnknownError",
         "NotEnoughMemoryError",
@@ -129,6 +132,7 @@ _HOMES = {
         "StateDictMismatchError",
         "UnknownTensorError",
         "UnsupportedDTypeError",
+        "UnsupportedMethodError",
         "VerificationError",
         "WriteError",
     ),

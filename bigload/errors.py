@@ -18,9 +18,11 @@
     │   ├── WriteError                   the system refused a write       (OSError)
     │   └── VerificationError            a written byte differs from its source
     ├── LoadError                        bytes to tensors
+    │   ├── LoadOptionError              an argument or variable that cannot be (ValueError)
     │   ├── UnknownTensorError           asked for by a name that is not there (KeyError)
     │   ├── ReadError                    a read failed or came back short (OSError)
     │   ├── UnsupportedDTypeError        torch has no such dtype          (TypeError)
+    │   ├── UnsupportedMethodError       files cannot be read that way    (ValueError)
     │   ├── NotEnoughMemoryError         the tensors exceed free memory   (MemoryError)
     │   └── StateDictMismatchError       module and checkpoint disagree   (ValueError)
     ├── BenchOptionError                 a bench of what cannot be measured together (ValueError)
@@ -250,6 +252,16 @@ class LoadError(BigloadError):
     """Tensors could not be brought into memory."""
 
 
+class LoadOptionError(LoadError, ValueError):
+    """An argument of a load, or an environment variable, has a value that cannot be; `name` is which."""
+
+    def __init__(self, name: str, value: object, expected: str) -> None:
+        shown = f'"{value:.40}"' if isinstance(value, str) else repr(value)
+        super().__init__(f"{name} is {shown}; expected {expected}")
+        self.name = name
+        self.value = value
+
+
 class UnknownTensorError(LoadError, KeyError):
     """The checkpoint has no tensor of that name; `names` are those it lacks."""
 
@@ -281,6 +293,18 @@ class UnsupportedDTypeError(LoadError, TypeError):
         )
         self.dtype = dtype
         self.tensors = tuple(tensors)
+
+
+class UnsupportedMethodError(LoadError, ValueError):
+    """The file at `path` cannot be read by the `method` that was asked for."""
+
+    def __init__(self, path: Path | str, method: str, reason: str) -> None:
+        super().__init__(
+            f"cannot read {path} by the method {method}: {reason}",
+            hint='leave the choice to "auto", or take "read"; every file system offers that',
+        )
+        self.path = path
+        self.method = method
 
 
 class NotEnoughMemoryError(LoadError, MemoryError):

@@ -56,6 +56,7 @@ def test_every_error_is_drawn_in_the_tree_of_the_module(kind):
         ("WriteError", OSError),
         ("ReadError", OSError),
         ("UnsupportedDTypeError", TypeError),
+        ("UnsupportedMethodError", ValueError),
         ("NotEnoughMemoryError", MemoryError),
         ("StateDictMismatchError", ValueError),
     ],

@@ -42,7 +42,7 @@ class Case:
         self, checkpoint: Checkpoint, *, only: Collection[str] | None = None, trace: bool = False
     ) -> LoadedTensors:
         """Load `checkpoint`, or the tensors in `only`, this way; `trace` has the report say where the time went."""
-        return _SHIM(load)(
+        return load(
             checkpoint,
             only=only,
             dtype=self.dtype,
@@ -74,28 +74,3 @@ def all_cases(
         for method in dict.fromkeys(methods)
         for count in dict.fromkeys(threads)
     )
-
-
-def _SHIM(load):  # noqa - until load() takes all of these
-    import time
-
-    from bigload.loading.report import Activity, LoadReport, Phase
-
-    class Loaded(dict):
-        pass
-
-    def call(checkpoint, *, only, threads, method, trace, **others):
-        began = time.perf_counter()
-        tensors = Loaded(load(checkpoint, only=only, threads=threads))
-        seconds = time.perf_counter() - began
-        done = tuple(
-            Activity(phase=phase, thread="bigload-0", start=0.1 * i, seconds=seconds / 4, num_bytes=1, file="x")
-            for i, phase in enumerate((Phase.READ, Phase.FAULT))
-        )
-        tensors.report = LoadReport(
-            method=Method.READ if method is Method.AUTO else method, reason="shim", threads=threads,
-            max_inflight_bytes=1, read_bytes=1, tensor_bytes=1, seconds=seconds, activities=done if trace else (),
-        )
-        return tensors
-
-    return call

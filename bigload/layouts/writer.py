@@ -19,6 +19,7 @@ from bigload.checkpoint.model import Span
 from bigload.errors import ReadError, VerificationError, WriteError
 from bigload.layouts.device_folders import OutputFile
 from bigload.layouts.extents import data_extents
+from bigload.loading.bytesource import fill
 from bigload.loading.events import Tally
 from bigload.loading.workers import run_jobs
 from bigload.units import MIB
@@ -116,13 +117,13 @@ class FileWriter:
 
     def _copy(self, block: _Block, file: _OpenOutput) -> None:
         view = memoryview(self._thread_memory()[0])[: block.source.num_bytes]
-        _fill(view, self._sources[block.source.file], block.source.start, block.source.file)
+        fill([view], self._sources[block.source.file], block.source.start, block.source.file)
         file.write(view, block.offset)
 
     def _compare(self, block: _Block, file: _OpenOutput) -> None:
         left, right = self._thread_memory()
         count = block.source.num_bytes
-        _fill(memoryview(left)[:count], self._sources[block.source.file], block.source.start, block.source.file)
+        fill([memoryview(left)[:count]], self._sources[block.source.file], block.source.start, block.source.file)
         file.read(memoryview(right)[:count], block.offset)
         if _differ(left, right, count):
             difference = next(index for index in range(count) if left[index] != right[index])
@@ -169,7 +170,7 @@ class _OpenOutput:
         _sync_range(self.descriptor, start, num_bytes, _START)
 
     def read(self, view: memoryview, offset: int) -> None:
-        _fill(view, self.descriptor, offset, self._path)
+        fill([view], self.descriptor, offset, self._path)
 
     def settle(self, blocks: list[_Block]) -> None:
         """Wait until the disk has `blocks`, and forget the cached pages: what is read next is what the disk holds."""
@@ -227,17 +228,6 @@ def _grouped(blocks: Iterable[_Block]) -> Iterator[tuple[_Block, ...]]:
             part, num_bytes = [], 0
     if part:
         yield tuple(part)
-
-
-def _fill(view: memoryview, descriptor: int, offset: int, path: Path | str) -> None:
-    while view:
-        try:
-            count = os.preadv(descriptor, [view], offset)
-        except OSError as error:
-            raise ReadError(path, f"{error.strerror or error} at byte {offset}") from error
-        if count == 0:
-            raise ReadError(path, f"the file ended at byte {offset}, {len(view)} bytes too early")
-        view, offset = view[count:], offset + count
 
 
 @contextmanager

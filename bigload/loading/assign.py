@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
-from bigload.checkpoint.model import TensorInfo
 from bigload.errors import StateDictMismatchError
+from bigload.loading.schedule import Wanted
 from bigload.loading.tensors import torch_shape
 
 
@@ -21,27 +21,33 @@ class Assignment:
     places: tuple[str, ...]
 
 
-def match(module: nn.Module, tensors: Mapping[str, TensorInfo], *, strict: bool) -> tuple[Assignment, ...]:
-    """Return which of `tensors` goes where in `module`, without reading one.
+def match(
+    module: nn.Module, wanted: Iterable[Wanted], *, ignored: Collection[str] = (), strict: bool
+) -> tuple[Assignment, ...]:
+    """Return which of `wanted` goes where in `module`, without reading one.
 
-    Tied parameters need one stored tensor among them. Buffers that the module does not save are left alone.
+    Tied parameters need one stored tensor among them. Buffers that the module does not save are left alone, and so is
+    what goes by one of the names in `ignored`.
 
     Raises:
         StateDictMismatchError: `strict`, and something is missing, unexpected or of another shape.
     """
+    tensors = {want.name: want for want in wanted}
     assignments, missing, misshapen = [], [], []
-    for places in _state(module):
+    groups = _state(module)
+    for places in groups:
         stored = [name for name in places if name in tensors]
         if not stored:
-            missing.append(places[0])
+            missing += [] if any(name in ignored for name in places) else [places[0]]
             continue
-        expected, found = tuple(_get(module, places[0]).shape), torch_shape(tensors[stored[0]])
+        want = tensors[stored[0]]
+        expected, found = tuple(_get(module, places[0]).shape), torch_shape(want.dtype, want.shape)
         if expected == found:
             assignments.append(Assignment(tensor_name=stored[0], places=places))
         else:
             misshapen.append(f"{stored[0]} is {list(found)} in the checkpoint, {list(expected)} in the module")
-    known = {name for places in _state(module) for name in places}
-    unexpected = [name for name in tensors if name not in known]
+    known = {name for places in groups for name in places}
+    unexpected = [name for name in (*tensors, *ignored) if name not in known]
     if strict and (missing or unexpected or misshapen):
         raise StateDictMismatchError(type(module).__name__, missing=missing, unexpected=unexpected, misshapen=misshapen)
     return tuple(assignments)

@@ -9,12 +9,16 @@ from types import TracebackType
 from typing import Protocol, Self
 
 from bigload.errors import ReadError
+from bigload.loading.report import Phase, Recorder
+
+NO_RECORDER = Recorder(is_tracing=False)
+"""For sources that nobody traces; it keeps nothing, so all of them can share it."""
 
 _MAX_BUFFERS = os.sysconf("SC_IOV_MAX")
 
 
 class ByteSource(Protocol):
-    """An open file. May be used from several threads at once; the opener closes it."""
+    """An open file. May be used from several threads at once; the opener closes it when no thread uses it any more."""
 
     def read_into(self, buffers: Sequence[memoryview], offset: int) -> None:
         """Fill all of `buffers`, one after the other, with the bytes from `offset` on.
@@ -27,33 +31,23 @@ class ByteSource(Protocol):
         """Give the file back."""
 
 
-class PositionalReader:
-    """Reads through the page cache with `preadv`: no shared file position, so threads need no lock."""
+class OpenFile:
+    """A file that is open for reading, and what all sources have in common: it is closed once, whoever asks."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, flags: int = 0, recorder: Recorder = NO_RECORDER) -> None:
         self._path = path
+        self._recorder = recorder
+        self.descriptor = -1
         try:
-            self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            self.descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | flags)
         except OSError as error:
             raise ReadError(path, error.strerror or str(error)) from error
 
-    def read_into(self, buffers: Sequence[memoryview], offset: int) -> None:
-        """Fill all of `buffers`; see `ByteSource`."""
-        pending = [buffer for buffer in buffers if buffer.nbytes]
-        while pending:
-            try:
-                count = os.preadv(self._descriptor, pending[:_MAX_BUFFERS], offset)
-            except OSError as error:
-                raise ReadError(self._path, f"{error.strerror or error} at byte {offset}") from error
-            if count == 0:
-                missing = sum(buffer.nbytes for buffer in pending)
-                raise ReadError(self._path, f"the file ended at byte {offset}, {missing} bytes too early")
-            offset += count
-            pending = _unfilled(pending, count)
-
     def close(self) -> None:
         """Close the file."""
-        os.close(self._descriptor)
+        descriptor, self.descriptor = self.descriptor, -1
+        if descriptor >= 0:
+            os.close(descriptor)
 
     def __enter__(self) -> Self:
         return self
@@ -62,6 +56,51 @@ class PositionalReader:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+class PositionalReader(OpenFile):
+    """Reads through the page cache with `preadv`: no shared file position, so threads need no lock."""
+
+    def __init__(self, path: Path, *, recorder: Recorder = NO_RECORDER) -> None:
+        super().__init__(path, recorder=recorder)
+
+    def read_into(self, buffers: Sequence[memoryview], offset: int) -> None:
+        """Fill all of `buffers`; see `ByteSource`."""
+        num_bytes = sum(buffer.nbytes for buffer in buffers)
+        with self._recorder.span(Phase.READ, num_bytes=num_bytes, file=self._path.name):
+            fill(buffers, self.descriptor, offset, self._path)
+
+
+def fill(buffers: Sequence[memoryview], descriptor: int, offset: int, path: Path | str) -> None:
+    """Fill all of `buffers` from `offset` of an open file, however the system divides the reads.
+
+    Raises:
+        ReadError: it refused, or the file ended before the buffers were full; `path` is what the error names.
+    """
+    pending = [buffer for buffer in buffers if buffer.nbytes]
+    while pending:
+        count = read_once(pending[:_MAX_BUFFERS], descriptor, offset, path)
+        offset += count
+        if count == 0:
+            raise ended_early(path, offset, missing=sum(buffer.nbytes for buffer in pending))
+        pending = _unfilled(pending, count)
+
+
+def read_once(buffers: Sequence[memoryview], descriptor: int, offset: int, path: Path | str) -> int:
+    """Read once, and return how many bytes came: fewer than there is room for, at times, and none past the end.
+
+    Raises:
+        ReadError: the system refused.
+    """
+    try:
+        return os.preadv(descriptor, buffers, offset)
+    except OSError as error:
+        raise ReadError(path, f"{error.strerror or error} at byte {offset}") from error
+
+
+def ended_early(path: Path | str, offset: int, *, missing: int) -> ReadError:
+    """Return the error for a file that ended at `offset`, though `missing` bytes more were expected."""
+    return ReadError(path, f"the file ended at byte {offset}, {missing} bytes too early")
 
 
 def _unfilled(buffers: list[memoryview], count: int) -> list[memoryview]:

@@ -1,61 +1,155 @@
-"""Carry out a schedule: take its buffers and fill them, on one thread or several."""
+"""Carry out a schedule: fill its buffers by its reads, on one thread or several."""
 
 from __future__ import annotations
 
 import mmap
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from typing import TYPE_CHECKING, Protocol
 
+from bigload.errors import NotEnoughMemoryError
 from bigload.loading.bytesource import ByteSource
 from bigload.loading.events import OnProgress, Tally, ignore_progress
-from bigload.loading.schedule import ReadJob, Schedule
+from bigload.loading.huge_pages import prefault
+from bigload.loading.inflight import InflightBytes
+from bigload.loading.mapped import MappedFile
+from bigload.loading.report import Phase, Recorder
+from bigload.loading.schedule import CPU, Piece, ReadJob, Schedule, Way
 from bigload.loading.workers import run_jobs
+from bigload.units import MIB
 
-Buffer = mmap.mmap | bytearray
+if TYPE_CHECKING:
+    from bigload.loading.tensors import Memory
+
+_PREFAULT_BYTES = 64 * MIB
 
 
-def allocate(schedule: Schedule) -> list[Buffer]:
-    """Return writable memory for the buffers of `schedule`, in huge pages where the system has them.
+class Stager(Protocol):
+    """Brings bytes to one device by way of blocks that are used again and again. Called from several threads."""
 
-    The memory goes back to the system when its last user (a tensor, a view) is gone.
-    """
-    return [_allocate(num_bytes) for num_bytes in schedule.buffers]
+    def carry(self, job: ReadJob, source: ByteSource) -> None:
+        """Read the bytes of `job` and deliver its pieces; they may arrive later, but before `finish` returns."""
+
+    def finish(self) -> None:
+        """Wait until everything has arrived."""
+
+    def close(self) -> None:
+        """Give the blocks back, also after an error; nothing is on its way any more when this returns."""
 
 
 def read(
     schedule: Schedule,
-    buffers: Sequence[Buffer],
-    open_source: Callable[[str], ByteSource],
+    memory: Sequence[Memory],
+    sources: Mapping[str, ByteSource],
+    stagers: Mapping[str, Stager],
     *,
     threads: int,
+    max_inflight_bytes: int,
+    recorder: Recorder,
+    faults_ahead: bool = False,
     on_progress: OnProgress = ignore_progress,
 ) -> None:
-    """Fill `buffers` by all jobs of `schedule`, on `threads` threads.
+    """Fill `memory` by all jobs of `schedule`, on `threads` threads, with at most `max_inflight_bytes` on their way.
 
-    `open_source` opens a file of the checkpoint; every source is closed again, however this ends.
+    Args:
+        schedule: What to read.
+        memory: What `schedule.buffers` asks for, in their order.
+        sources: An open source for every file of the schedule; the caller closes them.
+        stagers: One for every device that a staged job is for.
+        threads: Threads that read; 1 is the caller's own.
+        max_inflight_bytes: The most that is being read or staged at one moment. A larger job goes alone.
+        recorder: Told what each thread does.
+        faults_ahead: Make memory ready in a thread of its own, ahead of the reads. It pays when they wait for a disk.
+        on_progress: Told of every finished job.
 
     Raises:
         ReadError: a read failed or came back short. The other threads have stopped.
     """
-    with ExitStack() as opened:
-        sources = {}
-        for file in sorted({job.file for job in schedule.jobs}):
-            sources[file] = open_source(file)
-            opened.callback(sources[file].close)
-        tally = Tally(schedule.num_bytes, on_progress)
+    tally = Tally(schedule.num_bytes, on_progress)
+    inflight = InflightBytes(max_inflight_bytes)
 
-        def work(job: ReadJob) -> None:
-            pieces = [memoryview(buffers[piece.buffer])[piece.start : piece.stop] for piece in job.pieces]
-            sources[job.file].read_into(pieces, job.offset)
-            tally.add(job.num_bytes, phase="read", file=job.file)
+    def work(job: ReadJob) -> None:
+        with inflight.hold(job.num_bytes, recorder):
+            _carry(job, sources[job.file], memory, stagers, recorder)
+        tally.add(job.num_bytes, phase="read", file=job.file)
 
+    with _faulted_ahead(schedule, memory, recorder, wanted=faults_ahead):
         run_jobs(work, schedule.jobs, threads=threads)
+    for stager in stagers.values():
+        stager.finish()
 
 
-def _allocate(num_bytes: int) -> Buffer:
-    if num_bytes == 0:
-        return bytearray()  # the system maps no empty memory
-    buffer = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    # A page fault per 2 MiB instead of per 4 KiB: faults, not copies, are what costs when memory is fresh.
-    buffer.madvise(mmap.MADV_HUGEPAGE)
-    return buffer
+def _carry(
+    job: ReadJob,
+    source: ByteSource,
+    memory: Sequence[Memory],
+    stagers: Mapping[str, Stager],
+    recorder: Recorder,
+) -> None:
+    if job.way is Way.STAGED:
+        stagers[job.place].carry(job, source)
+        return
+    if job.way is Way.POPULATED:
+        assert isinstance(source, MappedFile), "only maps have pages to populate"
+        source.populate(job.offset, job.offset + job.num_bytes)
+        return
+    if recorder.is_tracing:
+        _fault_in(job, memory, recorder)
+    source.read_into([_view(memory, piece) for piece in job.pieces], job.offset)
+
+
+def _view(memory: Sequence[Memory], piece: Piece) -> memoryview:
+    buffer = memory[piece.buffer]
+    assert isinstance(buffer, mmap.mmap | bytearray), "what goes elsewhere is staged"
+    return memoryview(buffer)[piece.start : piece.start + piece.num_bytes]
+
+
+def _fault_in(job: ReadJob, memory: Sequence[Memory], recorder: Recorder) -> None:
+    with recorder.span(Phase.FAULT, num_bytes=job.num_bytes, file=job.file):
+        for piece in job.pieces:
+            buffer = memory[piece.buffer]
+            assert isinstance(buffer, mmap.mmap | bytearray)
+            prefault(buffer, piece.start, piece.start + piece.num_bytes)
+
+
+@contextmanager
+def _faulted_ahead(schedule: Schedule, memory: Sequence[Memory], recorder: Recorder, *, wanted: bool) -> Iterator[None]:
+    """Make the memory of the CPU ready in a thread of its own while the context lasts."""
+    if not wanted or recorder.is_tracing:  # a trace has a span for each fault, in the thread that would pay for it
+        yield
+        return
+    stop = threading.Event()
+
+    def fault() -> None:
+        for spec, buffer in zip(schedule.buffers, memory, strict=True):
+            if spec.place != CPU or spec.is_map or not isinstance(buffer, mmap.mmap):
+                continue
+            for start in range(0, spec.num_bytes, _PREFAULT_BYTES):
+                if stop.is_set():
+                    return
+                with suppress(NotEnoughMemoryError):  # the read that needs the memory will say so
+                    prefault(buffer, start, min(start + _PREFAULT_BYTES, spec.num_bytes))
+
+    thread = threading.Thread(target=fault, name="bigload-faults", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join()
+
+
+@contextmanager
+def opened_sources(files: Sequence[str], open_source: Callable[[str], ByteSource]) -> Iterator[dict[str, ByteSource]]:
+    """Give an open source for each of `files`; all are closed again, however this ends.
+
+    Raises:
+        ReadError: one cannot be opened; those that could are closed.
+    """
+    with ExitStack() as stack:
+        sources = {}
+        for file in files:
+            sources[file] = open_source(file)
+            stack.callback(sources[file].close)
+        yield sources

@@ -1,59 +1,145 @@
-"""Which bytes are read, in what order, and where they go: a pure function from tensors to read jobs.
+"""Which bytes are read, in what order, and where they go: a pure function from wanted tensors to read jobs.
 
-Memory is taken in one large buffer per shard, not in one allocation per tensor: a page fault for every 4 KiB of every
-tensor is what makes naive loading slow. Tensors lie in the buffer at multiples of 64 bytes whatever their place in the
-file, because arithmetic on misaligned elements is slow where it works at all.
+The CPU's memory is taken in one large buffer per file, not in one allocation per tensor: a page fault for every 4 KiB
+of every tensor is what makes naive loading slow. Tensors lie in their buffer at multiples of 64 bytes whatever their
+place in the file, because arithmetic on misaligned elements is slow where it works at all. Accelerators have no such
+faults, and an allocator of their own that cuts large blocks up: there each tensor has a buffer.
+
+Most bytes are read straight to where they stay. Three kinds are staged, in small blocks of memory that are used again
+and again: what becomes another dtype, what goes to an accelerator, and columns, which lie in the file in pieces.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from enum import Enum
+from math import prod
 
 from bigload.checkpoint.model import TensorInfo
-from bigload.units import MIB
+from bigload.dtypes import DType
+from bigload.loading.slices import Slice, rows_of, sliced_shape
+from bigload.units import KIB, MIB
 
 ALIGNMENT = 64
 BLOCK_BYTES = 16 * MIB
 """Size of a read: large enough to drown the cost of the call, small enough to share a shard among threads."""
+
+STAGED_BLOCK_BYTES = 2 * MIB
+"""Size of a read that is cast or gathered on the CPU: the bytes should still be in its cache when that happens."""
+
+MAX_GAP_BYTES = 64 * KIB
+"""Columns further apart than this are read one by one; others with what lies between them: a read costs more."""
+
+CPU = "cpu"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wanted:
+    """A stored tensor, or a part of it, and what it shall be in memory: its dtype and its device (`cpu`, `cuda:0`)."""
+
+    tensor: TensorInfo
+    dtype: DType
+    part: Slice | None = None
+    place: str = CPU
+
+    @property
+    def name(self) -> str:
+        return self.tensor.name
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape in elements of the stored dtype."""
+        return sliced_shape(self.tensor, self.part)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes in memory."""
+        return prod(self.shape) * self.dtype.bits // 8
+
+    @property
+    def is_cast(self) -> bool:
+        return self.dtype != self.tensor.dtype
+
+
+@dataclass(frozen=True, slots=True)
+class BufferSpec:
+    """Memory to take: `num_bytes` on `place`, for tensors of `file`; or that file's own pages, mapped."""
+
+    place: str
+    file: str
+    num_bytes: int
+    is_map: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Slot:
     """Where a tensor lies in memory: `buffer` is a position in `Schedule.buffers`."""
 
-    tensor: TensorInfo
+    wanted: Wanted
     buffer: int
     start: int
+
+
+@dataclass(frozen=True, slots=True)
+class Cast:
+    """From the dtype in the file to the one in memory."""
+
+    stored: DType
+    wanted: DType
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Bytes `start` to `stop` of a buffer."""
+    """Bytes of a read that belong together: `rows` times `row_bytes`, `stride` apart, the first at byte `source`.
 
+    They go, without gaps, to byte `start` of a buffer and on; `cast` on the way, if that is not `None`.
+    """
+
+    source: int
+    row_bytes: int
     buffer: int
     start: int
-    stop: int
+    rows: int = 1
+    stride: int = 0
+    cast: Cast | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the file, without those between the rows."""
+        return self.rows * self.row_bytes
+
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes in memory."""
+        return self.num_bytes if self.cast is None else self.num_bytes * self.cast.wanted.bits // self.cast.stored.bits
+
+
+class Way(Enum):
+    """How the bytes of a read get to their buffers."""
+
+    STRAIGHT = "read into them"
+    STAGED = "read into a block, and copied or cast from there"
+    POPULATED = "made present in the map of the file, where they stay"
 
 
 @dataclass(frozen=True, slots=True)
 class ReadJob:
-    """One read: the bytes of `file` from `offset` on fill `pieces` one after the other."""
+    """One read: `num_bytes` of `file` from `offset` on, all for one device."""
 
     file: str
     offset: int
+    num_bytes: int
     pieces: tuple[Piece, ...]
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(piece.stop - piece.start for piece in self.pieces)
+    way: Way = Way.STRAIGHT
+    place: str = CPU
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Schedule:
-    """Buffers to take (their sizes), where each tensor will lie, and the reads that fill them in order."""
+    """Memory to take, where each tensor will lie in it, and the reads that fill it, in order."""
 
-    buffers: tuple[int, ...]
+    buffers: tuple[BufferSpec, ...]
     slots: Mapping[str, Slot]
     jobs: tuple[ReadJob, ...]
 
@@ -62,42 +148,191 @@ class Schedule:
         """Bytes to read."""
         return sum(job.num_bytes for job in self.jobs)
 
+    def bytes_on(self, place: str) -> int:
+        """Return the bytes of memory to take on `place`; pages of files are not counted."""
+        return sum(buffer.num_bytes for buffer in self.buffers if buffer.place == place and not buffer.is_map)
 
-def schedule_reads(tensors: Iterable[TensorInfo], *, block_bytes: int = BLOCK_BYTES) -> Schedule:
-    """Return the reads that bring `tensors` into memory: by file and offset, neighbours merged, cut into blocks.
 
-    Example: tensors of 10, 6 and 40 bytes at offsets 100, 110 and 200 of one file, blocks of 32: a read of 16 bytes at
-    100 into two pieces, one of 32 at 200 and one of 8 at 232; the tensors start at 0, 64 and 128 of one buffer.
+def schedule_reads(
+    wanted: Iterable[Wanted], *, block_bytes: int = BLOCK_BYTES, in_map: bool = False, populate: bool = True
+) -> Schedule:
+    """Return the reads that bring `wanted` into memory: by file and offset, neighbours merged, cut into blocks.
+
+    Tensors that lie in the same bytes (tied weights) and are wanted alike share one place in memory.
+
+    Args:
+        wanted: At most once per name.
+        block_bytes: The size of a read. A single row or element may be larger.
+        in_map: Leave in the pages of the file what can stay there: whole tensors and rows, as they are stored, for the
+            CPU. The slots are then offsets into the file.
+        populate: Make those pages present before the load ends; otherwise each is read when it is first touched.
+
+    Example: 1-byte tensors of 10, 6 and 40 elements at offsets 100, 110 and 200 of one file, blocks of 32: a read of 16
+    bytes at 100 in two pieces, one of 32 at 200 and one of 8 at 232; the tensors start at 0, 64 and 128 of one buffer.
     """
-    by_file: dict[str, list[TensorInfo]] = {}
-    for tensor in sorted(tensors, key=lambda tensor: (tensor.span.file, tensor.span.start)):
-        by_file.setdefault(tensor.span.file, []).append(tensor)
-    buffers: list[int] = []
-    slots: dict[str, Slot] = {}
+    by_file: dict[str, list[Wanted]] = {}
+    for want in sorted(wanted, key=lambda want: (want.tensor.span.file, want.tensor.span.start, want.name)):
+        by_file.setdefault(want.tensor.span.file, []).append(want)
+    memory = _Memory()
     jobs: list[ReadJob] = []
     for file, members in by_file.items():
-        position = 0
-        for tensor in members:
-            slots[tensor.name] = Slot(tensor, len(buffers), position)
-            position += -(-tensor.num_bytes // ALIGNMENT) * ALIGNMENT
-        buffers.append(position)
-        jobs += _jobs(file, [slots[tensor.name] for tensor in members if tensor.num_bytes], block_bytes)
-    return Schedule(buffers=tuple(buffers), slots=slots, jobs=tuple(jobs))
+        stretches: list[_Stretch] = []
+        for want in members:
+            stays = in_map and _can_stay_in_map(want)
+            if memory.place(want, in_map=stays) and want.num_bytes and (populate or not stays):
+                stretches += _stretches(want, memory.slots[want.name], stays=stays)
+        jobs += _jobs(file, stretches, block_bytes)
+    return Schedule(buffers=memory.buffers(), slots=memory.slots, jobs=tuple(jobs))
 
 
-def _jobs(file: str, slots: list[Slot], block_bytes: int) -> Iterator[ReadJob]:
-    offset, pieces, room = 0, list[Piece](), 0
-    for slot in slots:
-        position, start = slot.tensor.span.start, slot.start
-        stop = start + slot.tensor.num_bytes
-        while start < stop:
-            is_neighbour = bool(pieces) and position == offset + block_bytes - room
-            if not is_neighbour or room == 0:
-                if pieces:
-                    yield ReadJob(file, offset, tuple(pieces))
-                offset, pieces, room = position, [], block_bytes
-            count = min(stop - start, room)
-            pieces.append(Piece(slot.buffer, start, start + count))
-            position, start, room = position + count, start + count, room - count
-    if pieces:
-        yield ReadJob(file, offset, tuple(pieces))
+def _can_stay_in_map(want: Wanted) -> bool:
+    rows = rows_of(want.tensor, want.part)
+    is_aligned = rows.start % max(want.dtype.bits // 8, 1) == 0
+    return want.place == CPU and not want.is_cast and rows.count == 1 and is_aligned
+
+
+class _Memory:
+    """Gives every wanted tensor its place in a buffer."""
+
+    def __init__(self) -> None:
+        self.slots: dict[str, Slot] = {}
+        self._numbers: dict[tuple[str, str, bool, str], int] = {}
+        self._sizes: list[int] = []
+        self._shared: dict[tuple[object, ...], Slot] = {}
+
+    def place(self, want: Wanted, *, in_map: bool) -> bool:
+        """Give `want` a slot; return whether its bytes have to be read: not if another one has the same."""
+        same = (want.tensor.span, want.tensor.dtype, want.shape, want.part, want.dtype, want.place)
+        twin = self._shared.get(same)
+        if twin is not None and want.num_bytes:
+            self.slots[want.name] = Slot(want, twin.buffer, twin.start)
+            return False
+        key = (want.tensor.span.file, want.place, in_map, "" if want.place == CPU else want.name)
+        number = self._numbers.setdefault(key, len(self._numbers))
+        if number == len(self._sizes):
+            self._sizes.append(0)
+        if in_map:
+            rows = rows_of(want.tensor, want.part)
+            start = rows.start
+            self._sizes[number] = max(self._sizes[number], rows.start + rows.num_bytes)
+        else:
+            start = self._sizes[number]
+            self._sizes[number] += want.num_bytes if want.place != CPU else -(-want.num_bytes // ALIGNMENT) * ALIGNMENT
+        self.slots[want.name] = self._shared[same] = Slot(want, number, start)
+        return True
+
+    def buffers(self) -> tuple[BufferSpec, ...]:
+        return tuple(
+            BufferSpec(place, file, num_bytes, is_map)
+            for (file, place, is_map, _), num_bytes in zip(self._numbers, self._sizes, strict=True)
+        )
+
+
+@dataclass(slots=True)
+class _Stretch:
+    """Bytes of a file that are delivered alike, and may be cut between rows, or between units of a single row."""
+
+    offset: int
+    piece: Piece
+    way: Way
+    place: str
+    unit: int
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes from the first to the last, those between the rows included."""
+        return (self.piece.rows - 1) * self.piece.stride + self.piece.row_bytes
+
+    @property
+    def least_bytes(self) -> int:
+        """The smallest part that can be cut off."""
+        return self.unit if self.piece.rows == 1 else self.piece.row_bytes
+
+    def cut(self, room: int) -> tuple[_Stretch, _Stretch | None]:
+        """Return as much as fits into `room` bytes, but at least the smallest part, and the rest."""
+        piece = self.piece
+        if self.num_bytes <= room:
+            return self, None
+        if piece.rows == 1:
+            taken = max(room // self.unit, 1) * self.unit
+            if taken >= piece.row_bytes:
+                return self, None
+            return self._split(taken, head=(1, taken), tail=(1, piece.row_bytes - taken))
+        rows = max((room - piece.row_bytes) // piece.stride + 1, 1)
+        return self._split(rows * piece.stride, head=(rows, piece.row_bytes), tail=(piece.rows - rows, piece.row_bytes))
+
+    def _split(self, step: int, *, head: tuple[int, int], tail: tuple[int, int]) -> tuple[_Stretch, _Stretch]:
+        piece = self.piece
+        first = Piece(0, head[1], piece.buffer, piece.start, head[0], piece.stride if head[0] > 1 else 0, piece.cast)
+        start = piece.start + first.memory_bytes
+        second = Piece(0, tail[1], piece.buffer, start, tail[0], piece.stride if tail[0] > 1 else 0, piece.cast)
+        return (
+            _Stretch(self.offset, first, self.way, self.place, self.unit),
+            _Stretch(self.offset + step, second, self.way, self.place, self.unit),
+        )
+
+
+def _stretches(want: Wanted, slot: Slot, *, stays: bool) -> Iterator[_Stretch]:
+    rows = rows_of(want.tensor, want.part)
+    cast = Cast(want.tensor.dtype, want.dtype) if want.is_cast else None
+    unit = max(want.tensor.dtype.bits // 8, 1) if cast is not None else 1
+    is_gathered = rows.count > 1 and rows.stride - rows.row_bytes <= MAX_GAP_BYTES
+    way = Way.POPULATED if stays else Way.STRAIGHT
+    if cast is not None or want.place != CPU or is_gathered:
+        way = Way.STAGED
+    if rows.count == 1 or is_gathered:
+        stride = rows.stride if rows.count > 1 else 0
+        piece = Piece(0, rows.row_bytes, slot.buffer, slot.start, rows.count, stride, cast)
+        yield _Stretch(rows.start, piece, way, want.place, unit)
+        return
+    start = slot.start
+    for row in range(rows.count):
+        piece = Piece(0, rows.row_bytes, slot.buffer, start, cast=cast)
+        yield _Stretch(rows.start + row * rows.stride, piece, way, want.place, unit)
+        start += piece.memory_bytes
+
+
+@dataclass(slots=True)
+class _OpenJob:
+    """A job that neighbours may still join."""
+
+    file: str
+    offset: int
+    way: Way
+    place: str
+    num_bytes: int = 0
+    pieces: list[Piece] = field(default_factory=list)
+
+    def takes(self, stretch: _Stretch, block_bytes: int) -> bool:
+        is_neighbour = stretch.offset == self.offset + self.num_bytes
+        is_alike = stretch.way is self.way and stretch.place == self.place
+        return is_neighbour and is_alike and self.num_bytes + min(stretch.least_bytes, block_bytes) <= block_bytes
+
+    def add(self, stretch: _Stretch) -> None:
+        piece = stretch.piece
+        self.pieces.append(
+            Piece(self.num_bytes, piece.row_bytes, piece.buffer, piece.start, piece.rows, piece.stride, piece.cast)
+        )
+        self.num_bytes += stretch.num_bytes
+
+    def closed(self) -> ReadJob:
+        # Nothing has to be delivered of pages that stay where they are.
+        pieces = () if self.way is Way.POPULATED else tuple(self.pieces)
+        return ReadJob(self.file, self.offset, self.num_bytes, pieces, self.way, self.place)
+
+
+def _jobs(file: str, stretches: Iterable[_Stretch], block_bytes: int) -> Iterator[ReadJob]:
+    job: _OpenJob | None = None
+    for stretch in stretches:
+        rest: _Stretch | None = stretch
+        is_staged_here = stretch.way is Way.STAGED and stretch.place == CPU
+        size = min(block_bytes, STAGED_BLOCK_BYTES) if is_staged_here else block_bytes
+        while rest is not None:
+            if job is None or not job.takes(rest, size):
+                if job is not None:
+                    yield job.closed()
+                job = _OpenJob(file, rest.offset, rest.way, rest.place)
+            part, rest = rest.cut(size - job.num_bytes)
+            job.add(part)
+    if job is not None:
+        yield job.closed()

@@ -6,11 +6,13 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from bigload.checkpoint.model import TensorInfo
-from bigload.dtypes import DType
-from bigload.errors import UnsupportedDTypeError
-from bigload.loading.engine import Buffer
-from bigload.loading.schedule import Schedule
+from bigload.dtypes import DType, parse_dtype
+from bigload.errors import LoadOptionError, UnsupportedDTypeError
+from bigload.loading.huge_pages import Buffer
+from bigload.loading.schedule import Schedule, Slot, Wanted
+
+Memory = Buffer | memoryview | torch.Tensor
+"""A buffer of the CPU, or the map of a file, which tensors share; or the bytes of one tensor on another device."""
 
 
 def torch_dtype(dtype: DType) -> torch.dtype | None:
@@ -19,37 +21,57 @@ def torch_dtype(dtype: DType) -> torch.dtype | None:
     return found if isinstance(found, torch.dtype) else None
 
 
-def torch_shape(tensor: TensorInfo) -> tuple[int, ...]:
-    """Return the shape that torch gives `tensor`: packed 4-bit types hold two elements in each of torch's."""
-    if tensor.dtype.bits == 4 and tensor.shape:
-        return (*tensor.shape[:-1], tensor.shape[-1] // 2)
-    return tensor.shape
+def torch_shape(dtype: DType, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the shape that torch gives a tensor: packed 4-bit types hold two elements in each of torch's."""
+    return (*shape[:-1], shape[-1] // 2) if dtype.bits == 4 and shape else shape
 
 
-def check_dtypes(tensors: Iterable[TensorInfo]) -> None:
-    """Raise before anything is read if torch cannot represent one of `tensors`.
+def parsed_dtype(dtype: str | torch.dtype | None) -> DType | None:
+    """Return the dtype that text or a torch dtype names.
+
+    Raises:
+        LoadOptionError: neither safetensors nor torch has one of that name.
+    """
+    if dtype is None:
+        return None
+    try:
+        return parse_dtype(str(dtype))
+    except ValueError as error:
+        raise LoadOptionError("dtype", str(dtype), f"the name of a dtype ({error})") from None
+
+
+def check_dtypes(wanted: Iterable[Wanted]) -> None:
+    """Raise before anything is read if torch cannot represent one of `wanted`.
 
     Raises:
         UnsupportedDTypeError: torch has no such dtype, or packs it along a dimension of odd length.
     """
     unsupported: dict[str, list[str]] = {}
-    for tensor in tensors:
-        is_odd = tensor.dtype.bits == 4 and (not tensor.shape or tensor.shape[-1] % 2 == 1)
-        if torch_dtype(tensor.dtype) is None or is_odd:
-            unsupported.setdefault(tensor.dtype.name, []).append(tensor.name)
-    for dtype, names in unsupported.items():
-        raise UnsupportedDTypeError(dtype, names)
+    for want in wanted:
+        for dtype in {want.tensor.dtype, want.dtype}:
+            is_odd = dtype.bits == 4 and (not want.shape or want.shape[-1] % 2 == 1)
+            if torch_dtype(dtype) is None or is_odd:
+                unsupported.setdefault(dtype.name, []).append(want.name)
+    for name, names in unsupported.items():
+        raise UnsupportedDTypeError(name, names)
 
 
-def as_tensors(schedule: Schedule, buffers: Sequence[Buffer]) -> dict[str, torch.Tensor]:
-    """Return the tensors of `schedule` as views into `buffers`, which live as long as one of the tensors does."""
-    tensors = {}
-    for name, slot in schedule.slots.items():
-        info, dtype = slot.tensor, torch_dtype(slot.tensor.dtype)
-        assert dtype is not None, "check_dtypes() comes first"
-        if info.num_bytes:
-            raw = torch.frombuffer(buffers[slot.buffer], dtype=torch.uint8, count=info.num_bytes, offset=slot.start)
-            tensors[name] = raw.view(dtype).view(torch_shape(info))
-        else:
-            tensors[name] = torch.empty(torch_shape(info), dtype=dtype)
-    return tensors
+def as_tensors(schedule: Schedule, memory: Sequence[Memory]) -> dict[str, torch.Tensor]:
+    """Return the tensors of `schedule` as views into `memory`, which lives as long as one of its tensors does.
+
+    Each has a storage of its own, also those in one buffer: saving one does not save its neighbours, and tied weights
+    are those that really share memory.
+    """
+    return {name: _view(slot, memory[slot.buffer]) for name, slot in schedule.slots.items()}
+
+
+def _view(slot: Slot, memory: Memory) -> torch.Tensor:
+    want, dtype = slot.wanted, torch_dtype(slot.wanted.dtype)
+    assert dtype is not None, "check_dtypes() comes first"
+    shape = torch_shape(want.dtype, want.shape)
+    if isinstance(memory, torch.Tensor):
+        return memory.view(dtype).view(shape)
+    if not want.num_bytes:
+        return torch.empty(shape, dtype=dtype)
+    raw = torch.frombuffer(memory, dtype=torch.uint8, count=want.num_bytes, offset=slot.start)
+    return raw.view(dtype).view(shape)

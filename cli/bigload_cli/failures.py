@@ -14,6 +14,7 @@ from bigload.errors import (
     CheckpointNotFoundError,
     DoesNotFitError,
     InvalidPlanError,
+    LoadOptionError,
     NamesUnknownError,
     OutputExistsError,
     PlanNotFoundError,
@@ -29,6 +30,7 @@ FAILED, BAD_USAGE, ANSWER_IS_NO, STALE_PLAN, INTERRUPTED = 1, 2, 3, 4, 130
 _CODES: tuple[tuple[type[BigloadError], int], ...] = (
     (BudgetError, BAD_USAGE),
     (PlanOptionError, BAD_USAGE),
+    (LoadOptionError, BAD_USAGE),
     (NamesUnknownError, ANSWER_IS_NO),
     (CheckpointNotFoundError, BAD_USAGE),
     (PlanNotFoundError, BAD_USAGE),

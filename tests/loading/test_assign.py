@@ -6,6 +6,7 @@ from bigload.checkpoint.model import Span, TensorInfo
 from bigload.dtypes import DTYPES
 from bigload.errors import StateDictMismatchError
 from bigload.loading.assign import Assignment, assign, match
+from bigload.loading.schedule import Wanted
 from builders import num_bytes_of
 
 
@@ -24,10 +25,11 @@ class Tied(nn.Module):
 
 
 def infos(**forms):
-    return {
-        name: TensorInfo(name, DTYPES[dtype], tuple(shape), Span("file", 8, 8 + num_bytes_of(dtype, shape)))
+    tensors = [
+        TensorInfo(name, DTYPES[dtype], tuple(shape), Span("file", 8, 8 + num_bytes_of(dtype, shape)))
         for name, (dtype, shape) in {name.replace("__", "."): form for name, form in forms.items()}.items()
-    }
+    ]
+    return [Wanted(tensor=tensor, dtype=tensor.dtype) for tensor in tensors]
 
 
 def mismatch(module, tensors):
@@ -75,7 +77,7 @@ def test_without_strict_only_what_matches_is_assigned():
 
 
 def test_a_module_without_state_matches_nothing_stored():
-    assert match(nn.ReLU(), {}, strict=True) == ()
+    assert match(nn.ReLU(), [], strict=True) == ()
 
 
 def test_the_shape_of_packed_tensors_is_compared_as_torch_has_it():

@@ -6,17 +6,22 @@ import torch
 
 from bigload.checkpoint.model import Span, TensorInfo
 from bigload.dtypes import DTYPES
-from bigload.errors import UnsupportedDTypeError
-from bigload.loading.engine import allocate
-from bigload.loading.schedule import ALIGNMENT, schedule_reads
-from bigload.loading.tensors import as_tensors, check_dtypes, torch_dtype, torch_shape
+from bigload.errors import LoadOptionError, UnsupportedDTypeError
+from bigload.loading.huge_pages import allocate
+from bigload.loading.schedule import ALIGNMENT, Wanted, schedule_reads
+from bigload.loading.tensors import as_tensors, check_dtypes, parsed_dtype, torch_dtype, torch_shape
 from builders import num_bytes_of
 
 SIX_BITS = ("F6_E2M3", "F6_E3M2")
 
 
 def info(dtype, shape, *, name="a", start=8):
-    return TensorInfo(name, DTYPES[dtype], tuple(shape), Span("file", start, start + num_bytes_of(dtype, shape)))
+    span = Span("file", start, start + num_bytes_of(dtype, shape))
+    return Wanted(tensor=TensorInfo(name, DTYPES[dtype], tuple(shape), span), dtype=DTYPES[dtype])
+
+
+def memory_of(schedule):
+    return [allocate(buffer.num_bytes) for buffer in schedule.buffers]
 
 
 @pytest.mark.parametrize("name", DTYPES)
@@ -36,9 +41,9 @@ def test_a_dtype_that_this_torch_lacks_has_no_counterpart(monkeypatch):
 
 
 def test_packed_four_bit_elements_count_in_pairs():
-    assert torch_shape(info("F4", [3, 8])) == (3, 4)
-    assert torch_shape(info("BF16", [3, 8])) == (3, 8)
-    assert torch_shape(info("F32", [])) == ()
+    assert torch_shape(DTYPES["F4"], (3, 8)) == (3, 4)
+    assert torch_shape(DTYPES["BF16"], (3, 8)) == (3, 8)
+    assert torch_shape(DTYPES["F32"], ()) == ()
 
 
 @pytest.mark.parametrize("shape", [[2, 3], [4, 1]])
@@ -59,7 +64,7 @@ def test_six_bit_types_are_refused_with_every_tensor_named(dtype):
 
 def test_tensors_are_views_that_share_the_buffer():
     schedule = schedule_reads([info("U8", [3])])
-    buffers = allocate(schedule)
+    buffers = memory_of(schedule)
     tensor = as_tensors(schedule, buffers)["a"]
     buffers[0][0:3] = bytes([7, 8, 9])
     assert tensor.tolist() == [7, 8, 9]
@@ -69,13 +74,13 @@ def test_tensors_are_views_that_share_the_buffer():
 
 def test_tensors_are_aligned_whatever_their_place_in_the_file():
     schedule = schedule_reads([info("U8", [3], name="odd"), info("F64", [2], name="wide", start=11)])
-    tensors = as_tensors(schedule, allocate(schedule))
+    tensors = as_tensors(schedule, memory_of(schedule))
     assert [tensor.data_ptr() % ALIGNMENT for tensor in tensors.values()] == [0, 0]
 
 
 def test_the_memory_lives_as_long_as_the_last_of_its_tensors():
     schedule = schedule_reads([info("U8", [3], name="a"), info("U8", [3], name="b", start=11)])
-    buffers = allocate(schedule)
+    buffers = memory_of(schedule)
     memory = weakref.ref(buffers[0])
     tensors = as_tensors(schedule, buffers)
     del buffers, tensors["a"]
@@ -85,3 +90,20 @@ def test_the_memory_lives_as_long_as_the_last_of_its_tensors():
     tensors.clear()
     gc.collect()
     assert memory() is None
+
+
+def test_every_tensor_has_a_storage_of_its_own_so_saving_one_does_not_save_its_neighbours():
+    schedule = schedule_reads([info("U8", [3], name="a"), info("U8", [5], name="b", start=11)])
+    tensors = as_tensors(schedule, memory_of(schedule))
+    assert [tensor.untyped_storage().nbytes() for tensor in tensors.values()] == [3, 5]
+
+
+@pytest.mark.parametrize("text", ["bf16", "BF16", "bfloat16", "torch.bfloat16", torch.bfloat16])
+def test_a_dtype_goes_by_any_of_its_names(text):
+    assert parsed_dtype(text) == DTYPES["BF16"]
+
+
+def test_a_dtype_that_nobody_knows_is_told():
+    assert parsed_dtype(None) is None
+    with pytest.raises(LoadOptionError, match='dtype is "float17"; expected the name of a dtype'):
+        parsed_dtype("float17")

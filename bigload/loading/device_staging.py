@@ -1,0 +1,65 @@
+"""Bring staged jobs to an accelerator: read into a block of pinned memory, and have it copied while others are read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from bigload.loading.bytesource import ByteSource
+from bigload.loading.report import Recorder
+from bigload.loading.schedule import Piece, ReadJob
+from bigload.loading.tensors import Memory, torch_dtype
+from bigload.loading.transfers import Block, Transfers
+
+
+class DeviceStager:
+    """Delivers staged jobs to one accelerator by `Transfers` (`engine.Stager`)."""
+
+    def __init__(
+        self, place: str, memory: Sequence[Memory], *, block_bytes: int, num_blocks: int, recorder: Recorder
+    ) -> None:
+        self._memory = memory
+        self._transfers = Transfers(
+            torch.device(place), block_bytes=block_bytes, num_blocks=num_blocks, recorder=recorder
+        )
+
+    def carry(self, job: ReadJob, source: ByteSource) -> None:
+        """Read the bytes of `job` into a block and enqueue the copies of its pieces."""
+        block = self._transfers.take()
+        try:
+            source.read_into([block.memory[: job.num_bytes]], job.offset)
+            for piece in job.pieces:
+                self._send(piece, block)
+        finally:
+            self._transfers.release(block)
+
+    def finish(self) -> None:
+        """Wait until everything has arrived."""
+        self._transfers.finish()
+
+    def close(self) -> None:
+        """Wait for copies that still run, and give the blocks back."""
+        self._transfers.close()
+
+    def _send(self, piece: Piece, block: Block) -> None:
+        memory = self._memory[piece.buffer]
+        assert isinstance(memory, torch.Tensor), "a job for a device has pieces for that device"
+        target = memory[piece.start : piece.start + piece.memory_bytes]
+        stored = None
+        if piece.cast is not None:
+            wanted, stored = torch_dtype(piece.cast.wanted), torch_dtype(piece.cast.stored)
+            assert wanted is not None, "check_dtypes() comes first"
+            target = target.view(wanted)
+        if piece.rows == 1:
+            self._transfers.send(block, piece.source, piece.source + piece.row_bytes, target, dtype=stored)
+        else:
+            self._transfers.send_rows(
+                block,
+                piece.source,
+                target,
+                num_rows=piece.rows,
+                row_bytes=piece.row_bytes,
+                stride_bytes=piece.stride,
+                dtype=stored,
+            )

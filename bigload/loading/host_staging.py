@@ -1,0 +1,68 @@
+"""Cast and gather on the CPU: read a small block, and while it is in the cache write it where it belongs."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+
+import torch
+
+from bigload.loading.bytesource import ByteSource
+from bigload.loading.huge_pages import Buffer, allocate
+from bigload.loading.report import Phase, Recorder
+from bigload.loading.schedule import STAGED_BLOCK_BYTES, Piece, ReadJob
+from bigload.loading.tensors import Memory, torch_dtype
+
+
+class HostStager:
+    """Delivers staged jobs into memory of the CPU; each thread has a block of its own (`engine.Stager`)."""
+
+    def __init__(self, memory: Sequence[Memory], recorder: Recorder) -> None:
+        self._memory = [_bytes_of(buffer) for buffer in memory]
+        self._recorder = recorder
+        self._blocks = threading.local()
+
+    def carry(self, job: ReadJob, source: ByteSource) -> None:
+        """Read the bytes of `job` into this thread's block, and write its pieces to their buffers."""
+        block = self._block(job.num_bytes)
+        source.read_into([memoryview(block)[: job.num_bytes]], job.offset)
+        staged = torch.frombuffer(block, dtype=torch.uint8, count=job.num_bytes)
+        for piece in job.pieces:
+            phase = Phase.COPY if piece.cast is None else Phase.CAST
+            with self._recorder.span(phase, num_bytes=piece.num_bytes, file=job.file):
+                self._deliver(piece, staged)
+
+    def finish(self) -> None:
+        """Do nothing: what was carried has arrived."""
+
+    def close(self) -> None:
+        """Let go of the memory."""
+        self._memory = []
+        self._blocks = threading.local()
+
+    def _deliver(self, piece: Piece, staged: torch.Tensor) -> None:
+        target = self._memory[piece.buffer]
+        assert target is not None, "a job for the CPU has pieces for the CPU"
+        target = target[piece.start : piece.start + piece.memory_bytes].view(piece.rows, -1)
+        rows = torch.as_strided(staged, (piece.rows, piece.row_bytes), (piece.stride, 1), piece.source)
+        if piece.cast is None:
+            target.copy_(rows)
+            return
+        stored, wanted = torch_dtype(piece.cast.stored), torch_dtype(piece.cast.wanted)
+        assert stored is not None, "check_dtypes() comes first"
+        assert wanted is not None, "check_dtypes() comes first"
+        if piece.source % stored.itemsize or piece.stride % stored.itemsize:
+            rows = rows.clone(memory_format=torch.contiguous_format)  # elements across the borders of the block's
+        target.view(wanted).copy_(rows.view(stored))
+
+    def _block(self, num_bytes: int) -> Buffer:
+        block: Buffer | None = getattr(self._blocks, "block", None)
+        if block is None or len(block) < num_bytes:
+            block = self._blocks.block = allocate(max(num_bytes, STAGED_BLOCK_BYTES))
+        return block
+
+
+def _bytes_of(memory: Memory) -> torch.Tensor | None:
+    if isinstance(memory, torch.Tensor | memoryview) or not len(memory):
+        return None  # another device's, or a file's, or nothing
+    return torch.frombuffer(memory, dtype=torch.uint8)

@@ -1,0 +1,109 @@
+"""What the user asked for, tensor by tensor: which, which part, in which dtype, on which device."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from bigload.checkpoint.model import Checkpoint, TensorInfo
+from bigload.devices import DISK, Device
+from bigload.dtypes import DType
+from bigload.errors import LoadOptionError, UnknownTensorError
+from bigload.loading.schedule import CPU, Wanted
+from bigload.loading.slices import Slice, rows_of
+from bigload.planning.load_dtype import as_dtype
+from bigload.planning.plan import Plan
+from bigload.planning.plan_file import check_plan
+
+DeviceLike = object
+"""Text (`cpu`, `cuda:0`), a CUDA index, a `torch.device` or a `Device`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Selection:
+    """The tensors to bring into memory, and the names of those that a plan leaves on disk or without a device."""
+
+    wanted: tuple[Wanted, ...]
+    left_on_disk: tuple[str, ...]
+
+
+def select(
+    checkpoint: Checkpoint,
+    *,
+    only: Collection[str] | None = None,
+    slices: Mapping[str, Slice] | None = None,
+    dtype: DType | None = None,
+    device: Plan | Mapping[str, DeviceLike] | DeviceLike = CPU,
+) -> Selection:
+    """Return what to load, in the order of `only`, or of the checkpoint.
+
+    A `dtype` is for plain floating-point tensors; `planning.load_dtype` says which. A plan brings its own where none is
+    given here.
+
+    Raises:
+        UnknownTensorError: `only` or `slices` name a tensor that is not there.
+        LoadOptionError: a slice that the tensor does not have; a device that is none; a tensor without a device.
+        StalePlanError: the plan was made for another version of the checkpoint.
+    """
+    names = _names(checkpoint, only, slices or {})
+    if isinstance(device, Plan):
+        check_plan(device, checkpoint)
+        dtype = dtype or device.options.workload.load_dtype
+    places = dict(_places(names, device))
+    wanted = []
+    for name in names:
+        tensor = checkpoint.tensors[name]
+        if places[name] != str(DISK):
+            want = Wanted(tensor=tensor, dtype=as_dtype(tensor, dtype).dtype if dtype else tensor.dtype)
+            wanted.append(replace(want, part=_checked(tensor, (slices or {}).get(name)), place=places[name]))
+    return Selection(wanted=tuple(wanted), left_on_disk=tuple(name for name in names if places[name] == str(DISK)))
+
+
+def _names(checkpoint: Checkpoint, only: Collection[str] | None, slices: Mapping[str, Slice]) -> list[str]:
+    names = list(checkpoint.tensors) if only is None else [only] if isinstance(only, str) else list(dict.fromkeys(only))
+    unknown = [name for name in (*names, *slices) if name not in checkpoint.tensors]
+    if unknown:
+        raise UnknownTensorError(checkpoint.name, list(dict.fromkeys(unknown)))
+    return names
+
+
+def _checked(tensor: TensorInfo, part: Slice | None) -> Slice | None:
+    try:
+        rows_of(tensor, part)
+    except ValueError as error:
+        raise LoadOptionError(f"slices[{tensor.name!r}]", part, f"a part that the tensor has ({error})") from None
+    return part
+
+
+def _places(names: list[str], device: Plan | Mapping[str, DeviceLike] | DeviceLike) -> Iterator[tuple[str, str]]:
+    if isinstance(device, Plan):
+        for name in names:
+            yield name, str(DISK) if device.leaves_out(name) else str(device.device_of(name))
+    elif isinstance(device, Mapping):
+        parsed = {module: _place(value) for module, value in device.items()}
+        for name in names:
+            yield name, _nearest(name, parsed)
+    else:
+        place = _place(device)
+        for name in names:
+            yield name, place
+
+
+def _nearest(name: str, places: Mapping[str, str]) -> str:
+    """Return the device of the longest key of a device map that is `name` or a module around it; `""` is the model."""
+    module = name
+    while module not in places:
+        if not module:
+            raise LoadOptionError("device", dict(places), f"a device for every tensor; {name!r} has none")
+        module = module.rpartition(".")[0]
+    return places[module]
+
+
+def _place(device: DeviceLike) -> str:
+    text = f"cuda:{device}" if isinstance(device, int) else str(device)
+    try:
+        return str(Device.parse(text))
+    except ValueError as error:
+        if type(device).__module__ == "torch":  # a torch.device of a kind that plans do not know
+            return text
+        raise LoadOptionError("device", text, f"a device ({error})") from None

@@ -1,0 +1,76 @@
+"""A part of a tensor along one dimension, and the bytes that hold it: pure arithmetic on row-major layouts.
+
+Rows of a matrix are one stretch of bytes. Columns are many: one in each row, all of one length, one row's length apart.
+So is a part along any dimension of any tensor, with the dimensions before it taken together as rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+
+from bigload.checkpoint.model import TensorInfo
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """Elements `start` to `stop` (exclusive) along dimension `dim`; all of the other dimensions."""
+
+    dim: int
+    start: int
+    stop: int
+
+    def __post_init__(self) -> None:
+        if self.dim < 0 or not 0 <= self.start <= self.stop:
+            raise ValueError(f"{self}: expected a dimension of 0 or more and 0 <= start <= stop")
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """`count` stretches of `row_bytes` bytes of a file: the first begins at `start`, each `stride` after the last."""
+
+    start: int
+    row_bytes: int
+    count: int
+    stride: int
+
+    @property
+    def num_bytes(self) -> int:
+        return self.row_bytes * self.count
+
+
+def sliced_shape(tensor: TensorInfo, part: Slice | None) -> tuple[int, ...]:
+    """Return the shape of `part` of `tensor`; of all of it when `part` is `None`.
+
+    Raises:
+        ValueError: the tensor has no such dimension, or not so many elements along it.
+    """
+    if part is None:
+        return tensor.shape
+    if part.dim >= len(tensor.shape):
+        raise ValueError(f"dimension {part.dim} of a tensor of shape {list(tensor.shape)}")
+    if part.stop > tensor.shape[part.dim]:
+        raise ValueError(f"elements {part.start} to {part.stop} along dimension {part.dim} of {list(tensor.shape)}")
+    return (*tensor.shape[: part.dim], part.stop - part.start, *tensor.shape[part.dim + 1 :])
+
+
+def rows_of(tensor: TensorInfo, part: Slice | None) -> Rows:
+    """Return which bytes of the file hold `part` of `tensor`, in the order in which they lie in memory afterwards.
+
+    Columns 2 and 3 of a [3, 8] matrix of 2-byte elements at byte 100: 4 bytes from 104, 120 and 136 on.
+
+    Raises:
+        ValueError: there is no such part, or it begins or ends inside a byte (packed 4-bit elements).
+    """
+    if part is None:
+        return Rows(tensor.span.start, tensor.num_bytes, 1, tensor.num_bytes)
+    shape = sliced_shape(tensor, part)
+    inner_bits = prod(tensor.shape[part.dim + 1 :]) * tensor.dtype.bits
+    edges = (part.start * inner_bits, part.stop * inner_bits, tensor.shape[part.dim] * inner_bits)
+    if any(edge % 8 for edge in edges):
+        raise ValueError(f"{part} of {list(tensor.shape)} cuts through bytes of packed {tensor.dtype.name}")
+    start, stop, stride = (edge // 8 for edge in edges)
+    count, row_bytes = prod(shape[: part.dim]), stop - start
+    if count <= 1 or row_bytes == stride:  # rows without gaps are one stretch
+        return Rows(tensor.span.start + start, row_bytes * count, 1, row_bytes * count)
+    return Rows(tensor.span.start + start, row_bytes, count, stride)
