@@ -11,7 +11,6 @@ from bigload.units import counted, format_size
 
 NOISY = 0.1
 SLOW_START = 1.5
-FEW_OUTLIERS_NEED = 3
 
 
 @dataclass(frozen=True, slots=True)
