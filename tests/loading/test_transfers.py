@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from bigload.loading.accelerators import free_bytes
 from bigload.loading.report import Recorder
-from bigload.loading.transfers import Transfers, free_bytes
+from bigload.loading.transfers import Transfers
 from transfer_jobs import numbers, send_all
 
 BLOCK = 1 << 16

@@ -7,8 +7,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bigload.loading.accelerators import free_bytes
 from bigload.loading.report import Phase, Recorder
-from bigload.loading.transfers import Transfers, free_bytes
+from bigload.loading.transfers import Transfers
 from simulated_accelerator import watched
 from transfer_jobs import cut, numbers, send_all
 
