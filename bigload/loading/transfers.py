@@ -24,7 +24,7 @@ class Block:
     """A piece of host memory on loan: read into `memory`, send from it, release it.
 
     Attributes:
-        memory: Its bytes, writable. They may change under no copy, so they belong to the holder until `release`.
+        memory: Its bytes, writable. No copy reads them when the block is lent; after a `send` they stay as they are.
     """
 
     __slots__ = ("_copied", "_has_copies", "_tensor", "memory")
