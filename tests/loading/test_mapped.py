@@ -54,8 +54,7 @@ def maps_of(path):
 
 def resident_pages(view):
     """Return how many pages of `view` are in this process's page table."""
-    table = Path("/proc/self/pagemap").open("rb", buffering=0)
-    with table:
+    with Path("/proc/self/pagemap").open("rb", buffering=0) as table:
         table.seek(address_of(view) // PAGE * 8)
         entries = table.read(-(-len(view) // PAGE) * 8)
     return sum(entry >> 63 for entry in memoryview(entries).cast("Q"))
