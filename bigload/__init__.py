@@ -34,6 +34,7 @@ if TYPE_CHECKING:  # `as` marks them as public to type checkers
     from bigload.errors import InvalidCheckpointError as InvalidCheckpointError
     from bigload.errors import InvalidPlanError as InvalidPlanError
     from bigload.errors import LayoutError as LayoutError
+    from bigload.errors import LegacyPickleError as LegacyPickleError
     from bigload.errors import LoadError as LoadError
     from bigload.errors import NamesUnknownError as NamesUnknownError
     from bigload.errors import NotEnoughMemoryError as NotEnoughMemoryError
@@ -110,6 +111,7 @@ _HOMES = {
         "InvalidCheckpointError",
         "InvalidPlanError",
         "LayoutError",
+        "LegacyPickleError",
         "LoadError",
         "NamesUnknownError",
         "NotEnoughMemoryError",
