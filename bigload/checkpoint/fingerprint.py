@@ -40,9 +40,7 @@ def current_fingerprint(descriptor: int, shard: Shard) -> ShardFingerprint:
     digest = hashlib.sha256()
     for start, stop in shard.header_parts:
         digest.update(os.pread(descriptor, stop - start, start))
-    return ShardFingerprint(
-        file=shard.file, num_bytes=os.fstat(descriptor).st_size, header_sha256=digest.hexdigest()
-    )
+    return ShardFingerprint(file=shard.file, num_bytes=os.fstat(descriptor).st_size, header_sha256=digest.hexdigest())
 
 
 def changes(then: Sequence[ShardFingerprint], now: Sequence[ShardFingerprint]) -> list[str]:

@@ -11,7 +11,6 @@ from typing import Literal
 
 from bigload.dtypes import DType
 
-
 Format = Literal["safetensors", "torch"]
 """How a file stores tensors: as safetensors, or as the zip archive that `torch.save` writes."""
 
@@ -33,9 +32,9 @@ class Span:
 class TensorInfo:
     """A stored tensor. The header was checked: without `strides`, `span.num_bytes` is elements x bits / 8.
 
-    `strides` are those of a view that is not stored row by row (transposed, cut out, expanded), in elements; `span` then
-    holds the bytes from its first element to its last, whatever lies between them. Tensors that share memory have spans
-    that overlap or are equal. safetensors knows neither.
+    `strides` are those of a view that is not stored row by row (transposed, cut out, expanded), in elements; `span`
+    then holds the bytes from its first element to its last, whatever lies between them. Tensors that share memory have
+    spans that overlap or are equal. safetensors knows neither.
     """
 
     name: str
@@ -59,8 +58,9 @@ class Shard:
     """One file of a checkpoint.
 
     Attributes:
-        header_parts: Where in the file it says what it holds, as pairs of start and stop. Of safetensors, the length field
-            and the header. Of a torch archive, `data.pkl` and the directory at the end, checksums of all data included.
+        header_parts: Where in the file it says what it holds, as pairs of start and stop. Of safetensors, the length
+            field and the header. Of a torch archive, `data.pkl` and the directory at the end, which has checksums of
+            all data.
         header_sha256: Digest of these parts, one after the other, in hexadecimal; not of the data.
         metadata: The texts of a safetensors header's `__metadata__`.
     """

@@ -1,9 +1,9 @@
 """Read the pickle of a state dict without running it.
 
-A pickle is a program for a stack machine (https://docs.python.org/3.11/library/pickletools.html names its opcodes) that may
-import anything and call it. This machine knows the opcodes that pickles of plain data and tensors consist of (protocols
-2 to 5), a list of globals that are here nothing but names, and calls nothing: what `torch._utils._rebuild_tensor_v2`
-would build is written down as a `TensorRef`. The forms are those of torch 2.13 (`torch/_utils.py`, `torch/serialization.py`).
+A pickle is a program for a stack machine (the module pickletools describes its opcodes) that may import anything and call
+it. This machine knows the opcodes that pickles of plain data and tensors consist of (protocols 2 to 5), a list of globals
+that are here nothing but names, and calls nothing: what `torch._utils._rebuild_tensor_v2` would build is written down as
+a `TensorRef`. The forms are those of torch 2.13 (`torch/_utils.py`, `torch/serialization.py`).
 
 It is a machine of its own, and no `pickle.Unpickler` with a `find_class`, because that one lets a file of a few bytes
 fill the memory (memo places, numbers of any length) or never end (hashes of tuples in tuples). Here every step costs a
@@ -15,13 +15,14 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from types import MappingProxyType
 
 from bigload.checkpoint.refusal import Refusal
 
 MAX_PICKLE_BYTES = 64 * 2**20
 MAX_STEPS = 4_000_000
-"""Steps of one pickle. A tensor takes about 33, so this is more than 100 000 tensors; what they build fills some 300 MB."""
+"""Steps of one pickle. A tensor takes about 33, so this is more than 100 000 tensors; they fill some 300 MB at most."""
 
 MAX_KEY = 2**60
 """Larger whole numbers are no keys of dicts: their hashes can be made to collide."""
@@ -40,7 +41,7 @@ class Global:
 
 @dataclass(frozen=True, slots=True)
 class StorageRef:
-    """The storage that tensors are views of: a record `key` of `num_elements` elements of torch's storage class `kind`."""
+    """The storage that tensors are views of: record `key`, `num_elements` elements of torch's storage class `kind`."""
 
     kind: str
     key: str
@@ -72,7 +73,8 @@ def unpickle(data: bytes) -> object:
     Dicts have keys of text or whole numbers; attributes of dicts (`_metadata`) are dropped.
 
     Raises:
-        Refusal: it asks for a global that is not listed, uses an opcode that state dicts do not, is broken or too large.
+        Refusal: it asks for a global that is not listed, uses an opcode that state dicts do not, is broken or too
+            large.
     """
     if len(data) > MAX_PICKLE_BYTES:
         raise Refusal("pickle-too-large", f"its pickle has {len(data)} bytes, at most {MAX_PICKLE_BYTES} are read")
@@ -94,14 +96,17 @@ class _Machine:
         self.memo: dict[int, object] = {}
 
     def run(self) -> object:
+        data, steps = self.data, _STEPS
         for _ in range(MAX_STEPS):
-            opcode = self.data[self.position]
+            opcode = data[self.position]
             self.position += 1
-            if opcode == _STOP:
-                return self.stack[-1]
-            step = _STEPS.get(opcode)
+            step = steps[opcode]
             if step is None:
-                text = f"its pickle uses opcode {bytes((opcode,))!r} at byte {self.position - 1}, which no state dict does"
+                if opcode == _STOP:
+                    return self.stack[-1]
+                text = (
+                    f"its pickle uses opcode {bytes((opcode,))!r} at byte {self.position - 1}, which no state dict does"
+                )
                 raise Refusal("bad-pickle", text + self.place())
             step(self)
         raise Refusal("pickle-too-large", f"its pickle takes more than {MAX_STEPS} steps")
@@ -132,7 +137,7 @@ class _Machine:
         """Return words for the keys under which the machine is at work, as far as the stack tells."""
         keys = []
         frames = [*self.below, self.stack]
-        for lower, frame in zip(frames, frames[1:], strict=False):
+        for lower, frame in pairwise(frames):
             key = next((item for item in reversed(frame[::2]) if isinstance(item, str)), None)
             if lower and isinstance(lower[-1], dict) and key is not None:
                 keys.append(key)
@@ -151,13 +156,19 @@ def _broken(machine: _Machine, text: str) -> Refusal:
 # Steps, each called with the machine that stands behind the opcode.
 
 
-def _push_constant(value: object) -> Callable[[_Machine], None]:
+def _push_this(value: object, /) -> Callable[[_Machine], None]:
     return lambda machine: machine.stack.append(value)
 
 
 def _push_number(form: str) -> Callable[[_Machine], None]:
     compiled = struct.Struct(form)
     return lambda machine: machine.stack.append(machine.number(compiled))
+
+
+def _push_byte(machine: _Machine) -> None:
+    # The steps of one byte are three in four of all, so they go without struct and without a call.
+    machine.stack.append(machine.data[machine.position])
+    machine.position += 1
 
 
 def _push_text(form: str) -> Callable[[_Machine], None]:
@@ -175,6 +186,16 @@ def _skip(num_bytes: int) -> Callable[[_Machine], None]:
         machine.take(num_bytes)
 
     return step
+
+
+def _remember_at_byte(machine: _Machine) -> None:
+    machine.memo[machine.data[machine.position]] = machine.stack[-1]
+    machine.position += 1
+
+
+def _recall_at_byte(machine: _Machine) -> None:
+    machine.stack.append(machine.memo[machine.data[machine.position]])
+    machine.position += 1
 
 
 def _remember(form: str) -> Callable[[_Machine], None]:
@@ -285,7 +306,7 @@ def _call(machine: _Machine) -> None:
         raise _broken(machine, f"calls {called!s:.100}" if isinstance(called, Global) else "calls what is no function")
     try:
         machine.stack.append(make(*arguments))
-    except TypeError:
+    except (TypeError, ValueError):
         raise _broken(machine, f"calls {called} with other arguments than torch does") from None
 
 
@@ -305,20 +326,20 @@ def _storage(machine: _Machine) -> None:
 
 
 _STOP = ord(".")
-_STEPS: Mapping[int, Callable[[_Machine], None]] = MappingProxyType(
+_BY_OPCODE: Mapping[int, Callable[[_Machine], None]] = MappingProxyType(
     {
         code[0]: step
         for code, step in (
             (b"\x80", _skip(1)),  # PROTO
             (b"\x95", _skip(8)),  # FRAME
-            (b"N", _push_constant(None)),
-            (b"\x88", _push_constant(True)),
-            (b"\x89", _push_constant(False)),
-            (b")", _push_constant(())),
+            (b"N", _push_this(None)),
+            (b"\x88", lambda machine: machine.stack.append(True)),
+            (b"\x89", lambda machine: machine.stack.append(False)),
+            (b")", _push_this(())),
             (b"]", lambda machine: machine.stack.append([])),
             (b"}", lambda machine: machine.stack.append({})),
             (b"J", _push_number("<i")),
-            (b"K", _push_number("<B")),
+            (b"K", _push_byte),
             (b"M", _push_number("<H")),
             (b"\x8a", _long),
             (b"G", _float),
@@ -328,10 +349,10 @@ _STEPS: Mapping[int, Callable[[_Machine], None]] = MappingProxyType(
             (b"B", _push_bytes("<I")),
             (b"C", _push_bytes("<B")),
             (b"\x8e", _push_bytes("<Q")),
-            (b"q", _remember("<B")),
+            (b"q", _remember_at_byte),
             (b"r", _remember("<I")),
             (b"\x94", _memoize),
-            (b"h", _recall("<B")),
+            (b"h", _recall_at_byte),
             (b"j", _recall("<I")),
             (b"(", _mark),
             (b"t", _tuple_above_mark),
@@ -350,28 +371,20 @@ _STEPS: Mapping[int, Callable[[_Machine], None]] = MappingProxyType(
         )
     }
 )
+_STEPS = tuple(_BY_OPCODE.get(opcode) for opcode in range(256))
 
 
-# What the listed functions would make of their arguments. A wrong number of arguments is a TypeError, as in a call.
+# What the listed functions would make of their arguments; a TypeError or a ValueError when those are too few or many.
 
 
-def _tensor_v2(
-    storage: object, offset: object, shape: object, strides: object, _grad: object, _hooks: object, flags: object = None
-) -> TensorRef:
-    return TensorRef(storage, offset, shape, strides, flags=flags)
+def _tensor_v2(*arguments: object) -> TensorRef:
+    storage, offset, shape, strides, _, _, *flags = arguments
+    return TensorRef(storage, offset, shape, strides, None, *flags)
 
 
-def _tensor_v3(
-    storage: object,
-    offset: object,
-    shape: object,
-    strides: object,
-    _grad: object,
-    _hooks: object,
-    dtype: object,
-    flags: object = None,
-) -> TensorRef:
-    return TensorRef(storage, offset, shape, strides, dtype, flags)
+def _tensor_v3(*arguments: object) -> TensorRef:
+    storage, offset, shape, strides, _, _, dtype, *flags = arguments
+    return TensorRef(storage, offset, shape, strides, dtype, *flags)
 
 
 def _parameter(tensor: object, _grad: object, _hooks: object, _state: object = None) -> object:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Generic, TypeGuard, TypeVar
 
 from bigload.checkpoint.refusal import Refusal
 from bigload.units import counted
@@ -14,6 +14,7 @@ NESTED_KEYS = ("state_dict", "model", "model_state_dict", "module")
 
 _MAX_NAMED = 5
 _Tensor = TypeVar("_Tensor")
+_IsTensor = Callable[[object], TypeGuard[_Tensor]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,8 +25,8 @@ class Found(Generic[_Tensor]):
     left_out: tuple[str, ...]
 
 
-def find_state_dict(value: object, kind: type[_Tensor] | tuple[type[_Tensor], ...]) -> Found[_Tensor]:
-    """Return the state dict that `value` is or holds; its tensors are instances of `kind`.
+def find_state_dict(value: object, is_tensor: _IsTensor[_Tensor]) -> Found[_Tensor]:
+    """Return the state dict that `value` is or holds; `is_tensor` knows its tensors.
 
     A dict whose values are tensors is one; so is one below `NESTED_KEYS` of a dict that holds no tensors itself. Beside
     tensors there may be plain values, which are left out.
@@ -34,29 +35,27 @@ def find_state_dict(value: object, kind: type[_Tensor] | tuple[type[_Tensor], ..
         Refusal: there is none, or more than one, or tensors lie deeper; the text names the keys.
     """
     if not isinstance(value, dict):
-        what = "one tensor" if isinstance(value, kind) else f"a {type(value).__name__}"
+        what = "one tensor" if is_tensor(value) else f"a {type(value).__name__}"
         raise Refusal("no-state-dict", f"it holds {what}, expected a dict of tensors by name")
-    direct = [key for key, item in value.items() if isinstance(item, kind)]
+    direct = [key for key, item in value.items() if is_tensor(item)]
     if direct or not value:
-        return _tensors_of(value, kind, path="")
-    holders = [key for key, item in value.items() if isinstance(item, dict) and _holds_directly(item, kind)]
+        return _tensors_of(value, is_tensor, path="")
+    holders = [key for key, item in value.items() if isinstance(item, dict) and _holds_directly(item, is_tensor)]
     if not holders:
         raise Refusal("no-state-dict", f"it holds no tensors by name, only {_listed(value)}")
     if len(holders) > 1 or holders[0] not in NESTED_KEYS:
         text = f"tensors are below {_listed(holders)}; expected them by name at the top, or below one of"
         raise Refusal("ambiguous-state-dict", f"{text} {_listed(NESTED_KEYS)} alone")
-    found = _tensors_of(value[holders[0]], kind, path=f"{holders[0]}: ")
+    found = _tensors_of(value[holders[0]], is_tensor, path=f"{holders[0]}: ")
     return Found(found.tensors, (*(str(key) for key in value if key != holders[0]), *found.left_out))
 
 
-def _tensors_of(
-    state: Mapping[object, object], kind: type[_Tensor] | tuple[type[_Tensor], ...], path: str
-) -> Found[_Tensor]:
+def _tensors_of(state: Mapping[object, object], is_tensor: _IsTensor[_Tensor], path: str) -> Found[_Tensor]:
     tensors: dict[str, _Tensor] = {}
     left_out = []
     for key, item in state.items():
-        if not isinstance(item, kind):
-            if _holds_anywhere(item, kind):
+        if not is_tensor(item):
+            if _holds_anywhere(item, is_tensor):
                 text = f"{path}{key!r:.200} holds tensors of its own, beside tensors by name"
                 raise Refusal("ambiguous-state-dict", text)
             left_out.append(str(key))
@@ -67,17 +66,17 @@ def _tensors_of(
     return Found(tensors, tuple(left_out))
 
 
-def _holds_directly(value: Mapping[object, object], kind: type | tuple[type, ...]) -> bool:
-    return any(isinstance(item, kind) for item in value.values())
+def _holds_directly(value: Mapping[object, object], is_tensor: Callable[[object], bool]) -> bool:
+    return any(is_tensor(item) for item in value.values())
 
 
-def _holds_anywhere(value: object, kind: type | tuple[type, ...]) -> bool:
+def _holds_anywhere(value: object, is_tensor: Callable[[object], bool]) -> bool:
     """Return whether a tensor lies below `value`. Every container is entered once, and none by recursion."""
     seen: set[int] = set()
     waiting = [value]
     while waiting:
         item = waiting.pop()
-        if isinstance(item, kind):
+        if is_tensor(item):
             return True
         if isinstance(item, dict | list | tuple) and id(item) not in seen:
             seen.add(id(item))

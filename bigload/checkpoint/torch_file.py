@@ -1,9 +1,9 @@
 """Read what `torch.save` wrote, without torch: names, dtypes, shapes, and where the bytes of each tensor are.
 
-The file is a zip archive of stored records (`torch_zip.py`), all below one folder: `data.pkl`, the pickled object
-(`restricted_unpickler.py`); `data/0`, `data/1` ..., the bytes of the storages that tensors are views of; `byteorder`; and
-some that say nothing about tensors. The layout is that of torch 1.6 to 2.13 (`torch/serialization.py`, `_save`). Files of
-older versions are bare pickles, data and all in one: only torch can read them.
+The file is a zip archive of stored records (`torch_zip.py`), all below one folder: `data.pkl`, the pickled
+object (`restricted_unpickler.py`); `data/0`, `data/1` ..., the bytes of the storages that tensors are views of;
+`byteorder`; and some that say nothing about tensors. The layout is that of torch 1.6 to 2.13 (`torch/serialization.py`,
+`_save`). Files of older versions are bare pickles, data and all in one: only torch can read them.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import zlib
 from collections.abc import Iterable, Mapping
 from math import prod
 from pathlib import Path
+from typing import TypeGuard
 
 from bigload.checkpoint.model import CheckpointWarning, Shard, ShardHeader, Span, TensorInfo
 from bigload.checkpoint.refusal import Refusal
@@ -78,7 +79,7 @@ def _read(descriptor: int, path: Path, file: str) -> ShardHeader:
         if order != b"little":
             raise Refusal("byte-order", f"its numbers are stored in the byte order {order!r}, expected b'little'")
     raw = _checked(descriptor, pickled, "data.pkl", max_bytes=MAX_PICKLE_BYTES)
-    found = find_state_dict(unpickle(raw), (TensorRef, Opaque))
+    found = find_state_dict(unpickle(raw), _is_tensor)
     tensors, problems = [], []
     for name, tensor in found.tensors.items():
         try:
@@ -112,7 +113,9 @@ def _check_kind(head: bytes, num_bytes: int) -> None:
         raise Refusal("git-lfs-pointer", "a pointer of Git LFS, not the file itself; fetch it with git lfs pull")
     if head[257:262] == b"ustar":
         raise Refusal("not-a-torch-file", "a tar archive, as torch before 0.1.10 wrote; load and save it with torch")
-    text = f"no file that torch.save wrote: it begins with {head[:4]!r}, expected {LOCAL_SIGNATURE!r}; {num_bytes} bytes"
+    text = (
+        f"no file that torch.save wrote: it begins with {head[:4]!r}, expected {LOCAL_SIGNATURE!r}; {num_bytes} bytes"
+    )
     raise Refusal("not-a-torch-file", text)
 
 
@@ -138,38 +141,33 @@ def _checked(descriptor: int, record: Record, name: str, *, max_bytes: int) -> b
     return data
 
 
+def _is_tensor(value: object) -> TypeGuard[TensorRef | Opaque]:
+    return isinstance(value, TensorRef) or (isinstance(value, Opaque) and value.tensor_kind is not None)
+
+
 def _tensor(
     name: str, tensor: TensorRef | Opaque, records: Mapping[str, Record], data_folder: str, file: str
 ) -> TensorInfo:
     """Return where `tensor` is, having checked that this is inside its storage and the storage inside its record."""
     if isinstance(tensor, Opaque):
-        kind = tensor.tensor_kind or "no tensor"
-        raise Refusal("unsupported-tensor", f"it is {kind}, which cannot be read as plain bytes")
+        raise Refusal("unsupported-tensor", f"it is {tensor.tensor_kind}, which cannot be read as plain bytes")
     if tensor.flags:
-        raise Refusal("unsupported-tensor", "it is stored conjugated or negated; save it with resolve_conj(), resolve_neg()")
+        text = "it is stored conjugated or negated; save it with resolve_conj() or resolve_neg()"
+        raise Refusal("unsupported-tensor", text)
     storage = tensor.storage
     if not isinstance(storage, StorageRef):
         raise Refusal("bad-tensor", "it is no view of a storage")
     dtype = _dtype(storage, tensor.dtype)
-    record = records.get(data_folder + storage.key)
-    if record is None:
-        raise Refusal("storage-missing", f"its data, record {data_folder + storage.key!r:.200}, is not in the archive")
-    if storage.num_elements != (record.stop - record.start) // _element_bytes(storage):
-        text = f"its storage has {storage.num_elements} elements, but {record.stop - record.start} bytes in the archive"
-        raise Refusal("size-mismatch", text)
-    shape, strides = _numbers(tensor.shape, "shape"), _numbers(tensor.strides, "strides")
+    record = _record(storage, records, data_folder)
     (offset,) = _numbers((tensor.offset,), "offset")
-    if len(shape) != len(strides):
-        raise Refusal("bad-shape", f"{counted(len(shape), 'dimension')}, but {counted(len(strides), 'stride')}")
-    if prod(filter(None, shape)) > MAX_ELEMENTS:
-        raise Refusal("bad-shape", f"shape {shape}, expected sizes whose product fits 63 bits")
+    shape, strides = _form(tensor)
     num_spanned = 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True)) if all(shape) else 0
     width = dtype.alignment  # torch counts bytes where several elements are packed into one
-    if (offset + num_spanned) * width > record.stop - record.start:
-        text = f"it reaches to element {offset + num_spanned} of a storage of {storage.num_elements}"
-        raise Refusal("out-of-storage", text)
     start = record.start + offset * width
     span = Span(file, start, start + num_spanned * width)
+    if span.stop > record.stop:
+        text = f"it reaches to byte {span.stop - record.start} of a storage of {record.stop - record.start}"
+        raise Refusal("out-of-storage", text)
     is_plain = _is_row_by_row(shape, strides)
     if dtype.bits < 8:
         if not is_plain or not shape:
@@ -178,12 +176,37 @@ def _tensor(
     return TensorInfo(name, dtype, shape, span, None if is_plain else strides)
 
 
+def _record(storage: StorageRef, records: Mapping[str, Record], data_folder: str) -> Record:
+    """Return the record that holds `storage`, if it is as long as the pickle says."""
+    record = records.get(data_folder + storage.key)
+    if record is None:
+        raise Refusal("storage-missing", f"its data, record {data_folder + storage.key!r:.200}, is not in the archive")
+    num_bytes = record.stop - record.start
+    if storage.num_elements != num_bytes // _element_bytes(storage):
+        text = f"its storage has {storage.num_elements} elements by the pickle, but {num_bytes} bytes in the archive"
+        raise Refusal("size-mismatch", text)
+    return record
+
+
+def _form(tensor: TensorRef) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    shape, strides = _numbers(tensor.shape, "shape"), _numbers(tensor.strides, "strides")
+    if len(shape) != len(strides):
+        raise Refusal("bad-shape", f"{counted(len(shape), 'dimension')}, but {counted(len(strides), 'stride')}")
+    if prod(filter(None, shape)) > MAX_ELEMENTS:
+        raise Refusal("bad-shape", f"shape {shape}, expected sizes whose product fits 63 bits")
+    return shape, strides
+
+
 def _dtype(storage: StorageRef, given: object) -> DType:
     """Return the dtype of a tensor in `storage`; `given` is the one that the tensor names itself, if it does."""
-    torch_name = given.name if isinstance(given, Global) else STORAGE_DTYPES.get(storage.kind) if given is None else None
+    torch_name = (
+        given.name if isinstance(given, Global) else STORAGE_DTYPES.get(storage.kind) if given is None else None
+    )
     dtype = _BY_TORCH_NAME.get(torch_name) if torch_name is not None else None
     if dtype is None:
-        raise Refusal("unknown-dtype", f"elements of type {torch_name or storage.kind}, which safetensors does not have")
+        raise Refusal(
+            "unknown-dtype", f"elements of type {torch_name or storage.kind}, which safetensors does not have"
+        )
     return dtype
 
 

@@ -1,10 +1,10 @@
 """Where the records of a zip archive lie in its file, for archives that store them as they are.
 
 The format is APPNOTE 6.3 of PKWARE: local headers, each followed by its record, a central directory at the end, and an
-end record that finds it, in a 32-bit and a 64-bit form (`torch.save` writes both). What a program may read as plain bytes
-has to be the same for every reader, so all of it is held against each other: every record is found through its local
-header, which has to repeat the directory's name; records lie apart from each other, inside the file and before the
-directory; the directory ends where the end record begins. Compressed and encrypted records are refused.
+end record that finds it, in a 32-bit and a 64-bit form (`torch.save` writes both). What is read as plain bytes has to be
+the same for every reader, so all of it is held against each other: every record is found through its local header, which
+has to repeat the directory's name; records lie apart from each other, inside the file and before the directory; the
+directory ends where the end record begins. Compressed and encrypted records are refused.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import os
 import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 
 from bigload.checkpoint.refusal import Refusal
 
@@ -105,8 +106,7 @@ def _find_directory(descriptor: int, num_bytes: int) -> tuple[int, int, int]:
             in_64_bits = _read_end_64(descriptor, end_64, end - _LOCATOR.size)
             limits = (_IN_64_BITS_SHORT,) * 4 + (_IN_64_BITS,) * 2
             if any(
-                short not in (long, limit)
-                for short, long, limit in zip(in_32_bits, in_64_bits, limits, strict=True)
+                short not in (long, limit) for short, long, limit in zip(in_32_bits, in_64_bits, limits, strict=True)
             ):
                 raise Refusal("bad-zip", "the two end records of the zip archive contradict each other")
             disk, first_disk, here, count, size, start = in_64_bits
@@ -195,7 +195,7 @@ def _locate(descriptor: int, entry: _Entry) -> Record:
 
 def _check_apart(places: list[tuple[int, int, str]], directory_start: int) -> None:
     places.sort()
-    for (_, stop, name), (start, _, following) in zip(places, places[1:], strict=False):
+    for (_, stop, name), (start, _, following) in pairwise(places):
         if stop > start:
             raise Refusal("overlap", f"records {name!r} and {following!r} overlap")
     if places and places[-1][1] > directory_start:
