@@ -47,6 +47,7 @@ if TYPE_CHECKING:  # `as` marks them as public to type checkers
     from bigload.errors import ReadError as ReadError
     from bigload.errors import StalePlanError as StalePlanError
     from bigload.errors import StateDictMismatchError as StateDictMismatchError
+    from bigload.errors import StridedTensorError as StridedTensorError
     from bigload.errors import UnknownTensorError as UnknownTensorError
     from bigload.errors import UnsupportedDTypeError as UnsupportedDTypeError
     from bigload.errors import VerificationError as VerificationError
@@ -124,6 +125,7 @@ _HOMES = {
         "ReadError",
         "StalePlanError",
         "StateDictMismatchError",
+        "StridedTensorError",
         "UnknownTensorError",
         "UnsupportedDTypeError",
         "VerificationError",

@@ -16,6 +16,7 @@
     ├── LayoutError                      forms on disk
     │   ├── OutputExistsError            refuses to overwrite             (FileExistsError)
     │   ├── NotEnoughSpaceError          the disk is too small            (OSError)
+    │   ├── StridedTensorError           tensors that are not stored row by row
     │   ├── WriteError                   the system refused a write       (OSError)
     │   └── VerificationError            a written byte differs from its source
     └── LoadError                        bytes to tensors
@@ -237,6 +238,18 @@ class NotEnoughSpaceError(LayoutError, OSError):
         self.needed_bytes = needed_bytes
         self.free_bytes = free_bytes
         self.errno, self.filename = errno.ENOSPC, str(path)
+
+
+class StridedTensorError(LayoutError):
+    """Tensors are views that are not stored row by row (transposed, cut out), which safetensors cannot say of them."""
+
+    def __init__(self, tensors: Sequence[str]) -> None:
+        super().__init__(
+            f"cannot reshard {counted(len(tensors), 'tensor')} not stored row by row",
+            details=tensors,
+            hint="save the checkpoint again with contiguous tensors: "
+            "torch.save({name: tensor.contiguous() for name, tensor in state_dict.items()}, FILE)",
+        )
 
 
 class WriteError(LayoutError, OSError):

@@ -1,9 +1,9 @@
 """Read the pickle of a state dict without running it.
 
-A pickle is a program for a stack machine (the module pickletools describes its opcodes) that may import anything and call
-it. This machine knows the opcodes that pickles of plain data and tensors consist of (protocols 2 to 5), a list of globals
-that are here nothing but names, and calls nothing: what `torch._utils._rebuild_tensor_v2` would build is written down as
-a `TensorRef`. The forms are those of torch 2.13 (`torch/_utils.py`, `torch/serialization.py`).
+A pickle is a program for a stack machine (the module pickletools describes its opcodes) that may import anything and
+call it. This machine knows the opcodes that pickles of plain data and tensors consist of (protocols 2 to 5), a list of
+globals that are here nothing but names, and calls nothing: what `torch._utils._rebuild_tensor_v2` would build is
+written down as a `TensorRef`. The forms are those of torch 2.13 (`torch/_utils.py`, `torch/serialization.py`).
 
 It is a machine of its own, and no `pickle.Unpickler` with a `find_class`, because that one lets a file of a few bytes
 fill the memory (memo places, numbers of any length) or never end (hashes of tuples in tuples). Here every step costs a

@@ -1,10 +1,10 @@
 """Where the records of a zip archive lie in its file, for archives that store them as they are.
 
 The format is APPNOTE 6.3 of PKWARE: local headers, each followed by its record, a central directory at the end, and an
-end record that finds it, in a 32-bit and a 64-bit form (`torch.save` writes both). What is read as plain bytes has to be
-the same for every reader, so all of it is held against each other: every record is found through its local header, which
-has to repeat the directory's name; records lie apart from each other, inside the file and before the directory; the
-directory ends where the end record begins. Compressed and encrypted records are refused.
+end record that finds it, in a 32-bit and a 64-bit form (`torch.save` writes both). What is read as plain bytes has to
+be the same for every reader, so all of it is held against each other: every record is found through its local header,
+which has to repeat the directory's name; records lie apart from each other, inside the file and before the directory;
+the directory ends where the end record begins. Compressed and encrypted records are refused.
 """
 
 from __future__ import annotations
