@@ -128,6 +128,9 @@ def _check_contents(archive: Archive, folder: str) -> Record:
     pickled = records.get(f"{folder}/data.pkl")
     if pickled is None:
         raise Refusal("not-a-torch-file", "a zip archive without the data.pkl that torch.save writes")
+    if archive.compressed:
+        text = f"record {min(archive.compressed)!r:.200} is compressed; torch.save stores records as they are"
+        raise Refusal("compressed-record", text)
     return pickled
 
 
@@ -161,10 +164,12 @@ def _tensor(
     record = _record(storage, records, data_folder)
     (offset,) = _numbers((tensor.offset,), "offset")
     shape, strides = _form(tensor)
-    num_spanned = 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True)) if all(shape) else 0
     width = dtype.alignment  # torch counts bytes where several elements are packed into one
-    start = record.start + offset * width
-    span = Span(file, start, start + num_spanned * width)
+    if 0 in shape:  # without elements, an offset means nothing, and torch lets it be anything
+        span = Span(file, record.start, record.start)
+    else:
+        last = sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+        span = Span(file, record.start + offset * width, record.start + (offset + last + 1) * width)
     if span.stop > record.stop:
         text = f"it reaches to byte {span.stop - record.start} of a storage of {record.stop - record.start}"
         raise Refusal("out-of-storage", text)

@@ -1,10 +1,10 @@
-"""Where the records of a zip archive lie in its file, for archives that store them as they are.
+"""Where the records of a zip archive lie in its file.
 
 The format is APPNOTE 6.3 of PKWARE: local headers, each followed by its record, a central directory at the end, and an
 end record that finds it, in a 32-bit and a 64-bit form (`torch.save` writes both). What is read as plain bytes has to
 be the same for every reader, so all of it is held against each other: every record is found through its local header,
 which has to repeat the directory's name; records lie apart from each other, inside the file and before the directory;
-the directory ends where the end record begins. Compressed and encrypted records are refused.
+the directory ends where the end record begins. Encrypted records are refused, compressed ones told apart.
 """
 
 from __future__ import annotations
@@ -44,9 +44,13 @@ class Record:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Archive:
-    """The records by name, in the directory's order; the directory reaches from `directory_start` to the file's end."""
+    """Records by name, in the directory's order; the directory reaches from `directory_start` to the file's end.
+
+    `compressed` are the names of those that cannot be read as plain bytes.
+    """
 
     records: Mapping[str, Record]
+    compressed: frozenset[str]
     directory_start: int
 
 
@@ -55,8 +59,9 @@ class _Entry:
     """What the directory says of a record; `start` is where its local header begins."""
 
     name: bytes
-    flags: int
+    method: int
     crc32: int
+    packed_bytes: int
     num_bytes: int
     start: int
 
@@ -65,7 +70,7 @@ def read_archive(descriptor: int, num_bytes: int) -> Archive:
     """Return where the records of the open file `descriptor` of `num_bytes` bytes are. Reads headers only.
 
     Raises:
-        Refusal: the archive is cut off, contradicts itself, or holds records that are not stored as they are.
+        Refusal: the archive is cut off, contradicts itself, or is encrypted.
         OSError: the file cannot be read.
     """
     start, stop, num_entries = _find_directory(descriptor, num_bytes)
@@ -85,7 +90,8 @@ def read_archive(descriptor: int, num_bytes: int) -> Archive:
         records[name] = record
         places.append((entry.start, record.stop, name))
     _check_apart(places, start)
-    return Archive(records=records, directory_start=start)
+    compressed = frozenset(_text(entry.name) for entry in entries if entry.method != _STORED)
+    return Archive(records=records, compressed=compressed, directory_start=start)
 
 
 def _find_directory(descriptor: int, num_bytes: int) -> tuple[int, int, int]:
@@ -146,15 +152,14 @@ def _entries(directory: bytes) -> Iterator[_Entry]:
         name = directory[name_start:extra_start]
         if flags & _ENCRYPTED:
             raise Refusal("encrypted-record", f"record {_text(name)!r} is encrypted")
-        if method != _STORED:
-            text = f"record {_text(name)!r} is compressed; torch.save stores records as they are"
-            raise Refusal("compressed-record", text)
         if _IN_64_BITS in (num_bytes, packed, start):
             extra = directory[extra_start : extra_start + extra_bytes]
             num_bytes, packed, start = _in_64_bits(extra, (num_bytes, packed, start), name)
-        if packed != num_bytes or disk != 0:
+        if method == _STORED and packed != num_bytes:
             raise Refusal("bad-zip", f"record {_text(name)!r} has two sizes, {packed} and {num_bytes} bytes")
-        yield _Entry(name, flags, crc32, num_bytes, start)
+        if disk != 0:
+            raise Refusal("bad-zip", "a zip archive of several parts")
+        yield _Entry(name, method, crc32, packed, num_bytes, start)
 
 
 def _in_64_bits(extra: bytes, values: tuple[int, int, int], name: bytes) -> Iterator[int]:
@@ -185,12 +190,12 @@ def _locate(descriptor: int, entry: _Entry) -> Record:
     _, _, flags, method, _, _, crc32, packed, num_bytes, name_bytes, extra_bytes = _LOCAL.unpack_from(header)
     if name_bytes != len(entry.name) or header[_LOCAL.size :] != entry.name:
         raise Refusal("bad-zip", f"the record at byte {entry.start} is not {name!r}, as the directory says")
-    sizes = {packed, num_bytes} - {_IN_64_BITS}
-    says_the_same = flags & _SIZES_FOLLOW or (crc32 == entry.crc32 and sizes <= {entry.num_bytes})
-    if flags & _ENCRYPTED or method != _STORED or not says_the_same:
+    facts = ((crc32, entry.crc32), (packed, entry.packed_bytes), (num_bytes, entry.num_bytes))
+    differ = any(here not in (there, _IN_64_BITS) for here, there in facts) and not flags & _SIZES_FOLLOW
+    if differ or flags & _ENCRYPTED or method != entry.method:
         raise Refusal("bad-zip", f"record {name!r} and the directory contradict each other")
     start = entry.start + _LOCAL.size + name_bytes + extra_bytes
-    return Record(start, start + entry.num_bytes, entry.crc32)
+    return Record(start, start + entry.packed_bytes, entry.crc32)
 
 
 def _check_apart(places: list[tuple[int, int, str]], directory_start: int) -> None:
