@@ -34,6 +34,7 @@ if TYPE_CHECKING:  # `as` marks them as public to type checkers
     from bigload.errors import InvalidCheckpointError as InvalidCheckpointError
     from bigload.errors import InvalidPlanError as InvalidPlanError
     from bigload.errors import LayoutError as LayoutError
+    from bigload.errors import LegacyPickleError as LegacyPickleError
     from bigload.errors import LoadError as LoadError
     from bigload.errors import LoadOptionError as LoadOptionError
     from bigload.errors import NamesUnknownError as NamesUnknownError
@@ -47,6 +48,7 @@ if TYPE_CHECKING:  # `as` marks them as public to type checkers
     from bigload.errors import ReadError as ReadError
     from bigload.errors import StalePlanError as StalePlanError
     from bigload.errors import StateDictMismatchError as StateDictMismatchError
+    from bigload.errors import StridedTensorError as StridedTensorError
     from bigload.errors import UnknownTensorError as UnknownTensorError
     from bigload.errors import UnsupportedDTypeError as UnsupportedDTypeError
     from bigload.errors import UnsupportedMethodError as UnsupportedMethodError
@@ -112,6 +114,7 @@ _HOMES = {
         "InvalidCheckpointError",
         "InvalidPlanError",
         "LayoutError",
+        "LegacyPickleError",
         "LoadError",
         "LoadOptionError",
         "NamesUnknownError",
@@ -125,6 +128,7 @@ _HOMES = {
         "ReadError",
         "StalePlanError",
         "StateDictMismatchError",
+        "StridedTensorError",
         "UnknownTensorError",
         "UnsupportedDTypeError",
         "UnsupportedMethodError",
