@@ -1,3 +1,5 @@
+import contextlib
+import gc
 import random
 import threading
 import weakref
@@ -311,6 +313,26 @@ def test_an_error_in_one_thread_ends_all_and_leaves_nothing_under_way(simulation
     assert raised.value is stop
     assert simulation.num_pending == 0
     assert threading.active_count() == before
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_memory_of_a_failed_load_is_free_at_once_not_when_cycles_are_looked_for(simulation, threads):
+    def fault(begin):
+        if begin:
+            raise ReadFailedError
+
+    def fail():
+        there = empty(20_000)
+        with transfers_to() as transfers:
+            send_all(transfers, numbers(20_000), there, threads=threads, block_bytes=BLOCK, fault=fault)
+
+    gc.disable()
+    try:
+        with contextlib.suppress(ReadFailedError):
+            fail()
+        assert simulation.used == [0, 0, 0, 0]
+    finally:
+        gc.enable()
 
 
 def test_abort_wakes_those_who_wait_and_refuses_those_who_come(simulation):
