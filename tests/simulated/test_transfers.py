@@ -257,6 +257,19 @@ def test_blocks_begin_at_pages_and_are_not_pinned_where_nothing_pins(simulation)
             transfers.release(block)
 
 
+def test_copies_go_on_while_the_next_blocks_are_filled(simulation):
+    there = empty(8_192)
+    with transfers_to(num_blocks=3) as transfers:
+        outstanding = []
+        for begin, end in cut(32_768, BLOCK):
+            block = transfers.take()
+            transfers.send(block, 0, BLOCK, there[begin // 4 : end // 4])
+            transfers.release(block)
+            outstanding.append(len(simulation.streams[-1].queue))
+    # The wait at the start is queued too. From the fourth block on, only the one that is needed next was waited for.
+    assert outstanding == [2, 3, 4, 3, 3, 3, 3, 3]
+
+
 def test_a_thread_waits_until_another_gives_a_block_back(simulation):
     with transfers_to(num_blocks=1) as transfers:
         block, seen = transfers.take(), []
