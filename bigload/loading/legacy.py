@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import TYPE_CHECKING, TypeGuard
 
 from bigload.checkpoint.refusal import Refusal
@@ -48,7 +49,7 @@ def _load(path: Path) -> dict[str, torch.Tensor]:
         if "global" in reason.lower():
             text = f"torch refuses to load it as weights only, and nothing was executed: {reason}"
             raise _invalid(path, "forbidden-global", text) from error
-        raise _invalid(path, "bad-pickle", f"torch cannot load it: {type(error).__name__}, {reason}") from error
+        raise _invalid(path, "bad-pickle", f"torch cannot load it: {reason}") from error
 
     def is_tensor(value: object) -> TypeGuard[torch.Tensor]:
         return isinstance(value, torch.Tensor)
@@ -61,9 +62,10 @@ def _load(path: Path) -> dict[str, torch.Tensor]:
 
 def _reason(error: Exception) -> str:
     """Return torch's reason in its first sentence, without the advice to load the file unsafely."""
-    words = str(error)
-    words = " ".join((words.partition("WeightsUnpickler error:")[2] or words).split())
-    return f"{words.partition('. ')[0].removesuffix('.'):.300}" or "no reason given"
+    # That advice is what torch wraps around the error of its unpickler, which stays the context of its own.
+    inner = error.__context__ if isinstance(error, UnpicklingError) and error.__context__ is not None else error
+    sentence = " ".join(str(inner).split()).partition(". ")[0].removesuffix(".")
+    return f"{type(inner).__name__}: {sentence:.300}"
 
 
 def _invalid(path: Path, code: str, text: str) -> InvalidCheckpointError:
