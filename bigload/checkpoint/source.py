@@ -117,8 +117,7 @@ def _open_folder(root: Path, path: str) -> Checkpoint:
     names = sorted(file.name for file in root.iterdir() if file.is_file())
     for form in _FORMS:
         indexes = [name for name in names if name.endswith(form.index_suffix)]
-        files = [name for name in names if name.endswith(form.suffixes)]
-        if form.single in files:
+        if form.single in names:
             return _open_files(root, None, [form.single], path)
         if form.index in indexes:
             return _open_sharded(root, form.index, path)
@@ -127,6 +126,8 @@ def _open_folder(root: Path, path: str) -> Checkpoint:
         if indexes:
             hint = f"name the one you mean: {root / indexes[0]}"
             raise CheckpointNotFoundError(path, f"{len(indexes)} index files, which differ", details=indexes, hint=hint)
+    for form in _FORMS:
+        files = [name for name in names if name.endswith(form.suffixes)]
         if len(files) == 1 and not _SHARD_OF_MANY.fullmatch(files[0]):
             return _open_files(root, None, files, path)
     raise CheckpointNotFoundError(path, _why_none(names))
