@@ -86,6 +86,18 @@ def test_one_shard_of_many_is_no_checkpoint(tmp_path):
         open_checkpoint(tmp_path)
 
 
+def test_shards_that_lack_their_index_are_missed_and_not_what_a_training_left_beside_them(tmp_path):
+    write_shard(tmp_path / "model-00001-of-00002.safetensors", {"a": ("U8", [1])})
+    save(tmp_path / "training_args.bin", "a")
+    with pytest.raises(CheckpointNotFoundError, match=r"1 \.safetensors file but no index"):
+        open_checkpoint(tmp_path)
+
+
+def test_a_link_to_a_file_that_was_never_fetched_is_told(tmp_path):
+    (tmp_path / "pytorch_model.bin").symlink_to("blob")
+    assert problems(tmp_path) == [("missing-shard", "pytorch_model.bin")]
+
+
 def test_every_problem_of_every_shard_is_told(tmp_path):
     save_sharded(tmp_path)
     (tmp_path / ONE).write_bytes((tmp_path / ONE).read_bytes()[:-30])
