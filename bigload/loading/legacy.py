@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import TYPE_CHECKING, TypeGuard
 
 from bigload.checkpoint.model import Checkpoint, Span, TensorInfo
@@ -80,7 +81,7 @@ def _load(path: Path) -> dict[str, torch.Tensor]:
         if "global" in reason.lower():
             text = f"torch refuses to load it as weights only, and nothing was executed: {reason}"
             raise _invalid(path, "forbidden-global", text) from error
-        raise _invalid(path, "bad-pickle", f"torch cannot load it: {type(error).__name__}, {reason}") from error
+        raise _invalid(path, "bad-pickle", f"torch cannot load it: {reason}") from error
 
     def is_tensor(value: object) -> TypeGuard[torch.Tensor]:
         return isinstance(value, torch.Tensor)
@@ -92,11 +93,11 @@ def _load(path: Path) -> dict[str, torch.Tensor]:
 
 
 def _reason(error: Exception) -> str:
-    """Return torch's reason: the paragraph that names what it refused, and not its advice to load the file unsafely."""
-    words = str(error)
-    paragraphs = [" ".join(part.split()) for part in words.replace("WeightsUnpickler error:", "\n\n").split("\n\n")]
-    about = [part for part in paragraphs if part and "weights_only" not in part and "Weights only load" not in part]
-    return f"{(about or paragraphs or [''])[0].partition('. ')[0].removesuffix('.'):.300}" or "no reason given"
+    """Return torch's reason in its first sentence, without the advice to load the file unsafely."""
+    # That advice is what torch wraps around the error of its unpickler, which stays the context of its own.
+    inner = error.__context__ if isinstance(error, UnpicklingError) and error.__context__ is not None else error
+    sentence = " ".join(str(inner).split()).partition(". ")[0].removesuffix(".")
+    return f"{type(inner).__name__}: {sentence:.300}"
 
 
 def _invalid(path: Path, code: str, text: str) -> InvalidCheckpointError:
