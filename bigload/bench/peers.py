@@ -235,7 +235,7 @@ def empty_model(checkpoint: Checkpoint) -> nn.Module:
             if part not in module._modules:
                 module.add_module(part, nn.Module())
             module = module.get_submodule(part)
-        empty = torch.empty(torch_shape(tensor), dtype=torch_dtype(tensor.dtype), device="meta")
+        empty = torch.empty(torch_shape(tensor.dtype, tensor.shape), dtype=torch_dtype(tensor.dtype), device="meta")
         module.register_parameter(leaf, nn.Parameter(empty, requires_grad=False))
     return model
 
@@ -311,4 +311,3 @@ PEERS = (
     ),
 )
 """Every loader that the bench knows, in the order in which they are shown."""
-

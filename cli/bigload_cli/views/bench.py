@@ -46,7 +46,8 @@ def headline(report: BenchReport, *, name: str) -> str:
 
 def strategies(report: BenchReport) -> PlainTable:
     """Return a row for every strategy, every peer that was measured, and every raw read that is a limit of one."""
-    times, factor = ("SECONDS", 1.0) if report.fastest.summary.mean >= 1 else ("MS", 1000.0)
+    unit, factor = unit_of(report)
+    times = "SECONDS" if unit == "s" else "MS"
     right = (f"{times} ± σ", "MIN … MAX", "GiB/s", "OF RAW", "PRIVATE", "FILE")
     table = PlainTable(("STRATEGY", *right), right=right, folding="STRATEGY")
 
@@ -84,6 +85,11 @@ def closing(report: BenchReport, *, blocks: bool) -> list[str]:
     ]
 
 
+def unit_of(report: BenchReport) -> tuple[str, float]:
+    """Return the unit of times in a table, `s` or `ms`, and how many of it a second has."""
+    return ("s", 1.0) if report.fastest.summary.mean >= 1 else ("ms", 1000.0)
+
+
 def durations(seconds: Sequence[float], factor: float) -> tuple[str, str]:
     """Return mean and spread, least and most, of seconds times `factor`; a single run has no spread."""
     summary = summarize(seconds)
@@ -108,7 +114,7 @@ def percentage(part: float | None) -> str:
 
 def limits(report: BenchReport) -> list[RawResult]:
     """Return the raw reads that are the limit of a strategy or a peer, each kind once."""
-    names = {result.limit for result in (*report.results, *report.peers)}
+    names = {result.limit for result in report.results} | {peer.limit for peer in report.peers}
     return [raw for raw in report.raw if raw.name in names]
 
 
