@@ -22,7 +22,7 @@ from bigload.bench.memory import MemoryKind
 from bigload.bench.page_cache_state import CacheState, prepare
 from bigload.bench.phases import phase_shares
 from bigload.bench.raw_limit import RawKind, RawRead, can_read_direct, kind_for, raw_read, raw_reads
-from bigload.bench.recommendation import Recommendation, best_of, measure_sizes
+from bigload.bench.recommendation import Recommendation, best_of, measure_sizes, whole
 from bigload.bench.report import BenchReport, PeerResult, RawResult, StrategyResult
 from bigload.bench.runner import Clock, Contender, OnRun, Outcome, run_rounds
 from bigload.bench.touch import touch
@@ -258,7 +258,12 @@ class _Bench:
         advice = Recommendation(strategy=best.name, threads=best.threads, method=str(self._reports[best.name].method))
         if best.threads == 1 or not sizes:
             return advice
-        return replace(advice, sizes=measure_sizes(self.checkpoint, best, self._time_part))
+        found = measure_sizes(self.checkpoint, best, self._time_part)
+        serial = next((r for r in results if r.case == replace(best, threads=1)), None)
+        if serial is not None:  # the whole was measured before
+            parallel = next(result for result in results if result.case == best)
+            found = (*found, whole(self.checkpoint.total_bytes, serial.seconds, parallel.seconds))
+        return replace(advice, sizes=found)
 
     def _time_part(self, case: Case, names: Sequence[str]) -> float:
         self._on_run(f"{case.name}: a part of {len(names)} tensors")

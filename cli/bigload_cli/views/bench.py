@@ -178,7 +178,9 @@ def _when_threads_pay(found: Recommendation) -> str:
     tried = ", ".join(format_size(size.num_bytes) for size in found.sizes)
     pays = found.pays_from_bytes
     if pays is None:
-        return f"Several threads were no faster than one at {tried}."
+        if any(size.pays for size in found.sizes):
+            return f"Whether several threads pay cannot be said: they were faster at some sizes only ({tried})."
+        return f"Several threads were not faster than one by much at {tried}."
     if pays == found.sizes[0].num_bytes:
         return f"Several threads pay from {format_size(pays)} on, the smallest size tried ({tried})."
     return f"Several threads do not pay below {format_size(pays)} (tried: {tried})."
