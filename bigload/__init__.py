@@ -35,6 +35,7 @@ if TYPE_CHECKING:  # `as` marks them as public to type checkers
     from bigload.errors import InvalidCheckpointError as InvalidCheckpointError
     from bigload.errors import InvalidPlanError as InvalidPlanError
     from bigload.errors import LayoutError as LayoutError
+    from bigload.errors import LegacyPickleError as LegacyPickleError
     from bigload.errors import LoadError as LoadError
     from bigload.errors import LoadOptionError as LoadOptionError
     from bigload.errors import MissingPackageError as MissingPackageError
@@ -49,6 +50,7 @@ if TYPE_CHECKING:  # `as` marks them as public to type checkers
     from bigload.errors import ReadError as ReadError
     from bigload.errors import StalePlanError as StalePlanError
     from bigload.errors import StateDictMismatchError as StateDictMismatchError
+    from bigload.errors import StridedTensorError as StridedTensorError
     from bigload.errors import UnknownTensorError as UnknownTensorError
     from bigload.errors import UnsupportedDTypeError as UnsupportedDTypeError
     from bigload.errors import UnsupportedMethodError as UnsupportedMethodError
@@ -116,6 +118,7 @@ _HOMES = {
         "InvalidCheckpointError",
         "InvalidPlanError",
         "LayoutError",
+        "LegacyPickleError",
         "LoadError",
         "LoadOptionError",
         "MissingPackageError",
@@ -130,6 +133,7 @@ _HOMES = {
         "ReadError",
         "StalePlanError",
         "StateDictMismatchError",
+        "StridedTensorError",
         "UnknownTensorError",
         "UnsupportedDTypeError",
         "UnsupportedMethodError",

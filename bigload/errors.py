@@ -3,7 +3,8 @@
     BigloadError
     ├── CheckpointError                  what is on disk
     │   ├── CheckpointNotFoundError      nothing at that path             (FileNotFoundError)
-    │   └── InvalidCheckpointError       files that do not hold together  (ValueError)
+    │   ├── InvalidCheckpointError       files that do not hold together  (ValueError)
+    │   └── LegacyPickleError            bare pickles, which only torch reads
     ├── PlanError                        where weights go
     │   ├── BudgetError                  a memory budget that makes no sense (ValueError)
     │   ├── DoesNotFitError              no placement keeps the limits
@@ -15,6 +16,7 @@
     ├── LayoutError                      forms on disk
     │   ├── OutputExistsError            refuses to overwrite             (FileExistsError)
     │   ├── NotEnoughSpaceError          the disk is too small            (OSError)
+    │   ├── StridedTensorError           tensors that are not stored row by row
     │   ├── WriteError                   the system refused a write       (OSError)
     │   └── VerificationError            a written byte differs from its source
     ├── LoadError                        bytes to tensors
@@ -124,9 +126,28 @@ def _download_hint(problems: Sequence[Problem]) -> str | None:
     codes = {problem.code for problem in problems}
     if "unsafe-path" in codes:
         return "an index may only name files inside its own folder; look at where this checkpoint comes from"
-    if codes & {"file-truncated", "missing-shard", "file-empty"}:
+    if codes & {"file-truncated", "missing-shard", "file-empty", "bad-checksum"}:
         return "download the named files again; a download was probably cut off"
+    if "forbidden-global" in codes:
+        return "if you trust where it comes from, load it with torch and save its state_dict() alone"
     return None
+
+
+class LegacyPickleError(CheckpointError):
+    """The checkpoint at `path` is stored as torch before 1.6 did; `paths` are all its files, in order.
+
+    Such a file is one pickle, data included: where a tensor lies is not known before torch has run through all of it.
+    """
+
+    def __init__(self, path: Path | str, paths: Sequence[Path], *, legacy: Sequence[str]) -> None:
+        super().__init__(
+            f"{path} is stored in the form of torch before 1.6, a pickle whose parts cannot be read by themselves",
+            details=legacy,
+            hint="bigload.load reads it through torch.load(weights_only=True); for everything else save it again: "
+            'torch.save(torch.load(FILE, weights_only=True), "new.bin")',
+        )
+        self.path = path
+        self.paths = tuple(paths)
 
 
 class PlanError(BigloadError):
@@ -221,6 +242,18 @@ class NotEnoughSpaceError(LayoutError, OSError):
         self.needed_bytes = needed_bytes
         self.free_bytes = free_bytes
         self.errno, self.filename = errno.ENOSPC, str(path)
+
+
+class StridedTensorError(LayoutError):
+    """Tensors are views that are not stored row by row (transposed, cut out), which safetensors cannot say of them."""
+
+    def __init__(self, tensors: Sequence[str]) -> None:
+        super().__init__(
+            f"cannot reshard {counted(len(tensors), 'tensor')} not stored row by row",
+            details=tensors,
+            hint="save the checkpoint again with contiguous tensors: "
+            "torch.save({name: tensor.contiguous() for name, tensor in state_dict.items()}, FILE)",
+        )
 
 
 class WriteError(LayoutError, OSError):

@@ -196,7 +196,11 @@ def checkpoint_of(
         infos[name] = TensorInfo(name, DTYPES[dtype], tuple(shape), Span("model.safetensors", start, stop))
         start = stop
     shard = Shard(
-        file="model.safetensors", num_bytes=start + 8, header_bytes=8, header_sha256="5ad" * 21 + "f", metadata={}
+        file="model.safetensors",
+        num_bytes=start + 8,
+        header_parts=((0, 8),),
+        header_sha256="5ad" * 21 + "f",
+        metadata={},
     )
     return Checkpoint(
         path=path, root=_folder_of_zeros(), index_file=None, shards=(shard,), tensors=infos, config=config, warnings=()

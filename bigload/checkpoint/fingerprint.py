@@ -2,7 +2,8 @@
 
 A fingerprint is a digest of each shard's header and its size: reading it costs milliseconds where digesting the data of
 a 141 GB checkpoint would cost minutes. It notices every change of names, dtypes, shapes, order and length. It does not
-notice weights that were overwritten in place with others of the same form.
+notice weights that were overwritten in place with others of the same form; in a torch archive it does notice weights
+that were saved again, because the directory there holds a checksum of every record.
 """
 
 from __future__ import annotations
@@ -36,11 +37,10 @@ def of_shard(shard: Shard) -> ShardFingerprint:
 
 def current_fingerprint(descriptor: int, shard: Shard) -> ShardFingerprint:
     """Return the fingerprint of the open file `descriptor`, which was `shard` when the checkpoint was opened."""
-    return ShardFingerprint(
-        file=shard.file,
-        num_bytes=os.fstat(descriptor).st_size,
-        header_sha256=hashlib.sha256(os.pread(descriptor, shard.header_bytes, 0)).hexdigest(),
-    )
+    digest = hashlib.sha256()
+    for start, stop in shard.header_parts:
+        digest.update(os.pread(descriptor, stop - start, start))
+    return ShardFingerprint(file=shard.file, num_bytes=os.fstat(descriptor).st_size, header_sha256=digest.hexdigest())
 
 
 def changes(then: Sequence[ShardFingerprint], now: Sequence[ShardFingerprint]) -> list[str]:

@@ -1,4 +1,4 @@
-"""Weight maps: the `*.safetensors.index.json` files that say which shard holds which tensor.
+"""Weight maps: the `*.safetensors.index.json` and `*.bin.index.json` files that say which shard holds which tensor.
 
 An index comes from strangers. The file names in it are text until `resolve_shard` has shown that they stay inside the
 checkpoint's folder.
@@ -16,6 +16,8 @@ from bigload.errors import InvalidCheckpointError, Problem
 
 INDEX_SUFFIX = ".safetensors.index.json"
 DEFAULT_INDEX = "model" + INDEX_SUFFIX
+TORCH_INDEX_SUFFIX = ".bin.index.json"
+DEFAULT_TORCH_INDEX = "pytorch_model" + TORCH_INDEX_SUFFIX
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

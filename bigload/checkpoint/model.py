@@ -7,8 +7,12 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 from pathlib import Path
+from typing import Literal
 
 from bigload.dtypes import DType
+
+Format = Literal["safetensors", "torch"]
+"""How a file stores tensors: as safetensors, or as the zip archive that `torch.save` writes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,12 +30,18 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """A stored tensor. The header was checked: `span.num_bytes` is elements x bits / 8."""
+    """A stored tensor. The header was checked: without `strides`, `span.num_bytes` is elements x bits / 8.
+
+    `strides` are those of a view that is not stored row by row (transposed, cut out, expanded), in elements; `span`
+    then holds the bytes from its first element to its last, whatever lies between them. Tensors that share memory have
+    spans that overlap or are equal. safetensors knows neither.
+    """
 
     name: str
     dtype: DType
     shape: tuple[int, ...]
     span: Span
+    strides: tuple[int, ...] | None = None
 
     @property
     def num_elements(self) -> int:
@@ -39,18 +49,33 @@ class TensorInfo:
 
     @property
     def num_bytes(self) -> int:
-        return self.span.num_bytes
+        """Bytes of the tensor in memory, row by row."""
+        return self.span.num_bytes if self.strides is None else -(-self.num_elements * self.dtype.bits // 8)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shard:
-    """One file of a checkpoint. `header_sha256` digests the length field and the header, not the data."""
+    """One file of a checkpoint.
+
+    Attributes:
+        header_parts: Where in the file it says what it holds, as pairs of start and stop. Of safetensors, the length
+            field and the header. Of a torch archive, `data.pkl` and the directory at the end, which has checksums of
+            all data.
+        header_sha256: Digest of these parts, one after the other, in hexadecimal; not of the data.
+        metadata: The texts of a safetensors header's `__metadata__`.
+    """
 
     file: str
     num_bytes: int
-    header_bytes: int
+    header_parts: tuple[tuple[int, int], ...]
     header_sha256: str
     metadata: Mapping[str, str]
+    format: Format = "safetensors"
+
+    @property
+    def header_bytes(self) -> int:
+        """Bytes of all `header_parts`."""
+        return sum(stop - start for start, stop in self.header_parts)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +84,15 @@ class CheckpointWarning:
 
     code: str
     text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardHeader:
+    """A shard, its tensors in file order, and what is odd about it."""
+
+    shard: Shard
+    tensors: tuple[TensorInfo, ...]
+    warnings: tuple[CheckpointWarning, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,6 +119,12 @@ class Checkpoint:
     def __getstate__(self) -> dict[str, object]:
         config = None if self.config is None else dict(self.config)
         return {**self.__dict__, "tensors": dict(self.tensors), "config": config}
+
+    @property
+    def format(self) -> Format | Literal["mixed"]:
+        """The format of its files; `"mixed"` where an index names files of both."""
+        formats = {shard.format for shard in self.shards}
+        return formats.pop() if len(formats) == 1 else "mixed"
 
     @property
     def name(self) -> str:

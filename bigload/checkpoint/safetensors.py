@@ -19,11 +19,10 @@ import stat
 import struct
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn, TypeGuard
 
-from bigload.checkpoint.model import Shard, Span, TensorInfo
+from bigload.checkpoint.model import Shard, ShardHeader, Span, TensorInfo
 from bigload.dtypes import DTYPES, DType
 from bigload.errors import InvalidCheckpointError, Problem
 
@@ -33,14 +32,6 @@ MAX_HEADER_BYTES = 100_000_000
 MAX_ELEMENTS = 2**64 - 1
 METADATA_KEY = "__metadata__"
 _FIELDS = frozenset({"dtype", "shape", "data_offsets"})
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ShardHeader:
-    """A shard and its tensors in file order."""
-
-    shard: Shard
-    tensors: tuple[TensorInfo, ...]
 
 
 def read_header(path: Path, *, file: str) -> ShardHeader:
@@ -75,7 +66,7 @@ def parse_header(raw: bytes, *, num_bytes: int, file: str) -> ShardHeader:
     shard = Shard(
         file=file,
         num_bytes=num_bytes,
-        header_bytes=len(raw),
+        header_parts=((0, len(raw)),),
         header_sha256=hashlib.sha256(raw).hexdigest(),
         metadata=metadata,
     )

@@ -5,17 +5,34 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 
-from bigload.checkpoint.index import DEFAULT_INDEX, INDEX_SUFFIX, ShardIndex, read_index, resolve_shard
-from bigload.checkpoint.model import Checkpoint, CheckpointWarning, TensorInfo
-from bigload.checkpoint.safetensors import ShardHeader, read_header
-from bigload.errors import CheckpointError, CheckpointNotFoundError, InvalidCheckpointError, Problem
+from bigload.checkpoint.index import (
+    DEFAULT_INDEX,
+    DEFAULT_TORCH_INDEX,
+    INDEX_SUFFIX,
+    TORCH_INDEX_SUFFIX,
+    ShardIndex,
+    read_index,
+    resolve_shard,
+)
+from bigload.checkpoint.model import Checkpoint, CheckpointWarning, ShardHeader, TensorInfo
+from bigload.checkpoint.safetensors import read_header
+from bigload.checkpoint.torch_file import SUFFIXES, LegacyFile, read_torch_header
+from bigload.errors import (
+    CheckpointError,
+    CheckpointNotFoundError,
+    InvalidCheckpointError,
+    LegacyPickleError,
+    Problem,
+)
 from bigload.units import counted
 
 SINGLE_FILE = "model.safetensors"
-_SHARD_OF_MANY = re.compile(r".*-of-\d+\.safetensors")
+SINGLE_TORCH_FILE = "pytorch_model.bin"
+_SHARD_OF_MANY = re.compile(r".*-of-\d+\.\w+")
 _REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")
 
 
@@ -23,11 +40,14 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
     """Open the checkpoint at `path` by reading and validating its headers.
 
     `path` is a folder with `model.safetensors` or one `*.safetensors.index.json`, such an index, a `.safetensors` file,
-    or the name of a repository (`org/model`) that lies in the local Hugging Face cache. Nothing is downloaded.
+    or the name of a repository (`org/model`) that lies in the local Hugging Face cache. Nothing is downloaded. What
+    `torch.save` wrote (`.bin`, `.pt`, `.pth`; `pytorch_model.bin.index.json`) is read alike, and executes nothing; a
+    folder's safetensors come first, as with transformers.
 
     Raises:
         CheckpointNotFoundError: nothing there, or nothing that is a checkpoint.
         InvalidCheckpointError: files break the format or contradict the index; `.problems` lists them all.
+        LegacyPickleError: files of torch before 1.6, which have no parts that could be read by themselves.
         CheckpointError: a file cannot be read.
     """
     place = _existing(path)
@@ -67,7 +87,7 @@ def _cached_snapshot(repository: str) -> Path | None:
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 
-    for file in (DEFAULT_INDEX, SINGLE_FILE):
+    for file in (DEFAULT_INDEX, SINGLE_FILE, DEFAULT_TORCH_INDEX, SINGLE_TORCH_FILE):
         try:
             found = try_to_load_from_cache(repository, file)
         except HFValidationError:
@@ -77,30 +97,48 @@ def _cached_snapshot(repository: str) -> Path | None:
     return None
 
 
+@dataclass(frozen=True, slots=True)
+class _Form:
+    """What the files of a checkpoint in one format are called."""
+
+    single: str
+    index: str
+    index_suffix: str
+    suffixes: tuple[str, ...]
+
+
+_FORMS = (
+    _Form(SINGLE_FILE, DEFAULT_INDEX, INDEX_SUFFIX, (".safetensors",)),
+    _Form(SINGLE_TORCH_FILE, DEFAULT_TORCH_INDEX, TORCH_INDEX_SUFFIX, SUFFIXES),
+)
+
+
 def _open_folder(root: Path, path: str) -> Checkpoint:
-    indexes = sorted(file.name for file in root.glob("*" + INDEX_SUFFIX) if file.is_file())
-    files = sorted(file.name for file in root.glob("*.safetensors"))
-    if SINGLE_FILE in files:
-        return _open_files(root, None, [SINGLE_FILE], path)
-    if DEFAULT_INDEX in indexes:
-        return _open_sharded(root, DEFAULT_INDEX, path)
-    if len(indexes) == 1:
-        return _open_sharded(root, indexes[0], path)
-    if indexes:
-        hint = f"name the one you mean: {root / indexes[0]}"
-        raise CheckpointNotFoundError(path, f"{len(indexes)} index files, which differ", details=indexes, hint=hint)
-    if len(files) == 1 and not _SHARD_OF_MANY.fullmatch(files[0]):
-        return _open_files(root, None, files, path)
-    raise CheckpointNotFoundError(path, _why_none(root, files))
+    names = sorted(file.name for file in root.iterdir() if file.is_file())
+    for form in _FORMS:
+        indexes = [name for name in names if name.endswith(form.index_suffix)]
+        files = [name for name in names if name.endswith(form.suffixes)]
+        if form.single in files:
+            return _open_files(root, None, [form.single], path)
+        if form.index in indexes:
+            return _open_sharded(root, form.index, path)
+        if len(indexes) == 1:
+            return _open_sharded(root, indexes[0], path)
+        if indexes:
+            hint = f"name the one you mean: {root / indexes[0]}"
+            raise CheckpointNotFoundError(path, f"{len(indexes)} index files, which differ", details=indexes, hint=hint)
+        if len(files) == 1 and not _SHARD_OF_MANY.fullmatch(files[0]):
+            return _open_files(root, None, files, path)
+    raise CheckpointNotFoundError(path, _why_none(names))
 
 
-def _why_none(root: Path, files: list[str]) -> str:
-    if files:
-        found = counted(len(files), ".safetensors file")
-        return f"{found} but no index ({DEFAULT_INDEX}) that says which tensor is where"
-    if any(root.glob("*.bin")) or any(root.glob("*.pt")):
-        return "only .bin or .pt files, which this version does not read; convert them to safetensors first"
-    return f"the folder holds neither {SINGLE_FILE} nor an index"
+def _why_none(names: list[str]) -> str:
+    for form in _FORMS:
+        files = [name for name in names if name.endswith(form.suffixes)]
+        if files:
+            found = counted(len(files), f"{' or '.join(form.suffixes)} file")
+            return f"{found} but no index ({form.index}) that says which tensor is where"
+    return f"the folder holds neither {SINGLE_FILE} nor {SINGLE_TORCH_FILE} nor an index"
 
 
 def _open_sharded(root: Path, index_file: str, path: str) -> Checkpoint:
@@ -114,7 +152,7 @@ def _open_sharded(root: Path, index_file: str, path: str) -> Checkpoint:
 def _open_files(
     root: Path, index_file: str | None, files: list[str], path: str, index: ShardIndex | None = None
 ) -> Checkpoint:
-    headers, problems = _read_headers(root, files, index_file)
+    headers, problems, legacy = _read_headers(root, files, index_file)
     tensors: dict[str, TensorInfo] = {}
     for header in headers:
         for tensor in header.tensors:
@@ -122,10 +160,12 @@ def _open_files(
                 text = f"tensor {tensor.name!r} is also in {tensors[tensor.name].span.file}"
                 problems.append(Problem(code="tensor-twice", file=header.shard.file, text=text))
             tensors.setdefault(tensor.name, tensor)
-    if index is not None:
+    if index is not None and not legacy:
         problems += _contradictions(index, tensors, {header.shard.file for header in headers})
     if problems:
         raise InvalidCheckpointError(path, problems)
+    if legacy:
+        raise LegacyPickleError(path, [root / file for file in files], legacy=legacy)
     config, config_warnings = _read_config(root)
     return Checkpoint(
         path=path,
@@ -134,12 +174,19 @@ def _open_files(
         shards=tuple(header.shard for header in headers),
         tensors=MappingProxyType(tensors),
         config=config,
-        warnings=(*_total_size_warning(index, tensors), *config_warnings),
+        warnings=(
+            *_total_size_warning(index, tensors),
+            *(warning for header in headers for warning in header.warnings),
+            *config_warnings,
+        ),
     )
 
 
-def _read_headers(root: Path, files: list[str], index_file: str | None) -> tuple[list[ShardHeader], list[Problem]]:
-    headers, problems = [], []
+def _read_headers(
+    root: Path, files: list[str], index_file: str | None
+) -> tuple[list[ShardHeader], list[Problem], list[str]]:
+    """Return the headers of `files`, what is wrong with the others, and which are bare pickles."""
+    headers, problems, legacy = [], [], []
     for file in files:
         place = resolve_shard(root, file) if index_file is not None else root / file
         if isinstance(place, str):
@@ -148,14 +195,18 @@ def _read_headers(root: Path, files: list[str], index_file: str | None) -> tuple
             )
             continue
         try:
-            headers.append(read_header(place, file=file))
+            # By the name and not by the place: in a cache, places are called by digests.
+            reader = read_torch_header if file.endswith(SUFFIXES) else read_header
+            headers.append(reader(place, file=file))
+        except LegacyFile:
+            legacy.append(file)
         except InvalidCheckpointError as error:
             problems += error.problems
         except FileNotFoundError:
             problems.append(Problem(code="missing-shard", file=file, text=f"missing, but named in {index_file}"))
         except OSError as error:
             problems.append(Problem(code="unreadable", file=file, text=f"cannot be read: {error.strerror or error}"))
-    return headers, problems
+    return headers, problems, legacy
 
 
 def _contradictions(index: ShardIndex, tensors: Mapping[str, TensorInfo], read: set[str]) -> Iterator[Problem]:
@@ -186,7 +237,8 @@ def _total_size_warning(index: ShardIndex | None, tensors: Mapping[str, TensorIn
     if index is None or index.total_size is None:
         return ()
     total = sum(tensor.num_bytes for tensor in tensors.values())
-    if index.total_size == total:
+    stored_once = {(tensor.span, tensor.shape): tensor.num_bytes for tensor in tensors.values()}
+    if index.total_size in (total, sum(stored_once.values())):  # tied weights count once, or by each of their names
         return ()
     text = f"the index claims {index.total_size} bytes of tensors, the headers add up to {total}; the headers are right"
     return (CheckpointWarning(code="wrong-total-size", text=text),)

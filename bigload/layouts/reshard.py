@@ -19,7 +19,7 @@ from bigload.checkpoint.index import DEFAULT_INDEX, encode_index, resolve_shard
 from bigload.checkpoint.model import Checkpoint
 from bigload.checkpoint.source import open_checkpoint
 from bigload.devices import Device
-from bigload.errors import NotEnoughSpaceError, OutputExistsError, ReadError, StalePlanError
+from bigload.errors import NotEnoughSpaceError, OutputExistsError, ReadError, StalePlanError, StridedTensorError
 from bigload.layouts.device_folders import DEFAULT_MAX_SHARD_BYTES, OutputFile, lay_out, weight_maps
 from bigload.layouts.extents import data_extents
 from bigload.layouts.staging import PLAN_FILE, check_output, staged, write_file
@@ -95,6 +95,7 @@ def reshard(
         OutputExistsError: something stands where the output should go.
         NotEnoughSpaceError, WriteError: the disk is too small, or refuses.
         VerificationError: what was read back differs from the source.
+        StridedTensorError: a torch file holds a view that is not stored row by row.
         CheckpointError, ReadError: the source cannot be opened, read, or changed meanwhile.
     """
     prepared = prepare_reshard(plan, out, checkpoint=checkpoint, max_shard_bytes=max_shard_bytes)
@@ -122,6 +123,7 @@ def prepare_reshard(
         raise OutputExistsError(target, f"it is inside the source {opened.root}, which is never written to", hint=hint)
     check_output(target)
     files = lay_out(read, opened, max_shard_bytes=max_shard_bytes)
+    _check_row_by_row(files)
     folders = {use.device.folder for use in read.devices}
     side_files = tuple(file for file in _side_files(opened) if file.name not in folders)
     stored = _stored_bytes(opened, files) + sum(file.stat().st_size for file in side_files)
@@ -172,6 +174,16 @@ def run_reshard(
     )
 
 
+def _check_row_by_row(files: tuple[OutputFile, ...]) -> None:
+    """Raise if a tensor would have to be rearranged: reshard copies byte ranges, and safetensors has no strides."""
+    views = [tensor for output in files for tensor in output.tensors if tensor.strides is not None]
+    if views:
+        details = [
+            f"{tensor.name}: shape {list(tensor.shape)}, strides {list(tensor.strides or ())}" for tensor in views
+        ]
+        raise StridedTensorError(details)
+
+
 def _source_path(plan: Plan, plan_path: Path | None) -> Path:
     """Return where the plan's checkpoint is: as written, or else as seen from the plan file's own folder."""
     path = Path(plan.checkpoint_path)
@@ -209,11 +221,11 @@ def _read_whole(path: Path) -> bytes:
 
 def _stored_bytes(checkpoint: Checkpoint, files: tuple[OutputFile, ...]) -> int:
     stored = sum(len(output.header) for output in files)
-    for shard in checkpoint.shards:
-        with ExitStack() as opened:
-            descriptor = _open_source(checkpoint.root / shard.file, opened)
-            extents = data_extents(descriptor, shard.header_bytes, shard.num_bytes)
-            stored += sum(stop - start for start, stop in extents)
+    with ExitStack() as opened:
+        sources = {shard.file: _open_source(checkpoint.root / shard.file, opened) for shard in checkpoint.shards}
+        for output in files:
+            for span in (copy.source for copy in output.copies()):
+                stored += sum(stop - start for start, stop in data_extents(sources[span.file], span.start, span.stop))
     return stored
 
 

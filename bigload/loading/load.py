@@ -112,6 +112,7 @@ def load(
         NotEnoughMemoryError: the tensors are larger than the free memory of a device.
         ReadError: a file could not be read to the end, or changed meanwhile. A module given as `into` is unchanged.
     """
+    from bigload.loading.accelerators import check_present
     from bigload.loading.assign import assign, match
     from bigload.loading.tensors import as_tensors, check_dtypes, parsed_dtype
 
@@ -124,6 +125,8 @@ def load(
         matched = {assignment.tensor_name for assignment in assignments}
         selection = replace(selection, wanted=tuple(want for want in selection.wanted if want.name in matched))
     check_dtypes(selection.wanted)
+    for place in {want.place for want in selection.wanted}:
+        check_present(place)
     approach = _settle(opened, selection.wanted, chosen, open_source, recorder)
     is_mapped = approach.method is Method.MMAP
     schedule = schedule_reads(selection.wanted, block_bytes=approach.block_bytes, in_map=is_mapped, populate=populate)
@@ -262,9 +265,9 @@ def _take(buffer: BufferSpec, sources: Mapping[str, ByteSource]) -> Memory:
         return source.buffer
     if buffer.place == CPU:
         return allocate(buffer.num_bytes)
-    import torch
+    from bigload.loading.accelerators import take_memory
 
-    return torch.empty(buffer.num_bytes, dtype=torch.uint8, device=buffer.place)
+    return take_memory(buffer.place, buffer.num_bytes)
 
 
 @contextmanager
@@ -330,7 +333,7 @@ def _check_memory(checkpoint: Checkpoint, schedule: Schedule, approach: _Approac
             needed += min(approach.max_inflight_bytes, 2 * approach.threads * approach.block_bytes) if staged else 0
             available = available_memory()
         else:
-            from bigload.loading.transfers import free_bytes
+            from bigload.loading.accelerators import free_bytes
 
             available = free_bytes(place)
         if needed and available is not None and needed > available:

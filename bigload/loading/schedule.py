@@ -31,6 +31,9 @@ STAGED_BLOCK_BYTES = 2 * MIB
 MAX_GAP_BYTES = 64 * KIB
 """Columns further apart than this are read one by one; others with what lies between them: a read costs more."""
 
+MAX_GATHERED_ROW_BYTES = 256 * KIB
+"""And so are those of longer rows: a read of a whole row is long enough for itself."""
+
 CPU = "cpu"
 
 
@@ -162,7 +165,7 @@ def schedule_reads(
 
     Args:
         wanted: At most once per name.
-        block_bytes: The size of a read. A single row or element may be larger.
+        block_bytes: The size of a read. One gathered row, or one element that is cast, may be larger.
         in_map: Leave in the pages of the file what can stay there: whole tensors and rows, as they are stored, for the
             CPU. The slots are then offsets into the file.
         populate: Make those pages present before the load ends; otherwise each is read when it is first touched.
@@ -276,7 +279,8 @@ def _stretches(want: Wanted, slot: Slot, *, stays: bool) -> Iterator[_Stretch]:
     rows = rows_of(want.tensor, want.part)
     cast = Cast(want.tensor.dtype, want.dtype) if want.is_cast else None
     unit = max(want.tensor.dtype.bits // 8, 1) if cast is not None else 1
-    is_gathered = rows.count > 1 and rows.stride - rows.row_bytes <= MAX_GAP_BYTES
+    gap = rows.stride - rows.row_bytes
+    is_gathered = rows.count > 1 and gap <= MAX_GAP_BYTES and rows.stride <= MAX_GATHERED_ROW_BYTES
     way = Way.POPULATED if stays else Way.STRAIGHT
     if cast is not None or want.place != CPU or is_gathered:
         way = Way.STAGED

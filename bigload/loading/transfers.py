@@ -24,7 +24,7 @@ class Block:
     """A piece of host memory on loan: read into `memory`, send from it, release it.
 
     Attributes:
-        memory: Its bytes, writable. They may change under no copy, so they belong to the holder until `release`.
+        memory: Its bytes, writable. No copy reads them when the block is lent; after a `send` they stay as they are.
     """
 
     __slots__ = ("_copied", "_has_copies", "_tensor", "memory")
@@ -208,23 +208,6 @@ class Transfers:
             return None
         # CUDA's waits spin unless told to sleep, and the cores are wanted for reading.
         return self._module.Event(blocking=True) if self.device.type == "cuda" else self._module.Event()
-
-
-def free_bytes(device: torch.device) -> int | None:
-    """Return the bytes that this process could still get on `device` at best; `None` where that cannot be asked.
-
-    What torch has reserved and not lent counts as free, though it may lie in pieces.
-    """
-    module = torch.get_device_module(device)
-    if not hasattr(module, "mem_get_info"):
-        return None
-    try:
-        free, _ = module.mem_get_info(device)
-    except RuntimeError:  # some drivers of xpu do not tell
-        return None
-    if hasattr(module, "memory_reserved"):
-        free += module.memory_reserved(device) - module.memory_allocated(device)
-    return int(free)
 
 
 def _host_memory(num_bytes: int) -> tuple[torch.Tensor, bool]:

@@ -28,4 +28,4 @@ def as_dtype(tensor: TensorInfo, dtype: DType) -> TensorInfo:
         return tensor
     num_bytes = -(-tensor.num_elements * dtype.bits // 8)
     span = Span(tensor.span.file, tensor.span.start, tensor.span.start + num_bytes)
-    return replace(tensor, dtype=dtype, span=span)
+    return replace(tensor, dtype=dtype, span=span, strides=None)

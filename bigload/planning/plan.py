@@ -235,8 +235,7 @@ def recount(plan: Plan, tensors: Iterable[TensorInfo]) -> dict[Device, int]:
     keys = dict(plan.homes)
     for tensor in as_loaded(tensors, plan.options.workload.load_dtype):
         holder = tensor.name if tensor.name in keys else tensor.name.rpartition(".")[0] or tensor.name
-        span = tensor.span
-        sums[holder] = sums.get(holder, 0) + (0 if tensor.name in shared else span.stop - span.start)
+        sums[holder] = sums.get(holder, 0) + (0 if tensor.name in shared else tensor.num_bytes)
     homes: dict[str, Device | None] = {**plan.homes, **dict.fromkeys(plan.left_out)}
     for holder, num_bytes in sums.items():
         device = _home(holder, homes)

@@ -28,7 +28,11 @@ def complete_device(incomplete: str) -> list[str]:
 
 
 CheckpointArgument = Annotated[
-    str, typer.Argument(metavar="PATH", help="Folder, index or .safetensors file; or org/model in the local Hub cache.")
+    str,
+    typer.Argument(
+        metavar="PATH",
+        help="Folder, index, .safetensors file or .bin, .pt, .pth file of torch; or org/model in the local Hub cache.",
+    ),
 ]
 MaxMemoryOption = Annotated[
     list[str] | None,

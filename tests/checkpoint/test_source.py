@@ -326,10 +326,10 @@ def test_a_folder_without_a_checkpoint_is_not_found(tmp_path):
     assert "neither" in str(not_found(tmp_path))
 
 
-@pytest.mark.parametrize("file", ["pytorch_model.bin", "consolidated.00.pt"])
-def test_a_folder_of_pickles_is_not_found_and_says_why(tmp_path, file):
-    (tmp_path / file).touch()
-    assert "convert" in str(not_found(tmp_path))
+def test_a_folder_of_many_torch_files_without_an_index_is_not_found_and_says_why(tmp_path):
+    (tmp_path / "consolidated.00.pth").touch()
+    (tmp_path / "consolidated.01.pth").touch()
+    assert "2 .bin or .pt or .pth files but no index" in str(not_found(tmp_path))
 
 
 def test_shards_without_an_index_are_not_found_and_say_why(tmp_path):

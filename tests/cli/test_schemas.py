@@ -9,7 +9,7 @@ from jsonschema import Draft202012Validator
 
 from builders import write_shard
 
-VERSIONS = {"plan": "1.1"}
+VERSIONS = {"plan": "1.1", "inspect": "1.1"}
 SCHEMAS = Path(__file__).parents[2] / "docs" / "schemas"
 NAMES = ["plan", "inspect", "reshard", "bench-load", "explain", "compare", "fits", "gpus", "max-context"]
 

@@ -1,10 +1,10 @@
 import ctypes
 import errno
 import mmap
-import resource
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import pytest
 
@@ -144,18 +144,17 @@ def test_a_pool_that_gets_no_memory_is_as_it_was(monkeypatch):
 
 
 def test_closing_a_pool_gives_its_memory_back():
-    before = resource_maps()
+    before = mapped_bytes()
     pool = BlockPool(3, block_bytes=8 * MIB)
     with pool.lend(), pool.lend(), pool.lend():
-        during = resource_maps()
+        during = mapped_bytes()
     pool.close()
     assert during >= before + 24 * MIB
-    assert resource_maps() <= during - 24 * MIB
+    assert mapped_bytes() <= during - 24 * MIB
     with pool.lend() as block:
         assert len(block) == 8 * MIB
 
 
-def resource_maps():
+def mapped_bytes():
     """Return the bytes of address space that this process has mapped."""
-    with open("/proc/self/statm") as file:
-        return int(file.read().split()[0]) * resource.getpagesize()
+    return int(Path("/proc/self/statm").read_text().split()[0]) * mmap.PAGESIZE

@@ -7,9 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.utils import backend_registration
 
+from bigload.loading.accelerators import free_bytes
 from bigload.loading.report import Recorder
-from bigload.loading.transfers import Transfers, free_bytes
+from bigload.loading.transfers import Transfers
 from transfer_jobs import numbers, send_all
 
 BLOCK = 1 << 16
@@ -17,6 +19,8 @@ BLOCK = 1 << 16
 
 def test_the_promises_hold_on_simulated_accelerators():
     """In a process of its own, because torch lets nobody unregister a device type; see `simulated_accelerator.py`."""
+    if not hasattr(backend_registration, "_setup_privateuseone_for_python_backend"):
+        pytest.skip("this torch takes no device type from Python")
     measured = ["coverage", "run", "-m"] if "coverage" in sys.modules else []
     folder = Path(__file__).parents[1] / "simulated"
     command = [sys.executable, "-m", *measured, "pytest", "-q", "-p", "no:cacheprovider", str(folder)]

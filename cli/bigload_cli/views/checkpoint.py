@@ -15,6 +15,7 @@ from bigload_cli.views.table import PlainTable, Styled
 from bigload_cli.views.text import argument, printable
 
 _BAR_WIDTH = 16
+_FORMATS = {"safetensors": "safetensors", "torch": "torch archive", "mixed": "safetensors and torch archives"}
 
 
 def headline(checkpoint: Checkpoint) -> str:
@@ -24,7 +25,7 @@ def headline(checkpoint: Checkpoint) -> str:
     tensors, size = counted(len(checkpoint.tensors), "tensor"), format_size(checkpoint.total_bytes)
     shards = counted(len(checkpoint.shards), "shard")
     return (
-        f"{printable(checkpoint.name)}   safetensors, {shards}{index}, headers valid\n"
+        f"{printable(checkpoint.name)}   {_FORMATS[checkpoint.format]}, {shards}{index}, headers valid\n"
         f"{parameters} parameters in {tensors}, {size}, {_dtypes(checkpoint)}"
     )
 

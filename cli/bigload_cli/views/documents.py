@@ -14,9 +14,9 @@ def of_checkpoint(checkpoint: Checkpoint, rows: Sequence[OutlineRow]) -> dict[st
     """Return what `--json` prints, without the lists of shards and tensors."""
     largest = max(checkpoint.tensors.values(), key=lambda tensor: tensor.num_bytes, default=None)
     return {
-        "schema": "bigload.inspect/1.0",
+        "schema": "bigload.inspect/1.1",
         "path": checkpoint.path,
-        "format": "safetensors",
+        "format": checkpoint.format,
         "index_file": checkpoint.index_file,
         "num_shards": len(checkpoint.shards),
         "num_tensors": len(checkpoint.tensors),
@@ -44,6 +44,7 @@ def of_shards(checkpoint: Checkpoint) -> list[dict[str, object]]:
     return [
         {
             "file": shard.file,
+            "format": shard.format,
             "total_bytes": shard.num_bytes,
             "header_bytes": shard.header_bytes,
             "header_sha256": shard.header_sha256,
@@ -59,6 +60,7 @@ def of_tensor(tensor: TensorInfo) -> dict[str, object]:
         "name": tensor.name,
         "dtype": tensor.dtype.name,
         "shape": list(tensor.shape),
+        "strides": None if tensor.strides is None else list(tensor.strides),
         "total_bytes": tensor.num_bytes,
         "file": tensor.span.file,
         "start": tensor.span.start,

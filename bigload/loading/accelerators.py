@@ -1,0 +1,62 @@
+"""What torch says of accelerators: whether one is there, what memory it has left, and some of that memory."""
+
+from __future__ import annotations
+
+import torch
+
+from bigload.errors import LoadOptionError, NotEnoughMemoryError
+
+
+def check_present(place: str) -> None:
+    """Raise before anything is read if torch cannot use the device called `place`.
+
+    Raises:
+        LoadOptionError: there is no such device here, or this torch was built without its kind.
+    """
+    device = torch.device(place)
+    if device.type in ("cpu", "meta"):
+        return
+    try:
+        module = torch.get_device_module(device)
+        count = module.device_count() if module.is_available() else 0
+    except (RuntimeError, AttributeError):
+        count = 0
+    if (device.index or 0) >= count:
+        found = f"{count} of them" if count else "none"
+        raise LoadOptionError("device", place, f"a device that torch can use: it sees {found} of kind {device.type}")
+
+
+def free_bytes(place: str) -> int | None:
+    """Return the bytes that this process could still get on `place` at best; `None` where that cannot be asked.
+
+    What torch has reserved and not lent counts as free, though it may lie in pieces.
+    """
+    device = torch.device(place)
+    module = torch.get_device_module(device)
+    if not hasattr(module, "mem_get_info"):
+        return None
+    try:
+        free, _ = module.mem_get_info(device)
+    except RuntimeError:  # some drivers of xpu do not tell
+        return None
+    if hasattr(module, "memory_reserved"):
+        free += module.memory_reserved(device) - module.memory_allocated(device)
+    return int(free)
+
+
+def take_memory(place: str, num_bytes: int) -> torch.Tensor:
+    """Return `num_bytes` of memory of `place`, unset.
+
+    Raises:
+        NotEnoughMemoryError: it has no such piece left.
+    """
+    try:
+        return torch.empty(num_bytes, dtype=torch.uint8, device=place)
+    except (torch.OutOfMemoryError, MemoryError) as error:
+        available, hint = (
+            free_bytes(place) or 0,
+            "its memory may be in pieces; empty torch's cache, or load a smaller part",
+        )
+        raise NotEnoughMemoryError(
+            f"a tensor on {place}", needed_bytes=num_bytes, available_bytes=available, hint=hint
+        ) from error
