@@ -1,4 +1,4 @@
-"""A bench as a picture: a bar for everything that was measured, whiskers for the spread, the machine's limit as a line.
+"""A bench as a picture: a bar for all that was measured, whiskers for the extremes, the machine's limit as a line.
 
 matplotlib is imported here only, when `--plot` asks for it.
 """
@@ -66,10 +66,13 @@ def picture(report: BenchReport, *, name: str, suffix: str) -> bytes:
             colour = _LIMIT_COLOURS[raw.read.kind]
             axes.axvline(rate, color=colour, linestyle="--", linewidth=1.5, zorder=0)
             axes.plot([], [], color=colour, linestyle="--", label=f"{_LIMIT_LABELS[raw.read.kind]}: {rate:.2f}")
+        if any(bar.colour == _THEIRS for bar in bars):
+            for colour, words in ((_OURS, "bigload"), (_THEIRS, "others")):
+                axes.barh([], [], color=colour, label=words)
         axes.set_yticks(rows, [bar.label for bar in bars])
         axes.invert_yaxis()
         axes.set_xlim(0, farthest * 1.12 or 1)
-        axes.set_xlabel("GiB/s, mean; whiskers: one standard deviation of the time")
+        axes.set_xlabel("GiB/s at the mean time; whiskers: the slowest and the fastest run")
         axes.set_title(_plain(view.headline(report, name=name)), loc="left", fontsize=11, color=_INK)
         axes.grid(axis="x", color=_FAINT, linewidth=0.8)
         axes.set_axisbelow(True)
@@ -91,9 +94,8 @@ def _bars(report: BenchReport) -> list[_Bar]:
 
 
 def _bar(report: BenchReport, label: str, colour: str, summary: Summary) -> _Bar:
-    slow, quick = summary.mean + summary.stddev, max(summary.mean - summary.stddev, summary.minimum / 2)
     rate = _rate(report, summary.mean)
-    return _Bar(label, colour, rate, _rate(report, slow), max(_rate(report, quick), rate))
+    return _Bar(label, colour, rate, _rate(report, summary.maximum), _rate(report, summary.minimum))
 
 
 def _rate(report: BenchReport, seconds: float) -> float:
