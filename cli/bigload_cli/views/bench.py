@@ -57,8 +57,8 @@ def strategies(report: BenchReport) -> PlainTable:
             *durations(measured.seconds, factor),
             gib_per_second(report.total_bytes, measured),
             percentage(part),
-            format_size(max(measured.peak_private_bytes, 0)),
-            format_size(max(measured.peak_file_bytes, 0)),
+            format_size(measured.peak_private_bytes),
+            format_size(measured.peak_file_bytes),
         )
 
     for result in report.results:

@@ -50,8 +50,8 @@ def _cells(report: BenchReport, name: str, memory: str, measured: Measured, part
             *view.durations(measured.seconds, view.unit_of(report)[1]),
             view.gib_per_second(report.total_bytes, measured),
             view.percentage(part),
-            format_size(max(measured.peak_private_bytes, 0)),
-            format_size(max(measured.peak_file_bytes, 0)),
+            format_size(measured.peak_private_bytes),
+            format_size(measured.peak_file_bytes),
         )
     )
 
