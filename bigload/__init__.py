@@ -15,9 +15,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # `as` marks them as public to type checkers
-    from bigload.bench.bench_load import BenchReport as BenchReport
-    from bigload.bench.bench_load import StrategyResult as StrategyResult
     from bigload.bench.bench_load import bench_load as bench_load
+    from bigload.bench.report import BenchReport as BenchReport
+    from bigload.bench.report import StrategyResult as StrategyResult
     from bigload.checkpoint.model import Checkpoint as Checkpoint
     from bigload.checkpoint.model import CheckpointWarning as CheckpointWarning
     from bigload.checkpoint.model import Shard as Shard
@@ -26,6 +26,7 @@ if TYPE_CHECKING:  # `as` marks them as public to type checkers
     from bigload.checkpoint.source import open_checkpoint as open_checkpoint
     from bigload.devices import Device as Device
     from bigload.dtypes import DType as DType
+    from bigload.errors import BenchOptionError as BenchOptionError
     from bigload.errors import BigloadError as BigloadError
     from bigload.errors import BudgetError as BudgetError
     from bigload.errors import CheckpointError as CheckpointError
@@ -37,6 +38,7 @@ if TYPE_CHECKING:  # `as` marks them as public to type checkers
     from bigload.errors import LegacyPickleError as LegacyPickleError
     from bigload.errors import LoadError as LoadError
     from bigload.errors import LoadOptionError as LoadOptionError
+    from bigload.errors import MissingPackageError as MissingPackageError
     from bigload.errors import NamesUnknownError as NamesUnknownError
     from bigload.errors import NotEnoughMemoryError as NotEnoughMemoryError
     from bigload.errors import NotEnoughSpaceError as NotEnoughSpaceError
@@ -100,12 +102,14 @@ if TYPE_CHECKING:  # `as` marks them as public to type checkers
 __version__ = "0.1.0"
 
 _HOMES = {
-    "bigload.bench.bench_load": ("BenchReport", "StrategyResult", "bench_load"),
+    "bigload.bench.bench_load": ("bench_load",),
+    "bigload.bench.report": ("BenchReport", "StrategyResult"),
     "bigload.checkpoint.model": ("Checkpoint", "CheckpointWarning", "Shard", "Span", "TensorInfo"),
     "bigload.checkpoint.source": ("open_checkpoint",),
     "bigload.devices": ("Device",),
     "bigload.dtypes": ("DType",),
     "bigload.errors": (
+        "BenchOptionError",
         "BigloadError",
         "BudgetError",
         "CheckpointError",
@@ -117,6 +121,7 @@ _HOMES = {
         "LegacyPickleError",
         "LoadError",
         "LoadOptionError",
+        "MissingPackageError",
         "NamesUnknownError",
         "NotEnoughMemoryError",
         "NotEnoughSpaceError",

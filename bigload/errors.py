@@ -19,14 +19,16 @@
     │   ├── StridedTensorError           tensors that are not stored row by row
     │   ├── WriteError                   the system refused a write       (OSError)
     │   └── VerificationError            a written byte differs from its source
-    └── LoadError                        bytes to tensors
-        ├── LoadOptionError              an argument or variable that cannot be (ValueError)
-        ├── UnknownTensorError           asked for by a name that is not there (KeyError)
-        ├── ReadError                    a read failed or came back short (OSError)
-        ├── UnsupportedDTypeError        torch has no such dtype          (TypeError)
-        ├── UnsupportedMethodError       files cannot be read that way    (ValueError)
-        ├── NotEnoughMemoryError         the tensors exceed free memory   (MemoryError)
-        └── StateDictMismatchError       module and checkpoint disagree   (ValueError)
+    ├── LoadError                        bytes to tensors
+    │   ├── LoadOptionError              an argument or variable that cannot be (ValueError)
+    │   ├── UnknownTensorError           asked for by a name that is not there (KeyError)
+    │   ├── ReadError                    a read failed or came back short (OSError)
+    │   ├── UnsupportedDTypeError        torch has no such dtype          (TypeError)
+    │   ├── UnsupportedMethodError       files cannot be read that way    (ValueError)
+    │   ├── NotEnoughMemoryError         the tensors exceed free memory   (MemoryError)
+    │   └── StateDictMismatchError       module and checkpoint disagree   (ValueError)
+    ├── BenchOptionError                 a bench of what cannot be measured together (ValueError)
+    └── MissingPackageError              what was asked for needs a package that is not installed (ImportError)
 
 Each carries its facts as fields; the text is composed here and nowhere else. `str(error)` is the message, the details
 (one line each) and the hint; the command line prints the same three parts.
@@ -370,3 +372,15 @@ class StateDictMismatchError(LoadError, ValueError):
         self.missing = tuple(missing)
         self.unexpected = tuple(unexpected)
         self.misshapen = tuple(misshapen)
+
+
+class BenchOptionError(BigloadError, ValueError):
+    """A bench was asked for what excludes itself, or for a result where it cannot be put."""
+
+
+class MissingPackageError(BigloadError, ImportError):
+    """What was asked for needs `package`, an extra that is not installed."""
+
+    def __init__(self, what: str, package: str, *, extra: str) -> None:
+        super().__init__(f"{what} needs {package}, which is not installed", hint=f"pip install 'bigload[{extra}]'")
+        self.package = package

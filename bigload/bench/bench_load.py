@@ -1,206 +1,334 @@
-"""Profile serial against parallel loading of one checkpoint.
+"""Profile ways of loading one checkpoint against each other, against the machine, and against other loaders.
 
-The strategies take turns, in another order each round, so that whatever drifts on the machine hits all alike. A first
-round is not timed: it digests what every strategy loaded, which proves that they loaded the same.
+First every strategy loads once, untimed, and is digested: that proves that they load the same. Then all take turns
+with raw reads of the same bytes, which are the machine's own limit. What follows is traced, to see where the time
+goes, and tried on parts of the checkpoint, to see from which size on threads pay.
 """
 
 from __future__ import annotations
 
-import ctypes
-import gc
-import hashlib
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from bigload.bench.peak_memory import peak_bytes, reset_peak
-from bigload.bench.statistics import Ratio, Summary, ratio, summarize
+from bigload.bench.bench_warnings import BenchWarning, Conditions, warnings_for
+from bigload.bench.cases import Case, all_cases
+from bigload.bench.digest import digest_of
+from bigload.bench.memory import MemoryKind
+from bigload.bench.page_cache_state import CacheState, prepare
+from bigload.bench.phases import phase_shares
+from bigload.bench.raw_limit import RawKind, RawRead, can_read_direct, kind_for, raw_read, raw_reads
+from bigload.bench.recommendation import Recommendation, best_of, measure_sizes, whole
+from bigload.bench.report import BenchReport, PeerResult, RawResult, StrategyResult
+from bigload.bench.runner import Clock, Contender, OnRun, Outcome, run_rounds
+from bigload.bench.touch import touch
 from bigload.checkpoint.model import Checkpoint
 from bigload.checkpoint.source import open_checkpoint
-from bigload.loading.load import load
-from bigload.loading.page_cache import cached_fraction, evict
-from bigload.loading.workers import default_threads, run_jobs
+from bigload.errors import BenchOptionError
+from bigload.loading.methods import Method
 
 if TYPE_CHECKING:
-    import torch
+    from bigload.bench.peers import Load, Peer
+    from bigload.loading.load import LoadedTensors
+    from bigload.loading.report import LoadReport
 
 DEFAULT_RUNS = 5
+_LONGEST_PROBLEM = 200
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StrategyResult:
-    """One way to load, measured: seconds of every timed run, the highest memory, a digest of what was loaded."""
+class _Checked:
+    """A case that was loaded once: the digest of what it gave."""
 
-    name: str
-    threads: int
-    seconds: tuple[float, ...]
-    peak_bytes: int
+    case: Case
     sha256: str
-
-    @property
-    def summary(self) -> Summary:
-        return summarize(self.seconds)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BenchReport:
-    """What was measured, and under which conditions.
-
-    `cached` gives the least and the largest part of the files that was in the page cache when a timed run began.
-    """
-
-    path: str
-    total_bytes: int
-    num_shards: int
-    num_cores: int
-    runs: int
-    cached: tuple[float, float]
-    results: tuple[StrategyResult, ...]
-
-    @property
-    def cache_state(self) -> str:
-        """Return `cold`, `warm`, or `mixed` where it was neither at every start."""
-        least, largest = self.cached
-        return "cold" if largest < 0.01 else "warm" if least > 0.99 else "mixed"
-
-    @property
-    def is_identical(self) -> bool:
-        """Whether all strategies loaded the same bytes."""
-        return len({result.sha256 for result in self.results}) == 1
-
-    @property
-    def fastest(self) -> StrategyResult:
-        return min(self.results, key=lambda result: result.summary.mean)
-
-    def ratio_to_fastest(self, result: StrategyResult) -> Ratio:
-        """Return how many times longer `result` took than the fastest."""
-        return ratio(result.summary, self.fastest.summary)
-
-
-OnRun = Callable[[str], None]
-"""Called with a few words before each run."""
 
 
 def bench_load(
     checkpoint: Checkpoint | str | Path,
     *,
     threads: Sequence[int] = (1, 2, 4),
+    methods: Sequence[Method | str] = (Method.AUTO,),
     runs: int = DEFAULT_RUNS,
     cold: bool = False,
+    warm: bool = False,
+    device: str = "cpu",
+    dtype: str | None = None,
+    max_inflight: int | None = None,
+    peers: bool = False,
+    raw: bool = True,
+    trace: bool = True,
+    sizes: bool = True,
     on_run: OnRun = lambda _words: None,
-    clock: Callable[[], float] = time.perf_counter,
+    clock: Clock = time.perf_counter,
 ) -> BenchReport:
-    """Load `checkpoint` into memory `runs` times with each of the thread counts in `threads`; 1 is serial.
+    """Load `checkpoint` `runs` times with every one of `methods` and every one of the thread counts in `threads`.
 
-    `cold` drops its files from the page cache before every run. A run ends when every byte is in memory of this
-    process; the memory is given back between runs.
+    A run ends when every byte can be used. Where tensors stay pages of a file, one byte of every page is read before
+    the clock stops, for bigload and for others alike. The memory is given back between runs.
+
+    Args:
+        checkpoint: What `open_checkpoint` takes, or what it returned.
+        threads: Thread counts; 1 is serial.
+        methods: How the bytes are read.
+        runs: Timed runs of each.
+        cold: Drop the files from the page cache before every run, and look whether they are gone.
+        warm: Read the files before every run that finds them out of the page cache.
+        device: Where the tensors go: `cpu` or `cuda:0`.
+        dtype: What floating-point tensors are converted to; as stored when left out.
+        max_inflight: Bytes that may be read or staged at one moment.
+        peers: Time the other loaders that are installed, too.
+        raw: Time raw reads of the same bytes by turns with the loads: the limit of this machine.
+        trace: Load once more with each strategy, to see where the time goes.
+        sizes: Load parts of the checkpoint, to see from which size on threads pay.
+        on_run: Called with a few words before each run.
+        clock: Seconds that only go forward.
 
     Raises:
         ValueError: no strategy or no run was asked for.
-        NotEnoughMemoryError: the checkpoint is larger than the free memory.
+        BenchOptionError: options that exclude each other.
+        LoadError: a strategy cannot load the checkpoint; above all NotEnoughMemoryError, before anything is timed.
     """
-    if not threads or runs < 1 or min(threads) < 1:
-        raise ValueError("at least one thread count and one run, all of 1 or more")
+    cases = all_cases(threads, [Method(m) for m in methods], device=device, dtype=dtype, max_inflight=max_inflight)
+    if runs < 1:
+        raise ValueError(f"{runs} runs; expected at least one")
+    cache = _cache_state(cold=cold, warm=warm)
+    if peers and dtype is not None:
+        raise BenchOptionError("peers are compared as the checkpoint is stored", hint="leave out --dtype or --peers")
     opened = checkpoint if isinstance(checkpoint, Checkpoint) else open_checkpoint(checkpoint)
-    files = [opened.root / shard.file for shard in opened.shards]
-    strategies = dict.fromkeys(threads)
-    seconds: dict[int, list[float]] = {count: [] for count in strategies}
-    peaks = dict.fromkeys(strategies, 0)
-    cached: list[float] = []
-    digests: dict[int, str] = {}
-    for count in strategies:
-        on_run(f"{_name(count)}: checking")
-        digests[count] = _digest(load(opened, threads=count))
-    for run in range(runs):
-        for count in _rotated(list(strategies), run):
-            on_run(f"{_name(count)}: run {run + 1} of {runs}")
-            gc.collect()
-            if cold:
-                evict(files)
-            fraction = cached_fraction(files)
-            cached += (0.0, 1.0) if fraction is None else (fraction,)  # unknown: anything between
-            reset_peak()
-            began = clock()
-            tensors = load(opened, threads=count)
-            seconds[count].append(clock() - began)
-            peaks[count] = max(peaks[count], peak_bytes())
-            del tensors
-    results = tuple(
-        StrategyResult(
-            name=_name(count),
-            threads=count,
-            seconds=tuple(seconds[count]),
-            peak_bytes=peaks[count],
-            sha256=digests[count],
+    bench = _Bench(opened, cache, on_run, clock)
+    load_average = _load_average()
+    checked = [bench.check(case) for case in cases]
+    with ExitStack() as made:
+        ready, absent = bench.ready_peers(device, checked[0].sha256, made) if peers else ({}, ())
+        reads = bench.raw_reads(cases, ready) if raw else ()
+        outcome = run_rounds(
+            [
+                *(Contender(name=case.name, run=bench.loading(case)) for case in cases),
+                *(Contender(name=read.name, run=_reading(read, opened)) for read in reads),
+                *(Contender(name=peer.name, run=run.load, may_fail=True) for peer, run in ready.items()),
+            ],
+            runs=runs,
+            files=bench.files,
+            cache=cache,
+            on_run=on_run,
+            clock=clock,
         )
-        for count in strategies
-    )
-    return BenchReport(
+    raw_results = tuple(RawResult(read=read, measured=outcome.measured[read.name]) for read in reads)
+    results = tuple(bench.result(item, outcome, raw_results, trace=trace) for item in checked)
+    peer_results = (*(bench.peer_result(*item, device, outcome, raw_results) for item in ready.items()), *absent)
+    cached = [measured.cached for measured in outcome.measured.values()]
+    report = BenchReport(
         path=opened.path,
         total_bytes=opened.total_bytes,
         num_shards=len(opened.shards),
-        num_cores=len(os.sched_getaffinity(0)),
+        num_cores=bench.num_cores,
         runs=runs,
-        cached=(min(cached), max(cached)),
+        device=device,
+        dtype=dtype,
+        cache=cache,
+        cached=(min(least for least, _ in cached), max(largest for _, largest in cached)),
+        left_in_cache=outcome.left_in_cache,
+        load_average=load_average,
         results=results,
+        raw=raw_results,
+        peers=tuple(peer_results),
+    )
+    return replace(report, recommendation=bench.recommend(results, sizes=sizes), warnings=_warnings(report))
+
+
+@dataclass(frozen=True, slots=True)
+class _ReadyPeer:
+    load: Load
+    version: str | None
+    is_identical: bool
+
+
+class _Bench:
+    """What all steps of one bench share, and the steps."""
+
+    def __init__(self, checkpoint: Checkpoint, cache: CacheState, on_run: OnRun, clock: Clock) -> None:
+        self.checkpoint = checkpoint
+        self.files = [checkpoint.root / shard.file for shard in checkpoint.shards]
+        self.num_cores = len(os.sched_getaffinity(0))
+        self._cache = cache
+        self._on_run = on_run
+        self._clock = clock
+        self._reports: dict[str, LoadReport] = {}
+
+    def check(self, case: Case) -> _Checked:
+        """Load once, untimed, and digest what came."""
+        self._on_run(f"{case.name}: checking")
+        prepare(self.files, self._cache)
+        return _Checked(case=case, sha256=digest_of(self.loading(case)()))
+
+    def loading(self, case: Case) -> Callable[[], LoadedTensors]:
+        """Return what loads everything to the last byte, and keeps the report of the load."""
+
+        def run() -> LoadedTensors:
+            tensors = case.load(self.checkpoint)
+            if case.memory is MemoryKind.FILE:
+                touch(tensors.values())
+            self._reports[case.name] = tensors.report
+            return tensors
+
+        return run
+
+    def raw_reads(self, cases: Iterable[Case], peers: Mapping[Peer, _ReadyPeer]) -> tuple[RawRead, ...]:
+        """Return the raw reads that are a limit for one of the contenders."""
+        kinds = [self._limit_kind(case.memory, self._method(case)) for case in cases]
+        kinds += [self._limit_kind(peer.memory, Method.READ) for peer in peers if not self._is_on_device(cases)]
+        return raw_reads([kind for kind in kinds if kind is not None], num_cores=self.num_cores)
+
+    def ready_peers(
+        self, device: str, sha256: str, made: ExitStack
+    ) -> tuple[dict[Peer, _ReadyPeer], tuple[PeerResult, ...]]:
+        """Return the peers that load the checkpoint, checked against `sha256`, and why the others do not."""
+        from bigload.bench.peers import PEERS, CannotLoadError, Target
+
+        target = Target(self.checkpoint, device, made)
+        ready: dict[Peer, _ReadyPeer] = {}
+        absent: list[PeerResult] = []
+        for peer in PEERS:
+            version, problem = peer.version, "not installed"
+            if version is not None:
+                self._on_run(f"{peer.name}: checking")
+                try:
+                    load = peer.ready(target)
+                    ready[peer] = _ReadyPeer(load, version, digest_of(load()) == sha256)
+                    continue
+                except CannotLoadError as error:
+                    problem = str(error)
+                except Exception as error:
+                    problem = _problem(error)
+            absent.append(
+                PeerResult(
+                    name=peer.name,
+                    package=peer.package,
+                    version=version,
+                    memory=_on(device, peer.memory),
+                    problem=problem,
+                )
+            )
+        return ready, tuple(absent)
+
+    def result(self, checked: _Checked, outcome: Outcome, raw: Sequence[RawResult], *, trace: bool) -> StrategyResult:
+        """Return a strategy's result; load once more for the trace if that is wanted."""
+        case, report = checked.case, self._reports[checked.case.name]
+        result = StrategyResult(
+            case=case,
+            method=report.method,
+            reason=report.reason,
+            memory=case.memory,
+            measured=outcome.measured[case.name],
+            sha256=checked.sha256,
+            limit=self._limit(case.memory, report.method, raw),
+        )
+        if not trace:
+            return result
+        self._on_run(f"{case.name}: tracing")
+        prepare(self.files, self._cache)
+        traced = case.load(self.checkpoint, trace=True).report
+        return replace(result, phases=phase_shares(traced), activities=traced.activities)
+
+    def peer_result(
+        self, peer: Peer, ready: _ReadyPeer, device: str, outcome: Outcome, raw: Sequence[RawResult]
+    ) -> PeerResult:
+        """Return a peer's result: its measurements, or the error that it ended with."""
+        memory = _on(device, peer.memory)
+        failure = outcome.failures.get(peer.name)
+        return PeerResult(
+            name=peer.name,
+            package=peer.package,
+            version=ready.version,
+            memory=memory,
+            measured=outcome.measured.get(peer.name),
+            is_identical=ready.is_identical,
+            limit=self._limit(memory, Method.READ, raw),
+            problem=None if failure is None else _problem(failure),
+        )
+
+    def recommend(self, results: Sequence[StrategyResult], *, sizes: bool) -> Recommendation:
+        """Return the strategy to use; with `sizes`, try from which size on its threads pay."""
+        best = best_of([(result.case, result.summary) for result in results])
+        advice = Recommendation(strategy=best.name, threads=best.threads, method=str(self._reports[best.name].method))
+        if best.threads == 1 or not sizes:
+            return advice
+        found = measure_sizes(self.checkpoint, best, self._time_part)
+        serial = next((r for r in results if r.case == replace(best, threads=1)), None)
+        if serial is not None:  # the whole was measured before
+            parallel = next(result for result in results if result.case == best)
+            found = (*found, whole(self.checkpoint.total_bytes, serial.seconds, parallel.seconds))
+        return replace(advice, sizes=found)
+
+    def _time_part(self, case: Case, names: Sequence[str]) -> float:
+        self._on_run(f"{case.name}: a part of {len(names)} tensors")
+        prepare(self.files, self._cache)
+        began = self._clock()
+        tensors = case.load(self.checkpoint, only=names)
+        if case.memory is MemoryKind.FILE:
+            touch(tensors.values())
+        return self._clock() - began
+
+    def _method(self, case: Case) -> Method:
+        return self._reports[case.name].method
+
+    def _limit_kind(self, memory: MemoryKind, method: Method) -> RawKind | None:
+        is_from_disk = (self._cache is CacheState.COLD or method is Method.DIRECT) and can_read_direct(self.files)
+        if memory is MemoryKind.DEVICE and not is_from_disk:
+            return None  # what the way to the device allows is not measured
+        return kind_for(memory, is_from_disk=is_from_disk)
+
+    def _limit(self, memory: MemoryKind, method: Method, raw: Sequence[RawResult]) -> str | None:
+        kind = self._limit_kind(memory, method)
+        ways = [result for result in raw if result.read.kind is kind]
+        return min(ways, key=lambda result: result.summary.mean).name if ways else None
+
+    @staticmethod
+    def _is_on_device(cases: Iterable[Case]) -> bool:
+        return any(case.memory is MemoryKind.DEVICE for case in cases)
+
+
+def _reading(way: RawRead, checkpoint: Checkpoint) -> Callable[[], object]:
+    return lambda: raw_read(way, checkpoint)
+
+
+def _cache_state(*, cold: bool, warm: bool) -> CacheState:
+    if cold and warm:
+        raise BenchOptionError("the page cache cannot be cold and warm", hint="choose one of --cold and --warm")
+    return CacheState.COLD if cold else CacheState.WARM if warm else CacheState.AS_IS
+
+
+def _warnings(report: BenchReport) -> tuple[BenchWarning, ...]:
+    ours = {result.name: result.seconds for result in report.results}
+    theirs = {peer.name: peer.measured.seconds for peer in report.peers if peer.measured is not None}
+    return warnings_for(
+        Conditions(
+            seconds={**ours, **theirs},
+            cache=report.cache,
+            cached=report.cached,
+            left_in_cache=report.left_in_cache,
+            load_average=report.load_average,
+            num_cores=report.num_cores,
+        )
     )
 
 
-def bench_document(report: BenchReport) -> dict[str, object]:
-    """Return the report as plain JSON values."""
-    return {
-        "schema": "bigload.bench-load/1.0",
-        "path": report.path,
-        "total_bytes": report.total_bytes,
-        "num_shards": report.num_shards,
-        "num_cores": report.num_cores,
-        "runs": report.runs,
-        "page_cache": {"state": report.cache_state, "least": report.cached[0], "largest": report.cached[1]},
-        "identical": report.is_identical,
-        "fastest": report.fastest.name,
-        "strategies": [_strategy_document(report, result) for result in report.results],
-    }
+def _on(device: str, memory: MemoryKind) -> MemoryKind:
+    return memory if device == "cpu" else MemoryKind.DEVICE
 
 
-def _strategy_document(report: BenchReport, result: StrategyResult) -> dict[str, object]:
-    summary, times = result.summary, report.ratio_to_fastest(result)
-    return {
-        "name": result.name,
-        "threads": result.threads,
-        "run_seconds": list(result.seconds),
-        "mean_seconds": summary.mean,
-        "stddev_seconds": summary.stddev,
-        "min_seconds": summary.minimum,
-        "max_seconds": summary.maximum,
-        "bytes_per_second": report.total_bytes / summary.mean if summary.mean else None,
-        "times_fastest": times.value,
-        "times_fastest_error": times.error,
-        "peak_bytes": result.peak_bytes,
-        "sha256": result.sha256,
-    }
+def _problem(error: BaseException) -> str:
+    text = f"{type(error).__name__}: {error}".strip().splitlines()[0]
+    return text if len(text) <= _LONGEST_PROBLEM else f"{text[: _LONGEST_PROBLEM - 1]}…"
 
 
-def _name(threads: int) -> str:
-    return "serial" if threads == 1 else f"parallel, {threads} threads"
-
-
-def _rotated(items: list[int], by: int) -> list[int]:
-    by %= len(items)
-    return items[by:] + items[:by]
-
-
-def _digest(tensors: Mapping[str, torch.Tensor]) -> str:
-    """Return a digest of names and bytes, in the order of the names, whatever the order they were loaded in."""
-    digests: dict[str, bytes] = {}
-
-    def digest(name: str) -> None:
-        tensor = tensors[name]
-        num_bytes = tensor.numel() * tensor.element_size()
-        memory = (ctypes.c_char * num_bytes).from_address(tensor.data_ptr()) if num_bytes else b""
-        digests[name] = hashlib.sha256(memory).digest()
-
-    run_jobs(digest, list(tensors), threads=default_threads())
-    return hashlib.sha256(b"".join(name.encode() + digests[name] for name in sorted(tensors))).hexdigest()
+def _load_average() -> float | None:
+    try:
+        return os.getloadavg()[0]
+    except OSError:
+        return None

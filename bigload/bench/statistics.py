@@ -1,4 +1,4 @@
-"""Mean, spread and ratios of repeated measurements."""
+"""Mean, spread, outliers and ratios of repeated measurements."""
 
 from __future__ import annotations
 
@@ -6,6 +6,11 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import sqrt
+
+_OUTLIER_SCORE = 3.5
+_MAD_TO_STDDEV = 0.6745
+_MEAN_DEVIATION_TO_STDDEV = 1.253314
+_FEWEST_FOR_OUTLIERS = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,3 +58,18 @@ def ratio(slow: Summary, fast: Summary) -> Ratio:
     """
     value = slow.mean / fast.mean if fast.mean else 1.0
     return Ratio(value=value, error=value * sqrt(slow.relative_spread**2 + fast.relative_spread**2))
+
+
+def outliers(values: Sequence[float]) -> tuple[int, ...]:
+    """Return the positions of values that lie too far from the median to be noise.
+
+    By the modified z-score, 0.6745 * (value - median) / MAD, beyond 3.5 (Iglewicz and Hoaglin, How to Detect and Handle
+    Outliers, 1993). Where more than half of the values are equal, so that MAD is 0, the mean of the absolute deviations
+    takes its place, as they advise. Fewer than three values have no outliers.
+    """
+    if len(values) < _FEWEST_FOR_OUTLIERS:
+        return ()
+    middle = statistics.median(values)
+    deviations = [abs(value - middle) for value in values]
+    unit = statistics.median(deviations) / _MAD_TO_STDDEV or statistics.fmean(deviations) * _MEAN_DEVIATION_TO_STDDEV
+    return tuple(index for index, deviation in enumerate(deviations) if unit and deviation / unit > _OUTLIER_SCORE)

@@ -140,16 +140,16 @@ def write_plan(plan: Plan, path: str | Path) -> None:
     write_whole(target, plan_to_json(plan))
 
 
-def write_whole(target: Path, text: str) -> None:
-    """Write a file that is there with all of `text` or not at all; replaces what stands there.
+def write_whole(target: Path, content: str | bytes) -> None:
+    """Write a file that is there with all of `content` or not at all; replaces what stands there.
 
     Raises:
         WriteError: the system refused.
     """
     partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
     try:
-        with partial.open("x", encoding="utf-8", errors=_PATHS, newline="\n") as file:
-            file.write(text)
+        with partial.open("xb") as file:
+            file.write(content if isinstance(content, bytes) else content.encode("utf-8", _PATHS))
             file.flush()
             os.fsync(file.fileno())
         partial.replace(target)

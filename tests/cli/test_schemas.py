@@ -10,7 +10,7 @@ from jsonschema import Draft202012Validator
 
 from builders import write_shard
 
-VERSIONS = {"plan": "1.1", "inspect": "1.1"}
+VERSIONS = {"plan": "1.1", "inspect": "1.1", "bench-load": "1.1"}
 SCHEMAS = Path(__file__).parents[2] / "docs" / "schemas"
 NAMES = ["plan", "inspect", "reshard", "bench-load", "explain", "compare", "fits", "gpus", "max-context"]
 
@@ -35,6 +35,8 @@ COMMANDS = [
     "bigload reshard tiny.json out --json --no-verify",
     "bigload bench-load tiny-llama --runs 2 --threads 1,2 --json",
     "bigload bench-load tiny-llama --runs 1 --threads 1 --json",
+    "bigload bench-load tiny-llama --runs 1 --threads 1 --method mmap,direct --cold --max-inflight 8MiB --json",
+    "bigload bench-load tiny-llama --runs 1 --threads 2 --dtype fp32 --warm --json",
 ]
 
 

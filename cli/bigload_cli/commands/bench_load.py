@@ -1,18 +1,39 @@
-"""`bigload bench-load`: serial against parallel loading."""
+"""`bigload bench-load`: ways of loading against each other, against the machine, against other loaders."""
 
 from __future__ import annotations
 
-from typing import Annotated
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from bigload_cli.options import CheckpointArgument, ColorMode, ColorOption, JsonOption, QuietOption, thread_counts
+from bigload.loading.methods import Method
+from bigload_cli.options import (
+    CheckpointArgument,
+    ColorMode,
+    ColorOption,
+    JsonOption,
+    QuietOption,
+    size_option,
+    thread_counts,
+)
+
+if TYPE_CHECKING:
+    from bigload.bench.report import BenchReport
 
 EPILOG = """\b
 Examples:
   bigload bench-load ./llama-8b
-  bigload bench-load ./llama-8b --threads 1,2,4,8 --runs 10
+  bigload bench-load ./llama-8b --threads 1,2,4,8 --method read,mmap --warm --runs 10
   bigload bench-load ./llama-8b --cold --json
+  bigload bench-load ./llama-8b --peers --plot loads.svg --trace trace.json
+
+\b
+A run ends when every byte can be used. With mmap, tensors stay pages of the
+file: one byte of every page is read before the clock stops, for bigload and
+for others alike. OF RAW compares with a raw read of the same bytes, by turns
+with the loads. PRIVATE and FILE are the most memory, of the process itself and
+of pages of files, above what was held before a run.
 """
 
 
@@ -21,40 +42,111 @@ def bench_load(
     threads: Annotated[
         str, typer.Option("--threads", metavar="N,N,...", help="Thread counts to compare; 1 is serial.")
     ] = "1,2,4",
+    method: Annotated[
+        str,
+        typer.Option(
+            "--method", metavar="M,M,...", help="Ways to read to compare: auto, read, mmap, direct. All with all."
+        ),
+    ] = "auto",
     runs: Annotated[int, typer.Option("--runs", metavar="N", min=1, max=1000, help="Timed runs of each.")] = 5,
-    cold: Annotated[bool, typer.Option("--cold", help="Drop the files from the page cache before each run.")] = False,
+    cold: Annotated[
+        bool, typer.Option("--cold", help="Drop the files from the page cache before each run, and check it.")
+    ] = False,
+    warm: Annotated[bool, typer.Option("--warm", help="Read the files into the page cache before.")] = False,
+    device: Annotated[str, typer.Option("--device", metavar="DEVICE", help="Load to cpu, or to cuda:0.")] = "cpu",
+    dtype: Annotated[
+        str | None, typer.Option("--dtype", metavar="DTYPE", help="Convert weights to bf16, fp16 or fp32 on the way.")
+    ] = None,
+    max_inflight: Annotated[
+        str | None, typer.Option("--max-inflight", metavar="SIZE", help="Read or staged at one moment at most.")
+    ] = None,
+    peers: Annotated[
+        bool, typer.Option("--peers", help="Time other loaders that are installed, in this process, by turns.")
+    ] = False,
+    export_markdown: Annotated[
+        Path | None, typer.Option("--export-markdown", metavar="FILE", help="Write the table for a README.")
+    ] = None,
+    plot: Annotated[
+        Path | None, typer.Option("--plot", metavar="FILE", help="Write a picture, .png or .svg. Needs matplotlib.")
+    ] = None,
+    trace: Annotated[
+        Path | None,
+        typer.Option("--trace", metavar="FILE", help="Write what threads did, for chrome://tracing or Perfetto."),
+    ] = None,
     as_json: JsonOption = False,
     quiet: QuietOption = False,
     color: ColorOption = ColorMode.AUTO,
 ) -> None:
-    """Time serial against parallel loading.
+    """Time ways of loading: threads, methods, other loaders.
 
     The strategies take turns, and are checked to load identical bytes. PATH has to fit into memory.
     """
     from bigload_cli import output
 
-    counts = thread_counts(threads)
-    from bigload.bench.bench_load import bench_document
+    counts, ways = thread_counts(threads), methods(method)
+    inflight = None if max_inflight is None else size_option("--max-inflight", max_inflight)
+    from bigload_cli.views import bench_files
+
+    files = bench_files.Exports(markdown=export_markdown, plot=plot, trace=trace)
+    files.check()
     from bigload.bench.bench_load import bench_load as run_bench
     from bigload.checkpoint.source import open_checkpoint
     from bigload.errors import LoadError
 
     checkpoint = open_checkpoint(path)
     with output.status_line(quiet=quiet) as on_run:
-        report = run_bench(checkpoint, threads=counts, runs=runs, cold=cold, on_run=on_run)
+        report = run_bench(
+            checkpoint,
+            threads=counts,
+            methods=ways,
+            runs=runs,
+            cold=cold,
+            warm=warm,
+            device=device,
+            dtype=dtype,
+            max_inflight=inflight,
+            peers=peers,
+            on_run=on_run,
+        )
     if not report.is_identical:
         raise LoadError(
             "the strategies loaded different bytes", hint="the files changed meanwhile, or memory is faulty"
         )
+    written = files.write(report, name=checkpoint.name)
+    _show(report, name=checkpoint.name, as_json=as_json, quiet=quiet, color=color)
+    if not quiet:
+        for file in written:
+            output.say(f"Wrote {file}.")
+
+
+def methods(text: str) -> tuple[Method, ...]:
+    """Return the methods in a list such as `read,mmap`.
+
+    Raises:
+        typer.BadParameter: not a list of methods.
+    """
+    words = [word.strip().lower() for word in text.split(",")]
+    known = [method.value for method in Method]
+    if unknown := [word for word in words if word not in known]:
+        raise typer.BadParameter(f"--method {text}: {unknown[0]!r} is none of {', '.join(known)}")
+    return tuple(dict.fromkeys(Method(word) for word in words))
+
+
+def _show(report: BenchReport, *, name: str, as_json: bool, quiet: bool, color: ColorMode) -> None:
+    from bigload_cli import output
+
     if as_json:
+        from bigload.bench.document import bench_document
+
         output.print_json(bench_document(report))
     elif quiet:
-        output.print_text(str(report.fastest.threads))
+        assert report.recommendation is not None, "a finished bench has one"
+        output.print_text(str(report.recommendation.threads))
     else:
         from bigload_cli.views import bench as view
 
-        output.print_text(view.headline(report, name=checkpoint.name) + "\n")
+        output.print_text(view.headline(report, name=name) + "\n")
         output.print_table(view.strategies(report), color=color)
-        output.print_text("\n".join(["", *view.closing(report)]))
-        for warning in view.warnings(report):
-            output.say(f"warning: {warning}")
+        output.print_text("\n".join(["", *view.closing(report, blocks=output.can_draw_on_stdout())]))
+        for warning in report.warnings:
+            output.say(f"warning: {warning.text}")

@@ -1,17 +1,36 @@
-"""What `bigload bench-load` measured."""
+"""What `bigload bench-load` measured, for people."""
 
 from __future__ import annotations
 
-from bigload.bench.bench_load import BenchReport
-from bigload.units import counted, format_rate, format_size
+from collections.abc import Sequence
+
+from bigload.bench.memory import MemoryKind
+from bigload.bench.raw_limit import RawKind
+from bigload.bench.recommendation import Recommendation
+from bigload.bench.report import BenchReport, RawResult, StrategyResult
+from bigload.bench.runner import Measured
+from bigload.bench.statistics import summarize
+from bigload.units import GIB, counted, format_size
+from bigload_cli.views.bars import bar
 from bigload_cli.views.table import PlainTable, Styled
 from bigload_cli.views.text import printable
 
-_NOISY = 0.1
+_BAR_WIDTH = 20
 _CACHE_WORDS = {
     "cold": "page cache cold before each run",
     "warm": "page cache warm",
     "mixed": "page cache neither cold nor warm",
+}
+_RAW_NAMES = {RawKind.MEMORY: "raw read", RawKind.MAP: "raw map", RawKind.DISK: "raw disk read"}
+_RAW_WORDS = {
+    RawKind.MEMORY: "read into fresh memory",
+    RawKind.MAP: "mapped and populated",
+    RawKind.DISK: "read past the page cache",
+}
+_MEMORY_WORDS = {
+    MemoryKind.PRIVATE: "private memory",
+    MemoryKind.FILE: "pages of the file, touched",
+    MemoryKind.DEVICE: "memory of the device",
 }
 
 
@@ -20,61 +39,168 @@ def headline(report: BenchReport, *, name: str) -> str:
     size, cores = format_size(report.total_bytes), counted(report.num_cores, "core")
     shards, runs = counted(report.num_shards, "shard"), counted(report.runs, "run")
     state = _CACHE_WORDS[report.cache_state]
-    return f"{printable(name)} -> cpu   {size} in {shards}\n{cores}, {runs} of each by turns, {state}"
+    cast = "" if report.dtype is None else f" as {printable(report.dtype)}"
+    target = f"{printable(report.device)}{cast}"
+    return f"{printable(name)} -> {target}   {size} in {shards}\n{cores}, {runs} of each by turns, {state}"
 
 
 def strategies(report: BenchReport) -> PlainTable:
-    """Return a row for every strategy."""
-    right = ("TIME (mean ± σ)", "RANGE (min … max)", "RATE", "PEAK RSS")
-    table = PlainTable(("STRATEGY", *right), right=right)
-    words = _in_seconds if report.fastest.summary.mean >= 1 else _in_milliseconds
-    for result in report.results:
-        summary = result.summary
+    """Return a row for every strategy, every peer that was measured, and every raw read that is a limit of one."""
+    unit, factor = unit_of(report)
+    times = "SECONDS" if unit == "s" else "MS"
+    right = (f"{times} ± σ", "MIN … MAX", "GiB/s", "OF RAW", "PRIVATE", "FILE")
+    table = PlainTable(("STRATEGY", *right), right=right, folding="STRATEGY")
+
+    def add(name: Styled, measured: Measured, part: float | None) -> None:
         table.add(
-            Styled(result.name, "bold" if result is report.fastest else ""),
-            words(summary.mean) + (f" ± {words(summary.stddev)}" if report.runs > 1 else ""),
-            f"{words(summary.minimum)} … {words(summary.maximum)}",
-            format_rate(report.total_bytes, summary.mean),
-            format_size(result.peak_bytes),
+            name,
+            *durations(measured.seconds, factor),
+            gib_per_second(report.total_bytes, measured),
+            percentage(part),
+            format_size(measured.peak_private_bytes),
+            format_size(measured.peak_file_bytes),
         )
+
+    for result in report.results:
+        style = "bold" if result is report.fastest else ""
+        add(Styled(result.name, style), result.measured, report.part_of_limit(result))
+    for peer in report.peers:
+        if peer.measured is not None:
+            add(Styled(peer.name, ""), peer.measured, report.part_of_limit(peer))
+    for raw in limits(report):
+        add(Styled(_RAW_NAMES[raw.read.kind], "dim"), raw.measured, 1.0)
     return table
 
 
-def closing(report: BenchReport) -> list[str]:
-    """Return the comparison and the proof."""
+def closing(report: BenchReport, *, blocks: bool) -> list[str]:
+    """Return the comparison, where the time went, the proof and the advice."""
+    return [
+        *_comparison(report),
+        *time_spent(report.fastest, blocks=blocks),
+        proof(report),
+        *raw_notes(report),
+        *peer_notes(report),
+        "",
+        advice(report),
+    ]
+
+
+def unit_of(report: BenchReport) -> tuple[str, float]:
+    """Return the unit of times in a table, `s` or `ms`, and how many of it a second has."""
+    return ("s", 1.0) if report.fastest.summary.mean >= 1 else ("ms", 1000.0)
+
+
+def durations(seconds: Sequence[float], factor: float) -> tuple[str, str]:
+    """Return mean and spread, least and most, of seconds times `factor`; a single run has no spread."""
+    summary = summarize(seconds)
+    mean, spread = _figure(summary.mean * factor, factor), _figure(summary.stddev * factor, factor)
+    extremes = f"{_figure(summary.minimum * factor, factor)} … {_figure(summary.maximum * factor, factor)}"
+    return (f"{mean} ± {spread}" if len(seconds) > 1 else mean), extremes
+
+
+def gib_per_second(num_bytes: int, measured: Measured) -> str:
+    """Return a rate without its unit, `"-"` when no time has passed."""
+    mean = summarize(measured.seconds).mean
+    if not mean:
+        return "-"
+    rate = num_bytes / GIB / mean
+    return f"{rate:.1f}" if rate >= 10 else f"{rate:.2f}"
+
+
+def percentage(part: float | None) -> str:
+    """Return a part in hundredths, `"-"` where there is none."""
+    return "-" if part is None else f"{part:.0%}"
+
+
+def limits(report: BenchReport) -> list[RawResult]:
+    """Return the raw reads that are the limit of a strategy or a peer, each kind once."""
+    names = {result.limit for result in report.results} | {peer.limit for peer in report.peers}
+    return [raw for raw in report.raw if raw.name in names]
+
+
+def time_spent(result: StrategyResult, *, blocks: bool) -> list[str]:
+    """Return what the threads of a strategy did in its traced load, drawn as bars; nothing without a trace."""
+    if not result.phases:
+        return []
+    parts = [
+        f"{phase} {bar(part, width=_BAR_WIDTH, blocks=blocks)} {part:.0%}"
+        for phase, part in result.phases.items()
+        if part >= 0.005
+    ]
+    return [f"Where {result.name} spent it:", "  " + "   ".join(parts), ""]
+
+
+def proof(report: BenchReport) -> str:
+    """Return that the bytes were the same, and their digest."""
+    words = "All strategies loaded identical bytes" if len(report.results) > 1 else "Loaded bytes"
+    return f"{words}, SHA-256 {report.fastest.sha256[:16]}."
+
+
+def raw_notes(report: BenchReport) -> list[str]:
+    """Return what the raw reads were."""
+    words = [
+        f"{_RAW_NAMES[raw.read.kind]}: {_RAW_WORDS[raw.read.kind]} by {counted(raw.read.threads, 'thread')}"
+        for raw in limits(report)
+    ]
+    return [f"The same bytes, nothing done to them: {'; '.join(words)}."] if words else []
+
+
+def peer_notes(report: BenchReport) -> list[str]:
+    """Return version and kind of memory of every peer, and why some were not measured."""
     lines = []
+    for peer in report.peers:
+        name = printable(f"{peer.name} {peer.version}" if peer.version else peer.name)
+        if peer.version is None:
+            lines.append(f"{name}: not installed (pip install {peer.package})")
+        elif peer.measured is None:
+            lines.append(f"{name}: not measured: {printable(peer.problem or '')}")
+        else:
+            same = "identical bytes" if peer.is_identical else "OTHER BYTES than bigload"
+            lines.append(f"{name}: {_MEMORY_WORDS[peer.memory]}, {same}")
+    return lines
+
+
+def advice(report: BenchReport) -> str:
+    """Return what to use, and from which size on threads pay."""
+    found = report.recommendation
+    if found is None:
+        return "Nothing can be recommended from this."
+    use = f"Use {counted(found.threads, 'thread')}, {found.method}"
+    if found.threads == 1:
+        more = any(result.threads > 1 for result in report.results)
+        return f"{use}: more threads were not faster here." if more else f"{use}: no other thread count was tried."
+    return f"{use}. {_when_threads_pay(found)}"
+
+
+def _when_threads_pay(found: Recommendation) -> str:
+    if not found.sizes:
+        return "No part of the checkpoint is of a size to try when threads do not pay."
+    tried = ", ".join(format_size(size.num_bytes) for size in found.sizes)
+    pays = found.pays_from_bytes
+    if pays is None:
+        if any(size.pays for size in found.sizes):
+            return f"Whether several threads pay cannot be said: they were faster at some sizes only ({tried})."
+        return f"Several threads were not faster than one by much at {tried}."
+    if pays == found.sizes[0].num_bytes:
+        return f"Several threads pay from {format_size(pays)} on, the smallest size tried ({tried})."
+    return f"Several threads do not pay below {format_size(pays)} (tried: {tried})."
+
+
+def _comparison(report: BenchReport) -> list[str]:
     others = sorted((r for r in report.results if r is not report.fastest), key=lambda r: r.summary.mean)
-    if others:
-        lines.append(f"{report.fastest.name} ran")
+    if not others:
+        return []
+    lines = [f"{report.fastest.name} ran"]
     for result in others:
         times = report.ratio_to_fastest(result)
         error = f" ± {times.error:.2f}" if report.runs > 1 else ""
         noise = "   (within noise)" if times.is_within_noise else ""
         lines.append(f"  {times.value:.2f}{error} times faster than {result.name}{noise}")
-    proof = "All strategies loaded identical bytes" if others else "Loaded bytes"
-    return [*lines, f"{proof}, SHA-256 {report.fastest.sha256[:16]}."]
+    return [*lines, ""]
 
 
-def warnings(report: BenchReport) -> list[str]:
-    """Return what stands in the way of trusting the figures, and the flag that helps."""
-    found = []
-    if report.cache_state == "warm":
-        found.append("the page cache was warm: these are memory speeds (--cold drops it before each run)")
-    if report.cache_state == "mixed":
-        least, largest = report.cached
-        words = f"{least:.0%} to {largest:.0%} of the files were cached when runs began"
-        found.append(f"{words}: another process may use the files, or memory is short")
-    spread = max(result.summary.relative_spread for result in report.results)
-    if spread > _NOISY:
-        found.append(f"runs differ by up to {spread:.0%}: the machine is busy, or there were too few runs (--runs)")
-    if report.runs == 1:
-        found.append("a single run says nothing about noise (--runs)")
-    return found
-
-
-def _in_seconds(seconds: float) -> str:
-    return f"{seconds:.2f} s"
-
-
-def _in_milliseconds(seconds: float) -> str:
-    return f"{seconds * 1000:.1f} ms"
+def _figure(value: float, factor: float) -> str:
+    """Return seconds with two places, milliseconds with one, large ones with none."""
+    if factor == 1:
+        return f"{value:.2f}" if value < 100 else f"{value:.0f}"
+    return f"{value:.1f}" if value < 100 else f"{value:.0f}"

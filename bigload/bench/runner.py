@@ -1,0 +1,148 @@
+"""Run contenders by turns and take their time: the only place of the bench that looks at the clock.
+
+The order is another one in each round, so that whatever drifts on the machine hits all alike.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypeVar
+
+from bigload.bench.memory_sampler import MemorySampler, MemoryUse
+from bigload.bench.page_cache_state import CacheState, LeftInCache, prepare
+from bigload.bench.peak_memory import peak_bytes, reset_peak
+from bigload.loading.page_cache import cached_fraction
+
+Item = TypeVar("Item")
+
+OnRun = Callable[[str], None]
+"""Called with a few words before each run."""
+
+Clock = Callable[[], float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Contender:
+    """Something to be timed. `run` ends when every byte can be used, and returns what holds them.
+
+    One that `may_fail` is left out from its first error on; the error of another ends the bench.
+    """
+
+    name: str
+    run: Callable[[], object]
+    may_fail: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """What was seen of one contender, over all its runs.
+
+    Attributes:
+        seconds: Of every timed run, in their order.
+        peak_bytes: The largest resident set, everything that the process holds included.
+        peak_private_bytes: The most memory of its own above what was held before a run.
+        peak_file_bytes: The most pages of files above what was mapped before a run.
+        cached: The least and the largest part of the files that was in the page cache when a run began; where the
+            kernel does not tell, anything between nothing and all.
+    """
+
+    seconds: tuple[float, ...]
+    peak_bytes: int = 0
+    peak_private_bytes: int = 0
+    peak_file_bytes: int = 0
+    cached: tuple[float, float] = (0.0, 1.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """All measurements by the names of the contenders, the errors of those that failed, and what could not be evicted.
+
+    Of every file that stayed in the page cache, `left_in_cache` has the worst start.
+    """
+
+    measured: dict[str, Measured]
+    failures: dict[str, BaseException]
+    left_in_cache: tuple[LeftInCache, ...]
+
+
+@dataclass(slots=True)
+class _Notes:
+    seconds: list[float] = field(default_factory=list)
+    cached: list[float] = field(default_factory=list)
+    peak_bytes: int = 0
+    private_bytes: int = 0
+    file_bytes: int = 0
+
+    def add(self, seconds: float, cached: float | None, peak: int, use: MemoryUse) -> None:
+        self.seconds.append(seconds)
+        self.cached += (0.0, 1.0) if cached is None else (cached,)
+        self.peak_bytes = max(self.peak_bytes, peak)
+        self.private_bytes = max(self.private_bytes, use.private_bytes)
+        self.file_bytes = max(self.file_bytes, use.file_bytes)
+
+    def measured(self) -> Measured:
+        return Measured(
+            seconds=tuple(self.seconds),
+            peak_bytes=self.peak_bytes,
+            peak_private_bytes=self.private_bytes,
+            peak_file_bytes=self.file_bytes,
+            cached=(min(self.cached), max(self.cached)),
+        )
+
+
+def run_rounds(
+    contenders: Sequence[Contender],
+    *,
+    runs: int,
+    files: Sequence[Path],
+    cache: CacheState = CacheState.AS_IS,
+    on_run: OnRun = lambda _words: None,
+    clock: Clock = time.perf_counter,
+) -> Outcome:
+    """Time `runs` rounds of all `contenders`; before each run the page cache of `files` is brought into `cache`."""
+    notes = {contender.name: _Notes() for contender in contenders}
+    failures: dict[str, BaseException] = {}
+    left: dict[str, LeftInCache] = {}
+    for number in range(runs):
+        for contender in rotated(contenders, number):
+            if contender.name in failures:
+                continue
+            on_run(f"{contender.name}: run {number + 1} of {runs}")
+            gc.collect()
+            for stayed in prepare(files, cache):
+                left[stayed.file] = max(stayed, left.get(stayed.file, stayed), key=lambda item: item.num_bytes or 0)
+            try:
+                _time(contender, notes[contender.name], files, clock)
+            except Exception as error:
+                if not contender.may_fail:
+                    raise
+                failures[contender.name] = error.with_traceback(None)  # whose frames would hold memory
+    measured = {name: note.measured() for name, note in notes.items() if name not in failures and note.seconds}
+    return Outcome(measured=measured, failures=failures, left_in_cache=tuple(left.values()))
+
+
+def rotated(items: Sequence[Item], by: int) -> list[Item]:
+    """Return `items` beginning with the one at position `by`, those before it at the end.
+
+    >>> rotated("abc", 4)
+    ['b', 'c', 'a']
+    """
+    by %= len(items)
+    return [*items[by:], *items[:by]]
+
+
+def _time(contender: Contender, notes: _Notes, files: Sequence[Path], clock: Clock) -> None:
+    cached = cached_fraction(files)
+    reset_peak()
+    sampler = MemorySampler()
+    with sampler:
+        began = clock()
+        held = contender.run()
+        seconds = clock() - began
+        peak = peak_bytes()
+    notes.add(seconds, cached, peak, sampler.peak)
+    del held  # given back only now: that is not part of a load

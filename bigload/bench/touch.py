@@ -1,0 +1,44 @@
+"""Make sure that every byte can be used: a map is not loaded before its pages are there."""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING
+
+from bigload.loading.workers import default_threads, run_jobs
+from bigload.units import MIB
+
+if TYPE_CHECKING:
+    import torch
+
+_PAGE = mmap.PAGESIZE
+_PIECE_BYTES = 64 * MIB
+
+
+def touch(tensors: Iterable[torch.Tensor]) -> int:
+    """Read one byte of every page that holds a part of `tensors`, on a few threads; return how many were read.
+
+    It is the same for whoever made the tensors, so that maps of bigload and of others can be compared: both are done
+    when no byte is left that would have to be waited for.
+    """
+    pieces = list(_pieces(tensors))
+    run_jobs(_read, pieces, threads=default_threads())
+    return sum(piece.numel() for piece in pieces)
+
+
+def _pieces(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """Yield bytes a page apart, and the last byte, of every tensor, in pieces that threads can share."""
+    import torch
+
+    for tensor in tensors:
+        if tensor.numel() == 0 or tensor.device.type != "cpu":
+            continue
+        raw = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+        for start in range(0, raw.numel(), _PIECE_BYTES):
+            yield raw[start : start + _PIECE_BYTES : _PAGE]
+        yield raw[-1:]
+
+
+def _read(piece: torch.Tensor) -> None:
+    piece.max()

@@ -1,0 +1,70 @@
+"""A bench as a table in Markdown, for a README or an issue."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from bigload.bench.phases import MADE_BY
+from bigload.bench.report import BenchReport
+from bigload.bench.runner import Measured
+from bigload.units import format_size
+from bigload_cli.views import bench as view
+from bigload_cli.views.text import printable
+
+_HEADINGS = ("Strategy", "Memory", "Time ± σ, {unit}", "Min … max, {unit}", "GiB/s", "Of raw", "Private", "File")
+
+
+def markdown(report: BenchReport, *, name: str) -> str:
+    """Return the page: conditions, a row for everything that was measured, the proof, advice and warnings."""
+    lines = [
+        f"<!-- made by {MADE_BY} -->",
+        *_paragraph(view.headline(report, name=name).replace("\n", "; ")),
+        _row(tuple(heading.format(unit=view.unit_of(report)[0]) for heading in _HEADINGS)),
+        _row(("---", "---", *("--:",) * 6)),
+        *_rows(report),
+        "",
+        *_paragraph(view.proof(report)),
+        *(f"- {_escaped(line)}" for line in (*view.raw_notes(report), *view.peer_notes(report))),
+        "",
+        *_paragraph(view.advice(report)),
+        *(f"> {_escaped(warning.text)}\n" for warning in report.warnings),
+    ]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def _rows(report: BenchReport) -> Iterator[str]:
+    for result in report.results:
+        yield _cells(report, result.name, str(result.memory), result.measured, report.part_of_limit(result))
+    for peer in report.peers:
+        if peer.measured is not None:
+            yield _cells(report, peer.name, str(peer.memory), peer.measured, report.part_of_limit(peer))
+    for raw in view.limits(report):
+        yield _cells(report, raw.name, "", raw.measured, 1.0)
+
+
+def _cells(report: BenchReport, name: str, memory: str, measured: Measured, part: float | None) -> str:
+    return _row(
+        (
+            name,
+            memory,
+            *view.durations(measured.seconds, view.unit_of(report)[1]),
+            view.gib_per_second(report.total_bytes, measured),
+            view.percentage(part),
+            format_size(measured.peak_private_bytes),
+            format_size(measured.peak_file_bytes),
+        )
+    )
+
+
+def _row(cells: tuple[str, ...]) -> str:
+    return f"| {' | '.join(_escaped(cell) for cell in cells)} |"
+
+
+def _paragraph(text: str) -> tuple[str, str]:
+    return _escaped(text), ""
+
+
+def _escaped(text: str) -> str:
+    """Return `text` so that neither a table nor a page of HTML is broken by what a file is called."""
+    marked = "".join(f"\\{char}" if char in "\\|`*_[]" else char for char in printable(text))
+    return marked.replace("<", "&lt;")
