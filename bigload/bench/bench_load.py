@@ -22,7 +22,7 @@ from bigload.bench.memory import MemoryKind
 from bigload.bench.page_cache_state import CacheState, prepare
 from bigload.bench.phases import phase_shares
 from bigload.bench.raw_limit import RawKind, RawRead, can_read_direct, kind_for, raw_read, raw_reads
-from bigload.bench.recommendation import Recommendation, best_of, measure_sizes
+from bigload.bench.recommendation import Recommendation, best_of, measure_sizes, whole
 from bigload.bench.report import BenchReport, PeerResult, RawResult, StrategyResult
 from bigload.bench.runner import Clock, Contender, OnRun, Outcome, run_rounds
 from bigload.bench.touch import touch
@@ -93,9 +93,7 @@ def bench_load(
         BenchOptionError: options that exclude each other.
         LoadError: a strategy cannot load the checkpoint; above all NotEnoughMemoryError, before anything is timed.
     """
-    cases = all_cases(
-        threads, [Method(m) for m in methods], device=device, dtype=dtype, max_inflight=max_inflight
-    )
+    cases = all_cases(threads, [Method(m) for m in methods], device=device, dtype=dtype, max_inflight=max_inflight)
     if runs < 1:
         raise ValueError(f"{runs} runs; expected at least one")
     cache = _cache_state(cold=cold, warm=warm)
@@ -123,7 +121,7 @@ def bench_load(
     raw_results = tuple(RawResult(read=read, measured=outcome.measured[read.name]) for read in reads)
     results = tuple(bench.result(item, outcome, raw_results, trace=trace) for item in checked)
     peer_results = (*(bench.peer_result(*item, device, outcome, raw_results) for item in ready.items()), *absent)
-    cached = [part for measured in outcome.measured.values() for part in measured.cached]
+    cached = [measured.cached for measured in outcome.measured.values()]
     report = BenchReport(
         path=opened.path,
         total_bytes=opened.total_bytes,
@@ -133,7 +131,7 @@ def bench_load(
         device=device,
         dtype=dtype,
         cache=cache,
-        cached=(min(cached), max(cached)),
+        cached=(min(least for least, _ in cached), max(largest for _, largest in cached)),
         left_in_cache=outcome.left_in_cache,
         load_average=load_average,
         results=results,
@@ -257,12 +255,15 @@ class _Bench:
     def recommend(self, results: Sequence[StrategyResult], *, sizes: bool) -> Recommendation:
         """Return the strategy to use; with `sizes`, try from which size on its threads pay."""
         best = best_of([(result.case, result.summary) for result in results])
-        advice = Recommendation(
-            strategy=best.name, threads=best.threads, method=str(self._reports[best.name].method)
-        )
+        advice = Recommendation(strategy=best.name, threads=best.threads, method=str(self._reports[best.name].method))
         if best.threads == 1 or not sizes:
             return advice
-        return replace(advice, sizes=measure_sizes(self.checkpoint, best, self._time_part))
+        found = measure_sizes(self.checkpoint, best, self._time_part)
+        serial = next((r for r in results if r.case == replace(best, threads=1)), None)
+        if serial is not None:  # the whole was measured before
+            parallel = next(result for result in results if result.case == best)
+            found = (*found, whole(self.checkpoint.total_bytes, serial.seconds, parallel.seconds))
+        return replace(advice, sizes=found)
 
     def _time_part(self, case: Case, names: Sequence[str]) -> float:
         self._on_run(f"{case.name}: a part of {len(names)} tensors")

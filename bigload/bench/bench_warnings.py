@@ -50,10 +50,11 @@ def _about_the_cache(conditions: Conditions) -> Iterator[BenchWarning]:
     least, largest = conditions.cached
     left = conditions.left_in_cache
     if conditions.cache is CacheState.COLD and left:
-        total = format_size(sum(file.num_bytes for file in left))
+        known = sum(file.num_bytes or 0 for file in left)
+        what = f"could not evict {format_size(known)}" if known else "may not have evicted all"
         reasons = "; ".join(dict.fromkeys(file.reason for file in left))
         files = left[0].file if len(left) == 1 else f"{left[0].file} and {len(left) - 1} more"
-        yield BenchWarning("eviction-incomplete", f"--cold could not evict {total} of {files}: {reasons}")
+        yield BenchWarning("eviction-incomplete", f"--cold {what} of {files}: {reasons}")
     elif least <= 0.99 and largest >= 0.01 and conditions.cache is not CacheState.COLD:
         words = f"{least:.0%} to {largest:.0%} of the files were cached when runs began"
         help_ = (

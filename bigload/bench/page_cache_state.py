@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
-from bigload.loading.page_cache import cached_fraction, evict
+from bigload.loading.file_systems import file_system_of
+from bigload.loading.page_cache import cached_bytes, cached_fraction, evict
 from bigload.loading.workers import default_threads, run_jobs
 from bigload.units import MIB
 
@@ -27,10 +28,13 @@ class CacheState(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeftInCache:
-    """Bytes of a file that the kernel kept although it was asked to drop them, and why, as half a sentence."""
+    """Bytes of a file that the kernel kept although it was asked to drop them, and why, as half a sentence.
+
+    `num_bytes` is `None` where the kernel does not say how many there are.
+    """
 
     file: str
-    num_bytes: int
+    num_bytes: int | None
     reason: str
 
 
@@ -39,7 +43,7 @@ def prepare(paths: Sequence[Path], state: CacheState) -> tuple[LeftInCache, ...]
     if state is CacheState.COLD:
         return evict_verified(paths)
     if state is CacheState.WARM:
-        warm([path for path in paths if cached_fraction([path]) < 1])
+        warm([path for path in paths if (cached_fraction([path]) or 0) < 1])
     return ()
 
 
@@ -54,19 +58,13 @@ def evict_verified(paths: Sequence[Path]) -> tuple[LeftInCache, ...]:
     It is asked for a few times: the kernel skips pages that wait in the batch of some core for their place in its
     lists, and does not skip them again (posix_fadvise(2)).
     """
-    left = {path: 0 for path in paths}
+    left = list(paths)
     for _ in range(_TRIES):
         evict(left)
-        left = {path: num_bytes for path in left if (num_bytes := _cached_bytes(path))}
+        left = [path for path in left if cached_bytes(path) != 0]
         if not left:
             break
-    return tuple(
-        LeftInCache(file=path.name, num_bytes=num_bytes, reason=_why(path)) for path, num_bytes in left.items()
-    )
-
-
-def _cached_bytes(path: Path) -> int:
-    return round(cached_fraction([path]) * path.stat().st_size)
+    return tuple(LeftInCache(file=path.name, num_bytes=cached_bytes(path), reason=_why(path)) for path in left)
 
 
 def _read_through(path: Path) -> None:
@@ -77,23 +75,14 @@ def _read_through(path: Path) -> None:
 
 
 def _why(path: Path, proc: Path = _PROC) -> str:
-    kind = _file_system(path, proc)
-    if kind in _MEMORY_FILE_SYSTEMS:
-        return f"{kind} has no disk to read from again"
+    if cached_bytes(path) is None:
+        return "the kernel tells only those who own a file, or may write to it, what of it is cached"
+    found = file_system_of(path)
+    if found is not None and found.kind in _MEMORY_FILE_SYSTEMS:
+        return f"{found.kind} has no disk to read from again"
     if holders := _who_maps(path, proc):
         return f"mapped by {holders}"
     return "the kernel does not say why: another process may be reading it, or it is locked in memory"
-
-
-def _file_system(path: Path, proc: Path) -> str:
-    """Return the type of the file system that `path` is on, `""` where the system does not tell (proc(5))."""
-    device = path.stat().st_dev
-    wanted = f"{os.major(device)}:{os.minor(device)}"
-    for line in _lines(proc / "self" / "mountinfo"):
-        fields, _, rest = line.partition(" - ")
-        if fields.split()[2:3] == [wanted]:
-            return rest.split()[0]
-    return ""
 
 
 def _who_maps(path: Path, proc: Path) -> str:

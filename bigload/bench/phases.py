@@ -19,8 +19,9 @@ def phase_shares(report: LoadReport) -> dict[Phase, float]:
     if not seconds:
         return {}
     whole = max(report.threads * report.seconds, sum(seconds.values()))
-    shares = {phase: seconds.get(phase, 0.0) / whole for phase in Phase if phase is not Phase.WAIT}
-    return {**shares, Phase.WAIT: max(0.0, 1 - sum(shares.values()))}
+    shares: dict[Phase, float] = {phase: seconds.get(phase, 0.0) / whole for phase in Phase if phase != Phase.WAIT}
+    shares[Phase.WAIT] = max(0.0, 1 - sum(shares.values()))
+    return shares
 
 
 def chrome_trace(activities: Mapping[str, Sequence[Activity]]) -> dict[str, object]:

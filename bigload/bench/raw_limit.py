@@ -133,7 +133,7 @@ def raw_read(way: RawRead, checkpoint: Checkpoint) -> object:
 
 def _read_to_memory(checkpoint: Checkpoint, threads: int) -> object:
     blocks = blocks_of(checkpoint, _BLOCK_BYTES)
-    memory = mmap.mmap(-1, max(sum(b.stop - b.start for b in blocks), 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory = _fresh(max(sum(block.stop - block.start for block in blocks), 1))
     memory.madvise(mmap.MADV_HUGEPAGE)
     view = memoryview(memory)
     with ExitStack() as opened:
@@ -177,7 +177,7 @@ def _read_from_disk(checkpoint: Checkpoint, threads: int) -> object:
         shares = [blocks[number::threads] for number in range(threads)]
 
         def read(share: Sequence[Block]) -> None:
-            memory = mmap.mmap(-1, _DIRECT_BLOCK_BYTES + 2 * _ALIGNMENT)
+            memory = _fresh(_DIRECT_BLOCK_BYTES + 2 * _ALIGNMENT)
             for block in share:
                 start = block.start // _ALIGNMENT * _ALIGNMENT
                 while start < block.stop:
@@ -189,6 +189,10 @@ def _read_from_disk(checkpoint: Checkpoint, threads: int) -> object:
 
         _share(read, shares, threads)
     return None
+
+
+def _fresh(num_bytes: int) -> mmap.mmap:
+    return mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
 
 
 def _opened(blocks: Iterable[Block], flags: int, opened: ExitStack) -> dict[Path, int]:

@@ -109,3 +109,12 @@ def measure_sizes(
             )
         )
     return tuple(found)
+
+
+def whole(num_bytes: int, serial: Sequence[float], parallel: Sequence[float]) -> SizeMeasured:
+    """Return the whole checkpoint as a size that was measured, from the seconds of its timed runs."""
+    return SizeMeasured(
+        num_bytes=num_bytes,
+        serial_seconds=statistics.median(serial),
+        parallel_seconds=statistics.median(parallel),
+    )

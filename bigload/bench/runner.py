@@ -46,14 +46,15 @@ class Measured:
         peak_bytes: The largest resident set, everything that the process holds included.
         peak_private_bytes: The most memory of its own above what was held before a run.
         peak_file_bytes: The most pages of files above what was mapped before a run.
-        cached: The part of the files that was in the page cache when each run began.
+        cached: The least and the largest part of the files that was in the page cache when a run began; where the
+            kernel does not tell, anything between nothing and all.
     """
 
     seconds: tuple[float, ...]
     peak_bytes: int = 0
     peak_private_bytes: int = 0
     peak_file_bytes: int = 0
-    cached: tuple[float, ...] = ()
+    cached: tuple[float, float] = (0.0, 1.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,9 +77,9 @@ class _Notes:
     private_bytes: int = 0
     file_bytes: int = 0
 
-    def add(self, seconds: float, cached: float, peak: int, use: MemoryUse) -> None:
+    def add(self, seconds: float, cached: float | None, peak: int, use: MemoryUse) -> None:
         self.seconds.append(seconds)
-        self.cached.append(cached)
+        self.cached += (0.0, 1.0) if cached is None else (cached,)
         self.peak_bytes = max(self.peak_bytes, peak)
         self.private_bytes = max(self.private_bytes, use.private_bytes)
         self.file_bytes = max(self.file_bytes, use.file_bytes)
@@ -89,7 +90,7 @@ class _Notes:
             peak_bytes=self.peak_bytes,
             peak_private_bytes=self.private_bytes,
             peak_file_bytes=self.file_bytes,
-            cached=tuple(self.cached),
+            cached=(min(self.cached), max(self.cached)),
         )
 
 
@@ -113,7 +114,7 @@ def run_rounds(
             on_run(f"{contender.name}: run {number + 1} of {runs}")
             gc.collect()
             for stayed in prepare(files, cache):
-                left[stayed.file] = max(stayed, left.get(stayed.file, stayed), key=lambda item: item.num_bytes)
+                left[stayed.file] = max(stayed, left.get(stayed.file, stayed), key=lambda item: item.num_bytes or 0)
             try:
                 _time(contender, notes[contender.name], files, clock)
             except Exception as error:

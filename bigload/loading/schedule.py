@@ -57,7 +57,9 @@ class Wanted:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes in memory."""
+        """Bytes in memory; of a view that is not stored row by row, those from its first element to its last."""
+        if self.tensor.strides is not None:
+            return self.tensor.span.num_bytes * self.dtype.bits // self.tensor.dtype.bits
         return prod(self.shape) * self.dtype.bits // 8
 
     @property
@@ -161,7 +163,8 @@ def schedule_reads(
 ) -> Schedule:
     """Return the reads that bring `wanted` into memory: by file and offset, neighbours merged, cut into blocks.
 
-    Tensors that lie in the same bytes (tied weights) and are wanted alike share one place in memory.
+    Tensors that lie in the same bytes (tied weights) and are wanted alike share one place in memory. Those whose bytes
+    overlap otherwise, views of one storage in a torch file, do not.
 
     Args:
         wanted: At most once per name.
@@ -205,7 +208,7 @@ class _Memory:
 
     def place(self, want: Wanted, *, in_map: bool) -> bool:
         """Give `want` a slot; return whether its bytes have to be read: not if another one has the same."""
-        same = (want.tensor.span, want.tensor.dtype, want.shape, want.part, want.dtype, want.place)
+        same = (want.tensor.span, want.tensor.dtype, want.part, want.dtype, want.place)
         twin = self._shared.get(same)
         if twin is not None and want.num_bytes:
             self.slots[want.name] = Slot(want, twin.buffer, twin.start)

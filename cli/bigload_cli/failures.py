@@ -9,12 +9,14 @@ import traceback
 import typer
 
 from bigload.errors import (
+    BenchOptionError,
     BigloadError,
     BudgetError,
     CheckpointNotFoundError,
     DoesNotFitError,
     InvalidPlanError,
     LoadOptionError,
+    MissingPackageError,
     NamesUnknownError,
     OutputExistsError,
     PlanNotFoundError,
@@ -31,6 +33,8 @@ _CODES: tuple[tuple[type[BigloadError], int], ...] = (
     (BudgetError, BAD_USAGE),
     (PlanOptionError, BAD_USAGE),
     (LoadOptionError, BAD_USAGE),
+    (BenchOptionError, BAD_USAGE),
+    (MissingPackageError, BAD_USAGE),
     (NamesUnknownError, ANSWER_IS_NO),
     (CheckpointNotFoundError, BAD_USAGE),
     (PlanNotFoundError, BAD_USAGE),

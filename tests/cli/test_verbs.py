@@ -227,7 +227,7 @@ def test_a_plan_finds_its_checkpoint_beside_itself(run, plan, here, monkeypatch)
 def test_loading_serially_and_in_parallel_is_shown_side_by_side(run):
     done = run("bigload bench-load tiny-llama --runs 2 --threads 1,2")
     assert done.code == 0
-    rows = [line for line in done.stdout.splitlines() if line.startswith(("serial  ", "parallel, 2 threads  "))]
+    rows = [line for line in done.stdout.splitlines() if line.startswith(("auto, 1 thread  ", "auto, 2 threads  "))]
     assert len(rows) == 2
     assert "identical bytes" in done.stdout
 

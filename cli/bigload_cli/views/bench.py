@@ -46,7 +46,8 @@ def headline(report: BenchReport, *, name: str) -> str:
 
 def strategies(report: BenchReport) -> PlainTable:
     """Return a row for every strategy, every peer that was measured, and every raw read that is a limit of one."""
-    times, factor = ("SECONDS", 1.0) if report.fastest.summary.mean >= 1 else ("MS", 1000.0)
+    unit, factor = unit_of(report)
+    times = "SECONDS" if unit == "s" else "MS"
     right = (f"{times} ± σ", "MIN … MAX", "GiB/s", "OF RAW", "PRIVATE", "FILE")
     table = PlainTable(("STRATEGY", *right), right=right, folding="STRATEGY")
 
@@ -56,8 +57,8 @@ def strategies(report: BenchReport) -> PlainTable:
             *durations(measured.seconds, factor),
             gib_per_second(report.total_bytes, measured),
             percentage(part),
-            format_size(max(measured.peak_private_bytes, 0)),
-            format_size(max(measured.peak_file_bytes, 0)),
+            format_size(measured.peak_private_bytes),
+            format_size(measured.peak_file_bytes),
         )
 
     for result in report.results:
@@ -84,6 +85,11 @@ def closing(report: BenchReport, *, blocks: bool) -> list[str]:
     ]
 
 
+def unit_of(report: BenchReport) -> tuple[str, float]:
+    """Return the unit of times in a table, `s` or `ms`, and how many of it a second has."""
+    return ("s", 1.0) if report.fastest.summary.mean >= 1 else ("ms", 1000.0)
+
+
 def durations(seconds: Sequence[float], factor: float) -> tuple[str, str]:
     """Return mean and spread, least and most, of seconds times `factor`; a single run has no spread."""
     summary = summarize(seconds)
@@ -108,7 +114,7 @@ def percentage(part: float | None) -> str:
 
 def limits(report: BenchReport) -> list[RawResult]:
     """Return the raw reads that are the limit of a strategy or a peer, each kind once."""
-    names = {result.limit for result in (*report.results, *report.peers)}
+    names = {result.limit for result in report.results} | {peer.limit for peer in report.peers}
     return [raw for raw in report.raw if raw.name in names]
 
 
@@ -172,7 +178,9 @@ def _when_threads_pay(found: Recommendation) -> str:
     tried = ", ".join(format_size(size.num_bytes) for size in found.sizes)
     pays = found.pays_from_bytes
     if pays is None:
-        return f"Several threads were no faster than one at {tried}."
+        if any(size.pays for size in found.sizes):
+            return f"Whether several threads pay cannot be said: they were faster at some sizes only ({tried})."
+        return f"Several threads were not faster than one by much at {tried}."
     if pays == found.sizes[0].num_bytes:
         return f"Several threads pay from {format_size(pays)} on, the smallest size tried ({tried})."
     return f"Several threads do not pay below {format_size(pays)} (tried: {tried})."

@@ -11,7 +11,7 @@ from bigload.units import format_size
 from bigload_cli.views import bench as view
 from bigload_cli.views.text import printable
 
-_HEADINGS = ("Strategy", "Memory", "Time ± σ [s]", "Min … max [s]", "GiB/s", "Of raw", "Private", "File")
+_HEADINGS = ("Strategy", "Memory", "Time ± σ, {unit}", "Min … max, {unit}", "GiB/s", "Of raw", "Private", "File")
 
 
 def markdown(report: BenchReport, *, name: str) -> str:
@@ -19,7 +19,7 @@ def markdown(report: BenchReport, *, name: str) -> str:
     lines = [
         f"<!-- made by {MADE_BY} -->",
         *_paragraph(view.headline(report, name=name).replace("\n", "; ")),
-        _row(_HEADINGS),
+        _row(tuple(heading.format(unit=view.unit_of(report)[0]) for heading in _HEADINGS)),
         _row(("---", "---", *("--:",) * 6)),
         *_rows(report),
         "",
@@ -47,11 +47,11 @@ def _cells(report: BenchReport, name: str, memory: str, measured: Measured, part
         (
             name,
             memory,
-            *view.durations(measured.seconds, 1.0),
+            *view.durations(measured.seconds, view.unit_of(report)[1]),
             view.gib_per_second(report.total_bytes, measured),
             view.percentage(part),
-            format_size(max(measured.peak_private_bytes, 0)),
-            format_size(max(measured.peak_file_bytes, 0)),
+            format_size(measured.peak_private_bytes),
+            format_size(measured.peak_file_bytes),
         )
     )
 
@@ -66,6 +66,5 @@ def _paragraph(text: str) -> tuple[str, str]:
 
 def _escaped(text: str) -> str:
     """Return `text` so that neither a table nor a page of HTML is broken by what a file is called."""
-    for character in "\\|`*_<>[]":
-        text = text.replace(character, f"\\{character}") if character != "<" else text.replace("<", "&lt;")
-    return printable(text)
+    marked = "".join(f"\\{char}" if char in "\\|`*_[]" else char for char in printable(text))
+    return marked.replace("<", "&lt;")

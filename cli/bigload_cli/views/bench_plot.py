@@ -1,4 +1,4 @@
-"""A bench as a picture: a bar for everything that was measured, whiskers for the spread, the machine's limit as a line.
+"""A bench as a picture: a bar for all that was measured, whiskers for the extremes, the machine's limit as a line.
 
 matplotlib is imported here only, when `--plot` asks for it.
 """
@@ -37,7 +37,10 @@ class _Bar:
 def picture(report: BenchReport, *, name: str, suffix: str) -> bytes:
     """Return the picture as the content of a file that ends with `suffix`, `.png` or `.svg`."""
     import matplotlib as mpl
+    from matplotlib.artist import Artist
     from matplotlib.figure import Figure
+    from matplotlib.lines import Line2D
+    from matplotlib.patches import Patch
 
     bars = _bars(report)
     with mpl.rc_context({"svg.fonttype": "none", "font.size": 11, "svg.hashsalt": MADE_BY}):
@@ -56,6 +59,7 @@ def picture(report: BenchReport, *, name: str, suffix: str) -> bytes:
             error_kw={"ecolor": _INK, "elinewidth": 1.2, "capsize": 3},
         )
         farthest = max(bar.most for bar in bars)
+        signs: list[Artist] = []
         for row, bar in zip(rows, bars, strict=True):
             axes.annotate(
                 f"{bar.rate:.2f}", (bar.most, row), xytext=(6, 0), textcoords="offset points", va="center", color=_INK
@@ -65,18 +69,22 @@ def picture(report: BenchReport, *, name: str, suffix: str) -> bytes:
             farthest = max(farthest, rate)
             colour = _LIMIT_COLOURS[raw.read.kind]
             axes.axvline(rate, color=colour, linestyle="--", linewidth=1.5, zorder=0)
-            axes.plot([], [], color=colour, linestyle="--", label=f"{_LIMIT_LABELS[raw.read.kind]}: {rate:.2f}")
+            signs.append(
+                Line2D([], [], color=colour, linestyle="--", label=f"{_LIMIT_LABELS[raw.read.kind]}: {rate:.2f}")
+            )
+        if any(bar.colour == _THEIRS for bar in bars):
+            signs += [Patch(color=_OURS, label="bigload"), Patch(color=_THEIRS, label="others")]
         axes.set_yticks(rows, [bar.label for bar in bars])
         axes.invert_yaxis()
         axes.set_xlim(0, farthest * 1.12 or 1)
-        axes.set_xlabel("GiB/s, mean; whiskers: one standard deviation of the time")
+        axes.set_xlabel("GiB/s at the mean time; whiskers: the slowest and the fastest run")
         axes.set_title(_plain(view.headline(report, name=name)), loc="left", fontsize=11, color=_INK)
         axes.grid(axis="x", color=_FAINT, linewidth=0.8)
         axes.set_axisbelow(True)
         axes.spines[["top", "right", "left"]].set_visible(False)
         axes.tick_params(axis="y", length=0)
-        if view.limits(report):
-            figure.legend(loc="outside lower left", ncols=2, frameon=False, fontsize=10)
+        if signs:
+            figure.legend(handles=signs, loc="outside lower left", ncols=2, frameon=False, fontsize=10)
         file = io.BytesIO()
         kind = suffix.lstrip(".").lower()
         # The date is left out: the same measurements give the same picture.
@@ -91,9 +99,8 @@ def _bars(report: BenchReport) -> list[_Bar]:
 
 
 def _bar(report: BenchReport, label: str, colour: str, summary: Summary) -> _Bar:
-    slow, quick = summary.mean + summary.stddev, max(summary.mean - summary.stddev, summary.minimum / 2)
     rate = _rate(report, summary.mean)
-    return _Bar(label, colour, rate, _rate(report, slow), max(_rate(report, quick), rate))
+    return _Bar(label, colour, rate, _rate(report, summary.maximum), _rate(report, summary.minimum))
 
 
 def _rate(report: BenchReport, seconds: float) -> float:
