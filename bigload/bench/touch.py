@@ -16,14 +16,14 @@ _PAGE = mmap.PAGESIZE
 _PIECE_BYTES = 64 * MIB
 
 
-def touch(tensors: Iterable[torch.Tensor]) -> int:
+def touch(tensors: Iterable[torch.Tensor], *, threads: int | None = None) -> int:
     """Read one byte of every page that holds a part of `tensors`, on a few threads; return how many were read.
 
     It is the same for whoever made the tensors, so that maps of bigload and of others can be compared: both are done
     when no byte is left that would have to be waited for.
     """
     pieces = list(_pieces(tensors))
-    run_jobs(_read, pieces, threads=default_threads())
+    run_jobs(_read, pieces, threads=threads or default_threads())
     return sum(piece.numel() for piece in pieces)
 
 
