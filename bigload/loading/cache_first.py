@@ -16,7 +16,8 @@ from bigload.loading.report import Recorder
 class CacheFirstReader:
     """Decides for every read by what the page cache holds of it: the whole comes from there if half of it does.
 
-    To ask costs about a thirtieth of the read. The arguments and errors are those of `DirectReader`.
+    To ask takes 0.2 to 0.3 ms for 16 MiB, a thirtieth of what a disk of 2 GB/s takes to bring them. The arguments and
+    errors are those of `DirectReader`.
     """
 
     def __init__(self, path: Path, *, pool: BlockPool | None = None, recorder: Recorder = NO_RECORDER) -> None:

@@ -137,17 +137,16 @@ def _touch(view: memoryview) -> int:
     The kernel does it, writing a byte of each into a pipe: where a touch of our own would end the process, it gets an
     error back.
     """
-    reader, writer = os.pipe2(os.O_CLOEXEC)
+    step = _PAGES_PER_TOUCH * mmap.PAGESIZE
     try:
-        step = _PAGES_PER_TOUCH * mmap.PAGESIZE
-        for start in range(0, len(view), step):
-            pages = range(start, min(start + step, len(view)), mmap.PAGESIZE)
-            written = os.writev(writer, [view[page : page + 1] for page in pages])
-            if os.read(reader, len(pages)) and written < len(pages):
-                return errno.EFAULT
+        reader, writer = os.pipe2(os.O_CLOEXEC)
+        with os.fdopen(reader, "rb", buffering=0) as emptied, os.fdopen(writer, "wb", buffering=0):
+            for start in range(0, len(view), step):
+                pages = range(start, min(start + step, len(view)), mmap.PAGESIZE)
+                written = os.writev(writer, [view[page : page + 1] for page in pages])
+                emptied.read(written)
+                if written < len(pages):  # some pages in front of one that is not to be had
+                    return errno.EFAULT
     except OSError as error:
         return error.errno or errno.EIO
-    finally:
-        os.close(reader)
-        os.close(writer)
     return 0

@@ -1,7 +1,7 @@
 """Which way of reading is faster for these files now: through the page cache, or past it.
 
-What is cached already comes at the speed of memory, and only through the cache. What is not comes faster directly from
-fast disks (nothing is copied by the kernel, nothing is evicted to make room), and slower from those where read-ahead
+What is cached already comes at the speed of memory, and is left to come from there. What is not comes faster directly
+from fast disks (the kernel copies nothing and evicts nothing to make room), and slower from those where read-ahead
 counts. Neither is known beforehand, so a few samples of the files decide, and nothing is measured where that cannot
 pay. Maps are never chosen, only asked for: their tensors are another kind of memory.
 """
