@@ -75,16 +75,15 @@ class MappedFile(OpenFile):
         if start >= stop:
             return
         with self._recorder.span(Phase.FAULT, num_bytes=stop - start, file=self._path.name):
-            self._check_size(stop)
-            if not _libc.madvise(address_of(self.buffer) + begin, stop - begin, _MADV_POPULATE_READ):
-                return
-            reason = ctypes.get_errno()
+            reason = 0
+            if _libc.madvise(address_of(self.buffer) + begin, stop - begin, _MADV_POPULATE_READ):
+                reason = ctypes.get_errno()
             if reason == errno.EINVAL:  # before Linux 5.14
                 reason = _touch(self.buffer[begin:stop])
+        self._check_size(stop)  # also without an error: a file cut short within a page reads as zeros up to its end
         if reason == errno.ENOMEM:
             raise no_memory(f"the map of {self._path}", stop - start)
         if reason:
-            self._check_size(stop)
             raise ReadError(self._path, f"the disk did not give all of bytes {start} to {stop} ({os.strerror(reason)})")
 
     def read_into(self, buffers: Sequence[memoryview], offset: int) -> None:
