@@ -38,12 +38,13 @@ CROWDED_BONUS = 0.8
 class Choice:
     """The `method`, which is never `auto`, and the `reason` for it as half a sentence.
 
-    `cache_first` goes with direct reads: some of the bytes are in the page cache, and `CacheFirstReader` gets those
-    from there.
+    `is_measured` says that reads will wait for the disk: it was asked how fast it is. `cache_first` goes with direct
+    reads: some of the bytes are in the page cache, and `CacheFirstReader` gets those from there.
     """
 
     method: Method
     reason: str
+    is_measured: bool = False
     cache_first: bool = False
 
 
@@ -135,11 +136,12 @@ def decide(facts: Facts, speeds: Speeds) -> Choice:
     read, direct = _speed(speeds.read), _speed(speeds.direct)
     if bonus * speeds.read >= speeds.direct:
         reason = f"{cached}reads through the page cache ran at {read} against {direct} directly"
-        return Choice(method=Method.READ, reason=reason)
+        return Choice(method=Method.READ, reason=reason, is_measured=True)
     crowded = ", which has no room beside the tensors" if facts.is_crowded else ""
     return Choice(
         method=Method.DIRECT,
         reason=f"{cached}direct reads ran at {direct} against {read} through the page cache{crowded}",
+        is_measured=True,
         cache_first=(facts.cached or 0.0) >= HARDLY_CACHED,
     )
 
