@@ -9,6 +9,7 @@ from pathlib import Path
 
 from bigload.checkpoint.model import Checkpoint
 from bigload.loading.bytesource import ByteSource, PositionalReader
+from bigload.loading.cache_first import CacheFirstReader
 from bigload.loading.direct import DirectReader
 from bigload.loading.huge_pages import BlockPool
 from bigload.loading.mapped import MappedFile
@@ -26,7 +27,7 @@ from bigload.units import MIB
 PARALLEL_BYTES = 64 * MIB
 """Less than this is read by one thread, if nobody says how many."""
 
-DIRECT_THREADS = 8
+DISK_THREADS = 8
 
 OpenSource = Callable[[Path], ByteSource]
 
@@ -69,31 +70,32 @@ def settle(
             choice = choose_method(
                 files,
                 asked=chosen.method,
-                threads=_threads(chosen, Method.DIRECT, num_bytes),
+                threads=_threads(chosen, num_bytes, waits_for_disk=True),
                 memory_bytes=sum(want.num_bytes for want in wanted if want.place == CPU),
                 available_bytes=available_memory(),
             )
-    threads = _threads(chosen, choice.method, num_bytes)
+    waits_for_disk = choice.is_measured or choice.method is Method.DIRECT
+    threads = _threads(chosen, num_bytes, waits_for_disk=waits_for_disk)
     return Approach(
         method=choice.method,
         reason=choice.reason,
         threads=threads,
         max_inflight_bytes=chosen.max_inflight_bytes,
-        open_source=open_source or _opener(choice.method, threads, recorder),
+        open_source=open_source or _opener(choice, threads, recorder),
     )
 
 
-def _threads(chosen: LoadSettings, method: Method, num_bytes: int) -> int:
+def _threads(chosen: LoadSettings, num_bytes: int, *, waits_for_disk: bool) -> int:
     """Return how many threads read.
 
-    Direct reads are in the disk's hands, not in a core's: more of them than cores keep its queue filled. And starting
-    threads for a few megabytes takes longer than reading those.
+    Those that wait for a disk need no core: more of them than cores keep its queue filled. And starting threads for a
+    few megabytes takes longer than reading those.
     """
     if chosen.threads is not None:
         return chosen.threads
     if num_bytes < PARALLEL_BYTES:
         return 1
-    return DIRECT_THREADS if method is Method.DIRECT else default_threads()
+    return DISK_THREADS if waits_for_disk else default_threads()
 
 
 def _files(checkpoint: Checkpoint, wanted: Sequence[Wanted]) -> list[FileRanges]:
@@ -120,9 +122,10 @@ def _merged(ranges: list[tuple[int, int]]) -> Iterator[tuple[int, int]]:
         yield begin, end
 
 
-def _opener(method: Method, threads: int, recorder: Recorder) -> OpenSource:
-    if method is Method.MMAP:
+def _opener(choice: Choice, threads: int, recorder: Recorder) -> OpenSource:
+    if choice.method is Method.MMAP:
         return partial(MappedFile, recorder=recorder)
-    if method is Method.DIRECT:
-        return partial(DirectReader, pool=BlockPool(threads), recorder=recorder)
-    return partial(PositionalReader, recorder=recorder)
+    if choice.method is Method.READ:
+        return partial(PositionalReader, recorder=recorder)
+    reader = CacheFirstReader if choice.cache_first else DirectReader
+    return partial(reader, pool=BlockPool(threads), recorder=recorder)

@@ -35,6 +35,7 @@ MAX_GATHERED_ROW_BYTES = 256 * KIB
 """And so are those of longer rows: a read of a whole row is long enough for itself."""
 
 CPU = "cpu"
+_PAGE_BYTES = 4 * KIB
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -216,7 +217,7 @@ class _Memory:
         key = (want.tensor.span.file, want.place, in_map, "" if want.place == CPU else want.name)
         number = self._numbers.setdefault(key, len(self._numbers))
         if number == len(self._sizes):
-            self._sizes.append(0)
+            self._sizes.append(0 if in_map or want.place != CPU else _first_start(want))
         if in_map:
             rows = rows_of(want.tensor, want.part)
             start = rows.start
@@ -232,6 +233,15 @@ class _Memory:
             BufferSpec(place, file, num_bytes, is_map)
             for (file, place, is_map, _), num_bytes in zip(self._numbers, self._sizes, strict=True)
         )
+
+
+def _first_start(want: Wanted) -> int:
+    """Return where the first tensor of a file begins in its buffer: as far into a page as in the file, if aligned.
+
+    Most tensors are a multiple of 64 bytes long, so those after it lie like it, and direct reads can go in place.
+    """
+    into_page = want.tensor.span.start % _PAGE_BYTES
+    return into_page if into_page % ALIGNMENT == 0 else 0
 
 
 @dataclass(slots=True)

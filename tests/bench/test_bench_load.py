@@ -1,36 +1,30 @@
 import hashlib
-import json
-from math import sqrt
+from functools import partial
 
 import pytest
+from bench_reports import report_of, strategy
 
 import bigload
 from bigload.bench import bench_load as bench_module
-from bigload.bench.bench_load import BenchReport, StrategyResult, bench_document, bench_load
-from bigload.errors import CheckpointNotFoundError, NotEnoughMemoryError
+from bigload.bench.bench_load import bench_load
+from bigload.bench.cases import Case
+from bigload.bench.memory import MemoryKind
+from bigload.bench.page_cache_state import evict_verified
+from bigload.bench.raw_limit import RawKind
+from bigload.bench.recommendation import measure_sizes
+from bigload.errors import BenchOptionError, CheckpointNotFoundError, NotEnoughMemoryError
 from bigload.loading import load as load_module
-from bigload.loading.page_cache import evict
+from bigload.loading.methods import Method
+from bigload.loading.page_cache import cached_fraction
+from bigload.loading.report import Phase
 from builders import make_checkpoint, stored_tensors, write_shard
+
+QUICK = {"raw": False, "trace": False, "sizes": False}
 
 
 @pytest.fixture
 def tiny(tmp_path):
     return make_checkpoint(tmp_path / "tiny", shards=3)
-
-
-class Clock:
-    """Every load takes the next of `seconds`: two looks at the clock are one run."""
-
-    def __init__(self, seconds):
-        self._seconds = iter(seconds)
-        self._now = 100.0
-        self._runs = False
-
-    def __call__(self):
-        if self._runs:
-            self._now += next(self._seconds)
-        self._runs = not self._runs
-        return self._now
 
 
 def digest_of(folder):
@@ -43,92 +37,123 @@ def digest_of(folder):
     return whole.hexdigest()
 
 
-def report_of(*seconds, cached=(1.0, 1.0), digests=("a", "a")):
-    results = tuple(
-        StrategyResult(name=f"{number}", threads=number + 1, seconds=times, peak_bytes=1, sha256=digests[number])
-        for number, times in enumerate(seconds)
-    )
-    return BenchReport(
-        path="tiny", total_bytes=600, num_shards=1, num_cores=2, runs=len(seconds[0]), cached=cached, results=results
-    )
-
-
-def test_the_clock_decides_what_is_reported(tiny):
-    # Round 1 runs 1, 2; round 2 starts with the other: 2, 1.
-    report = bench_load(tiny, threads=(1, 2), runs=2, clock=Clock([4.0, 1.0, 3.0, 6.0]))
-    serial, parallel = report.results
-    assert (serial.name, serial.threads, serial.seconds) == ("serial", 1, (4.0, 6.0))
-    assert (parallel.name, parallel.threads, parallel.seconds) == ("parallel, 2 threads", 2, (1.0, 3.0))
-    assert report.fastest is parallel
-    assert report.ratio_to_fastest(serial).value == pytest.approx(2.5)
-    # Spreads are sqrt(2) of 5 and sqrt(2) of 2.
-    assert report.ratio_to_fastest(serial).error == pytest.approx(2.5 * sqrt(2 / 25 + 2 / 4))
-    assert report.ratio_to_fastest(parallel).value == 1.0
-
-
-def test_the_report_says_what_was_loaded_and_where(tiny):
-    report = bench_load(str(tiny), threads=(1,), runs=1)
-    assert (report.path, report.num_shards, report.runs) == (str(tiny), 3, 1)
-    assert report.total_bytes == sum(len(data) for _, _, data in stored_tensors(*tiny.glob("*.safetensors")).values())
-    assert report.num_cores >= 1
-
-
-def test_an_opened_checkpoint_is_measured_like_its_path(tiny):
-    assert bench_load(bigload.open_checkpoint(tiny), threads=(1,), runs=1).path == str(tiny)
-
-
-def test_the_strategies_take_turns_in_another_order_each_round(tiny):
-    words = []
-    bench_load(tiny, threads=(1, 2, 4), runs=4, on_run=words.append)
-    serial, two, four = "serial", "parallel, 2 threads", "parallel, 4 threads"
-    orders = [(serial, two, four), (two, four, serial), (four, serial, two), (serial, two, four)]
-    assert words == [
-        *(f"{name}: checking" for name in (serial, two, four)),
-        *(f"{name}: run {run} of 4" for run, order in enumerate(orders, start=1) for name in order),
+def test_every_strategy_loads_what_lies_in_the_files_also_as_pages_of_them(tiny):
+    report = bench_load(tiny, threads=(1, 2), methods=("read", "mmap"), runs=1, **QUICK)
+    assert [result.name for result in report.results] == [
+        "read, 1 thread",
+        "read, 2 threads",
+        "mmap, 1 thread",
+        "mmap, 2 threads",
     ]
-
-
-def test_every_strategy_loads_what_lies_in_the_files(tiny):
-    report = bench_load(tiny, threads=(1, 2, 4), runs=1)
     assert {result.sha256 for result in report.results} == {digest_of(tiny)}
     assert report.is_identical
+    assert [result.memory for result in report.results] == [MemoryKind.PRIVATE] * 2 + [MemoryKind.FILE] * 2
 
 
-def test_another_byte_is_another_digest(tiny, tmp_path):
-    before = bench_load(tiny, threads=(1,), runs=1).results[0].sha256
+def test_another_byte_is_another_digest(tiny):
+    before = bench_load(tiny, threads=(1,), runs=1, **QUICK).results[0].sha256
     shard = tiny / "model-00001-of-00003.safetensors"
     content = bytearray(shard.read_bytes())
     content[-1] ^= 1
     shard.write_bytes(content)
-    after = bench_load(tiny, threads=(1,), runs=1).results[0].sha256
+    after = bench_load(tiny, threads=(1,), runs=1, **QUICK).results[0].sha256
     assert before != after == digest_of(tiny)
 
 
 def test_empty_and_scalar_tensors_are_digested(tmp_path):
     write_shard(tmp_path / "model.safetensors", {"a": ("F32", []), "b": ("BF16", [0, 3]), "c": ("F4", [2, 4])})
-    assert bench_load(tmp_path, threads=(1,), runs=1).results[0].sha256 == digest_of(tmp_path)
+    report = bench_load(tmp_path, threads=(1,), methods=("read", "mmap"), runs=1, **QUICK)
+    assert {result.sha256 for result in report.results} == {digest_of(tmp_path)}
 
 
-def test_a_thread_count_named_twice_is_measured_once(tiny):
-    report = bench_load(tiny, threads=(2, 1, 2), runs=1)
-    assert [result.threads for result in report.results] == [2, 1]
+def test_casts_are_compared_with_each_other(tiny):
+    report = bench_load(tiny, threads=(1, 2), methods=("read", "mmap"), dtype="fp32", runs=1, **QUICK)
+    assert report.is_identical
+    assert report.fastest.sha256 != digest_of(tiny)
+    assert {result.memory for result in report.results} == {MemoryKind.PRIVATE}
 
 
-def test_a_load_that_was_just_checked_is_warm(tiny):
-    report = bench_load(tiny, threads=(1,), runs=2)
-    assert (report.cached, report.cache_state) == ((1.0, 1.0), "warm")
+def test_the_report_says_what_was_loaded_how_and_where(tiny):
+    report = bench_load(str(tiny), threads=(1,), runs=2, **QUICK)
+    assert (report.path, report.num_shards, report.runs, report.device) == (str(tiny), 3, 2, "cpu")
+    assert report.total_bytes == sum(len(data) for _, _, data in stored_tensors(*tiny.glob("*.safetensors")).values())
+    (result,) = report.results
+    assert result.case == Case(threads=1)
+    assert result.method in {Method.READ, Method.DIRECT}
+    assert result.reason
+    assert len(result.seconds) == 2
 
 
-def test_cold_evicts_before_every_run(tiny, monkeypatch):
-    evicted = []
-    monkeypatch.setattr(bench_module, "evict", lambda files: evicted.append(list(files)) or evict(files))
-    bench_load(tiny, threads=(1, 2), runs=3, cold=True)
-    assert evicted == [sorted(tiny.glob("*.safetensors"))] * 6
+def test_an_opened_checkpoint_is_measured_like_its_path(tiny):
+    assert bench_load(bigload.open_checkpoint(tiny), threads=(1,), runs=1, **QUICK).path == str(tiny)
 
 
-def test_warm_evicts_nothing(tiny, monkeypatch):
-    monkeypatch.setattr(bench_module, "evict", lambda files: pytest.fail("nothing is to be evicted"))
-    bench_load(tiny, threads=(1,), runs=1)
+def test_loads_and_raw_reads_take_turns(tiny):
+    words = []
+    report = bench_load(tiny, threads=(1, 2), runs=2, methods=("read",), on_run=words.append, trace=False, sizes=False)
+    names = [result.name for result in (*report.results, *report.raw)]
+    assert words == [
+        *(f"{name}: checking" for name in names[:2]),
+        *(f"{name}: run 1 of 2" for name in names),
+        *(f"{name}: run 2 of 2" for name in (*names[1:], names[0])),
+    ]
+
+
+def test_like_is_compared_with_like(tiny):
+    report = bench_load(tiny, threads=(1,), methods=("read", "mmap"), runs=1, trace=False, sizes=False)
+    kinds = {raw.name: raw.read.kind for raw in report.raw}
+    read, mapped = report.results
+    assert (kinds[read.limit], kinds[mapped.limit]) == (RawKind.MEMORY, RawKind.MAP)
+    assert report.part_of_limit(read) > 0
+
+
+def test_cold_runs_begin_with_nothing_in_the_page_cache(tiny):
+    report = bench_load(tiny, threads=(1, 2), methods=("read", "mmap"), runs=2, cold=True, **QUICK)
+    assert (report.cache_state, report.left_in_cache) == ("cold", ())
+
+
+def test_cold_runs_are_compared_with_the_disk(tiny):
+    report = bench_load(tiny, threads=(1,), runs=1, cold=True, trace=False, sizes=False)
+    if bench_module.can_read_direct(tiny.glob("*.safetensors")):
+        assert {raw.read.kind for raw in report.raw} == {RawKind.DISK}
+    assert report.results[0].limit in {raw.name for raw in report.raw}
+
+
+def test_warm_runs_begin_with_all_in_the_page_cache(tiny):
+    files = sorted(tiny.glob("*.safetensors"))
+    evict_verified(files)
+    assert cached_fraction(files) == 0
+    report = bench_load(tiny, threads=(1,), methods=("direct",), runs=2, warm=True, **QUICK)
+    assert report.cached == (1.0, 1.0)
+
+
+def test_a_trace_says_where_the_time_of_each_strategy_went(tiny):
+    report = bench_load(tiny, threads=(1, 2), runs=1, raw=False, sizes=False)
+    for result in report.results:
+        assert sum(result.phases.values()) == pytest.approx(1)
+        assert result.phases[Phase.READ] > 0
+        assert result.activities
+
+
+def test_fewer_bytes_are_loaded_to_see_when_threads_pay(tiny, monkeypatch):
+    monkeypatch.setattr(bench_module, "best_of", lambda summaries: summaries[1][0])
+    asked = []
+    real = Case.load
+    monkeypatch.setattr(
+        Case,
+        "load",
+        lambda self, checkpoint, **options: asked.append((self.threads, options)) or real(self, checkpoint, **options),
+    )
+    monkeypatch.setattr(bench_module, "measure_sizes", partial(measure_sizes, sizes=(500,)))
+    report = bench_load(tiny, threads=(1, 2), runs=1, raw=False, trace=False)
+    parts = [threads for threads, options in asked if options.get("only")]
+    assert parts == [1, 2, 2, 1, 1, 2]
+    assert [size.num_bytes for size in report.recommendation.sizes][-1] == report.total_bytes
+
+
+def test_one_thread_is_recommended_without_further_loads_if_it_was_the_only_one(tiny):
+    report = bench_load(tiny, threads=(1,), runs=1, raw=False, trace=False)
+    assert (report.recommendation.threads, report.recommendation.sizes) == (1, ())
 
 
 @pytest.mark.parametrize(
@@ -136,19 +161,26 @@ def test_warm_evicts_nothing(tiny, monkeypatch):
     [((0.0, 0.0), "cold"), ((1.0, 1.0), "warm"), ((0.0, 1.0), "mixed"), ((0.5, 0.5), "mixed"), ((0.0, 0.009), "cold")],
 )
 def test_the_state_of_the_cache_is_that_of_every_start(cached, state):
-    assert report_of((1.0,), cached=cached).cache_state == state
+    assert report_of(strategy(1, Method.READ, 1.0), cached=cached).cache_state == state
 
 
 def test_strategies_that_loaded_other_bytes_are_not_identical():
-    assert report_of((1.0,), (2.0,)).is_identical
-    assert not report_of((1.0,), (2.0,), digests=("a", "b")).is_identical
+    one, other = strategy(1, Method.READ, 1.0), strategy(2, Method.READ, 1.0, sha256="b")
+    assert report_of(one).is_identical
+    assert not report_of(one, other).is_identical
 
 
 @pytest.mark.parametrize(
-    "options", [{"threads": ()}, {"runs": 0}, {"runs": -1}, {"threads": (1, 0)}, {"threads": (-2,)}]
+    "options", [{"threads": ()}, {"methods": ()}, {"runs": 0}, {"runs": -1}, {"threads": (1, 0)}, {"threads": (-2,)}]
 )
 def test_a_bench_of_nothing_is_refused_before_anything_is_opened(tmp_path, options):
-    with pytest.raises(ValueError, match="at least one thread count and one run"):
+    with pytest.raises(ValueError, match="at least one"):
+        bench_load(tmp_path / "not there", **options)
+
+
+@pytest.mark.parametrize("options", [{"cold": True, "warm": True}, {"peers": True, "dtype": "fp32"}])
+def test_what_excludes_itself_is_refused_before_anything_is_opened(tmp_path, options):
+    with pytest.raises(BenchOptionError):
         bench_load(tmp_path / "not there", **options)
 
 
@@ -163,37 +195,7 @@ def test_what_does_not_fit_into_memory_cannot_be_measured(tiny, monkeypatch):
         bench_load(tiny, runs=1)
 
 
-def test_the_document_has_its_promised_keys_and_is_plain_json():
-    document = bench_document(report_of((4.0, 6.0), (1.0, 3.0), cached=(0.25, 1.0)))
-    assert json.loads(json.dumps(document)) == document
-    assert {key: value for key, value in document.items() if key != "strategies"} == {
-        "schema": "bigload.bench-load/1.0",
-        "path": "tiny",
-        "total_bytes": 600,
-        "num_shards": 1,
-        "num_cores": 2,
-        "runs": 2,
-        "page_cache": {"state": "mixed", "least": 0.25, "largest": 1.0},
-        "identical": True,
-        "fastest": "1",
-    }
-    serial, _ = document["strategies"]
-    assert serial == {
-        "name": "0",
-        "threads": 1,
-        "run_seconds": [4.0, 6.0],
-        "mean_seconds": 5.0,
-        "stddev_seconds": pytest.approx(sqrt(2)),
-        "min_seconds": 4.0,
-        "max_seconds": 6.0,
-        "bytes_per_second": 120.0,
-        "times_fastest": pytest.approx(2.5),
-        "times_fastest_error": pytest.approx(2.5 * sqrt(0.58)),
-        "peak_bytes": 1,
-        "sha256": "a",
-    }
-
-
-def test_a_clock_that_stands_still_gives_a_document_all_the_same(tiny):
-    report = bench_load(tiny, threads=(1,), runs=1, clock=lambda: 5.0)
-    assert bench_document(report)["strategies"][0]["mean_seconds"] == 0.0
+def test_a_clock_that_stands_still_gives_a_report_all_the_same(tiny):
+    report = bench_load(tiny, threads=(1,), runs=1, clock=lambda: 5.0, trace=False)
+    assert report.results[0].summary.mean == 0.0
+    assert report.part_of_limit(report.results[0]) is None

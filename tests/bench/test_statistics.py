@@ -2,7 +2,7 @@ from math import sqrt
 
 import pytest
 
-from bigload.bench.statistics import Ratio, Summary, ratio, summarize
+from bigload.bench.statistics import Ratio, Summary, outliers, ratio, summarize
 
 
 def summary(mean, stddev):
@@ -50,3 +50,22 @@ def test_a_ratio_to_nothing_is_one():
 )
 def test_an_error_that_reaches_one_is_noise(value, error, is_within):
     assert Ratio(value=value, error=error + 1e-12).is_within_noise is is_within
+
+
+def test_one_value_far_from_the_others_is_an_outlier():
+    # Median 10, deviations 1, 0, 0, 1, 20 with a median of 1: the score of the last is 0.6745 * 20.
+    assert outliers([9.0, 10.0, 10.0, 11.0, 30.0]) == (4,)
+
+
+def test_values_in_a_wide_cloud_are_no_outliers():
+    assert outliers([1.0, 2.0, 3.0, 4.0, 5.0]) == ()
+
+
+def test_where_most_values_are_equal_the_mean_deviation_judges():
+    # Median deviation 0; mean deviation 0.9, times 1.253314: the score of the last is 9 / 1.128.
+    assert outliers([1.0] * 9 + [10.0]) == (9,)
+
+
+@pytest.mark.parametrize("values", [[], [1.0], [1.0, 100.0], [2.0, 2.0, 2.0]])
+def test_too_few_and_equal_values_have_no_outliers(values):
+    assert outliers(values) == ()
