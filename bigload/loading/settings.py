@@ -59,7 +59,7 @@ def settings(
 
     An empty variable is one that is not set, and one that is overruled is not looked at.
 
-    transformers (4.52 to 4.57; its page "Environment Variables") loads shards one after the other unless
+    transformers (its page "Environment Variables", as of v5.12) loads shards one after the other unless
     `HF_ENABLE_PARALLEL_LOADING` is true, and then in `HF_PARALLEL_LOADING_WORKERS` threads, 8 when that is not set.
     The number alone changes nothing, there and here. Its documents know "true" and "false", its code any of 1, on,
     yes, true in any case; here 0, off, no, false are the other side, and the rest is a mistake that is told. Two
