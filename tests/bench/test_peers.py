@@ -97,7 +97,7 @@ def test_an_empty_model_has_every_tensor_on_meta(tiny):
 def test_without_a_config_transformers_says_what_it_lacks(tiny):
     (tiny / "config.json").unlink()
     found = next(peer for peer in peers.PEERS if peer.name == "transformers")
-    with pytest.raises(CannotLoadError, match="config.json"):
+    with pytest.raises(CannotLoadError, match=r"config\.json"):
         found.prepare(peers.Target(open_checkpoint(tiny), "cpu", None))
 
 
