@@ -341,7 +341,7 @@ class UnsupportedMethodError(LoadError, ValueError):
 
 
 class NotEnoughMemoryError(LoadError, MemoryError):
-    """The tensors are larger than the memory that is free; raised before anything is read."""
+    """The tensors are larger than the free memory, which is found before anything is read, or the system refused it."""
 
     def __init__(self, name: str, *, needed_bytes: int, available_bytes: int, hint: str) -> None:
         super().__init__(

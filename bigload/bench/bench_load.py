@@ -286,7 +286,7 @@ class _Bench:
     def _limit(self, memory: MemoryKind, method: Method, raw: Sequence[RawResult]) -> str | None:
         kind = self._limit_kind(memory, method)
         ways = [result for result in raw if result.read.kind is kind]
-        return min(ways, key=lambda result: result.summary.mean).name if ways else None
+        return min(ways, key=lambda result: result.measured.median_seconds).name if ways else None
 
     @staticmethod
     def _is_on_device(cases: Iterable[Case]) -> bool:

@@ -277,7 +277,14 @@ PEERS = (
         name="accelerate",
         package="accelerate",
         memory=MemoryKind.FILE,  # a model on meta gets the maps that safetensors makes
-        suffixes=(*_SAFETENSORS, *_PICKLES),
+        suffixes=_SAFETENSORS,
+        prepare=_accelerate,
+    ),
+    Peer(
+        name="accelerate, .bin",
+        package="accelerate",
+        memory=MemoryKind.PRIVATE,
+        suffixes=_PICKLES,
         prepare=_accelerate,
     ),
     Peer(

@@ -27,6 +27,11 @@ MAX_STEPS = 4_000_000
 MAX_KEY = 2**60
 """Larger whole numbers are no keys of dicts: their hashes can be made to collide."""
 
+MAX_KEY_LENGTH = 100
+"""Of storages, whose keys are numbers in practice; and what an error shows of a key. A text can be used many times."""
+
+MAX_TOLD_KEYS = 5
+
 
 @dataclass(frozen=True, slots=True)
 class Global:
@@ -134,13 +139,13 @@ class _Machine:
         return items
 
     def place(self) -> str:
-        """Return words for the keys under which the machine is at work, as far as the stack tells."""
+        """Return words for the last keys under which the machine is at work, as far as the stack tells."""
         keys = []
-        frames = [*self.below, self.stack]
+        frames = [*self.below, self.stack][-MAX_TOLD_KEYS - 1 :]
         for lower, frame in pairwise(frames):
             key = next((item for item in reversed(frame[::2]) if isinstance(item, str)), None)
             if lower and isinstance(lower[-1], dict) and key is not None:
-                keys.append(key)
+                keys.append(key[:MAX_KEY_LENGTH])
         return f" (below {'.'.join(keys)!r:.200})" if keys else ""
 
 
@@ -319,7 +324,7 @@ def _build(machine: _Machine) -> None:
 
 def _storage(machine: _Machine) -> None:
     match machine.stack.pop():
-        case ("storage", Global(name=kind), str(key), str(), int(num_elements)):
+        case ("storage", Global(name=kind), str(key), str(), int(num_elements)) if len(key) <= MAX_KEY_LENGTH:
             machine.stack.append(StorageRef(kind, key, num_elements))
         case _:
             raise _broken(machine, "a reference to something that is no storage")

@@ -114,11 +114,10 @@ _FORMS = (
 
 
 def _open_folder(root: Path, path: str) -> Checkpoint:
-    names = sorted(file.name for file in root.iterdir() if file.is_file())
+    names = sorted(file.name for file in root.iterdir() if not file.is_dir())
     for form in _FORMS:
         indexes = [name for name in names if name.endswith(form.index_suffix)]
-        files = [name for name in names if name.endswith(form.suffixes)]
-        if form.single in files:
+        if form.single in names:
             return _open_files(root, None, [form.single], path)
         if form.index in indexes:
             return _open_sharded(root, form.index, path)
@@ -127,8 +126,12 @@ def _open_folder(root: Path, path: str) -> Checkpoint:
         if indexes:
             hint = f"name the one you mean: {root / indexes[0]}"
             raise CheckpointNotFoundError(path, f"{len(indexes)} index files, which differ", details=indexes, hint=hint)
+    for form in _FORMS:
+        files = [name for name in names if name.endswith(form.suffixes)]
         if len(files) == 1 and not _SHARD_OF_MANY.fullmatch(files[0]):
             return _open_files(root, None, files, path)
+        if files:
+            break  # a training leaves torch files beside safetensors, which are no checkpoints
     raise CheckpointNotFoundError(path, _why_none(names))
 
 
@@ -203,7 +206,8 @@ def _read_headers(
         except InvalidCheckpointError as error:
             problems += error.problems
         except FileNotFoundError:
-            problems.append(Problem(code="missing-shard", file=file, text=f"missing, but named in {index_file}"))
+            text = f"missing, but named in {index_file}" if index_file is not None else "missing: a link to nothing"
+            problems.append(Problem(code="missing-shard", file=file, text=text))
         except OSError as error:
             problems.append(Problem(code="unreadable", file=file, text=f"cannot be read: {error.strerror or error}"))
     return headers, problems, legacy

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from itertools import islice
 from typing import Generic, TypeGuard, TypeVar
 
 from bigload.checkpoint.refusal import Refusal
@@ -40,7 +41,10 @@ def find_state_dict(value: object, is_tensor: _IsTensor[_Tensor]) -> Found[_Tens
     direct = [key for key, item in value.items() if is_tensor(item)]
     if direct or not value:
         return _tensors_of(value, is_tensor, path="")
-    holders = [key for key, item in value.items() if isinstance(item, dict) and _holds_directly(item, is_tensor)]
+    # By identity, here and below: what many keys share is looked into once.
+    dicts = {id(item): item for item in value.values() if isinstance(item, dict)}
+    holding = {place for place, item in dicts.items() if _holds_directly(item, is_tensor)}
+    holders = [key for key, item in value.items() if id(item) in holding]
     if not holders:
         raise Refusal("no-state-dict", f"it holds no tensors by name, only {_listed(value)}")
     if len(holders) > 1 or holders[0] not in NESTED_KEYS:
@@ -53,9 +57,10 @@ def find_state_dict(value: object, is_tensor: _IsTensor[_Tensor]) -> Found[_Tens
 def _tensors_of(state: Mapping[object, object], is_tensor: _IsTensor[_Tensor], path: str) -> Found[_Tensor]:
     tensors: dict[str, _Tensor] = {}
     left_out = []
+    seen: set[int] = set()
     for key, item in state.items():
         if not is_tensor(item):
-            if _holds_anywhere(item, is_tensor):
+            if _holds_anywhere(item, is_tensor, seen):
                 text = f"{path}{key!r:.200} holds tensors of its own, beside tensors by name"
                 raise Refusal("ambiguous-state-dict", text)
             left_out.append(str(key))
@@ -70,9 +75,8 @@ def _holds_directly(value: Mapping[object, object], is_tensor: Callable[[object]
     return any(is_tensor(item) for item in value.values())
 
 
-def _holds_anywhere(value: object, is_tensor: Callable[[object], bool]) -> bool:
-    """Return whether a tensor lies below `value`. Every container is entered once, and none by recursion."""
-    seen: set[int] = set()
+def _holds_anywhere(value: object, is_tensor: Callable[[object], bool], seen: set[int]) -> bool:
+    """Return whether a tensor lies below `value`, looking neither into what is in `seen` nor, after that, into this."""
     waiting = [value]
     while waiting:
         item = waiting.pop()
@@ -84,7 +88,6 @@ def _holds_anywhere(value: object, is_tensor: Callable[[object], bool]) -> bool:
     return False
 
 
-def _listed(keys: Iterable[object]) -> str:
-    names = [repr(key)[:100] for key in keys]
-    more = f" and {counted(len(names) - _MAX_NAMED, 'other')}" if len(names) > _MAX_NAMED else ""
-    return ", ".join(names[:_MAX_NAMED]) + more
+def _listed(keys: Collection[object]) -> str:
+    more = f" and {counted(len(keys) - _MAX_NAMED, 'other')}" if len(keys) > _MAX_NAMED else ""
+    return ", ".join(repr(key)[:100] for key in islice(keys, _MAX_NAMED)) + more

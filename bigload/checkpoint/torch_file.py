@@ -85,7 +85,7 @@ def _read(descriptor: int, path: Path, file: str) -> ShardHeader:
         try:
             tensors.append(_tensor(name, tensor, archive.records, f"{folder}/data/", file))
         except Refusal as refusal:
-            problems.append(Problem(code=refusal.code, file=file, text=f"tensor {name!r}: {refusal.text}"))
+            problems.append(Problem(code=refusal.code, file=file, text=f"tensor {name!r:.200}: {refusal.text}"))
     if problems:
         raise InvalidCheckpointError(path, problems)
     directory = os.pread(descriptor, num_bytes - archive.directory_start, archive.directory_start)

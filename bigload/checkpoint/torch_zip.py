@@ -13,7 +13,7 @@ import os
 import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import islice, pairwise
 
 from bigload.checkpoint.refusal import Refusal
 
@@ -77,9 +77,10 @@ def read_archive(descriptor: int, num_bytes: int) -> Archive:
     if num_entries > MAX_ENTRIES or stop - start > MAX_DIRECTORY_BYTES:
         text = f"{num_entries} records in a directory of {stop - start} bytes, at most {MAX_ENTRIES} are read"
         raise Refusal("zip-too-large", text)
-    entries = list(_entries(_read(descriptor, start, stop - start)))
+    # One more than it should list: enough to see that it lists too many, without keeping them all.
+    entries = list(islice(_entries(_read(descriptor, start, stop - start)), num_entries + 1))
     if len(entries) != num_entries:
-        raise Refusal("bad-zip", f"the directory lists {len(entries)} records, the end of the file says {num_entries}")
+        raise Refusal("bad-zip", f"the directory does not list the {num_entries} records of which its end tells")
     records: dict[str, Record] = {}
     places = []
     for entry in entries:

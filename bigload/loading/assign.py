@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from bigload.errors import StateDictMismatchError
-from bigload.loading.schedule import Wanted
+from bigload.loading.selection import Selection
 from bigload.loading.tensors import torch_shape
 
 
@@ -21,19 +21,18 @@ class Assignment:
     places: tuple[str, ...]
 
 
-def match(
-    module: nn.Module, wanted: Iterable[Wanted], *, ignored: Collection[str] = (), strict: bool
-) -> tuple[Assignment, ...]:
-    """Return which of `wanted` goes where in `module`, without reading one.
+def match(module: nn.Module, selection: Selection, *, strict: bool) -> tuple[Assignment, ...]:
+    """Return which of the wanted tensors goes where in `module`, without reading one.
 
     Tied parameters need one stored tensor among them. Buffers that the module does not save are left alone, and so is
-    what goes by one of the names in `ignored`.
+    what stays on disk.
 
     Raises:
         StateDictMismatchError: `strict`, and something is missing, unexpected or of another shape.
     """
-    tensors = {want.name: want for want in wanted}
-    assignments, missing, misshapen = [], [], []
+    assignments, missing, misshapen = list[Assignment](), list[str](), list[str]()
+    tensors = {want.name: want for want in selection.wanted}
+    ignored = frozenset(selection.left_on_disk)
     groups = _state(module)
     for places in groups:
         stored = [name for name in places if name in tensors]

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import TYPE_CHECKING, TypeGuard
 
+from bigload.checkpoint.model import Checkpoint, Span, TensorInfo
 from bigload.checkpoint.refusal import Refusal
 from bigload.checkpoint.state_dict import find_state_dict
-from bigload.errors import InvalidCheckpointError, Problem, ReadError
+from bigload.dtypes import DTYPES
+from bigload.errors import InvalidCheckpointError, Problem, ReadError, UnsupportedDTypeError
+from bigload.loading.schedule import Wanted
 
 if TYPE_CHECKING:
     import torch
+
+_BY_TORCH_NAME = {dtype.torch_name: dtype for dtype in DTYPES.values()}
 
 
 def load_legacy(paths: Iterable[str | Path]) -> dict[str, torch.Tensor]:
@@ -34,6 +40,33 @@ def load_legacy(paths: Iterable[str | Path]) -> dict[str, torch.Tensor]:
     return tensors
 
 
+def described(path: str, tensors: Mapping[str, torch.Tensor]) -> Checkpoint:
+    """Return what `tensors` would be as a checkpoint, so that what is wanted of them is chosen as of any other.
+
+    Their spans are lengths only.
+
+    Raises:
+        UnsupportedDTypeError: torch has read a dtype that no checkpoint has here (a quantised or complex one).
+    """
+    infos = {}
+    for name, tensor in tensors.items():
+        dtype = _BY_TORCH_NAME.get(str(tensor.dtype).removeprefix("torch."))
+        if dtype is None:
+            raise UnsupportedDTypeError(str(tensor.dtype), [name])
+        infos[name] = TensorInfo(name, dtype, tuple(tensor.shape), Span("", 0, tensor.nbytes))
+    return Checkpoint(path=path, root=Path(path), index_file=None, shards=(), tensors=infos, config=None)
+
+
+def taken(want: Wanted, tensor: torch.Tensor) -> torch.Tensor:
+    """Return `tensor`, or the part, dtype and device of it that is wanted; itself where that is all of it."""
+    from bigload.loading.tensors import torch_dtype
+
+    part = want.part
+    if part is not None:  # a copy, or the rest would stay in memory with it
+        tensor = tensor.narrow(part.dim, part.start, part.stop - part.start).clone()
+    return tensor.to(device=want.place, dtype=torch_dtype(want.dtype))
+
+
 def _load(path: Path) -> dict[str, torch.Tensor]:
     import torch
 
@@ -48,7 +81,7 @@ def _load(path: Path) -> dict[str, torch.Tensor]:
         if "global" in reason.lower():
             text = f"torch refuses to load it as weights only, and nothing was executed: {reason}"
             raise _invalid(path, "forbidden-global", text) from error
-        raise _invalid(path, "bad-pickle", f"torch cannot load it: {type(error).__name__}, {reason}") from error
+        raise _invalid(path, "bad-pickle", f"torch cannot load it: {reason}") from error
 
     def is_tensor(value: object) -> TypeGuard[torch.Tensor]:
         return isinstance(value, torch.Tensor)
@@ -61,9 +94,10 @@ def _load(path: Path) -> dict[str, torch.Tensor]:
 
 def _reason(error: Exception) -> str:
     """Return torch's reason in its first sentence, without the advice to load the file unsafely."""
-    words = str(error)
-    words = " ".join((words.partition("WeightsUnpickler error:")[2] or words).split())
-    return f"{words.partition('. ')[0].removesuffix('.'):.300}" or "no reason given"
+    # That advice is what torch wraps around the error of its unpickler, which stays the context of its own.
+    inner = error.__context__ if isinstance(error, UnpicklingError) and error.__context__ is not None else error
+    sentence = " ".join(str(inner).split()).partition(". ")[0].removesuffix(".")
+    return f"{type(inner).__name__}: {sentence:.300}"
 
 
 def _invalid(path: Path, code: str, text: str) -> InvalidCheckpointError:

@@ -2,49 +2,34 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from bigload.checkpoint.fingerprint import changes, current_fingerprint, of_shard
 from bigload.checkpoint.model import Checkpoint
 from bigload.checkpoint.source import open_checkpoint
-from bigload.errors import NotEnoughMemoryError, ReadError
-from bigload.loading.bytesource import ByteSource, PositionalReader
-from bigload.loading.direct import DirectReader
+from bigload.errors import LegacyPickleError, ReadError
+from bigload.loading.approach import Approach, OpenSource, settle
+from bigload.loading.bytesource import ByteSource
 from bigload.loading.engine import Stager, opened_sources, read
 from bigload.loading.events import OnProgress, ignore_progress
-from bigload.loading.huge_pages import BlockPool, allocate
+from bigload.loading.guards import check_memory, check_ram, check_unchanged, signature
+from bigload.loading.huge_pages import allocate
 from bigload.loading.mapped import MappedFile
-from bigload.loading.method_choice import Choice, choose_method
 from bigload.loading.methods import Method
 from bigload.loading.report import LoadReport, Phase, Recorder
-from bigload.loading.samples import FileRanges
-from bigload.loading.schedule import BLOCK_BYTES, CPU, BufferSpec, Schedule, Wanted, Way, schedule_reads
+from bigload.loading.schedule import CPU, BufferSpec, Schedule, Way, schedule_reads
 from bigload.loading.selection import Selection, select
-from bigload.loading.settings import LoadSettings, settings
-from bigload.loading.slices import Slice, rows_of
-from bigload.loading.workers import default_threads
+from bigload.loading.settings import settings
+from bigload.loading.slices import Slice
 from bigload.planning.plan import Plan
-from bigload.planning.probe import available_memory
-from bigload.units import MIB
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
     from bigload.loading.tensors import Memory
-
-PARALLEL_BYTES = 64 * MIB
-"""Less than this is read by one thread, if nobody says how many."""
-
-DIRECT_THREADS = 8
-
-OpenSource = Callable[[Path], ByteSource]
 
 
 class LoadedTensors(dict[str, "torch.Tensor"]):
@@ -118,19 +103,21 @@ def load(
 
     recorder = Recorder(is_tracing=trace)
     chosen = settings(threads, method, max_inflight)
-    opened = checkpoint if isinstance(checkpoint, Checkpoint) else open_checkpoint(checkpoint)
+    try:
+        opened = checkpoint if isinstance(checkpoint, Checkpoint) else open_checkpoint(checkpoint)
+    except LegacyPickleError as error:
+        return _load_legacy(error, into=into, only=only, slices=slices, dtype=dtype, device=device, strict=strict)
     selection = select(opened, only=only, slices=slices, dtype=parsed_dtype(dtype), device=device)
+    assignments = () if into is None else match(into, selection, strict=strict)
     if into is not None:
-        assignments = match(into, selection.wanted, ignored=selection.left_on_disk, strict=strict)
-        matched = {assignment.tensor_name for assignment in assignments}
-        selection = replace(selection, wanted=tuple(want for want in selection.wanted if want.name in matched))
+        selection = selection.of({assignment.tensor_name for assignment in assignments})
     check_dtypes(selection.wanted)
-    for place in {want.place for want in selection.wanted}:
+    for place in selection.places:
         check_present(place)
-    approach = _settle(opened, selection.wanted, chosen, open_source, recorder)
+    approach = settle(opened, selection.wanted, chosen, open_source, recorder)
     is_mapped = approach.method is Method.MMAP
     schedule = schedule_reads(selection.wanted, block_bytes=approach.block_bytes, in_map=is_mapped, populate=populate)
-    _check_memory(opened, schedule, approach)
+    check_memory(opened, schedule, approach)
     memory = _read(opened, schedule, approach, recorder, on_progress)
     with recorder.span(Phase.ASSIGN):
         tensors = as_tensors(schedule, memory)
@@ -140,104 +127,56 @@ def load(
     return LoadedTensors(ordered, _report(schedule, selection, approach, recorder))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Approach:
-    """How this load goes about it, all settled."""
+def _load_legacy(
+    old: LegacyPickleError,
+    *,
+    into: nn.Module | None,
+    only: Collection[str] | None,
+    slices: Mapping[str, Slice] | None,
+    dtype: str | torch.dtype | None,
+    device: str | int | torch.device | Mapping[str, str | int | torch.device] | Plan,
+    strict: bool,
+) -> LoadedTensors:
+    """Have torch load everything, then take what is wanted of it: such files cannot be read in part."""
+    from bigload.loading.accelerators import check_present
+    from bigload.loading.assign import assign, match
+    from bigload.loading.legacy import described, load_legacy, taken
+    from bigload.loading.tensors import parsed_dtype
 
-    method: Method
-    reason: str
-    threads: int
-    max_inflight_bytes: int
-    open_source: OpenSource
-
-    @property
-    def block_bytes(self) -> int:
-        """The size of a read: smaller than usual where the bound would leave threads without one."""
-        return min(BLOCK_BYTES, max(self.max_inflight_bytes // self.threads, MIB))
-
-
-def _settle(
-    checkpoint: Checkpoint,
-    wanted: Sequence[Wanted],
-    chosen: LoadSettings,
-    open_source: OpenSource | None,
-    recorder: Recorder,
-) -> _Approach:
-    files = _files(checkpoint, wanted)
-    num_bytes = sum(file.num_bytes for file in files)
-    if open_source is not None:
-        choice = Choice(method=Method.READ, reason="the caller opens the files")
-    else:
-        with recorder.span(Phase.WAIT):
-            choice = choose_method(
-                files,
-                asked=chosen.method,
-                threads=_threads(chosen, Method.DIRECT, num_bytes),
-                memory_bytes=sum(want.num_bytes for want in wanted if want.place == CPU),
-                available_bytes=available_memory(),
-            )
-    threads = _threads(chosen, choice.method, num_bytes)
-    return _Approach(
-        method=choice.method,
-        reason=choice.reason,
-        threads=threads,
-        max_inflight_bytes=chosen.max_inflight_bytes,
-        open_source=open_source or _opener(choice.method, threads, recorder),
+    recorder = Recorder(is_tracing=False)
+    check_ram(Path(old.path).name, str(old.path), sum(path.stat().st_size for path in old.paths))
+    whole = load_legacy(old.paths)
+    opened = described(str(old.path), whole)
+    selection = select(opened, only=only, slices=slices, dtype=parsed_dtype(dtype), device=device)
+    assignments = () if into is None else match(into, selection, strict=strict)
+    if into is not None:
+        selection = selection.of({assignment.tensor_name for assignment in assignments})
+    for place in selection.places:
+        check_present(place)
+    tensors = {want.name: taken(want, whole[want.name]) for want in selection.wanted}
+    if into is not None:
+        assign(into, assignments, tensors)
+    num_bytes = sum(tensor.nbytes for tensor in whole.values())
+    report = LoadReport(
+        method=Method.READ,
+        reason="torch reads files of this old form itself, as a whole",
+        threads=1,
+        max_inflight_bytes=num_bytes,
+        read_bytes=num_bytes,
+        tensor_bytes=sum(tensor.nbytes for tensor in tensors.values()),
+        seconds=recorder.seconds,
+        left_on_disk=selection.left_on_disk,
     )
-
-
-def _threads(chosen: LoadSettings, method: Method, num_bytes: int) -> int:
-    """Return how many threads read.
-
-    Direct reads are in the disk's hands, not in a core's: more of them than cores keep its queue filled. And starting
-    threads for a few megabytes takes longer than reading those.
-    """
-    if chosen.threads is not None:
-        return chosen.threads
-    if num_bytes < PARALLEL_BYTES:
-        return 1
-    return DIRECT_THREADS if method is Method.DIRECT else default_threads()
-
-
-def _files(checkpoint: Checkpoint, wanted: Sequence[Wanted]) -> list[FileRanges]:
-    """Return the bytes that will be read, by file; of columns, those from the first to the last."""
-    spans: dict[str, list[tuple[int, int]]] = {}
-    for want in wanted:
-        rows = rows_of(want.tensor, want.part)
-        stop = rows.start + (rows.count - 1) * rows.stride + rows.row_bytes
-        spans.setdefault(want.tensor.span.file, []).append((rows.start, stop))
-    return [
-        FileRanges(path=checkpoint.root / file, ranges=tuple(_merged(ranges))) for file, ranges in sorted(spans.items())
-    ]
-
-
-def _merged(ranges: list[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-    begin = end = 0
-    for start, stop in sorted(ranges):
-        if start > end and begin < end:
-            yield begin, end
-        if start > end or begin == end:
-            begin, end = start, stop
-        end = max(end, stop)
-    if begin < end:
-        yield begin, end
-
-
-def _opener(method: Method, threads: int, recorder: Recorder) -> OpenSource:
-    if method is Method.MMAP:
-        return partial(MappedFile, recorder=recorder)
-    if method is Method.DIRECT:
-        return partial(DirectReader, pool=BlockPool(threads), recorder=recorder)
-    return partial(PositionalReader, recorder=recorder)
+    return LoadedTensors(tensors, report)
 
 
 def _read(
-    checkpoint: Checkpoint, schedule: Schedule, approach: _Approach, recorder: Recorder, on_progress: OnProgress
+    checkpoint: Checkpoint, schedule: Schedule, approach: Approach, recorder: Recorder, on_progress: OnProgress
 ) -> list[Memory]:
     """Take the memory that `schedule` asks for, and fill it."""
     files = sorted({buffer.file for buffer in schedule.buffers})
-    signatures = [_signature(checkpoint.root / file) for file in files]
-    _check_unchanged(checkpoint, set(files))
+    signatures = [signature(checkpoint.root / file) for file in files]
+    check_unchanged(checkpoint, set(files))
     with opened_sources(files, lambda file: approach.open_source(checkpoint.root / file)) as sources:
         memory = [_take(buffer, sources) for buffer in schedule.buffers]
         with _stagers(schedule, memory, approach, recorder) as stagers:
@@ -252,8 +191,8 @@ def _read(
                 faults_ahead=approach.method is Method.DIRECT,
                 on_progress=on_progress,
             )
-    for file, signature in zip(files, signatures, strict=True):
-        if _signature(checkpoint.root / file) != signature:
+    for file, before in zip(files, signatures, strict=True):
+        if signature(checkpoint.root / file) != before:
             raise ReadError(checkpoint.root / file, "it changed while it was being loaded")
     return memory
 
@@ -272,7 +211,7 @@ def _take(buffer: BufferSpec, sources: Mapping[str, ByteSource]) -> Memory:
 
 @contextmanager
 def _stagers(
-    schedule: Schedule, memory: Sequence[Memory], approach: _Approach, recorder: Recorder
+    schedule: Schedule, memory: Sequence[Memory], approach: Approach, recorder: Recorder
 ) -> Iterator[dict[str, Stager]]:
     """Give a stager for each device that needs one, and close them, however this ends."""
     places = sorted({job.place for job in schedule.jobs if job.way is Way.STAGED})
@@ -284,9 +223,7 @@ def _stagers(
         yield stagers
 
 
-def _stager(
-    place: str, memory: Sequence[Memory], approach: _Approach, recorder: Recorder, *, num_places: int
-) -> Stager:
+def _stager(place: str, memory: Sequence[Memory], approach: Approach, recorder: Recorder, *, num_places: int) -> Stager:
     if place == CPU:
         from bigload.loading.host_staging import HostStager
 
@@ -297,52 +234,7 @@ def _stager(
     return DeviceStager(place, memory, block_bytes=approach.block_bytes, num_blocks=num_blocks, recorder=recorder)
 
 
-def _check_unchanged(checkpoint: Checkpoint, files: set[str]) -> None:
-    """Raise if a file is no longer the one whose header told where the tensors are."""
-    for shard in checkpoint.shards:
-        if shard.file not in files:
-            continue
-        path = checkpoint.root / shard.file
-        try:
-            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        except OSError as error:
-            raise ReadError(path, error.strerror or str(error)) from error
-        try:
-            now = current_fingerprint(descriptor, shard)
-        finally:
-            os.close(descriptor)
-        if differences := changes([of_shard(shard)], [now]):
-            raise ReadError(path, f"it changed since the checkpoint was opened: {differences[0]}")
-
-
-def _signature(path: Path) -> tuple[int, int, int] | None:
-    """Return what changes when a file is replaced, cut off or written to; `None` when it is gone."""
-    try:
-        found = path.stat()
-    except OSError:
-        return None
-    return found.st_ino, found.st_size, found.st_mtime_ns
-
-
-def _check_memory(checkpoint: Checkpoint, schedule: Schedule, approach: _Approach) -> None:
-    """Raise if a device has too little free memory, before anything is taken or read."""
-    staged = any(job.way is Way.STAGED for job in schedule.jobs) or approach.method is Method.DIRECT
-    for place in sorted({buffer.place for buffer in schedule.buffers} | {CPU}):
-        needed = schedule.bytes_on(place)
-        if place == CPU:
-            needed += min(approach.max_inflight_bytes, 2 * approach.threads * approach.block_bytes) if staged else 0
-            available = available_memory()
-        else:
-            from bigload.loading.accelerators import free_bytes
-
-            available = free_bytes(place)
-        if needed and available is not None and needed > available:
-            name = checkpoint.name if place == CPU else f"the part of {checkpoint.name} for {place}"
-            hint = f"plan it over several devices: bigload plan {checkpoint.path} -m {place}={available // 2**30}GiB"
-            raise NotEnoughMemoryError(name, needed_bytes=needed, available_bytes=available, hint=hint)
-
-
-def _report(schedule: Schedule, selection: Selection, approach: _Approach, recorder: Recorder) -> LoadReport:
+def _report(schedule: Schedule, selection: Selection, approach: Approach, recorder: Recorder) -> LoadReport:
     return LoadReport(
         method=approach.method,
         reason=approach.reason,

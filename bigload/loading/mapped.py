@@ -75,16 +75,15 @@ class MappedFile(OpenFile):
         if start >= stop:
             return
         with self._recorder.span(Phase.FAULT, num_bytes=stop - start, file=self._path.name):
-            self._check_size(stop)
-            if not _libc.madvise(address_of(self.buffer) + begin, stop - begin, _MADV_POPULATE_READ):
-                return
-            reason = ctypes.get_errno()
+            reason = 0
+            if _libc.madvise(address_of(self.buffer) + begin, stop - begin, _MADV_POPULATE_READ):
+                reason = ctypes.get_errno()
             if reason == errno.EINVAL:  # before Linux 5.14
                 reason = _touch(self.buffer[begin:stop])
+        self._check_size(stop)  # also without an error: a file cut short within a page reads as zeros up to its end
         if reason == errno.ENOMEM:
             raise no_memory(f"the map of {self._path}", stop - start)
         if reason:
-            self._check_size(stop)
             raise ReadError(self._path, f"the disk did not give all of bytes {start} to {stop} ({os.strerror(reason)})")
 
     def read_into(self, buffers: Sequence[memoryview], offset: int) -> None:
@@ -137,17 +136,16 @@ def _touch(view: memoryview) -> int:
     The kernel does it, writing a byte of each into a pipe: where a touch of our own would end the process, it gets an
     error back.
     """
-    reader, writer = os.pipe2(os.O_CLOEXEC)
+    step = _PAGES_PER_TOUCH * mmap.PAGESIZE
     try:
-        step = _PAGES_PER_TOUCH * mmap.PAGESIZE
-        for start in range(0, len(view), step):
-            pages = range(start, min(start + step, len(view)), mmap.PAGESIZE)
-            written = os.writev(writer, [view[page : page + 1] for page in pages])
-            if os.read(reader, len(pages)) and written < len(pages):
-                return errno.EFAULT
+        reader, writer = os.pipe2(os.O_CLOEXEC)
+        with os.fdopen(reader, "rb", buffering=0) as emptied, os.fdopen(writer, "wb", buffering=0):
+            for start in range(0, len(view), step):
+                pages = range(start, min(start + step, len(view)), mmap.PAGESIZE)
+                written = os.writev(writer, [view[page : page + 1] for page in pages])
+                emptied.read(written)
+                if written < len(pages):  # some pages in front of one that is not to be had
+                    return errno.EFAULT
     except OSError as error:
         return error.errno or errno.EIO
-    finally:
-        os.close(reader)
-        os.close(writer)
     return 0

@@ -1,7 +1,7 @@
 """Which way of reading is faster for these files now: through the page cache, or past it.
 
-What is cached already comes at the speed of memory, and only through the cache. What is not comes faster directly from
-fast disks (nothing is copied by the kernel, nothing is evicted to make room), and slower from those where read-ahead
+What is cached already comes at the speed of memory, and is left to come from there. What is not comes faster directly
+from fast disks (the kernel copies nothing and evicts nothing to make room), and slower from those where read-ahead
 counts. Neither is known beforehand, so a few samples of the files decide, and nothing is measured where that cannot
 pay. Maps are never chosen, only asked for: their tensors are another kind of memory.
 """
@@ -22,7 +22,10 @@ from bigload.units import MIB, format_size
 
 MIN_MEASURED_BYTES = 256 * MIB
 MOSTLY_CACHED = 0.9
-"""From here on direct reads would have to be ten times as fast as reads through the cache."""
+"""From here on the little that is left is not worth a measurement."""
+
+HARDLY_CACHED = 0.02
+"""Below this it costs more to ask before every read what is cached than it brings."""
 
 READ_BONUS = 1.05
 """A load through the page cache makes the next one fast, which is worth a little time."""
@@ -33,10 +36,16 @@ CROWDED_BONUS = 0.8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """The `method`, which is never `auto`, and the `reason` for it as half a sentence."""
+    """The `method`, which is never `auto`, and the `reason` for it as half a sentence.
+
+    `is_measured` says that reads will wait for the disk: it was asked how fast it is. `cache_first` goes with direct
+    reads: some of the bytes are in the page cache, and `CacheFirstReader` gets those from there.
+    """
 
     method: Method
     reason: str
+    is_measured: bool = False
+    cache_first: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,22 +130,20 @@ def decide_unmeasured(facts: Facts, asked: Method) -> Choice | None:
 
 
 def decide(facts: Facts, speeds: Speeds) -> Choice:
-    """Return the faster method for what `facts` says.
-
-    Direct reads fetch everything, the others only what is not cached: at 40 % cached, 0.6 GiB/s from the disk are as
-    good as direct reads at 1.0.
-    """
-    uncached = 1.0 - (facts.cached or 0.0)
+    """Return the faster method for the bytes that are not cached; the others come from the cache either way."""
     bonus = CROWDED_BONUS if facts.is_crowded else READ_BONUS
-    method = Method.READ if bonus * speeds.read >= uncached * speeds.direct else Method.DIRECT
-    known = "" if facts.cached is None else f"{_percent(facts.cached)} of the bytes are cached, and "
-    compared = (
-        f"direct reads ran at {_speed(speeds.direct)} against {_speed(speeds.read)} through the page cache"
-        if method is Method.DIRECT
-        else f"reads through the page cache ran at {_speed(speeds.read)} against {_speed(speeds.direct)} directly"
+    cached = "" if facts.cached is None else f"{_percent(facts.cached)} of the bytes are cached, and "
+    read, direct = _speed(speeds.read), _speed(speeds.direct)
+    if bonus * speeds.read >= speeds.direct:
+        reason = f"{cached}reads through the page cache ran at {read} against {direct} directly"
+        return Choice(method=Method.READ, reason=reason, is_measured=True)
+    crowded = ", which has no room beside the tensors" if facts.is_crowded else ""
+    return Choice(
+        method=Method.DIRECT,
+        reason=f"{cached}direct reads ran at {direct} against {read} through the page cache{crowded}",
+        is_measured=True,
+        cache_first=(facts.cached or 0.0) >= HARDLY_CACHED,
     )
-    crowded = ", which has no room beside the tensors" if facts.is_crowded and method is Method.DIRECT else ""
-    return Choice(method=method, reason=f"{known}{compared}{crowded}")
 
 
 def _gather(files: Sequence[FileRanges], *, memory_bytes: int, available_bytes: int | None, asked: Method) -> Facts:

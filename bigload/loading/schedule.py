@@ -35,6 +35,7 @@ MAX_GATHERED_ROW_BYTES = 256 * KIB
 """And so are those of longer rows: a read of a whole row is long enough for itself."""
 
 CPU = "cpu"
+_PAGE_BYTES = 4 * KIB
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +58,9 @@ class Wanted:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes in memory."""
+        """Bytes in memory; of a view that is not stored row by row, those from its first element to its last."""
+        if self.tensor.strides is not None:
+            return self.tensor.span.num_bytes * self.dtype.bits // self.tensor.dtype.bits
         return prod(self.shape) * self.dtype.bits // 8
 
     @property
@@ -161,7 +164,8 @@ def schedule_reads(
 ) -> Schedule:
     """Return the reads that bring `wanted` into memory: by file and offset, neighbours merged, cut into blocks.
 
-    Tensors that lie in the same bytes (tied weights) and are wanted alike share one place in memory.
+    Tensors that lie in the same bytes (tied weights) and are wanted alike share one place in memory. Those whose bytes
+    overlap otherwise, views of one storage in a torch file, do not.
 
     Args:
         wanted: At most once per name.
@@ -205,7 +209,7 @@ class _Memory:
 
     def place(self, want: Wanted, *, in_map: bool) -> bool:
         """Give `want` a slot; return whether its bytes have to be read: not if another one has the same."""
-        same = (want.tensor.span, want.tensor.dtype, want.shape, want.part, want.dtype, want.place)
+        same = (want.tensor.span, want.tensor.dtype, want.part, want.dtype, want.place)
         twin = self._shared.get(same)
         if twin is not None and want.num_bytes:
             self.slots[want.name] = Slot(want, twin.buffer, twin.start)
@@ -213,7 +217,7 @@ class _Memory:
         key = (want.tensor.span.file, want.place, in_map, "" if want.place == CPU else want.name)
         number = self._numbers.setdefault(key, len(self._numbers))
         if number == len(self._sizes):
-            self._sizes.append(0)
+            self._sizes.append(0 if in_map or want.place != CPU else _first_start(want))
         if in_map:
             rows = rows_of(want.tensor, want.part)
             start = rows.start
@@ -229,6 +233,15 @@ class _Memory:
             BufferSpec(place, file, num_bytes, is_map)
             for (file, place, is_map, _), num_bytes in zip(self._numbers, self._sizes, strict=True)
         )
+
+
+def _first_start(want: Wanted) -> int:
+    """Return where the first tensor of a file begins in its buffer: as far into a page as in the file, if aligned.
+
+    Most tensors are a multiple of 64 bytes long, so those after it lie like it, and direct reads can go in place.
+    """
+    into_page = want.tensor.span.start % _PAGE_BYTES
+    return into_page if into_page % ALIGNMENT == 0 else 0
 
 
 @dataclass(slots=True)

@@ -26,6 +26,15 @@ class Selection:
     wanted: tuple[Wanted, ...]
     left_on_disk: tuple[str, ...]
 
+    @property
+    def places(self) -> tuple[str, ...]:
+        """The devices that something is wanted on."""
+        return tuple(sorted({want.place for want in self.wanted}))
+
+    def of(self, names: Collection[str]) -> Selection:
+        """Return those of the wanted tensors that go by one of `names`."""
+        return replace(self, wanted=tuple(want for want in self.wanted if want.name in names))
+
 
 def select(
     checkpoint: Checkpoint,
@@ -68,6 +77,9 @@ def _names(checkpoint: Checkpoint, only: Collection[str] | None, slices: Mapping
 
 
 def _checked(tensor: TensorInfo, part: Slice | None) -> Slice | None:
+    if part is not None and tensor.strides is not None:
+        expected = f"no part of it: it is stored with the strides {list(tensor.strides)}, not row by row"
+        raise LoadOptionError(f"slices[{tensor.name!r}]", part, expected)
     try:
         rows_of(tensor, part)
     except ValueError as error:

@@ -63,7 +63,7 @@ def rows_of(tensor: TensorInfo, part: Slice | None) -> Rows:
         ValueError: there is no such part, or it begins or ends inside a byte (packed 4-bit elements).
     """
     if part is None:
-        return Rows(tensor.span.start, tensor.num_bytes, 1, tensor.num_bytes)
+        return Rows(tensor.span.start, tensor.span.num_bytes, 1, tensor.span.num_bytes)
     shape = sliced_shape(tensor, part)
     inner_bits = prod(tensor.shape[part.dim + 1 :]) * tensor.dtype.bits
     edges = (part.start * inner_bits, part.stop * inner_bits, tensor.shape[part.dim] * inner_bits)

@@ -70,8 +70,11 @@ def _view(slot: Slot, memory: Memory) -> torch.Tensor:
     assert dtype is not None, "check_dtypes() comes first"
     shape = torch_shape(want.dtype, want.shape)
     if isinstance(memory, torch.Tensor):
-        return memory.view(dtype).view(shape)
-    if not want.num_bytes:
+        raw = memory
+    elif want.num_bytes:
+        raw = torch.frombuffer(memory, dtype=torch.uint8, count=want.num_bytes, offset=slot.start)
+    else:
         return torch.empty(shape, dtype=dtype)
-    raw = torch.frombuffer(memory, dtype=torch.uint8, count=want.num_bytes, offset=slot.start)
+    if want.tensor.strides is not None:  # a view in a torch file stays one, as torch itself loads it
+        return raw.view(dtype).as_strided(shape, want.tensor.strides)
     return raw.view(dtype).view(shape)

@@ -162,10 +162,12 @@ class Transfers:
 
         The memory of a block stays as long as a view of `Block.memory` does.
         """
-        self.abort(ValueError("a block was asked for after the transfers were closed"))
+        closed = ValueError("a block was asked for after the transfers were closed")
+        self.abort(closed)
         self.finish()
         with self._returned:
             self._free.clear()
+            self._ended_by = closed  # an error holds its frames, they hold tensors and this: no cycle of it may stay
 
     def __enter__(self) -> Self:
         return self

@@ -48,7 +48,11 @@ def run_jobs(work: Callable[[Job], None], jobs: Iterable[Job], *, threads: int) 
             if worker.ident is not None:
                 worker.join()
     if crew.error is not None:
-        raise crew.error
+        error, crew.error = crew.error, None
+        try:
+            raise error
+        finally:
+            del error  # it holds this frame and the crew's, with all their buffers: a cycle would keep them
 
 
 class _Crew(Generic[Job]):

@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 import bigload
 from bigload.planning.plan_file import write_plan
@@ -89,6 +90,17 @@ def test_an_import_brings_no_heavy_library(module):
 def test_a_command_that_moves_no_tensors_never_imports_torch_or_numpy(tiny, monkeypatch, arguments):
     monkeypatch.chdir(tiny)
     assert {"torch", "numpy"}.isdisjoint(modules_after(*arguments))
+
+
+def test_a_torch_file_is_inspected_planned_and_resharded_without_torch(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    torch.save({"a.weight": torch.ones(4)}, "model.bin")
+    for arguments in (
+        ("inspect", "model.bin"),
+        ("plan", "model.bin", "-m", "cpu=1GiB", "-o", "plan.json"),
+        ("reshard", "plan.json", "out"),
+    ):
+        assert {"torch", "numpy", "pickle"}.isdisjoint(modules_after(*arguments)), arguments
 
 
 @pytest.mark.parametrize("arguments", QUIET, ids=" ".join)

@@ -2,9 +2,9 @@ import hashlib
 from functools import partial
 
 import pytest
+from bench_reports import report_of, strategy
 
 import bigload
-from bench_reports import report_of, strategy
 from bigload.bench import bench_load as bench_module
 from bigload.bench.bench_load import bench_load
 from bigload.bench.cases import Case

@@ -1,11 +1,11 @@
 """Torch files from strangers: nothing in them is executed, and nothing makes their reader hang or fill the memory."""
 
+import contextlib
 import os
 import pickle
 import struct
 import subprocess
 import sys
-import time
 import zipfile
 from pathlib import Path
 
@@ -52,6 +52,16 @@ def refusal(pickled: bytes) -> str:
     with pytest.raises(Refusal) as caught:
         unpickle(pickled)
     return caught.value.code
+
+
+@contextlib.contextmanager
+def only_our_errors():
+    """Let the errors of bigload pass that can tell what is wrong; all others escape and fail the test."""
+    try:
+        yield
+    except BigloadError as error:
+        if not str(error):
+            raise
 
 
 class Call:
@@ -153,19 +163,24 @@ DOUBLED = b"\x80\2)q\0" + b"h\0h\0\x86q\0" * 60 + b"."
 CHAIN = b"\x80\2Nq\0" + (REBUILD + b"(h\0NNNNNtRq\0") * 2000 + b"."
 
 
-@pytest.mark.parametrize("bomb", [DEEP, DOUBLED, CHAIN, b"\x80\2]q\0" + b"h\0a.", b"\x80\2}q\0X\1\0\0\0ah\0s."])
+SHARED = (
+    b"\x80\2]("
+    + b"N" * 200_000
+    + b"eq\0}("
+    + b"".join(b"J" + struct.pack("<i", key) + b"h\0" for key in range(50_000))
+    + b"u\x86."
+)
+
+
+@pytest.mark.parametrize("bomb", [DEEP, DOUBLED, CHAIN, SHARED, b"\x80\2]q\0" + b"h\0a.", b"\x80\2}q\0X\1\0\0\0ah\0s."])
 @pytest.mark.parametrize("key", [b"w", b"state_dict"])
 def test_nested_doubled_and_endless_values_are_harmless(tmp_path, bomb, key):
     value = bomb[2:-1]
     path = archive(
         tmp_path / "a.bin", b"\x80\2}(X\1\0\0\0x" + tensor() + b"X" + struct.pack("<I", len(key)) + key + value + b"u."
     )
-    began = time.process_time()
-    try:
+    with only_our_errors():
         assert "x" in open_checkpoint(path).tensors
-    except InvalidCheckpointError as error:
-        assert str(error)
-    assert time.process_time() - began < 60  # doubled 60 times it would take years
 
 
 @pytest.mark.parametrize(
@@ -173,6 +188,36 @@ def test_nested_doubled_and_endless_values_are_harmless(tmp_path, bomb, key):
 )
 def test_only_text_and_small_numbers_are_keys(key):
     assert refusal(b"\x80\2}" + key[2:-1] + b"Ns.") == "bad-pickle"
+
+
+def test_what_many_keys_share_is_looked_into_once(tmp_path):
+    keys = b"".join(b"X\4\0\0\0" + b"%04x" % key + b"h\0" for key in range(20_000))
+    shared = b"](" + b"N" * 200_000 + b"eq\0"
+    path = archive(tmp_path / "a.bin", b"\x80\2}(X\1\0\0\0w" + tensor() + b"X\1\0\0\0s" + shared + keys + b"u.")
+    assert list(open_checkpoint(path).tensors) == ["w"]
+    dicts = b"}(" + b"".join(b"J" + struct.pack("<i", key) + b"N" for key in range(100_000)) + b"uq\0"
+    path = archive(tmp_path / "a.bin", b"\x80\2}(X\1\0\0\0s" + dicts + keys + b"u.")
+    assert problem(path)[0] == "no-state-dict"
+
+
+LONG = b"X" + struct.pack("<I", 5_000_000) + b"k" * 5_000_000 + b"q\x09"
+
+
+def test_long_texts_that_are_used_many_times_cost_no_more_than_once(tmp_path):
+    nested = b"\x80\2" + LONG + b"}(h\x09" * 100_000
+    with pytest.raises(Refusal) as caught:
+        unpickle(nested)
+    assert len(caught.value.text) < 1000
+    keys = STORAGE.replace(b"X\1\0\0\0" + b"0", b"h\x09")
+    tensors = b"".join(b"X\4\0\0\0" + b"%04x" % key + tensor(keys) for key in range(2000))
+    with pytest.raises(Refusal) as caught:
+        unpickle(b"\x80\2" + LONG + b"}(" + tensors + b"u.")
+    assert caught.value.code == "bad-pickle"
+
+
+def test_a_directory_that_lists_more_than_its_end_says_is_refused(good):
+    end = good.read_bytes().rindex(b"PK\5\6")
+    assert problem(patched(good, end + 8, "<2H", 1, 1))[0] == "bad-zip"
 
 
 def test_the_steps_of_a_pickle_are_counted(monkeypatch):
@@ -200,7 +245,7 @@ for bomb, size in ((b"}", 1), (b"(", 1), (b"]\\x94", 2), (b"}NX\\1\\0\\0\\0aNs",
     except Refusal as refusal:
         print(refusal.code)
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", program], check=False, capture_output=True, text=True)
     assert done.stdout.split() == ["bad-pickle"] * 4, done.stderr
 
 
@@ -246,7 +291,7 @@ def test_an_expanded_tensor_takes_no_memory_until_it_is_loaded(tmp_path):
 def spoil(path: Path, old: bytes, new: bytes, *, last: bool = False) -> Path:
     content = path.read_bytes()
     assert old in content
-    head, found, tail = content.rpartition(old) if last else content.partition(old)
+    head, _, tail = content.rpartition(old) if last else content.partition(old)
     path.write_bytes(head + new + tail)
     return path
 
@@ -408,10 +453,8 @@ def folder(tmp_path_factory):
     )
 )
 def test_random_bytes_as_a_pickle_raise_nothing_but_our_errors(folder, pickled):
-    try:
+    with only_our_errors():
         open_checkpoint(archive(folder / "a.bin", b"\x80\2" + pickled + b"."))
-    except BigloadError as error:
-        assert str(error)
 
 
 @settings(deadline=None, max_examples=60)
@@ -428,10 +471,7 @@ def test_changed_bytes_raise_nothing_but_our_errors(folder, changes, fix):
         archive(path, bytes(content))
     else:
         path.write_bytes(content)
-    try:
+    with only_our_errors():
         checkpoint = open_checkpoint(path)
-    except BigloadError as error:
-        assert str(error)
-    else:
         for info in checkpoint.tensors.values():
             assert 0 <= info.span.start <= info.span.stop <= path.stat().st_size

@@ -46,7 +46,7 @@ def read(path: Path) -> dict[str, torch.Tensor]:
             content = bytearray(file.read(info.span.num_bytes))
         dtype = torch_dtype(info.dtype)
         flat = torch.frombuffer(content, dtype=dtype) if content else torch.empty(0, dtype=dtype)
-        shape = torch_shape(info)
+        shape = torch_shape(info.dtype, info.shape)
         tensors[name] = flat.view(shape) if info.strides is None else flat.as_strided(shape, info.strides)
     return tensors
 

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from jsonschema import Draft202012Validator
 
 from builders import write_shard
@@ -19,6 +20,7 @@ COMMANDS = [
     "bigload inspect tiny-llama --json --tensors --shards --depth 9",
     "bigload inspect tiny-llama/model-00002-of-00004.safetensors --json",
     "bigload inspect empty.safetensors --json",
+    "bigload inspect torch.bin --json --tensors --shards",
     "bigload inspect tiny.json --json",
     "bigload plan llama-70b -m cuda:0=22GiB,cuda:1=22GiB,cpu=64GiB --json",
     "bigload plan tiny-llama -m cpu=1GiB --no-disk --json",
@@ -112,6 +114,7 @@ def test_bytes_are_integers_and_seconds_are_numbers(name):
 @pytest.mark.parametrize("command", COMMANDS)
 def test_what_is_printed_is_what_its_schema_describes(run, here, command):
     write_shard(here / "empty.safetensors", {})
+    torch.save({"a": torch.ones(2, 3), "view": torch.ones(2, 3).t()}, here / "torch.bin")
     assert run(PLAN).code == 0
     done = run(command)
     assert done.code == 0

@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from bigload.checkpoint.source import open_checkpoint
 from make import load_recipe, make
+from make import main as make_main
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
@@ -40,6 +42,18 @@ def test_the_commands_of_the_readme_run(folder):
             [str(Path(sys.executable).with_name(program)), *words], capture_output=True, text=True, check=False
         )
         assert done.returncode == 0, (command, done.stderr)
+
+
+def test_the_case_of_transformers_documents_can_be_made_and_timed(folder):
+    making, timing = re.findall(r"^(?:python|bigload) .*opt-4gb.*$", README, re.MULTILINE)
+    _, _, *words = shlex.split(making.replace("random", "sparse"))  # 4 GB of holes: this is about the words
+    assert make_main(words) == 0
+    assert len(open_checkpoint("opt-4gb").shards) == 8
+    _, *words = shlex.split(timing.replace("opt-4gb", "model"))
+    done = subprocess.run(
+        [str(Path(sys.executable).with_name("bigload")), *words], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
 
 
 def test_the_readme_shows_what_the_program_prints(tmp_path, monkeypatch):

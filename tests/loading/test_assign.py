@@ -7,6 +7,7 @@ from bigload.dtypes import DTYPES
 from bigload.errors import StateDictMismatchError
 from bigload.loading.assign import Assignment, assign, match
 from bigload.loading.schedule import Wanted
+from bigload.loading.selection import Selection
 from builders import num_bytes_of
 
 
@@ -29,7 +30,8 @@ def infos(**forms):
         TensorInfo(name, DTYPES[dtype], tuple(shape), Span("file", 8, 8 + num_bytes_of(dtype, shape)))
         for name, (dtype, shape) in {name.replace("__", "."): form for name, form in forms.items()}.items()
     ]
-    return [Wanted(tensor=tensor, dtype=tensor.dtype) for tensor in tensors]
+    wanted = tuple(Wanted(tensor=tensor, dtype=tensor.dtype) for tensor in tensors)
+    return Selection(wanted=wanted, left_on_disk=())
 
 
 def mismatch(module, tensors):
@@ -77,7 +79,7 @@ def test_without_strict_only_what_matches_is_assigned():
 
 
 def test_a_module_without_state_matches_nothing_stored():
-    assert match(nn.ReLU(), [], strict=True) == ()
+    assert match(nn.ReLU(), infos(), strict=True) == ()
 
 
 def test_the_shape_of_packed_tensors_is_compared_as_torch_has_it():
@@ -125,3 +127,13 @@ def test_an_integer_tensor_for_a_trainable_meta_parameter_is_assigned_without_gr
     value = torch.arange(4, dtype=torch.int8).view(2, 2)
     assign(module, (Assignment(tensor_name="w", places=("weight",)),), {"w": value})
     assert (module.weight.dtype, module.weight.requires_grad) == (torch.int8, False)
+
+
+def test_what_stays_on_disk_is_neither_missing_nor_unexpected_but_must_be_known():
+    def kept(name):
+        return Selection(wanted=infos(scale=SCALE).wanted, left_on_disk=(name,))
+
+    assert [found.tensor_name for found in match(Tied(), kept("head.weight"), strict=True)] == ["scale"]
+    with pytest.raises(StateDictMismatchError) as caught:
+        match(Tied(), kept("other"), strict=True)
+    assert (caught.value.missing, caught.value.unexpected) == (("embed.weight",), ("other",))

@@ -11,7 +11,7 @@ import bigload
 import make as fixtures
 from bigload.dtypes import DTYPES
 from bigload.errors import NotEnoughMemoryError, ReadError, StateDictMismatchError, UnsupportedDTypeError
-from bigload.loading import load as load_module
+from bigload.loading import guards
 from bigload.loading.bytesource import PositionalReader
 from builders import DTYPE_BITS, llama_tensors, make_checkpoint, open_descriptors, write_shard
 
@@ -296,7 +296,7 @@ def test_without_strict_tensors_that_the_module_lacks_are_not_read(tmp_path):
 
 def test_a_checkpoint_larger_than_memory_is_refused_before_a_byte_is_read(tmp_path):
     made = fixtures.make(fixtures.load_recipe("llama-70b"), tmp_path / "llama-70b")
-    if load_module.available_memory() >= made.total_bytes:
+    if guards.available_memory() >= made.total_bytes:
         pytest.skip("this machine has room for 141 GB")
     with pytest.raises(NotEnoughMemoryError, match=r"llama-70b does not fit .* 131\.4\d GiB to load") as caught:
         bigload.load(tmp_path / "llama-70b", open_source=refuse_to_open)
@@ -313,7 +313,7 @@ def test_a_part_of_a_checkpoint_larger_than_memory_loads(tmp_path):
 
 
 def test_where_free_memory_is_unknown_the_load_goes_ahead(tmp_path, monkeypatch):
-    monkeypatch.setattr(load_module, "available_memory", lambda: None)
+    monkeypatch.setattr(guards, "available_memory", lambda: None)
     assert bigload.load(make_checkpoint(tmp_path / "tiny"))
 
 
@@ -321,7 +321,7 @@ def test_where_free_memory_is_unknown_the_load_goes_ahead(tmp_path, monkeypatch)
 def test_memory_that_is_just_enough_is_enough(tmp_path, monkeypatch, spare):
     folder = make_checkpoint(tmp_path / "tiny", blocks=1, shards=1)
     needed = sum(-(-len(content) // 64) * 64 for _, _, content in oracle(folder).values())
-    monkeypatch.setattr(load_module, "available_memory", lambda: needed + spare)
+    monkeypatch.setattr(guards, "available_memory", lambda: needed + spare)
     if spare == 0:
         assert bigload.load(folder)
     else:

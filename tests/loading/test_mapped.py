@@ -170,6 +170,21 @@ def test_a_file_cut_short_is_a_read_error_and_the_process_lives(stored, when):
     assert f"ended at byte {3 * PAGE}, {7 * PAGE} bytes too early" in ended.stdout
 
 
+def test_touching_finds_the_first_page_that_is_not_to_be_had(stored):
+    with MappedFile(stored) as file:
+        assert mapped._touch(file.buffer) == 0
+        os.truncate(stored, 3 * PAGE)
+        assert mapped._touch(file.buffer) == mapped._touch(file.buffer[3 * PAGE :]) == errno.EFAULT
+        assert mapped._touch(file.buffer[: 3 * PAGE]) == 0
+
+
+def test_a_file_cut_short_within_a_page_does_not_read_as_zeros(stored, kernel):
+    with MappedFile(stored) as file:
+        os.truncate(stored, SIZE - 5)
+        with pytest.raises(ReadError, match=f"ended at byte {SIZE - 5}, 2 bytes too early"):
+            file.populate(SIZE - 100, SIZE - 3)
+
+
 @pytest.mark.parametrize("code", [errno.EFAULT, errno.EIO])
 def test_a_disk_that_does_not_give_the_bytes_is_a_read_error(stored, monkeypatch, code):
     monkeypatch.setattr(mapped, "_libc", OldKernel(code))

@@ -70,22 +70,29 @@ def test_what_is_large_and_not_cached_is_worth_measuring(cached):
 
 
 @pytest.mark.parametrize(
-    ("read", "direct", "cached", "is_crowded", "method"),
+    ("read", "direct", "is_crowded", "method"),
     [
-        (0.9, 2.3, 0.0, False, Method.DIRECT),
-        (2.3, 0.9, 0.0, False, Method.READ),
-        (1.0, 1.0, 0.0, False, Method.READ),  # the next load finds it cached
-        (1.0, 1.04, 0.0, False, Method.READ),
-        (1.0, 1.06, 0.0, False, Method.DIRECT),
-        (0.7, 1.0, 0.4, False, Method.READ),  # only 0.6 of the bytes are to be fetched
-        (0.5, 1.0, 0.4, False, Method.DIRECT),
-        (0.7, 1.0, None, False, Method.DIRECT),
-        (1.2, 1.0, 0.0, True, Method.DIRECT),  # there is no room to keep what is read
-        (1.3, 1.0, 0.0, True, Method.READ),
+        (0.9, 2.3, False, Method.DIRECT),
+        (2.3, 0.9, False, Method.READ),
+        (1.0, 1.0, False, Method.READ),  # the next load finds it cached
+        (1.0, 1.04, False, Method.READ),
+        (1.0, 1.06, False, Method.DIRECT),
+        (1.2, 1.0, True, Method.DIRECT),  # there is no room to keep what is read
+        (1.3, 1.0, True, Method.READ),
     ],
 )
-def test_the_faster_one_is_taken(read, direct, cached, is_crowded, method):
+@pytest.mark.parametrize("cached", [0.0, 0.4, None])
+def test_what_is_not_cached_comes_the_faster_way(read, direct, is_crowded, method, cached):
     assert decide(facts(cached=cached, is_crowded=is_crowded), speeds(read, direct)).method is method
+
+
+@pytest.mark.parametrize(
+    ("cached", "cache_first"), [(0.0, False), (0.01, False), (0.02, True), (0.8, True), (None, False)]
+)
+def test_what_is_cached_is_not_fetched_from_the_disk(cached, cache_first):
+    choice = decide(facts(cached=cached), speeds(1, 2))
+    assert (choice.method, choice.cache_first) == (Method.DIRECT, cache_first)
+    assert not decide(facts(cached=cached), speeds(2, 1)).cache_first
 
 
 def test_the_reason_tells_what_was_measured():

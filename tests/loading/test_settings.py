@@ -1,3 +1,8 @@
+import os
+import subprocess
+import sys
+import textwrap
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -7,6 +12,7 @@ from bigload.loading.methods import Method
 from bigload.loading.settings import MAX_THREADS, MIN_INFLIGHT_BYTES, LoadSettings, settings
 from bigload.units import MIB
 from bigload_cli.failures import BAD_USAGE, report
+from builders import write_shard
 
 GOOD_THREADS = st.integers(1, MAX_THREADS)
 
@@ -104,3 +110,36 @@ def test_variables_are_read_when_a_load_begins_not_when_bigload_is_imported(monk
     assert settings().threads == 7
     monkeypatch.setenv("BIGLOAD_LOADING_THREADS", "5")
     assert settings().threads == 5
+
+
+@pytest.mark.parametrize("start_method", ["spawn", "fork"])
+def test_a_program_without_a_main_guard_loads_in_parallel(start_method, tmp_path):
+    """Worker processes under spawn would run such a program again, each of them; threads do not."""
+    write_shard(tmp_path / "model.safetensors", {f"w{number}": ("F32", [1 << 20]) for number in range(16)})
+    program = tmp_path / "program.py"
+    program.write_text(
+        textwrap.dedent(f"""
+        import multiprocessing, sys, threading, time
+        import bigload
+
+        multiprocessing.set_start_method({start_method!r})
+        most = 0
+
+
+        def watch(progress):
+            global most
+            give_up = time.monotonic() + 30
+            while most < 4 and time.monotonic() < give_up:  # the first read waits until all threads are there
+                most = max(most, threading.active_count() - 1)
+
+
+        tensors = bigload.load(sys.argv[1], on_progress=watch, max_inflight="8MiB")
+        print(len(tensors), most, tensors.report.threads, len(multiprocessing.active_children()))
+        """)
+    )
+    environ = {**os.environ, "HF_ENABLE_PARALLEL_LOADING": "true", "HF_PARALLEL_LOADING_WORKERS": "4"}
+    done = subprocess.run(
+        [sys.executable, str(program), str(tmp_path)], env=environ, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["16", "4", "4", "0"]

@@ -1,3 +1,5 @@
+import contextlib
+import gc
 import random
 import threading
 import weakref
@@ -256,6 +258,19 @@ def test_blocks_begin_at_pages_and_are_not_pinned_where_nothing_pins(simulation)
             transfers.release(block)
 
 
+def test_copies_go_on_while_the_next_blocks_are_filled(simulation):
+    there = empty(8_192)
+    with transfers_to(num_blocks=3) as transfers:
+        outstanding = []
+        for begin, end in cut(32_768, BLOCK):
+            block = transfers.take()
+            transfers.send(block, 0, BLOCK, there[begin // 4 : end // 4])
+            transfers.release(block)
+            outstanding.append(len(simulation.streams[-1].queue))
+    # The wait at the start is queued too. From the fourth block on, only the one that is needed next was waited for.
+    assert outstanding == [2, 3, 4, 3, 3, 3, 3, 3]
+
+
 def test_a_thread_waits_until_another_gives_a_block_back(simulation):
     with transfers_to(num_blocks=1) as transfers:
         block, seen = transfers.take(), []
@@ -312,6 +327,26 @@ def test_an_error_in_one_thread_ends_all_and_leaves_nothing_under_way(simulation
     assert raised.value is stop
     assert simulation.num_pending == 0
     assert threading.active_count() == before
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_memory_of_a_failed_load_is_free_at_once_not_when_cycles_are_looked_for(simulation, threads):
+    def fault(begin):
+        if begin:
+            raise ReadFailedError
+
+    def fail():
+        there = empty(20_000)
+        with transfers_to() as transfers:
+            send_all(transfers, numbers(20_000), there, threads=threads, block_bytes=BLOCK, fault=fault)
+
+    gc.disable()
+    try:
+        with contextlib.suppress(ReadFailedError):
+            fail()
+        assert simulation.used == [0, 0, 0, 0]
+    finally:
+        gc.enable()
 
 
 def test_abort_wakes_those_who_wait_and_refuses_those_who_come(simulation):

@@ -168,18 +168,18 @@ def raw_notes(report: BenchReport) -> list[str]:
 
 
 def peer_notes(report: BenchReport) -> list[str]:
-    """Return version and kind of memory of every peer, and why some were not measured."""
-    lines = []
+    """Return version and kind of memory of every peer that was measured, and why the others were not."""
+    lines, others = [], dict[str, list[str]]()
     for peer in report.peers:
         name = printable(f"{peer.name} {peer.version}" if peer.version else peer.name)
-        if peer.version is None:
-            lines.append(f"{name}: not installed (pip install {peer.package})")
-        elif peer.measured is None:
-            lines.append(f"{name}: not measured: {printable(peer.problem or '')}")
-        else:
+        if peer.measured is not None:
             same = "identical bytes" if peer.is_identical else "OTHER BYTES than bigload"
             lines.append(f"{name}: {_MEMORY_WORDS[peer.memory]}, {same}")
-    return lines
+        elif peer.version is None:
+            lines.append(f"{name}: not installed (pip install {peer.package})")
+        else:
+            others.setdefault(printable(peer.problem or ""), []).append(name)
+    return [*lines, *(f"{', '.join(names)}: not measured: {problem}" for problem, names in others.items())]
 
 
 def advice(report: BenchReport) -> str:

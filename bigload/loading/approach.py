@@ -1,0 +1,131 @@
+"""How a load goes about it: which way of reading, how many threads, how large a read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from bigload.checkpoint.model import Checkpoint
+from bigload.loading.bytesource import ByteSource, PositionalReader
+from bigload.loading.cache_first import CacheFirstReader
+from bigload.loading.direct import DirectReader
+from bigload.loading.huge_pages import BlockPool
+from bigload.loading.mapped import MappedFile
+from bigload.loading.method_choice import Choice, choose_method
+from bigload.loading.methods import Method
+from bigload.loading.report import Phase, Recorder
+from bigload.loading.samples import FileRanges
+from bigload.loading.schedule import BLOCK_BYTES, CPU, Wanted
+from bigload.loading.settings import LoadSettings
+from bigload.loading.slices import rows_of
+from bigload.loading.workers import default_threads
+from bigload.planning.probe import available_memory
+from bigload.units import MIB
+
+PARALLEL_BYTES = 64 * MIB
+"""Less than this is read by one thread, if nobody says how many."""
+
+DISK_THREADS = 8
+
+OpenSource = Callable[[Path], ByteSource]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Approach:
+    """How this load goes about it, all settled."""
+
+    method: Method
+    reason: str
+    threads: int
+    max_inflight_bytes: int
+    open_source: OpenSource
+
+    @property
+    def block_bytes(self) -> int:
+        """The size of a read: smaller than usual where the bound would leave threads without one."""
+        return min(BLOCK_BYTES, max(self.max_inflight_bytes // self.threads, MIB))
+
+
+def settle(
+    checkpoint: Checkpoint,
+    wanted: Sequence[Wanted],
+    chosen: LoadSettings,
+    open_source: OpenSource | None,
+    recorder: Recorder,
+) -> Approach:
+    """Return how the bytes of `wanted` are best read under the settings in `chosen`.
+
+    Raises:
+        UnsupportedMethodError: direct reads were asked for where there are none.
+        ReadError: a file cannot be opened.
+    """
+    files = _files(checkpoint, wanted)
+    num_bytes = sum(file.num_bytes for file in files)
+    if open_source is not None:
+        choice = Choice(method=Method.READ, reason="the caller opens the files")
+    else:
+        with recorder.span(Phase.WAIT):
+            choice = choose_method(
+                files,
+                asked=chosen.method,
+                threads=_threads(chosen, num_bytes, waits_for_disk=True),
+                memory_bytes=sum(want.num_bytes for want in wanted if want.place == CPU),
+                available_bytes=available_memory(),
+            )
+    waits_for_disk = choice.is_measured or choice.method is Method.DIRECT
+    threads = _threads(chosen, num_bytes, waits_for_disk=waits_for_disk)
+    return Approach(
+        method=choice.method,
+        reason=choice.reason,
+        threads=threads,
+        max_inflight_bytes=chosen.max_inflight_bytes,
+        open_source=open_source or _opener(choice, threads, recorder),
+    )
+
+
+def _threads(chosen: LoadSettings, num_bytes: int, *, waits_for_disk: bool) -> int:
+    """Return how many threads read.
+
+    Those that wait for a disk need no core: more of them than cores keep its queue filled. And starting threads for a
+    few megabytes takes longer than reading those.
+    """
+    if chosen.threads is not None:
+        return chosen.threads
+    if num_bytes < PARALLEL_BYTES:
+        return 1
+    return DISK_THREADS if waits_for_disk else default_threads()
+
+
+def _files(checkpoint: Checkpoint, wanted: Sequence[Wanted]) -> list[FileRanges]:
+    """Return the bytes that will be read, by file; of columns, those from the first to the last."""
+    spans: dict[str, list[tuple[int, int]]] = {}
+    for want in wanted:
+        rows = rows_of(want.tensor, want.part)
+        stop = rows.start + (rows.count - 1) * rows.stride + rows.row_bytes
+        spans.setdefault(want.tensor.span.file, []).append((rows.start, stop))
+    return [
+        FileRanges(path=checkpoint.root / file, ranges=tuple(_merged(ranges))) for file, ranges in sorted(spans.items())
+    ]
+
+
+def _merged(ranges: list[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+    begin = end = 0
+    for start, stop in sorted(ranges):
+        if start > end and begin < end:
+            yield begin, end
+        if start > end or begin == end:
+            begin, end = start, stop
+        end = max(end, stop)
+    if begin < end:
+        yield begin, end
+
+
+def _opener(choice: Choice, threads: int, recorder: Recorder) -> OpenSource:
+    if choice.method is Method.MMAP:
+        return partial(MappedFile, recorder=recorder)
+    if choice.method is Method.READ:
+        return partial(PositionalReader, recorder=recorder)
+    reader = CacheFirstReader if choice.cache_first else DirectReader
+    return partial(reader, pool=BlockPool(threads), recorder=recorder)

@@ -1,0 +1,170 @@
+"""A load that is stopped in its middle, by Ctrl-C or by who watches it, leaves nothing behind: seen in a real process.
+
+One program goes through all cases, one after the other, so that it pays for importing torch once. It counts its
+threads, descriptors and memory before and after each; who sends Ctrl-C is the test.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+from bigload.units import MIB
+from builders import header_of, write_raw
+
+NUM_FILES, FILE_BYTES = 3, 96 * MIB
+
+PROGRAM = """
+import gc, json, os, signal, sys, threading, time
+import torch
+import bigload
+from bigload.errors import ReadError
+from bigload.loading.bytesource import PositionalReader
+
+lock = threading.Lock()
+
+
+class Source:
+    '''Reads as usual; says when the third read has begun, and then fails or waits for Ctrl-C as `how` asks.'''
+
+    how, begun, num_bytes, heard = "", 0, 0, False
+
+    def __init__(self, path):
+        self.path, self.reader = path, PositionalReader(path)
+
+    def read_into(self, buffers, offset):
+        with lock:
+            Source.begun += 1
+            number = Source.begun
+        self.reader.read_into(buffers, offset)
+        Source.num_bytes += sum(buffer.nbytes for buffer in buffers)
+        if Source.how == "error" and number == 3:
+            raise ReadError(self.path, "this disk is broken")
+        if Source.how == "signal" and number >= 3:
+            if number == 3:
+                print("reading", flush=True)
+            give_up = time.monotonic() + 60
+            while not Source.heard and time.monotonic() < give_up:
+                time.sleep(0.005)
+            time.sleep(0.05)  # a read that is under way when Ctrl-C comes
+
+    def close(self):
+        self.reader.close()
+
+
+def hear(*_):
+    Source.heard = True
+    raise KeyboardInterrupt
+
+
+class Unwatchable(Exception):
+    pass
+
+
+def refuse(progress):
+    if progress.done_bytes >= progress.total_bytes // 8:
+        raise Unwatchable
+
+
+def held():
+    gc.collect()
+    with open("/proc/self/status") as status:
+        private = next(int(line.split()[1]) * 1024 for line in status if line.startswith("RssAnon"))
+    return {"threads": len(os.listdir("/proc/self/task")), "files": len(os.listdir("/proc/self/fd")), "bytes": private}
+
+
+def stopped(how, threads, folder):
+    Source.how, Source.begun, Source.num_bytes, Source.heard = how, 0, 0, False
+    with torch.device("meta"):
+        model = torch.nn.Module()
+        for name, tensor in bigload.open_checkpoint(folder).tensors.items():
+            model.register_parameter(name, torch.nn.Parameter(torch.empty(tensor.shape)))
+    watch = {"on_progress": refuse} if how == "callback" else {}
+    before, ended_with = held(), None
+    try:
+        bigload.load(folder, into=model, threads=threads, open_source=Source, **watch)
+    except (KeyboardInterrupt, Unwatchable, ReadError) as error:
+        ended_with = type(error).__name__
+    begun = Source.begun
+    after = held()
+    time.sleep(0.1)
+    return {
+        "how": how,
+        "threads": threads,
+        "ended_with": ended_with,
+        "read_bytes": Source.num_bytes,
+        "begun_later": Source.begun - begun,
+        "before": before,
+        "after": after,
+        "is_meta": all(parameter.is_meta for parameter in model.parameters()),
+    }
+
+
+signal.signal(signal.SIGINT, hear)
+folder = sys.argv[1]
+bigload.load(folder, only=["w0"])  # whatever is imported or allocated once
+for how in ("signal", "callback", "error"):
+    for threads in (1, 4):
+        print(json.dumps(stopped(how, threads, folder)), flush=True)
+"""
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("checkpoint")
+    weight_map = {}
+    for number in range(NUM_FILES):
+        name = f"model-{number + 1:05}-of-{NUM_FILES:05}.safetensors"
+        path = write_raw(folder / name, header_of({f"w{number}": ("F32", [FILE_BYTES // 4])}))
+        os.truncate(path, path.stat().st_size + FILE_BYTES)  # a hole: nothing has to be written first
+        weight_map[f"w{number}"] = name
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    command = [sys.executable, "-c", textwrap.dedent(PROGRAM), str(folder)]
+    found = {}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        for line in process.stdout:
+            if line.startswith("reading"):
+                process.send_signal(signal.SIGINT)
+            else:
+                outcome = json.loads(line)
+                found[outcome["how"], outcome["threads"]] = outcome
+    assert process.returncode == 0
+    return found
+
+
+every_way = pytest.mark.parametrize("how", ["signal", "callback", "error"])
+threads_that_read = pytest.mark.parametrize("threads", [1, 4])
+
+
+@every_way
+@threads_that_read
+def test_a_load_that_is_stopped_ends_with_what_stopped_it(outcomes, how, threads):
+    expected = {"signal": "KeyboardInterrupt", "callback": "Unwatchable", "error": "ReadError"}
+    assert outcomes[how, threads]["ended_with"] == expected[how]
+
+
+@every_way
+@threads_that_read
+def test_a_load_that_is_stopped_begins_no_further_read(outcomes, how, threads):
+    outcome = outcomes[how, threads]
+    assert 0 < outcome["read_bytes"] < NUM_FILES * FILE_BYTES / 2
+    assert outcome["begun_later"] == 0
+
+
+@every_way
+@threads_that_read
+def test_a_load_that_is_stopped_leaves_no_thread_no_descriptor_and_no_memory(outcomes, how, threads):
+    before, after = outcomes[how, threads]["before"], outcomes[how, threads]["after"]
+    assert after["threads"] == before["threads"]
+    assert after["files"] == before["files"]
+    assert after["bytes"] - before["bytes"] < 16 * MIB < outcomes[how, threads]["read_bytes"]
+
+
+@every_way
+@threads_that_read
+def test_a_module_is_as_it_was_when_its_load_is_stopped(outcomes, how, threads):
+    assert outcomes[how, threads]["is_meta"]
