@@ -1,8 +1,8 @@
 import json
 
 import pytest
-from bench_reports import full_report, report_of, strategy
 
+from bench_reports import full_report, report_of, strategy
 from bigload.bench.document import bench_document
 from bigload.loading.methods import Method
 

@@ -10,8 +10,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from bench_reports import full_report, report_of, strategy
 
+from bench_reports import full_report, report_of, strategy
 from bigload.bench.recommendation import Recommendation, SizeMeasured
 from bigload.errors import BenchOptionError, MissingPackageError, OutputExistsError, WriteError
 from bigload.loading.methods import Method
