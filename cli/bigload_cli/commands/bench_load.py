@@ -31,9 +31,9 @@ Examples:
 \b
 A run ends when every byte can be used. With mmap, tensors stay pages of the
 file: one byte of every page is read before the clock stops, for bigload and
-for others alike. OF RAW compares medians with a raw read of the same bytes, by
-turns with the loads. PRIVATE and FILE are the most memory, of the process itself and
-of pages of files, above what was held before a run.
+for others alike. OF RAW compares medians with a raw read of the same bytes,
+by turns with the loads. PRIVATE and FILE are the most memory, of the process
+itself and of pages of files, above what was held before a run.
 """
 
 
