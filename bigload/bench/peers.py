@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bigload.bench.memory import MemoryKind
-from bigload.bench.touch import touch
+from bigload.bench.touch import finish
 from bigload.checkpoint.model import Checkpoint
 from bigload.errors import NotEnoughSpaceError
 from bigload.loading.tensors import torch_dtype, torch_shape
@@ -84,17 +84,16 @@ class Peer:
         suffixes = {Path(file).suffix for file in target.files}
         if not suffixes <= set(self.suffixes):
             raise CannotLoadError(f"it reads {', '.join(self.suffixes)}, not {', '.join(sorted(suffixes))}")
-        load = self.prepare(target)
-        return _touched(load) if self.memory is MemoryKind.FILE and target.device == "cpu" else load
+        return _finished(self.prepare(target), self.memory if target.device == "cpu" else MemoryKind.DEVICE)
 
 
-def _touched(load: Load) -> Load:
-    def load_and_touch() -> Tensors:
+def _finished(load: Load, memory: MemoryKind) -> Load:
+    def load_and_finish() -> Tensors:
         tensors = load()
-        touch(tensors.values())
+        finish(tensors.values(), memory)
         return tensors
 
-    return load_and_touch
+    return load_and_finish
 
 
 def _safetensors(target: Target) -> Load:
