@@ -120,7 +120,8 @@ def _transformers(target: Target) -> Load:
     transformers = import_module("transformers")
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
+    # No code of the checkpoint's own is run, and nobody is asked whether it may be.
+    config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     names = config.architectures or []
     if not names or not hasattr(transformers, names[0]):
         raise CannotLoadError(f"it has no class for {names[0] if names else 'a config.json without architectures'}")

@@ -1,3 +1,4 @@
+import json
 import sys
 
 import pytest
@@ -123,3 +124,15 @@ def test_every_installed_peer_loads_the_same_bytes(tmp_path, monkeypatch, found)
     assert len(result.measured.seconds) == 1
     assert sorted(path.name for path in (tmp_path / "models").iterdir()) == ["tiny"]
     assert found.package in {"torch", "safetensors"} or found.package.replace("-", "_").split(".")[0] in sys.modules
+
+
+@pytest.mark.peers
+def test_code_beside_the_weights_is_not_run(tiny):
+    pytest.importorskip("transformers")
+    config = {"model_type": "evil", "architectures": ["Evil"], "auto_map": {"AutoConfig": "evil.Config"}}
+    (tiny / "config.json").write_text(json.dumps(config))
+    (tiny / "evil.py").write_text(f"open({str(tiny / 'was_run')!r}, 'w')\nclass Config: pass\n")
+    found = next(peer for peer in peers.PEERS if peer.name == "transformers")
+    with pytest.raises(ValueError, match="custom code"):
+        found.prepare(peers.Target(open_checkpoint(tiny), "cpu", None))
+    assert not (tiny / "was_run").exists()

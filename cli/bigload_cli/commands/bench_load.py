@@ -144,9 +144,10 @@ def _show(report: BenchReport, *, name: str, as_json: bool, quiet: bool, color: 
         output.print_text(str(report.recommendation.threads))
     else:
         from bigload_cli.views import bench as view
+        from bigload_cli.views.text import printable
 
         output.print_text(view.headline(report, name=name) + "\n")
         output.print_table(view.strategies(report), color=color)
         output.print_text("\n".join(["", *view.closing(report, blocks=output.can_draw_on_stdout())]))
         for warning in report.warnings:
-            output.say(f"warning: {warning.text}")
+            output.say(f"warning: {printable(warning.text)}")
