@@ -25,7 +25,7 @@ from bigload.bench.raw_limit import RawKind, RawRead, can_read_direct, kind_for,
 from bigload.bench.recommendation import Recommendation, best_of, measure_sizes, whole
 from bigload.bench.report import BenchReport, PeerResult, RawResult, StrategyResult
 from bigload.bench.runner import Clock, Contender, OnRun, Outcome, run_rounds
-from bigload.bench.touch import touch
+from bigload.bench.touch import finish
 from bigload.checkpoint.model import Checkpoint
 from bigload.checkpoint.source import open_checkpoint
 from bigload.errors import BenchOptionError
@@ -171,8 +171,7 @@ class _Bench:
 
         def run() -> LoadedTensors:
             tensors = case.load(self.checkpoint)
-            if case.memory is MemoryKind.FILE:
-                touch(tensors.values())
+            finish(tensors.values(), case.memory)
             self._reports[case.name] = tensors.report
             return tensors
 
@@ -270,8 +269,7 @@ class _Bench:
         prepare(self.files, self._cache)
         began = self._clock()
         tensors = case.load(self.checkpoint, only=names)
-        if case.memory is MemoryKind.FILE:
-            touch(tensors.values())
+        finish(tensors.values(), case.memory)
         return self._clock() - began
 
     def _method(self, case: Case) -> Method:
@@ -286,7 +284,7 @@ class _Bench:
     def _limit(self, memory: MemoryKind, method: Method, raw: Sequence[RawResult]) -> str | None:
         kind = self._limit_kind(memory, method)
         ways = [result for result in raw if result.read.kind is kind]
-        return min(ways, key=lambda result: result.summary.mean).name if ways else None
+        return min(ways, key=lambda result: result.measured.median_seconds).name if ways else None
 
     @staticmethod
     def _is_on_device(cases: Iterable[Case]) -> bool:

@@ -89,6 +89,7 @@ def _of_measured(measured: Measured, total_bytes: int) -> dict[str, object]:
         "run_seconds": list(measured.seconds),
         "mean_seconds": summary.mean,
         "stddev_seconds": summary.stddev,
+        "median_seconds": measured.median_seconds,
         "min_seconds": summary.minimum,
         "max_seconds": summary.maximum,
         "bytes_per_second": total_bytes / summary.mean if summary.mean else None,

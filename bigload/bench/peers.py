@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bigload.bench.memory import MemoryKind
-from bigload.bench.touch import touch
+from bigload.bench.touch import finish
 from bigload.checkpoint.model import Checkpoint
 from bigload.errors import NotEnoughSpaceError
 from bigload.loading.tensors import torch_dtype, torch_shape
@@ -84,17 +84,16 @@ class Peer:
         suffixes = {Path(file).suffix for file in target.files}
         if not suffixes <= set(self.suffixes):
             raise CannotLoadError(f"it reads {', '.join(self.suffixes)}, not {', '.join(sorted(suffixes))}")
-        load = self.prepare(target)
-        return _touched(load) if self.memory is MemoryKind.FILE and target.device == "cpu" else load
+        return _finished(self.prepare(target), self.memory if target.device == "cpu" else MemoryKind.DEVICE)
 
 
-def _touched(load: Load) -> Load:
-    def load_and_touch() -> Tensors:
+def _finished(load: Load, memory: MemoryKind) -> Load:
+    def load_and_finish() -> Tensors:
         tensors = load()
-        touch(tensors.values())
+        finish(tensors.values(), memory)
         return tensors
 
-    return load_and_touch
+    return load_and_finish
 
 
 def _safetensors(target: Target) -> Load:
@@ -121,7 +120,8 @@ def _transformers(target: Target) -> Load:
     transformers = import_module("transformers")
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
+    # No code of the checkpoint's own is run, and nobody is asked whether it may be.
+    config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     names = config.architectures or []
     if not names or not hasattr(transformers, names[0]):
         raise CannotLoadError(f"it has no class for {names[0] if names else 'a config.json without architectures'}")
@@ -277,7 +277,14 @@ PEERS = (
         name="accelerate",
         package="accelerate",
         memory=MemoryKind.FILE,  # a model on meta gets the maps that safetensors makes
-        suffixes=(*_SAFETENSORS, *_PICKLES),
+        suffixes=_SAFETENSORS,
+        prepare=_accelerate,
+    ),
+    Peer(
+        name="accelerate, .bin",
+        package="accelerate",
+        memory=MemoryKind.PRIVATE,
+        suffixes=_PICKLES,
         prepare=_accelerate,
     ),
     Peer(

@@ -152,8 +152,11 @@ class BenchReport:
         return ratio(result.summary, self.fastest.summary)
 
     def part_of_limit(self, result: StrategyResult | PeerResult) -> float | None:
-        """Return the rate of `result` as a part of the raw read's, `None` where there is nothing to compare."""
+        """Return the rate of `result` as a part of the raw read's, `None` where there is nothing to compare.
+
+        It is that of the medians: one disturbed run of three would make nonsense of means.
+        """
         raw = next((raw for raw in self.raw if raw.name == result.limit), None)
-        if raw is None or result.summary is None or not result.summary.mean:
+        if raw is None or result.measured is None or not result.measured.median_seconds:
             return None
-        return raw.summary.mean / result.summary.mean
+        return raw.measured.median_seconds / result.measured.median_seconds

@@ -6,6 +6,7 @@ The order is another one in each round, so that whatever drifts on the machine h
 from __future__ import annotations
 
 import gc
+import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -55,6 +56,11 @@ class Measured:
     peak_private_bytes: int = 0
     peak_file_bytes: int = 0
     cached: tuple[float, float] = (0.0, 1.0)
+
+    @property
+    def median_seconds(self) -> float:
+        """Return the median time of a run, which a single disturbed run does not move."""
+        return statistics.median(self.seconds)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

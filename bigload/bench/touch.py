@@ -6,6 +6,7 @@ import mmap
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
+from bigload.bench.memory import MemoryKind
 from bigload.loading.workers import default_threads, run_jobs
 from bigload.units import MIB
 
@@ -14,6 +15,16 @@ if TYPE_CHECKING:
 
 _PAGE = mmap.PAGESIZE
 _PIECE_BYTES = 64 * MIB
+
+
+def finish(tensors: Iterable[torch.Tensor], memory: MemoryKind) -> None:
+    """Return when every byte of `tensors` can be used: pages of files are touched, copies to a device waited for."""
+    if memory is MemoryKind.FILE:
+        touch(tensors)
+    elif memory is MemoryKind.DEVICE:
+        import torch
+
+        torch.accelerator.synchronize()
 
 
 def touch(tensors: Iterable[torch.Tensor], *, threads: int | None = None) -> int:

@@ -24,7 +24,7 @@ class HostStager:
 
     def carry(self, job: ReadJob, source: ByteSource) -> None:
         """Read the bytes of `job` into this thread's block, and write its pieces to their buffers."""
-        block = self._block(job.num_bytes)
+        block = self._block(job.num_bytes, "staged")
         source.read_into([memoryview(block)[: job.num_bytes]], job.offset)
         staged = torch.frombuffer(block, dtype=torch.uint8, count=job.num_bytes)
         for piece in job.pieces:
@@ -53,12 +53,20 @@ class HostStager:
         assert wanted is not None, "check_dtypes() comes first"
         if piece.source % stored.itemsize or piece.stride % stored.itemsize:
             rows = rows.clone(memory_format=torch.contiguous_format)  # elements across the borders of the block's
-        target.view(wanted).copy_(rows.view(stored))
+        values, target = rows.view(stored), target.view(wanted)
+        if {stored, wanted} == {torch.float16, torch.bfloat16}:
+            # torch converts each of them from and to float32 several times as fast as to the other, and float32
+            # holds both without rounding.
+            scratch = torch.frombuffer(self._block(4 * values.numel(), "scratch"), dtype=torch.float32)
+            values = scratch[: values.numel()].view(values.shape).copy_(values)
+        target.copy_(values)
 
-    def _block(self, num_bytes: int) -> Buffer:
-        block: Buffer | None = getattr(self._blocks, "block", None)
+    def _block(self, num_bytes: int, use: str) -> Buffer:
+        """Return this thread's block for one `use`: fresh memory for each would cost more than the cast."""
+        block: Buffer | None = getattr(self._blocks, use, None)
         if block is None or len(block) < num_bytes:
-            block = self._blocks.block = allocate(max(num_bytes, STAGED_BLOCK_BYTES))
+            block = allocate(max(num_bytes, STAGED_BLOCK_BYTES))
+            setattr(self._blocks, use, block)
         return block
 
 

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from bigload.errors import ReadError
-from bigload.loading.bytesource import NO_RECORDER, OpenFile, ended_early
+from bigload.loading.bytesource import NO_RECORDER, OpenFile, ended_early, fill
 from bigload.loading.huge_pages import address_of, no_memory
 from bigload.loading.report import Phase, Recorder
 
@@ -87,19 +87,13 @@ class MappedFile(OpenFile):
             raise ReadError(self._path, f"the disk did not give all of bytes {start} to {stop} ({os.strerror(reason)})")
 
     def read_into(self, buffers: Sequence[memoryview], offset: int) -> None:
-        """Fill all of `buffers` by copies out of the map; see `ByteSource`."""
-        stop = offset + sum(buffer.nbytes for buffer in buffers)
-        if offset == stop:
-            return
-        if stop > self._num_bytes:
-            raise ended_early(self._path, self._num_bytes, missing=stop - max(offset, self._num_bytes))
-        self.populate(offset, stop)
-        with self._recorder.span(Phase.COPY, num_bytes=stop - offset, file=self._path.name):
-            source = address_of(self.buffer) + offset
-            for buffer in buffers:
-                if buffer.nbytes:
-                    ctypes.memmove(address_of(buffer), source, buffer.nbytes)
-                    source += buffer.nbytes
+        """Fill all of `buffers`; see `ByteSource`.
+
+        Not out of the map but by reads: that copies once as well, and leaves no pages that count as this process's.
+        """
+        num_bytes = sum(buffer.nbytes for buffer in buffers)
+        with self._recorder.span(Phase.READ, num_bytes=num_bytes, file=self._path.name):
+            fill(buffers, self.descriptor, offset, self._path)
 
     def close(self) -> None:
         """Close the file and let go of the map, which lives on in those who hold a part of `buffer`."""

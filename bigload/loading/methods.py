@@ -10,8 +10,8 @@ class Method(StrEnum):
 
     `read`: positional reads through the page cache, into memory of this process. `direct`: the same past the page
     cache (O_DIRECT). `mmap`: tensors stay pages of the file, shared with every process that maps it, copied when they
-    are first written to; what cannot stay (another dtype, another device) is copied out of the map. `auto`: `read` or
-    `direct`, whichever is faster for these files now.
+    are first written to; what cannot stay (another dtype, another device) is read. `auto`: `read` or `direct`,
+    whichever is faster for these files now.
     """
 
     AUTO = "auto"

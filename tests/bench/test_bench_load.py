@@ -2,10 +2,11 @@ import hashlib
 from functools import partial
 
 import pytest
-from bench_reports import report_of, strategy
 
 import bigload
+from bench_reports import report_of, strategy
 from bigload.bench import bench_load as bench_module
+from bigload.bench import runner
 from bigload.bench.bench_load import bench_load
 from bigload.bench.cases import Case
 from bigload.bench.memory import MemoryKind
@@ -13,13 +14,18 @@ from bigload.bench.page_cache_state import evict_verified
 from bigload.bench.raw_limit import RawKind
 from bigload.bench.recommendation import measure_sizes
 from bigload.errors import BenchOptionError, CheckpointNotFoundError, NotEnoughMemoryError
-from bigload.loading import load as load_module
+from bigload.loading import guards
 from bigload.loading.methods import Method
 from bigload.loading.page_cache import cached_fraction
 from bigload.loading.report import Phase
 from builders import make_checkpoint, stored_tensors, write_shard
 
 QUICK = {"raw": False, "trace": False, "sizes": False}
+
+
+@pytest.fixture(autouse=True)
+def _quick_collector(monkeypatch):
+    monkeypatch.setattr(runner.gc, "collect", lambda: None)  # 0.1 s each, in a process that has imported torch
 
 
 @pytest.fixture
@@ -190,7 +196,7 @@ def test_what_is_not_there_cannot_be_measured(tmp_path):
 
 
 def test_what_does_not_fit_into_memory_cannot_be_measured(tiny, monkeypatch):
-    monkeypatch.setattr(load_module, "available_memory", lambda: 1000)
+    monkeypatch.setattr(guards, "available_memory", lambda: 1000)
     with pytest.raises(NotEnoughMemoryError):
         bench_load(tiny, runs=1)
 

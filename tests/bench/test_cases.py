@@ -24,7 +24,7 @@ def test_what_is_named_twice_is_one_case():
     ("threads", "methods"), [((), ("read",)), ((1,), ()), ((1, 0), ("read",)), ((-2,), ("read",)), ((1,), ("quick",))]
 )
 def test_no_case_and_no_such_case_are_refused(threads, methods):
-    with pytest.raises(ValueError, match="at least one thread count|quick"):
+    with pytest.raises(ValueError, match=r"at least one thread count|quick"):
         all_cases(threads, methods)
 
 

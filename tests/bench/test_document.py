@@ -1,8 +1,8 @@
 import json
 
 import pytest
-from bench_reports import full_report, report_of, strategy
 
+from bench_reports import full_report, report_of, strategy
 from bigload.bench.document import bench_document
 from bigload.loading.methods import Method
 
@@ -18,7 +18,7 @@ def test_figures_of_a_strategy_follow_from_its_runs():
     assert serial["mean_seconds"] == pytest.approx(1.97)
     assert serial["bytes_per_second"] == pytest.approx(4 * 2**30 / 1.97)
     assert serial["times_fastest"] == pytest.approx(1.97 / 1.07)
-    assert serial["part_of_raw_read"] == pytest.approx(0.99 / 1.97)
+    assert serial["part_of_raw_read"] == pytest.approx(0.99 / 1.98)  # the medians
     assert (serial["method"], serial["used_method"]) == ("auto", "read")
 
 

@@ -1,14 +1,21 @@
+import json
 import sys
 
 import pytest
 
-from bigload.bench import peers
+from bigload.bench import peers, runner
 from bigload.bench.bench_load import bench_load
 from bigload.bench.memory import MemoryKind
 from bigload.bench.peers import CannotLoadError, Peer, empty_model
 from bigload.checkpoint.source import open_checkpoint
 from bigload.loading.load import load
 from builders import make_checkpoint
+
+
+@pytest.fixture(autouse=True)
+def _quick_collector(monkeypatch):
+    monkeypatch.setattr(runner.gc, "collect", lambda: None)  # 0.1 s each, in a process that has imported torch
+
 
 QUICK = {"threads": (1,), "runs": 1, "raw": False, "trace": False, "sizes": False, "peers": True}
 
@@ -97,7 +104,7 @@ def test_an_empty_model_has_every_tensor_on_meta(tiny):
 def test_without_a_config_transformers_says_what_it_lacks(tiny):
     (tiny / "config.json").unlink()
     found = next(peer for peer in peers.PEERS if peer.name == "transformers")
-    with pytest.raises(CannotLoadError, match="config.json"):
+    with pytest.raises(CannotLoadError, match=r"config\.json"):
         found.prepare(peers.Target(open_checkpoint(tiny), "cpu", None))
 
 
@@ -117,3 +124,15 @@ def test_every_installed_peer_loads_the_same_bytes(tmp_path, monkeypatch, found)
     assert len(result.measured.seconds) == 1
     assert sorted(path.name for path in (tmp_path / "models").iterdir()) == ["tiny"]
     assert found.package in {"torch", "safetensors"} or found.package.replace("-", "_").split(".")[0] in sys.modules
+
+
+@pytest.mark.peers
+def test_code_beside_the_weights_is_not_run(tiny):
+    pytest.importorskip("transformers")
+    config = {"model_type": "evil", "architectures": ["Evil"], "auto_map": {"AutoConfig": "evil.Config"}}
+    (tiny / "config.json").write_text(json.dumps(config))
+    (tiny / "evil.py").write_text(f"open({str(tiny / 'was_run')!r}, 'w')\nclass Config: pass\n")
+    found = next(peer for peer in peers.PEERS if peer.name == "transformers")
+    with pytest.raises(ValueError, match="custom code"):
+        found.prepare(peers.Target(open_checkpoint(tiny), "cpu", None))
+    assert not (tiny / "was_run").exists()

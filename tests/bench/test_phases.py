@@ -64,7 +64,7 @@ def test_a_trace_has_a_process_for_every_load_and_a_row_for_every_thread():
         (1, 2, "bigload-1"),
         (2, 1, "bigload-0"),
     ]
-    assert [e for e in events if e["ph"] == "X"][0] == {
+    assert next(e for e in events if e["ph"] == "X") == {
         "name": "read",
         "cat": "load",
         "ph": "X",

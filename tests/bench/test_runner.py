@@ -7,6 +7,11 @@ from bigload.bench.page_cache_state import CacheState, LeftInCache
 from bigload.bench.runner import Contender, run_rounds
 
 
+@pytest.fixture(autouse=True)
+def _quick_collector(monkeypatch):
+    monkeypatch.setattr(runner.gc, "collect", lambda: None)  # 0.1 s each, in a process that has imported torch
+
+
 class Clock:
     """Every run takes the next of `seconds`: two looks at the clock are one run."""
 

@@ -10,8 +10,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from bench_reports import full_report, report_of, strategy
 
+from bench_reports import full_report, report_of, strategy
 from bigload.bench.recommendation import Recommendation, SizeMeasured
 from bigload.errors import BenchOptionError, MissingPackageError, OutputExistsError, WriteError
 from bigload.loading.methods import Method
@@ -179,6 +179,7 @@ def test_what_cannot_be_done_is_told_and_nothing_is_written(run, here, arguments
     assert sorted(here.rglob("*")) == before
 
 
-def test_the_peers_are_not_imported_unless_they_are_asked_for(run):
+def test_the_peers_are_not_imported_unless_they_are_asked_for(run, monkeypatch):
+    monkeypatch.setitem(sys.modules, "bigload.bench.peers", None)  # to import it is an error now
     assert run("bigload bench-load tiny-llama --runs 1 --threads 1 -q").code == 0
-    assert "bigload.bench.peers" not in sys.modules
+    assert run("bigload bench-load tiny-llama --runs 1 --threads 1 -q --peers").code == 1

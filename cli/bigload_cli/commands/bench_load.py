@@ -31,9 +31,9 @@ Examples:
 \b
 A run ends when every byte can be used. With mmap, tensors stay pages of the
 file: one byte of every page is read before the clock stops, for bigload and
-for others alike. OF RAW compares with a raw read of the same bytes, by turns
-with the loads. PRIVATE and FILE are the most memory, of the process itself and
-of pages of files, above what was held before a run.
+for others alike. OF RAW compares medians with a raw read of the same bytes,
+by turns with the loads. PRIVATE and FILE are the most memory, of the process
+itself and of pages of files, above what was held before a run.
 """
 
 
@@ -144,9 +144,10 @@ def _show(report: BenchReport, *, name: str, as_json: bool, quiet: bool, color: 
         output.print_text(str(report.recommendation.threads))
     else:
         from bigload_cli.views import bench as view
+        from bigload_cli.views.text import printable
 
         output.print_text(view.headline(report, name=name) + "\n")
         output.print_table(view.strategies(report), color=color)
         output.print_text("\n".join(["", *view.closing(report, blocks=output.can_draw_on_stdout())]))
         for warning in report.warnings:
-            output.say(f"warning: {warning.text}")
+            output.say(f"warning: {printable(warning.text)}")

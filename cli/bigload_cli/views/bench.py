@@ -6,11 +6,12 @@ from collections.abc import Sequence
 
 from bigload.bench.memory import MemoryKind
 from bigload.bench.raw_limit import RawKind
-from bigload.bench.recommendation import Recommendation
+from bigload.bench.recommendation import Recommendation, best_of
 from bigload.bench.report import BenchReport, RawResult, StrategyResult
 from bigload.bench.runner import Measured
 from bigload.bench.statistics import summarize
-from bigload.units import GIB, counted, format_size
+from bigload.loading.methods import Method
+from bigload.units import GIB, MIB, counted, format_size
 from bigload_cli.views.bars import bar
 from bigload_cli.views.table import PlainTable, Styled
 from bigload_cli.views.text import printable
@@ -57,8 +58,8 @@ def strategies(report: BenchReport) -> PlainTable:
             *durations(measured.seconds, factor),
             gib_per_second(report.total_bytes, measured),
             percentage(part),
-            format_size(measured.peak_private_bytes),
-            format_size(measured.peak_file_bytes),
+            short_size(measured.peak_private_bytes),
+            short_size(measured.peak_file_bytes),
         )
 
     for result in report.results:
@@ -78,6 +79,7 @@ def closing(report: BenchReport, *, blocks: bool) -> list[str]:
         *_comparison(report),
         *time_spent(report.fastest, blocks=blocks),
         proof(report),
+        *choices(report),
         *raw_notes(report),
         *peer_notes(report),
         "",
@@ -105,6 +107,18 @@ def gib_per_second(num_bytes: int, measured: Measured) -> str:
         return "-"
     rate = num_bytes / GIB / mean
     return f"{rate:.1f}" if rate >= 10 else f"{rate:.2f}"
+
+
+def short_size(num_bytes: int) -> str:
+    """Return a size of at most nine letters, below a thousand GiB.
+
+    >>> short_size(600 * 2**20), short_size(18_900_000), short_size(4 * GIB), short_size(0)
+    ('600 MiB', '18.0 MiB', '4.00 GiB', '0 B')
+    """
+    if not MIB <= num_bytes < GIB:
+        return format_size(num_bytes)
+    figure = num_bytes / MIB
+    return f"{figure:.0f} MiB" if figure >= 100 else f"{figure:.1f} MiB"
 
 
 def percentage(part: float | None) -> str:
@@ -136,6 +150,14 @@ def proof(report: BenchReport) -> str:
     return f"{words}, SHA-256 {report.fastest.sha256[:16]}."
 
 
+def choices(report: BenchReport) -> list[str]:
+    """Return what `auto` chose, and why."""
+    chosen = {(r.method, r.reason): r.name for r in report.results if r.case.method is Method.AUTO}
+    if len(chosen) == 1:
+        return [f"auto used {method}: {printable(reason)}." for method, reason in chosen]
+    return [f"{name} used {method}: {printable(reason)}." for (method, reason), name in chosen.items()]
+
+
 def raw_notes(report: BenchReport) -> list[str]:
     """Return what the raw reads were."""
     words = [
@@ -146,18 +168,18 @@ def raw_notes(report: BenchReport) -> list[str]:
 
 
 def peer_notes(report: BenchReport) -> list[str]:
-    """Return version and kind of memory of every peer, and why some were not measured."""
-    lines = []
+    """Return version and kind of memory of every peer that was measured, and why the others were not."""
+    lines, others = [], dict[str, list[str]]()
     for peer in report.peers:
         name = printable(f"{peer.name} {peer.version}" if peer.version else peer.name)
-        if peer.version is None:
-            lines.append(f"{name}: not installed (pip install {peer.package})")
-        elif peer.measured is None:
-            lines.append(f"{name}: not measured: {printable(peer.problem or '')}")
-        else:
+        if peer.measured is not None:
             same = "identical bytes" if peer.is_identical else "OTHER BYTES than bigload"
             lines.append(f"{name}: {_MEMORY_WORDS[peer.memory]}, {same}")
-    return lines
+        elif peer.version is None:
+            lines.append(f"{name}: not installed (pip install {peer.package})")
+        else:
+            others.setdefault(printable(peer.problem or ""), []).append(name)
+    return [*lines, *(f"{', '.join(names)}: not measured: {problem}" for problem, names in others.items())]
 
 
 def advice(report: BenchReport) -> str:
@@ -166,10 +188,17 @@ def advice(report: BenchReport) -> str:
     if found is None:
         return "Nothing can be recommended from this."
     use = f"Use {counted(found.threads, 'thread')}, {found.method}"
-    if found.threads == 1:
-        more = any(result.threads > 1 for result in report.results)
-        return f"{use}: more threads were not faster here." if more else f"{use}: no other thread count was tried."
-    return f"{use}. {_when_threads_pay(found)}"
+    if found.threads > 1:
+        sentence = f"{use}. {_when_threads_pay(found)}"
+    elif any(result.threads > 1 for result in report.results):
+        sentence = f"{use}: more threads were not faster here."
+    else:
+        sentence = f"{use}: no other thread count was tried."
+    private = [(r.case, r.summary) for r in report.results if r.memory is MemoryKind.PRIVATE]
+    if found.method != Method.MMAP or not private:
+        return sentence
+    best = best_of(private)
+    return f"{sentence} For memory that is not shared with the file: {best.name}."
 
 
 def _when_threads_pay(found: Recommendation) -> str:

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from bigload.bench.phases import MADE_BY
 from bigload.bench.report import BenchReport
 from bigload.bench.runner import Measured
-from bigload.units import format_size
 from bigload_cli.views import bench as view
 from bigload_cli.views.text import printable
 
@@ -24,7 +23,7 @@ def markdown(report: BenchReport, *, name: str) -> str:
         *_rows(report),
         "",
         *_paragraph(view.proof(report)),
-        *(f"- {_escaped(line)}" for line in (*view.raw_notes(report), *view.peer_notes(report))),
+        *(f"- {_escaped(line)}" for line in (*view.choices(report), *view.raw_notes(report), *view.peer_notes(report))),
         "",
         *_paragraph(view.advice(report)),
         *(f"> {_escaped(warning.text)}\n" for warning in report.warnings),
@@ -50,8 +49,8 @@ def _cells(report: BenchReport, name: str, memory: str, measured: Measured, part
             *view.durations(measured.seconds, view.unit_of(report)[1]),
             view.gib_per_second(report.total_bytes, measured),
             view.percentage(part),
-            format_size(measured.peak_private_bytes),
-            format_size(measured.peak_file_bytes),
+            view.short_size(measured.peak_private_bytes),
+            view.short_size(measured.peak_file_bytes),
         )
     )
 
