@@ -115,6 +115,7 @@ def bench_load(
             runs=runs,
             files=bench.files,
             cache=cache,
+            renewed_bytes=max(opened.total_bytes, *(bench.tensor_bytes(case) for case in cases)),
             on_run=on_run,
             clock=clock,
         )
@@ -176,6 +177,10 @@ class _Bench:
             return tensors
 
         return run
+
+    def tensor_bytes(self, case: Case) -> int:
+        """Return the bytes of what `case` loads; it was loaded once already."""
+        return self._reports[case.name].tensor_bytes
 
     def raw_reads(self, cases: Iterable[Case], peers: Mapping[Peer, _ReadyPeer]) -> tuple[RawRead, ...]:
         """Return the raw reads that are a limit for one of the contenders."""

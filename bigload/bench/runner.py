@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
+from bigload.bench.fresh_memory import renew
 from bigload.bench.memory_sampler import MemorySampler, MemoryUse
 from bigload.bench.page_cache_state import CacheState, LeftInCache, prepare
 from bigload.bench.peak_memory import peak_bytes, reset_peak
@@ -106,10 +107,15 @@ def run_rounds(
     runs: int,
     files: Sequence[Path],
     cache: CacheState = CacheState.AS_IS,
+    renewed_bytes: int = 0,
     on_run: OnRun = lambda _words: None,
     clock: Clock = time.perf_counter,
 ) -> Outcome:
-    """Time `runs` rounds of all `contenders`; before each run the page cache of `files` is brought into `cache`."""
+    """Time `runs` rounds of all `contenders`.
+
+    Before each run the page cache of `files` is brought into the state `cache`, and `renewed_bytes` of free memory are
+    touched (`fresh_memory`): about as much as a run takes.
+    """
     notes = {contender.name: _Notes() for contender in contenders}
     failures: dict[str, BaseException] = {}
     left: dict[str, LeftInCache] = {}
@@ -121,6 +127,7 @@ def run_rounds(
             gc.collect()
             for stayed in prepare(files, cache):
                 left[stayed.file] = max(stayed, left.get(stayed.file, stayed), key=lambda item: item.num_bytes or 0)
+            renew(renewed_bytes)
             try:
                 _time(contender, notes[contender.name], files, clock)
             except Exception as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -28,6 +29,7 @@ PARALLEL_BYTES = 64 * MIB
 """Less than this is read by one thread, if nobody says how many."""
 
 DISK_THREADS = 8
+"""Threads that wait for a disk need no core: more of them than cores keep its queue filled."""
 
 OpenSource = Callable[[Path], ByteSource]
 
@@ -70,12 +72,14 @@ def settle(
             choice = choose_method(
                 files,
                 asked=chosen.method,
-                threads=_threads(chosen, num_bytes, waits_for_disk=True),
+                threads=_threads(chosen, num_bytes, usual=DISK_THREADS),
                 memory_bytes=sum(want.num_bytes for want in wanted if want.place == CPU),
                 available_bytes=available_memory(),
             )
     waits_for_disk = choice.is_measured or choice.method is Method.DIRECT
-    threads = _threads(chosen, num_bytes, waits_for_disk=waits_for_disk)
+    is_cast = any(want.is_cast for want in wanted)
+    usual = DISK_THREADS if waits_for_disk else default_threads() if is_cast else copying_threads()
+    threads = _threads(chosen, num_bytes, usual=usual)
     return Approach(
         method=choice.method,
         reason=choice.reason,
@@ -85,17 +89,16 @@ def settle(
     )
 
 
-def _threads(chosen: LoadSettings, num_bytes: int, *, waits_for_disk: bool) -> int:
-    """Return how many threads read.
+def copying_threads() -> int:
+    """Return how many threads read what is cached: two per core, because the kernel has each wait for fresh memory."""
+    return min(2 * len(os.sched_getaffinity(0)), DISK_THREADS)
 
-    Those that wait for a disk need no core: more of them than cores keep its queue filled. And starting threads for a
-    few megabytes takes longer than reading those.
-    """
+
+def _threads(chosen: LoadSettings, num_bytes: int, *, usual: int) -> int:
+    """Return how many threads read: starting them for a few megabytes takes longer than reading those."""
     if chosen.threads is not None:
         return chosen.threads
-    if num_bytes < PARALLEL_BYTES:
-        return 1
-    return DISK_THREADS if waits_for_disk else default_threads()
+    return 1 if num_bytes < PARALLEL_BYTES else usual
 
 
 def _files(checkpoint: Checkpoint, wanted: Sequence[Wanted]) -> list[FileRanges]:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from bigload.loading.bytesource import ByteSource
-from bigload.loading.huge_pages import Buffer, allocate
+from bigload.loading.huge_pages import allocate
 from bigload.loading.report import Phase, Recorder
 from bigload.loading.schedule import STAGED_BLOCK_BYTES, Piece, ReadJob
 from bigload.loading.tensors import Memory, torch_dtype
@@ -24,9 +24,8 @@ class HostStager:
 
     def carry(self, job: ReadJob, source: ByteSource) -> None:
         """Read the bytes of `job` into this thread's block, and write its pieces to their buffers."""
-        block = self._block(job.num_bytes, "staged")
-        source.read_into([memoryview(block)[: job.num_bytes]], job.offset)
-        staged = torch.frombuffer(block, dtype=torch.uint8, count=job.num_bytes)
+        view, staged = self._block("staged", job.num_bytes)
+        source.read_into([view[: job.num_bytes]], job.offset)
         for piece in job.pieces:
             phase = Phase.COPY if piece.cast is None else Phase.CAST
             with self._recorder.span(phase, num_bytes=piece.num_bytes, file=job.file):
@@ -57,15 +56,16 @@ class HostStager:
         if {stored, wanted} == {torch.float16, torch.bfloat16}:
             # torch converts each of them from and to float32 several times as fast as to the other, and float32
             # holds both without rounding.
-            scratch = torch.frombuffer(self._block(4 * values.numel(), "scratch"), dtype=torch.float32)
-            values = scratch[: values.numel()].view(values.shape).copy_(values)
+            _, scratch = self._block("scratch", 4 * values.numel())
+            values = scratch.view(torch.float32)[: values.numel()].view(values.shape).copy_(values)
         target.copy_(values)
 
-    def _block(self, num_bytes: int, use: str) -> Buffer:
-        """Return this thread's block for one `use`: fresh memory for each would cost more than the cast."""
-        block: Buffer | None = getattr(self._blocks, use, None)
-        if block is None or len(block) < num_bytes:
-            block = allocate(max(num_bytes, STAGED_BLOCK_BYTES))
+    def _block(self, use: str, num_bytes: int) -> tuple[memoryview, torch.Tensor]:
+        """Return this thread's block for one `use`, twice: fresh memory for each would cost more than the cast."""
+        block: tuple[memoryview, torch.Tensor] | None = getattr(self._blocks, use, None)
+        if block is None or block[0].nbytes < num_bytes:
+            memory = allocate(max(num_bytes, STAGED_BLOCK_BYTES))
+            block = memoryview(memory), torch.frombuffer(memory, dtype=torch.uint8)
             setattr(self._blocks, use, block)
         return block
 

@@ -1,0 +1,31 @@
+"""Fresh memory that costs the same before every run.
+
+A virtual machine may hand free pages back to its host. Whoever touches them next pays for getting them again, seconds
+per GiB at worst, and that is no property of a loader. On a machine of its own this changes nothing.
+"""
+
+from __future__ import annotations
+
+from bigload.loading.huge_pages import Buffer, allocate, prefault
+from bigload.loading.workers import default_threads, run_jobs
+from bigload.planning.probe import available_memory
+from bigload.units import GIB, MIB
+
+_PIECE_BYTES = 64 * MIB
+
+
+def renew(num_bytes: int) -> None:
+    """Touch `num_bytes` of fresh memory and give them back, so that the system has them at hand.
+
+    At most half of what is available: what the page cache holds shall stay there.
+    """
+    available = available_memory()
+    num_bytes = num_bytes if available is None else min(num_bytes, available // 2)
+    buffers = [allocate(min(GIB, num_bytes - start)) for start in range(0, num_bytes, GIB)]
+    pieces = [(buffer, start) for buffer in buffers for start in range(0, len(buffer), _PIECE_BYTES)]
+    run_jobs(_touch, pieces, threads=default_threads())
+
+
+def _touch(piece: tuple[Buffer, int]) -> None:
+    buffer, start = piece
+    prefault(buffer, start, min(start + _PIECE_BYTES, len(buffer)))
