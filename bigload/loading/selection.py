@@ -78,10 +78,12 @@ def _names(checkpoint: Checkpoint, only: Collection[str] | None, slices: Mapping
 
 
 def _checked(tensor: TensorInfo, part: Slice | None) -> Slice | None:
-    if part is not None and tensor.strides is not None:
+    if part is None:
+        return None
+    if tensor.strides is not None:
         expected = f"no part of it: it is stored with the strides {list(tensor.strides)}, not row by row"
         raise LoadOptionError(f"slices[{tensor.name!r}]", part, expected)
-    if not isinstance(part, Slice | None):
+    if not isinstance(part, Slice):
         raise LoadOptionError(f"slices[{tensor.name!r}]", part, "a bigload.loading.slices.Slice(dim, start, stop)")
     try:
         rows_of(tensor, part)
