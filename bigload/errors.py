@@ -310,8 +310,8 @@ class UnknownTensorError(LoadError, KeyError):
 class ReadError(LoadError, OSError):
     """A read from a checkpoint file failed, or the file ended before the tensor did."""
 
-    def __init__(self, path: Path | str, reason: str) -> None:
-        super().__init__(f"cannot read {path}: {reason}")
+    def __init__(self, path: Path | str, reason: str, *, hint: str | None = None) -> None:
+        super().__init__(f"cannot read {path}: {reason}", hint=hint)
         self.path = path
 
 

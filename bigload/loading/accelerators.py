@@ -14,12 +14,12 @@ def check_present(place: str) -> None:
         LoadOptionError: there is no such device here, or this torch was built without its kind.
     """
     device = torch.device(place)
-    if device.type in ("cpu", "meta"):
+    if device.type == "cpu":
         return
     try:
         module = torch.get_device_module(device)
         count = module.device_count() if module.is_available() else 0
-    except (RuntimeError, AttributeError):
+    except (RuntimeError, AttributeError):  # also of meta, which holds no bytes
         count = 0
     if (device.index or 0) >= count:
         found = f"{count} of them" if count else "none"

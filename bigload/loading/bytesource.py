@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import stat
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
@@ -39,9 +41,14 @@ class OpenFile:
         self._recorder = recorder
         self.descriptor = -1
         try:
-            self.descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | flags)
+            # O_NONBLOCK: opening a FIFO must not wait for a writer that never comes.
+            self.descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | flags)
         except OSError as error:
-            raise ReadError(path, error.strerror or str(error)) from error
+            hint = "a load keeps all of its files open; allow more (ulimit -n)" if error.errno == errno.EMFILE else None
+            raise ReadError(path, error.strerror or str(error), hint=hint) from error
+        if not stat.S_ISREG(os.fstat(self.descriptor).st_mode):
+            self.close()
+            raise ReadError(path, "not a regular file")
 
     def close(self) -> None:
         """Close the file."""

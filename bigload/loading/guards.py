@@ -2,32 +2,33 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 from bigload.checkpoint.fingerprint import changes, current_fingerprint, of_shard
 from bigload.checkpoint.model import Checkpoint
 from bigload.errors import NotEnoughMemoryError, ReadError
 from bigload.loading.approach import Approach
+from bigload.loading.bytesource import OpenFile
 from bigload.loading.methods import Method
 from bigload.loading.schedule import CPU, Schedule, Way
 from bigload.planning.probe import available_memory
 
 
 def check_unchanged(checkpoint: Checkpoint, files: set[str]) -> None:
-    """Raise if a file is no longer the one whose header told where the tensors are."""
+    """Raise if a file is no longer the one whose header told where the tensors are.
+
+    Raises:
+        ReadError: it is not, or it cannot be read.
+    """
     for shard in checkpoint.shards:
         if shard.file not in files:
             continue
         path = checkpoint.root / shard.file
-        try:
-            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        except OSError as error:
-            raise ReadError(path, error.strerror or str(error)) from error
-        try:
-            now = current_fingerprint(descriptor, shard)
-        finally:
-            os.close(descriptor)
+        with OpenFile(path) as file:
+            try:
+                now = current_fingerprint(file.descriptor, shard)
+            except OSError as error:
+                raise ReadError(path, error.strerror or str(error)) from error
         if differences := changes([of_shard(shard)], [now]):
             raise ReadError(path, f"it changed since the checkpoint was opened: {differences[0]}")
 

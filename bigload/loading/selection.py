@@ -63,8 +63,9 @@ def select(
     for name in names:
         tensor = checkpoint.tensors[name]
         if places[name] != str(DISK):
-            want = Wanted(tensor=tensor, dtype=as_dtype(tensor, dtype).dtype if dtype else tensor.dtype)
-            wanted.append(replace(want, part=_checked(tensor, (slices or {}).get(name)), place=places[name]))
+            loaded = as_dtype(tensor, dtype).dtype if dtype else tensor.dtype
+            part = _checked(tensor, (slices or {}).get(name))
+            wanted.append(Wanted(tensor=tensor, dtype=loaded, part=part, place=places[name]))
     return Selection(wanted=tuple(wanted), left_on_disk=tuple(name for name in names if places[name] == str(DISK)))
 
 
@@ -77,9 +78,13 @@ def _names(checkpoint: Checkpoint, only: Collection[str] | None, slices: Mapping
 
 
 def _checked(tensor: TensorInfo, part: Slice | None) -> Slice | None:
-    if part is not None and tensor.strides is not None:
+    if part is None:
+        return None
+    if tensor.strides is not None:
         expected = f"no part of it: it is stored with the strides {list(tensor.strides)}, not row by row"
         raise LoadOptionError(f"slices[{tensor.name!r}]", part, expected)
+    if not isinstance(part, Slice):
+        raise LoadOptionError(f"slices[{tensor.name!r}]", part, "a bigload.loading.slices.Slice(dim, start, stop)")
     try:
         rows_of(tensor, part)
     except ValueError as error:
@@ -113,6 +118,7 @@ def _nearest(name: str, places: Mapping[str, str]) -> str:
 
 def _place(device: DeviceLike) -> str:
     text = f"cuda:{device}" if isinstance(device, int) else str(device)
+    text = CPU if text == "cpu:0" else text  # torch numbers the one there is
     try:
         return str(Device.parse(text))
     except ValueError as error:

@@ -30,14 +30,19 @@ def parsed_dtype(dtype: str | torch.dtype | None) -> DType | None:
     """Return the dtype that text or a torch dtype names.
 
     Raises:
-        LoadOptionError: neither safetensors nor torch has one of that name.
+        LoadOptionError: neither safetensors nor torch has one of that name, or weights cannot be cast to it: integers
+            would lose them, and packed types need more than a cast.
     """
     if dtype is None:
         return None
     try:
-        return parse_dtype(str(dtype))
+        parsed = parse_dtype(str(dtype))
     except ValueError as error:
         raise LoadOptionError("dtype", str(dtype), f"the name of a dtype ({error})") from None
+    found = torch_dtype(parsed)
+    if parsed.bits < 8 or (found is not None and not found.is_floating_point):
+        raise LoadOptionError("dtype", str(dtype), "a floating-point dtype of 8 bits or more")
+    return parsed
 
 
 def check_dtypes(wanted: Iterable[Wanted]) -> None:
@@ -74,7 +79,7 @@ def _view(slot: Slot, memory: Memory) -> torch.Tensor:
     elif want.num_bytes:
         raw = torch.frombuffer(memory, dtype=torch.uint8, count=want.num_bytes, offset=slot.start)
     else:
-        return torch.empty(shape, dtype=dtype)
+        return torch.empty(shape, dtype=dtype, device="cpu")  # whatever the caller's default device
     if want.tensor.strides is not None:  # a view in a torch file stays one, as torch itself loads it
         return raw.view(dtype).as_strided(shape, want.tensor.strides)
     return raw.view(dtype).view(shape)

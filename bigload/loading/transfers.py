@@ -215,7 +215,7 @@ class Transfers:
 def _host_memory(num_bytes: int) -> tuple[torch.Tensor, bool]:
     """Return `num_bytes` that begin at a page, and whether they are pinned."""
     try:
-        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True), True
+        return torch.empty(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=True), True
     except RuntimeError:  # no accelerator that pins, or a limit on locked memory
         return torch.frombuffer(mmap.mmap(-1, num_bytes), dtype=torch.uint8), False
 

@@ -1,4 +1,5 @@
 import os
+import resource
 from itertools import islice
 
 import pytest
@@ -77,10 +78,18 @@ def test_a_missing_file_is_a_read_error_that_names_it(tmp_path):
 
 
 def test_what_the_system_refuses_is_a_read_error_with_the_offset(tmp_path):
-    reader = PositionalReader(tmp_path)  # a folder opens, and cannot be read
-    with pytest.raises(ReadError, match=r"Is a directory at byte 5"):
-        reader.read_into(views_of(bytearray(4), 4), 5)
-    reader.close()
+    reader = PositionalReader(file_of(tmp_path / "file", b"0123"))
+    with reader, pytest.raises(ReadError, match=r"Invalid argument at byte -5"):
+        reader.read_into(views_of(bytearray(4), 4), -5)
+
+
+@pytest.mark.parametrize("put", [os.mkfifo, os.mkdir])
+def test_only_regular_files_are_opened_and_a_fifo_is_not_waited_for(tmp_path, put):
+    before = open_descriptors()
+    put(tmp_path / "file")
+    with pytest.raises(ReadError, match="not a regular file"):
+        PositionalReader(tmp_path / "file")
+    assert open_descriptors() == before
 
 
 def test_leaving_the_block_closes_the_file(tmp_path):
@@ -88,3 +97,16 @@ def test_leaving_the_block_closes_the_file(tmp_path):
     with PositionalReader(file_of(tmp_path / "file", b"0123")):
         assert len(open_descriptors()) == len(before) + 1
     assert open_descriptors() == before
+
+
+def test_too_many_open_files_are_told_with_what_to_do(tmp_path):
+    path = file_of(tmp_path / "file", b"0123")
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    lowest = os.open(path, os.O_RDONLY)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, hard))
+    try:
+        with pytest.raises(ReadError, match="ulimit -n"):
+            PositionalReader(path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        os.close(lowest)

@@ -342,3 +342,23 @@ def test_a_model_computes_the_same_after_a_round_trip(tmp_path):
     assert torch.equal(model(values), source(values))
     model(values).sum().backward()
     assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("method", ["read", "direct", "mmap", "auto"])
+@pytest.mark.parametrize("put", [os.mkfifo, os.mkdir])
+def test_what_is_no_file_any_more_is_a_read_error_that_names_it(tmp_path, put, method):
+    path = write_shard(tmp_path / "model.safetensors", {"a": ("F32", [2])})
+    opened = bigload.open_checkpoint(tmp_path)
+    path.unlink()
+    put(path)
+    with nothing_leaked(), pytest.raises(ReadError, match=r"model\.safetensors.*not a regular file"):
+        bigload.load(opened, method=method)
+
+
+@pytest.mark.parametrize("method", ["read", "mmap"])
+def test_tensors_are_on_the_cpu_whatever_the_default_device_of_torch(tmp_path, method):
+    write_shard(tmp_path / "model.safetensors", {"a": ("F32", [2]), "empty": ("BF16", [0, 3])})
+    with torch.device("meta"):
+        loaded = bigload.load(tmp_path, method=method, threads=2)
+        cast = bigload.load(tmp_path, method=method, dtype="bf16")
+    assert {tensor.device.type for tensors in (loaded, cast) for tensor in tensors.values()} == {"cpu"}

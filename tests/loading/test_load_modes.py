@@ -281,3 +281,24 @@ def test_the_report_says_how_and_why(folder):
     assert report.seconds > 0
     assert {Phase.READ, Phase.CAST, Phase.ASSIGN} <= report.phase_seconds.keys()
     assert bigload.load(folder).report.phase_seconds == {}
+
+
+@pytest.mark.parametrize("dtype", ["int32", torch.bool, "complex64", "F4", "F6_E2M3"])
+def test_weights_are_cast_only_to_what_holds_weights(folder, dtype):
+    with pytest.raises(LoadOptionError, match="floating-point"):
+        bigload.load(folder, dtype=dtype)
+
+
+def test_a_slice_of_another_kind_is_refused_with_its_tensor(folder):
+    with pytest.raises(LoadOptionError, match=rf"slices\['{UP}'\].*Slice\(dim, start, stop\)"):
+        bigload.load(folder, slices={UP: slice(0, 2)})
+
+
+@pytest.mark.parametrize("device", ["cpu:0", torch.device("cpu", 0)])
+def test_the_cpu_by_its_number_is_the_cpu(folder, stored, device):
+    same(bigload.load(folder, device=device), stored)
+
+
+def test_a_device_that_holds_no_bytes_is_refused(folder):
+    with pytest.raises(LoadOptionError, match="meta"):
+        bigload.load(folder, device=torch.device("meta"))
