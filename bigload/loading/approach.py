@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -77,9 +76,7 @@ def settle(
                 available_bytes=available_memory(),
             )
     waits_for_disk = choice.is_measured or choice.method is Method.DIRECT
-    is_cast = any(want.is_cast for want in wanted)
-    usual = DISK_THREADS if waits_for_disk else default_threads() if is_cast else copying_threads()
-    threads = _threads(chosen, num_bytes, usual=usual)
+    threads = _threads(chosen, num_bytes, usual=DISK_THREADS if waits_for_disk else default_threads())
     return Approach(
         method=choice.method,
         reason=choice.reason,
@@ -87,11 +84,6 @@ def settle(
         max_inflight_bytes=chosen.max_inflight_bytes,
         open_source=open_source or _opener(choice, threads, recorder),
     )
-
-
-def copying_threads() -> int:
-    """Return how many threads read what is cached: two per core, because the kernel has each wait for fresh memory."""
-    return min(2 * len(os.sched_getaffinity(0)), DISK_THREADS)
 
 
 def _threads(chosen: LoadSettings, num_bytes: int, *, usual: int) -> int:
