@@ -125,7 +125,7 @@ def bench_load(
     cached = [measured.cached for measured in outcome.measured.values()]
     report = BenchReport(
         path=opened.path,
-        total_bytes=opened.total_bytes,
+        total_bytes=opened.stored_bytes,
         num_shards=len(opened.shards),
         num_cores=bench.num_cores,
         runs=runs,
@@ -266,7 +266,7 @@ class _Bench:
         serial = next((r for r in results if r.case == replace(best, threads=1)), None)
         if serial is not None:  # the whole was measured before
             parallel = next(result for result in results if result.case == best)
-            found = (*found, whole(self.checkpoint.total_bytes, serial.seconds, parallel.seconds))
+            found = (*found, whole(self.checkpoint.stored_bytes, serial.seconds, parallel.seconds))
         return replace(advice, sizes=found)
 
     def _time_part(self, case: Case, names: Sequence[str]) -> float:

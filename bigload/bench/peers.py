@@ -83,7 +83,7 @@ class Peer:
         """
         suffixes = {Path(file).suffix for file in target.files}
         if not suffixes <= set(self.suffixes):
-            raise CannotLoadError(f"it reads {', '.join(self.suffixes)}, not {', '.join(sorted(suffixes))}")
+            raise CannotLoadError(f"reads {', '.join(self.suffixes)}, not {', '.join(sorted(suffixes))}")
         return _finished(self.prepare(target), self.memory if target.device == "cpu" else MemoryKind.DEVICE)
 
 

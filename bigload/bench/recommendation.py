@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from bigload.bench.cases import Case
 from bigload.bench.statistics import Summary, ratio
-from bigload.checkpoint.model import Checkpoint, TensorInfo
+from bigload.checkpoint.model import Checkpoint, TensorInfo, distinct_bytes
 from bigload.units import MIB
 
 _CLOSE = 1.05
@@ -92,8 +92,8 @@ def measure_sizes(
     found = []
     for size in sizes:
         part = prefix(checkpoint.tensors.values(), size)
-        num_bytes = sum(tensor.num_bytes for tensor in part)
-        if num_bytes < size / 2 or size > checkpoint.total_bytes / 2:
+        num_bytes = distinct_bytes(tensor.span for tensor in part)
+        if num_bytes < size / 2 or size > checkpoint.stored_bytes / 2:
             continue
         names = [tensor.name for tensor in part]
         serial, parallel = replace(case, threads=1), case

@@ -104,6 +104,7 @@ class BenchReport:
 
     Attributes:
         path: The checkpoint as it was named.
+        total_bytes: Bytes of its files that are read: what tensors share counts once.
         cache: What the page cache was brought to before every run.
         cached: The least and the largest part of the files that was in it when a timed run began.
         left_in_cache: What could not be evicted.

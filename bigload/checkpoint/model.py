@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -78,6 +78,17 @@ class Shard:
         return sum(stop - start for start, stop in self.header_parts)
 
 
+def distinct_bytes(spans: Iterable[Span]) -> int:
+    """Return how many bytes of files lie in at least one of `spans`."""
+    total, last, end = 0, "", 0
+    for span in sorted(spans, key=lambda span: (span.file, span.start)):
+        if span.file != last:
+            last, end = span.file, 0
+        total += max(span.stop - max(span.start, end), 0)
+        end = max(end, span.stop)
+    return total
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointWarning:
     """Something odd that does not stand in the way of reading: a stable `code` and one sentence."""
@@ -135,6 +146,11 @@ class Checkpoint:
     def total_bytes(self) -> int:
         """Bytes of all tensors, without headers."""
         return sum(tensor.num_bytes for tensor in self.tensors.values())
+
+    @cached_property
+    def stored_bytes(self) -> int:
+        """Bytes of the files that tensors lie in: in torch files several can share some, which count once here."""
+        return distinct_bytes(tensor.span for tensor in self.tensors.values())
 
     @cached_property
     def num_parameters(self) -> int:

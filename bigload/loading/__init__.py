@@ -1,1 +1,1 @@
-"""Bytes to tensors. Reading is torch-free; only `tensors.py` and `assign.py` import torch."""
+"""Bytes to tensors. Reading needs no torch; making, casting and sending tensors does."""

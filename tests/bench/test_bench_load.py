@@ -2,6 +2,7 @@ import hashlib
 from functools import partial
 
 import pytest
+import torch
 
 import bigload
 from bench_reports import report_of, strategy
@@ -88,6 +89,12 @@ def test_the_report_says_what_was_loaded_how_and_where(tiny):
     assert result.method in {Method.READ, Method.DIRECT}
     assert result.reason
     assert len(result.seconds) == 2
+
+
+def test_bytes_that_tensors_share_count_once(tmp_path):
+    weight = torch.ones(1000)
+    torch.save({"embed.weight": weight, "head.weight": weight}, tmp_path / "tied.bin")
+    assert bench_load(tmp_path / "tied.bin", threads=(1,), runs=1, **QUICK).total_bytes == 4000
 
 
 def test_an_opened_checkpoint_is_measured_like_its_path(tiny):

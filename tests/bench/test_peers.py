@@ -78,7 +78,7 @@ def test_one_that_fails_at_once_and_one_that_fails_later_are_told_and_not_fatal(
 
 def test_one_that_reads_other_files_is_told(tiny, monkeypatch):
     (result,) = results(tiny, monkeypatch, peer(lambda target: None, suffixes=(".bin",)))
-    assert result.problem == "it reads .bin, not .safetensors"
+    assert result.problem == "reads .bin, not .safetensors"
 
 
 def test_what_was_made_for_a_peer_is_gone_after_the_bench(tiny, monkeypatch):

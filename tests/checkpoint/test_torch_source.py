@@ -125,6 +125,14 @@ def test_tied_weights_may_count_once_or_twice_in_an_index(tmp_path, total_size, 
     assert len(open_checkpoint(tmp_path).warnings) == num_warnings
 
 
+def test_bytes_that_tensors_share_are_stored_once(tmp_path):
+    whole = torch.ones(100)
+    torch.save({"a": whole, "b": whole, "c": whole[40:90], "d": torch.ones(3)}, tmp_path / "x.pt")
+    checkpoint = open_checkpoint(tmp_path / "x.pt")
+    assert checkpoint.total_bytes == 4 * (100 + 100 + 50 + 3)
+    assert checkpoint.stored_bytes == 4 * (100 + 3)
+
+
 def test_a_repository_of_torch_files_opens_by_name_from_the_cache(tmp_path, monkeypatch):
     from huggingface_hub import constants
 

@@ -12,7 +12,9 @@ from pathlib import Path
 import pytest
 
 from bench_reports import full_report, report_of, strategy
+from bigload.bench.memory import MemoryKind
 from bigload.bench.recommendation import Recommendation, SizeMeasured
+from bigload.bench.report import PeerResult
 from bigload.errors import BenchOptionError, MissingPackageError, OutputExistsError, WriteError
 from bigload.loading.methods import Method
 from bigload_cli.views import bench as view
@@ -81,6 +83,22 @@ def test_the_advice_claims_no_more_than_was_measured(threads, sizes, words):
     advice = Recommendation(strategy="", threads=threads, method="read", sizes=found)
     results = (strategy(1, Method.READ, 1.0), strategy(4, Method.READ, 1.0))
     assert words in view.advice(report_of(*results, recommendation=advice))
+
+
+@pytest.mark.parametrize(("spread", "is_noise"), [(0.01, False), (0.6, True)])
+def test_advice_that_rests_on_noise_says_so(spread, is_noise):
+    results = [strategy(n, Method.READ, mean - spread, mean + spread) for n, mean in ((1, 1.6), (4, 1.0))]
+    report = report_of(*results, recommendation=Recommendation(strategy="", threads=4, method="read"))
+    assert ("no difference here is beyond noise" in view.advice(report)) is is_noise
+
+
+def test_peers_that_failed_alike_are_told_in_one_line_that_does_not_mix_names():
+    peers = [
+        PeerResult(name=name, package="x", version="2", memory=MemoryKind.PRIVATE, problem="reads .bin, .pt")
+        for name in ("torch.load", "torch.load, mmap")
+    ]
+    notes = view.peer_notes(report_of(strategy(1, Method.READ, 1.0), peers=tuple(peers)))
+    assert notes == ["not measured: torch.load 2; torch.load, mmap 2 (reads .bin, .pt)"]
 
 
 def test_the_only_thread_count_is_not_called_the_best():

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from builders import make_checkpoint
 
@@ -31,6 +32,12 @@ def test_a_checkpoint_can_be_named_by_its_folder_its_index_or_a_file(run, here):
     for path in ("tiny-llama", "tiny-llama/", "./tiny-llama", "tiny-llama/model.safetensors.index.json"):
         assert run(f"bigload inspect {path} -q").stdout == "15278592\n"
     assert run("bigload inspect one -q").stdout == run("bigload inspect one/model.safetensors -q").stdout
+
+
+def test_what_tensors_of_a_torch_file_share_is_told(run, here):
+    weight = torch.ones(256)
+    torch.save({"embed.weight": weight, "head.weight": weight}, here / "tied.bin")
+    assert "in 2 tensors, 2.0 KiB, sharing 1.0 KiB on disk, all F32\n" in run("bigload inspect tied.bin").stdout
 
 
 def test_depth_unfolds_the_tree_and_json_follows_it(run):

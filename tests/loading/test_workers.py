@@ -155,6 +155,15 @@ def test_a_stop_iteration_in_a_job_is_an_error_and_not_the_end_of_the_work(threa
         run_jobs(work, range(10), threads=threads)
 
 
+@pytest.fixture
+def hears_interrupts():
+    """As in a terminal: a shell has programs that it starts in the background ignore SIGINT."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("hears_interrupts")
 def test_a_real_interrupt_waits_for_the_running_jobs():
     main, both_run = threading.main_thread().ident, threading.Barrier(2, timeout=30)
     returned, ended, was_overtaken = threading.Event(), threading.Event(), []

@@ -179,7 +179,7 @@ def peer_notes(report: BenchReport) -> list[str]:
             lines.append(f"{name}: not installed (pip install {peer.package})")
         else:
             others.setdefault(printable(peer.problem or ""), []).append(name)
-    return [*lines, *(f"{', '.join(names)}: not measured: {problem}" for problem, names in others.items())]
+    return [*lines, *(f"not measured: {'; '.join(names)} ({problem})" for problem, names in others.items())]
 
 
 def advice(report: BenchReport) -> str:
@@ -194,11 +194,18 @@ def advice(report: BenchReport) -> str:
         sentence = f"{use}: more threads were not faster here."
     else:
         sentence = f"{use}: no other thread count was tried."
+    if _is_all_noise(report):
+        sentence += " But no difference here is beyond noise: take more runs (--runs)."
     private = [(r.case, r.summary) for r in report.results if r.memory is MemoryKind.PRIVATE]
     if found.method != Method.MMAP or not private:
         return sentence
     best = best_of(private)
     return f"{sentence} For memory that is not shared with the file: {best.name}."
+
+
+def _is_all_noise(report: BenchReport) -> bool:
+    others = [result for result in report.results if result is not report.fastest]
+    return bool(others) and all(report.ratio_to_fastest(other).is_within_noise for other in others)
 
 
 def _when_threads_pay(found: Recommendation) -> str:

@@ -24,6 +24,8 @@ def headline(checkpoint: Checkpoint) -> str:
     parameters = format_count(checkpoint.num_parameters)
     tensors, size = counted(len(checkpoint.tensors), "tensor"), format_size(checkpoint.total_bytes)
     shards = counted(len(checkpoint.shards), "shard")
+    if checkpoint.stored_bytes < checkpoint.total_bytes:
+        size += f", sharing {format_size(checkpoint.stored_bytes)} on disk"
     return (
         f"{printable(checkpoint.name)}   {_FORMATS[checkpoint.format]}, {shards}{index}, headers valid\n"
         f"{parameters} parameters in {tensors}, {size}, {_dtypes(checkpoint)}"
