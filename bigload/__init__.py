@@ -60,7 +60,11 @@ if TYPE_CHECKING:  # `as` marks them as public to type checkers
     from bigload.layouts.reshard import reshard as reshard
     from bigload.loading.bytesource import ByteSource as ByteSource
     from bigload.loading.events import Progress as Progress
+    from bigload.loading.load import LoadedTensors as LoadedTensors
     from bigload.loading.load import load as load
+    from bigload.loading.methods import Method as Method
+    from bigload.loading.report import LoadReport as LoadReport
+    from bigload.loading.slices import Slice as Slice
     from bigload.planning.budget import MemoryBudget as MemoryBudget
     from bigload.planning.certificate import Certificate as Certificate
     from bigload.planning.certificate import Verdict as Verdict
@@ -143,7 +147,10 @@ _HOMES = {
     "bigload.layouts.reshard": ("ReshardReport", "reshard"),
     "bigload.loading.bytesource": ("ByteSource",),
     "bigload.loading.events": ("Progress",),
-    "bigload.loading.load": ("load",),
+    "bigload.loading.load": ("LoadedTensors", "load"),
+    "bigload.loading.methods": ("Method",),
+    "bigload.loading.report": ("LoadReport",),
+    "bigload.loading.slices": ("Slice",),
     "bigload.planning.budget": ("MemoryBudget",),
     "bigload.planning.plan": ("DeviceUse", "Plan", "PlanNote"),
     "bigload.planning.planner": ("plan",),

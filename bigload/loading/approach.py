@@ -10,8 +10,8 @@ from pathlib import Path
 from bigload.checkpoint.model import Checkpoint
 from bigload.loading.bytesource import ByteSource, PositionalReader
 from bigload.loading.cache_first import CacheFirstReader
-from bigload.loading.direct import DirectReader
-from bigload.loading.huge_pages import BlockPool
+from bigload.loading.direct import MAX_ALIGNMENT, DirectReader
+from bigload.loading.huge_pages import LENT_BLOCK_BYTES, BlockPool
 from bigload.loading.mapped import MappedFile
 from bigload.loading.method_choice import Choice, choose_method
 from bigload.loading.methods import Method
@@ -45,8 +45,8 @@ class Approach:
 
     @property
     def block_bytes(self) -> int:
-        """The size of a read: smaller than usual where the bound would leave threads without one."""
-        return min(BLOCK_BYTES, max(self.max_inflight_bytes // self.threads, MIB))
+        """The size of a read."""
+        return _block_bytes(self.threads, self.max_inflight_bytes)
 
 
 def settle(
@@ -82,7 +82,7 @@ def settle(
         reason=choice.reason,
         threads=threads,
         max_inflight_bytes=chosen.max_inflight_bytes,
-        open_source=open_source or _opener(choice, threads, recorder),
+        open_source=open_source or _opener(choice, threads, chosen.max_inflight_bytes, recorder),
     )
 
 
@@ -117,10 +117,18 @@ def _merged(ranges: list[tuple[int, int]]) -> Iterator[tuple[int, int]]:
         yield begin, end
 
 
-def _opener(choice: Choice, threads: int, recorder: Recorder) -> OpenSource:
+def _block_bytes(threads: int, max_inflight_bytes: int) -> int:
+    """Return the size of a read: smaller than usual where the bound would leave threads without one."""
+    return min(BLOCK_BYTES, max(max_inflight_bytes // threads, MIB))
+
+
+def _opener(choice: Choice, threads: int, max_inflight_bytes: int, recorder: Recorder) -> OpenSource:
     if choice.method is Method.MMAP:
         return partial(MappedFile, recorder=recorder)
     if choice.method is Method.READ:
         return partial(PositionalReader, recorder=recorder)
     reader = CacheFirstReader if choice.cache_first else DirectReader
-    return partial(reader, pool=BlockPool(threads), recorder=recorder)
+    # No larger than a read of this load with the disk's blocks around it, nor more of them than may be under way.
+    block_bytes = min(LENT_BLOCK_BYTES, _block_bytes(threads, max_inflight_bytes) + 2 * MAX_ALIGNMENT)
+    num_blocks = max(min(threads, max_inflight_bytes // block_bytes), 1)
+    return partial(reader, pool=BlockPool(num_blocks, block_bytes=block_bytes), recorder=recorder)

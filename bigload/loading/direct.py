@@ -21,7 +21,7 @@ from bigload.loading.report import Phase, Recorder
 from bigload.units import KIB, MIB
 
 _MIN_IN_PLACE_BYTES = MIB  # less than this is read together with its neighbours: a read is a trip to the disk
-_MAX_ALIGNMENT = 64 * KIB
+MAX_ALIGNMENT = 64 * KIB
 _OWN_BLOCKS = 4  # of a reader that was given no pool
 _AT_FDCWD, _STATX_DIOALIGN = -100, 0x2000
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -50,7 +50,7 @@ def direct_alignment(path: Path) -> int | None:
     with OpenFile(path):
         told = _told_alignment(path)
         alignment = _tried_alignment(path) if told is None else told
-    return alignment if 0 < alignment <= _MAX_ALIGNMENT else None
+    return alignment if 0 < alignment <= MAX_ALIGNMENT else None
 
 
 class DirectReader(OpenFile):

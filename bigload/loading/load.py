@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from bigload.checkpoint.model import Checkpoint
 from bigload.checkpoint.source import open_checkpoint
-from bigload.errors import LegacyPickleError, ReadError
+from bigload.errors import LegacyPickleError
 from bigload.loading.approach import Approach, OpenSource, settle
-from bigload.loading.bytesource import ByteSource
-from bigload.loading.engine import Stager, opened_sources, read
 from bigload.loading.events import OnProgress, ignore_progress
-from bigload.loading.guards import check_memory, check_ram, check_unchanged, signature
-from bigload.loading.huge_pages import allocate
-from bigload.loading.mapped import MappedFile
+from bigload.loading.guards import check_memory, check_ram
+from bigload.loading.memory import filled
 from bigload.loading.methods import Method
 from bigload.loading.report import LoadReport, Phase, Recorder
-from bigload.loading.schedule import CPU, BufferSpec, Schedule, Way, schedule_reads
+from bigload.loading.schedule import CPU, Schedule, schedule_reads
 from bigload.loading.selection import Selection, select
 from bigload.loading.settings import settings
 from bigload.loading.slices import Slice
@@ -29,7 +26,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from bigload.loading.tensors import Memory
+    from bigload.loading.assign import Assignment
 
 
 class LoadedTensors(dict[str, "torch.Tensor"]):
@@ -97,65 +94,37 @@ def load(
         NotEnoughMemoryError: the tensors are larger than the free memory of a device.
         ReadError: a file could not be read to the end, or changed meanwhile. A module given as `into` is unchanged.
     """
-    from bigload.loading.accelerators import check_present
-    from bigload.loading.assign import assign, match
-    from bigload.loading.tensors import as_tensors, check_dtypes, parsed_dtype
+    from bigload.loading.tensors import as_tensors
 
     recorder = Recorder(is_tracing=trace)
+    wishes = _Wishes(into=into, only=only, slices=slices, dtype=dtype, device=device, strict=strict)
     chosen = settings(threads, method, max_inflight)
     try:
         opened = checkpoint if isinstance(checkpoint, Checkpoint) else open_checkpoint(checkpoint)
     except LegacyPickleError as error:
-        return _load_legacy(error, into=into, only=only, slices=slices, dtype=dtype, device=device, strict=strict)
-    selection = select(opened, only=only, slices=slices, dtype=parsed_dtype(dtype), device=device)
-    assignments = () if into is None else match(into, selection, strict=strict)
-    if into is not None:
-        selection = selection.of({assignment.tensor_name for assignment in assignments})
-    check_dtypes(selection.wanted)
-    for place in selection.places:
-        check_present(place)
+        return _load_legacy(error, wishes, recorder)
+    selection, assignments = wishes.of(opened)
     approach = settle(opened, selection.wanted, chosen, open_source, recorder)
     is_mapped = approach.method is Method.MMAP
     schedule = schedule_reads(selection.wanted, block_bytes=approach.block_bytes, in_map=is_mapped, populate=populate)
     check_memory(opened, schedule, approach)
-    memory = _read(opened, schedule, approach, recorder, on_progress)
+    memory = filled(opened, schedule, approach, recorder, on_progress)
     with recorder.span(Phase.ASSIGN):
         tensors = as_tensors(schedule, memory)
-        if into is not None:
-            assign(into, assignments, tensors)
+        wishes.assign(assignments, tensors)
     ordered = {want.name: tensors[want.name] for want in selection.wanted}
     return LoadedTensors(ordered, _report(schedule, selection, approach, recorder))
 
 
-def _load_legacy(
-    old: LegacyPickleError,
-    *,
-    into: nn.Module | None,
-    only: Collection[str] | None,
-    slices: Mapping[str, Slice] | None,
-    dtype: str | torch.dtype | None,
-    device: str | int | torch.device | Mapping[str, str | int | torch.device] | Plan,
-    strict: bool,
-) -> LoadedTensors:
+def _load_legacy(old: LegacyPickleError, wishes: _Wishes, recorder: Recorder) -> LoadedTensors:
     """Have torch load everything, then take what is wanted of it: such files cannot be read in part."""
-    from bigload.loading.accelerators import check_present
-    from bigload.loading.assign import assign, match
     from bigload.loading.legacy import described, load_legacy, taken
-    from bigload.loading.tensors import parsed_dtype
 
-    recorder = Recorder(is_tracing=False)
     check_ram(Path(old.path).name, str(old.path), sum(path.stat().st_size for path in old.paths))
     whole = load_legacy(old.paths)
-    opened = described(str(old.path), whole)
-    selection = select(opened, only=only, slices=slices, dtype=parsed_dtype(dtype), device=device)
-    assignments = () if into is None else match(into, selection, strict=strict)
-    if into is not None:
-        selection = selection.of({assignment.tensor_name for assignment in assignments})
-    for place in selection.places:
-        check_present(place)
+    selection, assignments = wishes.of(described(str(old.path), whole))
     tensors = {want.name: taken(want, whole[want.name]) for want in selection.wanted}
-    if into is not None:
-        assign(into, assignments, tensors)
+    wishes.assign(assignments, tensors)
     num_bytes = sum(tensor.nbytes for tensor in whole.values())
     report = LoadReport(
         method=Method.READ,
@@ -170,68 +139,40 @@ def _load_legacy(
     return LoadedTensors(tensors, report)
 
 
-def _read(
-    checkpoint: Checkpoint, schedule: Schedule, approach: Approach, recorder: Recorder, on_progress: OnProgress
-) -> list[Memory]:
-    """Take the memory that `schedule` asks for, and fill it."""
-    files = sorted({buffer.file for buffer in schedule.buffers})
-    signatures = [signature(checkpoint.root / file) for file in files]
-    check_unchanged(checkpoint, set(files))
-    with opened_sources(files, lambda file: approach.open_source(checkpoint.root / file)) as sources:
-        memory = [_take(buffer, sources) for buffer in schedule.buffers]
-        with _stagers(schedule, memory, approach, recorder) as stagers:
-            read(
-                schedule,
-                memory,
-                sources,
-                stagers,
-                threads=approach.threads,
-                max_inflight_bytes=approach.max_inflight_bytes,
-                recorder=recorder,
-                faults_ahead=approach.method is Method.DIRECT,
-                on_progress=on_progress,
-            )
-    for file, before in zip(files, signatures, strict=True):
-        if signature(checkpoint.root / file) != before:
-            raise ReadError(checkpoint.root / file, "it changed while it was being loaded")
-    return memory
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Wishes:
+    """What the caller of `load` wants, as it was said."""
 
+    into: nn.Module | None
+    only: Collection[str] | None
+    slices: Mapping[str, Slice] | None
+    dtype: str | torch.dtype | None
+    device: str | int | torch.device | Mapping[str, str | int | torch.device] | Plan
+    strict: bool
 
-def _take(buffer: BufferSpec, sources: Mapping[str, ByteSource]) -> Memory:
-    if buffer.is_map:
-        source = sources[buffer.file]
-        assert isinstance(source, MappedFile), "slots are in a map only where files are mapped"
-        return source.buffer
-    if buffer.place == CPU:
-        return allocate(buffer.num_bytes)
-    from bigload.loading.accelerators import take_memory
+    def of(self, checkpoint: Checkpoint) -> tuple[Selection, tuple[Assignment, ...]]:
+        """Return what is wanted of `checkpoint` and where in the module it goes, all checked before a byte is read."""
+        from bigload.loading.accelerators import check_present
+        from bigload.loading.assign import match
+        from bigload.loading.tensors import check_dtypes, parsed_dtype
 
-    return take_memory(buffer.place, buffer.num_bytes)
+        dtype = parsed_dtype(self.dtype)
+        selection = select(checkpoint, only=self.only, slices=self.slices, dtype=dtype, device=self.device)
+        assignments: tuple[Assignment, ...] = ()
+        if self.into is not None:
+            assignments = match(self.into, selection, strict=self.strict)
+            selection = selection.of({assignment.tensor_name for assignment in assignments})
+        check_dtypes(selection.wanted)
+        for place in selection.places:
+            check_present(place)
+        return selection, assignments
 
+    def assign(self, assignments: tuple[Assignment, ...], tensors: Mapping[str, torch.Tensor]) -> None:
+        """Put `tensors` into the module, if there is one."""
+        from bigload.loading.assign import assign
 
-@contextmanager
-def _stagers(
-    schedule: Schedule, memory: Sequence[Memory], approach: Approach, recorder: Recorder
-) -> Iterator[dict[str, Stager]]:
-    """Give a stager for each device that needs one, and close them, however this ends."""
-    places = sorted({job.place for job in schedule.jobs if job.way is Way.STAGED})
-    with ExitStack() as stack:
-        stagers: dict[str, Stager] = {}
-        for place in places:
-            stagers[place] = _stager(place, memory, approach, recorder, num_places=len(places))
-            stack.callback(stagers[place].close)
-        yield stagers
-
-
-def _stager(place: str, memory: Sequence[Memory], approach: Approach, recorder: Recorder, *, num_places: int) -> Stager:
-    if place == CPU:
-        from bigload.loading.host_staging import HostStager
-
-        return HostStager(memory, recorder)
-    from bigload.loading.device_staging import DeviceStager
-
-    num_blocks = max(min(2 * approach.threads, approach.max_inflight_bytes // num_places // approach.block_bytes), 1)
-    return DeviceStager(place, memory, block_bytes=approach.block_bytes, num_blocks=num_blocks, recorder=recorder)
+        if self.into is not None:
+            assign(self.into, assignments, tensors)
 
 
 def _report(schedule: Schedule, selection: Selection, approach: Approach, recorder: Recorder) -> LoadReport:
