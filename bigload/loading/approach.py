@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -76,7 +77,9 @@ def settle(
                 available_bytes=available_memory(),
             )
     waits_for_disk = choice.is_measured or choice.method is Method.DIRECT
-    threads = _threads(chosen, num_bytes, usual=DISK_THREADS if waits_for_disk else default_threads())
+    is_cast = any(want.is_cast for want in wanted)
+    usual = DISK_THREADS if waits_for_disk else default_threads() if is_cast else _copying_threads()
+    threads = _threads(chosen, num_bytes, usual=usual)
     return Approach(
         method=choice.method,
         reason=choice.reason,
@@ -84,6 +87,11 @@ def settle(
         max_inflight_bytes=chosen.max_inflight_bytes,
         open_source=open_source or _opener(choice, threads, chosen.max_inflight_bytes, recorder),
     )
+
+
+def _copying_threads() -> int:
+    """Return how many threads read what is cached: two per core, for the kernel has each wait for fresh memory."""
+    return min(2 * len(os.sched_getaffinity(0)), DISK_THREADS)
 
 
 def _threads(chosen: LoadSettings, num_bytes: int, *, usual: int) -> int:
