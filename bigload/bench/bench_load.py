@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 from bigload.bench.bench_warnings import BenchWarning, Conditions, warnings_for
 from bigload.bench.cases import Case, all_cases
 from bigload.bench.digest import digest_of
+from bigload.bench.fresh_memory import renew
 from bigload.bench.memory import MemoryKind
 from bigload.bench.page_cache_state import CacheState, prepare
 from bigload.bench.phases import phase_shares
@@ -272,6 +273,7 @@ class _Bench:
     def _time_part(self, case: Case, names: Sequence[str]) -> float:
         self._on_run(f"{case.name}: a part of {len(names)} tensors")
         prepare(self.files, self._cache)
+        renew(sum(self.checkpoint.tensors[name].num_bytes for name in names))
         began = self._clock()
         tensors = case.load(self.checkpoint, only=names)
         finish(tensors.values(), case.memory)

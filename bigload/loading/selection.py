@@ -21,7 +21,7 @@ DeviceLike = object
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Selection:
-    """The tensors to bring into memory, and the names of those that a plan leaves on disk or without a device."""
+    """The tensors to bring into memory, and the names of those that stay on disk; what a plan leaves out is neither."""
 
     wanted: tuple[Wanted, ...]
     left_on_disk: tuple[str, ...]
@@ -60,13 +60,14 @@ def select(
         dtype = dtype or device.options.workload.load_dtype
     places = dict(_places(names, device))
     wanted = []
-    for name in names:
+    for name, place in places.items():
         tensor = checkpoint.tensors[name]
-        if places[name] != str(DISK):
+        if place != str(DISK):
             loaded = as_dtype(tensor, dtype).dtype if dtype else tensor.dtype
             part = _checked(tensor, (slices or {}).get(name))
-            wanted.append(Wanted(tensor=tensor, dtype=loaded, part=part, place=places[name]))
-    return Selection(wanted=tuple(wanted), left_on_disk=tuple(name for name in names if places[name] == str(DISK)))
+            wanted.append(Wanted(tensor=tensor, dtype=loaded, part=part, place=place))
+    left_on_disk = tuple(name for name, place in places.items() if place == str(DISK))
+    return Selection(wanted=tuple(wanted), left_on_disk=left_on_disk)
 
 
 def _names(checkpoint: Checkpoint, only: Collection[str] | None, slices: Mapping[str, Slice]) -> list[str]:
@@ -84,7 +85,7 @@ def _checked(tensor: TensorInfo, part: Slice | None) -> Slice | None:
         expected = f"no part of it: it is stored with the strides {list(tensor.strides)}, not row by row"
         raise LoadOptionError(f"slices[{tensor.name!r}]", part, expected)
     if not isinstance(part, Slice):
-        raise LoadOptionError(f"slices[{tensor.name!r}]", part, "a bigload.loading.slices.Slice(dim, start, stop)")
+        raise LoadOptionError(f"slices[{tensor.name!r}]", part, "a bigload.Slice(dim, start, stop)")
     try:
         rows_of(tensor, part)
     except ValueError as error:
@@ -95,7 +96,8 @@ def _checked(tensor: TensorInfo, part: Slice | None) -> Slice | None:
 def _places(names: list[str], device: Plan | Mapping[str, DeviceLike] | DeviceLike) -> Iterator[tuple[str, str]]:
     if isinstance(device, Plan):
         for name in names:
-            yield name, str(DISK) if device.leaves_out(name) else str(device.device_of(name))
+            if not device.leaves_out(name):
+                yield name, str(device.device_of(name))
     elif isinstance(device, Mapping):
         parsed = {module: _place(value) for module, value in device.items()}
         for name in names:

@@ -213,6 +213,18 @@ def test_a_module_is_filled_but_for_what_a_plan_keeps_on_disk(tmp_path):
     assert module.model.norm.weight.is_meta
 
 
+def test_what_a_plan_leaves_out_is_neither_read_nor_expected_of_a_module(tmp_path):
+    write_shard(tmp_path / "model.safetensors", {"norm.weight": ("F32", [8]), "mtp.layers.0.weight": ("F32", [8])})
+    plan = bigload.plan(tmp_path, {"cpu": "1GiB"})
+    assert plan.left_out == ("mtp",)
+    module = nn.Module()
+    module.norm = nn.RMSNorm(8, device="meta")
+    loaded = bigload.load(tmp_path, into=module, device=plan)
+    assert loaded.keys() == {"norm.weight"}
+    assert loaded.report.left_on_disk == ()
+    assert not module.norm.weight.is_meta
+
+
 def test_a_file_that_changes_while_it_is_read_is_told_and_the_module_untouched(tmp_path):
     folder = make_checkpoint(tmp_path / "tiny", shards=2)
     checkpoint = bigload.open_checkpoint(folder)
