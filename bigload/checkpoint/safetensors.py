@@ -74,11 +74,15 @@ def parse_header(raw: bytes, *, num_bytes: int, file: str) -> ShardHeader:
 
 
 def encode_header(
-    tensors: Iterable[tuple[str, DType, tuple[int, ...], int]], *, metadata: Mapping[str, str], alignment: int = 64
+    tensors: Iterable[tuple[str, DType, tuple[int, ...], int]],
+    *,
+    metadata: Mapping[str, str],
+    alignment: int = 64,
+    offset: int = 0,
 ) -> bytes:
     """Return the length field and header of a file that holds `tensors` (name, dtype, shape, bytes) in that order.
 
-    The header is padded with blanks so that the data starts at a multiple of `alignment` bytes of the file.
+    The header is padded with blanks so that the data starts `offset` bytes after a multiple of `alignment`.
     """
     header: dict[str, object] = {METADATA_KEY: dict(sorted(metadata.items()))} if metadata else {}
     start = 0
@@ -86,7 +90,7 @@ def encode_header(
         header[name] = {"dtype": dtype.name, "shape": list(shape), "data_offsets": [start, start + num_bytes]}
         start += num_bytes
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-(8 + len(text)) % alignment)
+    text += b" " * ((offset - 8 - len(text)) % alignment)
     return struct.pack("<Q", len(text)) + text
 
 

@@ -1,0 +1,195 @@
+"""What a reshard writes, as data: files, the parts of source tensors in them, and the small documents beside them.
+
+A layout is a function from a checkpoint, and what was asked for, to an `Output`. It moves no byte, so it can be shown,
+tested and fingerprinted; `writer.py` carries it out whatever the layout.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from functools import cached_property
+from math import prod
+
+from bigload.checkpoint.fingerprint import ShardFingerprint
+from bigload.checkpoint.index import DEFAULT_INDEX, encode_index
+from bigload.checkpoint.model import TensorInfo
+from bigload.checkpoint.safetensors import encode_header
+from bigload.dtypes import DType
+from bigload.loading.slices import Slice, sliced_shape
+from bigload.units import KIB
+
+DEFAULT_MAX_SHARD_BYTES = 5 * 10**9
+DATA_ALIGNMENT = 4 * KIB
+"""The data of a file starts at a multiple of this: at a block of the disk, and at a page of a map."""
+
+TENSOR_ALIGNMENT = 64
+_METADATA = {"format": "pt"}
+
+
+class Layout(StrEnum):
+    """A form in which a checkpoint can be written.
+
+    `devices`: one folder per device of a plan. `offload`: a file per block, for weights that are brought to a device
+    when it needs them. `shards`: the same checkpoint in other files. `ranks`: one folder per tensor-parallel rank.
+    """
+
+    DEVICES = "devices"
+    OFFLOAD = "offload"
+    SHARDS = "shards"
+    RANKS = "ranks"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OutputTensor:
+    """A tensor to write: where it comes from, in which dtype it is written, and which parts of it.
+
+    Attributes:
+        source: As it is stored now.
+        dtype: As it shall be stored.
+        parts: Slices along one dimension, written one after the other; none for all of it.
+    """
+
+    source: TensorInfo
+    dtype: DType
+    parts: tuple[Slice, ...] = ()
+
+    @property
+    def name(self) -> str:
+        return self.source.name
+
+    @property
+    def is_cast(self) -> bool:
+        return self.dtype != self.source.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """As it is written."""
+        if not self.parts:
+            return self.source.shape
+        dim, lengths = self.parts[0].dim, [part.stop - part.start for part in self.parts]
+        shape = sliced_shape(self.source, self.parts[0])
+        return (*shape[:dim], sum(lengths), *shape[dim + 1 :])
+
+    @property
+    def num_bytes(self) -> int:
+        """As it is written."""
+        return -(-prod(self.shape) * self.dtype.bits // 8)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OutputFile:
+    """A file of weights. `file` is relative to the output folder; tensors are in file order, without gaps.
+
+    Attributes:
+        is_raw: It holds the bytes of its tensors and nothing else; otherwise it is safetensors.
+        data_offset: The data starts at this many bytes after a multiple of `DATA_ALIGNMENT`.
+    """
+
+    file: str
+    tensors: tuple[OutputTensor, ...]
+    is_raw: bool = False
+    data_offset: int = 0
+
+    @cached_property
+    def header(self) -> bytes:
+        """The bytes before the data: none of a raw file."""
+        if self.is_raw:
+            return b""
+        entries = [(tensor.name, tensor.dtype, tensor.shape, tensor.num_bytes) for tensor in self.tensors]
+        return encode_header(entries, metadata=_METADATA, alignment=DATA_ALIGNMENT, offset=self.data_offset)
+
+    @cached_property
+    def num_bytes(self) -> int:
+        """Size of the file: header and data."""
+        return len(self.header) + sum(tensor.num_bytes for tensor in self.tensors)
+
+    @property
+    def folder(self) -> str:
+        """The folder it is in, `""` for the output folder itself."""
+        return self.file.rpartition("/")[0]
+
+    @property
+    def fingerprint(self) -> ShardFingerprint:
+        """What a plan for the output remembers of this file."""
+        digest = hashlib.sha256(self.header).hexdigest()
+        return ShardFingerprint(file=self.file, num_bytes=self.num_bytes, header_sha256=digest)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Output:
+    """All that a layout writes.
+
+    Attributes:
+        layout: Which one.
+        files: The weights.
+        documents: Small files by relative path, in the order of writing: what says that a folder is complete (an index)
+            comes after the rest, and the root's last.
+        aliases: Names that are not written, because they are tied to one that is.
+    """
+
+    layout: Layout
+    files: tuple[OutputFile, ...]
+    documents: Mapping[str, bytes] = field(default_factory=dict)
+    aliases: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all files of weights, holes included."""
+        return sum(output.num_bytes for output in self.files)
+
+
+DTypeOf = Callable[[TensorInfo], DType]
+"""In which dtype each tensor is written."""
+
+
+def as_stored(tensor: TensorInfo) -> DType:
+    """Return the dtype that `tensor` has now: the rule of a reshard that casts nothing."""
+    return tensor.dtype
+
+
+def split(tensors: Iterable[OutputTensor], max_bytes: int | None) -> list[list[OutputTensor]]:
+    """Return `tensors` in files of at most `max_bytes` of data each, a larger tensor by itself; `None` for one file."""
+    parts: list[list[OutputTensor]] = []
+    filled = 0
+    for tensor in tensors:
+        if not parts or (max_bytes is not None and filled + tensor.num_bytes > max_bytes):
+            parts.append([])
+            filled = 0
+        parts[-1].append(tensor)
+        filled += tensor.num_bytes
+    return parts
+
+
+def aligned(tensors: Sequence[OutputTensor]) -> tuple[OutputTensor, ...]:
+    """Keep the order, except that tensors of odd sizes come last, wide types first: the others start at multiples of 64.
+
+    The format allows no gaps, so order is all that there is to align tensors by. Odd sizes are rare, and small.
+    """
+    even = [tensor for tensor in tensors if tensor.num_bytes % TENSOR_ALIGNMENT == 0]
+    odd = [tensor for tensor in tensors if tensor.num_bytes % TENSOR_ALIGNMENT]
+    return (*even, *sorted(odd, key=lambda tensor: -tensor.dtype.alignment))
+
+
+def numbered(folder: str, parts: Sequence[Sequence[OutputTensor]]) -> tuple[OutputFile, ...]:
+    """Return the files of `parts` below `folder` under the names that save_pretrained gives them."""
+    prefix = f"{folder}/" if folder else ""
+    return tuple(
+        OutputFile(file=f"{prefix}model-{number:05d}-of-{len(parts):05d}.safetensors", tensors=aligned(part))
+        for number, part in enumerate(parts, start=1)
+    )
+
+
+def index_of(files: Iterable[OutputFile], folder: str = "") -> tuple[str, bytes]:
+    """Return path and content of the index of `folder`, which maps the tensors of all `files` in it and below."""
+    prefix = f"{folder}/" if folder else ""
+    weight_map: dict[str, str] = {}
+    total_bytes = 0
+    for output in files:
+        if output.file.startswith(prefix):
+            for tensor in output.tensors:
+                weight_map[tensor.name] = output.file.removeprefix(prefix)
+                total_bytes += tensor.num_bytes
+    return f"{prefix}{DEFAULT_INDEX}", encode_index(weight_map, total_size=total_bytes)
