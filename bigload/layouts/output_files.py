@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
+from itertools import accumulate
 from math import prod
 
 from bigload.checkpoint.fingerprint import ShardFingerprint
@@ -106,6 +107,11 @@ class OutputFile:
         """Size of the file: header and data."""
         return len(self.header) + sum(tensor.num_bytes for tensor in self.tensors)
 
+    def starts(self) -> list[int]:
+        """Return where in the file each tensor starts."""
+        sizes = (tensor.num_bytes for tensor in self.tensors[:-1])
+        return list(accumulate(sizes, initial=len(self.header))) if self.tensors else []
+
     @property
     def folder(self) -> str:
         """The folder it is in, `""` for the output folder itself."""
@@ -164,7 +170,7 @@ def split(tensors: Iterable[OutputTensor], max_bytes: int | None) -> list[list[O
 
 
 def aligned(tensors: Sequence[OutputTensor]) -> tuple[OutputTensor, ...]:
-    """Keep the order, except that tensors of odd sizes come last, wide types first: the others start at multiples of 64.
+    """Keep the order, except that tensors of odd sizes come last, wide types first; all others start at multiples of 64.
 
     The format allows no gaps, so order is all that there is to align tensors by. Odd sizes are rare, and small.
     """
