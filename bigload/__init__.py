@@ -31,13 +31,16 @@ if TYPE_CHECKING:  # `as` marks them as public to type checkers
     from bigload.errors import BudgetError as BudgetError
     from bigload.errors import CheckpointError as CheckpointError
     from bigload.errors import CheckpointNotFoundError as CheckpointNotFoundError
+    from bigload.errors import DamagedOutputError as DamagedOutputError
     from bigload.errors import DoesNotFitError as DoesNotFitError
     from bigload.errors import InvalidCheckpointError as InvalidCheckpointError
+    from bigload.errors import InvalidManifestError as InvalidManifestError
     from bigload.errors import InvalidPlanError as InvalidPlanError
     from bigload.errors import LayoutError as LayoutError
     from bigload.errors import LegacyPickleError as LegacyPickleError
     from bigload.errors import LoadError as LoadError
     from bigload.errors import LoadOptionError as LoadOptionError
+    from bigload.errors import ManifestNotFoundError as ManifestNotFoundError
     from bigload.errors import MissingPackageError as MissingPackageError
     from bigload.errors import NamesUnknownError as NamesUnknownError
     from bigload.errors import NotEnoughMemoryError as NotEnoughMemoryError
@@ -118,13 +121,16 @@ _HOMES = {
         "BudgetError",
         "CheckpointError",
         "CheckpointNotFoundError",
+        "DamagedOutputError",
         "DoesNotFitError",
         "InvalidCheckpointError",
+        "InvalidManifestError",
         "InvalidPlanError",
         "LayoutError",
         "LegacyPickleError",
         "LoadError",
         "LoadOptionError",
+        "ManifestNotFoundError",
         "MissingPackageError",
         "NamesUnknownError",
         "NotEnoughMemoryError",

@@ -14,6 +14,9 @@
     │   ├── NamesUnknownError            what a model calls its modules is not known
     │   └── StalePlanError               made for another version of the checkpoint
     ├── LayoutError                      forms on disk
+    │   ├── ManifestNotFoundError        no folder that a reshard finished (FileNotFoundError)
+    │   ├── InvalidManifestError         a manifest that is not one       (ValueError)
+    │   ├── DamagedOutputError           files are not what was written
     │   ├── OutputExistsError            refuses to overwrite             (FileExistsError)
     │   ├── NotEnoughSpaceError          the disk is too small            (OSError)
     │   ├── StridedTensorError           tensors that are not stored row by row
@@ -218,6 +221,40 @@ class StalePlanError(PlanError):
 
 class LayoutError(BigloadError):
     """Files could not be written in the form that was asked for."""
+
+
+class ManifestNotFoundError(LayoutError, FileNotFoundError):
+    """The folder at `path` has no manifest to be checked against: bigload has not written it, or not to the end."""
+
+    def __init__(self, path: Path | str, reason: str, *, hint: str | None = None) -> None:
+        super().__init__(f"no manifest of {path}: {reason}", hint=hint or "name a folder that bigload reshard made")
+        self.path = path
+        self.errno, self.filename = errno.ENOENT, str(path)
+
+
+class InvalidManifestError(LayoutError, ValueError):
+    """A manifest cannot be read, has another major schema version, or names what lies outside of its folder."""
+
+    def __init__(self, path: Path | str, reason: str) -> None:
+        super().__init__(
+            f"{path} is not a usable manifest: {reason}",
+            hint="it is damaged, or of a later bigload; without it the folder cannot be verified",
+        )
+        self.path = path
+
+
+class DamagedOutputError(LayoutError):
+    """The files of the folder at `path` are not those that were written; `problems` lists every instance found."""
+
+    def __init__(self, path: Path | str, problems: Sequence[Problem]) -> None:
+        files = len({problem.file for problem in problems})
+        super().__init__(
+            f"{path} is not what was written: {counted(len(problems), 'problem')} in {counted(files, 'file')}",
+            details=[str(problem) for problem in problems],
+            hint="fetch the named files again, or reshard again from the source",
+        )
+        self.path = path
+        self.problems = tuple(problems)
 
 
 class OutputExistsError(LayoutError, FileExistsError):
