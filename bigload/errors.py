@@ -352,6 +352,15 @@ class ReadError(LoadError, OSError):
         self.path = path
 
 
+class RankError(BigloadError):
+    """Another process of the team failed, or is gone; `rank` is which, `None` if that is not known."""
+
+    def __init__(self, rank: int | None, reason: str) -> None:
+        who = "another process" if rank is None else f"process {rank}"
+        super().__init__(f"{who} failed: {reason}", hint="see what it said; the others stopped because of it")
+        self.rank = rank
+
+
 class UnsupportedDTypeError(LoadError, TypeError):
     """The installed torch has no counterpart of a dtype in the checkpoint."""
 

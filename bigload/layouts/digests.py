@@ -88,21 +88,23 @@ class DigestLane:
         self._moved = threading.Condition()
         self._is_aborted = False
 
-    def add(self, number: int, start: int, view: memoryview) -> None:
+    def add(self, number: int, start: int, view: memoryview) -> bool:
         """Wait for the turn of window `number`, which starts at byte `start`, and digest it.
 
-        Bytes that the digest has already (of a file that is gone on with) are left out.
+        Bytes that the digest has already (of a file that is gone on with) are left out. Returns whether it was done: not
+        if an earlier window failed.
         """
         with self._moved:
             self._moved.wait_for(lambda: self._turn == number or self._is_aborted)
             if self._is_aborted:
-                return
+                return False
         # Outside of the lock: whoever waits is behind this one anyway.
         self.digest.skip_to(start)
         self.digest.update(view[self.digest.position - start :])
         with self._moved:
             self._turn += 1
             self._moved.notify_all()
+        return True
 
     def abort(self) -> None:
         """Let nobody wait any more: a window will never come."""

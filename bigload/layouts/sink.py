@@ -29,19 +29,21 @@ class Sink:
     Args:
         path: The file; made if it is not there.
         num_bytes: How large it will be.
+        kept_bytes: What of an older file at this path is kept; the rest is dropped.
         alignment: Of addresses, offsets and lengths that go past the page cache, in bytes; `None` to go through it.
 
     Raises:
         WriteError: it cannot be made.
     """
 
-    def __init__(self, path: Path, *, num_bytes: int, alignment: int | None) -> None:
+    def __init__(self, path: Path, *, num_bytes: int, alignment: int | None, kept_bytes: int = 0) -> None:
         self.path = path
         self._num_bytes = num_bytes
         self._is_direct = alignment is not None
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | (os.O_DIRECT if self._is_direct else 0)
         with write_errors(path):
             self.descriptor = os.open(path, flags, 0o666)
+            os.ftruncate(self.descriptor, kept_bytes)
             os.ftruncate(self.descriptor, self._up(num_bytes))
 
     def reserve(self, start: int, stop: int) -> None:
