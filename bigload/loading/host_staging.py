@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 
 from bigload.loading.bytesource import ByteSource
-from bigload.loading.huge_pages import allocate
+from bigload.loading.huge_pages import Buffer, allocate
 from bigload.loading.report import Phase, Recorder
 from bigload.loading.schedule import STAGED_BLOCK_BYTES, Piece, ReadJob
 from bigload.loading.tensors import Memory, torch_dtype
@@ -31,13 +31,26 @@ class HostStager:
 
     def carry(self, job: ReadJob, source: ByteSource) -> None:
         """Read the bytes of `job` into a block, and write its pieces to their buffers."""
+        self.carry_to(self._memory, job, source)
+
+    def carry_to(
+        self, memory: Sequence[torch.Tensor | None], job: ReadJob, source: ByteSource, *, lost: list[int] | None = None
+    ) -> None:
+        """Do it for buffers that are given now, as tensors of bytes.
+
+        Where `lost` has a number for each of them, count there how many finite values became infinite or no number.
+        """
         with self._lent() as blocks:
             view, staged = _block(blocks, "staged", job.num_bytes)
             source.read_into([view[: job.num_bytes]], job.offset)
             for piece in job.pieces:
+                target = memory[piece.buffer]
+                assert target is not None, "a job for the CPU has pieces for the CPU"
                 phase = Phase.COPY if piece.cast is None else Phase.CAST
                 with self._recorder.span(phase, num_bytes=piece.num_bytes, file=job.file):
-                    self._deliver(piece, staged, blocks)
+                    num_lost = _deliver(piece, staged, target, blocks, counts_lost=lost is not None)
+                    if lost is not None:
+                        lost[piece.buffer] += num_lost
 
     def finish(self) -> None:
         """Do nothing: what was carried has arrived."""
@@ -58,26 +71,40 @@ class HostStager:
         finally:
             self._idle.append(blocks)
 
-    def _deliver(self, piece: Piece, staged: torch.Tensor, blocks: _Blocks) -> None:
-        target = self._memory[piece.buffer]
-        assert target is not None, "a job for the CPU has pieces for the CPU"
-        target = target[piece.start : piece.start + piece.memory_bytes].view(piece.rows, -1)
-        rows = torch.as_strided(staged, (piece.rows, piece.row_bytes), (piece.stride, 1), piece.source)
-        if piece.cast is None:
-            target.copy_(rows)
-            return
-        stored, wanted = torch_dtype(piece.cast.stored), torch_dtype(piece.cast.wanted)
-        assert stored is not None, "check_dtypes() comes first"
-        assert wanted is not None, "check_dtypes() comes first"
-        if piece.source % stored.itemsize or piece.stride % stored.itemsize:
-            rows = rows.clone(memory_format=torch.contiguous_format)  # elements across the borders of the block's
-        values, target = rows.view(stored), target.view(wanted)
-        if {stored, wanted} == {torch.float16, torch.bfloat16}:
-            # torch converts each of them from and to float32 several times as fast as to the other, and float32
-            # holds both without rounding.
-            _, scratch = _block(blocks, "scratch", 4 * values.numel())
-            values = scratch.view(torch.float32)[: values.numel()].view(values.shape).copy_(values)
-        target.copy_(values)
+
+def _deliver(piece: Piece, staged: torch.Tensor, target: torch.Tensor, blocks: _Blocks, *, counts_lost: bool) -> int:
+    """Write one piece to its place in `target`; return how many finite values are no longer, as far as that counts."""
+    target = target[piece.start : piece.start + piece.memory_bytes].view(piece.rows, -1)
+    rows = torch.as_strided(staged, (piece.rows, piece.row_bytes), (piece.stride, 1), piece.source)
+    if piece.cast is None:
+        target.copy_(rows)
+        return 0
+    stored, wanted = torch_dtype(piece.cast.stored), torch_dtype(piece.cast.wanted)
+    assert stored is not None, "check_dtypes() comes first"
+    assert wanted is not None, "check_dtypes() comes first"
+    if piece.source % stored.itemsize or piece.stride % stored.itemsize:
+        rows = rows.clone(memory_format=torch.contiguous_format)  # elements across the borders of the block's
+    values, target = rows.view(stored), target.view(wanted)
+    if {stored, wanted} == {torch.float16, torch.bfloat16}:
+        # torch converts each of them from and to float32 several times as fast as to the other, and float32
+        # holds both without rounding.
+        _, scratch = _block(blocks, "scratch", 4 * values.numel())
+        values = scratch.view(torch.float32)[: values.numel()].view(values.shape).copy_(values)
+    target.copy_(values)
+    return _num_lost(values, stored, target) if counts_lost else 0
+
+
+def _num_lost(values: torch.Tensor, stored: torch.dtype, cast: torch.Tensor) -> int:
+    """Return how many of the finite `values`, which were stored as `stored`, have become infinite or no number."""
+    if not (stored.is_floating_point and cast.is_floating_point()):
+        return 0
+    limit = torch.finfo(cast.dtype).max
+    if torch.finfo(stored).max <= limit or values.numel() == 0:
+        return 0
+    low, high = (float(edge) for edge in torch.aminmax(values))
+    if -limit <= low and high <= limit:  # nearly always, and one pass finds out; false if one is no number
+        return 0
+    return int((values.isfinite() & ~cast.isfinite()).sum())
 
 
 def _block(blocks: _Blocks, use: str, num_bytes: int) -> tuple[memoryview, torch.Tensor]:
@@ -92,4 +119,9 @@ def _block(blocks: _Blocks, use: str, num_bytes: int) -> tuple[memoryview, torch
 def _bytes_of(memory: Memory) -> torch.Tensor | None:
     if isinstance(memory, torch.Tensor | memoryview) or not len(memory):
         return None  # another device's, or a file's, or nothing
-    return torch.frombuffer(memory, dtype=torch.uint8)
+    return bytes_in(memory)
+
+
+def bytes_in(memory: Buffer | memoryview) -> torch.Tensor:
+    """Return writable `memory` as a tensor of bytes that shares it."""
+    return torch.frombuffer(memory, dtype=torch.uint8) if len(memory) else torch.empty(0, dtype=torch.uint8)
