@@ -18,6 +18,7 @@ from tempfile import mkdtemp
 
 from bigload.checkpoint.model import Checkpoint, Shard, Span, TensorInfo
 from bigload.dtypes import DTYPES
+from bigload.layouts.output_files import Output
 from bigload.planning.budget import MemoryBudget
 from bigload.planning.placement import PlacementProblem
 from bigload.planning.units import Part, Unit, UnitKind
@@ -232,6 +233,25 @@ def problem_of(
 ) -> PlacementProblem:
     """Return the problem of placing `units_of(sizes)` on devices of so many bytes."""
     return PlacementProblem(units=units_of(sizes), budget=MemoryBudget.of(limits, use_disk=use_disk), **wishes)
+
+
+def write_output(output: Output, source: Path, folder: Path) -> Path:
+    """Write what a layout describes the simplest way, casts as zeros and links as hard links. Returns `folder`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for written in output.files:
+        data = [written.header]
+        for tensor in written.tensors:
+            span = tensor.source.span
+            stored = b"" if tensor.is_cast else (source / span.file).read_bytes()[span.start : span.stop]
+            data.append(bytes(tensor.num_bytes) if tensor.is_cast else stored)
+        (folder / written.file).parent.mkdir(parents=True, exist_ok=True)
+        (folder / written.file).write_bytes(b"".join(data))
+    for file, content in output.documents.items():
+        (folder / file).parent.mkdir(parents=True, exist_ok=True)
+        (folder / file).write_bytes(content)
+    for link, file in output.links.items():
+        (folder / link).hardlink_to(folder / file)
+    return folder
 
 
 def stored_tensors(*files: Path) -> dict[str, tuple[str, tuple[int, ...], bytes]]:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from bigload.checkpoint.model import Span
+from bigload.layouts.filling import Portion
 from bigload.layouts.output_files import OutputFile, OutputTensor
 from bigload.units import MIB
 
@@ -25,27 +26,17 @@ _NEVER_ZERO = "F8_E8M0"
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
-    """Bytes `start` to `stop` of a tensor as it is written; they go to byte `at` of a window."""
-
-    tensor: OutputTensor
-    start: int
-    stop: int
-    at: int
-
-
-@dataclass(frozen=True, slots=True)
 class Window:
     """Bytes `start` to `stop` of a file; `number` counts those of the file.
 
-    Bytes that `header` and `parts` leave open are zeros: the rim of a hole.
+    Bytes that `header` and `portions` leave open are zeros: the rim of a hole.
     """
 
     number: int
     start: int
     stop: int
     header: bytes
-    parts: tuple[Part, ...]
+    portions: tuple[Portion, ...]
 
     @property
     def num_bytes(self) -> int:
@@ -107,7 +98,7 @@ def windows(
             right = min(left + window_bytes, stop)
             if right > begin:
                 header = output.header[left:right]
-                yield Window(number, left, right, header, tuple(_parts(output, starts, left, right)))
+                yield Window(number, left, right, header, tuple(_portions(output, starts, left, right)))
                 number += 1
 
 
@@ -128,7 +119,7 @@ def _data_of(tensor: OutputTensor, extents: Extents) -> Iterator[tuple[int, int]
         yield (begin - span.start) * written // stored, min(-(-(end - span.start) * written // stored), num_bytes)
 
 
-def _parts(output: OutputFile, starts: list[int], left: int, right: int) -> Iterator[Part]:
+def _portions(output: OutputFile, starts: list[int], left: int, right: int) -> Iterator[Portion]:
     index = max(bisect_right(starts, left) - 1, 0)
     for position in range(index, len(starts)):
         tensor, start = output.tensors[position], starts[position]
@@ -136,4 +127,4 @@ def _parts(output: OutputFile, starts: list[int], left: int, right: int) -> Iter
             return
         begin, end = max(left, start), min(right, start + tensor.num_bytes)
         if begin < end:
-            yield Part(tensor, begin - start, end - start, begin - left)
+            yield Portion(tensor, begin - start, end - start, begin - left)

@@ -184,10 +184,10 @@ class Writer:
             num_bytes = window.num_bytes
             padded = file.sink.padded(num_bytes)
             view = memoryview(block)[:padded]
-            if len(window.header) + sum(part.stop - part.start for part in window.parts) < padded:
+            if len(window.header) + sum(portion.stop - portion.start for portion in window.portions) < padded:
                 _libc.memset(address_of(block), 0, padded)
             view[: len(window.header)] = window.header
-            self._filler.fill(view[:num_bytes], window.parts, self._sources)
+            self._filler.fill(view[:num_bytes], window.portions)
             if not file.lane.add(job.number, window.start, view[:num_bytes]):
                 return
             if not job.is_copied:
