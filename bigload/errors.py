@@ -17,6 +17,7 @@
     │   ├── ManifestNotFoundError        no folder that a reshard finished (FileNotFoundError)
     │   ├── InvalidManifestError         a manifest that is not one       (ValueError)
     │   ├── DamagedOutputError           files are not what was written
+    │   ├── ReshardOptionError           wishes that do not go together, or a bad value (ValueError)
     │   ├── OutputExistsError            refuses to overwrite             (FileExistsError)
     │   ├── NotEnoughSpaceError          the disk is too small            (OSError)
     │   ├── StridedTensorError           tensors that are not stored row by row
@@ -30,6 +31,7 @@
     │   ├── UnsupportedMethodError       files cannot be read that way    (ValueError)
     │   ├── NotEnoughMemoryError         the tensors exceed free memory   (MemoryError)
     │   └── StateDictMismatchError       module and checkpoint disagree   (ValueError)
+    ├── RankError                        another process of a team failed
     ├── BenchOptionError                 a bench of what cannot be measured together (ValueError)
     └── MissingPackageError              what was asked for needs a package that is not installed (ImportError)
 
@@ -255,6 +257,16 @@ class DamagedOutputError(LayoutError):
         )
         self.path = path
         self.problems = tuple(problems)
+
+
+class ReshardOptionError(LayoutError, ValueError):
+    """An argument of a reshard has a value that cannot be, or does not go with the others; `name` is which."""
+
+    def __init__(self, name: str, value: object, expected: str, *, hint: str | None = None) -> None:
+        shown = f'"{value:.40}"' if isinstance(value, str) else repr(value)
+        super().__init__(f"{name} is {shown}; expected {expected}", hint=hint)
+        self.name = name
+        self.value = value
 
 
 class OutputExistsError(LayoutError, FileExistsError):

@@ -28,9 +28,7 @@ class FileDigest:
         self.position = 0
         self.tensors: dict[str, str] = {}
         self._output = output
-        self._stops = [
-            start + tensor.num_bytes for start, tensor in zip(output.starts(), output.tensors, strict=True)
-        ]
+        self._stops = [start + tensor.num_bytes for start, tensor in zip(output.starts(), output.tensors, strict=True)]
         self._whole = xxhash.xxh3_128()
         self._tensor = xxhash.xxh3_128()
         self._header_bytes = len(output.header)
@@ -91,8 +89,8 @@ class DigestLane:
     def add(self, number: int, start: int, view: memoryview) -> bool:
         """Wait for the turn of window `number`, which starts at byte `start`, and digest it.
 
-        Bytes that the digest has already (of a file that is gone on with) are left out. Returns whether it was done: not
-        if an earlier window failed.
+        Bytes that the digest has already, of a file that is gone on with, are left out. Returns whether it was done:
+        not if an earlier window failed.
         """
         with self._moved:
             self._moved.wait_for(lambda: self._turn == number or self._is_aborted)
@@ -116,4 +114,3 @@ class DigestLane:
 def digest_of(data: bytes) -> str:
     """Return the digest of a small file."""
     return xxhash.xxh3_128_hexdigest(data)
-

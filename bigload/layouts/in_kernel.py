@@ -42,7 +42,7 @@ class KernelCopy(Enum):
 def kernel_copy(source: Path, target: Path) -> KernelCopy:
     """Return what the kernel can do between files below two existing folders, by the kind of their file system."""
     system = file_system_of(target)
-    if system is None or os.stat(source).st_dev != os.stat(target).st_dev:
+    if system is None or source.stat().st_dev != target.stat().st_dev:
         return KernelCopy.NOTHING
     if system.kind in _CLONING:
         return KernelCopy.CLONE
@@ -50,7 +50,7 @@ def kernel_copy(source: Path, target: Path) -> KernelCopy:
 
 
 def data_offset(tensors: Sequence[OutputTensor]) -> int:
-    """Return where in a block the data of a file has to start so that most of it lies in its blocks as in the source."""
+    """Return where in a block the data of a file has to start so that most of it lies in blocks as in the source."""
     weights: Counter[int] = Counter()
     for run in _runs(tensors, 0):
         weights[(run.source.start - run.at) % DATA_ALIGNMENT] += run.source.num_bytes
@@ -85,7 +85,10 @@ def copy_in_kernel(
         if way is KernelCopy.CLONE and start % block_bytes:
             continue
         try:
-            _copy(source_of[run.source.file], start, descriptor, begin, end - begin, way)
+            if way is KernelCopy.CLONE:
+                _clone(source_of[run.source.file], start, descriptor, begin, end - begin)
+            else:
+                _copy(source_of[run.source.file], start, descriptor, begin, end - begin)
         except OSError as error:
             if error.errno in _NOT_HERE:
                 break
@@ -114,10 +117,11 @@ def _runs(tensors: Sequence[OutputTensor], at: int) -> Iterator[Run]:
         yield last
 
 
-def _copy(source: int, start: int, target: int, at: int, num_bytes: int, way: KernelCopy) -> None:
-    if way is KernelCopy.CLONE:
-        fcntl.ioctl(target, _FICLONERANGE, struct.pack("=qQQQ", source, start, num_bytes, at))
-        return
+def _clone(source: int, start: int, target: int, at: int, num_bytes: int) -> None:
+    fcntl.ioctl(target, _FICLONERANGE, struct.pack("=qQQQ", source, start, num_bytes, at))
+
+
+def _copy(source: int, start: int, target: int, at: int, num_bytes: int) -> None:
     while num_bytes:
         count = os.copy_file_range(source, target, num_bytes, start, at)
         if count == 0:

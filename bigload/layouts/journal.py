@@ -144,13 +144,14 @@ def _entry(line: bytes) -> dict[str, object] | None:
 
 def _take(entry: Mapping[str, object], files: dict[str, FileProgress]) -> bool:
     name, tensors, digest = entry.get("file"), entry.get("tensors"), entry.get("digest")
-    is_right = isinstance(name, str) and isinstance(tensors, dict) and isinstance(digest, str | None)
-    if not is_right or not _are_texts(tensors.items()):  # type: ignore[union-attr]
+    if not isinstance(name, str) or not isinstance(tensors, dict) or not isinstance(digest, str | None):
         return False
-    file = files.setdefault(str(name), FileProgress())
-    file.tensors.update(tensors)  # type: ignore[call-overload]
+    if not _are_texts(tensors.items()):
+        return False
+    file = files.setdefault(name, FileProgress())
+    file.tensors.update(tensors)
     if entry.get("complete") is True:
-        file.digest, file.is_complete = digest, True  # type: ignore[assignment]
+        file.digest, file.is_complete = digest, True
     return True
 
 

@@ -12,19 +12,18 @@ import os
 import shutil
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from bigload import __version__
 from bigload.checkpoint.fingerprint import fingerprint
 from bigload.checkpoint.model import Checkpoint
 from bigload.dtypes import DType
-from bigload.errors import NotEnoughSpaceError, OutputExistsError, ReadError, ReshardOptionError
-from bigload.layouts.choose import Chosen, OffloadFormat, choose
+from bigload.errors import NotEnoughSpaceError, OutputExistsError, ReadError, ReshardOptionError, WriteError
+from bigload.layouts.choose import Chosen, OffloadFormat, Wishes, choose
 from bigload.layouts.filling import Filler
 from bigload.layouts.in_kernel import KernelCopy, kernel_copy
-from bigload.layouts.journal import FileProgress, journal_name, read_progress
 from bigload.layouts.manifest import (
     MANIFEST_FILE,
     FileRecord,
@@ -36,7 +35,7 @@ from bigload.layouts.manifest import (
 )
 from bigload.layouts.output_files import DEFAULT_MAX_SHARD_BYTES, Layout, Output, OutputFile
 from bigload.layouts.recheck import Rechecked, recheck
-from bigload.layouts.side_files import SideFile, side_files
+from bigload.layouts.side_files import SideFile, is_single_file, side_files
 from bigload.layouts.sink import BLOCK_BYTES, direct_write_alignment
 from bigload.layouts.sources import Identity, Sources
 from bigload.layouts.staging import Staging, check_output, joined, staged, staging_folder, write_file
@@ -217,18 +216,17 @@ def prepare_reshard(
 ) -> PreparedReshard:
     """Check source, output and disk space, and return what `run_reshard` would write. Writes nothing. See `reshard`."""
     target = Path(out)
-    chosen = choose(
-        source,
+    wishes = Wishes(
         layout=layout,
         checkpoint=checkpoint,
         max_shard_bytes=max_shard_bytes,
         dtype=dtype,
-        keep_fp32=keep_fp32,
+        keep_fp32=tuple(keep_fp32),
         tp=tp,
         tp_rules=tp_rules,
         offload_format=offload_format,
-        kernel_of=lambda root: kernel_copy(root, _existing(target)),
     )
+    chosen = choose(source, wishes, kernel_between=lambda root: kernel_copy(root, _existing(target)))
     opened = chosen.checkpoint
     _check_apart(opened, target)
     check_output(target, resume=resume, force=force)
@@ -370,7 +368,7 @@ class _Run:
         share = _Share()
         share.kept_files = sum(file.kept is not None and file.kept.record is not None for file in files)
         share.kept_bytes = sum(file.kept.digest.position for file in files if file.kept is not None)
-        filler = Filler()
+        filler = Filler(sources)
         writer = Writer(
             staging.folder,
             sources,
@@ -442,3 +440,95 @@ class _Run:
             options={**prepared.options, "recipe": prepared.recipe},
         )
         write_file(staging.folder / MANIFEST_FILE, manifest_to_json(manifest).encode(errors="surrogateescape"))
+
+
+def _united(shares: Iterable[_Share]) -> _Share:
+    whole = _Share()
+    for share in shares:
+        whole.records |= share.records
+        whole.kept_files += share.kept_files
+        whole.kept_bytes += share.kept_bytes
+        whole.overflows |= share.overflows
+    return whole
+
+
+def _assigned(files: Sequence[OutputFile], team: Team) -> list[OutputFile]:
+    """Return the files of this process, in their order: each goes to who has the fewest bytes so far, largest first."""
+    loads = [0] * team.size
+    mine = set()
+    for output in sorted(files, key=lambda output: (-output.num_bytes, output.file)):
+        rank = loads.index(min(loads))
+        loads[rank] += output.num_bytes
+        if rank == team.rank:
+            mine.add(output.file)
+    return [output for output in files if output.file in mine]
+
+
+def _recipe(chosen: Chosen, identities: Mapping[str, Identity]) -> str:
+    """Return a digest of everything that decides which bytes are written, the state of the source files included."""
+    digest = hashlib.sha256()
+    for name, identity in sorted(identities.items()):
+        digest.update(json.dumps([name, *identity[1:]]).encode())  # another inode is another copy of the same
+    for output in chosen.output.files:
+        digest.update(json.dumps([output.file, output.num_bytes]).encode() + output.header)
+        for tensor in output.tensors:
+            span, parts = tensor.source.span, [(part.dim, part.start, part.stop) for part in tensor.parts]
+            digest.update(json.dumps([span.file, span.start, span.stop, tensor.dtype.name, parts]).encode())
+    for name, content in chosen.output.documents.items():
+        digest.update(name.encode() + b"\0" + content)
+    return digest.hexdigest()
+
+
+def _link(folder: Path, alias: str, name: str, records: Mapping[str, FileRecord]) -> FileRecord:
+    """Give the file `name` the further name `alias`: one file with two names, or where that cannot be a link to it."""
+    path = folder / alias
+    try:
+        with suppress(FileNotFoundError):
+            path.unlink()
+        try:
+            path.hardlink_to(folder / name)
+        except OSError:
+            path.symlink_to(os.path.relpath(name, Path(alias).parent))
+    except OSError as error:
+        raise WriteError(path, error) from error
+    return records[name]
+
+
+def _check_apart(checkpoint: Checkpoint, target: Path) -> None:
+    """Raise if the output would lie in the source, or the source in it."""
+    root, out = checkpoint.root.resolve(), target.resolve()
+    hint = "choose a folder outside of it"
+    if not is_single_file(checkpoint) and out.is_relative_to(root):
+        raise OutputExistsError(
+            target, f"it is inside the source {checkpoint.root}, which is never written to", hint=hint
+        )
+    if root.is_relative_to(out):
+        raise OutputExistsError(target, f"the source {checkpoint.root} is inside of it", hint="choose another folder")
+
+
+def _existing(path: Path) -> Path:
+    """Return the folder nearest to `path` that is there."""
+    folder = path.absolute()
+    while not folder.exists():
+        folder = folder.parent
+    return folder
+
+
+def _stored_in(folder: Path) -> int:
+    """Return the bytes of disk that the files below `folder` take."""
+    return sum(path.lstat().st_blocks * 512 for path in folder.rglob("*") if path.is_file())
+
+
+def _verify(value: Verify | str | bool) -> Verify:
+    if isinstance(value, bool):
+        return Verify.FULL if value else Verify.NONE
+    try:
+        return Verify(value)
+    except ValueError:
+        raise ReshardOptionError("verify", str(value), "one of none, size, full") from None
+
+
+def _at_least_one(name: str, value: int | None, default: int) -> int:
+    if value is not None and value < 1:
+        raise ReshardOptionError(name, value, "1 or more")
+    return default if value is None else value

@@ -132,9 +132,7 @@ class Sink:
         """Write these pages to the disk now (sync_file_range(2)); return whether the system did as asked."""
         if _libc_sync_file_range is None:
             return False
-        failed: int = _libc_sync_file_range(
-            self.descriptor, ctypes.c_int64(offset), ctypes.c_int64(num_bytes), flags
-        )
+        failed: int = _libc_sync_file_range(self.descriptor, ctypes.c_int64(offset), ctypes.c_int64(num_bytes), flags)
         return not failed
 
 
@@ -142,13 +140,15 @@ BLOCK_BYTES = 4096
 """What windows are multiples of, and what disks can write at once; see `direct_write_alignment`."""
 
 
-def direct_write_alignment(folder: Path) -> int | None:
+def direct_write_alignment(folder: Path, *, rank: int = 0) -> int | None:
     """Return the alignment of writes past the page cache into files of `folder`; `None` if it has none up to a block.
+
+    Tried out with a small file; `rank` keeps the processes of a team apart.
 
     Raises:
         WriteError: no file can be made there.
     """
-    probe = folder / ".bigload-probe"
+    probe = folder / f".bigload-probe-{rank}"
     with write_errors(probe):
         probe.write_bytes(bytes(BLOCK_BYTES))
         try:

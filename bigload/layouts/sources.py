@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from types import TracebackType
 from typing import Self
@@ -22,7 +22,7 @@ Identity = tuple[int, int, int]
 """What changes when a file is written or replaced: inode, size, time of the last change in nanoseconds."""
 
 
-class Sources:
+class Sources(Mapping[str, ByteSource]):
     """Readers for the files of `checkpoint`. Threads may share them.
 
     Args:
@@ -36,6 +36,16 @@ class Sources:
         self._readers: dict[tuple[str, bool], ByteSource] = {}
         self._lock = threading.Lock()
         self._opened = ExitStack()
+
+    def __getitem__(self, file: str) -> ByteSource:
+        """Return the reader for bytes that are wanted once: see `past_cache`."""
+        return self.past_cache(file)
+
+    def __iter__(self) -> Iterator[str]:
+        return (shard.file for shard in self._checkpoint.shards)
+
+    def __len__(self) -> int:
+        return len(self._checkpoint.shards)
 
     def past_cache(self, file: str) -> ByteSource:
         """Return a reader that takes what the page cache has from there, and the rest from the disk, leaving no trace.

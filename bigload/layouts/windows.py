@@ -75,11 +75,11 @@ def data_ranges(output: OutputFile, extents: Extents, *, block_bytes: int) -> Ra
     for tensor, start in zip(output.tensors, output.starts(), strict=True):
         pairs += ((start + begin, start + end) for begin, end in _data_of(tensor, extents))
     merged: list[tuple[int, int]] = []
-    for begin, end in pairs:
-        if begin == end:
+    for first, last in pairs:
+        if first == last:
             continue
-        begin = begin // block_bytes * block_bytes
-        end = min(-(-end // block_bytes) * block_bytes, output.num_bytes)
+        begin = first // block_bytes * block_bytes
+        end = min(-(-last // block_bytes) * block_bytes, output.num_bytes)
         if merged and begin <= merged[-1][1]:
             merged[-1] = (merged[-1][0], max(merged[-1][1], end))
         else:

@@ -299,7 +299,9 @@ class _FileUnderWay:
         """Bring what is written to the disk, and note the tensors that end at or before byte `stop`."""
         if not self._is_digested:
             return
-        ends = [start + tensor.num_bytes for tensor, start in zip(self.output.tensors, self.output.starts(), strict=True)]
+        ends = [
+            start + tensor.num_bytes for tensor, start in zip(self.output.tensors, self.output.starts(), strict=True)
+        ]
         closed = list(self.lane.digest.tensors.items())
         count = sum(end <= stop for end in ends[: len(closed)])
         if count > self._num_noted:
