@@ -21,6 +21,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 _libc_fallocate = getattr(_libc, "fallocate", None)
 _libc_sync_file_range = getattr(_libc, "sync_file_range", None)
 _START, _START_AND_WAIT = 2, 1 | 2 | 4
+_LOST = (errno.EIO, errno.ENOSPC, errno.EDQUOT)
 
 
 class Sink:
@@ -41,10 +42,15 @@ class Sink:
         self._num_bytes = num_bytes
         self._is_direct = alignment is not None
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | (os.O_DIRECT if self._is_direct else 0)
-        with write_errors(path):
-            self.descriptor = os.open(path, flags, 0o666)
-            os.ftruncate(self.descriptor, kept_bytes)
-            os.ftruncate(self.descriptor, self._up(num_bytes))
+        self.descriptor = -1
+        try:
+            with write_errors(path):
+                self.descriptor = os.open(path, flags, 0o666)
+                os.ftruncate(self.descriptor, kept_bytes)
+                os.ftruncate(self.descriptor, self._up(num_bytes))
+        except WriteError:
+            self.close()
+            raise
 
     def reserve(self, start: int, stop: int) -> None:
         """Take disk space for these bytes: blocks are then written in place, by several threads at once.
@@ -72,9 +78,9 @@ class Sink:
             while view:
                 count = os.pwrite(self.descriptor, view, offset)
                 view, offset = view[count:], offset + count
-        if not self._is_direct:
-            # Left alone, dirty pages pile up in memory, and the flush at the end waits for all of them.
-            self._sync_range(start, num_bytes, _START)
+            if not self._is_direct:
+                # Left alone, dirty pages pile up in memory, and the flush at the end waits for all of them.
+                self._sync_range(start, num_bytes, _START)
 
     def read(self, view: memoryview, offset: int) -> None:
         """Fill `view`, whole blocks, with what the disk has of them.
@@ -129,11 +135,15 @@ class Sink:
         os.posix_fadvise(self.descriptor, start, num_bytes, os.POSIX_FADV_DONTNEED)
 
     def _sync_range(self, offset: int, num_bytes: int, flags: int) -> bool:
-        """Write these pages to the disk now (sync_file_range(2)); return whether the system did as asked."""
+        """Write these pages to the disk now (sync_file_range(2)); return whether the system can do that."""
         if _libc_sync_file_range is None:
             return False
-        failed: int = _libc_sync_file_range(self.descriptor, ctypes.c_int64(offset), ctypes.c_int64(num_bytes), flags)
-        return not failed
+        if not _libc_sync_file_range(self.descriptor, ctypes.c_int64(offset), ctypes.c_int64(num_bytes), flags):
+            return True
+        number = ctypes.get_errno()
+        if number in _LOST:  # the system says so once: a flush that follows would succeed
+            raise OSError(number, os.strerror(number))
+        return False
 
 
 BLOCK_BYTES = 4096

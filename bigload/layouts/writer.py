@@ -274,6 +274,7 @@ class _FileUnderWay:
             self.sink.finish()
             noted = list(self.lane.digest.tensors.items())[self._num_noted :] if self._is_digested else ()
             self._journal.complete(self.output.file, dict(noted), digest)
+            self._num_noted = len(self.output.tensors)  # a thread that is late has nothing to add
             record = FileRecord(num_bytes=self.output.num_bytes, digest=digest, tensors=tensors)
             self._records[self.output.file] = record
             self.sink.close()
