@@ -33,12 +33,16 @@ class Sink:
         kept_bytes: What of an older file at this path is kept; the rest is dropped.
         alignment: Of addresses, offsets and lengths that go past the page cache, in bytes; `None` to go through it.
 
+    Attributes:
+        has_failed: The system refused something. It says once that it lost a page: later flushes prove nothing.
+
     Raises:
         WriteError: it cannot be made.
     """
 
     def __init__(self, path: Path, *, num_bytes: int, alignment: int | None, kept_bytes: int = 0) -> None:
         self.path = path
+        self.has_failed = False
         self._num_bytes = num_bytes
         self._is_direct = alignment is not None
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | (os.O_DIRECT if self._is_direct else 0)
@@ -61,7 +65,7 @@ class Sink:
         if _libc_fallocate is None or start >= stop:
             return
         stop = self._up(stop)
-        with write_errors(self.path):
+        with self._writing():
             if _libc_fallocate(self.descriptor, 0, ctypes.c_int64(start), ctypes.c_int64(stop - start)):
                 number = ctypes.get_errno()
                 if number not in (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.EINTR):
@@ -74,7 +78,7 @@ class Sink:
             WriteError: the system refused (disk full, quota, I/O error).
         """
         start, num_bytes = offset, len(view)
-        with write_errors(self.path):
+        with self._writing():
             while view:
                 count = os.pwrite(self.descriptor, view, offset)
                 view, offset = view[count:], offset + count
@@ -99,7 +103,7 @@ class Sink:
         Raises:
             WriteError: it could not be brought there.
         """
-        with write_errors(self.path):
+        with self._writing():
             os.fdatasync(self.descriptor)
 
     def finish(self) -> None:
@@ -108,7 +112,7 @@ class Sink:
         Raises:
             WriteError: it could not be brought there.
         """
-        with write_errors(self.path):
+        with self._writing():
             os.ftruncate(self.descriptor, self._num_bytes)
             os.fsync(self.descriptor)
         with suppress(OSError):
@@ -124,12 +128,21 @@ class Sink:
         """Return how many bytes have to be written or read for `num_bytes` at the end of the file."""
         return self._up(num_bytes) if self._is_direct else num_bytes
 
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            with write_errors(self.path):
+                yield
+        except WriteError:
+            self.has_failed = True
+            raise
+
     def _up(self, num_bytes: int) -> int:
         return -(-num_bytes // BLOCK_BYTES) * BLOCK_BYTES if self._is_direct else num_bytes
 
     def _settle(self, start: int, num_bytes: int) -> None:
         """Wait until the disk has these bytes, and forget the cached pages: what is read next is what the disk holds."""
-        with write_errors(self.path):
+        with self._writing():
             if not self._sync_range(start, num_bytes, _START_AND_WAIT):
                 os.fdatasync(self.descriptor)
         os.posix_fadvise(self.descriptor, start, num_bytes, os.POSIX_FADV_DONTNEED)
