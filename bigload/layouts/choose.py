@@ -82,7 +82,7 @@ def choose(
         check_plan(plan, opened, source="the plan" if plan_file is None else str(plan_file))
     layout = _layout(wishes, plan)
     cast_to = _cast_to(wishes, plan, layout)
-    rule = _rule(cast_to, wishes, opened)
+    rule = _rule(cast_to, wishes)
     kernel = KernelCopy.NOTHING if cast_to is not None else kernel_between(opened.root)
     limit = wishes.max_shard_bytes
     options: dict[str, object] = {"max_shard_bytes": limit}
@@ -119,7 +119,7 @@ def choose(
     )
 
 
-def _rule(cast_to: DType | None, wishes: Wishes, checkpoint: Checkpoint) -> DTypeOf:
+def _rule(cast_to: DType | None, wishes: Wishes) -> DTypeOf:
     if cast_to is None:
         return as_stored
     from bigload.layouts.dtype_rules import dtype_rule

@@ -64,7 +64,7 @@ def _stretches_of(portion: Portion, buffer: int) -> Iterator[Stretch]:
     filled = 0
     for rows in _joined(rows_between(tensor.source, tensor.parts, start, stop)):
         way = Way.STAGED if cast is not None else Way.SCATTERED
-        yield from stretches(rows, buffer, filled * wanted.bits // stored.bits, cast, way)
+        yield from stretches(rows, buffer, filled * wanted.bits // stored.bits, cast=cast, way=way)
         filled += rows.num_bytes
 
 

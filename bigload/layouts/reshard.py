@@ -141,7 +141,7 @@ def reshard(
     tp: int | None = None,
     tp_rules: Mapping[str, str] | str | Path | None = None,
     offload_format: OffloadFormat | str = OffloadFormat.SAFETENSORS,
-    verify: Verify | str | bool = Verify.FULL,
+    verify: Verify | str = Verify.FULL,
     resume: bool = False,
     force: bool = False,
     threads: int | None = None,
@@ -263,7 +263,7 @@ def prepare_reshard(
 def run_reshard(
     prepared: PreparedReshard,
     *,
-    verify: Verify | str | bool = Verify.FULL,
+    verify: Verify | str = Verify.FULL,
     threads: int | None = None,
     max_in_flight: int | None = None,
     on_progress: OnProgress = ignore_progress,
@@ -342,7 +342,7 @@ class _Run:
             sources = opened.enter_context(Sources(self._prepared.checkpoint, pool=pool))
             shares = together(self._team, lambda: self._write(staging, sources, pool))
             whole = _united(shares)
-            together(self._team, lambda: self._finish(staging, sources, whole) if self._team.rank == 0 else None)
+            together(self._team, lambda: self._finish(staging, whole) if self._team.rank == 0 else None)
             published = opened.pop_all()  # leaving it publishes: a failure there has to reach the others as well
             together(self._team, published.close)
         return whole
@@ -415,7 +415,7 @@ class _Run:
                 reason = f"it has {found} bytes on the disk, {output.num_bytes} were written"
                 raise ReadError(staging.folder / output.file, reason)
 
-    def _finish(self, staging: Staging, sources: Sources, share: _Share) -> None:
+    def _finish(self, staging: Staging, share: _Share) -> None:
         """Write everything but the weights; an index comes after what it names, the manifest last of all."""
         prepared = self._prepared
         records = dict(share.records)
@@ -519,9 +519,7 @@ def _stored_in(folder: Path) -> int:
     return sum(path.lstat().st_blocks * 512 for path in folder.rglob("*") if path.is_file())
 
 
-def _verify(value: Verify | str | bool) -> Verify:
-    if isinstance(value, bool):
-        return Verify.FULL if value else Verify.NONE
+def _verify(value: Verify | str) -> Verify:
     try:
         return Verify(value)
     except ValueError:

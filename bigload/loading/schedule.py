@@ -292,14 +292,16 @@ class Stretch:
 def _stretches_of(want: Wanted, slot: Slot, *, stays: bool) -> Iterator[Stretch]:
     cast = Cast(want.tensor.dtype, want.dtype) if want.is_cast else None
     way = Way.POPULATED if stays else Way.STRAIGHT if cast is None and want.place == CPU else Way.STAGED
-    for stretch in stretches(rows_of(want.tensor, want.part), slot.buffer, slot.start, cast, way, want.place):
+    for stretch in stretches(
+        rows_of(want.tensor, want.part), slot.buffer, slot.start, cast=cast, way=way, place=want.place
+    ):
         if stretch.piece.rows > 1:
             stretch.way = Way.STAGED
         yield stretch
 
 
 def stretches(
-    rows: Rows, buffer: int, start: int, cast: Cast | None = None, way: Way = Way.SCATTERED, place: str = CPU
+    rows: Rows, buffer: int, start: int, *, cast: Cast | None = None, way: Way = Way.SCATTERED, place: str = CPU
 ) -> Iterator[Stretch]:
     """Yield what delivers `rows` to byte `start` of a buffer and on: all rows as one stretch, or each by itself."""
     unit = max(cast.stored.bits // 8, 1) if cast is not None else 1
