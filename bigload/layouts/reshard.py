@@ -20,7 +20,7 @@ from bigload import __version__
 from bigload.checkpoint.fingerprint import fingerprint
 from bigload.checkpoint.model import Checkpoint
 from bigload.dtypes import DType
-from bigload.errors import NotEnoughSpaceError, OutputExistsError, ReadError, ReshardOptionError, WriteError
+from bigload.errors import NotEnoughSpaceError, OutputExistsError, RankError, ReadError, ReshardOptionError, WriteError
 from bigload.layouts.choose import Chosen, OffloadFormat, Wishes, choose
 from bigload.layouts.filling import Filler
 from bigload.layouts.in_kernel import KernelCopy, kernel_copy
@@ -43,7 +43,7 @@ from bigload.layouts.windows import Ranges, data_ranges
 from bigload.layouts.writer import DEFAULT_MAX_IN_FLIGHT, FileToWrite, Verify, Writer, window_bytes
 from bigload.loading.events import OnProgress, Tally, ignore_progress
 from bigload.loading.huge_pages import BlockPool
-from bigload.loading.team import Alone, Team, together
+from bigload.loading.team import Team, present_team, together
 from bigload.planning.plan import Plan
 
 DEFAULT_THREADS = 4
@@ -169,7 +169,8 @@ def reshard(
         threads: Threads that fill and write; four when left out.
         max_in_flight: Bytes of memory for what is on its way, 96 MiB when left out.
         on_progress: Told of every finished stretch.
-        team: Processes that share the work; each calls this with the same arguments.
+        team: Processes that share the work, each its files; all of them call this with the same arguments. When left
+            out: the ranks of torch.distributed, where this process has joined them, and else this process alone.
 
     Raises:
         StalePlanError, InvalidPlanError: the plan is not for this checkpoint, or wrong in itself.
@@ -270,6 +271,16 @@ def run_reshard(
     team: Team | None = None,
 ) -> ReshardReport:
     """Write what `prepared` describes; see `reshard`."""
+    if team is None:
+        with present_team() as present:
+            return run_reshard(
+                prepared,
+                verify=verify,
+                threads=threads,
+                max_in_flight=max_in_flight,
+                on_progress=on_progress,
+                team=present,
+            )
     began = time.monotonic()
     run = _Run(
         prepared,
@@ -277,7 +288,7 @@ def run_reshard(
         threads=_at_least_one("threads", threads, DEFAULT_THREADS),
         max_in_flight=_at_least_one("max_in_flight", max_in_flight, DEFAULT_MAX_IN_FLIGHT),
         on_progress=on_progress,
-        team=Alone() if team is None else team,
+        team=team,
     )
     finished = run.is_finished() or run.carry_out()
     return ReshardReport(
@@ -349,12 +360,20 @@ class _Run:
 
     def _enter(self, opened: ExitStack) -> Staging:
         prepared = self._prepared
+        self._agree()
         if self._team.rank == 0:
             first = staged(prepared.out, prepared.recipe, resume=prepared.resume, force=prepared.force)
             entered = together(self._team, lambda: opened.enter_context(first))
             return entered[0]
         together(self._team, lambda: None)
         return opened.enter_context(joined(prepared.out, prepared.recipe, rank=self._team.rank))
+
+    def _agree(self) -> None:
+        """Raise unless all processes are about to do the same."""
+        recipes = self._team.share(self._prepared.recipe)
+        for rank, recipe in enumerate(recipes):
+            if recipe != recipes[0]:
+                raise RankError(rank, "it would write something else than process 0: another source, or other options")
 
     def _write(self, staging: Staging, sources: Sources, pool: BlockPool) -> _Share:
         sources.check_headers()
