@@ -103,9 +103,9 @@ def test_a_block_above_the_limit_is_several_files_that_follow_each_other():
 
 
 def test_names_of_modules_that_are_no_names_of_files_become_some():
-    tensors = {"/etc.a b.weight": 1, "\0\u00e9.weight": 1, f"{'x' * 300}.weight": 1}
-    names = sorted(held(lay_out(checkpoint_of(tensors))))
-    assert [name[6:] for name in names] == ["_.safetensors", "_etc.a_b.safetensors", f"{'x' * 100}.safetensors"]
+    tensors = {"/etc a.weight": 1, "\0\u00e9.weight": 1, f"{'x' * 300}.weight": 1}
+    names = [name[6:] for name in held(lay_out(checkpoint_of(tensors)))]
+    assert sorted(names) == ["_.safetensors", "_etc_a.safetensors", f"{'x' * 100}.safetensors"]
 
 
 @pytest.mark.parametrize("offload_format", FORMATS)
