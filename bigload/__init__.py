@@ -45,6 +45,7 @@ if TYPE_CHECKING:  # `as` marks them as public to type checkers
     from bigload.errors import NamesUnknownError as NamesUnknownError
     from bigload.errors import NotEnoughMemoryError as NotEnoughMemoryError
     from bigload.errors import NotEnoughSpaceError as NotEnoughSpaceError
+    from bigload.errors import NotOffloadableError as NotOffloadableError
     from bigload.errors import OutputExistsError as OutputExistsError
     from bigload.errors import PlanError as PlanError
     from bigload.errors import PlanNotFoundError as PlanNotFoundError
@@ -59,6 +60,7 @@ if TYPE_CHECKING:  # `as` marks them as public to type checkers
     from bigload.errors import UnsupportedMethodError as UnsupportedMethodError
     from bigload.errors import VerificationError as VerificationError
     from bigload.errors import WriteError as WriteError
+    from bigload.layouts.offload_reader import OffloadFolder as OffloadFolder
     from bigload.layouts.reshard import ReshardReport as ReshardReport
     from bigload.layouts.reshard import reshard as reshard
     from bigload.loading.bytesource import ByteSource as ByteSource
@@ -135,6 +137,7 @@ _HOMES = {
         "NamesUnknownError",
         "NotEnoughMemoryError",
         "NotEnoughSpaceError",
+        "NotOffloadableError",
         "OutputExistsError",
         "PlanError",
         "PlanNotFoundError",
@@ -150,6 +153,7 @@ _HOMES = {
         "VerificationError",
         "WriteError",
     ),
+    "bigload.layouts.offload_reader": ("OffloadFolder",),
     "bigload.layouts.reshard": ("ReshardReport", "reshard"),
     "bigload.loading.bytesource": ("ByteSource",),
     "bigload.loading.events": ("Progress",),

@@ -21,6 +21,7 @@
     │   ├── OutputExistsError            refuses to overwrite             (FileExistsError)
     │   ├── NotEnoughSpaceError          the disk is too small            (OSError)
     │   ├── StridedTensorError           tensors that are not stored row by row
+    │   ├── NotOffloadableError          what an offload folder cannot hold (ValueError)
     │   ├── WriteError                   the system refused a write       (OSError)
     │   └── VerificationError            a written byte differs from its source
     ├── LoadError                        bytes to tensors
@@ -303,6 +304,13 @@ class StridedTensorError(LayoutError):
             hint="save the checkpoint again with contiguous tensors: "
             "torch.save({name: tensor.contiguous() for name, tensor in state_dict.items()}, FILE)",
         )
+
+
+class NotOffloadableError(LayoutError, ValueError):
+    """An offload folder cannot hold what was asked for; `details` name the tensors, if it is about some."""
+
+    def __init__(self, reason: str, *, tensors: Sequence[str] = (), hint: str) -> None:
+        super().__init__(f"cannot write an offload folder: {reason}", details=tensors, hint=hint)
 
 
 class WriteError(LayoutError, OSError):
