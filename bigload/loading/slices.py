@@ -45,7 +45,9 @@ class Rows:
             row, skipped = divmod(start, self.row_bytes)
             whole = 0 if skipped else (stop - start) // self.row_bytes
             length = self.row_bytes if whole else min(self.row_bytes - skipped, stop - start)
-            yield Rows(self.start + row * self.stride + skipped, length, whole or 1, self.stride if whole > 1 else length)
+            yield Rows(
+                self.start + row * self.stride + skipped, length, whole or 1, self.stride if whole > 1 else length
+            )
             start += length * (whole or 1)
 
 
