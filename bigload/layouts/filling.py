@@ -25,8 +25,6 @@ from bigload.loading.strided import view_pieces
 from bigload.units import MIB
 
 if TYPE_CHECKING:
-    import torch
-
     from bigload.loading.host_staging import HostStager
 
 _MAX_BUFFERS = os.sysconf("SC_IOV_MAX")
@@ -133,32 +131,32 @@ class Filler:
 
     def _compute(self, views: Sequence[memoryview], portions: Sequence[Portion]) -> None:
         """Fill a window in which something is computed, which takes torch."""
-        from bigload.loading.host_staging import HostStager, bytes_in
+        from bigload.loading.host_staging import HostStager
 
         with self._lock:
             stager = self._stager = self._stager or HostStager([], NO_RECORDER)
-        targets, beyond = [bytes_in(view) for view in views], [0] * len(views)
+        beyond = [0] * len(views)
         for job in jobs_for(portions):
             if job.way is Way.STAGED:
-                stager.carry_to(targets, job, self._sources[job.file], beyond=beyond)
+                stager.carry_to(views, job, self._sources[job.file], beyond=beyond)
             else:
                 _scatter(job, views, self._sources[job.file])
         for number, portion in enumerate(portions):
             if portion.is_view:
-                beyond[number] += self._arrange(portion, targets[number], stager)
+                beyond[number] += self._arrange(portion, views[number], stager)
         with self._lock:
             for portion, count in zip(portions, beyond, strict=True):
                 if count:
                     self._overflows[portion.tensor.name] += count
 
-    def _arrange(self, portion: Portion, target: torch.Tensor, stager: HostStager) -> int:
+    def _arrange(self, portion: Portion, view: memoryview, stager: HostStager) -> int:
         tensor = portion.tensor
         source, cast = self._sources[tensor.source.span.file], Cast(tensor.source.dtype, tensor.dtype)
         stored_bytes, wanted_bytes = cast.stored.alignment, cast.wanted.alignment
         beyond, step = 0, _ARRANGED_BYTES // stored_bytes
         first, last = portion.start // wanted_bytes, portion.stop // wanted_bytes
         for start in range(first, last, step):
-            memory = target[(start - first) * wanted_bytes :]
+            memory = view[(start - first) * wanted_bytes :]
             for piece in view_pieces(tensor.source, tensor.parts, start, min(start + step, last)):
                 beyond += stager.arrange(piece, memory, cast, partial(_read_rows, piece.rows, source))
         return beyond

@@ -39,13 +39,13 @@ class HostStager:
 
     def carry_to(
         self,
-        memory: Sequence[torch.Tensor | None],
+        memory: Sequence[torch.Tensor | memoryview | None],
         job: ReadJob,
         source: ByteSource,
         *,
         beyond: list[int] | None = None,
     ) -> None:
-        """Do it for buffers that are given now, as tensors of bytes.
+        """Do it for buffers that are given now, as bytes.
 
         Where `beyond` has a number for each of them, count there the finite values that lie beyond the largest of the
         dtype that they are cast to: they become infinite, or no number, or that largest one.
@@ -56,13 +56,14 @@ class HostStager:
             for piece in job.pieces:
                 target = memory[piece.buffer]
                 assert target is not None, "a job for the CPU has pieces for the CPU"
+                target = bytes_in(target) if isinstance(target, memoryview) else target
                 phase = Phase.COPY if piece.cast is None else Phase.CAST
                 with self._recorder.span(phase, num_bytes=piece.num_bytes, file=job.file):
                     count = _deliver(piece, staged, target, blocks, counts=beyond is not None)
                     if beyond is not None:
                         beyond[piece.buffer] += count
 
-    def arrange(self, piece: ViewPiece, target: torch.Tensor, cast: Cast, read: Callable[[memoryview], None]) -> int:
+    def arrange(self, piece: ViewPiece, target: memoryview, cast: Cast, read: Callable[[memoryview], None]) -> int:
         """Have `read` fill a block with the bytes of `piece`, and write its elements where they belong in `target`.
 
         Returns how many finite ones lie beyond the dtype that they are cast to.
@@ -76,7 +77,7 @@ class HostStager:
             view, staged = _block(blocks, "staged", piece.rows.num_bytes)
             read(view[: piece.rows.num_bytes])
             values = staged.view(stored).as_strided(piece.shape, piece.strides)
-            written = target.view(wanted).as_strided(piece.shape, piece.target_strides, piece.start)
+            written = bytes_in(target).view(wanted).as_strided(piece.shape, piece.target_strides, piece.start)
             return _cast(values, written, blocks, counts=True)
 
     def finish(self) -> None:
