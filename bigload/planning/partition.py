@@ -17,7 +17,6 @@ from math import prod
 
 from bigload.checkpoint.model import Checkpoint, TensorInfo
 from bigload.errors import PartitionError
-from bigload.planning.block_shapes import is_matrix
 from bigload.planning.model_config import ModelConfig, count_of
 from bigload.planning.partition_rules import (
     FAMILIES,
@@ -63,7 +62,14 @@ _LEAVES: Mapping[str, tuple[int | None, int | None]] = {
 """
 
 _RANKS = {"qweight": (2,), "qzeros": (2,), "scales": (2,), "g_idx": (1,), "SCB": (1,), "bias": (1,)}
-_SCALARS = {"input_scale", "output_scale", "weight_scale_2", "weight_global_scale", "input_global_scale", "weight_format"}
+_SCALARS = {
+    "input_scale",
+    "output_scale",
+    "weight_scale_2",
+    "weight_global_scale",
+    "input_global_scale",
+    "weight_format",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -503,7 +509,7 @@ def _notes(checkpoint: Checkpoint, divisions: Mapping[str, Division], divider: _
     tensors = [checkpoint.tensors[name] for name, division in divisions.items() if division.dim is None]
     if tensors and divider.tp > 1:
         total = format_size(sum(tensor.num_bytes for tensor in tensors))
-        text = f"{counted(len(tensors), 'tensor')} of {total} are whole on each of {divider.tp} ranks: no rule divides them"
+        text = f"{counted(len(tensors), 'tensor')}, {total}, whole on each of {divider.tp} ranks: no rule divides them"
         yield PlanNote(code="replicated", text=text)
     if divider.num_shared_heads:
         count, share = divider.num_shared_heads, divider.tp // divider.num_shared_heads

@@ -59,7 +59,9 @@ _WHOLE, _OUT, _IN = Word(), Word(Side.OUT), Word(Side.IN)
 
 WORDS: Mapping[str, Word] = MappingProxyType(
     {
-        **dict.fromkeys(("colwise", "colwise_rep", "colwise_gather_output", "local_colwise", "embedding_rowwise"), _OUT),
+        **dict.fromkeys(
+            ("colwise", "colwise_rep", "colwise_gather_output", "local_colwise", "embedding_rowwise"), _OUT
+        ),
         **dict.fromkeys(("rowwise", "rowwise_rep", "rowwise_split_input", "local_rowwise", "embedding_colwise"), _IN),
         **dict.fromkeys(("packed_colwise", "local_packed_colwise"), Word(Side.OUT, Packing.HALVES)),
         **dict.fromkeys(("packed_rowwise", "local_packed_rowwise"), Word(Side.IN, Packing.HALVES)),
@@ -330,7 +332,10 @@ _TYPES: tuple[tuple[str, Mapping[str, str]], ...] = (
     ),
     ("gptj", {**_layer("attn", "out_proj"), "mlp.fc_in": "colwise", "mlp.fc_out": "rowwise", **_HEAD}),
     ("bloom falcon RefinedWeb RefinedWebModel", _BLOOM),
-    ("mpt", {"attn.Wqkv": "packed_qkv", "attn.out_proj": "rowwise", "ffn.up_proj": "colwise", "ffn.down_proj": "rowwise"}),
+    (
+        "mpt",
+        {"attn.Wqkv": "packed_qkv", "attn.out_proj": "rowwise", "ffn.up_proj": "colwise", "ffn.down_proj": "rowwise"},
+    ),
     (
         "internlm2",
         {
@@ -416,7 +421,7 @@ def num_kv_heads(config: ModelConfig, num_heads: int) -> int:
 
 
 def has_groups(config: ModelConfig) -> bool:
-    """Return whether a falcon stores its queries by groups, as 40B and 180B do. The oldest configs name no such flag."""
+    """Return whether a falcon stores its queries by groups, as 40B and 180B do; the oldest configs have no flag."""
     return bool(config.flag("new_decoder_architecture")) or (
         config.flag("new_decoder_architecture") is None and bool(config.number("n_head_kv"))
     )
