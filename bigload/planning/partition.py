@@ -342,21 +342,24 @@ class _Divider:
         if not layer.is_attention and word.packing is None:
             self._check_even(layer, size)
             return self._chunks(0, size)
-        heads, kv_heads = _heads(layer)
+        heads, kv_heads, width = _heads(layer)
         if word.packing is not None:
-            return self._fused(layer, size, heads, kv_heads)
+            return self._fused(layer, size, heads, kv_heads, width)
         if word.side is Side.OUT and _FUSED.search(last):
             raise _IndivisibleError(
                 "queries, keys and values are stored as one: the word is packed_qkv, or grouped_qkv "
                 "where each head has its own beside another"
             )
         is_kv = word.side is Side.OUT and last in _KEYS_VALUES
-        _check_heads(layer, size, kv_heads if is_kv else heads, is_exact=is_kv)
+        _check_heads(layer, size, kv_heads if is_kv else heads, width, is_exact=is_kv)
         return self._kv_units(0, size, kv_heads) if is_kv else self._units(size, heads, "heads")
 
-    def _fused(self, layer: _Layer, size: int, heads: int, kv_heads: int) -> tuple[tuple[Range, ...], ...]:
+    def _fused(
+        self, layer: _Layer, size: int, heads: int, kv_heads: int, said: int | None
+    ) -> tuple[tuple[Range, ...], ...]:
         width, rest = divmod(size, heads + 2 * kv_heads)
-        said = layer.config.head_dim
+        if layer.is_quantized:
+            said = None  # features may be counted in packed words
         if rest or (said is not None and width != said) or heads % kv_heads:
             raise _IndivisibleError(
                 f"{size} features are not {heads} heads of queries and {kv_heads} of keys and values"
@@ -413,25 +416,25 @@ class _Divider:
             raise _IndivisibleError(f"{size} features of quantized weights do not divide among {self.tp} ranks")
 
 
-def _heads(layer: _Layer) -> tuple[int, int]:
-    """Return the heads of queries and those of keys and values of an attention."""
+def _heads(layer: _Layer) -> tuple[int, int, int | None]:
+    """Return the heads of queries and those of keys and values of an attention, and their width where it is known."""
     parts = layer.parts
     side = next((side for side in ("encoder", "decoder") if side in parts), None)
     heads = (side and layer.config.number(f"{side}_attention_heads")) or layer.config.number("num_heads")
     heads = heads or layer.config.number("attention_heads")  # towers of mllama
     if not heads:
         raise _IndivisibleError("config.json does not say how many heads there are")
-    return heads, num_kv_heads(layer.config, heads)
+    width = layer.config.number("hidden_size")
+    return heads, num_kv_heads(layer.config, heads), layer.config.number("head_dim") or (width and width // heads)
 
 
-def _check_heads(layer: _Layer, size: int, heads: int, *, is_exact: bool) -> None:
+def _check_heads(layer: _Layer, size: int, heads: int, width: int | None, *, is_exact: bool) -> None:
     """Raise if the width of a head is known and the features are not so many heads: they are another model's part.
 
     Latent attention has heads of several widths, quantized weights count other units, and some parameters have one
     number per head. A query may bring a gate of its own width along (qwen3-next).
     """
-    width = layer.config.head_dim
-    if width is None or layer.is_quantized or size == heads or layer.config.number("kv_lora_rank"):
+    if not width or layer.is_quantized or size == heads or layer.config.number("kv_lora_rank"):
         return
     if size != heads * width if is_exact else size % (heads * width):
         raise _IndivisibleError(f"{size} features are not {heads} heads of {width}, as config.json has it")
