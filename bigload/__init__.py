@@ -47,6 +47,7 @@ if TYPE_CHECKING:  # `as` marks them as public to type checkers
     from bigload.errors import NotEnoughSpaceError as NotEnoughSpaceError
     from bigload.errors import NotOffloadableError as NotOffloadableError
     from bigload.errors import OutputExistsError as OutputExistsError
+    from bigload.errors import PartitionError as PartitionError
     from bigload.errors import PlanError as PlanError
     from bigload.errors import PlanNotFoundError as PlanNotFoundError
     from bigload.errors import PlanOptionError as PlanOptionError
@@ -61,6 +62,8 @@ if TYPE_CHECKING:  # `as` marks them as public to type checkers
     from bigload.errors import VerificationError as VerificationError
     from bigload.errors import WriteError as WriteError
     from bigload.layouts.offload_reader import OffloadFolder as OffloadFolder
+    from bigload.layouts.rank_slices import RanksFolder as RanksFolder
+    from bigload.layouts.rank_slices import read_ranks as read_ranks
     from bigload.layouts.reshard import ReshardReport as ReshardReport
     from bigload.layouts.reshard import reshard as reshard
     from bigload.loading.bytesource import ByteSource as ByteSource
@@ -78,6 +81,7 @@ if TYPE_CHECKING:  # `as` marks them as public to type checkers
     from bigload.planning.choices import NameScheme as NameScheme
     from bigload.planning.choices import Order as Order
     from bigload.planning.choices import Policy as Policy
+    from bigload.planning.partition import Division as Division
     from bigload.planning.plan import DeviceUse as DeviceUse
     from bigload.planning.plan import Plan as Plan
     from bigload.planning.plan import PlanNote as PlanNote
@@ -139,6 +143,7 @@ _HOMES = {
         "NotEnoughSpaceError",
         "NotOffloadableError",
         "OutputExistsError",
+        "PartitionError",
         "PlanError",
         "PlanNotFoundError",
         "PlanOptionError",
@@ -154,6 +159,7 @@ _HOMES = {
         "WriteError",
     ),
     "bigload.layouts.offload_reader": ("OffloadFolder",),
+    "bigload.layouts.rank_slices": ("RanksFolder", "read_ranks"),
     "bigload.layouts.reshard": ("ReshardReport", "reshard"),
     "bigload.loading.bytesource": ("ByteSource",),
     "bigload.loading.events": ("Progress",),
@@ -162,6 +168,7 @@ _HOMES = {
     "bigload.loading.report": ("LoadReport",),
     "bigload.loading.slices": ("Slice",),
     "bigload.planning.budget": ("MemoryBudget",),
+    "bigload.planning.partition": ("Division",),
     "bigload.planning.plan": ("DeviceUse", "Plan", "PlanNote"),
     "bigload.planning.planner": ("plan",),
     "bigload.planning.plan_file": ("read_plan", "write_plan"),

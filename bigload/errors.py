@@ -12,6 +12,7 @@
     │   ├── PlanOptionError              wishes that cannot be met together, or a bad value (ValueError)
     │   ├── InvalidPlanError             a plan file that is not one      (ValueError)
     │   ├── NamesUnknownError            what a model calls its modules is not known
+    │   ├── PartitionError               tensors that ranks cannot divide as asked (ValueError)
     │   └── StalePlanError               made for another version of the checkpoint
     ├── LayoutError                      forms on disk
     │   ├── ManifestNotFoundError        no folder that a reshard finished (FileNotFoundError)
@@ -210,6 +211,13 @@ class InvalidPlanError(PlanError, ValueError):
 
 class NamesUnknownError(PlanError):
     """A device map cannot be put into the names of the model in memory; the message says why."""
+
+
+class PartitionError(PlanError, ValueError):
+    """Tensor-parallel ranks cannot divide a checkpoint as asked, or rules that say how cannot be read.
+
+    `message` says what, `details` name each kind of tensor that is in the way.
+    """
 
 
 class StalePlanError(PlanError):
