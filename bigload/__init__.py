@@ -66,6 +66,9 @@ if TYPE_CHECKING:  # `as` marks them as public to type checkers
     from bigload.layouts.rank_slices import read_ranks as read_ranks
     from bigload.layouts.reshard import ReshardReport as ReshardReport
     from bigload.layouts.reshard import reshard as reshard
+    from bigload.layouts.verify import FileProblem as FileProblem
+    from bigload.layouts.verify import VerifyReport as VerifyReport
+    from bigload.layouts.verify import verify as verify
     from bigload.loading.bytesource import ByteSource as ByteSource
     from bigload.loading.events import Progress as Progress
     from bigload.loading.load import LoadedTensors as LoadedTensors
@@ -161,6 +164,7 @@ _HOMES = {
     "bigload.layouts.offload_reader": ("OffloadFolder",),
     "bigload.layouts.rank_slices": ("RanksFolder", "read_ranks"),
     "bigload.layouts.reshard": ("ReshardReport", "reshard"),
+    "bigload.layouts.verify": ("FileProblem", "VerifyReport", "verify"),
     "bigload.loading.bytesource": ("ByteSource",),
     "bigload.loading.events": ("Progress",),
     "bigload.loading.load": ("LoadedTensors", "load"),
