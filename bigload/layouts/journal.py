@@ -1,4 +1,4 @@
-"""What a reshard has finished so far: a line of JSON for every stretch that the disk has, so that it can be gone on with.
+"""What a reshard has finished so far: a line of JSON for every stretch that the disk has, so that it can go on there.
 
 The first line says what is being done, as a digest; only the same thing is ever gone on with. Nothing else in a journal
 is trusted: what it lists is read back and digested before it is kept. A line that a crash cut short ends the journal.
@@ -29,7 +29,7 @@ def journal_name(rank: int) -> str:
 
 @dataclass(slots=True)
 class FileProgress:
-    """What is on the disk of one file: digests of the tensors from the first on, and of the whole once it is complete."""
+    """What is on the disk of one file: digests of tensors from the first on, and of the whole once it is complete."""
 
     tensors: dict[str, str] = field(default_factory=dict)
     digest: str | None = None

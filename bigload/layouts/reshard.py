@@ -16,12 +16,11 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from bigload import __version__
 from bigload.checkpoint.fingerprint import fingerprint
 from bigload.checkpoint.model import Checkpoint
 from bigload.dtypes import DType
-from bigload.errors import NotEnoughSpaceError, OutputExistsError, ReadError, ReshardOptionError, WriteError
-from bigload.layouts.choose import Chosen, OffloadFormat, Wishes, choose
+from bigload.errors import NotEnoughSpaceError, OutputExistsError, RankError, ReadError, ReshardOptionError, WriteError
+from bigload.layouts.choose import Chosen, Wishes, choose
 from bigload.layouts.filling import Filler
 from bigload.layouts.in_kernel import KernelCopy, kernel_copy
 from bigload.layouts.manifest import (
@@ -33,6 +32,7 @@ from bigload.layouts.manifest import (
     read_manifest,
     record_of,
 )
+from bigload.layouts.offload_folder import OffloadFormat
 from bigload.layouts.output_files import DEFAULT_MAX_SHARD_BYTES, Layout, Output, OutputFile
 from bigload.layouts.recheck import Rechecked, recheck
 from bigload.layouts.side_files import SideFile, is_single_file, side_files
@@ -53,8 +53,9 @@ from bigload.layouts.windows import Ranges, data_ranges
 from bigload.layouts.writer import DEFAULT_MAX_IN_FLIGHT, FileToWrite, Verify, Writer, window_bytes
 from bigload.loading.events import OnProgress, Tally, ignore_progress
 from bigload.loading.huge_pages import BlockPool
-from bigload.loading.team import Alone, Team, together
+from bigload.loading.team import Team, present_team, together
 from bigload.planning.plan import Plan
+from bigload.version import __version__
 
 DEFAULT_THREADS = 4
 """Threads wait for the disk most of the time: more than cores, and enough to keep it busy."""
@@ -153,7 +154,7 @@ def reshard(
     tp: int | None = None,
     tp_rules: Mapping[str, str] | str | Path | None = None,
     offload_format: OffloadFormat | str = OffloadFormat.SAFETENSORS,
-    verify: Verify | str | bool = Verify.FULL,
+    verify: Verify | str = Verify.FULL,
     resume: bool = False,
     force: bool = False,
     threads: int | None = None,
@@ -181,7 +182,8 @@ def reshard(
         threads: Threads that fill and write; four when left out.
         max_in_flight: Bytes of memory for what is on its way, 96 MiB when left out.
         on_progress: Told of every finished stretch.
-        team: Processes that share the work; each calls this with the same arguments.
+        team: Processes that share the work, each its files; all of them call this with the same arguments. When left
+            out: the ranks of torch.distributed, where this process has joined them, and else this process alone.
 
     Raises:
         StalePlanError, InvalidPlanError: the plan is not for this checkpoint, or wrong in itself.
@@ -279,13 +281,23 @@ def prepare_reshard(
 def run_reshard(
     prepared: PreparedReshard,
     *,
-    verify: Verify | str | bool = Verify.FULL,
+    verify: Verify | str = Verify.FULL,
     threads: int | None = None,
     max_in_flight: int | None = None,
     on_progress: OnProgress = ignore_progress,
     team: Team | None = None,
 ) -> ReshardReport:
     """Write what `prepared` describes; see `reshard`."""
+    if team is None:
+        with present_team() as present:
+            return run_reshard(
+                prepared,
+                verify=verify,
+                threads=threads,
+                max_in_flight=max_in_flight,
+                on_progress=on_progress,
+                team=present,
+            )
     began = time.monotonic()
     run = _Run(
         prepared,
@@ -293,7 +305,7 @@ def run_reshard(
         threads=_at_least_one("threads", threads, DEFAULT_THREADS),
         max_in_flight=_at_least_one("max_in_flight", max_in_flight, DEFAULT_MAX_IN_FLIGHT),
         on_progress=on_progress,
-        team=Alone() if team is None else team,
+        team=team,
     )
     finished = run.is_finished() or run.carry_out()
     return ReshardReport(
@@ -357,13 +369,14 @@ class _Run:
             sources = opened.enter_context(Sources(self._prepared.checkpoint, pool=pool))
             shares = together(self._team, lambda: self._write(staging, sources, pool))
             whole = _united(shares)
-            together(self._team, lambda: self._finish(staging, sources, whole) if self._team.rank == 0 else None)
+            together(self._team, lambda: self._finish(staging, whole) if self._team.rank == 0 else None)
             published = opened.pop_all()  # leaving it publishes: a failure there has to reach the others as well
             together(self._team, published.close)
         return whole
 
     def _enter(self, opened: ExitStack) -> Staging:
         prepared = self._prepared
+        self._agree()
         if self._team.rank == 0:
             return together(self._team, lambda: self._begin(opened))[0]
         together(self._team, lambda: None)
@@ -376,6 +389,13 @@ class _Run:
         if staging.progress is not None:
             keep_only(staging.folder, {output.file for output in prepared.output.files})
         return staging
+
+    def _agree(self) -> None:
+        """Raise unless all processes are about to do the same."""
+        recipes = self._team.share(self._prepared.recipe)
+        for rank, recipe in enumerate(recipes):
+            if recipe != recipes[0]:
+                raise RankError(rank, "it would write something else than process 0: another source, or other options")
 
     def _write(self, staging: Staging, sources: Sources, pool: BlockPool) -> _Share:
         sources.check_headers()
@@ -436,7 +456,7 @@ class _Run:
                 reason = f"it has {found} bytes on the disk, {output.num_bytes} were written"
                 raise ReadError(staging.folder / output.file, reason)
 
-    def _finish(self, staging: Staging, sources: Sources, share: _Share) -> None:
+    def _finish(self, staging: Staging, share: _Share) -> None:
         """Write everything but the weights; an index comes after what it names, the manifest last of all."""
         prepared = self._prepared
         records = dict(share.records)
@@ -547,9 +567,7 @@ def _stored_in(folder: Path) -> int:
     return sum(path.lstat().st_blocks * 512 for path in folder.rglob("*") if path.is_file())
 
 
-def _verify(value: Verify | str | bool) -> Verify:
-    if isinstance(value, bool):
-        return Verify.FULL if value else Verify.NONE
+def _verify(value: Verify | str) -> Verify:
     try:
         return Verify(value)
     except ValueError:

@@ -141,7 +141,7 @@ class Sink:
         return -(-num_bytes // BLOCK_BYTES) * BLOCK_BYTES if self._is_direct else num_bytes
 
     def _settle(self, start: int, num_bytes: int) -> None:
-        """Wait until the disk has these bytes, and forget the cached pages: what is read next is what the disk holds."""
+        """Wait until the disk has these bytes, and forget the cached pages: what is read next comes from the disk."""
         with self._writing():
             if not self._sync_range(start, num_bytes, _START_AND_WAIT):
                 os.fdatasync(self.descriptor)

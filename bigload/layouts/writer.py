@@ -142,7 +142,9 @@ class Writer:
         path.parent.mkdir(parents=True, exist_ok=True)
         begin = 0 if file.kept is None else file.kept.digest.position // BLOCK_BYTES * BLOCK_BYTES
         sink = Sink(path, num_bytes=output.num_bytes, alignment=self._alignment, kept_bytes=begin)
-        under_way = _FileUnderWay(output, sink, self._journal, self._tally, records, file.kept)
+        under_way = _FileUnderWay(
+            output, sink, journal=self._journal, tally=self._tally, records=records, kept=file.kept
+        )
         self._under_way.append(under_way)
         copied = self._copy_in_kernel(output, sink) if not begin else Ranges(())
         rest = file.ranges.without(copied)
@@ -220,6 +222,7 @@ class _FileUnderWay:
         self,
         output: OutputFile,
         sink: Sink,
+        *,
         journal: Journal,
         tally: Tally,
         records: dict[str, FileRecord],
