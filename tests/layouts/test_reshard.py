@@ -26,7 +26,7 @@ from bigload.errors import (
 )
 from bigload.layouts import reshard as reshard_module
 from bigload.layouts import staging as staging_module
-from bigload.layouts import writer as writer_module
+from bigload.layouts.manifest import MANIFEST_FILE
 from bigload.layouts.reshard import prepare_reshard, reshard, run_reshard
 from bigload.planning.plan_file import plan_to_json, write_plan
 from builders import (
@@ -88,7 +88,7 @@ def nothing_left_of(out):
 
 def test_the_output_has_a_folder_for_each_device_and_an_index_of_all(tiny, out):
     report = reshard(planned(tiny), out)
-    assert set(entries(out)) == {*FOLDERS, INDEX, "plan.json", "config.json"}
+    assert set(entries(out)) == {*FOLDERS, INDEX, MANIFEST_FILE, "plan.json", "config.json"}
     assert report.out == out
     assert report.verified
     assert report.num_bytes == sum(file.stat().st_size for file in out.rglob("model-*.safetensors"))
@@ -185,7 +185,7 @@ def test_small_files_beside_the_weights_come_along(tiny, out):
     with (tiny / "video.mp4").open("wb") as file:
         file.truncate(64 * 2**20 + 1)
     reshard(plan, out)
-    assert set(entries(out)) == {*FOLDERS, INDEX, "plan.json", "config.json", *kept}
+    assert set(entries(out)) == {*FOLDERS, INDEX, MANIFEST_FILE, "plan.json", "config.json", *kept}
     assert {name: (out / name).read_bytes() for name in kept} == kept
     assert (out / "plan.json").read_text() == plan_to_json(plan)
 
@@ -252,7 +252,7 @@ def test_every_tensor_survives_byte_for_byte(made, limits, max_shard_bytes, thre
         except bigload.DoesNotFitError:
             plan = planned(source, {"cuda:0": "1MiB"})
         report = reshard(plan, out, max_shard_bytes=max_shard_bytes, threads=threads)
-        files = [out / output.file for output in report.files]
+        files = [out / output.file for output in report.output.files]
         assert stored_tensors(*files) == expected
         assert set(out.rglob("*.safetensors")) == set(files)
         check_that_readers_agree(out, expected)
@@ -404,13 +404,13 @@ def test_preparing_writes_nothing(tiny, out):
     prepared = prepare_reshard(planned(tiny), out)
     assert contents(out.parent) == before
     assert not out.with_name("out.partial").exists()
-    assert {output.file.partition("/")[0] for output in prepared.files} == FOLDERS
+    assert {output.file.partition("/")[0] for output in prepared.output.files} == FOLDERS
 
 
 def test_what_is_prepared_is_what_is_written(tiny, out):
     prepared = prepare_reshard(planned(tiny), out, max_shard_bytes=700)
     run_reshard(prepared)
-    assert {output.file: output.num_bytes for output in prepared.files} == {
+    assert {output.file: output.num_bytes for output in prepared.output.files} == {
         str(file.relative_to(out)): file.stat().st_size for file in out.rglob("*.safetensors")
     }
 
