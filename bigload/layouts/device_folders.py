@@ -30,10 +30,11 @@ from bigload.layouts.output_files import (
     numbered,
     split,
 )
-from bigload.layouts.staging import PLAN_FILE
 from bigload.planning.plan import Plan, recount
 from bigload.planning.plan_file import plan_to_json
 from bigload.planning.tree import build_tree
+
+PLAN_FILE = "plan.json"
 
 
 def lay_out(

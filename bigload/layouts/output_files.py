@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cached_property
+from itertools import accumulate
 from math import prod
 
 from bigload.checkpoint.fingerprint import ShardFingerprint
@@ -109,6 +110,11 @@ class OutputFile:
     def num_bytes(self) -> int:
         """Size of the file: header and data."""
         return len(self.header) + sum(tensor.num_bytes for tensor in self.tensors)
+
+    def starts(self) -> list[int]:
+        """Return where in the file each tensor starts."""
+        sizes = (tensor.num_bytes for tensor in self.tensors[:-1])
+        return list(accumulate(sizes, initial=len(self.header))) if self.tensors else []
 
     @property
     def folder(self) -> str:
