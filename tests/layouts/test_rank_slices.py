@@ -239,3 +239,17 @@ def test_the_folder_of_a_rank_holds_what_the_document_says(folder, tmp_path):
     (folder / "rank-1").symlink_to(tmp_path / "elsewhere")
     with pytest.raises(InvalidCheckpointError, match="it is a link"):
         ranks.checkpoint(1)
+
+
+def test_reshard_writes_what_was_laid_out_from_rules_in_a_file(tmp_path):
+    tensors = {"a.weight": ("F32", [5, 8]), "b.weight": ("BF16", [4, 6]), "norm": ("F32", [3])}
+    tensors["h.attn.c_attn.weight"] = ("F16", [6, 24])  # three ranges of columns for each rank
+    source = opened(tmp_path / "in", tensors, {"model_type": "none", "num_attention_heads": 4, "head_dim": 2})
+    rules = tmp_path / "rules.toml"
+    rules.write_text('a = "colwise"\nb = "rowwise"\n"attn.c_attn" = "conv1d_packed_qkv"\n')
+    bigload.reshard(source, tmp_path / "out", layout="ranks", tp=2, tp_rules=rules)
+    ranks = bigload.read_ranks(tmp_path / "out")
+    assert [len(ranks.divisions[name].ranges[0]) for name in ("a.weight", "h.attn.c_attn.weight")] == [1, 3]
+    assert joined(ranks) == stored_tensors(tmp_path / "in" / "model.safetensors")
+    assert {path.name for path in (tmp_path / "out").iterdir()} >= {"config.json", "rank-0", "rank-1", RANKS_FILE}
+    assert not (tmp_path / "out" / "rank-0" / "config.json").exists()
