@@ -35,6 +35,7 @@ FAILURES = [
     "bigload plan tiny-llama --overhead 0 -m cpu=8MiB --fail-if disk --json",
     "bigload plan tiny-llama -m cpu=22Gb -q",
     "bigload reshard nowhere.json out",
+    "bigload verify nowhere",
     "bigload isnpect tiny-llama",
     "bigload bench-load tiny-llama --threads many",
 ]
