@@ -31,18 +31,23 @@ if TYPE_CHECKING:  # `as` marks them as public to type checkers
     from bigload.errors import BudgetError as BudgetError
     from bigload.errors import CheckpointError as CheckpointError
     from bigload.errors import CheckpointNotFoundError as CheckpointNotFoundError
+    from bigload.errors import DamagedOutputError as DamagedOutputError
     from bigload.errors import DoesNotFitError as DoesNotFitError
     from bigload.errors import InvalidCheckpointError as InvalidCheckpointError
+    from bigload.errors import InvalidManifestError as InvalidManifestError
     from bigload.errors import InvalidPlanError as InvalidPlanError
     from bigload.errors import LayoutError as LayoutError
     from bigload.errors import LegacyPickleError as LegacyPickleError
     from bigload.errors import LoadError as LoadError
     from bigload.errors import LoadOptionError as LoadOptionError
+    from bigload.errors import ManifestNotFoundError as ManifestNotFoundError
     from bigload.errors import MissingPackageError as MissingPackageError
     from bigload.errors import NamesUnknownError as NamesUnknownError
     from bigload.errors import NotEnoughMemoryError as NotEnoughMemoryError
     from bigload.errors import NotEnoughSpaceError as NotEnoughSpaceError
+    from bigload.errors import NotOffloadableError as NotOffloadableError
     from bigload.errors import OutputExistsError as OutputExistsError
+    from bigload.errors import PartitionError as PartitionError
     from bigload.errors import PlanError as PlanError
     from bigload.errors import PlanNotFoundError as PlanNotFoundError
     from bigload.errors import PlanOptionError as PlanOptionError
@@ -56,8 +61,14 @@ if TYPE_CHECKING:  # `as` marks them as public to type checkers
     from bigload.errors import UnsupportedMethodError as UnsupportedMethodError
     from bigload.errors import VerificationError as VerificationError
     from bigload.errors import WriteError as WriteError
+    from bigload.layouts.offload_reader import OffloadFolder as OffloadFolder
+    from bigload.layouts.rank_slices import RanksFolder as RanksFolder
+    from bigload.layouts.rank_slices import read_ranks as read_ranks
     from bigload.layouts.reshard import ReshardReport as ReshardReport
     from bigload.layouts.reshard import reshard as reshard
+    from bigload.layouts.verify import FileProblem as FileProblem
+    from bigload.layouts.verify import VerifyReport as VerifyReport
+    from bigload.layouts.verify import verify as verify
     from bigload.loading.bytesource import ByteSource as ByteSource
     from bigload.loading.events import Progress as Progress
     from bigload.loading.load import LoadedTensors as LoadedTensors
@@ -73,6 +84,7 @@ if TYPE_CHECKING:  # `as` marks them as public to type checkers
     from bigload.planning.choices import NameScheme as NameScheme
     from bigload.planning.choices import Order as Order
     from bigload.planning.choices import Policy as Policy
+    from bigload.planning.partition import Division as Division
     from bigload.planning.plan import DeviceUse as DeviceUse
     from bigload.planning.plan import Plan as Plan
     from bigload.planning.plan import PlanNote as PlanNote
@@ -118,18 +130,23 @@ _HOMES = {
         "BudgetError",
         "CheckpointError",
         "CheckpointNotFoundError",
+        "DamagedOutputError",
         "DoesNotFitError",
         "InvalidCheckpointError",
+        "InvalidManifestError",
         "InvalidPlanError",
         "LayoutError",
         "LegacyPickleError",
         "LoadError",
         "LoadOptionError",
+        "ManifestNotFoundError",
         "MissingPackageError",
         "NamesUnknownError",
         "NotEnoughMemoryError",
         "NotEnoughSpaceError",
+        "NotOffloadableError",
         "OutputExistsError",
+        "PartitionError",
         "PlanError",
         "PlanNotFoundError",
         "PlanOptionError",
@@ -144,7 +161,10 @@ _HOMES = {
         "VerificationError",
         "WriteError",
     ),
+    "bigload.layouts.offload_reader": ("OffloadFolder",),
+    "bigload.layouts.rank_slices": ("RanksFolder", "read_ranks"),
     "bigload.layouts.reshard": ("ReshardReport", "reshard"),
+    "bigload.layouts.verify": ("FileProblem", "VerifyReport", "verify"),
     "bigload.loading.bytesource": ("ByteSource",),
     "bigload.loading.events": ("Progress",),
     "bigload.loading.load": ("LoadedTensors", "load"),
@@ -152,6 +172,7 @@ _HOMES = {
     "bigload.loading.report": ("LoadReport",),
     "bigload.loading.slices": ("Slice",),
     "bigload.planning.budget": ("MemoryBudget",),
+    "bigload.planning.partition": ("Division",),
     "bigload.planning.plan": ("DeviceUse", "Plan", "PlanNote"),
     "bigload.planning.planner": ("plan",),
     "bigload.planning.plan_file": ("read_plan", "write_plan"),

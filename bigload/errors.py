@@ -12,11 +12,17 @@
     │   ├── PlanOptionError              wishes that cannot be met together, or a bad value (ValueError)
     │   ├── InvalidPlanError             a plan file that is not one      (ValueError)
     │   ├── NamesUnknownError            what a model calls its modules is not known
+    │   ├── PartitionError               tensors that ranks cannot divide as asked (ValueError)
     │   └── StalePlanError               made for another version of the checkpoint
     ├── LayoutError                      forms on disk
+    │   ├── ManifestNotFoundError        no folder that a reshard finished (FileNotFoundError)
+    │   ├── InvalidManifestError         a manifest that is not one       (ValueError)
+    │   ├── DamagedOutputError           files are not what was written
+    │   ├── ReshardOptionError           wishes that do not go together, or a bad value (ValueError)
     │   ├── OutputExistsError            refuses to overwrite             (FileExistsError)
     │   ├── NotEnoughSpaceError          the disk is too small            (OSError)
     │   ├── StridedTensorError           tensors that are not stored row by row
+    │   ├── NotOffloadableError          what an offload folder cannot hold (ValueError)
     │   ├── WriteError                   the system refused a write       (OSError)
     │   └── VerificationError            a written byte differs from its source
     ├── LoadError                        bytes to tensors
@@ -27,6 +33,7 @@
     │   ├── UnsupportedMethodError       files cannot be read that way    (ValueError)
     │   ├── NotEnoughMemoryError         the tensors exceed free memory   (MemoryError)
     │   └── StateDictMismatchError       module and checkpoint disagree   (ValueError)
+    ├── RankError                        another process of a team failed
     ├── BenchOptionError                 a bench of what cannot be measured together (ValueError)
     └── MissingPackageError              what was asked for needs a package that is not installed (ImportError)
 
@@ -206,6 +213,13 @@ class NamesUnknownError(PlanError):
     """A device map cannot be put into the names of the model in memory; the message says why."""
 
 
+class PartitionError(PlanError, ValueError):
+    """Tensor-parallel ranks cannot divide a checkpoint as asked, or rules that say how cannot be read.
+
+    `message` says what, `details` name each kind of tensor that is in the way.
+    """
+
+
 class StalePlanError(PlanError):
     """The checkpoint is not the one that the plan was made for; `changes` says what differs, a line per file."""
 
@@ -218,6 +232,50 @@ class StalePlanError(PlanError):
 
 class LayoutError(BigloadError):
     """Files could not be written in the form that was asked for."""
+
+
+class ManifestNotFoundError(LayoutError, FileNotFoundError):
+    """The folder at `path` has no manifest to be checked against: bigload has not written it, or not to the end."""
+
+    def __init__(self, path: Path | str, reason: str, *, hint: str | None = None) -> None:
+        super().__init__(f"no manifest of {path}: {reason}", hint=hint or "name a folder that bigload reshard made")
+        self.path = path
+        self.errno, self.filename = errno.ENOENT, str(path)
+
+
+class InvalidManifestError(LayoutError, ValueError):
+    """A manifest cannot be read, has another major schema version, or names what lies outside of its folder."""
+
+    def __init__(self, path: Path | str, reason: str) -> None:
+        super().__init__(
+            f"{path} is not a usable manifest: {reason}",
+            hint="it is damaged, or of a later bigload; without it the folder cannot be verified",
+        )
+        self.path = path
+
+
+class DamagedOutputError(LayoutError):
+    """The files of the folder at `path` are not those that were written; `problems` lists every instance found."""
+
+    def __init__(self, path: Path | str, problems: Sequence[Problem]) -> None:
+        files = len({problem.file for problem in problems})
+        super().__init__(
+            f"{path} is not what was written: {counted(len(problems), 'problem')} in {counted(files, 'file')}",
+            details=[str(problem) for problem in problems],
+            hint="fetch the named files again, or reshard again from the source",
+        )
+        self.path = path
+        self.problems = tuple(problems)
+
+
+class ReshardOptionError(LayoutError, ValueError):
+    """An argument of a reshard has a value that cannot be, or does not go with the others; `name` is which."""
+
+    def __init__(self, name: str, value: object, expected: str, *, hint: str | None = None) -> None:
+        shown = f'"{value:.40}"' if isinstance(value, str) else repr(value)
+        super().__init__(f"{name} is {shown}; expected {expected}", hint=hint)
+        self.name = name
+        self.value = value
 
 
 class OutputExistsError(LayoutError, FileExistsError):
@@ -254,6 +312,13 @@ class StridedTensorError(LayoutError):
             hint="save the checkpoint again with contiguous tensors: "
             "torch.save({name: tensor.contiguous() for name, tensor in state_dict.items()}, FILE)",
         )
+
+
+class NotOffloadableError(LayoutError, ValueError):
+    """An offload folder cannot hold what was asked for; `details` name the tensors, if it is about some."""
+
+    def __init__(self, reason: str, *, tensors: Sequence[str] = (), hint: str) -> None:
+        super().__init__(f"cannot write an offload folder: {reason}", details=tensors, hint=hint)
 
 
 class WriteError(LayoutError, OSError):
@@ -313,6 +378,15 @@ class ReadError(LoadError, OSError):
     def __init__(self, path: Path | str, reason: str, *, hint: str | None = None) -> None:
         super().__init__(f"cannot read {path}: {reason}", hint=hint)
         self.path = path
+
+
+class RankError(BigloadError):
+    """Another process of the team failed, or is gone; `rank` is which, `None` if that is not known."""
+
+    def __init__(self, rank: int | None, reason: str) -> None:
+        who = "another process" if rank is None else f"process {rank}"
+        super().__init__(f"{who} failed: {reason}", hint="see what it said; the others stopped because of it")
+        self.rank = rank
 
 
 class UnsupportedDTypeError(LoadError, TypeError):

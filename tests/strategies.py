@@ -5,6 +5,7 @@ from __future__ import annotations
 from hypothesis import strategies as st
 
 from bigload.devices import DISK
+from bigload.dtypes import DTYPES
 from bigload.planning.budget import MemoryBudget
 from bigload.planning.choices import Balance, Experts, Policy
 from bigload.planning.options import PlanWishes, options_of
@@ -47,6 +48,22 @@ def checkpoints(draw):
     tied = draw(st.sampled_from([True, False, None]))
     config = {"model_type": "x", "architectures": ["XForCausalLM"], "tie_word_embeddings": tied}
     return checkpoint_of(dict(draw(st.permutations(list(tensors.items())))), config=config)
+
+
+@st.composite
+def forms(draw, dtypes=tuple(DTYPES), *, max_size=12):
+    """Names and forms of tensors of any dtype and shape, scalars and empty ones among them."""
+    names = st.tuples(
+        st.sampled_from(["", "layers.0.", "layers.1.", "layers.10.", "head."]),
+        st.sampled_from(["weight", "bias", "a.weight", "weight.absmax", "\u00e9.scale", "format"]),
+    ).map("".join)
+    tensors = {}
+    for name in draw(st.lists(names, max_size=max_size, unique=True)):
+        dtype = draw(st.sampled_from(dtypes))
+        shape = draw(st.lists(st.sampled_from([0, 1, 2, 3, 5, 8, 16]), max_size=3))
+        packed = DTYPES[dtype].bits < 8
+        tensors[name] = (dtype, [*shape, 4] if packed else shape)
+    return tensors
 
 
 _HIDDEN, _HEAD = 4, 2

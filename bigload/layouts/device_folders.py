@@ -1,126 +1,89 @@
 """One folder per device, each a sharded safetensors checkpoint of its own, in the order in which a load needs it.
 
-out/model.safetensors.index.json                  everything, by way of the folders
-out/plan.json  out/config.json ...
 out/cuda-0/model-00001-of-00004.safetensors ...   what lives on cuda:0
 out/cuda-0/model.safetensors.index.json
 out/cpu/ ...                                      what lives in RAM
 out/offload/ ...                                  what stays on disk
+out/plan.json                                     the plan, for this folder
+out/model.safetensors.index.json                  everything, by way of the folders
+
+Each device reads one stream. Readers: `bigload.open_checkpoint`, and whatever reads sharded safetensors, of the output
+or of one of its folders. Tied tensors are written under each of their names, as the plan counts them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Sequence
+from dataclasses import replace
 
 from bigload.checkpoint.model import Checkpoint, Span, TensorInfo
-from bigload.checkpoint.safetensors import encode_header
 from bigload.devices import Device
-from bigload.planning.plan import Plan
+from bigload.layouts.output_files import (
+    DEFAULT_MAX_SHARD_BYTES,
+    DTypeOf,
+    Layout,
+    Output,
+    OutputFile,
+    OutputTensor,
+    as_stored,
+    index_of,
+    numbered,
+    split,
+)
+from bigload.planning.plan import Plan, recount
+from bigload.planning.plan_file import plan_to_json
 from bigload.planning.tree import build_tree
 
-DEFAULT_MAX_SHARD_BYTES = 5 * 10**9
-_METADATA = {"format": "pt"}
-
-
-@dataclass(frozen=True, slots=True)
-class CopyRange:
-    """Bytes of a source file, and the offset at which they go into an output file."""
-
-    source: Span
-    offset: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class OutputFile:
-    """A safetensors file to write. `file` is relative to the output folder; tensors are in file order."""
-
-    device: Device
-    file: str
-    tensors: tuple[TensorInfo, ...]
-
-    @cached_property
-    def header(self) -> bytes:
-        entries = ((tensor.name, tensor.dtype, tensor.shape, tensor.num_bytes) for tensor in self.tensors)
-        return encode_header(entries, metadata=_METADATA)
-
-    @cached_property
-    def num_bytes(self) -> int:
-        """Size of the file: header and data."""
-        return len(self.header) + sum(tensor.num_bytes for tensor in self.tensors)
-
-    def copies(self) -> tuple[CopyRange, ...]:
-        """Return where the data comes from, neighbours that stay neighbours merged."""
-        merged: list[CopyRange] = []
-        offset = len(self.header)
-        for tensor in self.tensors:
-            span, last = tensor.span, merged[-1] if merged else None
-            if last is not None and (last.source.file, last.source.stop) == (span.file, span.start):
-                merged[-1] = CopyRange(Span(span.file, last.source.start, span.stop), last.offset)
-            elif span.num_bytes:
-                merged.append(CopyRange(span, offset))
-            offset += span.num_bytes
-        return tuple(merged)
+PLAN_FILE = "plan.json"
 
 
 def lay_out(
-    plan: Plan, checkpoint: Checkpoint, *, max_shard_bytes: int = DEFAULT_MAX_SHARD_BYTES
-) -> tuple[OutputFile, ...]:
-    """Return the files that hold every tensor that `plan` places once, in the folder of its device, as it is stored.
+    plan: Plan,
+    checkpoint: Checkpoint,
+    *,
+    max_shard_bytes: int | None = DEFAULT_MAX_SHARD_BYTES,
+    dtype_of: DTypeOf = as_stored,
+) -> Output:
+    """Return the files that hold every tensor that `plan` places once, in the folder of its device.
 
-    A file ends before the tensor that would take its data past `max_shard_bytes`; one larger tensor has a file of its
-    own.
+    A file ends before the tensor that would take its data past `max_shard_bytes`, one larger tensor has a file of its
+    own; `None` is for one file per device. A `dtype_of` other than what the plan counted with makes its budget wrong.
+    The documents are the plan for the output, the folders' indexes, and last the root's.
+
+    Raises:
+        InvalidPlanError: a tensor has no device.
     """
-    by_device: dict[Device, list[TensorInfo]] = {use.device: [] for use in plan.devices}
+    by_device: dict[Device, list[OutputTensor]] = {use.device: [] for use in plan.devices}
     for tensor in build_tree(checkpoint.tensors.values()).all_tensors():
         if not plan.leaves_out(tensor.name):
-            by_device[plan.device_of(tensor.name)].append(tensor)
-    files = []
-    for device, tensors in by_device.items():
-        parts = _split(tensors, max_shard_bytes)
-        files += [
-            OutputFile(
-                device=device,
-                file=f"{device.folder}/model-{number:05d}-of-{len(parts):05d}.safetensors",
-                tensors=_aligned(part),
-            )
-            for number, part in enumerate(parts, start=1)
-        ]
-    return tuple(files)
+            written = OutputTensor(source=tensor, dtype=dtype_of(tensor))
+            by_device[plan.device_of(tensor.name)].append(written)
+    folders = [numbered(device.folder, split(tensors, max_shard_bytes)) for device, tensors in by_device.items()]
+    files = tuple(output for folder in folders for output in folder)
+    documents = {PLAN_FILE: plan_to_json(plan_for(plan, files)).encode("utf-8", "surrogateescape")}
+    documents |= dict(index_of(folder, folder[0].folder) for folder in folders if folder)
+    documents |= dict([index_of(files)])
+    return Output(layout=Layout.DEVICES, files=files, documents=documents)
 
 
-def weight_maps(files: Iterable[OutputFile]) -> Mapping[str, Mapping[str, str]]:
-    """Return the weight map of each folder by its name; the root, `""`, maps all tensors through the folders."""
-    maps: dict[str, dict[str, str]] = {}
-    for output in files:
-        folder, _, name = output.file.rpartition("/")
-        for tensor in output.tensors:
-            maps.setdefault(folder, {})[tensor.name] = name
-            maps.setdefault("", {})[tensor.name] = output.file
-    return maps
+def plan_for(plan: Plan, files: Sequence[OutputFile]) -> Plan:
+    """Return `plan` for the folder that holds `files` in place of its checkpoint: the same devices, other files.
 
-
-def _split(tensors: Sequence[TensorInfo], max_bytes: int) -> list[list[TensorInfo]]:
-    parts: list[list[TensorInfo]] = []
-    filled = 0
-    for tensor in tensors:
-        if not parts or filled + tensor.num_bytes > max_bytes:
-            parts.append([])
-            filled = 0
-        parts[-1].append(tensor)
-        filled += tensor.num_bytes
-    return parts
-
-
-def _aligned(tensors: Sequence[TensorInfo]) -> tuple[TensorInfo, ...]:
-    """Keep the order if every tensor then starts at a multiple of its element size, else put wide types first.
-
-    Readers view the bytes in place and need that; odd sizes are rare enough that the order nearly always stays.
+    The folder is the plan file's own, `"."`. Bytes are counted from the files. What the plan left out is not there.
     """
-    offset = 0
-    for tensor in tensors:
-        if offset % tensor.dtype.alignment:
-            return tuple(sorted(tensors, key=lambda tensor: -tensor.dtype.alignment))
-        offset += tensor.num_bytes
-    return tuple(tensors)
+    tensors = [as_written(output, tensor) for output in files for tensor in output.tensors]
+    weights = recount(plan, tensors)
+    return replace(
+        plan,
+        checkpoint_path=".",
+        total_bytes=sum(tensor.num_bytes for tensor in tensors),
+        shards=tuple(sorted((output.fingerprint for output in files), key=lambda shard: shard.file)),
+        devices=tuple(replace(use, weights_bytes=weights[use.device]) for use in plan.devices),
+        left_out=(),
+        notes=tuple(note for note in plan.notes if note.code != "left-out"),
+    )
+
+
+def as_written(output: OutputFile, tensor: OutputTensor) -> TensorInfo:
+    """Return a tensor as it is in the output, except that its span begins at 0: what matters is how long it is."""
+    return TensorInfo(tensor.name, tensor.dtype, tensor.shape, Span(output.file, 0, tensor.num_bytes))

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cached_property
+from itertools import accumulate
 from math import prod
 
 from bigload.checkpoint.fingerprint import ShardFingerprint
@@ -86,12 +87,15 @@ class OutputFile:
     Attributes:
         is_raw: It holds the bytes of its tensors and nothing else; otherwise it is safetensors.
         data_offset: The data starts at this many bytes after a multiple of `DATA_ALIGNMENT`.
+        aliases: Further names of tensors in it, to the names they have here. They go into `__metadata__`, where
+            safetensors' `save_model` and huggingface_hub's `save_torch_state_dict` say so too.
     """
 
     file: str
     tensors: tuple[OutputTensor, ...]
     is_raw: bool = False
     data_offset: int = 0
+    aliases: Mapping[str, str] = field(default_factory=dict)
 
     @cached_property
     def header(self) -> bytes:
@@ -99,12 +103,18 @@ class OutputFile:
         if self.is_raw:
             return b""
         entries = [(tensor.name, tensor.dtype, tensor.shape, tensor.num_bytes) for tensor in self.tensors]
-        return encode_header(entries, metadata=_METADATA, alignment=DATA_ALIGNMENT, offset=self.data_offset)
+        metadata = {**self.aliases, **_METADATA}
+        return encode_header(entries, metadata=metadata, alignment=DATA_ALIGNMENT, offset=self.data_offset)
 
     @cached_property
     def num_bytes(self) -> int:
         """Size of the file: header and data."""
         return len(self.header) + sum(tensor.num_bytes for tensor in self.tensors)
+
+    def starts(self) -> list[int]:
+        """Return where in the file each tensor starts."""
+        sizes = (tensor.num_bytes for tensor in self.tensors[:-1])
+        return list(accumulate(sizes, initial=len(self.header))) if self.tensors else []
 
     @property
     def folder(self) -> str:
@@ -128,12 +138,14 @@ class Output:
         documents: Small files by relative path, in the order of writing: what says that a folder is complete (an index)
             comes after the rest, and the root's last.
         aliases: Names that are not written, because they are tied to one that is.
+        links: Further names of files of weights, by relative path: hard links, or relative symbolic ones.
     """
 
     layout: Layout
     files: tuple[OutputFile, ...]
     documents: Mapping[str, bytes] = field(default_factory=dict)
     aliases: Mapping[str, str] = field(default_factory=dict)
+    links: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def num_bytes(self) -> int:
@@ -164,7 +176,7 @@ def split(tensors: Iterable[OutputTensor], max_bytes: int | None) -> list[list[O
 
 
 def aligned(tensors: Sequence[OutputTensor]) -> tuple[OutputTensor, ...]:
-    """Keep the order, except that tensors of odd sizes come last, wide types first: the others start at multiples of 64.
+    """Keep the order, but put odd sizes last, wide types first: the other tensors start at multiples of 64.
 
     The format allows no gaps, so order is all that there is to align tensors by. Odd sizes are rare, and small.
     """
@@ -179,6 +191,17 @@ def numbered(folder: str, parts: Sequence[Sequence[OutputTensor]]) -> tuple[Outp
     return tuple(
         OutputFile(file=f"{prefix}model-{number:05d}-of-{len(parts):05d}.safetensors", tensors=aligned(part))
         for number, part in enumerate(parts, start=1)
+    )
+
+
+def with_aliases(files: Iterable[OutputFile], aliases: Mapping[str, str]) -> tuple[OutputFile, ...]:
+    """Return `files` that each say of which other names their tensors are."""
+    others: dict[str, list[str]] = {}
+    for alias, name in aliases.items():
+        others.setdefault(name, []).append(alias)
+    return tuple(
+        replace(output, aliases={alias: t.name for t in output.tensors for alias in others.get(t.name, ())})
+        for output in files
     )
 
 

@@ -1,4 +1,4 @@
-"""Carry out a plan: rewrite a checkpoint into one folder per device.
+"""Rewrite a checkpoint in another layout.
 
 `prepare_reshard` looks at everything that can go wrong beforehand and returns what would be done, as data; a dry run
 ends there. `run_reshard` does it.
@@ -6,271 +6,546 @@ ends there. `run_reshard` does it.
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import shutil
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from bigload.checkpoint.fingerprint import changes, current_fingerprint, fingerprint
-from bigload.checkpoint.index import DEFAULT_INDEX, encode_index, resolve_shard
+from bigload import __version__
+from bigload.checkpoint.fingerprint import fingerprint
 from bigload.checkpoint.model import Checkpoint
-from bigload.checkpoint.source import open_checkpoint
-from bigload.devices import Device
-from bigload.errors import NotEnoughSpaceError, OutputExistsError, ReadError, StalePlanError, StridedTensorError
-from bigload.layouts.device_folders import DEFAULT_MAX_SHARD_BYTES, OutputFile, lay_out, weight_maps
-from bigload.layouts.extents import data_extents
-from bigload.layouts.staging import PLAN_FILE, check_output, staged, write_file
-from bigload.layouts.writer import FileWriter
+from bigload.dtypes import DType
+from bigload.errors import NotEnoughSpaceError, OutputExistsError, RankError, ReadError, ReshardOptionError, WriteError
+from bigload.layouts.choose import Chosen, OffloadFormat, Wishes, choose
+from bigload.layouts.filling import Filler
+from bigload.layouts.in_kernel import KernelCopy, kernel_copy
+from bigload.layouts.manifest import (
+    MANIFEST_FILE,
+    FileRecord,
+    Manifest,
+    Source,
+    manifest_to_json,
+    read_manifest,
+    record_of,
+)
+from bigload.layouts.output_files import DEFAULT_MAX_SHARD_BYTES, Layout, Output, OutputFile
+from bigload.layouts.recheck import Rechecked, recheck
+from bigload.layouts.side_files import SideFile, is_single_file, side_files
+from bigload.layouts.sink import BLOCK_BYTES, direct_write_alignment
+from bigload.layouts.sources import Identity, Sources
+from bigload.layouts.staging import Staging, check_output, joined, staged, staging_folder, write_file
+from bigload.layouts.windows import Ranges, data_ranges
+from bigload.layouts.writer import DEFAULT_MAX_IN_FLIGHT, FileToWrite, Verify, Writer, window_bytes
 from bigload.loading.events import OnProgress, Tally, ignore_progress
-from bigload.loading.workers import default_threads
+from bigload.loading.huge_pages import BlockPool
+from bigload.loading.team import Team, present_team, together
 from bigload.planning.plan import Plan
-from bigload.planning.plan_file import check_plan, plan_to_json, read_plan
-from bigload.units import MIB
 
-_WEIGHT_SUFFIXES = {".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx", ".gguf", ".npz"}
-_TELLING_NAMES = {"config.json", "generation_config.json", "special_tokens_map.json", "chat_template.jinja"}
-_MAX_SIDE_FILE_BYTES = 64 * MIB
+DEFAULT_THREADS = 4
+"""Threads wait for the disk most of the time: more than cores, and enough to keep it busy."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreparedReshard:
-    """What a reshard will do. `stored_bytes` is what it takes on disk: holes of sparse sources take nothing."""
+    """What a reshard will do.
 
-    plan: Plan
+    Attributes:
+        checkpoint: What is read.
+        plan: By which, where the layout follows one.
+        out: Where it goes.
+        output: What is written.
+        ranges: By file, what of it is data; the rest are holes of sparse sources.
+        side_files: Config, tokenizer and the like, which come along.
+        stored_bytes: What it takes on disk: holes take nothing.
+        free_bytes: What is free there.
+        kept_bytes: What an interrupted run left, if it is gone on with: not yet looked at.
+        options: What was asked for and shows in the bytes.
+        recipe: Digest of all that decides what is written.
+        resume: Whether an interrupted run is gone on with.
+        force: Whether an older output may be replaced.
+    """
+
     checkpoint: Checkpoint
+    plan: Plan | None
     out: Path
-    files: tuple[OutputFile, ...]
-    side_files: tuple[Path, ...]
+    output: Output
+    ranges: Mapping[str, Ranges]
+    side_files: tuple[SideFile, ...]
     stored_bytes: int
     free_bytes: int
+    kept_bytes: int
+    options: Mapping[str, object]
+    recipe: str
+    kernel: KernelCopy
+    resume: bool
+    force: bool
+    notes: tuple[str, ...] = ()
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all files, holes included."""
-        return sum(output.num_bytes for output in self.files)
+        """Bytes of all files of weights, holes included."""
+        return self.output.num_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReshardReport:
-    """What a reshard did. `verified` says that every byte was read back and equal to the source."""
+    """What a reshard did.
+
+    Attributes:
+        out: Where it is.
+        output: What was written.
+        num_bytes: Bytes of all files of weights, holes included.
+        stored_bytes: What they take on disk.
+        kept_files: Files that an interrupted run had finished, and that were read back and found right.
+        kept_bytes: Bytes of them, and of the beginnings of others.
+        seconds: From the first check until all of it was published.
+        verify: How it was checked.
+        overflows: By tensor, how many numbers became infinite because the new dtype cannot hold them.
+    """
 
     out: Path
-    files: tuple[OutputFile, ...]
+    output: Output
     num_bytes: int
     stored_bytes: int
+    kept_files: int
+    kept_bytes: int
     seconds: float
-    verified: bool
+    verify: Verify
+    overflows: Mapping[str, int] = field(default_factory=dict)
 
-    def bytes_on(self, device: Device) -> int:
-        """Return the bytes of the files of `device`."""
-        return sum(output.num_bytes for output in self.files if output.device == device)
+    @property
+    def written_bytes(self) -> int:
+        """Bytes that were written, holes included."""
+        return self.num_bytes - self.kept_bytes
+
+    @property
+    def verified(self) -> bool:
+        """Whether every byte was read back from the disk and compared with its source."""
+        return self.verify is Verify.FULL
 
 
 def reshard(
-    plan: Plan | str | Path,
+    source: Plan | Checkpoint | str | Path,
     out: str | Path,
     *,
+    layout: Layout | str | None = None,
     checkpoint: Checkpoint | str | Path | None = None,
-    max_shard_bytes: int = DEFAULT_MAX_SHARD_BYTES,
-    verify: bool = True,
+    max_shard_bytes: int | None = DEFAULT_MAX_SHARD_BYTES,
+    dtype: DType | str | None = None,
+    keep_fp32: Sequence[str] = (),
+    tp: int | None = None,
+    tp_rules: Mapping[str, str] | str | Path | None = None,
+    offload_format: OffloadFormat | str = OffloadFormat.SAFETENSORS,
+    verify: Verify | str = Verify.FULL,
+    resume: bool = False,
+    force: bool = False,
     threads: int | None = None,
+    max_in_flight: int | None = None,
     on_progress: OnProgress = ignore_progress,
+    team: Team | None = None,
 ) -> ReshardReport:
-    """Write the checkpoint of `plan` to the new folder `out`, one folder per device.
+    """Write a checkpoint to the new folder `out`, in another layout.
 
     Args:
-        plan: A plan, or the path of a plan file.
+        source: A plan or the path of a plan file, or a checkpoint or its path.
         out: Must not exist, or be empty. It appears when everything is written, flushed and verified.
-        checkpoint: Where the checkpoint is, if not where the plan says.
-        max_shard_bytes: Size of the files to write.
-        verify: Read everything back and compare it with the source.
-        threads: Threads that copy; one per core, four at most, when left out.
-        on_progress: Told of every finished block.
+        layout: `devices` (the layout of plans), `offload`, `shards` (that of checkpoints) or `ranks` (that with `tp`).
+        checkpoint: Where the checkpoint of a plan is, if not where the plan says.
+        max_shard_bytes: Size of the files to write; `None` for one file.
+        dtype: Cast tensors of floating-point numbers on the way.
+        keep_fp32: Patterns of names of tensors that stay in 32 bits.
+        tp: Tensor-parallel ranks to cut for.
+        tp_rules: How tensors are cut, by pattern of their module's name, or a file with that; before the rules that are
+            known for the architecture.
+        offload_format: `safetensors`, or `dat` as accelerate has it.
+        verify: `full`: read everything back and compare it; `size`; or `none`.
+        resume: Go on with what an interrupted run left, after reading it back.
+        force: Replace an `out` that bigload wrote, and throw away what an interrupted run left.
+        threads: Threads that fill and write; four when left out.
+        max_in_flight: Bytes of memory for what is on its way, 96 MiB when left out.
+        on_progress: Told of every finished stretch.
+        team: Processes that share the work, each its files; all of them call this with the same arguments. When left
+            out: the ranks of torch.distributed, where this process has joined them, and else this process alone.
 
     Raises:
         StalePlanError, InvalidPlanError: the plan is not for this checkpoint, or wrong in itself.
-        OutputExistsError: something stands where the output should go.
+        ReshardOptionError: what was asked for does not go together.
+        OutputExistsError: something stands where the output should go, or an interrupted run left work there.
         NotEnoughSpaceError, WriteError: the disk is too small, or refuses.
         VerificationError: what was read back differs from the source.
-        StridedTensorError: a torch file holds a view that is not stored row by row.
         CheckpointError, ReadError: the source cannot be opened, read, or changed meanwhile.
+        RankError: another process of the team failed.
     """
-    prepared = prepare_reshard(plan, out, checkpoint=checkpoint, max_shard_bytes=max_shard_bytes)
-    return run_reshard(prepared, verify=verify, threads=threads, on_progress=on_progress)
+    prepared = prepare_reshard(
+        source,
+        out,
+        layout=layout,
+        checkpoint=checkpoint,
+        max_shard_bytes=max_shard_bytes,
+        dtype=dtype,
+        keep_fp32=keep_fp32,
+        tp=tp,
+        tp_rules=tp_rules,
+        offload_format=offload_format,
+        resume=resume,
+        force=force,
+    )
+    return run_reshard(
+        prepared, verify=verify, threads=threads, max_in_flight=max_in_flight, on_progress=on_progress, team=team
+    )
 
 
 def prepare_reshard(
-    plan: Plan | str | Path,
+    source: Plan | Checkpoint | str | Path,
     out: str | Path,
     *,
+    layout: Layout | str | None = None,
     checkpoint: Checkpoint | str | Path | None = None,
-    max_shard_bytes: int = DEFAULT_MAX_SHARD_BYTES,
+    max_shard_bytes: int | None = DEFAULT_MAX_SHARD_BYTES,
+    dtype: DType | str | None = None,
+    keep_fp32: Sequence[str] = (),
+    tp: int | None = None,
+    tp_rules: Mapping[str, str] | str | Path | None = None,
+    offload_format: OffloadFormat | str = OffloadFormat.SAFETENSORS,
+    resume: bool = False,
+    force: bool = False,
 ) -> PreparedReshard:
-    """Check plan, source, output and disk space, and return what `run_reshard` would write. Writes nothing."""
-    read = plan if isinstance(plan, Plan) else read_plan(plan)
-    plan_name = "the plan" if isinstance(plan, Plan) else str(plan)
-    if isinstance(checkpoint, Checkpoint):
-        opened = checkpoint
-    else:
-        opened = open_checkpoint(checkpoint or _source_path(read, None if isinstance(plan, Plan) else Path(plan)))
-    check_plan(read, opened, source=plan_name)
+    """Check source, output and disk space, and return what `run_reshard` would write. Writes nothing. See `reshard`."""
     target = Path(out)
-    if not _is_single_file(opened) and target.resolve().is_relative_to(opened.root.resolve()):
-        hint = "choose a folder outside of it"
-        raise OutputExistsError(target, f"it is inside the source {opened.root}, which is never written to", hint=hint)
-    check_output(target)
-    files = lay_out(read, opened, max_shard_bytes=max_shard_bytes)
-    _check_row_by_row(files)
-    folders = {use.device.folder for use in read.devices}
-    side_files = tuple(file for file in _side_files(opened) if file.name not in folders)
-    stored = _stored_bytes(opened, files) + sum(file.stat().st_size for file in side_files)
-    free = _free_bytes(target)
-    if stored > free:
-        raise NotEnoughSpaceError(target, needed_bytes=stored, free_bytes=free)
+    wishes = Wishes(
+        layout=layout,
+        checkpoint=checkpoint,
+        max_shard_bytes=max_shard_bytes,
+        dtype=dtype,
+        keep_fp32=tuple(keep_fp32),
+        tp=tp,
+        tp_rules=tp_rules,
+        offload_format=offload_format,
+    )
+    chosen = choose(source, wishes, kernel_between=lambda root: kernel_copy(root, _existing(target)))
+    opened = chosen.checkpoint
+    _check_apart(opened, target)
+    check_output(target, resume=resume, force=force)
+    output = chosen.output
+    beside = side_files(opened, output, dtype=chosen.cast_to)
+    with Sources(opened) as sources:
+        ranges = {file.file: data_ranges(file, sources.extents, block_bytes=BLOCK_BYTES) for file in output.files}
+        identities = sources.identities()
+    small_bytes = sum(len(content) for content in output.documents.values()) + sum(file.num_bytes for file in beside)
+    stored = sum(found.num_bytes for found in ranges.values()) + small_bytes
+    kept = _stored_in(staging_folder(target)) if resume else 0
+    free = shutil.disk_usage(_existing(target)).free
+    if stored - kept > free and chosen.kernel is not KernelCopy.CLONE:
+        raise NotEnoughSpaceError(target, needed_bytes=stored - kept, free_bytes=free)
     return PreparedReshard(
-        plan=read,
         checkpoint=opened,
+        plan=chosen.plan,
         out=target,
-        files=files,
-        side_files=side_files,
+        output=output,
+        ranges=ranges,
+        side_files=beside,
         stored_bytes=stored,
         free_bytes=free,
+        kept_bytes=kept,
+        options=chosen.options,
+        recipe=_recipe(chosen, identities),
+        kernel=chosen.kernel,
+        resume=resume,
+        force=force,
+        notes=chosen.notes,
     )
 
 
 def run_reshard(
     prepared: PreparedReshard,
     *,
-    verify: bool = True,
+    verify: Verify | str = Verify.FULL,
     threads: int | None = None,
+    max_in_flight: int | None = None,
     on_progress: OnProgress = ignore_progress,
+    team: Team | None = None,
 ) -> ReshardReport:
     """Write what `prepared` describes; see `reshard`."""
+    if team is None:
+        with present_team() as present:
+            return run_reshard(
+                prepared,
+                verify=verify,
+                threads=threads,
+                max_in_flight=max_in_flight,
+                on_progress=on_progress,
+                team=present,
+            )
     began = time.monotonic()
-    checkpoint = prepared.checkpoint
-    tally = Tally((2 if verify else 1) * checkpoint.total_bytes, on_progress)
-    with staged(prepared.out, plan_to_json(prepared.plan)) as folder, ExitStack() as opened:
-        sources = {shard.file: _open_source(checkpoint.root / shard.file, opened) for shard in checkpoint.shards}
-        _check_still_the_same(checkpoint, sources)
-        before = {file: _identity(descriptor) for file, descriptor in sources.items()}
-        for name in {Path(output.file).parent for output in prepared.files}:
-            (folder / name).mkdir()
-        writer = FileWriter(folder, sources, verify=verify, tally=tally)
-        writer.write(prepared.files, threads=default_threads() if threads is None else threads)
-        _check_unchanged(prepared, before, sources)
-        for side_file in prepared.side_files:
-            write_file(folder / side_file.name, _read_whole(side_file))
-        _write_indexes(folder, prepared.files)
+    run = _Run(
+        prepared,
+        verify=_verify(verify),
+        threads=_at_least_one("threads", threads, DEFAULT_THREADS),
+        max_in_flight=_at_least_one("max_in_flight", max_in_flight, DEFAULT_MAX_IN_FLIGHT),
+        on_progress=on_progress,
+        team=team,
+    )
+    finished = run.is_finished() or run.carry_out()
     return ReshardReport(
         out=prepared.out,
-        files=prepared.files,
+        output=prepared.output,
         num_bytes=prepared.num_bytes,
         stored_bytes=prepared.stored_bytes,
+        kept_files=finished.kept_files,
+        kept_bytes=finished.kept_bytes,
         seconds=time.monotonic() - began,
-        verified=verify,
+        verify=run.verify,
+        overflows=finished.overflows,
     )
 
 
-def _check_row_by_row(files: tuple[OutputFile, ...]) -> None:
-    """Raise if a tensor would have to be rearranged: reshard copies byte ranges, and safetensors has no strides."""
-    views = [tensor for output in files for tensor in output.tensors if tensor.strides is not None]
-    if views:
-        details = [
-            f"{tensor.name}: shape {list(tensor.shape)}, strides {list(tensor.strides or ())}" for tensor in views
+@dataclass(slots=True)
+class _Share:
+    """What one process has done of a reshard."""
+
+    records: dict[str, FileRecord] = field(default_factory=dict)
+    kept_files: int = 0
+    kept_bytes: int = 0
+    overflows: dict[str, int] = field(default_factory=dict)
+
+
+class _Run:
+    """One reshard while it is carried out, in this process and those of its team."""
+
+    def __init__(
+        self,
+        prepared: PreparedReshard,
+        *,
+        verify: Verify,
+        threads: int,
+        max_in_flight: int,
+        on_progress: OnProgress,
+        team: Team,
+    ) -> None:
+        self.verify = verify
+        self._prepared = prepared
+        self._threads = threads
+        self._max_in_flight = max_in_flight
+        self._on_progress = on_progress
+        self._team = team
+
+    def is_finished(self) -> _Share | None:
+        """Return what there is if a run that was interrupted had published everything, and is to be gone on with."""
+        prepared = self._prepared
+        if not prepared.resume or not (prepared.out / MANIFEST_FILE).is_file():
+            return None
+        manifest = read_manifest(prepared.out)
+        if manifest.options.get("recipe") != prepared.recipe:
+            return None
+        return _Share(kept_files=len(prepared.output.files), kept_bytes=prepared.num_bytes)
+
+    def carry_out(self) -> _Share:
+        """Write this process's files, and wait for those of the others; number 0 does the rest, and publishes."""
+        with ExitStack() as opened:
+            staging = self._enter(opened)
+            pool = BlockPool(self._threads, block_bytes=window_bytes(self._threads, self._max_in_flight))
+            opened.callback(pool.close)
+            sources = opened.enter_context(Sources(self._prepared.checkpoint, pool=pool))
+            shares = together(self._team, lambda: self._write(staging, sources, pool))
+            whole = _united(shares)
+            together(self._team, lambda: self._finish(staging, whole) if self._team.rank == 0 else None)
+            published = opened.pop_all()  # leaving it publishes: a failure there has to reach the others as well
+            together(self._team, published.close)
+        return whole
+
+    def _enter(self, opened: ExitStack) -> Staging:
+        prepared = self._prepared
+        self._agree()
+        if self._team.rank == 0:
+            first = staged(prepared.out, prepared.recipe, resume=prepared.resume, force=prepared.force)
+            entered = together(self._team, lambda: opened.enter_context(first))
+            return entered[0]
+        together(self._team, lambda: None)
+        return opened.enter_context(joined(prepared.out, prepared.recipe, rank=self._team.rank))
+
+    def _agree(self) -> None:
+        """Raise unless all processes are about to do the same."""
+        recipes = self._team.share(self._prepared.recipe)
+        for rank, recipe in enumerate(recipes):
+            if recipe != recipes[0]:
+                raise RankError(rank, "it would write something else than process 0: another source, or other options")
+
+    def _write(self, staging: Staging, sources: Sources, pool: BlockPool) -> _Share:
+        sources.check_headers()
+        before = sources.identities()
+        mine = _assigned(self._prepared.output.files, self._team)
+        tally = Tally(sum(output.num_bytes for output in mine), self._on_progress)
+        files = [
+            FileToWrite(output=output, ranges=self._prepared.ranges[output.file], kept=kept)
+            for output, kept in zip(mine, self._recheck(mine, staging, pool, tally), strict=True)
         ]
-        raise StridedTensorError(details)
+        share = _Share()
+        share.kept_files = sum(file.kept is not None and file.kept.record is not None for file in files)
+        share.kept_bytes = sum(file.kept.digest.position for file in files if file.kept is not None)
+        filler = Filler(sources)
+        writer = Writer(
+            staging.folder,
+            sources,
+            filler,
+            verify=self.verify,
+            journal=staging.journal,
+            tally=tally,
+            alignment=direct_write_alignment(staging.folder, rank=self._team.rank),
+            kernel=self._prepared.kernel,
+            threads=self._threads,
+            max_in_flight=self._max_in_flight,
+        )
+        share.records = writer.write(files)
+        share.overflows = dict(filler.overflows)
+        self._check_unchanged(staging, sources, before)
+        if self.verify is not Verify.NONE:
+            self._check_sizes(staging, mine)
+        return share
 
+    def _recheck(
+        self, files: Sequence[OutputFile], staging: Staging, pool: BlockPool, tally: Tally
+    ) -> list[Rechecked | None]:
+        if staging.progress is None:
+            return [None] * len(files)
+        progress = staging.progress.files
+        return [
+            recheck(staging.folder, output, progress[output.file], pool=pool, tally=tally)
+            if output.file in progress
+            else None
+            for output in files
+        ]
 
-def _source_path(plan: Plan, plan_path: Path | None) -> Path:
-    """Return where the plan's checkpoint is: as written, or else as seen from the plan file's own folder."""
-    path = Path(plan.checkpoint_path)
-    beside = plan_path.parent / path if plan_path is not None else path
-    return beside if beside.exists() and not path.exists() else path
+    def _check_unchanged(self, staging: Staging, sources: Sources, before: dict[str, Identity]) -> None:
+        try:
+            sources.check_unchanged(before)
+        except ReadError:
+            staging.is_void = True
+            raise
 
-
-def _side_files(checkpoint: Checkpoint) -> Iterator[Path]:
-    """Yield what makes a folder of weights a model: config, tokenizer, code; small files that are not weights.
-
-    Beside a file that was named by itself, and may lie among anything, only those with telling names.
-    """
-    for file in sorted(checkpoint.root.iterdir()):
-        is_weights = file.suffix in _WEIGHT_SUFFIXES or file.name.endswith(".index.json")
-        if is_weights or file.name.startswith(".") or file.name == PLAN_FILE or not file.is_file():
-            continue
-        if isinstance(resolve_shard(checkpoint.root, file.name), str):  # a link that leaves the folder
-            continue
-        is_telling = file.name in _TELLING_NAMES or file.name.startswith("tokenizer")
-        if file.stat().st_size <= _MAX_SIDE_FILE_BYTES and (is_telling or not _is_single_file(checkpoint)):
-            yield file
-
-
-def _is_single_file(checkpoint: Checkpoint) -> bool:
-    """Return whether the checkpoint is one file that was named by itself, rather than a folder."""
-    return checkpoint.index_file is None and Path(checkpoint.path).is_file()
-
-
-def _read_whole(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise ReadError(path, error.strerror or str(error)) from error
-
-
-def _stored_bytes(checkpoint: Checkpoint, files: tuple[OutputFile, ...]) -> int:
-    stored = sum(len(output.header) for output in files)
-    with ExitStack() as opened:
-        sources = {shard.file: _open_source(checkpoint.root / shard.file, opened) for shard in checkpoint.shards}
+    def _check_sizes(self, staging: Staging, files: Iterable[OutputFile]) -> None:
         for output in files:
-            for span in (copy.source for copy in output.copies()):
-                stored += sum(stop - start for start, stop in data_extents(sources[span.file], span.start, span.stop))
-    return stored
+            found = (staging.folder / output.file).stat().st_size
+            if found != output.num_bytes:
+                reason = f"it has {found} bytes on the disk, {output.num_bytes} were written"
+                raise ReadError(staging.folder / output.file, reason)
+
+    def _finish(self, staging: Staging, share: _Share) -> None:
+        """Write everything but the weights; an index comes after what it names, the manifest last of all."""
+        prepared = self._prepared
+        records = dict(share.records)
+        documents = [(file.name, file.read()) for file in prepared.side_files] + list(prepared.output.documents.items())
+        for name, content in documents:
+            path = staging.folder / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_file(path, content)
+            records[name] = record_of(content)
+        for alias, name in prepared.output.links.items():
+            records[alias] = _link(staging.folder, alias, name, records)
+        manifest = Manifest(
+            layout=prepared.output.layout.value,
+            files=records,
+            aliases=prepared.output.aliases,
+            source=Source(
+                path=prepared.checkpoint.path,
+                total_bytes=prepared.checkpoint.total_bytes,
+                shards=fingerprint(prepared.checkpoint),
+            ),
+            version=__version__,
+            options={**prepared.options, "recipe": prepared.recipe},
+        )
+        write_file(staging.folder / MANIFEST_FILE, manifest_to_json(manifest).encode(errors="surrogateescape"))
 
 
-def _free_bytes(out: Path) -> int:
-    folder = out.absolute()
+def _united(shares: Iterable[_Share]) -> _Share:
+    whole = _Share()
+    for share in shares:
+        whole.records |= share.records
+        whole.kept_files += share.kept_files
+        whole.kept_bytes += share.kept_bytes
+        whole.overflows |= share.overflows
+    return whole
+
+
+def _assigned(files: Sequence[OutputFile], team: Team) -> list[OutputFile]:
+    """Return the files of this process, in their order: each goes to who has the fewest bytes so far, largest first."""
+    loads = [0] * team.size
+    mine = set()
+    for output in sorted(files, key=lambda output: (-output.num_bytes, output.file)):
+        rank = loads.index(min(loads))
+        loads[rank] += output.num_bytes
+        if rank == team.rank:
+            mine.add(output.file)
+    return [output for output in files if output.file in mine]
+
+
+def _recipe(chosen: Chosen, identities: Mapping[str, Identity]) -> str:
+    """Return a digest of everything that decides which bytes are written, the state of the source files included."""
+    digest = hashlib.sha256()
+    for name, identity in sorted(identities.items()):
+        digest.update(json.dumps([name, *identity[1:]]).encode())  # another inode is another copy of the same
+    for output in chosen.output.files:
+        digest.update(json.dumps([output.file, output.num_bytes]).encode() + output.header)
+        for tensor in output.tensors:
+            span, parts = tensor.source.span, [(part.dim, part.start, part.stop) for part in tensor.parts]
+            digest.update(json.dumps([span.file, span.start, span.stop, tensor.dtype.name, parts]).encode())
+    for name, content in chosen.output.documents.items():
+        digest.update(name.encode() + b"\0" + content)
+    return digest.hexdigest()
+
+
+def _link(folder: Path, alias: str, name: str, records: Mapping[str, FileRecord]) -> FileRecord:
+    """Give the file `name` the further name `alias`: one file with two names, or where that cannot be a link to it."""
+    path = folder / alias
+    try:
+        with suppress(FileNotFoundError):
+            path.unlink()
+        try:
+            path.hardlink_to(folder / name)
+        except OSError:
+            path.symlink_to(os.path.relpath(name, Path(alias).parent))
+    except OSError as error:
+        raise WriteError(path, error) from error
+    return records[name]
+
+
+def _check_apart(checkpoint: Checkpoint, target: Path) -> None:
+    """Raise if the output would lie in the source, or the source in it."""
+    root, out = checkpoint.root.resolve(), target.resolve()
+    hint = "choose a folder outside of it"
+    if not is_single_file(checkpoint) and out.is_relative_to(root):
+        raise OutputExistsError(
+            target, f"it is inside the source {checkpoint.root}, which is never written to", hint=hint
+        )
+    if root.is_relative_to(out):
+        raise OutputExistsError(target, f"the source {checkpoint.root} is inside of it", hint="choose another folder")
+
+
+def _existing(path: Path) -> Path:
+    """Return the folder nearest to `path` that is there."""
+    folder = path.absolute()
     while not folder.exists():
         folder = folder.parent
-    return shutil.disk_usage(folder).free
+    return folder
 
 
-def _open_source(path: Path, opened: ExitStack) -> int:
+def _stored_in(folder: Path) -> int:
+    """Return the bytes of disk that the files below `folder` take."""
+    return sum(path.lstat().st_blocks * 512 for path in folder.rglob("*") if path.is_file())
+
+
+def _verify(value: Verify | str) -> Verify:
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    except OSError as error:
-        raise ReadError(path, error.strerror or str(error)) from error
-    opened.callback(os.close, descriptor)
-    return descriptor
+        return Verify(value)
+    except ValueError:
+        raise ReshardOptionError("verify", str(value), "one of none, size, full") from None
 
 
-def _check_still_the_same(checkpoint: Checkpoint, sources: Mapping[str, int]) -> None:
-    """Raise unless the files that are now open have the headers and sizes that the checkpoint was opened with."""
-    now = [current_fingerprint(sources[shard.file], shard) for shard in checkpoint.shards]
-    differences = changes(fingerprint(checkpoint), now)
-    if differences:
-        hint = "something replaced them since they were opened; make a new plan"
-        raise StalePlanError("the plan", checkpoint.path, differences, hint=hint)
-
-
-def _identity(descriptor: int) -> tuple[int, int, int]:
-    status = os.fstat(descriptor)
-    return status.st_ino, status.st_size, status.st_mtime_ns
-
-
-def _check_unchanged(
-    prepared: PreparedReshard, before: dict[str, tuple[int, int, int]], sources: dict[str, int]
-) -> None:
-    for file, identity in before.items():
-        if _identity(sources[file]) != identity:
-            raise ReadError(prepared.checkpoint.root / file, "it was written to while it was read; nothing was kept")
-
-
-def _write_indexes(folder: Path, files: tuple[OutputFile, ...]) -> None:
-    """Write the folders' indexes and, as the very last file, the root's: what has an index is complete."""
-    sizes = {tensor.name: tensor.num_bytes for output in files for tensor in output.tensors}
-    maps = weight_maps(files)
-    for name in sorted(maps, reverse=True):
-        index = encode_index(maps[name], total_size=sum(sizes[tensor] for tensor in maps[name]))
-        write_file(folder / name / DEFAULT_INDEX, index)
+def _at_least_one(name: str, value: int | None, default: int) -> int:
+    if value is not None and value < 1:
+        raise ReshardOptionError(name, value, "1 or more")
+    return default if value is None else value

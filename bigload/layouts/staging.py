@@ -1,8 +1,8 @@
-"""A folder that appears complete or not at all.
+"""A folder that appears complete or not at all, and whose writing can be gone on with.
 
 Everything is written below `<out>.partial` and the whole folder is renamed at the end, so that at no moment, not after
-a SIGKILL nor a power cut, something incomplete stands under the final name. The plan that is being carried out is the
-first file in it; holding a lock on that file is what it means to be the one who writes.
+a SIGKILL nor a power cut, something incomplete stands under the final name. The first file in it is the journal;
+holding a lock on that file is what it means to be the one who writes.
 """
 
 from __future__ import annotations
@@ -13,11 +13,13 @@ import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from bigload.errors import BigloadError, OutputExistsError, WriteError
-
-PLAN_FILE = "plan.json"
+from bigload.layouts.journal import PREFIX, Journal, Progress, journal_name, read_progress
+from bigload.layouts.manifest import MANIFEST_FILE
+from bigload.units import counted
 
 
 def staging_folder(out: Path) -> Path:
@@ -25,71 +27,137 @@ def staging_folder(out: Path) -> Path:
     return out.with_name(out.name + ".partial")
 
 
-def check_output(out: Path) -> None:
-    """Raise unless `out` can come into being without touching anything that is there.
+def replaced_folder(out: Path) -> Path:
+    """Return where an older `out` goes before the new one takes its place; it is removed then."""
+    return out.with_name(out.name + ".replaced")
+
+
+@dataclass(slots=True)
+class Staging:
+    """A folder to write into, and the journal of what is finished there.
+
+    Attributes:
+        folder: Where to write.
+        journal: To be told of everything that the disk has.
+        progress: What an interrupted run finished; to be read back before it is believed.
+        is_void: Nothing in it is worth keeping, whatever the journal says.
+    """
+
+    folder: Path
+    journal: Journal
+    progress: Progress | None
+    is_void: bool = False
+
+
+def check_output(out: Path, *, resume: bool = False, force: bool = False) -> None:
+    """Raise unless `out` can come into being without touching anything that nobody said may be touched.
 
     Raises:
-        OutputExistsError: `out` is a file or a folder with something in it, or its staging folder is not ours.
+        OutputExistsError: `out` is a file, or a folder with something in it that is not to be replaced (`force`) or
+            was not written by bigload; or its staging folder is not ours, or holds work that is neither to be gone on
+            with (`resume`) nor to be thrown away (`force`).
     """
-    if out.is_symlink() or (out.exists() and not (out.is_dir() and not any(out.iterdir()))):
+    if out.is_symlink() or (out.exists() and not out.is_dir()):
         raise OutputExistsError(out, "it exists", hint="choose another folder, or remove this one yourself")
+    if out.is_dir() and any(out.iterdir()):
+        _check_replaceable(out, force=force)
     staging = staging_folder(out)
     if not (staging.exists() or staging.is_symlink()):
         return
     is_folder = staging.is_dir() and not staging.is_symlink()
-    if not is_folder or (any(staging.iterdir()) and not _is_regular(staging / PLAN_FILE)):
+    if not is_folder or (any(staging.iterdir()) and not _is_regular(staging / journal_name(0))):
         hint = "move it away; bigload only clears folders that it began itself"
         raise OutputExistsError(staging, "it is needed for writing and was not made by bigload", hint=hint)
+    progress = read_progress(staging)
+    if progress is not None and not progress.is_empty and not (resume or force):
+        hint = "--resume goes on with it, --force throws it away and begins anew"
+        raise OutputExistsError(staging, f"an interrupted run left {_amount(progress)} there", hint=hint)
+
+
+def leftover(out: Path) -> str | None:
+    """Return in words what an interrupted run has finished of `out`, or `None` where there is nothing to go on with."""
+    progress = read_progress(staging_folder(out))
+    return None if progress is None or progress.is_empty else _amount(progress)
 
 
 @contextmanager
-def staged(out: Path, plan_text: str) -> Iterator[Path]:
-    """Give a fresh folder to write into; publish it as `out` when the block ends well, remove it when it raises.
+def staged(out: Path, recipe: str, *, resume: bool = False, force: bool = False) -> Iterator[Staging]:
+    """Give a folder to write into; publish it as `out` when the block ends well.
 
-    What an interrupted run left in it is removed first.
+    When it raises, what the journal lists is kept for a later run to go on with; without any, the folder is removed.
+
+    Args:
+        out: Where it shall appear.
+        recipe: What is written, as a digest: only the same is gone on with.
+        resume: Keep what an interrupted run of the same recipe left.
+        force: Replace an `out` that bigload wrote, and throw away what an interrupted run left.
 
     Raises:
-        OutputExistsError: see `check_output`; or another process is writing the same output now.
+        OutputExistsError: see `check_output`; or another process is writing the same output now; or what shall be gone
+            on with was begun as something else.
         WriteError: the folder cannot be made or flushed.
     """
-    check_output(out)
-    staging = staging_folder(out)
+    check_output(out, resume=resume, force=force)
+    folder = staging_folder(out)
     lock = -1
+    staging: Staging | None = None
     try:
-        staging.mkdir(parents=True, exist_ok=True)
-        lock = os.open(staging / PLAN_FILE, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
-        if not _is_ours(lock, staging):
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = _open_journal(folder, rank=0)
+        if not _is_ours(lock, folder):
             hint = "wait for it, or choose another folder"
             raise OutputExistsError(out, "another process is writing it now", hint=hint)
-        _clear(staging)
-        os.ftruncate(lock, 0)
-        os.pwrite(lock, plan_text.encode(errors="surrogateescape"), 0)
-        os.fsync(lock)
+        progress = read_progress(folder) if resume else None
+        if progress is None:
+            _clear(folder)
+            os.ftruncate(lock, 0)
+        elif progress.recipe != recipe:
+            hint = "run it with the options and the source it was begun with, or throw its work away with --force"
+            raise OutputExistsError(folder, "what was begun there is another reshard than this", hint=hint)
+        staging = Staging(folder, Journal.begin(folder / journal_name(0), lock, recipe), progress)
         yield staging
-        _flush_folders(staging)
-        staging.rename(out)
-        _flush_folder(out.resolve().parent)
+        _flush_folders(folder)
+        _publish(folder, out)
     except BaseException as error:
-        if lock < 0:
-            with suppress(OSError):
-                staging.rmdir()
-        elif _is_ours(lock, staging):
-            shutil.rmtree(staging, ignore_errors=True)
+        _leave(folder, staging, lock, error)
         if isinstance(error, OSError) and not isinstance(error, BigloadError):
-            raise WriteError(staging, error) from error
+            raise WriteError(folder, error) from error
         raise
     finally:
         if lock >= 0:
             os.close(lock)
 
 
+@contextmanager
+def joined(out: Path, recipe: str, *, rank: int) -> Iterator[Staging]:
+    """Give the folder that process 0 has made for all: to write some of its files, with a journal of one's own.
+
+    Raises:
+        WriteError: the journal cannot be written there.
+    """
+    folder = staging_folder(out)
+    descriptor = -1
+    try:
+        descriptor = _open_journal(folder, rank=rank)
+        yield Staging(folder, Journal.begin(folder / journal_name(rank), descriptor, recipe), read_progress(folder))
+    except OSError as error:
+        if isinstance(error, BigloadError):
+            raise
+        raise WriteError(folder, error) from error
+    finally:
+        if descriptor >= 0:
+            os.close(descriptor)
+
+
 def write_file(path: Path, content: bytes) -> None:
-    """Write a small file and wait until the disk has it.
+    """Write a small file, over one that an interrupted run left, and wait until the disk has it.
 
     Raises:
         WriteError: the system refused.
     """
     try:
+        with suppress(FileNotFoundError):
+            path.unlink()
         with path.open("xb") as file:
             file.write(content)
             file.flush()
@@ -98,26 +166,75 @@ def write_file(path: Path, content: bytes) -> None:
         raise WriteError(path, error) from error
 
 
-def _is_ours(lock: int, staging: Path) -> bool:
-    """Lock the open plan file if nobody else has; return whether it is locked by us and still the one in `staging`.
+def _check_replaceable(out: Path, *, force: bool) -> None:
+    if not _is_regular(out / MANIFEST_FILE):
+        raise OutputExistsError(out, "it exists", hint="choose another folder, or remove this one yourself")
+    if not force:
+        raise OutputExistsError(out, "it exists", hint="choose another folder, or replace this one with --force")
+    replaced = replaced_folder(out)
+    if replaced.exists() or replaced.is_symlink():
+        hint = "an interrupted run moved the older output there: move it back, or remove it"
+        raise OutputExistsError(replaced, "it is needed for replacing the output", hint=hint)
+
+
+def _open_journal(folder: Path, *, rank: int) -> int:
+    flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
+    return os.open(folder / journal_name(rank), flags, 0o666)
+
+
+def _is_ours(lock: int, folder: Path) -> bool:
+    """Lock the open journal if nobody else has; return whether it is locked by us and still the one in `folder`.
 
     It is not the one there if another process finished, and published or removed the folder, while we opened it.
     """
     try:
         with _unless_unsupported():
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return os.path.samestat(os.fstat(lock), (staging / PLAN_FILE).stat())
+        return os.path.samestat(os.fstat(lock), (folder / journal_name(0)).stat())
     except (BlockingIOError, FileNotFoundError):
         return False
+
+
+def _publish(folder: Path, out: Path) -> None:
+    parent = out.resolve().parent
+    replaced = replaced_folder(out) if out.is_dir() and any(out.iterdir()) else None
+    if replaced is not None:
+        out.rename(replaced)
+    folder.rename(out)
+    _flush_folder(parent)
+    # It is done: what follows only tidies up.
+    with suppress(OSError):
+        for journal in out.glob(f"{PREFIX}*.jsonl"):
+            journal.unlink()
+    if replaced is not None:
+        shutil.rmtree(replaced, ignore_errors=True)
+
+
+def _leave(folder: Path, staging: Staging | None, lock: int, error: BaseException) -> None:
+    """Keep what can be gone on with, and say so in the hint of `error`; remove the folder where there is nothing."""
+    if lock < 0:
+        with suppress(OSError):
+            folder.rmdir()
+    elif staging is not None and _is_ours(lock, folder):
+        progress = None if staging.is_void else read_progress(folder)
+        if progress is None or progress.is_empty:
+            shutil.rmtree(folder, ignore_errors=True)
+        elif isinstance(error, BigloadError):
+            error.hint = f"{_amount(progress)} are kept in {folder}: mend the cause and go on with --resume"
+
+
+def _amount(progress: Progress) -> str:
+    num_tensors = sum(len(file.tensors) for file in progress.files.values())
+    return f"{counted(progress.num_complete, 'finished file')} ({counted(num_tensors, 'tensor')})"
 
 
 def _is_regular(path: Path) -> bool:
     return path.is_file() and not path.is_symlink()
 
 
-def _clear(staging: Path) -> None:
-    for entry in staging.iterdir():
-        if entry.name == PLAN_FILE:
+def _clear(folder: Path) -> None:
+    for entry in folder.iterdir():
+        if entry.name == journal_name(0):
             continue
         if entry.is_dir() and not entry.is_symlink():
             shutil.rmtree(entry)

@@ -1,254 +1,316 @@
-"""Write output files: header, then byte ranges of the sources, flushed to the disk and compared with them.
+"""Write output files: windows are filled from the sources, digested, written, read back and compared.
 
-The unit of work is a part of a file: it is copied, waited for until the disk has it, and read back from there. While
-one thread waits or reads back, another copies. Each thread has two blocks of memory, and all together at most
-`MAX_BUFFER_BYTES`, whatever the size of the files. Holes in a source stay holes.
+Windows of a file are taken in order by a few threads, each with a window or two of memory; while one waits for the
+disk, others fill or compare. What the disk has is noted in the journal every so often, so that an interrupted run can
+be gone on with. Memory is bounded whatever the size of files, checkpoint and tensors.
 """
 
 from __future__ import annotations
 
 import ctypes
-import os
 import threading
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from enum import StrEnum
+from itertools import groupby, zip_longest
 from pathlib import Path
 
-from bigload.checkpoint.model import Span
-from bigload.errors import ReadError, VerificationError, WriteError
-from bigload.layouts.device_folders import OutputFile
-from bigload.layouts.extents import data_extents
-from bigload.loading.bytesource import fill
+from bigload.errors import BigloadError, VerificationError
+from bigload.layouts.digests import DigestLane, FileDigest
+from bigload.layouts.filling import Filler
+from bigload.layouts.in_kernel import KernelCopy, copy_in_kernel
+from bigload.layouts.journal import Journal
+from bigload.layouts.manifest import FileRecord
+from bigload.layouts.output_files import OutputFile
+from bigload.layouts.recheck import Rechecked
+from bigload.layouts.sink import BLOCK_BYTES, Sink
+from bigload.layouts.sources import Sources
+from bigload.layouts.windows import WINDOW_BYTES, Ranges, Window, windows
 from bigload.loading.events import Tally
+from bigload.loading.huge_pages import BlockPool, address_of
 from bigload.loading.workers import run_jobs
-from bigload.units import MIB
+from bigload.units import GIB, KIB
 
-BLOCK_BYTES = 8 * MIB
-MAX_BUFFER_BYTES = 64 * MIB
-"""With more threads than have room for two full blocks, blocks are smaller."""
+DEFAULT_MAX_IN_FLIGHT = 12 * WINDOW_BYTES
+MIN_WINDOW_BYTES = 256 * KIB
+NOTE_EVERY_BYTES = GIB
+"""How much of a file may have to be written again after a crash."""
 
-PART_BYTES = 128 * MIB
-
-
-@dataclass(frozen=True, slots=True)
-class _Block:
-    """Bytes of a source and where they belong in the output; a hole has no bytes to copy, but is compared too."""
-
-    source: Span
-    offset: int
-    is_hole: bool
+_libc = ctypes.CDLL(None)
+_libc.memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+_libc.memset.argtypes = (ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t)
 
 
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """Neighbouring blocks of one output file, which is finished when the last of its parts is."""
+class Verify(StrEnum):
+    """How what was written is checked before it is published.
 
-    file: _OpenOutput
-    blocks: tuple[_Block, ...]
+    `none`: not at all. `size`: every file has its size. `full`: every byte is read back from the disk and compared with
+    what was read from the source (after casts and cuts, if there are any).
+    """
+
+    NONE = "none"
+    SIZE = "size"
+    FULL = "full"
 
 
-class FileWriter:
-    """Writes output files below `folder` from open `sources` (descriptors by file name)."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileToWrite:
+    """An output file, what of it is data, and what an interrupted run left of it."""
 
-    def __init__(self, folder: Path, sources: Mapping[str, int], *, verify: bool, tally: Tally) -> None:
+    output: OutputFile
+    ranges: Ranges
+    kept: Rechecked | None = None
+
+
+class Writer:
+    """Writes files below `folder`.
+
+    Args:
+        folder: Where; the folders of the files are made.
+        sources: Where their bytes come from.
+        filler: Puts them into windows.
+        verify: How they are checked.
+        journal: Told of what the disk has.
+        tally: Told of every window.
+        alignment: Of writes past the page cache; `None` to go through it.
+        kernel: What the kernel can copy by itself.
+        threads: Threads that fill and write.
+        max_in_flight: Bytes of memory for windows of all threads together; windows become smaller to fit.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        sources: Sources,
+        filler: Filler,
+        *,
+        verify: Verify,
+        journal: Journal,
+        tally: Tally,
+        alignment: int | None,
+        kernel: KernelCopy,
+        threads: int,
+        max_in_flight: int,
+    ) -> None:
         self._folder = folder
         self._sources = sources
+        self._filler = filler
         self._verify = verify
+        self._journal = journal
         self._tally = tally
-        self._memory = threading.local()
-        self._block_bytes = BLOCK_BYTES
+        self._alignment = alignment
+        self._kernel = kernel
+        self._threads = threads
+        # Each thread fills one window, compares with another, and lends a third to a read past the page cache.
+        self.window_bytes = window_bytes(threads, max_in_flight)
+        self._memory = BlockPool(threads * (2 if verify is Verify.FULL else 1), block_bytes=self.window_bytes)
+        self._under_way: list[_FileUnderWay] = []
 
-    def write(self, outputs: Iterable[OutputFile], *, threads: int) -> None:
-        """Write `outputs`, wait until the disk has them, and compare what it gives back if asked to verify.
+    def write(self, files: Iterable[FileToWrite]) -> dict[str, FileRecord]:
+        """Write `files`, and return what is now on the disk of each.
+
+        Files with the same tensors, one after the other (slices for ranks), are written side by side: what they need of
+        the source is read while it is at hand.
 
         Raises:
             WriteError: the system refused a write (disk full, quota, I/O error).
             ReadError: a source could not be read to the end.
-            VerificationError: a byte that was read back is not the source's.
+            VerificationError: a byte that was read back is not the one that was written.
         """
-        self._block_bytes = min(BLOCK_BYTES, MAX_BUFFER_BYTES // (2 * max(threads, 1)))
-        files = [_OpenOutput(self._folder, output) for output in outputs]
+        records: dict[str, FileRecord] = {}
         try:
-            run_jobs(self._do, self._parts(files), threads=threads)
+            run_jobs(self._do, self._jobs(files, records), threads=self._threads)
         finally:
-            for file in files:
-                file.close()
+            for file in self._under_way:
+                file.abandon()
+            self._memory.close()
+        return records
 
-    def _parts(self, files: list[_OpenOutput]) -> Iterator[_Part]:
-        for file in files:
-            file.create()
-            parts = list(_grouped(self._blocks(file.output))) or [()]
-            file.unfinished = len(parts)
-            yield from (_Part(file, blocks) for blocks in parts)
+    def _jobs(self, files: Iterable[FileToWrite], records: dict[str, FileRecord]) -> Iterator[_Job]:
+        for _, siblings in groupby(files, key=lambda file: [tensor.name for tensor in file.output.tensors]):
+            for jobs in zip_longest(*(self._jobs_of(file, records) for file in siblings)):
+                yield from (job for job in jobs if job is not None)
 
-    def _do(self, part: _Part) -> None:
-        file = part.file
-        for block in part.blocks:
-            if not block.is_hole:
-                self._copy(block, file)
-            self._tally.add(block.source.num_bytes, phase="write", file=file.output.file)
-        if self._verify:
-            file.settle([block for block in part.blocks if not block.is_hole])
-            for block in part.blocks:
-                (self._compare_hole if block.is_hole else self._compare)(block, file)
-                self._tally.add(block.source.num_bytes, phase="verify", file=file.output.file)
-        file.finish_part(verify=self._verify)
-
-    def _blocks(self, output: OutputFile) -> Iterator[_Block]:
-        for copy in output.copies():
-            shift = copy.offset - copy.source.start
-            for start, stop, is_hole in self._segments(copy.source):
-                size = stop - start if is_hole else self._block_bytes
-                for begin in range(start, stop, size):
-                    yield _Block(Span(copy.source.file, begin, min(begin + size, stop)), begin + shift, is_hole)
-
-    def _segments(self, span: Span) -> Iterator[tuple[int, int, bool]]:
-        position, size = span.start, os.fstat(self._sources[span.file]).st_size
-        if size < span.stop:  # past the end of a file there is a hole, too, to those who ask for data
-            raise ReadError(span.file, f"the file ended at byte {size}, {span.stop - size} bytes too early")
-        for start, stop in data_extents(self._sources[span.file], span.start, span.stop):
-            if start > position:
-                yield position, start, True
-            yield start, stop, False
-            position = stop
-        if position < span.stop:
-            yield position, span.stop, True
-
-    def _copy(self, block: _Block, file: _OpenOutput) -> None:
-        view = memoryview(self._thread_memory()[0])[: block.source.num_bytes]
-        fill([view], self._sources[block.source.file], block.source.start, block.source.file)
-        file.write(view, block.offset)
-
-    def _compare(self, block: _Block, file: _OpenOutput) -> None:
-        left, right = self._thread_memory()
-        count = block.source.num_bytes
-        fill([memoryview(left)[:count]], self._sources[block.source.file], block.source.start, block.source.file)
-        file.read(memoryview(right)[:count], block.offset)
-        if _differ(left, right, count):
-            difference = next(index for index in range(count) if left[index] != right[index])
-            raise file.verification_error(block.offset + difference)
-
-    def _compare_hole(self, block: _Block, file: _OpenOutput) -> None:
-        memory = self._thread_memory()[0]
-        for start, stop in data_extents(file.descriptor, block.offset, block.offset + block.source.num_bytes):
-            for begin in range(start, stop, self._block_bytes):
-                view = memoryview(memory)[: min(self._block_bytes, stop - begin)]
-                file.read(view, begin)
-                if any(view):
-                    raise file.verification_error(begin + next(index for index, byte in enumerate(view) if byte))
-
-    def _thread_memory(self) -> tuple[bytearray, bytearray]:
-        if not hasattr(self._memory, "blocks"):
-            self._memory.blocks = bytearray(self._block_bytes), bytearray(self._block_bytes)
-        blocks: tuple[bytearray, bytearray] = self._memory.blocks
-        return blocks
-
-
-class _OpenOutput:
-    """An output file while it is written, possibly by several threads; closed by the one that ends its last part."""
-
-    def __init__(self, folder: Path, output: OutputFile) -> None:
-        self.output = output
-        self.descriptor = -1
-        self.unfinished = 0
-        self._path = folder / output.file
-        self._lock = threading.Lock()
-
-    def create(self) -> None:
-        with _write_errors(self._path):
-            self.descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-            os.ftruncate(self.descriptor, self.output.num_bytes)
-        self.write(memoryview(self.output.header), 0)
-
-    def write(self, view: memoryview, offset: int) -> None:
-        start, num_bytes = offset, len(view)
-        with _write_errors(self._path):
-            while view:
-                count = os.pwrite(self.descriptor, view, offset)
-                view, offset = view[count:], offset + count
-        _sync_range(self.descriptor, start, num_bytes, _START)
-
-    def read(self, view: memoryview, offset: int) -> None:
-        fill([view], self.descriptor, offset, self._path)
-
-    def settle(self, blocks: list[_Block]) -> None:
-        """Wait until the disk has `blocks`, and forget the cached pages: what is read next is what the disk holds."""
-        if not blocks:
+    def _jobs_of(self, file: FileToWrite, records: dict[str, FileRecord]) -> Iterator[_Job]:
+        output = file.output
+        if file.kept is not None and file.kept.record is not None:
+            records[output.file] = file.kept.record
             return
-        start, stop = blocks[0].offset, blocks[-1].offset + blocks[-1].source.num_bytes
-        with _write_errors(self._path):
-            if not _sync_range(self.descriptor, start, stop - start, _START_AND_WAIT):
-                os.fdatasync(self.descriptor)
-        os.posix_fadvise(self.descriptor, start, stop - start, os.POSIX_FADV_DONTNEED)
+        path = self._folder / output.file
+        path.parent.mkdir(parents=True, exist_ok=True)
+        begin = 0 if file.kept is None else file.kept.digest.position // BLOCK_BYTES * BLOCK_BYTES
+        sink = Sink(path, num_bytes=output.num_bytes, alignment=self._alignment, kept_bytes=begin)
+        under_way = _FileUnderWay(output, sink, self._journal, records, file.kept)
+        self._under_way.append(under_way)
+        copied = self._copy_in_kernel(output, sink) if not begin else Ranges(())
+        rest = file.ranges.without(copied)
+        for start, stop in rest.pairs:
+            sink.reserve(max(start, begin), stop)
+        if copied.pairs and self._verify is not Verify.FULL:
+            under_way.leave_undigested()
+            copied_windows: list[Window] = []
+        else:
+            copied_windows = list(windows(output, copied, window_bytes=self.window_bytes))
+        written = list(windows(output, rest, begin=begin, window_bytes=self.window_bytes))
+        jobs = [_Job(under_way, window, is_copied=False) for window in written]
+        jobs += [_Job(under_way, window, is_copied=True) for window in copied_windows]
+        jobs.sort(key=lambda job: job.window.start)
+        under_way.expect([job.window for job in jobs])
+        if not jobs:
+            under_way.finish()
+        for number, job in enumerate(jobs):
+            job.number = number
+            yield job
 
-    def finish_part(self, *, verify: bool) -> None:
-        with self._lock:
-            self.unfinished -= 1
-            if self.unfinished:
+    def _copy_in_kernel(self, output: OutputFile, sink: Sink) -> Ranges:
+        if self._kernel is KernelCopy.NOTHING:
+            return Ranges(())
+        names = {tensor.source.span.file for tensor in output.tensors}
+        descriptors = {name: self._sources.through_cache(name).descriptor for name in names}
+        return copy_in_kernel(output, sink.descriptor, descriptors, self._kernel, block_bytes=BLOCK_BYTES)
+
+    def _do(self, job: _Job) -> None:
+        try:
+            self._carry(job)
+        except BaseException:
+            for file in self._under_way:
+                file.lane.abort()
+            raise
+
+    def _carry(self, job: _Job) -> None:
+        window, file = job.window, job.file
+        with self._memory.lend() as block:
+            num_bytes = window.num_bytes
+            padded = file.sink.padded(num_bytes)
+            view = memoryview(block)[:padded]
+            if len(window.header) + sum(portion.stop - portion.start for portion in window.portions) < padded:
+                _libc.memset(address_of(block), 0, padded)
+            view[: len(window.header)] = window.header
+            self._filler.fill(view[:num_bytes], window.portions)
+            if not file.lane.add(job.number, window.start, view[:num_bytes]):
                 return
-        with _write_errors(self._path):
-            os.fsync(self.descriptor)
-        os.posix_fadvise(self.descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-        if verify:
-            header = bytearray(len(self.output.header))
-            self.read(memoryview(header), 0)
-            if header != self.output.header:
-                raise self.verification_error(0)
-        self.close()
+            if not job.is_copied:
+                file.sink.write(view, window.start)
+            if self._verify is Verify.FULL:
+                with self._memory.lend() as other:
+                    back = memoryview(other)[:padded]
+                    file.sink.read(back, window.start)
+                    if _libc.memcmp(address_of(block), address_of(other), num_bytes):
+                        difference = next(index for index in range(num_bytes) if view[index] != back[index])
+                        raise file.verification_error(window.start + difference)
+        self._tally.add(num_bytes, phase="write", file=file.output.file)
+        file.done(job.number)
 
-    def close(self) -> None:
-        descriptor, self.descriptor = self.descriptor, -1
-        if descriptor >= 0:
-            os.close(descriptor)
+
+@dataclass(slots=True)
+class _Job:
+    """A window of a file; `is_copied` says that the kernel has put its bytes there already."""
+
+    file: _FileUnderWay
+    window: Window
+    is_copied: bool
+    number: int = 0
+
+
+class _FileUnderWay:
+    """An output file while several threads write it; finished by the one that ends its last window."""
+
+    def __init__(
+        self,
+        output: OutputFile,
+        sink: Sink,
+        journal: Journal,
+        records: dict[str, FileRecord],
+        kept: Rechecked | None,
+    ) -> None:
+        self.output = output
+        self.sink = sink
+        self.lane = DigestLane(FileDigest(output) if kept is None else kept.digest)
+        self._journal = journal
+        self._records = records
+        self._is_digested = True
+        self._lock = threading.Lock()
+        self._noting = threading.Lock()
+        self._windows: Sequence[Window] = ()
+        self._done: set[int] = set()
+        self._num_in_order = 0
+        self._noted_stop = self.lane.digest.position
+        self._num_noted = len(self.lane.digest.tensors)
+
+    def expect(self, all_windows: Sequence[Window]) -> None:
+        """Be told of all windows that there will be."""
+        self._windows = all_windows
+
+    def leave_undigested(self) -> None:
+        """Have no digests: some of the bytes are not read."""
+        self._is_digested = False
+
+    def done(self, number: int) -> None:
+        """Note that window `number` is on its way to the disk, or there if it was compared; finish after the last."""
+        with self._lock:
+            self._done.add(number)
+            while self._num_in_order in self._done:
+                self._done.remove(self._num_in_order)
+                self._num_in_order += 1
+            is_last = self._num_in_order == len(self._windows)
+            stop = self._windows[self._num_in_order - 1].stop if self._num_in_order else 0
+        if is_last:
+            self.finish()
+        elif stop - self._noted_stop >= NOTE_EVERY_BYTES and self._noting.acquire(blocking=False):
+            try:
+                self._note(stop)
+            finally:
+                self._noting.release()
+
+    def finish(self) -> None:
+        """Bring everything to the disk, note it, and close the file."""
+        with self._noting:
+            tensors: Mapping[str, str | None] = dict.fromkeys((tensor.name for tensor in self.output.tensors), None)
+            digest = None
+            if self._is_digested:
+                digest = self.lane.digest.finish()
+                tensors = dict(self.lane.digest.tensors)
+            self.sink.finish()
+            noted = list(self.lane.digest.tensors.items())[self._num_noted :] if self._is_digested else ()
+            self._journal.complete(self.output.file, dict(noted), digest)
+            record = FileRecord(num_bytes=self.output.num_bytes, digest=digest, tensors=tensors)
+            self._records[self.output.file] = record
+            self.sink.close()
+
+    def abandon(self) -> None:
+        """After an error or an interruption, when no thread works any more: note what is there, and close the file."""
+        if self.sink.descriptor < 0:
+            return
+        with suppress(BigloadError):
+            if self._num_in_order:
+                self._note(self._windows[self._num_in_order - 1].stop)
+        self.sink.close()
 
     def verification_error(self, offset: int) -> VerificationError:
-        position, holder = len(self.output.header), None
-        for tensor in self.output.tensors:
-            if position <= offset < position + tensor.num_bytes:
+        """Return the error for a difference at byte `offset`."""
+        holder = None
+        for tensor, start in zip(self.output.tensors, self.output.starts(), strict=True):
+            if start <= offset < start + tensor.num_bytes:
                 holder = tensor.name
-            position += tensor.num_bytes
-        return VerificationError(self._path, offset=offset, tensor=holder)
+        return VerificationError(self.sink.path, offset=offset, tensor=holder)
+
+    def _note(self, stop: int) -> None:
+        """Bring what is written to the disk, and note the tensors that end at or before byte `stop`."""
+        if not self._is_digested:
+            return
+        ends = [
+            start + tensor.num_bytes for tensor, start in zip(self.output.tensors, self.output.starts(), strict=True)
+        ]
+        closed = list(self.lane.digest.tensors.items())
+        count = sum(end <= stop for end in ends[: len(closed)])
+        if count > self._num_noted:
+            self.sink.flush()
+            self._journal.note(self.output.file, dict(closed[self._num_noted : count]))
+            self._num_noted, self._noted_stop = count, stop
 
 
-def _differ(left: bytearray, right: bytearray, count: int) -> bool:
-    """Compare at the speed of memory and without copies: Python compares views of bytes one by one."""
-    array = ctypes.c_char * count
-    return bool(_libc.memcmp(array.from_buffer(left), array.from_buffer(right), ctypes.c_size_t(count)))
-
-
-def _grouped(blocks: Iterable[_Block]) -> Iterator[tuple[_Block, ...]]:
-    part: list[_Block] = []
-    num_bytes = 0
-    for block in blocks:
-        part.append(block)
-        num_bytes += 0 if block.is_hole else block.source.num_bytes
-        if num_bytes >= PART_BYTES:
-            yield tuple(part)
-            part, num_bytes = [], 0
-    if part:
-        yield tuple(part)
-
-
-@contextmanager
-def _write_errors(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise WriteError(path, error) from error
-
-
-_START, _START_AND_WAIT = 2, 1 | 2 | 4
-_libc = ctypes.CDLL(None, use_errno=True)
-_libc_sync_file_range = getattr(_libc, "sync_file_range", None)
-
-
-def _sync_range(descriptor: int, offset: int, num_bytes: int, flags: int) -> bool:
-    """Write these pages to the disk now (sync_file_range(2)); return whether the system did as asked.
-
-    Left alone, dirty pages pile up in memory, and the flush at the end waits for all of them.
-    """
-    if _libc_sync_file_range is None:
-        return False
-    failed: int = _libc_sync_file_range(descriptor, ctypes.c_int64(offset), ctypes.c_int64(num_bytes), flags)
-    return not failed
+def window_bytes(threads: int, max_in_flight: int) -> int:
+    """Return how large windows can be if every thread has three of them."""
+    share = max_in_flight // (3 * threads) // BLOCK_BYTES * BLOCK_BYTES
+    return min(max(share, MIN_WINDOW_BYTES), WINDOW_BYTES)

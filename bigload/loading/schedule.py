@@ -18,7 +18,7 @@ from math import prod
 
 from bigload.checkpoint.model import TensorInfo
 from bigload.dtypes import DType
-from bigload.loading.slices import Slice, rows_of, sliced_shape
+from bigload.loading.slices import Rows, Slice, rows_of, sliced_shape
 from bigload.units import KIB, MIB
 
 ALIGNMENT = 64
@@ -33,6 +33,9 @@ MAX_GAP_BYTES = 64 * KIB
 
 MAX_GATHERED_ROW_BYTES = 256 * KIB
 """And so are those of longer rows: a read of a whole row is long enough for itself."""
+
+MAX_SCATTERED_PIECES = 1024
+"""In one read: about as many as one call of the system takes."""
 
 CPU = "cpu"
 _PAGE_BYTES = 4 * KIB
@@ -125,6 +128,7 @@ class Way(Enum):
     """How the bytes of a read get to their buffers."""
 
     STRAIGHT = "read into them"
+    SCATTERED = "read into them, and what lies between them into memory that nobody looks at"
     STAGED = "read into a block, and copied or cast from there"
     POPULATED = "made present in the map of the file, where they stay"
 
@@ -183,12 +187,12 @@ def schedule_reads(
     memory = _Memory()
     jobs: list[ReadJob] = []
     for file, members in by_file.items():
-        stretches: list[_Stretch] = []
+        stretches: list[Stretch] = []
         for want in members:
             stays = in_map and _can_stay_in_map(want)
             if memory.place(want, in_map=stays) and want.num_bytes and (populate or not stays):
-                stretches += _stretches(want, memory.slots[want.name], stays=stays)
-        jobs += _jobs(file, stretches, block_bytes)
+                stretches += _stretches_of(want, memory.slots[want.name], stays=stays)
+        jobs += jobs_of(file, stretches, block_bytes)
     return Schedule(buffers=memory.buffers(), slots=memory.slots, jobs=tuple(jobs))
 
 
@@ -245,7 +249,7 @@ def _first_start(want: Wanted) -> int:
 
 
 @dataclass(slots=True)
-class _Stretch:
+class Stretch:
     """Bytes of a file that are delivered alike, and may be cut between rows, or between units of a single row."""
 
     offset: int
@@ -264,7 +268,7 @@ class _Stretch:
         """The smallest part that can be cut off."""
         return self.unit if self.piece.rows == 1 else self.piece.row_bytes
 
-    def cut(self, room: int) -> tuple[_Stretch, _Stretch | None]:
+    def cut(self, room: int) -> tuple[Stretch, Stretch | None]:
         """Return as much as fits into `room` bytes, but at least the smallest part, and the rest."""
         piece = self.piece
         if self.num_bytes <= room:
@@ -277,35 +281,41 @@ class _Stretch:
         rows = max((room - piece.row_bytes) // piece.stride + 1, 1)
         return self._split(rows * piece.stride, head=(rows, piece.row_bytes), tail=(piece.rows - rows, piece.row_bytes))
 
-    def _split(self, step: int, *, head: tuple[int, int], tail: tuple[int, int]) -> tuple[_Stretch, _Stretch]:
+    def _split(self, step: int, *, head: tuple[int, int], tail: tuple[int, int]) -> tuple[Stretch, Stretch]:
         piece = self.piece
         first = Piece(0, head[1], piece.buffer, piece.start, head[0], piece.stride if head[0] > 1 else 0, piece.cast)
         start = piece.start + first.memory_bytes
         second = Piece(0, tail[1], piece.buffer, start, tail[0], piece.stride if tail[0] > 1 else 0, piece.cast)
         return (
-            _Stretch(self.offset, first, self.way, self.place, self.unit),
-            _Stretch(self.offset + step, second, self.way, self.place, self.unit),
+            Stretch(self.offset, first, self.way, self.place, self.unit),
+            Stretch(self.offset + step, second, self.way, self.place, self.unit),
         )
 
 
-def _stretches(want: Wanted, slot: Slot, *, stays: bool) -> Iterator[_Stretch]:
-    rows = rows_of(want.tensor, want.part)
+def _stretches_of(want: Wanted, slot: Slot, *, stays: bool) -> Iterator[Stretch]:
     cast = Cast(want.tensor.dtype, want.dtype) if want.is_cast else None
-    unit = max(want.tensor.dtype.bits // 8, 1) if cast is not None else 1
+    way = Way.POPULATED if stays else Way.STRAIGHT if cast is None and want.place == CPU else Way.STAGED
+    rows = rows_of(want.tensor, want.part)
+    for stretch in stretches(rows, slot.buffer, slot.start, cast=cast, way=way, place=want.place):
+        if stretch.piece.rows > 1:
+            stretch.way = Way.STAGED
+        yield stretch
+
+
+def stretches(
+    rows: Rows, buffer: int, start: int, *, cast: Cast | None = None, way: Way = Way.SCATTERED, place: str = CPU
+) -> Iterator[Stretch]:
+    """Yield what delivers `rows` to byte `start` of a buffer and on: all rows as one stretch, or each by itself."""
+    unit = max(cast.stored.bits // 8, 1) if cast is not None else 1
     gap = rows.stride - rows.row_bytes
     is_gathered = rows.count > 1 and gap <= MAX_GAP_BYTES and rows.stride <= MAX_GATHERED_ROW_BYTES
-    way = Way.POPULATED if stays else Way.STRAIGHT
-    if cast is not None or want.place != CPU or is_gathered:
-        way = Way.STAGED
     if rows.count == 1 or is_gathered:
         stride = rows.stride if rows.count > 1 else 0
-        piece = Piece(0, rows.row_bytes, slot.buffer, slot.start, rows.count, stride, cast)
-        yield _Stretch(rows.start, piece, way, want.place, unit)
+        yield Stretch(rows.start, Piece(0, rows.row_bytes, buffer, start, rows.count, stride, cast), way, place, unit)
         return
-    start = slot.start
     for row in range(rows.count):
-        piece = Piece(0, rows.row_bytes, slot.buffer, start, cast=cast)
-        yield _Stretch(rows.start + row * rows.stride, piece, way, want.place, unit)
+        piece = Piece(0, rows.row_bytes, buffer, start, cast=cast)
+        yield Stretch(rows.start + row * rows.stride, piece, way, place, unit)
         start += piece.memory_bytes
 
 
@@ -320,17 +330,20 @@ class _OpenJob:
     num_bytes: int = 0
     pieces: list[Piece] = field(default_factory=list)
 
-    def takes(self, stretch: _Stretch, block_bytes: int) -> bool:
-        is_neighbour = stretch.offset == self.offset + self.num_bytes
+    def takes(self, stretch: Stretch, block_bytes: int) -> bool:
+        gap = stretch.offset - self.offset - self.num_bytes
+        is_neighbour = 0 <= gap <= (MAX_GAP_BYTES if self.way is Way.SCATTERED else 0)
         is_alike = stretch.way is self.way and stretch.place == self.place
-        return is_neighbour and is_alike and self.num_bytes + min(stretch.least_bytes, block_bytes) <= block_bytes
+        if self.way is Way.SCATTERED and len(self.pieces) >= MAX_SCATTERED_PIECES:
+            return False
+        return is_neighbour and is_alike and self.num_bytes + gap + min(stretch.least_bytes, block_bytes) <= block_bytes
 
-    def add(self, stretch: _Stretch) -> None:
-        piece = stretch.piece
+    def add(self, stretch: Stretch) -> None:
+        piece, source = stretch.piece, stretch.offset - self.offset
         self.pieces.append(
-            Piece(self.num_bytes, piece.row_bytes, piece.buffer, piece.start, piece.rows, piece.stride, piece.cast)
+            Piece(source, piece.row_bytes, piece.buffer, piece.start, piece.rows, piece.stride, piece.cast)
         )
-        self.num_bytes += stretch.num_bytes
+        self.num_bytes = source + stretch.num_bytes
 
     def closed(self) -> ReadJob:
         # Nothing has to be delivered of pages that stay where they are.
@@ -338,10 +351,11 @@ class _OpenJob:
         return ReadJob(self.file, self.offset, self.num_bytes, pieces, self.way, self.place)
 
 
-def _jobs(file: str, stretches: Iterable[_Stretch], block_bytes: int) -> Iterator[ReadJob]:
+def jobs_of(file: str, stretches: Iterable[Stretch], block_bytes: int) -> Iterator[ReadJob]:
+    """Yield the reads of `stretches` of `file`, in their order: neighbours merged, cut into blocks."""
     job: _OpenJob | None = None
     for stretch in stretches:
-        rest: _Stretch | None = stretch
+        rest: Stretch | None = stretch
         is_staged_here = stretch.way is Way.STAGED and stretch.place == CPU
         size = min(block_bytes, STAGED_BLOCK_BYTES) if is_staged_here else block_bytes
         while rest is not None:
@@ -349,7 +363,7 @@ def _jobs(file: str, stretches: Iterable[_Stretch], block_bytes: int) -> Iterato
                 if job is not None:
                     yield job.closed()
                 job = _OpenJob(file, rest.offset, rest.way, rest.place)
-            part, rest = rest.cut(size - job.num_bytes)
+            part, rest = rest.cut(size - (rest.offset - job.offset))
             job.add(part)
     if job is not None:
         yield job.closed()

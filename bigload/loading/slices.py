@@ -6,6 +6,7 @@ So is a part along any dimension of any tensor, with the dimensions before it ta
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -37,6 +38,17 @@ class Rows:
     @property
     def num_bytes(self) -> int:
         return self.row_bytes * self.count
+
+    def between(self, start: int, stop: int) -> Iterator[Rows]:
+        """Yield what holds bytes `start` to `stop` of these rows: the end of one, whole ones, the beginning of one."""
+        while start < stop:
+            row, skipped = divmod(start, self.row_bytes)
+            whole = 0 if skipped else (stop - start) // self.row_bytes
+            length = self.row_bytes if whole else min(self.row_bytes - skipped, stop - start)
+            yield Rows(
+                self.start + row * self.stride + skipped, length, whole or 1, self.stride if whole > 1 else length
+            )
+            start += length * (whole or 1)
 
 
 def sliced_shape(tensor: TensorInfo, part: Slice | None) -> tuple[int, ...]:
@@ -74,3 +86,30 @@ def rows_of(tensor: TensorInfo, part: Slice | None) -> Rows:
     if count <= 1 or row_bytes == stride:  # rows without gaps are one stretch
         return Rows(tensor.span.start + start, row_bytes * count, 1, row_bytes * count)
     return Rows(tensor.span.start + start, row_bytes, count, stride)
+
+
+def rows_between(tensor: TensorInfo, parts: Sequence[Slice], start: int, stop: int) -> Iterator[Rows]:
+    """Yield which bytes of the file hold bytes `start` to `stop` of `parts` along one dimension, joined along it.
+
+    Without parts, of the whole tensor. In the order in which they lie in memory afterwards: of parts that are columns,
+    those of one row before those of the next.
+
+    Raises:
+        ValueError: see `rows_of`.
+    """
+    if len(parts) < 2:
+        yield from rows_of(tensor, parts[0] if parts else None).between(start, stop)
+        return
+    count = prod(tensor.shape[: parts[0].dim])
+    if start >= stop or count == 0:
+        return
+    stride = tensor.span.num_bytes // count
+    columns = [(rows.start, rows.num_bytes // count) for rows in (rows_of(tensor, part) for part in parts)]
+    width = sum(length for _, length in columns)
+    for row in range(start // width, -(-stop // width)):
+        position = row * width
+        for first, length in columns:
+            begin, end = max(start, position), min(stop, position + length)
+            if begin < end:
+                yield Rows(first + row * stride + begin - position, end - begin, 1, end - begin)
+            position += length

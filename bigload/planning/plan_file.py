@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import NoReturn, TypeVar
@@ -116,6 +117,8 @@ def plan_to_json(plan: Plan) -> str:
 def read_plan(path: str | Path) -> Plan:
     """Read the plan file at `path`.
 
+    A checkpoint at `"."` is the plan file's own folder, if that holds the checkpoint's files, as in what reshard wrote.
+
     Raises:
         PlanNotFoundError: there is no such file, or it cannot be read.
         InvalidPlanError: no plan, another major version, or figures that contradict each other.
@@ -124,7 +127,12 @@ def read_plan(path: str | Path) -> Plan:
         text = Path(path).read_text(encoding="utf-8", errors=_PATHS)
     except OSError as error:
         raise PlanNotFoundError(f"cannot read plan {path}: {error.strerror}", hint=_HOW) from None
-    return plan_from_json(text, source=str(path))
+    plan = plan_from_json(text, source=str(path))
+    beside = Path(path).parent
+    files = [beside / shard.file for shard in plan.shards]
+    if plan.checkpoint_path == "." and all(os.path.isfile(file) for file in files):  # noqa: PTH113 - takes any text
+        return replace(plan, checkpoint_path=str(beside))
+    return plan
 
 
 def write_plan(plan: Plan, path: str | Path) -> None:

@@ -6,7 +6,9 @@ from collections import Counter
 from collections.abc import Sequence
 
 from bigload.checkpoint.model import Checkpoint, TensorInfo
+from bigload.layouts.manifest import DIGEST
 from bigload.layouts.reshard import PreparedReshard, ReshardReport
+from bigload.layouts.verify import FileProblem, VerifyReport
 from bigload.planning.outline import OutlineRow
 
 
@@ -93,6 +95,31 @@ def of_reshard(prepared: PreparedReshard, report: ReshardReport | None, *, peak_
         "verified": None if report is None else report.verified,
         "peak_bytes": peak_bytes,
     }
+
+
+def of_verify(report: VerifyReport, *, peak_bytes: int | None) -> dict[str, object]:
+    """Return what `--json` prints, also of a folder that is not what was written."""
+    return {
+        "schema": "bigload.verify/1.0",
+        "folder": str(report.folder),
+        "ok": report.ok,
+        "level": str(report.level),
+        "digest": DIGEST,
+        "layout": report.manifest.layout,
+        "num_files": len(report.manifest.files),
+        "num_tensors": report.num_tensors,
+        "total_bytes": report.manifest.num_bytes,
+        "read_bytes": report.read_bytes,
+        "problems": [_file_problem(problem) for problem in report.problems],
+        "warnings": [_file_problem(warning) for warning in report.warnings],
+        "undigested_files": list(report.undigested),
+        "run_seconds": report.seconds,
+        "peak_bytes": peak_bytes,
+    }
+
+
+def _file_problem(problem: FileProblem) -> dict[str, object]:
+    return {key: getattr(problem, key) for key in ("code", "file", "tensor", "start", "stop", "text")}
 
 
 def bytes_by_dtype(checkpoint: Checkpoint) -> dict[str, int]:

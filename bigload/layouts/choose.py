@@ -1,0 +1,216 @@
+"""From what was asked for to what is written: which checkpoint, which layout, and whether all of it goes together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+
+from bigload.checkpoint.model import Checkpoint
+from bigload.checkpoint.source import open_checkpoint
+from bigload.dtypes import DType, parse_dtype
+from bigload.errors import ReshardOptionError
+from bigload.layouts import device_folders, shards
+from bigload.layouts.in_kernel import KernelCopy
+from bigload.layouts.output_files import DTypeOf, Layout, Output, as_stored
+from bigload.planning.plan import Plan
+from bigload.planning.plan_file import check_plan, read_plan
+
+
+class OffloadFormat(StrEnum):
+    """How an offload folder holds tensors: `safetensors`, or a `dat` file for each, as accelerate writes them."""
+
+    SAFETENSORS = "safetensors"
+    DAT = "dat"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wishes:
+    """What was asked for, as it came: see `reshard`."""
+
+    layout: Layout | str | None
+    checkpoint: Checkpoint | str | Path | None
+    max_shard_bytes: int | None
+    dtype: DType | str | None
+    keep_fp32: Sequence[str]
+    tp: int | None
+    tp_rules: Mapping[str, str] | str | Path | None
+    offload_format: OffloadFormat | str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chosen:
+    """What will be written.
+
+    Attributes:
+        checkpoint: From what.
+        plan: By which plan, if the layout follows one.
+        output: What.
+        cast_to: The dtype that weights are cast to, if they are.
+        options: What decided it, as plain values.
+        kernel: What the kernel can copy by itself.
+        notes: What the user should know of it.
+    """
+
+    checkpoint: Checkpoint
+    plan: Plan | None
+    output: Output
+    cast_to: DType | None
+    options: Mapping[str, object]
+    kernel: KernelCopy
+    notes: tuple[str, ...] = ()
+
+
+def choose(
+    source: Plan | Checkpoint | str | Path, wishes: Wishes, *, kernel_between: Callable[[Path], KernelCopy]
+) -> Chosen:
+    """Open what `source` names, and return what is to be written.
+
+    Args:
+        source: A plan or a checkpoint, or the path of one. A `.json` file that is no index is a plan.
+        wishes: What was asked for.
+        kernel_between: What the kernel can copy between the folder of the checkpoint and the output.
+
+    Raises:
+        ReshardOptionError: wishes that do not go together, or that this source cannot have.
+        StalePlanError, InvalidPlanError, PlanNotFoundError, CheckpointError: as they say.
+    """
+    plan, plan_file = _plan(source)
+    opened = _checkpoint(source, plan, plan_file, wishes.checkpoint)
+    if plan is not None:
+        check_plan(plan, opened, source="the plan" if plan_file is None else str(plan_file))
+    layout = _layout(wishes, plan)
+    cast_to = _cast_to(wishes, plan, layout)
+    rule = _rule(cast_to, wishes)
+    kernel = KernelCopy.NOTHING if cast_to is not None else kernel_between(opened.root)
+    limit = wishes.max_shard_bytes
+    options: dict[str, object] = {"max_shard_bytes": limit}
+    if cast_to is not None:
+        options |= {"dtype": cast_to.name, "keep_fp32": list(wishes.keep_fp32)}
+    notes: tuple[str, ...] = ()
+    if layout is Layout.DEVICES:
+        assert plan is not None, "_layout saw to it"
+        output = device_folders.lay_out(plan, opened, max_shard_bytes=limit, dtype_of=rule)
+    elif layout is Layout.OFFLOAD:
+        from bigload.layouts import offload_folder
+
+        form = OffloadFormat(_one_of("offload_format", wishes.offload_format, OffloadFormat))
+        options["offload_format"] = form.value
+        output = offload_folder.lay_out(
+            opened, plan=plan, offload_format=form.value, max_shard_bytes=limit, dtype_of=rule
+        )
+    elif layout is Layout.SHARDS:
+        output = shards.lay_out(opened, max_shard_bytes=limit, dtype_of=rule)
+    else:
+        from bigload.layouts import rank_slices
+
+        assert wishes.tp is not None, "_layout saw to it"
+        options["tp"] = wishes.tp
+        output = rank_slices.lay_out(opened, tp=wishes.tp, rules=wishes.tp_rules, max_shard_bytes=limit, dtype_of=rule)
+    return Chosen(
+        checkpoint=opened,
+        plan=plan,
+        output=output,
+        cast_to=cast_to,
+        options=options,
+        kernel=kernel,
+        notes=notes,
+    )
+
+
+def _rule(cast_to: DType | None, wishes: Wishes) -> DTypeOf:
+    if cast_to is None:
+        return as_stored
+    from bigload.layouts.dtype_rules import dtype_rule
+
+    return dtype_rule(cast_to, keep_fp32=wishes.keep_fp32)
+
+
+def is_plan_file(path: str | Path) -> bool:
+    """Return whether `path` is a JSON file that is not an index: then it has to be a plan."""
+    file = Path(path)
+    return file.suffix == ".json" and not file.name.endswith(".index.json") and file.is_file()
+
+
+def _plan(source: Plan | Checkpoint | str | Path) -> tuple[Plan | None, Path | None]:
+    if isinstance(source, Plan):
+        return source, None
+    if isinstance(source, Checkpoint):
+        return None, None
+    if is_plan_file(source) or (Path(source).suffix == ".json" and not Path(source).exists()):
+        return read_plan(source), Path(source)
+    return None, None
+
+
+def _checkpoint(
+    source: Plan | Checkpoint | str | Path,
+    plan: Plan | None,
+    plan_file: Path | None,
+    wished: Checkpoint | str | Path | None,
+) -> Checkpoint:
+    if plan is None:
+        if wished is not None:
+            raise ReshardOptionError("checkpoint", str(wished), "nothing, when the source is a checkpoint itself")
+        return source if isinstance(source, Checkpoint) else open_checkpoint(str(source))
+    if isinstance(wished, Checkpoint):
+        return wished
+    return open_checkpoint(wished or _path_of(plan, plan_file))
+
+
+def _path_of(plan: Plan, plan_file: Path | None) -> Path:
+    """Return where the plan's checkpoint is: as written, or else as seen from the plan file's own folder."""
+    path = Path(plan.checkpoint_path)
+    beside = plan_file.parent / path if plan_file is not None else path
+    return beside if beside.exists() and not path.exists() else path
+
+
+def _layout(wishes: Wishes, plan: Plan | None) -> Layout:
+    if wishes.layout is not None:
+        layout = Layout(_one_of("layout", wishes.layout, Layout))
+    elif wishes.tp is not None:
+        layout = Layout.RANKS
+    else:
+        layout = Layout.SHARDS if plan is None else Layout.DEVICES
+    if layout is Layout.DEVICES and plan is None:
+        raise ReshardOptionError(
+            "layout", "devices", "a plan as the source: bigload plan CHECKPOINT -m ... -o plan.json"
+        )
+    if layout is Layout.RANKS and wishes.tp is None:
+        raise ReshardOptionError("tp", None, "the number of ranks, for the layout ranks")
+    if layout is not Layout.RANKS and (wishes.tp is not None or wishes.tp_rules is not None):
+        name, value = ("tp", wishes.tp) if wishes.tp is not None else ("tp_rules", "given")
+        raise ReshardOptionError(name, value, f"nothing, for the layout {layout}; it is for ranks")
+    if wishes.tp is not None and wishes.tp < 1:
+        raise ReshardOptionError("tp", wishes.tp, "1 rank or more")
+    if wishes.max_shard_bytes is not None and wishes.max_shard_bytes < 1:
+        raise ReshardOptionError("max_shard_bytes", wishes.max_shard_bytes, "1 byte or more, or none for one file")
+    if layout is not Layout.OFFLOAD and str(wishes.offload_format) != OffloadFormat.SAFETENSORS:
+        raise ReshardOptionError("offload_format", str(wishes.offload_format), f"nothing, for the layout {layout}")
+    return layout
+
+
+def _cast_to(wishes: Wishes, plan: Plan | None, layout: Layout) -> DType | None:
+    if wishes.keep_fp32 and wishes.dtype is None:
+        raise ReshardOptionError("keep_fp32", list(wishes.keep_fp32), "a dtype beside it, or nothing is cast anyway")
+    if wishes.dtype is None:
+        return None
+    try:
+        dtype = wishes.dtype if isinstance(wishes.dtype, DType) else parse_dtype(wishes.dtype)
+    except ValueError as error:
+        raise ReshardOptionError("dtype", wishes.dtype, str(error)) from None
+    planned = None if plan is None else plan.options.workload.load_dtype
+    if plan is not None and layout in (Layout.DEVICES, Layout.OFFLOAD) and planned != dtype:
+        counted = "as it is stored" if planned is None else planned.name
+        hint = (
+            f"{counted}, as the plan counted its bytes; or another plan: bigload plan ... --dtype {dtype.name.lower()}"
+        )
+        raise ReshardOptionError("dtype", dtype.name, hint)
+    return dtype
+
+
+def _one_of(name: str, value: str, kind: type[StrEnum]) -> str:
+    words = [member.value for member in kind]
+    if str(value) not in words:
+        raise ReshardOptionError(name, str(value), f"one of {', '.join(words)}")
+    return str(value)

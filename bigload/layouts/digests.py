@@ -1,0 +1,116 @@
+"""Digests of a file and of its tensors, taken in one pass, in file order, whatever order its windows are ready in.
+
+XXH3 with 128 bits, as `xxhsum -H2` prints it: it finds every damage that a disk or a network does, at the speed of
+memory, so that digesting takes no time beside writing. It is no proof against forgery.
+"""
+
+from __future__ import annotations
+
+import threading
+
+import xxhash
+
+from bigload.layouts.output_files import OutputFile
+from bigload.units import MIB
+
+_ZEROS = memoryview(bytes(MIB))
+
+
+class FileDigest:
+    """The running digests of one output file: bytes go in by order, holes as the zeros that they read as.
+
+    Attributes:
+        position: Up to where the file has gone in.
+        tensors: Digests, in hexadecimal, of the tensors that are complete, by name.
+    """
+
+    def __init__(self, output: OutputFile) -> None:
+        self.position = 0
+        self.tensors: dict[str, str] = {}
+        self._output = output
+        self._stops = [start + tensor.num_bytes for start, tensor in zip(output.starts(), output.tensors, strict=True)]
+        self._whole = xxhash.xxh3_128()
+        self._tensor = xxhash.xxh3_128()
+        self._header_bytes = len(output.header)
+
+    def update(self, view: memoryview) -> None:
+        """Take the bytes that follow in the file."""
+        self._whole.update(view)
+        if self.position < self._header_bytes:
+            skipped = min(self._header_bytes - self.position, len(view))
+            view, self.position = view[skipped:], self.position + skipped
+        self._close_tensors()
+        while view:
+            stop = self._stops[len(self.tensors)]
+            taken = min(stop - self.position, len(view))
+            self._tensor.update(view[:taken])
+            view, self.position = view[taken:], self.position + taken
+            self._close_tensors()
+
+    def skip_to(self, position: int) -> None:
+        """Take zeros up to `position`."""
+        while self.position < position:
+            self.update(_ZEROS[: position - self.position])
+
+    def finish(self) -> str:
+        """Take what is missing up to the end of the file as zeros, and return the digest of all of it."""
+        self.skip_to(self._output.num_bytes)
+        self._close_tensors()
+        return self._whole.hexdigest()
+
+    def fork(self) -> FileDigest:
+        """Return one that goes on from here by itself."""
+        other = FileDigest(self._output)
+        other.position, other.tensors = self.position, dict(self.tensors)
+        other._whole, other._tensor = self._whole.copy(), self._tensor.copy()
+        return other
+
+    def _close_tensors(self) -> None:
+        """Note the digests of tensors that end here; empty ones end where they begin."""
+        count = len(self.tensors)
+        while self.position >= self._header_bytes and count < len(self._stops) and self._stops[count] == self.position:
+            self.tensors[self._output.tensors[count].name] = self._tensor.hexdigest()
+            self._tensor = xxhash.xxh3_128()
+            count += 1
+
+
+class DigestLane:
+    """Lets threads that fill windows of a file digest them one after the other, in file order.
+
+    Windows are handed to threads in that order, so the one whose turn it is is always being filled, and waits for none.
+    """
+
+    def __init__(self, digest: FileDigest) -> None:
+        self.digest = digest
+        self._turn = 0
+        self._moved = threading.Condition()
+        self._is_aborted = False
+
+    def add(self, number: int, start: int, view: memoryview) -> bool:
+        """Wait for the turn of window `number`, which starts at byte `start`, and digest it.
+
+        Bytes that the digest has already, of a file that is gone on with, are left out. Returns whether it was done:
+        not if an earlier window failed.
+        """
+        with self._moved:
+            self._moved.wait_for(lambda: self._turn == number or self._is_aborted)
+            if self._is_aborted:
+                return False
+        # Outside of the lock: whoever waits is behind this one anyway.
+        self.digest.skip_to(start)
+        self.digest.update(view[self.digest.position - start :])
+        with self._moved:
+            self._turn += 1
+            self._moved.notify_all()
+        return True
+
+    def abort(self) -> None:
+        """Let nobody wait any more: a window will never come."""
+        with self._moved:
+            self._is_aborted = True
+            self._moved.notify_all()
+
+
+def digest_of(data: bytes) -> str:
+    """Return the digest of a small file."""
+    return xxhash.xxh3_128_hexdigest(data)

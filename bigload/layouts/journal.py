@@ -1,0 +1,159 @@
+"""What a reshard has finished so far: a line of JSON for every stretch that the disk has, so that it can go on there.
+
+The first line says what is being done, as a digest; only the same thing is ever gone on with. Nothing else in a journal
+is trusted: what it lists is read back and digested before it is kept. A line that a crash cut short ends the journal.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Self
+
+from bigload.errors import WriteError
+
+SCHEMA = "bigload.journal/1.0"
+PREFIX = ".bigload-journal-"
+
+
+def journal_name(rank: int) -> str:
+    """Return the name of the journal that process number `rank` writes."""
+    return f"{PREFIX}{rank}.jsonl"
+
+
+@dataclass(slots=True)
+class FileProgress:
+    """What is on the disk of one file: digests of tensors from the first on, and of the whole once it is complete."""
+
+    tensors: dict[str, str] = field(default_factory=dict)
+    digest: str | None = None
+    is_complete: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """What the journals of a folder say: of which reshard (`recipe`), and how far each file is."""
+
+    recipe: str
+    files: Mapping[str, FileProgress]
+
+    @property
+    def is_empty(self) -> bool:
+        return not any(file.tensors or file.is_complete for file in self.files.values())
+
+    @property
+    def num_complete(self) -> int:
+        return sum(file.is_complete for file in self.files.values())
+
+
+class Journal:
+    """Appends to the journal of one process. Each line is on the disk when the call returns; threads may call it."""
+
+    def __init__(self, path: Path, descriptor: int) -> None:
+        self._path = path
+        self._descriptor = descriptor
+
+    @classmethod
+    def begin(cls, path: Path, descriptor: int, recipe: str) -> Self:
+        """Start the journal in the open file `descriptor`; one of the same recipe is gone on with.
+
+        Raises:
+            WriteError: the system refused.
+        """
+        journal = cls(path, descriptor)
+        known, stop = _read(path)
+        try:
+            if known is not None and known.recipe == recipe:
+                os.ftruncate(descriptor, stop)  # what a crash cut short
+            else:
+                os.ftruncate(descriptor, 0)
+        except OSError as error:
+            raise WriteError(path, error) from error
+        if known is None or known.recipe != recipe:
+            journal._append({"schema": SCHEMA, "recipe": recipe})
+        return journal
+
+    def note(self, file: str, tensors: Mapping[str, str]) -> None:
+        """Note that the disk has these further tensors of `file`, and everything before them."""
+        self._append({"file": file, "tensors": dict(tensors)})
+
+    def complete(self, file: str, tensors: Mapping[str, str], digest: str | None) -> None:
+        """Note that the disk has all of `file`; `tensors` are those that were not noted before."""
+        self._append({"file": file, "tensors": dict(tensors), "digest": digest, "complete": True})
+
+    def _append(self, entry: Mapping[str, object]) -> None:
+        line = json.dumps(entry, separators=(",", ":")).encode() + b"\n"
+        try:
+            # O_APPEND: one write is one line, also from several threads.
+            if os.write(self._descriptor, line) != len(line):
+                raise OSError(28, os.strerror(28))
+            os.fdatasync(self._descriptor)
+        except OSError as error:
+            raise WriteError(self._path, error) from error
+
+
+def read_progress(folder: Path) -> Progress | None:
+    """Return what the journals in `folder` say together; `None` without any, or if they are of different reshards."""
+    found = [progress for path in sorted(folder.glob(f"{PREFIX}*.jsonl")) if (progress := _read(path)[0]) is not None]
+    if not found or len({progress.recipe for progress in found}) != 1:
+        return None
+    files: dict[str, FileProgress] = {}
+    for progress in found:
+        for name, file in progress.files.items():
+            mine = files.setdefault(name, FileProgress())
+            # Each process lists a file from its beginning, or from where an earlier one had been: together they do.
+            mine.tensors.update(file.tensors)
+            mine.digest = mine.digest or file.digest
+            mine.is_complete = mine.is_complete or file.is_complete
+    return Progress(found[0].recipe, files)
+
+
+def _read(path: Path) -> tuple[Progress | None, int]:
+    """Return what `path` says, and where its last whole line ends."""
+    try:
+        lines = path.read_bytes().split(b"\n")[:-1]
+    except OSError:
+        return None, 0
+    recipe: str | None = None
+    files: dict[str, FileProgress] = {}
+    stop = 0
+    for line in lines:
+        entry = _entry(line)
+        if entry is None:
+            break
+        if recipe is None:
+            if entry.get("schema") != SCHEMA or not isinstance(entry.get("recipe"), str):
+                break
+            recipe = str(entry["recipe"])
+        elif not _take(entry, files):
+            break
+        stop += len(line) + 1
+    return (None, 0) if recipe is None else (Progress(recipe, files), stop)
+
+
+def _entry(line: bytes) -> dict[str, object] | None:
+    try:
+        entry = json.loads(line)
+    except ValueError:
+        return None
+    return entry if isinstance(entry, dict) else None
+
+
+def _take(entry: Mapping[str, object], files: dict[str, FileProgress]) -> bool:
+    name, tensors, digest = entry.get("file"), entry.get("tensors"), entry.get("digest")
+    if not isinstance(name, str) or not isinstance(tensors, dict) or not isinstance(digest, str | None):
+        return False
+    if not _are_texts(tensors.items()):
+        return False
+    file = files.setdefault(name, FileProgress())
+    file.tensors.update(tensors)
+    if entry.get("complete") is True:
+        file.digest, file.is_complete = digest, True
+    return True
+
+
+def _are_texts(pairs: Iterable[tuple[object, object]]) -> bool:
+    return all(isinstance(key, str) and isinstance(value, str) for key, value in pairs)

@@ -1,0 +1,102 @@
+"""Look at what an interrupted run left: how much of it is on the disk as its journal says."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from bigload.errors import ReadError
+from bigload.layouts.digests import FileDigest
+from bigload.layouts.extents import data_extents
+from bigload.layouts.journal import FileProgress
+from bigload.layouts.manifest import FileRecord
+from bigload.layouts.output_files import OutputFile
+from bigload.loading.bytesource import PositionalReader
+from bigload.loading.direct import DirectReader, direct_alignment
+from bigload.loading.events import Tally
+from bigload.loading.huge_pages import BlockPool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rechecked:
+    """What of a file can be kept: its digests up to `digest.position`, and its record if all of it can."""
+
+    digest: FileDigest
+    record: FileRecord | None
+
+
+def recheck(
+    folder: Path, output: OutputFile, progress: FileProgress, *, pool: BlockPool, tally: Tally
+) -> Rechecked | None:
+    """Read back what `progress` says is there of `output` below `folder`; `None` if nothing of it can be kept.
+
+    Everything up to the first tensor that is missing, or not what was noted, is kept.
+    """
+    path = folder / output.file
+    try:
+        size = path.lstat().st_size if not path.is_symlink() else -1
+        if size < len(output.header):
+            return None
+        if progress.is_complete and size != output.num_bytes:
+            progress = FileProgress(tensors=progress.tensors)
+        with _reader(path, pool) as reader, pool.lend() as block, memoryview(block) as view:
+            return _compared(output, progress, _Bytes(reader, view, size), tally)
+    except (ReadError, OSError):
+        return None  # what cannot be read is written again
+
+
+def _compared(output: OutputFile, progress: FileProgress, content: _Bytes, tally: Tally) -> Rechecked | None:
+    digest = FileDigest(output)
+    header = bytearray()
+    for chunk in content.read(0, len(output.header)):
+        header += chunk
+        digest.update(chunk)
+    if header != output.header:
+        return None
+    good = digest.fork()
+    for tensor in output.tensors:
+        noted = progress.tensors.get(tensor.name)
+        start, stop = digest.position, digest.position + tensor.num_bytes
+        if noted is None or stop > content.size:
+            break
+        for chunk in content.read(start, stop):
+            digest.update(chunk)
+        digest.skip_to(stop)
+        if digest.tensors.get(tensor.name) != noted:
+            break
+        tally.add(tensor.num_bytes, phase="check", file=output.file)
+        good = digest.fork()
+    return Rechecked(digest=good, record=_record(output, progress, good))
+
+
+def _record(output: OutputFile, progress: FileProgress, digest: FileDigest) -> FileRecord | None:
+    is_all_there = progress.is_complete and progress.digest is not None and len(digest.tensors) == len(output.tensors)
+    if not is_all_there or digest.fork().finish() != progress.digest:
+        return None
+    tensors: Mapping[str, str | None] = dict(digest.tensors)
+    return FileRecord(num_bytes=output.num_bytes, digest=progress.digest, tensors=tensors)
+
+
+def _reader(path: Path, pool: BlockPool) -> PositionalReader | DirectReader:
+    return PositionalReader(path) if direct_alignment(path) is None else DirectReader(path, pool=pool)
+
+
+class _Bytes:
+    """Reads a file in pieces of one block of memory; holes need no reading, and come as nothing."""
+
+    def __init__(self, reader: PositionalReader | DirectReader, block: memoryview, size: int) -> None:
+        self.size = size
+        self._reader = reader
+        self._block = block
+
+    def read(self, start: int, stop: int) -> Iterator[memoryview]:
+        """Yield the bytes up to the last that is stored; what follows is a hole. A hole in front is read as zeros."""
+        last = start
+        for _, end in data_extents(self._reader.descriptor, start, stop):
+            last = end
+        while start < last:
+            view = self._block[: min(len(self._block), last - start)]
+            self._reader.read_into([view], start)
+            yield view
+            start += len(view)

@@ -1,0 +1,55 @@
+"""The same checkpoint in other files: other sizes, one file, safetensors in place of torch's; in the order of a load.
+
+out/model-00001-of-00003.safetensors ...   or, where all fits into one, out/model.safetensors and no index
+out/model.safetensors.index.json
+
+Readers: `bigload.open_checkpoint`, transformers' `from_pretrained`, accelerate's `load_checkpoint_in_model`, anything
+that reads safetensors.
+"""
+
+from __future__ import annotations
+
+from bigload.checkpoint.model import Checkpoint
+from bigload.checkpoint.source import SINGLE_FILE
+from bigload.layouts.output_files import (
+    DEFAULT_MAX_SHARD_BYTES,
+    DTypeOf,
+    Layout,
+    Output,
+    OutputFile,
+    OutputTensor,
+    aligned,
+    as_stored,
+    index_of,
+    numbered,
+    split,
+    with_aliases,
+)
+from bigload.layouts.tied_names import tied_by_config
+from bigload.planning.tree import build_tree
+
+
+def lay_out(
+    checkpoint: Checkpoint,
+    *,
+    max_shard_bytes: int | None = DEFAULT_MAX_SHARD_BYTES,
+    dtype_of: DTypeOf = as_stored,
+) -> Output:
+    """Return the files that hold every tensor of `checkpoint` once, in the order in which a forward pass needs them.
+
+    A file ends before the tensor that would take its data past `max_shard_bytes`, one larger tensor has a file of its
+    own. `None`, or tensors that all fit, give one file without an index, as save_pretrained does.
+
+    In a torch file several names can be one tensor. Where the config ties them as well, one name is written, the one
+    that save_pretrained keeps, and the others are `aliases`: loaders of models tie them again. Where nothing says so,
+    each name is written, because a reader of safetensors would miss the others.
+    """
+    aliases = tied_by_config(checkpoint, dtype_of)
+    tensors = build_tree(checkpoint.tensors.values()).all_tensors()
+    written = [OutputTensor(source=one, dtype=dtype_of(one)) for one in tensors if one.name not in aliases]
+    parts = split(written, max_shard_bytes)
+    if len(parts) <= 1:
+        files = with_aliases([OutputFile(file=SINGLE_FILE, tensors=aligned(written))], aliases)
+        return Output(layout=Layout.SHARDS, files=files, aliases=aliases)
+    files = with_aliases(numbered("", parts), aliases)
+    return Output(layout=Layout.SHARDS, files=files, documents=dict([index_of(files)]), aliases=aliases)
