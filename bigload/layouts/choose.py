@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 
@@ -11,18 +11,13 @@ from bigload.checkpoint.model import Checkpoint
 from bigload.checkpoint.source import open_checkpoint
 from bigload.dtypes import DType, parse_dtype
 from bigload.errors import ReshardOptionError
-from bigload.layouts import device_folders, shards
-from bigload.layouts.in_kernel import KernelCopy
-from bigload.layouts.output_files import DTypeOf, Layout, Output, as_stored
+from bigload.layouts import device_folders, offload_folder, rank_slices, shards
+from bigload.layouts.in_kernel import KernelCopy, data_offset
+from bigload.layouts.offload_folder import OffloadFormat
+from bigload.layouts.output_files import DTypeOf, Layout, Output, as_stored, at_block, with_offsets
+from bigload.planning.partition_rules import read_tp_rules
 from bigload.planning.plan import Plan
 from bigload.planning.plan_file import check_plan, read_plan
-
-
-class OffloadFormat(StrEnum):
-    """How an offload folder holds tensors: `safetensors`, or a `dat` file for each, as accelerate writes them."""
-
-    SAFETENSORS = "safetensors"
-    DAT = "dat"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,6 +79,7 @@ def choose(
     cast_to = _cast_to(wishes, plan, layout)
     rule = _rule(cast_to, wishes)
     kernel = KernelCopy.NOTHING if cast_to is not None else kernel_between(opened.root)
+    shares_blocks = kernel is KernelCopy.CLONE
     limit = wishes.max_shard_bytes
     options: dict[str, object] = {"max_shard_bytes": limit}
     if cast_to is not None:
@@ -91,10 +87,10 @@ def choose(
     notes: tuple[str, ...] = ()
     if layout is Layout.DEVICES:
         assert plan is not None, "_layout saw to it"
-        output = device_folders.lay_out(plan, opened, max_shard_bytes=limit, dtype_of=rule)
+        output = device_folders.lay_out(
+            plan, opened, max_shard_bytes=limit, dtype_of=rule, offset_of=data_offset if shares_blocks else at_block
+        )
     elif layout is Layout.OFFLOAD:
-        from bigload.layouts import offload_folder
-
         form = OffloadFormat(_one_of("offload_format", wishes.offload_format, OffloadFormat))
         options["offload_format"] = form.value
         output = offload_folder.lay_out(
@@ -103,11 +99,13 @@ def choose(
     elif layout is Layout.SHARDS:
         output = shards.lay_out(opened, max_shard_bytes=limit, dtype_of=rule)
     else:
-        from bigload.layouts import rank_slices
-
         assert wishes.tp is not None, "_layout saw to it"
         options["tp"] = wishes.tp
-        output = rank_slices.lay_out(opened, tp=wishes.tp, rules=wishes.tp_rules, max_shard_bytes=limit, dtype_of=rule)
+        output = rank_slices.lay_out(
+            opened, tp=wishes.tp, rules=_rules(wishes.tp_rules), max_shard_bytes=limit, dtype_of=rule
+        )
+    if shares_blocks and layout in (Layout.OFFLOAD, Layout.SHARDS):
+        output = replace(output, files=with_offsets(output.files, data_offset))
     return Chosen(
         checkpoint=opened,
         plan=plan,
@@ -125,6 +123,10 @@ def _rule(cast_to: DType | None, wishes: Wishes) -> DTypeOf:
     from bigload.layouts.dtype_rules import dtype_rule
 
     return dtype_rule(cast_to, keep_fp32=wishes.keep_fp32)
+
+
+def _rules(wished: Mapping[str, str] | str | Path | None) -> Mapping[str, str] | None:
+    return wished if wished is None or isinstance(wished, Mapping) else read_tp_rules(wished)
 
 
 def is_plan_file(path: str | Path) -> bool:

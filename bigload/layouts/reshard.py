@@ -16,12 +16,11 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from bigload import __version__
 from bigload.checkpoint.fingerprint import fingerprint
 from bigload.checkpoint.model import Checkpoint
 from bigload.dtypes import DType
 from bigload.errors import NotEnoughSpaceError, OutputExistsError, RankError, ReadError, ReshardOptionError, WriteError
-from bigload.layouts.choose import Chosen, OffloadFormat, Wishes, choose
+from bigload.layouts.choose import Chosen, Wishes, choose
 from bigload.layouts.filling import Filler
 from bigload.layouts.in_kernel import KernelCopy, kernel_copy
 from bigload.layouts.manifest import (
@@ -33,6 +32,7 @@ from bigload.layouts.manifest import (
     read_manifest,
     record_of,
 )
+from bigload.layouts.offload_folder import OffloadFormat
 from bigload.layouts.output_files import DEFAULT_MAX_SHARD_BYTES, Layout, Output, OutputFile
 from bigload.layouts.recheck import Rechecked, recheck
 from bigload.layouts.side_files import SideFile, is_single_file, side_files
@@ -45,6 +45,7 @@ from bigload.loading.events import OnProgress, Tally, ignore_progress
 from bigload.loading.huge_pages import BlockPool
 from bigload.loading.team import Team, present_team, together
 from bigload.planning.plan import Plan
+from bigload.version import __version__
 
 DEFAULT_THREADS = 4
 """Threads wait for the disk most of the time: more than cores, and enough to keep it busy."""
