@@ -49,6 +49,23 @@ def test_running_in_this_process_shows_what_the_program_shows(run, run_program, 
     assert run(command, env={"COLUMNS": "80"}) == run_program(command, env={"COLUMNS": "80"})
 
 
+@pytest.mark.parametrize(
+    ("command", "columns", "env"),
+    [
+        ("bigload inspect tiny-llama", 80, {}),
+        (PLAN, 120, {}),
+        (PLAN, 80, {"NO_COLOR": "1"}),
+        ("bigload inspect tiny-llama --json", 80, {"TERM": "dumb"}),
+        ("bigload plan llama-70b -m cpu=1KiB", 60, {}),
+        ("bigload plan -h", 70, {}),
+    ],
+)
+def test_a_terminal_of_this_process_shows_what_one_of_the_program_shows(
+    run_on_terminal, run_program_on_terminal, command, columns, env
+):
+    assert run_on_terminal(command, columns, env) == run_program_on_terminal(command, columns, env)
+
+
 @pytest.mark.parametrize("command", ANSWERS)
 def test_an_answer_goes_to_stdout_alone_and_has_no_escape_codes_nor_blanks_at_line_ends(run, command):
     done = run(command)
