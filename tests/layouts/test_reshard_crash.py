@@ -9,10 +9,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import dying
 import pytest
 
 import bigload
-import dying
 from bigload.layouts.reshard import reshard
 from bigload.planning.plan_file import write_plan
 from builders import make_checkpoint
@@ -34,9 +34,7 @@ def die(folder, what, cases, **options):
     asked = {"what": what, "cases": [{**case, "out": str(folder / f"{n}" / "out")} for n, case in enumerate(cases)]}
     command = [sys.executable, dying.__file__, json.dumps({**asked, **options})]
     path = os.pathsep.join((str(Path(bigload.__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])))
-    done = subprocess.run(
-        command, capture_output=True, text=True, check=False, env={**os.environ, "PYTHONPATH": path}
-    )
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, "PYTHONPATH": path})
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
