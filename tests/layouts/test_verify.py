@@ -245,6 +245,17 @@ def test_what_the_file_system_cloned_has_no_digest_and_is_compared_by_its_header
     assert codes(verify(folder)) == [("size", ONE)]
 
 
+def test_tensors_that_have_a_digest_are_compared_also_in_a_file_that_has_none(folder):
+    manifest = json.loads((folder / MANIFEST_FILE).read_text())
+    record = manifest["files"][ONE]
+    record["digest"] = record["tensors"]["embed"] = None
+    (folder / MANIFEST_FILE).write_text(json.dumps(manifest))
+    with flipped(folder / ONE, (folder / ONE).stat().st_size - 67, 1):
+        assert verify(folder).ok
+    with flipped(folder / ONE, (folder / ONE).stat().st_size - 1, 1):
+        assert [problem.tensor for problem in verify(folder).problems] == ["head"]
+
+
 # Large files, holes
 
 
