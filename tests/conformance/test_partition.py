@@ -156,7 +156,7 @@ ATTENTIONS = {
     },
     "bert": {},
     "bloom": {"n_head": 4, "n_layer": 1},
-    "dbrx": {"d_model": 32, "n_heads": 4, "n_layers": 1, "attn_config": {"kv_n_heads": 2, "rope_theta": 1e4}},
+    "dbrx": {"d_model": 32, "n_heads": 4, "n_layers": 1, "attn_config": {"kv_n_heads": 2, "clip_qkv": 1e9}},
     "deepseek_v2": {},
     "distilbert": {"dim": 32, "hidden_dim": 60, "n_heads": 4, "n_layers": 1},
     "falcon": {"new_decoder_architecture": True, "num_kv_heads": 2, "multi_query": True},
@@ -173,7 +173,7 @@ ATTENTIONS = {
     "opt": {"ffn_dim": 60, "word_embed_proj_dim": 32},
     "phi": {},
     "phi3": {},
-    "qwen3_next": {"layer_types": ["full_attention"]},
+    "qwen3_next": {"layer_types": ["full_attention"], "num_experts_per_tok": 2},
     "starcoder2": {},
     "t5": {"d_model": 32, "num_heads": 4, "d_kv": 8, "d_ff": 60, "num_layers": 1, "feed_forward_proj": "gated-gelu"},
 }
@@ -188,8 +188,8 @@ def test_what_a_rank_holds_is_all_that_its_rows_need(family, tp):
     torch.manual_seed(0)
     model_type = family.strip()
     sizes = {**SIZES, "num_hidden_layers": 1, "num_key_value_heads": 2, "vocab_size": 96, **ATTENTIONS[family]}
-    if model_type == "gpt_neox":
-        del sizes["num_key_value_heads"]
+    if model_type not in ("glm4", "gpt_oss", "llama", "phi", "phi3", "qwen3_next", "starcoder2"):
+        del sizes["num_key_value_heads"], sizes["head_dim"]
     config = transformers.AutoConfig.for_model(model_type, **sizes)
     model = transformers.AutoModel.from_config(config, attn_implementation="eager").float().eval()
     for parameter in model.parameters():
@@ -200,26 +200,42 @@ def test_what_a_rank_holds_is_all_that_its_rows_need(family, tp):
         config=json.loads(config.to_json_string(use_diff=False)),
     )
     divisions = partition(checkpoint, tp=tp).divisions
-    rows = {
-        name.removesuffix(".weight"): division
-        for name, division in divisions.items()
-        if division.dim == (0 if model_type == "gpt2" else 1)
-        and name.endswith((".weight"))
-        and not name.endswith(("c_attn.weight", "c_fc.weight", "relative_attention_bias.weight"))
-    }
-    assert rows
+    rows = {name: divisions[f"{name}.weight"] for name in state_of_rows(divisions, is_conv1d=model_type == "gpt2")}
+    assert len({"att" in name.lower() for name in rows}) == 2 or "experts" in str(list(state))
     whole = inputs_of(model, rows)
     for name, division in rows.items():
-        before = name.rpartition(".")[0] if not name.endswith("output.dense") else name.rpartition(".output.dense")[0]
+        before = [other for other in state if part_of(other) == part_of(f"{name}.weight")]
         for rank in range(tp):
-            kept = {other: masked(state[other], divisions[other], rank) for other in state if other.startswith(before)}
+            kept = {other: masked(state[other], divisions[other], rank) for other in before}
             model.load_state_dict({**state, **kept}, strict=False)
             columns = torch.cat([torch.arange(*part) for part in division.ranges[rank]])
             torch.testing.assert_close(inputs_of(model, rows)[name][..., columns], whole[name][..., columns])
 
 
+def state_of_rows(divisions, *, is_conv1d):
+    """Return the modules whose weights are divided by what they take."""
+    ends = ("c_attn.weight", "c_fc.weight", "relative_attention_bias.weight")
+    for name, division in divisions.items():
+        if (
+            division.dim == (0 if is_conv1d else 1)
+            and name.endswith(".weight")
+            and not name.endswith((*ends, "wte.weight"))
+        ):
+            yield name.removesuffix(".weight")
+
+
+def part_of(name):
+    """Return the attention that a parameter belongs to, or else its block and that it is in no attention."""
+    parts = name.split(".")
+    place = next((place for place, part in enumerate(parts) if "att" in part.lower()), None)
+    number = max((place for place, part in enumerate(parts) if part.isdecimal()), default=0)
+    if parts[0] in ("encoder", "decoder") and "block" in parts:  # T5 numbers the layers of a block
+        number = parts.index("block") + 1
+    return ".".join(parts[: number + 1]) + "|none" if place is None else ".".join(parts[: place + 1])
+
+
 def masked(tensor, division, rank):
-    """Return `tensor` with NaN in place of what `rank` does not hold."""
+    """Return `tensor` with sevens in place of what `rank` does not hold."""
     if division.dim is None:
         return tensor
     index = torch.cat([torch.arange(*part) for part in division.ranges[rank]])
