@@ -132,9 +132,10 @@ def _cast(values: torch.Tensor, target: torch.Tensor, blocks: _Blocks, *, counts
         # holds both without rounding.
         scratch = _block(blocks, "scratch", 4 * _STEP_ELEMENTS)[1].view(torch.float32)
     beyond = 0
-    for source, part in _steps(values, target):
+    for stored, part in _steps(values, target):
+        source = stored
         if scratch is not None:
-            source = scratch[: source.numel()].view(source.shape).copy_(source)
+            source = scratch[: stored.numel()].view(stored.shape).copy_(stored)
         part.copy_(source)
         if edge is not None:
             beyond += _num_beyond(source, part, edge)
@@ -146,10 +147,11 @@ def _steps(values: torch.Tensor, target: torch.Tensor) -> Iterator[tuple[torch.T
     if values.numel() <= _STEP_ELEMENTS:
         return iter([(values, target)])
     if values.is_contiguous() and target.is_contiguous():
-        return zip(values.view(-1).split(_STEP_ELEMENTS), target.view(-1).split(_STEP_ELEMENTS), strict=True)
+        flat = (torch.split(each.view(-1), _STEP_ELEMENTS) for each in (values, target))
+        return zip(*flat, strict=True)
     dim = max(range(values.dim()), key=lambda dim: values.shape[dim])
     size = -(-values.shape[dim] // 2)
-    halves = zip(values.split(size, dim), target.split(size, dim), strict=True)
+    halves = zip(torch.split(values, size, dim), torch.split(target, size, dim), strict=True)
     return chain.from_iterable(starmap(_steps, halves))
 
 
@@ -158,8 +160,10 @@ def _edge(stored: torch.dtype, wanted: torch.dtype) -> float | None:
     if not (stored.is_floating_point and wanted.is_floating_point):
         return None
     limit = torch.finfo(wanted)
-    last_step = limit.eps * 2.0 ** math.floor(math.log2(limit.max))
-    return limit.max + last_step / 2 if limit.max < torch.finfo(stored).max else None
+    if limit.max >= torch.finfo(stored).max:
+        return None
+    _, exponent = math.frexp(limit.max)
+    return limit.max + math.ldexp(limit.eps, exponent - 1) / 2  # half a step on
 
 
 def _num_beyond(values: torch.Tensor, cast: torch.Tensor, edge: float) -> int:
