@@ -21,7 +21,8 @@ from bigload.checkpoint.fingerprint import fingerprint
 from bigload.checkpoint.model import Checkpoint
 from bigload.dtypes import DType
 from bigload.errors import NotEnoughSpaceError, OutputExistsError, ReadError, ReshardOptionError, WriteError
-from bigload.layouts.choose import Chosen, OffloadFormat, Wishes, choose
+from bigload.layouts.choices import Layout, OffloadFormat, Verify
+from bigload.layouts.choose import Chosen, Wishes, choose
 from bigload.layouts.filling import Filler
 from bigload.layouts.in_kernel import KernelCopy, kernel_copy
 from bigload.layouts.manifest import (
@@ -33,14 +34,14 @@ from bigload.layouts.manifest import (
     read_manifest,
     record_of,
 )
-from bigload.layouts.output_files import DEFAULT_MAX_SHARD_BYTES, Layout, Output, OutputFile
+from bigload.layouts.output_files import DEFAULT_MAX_SHARD_BYTES, Output, OutputFile
 from bigload.layouts.recheck import Rechecked, recheck
 from bigload.layouts.side_files import SideFile, is_single_file, side_files
 from bigload.layouts.sink import BLOCK_BYTES, direct_write_alignment
 from bigload.layouts.sources import Identity, Sources
 from bigload.layouts.staging import Staging, check_output, joined, staged, staging_folder, write_file
 from bigload.layouts.windows import Ranges, data_ranges
-from bigload.layouts.writer import DEFAULT_MAX_IN_FLIGHT, FileToWrite, Verify, Writer, window_bytes
+from bigload.layouts.writer import DEFAULT_MAX_IN_FLIGHT, FileToWrite, Writer, window_bytes
 from bigload.loading.events import OnProgress, Tally, ignore_progress
 from bigload.loading.huge_pages import BlockPool
 from bigload.loading.team import Alone, Team, together
