@@ -14,6 +14,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from bigload.version import __version__ as __version__
+
 if TYPE_CHECKING:  # `as` marks them as public to type checkers
     from bigload.bench.bench_load import bench_load as bench_load
     from bigload.bench.report import BenchReport as BenchReport
@@ -45,7 +47,9 @@ if TYPE_CHECKING:  # `as` marks them as public to type checkers
     from bigload.errors import NamesUnknownError as NamesUnknownError
     from bigload.errors import NotEnoughMemoryError as NotEnoughMemoryError
     from bigload.errors import NotEnoughSpaceError as NotEnoughSpaceError
+    from bigload.errors import NotOffloadableError as NotOffloadableError
     from bigload.errors import OutputExistsError as OutputExistsError
+    from bigload.errors import PartitionError as PartitionError
     from bigload.errors import PlanError as PlanError
     from bigload.errors import PlanNotFoundError as PlanNotFoundError
     from bigload.errors import PlanOptionError as PlanOptionError
@@ -59,8 +63,14 @@ if TYPE_CHECKING:  # `as` marks them as public to type checkers
     from bigload.errors import UnsupportedMethodError as UnsupportedMethodError
     from bigload.errors import VerificationError as VerificationError
     from bigload.errors import WriteError as WriteError
+    from bigload.layouts.offload_reader import OffloadFolder as OffloadFolder
+    from bigload.layouts.rank_slices import RanksFolder as RanksFolder
+    from bigload.layouts.rank_slices import read_ranks as read_ranks
     from bigload.layouts.reshard import ReshardReport as ReshardReport
     from bigload.layouts.reshard import reshard as reshard
+    from bigload.layouts.verify import FileProblem as FileProblem
+    from bigload.layouts.verify import VerifyReport as VerifyReport
+    from bigload.layouts.verify import verify as verify
     from bigload.loading.bytesource import ByteSource as ByteSource
     from bigload.loading.events import Progress as Progress
     from bigload.loading.load import LoadedTensors as LoadedTensors
@@ -76,6 +86,7 @@ if TYPE_CHECKING:  # `as` marks them as public to type checkers
     from bigload.planning.choices import NameScheme as NameScheme
     from bigload.planning.choices import Order as Order
     from bigload.planning.choices import Policy as Policy
+    from bigload.planning.partition import Division as Division
     from bigload.planning.plan import DeviceUse as DeviceUse
     from bigload.planning.plan import Plan as Plan
     from bigload.planning.plan import PlanNote as PlanNote
@@ -106,7 +117,6 @@ if TYPE_CHECKING:  # `as` marks them as public to type checkers
     from bigload.runtime.tied_parameters import get_module_size_with_ties as get_module_size_with_ties
     from bigload.runtime.trees import units_of_model as units_of_model
 
-__version__ = "0.1.0"
 
 _HOMES = {
     "bigload.bench.bench_load": ("bench_load",),
@@ -135,7 +145,9 @@ _HOMES = {
         "NamesUnknownError",
         "NotEnoughMemoryError",
         "NotEnoughSpaceError",
+        "NotOffloadableError",
         "OutputExistsError",
+        "PartitionError",
         "PlanError",
         "PlanNotFoundError",
         "PlanOptionError",
@@ -150,7 +162,10 @@ _HOMES = {
         "VerificationError",
         "WriteError",
     ),
+    "bigload.layouts.offload_reader": ("OffloadFolder",),
+    "bigload.layouts.rank_slices": ("RanksFolder", "read_ranks"),
     "bigload.layouts.reshard": ("ReshardReport", "reshard"),
+    "bigload.layouts.verify": ("FileProblem", "VerifyReport", "verify"),
     "bigload.loading.bytesource": ("ByteSource",),
     "bigload.loading.events": ("Progress",),
     "bigload.loading.load": ("LoadedTensors", "load"),
@@ -158,6 +173,7 @@ _HOMES = {
     "bigload.loading.report": ("LoadReport",),
     "bigload.loading.slices": ("Slice",),
     "bigload.planning.budget": ("MemoryBudget",),
+    "bigload.planning.partition": ("Division",),
     "bigload.planning.plan": ("DeviceUse", "Plan", "PlanNote"),
     "bigload.planning.planner": ("plan",),
     "bigload.planning.plan_file": ("read_plan", "write_plan"),

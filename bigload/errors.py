@@ -12,6 +12,7 @@
     │   ├── PlanOptionError              wishes that cannot be met together, or a bad value (ValueError)
     │   ├── InvalidPlanError             a plan file that is not one      (ValueError)
     │   ├── NamesUnknownError            what a model calls its modules is not known
+    │   ├── PartitionError               tensors that ranks cannot divide as asked (ValueError)
     │   └── StalePlanError               made for another version of the checkpoint
     ├── LayoutError                      forms on disk
     │   ├── ManifestNotFoundError        no folder that a reshard finished (FileNotFoundError)
@@ -21,6 +22,7 @@
     │   ├── OutputExistsError            refuses to overwrite             (FileExistsError)
     │   ├── NotEnoughSpaceError          the disk is too small            (OSError)
     │   ├── StridedTensorError           tensors that are not stored row by row
+    │   ├── NotOffloadableError          what an offload folder cannot hold (ValueError)
     │   ├── WriteError                   the system refused a write       (OSError)
     │   └── VerificationError            a written byte differs from its source
     ├── LoadError                        bytes to tensors
@@ -211,6 +213,13 @@ class NamesUnknownError(PlanError):
     """A device map cannot be put into the names of the model in memory; the message says why."""
 
 
+class PartitionError(PlanError, ValueError):
+    """Tensor-parallel ranks cannot divide a checkpoint as asked, or rules that say how cannot be read.
+
+    `message` says what, `details` name each kind of tensor that is in the way.
+    """
+
+
 class StalePlanError(PlanError):
     """The checkpoint is not the one that the plan was made for; `changes` says what differs, a line per file."""
 
@@ -274,7 +283,7 @@ class ReshardOptionError(LayoutError, ValueError):
             case None:
                 found = "is not given"
             case str() | Path():
-                found = f'is "{str(self.value):.80}"'
+                found = f'is "{self.value!s:.80}"'
             case list() | tuple():
                 found = f'is "{", ".join(map(str, self.value)):.80}"'
             case dict():
@@ -318,6 +327,13 @@ class StridedTensorError(LayoutError):
             hint="save the checkpoint again with contiguous tensors: "
             "torch.save({name: tensor.contiguous() for name, tensor in state_dict.items()}, FILE)",
         )
+
+
+class NotOffloadableError(LayoutError, ValueError):
+    """An offload folder cannot hold what was asked for; `details` name the tensors, if it is about some."""
+
+    def __init__(self, reason: str, *, tensors: Sequence[str] = (), hint: str) -> None:
+        super().__init__(f"cannot write an offload folder: {reason}", details=tensors, hint=hint)
 
 
 class WriteError(LayoutError, OSError):

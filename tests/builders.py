@@ -16,6 +16,8 @@ from pathlib import Path
 from shutil import rmtree
 from tempfile import mkdtemp
 
+import xxhash
+
 from bigload.checkpoint.model import Checkpoint, Shard, Span, TensorInfo
 from bigload.dtypes import DTYPES
 from bigload.layouts.output_files import Output
@@ -273,3 +275,37 @@ def contents(folder: Path) -> dict[str, bytes]:
 def open_descriptors() -> list[str]:
     """Return the file descriptors of this process, for a comparison of before and after."""
     return sorted(path.name for path in Path("/proc/self/fd").iterdir())
+
+
+def write_manifest(folder: Path, **changes: object) -> Path:
+    """Write the manifest of all files in `folder` as they are now, with `changes` to its keys. Returns its path."""
+    path = folder / "bigload-manifest.json"
+    files = {}
+    for file in sorted(found for found in folder.rglob("*") if found.is_file() and found != path):
+        content = file.read_bytes()
+        tensors: dict[str, str] = {}
+        if file.suffix == ".safetensors":
+            data = content[8 + struct.unpack("<Q", content[:8])[0] :]
+            header = json.loads(content[8 : len(content) - len(data)])
+            header.pop("__metadata__", None)
+            tensors = {name: _digest(data[slice(*entry["data_offsets"])]) for name, entry in header.items()}
+        elif file.suffix == ".dat":
+            tensors = {file.stem: _digest(content)}
+        record = {"bytes": len(content), "digest": _digest(content), "tensors": tensors}
+        files[file.relative_to(folder).as_posix()] = record
+    document = {
+        "schema": "bigload.manifest/1.0",
+        "bigload_version": "0.1.0",
+        "digest": "xxh3-128",
+        "layout": "devices",
+        "options": {},
+        "source": {"path": "model", "total_bytes": 0, "shards": []},
+        "aliases": {},
+        "files": files,
+    }
+    path.write_text(json.dumps({**document, **changes}))
+    return path
+
+
+def _digest(content: bytes) -> str:
+    return xxhash.xxh3_128_hexdigest(content)

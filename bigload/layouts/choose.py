@@ -11,10 +11,11 @@ from bigload.checkpoint.model import Checkpoint
 from bigload.checkpoint.source import open_checkpoint
 from bigload.dtypes import DType, parse_dtype
 from bigload.errors import ReshardOptionError
-from bigload.layouts import device_folders, shards
+from bigload.layouts import device_folders, offload_folder, rank_slices, shards
 from bigload.layouts.choices import Layout, OffloadFormat
 from bigload.layouts.in_kernel import KernelCopy
 from bigload.layouts.output_files import DTypeOf, Output, as_stored
+from bigload.planning.partition_rules import read_tp_rules
 from bigload.planning.plan import Plan
 from bigload.planning.plan_file import check_plan, read_plan
 
@@ -87,8 +88,6 @@ def choose(
         assert plan is not None, "_layout saw to it"
         output = device_folders.lay_out(plan, opened, max_shard_bytes=limit, dtype_of=rule)
     elif layout is Layout.OFFLOAD:
-        from bigload.layouts import offload_folder
-
         form = OffloadFormat(_one_of("offload_format", wishes.offload_format, OffloadFormat))
         options["offload_format"] = form.value
         output = offload_folder.lay_out(
@@ -97,11 +96,11 @@ def choose(
     elif layout is Layout.SHARDS:
         output = shards.lay_out(opened, max_shard_bytes=limit, dtype_of=rule)
     else:
-        from bigload.layouts import rank_slices
-
         assert wishes.tp is not None, "_layout saw to it"
         options["tp"] = wishes.tp
-        output = rank_slices.lay_out(opened, tp=wishes.tp, rules=wishes.tp_rules, max_shard_bytes=limit, dtype_of=rule)
+        output = rank_slices.lay_out(
+            opened, tp=wishes.tp, rules=_rules(wishes.tp_rules), max_shard_bytes=limit, dtype_of=rule
+        )
     return Chosen(
         checkpoint=opened,
         plan=plan,
@@ -119,6 +118,10 @@ def _rule(cast_to: DType | None, wishes: Wishes) -> DTypeOf:
     from bigload.layouts.dtype_rules import dtype_rule
 
     return dtype_rule(cast_to, keep_fp32=wishes.keep_fp32)
+
+
+def _rules(wished: Mapping[str, str] | str | Path | None) -> Mapping[str, str] | None:
+    return wished if wished is None or isinstance(wished, Mapping) else read_tp_rules(wished)
 
 
 def is_plan_file(path: str | Path) -> bool:

@@ -13,17 +13,23 @@ import threading
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import groupby
 from typing import TYPE_CHECKING
 
 from bigload.layouts.output_files import OutputTensor
 from bigload.loading.bytesource import NO_RECORDER, ByteSource
 from bigload.loading.schedule import BLOCK_BYTES, Cast, ReadJob, Stretch, Way, jobs_of, stretches
 from bigload.loading.slices import Rows, rows_between
+from bigload.loading.strided import view_pieces
+from bigload.units import MIB
 
 if TYPE_CHECKING:
     from bigload.loading.host_staging import HostStager
 
 _MAX_BUFFERS = os.sysconf("SC_IOV_MAX")
+_ARRANGED_BYTES = 8 * MIB
+"""Elements of a view that are put in order at one time: the more, the longer are the runs to read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,22 +44,27 @@ class Portion:
     stop: int
     at: int
 
+    @property
+    def is_view(self) -> bool:
+        """Whether the tensor is not stored row by row."""
+        return self.tensor.source.strides is not None
 
-def jobs_for(portions: Sequence[Portion]) -> list[ReadJob]:
-    """Return the reads that bring `portions`, stored row by row, where they are wanted: neighbours merged, none empty.
+    @property
+    def is_computed(self) -> bool:
+        """Whether its bytes are not simply some of the source's, one row after the other."""
+        return self.is_view or self.tensor.is_cast
 
-    Buffer `i` of their pieces is the memory of `portions[i]`, and begins at its `at`. What is cast is `STAGED`, in
-    blocks that stay in a cache; all else is `SCATTERED`.
+
+def jobs_for(portions: Sequence[Portion]) -> Iterator[ReadJob]:
+    """Yield the reads that bring those of `portions` that are stored row by row where they are wanted.
+
+    Neighbours are merged. Buffer `i` of their pieces is the memory of `portions[i]`, and begins at its `at`. What is
+    cast is `STAGED`, in blocks that stay in a cache; all else is `SCATTERED`.
     """
-    jobs: list[ReadJob] = []
-    run: list[Stretch] = []
-    file = ""
-    for number, portion in enumerate(portions):
-        if portion.tensor.source.span.file != file:
-            jobs += jobs_of(file, run, BLOCK_BYTES)
-            file, run = portion.tensor.source.span.file, []
-        run += _stretches_of(portion, number)
-    return [*jobs, *jobs_of(file, run, BLOCK_BYTES)]
+    numbered = ((number, portion) for number, portion in enumerate(portions) if not portion.is_view)
+    for file, members in groupby(numbered, key=lambda member: member[1].tensor.source.span.file):
+        run = (stretch for number, portion in members for stretch in _stretches_of(portion, number))
+        yield from jobs_of(file, run, BLOCK_BYTES)
 
 
 def _stretches_of(portion: Portion, buffer: int) -> Iterator[Stretch]:
@@ -86,7 +97,8 @@ def _joined(several: Iterable[Rows]) -> Iterator[Rows]:
 class Filler:
     """Fills memory with portions of tensors, from open `sources` by file; several threads may share one.
 
-    Memory of its own: per thread that casts, a block or two of 2 MiB or of one row that is longer; else next to none.
+    Memory of its own: for each thread that casts two blocks of 2 and 4 MiB, or of one row of a slice if that is longer;
+    for each that puts views in order one of 16 MiB; otherwise next to none.
     """
 
     def __init__(self, sources: Mapping[str, ByteSource]) -> None:
@@ -97,7 +109,10 @@ class Filler:
 
     @property
     def overflows(self) -> Mapping[str, int]:
-        """How many finite values of each tensor became infinite, or no number, because its new dtype ends before."""
+        """How many finite values of each tensor lie beyond the largest of its new dtype; none for most, and not named.
+
+        They became infinite, or no number, or that largest value.
+        """
         with self._lock:
             return dict(self._overflows)
 
@@ -108,31 +123,61 @@ class Filler:
             ReadError: a source could not be read to the end of what is wanted.
         """
         views = [view[portion.at : portion.at + portion.stop - portion.start] for portion in portions]
-        staged = []
+        if any(portion.is_computed for portion in portions):
+            self._compute(views, portions)
+            return
+        for job in jobs_for(portions):
+            _scatter(job, views, self._sources[job.file])
+
+    def _compute(self, views: Sequence[memoryview], portions: Sequence[Portion]) -> None:
+        """Fill a window in which something is computed, which takes torch."""
+        from bigload.loading.host_staging import HostStager
+
+        with self._lock:
+            stager = self._stager = self._stager or HostStager([], NO_RECORDER)
+        beyond = [0] * len(views)
         for job in jobs_for(portions):
             if job.way is Way.STAGED:
-                staged.append(job)
+                stager.carry_to(views, job, self._sources[job.file], beyond=beyond)
             else:
-                self._scatter(job, views)
-        if staged:
-            self._cast(staged, views, portions)
-
-    def _scatter(self, job: ReadJob, views: Sequence[memoryview]) -> None:
-        for buffers, offset in _scattered(job, views):
-            self._sources[job.file].read_into(buffers, offset)
-
-    def _cast(self, jobs: Sequence[ReadJob], views: Sequence[memoryview], portions: Sequence[Portion]) -> None:
-        from bigload.loading.host_staging import HostStager, bytes_in
-
+                _scatter(job, views, self._sources[job.file])
+        for number, portion in enumerate(portions):
+            if portion.is_view:
+                beyond[number] += self._arrange(portion, views[number], stager)
         with self._lock:
-            self._stager = self._stager or HostStager([], NO_RECORDER)
-        memory, lost = [bytes_in(view) for view in views], [0] * len(views)
-        for job in jobs:
-            self._stager.carry_to(memory, job, self._sources[job.file], lost=lost)
-        with self._lock:
-            for portion, count in zip(portions, lost, strict=True):
+            for portion, count in zip(portions, beyond, strict=True):
                 if count:
                     self._overflows[portion.tensor.name] += count
+
+    def _arrange(self, portion: Portion, view: memoryview, stager: HostStager) -> int:
+        tensor = portion.tensor
+        source, cast = self._sources[tensor.source.span.file], Cast(tensor.source.dtype, tensor.dtype)
+        stored_bytes, wanted_bytes = cast.stored.alignment, cast.wanted.alignment
+        beyond, step = 0, _ARRANGED_BYTES // stored_bytes
+        first, last = portion.start // wanted_bytes, portion.stop // wanted_bytes
+        for start in range(first, last, step):
+            memory = view[(start - first) * wanted_bytes :]
+            for piece in view_pieces(tensor.source, tensor.parts, start, min(start + step, last)):
+                beyond += stager.arrange(piece, memory, cast, partial(_read_rows, piece.rows, source))
+        return beyond
+
+
+def _read_rows(several: Iterable[Rows], source: ByteSource, view: memoryview) -> None:
+    """Read rows, one after the other, into `view`."""
+    for job in jobs_of("", _one_after_the_other(several), BLOCK_BYTES):
+        _scatter(job, [view], source)
+
+
+def _one_after_the_other(several: Iterable[Rows]) -> Iterator[Stretch]:
+    filled = 0
+    for rows in several:
+        yield from stretches(rows, 0, filled)
+        filled += rows.num_bytes
+
+
+def _scatter(job: ReadJob, views: Sequence[memoryview], source: ByteSource) -> None:
+    for buffers, offset in _scattered(job, views):
+        source.read_into(buffers, offset)
 
 
 def _scattered(job: ReadJob, views: Sequence[memoryview]) -> Iterator[tuple[list[memoryview], int]]:

@@ -18,7 +18,7 @@ from bigload.checkpoint.index import DEFAULT_INDEX, encode_index
 from bigload.checkpoint.model import TensorInfo
 from bigload.checkpoint.safetensors import encode_header
 from bigload.dtypes import DType
-from bigload.layouts.choices import Layout as Layout
+from bigload.layouts.choices import Layout
 from bigload.loading.slices import Slice, sliced_shape
 from bigload.units import KIB
 

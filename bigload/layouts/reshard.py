@@ -16,11 +16,10 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from bigload import __version__
 from bigload.checkpoint.fingerprint import fingerprint
 from bigload.checkpoint.model import Checkpoint
 from bigload.dtypes import DType
-from bigload.errors import NotEnoughSpaceError, OutputExistsError, ReadError, ReshardOptionError, WriteError
+from bigload.errors import NotEnoughSpaceError, OutputExistsError, RankError, ReadError, ReshardOptionError, WriteError
 from bigload.layouts.choices import Layout, OffloadFormat, Verify
 from bigload.layouts.choose import Chosen, Wishes, choose
 from bigload.layouts.filling import Filler
@@ -41,11 +40,12 @@ from bigload.layouts.sink import BLOCK_BYTES, direct_write_alignment
 from bigload.layouts.sources import Identity, Sources
 from bigload.layouts.staging import Staging, check_output, joined, staged, staging_folder, write_file
 from bigload.layouts.windows import Ranges, data_ranges
-from bigload.layouts.writer import DEFAULT_MAX_IN_FLIGHT, FileToWrite, Writer, window_bytes
+from bigload.layouts.writer import DEFAULT_MAX_IN_FLIGHT, LEAST_BYTES_PER_THREAD, FileToWrite, Writer, window_bytes
 from bigload.loading.events import OnProgress, Tally, ignore_progress
 from bigload.loading.huge_pages import BlockPool
-from bigload.loading.team import Alone, Team, together
+from bigload.loading.team import Team, present_team, together
 from bigload.planning.plan import Plan
+from bigload.version import __version__
 
 DEFAULT_THREADS = 4
 """Threads wait for the disk most of the time: more than cores, and enough to keep it busy."""
@@ -69,6 +69,8 @@ class PreparedReshard:
         recipe: Digest of all that decides what is written.
         resume: Whether an interrupted run is gone on with.
         force: Whether an older output may be replaced.
+        is_finished: A run that was interrupted, and is to be gone on with, had published all of it.
+        notes: What the user should know of it.
     """
 
     checkpoint: Checkpoint
@@ -85,6 +87,7 @@ class PreparedReshard:
     kernel: KernelCopy
     resume: bool
     force: bool
+    is_finished: bool
     notes: tuple[str, ...] = ()
 
     @property
@@ -170,7 +173,8 @@ def reshard(
         threads: Threads that fill and write; four when left out.
         max_in_flight: Bytes of memory for what is on its way, 96 MiB when left out.
         on_progress: Told of every finished stretch.
-        team: Processes that share the work; each calls this with the same arguments.
+        team: Processes that share the work, each its files; all of them call this with the same arguments. When left
+            out: the ranks of torch.distributed, where this process has joined them, and else this process alone.
 
     Raises:
         StalePlanError, InvalidPlanError: the plan is not for this checkpoint, or wrong in itself.
@@ -230,17 +234,19 @@ def prepare_reshard(
     chosen = choose(source, wishes, kernel_between=lambda root: kernel_copy(root, _existing(target)))
     opened = chosen.checkpoint
     _check_apart(opened, target)
-    check_output(target, resume=resume, force=force)
     output = chosen.output
     beside = side_files(opened, output, dtype=chosen.cast_to)
     with Sources(opened) as sources:
         ranges = {file.file: data_ranges(file, sources.extents, block_bytes=BLOCK_BYTES) for file in output.files}
-        identities = sources.identities()
+        recipe = _recipe(chosen, sources.identities())
+    is_finished = resume and _is_finished(target, recipe)
+    if not is_finished:
+        check_output(target, resume=resume, force=force)
     small_bytes = sum(len(content) for content in output.documents.values()) + sum(file.num_bytes for file in beside)
     stored = sum(found.num_bytes for found in ranges.values()) + small_bytes
     kept = _stored_in(staging_folder(target)) if resume else 0
     free = shutil.disk_usage(_existing(target)).free
-    if stored - kept > free and chosen.kernel is not KernelCopy.CLONE:
+    if not is_finished and stored - kept > free and chosen.kernel is not KernelCopy.CLONE:
         raise NotEnoughSpaceError(target, needed_bytes=stored - kept, free_bytes=free)
     return PreparedReshard(
         checkpoint=opened,
@@ -253,10 +259,11 @@ def prepare_reshard(
         free_bytes=free,
         kept_bytes=kept,
         options=chosen.options,
-        recipe=_recipe(chosen, identities),
+        recipe=recipe,
         kernel=chosen.kernel,
         resume=resume,
         force=force,
+        is_finished=is_finished,
         notes=chosen.notes,
     )
 
@@ -271,16 +278,28 @@ def run_reshard(
     team: Team | None = None,
 ) -> ReshardReport:
     """Write what `prepared` describes; see `reshard`."""
+    if team is None:
+        with present_team() as present:
+            return run_reshard(
+                prepared,
+                verify=verify,
+                threads=threads,
+                max_in_flight=max_in_flight,
+                on_progress=on_progress,
+                team=present,
+            )
     began = time.monotonic()
+    bound = _at_least("max_in_flight", max_in_flight, LEAST_BYTES_PER_THREAD, default=DEFAULT_MAX_IN_FLIGHT)
+    wished = _at_least("threads", threads, 1, default=DEFAULT_THREADS)
     run = _Run(
         prepared,
         verify=_verify(verify),
-        threads=_at_least_one("threads", threads, DEFAULT_THREADS),
-        max_in_flight=_at_least_one("max_in_flight", max_in_flight, DEFAULT_MAX_IN_FLIGHT),
+        threads=min(wished, bound // LEAST_BYTES_PER_THREAD),
+        max_in_flight=bound,
         on_progress=on_progress,
-        team=Alone() if team is None else team,
+        team=team,
     )
-    finished = run.is_finished() or run.carry_out()
+    finished = run.nothing_to_do() if prepared.is_finished else run.carry_out()
     return ReshardReport(
         out=prepared.out,
         output=prepared.output,
@@ -324,15 +343,9 @@ class _Run:
         self._on_progress = on_progress
         self._team = team
 
-    def is_finished(self) -> _Share | None:
-        """Return what there is if a run that was interrupted had published everything, and is to be gone on with."""
-        prepared = self._prepared
-        if not prepared.resume or not (prepared.out / MANIFEST_FILE).is_file():
-            return None
-        manifest = read_manifest(prepared.out)
-        if manifest.options.get("recipe") != prepared.recipe:
-            return None
-        return _Share(kept_files=len(prepared.output.files), kept_bytes=prepared.num_bytes)
+    def nothing_to_do(self) -> _Share:
+        """Return what was kept where everything is there."""
+        return _Share(kept_files=len(self._prepared.output.files), kept_bytes=self._prepared.num_bytes)
 
     def carry_out(self) -> _Share:
         """Write this process's files, and wait for those of the others; number 0 does the rest, and publishes."""
@@ -350,12 +363,20 @@ class _Run:
 
     def _enter(self, opened: ExitStack) -> Staging:
         prepared = self._prepared
+        self._agree()
         if self._team.rank == 0:
             first = staged(prepared.out, prepared.recipe, resume=prepared.resume, force=prepared.force)
             entered = together(self._team, lambda: opened.enter_context(first))
             return entered[0]
         together(self._team, lambda: None)
         return opened.enter_context(joined(prepared.out, prepared.recipe, rank=self._team.rank))
+
+    def _agree(self) -> None:
+        """Raise unless all processes are about to do the same."""
+        recipes = self._team.share(self._prepared.recipe)
+        for rank, recipe in enumerate(recipes):
+            if recipe != recipes[0]:
+                raise RankError(rank, "it would write something else than process 0: another source, or other options")
 
     def _write(self, staging: Staging, sources: Sources, pool: BlockPool) -> _Share:
         sources.check_headers()
@@ -507,6 +528,11 @@ def _check_apart(checkpoint: Checkpoint, target: Path) -> None:
         raise OutputExistsError(target, f"the source {checkpoint.root} is inside of it", hint="choose another folder")
 
 
+def _is_finished(target: Path, recipe: str) -> bool:
+    """Return whether an interrupted run of the same recipe had published `target`."""
+    return (target / MANIFEST_FILE).is_file() and read_manifest(target).options.get("recipe") == recipe
+
+
 def _existing(path: Path) -> Path:
     """Return the folder nearest to `path` that is there."""
     folder = path.absolute()
@@ -527,7 +553,7 @@ def _verify(value: Verify | str) -> Verify:
         raise ReshardOptionError("verify", str(value), "one of none, size, full") from None
 
 
-def _at_least_one(name: str, value: int | None, default: int) -> int:
-    if value is not None and value < 1:
-        raise ReshardOptionError(name, value, "1 or more")
+def _at_least(name: str, value: int | None, least: int, *, default: int) -> int:
+    if value is not None and value < least:
+        raise ReshardOptionError(name, value, f"{least} or more")
     return default if value is None else value

@@ -9,14 +9,12 @@ that reads safetensors.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-
-from bigload.checkpoint.model import Checkpoint, TensorInfo
+from bigload.checkpoint.model import Checkpoint
 from bigload.checkpoint.source import SINGLE_FILE
+from bigload.layouts.choices import Layout
 from bigload.layouts.output_files import (
     DEFAULT_MAX_SHARD_BYTES,
     DTypeOf,
-    Layout,
     Output,
     OutputFile,
     OutputTensor,
@@ -27,7 +25,7 @@ from bigload.layouts.output_files import (
     split,
     with_aliases,
 )
-from bigload.planning.ties import find_ties
+from bigload.layouts.tied_names import tied_by_config
 from bigload.planning.tree import build_tree
 
 
@@ -46,7 +44,7 @@ def lay_out(
     that save_pretrained keeps, and the others are `aliases`: loaders of models tie them again. Where nothing says so,
     each name is written, because a reader of safetensors would miss the others.
     """
-    aliases = _tied(checkpoint, dtype_of)
+    aliases = tied_by_config(checkpoint, dtype_of)
     tensors = build_tree(checkpoint.tensors.values()).all_tensors()
     written = [OutputTensor(source=one, dtype=dtype_of(one)) for one in tensors if one.name not in aliases]
     parts = split(written, max_shard_bytes)
@@ -55,21 +53,3 @@ def lay_out(
         return Output(layout=Layout.SHARDS, files=files, aliases=aliases)
     files = with_aliases(numbered("", parts), aliases)
     return Output(layout=Layout.SHARDS, files=files, documents=dict([index_of(files)]), aliases=aliases)
-
-
-def _tied(checkpoint: Checkpoint, dtype_of: DTypeOf) -> Mapping[str, str]:
-    """Return the names that need not be written, to those that are: one tensor of the file, and tied by the config."""
-
-    def are_one(_: Checkpoint, names: Sequence[str]) -> bool:
-        one, other = (checkpoint.tensors[name] for name in names)
-        return memory_of(one, dtype_of) == memory_of(other, dtype_of) is not None
-
-    groups = find_ties(checkpoint, are_equal=are_one)
-    return {copy: group.stored[0] for group in groups for copy in group.copies}
-
-
-def memory_of(tensor: TensorInfo, dtype_of: DTypeOf) -> tuple[object, ...] | None:
-    """Return what tensors have in common that are one tensor in the source and in the output; `None` without bytes."""
-    if not tensor.num_bytes:
-        return None
-    return tensor.span, tensor.dtype, tensor.shape, tensor.strides, dtype_of(tensor)

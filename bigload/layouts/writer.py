@@ -16,7 +16,7 @@ from itertools import groupby, zip_longest
 from pathlib import Path
 
 from bigload.errors import BigloadError, VerificationError
-from bigload.layouts.choices import Verify as Verify
+from bigload.layouts.choices import Verify
 from bigload.layouts.digests import DigestLane, FileDigest
 from bigload.layouts.filling import Filler
 from bigload.layouts.in_kernel import KernelCopy, copy_in_kernel
@@ -34,6 +34,7 @@ from bigload.units import GIB, KIB
 
 DEFAULT_MAX_IN_FLIGHT = 12 * WINDOW_BYTES
 MIN_WINDOW_BYTES = 256 * KIB
+LEAST_BYTES_PER_THREAD = 3 * MIN_WINDOW_BYTES
 NOTE_EVERY_BYTES = GIB
 """How much of a file may have to be written again after a crash."""
 

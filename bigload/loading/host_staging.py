@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -10,11 +10,15 @@ import torch
 from bigload.loading.bytesource import ByteSource
 from bigload.loading.huge_pages import Buffer, allocate
 from bigload.loading.report import Phase, Recorder
-from bigload.loading.schedule import STAGED_BLOCK_BYTES, Piece, ReadJob
+from bigload.loading.schedule import STAGED_BLOCK_BYTES, Cast, Piece, ReadJob
+from bigload.loading.strided import ViewPiece
 from bigload.loading.tensors import Memory, torch_dtype
 
 _Blocks = dict[str, tuple[memoryview, torch.Tensor]]
 """Memory that one job is staged in, by use; each block twice, for those who read and for torch."""
+
+_MOVED_AS = {8: torch.uint8, 16: torch.int16, 32: torch.int32, 64: torch.int64}
+"""What elements are taken for that only move, by their width: integers stay what they are, bit by bit."""
 
 
 class HostStager:
@@ -34,11 +38,17 @@ class HostStager:
         self.carry_to(self._memory, job, source)
 
     def carry_to(
-        self, memory: Sequence[torch.Tensor | None], job: ReadJob, source: ByteSource, *, lost: list[int] | None = None
+        self,
+        memory: Sequence[torch.Tensor | memoryview | None],
+        job: ReadJob,
+        source: ByteSource,
+        *,
+        beyond: list[int] | None = None,
     ) -> None:
-        """Do it for buffers that are given now, as tensors of bytes.
+        """Do it for buffers that are given now, as bytes.
 
-        Where `lost` has a number for each of them, count there how many finite values became infinite or no number.
+        Where `beyond` has a number for each of them, count there the finite values that lie beyond the largest of the
+        dtype that they are cast to: they become infinite, or no number, or that largest one.
         """
         with self._lent() as blocks:
             view, staged = _block(blocks, "staged", job.num_bytes)
@@ -46,11 +56,29 @@ class HostStager:
             for piece in job.pieces:
                 target = memory[piece.buffer]
                 assert target is not None, "a job for the CPU has pieces for the CPU"
+                target = bytes_in(target) if isinstance(target, memoryview) else target
                 phase = Phase.COPY if piece.cast is None else Phase.CAST
                 with self._recorder.span(phase, num_bytes=piece.num_bytes, file=job.file):
-                    num_lost = _deliver(piece, staged, target, blocks, counts_lost=lost is not None)
-                    if lost is not None:
-                        lost[piece.buffer] += num_lost
+                    count = _deliver(piece, staged, target, blocks, counts=beyond is not None)
+                    if beyond is not None:
+                        beyond[piece.buffer] += count
+
+    def arrange(self, piece: ViewPiece, target: memoryview, cast: Cast, read: Callable[[memoryview], None]) -> int:
+        """Have `read` fill a block with the bytes of `piece`, and write its elements where they belong in `target`.
+
+        Returns how many finite ones lie beyond the dtype that they are cast to.
+        """
+        stored, wanted = torch_dtype(cast.stored), torch_dtype(cast.wanted)
+        if cast.stored == cast.wanted:
+            stored = wanted = _MOVED_AS[cast.stored.bits]
+        assert stored is not None, "check_dtypes() comes first"
+        assert wanted is not None, "check_dtypes() comes first"
+        with self._lent() as blocks:
+            view, staged = _block(blocks, "staged", piece.rows.num_bytes)
+            read(view[: piece.rows.num_bytes])
+            values = staged.view(stored).as_strided(piece.shape, piece.strides)
+            written = bytes_in(target).view(wanted).as_strided(piece.shape, piece.target_strides, piece.start)
+            return _cast(values, written, blocks, counts=True)
 
     def finish(self) -> None:
         """Do nothing: what was carried has arrived."""
@@ -72,8 +100,8 @@ class HostStager:
             self._idle.append(blocks)
 
 
-def _deliver(piece: Piece, staged: torch.Tensor, target: torch.Tensor, blocks: _Blocks, *, counts_lost: bool) -> int:
-    """Write one piece to its place in `target`; return how many finite values are no longer, as far as that counts."""
+def _deliver(piece: Piece, staged: torch.Tensor, target: torch.Tensor, blocks: _Blocks, *, counts: bool) -> int:
+    """Write one piece to its place in `target`; return how many values lie beyond its dtype, if it `counts`."""
     target = target[piece.start : piece.start + piece.memory_bytes].view(piece.rows, -1)
     rows = torch.as_strided(staged, (piece.rows, piece.row_bytes), (piece.stride, 1), piece.source)
     if piece.cast is None:
@@ -84,27 +112,37 @@ def _deliver(piece: Piece, staged: torch.Tensor, target: torch.Tensor, blocks: _
     assert wanted is not None, "check_dtypes() comes first"
     if piece.source % stored.itemsize or piece.stride % stored.itemsize:
         rows = rows.clone(memory_format=torch.contiguous_format)  # elements across the borders of the block's
-    values, target = rows.view(stored), target.view(wanted)
-    if {stored, wanted} == {torch.float16, torch.bfloat16}:
+    return _cast(rows.view(stored), target.view(wanted), blocks, counts=counts)
+
+
+def _cast(values: torch.Tensor, target: torch.Tensor, blocks: _Blocks, *, counts: bool) -> int:
+    """Write `values` to `target` in its dtype; return how many finite ones lie beyond it, if it `counts`."""
+    limit = _limit(values.dtype, target.dtype) if counts else None
+    if {values.dtype, target.dtype} == {torch.float16, torch.bfloat16}:
         # torch converts each of them from and to float32 several times as fast as to the other, and float32
         # holds both without rounding.
         _, scratch = _block(blocks, "scratch", 4 * values.numel())
         values = scratch.view(torch.float32)[: values.numel()].view(values.shape).copy_(values)
     target.copy_(values)
-    return _num_lost(values, stored, target) if counts_lost else 0
+    return 0 if limit is None else _num_beyond(values, limit)
 
 
-def _num_lost(values: torch.Tensor, stored: torch.dtype, cast: torch.Tensor) -> int:
-    """Return how many of the finite `values`, which were stored as `stored`, have become infinite or no number."""
-    if not (stored.is_floating_point and cast.is_floating_point()):
+def _limit(stored: torch.dtype, wanted: torch.dtype) -> float | None:
+    """Return the largest value of `wanted` if finite ones of `stored` can be larger."""
+    if not (stored.is_floating_point and wanted.is_floating_point):
+        return None
+    limit = torch.finfo(wanted).max
+    return limit if limit < torch.finfo(stored).max else None
+
+
+def _num_beyond(values: torch.Tensor, limit: float) -> int:
+    """Return how many of `values` are finite and beyond `limit` on either side."""
+    if values.numel() == 0 or values.dtype.itemsize == 1:  # 8-bit floats know no order in torch
+        values = values.float()
+    # Nearly always all of them are within, which the largest and the smallest tell, faster one by one than together.
+    if not values.numel() or (float(values.amax()) <= limit and float(values.amin()) >= -limit):
         return 0
-    limit = torch.finfo(cast.dtype).max
-    if torch.finfo(stored).max <= limit or values.numel() == 0:
-        return 0
-    low, high = (float(edge) for edge in torch.aminmax(values))
-    if -limit <= low and high <= limit:  # nearly always, and one pass finds out; false if one is no number
-        return 0
-    return int((values.isfinite() & ~cast.isfinite()).sum())
+    return int((values.isfinite() & (values.abs() > limit)).sum())
 
 
 def _block(blocks: _Blocks, use: str, num_bytes: int) -> tuple[memoryview, torch.Tensor]:

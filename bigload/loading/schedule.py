@@ -34,6 +34,9 @@ MAX_GAP_BYTES = 64 * KIB
 MAX_GATHERED_ROW_BYTES = 256 * KIB
 """And so are those of longer rows: a read of a whole row is long enough for itself."""
 
+MAX_SCATTERED_PIECES = 1024
+"""In one read: about as many as one call of the system takes."""
+
 CPU = "cpu"
 _PAGE_BYTES = 4 * KIB
 
@@ -292,9 +295,8 @@ class Stretch:
 def _stretches_of(want: Wanted, slot: Slot, *, stays: bool) -> Iterator[Stretch]:
     cast = Cast(want.tensor.dtype, want.dtype) if want.is_cast else None
     way = Way.POPULATED if stays else Way.STRAIGHT if cast is None and want.place == CPU else Way.STAGED
-    for stretch in stretches(
-        rows_of(want.tensor, want.part), slot.buffer, slot.start, cast=cast, way=way, place=want.place
-    ):
+    rows = rows_of(want.tensor, want.part)
+    for stretch in stretches(rows, slot.buffer, slot.start, cast=cast, way=way, place=want.place):
         if stretch.piece.rows > 1:
             stretch.way = Way.STAGED
         yield stretch
@@ -332,6 +334,8 @@ class _OpenJob:
         gap = stretch.offset - self.offset - self.num_bytes
         is_neighbour = 0 <= gap <= (MAX_GAP_BYTES if self.way is Way.SCATTERED else 0)
         is_alike = stretch.way is self.way and stretch.place == self.place
+        if self.way is Way.SCATTERED and len(self.pieces) >= MAX_SCATTERED_PIECES:
+            return False
         return is_neighbour and is_alike and self.num_bytes + gap + min(stretch.least_bytes, block_bytes) <= block_bytes
 
     def add(self, stretch: Stretch) -> None:

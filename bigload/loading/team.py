@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Protocol, TypeVar
 
 from bigload.errors import RankError
@@ -41,6 +44,35 @@ class Alone:
     def share(self, value: T) -> list[T]:
         """Return `[value]`."""
         return [value]
+
+
+@contextmanager
+def present_team() -> Iterator[Team]:
+    """Give the ranks of torch.distributed where this process has joined them already, and else a team of one."""
+    distributed = sys.modules.get("torch.distributed")  # not imported: then it is not initialised either
+    if distributed is None or not (distributed.is_available() and distributed.is_initialized()):
+        yield Alone()
+        return
+    from bigload.loading.torch_team import torch_team
+
+    with torch_team() as team:
+        yield team
+
+
+@contextmanager
+def launched_team() -> Iterator[Team]:
+    """Give the ranks that a launcher such as torchrun started, by what it set in the environment; else a team of one.
+
+    Raises:
+        RankError: the others cannot be reached.
+    """
+    if os.environ.get("WORLD_SIZE", "1") == "1" or "RANK" not in os.environ:
+        yield Alone()
+        return
+    from bigload.loading.torch_team import torch_team
+
+    with torch_team() as team:
+        yield team
 
 
 def together(team: Team, step: Callable[[], T]) -> list[T]:

@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from bigload_cli import failures
-from bigload_cli.commands import bench_load, inspect, plan, reshard
+from bigload_cli.commands import bench_load, inspect, plan, reshard, verify
 
 EXIT_CODES = """\b
 Exit codes:
@@ -35,6 +35,7 @@ app = typer.Typer(
 app.command("inspect", epilog=inspect.EPILOG)(inspect.inspect)
 app.command("plan", epilog=plan.EPILOG)(plan.plan)
 app.command("reshard", epilog=reshard.EPILOG)(reshard.reshard)
+app.command("verify", epilog=verify.EPILOG)(verify.verify)
 app.command("bench-load", epilog=bench_load.EPILOG)(bench_load.bench_load)
 
 

@@ -2,18 +2,29 @@ import json
 from dataclasses import replace
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from strategies import budgets, checkpoints
 
+import bigload
 from bigload.checkpoint.source import open_checkpoint
 from bigload.dtypes import DTYPES
 from bigload.errors import PlanError
 from bigload.layouts.device_folders import lay_out
 from bigload.planning.load_dtype import as_dtype
-from bigload.planning.plan_file import check_plan, plan_from_json, read_plan
+from bigload.planning.plan_file import check_plan, plan_from_json, read_plan, write_plan
 from bigload.planning.planner import plan
-from builders import checkpoint_of, llama_config, llama_tensors, make_checkpoint, split, write_output, write_sharded
+from builders import (
+    checkpoint_of,
+    llama_config,
+    llama_tensors,
+    make_checkpoint,
+    split,
+    stored_tensors,
+    write_output,
+    write_sharded,
+)
 
 
 def laid_out(tensors, budget, **options):
@@ -144,6 +155,18 @@ def test_the_plan_inside_is_a_plan_for_the_folder_it_is_in(tmp_path):
     assert not any(note.code == "left-out" for note in inside.notes)
 
 
+def test_the_folder_is_loaded_by_the_plan_inside(tmp_path):
+    source = make_checkpoint(tmp_path / "source")
+    checkpoint = open_checkpoint(source)
+    made = plan(checkpoint, {"cpu": 4000}, overhead=0)
+    out = write_output(lay_out(made, checkpoint), source, tmp_path / "out")
+    loaded = bigload.load(out, device=read_plan(out / "plan.json"))
+    there = {name for name in checkpoint.tensors if made.device_of(name).kind == "cpu"}
+    assert loaded.keys() == there != checkpoint.tensors.keys()
+    stored = stored_tensors(*source.glob("*.safetensors"))
+    assert all(bytes(loaded[name].view(torch.uint8).flatten().tolist()) == stored[name][2] for name in there)
+
+
 def test_the_plan_inside_counts_what_a_cast_leaves(tmp_path):
     source = make_checkpoint(tmp_path / "source", dtype="F32")
     checkpoint, narrow = open_checkpoint(source), DTYPES["BF16"]
@@ -159,7 +182,5 @@ def test_the_plan_inside_counts_what_a_cast_leaves(tmp_path):
 def test_a_plan_for_a_dot_that_lies_elsewhere_means_the_working_folder_as_before(tmp_path, monkeypatch):
     checkpoint = open_checkpoint(make_checkpoint(tmp_path / "source"))
     made = plan(checkpoint, {"cpu": 10**6}, overhead=0)
-    from bigload.planning.plan_file import write_plan
-
     write_plan(replace(made, checkpoint_path="."), tmp_path / "plan.json")
     assert read_plan(tmp_path / "plan.json").checkpoint_path == "."

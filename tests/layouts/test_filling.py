@@ -24,16 +24,14 @@ def _reference(data: bytes, tensor: OutputTensor) -> bytes:
     info = tensor.source
     raw = torch.frombuffer(bytearray(data[info.span.start : info.span.stop] or b"\0" * 8), dtype=torch.uint8)
     raw = raw[: info.span.num_bytes].clone()
-    values = raw.view(getattr(torch, info.dtype.torch_name))
-    if info.strides is None:
-        values = values.view(info.shape)
-    else:
-        values = values.as_strided(info.shape, info.strides)
+    moved_as = {8: torch.uint8, 16: torch.int16, 32: torch.int32, 64: torch.int64}[info.dtype.bits]
+    values = raw.view(getattr(torch, info.dtype.torch_name) if tensor.is_cast else moved_as)
+    values = values.view(info.shape) if info.strides is None else values.as_strided(info.shape, info.strides)
     if tensor.parts:
         chosen = [values.narrow(part.dim, part.start, part.stop - part.start) for part in tensor.parts]
         values = torch.cat(chosen, dim=tensor.parts[0].dim)
-    wanted = getattr(torch, tensor.dtype.torch_name)
-    return bytes(values.to(wanted).contiguous().view(-1).view(torch.uint8).numpy())
+    wanted = getattr(torch, tensor.dtype.torch_name) if tensor.is_cast else moved_as
+    return bytes(torch.empty(values.shape, dtype=wanted).copy_(values).view(-1).view(torch.uint8).numpy())
 
 
 @st.composite
@@ -46,8 +44,12 @@ def _output_tensors(draw, start):
         dim = draw(st.integers(0, len(shape) - 1))
         edges = st.tuples(st.integers(0, shape[dim]), st.integers(0, shape[dim])).map(sorted)
         parts = tuple(Slice(dim, low, high) for low, high in draw(st.lists(edges, min_size=1, max_size=3)))
-    num_bytes = prod(shape) * stored.bits // 8
-    source = TensorInfo(f"tensor.{start}", stored, shape, Span("f", start, start + num_bytes))
+    strides, num_elements = None, prod(shape)
+    if draw(st.booleans()):
+        strides = tuple(draw(st.sampled_from([0, 1, 1, 2, 3, 7, 20])) for _ in shape)
+        num_elements = sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True)) + 1
+    span = Span("f", start, start + num_elements * stored.bits // 8)
+    source = TensorInfo(f"tensor.{start}", stored, shape, span, strides)
     return OutputTensor(source=source, dtype=wanted, parts=parts)
 
 

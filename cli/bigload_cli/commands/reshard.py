@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -133,7 +134,7 @@ def reshard(
         _announce(prepared, dry_run=dry_run, color=color)
     report = None
     if not dry_run:
-        if force:
+        if force and not prepared.is_finished:
             _confirm(prepared, yes=yes)
         report = _run(
             prepared,
@@ -162,18 +163,18 @@ def _confirm(prepared: PreparedReshard, *, yes: bool) -> None:
     """Ask once whether to destroy what `--force` destroys, if there is anything.
 
     Raises:
-        typer.BadParameter: nobody is there to be asked, and `--yes` was not given.
+        OutputExistsError: nobody is there to be asked, and `--yes` was not given.
+        typer.Exit: the answer was no.
     """
-    import sys
-
+    from bigload.errors import OutputExistsError
     from bigload_cli.output import say
     from bigload_cli.views.reshard import destroyed
 
     what = destroyed(prepared)
-    if not what or yes:
+    if what is None or yes:
         return
     if not (sys.stdin.isatty() and sys.stderr.isatty()):
-        raise typer.BadParameter(f"--force would {what}; add --yes to let it")
+        raise OutputExistsError(prepared.out, f"--force would {what}", hint="add --yes to let it")
     if not typer.confirm(f"{what[:1].upper()}{what[1:]}?", err=True):
         say("nothing was changed")
         raise typer.Exit(FAILED)

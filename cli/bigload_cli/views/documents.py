@@ -7,8 +7,9 @@ from collections.abc import Sequence
 
 from bigload.checkpoint.model import Checkpoint, TensorInfo
 from bigload.layouts.choices import Layout
-from bigload.layouts.manifest import MANIFEST_FILE
+from bigload.layouts.manifest import DIGEST, MANIFEST_FILE
 from bigload.layouts.reshard import PreparedReshard, ReshardReport
+from bigload.layouts.verify import FileProblem, VerifyReport
 from bigload.planning.outline import OutlineRow
 
 
@@ -115,6 +116,31 @@ def _reshard_options(prepared: PreparedReshard) -> dict[str, object]:
     """Return what was asked for and shows in the bytes: every key, null where it does not apply."""
     names = ("max_shard_bytes", "dtype", "keep_fp32", "tp", "offload_format")
     return {name: prepared.options.get(name) for name in names}
+
+
+def of_verify(report: VerifyReport, *, peak_bytes: int | None) -> dict[str, object]:
+    """Return what `--json` prints, also of a folder that is not what was written."""
+    return {
+        "schema": "bigload.verify/1.0",
+        "folder": str(report.folder),
+        "ok": report.ok,
+        "level": str(report.level),
+        "digest": DIGEST,
+        "layout": report.manifest.layout,
+        "num_files": len(report.manifest.files),
+        "num_tensors": report.num_tensors,
+        "total_bytes": report.manifest.num_bytes,
+        "read_bytes": report.read_bytes,
+        "problems": [_file_problem(problem) for problem in report.problems],
+        "warnings": [_file_problem(warning) for warning in report.warnings],
+        "undigested_files": list(report.undigested),
+        "run_seconds": report.seconds,
+        "peak_bytes": peak_bytes,
+    }
+
+
+def _file_problem(problem: FileProblem) -> dict[str, object]:
+    return {key: getattr(problem, key) for key in ("code", "file", "tensor", "start", "stop", "text")}
 
 
 def bytes_by_dtype(checkpoint: Checkpoint) -> dict[str, int]:

@@ -1,0 +1,276 @@
+"""Read an offload folder: which bytes of which file hold each weight, by every name that it has.
+
+Folders that bigload wrote, in both formats, and folders that accelerate wrote (`offload_state_dict`, `disk_offload`,
+`cpu_offload` to disk), also where their `index.json` names safetensors files. Nothing of the weights is read.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from math import prod
+from pathlib import Path
+from types import MappingProxyType
+
+from bigload.checkpoint.index import DEFAULT_INDEX, resolve_shard
+from bigload.checkpoint.model import Checkpoint, Span, TensorInfo
+from bigload.checkpoint.safetensors import MAX_ELEMENTS, MAX_HEADER_BYTES, read_header
+from bigload.checkpoint.source import open_checkpoint
+from bigload.dtypes import DTYPES
+from bigload.errors import CheckpointNotFoundError, InvalidCheckpointError, Problem
+from bigload.layouts.choices import OffloadFormat
+from bigload.layouts.offload_folder import DAT_INDEX, DAT_SUFFIX
+
+_MAX_DIMS = 64
+"""More no array of numpy has, so no folder of accelerate's."""
+
+_DTYPES = {dtype.torch_name: dtype for dtype in DTYPES.values() if dtype.torch_name is not None and dtype.bits >= 8}
+
+
+@dataclass(frozen=True, kw_only=True)
+class OffloadFolder:
+    """A validated offload folder; holds no weights.
+
+    Attributes:
+        root: The folder that the files of all spans are relative to.
+        format: How it stores weights; `dat` where accelerate's `index.json` says what there is.
+        tensors: By every name. Those that are one tensor have one span.
+        aliases: Names that are no names in a file, to the one under which the file has the tensor.
+    """
+
+    root: Path
+    format: OffloadFormat
+    tensors: Mapping[str, TensorInfo]
+    aliases: Mapping[str, str]
+
+    @classmethod
+    def open(cls, path: str | Path) -> OffloadFolder:
+        """Open the offload folder at `path` by reading its index and the headers of safetensors files.
+
+        With a `model.safetensors.index.json` or a `model.safetensors`, it is one of safetensors; otherwise `index.json`
+        decides. Files that `index.json` names have to lie in the folder, whether named from there, from the working
+        folder, or absolutely, as accelerate does.
+
+        Raises:
+            CheckpointNotFoundError: nothing there, or neither kind of folder.
+            InvalidCheckpointError: files are missing, of other sizes than the index says, or outside of the folder;
+                `.problems` lists them all.
+            CheckpointError: a file cannot be read.
+        """
+        root = Path(path)
+        is_safetensors = any(os.path.lexists(root / name) for name in (DEFAULT_INDEX, "model.safetensors"))
+        if not is_safetensors and os.path.lexists(root / DAT_INDEX):
+            return _open_dat(root)
+        checkpoint = open_checkpoint(path)
+        if checkpoint.format != "safetensors":
+            raise CheckpointNotFoundError(path, f"neither safetensors nor an {DAT_INDEX} of offloaded weights")
+        return _open_blocks(checkpoint)
+
+    def accelerate_index(self) -> dict[str, dict[str, object]]:
+        """Return what accelerate takes as `offload_index`: where each weight is, by absolute paths.
+
+        For `dispatch_model(model, device_map, offload_index=..., offload_dir=folder.root)`.
+        """
+        root = self.root.absolute()
+        index: dict[str, dict[str, object]] = {}
+        for name, tensor in self.tensors.items():
+            if tensor.span.file.endswith(DAT_SUFFIX):
+                index[name] = {"dtype": tensor.dtype.torch_name, "shape": list(tensor.shape)}
+            else:
+                weight_name = self.aliases.get(name, name)
+                index[name] = {"safetensors_file": str(root / tensor.span.file), "weight_name": weight_name}
+        return index
+
+
+def _open_blocks(checkpoint: Checkpoint) -> OffloadFolder:
+    tensors = checkpoint.tensors
+    aliases = {
+        alias: name
+        for shard in checkpoint.shards
+        for alias, name in shard.metadata.items()
+        if alias not in tensors and name in tensors and tensors[name].span.file == shard.file and alias != "format"
+    }
+    shared = {alias: replace(tensors[name], name=alias) for alias, name in aliases.items()}
+    return OffloadFolder(
+        root=checkpoint.root,
+        format=OffloadFormat.SAFETENSORS,
+        tensors=MappingProxyType({**tensors, **shared}),
+        aliases=MappingProxyType(aliases),
+    )
+
+
+def _open_dat(root: Path) -> OffloadFolder:
+    reading = _Reading(root)
+    for name, entry in _read_index(root).items():
+        reading.add(name, entry)
+    if reading.problems:
+        raise InvalidCheckpointError(root, reading.problems)
+    return OffloadFolder(
+        root=root,
+        format=OffloadFormat.DAT,
+        tensors=MappingProxyType(reading.tensors),
+        aliases=MappingProxyType(reading.aliases),
+    )
+
+
+def _read_index(root: Path) -> dict[str, object]:
+    path = root / DAT_INDEX
+    if not path.is_file():
+        raise _invalid(root, "not-a-file", "not a regular file")
+    try:
+        with path.open("rb") as file:
+            text = file.read(MAX_HEADER_BYTES + 1)
+    except OSError as error:
+        raise _invalid(root, "unreadable", f"cannot be read: {error.strerror or error}") from error
+    if len(text) > MAX_HEADER_BYTES:
+        raise _invalid(root, "index-too-large", f"more than {MAX_HEADER_BYTES} bytes")
+    try:
+        index = json.loads(text, object_pairs_hook=_unique)
+    except (ValueError, RecursionError) as error:
+        raise _invalid(root, "index-not-json", f"not valid JSON: {error}") from None
+    if not isinstance(index, dict):
+        raise _invalid(root, "bad-index", 'expected an object: {name: {"dtype": ..., "shape": [...]}, ...}')
+    return index
+
+
+def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    found: dict[str, object] = {}
+    for key, value in pairs:
+        if key in found:
+            raise ValueError(f"{key!r:.100} is there twice")
+        found[key] = value
+    return found
+
+
+def _invalid(root: Path, code: str, text: str) -> InvalidCheckpointError:
+    return InvalidCheckpointError(root, [Problem(code=code, file=DAT_INDEX, text=text)])
+
+
+class _Reading:
+    """The tensors of an `index.json` as far as they are read, and all that is wrong with it."""
+
+    def __init__(self, root: Path) -> None:
+        self.tensors: dict[str, TensorInfo] = {}
+        self.aliases: dict[str, str] = {}
+        self.problems: list[Problem] = []
+        self._root = root
+        self._real_root = Path(os.path.realpath(root))
+        self._first: dict[tuple[int, int], TensorInfo] = {}
+        self._headers: dict[str, Mapping[str, TensorInfo] | None] = {}
+
+    def add(self, name: str, entry: object) -> None:
+        if not isinstance(entry, dict):
+            self._refuse("bad-entry", name, f"{_shown(entry)}, expected an object")
+        elif entry.get("safetensors_file") is not None:
+            self._add_from_safetensors(name, entry)
+        else:
+            self._add_dat(name, entry)
+
+    def _add_dat(self, name: str, entry: Mapping[str, object]) -> None:
+        named = entry.get("dtype")
+        dtype = _DTYPES.get(named) if isinstance(named, str) else None
+        shape = _shape(entry.get("shape"))
+        if dtype is None:
+            self._refuse("bad-dtype", name, f"dtype {_shown(named)}, expected one of {', '.join(sorted(_DTYPES))}")
+            return
+        if shape is None:
+            text = f"shape {_shown(entry.get('shape'))}, expected a list of at most {_MAX_DIMS} sizes"
+            self._refuse("bad-shape", name, text)
+            return
+        file, num_bytes = f"{name}{DAT_SUFFIX}", prod(shape) * dtype.bits // 8
+        status = self._status(name, file)
+        if status is None:
+            return
+        if status.st_size != max(num_bytes, 1) and status.st_size != num_bytes:
+            text = f"its file has {status.st_size} bytes, {named} {list(shape)!r:.100} has {num_bytes}"
+            self._refuse("file-size", name, text)
+            return
+        tensor = TensorInfo(name, dtype, shape, Span(file, 0, num_bytes))
+        first = self._first.setdefault((status.st_dev, status.st_ino), tensor)
+        if first is not tensor and (first.dtype, first.shape) == (dtype, shape):
+            tensor, self.aliases[name] = replace(first, name=name), first.name
+        self.tensors[name] = tensor
+
+    def _status(self, name: str, file: str) -> os.stat_result | None:
+        place = resolve_shard(self._root, file)
+        if isinstance(place, str):
+            self._refuse("unsafe-path", name, f"its file {place}")
+            return None
+        try:
+            status = place.stat()
+        except FileNotFoundError:
+            self._refuse("missing-file", name, "its file is missing")
+        except OSError as error:
+            self._refuse("unreadable", name, f"its file cannot be read: {error.strerror or error}")
+        else:
+            if stat.S_ISREG(status.st_mode):
+                return status
+            self._refuse("not-a-file", name, "its file is no regular file")
+        return None
+
+    def _add_from_safetensors(self, name: str, entry: Mapping[str, object]) -> None:
+        file, weight_name, dtype = entry["safetensors_file"], entry.get("weight_name", name), entry.get("dtype")
+        if not isinstance(file, str) or not isinstance(weight_name, str):
+            self._refuse("bad-entry", name, f"{_shown(file)} and {_shown(weight_name)}, expected names")
+            return
+        place = self._place(file)
+        if place is None:
+            self._refuse("unsafe-path", name, f"{_shown(file)} is no file in this folder")
+            return
+        held = self._header(place)
+        if held is None:
+            return
+        tensor = held.get(weight_name)
+        if tensor is None:
+            self._refuse("tensor-missing", name, f"no tensor {weight_name!r:.200} in {place}")
+        elif dtype is not None and dtype not in (tensor.dtype.torch_name, f"torch.{tensor.dtype.torch_name}"):
+            self._refuse("bad-dtype", name, f"stored as {tensor.dtype.torch_name}, to be cast to {_shown(dtype)}")
+        else:
+            self.tensors[name] = replace(tensor, name=name)
+            if weight_name != name:
+                self.aliases[name] = weight_name
+
+    def _place(self, file: str) -> str | None:
+        """Return where in the folder the file is that `file` names, from there or from the working folder."""
+        for place in (self._real_root / file, Path(file)):
+            try:
+                real = Path(os.path.realpath(place))
+                if real.is_relative_to(self._real_root) and real.is_file():
+                    return real.relative_to(self._real_root).as_posix()
+            except (OSError, ValueError):
+                continue
+        return None
+
+    def _header(self, file: str) -> Mapping[str, TensorInfo] | None:
+        """Return the tensors of a safetensors file; `None` if it is none, which is told once."""
+        if file not in self._headers:
+            self._headers[file] = None
+            try:
+                header = read_header(self._real_root / file, file=file)
+                self._headers[file] = {tensor.name: tensor for tensor in header.tensors}
+            except InvalidCheckpointError as error:
+                self.problems += error.problems
+            except OSError as error:
+                text = f"cannot be read: {error.strerror or error}"
+                self.problems.append(Problem(code="unreadable", file=file, text=text))
+        return self._headers[file]
+
+    def _refuse(self, code: str, name: str, text: str) -> None:
+        self.problems.append(Problem(code=code, file=DAT_INDEX, text=f"tensor {name!r:.200}: {text}"))
+
+
+def _shown(value: object) -> str:
+    """Return a value of a stranger's JSON for a message; of what holds others, only what it is."""
+    return f"{value!r:.100}" if isinstance(value, str | int | float | None) else f"a {type(value).__name__}"
+
+
+def _shape(value: object) -> tuple[int, ...] | None:
+    """Return `value` as a shape; `None` if it is none, or of more elements than any tensor has."""
+    if not isinstance(value, list) or len(value) > _MAX_DIMS:
+        return None
+    if not all(isinstance(size, int) and not isinstance(size, bool) and 0 <= size <= MAX_ELEMENTS for size in value):
+        return None
+    return tuple(value) if prod(value) <= MAX_ELEMENTS else None

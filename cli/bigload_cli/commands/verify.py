@@ -1,0 +1,58 @@
+"""`bigload verify`: is a resharded folder still what was written?"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from bigload_cli.options import ColorMode, ColorOption, IoThreadsOption, JsonOption, QuietOption
+
+EPILOG = """\b
+Examples:
+  bigload verify ./llama-70b.split
+  bigload verify ./llama-70b.split --size-only
+  bigload verify ./llama-70b.split --json | jq -r '.problems[].file'
+"""
+
+
+def verify(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder that bigload reshard made, or a copy of it.")],
+    size_only: Annotated[
+        bool, typer.Option("--size-only", help="Compare names and sizes; read nothing but the manifest.")
+    ] = False,
+    io_threads: IoThreadsOption = None,
+    as_json: JsonOption = False,
+    quiet: QuietOption = False,
+    color: ColorOption = ColorMode.AUTO,  # noqa: ARG001 - every verb takes it; this one has no table
+) -> None:
+    """Compare every byte of a resharded folder with what was written.
+
+    The manifest in the folder has a digest of every file and of every tensor. All differences are listed, down to the
+    tensor; any of them ends with exit code 1.
+    """
+    from bigload.bench.peak_memory import peak_bytes
+    from bigload.layouts.verify import Level
+    from bigload.layouts.verify import verify as compare
+    from bigload_cli import output
+    from bigload_cli.progress import shown_progress
+    from bigload_cli.views.text import printable
+
+    level = Level.SIZE if size_only else Level.FULL
+    with shown_progress(quiet=quiet or size_only) as on_progress:
+        report = compare(folder, level=level, threads=io_threads, on_progress=on_progress)
+    peak = peak_bytes()
+    for warning in report.warnings:
+        output.say(f"warning: {printable(str(warning))}")
+    if as_json:
+        from bigload_cli.views import documents
+
+        output.print_json(documents.of_verify(report, peak_bytes=peak))
+    report.check()
+    if quiet and not as_json:
+        output.print_text(str(folder))
+    elif not as_json:
+        from bigload_cli.views import verify as view
+
+        output.print_text("\n".join(view.closing(report, peak_bytes=peak)))

@@ -1,0 +1,195 @@
+"""What a layout describes is opened by the libraries that run models: safetensors, transformers, accelerate.
+
+The bytes are written by the tests' own simplest writer, so these tests are about form alone. Skips where the libraries
+are missing; run with them by: pip install -c constraints.txt -e '.[dev,peers]'
+"""
+
+import json
+import math
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from bigload.checkpoint.source import open_checkpoint
+from bigload.dtypes import DTYPES
+from bigload.layouts import device_folders, offload_folder, shards
+from bigload.layouts.offload_reader import OffloadFolder
+from bigload.planning.planner import plan
+from builders import write_output, write_shard
+
+transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed")
+
+pytestmark = [pytest.mark.peers, pytest.mark.filterwarnings("default")]
+
+SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "vocab_size": 96}
+CONFIGS = {
+    "untied": transformers.LlamaConfig(**SIZES, num_key_value_heads=2, tie_word_embeddings=False),
+    "tied": transformers.Qwen3Config(**SIZES, num_key_value_heads=2, head_dim=8, tie_word_embeddings=True),
+    "tied stacks": transformers.T5Config(d_model=32, d_ff=64, d_kv=8, num_layers=2, num_heads=4, vocab_size=96),
+}
+SOURCES = ["safetensors", "bin"]
+
+
+@pytest.fixture(params=CONFIGS)
+def model(request):
+    torch.manual_seed(0)
+    return kind_of(CONFIGS[request.param]).from_config(CONFIGS[request.param]).eval()
+
+
+@pytest.fixture(params=SOURCES)
+def checkpoint(request, model, tmp_path):
+    """The model as transformers saves it, or its whole state dict, tied names as one tensor, as torch does."""
+    folder = tmp_path / "source"
+    if request.param == "safetensors":
+        model.save_pretrained(folder, max_shard_size="40KB")
+    else:
+        folder.mkdir()
+        torch.save(model.state_dict(), folder / "pytorch_model.bin")
+        model.config.architectures = [type(model).__name__]
+        model.config.save_pretrained(folder)
+    return open_checkpoint(folder)
+
+
+def kind_of(config):
+    return transformers.AutoModelForSeq2SeqLM if config.is_encoder_decoder else transformers.AutoModelForCausalLM
+
+
+def write(output, checkpoint, folder):
+    write_output(output, checkpoint.root, folder)
+    (folder / "config.json").write_bytes((checkpoint.root / "config.json").read_bytes())
+    return folder
+
+
+def logits(model):
+    ids = torch.arange(12).reshape(1, 12) % 90
+    inputs = {"input_ids": ids}
+    if model.config.is_encoder_decoder:
+        inputs["decoder_input_ids"] = ids[:, :5]
+    with torch.no_grad():
+        return model(**inputs).logits
+
+
+def opened_by_transformers(model, folder):
+    found, info = kind_of(model.config).from_pretrained(folder, output_loading_info=True)
+    assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    return found.eval()
+
+
+def opened_by_accelerate(model, folder):
+    with accelerate.init_empty_weights():
+        found = kind_of(model.config).from_config(model.config).eval()
+    found.tie_weights()
+    return accelerate.load_checkpoint_and_dispatch(found, str(folder), device_map={"": "cpu"})
+
+
+@pytest.mark.parametrize("opened", [opened_by_transformers, opened_by_accelerate])
+@pytest.mark.parametrize("limit", [None, 30_000])
+def test_shards_are_a_model_that_gives_the_same_logits(model, checkpoint, tmp_path, opened, limit):
+    out = write(shards.lay_out(checkpoint, max_shard_bytes=limit), checkpoint, tmp_path / "out")
+    assert torch.equal(logits(opened(model, out)), logits(model))
+
+
+def test_one_name_of_those_that_are_tied_stays_and_it_is_the_one_save_pretrained_keeps(model, checkpoint, tmp_path):
+    out = write(shards.lay_out(checkpoint, max_shard_bytes=None), checkpoint, tmp_path / "out")
+    model.save_pretrained(tmp_path / "saved", max_shard_size="1GB")
+    assert load_file(out / "model.safetensors").keys() == load_file(tmp_path / "saved/model.safetensors").keys()
+
+
+@pytest.mark.parametrize("opened", [opened_by_transformers, opened_by_accelerate])
+def test_device_folders_are_a_model_that_gives_the_same_logits(model, checkpoint, tmp_path, opened):
+    made = plan(checkpoint, {"cuda:0": 110_000, "cpu": 50_000}, overhead=0)
+    out = write(device_folders.lay_out(made, checkpoint, max_shard_bytes=20_000), checkpoint, tmp_path / "out")
+    assert len({use.device for use in made.devices if use.weights_bytes}) > 1
+    assert torch.equal(logits(opened(model, out)), logits(model))
+
+
+@pytest.mark.parametrize("opened", [opened_by_transformers, opened_by_accelerate])
+def test_an_offload_folder_of_everything_is_a_model(model, checkpoint, tmp_path, opened):
+    out = write(offload_folder.lay_out(checkpoint), checkpoint, tmp_path / "out")
+    assert torch.equal(logits(opened(model, out)), logits(model))
+
+
+@pytest.mark.parametrize("offload_format", ["safetensors", "dat"])
+def test_accelerate_runs_a_model_from_an_offload_folder(model, checkpoint, tmp_path, offload_format):
+    out = write(offload_folder.lay_out(checkpoint, offload_format=offload_format), checkpoint, tmp_path / "out")
+    with accelerate.init_empty_weights():
+        found = kind_of(model.config).from_config(model.config).eval()
+    found.tie_weights()
+    where = {"offload_dir": str(out)}
+    if offload_format == "safetensors":
+        where["offload_index"] = OffloadFolder.open(out).accelerate_index()
+    dispatched = accelerate.dispatch_model(found, {"": "disk"}, main_device="cpu", **where)
+    assert torch.equal(logits(dispatched), logits(model))
+
+
+@pytest.mark.parametrize("offload_format", ["safetensors", "dat"])
+def test_accelerate_loads_each_weight_by_each_of_its_names(model, checkpoint, tmp_path, offload_format):
+    out = write(offload_folder.lay_out(checkpoint, offload_format=offload_format), checkpoint, tmp_path / "out")
+    index = OffloadFolder.open(out).accelerate_index()
+    if offload_format == "dat":
+        assert index == json.loads((out / "index.json").read_text())
+    loader = accelerate.utils.OffloadedWeightsLoader(save_folder=str(out), index=index)
+    state = model.state_dict()
+    assert set(loader) == state.keys()
+    assert all(torch.equal(loader[name], tensor) for name, tensor in state.items())
+
+
+FITTING = [name for name, dtype in DTYPES.items() if offload_folder.has_dat_form(dtype, [2])]
+SHAPES = [[2, 4], [1], [], [0], [3, 0]]
+
+
+@pytest.mark.parametrize("dtype", FITTING)
+def test_dat_files_have_the_bytes_and_the_index_that_accelerate_gives_them(tmp_path, dtype):
+    shapes = [shape for shape in SHAPES if offload_folder.has_dat_form(DTYPES[dtype], shape)]
+    source = tmp_path / "source"
+    source.mkdir()
+    write_shard(source / "model.safetensors", {f"w{len(shape)}.{sum(shape)}": (dtype, shape) for shape in shapes})
+    checkpoint = open_checkpoint(source)
+    out = write_output(offload_folder.lay_out(checkpoint, offload_format="dat"), source, tmp_path / "out")
+    state = load_file(source / "model.safetensors")
+    accelerate.utils.offload_state_dict(str(tmp_path / "theirs"), state)
+    assert {file.name: file.read_bytes() for file in out.glob("*.dat")} == {
+        file.name: file.read_bytes() for file in (tmp_path / "theirs").glob("*.dat")
+    }
+    assert json.loads((out / "index.json").read_text()) == json.loads((tmp_path / "theirs/index.json").read_text())
+    loader = accelerate.utils.OffloadedWeightsLoader(save_folder=str(out))
+    for name, tensor in state.items():
+        found = loader[name]
+        assert (found.dtype, found.shape) == (tensor.dtype, tensor.shape)
+        assert torch.equal(found.reshape(-1).view(torch.uint8), tensor.reshape(-1).view(torch.uint8))
+    read = OffloadFolder.open(tmp_path / "theirs").tensors
+    assert {name: (tensor.dtype.name, tensor.shape) for name, tensor in read.items()} == {
+        name: (dtype, tuple(tensor.shape)) for name, tensor in state.items()
+    }
+
+
+@pytest.mark.parametrize(("dtype", "shape"), [("F4", [4]), ("F6_E2M3", [4]), ("F6_E3M2", [4]), ("U64", [])])
+def test_what_is_refused_for_dat_files_is_what_accelerate_cannot_load(tmp_path, dtype, shape):
+    assert not offload_folder.has_dat_form(DTYPES[dtype], shape)
+    (tmp_path / "w.dat").write_bytes(bytes(max(1, math.prod(shape) * DTYPES[dtype].bits // 8)))
+    form = {"dtype": DTYPES[dtype].torch_name or dtype.lower(), "shape": shape}
+    with pytest.raises(TypeError):
+        accelerate.utils.load_offloaded_weight(str(tmp_path / "w.dat"), form)
+
+
+def test_a_folder_that_accelerate_offloaded_a_model_to_is_read(tmp_path):
+    torch.manual_seed(0)
+    found = kind_of(CONFIGS["tied"]).from_config(CONFIGS["tied"]).eval()
+    state = {name: tensor.clone() for name, tensor in found.state_dict().items()}
+    accelerate.disk_offload(found, str(tmp_path / "offload"), execution_device="cpu")
+    tensors = OffloadFolder.open(tmp_path / "offload").tensors
+    assert tensors.keys() == state.keys()
+    for name, tensor in tensors.items():
+        data = (tmp_path / "offload" / tensor.span.file).read_bytes()[tensor.span.start : tensor.span.stop]
+        assert data == state[name].numpy().tobytes()
+
+
+def test_what_huggingface_hub_says_of_shared_tensors_in_a_header_is_read(tmp_path):
+    hub = pytest.importorskip("huggingface_hub")
+    table = torch.randn(4, 4)
+    hub.save_torch_state_dict({"a.weight": table, "b.weight": table}, tmp_path)
+    opened = OffloadFolder.open(tmp_path)
+    assert opened.tensors.keys() == {"a.weight", "b.weight"}
+    assert len(opened.aliases) == 1
