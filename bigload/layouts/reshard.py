@@ -45,6 +45,7 @@ from bigload.loading.events import OnProgress, Tally, ignore_progress
 from bigload.loading.huge_pages import BlockPool
 from bigload.loading.team import Team, present_team, together
 from bigload.planning.plan import Plan
+from bigload.units import format_size
 from bigload.version import __version__
 
 DEFAULT_THREADS = 4
@@ -308,7 +309,7 @@ def run_reshard(
         kept_files=finished.kept_files,
         kept_bytes=finished.kept_bytes,
         seconds=time.monotonic() - began,
-        verify=run.verify,
+        verify=Verify.NONE if prepared.is_finished else run.verify,
         overflows=finished.overflows,
     )
 
@@ -555,5 +556,5 @@ def _verify(value: Verify | str) -> Verify:
 
 def _at_least(name: str, value: int | None, least: int, *, default: int) -> int:
     if value is not None and value < least:
-        raise ReshardOptionError(name, value, f"{least} or more")
+        raise ReshardOptionError(name, value, f"{format_size(least) if least > 1 else least} or more")
     return default if value is None else value

@@ -14,6 +14,8 @@ from bigload_cli.options import ColorMode, ColorOption, IoThreadsOption, JsonOpt
 
 if TYPE_CHECKING:
     from bigload.layouts.reshard import PreparedReshard, ReshardReport
+    from bigload.loading.events import OnProgress
+    from bigload.loading.team import Team
 
 EPILOG = """\b
 Layouts:
@@ -114,36 +116,43 @@ def reshard(
         None if max_shard_size.strip().lower() == "none" else size_option("--max-shard-size", max_shard_size)
     )
     in_flight = None if max_memory_in_flight is None else size_option("--max-memory-in-flight", max_memory_in_flight)
+    wish = Verify.NONE if no_verify else verify
     from bigload.layouts.reshard import prepare_reshard
+    from bigload.loading.team import launched_team
+    from bigload_cli.progress import shown_progress
 
-    prepared = prepare_reshard(
-        source,
-        out,
-        layout=layout,
-        checkpoint=checkpoint,
-        max_shard_bytes=max_shard_bytes,
-        dtype=dtype,
-        keep_fp32=keep_fp32 or (),
-        tp=tp,
-        tp_rules=tp_rules,
-        offload_format=offload_format,
-        resume=resume,
-        force=force,
-    )
-    if not as_json and not quiet:
-        _announce(prepared, dry_run=dry_run, color=color)
-    report = None
-    if not dry_run:
-        if force and not prepared.is_finished:
-            _confirm(prepared, yes=yes)
-        report = _run(
-            prepared,
-            verify=Verify.NONE if no_verify else verify,
-            threads=io_threads,
-            max_in_flight=in_flight,
-            quiet=quiet,
+    with launched_team() as team:  # torchrun: all ranks share the work, and the first one speaks
+        prepared = prepare_reshard(
+            source,
+            out,
+            layout=layout,
+            checkpoint=checkpoint,
+            max_shard_bytes=max_shard_bytes,
+            dtype=dtype,
+            keep_fp32=keep_fp32 or (),
+            tp=tp,
+            tp_rules=tp_rules,
+            offload_format=offload_format,
+            resume=resume,
+            force=force,
         )
-    _deliver(prepared, report, as_json=as_json, quiet=quiet)
+        if team.rank == 0 and not as_json and not quiet:
+            _announce(prepared, dry_run=dry_run, color=color)
+        report = None
+        if not dry_run:
+            if force and not prepared.is_finished:
+                _confirm(prepared, yes=yes, may_ask=team.size == 1)
+            with shown_progress(quiet=quiet or team.rank > 0) as on_progress:
+                report = _run(
+                    prepared,
+                    verify=wish,
+                    threads=io_threads,
+                    max_in_flight=in_flight,
+                    on_progress=on_progress,
+                    team=team,
+                )
+    if team.rank == 0:
+        _deliver(prepared, report, as_json=as_json, quiet=quiet)
 
 
 def _announce(prepared: PreparedReshard, *, dry_run: bool, color: ColorMode) -> None:
@@ -159,7 +168,7 @@ def _announce(prepared: PreparedReshard, *, dry_run: bool, color: ColorMode) -> 
         table(rows, color=color)
 
 
-def _confirm(prepared: PreparedReshard, *, yes: bool) -> None:
+def _confirm(prepared: PreparedReshard, *, yes: bool, may_ask: bool) -> None:
     """Ask once whether to destroy what `--force` destroys, if there is anything.
 
     Raises:
@@ -173,7 +182,7 @@ def _confirm(prepared: PreparedReshard, *, yes: bool) -> None:
     what = destroyed(prepared)
     if what is None or yes:
         return
-    if not (sys.stdin.isatty() and sys.stderr.isatty()):
+    if not (may_ask and sys.stdin.isatty() and sys.stderr.isatty()):
         raise OutputExistsError(prepared.out, f"--force would {what}", hint="add --yes to let it")
     if not typer.confirm(f"{what[:1].upper()}{what[1:]}?", err=True):
         say("nothing was changed")
@@ -181,18 +190,27 @@ def _confirm(prepared: PreparedReshard, *, yes: bool) -> None:
 
 
 def _run(
-    prepared: PreparedReshard, *, verify: Verify, threads: int | None, max_in_flight: int | None, quiet: bool
+    prepared: PreparedReshard,
+    *,
+    verify: Verify,
+    threads: int | None,
+    max_in_flight: int | None,
+    on_progress: OnProgress,
+    team: Team,
 ) -> ReshardReport:
     from bigload.layouts.reshard import run_reshard
-    from bigload_cli.progress import shown_progress
     from bigload_cli.signals import sigterm_as_ctrl_c
 
     with sigterm_as_ctrl_c() as came:
         try:
-            with shown_progress(quiet=quiet) as on_progress:
-                return run_reshard(
-                    prepared, verify=verify, threads=threads, max_in_flight=max_in_flight, on_progress=on_progress
-                )
+            return run_reshard(
+                prepared,
+                verify=verify,
+                threads=threads,
+                max_in_flight=max_in_flight,
+                on_progress=on_progress,
+                team=team,
+            )
         except KeyboardInterrupt:
             raise _stopped(prepared, TERMINATED if came else INTERRUPTED) from None
 
@@ -226,4 +244,4 @@ def _deliver(prepared: PreparedReshard, report: ReshardReport | None, *, as_json
         output.print_text("\ndry run: nothing was written")
     else:
         output.say("")
-        output.print_text("\n".join(view.closing(report, peak_bytes=peak)))
+        output.print_text("\n".join(view.closing(prepared, report, peak_bytes=peak)))

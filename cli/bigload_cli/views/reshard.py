@@ -123,8 +123,14 @@ def warnings(report: ReshardReport) -> list[str]:
     )
 
 
-def closing(report: ReshardReport, *, peak_bytes: int) -> list[str]:
+def closing(prepared: PreparedReshard, report: ReshardReport, *, peak_bytes: int) -> list[str]:
     """Return what was done, how fast, how it was checked, and what to do next."""
+    if prepared.is_finished:
+        num_files = counted(len(report.output.files), "file")
+        return [
+            f"nothing to do: {num_files}, {format_size(report.num_bytes)}, were finished before",
+            f"Next: bigload verify {argument(report.out)}",
+        ]
     return [
         f"{_done(report)}, peak memory {format_size(peak_bytes)}",
         f"{counted(_num_tensors(report), 'tensor')}: {_checked(report)}",
@@ -134,8 +140,6 @@ def closing(report: ReshardReport, *, peak_bytes: int) -> list[str]:
 
 def _done(report: ReshardReport) -> str:
     num_files, holes = len(report.output.files), _without_holes(report)
-    if report.kept_files == num_files:
-        return f"all {counted(num_files, 'file')} were there, {format_size(report.num_bytes)}{holes}"
     rate = "" if holes else f" ({format_rate(report.written_bytes, report.seconds)})"
     if not report.kept_bytes:
         written = f"{counted(num_files, 'file')}, {format_size(report.num_bytes)}{holes},"
@@ -161,14 +165,15 @@ def _checked(report: ReshardReport) -> str:
 
 
 def _next(report: ReshardReport) -> str:
-    layout, folder = report.output.layout, repr(printable(str(report.out)))
+    layout, path = report.output.layout, printable(str(report.out))
     if layout is Layout.RANKS:
-        return f"Next: in Python, on rank r: bigload.load({folder} + f'/rank-{{r}}')"
+        prefix = path.replace("{", "{{").replace("}", "}}")
+        return f"Next: in Python, on rank r: bigload.load(f{prefix + '/rank-{r}'!r})"
     if layout is not Layout.OFFLOAD:
         return f"Next: bigload bench-load {argument(report.out)}"
     if any(output.is_raw for output in report.output.files):
-        return f"Next: in Python: accelerate.dispatch_model(model, device_map, offload_dir={folder})"
-    return f"Next: in Python: bigload.OffloadFolder.open({folder})"
+        return f"Next: in Python: accelerate.dispatch_model(model, device_map, offload_dir={path!r})"
+    return f"Next: in Python: bigload.OffloadFolder.open({path!r})"
 
 
 def _bytes_below(folder: Path) -> int:
