@@ -49,7 +49,7 @@ def _bar() -> Iterator[OnProgress]:
         def on_progress(progress: Progress) -> None:
             bar.update(
                 task,
-                description=_what(progress),
+                description=_what(progress, usual="write"),
                 total=progress.total_bytes,
                 completed=progress.done_bytes,
                 amount=_amount(progress),
@@ -93,8 +93,9 @@ class _Rate:
         return format_rate(progress.done_bytes - self._done_before, time.monotonic() - self._began)
 
 
-def _what(progress: Progress) -> str:
-    return f"{progress.phase} {printable(progress.file)}"
+def _what(progress: Progress, *, usual: str = "") -> str:
+    file = printable(progress.file)
+    return file if progress.phase == usual else f"{progress.phase} {file}"
 
 
 def _amount(progress: Progress) -> str:
