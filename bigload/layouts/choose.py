@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 
@@ -13,8 +13,8 @@ from bigload.dtypes import DType, parse_dtype
 from bigload.errors import ReshardOptionError
 from bigload.layouts import device_folders, offload_folder, rank_slices, shards
 from bigload.layouts.choices import Layout, OffloadFormat
-from bigload.layouts.in_kernel import KernelCopy
-from bigload.layouts.output_files import DTypeOf, Output, as_stored
+from bigload.layouts.in_kernel import KernelCopy, data_offset
+from bigload.layouts.output_files import DTypeOf, Output, as_stored, at_block, with_offsets
 from bigload.planning.partition_rules import read_tp_rules
 from bigload.planning.plan import Plan
 from bigload.planning.plan_file import check_plan, read_plan
@@ -79,6 +79,7 @@ def choose(
     cast_to = _cast_to(wishes, plan, layout)
     rule = _rule(cast_to, wishes)
     kernel = KernelCopy.NOTHING if cast_to is not None else kernel_between(opened.root)
+    shares_blocks = kernel is KernelCopy.CLONE
     limit = wishes.max_shard_bytes
     options: dict[str, object] = {"max_shard_bytes": limit}
     if cast_to is not None:
@@ -86,7 +87,9 @@ def choose(
     notes: tuple[str, ...] = ()
     if layout is Layout.DEVICES:
         assert plan is not None, "_layout saw to it"
-        output = device_folders.lay_out(plan, opened, max_shard_bytes=limit, dtype_of=rule)
+        output = device_folders.lay_out(
+            plan, opened, max_shard_bytes=limit, dtype_of=rule, offset_of=data_offset if shares_blocks else at_block
+        )
     elif layout is Layout.OFFLOAD:
         form = OffloadFormat(_one_of("offload_format", wishes.offload_format, OffloadFormat))
         options["offload_format"] = form.value
@@ -101,6 +104,8 @@ def choose(
         output = rank_slices.lay_out(
             opened, tp=wishes.tp, rules=_rules(wishes.tp_rules), max_shard_bytes=limit, dtype_of=rule
         )
+    if shares_blocks and layout in (Layout.OFFLOAD, Layout.SHARDS):
+        output = replace(output, files=with_offsets(output.files, data_offset))
     return Chosen(
         checkpoint=opened,
         plan=plan,

@@ -149,6 +149,15 @@ def as_stored(tensor: TensorInfo) -> DType:
     return tensor.dtype
 
 
+OffsetOf = Callable[[Sequence[OutputTensor]], int]
+"""Where, after a multiple of `DATA_ALIGNMENT`, the data of a file with these tensors starts."""
+
+
+def at_block(tensors: Sequence[OutputTensor]) -> int:  # noqa: ARG001 - see OffsetOf
+    """Return 0: data starts at a block of the disk."""
+    return 0
+
+
 def split(tensors: Iterable[OutputTensor], max_bytes: int | None) -> list[list[OutputTensor]]:
     """Return `tensors` in files of at most `max_bytes` of data each, a larger tensor by itself; `None` for one file."""
     parts: list[list[OutputTensor]] = []
@@ -179,6 +188,11 @@ def numbered(folder: str, parts: Sequence[Sequence[OutputTensor]]) -> tuple[Outp
         OutputFile(file=f"{prefix}model-{number:05d}-of-{len(parts):05d}.safetensors", tensors=aligned(part))
         for number, part in enumerate(parts, start=1)
     )
+
+
+def with_offsets(files: Iterable[OutputFile], offset_of: OffsetOf) -> tuple[OutputFile, ...]:
+    """Return `files` with their data where `offset_of` says."""
+    return tuple(replace(output, data_offset=offset_of(output.tensors)) for output in files)
 
 
 def with_aliases(files: Iterable[OutputFile], aliases: Mapping[str, str]) -> tuple[OutputFile, ...]:

@@ -38,7 +38,17 @@ from bigload.layouts.recheck import Rechecked, recheck
 from bigload.layouts.side_files import SideFile, is_single_file, side_files
 from bigload.layouts.sink import BLOCK_BYTES, direct_write_alignment
 from bigload.layouts.sources import Identity, Sources
-from bigload.layouts.staging import Staging, check_output, joined, staged, staging_folder, write_file
+from bigload.layouts.staging import (
+    Staging,
+    check_output,
+    joined,
+    keep_only,
+    replaced_folder,
+    staged,
+    staging_folder,
+    tidy,
+    write_file,
+)
 from bigload.layouts.windows import Ranges, data_ranges
 from bigload.layouts.writer import DEFAULT_MAX_IN_FLIGHT, LEAST_BYTES_PER_THREAD, FileToWrite, Writer, window_bytes
 from bigload.loading.events import OnProgress, Tally, ignore_progress
@@ -68,6 +78,7 @@ class PreparedReshard:
         kept_bytes: What an interrupted run left, if it is gone on with: not yet looked at.
         options: What was asked for and shows in the bytes.
         recipe: Digest of all that decides what is written.
+        identities: What the source files were when `recipe` was made.
         resume: Whether an interrupted run is gone on with.
         force: Whether an older output may be replaced.
         is_finished: A run that was interrupted, and is to be gone on with, had published all of it.
@@ -85,6 +96,7 @@ class PreparedReshard:
     kept_bytes: int
     options: Mapping[str, object]
     recipe: str
+    identities: Mapping[str, Identity]
     kernel: KernelCopy
     resume: bool
     force: bool
@@ -239,16 +251,17 @@ def prepare_reshard(
     beside = side_files(opened, output, dtype=chosen.cast_to)
     with Sources(opened) as sources:
         ranges = {file.file: data_ranges(file, sources.extents, block_bytes=BLOCK_BYTES) for file in output.files}
-        recipe = _recipe(chosen, sources.identities())
-    is_finished = resume and _is_finished(target, recipe)
+        identities = sources.identities()
+    recipe = _recipe(chosen, identities)
+    is_finished = resume and _is_published(target, recipe)
     if not is_finished:
         check_output(target, resume=resume, force=force)
     small_bytes = sum(len(content) for content in output.documents.values()) + sum(file.num_bytes for file in beside)
     stored = sum(found.num_bytes for found in ranges.values()) + small_bytes
-    kept = _stored_in(staging_folder(target)) if resume else 0
+    left = _stored_in(staging_folder(target))  # gone on with, or thrown away first
     free = shutil.disk_usage(_existing(target)).free
-    if not is_finished and stored - kept > free and chosen.kernel is not KernelCopy.CLONE:
-        raise NotEnoughSpaceError(target, needed_bytes=stored - kept, free_bytes=free)
+    if stored - left > free and not is_finished and chosen.kernel is not KernelCopy.CLONE:
+        raise NotEnoughSpaceError(target, needed_bytes=stored - left, free_bytes=free)
     return PreparedReshard(
         checkpoint=opened,
         plan=chosen.plan,
@@ -258,9 +271,10 @@ def prepare_reshard(
         side_files=beside,
         stored_bytes=stored,
         free_bytes=free,
-        kept_bytes=kept,
+        kept_bytes=left if resume else 0,
         options=chosen.options,
         recipe=recipe,
+        identities=identities,
         kernel=chosen.kernel,
         resume=resume,
         force=force,
@@ -345,7 +359,9 @@ class _Run:
         self._team = team
 
     def nothing_to_do(self) -> _Share:
-        """Return what was kept where everything is there."""
+        """Return what there is where an interrupted run had published everything, after tidying up behind it."""
+        if self._team.rank == 0:
+            tidy(self._prepared.out, force=self._prepared.force)
         return _Share(kept_files=len(self._prepared.output.files), kept_bytes=self._prepared.num_bytes)
 
     def carry_out(self) -> _Share:
@@ -366,11 +382,17 @@ class _Run:
         prepared = self._prepared
         self._agree()
         if self._team.rank == 0:
-            first = staged(prepared.out, prepared.recipe, resume=prepared.resume, force=prepared.force)
-            entered = together(self._team, lambda: opened.enter_context(first))
-            return entered[0]
+            return together(self._team, lambda: self._begin(opened))[0]
         together(self._team, lambda: None)
         return opened.enter_context(joined(prepared.out, prepared.recipe, rank=self._team.rank))
+
+    def _begin(self, opened: ExitStack) -> Staging:
+        prepared = self._prepared
+        first = staged(prepared.out, prepared.recipe, resume=prepared.resume, force=prepared.force)
+        staging = opened.enter_context(first)
+        if staging.progress is not None:
+            keep_only(staging.folder, {output.file for output in prepared.output.files})
+        return staging
 
     def _agree(self) -> None:
         """Raise unless all processes are about to do the same."""
@@ -381,7 +403,7 @@ class _Run:
 
     def _write(self, staging: Staging, sources: Sources, pool: BlockPool) -> _Share:
         sources.check_headers()
-        before = sources.identities()
+        sources.check_unchanged(self._prepared.identities)
         mine = _assigned(self._prepared.output.files, self._team)
         tally = Tally(sum(output.num_bytes for output in mine), self._on_progress)
         files = [
@@ -406,7 +428,7 @@ class _Run:
         )
         share.records = writer.write(files)
         share.overflows = dict(filler.overflows)
-        self._check_unchanged(staging, sources, before)
+        self._check_unchanged(staging, sources)
         if self.verify is not Verify.NONE:
             self._check_sizes(staging, mine)
         return share
@@ -424,9 +446,9 @@ class _Run:
             for output in files
         ]
 
-    def _check_unchanged(self, staging: Staging, sources: Sources, before: dict[str, Identity]) -> None:
+    def _check_unchanged(self, staging: Staging, sources: Sources) -> None:
         try:
-            sources.check_unchanged(before)
+            sources.check_unchanged(self._prepared.identities)
         except ReadError:
             staging.is_void = True
             raise
@@ -502,6 +524,11 @@ def _recipe(chosen: Chosen, identities: Mapping[str, Identity]) -> str:
     return digest.hexdigest()
 
 
+def _is_published(out: Path, recipe: str) -> bool:
+    """Return whether `out` is complete, and what `recipe` says."""
+    return (out / MANIFEST_FILE).is_file() and read_manifest(out).options.get("recipe") == recipe
+
+
 def _link(folder: Path, alias: str, name: str, records: Mapping[str, FileRecord]) -> FileRecord:
     """Give the file `name` the further name `alias`: one file with two names, or where that cannot be a link to it."""
     path = folder / alias
@@ -525,13 +552,10 @@ def _check_apart(checkpoint: Checkpoint, target: Path) -> None:
         raise OutputExistsError(
             target, f"it is inside the source {checkpoint.root}, which is never written to", hint=hint
         )
-    if root.is_relative_to(out):
-        raise OutputExistsError(target, f"the source {checkpoint.root} is inside of it", hint="choose another folder")
-
-
-def _is_finished(target: Path, recipe: str) -> bool:
-    """Return whether an interrupted run of the same recipe had published `target`."""
-    return (target / MANIFEST_FILE).is_file() and read_manifest(target).options.get("recipe") == recipe
+    for folder in (target, staging_folder(target), replaced_folder(target)):
+        if root.is_relative_to(folder.resolve()):
+            reason = f"the source {checkpoint.root} is inside of it"
+            raise OutputExistsError(folder, reason, hint="choose another folder")
 
 
 def _existing(path: Path) -> Path:
