@@ -95,4 +95,18 @@ def test_windows_hold_what_torch_makes_of_the_tensors(tmp_path_factory, drawn):
             filler.fill(memoryview(window), portions)
             written += window
     expected = b"".join(_reference(data, tensor) for tensor in tensors)
-    assert bytes(written) == expected
+    assert _with_one_nan(written, tensors) == _with_one_nan(expected, tensors)
+
+
+def _with_one_nan(written, tensors):
+    """What is no number may be written in several ways, and torch is not always of one mind."""
+    normal, position = b"", 0
+    for tensor in tensors:
+        part = bytearray(written[position : position + tensor.num_bytes])
+        position += tensor.num_bytes
+        if tensor.is_cast and part:
+            values = torch.frombuffer(part, dtype=getattr(torch, tensor.dtype.torch_name))
+            is_nan = values.float().isnan().repeat_interleave(tensor.dtype.alignment)
+            torch.frombuffer(part, dtype=torch.uint8)[is_nan] = 0xFF
+        normal += part
+    return normal + bytes(written[position:])
