@@ -25,15 +25,14 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from enum import StrEnum
 
 from bigload.checkpoint.model import Checkpoint
 from bigload.devices import DISK
 from bigload.dtypes import DType
 from bigload.errors import NotOffloadableError
+from bigload.layouts.choices import Layout, OffloadFormat
 from bigload.layouts.output_files import (
     DTypeOf,
-    Layout,
     Output,
     OutputFile,
     OutputTensor,
@@ -55,13 +54,6 @@ _MAX_NAME_BYTES = 255
 
 _EMPTY = b"\0"
 """What accelerate writes for a tensor without elements: nobody can map a file without bytes."""
-
-
-class OffloadFormat(StrEnum):
-    """How an offload folder stores weights: a safetensors file per block, or accelerate's raw file per tensor."""
-
-    SAFETENSORS = "safetensors"
-    DAT = "dat"
 
 
 def lay_out(

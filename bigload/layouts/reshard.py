@@ -20,6 +20,7 @@ from bigload.checkpoint.fingerprint import fingerprint
 from bigload.checkpoint.model import Checkpoint
 from bigload.dtypes import DType
 from bigload.errors import NotEnoughSpaceError, OutputExistsError, RankError, ReadError, ReshardOptionError, WriteError
+from bigload.layouts.choices import Layout, OffloadFormat, Verify
 from bigload.layouts.choose import Chosen, Wishes, choose
 from bigload.layouts.filling import Filler
 from bigload.layouts.in_kernel import KernelCopy, kernel_copy
@@ -32,8 +33,7 @@ from bigload.layouts.manifest import (
     read_manifest,
     record_of,
 )
-from bigload.layouts.offload_folder import OffloadFormat
-from bigload.layouts.output_files import DEFAULT_MAX_SHARD_BYTES, Layout, Output, OutputFile
+from bigload.layouts.output_files import DEFAULT_MAX_SHARD_BYTES, Output, OutputFile
 from bigload.layouts.recheck import Rechecked, recheck
 from bigload.layouts.side_files import SideFile, is_single_file, side_files
 from bigload.layouts.sink import BLOCK_BYTES, direct_write_alignment
@@ -50,11 +50,12 @@ from bigload.layouts.staging import (
     write_file,
 )
 from bigload.layouts.windows import Ranges, data_ranges
-from bigload.layouts.writer import DEFAULT_MAX_IN_FLIGHT, FileToWrite, Verify, Writer, window_bytes
+from bigload.layouts.writer import DEFAULT_MAX_IN_FLIGHT, LEAST_BYTES_PER_THREAD, FileToWrite, Writer, window_bytes
 from bigload.loading.events import OnProgress, Tally, ignore_progress
 from bigload.loading.huge_pages import BlockPool
 from bigload.loading.team import Team, present_team, together
 from bigload.planning.plan import Plan
+from bigload.units import format_size
 from bigload.version import __version__
 
 DEFAULT_THREADS = 4
@@ -80,6 +81,8 @@ class PreparedReshard:
         identities: What the source files were when `recipe` was made.
         resume: Whether an interrupted run is gone on with.
         force: Whether an older output may be replaced.
+        is_finished: A run that was interrupted, and is to be gone on with, had published all of it.
+        notes: What the user should know of it.
     """
 
     checkpoint: Checkpoint
@@ -97,6 +100,7 @@ class PreparedReshard:
     kernel: KernelCopy
     resume: bool
     force: bool
+    is_finished: bool
     notes: tuple[str, ...] = ()
 
     @property
@@ -274,6 +278,7 @@ def prepare_reshard(
         kernel=chosen.kernel,
         resume=resume,
         force=force,
+        is_finished=is_finished,
         notes=chosen.notes,
     )
 
@@ -299,15 +304,17 @@ def run_reshard(
                 team=present,
             )
     began = time.monotonic()
+    bound = _at_least("max_in_flight", max_in_flight, LEAST_BYTES_PER_THREAD, default=DEFAULT_MAX_IN_FLIGHT)
+    wished = _at_least("threads", threads, 1, default=DEFAULT_THREADS)
     run = _Run(
         prepared,
         verify=_verify(verify),
-        threads=_at_least_one("threads", threads, DEFAULT_THREADS),
-        max_in_flight=_at_least_one("max_in_flight", max_in_flight, DEFAULT_MAX_IN_FLIGHT),
+        threads=min(wished, bound // LEAST_BYTES_PER_THREAD),
+        max_in_flight=bound,
         on_progress=on_progress,
         team=team,
     )
-    finished = run.is_finished() or run.carry_out()
+    finished = run.nothing_to_do() if prepared.is_finished else run.carry_out()
     return ReshardReport(
         out=prepared.out,
         output=prepared.output,
@@ -316,7 +323,7 @@ def run_reshard(
         kept_files=finished.kept_files,
         kept_bytes=finished.kept_bytes,
         seconds=time.monotonic() - began,
-        verify=run.verify,
+        verify=Verify.NONE if prepared.is_finished else run.verify,
         overflows=finished.overflows,
     )
 
@@ -351,14 +358,11 @@ class _Run:
         self._on_progress = on_progress
         self._team = team
 
-    def is_finished(self) -> _Share | None:
-        """Return what there is if a run that was interrupted had published everything, and is to be gone on with."""
-        prepared = self._prepared
-        if not prepared.resume or not _is_published(prepared.out, prepared.recipe):
-            return None
+    def nothing_to_do(self) -> _Share:
+        """Return what there is where an interrupted run had published everything, after tidying up behind it."""
         if self._team.rank == 0:
-            tidy(prepared.out, force=prepared.force)
-        return _Share(kept_files=len(prepared.output.files), kept_bytes=prepared.num_bytes)
+            tidy(self._prepared.out, force=self._prepared.force)
+        return _Share(kept_files=len(self._prepared.output.files), kept_bytes=self._prepared.num_bytes)
 
     def carry_out(self) -> _Share:
         """Write this process's files, and wait for those of the others; number 0 does the rest, and publishes."""
@@ -409,7 +413,7 @@ class _Run:
         share = _Share()
         share.kept_files = sum(file.kept is not None and file.kept.record is not None for file in files)
         share.kept_bytes = sum(file.kept.digest.position for file in files if file.kept is not None)
-        filler = Filler(sources)
+        filler = Filler(sources, shared=sources.through_cache)
         writer = Writer(
             staging.folder,
             sources,
@@ -574,7 +578,7 @@ def _verify(value: Verify | str) -> Verify:
         raise ReshardOptionError("verify", str(value), "one of none, size, full") from None
 
 
-def _at_least_one(name: str, value: int | None, default: int) -> int:
-    if value is not None and value < 1:
-        raise ReshardOptionError(name, value, "1 or more")
+def _at_least(name: str, value: int | None, least: int, *, default: int) -> int:
+    if value is not None and value < least:
+        raise ReshardOptionError(name, value, f"{format_size(least) if least > 1 else least} or more")
     return default if value is None else value

@@ -11,10 +11,10 @@ from __future__ import annotations
 
 from bigload.checkpoint.model import Checkpoint
 from bigload.checkpoint.source import SINGLE_FILE
+from bigload.layouts.choices import Layout
 from bigload.layouts.output_files import (
     DEFAULT_MAX_SHARD_BYTES,
     DTypeOf,
-    Layout,
     Output,
     OutputFile,
     OutputTensor,

@@ -12,11 +12,11 @@ import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from enum import StrEnum
 from itertools import groupby, zip_longest
 from pathlib import Path
 
 from bigload.errors import BigloadError, VerificationError
+from bigload.layouts.choices import Verify
 from bigload.layouts.digests import DigestLane, FileDigest
 from bigload.layouts.filling import Filler
 from bigload.layouts.in_kernel import KernelCopy, copy_in_kernel
@@ -34,24 +34,13 @@ from bigload.units import GIB, KIB
 
 DEFAULT_MAX_IN_FLIGHT = 12 * WINDOW_BYTES
 MIN_WINDOW_BYTES = 256 * KIB
+LEAST_BYTES_PER_THREAD = 3 * MIN_WINDOW_BYTES
 NOTE_EVERY_BYTES = GIB
 """How much of a file may have to be written again after a crash."""
 
 _libc = ctypes.CDLL(None)
 _libc.memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 _libc.memset.argtypes = (ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t)
-
-
-class Verify(StrEnum):
-    """How what was written is checked before it is published.
-
-    `none`: not at all. `size`: every file has its size. `full`: every byte is read back from the disk and compared with
-    what was read from the source (after casts and cuts, if there are any).
-    """
-
-    NONE = "none"
-    SIZE = "size"
-    FULL = "full"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,7 +12,7 @@ from bigload.checkpoint.fingerprint import ShardFingerprint
 from bigload.layouts.manifest import FileRecord, Manifest, Source, manifest_to_json, record_of
 from builders import make_split, write_shard
 
-VERSIONS = {"plan": "1.1", "inspect": "1.1", "bench-load": "1.1"}
+VERSIONS = {"plan": "1.1", "inspect": "1.1", "reshard": "1.1", "bench-load": "1.1"}
 SCHEMAS = Path(__file__).parents[2] / "docs" / "schemas"
 QUESTIONS = ["explain", "compare", "fits", "gpus", "max-context"]
 NAMES = ["plan", "inspect", "reshard", "manifest", "verify", "bench-load", *QUESTIONS]
@@ -38,6 +38,10 @@ COMMANDS = [
     "bigload reshard tiny.json out --json --no-verify",
     "bigload verify split --json",
     "bigload verify split --size-only --json",
+    "bigload reshard tiny-llama out --json --max-shard-size none --verify size",
+    "bigload reshard tiny-llama out --json --dtype fp16 --keep-fp32 '*norm*'",
+    "bigload reshard torch.bin out --json --layout offload --offload-format dat",
+    "bigload reshard tiny-llama out --json --tp 2 --dry-run",
     "bigload bench-load tiny-llama --runs 2 --threads 1,2 --json",
     "bigload bench-load tiny-llama --runs 1 --threads 1 --json",
     "bigload bench-load tiny-llama --runs 1 --threads 1 --method mmap,direct --cold --max-inflight 8MiB --json",
@@ -176,7 +180,9 @@ def test_every_key_is_there_also_when_it_has_nothing_to_say(run):
     assert (document["index_file"], document["shards"], document["tensors"]) == (None, None, None)
     assert run(PLAN).code == 0
     document = parsed(run("bigload reshard tiny.json out --dry-run --json").stdout)
-    assert (document["run_seconds"], document["verified"]) == (None, None)
+    assert {key for key, value in document.items() if value is None} == {
+        *("kept_files", "kept_bytes", "written_bytes", "run_seconds", "verify", "verified", "overflows")
+    }
 
 
 @pytest.mark.parametrize(

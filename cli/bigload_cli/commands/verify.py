@@ -43,7 +43,7 @@ def verify(
     from bigload_cli.views.text import printable
 
     level = Level.SIZE if size_only else Level.FULL
-    with shown_progress(quiet=quiet or size_only, passes=1) as on_progress:
+    with shown_progress(quiet=quiet or size_only) as on_progress:
         report = compare(folder, level=level, threads=io_threads, on_progress=on_progress)
     peak = peak_bytes()
     for warning in report.warnings:
