@@ -18,10 +18,10 @@ from dataclasses import replace
 
 from bigload.checkpoint.model import Checkpoint, Span, TensorInfo
 from bigload.devices import Device
+from bigload.layouts.choices import Layout
 from bigload.layouts.output_files import (
     DEFAULT_MAX_SHARD_BYTES,
     DTypeOf,
-    Layout,
     OffsetOf,
     Output,
     OutputFile,

@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from enum import StrEnum
 from functools import cached_property
 from itertools import accumulate
 from math import prod
@@ -19,6 +18,7 @@ from bigload.checkpoint.index import DEFAULT_INDEX, encode_index
 from bigload.checkpoint.model import TensorInfo
 from bigload.checkpoint.safetensors import encode_header
 from bigload.dtypes import DType
+from bigload.layouts.choices import Layout
 from bigload.loading.slices import Slice, sliced_shape
 from bigload.units import KIB
 
@@ -28,19 +28,6 @@ DATA_ALIGNMENT = 4 * KIB
 
 TENSOR_ALIGNMENT = 64
 _METADATA = {"format": "pt"}
-
-
-class Layout(StrEnum):
-    """A form in which a checkpoint can be written.
-
-    `devices`: one folder per device of a plan. `offload`: a file per block, for weights that are brought to a device
-    when it needs them. `shards`: the same checkpoint in other files. `ranks`: one folder per tensor-parallel rank.
-    """
-
-    DEVICES = "devices"
-    OFFLOAD = "offload"
-    SHARDS = "shards"
-    RANKS = "ranks"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
