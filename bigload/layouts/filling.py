@@ -97,8 +97,8 @@ def _joined(several: Iterable[Rows]) -> Iterator[Rows]:
 class Filler:
     """Fills memory with portions of tensors, from open `sources` by file; several threads may share one.
 
-    Memory of its own: for each thread that casts two blocks of 2 and 4 MiB, or of one row of a slice if that is longer;
-    for each that puts views in order one of 16 MiB; otherwise next to none.
+    Memory of its own: two blocks of 2 MiB for each thread that casts, and one of 16 MiB for each that puts views in
+    order; otherwise next to none.
 
     Args:
         sources: For what is wanted once.

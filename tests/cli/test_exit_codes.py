@@ -11,11 +11,7 @@ from pathlib import Path
 
 import pytest
 
-<<<<<<< HEAD
-from builders import header_of, make_checkpoint, make_split, write_index, write_raw, write_shard
-=======
-from builders import data_for, header_of, make_checkpoint, write_index, write_raw, write_shard
->>>>>>> h-speed
+from builders import data_for, header_of, make_checkpoint, make_split, write_index, write_raw, write_shard
 
 PROGRAM = Path(sys.executable).with_name("bigload")
 PLAN = "bigload plan tiny-llama --overhead 0 -m cuda:0=6MiB,cpu=8MiB -o tiny.json"

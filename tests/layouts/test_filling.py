@@ -20,12 +20,14 @@ from bigload.errors import ReadError
 from bigload.layouts.filling import Filler, Portion
 from bigload.layouts.output_files import OutputTensor
 from bigload.loading.bytesource import PositionalReader
+from bigload.loading.huge_pages import allocate
 from bigload.loading.slices import Slice
 from bigload.loading.workers import run_jobs
 from bigload.units import MIB
 from builders import open_descriptors
 
 torch = pytest.importorskip("torch")
+host_staging = pytest.importorskip("bigload.loading.host_staging")
 _FLOATS = ["F32", "F16", "BF16", "F64", "F8_E5M2"]
 _OTHERS = ["U8", "I64", "I16", "BOOL"]
 
@@ -216,6 +218,36 @@ def test_a_transposed_matrix_is_read_once_for_each_window_at_most():
     window, _ = _filled(source, [Portion(tensor, 0, tensor.num_bytes // 8, 0)])
     assert window == _reference(data, tensor)[: tensor.num_bytes // 8]
     assert sum(stop - start for start, stop, _ in source.reads) <= len(data)
+
+
+@pytest.mark.parametrize(
+    ("stored", "wanted", "strides", "limit"),
+    [
+        ("F32", "BF16", None, 4 * MIB),
+        ("F16", "BF16", None, 4 * MIB),
+        ("BF16", "F32", None, 4 * MIB),
+        ("F16", "BF16", (1, 4096), 18 * MIB),
+        ("F64", "F16", (2, 8192), 18 * MIB),
+    ],
+)
+def test_memory_does_not_grow_with_the_window(monkeypatch, stored, wanted, strides, limit):
+    taken = []
+    monkeypatch.setattr(host_staging, "allocate", lambda size: taken.append(size) or allocate(size))
+    num_elements = 4096 * 2048 if strides is None else 4095 * strides[0] + 2047 * strides[1] + 1
+    info = _plain(stored, (4096, 2048), strides=strides, num_elements=num_elements)
+    _filled(_Zeros(), [_whole(_output(info, wanted))])
+    assert 0 < sum(taken) <= limit
+
+
+class _Zeros(_Source):
+    """A file of nothing, as long as one likes."""
+
+    def __init__(self):
+        super().__init__(b"")
+
+    def read_into(self, buffers, offset):
+        for buffer in buffers:
+            buffer[:] = bytes(buffer.nbytes)
 
 
 @pytest.mark.parametrize(
