@@ -288,6 +288,10 @@ class _Divider:
         """Return the dimension along which a tensor of `layer` is divided, `None` for none."""
         tensor = layer.tensors[leaf]
         if layer.word.side is Side.EXPERTS:
+            if leaf == "weight" and len(tensor.shape) < 3:
+                raise _IndivisibleError(
+                    "expected a stack of all experts: a single one is divided by colwise and rowwise"
+                )
             return 0 if tensor.shape else None
         if leaf in _SCALARS or (leaf.startswith("weight_scale") and tensor.num_elements == 1):
             if tensor.num_elements > 1:
@@ -454,7 +458,7 @@ def _check_stack(layer: _Layer, dims: Mapping[str, int]) -> None:
 def _num_experts(layer: _Layer, size: int) -> int:
     told = count_of(layer.config.raw, "num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
     nested = layer.config.section("ffn_config").raw
-    return told or count_of(nested, "moe_num_experts") or size
+    return told or count_of(nested, "moe_num_experts") or max(size, 1)
 
 
 def _block(layer: _Layer, num_features: int, size: int) -> int:

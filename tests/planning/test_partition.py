@@ -50,7 +50,8 @@ def test_columns_and_rows_of_a_llama():
     assert found[f"{base}.self_attn.o_proj.weight"].dim == 1
     assert found[f"{base}.self_attn.o_proj.weight"].ranges == (first, second)
     assert found["lm_head.weight"].ranges == (((0, 5),), ((5, 10),))
-    for name in ("model.embed_tokens.weight", f"{base}.self_attn.o_proj.bias", f"{base}.input_layernorm.weight"):
+    assert found["model.embed_tokens.weight"] == found["lm_head.weight"]
+    for name in (f"{base}.self_attn.o_proj.bias", f"{base}.input_layernorm.weight"):
         assert found[name] == WHOLE
 
 
@@ -357,6 +358,7 @@ def test_rules_go_before_the_family_and_the_first_that_matches_decides():
         ({"mlp.up_proj.weight": "replicate"}, "different rules"),
         ({"self_attn.qkv": "colwise"}, "the word is packed_qkv"),
         ({"mlp.gate_up_proj": "colwise"}, "the word is packed_colwise"),
+        ({"mlp.gate_up_proj": "grouped_gemm"}, "expected a stack of all experts"),
         ({"experts.w1": "colwise"}, "experts.w1_scale beside model.layers.0.experts.w1"),
     ],
 )
@@ -415,3 +417,32 @@ def test_files_that_hold_no_rules_are_refused(tmp_path, name, content):
         path.write_bytes(content)
     with pytest.raises(PartitionError, match="rule"):
         read_tp_rules(path)
+
+
+HOSTILE = [0, -1, 2**31 - 1, 2**70, 1.5, "8", None, True, [], {}]
+KEYS = [
+    *("num_attention_heads", "num_key_value_heads", "head_dim", "hidden_size", "num_experts", "kv_lora_rank"),
+    *("quantization_config", "vision_config", "text_config", "multi_query", "new_decoder_architecture"),
+]
+BLOCKS = st.fixed_dictionaries({"weight_block_size": st.lists(st.sampled_from([*HOSTILE, 2]), min_size=2, max_size=2)})
+
+
+@given(
+    st.dictionaries(st.sampled_from(KEYS), st.integers(0, 5) | st.sampled_from(HOSTILE) | BLOCKS),
+    st.sampled_from(sorted(FAMILIES)),
+    st.lists(st.integers(0, 6), max_size=4),
+    st.sampled_from([1, 2, 3, MAX_RANKS]),
+    st.none() | st.sampled_from(sorted(WORDS)),
+)
+def test_whatever_config_and_shapes_say_the_answer_is_a_division_or_an_error(config, family, shape, tp, word):
+    names = [pattern.replace("*", "0") for pattern in FAMILIES[family]]
+    for name in names:  # one by one: the first error ends it
+        tensors = {f"m.{name}.{leaf}": ("F32", shape) for leaf in ("weight", "bias", "weight_scale")}
+        tensors |= {f"n.{name}": ("U8", shape), f"vision.{name}.qweight": ("I32", shape)}
+        checkpoint = checkpoint_of(tensors, config={**config, "model_type": family})
+        try:
+            found = partition(checkpoint, tp=tp, rules=None if word is None else {name: word})
+        except PartitionError:
+            continue
+        for tensor in tensors:
+            assert len(found.divisions[tensor].shape(tuple(shape), tp - 1)) == len(shape)
