@@ -62,6 +62,12 @@ _LEAVES: Mapping[str, tuple[int | None, int | None]] = {
 """
 
 _RANKS = {"qweight": (2,), "qzeros": (2,), "scales": (2,), "g_idx": (1,), "SCB": (1,), "bias": (1,)}
+_BESIDE = {
+    **dict.fromkeys(("weight_scale", "weight_scale_inv", "SCB"), "weight"),
+    **dict.fromkeys(("qzeros", "scales", "g_idx"), "qweight"),
+}
+"""What has to be there for a tensor to mean what is said above: MLX has `scales` of another form beside a `weight`."""
+
 _SCALARS = {
     "input_scale",
     "output_scale",
@@ -167,7 +173,7 @@ class _Ruled:
         self._overrides = overrides
         self._used: set[Rule] = set()
         self._whole: set[str] = set()
-        self._towers = {key: ModelConfig(self._config.section(key).raw) for _, key in _TOWERS}
+        self._towers = {key: self._config.section(key) for _, key in _TOWERS}
         families = {key: family_rules(section) for key, section in self._towers.items()}
         own = family_rules(self._config)
         if own is None and not overrides and not any(families.values()):
@@ -185,7 +191,7 @@ class _Ruled:
         unused = [rule.pattern for rule in self._overrides if rule not in self._used]
         if unused:
             raise PartitionError(
-                f"{counted(len(unused), 'rule')} match nothing in {self._checkpoint.name}",
+                f"{counted(len(unused), 'rule')} without a match in {self._checkpoint.name}",
                 details=unused,
                 hint="a pattern is the end of a name of a module or tensor, with * for one part of it: bigload inspect "
                 "shows the names",
@@ -238,7 +244,12 @@ class _Ruled:
                     details=[f"{leaf}: {said or 'none'}" for leaf, said in word_of.items()],
                     hint="give one rule to the module",
                 )
-            yield _Layer(name=name, word=word, tensors=ruled, config=config)
+            above, _, last = name.rpartition(".")
+            is_part = "" in ruled and word.side is not Side.EXPERTS and not rule.matches(name.split("."))
+            if is_part:  # of a layer that has a rule, and none of the tensors that linear layers are known to have
+                yield _Layer(name=above, word=word, tensors={last: ruled[""]}, config=config)
+            else:
+                yield _Layer(name=name, word=word, tensors=ruled, config=config)
 
     def _unknown(self) -> PartitionError:
         types = self._config.model_types
@@ -297,7 +308,7 @@ class _Divider:
             if tensor.num_elements > 1:
                 raise _IndivisibleError(f"{leaf} was expected to be one number")
             return None
-        if leaf and leaf not in _LEAVES:
+        if leaf and (leaf not in _LEAVES or _BESIDE.get(leaf, leaf) not in layer.tensors):
             raise _IndivisibleError(f"no way is known to divide {leaf}")
         if "g_idx" in layer.tensors and layer.word.side is Side.IN and leaf in ("scales", "qzeros"):
             return None  # g_idx says for each input which group it is of, wherever it stands: all groups are needed

@@ -264,6 +264,9 @@ def test_scales_follow_the_weights():
         ({"weight_packed": ("I32", [16, 2]), "weight_shape": ("I64", [2])}, LLAMA, "weight_packed"),
         ({"weight": ("F4", [16, 4]), "input_scale": ("F32", [2])}, LLAMA, "input_scale was expected to be one number"),
         ({"qweight": ("I32", [2, 3, 4])}, LLAMA, "3 dimensions"),
+        ({"weight": ("U32", [16, 2]), "scales": ("F16", [16, 4])}, LLAMA, "no way is known to divide scales"),
+        ({"weight": ("I8", [16, 4]), "scale": ("F32", [1])}, LLAMA, "no way is known to divide scale"),
+        ({"weight_scale": ("F32", [16])}, LLAMA, "no way is known to divide weight_scale"),
     ],
 )
 def test_quantized_weights_are_divided_rightly_or_not_at_all(tensors, config, reason):
@@ -354,7 +357,7 @@ def test_rules_go_before_the_family_and_the_first_that_matches_decides():
         ({"mlp.up_proj": "columns"}, "'columns' is no word of a rule"),
         ({"mlp..up_proj": "colwise"}, "parts of a name between dots"),
         ({"a*b*": "colwise"}, "at most one *"),
-        ({"mlp.up": "colwise"}, "1 rule match nothing in tiny"),
+        ({"mlp.up": "colwise"}, "1 rule without a match in tiny"),
         ({"mlp.up_proj.weight": "replicate"}, "different rules"),
         ({"self_attn.qkv": "colwise"}, "the word is packed_qkv"),
         ({"mlp.gate_up_proj": "colwise"}, "the word is packed_colwise"),
