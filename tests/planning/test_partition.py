@@ -449,3 +449,22 @@ def test_whatever_config_and_shapes_say_the_answer_is_a_division_or_an_error(con
             continue
         for tensor in tensors:
             assert len(found.divisions[tensor].shape(tuple(shape), tp - 1)) == len(shape)
+
+
+def test_attention_is_known_by_its_projections_too():
+    tensors = {"mixer.q_proj.weight": ("F32", [16, 16]), "linear_attn.q_proj.weight": ("F32", [16, 16])}
+    assert "mixer.q_proj (weight [16, 16]): 4 heads do not" in refusal(tensors, 3, rules={"q_proj": "colwise"})
+    assert divided(tensors, 3, rules={"mixer.q_proj": "replicate", "q_proj": "colwise"})[
+        "linear_attn.q_proj.weight"
+    ].ranges == (((0, 6),), ((6, 12),), ((12, 16),))
+
+
+def test_gptq_stores_inputs_first_whatever_the_word():
+    base, config = "h.0.mlp.c_fc", {"model_type": "gpt2", "n_head": 2, "n_embd": 16}
+    forms = {"qweight": ("I32", [2, 64]), "qzeros": ("I32", [1, 8]), "scales": ("F16", [1, 64]), "g_idx": ("I32", [16])}
+    found = divided({f"{base}.{leaf}": form for leaf, form in forms.items()}, 2, config)
+    assert [found[f"{base}.{leaf}"].dim for leaf in forms] == [1, 1, 1, None]
+    tensors = {f"{base}.weight": ("F8_E4M3", [16, 64]), f"{base}.weight_scale": ("F32", [64])}
+    assert divided(tensors, 2, config)[f"{base}.weight_scale"].ranges == (((0, 32),), ((32, 64),))
+    tensors[f"{base}.weight_scale"] = ("F32", [4, 16])
+    assert "stored inputs x outputs" in refusal(tensors, 2, config)
