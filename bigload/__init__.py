@@ -14,6 +14,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from bigload.version import __version__ as __version__
+
 if TYPE_CHECKING:  # `as` marks them as public to type checkers
     from bigload.bench.bench_load import bench_load as bench_load
     from bigload.bench.report import BenchReport as BenchReport
@@ -115,7 +117,6 @@ if TYPE_CHECKING:  # `as` marks them as public to type checkers
     from bigload.runtime.tied_parameters import get_module_size_with_ties as get_module_size_with_ties
     from bigload.runtime.trees import units_of_model as units_of_model
 
-__version__ = "0.1.0"
 
 _HOMES = {
     "bigload.bench.bench_load": ("bench_load",),

@@ -272,10 +272,25 @@ class ReshardOptionError(LayoutError, ValueError):
     """An argument of a reshard has a value that cannot be, or does not go with the others; `name` is which."""
 
     def __init__(self, name: str, value: object, expected: str, *, hint: str | None = None) -> None:
-        shown = f'"{value:.40}"' if isinstance(value, str) else repr(value)
-        super().__init__(f"{name} is {shown}; expected {expected}", hint=hint)
         self.name = name
         self.value = value
+        self.expected = expected
+        super().__init__(self.told_as(name), hint=hint)
+
+    def told_as(self, name: str) -> str:
+        """Return the message with another name for the argument: that of an option, for one."""
+        match self.value:
+            case None:
+                found = "is not given"
+            case str() | Path():
+                found = f'is "{self.value!s:.80}"'
+            case list() | tuple():
+                found = f'is "{", ".join(map(str, self.value)):.80}"'
+            case dict():
+                found = "is given"
+            case _:
+                found = f"is {self.value!r:.80}"
+        return f"{name} {found}; expected {self.expected}"
 
 
 class OutputExistsError(LayoutError, FileExistsError):

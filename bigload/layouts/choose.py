@@ -3,26 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 
 from bigload.checkpoint.model import Checkpoint
 from bigload.checkpoint.source import open_checkpoint
-from bigload.dtypes import DType, parse_dtype
+from bigload.dtypes import DType
 from bigload.errors import ReshardOptionError
-from bigload.layouts import device_folders, shards
-from bigload.layouts.in_kernel import KernelCopy
-from bigload.layouts.output_files import DTypeOf, Layout, Output, as_stored
+from bigload.layouts import device_folders, offload_folder, rank_slices, shards
+from bigload.layouts.choices import Layout, OffloadFormat
+from bigload.layouts.dtype_rules import dtype_rule
+from bigload.layouts.in_kernel import KernelCopy, data_offset
+from bigload.layouts.output_files import DEFAULT_MAX_SHARD_BYTES, Output, at_block, with_offsets
+from bigload.planning.partition_rules import read_tp_rules
 from bigload.planning.plan import Plan
 from bigload.planning.plan_file import check_plan, read_plan
-
-
-class OffloadFormat(StrEnum):
-    """How an offload folder holds tensors: `safetensors`, or a `dat` file for each, as accelerate writes them."""
-
-    SAFETENSORS = "safetensors"
-    DAT = "dat"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,8 +78,10 @@ def choose(
         check_plan(plan, opened, source="the plan" if plan_file is None else str(plan_file))
     layout = _layout(wishes, plan)
     cast_to = _cast_to(wishes, plan, layout)
-    rule = _rule(cast_to, wishes)
+    rule = dtype_rule(cast_to, keep_fp32=wishes.keep_fp32)
+    rule.check(opened.tensors.values())
     kernel = KernelCopy.NOTHING if cast_to is not None else kernel_between(opened.root)
+    shares_blocks = kernel is KernelCopy.CLONE
     limit = wishes.max_shard_bytes
     options: dict[str, object] = {"max_shard_bytes": limit}
     if cast_to is not None:
@@ -91,23 +89,30 @@ def choose(
     notes: tuple[str, ...] = ()
     if layout is Layout.DEVICES:
         assert plan is not None, "_layout saw to it"
-        output = device_folders.lay_out(plan, opened, max_shard_bytes=limit, dtype_of=rule)
+        output = device_folders.lay_out(
+            plan, opened, max_shard_bytes=limit, dtype_of=rule, offset_of=data_offset if shares_blocks else at_block
+        )
     elif layout is Layout.OFFLOAD:
-        from bigload.layouts import offload_folder
-
         form = OffloadFormat(_one_of("offload_format", wishes.offload_format, OffloadFormat))
         options["offload_format"] = form.value
         output = offload_folder.lay_out(
-            opened, plan=plan, offload_format=form.value, max_shard_bytes=limit, dtype_of=rule
+            opened,
+            plan=plan,
+            offload_format=form.value,
+            # A block is read as one; only who asks for smaller files gets them.
+            max_shard_bytes=None if limit == DEFAULT_MAX_SHARD_BYTES else limit,
+            dtype_of=rule,
         )
     elif layout is Layout.SHARDS:
         output = shards.lay_out(opened, max_shard_bytes=limit, dtype_of=rule)
     else:
-        from bigload.layouts import rank_slices
-
         assert wishes.tp is not None, "_layout saw to it"
         options["tp"] = wishes.tp
-        output = rank_slices.lay_out(opened, tp=wishes.tp, rules=wishes.tp_rules, max_shard_bytes=limit, dtype_of=rule)
+        output = rank_slices.lay_out(
+            opened, tp=wishes.tp, rules=_rules(wishes.tp_rules), max_shard_bytes=limit, dtype_of=rule
+        )
+    if shares_blocks and layout in (Layout.OFFLOAD, Layout.SHARDS):
+        output = replace(output, files=with_offsets(output.files, data_offset))
     return Chosen(
         checkpoint=opened,
         plan=plan,
@@ -119,12 +124,8 @@ def choose(
     )
 
 
-def _rule(cast_to: DType | None, wishes: Wishes) -> DTypeOf:
-    if cast_to is None:
-        return as_stored
-    from bigload.layouts.dtype_rules import dtype_rule
-
-    return dtype_rule(cast_to, keep_fp32=wishes.keep_fp32)
+def _rules(wished: Mapping[str, str] | str | Path | None) -> Mapping[str, str] | None:
+    return wished if wished is None or isinstance(wished, Mapping) else read_tp_rules(wished)
 
 
 def is_plan_file(path: str | Path) -> bool:
@@ -168,44 +169,45 @@ def _path_of(plan: Plan, plan_file: Path | None) -> Path:
 def _layout(wishes: Wishes, plan: Plan | None) -> Layout:
     if wishes.layout is not None:
         layout = Layout(_one_of("layout", wishes.layout, Layout))
-    elif wishes.tp is not None:
+    elif wishes.tp is not None or wishes.tp_rules is not None:
         layout = Layout.RANKS
     else:
         layout = Layout.SHARDS if plan is None else Layout.DEVICES
     if layout is Layout.DEVICES and plan is None:
-        raise ReshardOptionError(
-            "layout", "devices", "a plan as the source: bigload plan CHECKPOINT -m ... -o plan.json"
-        )
+        hint = "make a plan and name it in place of the checkpoint: bigload plan CHECKPOINT -m ... -o plan.json"
+        raise ReshardOptionError("layout", "devices", "another one, or a plan to say what goes where", hint=hint)
     if layout is Layout.RANKS and wishes.tp is None:
-        raise ReshardOptionError("tp", None, "the number of ranks, for the layout ranks")
+        raise ReshardOptionError("tp", None, "the number of ranks")
     if layout is not Layout.RANKS and (wishes.tp is not None or wishes.tp_rules is not None):
-        name, value = ("tp", wishes.tp) if wishes.tp is not None else ("tp_rules", "given")
-        raise ReshardOptionError(name, value, f"nothing, for the layout {layout}; it is for ranks")
+        name, value = ("tp", wishes.tp) if wishes.tp is not None else ("tp_rules", wishes.tp_rules)
+        raise ReshardOptionError(name, value, f"nothing: it is for the layout ranks, not for {layout}")
     if wishes.tp is not None and wishes.tp < 1:
         raise ReshardOptionError("tp", wishes.tp, "1 rank or more")
     if wishes.max_shard_bytes is not None and wishes.max_shard_bytes < 1:
         raise ReshardOptionError("max_shard_bytes", wishes.max_shard_bytes, "1 byte or more, or none for one file")
     if layout is not Layout.OFFLOAD and str(wishes.offload_format) != OffloadFormat.SAFETENSORS:
-        raise ReshardOptionError("offload_format", str(wishes.offload_format), f"nothing, for the layout {layout}")
+        raise ReshardOptionError(
+            "offload_format", str(wishes.offload_format), f"nothing: it is for the layout offload, not for {layout}"
+        )
     return layout
 
 
 def _cast_to(wishes: Wishes, plan: Plan | None, layout: Layout) -> DType | None:
-    if wishes.keep_fp32 and wishes.dtype is None:
-        raise ReshardOptionError("keep_fp32", list(wishes.keep_fp32), "a dtype beside it, or nothing is cast anyway")
-    if wishes.dtype is None:
+    dtype = dtype_rule(wishes.dtype, keep_fp32=wishes.keep_fp32).dtype
+    if dtype is None:
         return None
-    try:
-        dtype = wishes.dtype if isinstance(wishes.dtype, DType) else parse_dtype(wishes.dtype)
-    except ValueError as error:
-        raise ReshardOptionError("dtype", wishes.dtype, str(error)) from None
     planned = None if plan is None else plan.options.workload.load_dtype
     if plan is not None and layout in (Layout.DEVICES, Layout.OFFLOAD) and planned != dtype:
-        counted = "as it is stored" if planned is None else planned.name
-        hint = (
-            f"{counted}, as the plan counted its bytes; or another plan: bigload plan ... --dtype {dtype.name.lower()}"
+        counted = (
+            "none: the plan counted weights as they are stored"
+            if planned is None
+            else f"{planned.name}, as the plan counted"
         )
-        raise ReshardOptionError("dtype", dtype.name, hint)
+        hint = f"make a plan that counts like this: bigload plan CHECKPOINT --dtype {dtype.name.lower()} ..."
+        raise ReshardOptionError("dtype", dtype.name, counted, hint=hint)
+    if wishes.keep_fp32 and layout is Layout.DEVICES:
+        expected = "none for the layout devices: the plan counted all weights in one dtype"
+        raise ReshardOptionError("keep_fp32", list(wishes.keep_fp32), expected)
     return dtype
 
 

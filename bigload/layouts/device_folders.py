@@ -18,17 +18,20 @@ from dataclasses import replace
 
 from bigload.checkpoint.model import Checkpoint, Span, TensorInfo
 from bigload.devices import Device
+from bigload.layouts.choices import Layout
 from bigload.layouts.output_files import (
     DEFAULT_MAX_SHARD_BYTES,
     DTypeOf,
-    Layout,
+    OffsetOf,
     Output,
     OutputFile,
     OutputTensor,
     as_stored,
+    at_block,
     index_of,
     numbered,
     split,
+    with_offsets,
 )
 from bigload.planning.plan import Plan, recount
 from bigload.planning.plan_file import plan_to_json
@@ -43,6 +46,7 @@ def lay_out(
     *,
     max_shard_bytes: int | None = DEFAULT_MAX_SHARD_BYTES,
     dtype_of: DTypeOf = as_stored,
+    offset_of: OffsetOf = at_block,
 ) -> Output:
     """Return the files that hold every tensor that `plan` places once, in the folder of its device.
 
@@ -58,7 +62,10 @@ def lay_out(
         if not plan.leaves_out(tensor.name):
             written = OutputTensor(source=tensor, dtype=dtype_of(tensor))
             by_device[plan.device_of(tensor.name)].append(written)
-    folders = [numbered(device.folder, split(tensors, max_shard_bytes)) for device, tensors in by_device.items()]
+    folders = [
+        with_offsets(numbered(device.folder, split(tensors, max_shard_bytes)), offset_of)
+        for device, tensors in by_device.items()
+    ]
     files = tuple(output for folder in folders for output in folder)
     documents = {PLAN_FILE: plan_to_json(plan_for(plan, files)).encode("utf-8", "surrogateescape")}
     documents |= dict(index_of(folder, folder[0].folder) for folder in folders if folder)

@@ -7,6 +7,7 @@ memory, so that digesting takes no time beside writing. It is no proof against f
 from __future__ import annotations
 
 import threading
+from typing import NamedTuple
 
 import xxhash
 
@@ -14,6 +15,14 @@ from bigload.layouts.output_files import OutputFile
 from bigload.units import MIB
 
 _ZEROS = memoryview(bytes(MIB))
+
+
+class Mark(NamedTuple):
+    """A place in a file, and its digest up to there."""
+
+    position: int
+    num_tensors: int
+    whole: xxhash.xxh3_128
 
 
 class FileDigest:
@@ -58,12 +67,15 @@ class FileDigest:
         self._close_tensors()
         return self._whole.hexdigest()
 
-    def fork(self) -> FileDigest:
-        """Return one that goes on from here by itself."""
-        other = FileDigest(self._output)
-        other.position, other.tensors = self.position, dict(self.tensors)
-        other._whole, other._tensor = self._whole.copy(), self._tensor.copy()
-        return other
+    def mark(self) -> Mark:
+        """Return what `rewind` needs to come back here, where a tensor begins or all of them have ended."""
+        return Mark(self.position, len(self.tensors), self._whole.copy())
+
+    def rewind(self, mark: Mark) -> None:
+        """Forget what has gone in since `mark`; once for each mark."""
+        while len(self.tensors) > mark.num_tensors:
+            self.tensors.popitem()
+        self.position, self._whole, self._tensor = mark.position, mark.whole, xxhash.xxh3_128()
 
     def _close_tensors(self) -> None:
         """Note the digests of tensors that end here; empty ones end where they begin."""

@@ -14,9 +14,12 @@ from pathlib import Path
 from typing import Self
 
 from bigload.errors import WriteError
+from bigload.units import MIB
 
 SCHEMA = "bigload.journal/1.0"
 PREFIX = ".bigload-journal-"
+MAX_JOURNAL_BYTES = 512 * MIB
+"""Against journals that exhaust memory; that of 100 000 tensors has about 10 MB."""
 
 
 def journal_name(rank: int) -> str:
@@ -114,6 +117,8 @@ def read_progress(folder: Path) -> Progress | None:
 def _read(path: Path) -> tuple[Progress | None, int]:
     """Return what `path` says, and where its last whole line ends."""
     try:
+        if not path.is_file() or path.stat().st_size > MAX_JOURNAL_BYTES:
+            return None, 0
         lines = path.read_bytes().split(b"\n")[:-1]
     except OSError:
         return None, 0
@@ -137,7 +142,7 @@ def _read(path: Path) -> tuple[Progress | None, int]:
 def _entry(line: bytes) -> dict[str, object] | None:
     try:
         entry = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return entry if isinstance(entry, dict) else None
 

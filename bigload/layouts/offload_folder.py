@@ -16,7 +16,8 @@ second is for accelerate (`OffloadedWeightsLoader`, `dispatch_model(offload_dir=
 
 A runtime asks for a weight by each of its names in memory. So tied names are found, and stored once: in `__metadata__`
 of the file that has them, or as a link beside the `.dat` file, which accelerate opens like any other. They are those
-that a torch file stores as one, and those that the config ties to a stored tensor while no file has them.
+that a torch file stores as one, and those that the config ties to a stored tensor while no file has them. Whoever opens
+a folder of blocks as a checkpoint, without its reader, has to tie them: `shards.py` writes for those who do not.
 """
 
 from __future__ import annotations
@@ -24,15 +25,14 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from enum import StrEnum
 
 from bigload.checkpoint.model import Checkpoint
 from bigload.devices import DISK
 from bigload.dtypes import DType
 from bigload.errors import NotOffloadableError
+from bigload.layouts.choices import Layout, OffloadFormat
 from bigload.layouts.output_files import (
     DTypeOf,
-    Layout,
     Output,
     OutputFile,
     OutputTensor,
@@ -54,13 +54,6 @@ _MAX_NAME_BYTES = 255
 
 _EMPTY = b"\0"
 """What accelerate writes for a tensor without elements: nobody can map a file without bytes."""
-
-
-class OffloadFormat(StrEnum):
-    """How an offload folder stores weights: a safetensors file per block, or accelerate's raw file per tensor."""
-
-    SAFETENSORS = "safetensors"
-    DAT = "dat"
 
 
 def lay_out(

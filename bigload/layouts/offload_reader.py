@@ -21,7 +21,8 @@ from bigload.checkpoint.safetensors import MAX_ELEMENTS, MAX_HEADER_BYTES, read_
 from bigload.checkpoint.source import open_checkpoint
 from bigload.dtypes import DTYPES
 from bigload.errors import CheckpointNotFoundError, InvalidCheckpointError, Problem
-from bigload.layouts.offload_folder import DAT_INDEX, DAT_SUFFIX, OffloadFormat
+from bigload.layouts.choices import OffloadFormat
+from bigload.layouts.offload_folder import DAT_INDEX, DAT_SUFFIX
 
 _MAX_DIMS = 64
 """More no array of numpy has, so no folder of accelerate's."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from enum import StrEnum
 from functools import cached_property
 from itertools import accumulate
 from math import prod
@@ -19,6 +18,7 @@ from bigload.checkpoint.index import DEFAULT_INDEX, encode_index
 from bigload.checkpoint.model import TensorInfo
 from bigload.checkpoint.safetensors import encode_header
 from bigload.dtypes import DType
+from bigload.layouts.choices import Layout
 from bigload.loading.slices import Slice, sliced_shape
 from bigload.units import KIB
 
@@ -28,19 +28,6 @@ DATA_ALIGNMENT = 4 * KIB
 
 TENSOR_ALIGNMENT = 64
 _METADATA = {"format": "pt"}
-
-
-class Layout(StrEnum):
-    """A form in which a checkpoint can be written.
-
-    `devices`: one folder per device of a plan. `offload`: a file per block, for weights that are brought to a device
-    when it needs them. `shards`: the same checkpoint in other files. `ranks`: one folder per tensor-parallel rank.
-    """
-
-    DEVICES = "devices"
-    OFFLOAD = "offload"
-    SHARDS = "shards"
-    RANKS = "ranks"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,6 +149,15 @@ def as_stored(tensor: TensorInfo) -> DType:
     return tensor.dtype
 
 
+OffsetOf = Callable[[Sequence[OutputTensor]], int]
+"""Where, after a multiple of `DATA_ALIGNMENT`, the data of a file with these tensors starts."""
+
+
+def at_block(tensors: Sequence[OutputTensor]) -> int:  # noqa: ARG001 - see OffsetOf
+    """Return 0: data starts at a block of the disk."""
+    return 0
+
+
 def split(tensors: Iterable[OutputTensor], max_bytes: int | None) -> list[list[OutputTensor]]:
     """Return `tensors` in files of at most `max_bytes` of data each, a larger tensor by itself; `None` for one file."""
     parts: list[list[OutputTensor]] = []
@@ -192,6 +188,11 @@ def numbered(folder: str, parts: Sequence[Sequence[OutputTensor]]) -> tuple[Outp
         OutputFile(file=f"{prefix}model-{number:05d}-of-{len(parts):05d}.safetensors", tensors=aligned(part))
         for number, part in enumerate(parts, start=1)
     )
+
+
+def with_offsets(files: Iterable[OutputFile], offset_of: OffsetOf) -> tuple[OutputFile, ...]:
+    """Return `files` with their data where `offset_of` says."""
+    return tuple(replace(output, data_offset=offset_of(output.tensors)) for output in files)
 
 
 def with_aliases(files: Iterable[OutputFile], aliases: Mapping[str, str]) -> tuple[OutputFile, ...]:

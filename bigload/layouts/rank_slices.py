@@ -21,10 +21,10 @@ from types import MappingProxyType
 from bigload.checkpoint.model import Checkpoint, TensorInfo
 from bigload.checkpoint.source import open_checkpoint
 from bigload.errors import CheckpointNotFoundError, InvalidCheckpointError, Problem
+from bigload.layouts.choices import Layout
 from bigload.layouts.output_files import (
     DEFAULT_MAX_SHARD_BYTES,
     DTypeOf,
-    Layout,
     Output,
     OutputFile,
     OutputTensor,

@@ -54,7 +54,7 @@ def _compared(output: OutputFile, progress: FileProgress, content: _Bytes, tally
         digest.update(chunk)
     if header != output.header:
         return None
-    good = digest.fork()
+    good = digest.mark()
     for tensor in output.tensors:
         noted = progress.tensors.get(tensor.name)
         start, stop = digest.position, digest.position + tensor.num_bytes
@@ -66,20 +66,24 @@ def _compared(output: OutputFile, progress: FileProgress, content: _Bytes, tally
         if digest.tensors.get(tensor.name) != noted:
             break
         tally.add(tensor.num_bytes, phase="check", file=output.file)
-        good = digest.fork()
-    return Rechecked(digest=good, record=_record(output, progress, good))
+        good = digest.mark()
+    digest.rewind(good)
+    return Rechecked(digest=digest, record=_record(output, progress, digest))
 
 
 def _record(output: OutputFile, progress: FileProgress, digest: FileDigest) -> FileRecord | None:
     is_all_there = progress.is_complete and progress.digest is not None and len(digest.tensors) == len(output.tensors)
-    if not is_all_there or digest.fork().finish() != progress.digest:
+    if not is_all_there or digest.finish() != progress.digest:
         return None
     tensors: Mapping[str, str | None] = dict(digest.tensors)
     return FileRecord(num_bytes=output.num_bytes, digest=progress.digest, tensors=tensors)
 
 
 def _reader(path: Path, pool: BlockPool) -> PositionalReader | DirectReader:
-    return PositionalReader(path) if direct_alignment(path) is None else DirectReader(path, pool=pool)
+    if direct_alignment(path) is None:
+        return PositionalReader(path)
+    # Not from `pool`, of which a block is held while this reads: a pool of one would never lend another.
+    return DirectReader(path, pool=BlockPool(1, block_bytes=pool.block_bytes))
 
 
 class _Bytes:

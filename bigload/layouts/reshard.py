@@ -16,12 +16,12 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from bigload import __version__
 from bigload.checkpoint.fingerprint import fingerprint
 from bigload.checkpoint.model import Checkpoint
 from bigload.dtypes import DType
 from bigload.errors import NotEnoughSpaceError, OutputExistsError, RankError, ReadError, ReshardOptionError, WriteError
-from bigload.layouts.choose import Chosen, OffloadFormat, Wishes, choose
+from bigload.layouts.choices import Layout, OffloadFormat, Verify
+from bigload.layouts.choose import Chosen, Wishes, choose
 from bigload.layouts.filling import Filler
 from bigload.layouts.in_kernel import KernelCopy, kernel_copy
 from bigload.layouts.manifest import (
@@ -33,18 +33,30 @@ from bigload.layouts.manifest import (
     read_manifest,
     record_of,
 )
-from bigload.layouts.output_files import DEFAULT_MAX_SHARD_BYTES, Layout, Output, OutputFile
+from bigload.layouts.output_files import DEFAULT_MAX_SHARD_BYTES, Output, OutputFile
 from bigload.layouts.recheck import Rechecked, recheck
 from bigload.layouts.side_files import SideFile, is_single_file, side_files
 from bigload.layouts.sink import BLOCK_BYTES, direct_write_alignment
 from bigload.layouts.sources import Identity, Sources
-from bigload.layouts.staging import Staging, check_output, joined, staged, staging_folder, write_file
+from bigload.layouts.staging import (
+    Staging,
+    check_output,
+    joined,
+    keep_only,
+    replaced_folder,
+    staged,
+    staging_folder,
+    tidy,
+    write_file,
+)
 from bigload.layouts.windows import Ranges, data_ranges
-from bigload.layouts.writer import DEFAULT_MAX_IN_FLIGHT, FileToWrite, Verify, Writer, window_bytes
+from bigload.layouts.writer import DEFAULT_MAX_IN_FLIGHT, LEAST_BYTES_PER_THREAD, FileToWrite, Writer, window_bytes
 from bigload.loading.events import OnProgress, Tally, ignore_progress
 from bigload.loading.huge_pages import BlockPool
 from bigload.loading.team import Team, present_team, together
 from bigload.planning.plan import Plan
+from bigload.units import format_size
+from bigload.version import __version__
 
 DEFAULT_THREADS = 4
 """Threads wait for the disk most of the time: more than cores, and enough to keep it busy."""
@@ -66,8 +78,11 @@ class PreparedReshard:
         kept_bytes: What an interrupted run left, if it is gone on with: not yet looked at.
         options: What was asked for and shows in the bytes.
         recipe: Digest of all that decides what is written.
+        identities: What the source files were when `recipe` was made.
         resume: Whether an interrupted run is gone on with.
         force: Whether an older output may be replaced.
+        is_finished: A run that was interrupted, and is to be gone on with, had published all of it.
+        notes: What the user should know of it.
     """
 
     checkpoint: Checkpoint
@@ -81,9 +96,11 @@ class PreparedReshard:
     kept_bytes: int
     options: Mapping[str, object]
     recipe: str
+    identities: Mapping[str, Identity]
     kernel: KernelCopy
     resume: bool
     force: bool
+    is_finished: bool
     notes: tuple[str, ...] = ()
 
     @property
@@ -230,18 +247,21 @@ def prepare_reshard(
     chosen = choose(source, wishes, kernel_between=lambda root: kernel_copy(root, _existing(target)))
     opened = chosen.checkpoint
     _check_apart(opened, target)
-    check_output(target, resume=resume, force=force)
     output = chosen.output
     beside = side_files(opened, output, dtype=chosen.cast_to)
     with Sources(opened) as sources:
         ranges = {file.file: data_ranges(file, sources.extents, block_bytes=BLOCK_BYTES) for file in output.files}
         identities = sources.identities()
+    recipe = _recipe(chosen, identities)
+    is_finished = resume and _is_published(target, recipe)
+    if not is_finished:
+        check_output(target, resume=resume, force=force)
     small_bytes = sum(len(content) for content in output.documents.values()) + sum(file.num_bytes for file in beside)
     stored = sum(found.num_bytes for found in ranges.values()) + small_bytes
-    kept = _stored_in(staging_folder(target)) if resume else 0
+    left = _stored_in(staging_folder(target))  # gone on with, or thrown away first
     free = shutil.disk_usage(_existing(target)).free
-    if stored - kept > free and chosen.kernel is not KernelCopy.CLONE:
-        raise NotEnoughSpaceError(target, needed_bytes=stored - kept, free_bytes=free)
+    if stored - left > free and not is_finished and chosen.kernel is not KernelCopy.CLONE:
+        raise NotEnoughSpaceError(target, needed_bytes=stored - left, free_bytes=free)
     return PreparedReshard(
         checkpoint=opened,
         plan=chosen.plan,
@@ -251,12 +271,14 @@ def prepare_reshard(
         side_files=beside,
         stored_bytes=stored,
         free_bytes=free,
-        kept_bytes=kept,
+        kept_bytes=left if resume else 0,
         options=chosen.options,
-        recipe=_recipe(chosen, identities),
+        recipe=recipe,
+        identities=identities,
         kernel=chosen.kernel,
         resume=resume,
         force=force,
+        is_finished=is_finished,
         notes=chosen.notes,
     )
 
@@ -282,15 +304,17 @@ def run_reshard(
                 team=present,
             )
     began = time.monotonic()
+    bound = _at_least("max_in_flight", max_in_flight, LEAST_BYTES_PER_THREAD, default=DEFAULT_MAX_IN_FLIGHT)
+    wished = _at_least("threads", threads, 1, default=DEFAULT_THREADS)
     run = _Run(
         prepared,
         verify=_verify(verify),
-        threads=_at_least_one("threads", threads, DEFAULT_THREADS),
-        max_in_flight=_at_least_one("max_in_flight", max_in_flight, DEFAULT_MAX_IN_FLIGHT),
+        threads=min(wished, bound // LEAST_BYTES_PER_THREAD),
+        max_in_flight=bound,
         on_progress=on_progress,
         team=team,
     )
-    finished = run.is_finished() or run.carry_out()
+    finished = run.nothing_to_do() if prepared.is_finished else run.carry_out()
     return ReshardReport(
         out=prepared.out,
         output=prepared.output,
@@ -299,7 +323,7 @@ def run_reshard(
         kept_files=finished.kept_files,
         kept_bytes=finished.kept_bytes,
         seconds=time.monotonic() - began,
-        verify=run.verify,
+        verify=Verify.NONE if prepared.is_finished else run.verify,
         overflows=finished.overflows,
     )
 
@@ -334,15 +358,11 @@ class _Run:
         self._on_progress = on_progress
         self._team = team
 
-    def is_finished(self) -> _Share | None:
-        """Return what there is if a run that was interrupted had published everything, and is to be gone on with."""
-        prepared = self._prepared
-        if not prepared.resume or not (prepared.out / MANIFEST_FILE).is_file():
-            return None
-        manifest = read_manifest(prepared.out)
-        if manifest.options.get("recipe") != prepared.recipe:
-            return None
-        return _Share(kept_files=len(prepared.output.files), kept_bytes=prepared.num_bytes)
+    def nothing_to_do(self) -> _Share:
+        """Return what there is where an interrupted run had published everything, after tidying up behind it."""
+        if self._team.rank == 0:
+            tidy(self._prepared.out, force=self._prepared.force)
+        return _Share(kept_files=len(self._prepared.output.files), kept_bytes=self._prepared.num_bytes)
 
     def carry_out(self) -> _Share:
         """Write this process's files, and wait for those of the others; number 0 does the rest, and publishes."""
@@ -362,11 +382,17 @@ class _Run:
         prepared = self._prepared
         self._agree()
         if self._team.rank == 0:
-            first = staged(prepared.out, prepared.recipe, resume=prepared.resume, force=prepared.force)
-            entered = together(self._team, lambda: opened.enter_context(first))
-            return entered[0]
+            return together(self._team, lambda: self._begin(opened))[0]
         together(self._team, lambda: None)
         return opened.enter_context(joined(prepared.out, prepared.recipe, rank=self._team.rank))
+
+    def _begin(self, opened: ExitStack) -> Staging:
+        prepared = self._prepared
+        first = staged(prepared.out, prepared.recipe, resume=prepared.resume, force=prepared.force)
+        staging = opened.enter_context(first)
+        if staging.progress is not None:
+            keep_only(staging.folder, {output.file for output in prepared.output.files})
+        return staging
 
     def _agree(self) -> None:
         """Raise unless all processes are about to do the same."""
@@ -377,7 +403,7 @@ class _Run:
 
     def _write(self, staging: Staging, sources: Sources, pool: BlockPool) -> _Share:
         sources.check_headers()
-        before = sources.identities()
+        sources.check_unchanged(self._prepared.identities)
         mine = _assigned(self._prepared.output.files, self._team)
         tally = Tally(sum(output.num_bytes for output in mine), self._on_progress)
         files = [
@@ -387,7 +413,7 @@ class _Run:
         share = _Share()
         share.kept_files = sum(file.kept is not None and file.kept.record is not None for file in files)
         share.kept_bytes = sum(file.kept.digest.position for file in files if file.kept is not None)
-        filler = Filler(sources)
+        filler = Filler(sources, shared=sources.through_cache)
         writer = Writer(
             staging.folder,
             sources,
@@ -402,7 +428,7 @@ class _Run:
         )
         share.records = writer.write(files)
         share.overflows = dict(filler.overflows)
-        self._check_unchanged(staging, sources, before)
+        self._check_unchanged(staging, sources)
         if self.verify is not Verify.NONE:
             self._check_sizes(staging, mine)
         return share
@@ -420,9 +446,9 @@ class _Run:
             for output in files
         ]
 
-    def _check_unchanged(self, staging: Staging, sources: Sources, before: dict[str, Identity]) -> None:
+    def _check_unchanged(self, staging: Staging, sources: Sources) -> None:
         try:
-            sources.check_unchanged(before)
+            sources.check_unchanged(self._prepared.identities)
         except ReadError:
             staging.is_void = True
             raise
@@ -498,6 +524,11 @@ def _recipe(chosen: Chosen, identities: Mapping[str, Identity]) -> str:
     return digest.hexdigest()
 
 
+def _is_published(out: Path, recipe: str) -> bool:
+    """Return whether `out` is complete, and what `recipe` says."""
+    return (out / MANIFEST_FILE).is_file() and read_manifest(out).options.get("recipe") == recipe
+
+
 def _link(folder: Path, alias: str, name: str, records: Mapping[str, FileRecord]) -> FileRecord:
     """Give the file `name` the further name `alias`: one file with two names, or where that cannot be a link to it."""
     path = folder / alias
@@ -521,8 +552,10 @@ def _check_apart(checkpoint: Checkpoint, target: Path) -> None:
         raise OutputExistsError(
             target, f"it is inside the source {checkpoint.root}, which is never written to", hint=hint
         )
-    if root.is_relative_to(out):
-        raise OutputExistsError(target, f"the source {checkpoint.root} is inside of it", hint="choose another folder")
+    for folder in (target, staging_folder(target), replaced_folder(target)):
+        if root.is_relative_to(folder.resolve()):
+            reason = f"the source {checkpoint.root} is inside of it"
+            raise OutputExistsError(folder, reason, hint="choose another folder")
 
 
 def _existing(path: Path) -> Path:
@@ -545,7 +578,7 @@ def _verify(value: Verify | str) -> Verify:
         raise ReshardOptionError("verify", str(value), "one of none, size, full") from None
 
 
-def _at_least_one(name: str, value: int | None, default: int) -> int:
-    if value is not None and value < 1:
-        raise ReshardOptionError(name, value, "1 or more")
+def _at_least(name: str, value: int | None, least: int, *, default: int) -> int:
+    if value is not None and value < least:
+        raise ReshardOptionError(name, value, f"{format_size(least) if least > 1 else least} or more")
     return default if value is None else value

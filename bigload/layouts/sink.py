@@ -21,6 +21,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 _libc_fallocate = getattr(_libc, "fallocate", None)
 _libc_sync_file_range = getattr(_libc, "sync_file_range", None)
 _START, _START_AND_WAIT = 2, 1 | 2 | 4
+_LOST = (errno.EIO, errno.ENOSPC, errno.EDQUOT)
 
 
 class Sink:
@@ -32,19 +33,28 @@ class Sink:
         kept_bytes: What of an older file at this path is kept; the rest is dropped.
         alignment: Of addresses, offsets and lengths that go past the page cache, in bytes; `None` to go through it.
 
+    Attributes:
+        has_failed: The system refused something. It says once that it lost a page: later flushes prove nothing.
+
     Raises:
         WriteError: it cannot be made.
     """
 
     def __init__(self, path: Path, *, num_bytes: int, alignment: int | None, kept_bytes: int = 0) -> None:
         self.path = path
+        self.has_failed = False
         self._num_bytes = num_bytes
         self._is_direct = alignment is not None
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | (os.O_DIRECT if self._is_direct else 0)
-        with write_errors(path):
-            self.descriptor = os.open(path, flags, 0o666)
-            os.ftruncate(self.descriptor, kept_bytes)
-            os.ftruncate(self.descriptor, self._up(num_bytes))
+        self.descriptor = -1
+        try:
+            with write_errors(path):
+                self.descriptor = os.open(path, flags, 0o666)
+                os.ftruncate(self.descriptor, kept_bytes)
+                os.ftruncate(self.descriptor, self._up(num_bytes))
+        except WriteError:
+            self.close()
+            raise
 
     def reserve(self, start: int, stop: int) -> None:
         """Take disk space for these bytes: blocks are then written in place, by several threads at once.
@@ -55,7 +65,7 @@ class Sink:
         if _libc_fallocate is None or start >= stop:
             return
         stop = self._up(stop)
-        with write_errors(self.path):
+        with self._writing():
             if _libc_fallocate(self.descriptor, 0, ctypes.c_int64(start), ctypes.c_int64(stop - start)):
                 number = ctypes.get_errno()
                 if number not in (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.EINTR):
@@ -68,13 +78,13 @@ class Sink:
             WriteError: the system refused (disk full, quota, I/O error).
         """
         start, num_bytes = offset, len(view)
-        with write_errors(self.path):
+        with self._writing():
             while view:
                 count = os.pwrite(self.descriptor, view, offset)
                 view, offset = view[count:], offset + count
-        if not self._is_direct:
-            # Left alone, dirty pages pile up in memory, and the flush at the end waits for all of them.
-            self._sync_range(start, num_bytes, _START)
+            if not self._is_direct:
+                # Left alone, dirty pages pile up in memory, and the flush at the end waits for all of them.
+                self._sync_range(start, num_bytes, _START)
 
     def read(self, view: memoryview, offset: int) -> None:
         """Fill `view`, whole blocks, with what the disk has of them.
@@ -93,7 +103,7 @@ class Sink:
         Raises:
             WriteError: it could not be brought there.
         """
-        with write_errors(self.path):
+        with self._writing():
             os.fdatasync(self.descriptor)
 
     def finish(self) -> None:
@@ -102,7 +112,7 @@ class Sink:
         Raises:
             WriteError: it could not be brought there.
         """
-        with write_errors(self.path):
+        with self._writing():
             os.ftruncate(self.descriptor, self._num_bytes)
             os.fsync(self.descriptor)
         with suppress(OSError):
@@ -118,22 +128,35 @@ class Sink:
         """Return how many bytes have to be written or read for `num_bytes` at the end of the file."""
         return self._up(num_bytes) if self._is_direct else num_bytes
 
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            with write_errors(self.path):
+                yield
+        except WriteError:
+            self.has_failed = True
+            raise
+
     def _up(self, num_bytes: int) -> int:
         return -(-num_bytes // BLOCK_BYTES) * BLOCK_BYTES if self._is_direct else num_bytes
 
     def _settle(self, start: int, num_bytes: int) -> None:
         """Wait until the disk has these bytes, and forget the cached pages: what is read next comes from the disk."""
-        with write_errors(self.path):
+        with self._writing():
             if not self._sync_range(start, num_bytes, _START_AND_WAIT):
                 os.fdatasync(self.descriptor)
         os.posix_fadvise(self.descriptor, start, num_bytes, os.POSIX_FADV_DONTNEED)
 
     def _sync_range(self, offset: int, num_bytes: int, flags: int) -> bool:
-        """Write these pages to the disk now (sync_file_range(2)); return whether the system did as asked."""
+        """Write these pages to the disk now (sync_file_range(2)); return whether the system can do that."""
         if _libc_sync_file_range is None:
             return False
-        failed: int = _libc_sync_file_range(self.descriptor, ctypes.c_int64(offset), ctypes.c_int64(num_bytes), flags)
-        return not failed
+        if not _libc_sync_file_range(self.descriptor, ctypes.c_int64(offset), ctypes.c_int64(num_bytes), flags):
+            return True
+        number = ctypes.get_errno()
+        if number in _LOST:  # the system says so once: a flush that follows would succeed
+            raise OSError(number, os.strerror(number))
+        return False
 
 
 BLOCK_BYTES = 4096

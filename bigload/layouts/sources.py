@@ -96,7 +96,7 @@ class Sources(Mapping[str, ByteSource]):
             hint = "something replaced them since they were opened; make a new plan"
             raise StalePlanError("the plan", self._checkpoint.path, differences, hint=hint)
 
-    def check_unchanged(self, before: dict[str, Identity]) -> None:
+    def check_unchanged(self, before: Mapping[str, Identity]) -> None:
         """Raise ReadError if a file is not what it was at the time of `before`."""
         for file, identity in before.items():
             if self._identity(file) != identity:

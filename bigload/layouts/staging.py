@@ -11,14 +11,14 @@ import errno
 import fcntl
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from bigload.errors import BigloadError, OutputExistsError, WriteError
 from bigload.layouts.journal import PREFIX, Journal, Progress, journal_name, read_progress
-from bigload.layouts.manifest import MANIFEST_FILE
+from bigload.layouts.manifest import MANIFEST_FILE, read_manifest
 from bigload.units import counted
 
 
@@ -100,6 +100,7 @@ def staged(out: Path, recipe: str, *, resume: bool = False, force: bool = False)
     check_output(out, resume=resume, force=force)
     folder = staging_folder(out)
     lock = -1
+    is_ours = False
     staging: Staging | None = None
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -108,18 +109,23 @@ def staged(out: Path, recipe: str, *, resume: bool = False, force: bool = False)
             hint = "wait for it, or choose another folder"
             raise OutputExistsError(out, "another process is writing it now", hint=hint)
         progress = read_progress(folder) if resume else None
-        if progress is None:
-            _clear(folder)
-            os.ftruncate(lock, 0)
-        elif progress.recipe != recipe:
+        if progress is not None and progress.recipe != recipe:
             hint = "run it with the options and the source it was begun with, or throw its work away with --force"
             raise OutputExistsError(folder, "what was begun there is another reshard than this", hint=hint)
+        is_ours = True
+        if progress is None:
+            os.ftruncate(lock, 0)
+            _clear(folder)
         staging = Staging(folder, Journal.begin(folder / journal_name(0), lock, recipe), progress)
         yield staging
         _flush_folders(folder)
-        _publish(folder, out)
+        _publish(folder, out, force=force)
     except BaseException as error:
-        _leave(folder, staging, lock, error)
+        if lock < 0:
+            with suppress(OSError):
+                folder.rmdir()
+        elif is_ours:
+            _leave(folder, lock, error, is_void=staging is not None and staging.is_void)
         if isinstance(error, OSError) and not isinstance(error, BigloadError):
             raise WriteError(folder, error) from error
         raise
@@ -149,6 +155,25 @@ def joined(out: Path, recipe: str, *, rank: int) -> Iterator[Staging]:
             os.close(descriptor)
 
 
+def keep_only(folder: Path, files: Collection[str]) -> None:
+    """Remove from a folder that is gone on with all but its journals and the regular files named in `files`.
+
+    So no index stands there while a file that it names is written again, and nothing is published that nobody wrote.
+
+    Raises:
+        OSError: the system refused.
+    """
+    for root, folders, names in os.walk(folder, topdown=False):
+        for path in (Path(root, name) for name in (*names, *folders)):
+            name = path.relative_to(folder).as_posix()
+            is_known = name in files or path.name.startswith(PREFIX)
+            if path.is_dir() and not path.is_symlink():
+                with suppress(OSError):  # it is not empty
+                    path.rmdir()
+            elif not (is_known and _is_regular(path)):
+                path.unlink()
+
+
 def write_file(path: Path, content: bytes) -> None:
     """Write a small file, over one that an interrupted run left, and wait until the disk has it.
 
@@ -171,10 +196,22 @@ def _check_replaceable(out: Path, *, force: bool) -> None:
         raise OutputExistsError(out, "it exists", hint="choose another folder, or remove this one yourself")
     if not force:
         raise OutputExistsError(out, "it exists", hint="choose another folder, or replace this one with --force")
+    strays = _strays(out)
+    if strays:
+        reason = f"bigload did not write {counted(len(strays), 'file')} in it, {strays[0]!r} for one"
+        raise OutputExistsError(out, reason, hint="move away what is yours, or remove the folder yourself")
     replaced = replaced_folder(out)
     if replaced.exists() or replaced.is_symlink():
         hint = "an interrupted run moved the older output there: move it back, or remove it"
         raise OutputExistsError(replaced, "it is needed for replacing the output", hint=hint)
+
+
+def _strays(out: Path) -> list[str]:
+    """Return what lies in an output beside what its manifest lists."""
+    known = {MANIFEST_FILE, *read_manifest(out).files}
+    found = (path for path in out.rglob("*") if path.is_symlink() or not path.is_dir())
+    names = (path.relative_to(out).as_posix() for path in found if not path.name.startswith(PREFIX))
+    return sorted(name for name in names if name not in known)
 
 
 def _open_journal(folder: Path, *, rank: int) -> int:
@@ -195,32 +232,45 @@ def _is_ours(lock: int, folder: Path) -> bool:
         return False
 
 
-def _publish(folder: Path, out: Path) -> None:
-    parent = out.resolve().parent
-    replaced = replaced_folder(out) if out.is_dir() and any(out.iterdir()) else None
-    if replaced is not None:
+def _publish(folder: Path, out: Path, *, force: bool) -> None:
+    parent, replaced = out.resolve().parent, replaced_folder(out)
+    is_taken = force and out.is_dir() and any(out.iterdir())
+    if is_taken:
+        _check_replaceable(out, force=force)  # what is there now need not be what was there at the beginning
         out.rename(replaced)
-    folder.rename(out)
+    try:
+        folder.rename(out)
+    except OSError:
+        if is_taken:
+            with suppress(OSError):
+                replaced.rename(out)
+        raise
     _flush_folder(parent)
-    # It is done: what follows only tidies up.
+    tidy(out, force=force)
+
+
+def tidy(out: Path, *, force: bool) -> None:
+    """Remove what the published `out` no longer needs: journals, and with `force` the older output that it replaced."""
+    replaced = replaced_folder(out)
     with suppress(OSError):
         for journal in out.glob(f"{PREFIX}*.jsonl"):
             journal.unlink()
-    if replaced is not None:
-        shutil.rmtree(replaced, ignore_errors=True)
+        if force and _is_regular(replaced / MANIFEST_FILE):
+            for entry in replaced.iterdir():
+                if entry.name != MANIFEST_FILE:  # last: without it nobody would know that the rest is ours
+                    _remove(entry)
+            _remove(replaced)
 
 
-def _leave(folder: Path, staging: Staging | None, lock: int, error: BaseException) -> None:
+def _leave(folder: Path, lock: int, error: BaseException, *, is_void: bool) -> None:
     """Keep what can be gone on with, and say so in the hint of `error`; remove the folder where there is nothing."""
-    if lock < 0:
-        with suppress(OSError):
-            folder.rmdir()
-    elif staging is not None and _is_ours(lock, folder):
-        progress = None if staging.is_void else read_progress(folder)
-        if progress is None or progress.is_empty:
-            shutil.rmtree(folder, ignore_errors=True)
-        elif isinstance(error, BigloadError):
-            error.hint = f"{_amount(progress)} are kept in {folder}: mend the cause and go on with --resume"
+    if not _is_ours(lock, folder):
+        return  # it is published
+    progress = None if is_void else read_progress(folder)
+    if progress is None or progress.is_empty:
+        shutil.rmtree(folder, ignore_errors=True)
+    elif isinstance(error, BigloadError):
+        error.hint = f"{_amount(progress)} are kept in {folder}: mend the cause and go on with --resume"
 
 
 def _amount(progress: Progress) -> str:
@@ -234,12 +284,15 @@ def _is_regular(path: Path) -> bool:
 
 def _clear(folder: Path) -> None:
     for entry in folder.iterdir():
-        if entry.name == journal_name(0):
-            continue
-        if entry.is_dir() and not entry.is_symlink():
-            shutil.rmtree(entry)
-        else:
-            entry.unlink()
+        if entry.name != journal_name(0):
+            _remove(entry)
+
+
+def _remove(entry: Path) -> None:
+    if entry.is_dir() and not entry.is_symlink():
+        shutil.rmtree(entry)
+    else:
+        entry.unlink()
 
 
 def _flush_folders(root: Path) -> None:

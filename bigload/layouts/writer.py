@@ -12,11 +12,11 @@ import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from enum import StrEnum
 from itertools import groupby, zip_longest
 from pathlib import Path
 
 from bigload.errors import BigloadError, VerificationError
+from bigload.layouts.choices import Verify
 from bigload.layouts.digests import DigestLane, FileDigest
 from bigload.layouts.filling import Filler
 from bigload.layouts.in_kernel import KernelCopy, copy_in_kernel
@@ -34,24 +34,13 @@ from bigload.units import GIB, KIB
 
 DEFAULT_MAX_IN_FLIGHT = 12 * WINDOW_BYTES
 MIN_WINDOW_BYTES = 256 * KIB
+LEAST_BYTES_PER_THREAD = 3 * MIN_WINDOW_BYTES
 NOTE_EVERY_BYTES = GIB
 """How much of a file may have to be written again after a crash."""
 
 _libc = ctypes.CDLL(None)
 _libc.memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 _libc.memset.argtypes = (ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t)
-
-
-class Verify(StrEnum):
-    """How what was written is checked before it is published.
-
-    `none`: not at all. `size`: every file has its size. `full`: every byte is read back from the disk and compared with
-    what was read from the source (after casts and cuts, if there are any).
-    """
-
-    NONE = "none"
-    SIZE = "size"
-    FULL = "full"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,12 +125,15 @@ class Writer:
         output = file.output
         if file.kept is not None and file.kept.record is not None:
             records[output.file] = file.kept.record
+            self._tally.add(len(output.header), phase="check", file=output.file)
             return
         path = self._folder / output.file
         path.parent.mkdir(parents=True, exist_ok=True)
         begin = 0 if file.kept is None else file.kept.digest.position // BLOCK_BYTES * BLOCK_BYTES
         sink = Sink(path, num_bytes=output.num_bytes, alignment=self._alignment, kept_bytes=begin)
-        under_way = _FileUnderWay(output, sink, self._journal, records, file.kept)
+        under_way = _FileUnderWay(
+            output, sink, journal=self._journal, tally=self._tally, records=records, kept=file.kept
+        )
         self._under_way.append(under_way)
         copied = self._copy_in_kernel(output, sink) if not begin else Ranges(())
         rest = file.ranges.without(copied)
@@ -188,7 +180,7 @@ class Writer:
                 _libc.memset(address_of(block), 0, padded)
             view[: len(window.header)] = window.header
             self._filler.fill(view[:num_bytes], window.portions)
-            if not file.lane.add(job.number, window.start, view[:num_bytes]):
+            if file.is_digested and not file.lane.add(job.number, window.start, view[:num_bytes]):
                 return
             if not job.is_copied:
                 file.sink.write(view, window.start)
@@ -199,7 +191,6 @@ class Writer:
                     if _libc.memcmp(address_of(block), address_of(other), num_bytes):
                         difference = next(index for index in range(num_bytes) if view[index] != back[index])
                         raise file.verification_error(window.start + difference)
-        self._tally.add(num_bytes, phase="write", file=file.output.file)
         file.done(job.number)
 
 
@@ -220,16 +211,21 @@ class _FileUnderWay:
         self,
         output: OutputFile,
         sink: Sink,
+        *,
         journal: Journal,
+        tally: Tally,
         records: dict[str, FileRecord],
         kept: Rechecked | None,
     ) -> None:
         self.output = output
         self.sink = sink
         self.lane = DigestLane(FileDigest(output) if kept is None else kept.digest)
+        self.is_digested = True
         self._journal = journal
+        self._tally = tally
         self._records = records
-        self._is_digested = True
+        self._num_told = 0 if kept is None else kept.digest.position - len(output.header)
+        self._told_stop = self.lane.digest.position
         self._lock = threading.Lock()
         self._noting = threading.Lock()
         self._windows: Sequence[Window] = ()
@@ -244,10 +240,12 @@ class _FileUnderWay:
 
     def leave_undigested(self) -> None:
         """Have no digests: some of the bytes are not read."""
-        self._is_digested = False
+        self.is_digested = False
 
     def done(self, number: int) -> None:
         """Note that window `number` is on its way to the disk, or there if it was compared; finish after the last."""
+        window = self._windows[number]
+        self._tell(max(window.stop - max(window.start, self._told_stop), 0))
         with self._lock:
             self._done.add(number)
             while self._num_in_order in self._done:
@@ -268,22 +266,24 @@ class _FileUnderWay:
         with self._noting:
             tensors: Mapping[str, str | None] = dict.fromkeys((tensor.name for tensor in self.output.tensors), None)
             digest = None
-            if self._is_digested:
+            if self.is_digested:
                 digest = self.lane.digest.finish()
                 tensors = dict(self.lane.digest.tensors)
             self.sink.finish()
-            noted = list(self.lane.digest.tensors.items())[self._num_noted :] if self._is_digested else ()
+            noted = list(self.lane.digest.tensors.items())[self._num_noted :] if self.is_digested else ()
             self._journal.complete(self.output.file, dict(noted), digest)
+            self._num_noted = len(self.output.tensors)  # a thread that is late has nothing to add
             record = FileRecord(num_bytes=self.output.num_bytes, digest=digest, tensors=tensors)
             self._records[self.output.file] = record
             self.sink.close()
+        self._tell(self.output.num_bytes - self._num_told)  # holes, and what lies before the windows
 
     def abandon(self) -> None:
         """After an error or an interruption, when no thread works any more: note what is there, and close the file."""
         if self.sink.descriptor < 0:
             return
         with suppress(BigloadError):
-            if self._num_in_order:
+            if self._num_in_order and not self.sink.has_failed:
                 self._note(self._windows[self._num_in_order - 1].stop)
         self.sink.close()
 
@@ -295,9 +295,15 @@ class _FileUnderWay:
                 holder = tensor.name
         return VerificationError(self.sink.path, offset=offset, tensor=holder)
 
+    def _tell(self, num_bytes: int) -> None:
+        if num_bytes:
+            with self._lock:
+                self._num_told += num_bytes
+            self._tally.add(num_bytes, phase="write", file=self.output.file)
+
     def _note(self, stop: int) -> None:
         """Bring what is written to the disk, and note the tensors that end at or before byte `stop`."""
-        if not self._is_digested:
+        if not self.is_digested:
             return
         ends = [
             start + tensor.num_bytes for tensor, start in zip(self.output.tensors, self.output.starts(), strict=True)

@@ -20,7 +20,7 @@ Exit codes:
   2    bad usage
   3    the answer is no (does not fit, --fail-if)
   4    stale or foreign plan
-  130  interrupted
+  130  interrupted (Ctrl-C); 143 by SIGTERM
 """
 
 app = typer.Typer(
@@ -71,8 +71,8 @@ def main() -> None:
     _allow_many_open_files()
     try:
         code = app(prog_name="bigload", standalone_mode=False)
+        if code == failures.INTERRUPTED:  # what Typer makes of a Ctrl-C
+            raise KeyboardInterrupt
     except BaseException as error:  # every way to fail ends in one table
         code = failures.report(error)
-    if code == failures.INTERRUPTED:
-        failures.say_interrupted()
     sys.exit(code if isinstance(code, int) else 0)

@@ -19,16 +19,19 @@ from bigload.errors import (
     ManifestNotFoundError,
     MissingPackageError,
     NamesUnknownError,
+    NotOffloadableError,
     OutputExistsError,
+    PartitionError,
     PlanNotFoundError,
     PlanOptionError,
+    ReshardOptionError,
     StalePlanError,
     abridged,
 )
 from bigload_cli.output import say
 from bigload_cli.views.text import printable
 
-FAILED, BAD_USAGE, ANSWER_IS_NO, STALE_PLAN, INTERRUPTED = 1, 2, 3, 4, 130
+FAILED, BAD_USAGE, ANSWER_IS_NO, STALE_PLAN, INTERRUPTED, TERMINATED = 1, 2, 3, 4, 130, 143
 
 _CODES: tuple[tuple[type[BigloadError], int], ...] = (
     (BudgetError, BAD_USAGE),
@@ -41,25 +44,56 @@ _CODES: tuple[tuple[type[BigloadError], int], ...] = (
     (PlanNotFoundError, BAD_USAGE),
     (ManifestNotFoundError, BAD_USAGE),
     (OutputExistsError, BAD_USAGE),
+    (PartitionError, BAD_USAGE),
+    (NotOffloadableError, BAD_USAGE),
     (DoesNotFitError, ANSWER_IS_NO),
     (StalePlanError, STALE_PLAN),
     (InvalidPlanError, STALE_PLAN),
 )
 
 
+NOTHING_IS_LEFT = "nothing half-written was left"
+"""Of a command that a signal ended."""
+
+_RESHARD_OPTIONS = {
+    "checkpoint": "--source",
+    "max_shard_bytes": "--max-shard-size",
+    "threads": "--io-threads",
+    "max_in_flight": "--max-memory-in-flight",
+}
+"""What arguments of `bigload.reshard` are called on the command line, where that is not the same word."""
+
+
 class AnswerIsNoError(Exception):
     """The command worked, and the answer to what was asked is no."""
+
+
+class StoppedError(Exception):
+    """A signal ended the command: with which exit code, what is left of its work, and what can be done with that."""
+
+    def __init__(self, code: int, message: str, *, hint: str | None = None) -> None:
+        super().__init__(message)
+        self.code = code
+        self.message = message
+        self.hint = hint
 
 
 def report(error: BaseException) -> int:
     """Print `error` to stderr and return the exit code that stands for it."""
     match error:
         case KeyboardInterrupt():
-            return INTERRUPTED
+            return report(StoppedError(INTERRUPTED, NOTHING_IS_LEFT))
         case typer.Exit():
             return int(error.exit_code)
         case SystemExit():  # shell completion ends this way
             return error.code if isinstance(error.code, int) else 0 if error.code is None else FAILED
+        case StoppedError():
+            _say("interrupted" if error.code == INTERRUPTED else "terminated", error.message, (), error.hint)
+            code = error.code
+        case ReshardOptionError():
+            option = _RESHARD_OPTIONS.get(error.name, f"--{error.name.replace('_', '-')}")
+            _say("error", error.told_as(option), error.details, error.hint)
+            code = BAD_USAGE
         case BigloadError():
             _say("error", error.message, error.details, error.hint)
             code = next((code for kind, code in _CODES if isinstance(error, kind)), FAILED)
@@ -79,11 +113,6 @@ def report(error: BaseException) -> int:
     if os.environ.get("BIGLOAD_DEBUG") == "1":
         traceback.print_exc(file=sys.stderr)
     return code
-
-
-def say_interrupted() -> None:
-    """Say that the user's Ctrl-C was heard."""
-    say("interrupted: nothing half-written was left")
 
 
 def _report_usage(error: BaseException) -> int:

@@ -56,9 +56,10 @@ ThreadsOption = Annotated[
 IoThreadsOption = Annotated[
     int | None,
     typer.Option(
-        "--io-threads", metavar="N", min=1, max=256, help="Threads at the disk. Default: one per core, at most 4."
+        "--io-threads", "--threads", metavar="N", min=1, max=256, help="Threads at the disk. By default 4 at most."
     ),
 ]
+YesOption = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask whether to replace anything.")]
 JsonOption = Annotated[bool, typer.Option("--json", "-j", help="One JSON document instead of a table.")]
 QuietOption = Annotated[
     bool, typer.Option("--quiet", "-q", help="Only the one value that a script wants; no progress.")

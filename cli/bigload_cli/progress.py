@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from bigload.loading.events import OnProgress, Progress, ignore_progress
 from bigload.units import format_rate, format_size
 from bigload_cli.output import make_console, say
+from bigload_cli.views.text import printable
 
 _LINE_EVERY_SECONDS = 30
 _LINE_EVERY_PART = 0.1
@@ -17,22 +18,19 @@ _LINE_AT_MOST_EVERY_SECONDS = 1
 
 
 @contextmanager
-def shown_progress(*, quiet: bool, passes: int) -> Iterator[OnProgress]:
-    """Give the callback that shows progress, in the form that stderr calls for.
-
-    `passes` says how often the progress counts each byte; people are shown the bytes of the checkpoint.
-    """
+def shown_progress(*, quiet: bool) -> Iterator[OnProgress]:
+    """Give the callback that shows progress, in the form that stderr calls for."""
     if quiet:
         yield ignore_progress
     elif sys.stderr.isatty():
-        with _bar(passes) as on_progress:
+        with _bar() as on_progress:
             yield on_progress
     else:
-        yield _lines(passes)
+        yield _lines()
 
 
 @contextmanager
-def _bar(passes: int) -> Iterator[OnProgress]:
+def _bar() -> Iterator[OnProgress]:
     from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
     from rich.progress import Progress as Bar
     from rich.table import Column
@@ -44,39 +42,61 @@ def _bar(passes: int) -> Iterator[OnProgress]:
         TextColumn("{task.fields[rate]}", table_column=Column(no_wrap=True)),
         TimeRemainingColumn(compact=True),
     )
-    began = time.monotonic()
+    rate = _Rate()
     with Bar(*columns, console=make_console(sys.stderr), transient=True, expand=True, refresh_per_second=8) as bar:
         task = bar.add_task("starting", total=1, amount="", rate="")
 
         def on_progress(progress: Progress) -> None:
             bar.update(
                 task,
-                description=progress.file,
+                description=_what(progress, usual="write"),
                 total=progress.total_bytes,
                 completed=progress.done_bytes,
-                amount=_amount(progress, passes),
-                rate=format_rate(progress.done_bytes // passes, time.monotonic() - began),
+                amount=_amount(progress),
+                rate=rate.of(progress),
             )
 
         yield on_progress
 
 
-def _lines(passes: int) -> OnProgress:
-    began = shown_at = time.monotonic()
+def _lines() -> OnProgress:
+    shown_at = time.monotonic()
     shown_part = 0.0
+    rate = _Rate()
 
     def on_progress(progress: Progress) -> None:
         nonlocal shown_at, shown_part
         now, part = time.monotonic(), progress.done_bytes / (progress.total_bytes or 1)
+        words = rate.of(progress)
         is_due = part - shown_part >= _LINE_EVERY_PART and now - shown_at >= _LINE_AT_MOST_EVERY_SECONDS
         if not is_due and now - shown_at < _LINE_EVERY_SECONDS:
             return
         shown_at, shown_part = now, part
-        rate = format_rate(progress.done_bytes // passes, now - began)
-        say(f"{part:4.0%}  {_amount(progress, passes)}  {rate}  {progress.phase} {progress.file}")
+        say(f"{part:4.0%}  {_amount(progress)}  {words}  {_what(progress)}")
 
     return on_progress
 
 
-def _amount(progress: Progress, passes: int) -> str:
-    return f"{format_size(progress.done_bytes // passes)} of {format_size(progress.total_bytes // passes)}"
+class _Rate:
+    """Bytes per second since the phase began: what is read back goes faster than what is written."""
+
+    def __init__(self) -> None:
+        self._phase = ""
+        self._began = time.monotonic()
+        self._done_before = 0
+        self._done_last = 0
+
+    def of(self, progress: Progress) -> str:
+        if self._phase and progress.phase != self._phase:
+            self._began, self._done_before = time.monotonic(), self._done_last
+        self._phase, self._done_last = progress.phase, progress.done_bytes
+        return format_rate(progress.done_bytes - self._done_before, time.monotonic() - self._began)
+
+
+def _what(progress: Progress, *, usual: str = "") -> str:
+    file = printable(progress.file)
+    return file if progress.phase == usual else f"{progress.phase} {file}"
+
+
+def _amount(progress: Progress) -> str:
+    return f"{format_size(progress.done_bytes)} of {format_size(progress.total_bytes)}"

@@ -1,76 +1,247 @@
-"""`bigload reshard`: carry out a plan."""
+"""`bigload reshard`: the same weights in another form on disk."""
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from bigload_cli.options import ColorMode, ColorOption, JsonOption, QuietOption, ThreadsOption, size_option
+from bigload.layouts.choices import Layout, OffloadFormat, Verify
+from bigload_cli.failures import FAILED, INTERRUPTED, NOTHING_IS_LEFT, TERMINATED, StoppedError
+from bigload_cli.options import ColorMode, ColorOption, IoThreadsOption, JsonOption, QuietOption, YesOption, size_option
+
+if TYPE_CHECKING:
+    from bigload.layouts.reshard import PreparedReshard, ReshardReport
+    from bigload.loading.events import OnProgress
+    from bigload.loading.team import Team
 
 EPILOG = """\b
+Layouts:
+  devices  one folder per device of a plan, which then reads one stream
+  offload  a file per block, to be brought to a device when a pass needs it
+  shards   the same checkpoint in other files, of torch's files too
+  ranks    one folder per tensor-parallel rank, which then reads only its part
+
+\b
 Examples:
   bigload reshard plan.json ./llama-70b.split --dry-run
   bigload reshard plan.json ./llama-70b.split
-  bigload reshard plan.json /fast/llama-70b.split --max-shard-size 2GB --source /slow/llama-70b
+  bigload reshard plan.json /fast/llama-70b.split --source /slow/llama-70b
+  bigload reshard ./llama-70b ./llama-70b.2gb --max-shard-size 2GB
+  bigload reshard ./llama-70b ./llama-70b.bf16 --dtype bf16 --keep-fp32 '*norm*'
+  bigload reshard ./llama-70b ./llama-70b.tp4 --tp 4
+  bigload reshard ./llama-70b ./offload --layout offload --offload-format dat
+  bigload reshard plan.json ./llama-70b.split --resume
+
+\b
+An interrupted run (Ctrl-C, SIGTERM, a crash, a full disk) keeps what it has
+finished in OUT.partial; --resume reads that back and goes on.
 """
 
 
 def reshard(
-    plan: Annotated[Path, typer.Argument(metavar="PLAN", help="Plan file, as bigload plan -o writes it.")],
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder to make; must not exist or be empty.")],
     source: Annotated[
+        Path,
+        typer.Argument(
+            metavar="PLAN|CHECKPOINT", help="Plan file, as bigload plan -o writes it; or what bigload inspect takes."
+        ),
+    ],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder to make; must not exist or be empty.")],
+    layout: Annotated[
+        Layout | None,
+        typer.Option(
+            "--layout", help="What to make, see below. Default: devices of a plan, ranks with --tp, else shards."
+        ),
+    ] = None,
+    checkpoint: Annotated[
         str | None, typer.Option("--source", metavar="PATH", help="The checkpoint, if not where the plan says.")
     ] = None,
     max_shard_size: Annotated[
-        str, typer.Option("--max-shard-size", metavar="SIZE", help="Begin another file before this size.")
+        str,
+        typer.Option(
+            "--max-shard-size", metavar="SIZE", help="Begin another file before this size; none for one file."
+        ),
     ] = "5GB",
+    dtype: Annotated[
+        str | None, typer.Option("--dtype", metavar="DTYPE", help="Cast weights to bf16, fp16 or fp32 on the way.")
+    ] = None,
+    keep_fp32: Annotated[
+        list[str] | None,
+        typer.Option("--keep-fp32", metavar="PATTERN", help="Tensors that stay in 32 bits: '*norm*'. Repeat for more."),
+    ] = None,
+    tp: Annotated[
+        int | None, typer.Option("--tp", metavar="N", min=1, help="Tensor-parallel ranks to cut for.")
+    ] = None,
+    tp_rules: Annotated[
+        Path | None,
+        typer.Option("--tp-rules", metavar="FILE", help="How to cut, where the architecture's own rules do not suit."),
+    ] = None,
+    offload_format: Annotated[
+        OffloadFormat, typer.Option("--offload-format", help="Files per block, or accelerate's .dat per tensor.")
+    ] = OffloadFormat.SAFETENSORS,
     verify: Annotated[
-        bool, typer.Option("--verify/--no-verify", help="Read everything back and compare it with the source.")
-    ] = True,
+        Verify,
+        typer.Option(
+            "--verify", help="Read every byte back and compare it, look at sizes, or nothing (--no-verify for short)."
+        ),
+    ] = Verify.FULL,
+    no_verify: Annotated[bool, typer.Option("--no-verify", hidden=True)] = False,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on with what an interrupted run has finished, after reading it back.")
+    ] = False,
+    force: Annotated[
+        bool, typer.Option("--force", help="Replace an OUT that bigload made, or what an interrupted run left.")
+    ] = False,
+    yes: YesOption = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Check everything, list the files, write nothing.")
     ] = False,
-    threads: ThreadsOption = None,
+    max_memory_in_flight: Annotated[
+        str | None,
+        typer.Option("--max-memory-in-flight", metavar="SIZE", help="Memory for what is on its way. Default: 96MiB."),
+    ] = None,
+    io_threads: IoThreadsOption = None,
     as_json: JsonOption = False,
     quiet: QuietOption = False,
     color: ColorOption = ColorMode.AUTO,
 ) -> None:
-    """Rewrite a checkpoint into one folder per device.
+    """Rewrite a checkpoint in another layout: per device, per rank, in other shards.
 
-    Each device then reads only its own bytes. OUT appears when everything in it is written, flushed and verified; the
-    source is never touched.
+    OUT appears when everything in it is written, flushed and verified, and is a model folder in its own right: config
+    and tokenizer come along. The source is never touched.
     """
-    from bigload.bench.peak_memory import peak_bytes
-    from bigload.layouts.reshard import prepare_reshard, run_reshard
-    from bigload_cli import output
+    max_shard_bytes = (
+        None if max_shard_size.strip().lower() == "none" else size_option("--max-shard-size", max_shard_size)
+    )
+    in_flight = None if max_memory_in_flight is None else size_option("--max-memory-in-flight", max_memory_in_flight)
+    wish = Verify.NONE if no_verify else verify
+    from bigload.layouts.reshard import prepare_reshard
+    from bigload.loading.team import launched_team
     from bigload_cli.progress import shown_progress
 
-    max_shard_bytes = size_option("--max-shard-size", max_shard_size)
-    prepared = prepare_reshard(plan, out, checkpoint=source, max_shard_bytes=max_shard_bytes)
-    is_for_people = not as_json and not quiet
-    if is_for_people:
+    with launched_team() as team:  # torchrun: all ranks share the work, and the first one speaks
+        prepared = prepare_reshard(
+            source,
+            out,
+            layout=layout,
+            checkpoint=checkpoint,
+            max_shard_bytes=max_shard_bytes,
+            dtype=dtype,
+            keep_fp32=keep_fp32 or (),
+            tp=tp,
+            tp_rules=tp_rules,
+            offload_format=offload_format,
+            resume=resume,
+            force=force,
+        )
+        if team.rank == 0 and not as_json and not quiet:
+            _announce(prepared, dry_run=dry_run, color=color)
+        report = None
+        if not dry_run:
+            if force and not prepared.is_finished:
+                _confirm(prepared, yes=yes, may_ask=team.size == 1)
+            with shown_progress(quiet=quiet or team.rank > 0) as on_progress:
+                report = _run(
+                    prepared,
+                    verify=wish,
+                    threads=io_threads,
+                    max_in_flight=in_flight,
+                    on_progress=on_progress,
+                    team=team,
+                )
+    if team.rank == 0:
+        _deliver(prepared, report, as_json=as_json, quiet=quiet)
+
+
+def _announce(prepared: PreparedReshard, *, dry_run: bool, color: ColorMode) -> None:
+    from bigload_cli import output
+    from bigload_cli.views import reshard as view
+
+    # What a dry run finds is its answer; before a real run the same is an announcement.
+    text, table = (output.print_text, output.print_table) if dry_run else (output.say, output.say_table)
+    text(view.headline(prepared))
+    rows = view.files(prepared) if dry_run else view.folders(prepared)
+    if rows is not None:
+        text("")
+        table(rows, color=color)
+
+
+def _confirm(prepared: PreparedReshard, *, yes: bool, may_ask: bool) -> None:
+    """Ask once whether to destroy what `--force` destroys, if there is anything.
+
+    Raises:
+        OutputExistsError: nobody is there to be asked, and `--yes` was not given.
+        typer.Exit: the answer was no.
+    """
+    from bigload.errors import OutputExistsError
+    from bigload_cli.output import say
+    from bigload_cli.views.reshard import destroyed
+
+    what = destroyed(prepared)
+    if what is None or yes:
+        return
+    if not (may_ask and sys.stdin.isatty() and sys.stderr.isatty()):
+        raise OutputExistsError(prepared.out, f"--force would {what}", hint="add --yes to let it")
+    if not typer.confirm(f"{what[:1].upper()}{what[1:]}?", err=True):
+        say("nothing was changed")
+        raise typer.Exit(FAILED)
+
+
+def _run(
+    prepared: PreparedReshard,
+    *,
+    verify: Verify,
+    threads: int | None,
+    max_in_flight: int | None,
+    on_progress: OnProgress,
+    team: Team,
+) -> ReshardReport:
+    from bigload.layouts.reshard import run_reshard
+    from bigload_cli.signals import sigterm_as_ctrl_c
+
+    with sigterm_as_ctrl_c() as came:
+        try:
+            return run_reshard(
+                prepared,
+                verify=verify,
+                threads=threads,
+                max_in_flight=max_in_flight,
+                on_progress=on_progress,
+                team=team,
+            )
+        except KeyboardInterrupt:
+            raise _stopped(prepared, TERMINATED if came else INTERRUPTED) from None
+
+
+def _stopped(prepared: PreparedReshard, code: int) -> StoppedError:
+    from bigload_cli.views.reshard import kept
+
+    words = kept(prepared)
+    if words is None:
+        return StoppedError(code, NOTHING_IS_LEFT)
+    return StoppedError(code, words, hint="run the same command with --resume to go on")
+
+
+def _deliver(prepared: PreparedReshard, report: ReshardReport | None, *, as_json: bool, quiet: bool) -> None:
+    from bigload.bench.peak_memory import peak_bytes
+    from bigload_cli import output
+
+    peak = peak_bytes()
+    if report is not None:
         from bigload_cli.views import reshard as view
 
-        # What a dry run finds is its answer; before a real run the same is an announcement.
-        text, table = (output.print_text, output.print_table) if dry_run else (output.say, output.say_table)
-        text(view.headline(prepared) + "\n")
-        table(view.files(prepared) if dry_run else view.folders(prepared), color=color)
-    report = None
-    if not dry_run:
-        with shown_progress(quiet=quiet, passes=2 if verify else 1) as on_progress:
-            report = run_reshard(prepared, verify=verify, threads=threads, on_progress=on_progress)
-    peak = peak_bytes()
+        for line in view.warnings(report):
+            output.say(line)
     if as_json:
         from bigload_cli.views import documents
 
         output.print_json(documents.of_reshard(prepared, report, peak_bytes=peak))
-    elif not is_for_people:
-        output.print_text(str(out))
+    elif quiet:
+        output.print_text(str(prepared.out))
     elif report is None:
         output.print_text("\ndry run: nothing was written")
     else:
-        num_tensors = sum(len(written.tensors) for written in prepared.files)
         output.say("")
-        output.print_text("\n".join(view.closing(report, num_tensors=num_tensors, peak_bytes=peak)))
+        output.print_text("\n".join(view.closing(prepared, report, peak_bytes=peak)))

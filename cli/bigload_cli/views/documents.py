@@ -6,7 +6,8 @@ from collections import Counter
 from collections.abc import Sequence
 
 from bigload.checkpoint.model import Checkpoint, TensorInfo
-from bigload.layouts.manifest import DIGEST
+from bigload.layouts.choices import Layout
+from bigload.layouts.manifest import DIGEST, MANIFEST_FILE
 from bigload.layouts.reshard import PreparedReshard, ReshardReport
 from bigload.layouts.verify import FileProblem, VerifyReport
 from bigload.planning.outline import OutlineRow
@@ -72,29 +73,49 @@ def of_tensor(tensor: TensorInfo) -> dict[str, object]:
 
 def of_reshard(prepared: PreparedReshard, report: ReshardReport | None, *, peak_bytes: int | None) -> dict[str, object]:
     """Return what `--json` prints; the figures of a run are null after `--dry-run`."""
+    output = prepared.output
+    devices = {} if prepared.plan is None else {use.device.folder: str(use.device) for use in prepared.plan.devices}
     return {
-        "schema": "bigload.reshard/1.0",
+        "schema": "bigload.reshard/1.1",
         "source": prepared.checkpoint.path,
         "out": str(prepared.out),
-        "num_files": len(prepared.files),
+        "layout": str(output.layout),
+        "options": _reshard_options(prepared),
+        "num_files": len(output.files),
         "total_bytes": prepared.num_bytes,
         "stored_bytes": prepared.stored_bytes,
         "free_bytes": prepared.free_bytes,
         "files": [
             {
-                "file": output.file,
-                "device": str(output.device),
-                "num_tensors": len(output.tensors),
-                "total_bytes": output.num_bytes,
+                "file": file.file,
+                "device": devices.get(file.folder) if output.layout is Layout.DEVICES else None,
+                "num_tensors": len(file.tensors),
+                "total_bytes": file.num_bytes,
             }
-            for output in prepared.files
+            for file in output.files
         ],
+        "aliases": dict(output.aliases),
+        "links": dict(output.links),
         "side_files": [file.name for file in prepared.side_files],
-        "left_out": list(prepared.plan.left_out),
+        "documents": list(output.documents),
+        "manifest_file": MANIFEST_FILE,
+        "left_out": [] if prepared.plan is None else list(prepared.plan.left_out),
+        "notes": list(prepared.notes),
+        "kept_files": None if report is None else report.kept_files,
+        "kept_bytes": None if report is None else report.kept_bytes,
+        "written_bytes": None if report is None else report.written_bytes,
         "run_seconds": None if report is None else report.seconds,
+        "verify": None if report is None else str(report.verify),
         "verified": None if report is None else report.verified,
+        "overflows": None if report is None else dict(sorted(report.overflows.items())),
         "peak_bytes": peak_bytes,
     }
+
+
+def _reshard_options(prepared: PreparedReshard) -> dict[str, object]:
+    """Return what was asked for and shows in the bytes: every key, null where it does not apply."""
+    names = ("max_shard_bytes", "dtype", "keep_fp32", "tp", "offload_format")
+    return {name: prepared.options.get(name) for name in names}
 
 
 def of_verify(report: VerifyReport, *, peak_bytes: int | None) -> dict[str, object]:

@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
+from bigload.errors import abridged
+from bigload.layouts.choices import Layout, Verify
+from bigload.layouts.journal import read_progress
+from bigload.layouts.manifest import MANIFEST_FILE
 from bigload.layouts.reshard import PreparedReshard, ReshardReport
+from bigload.layouts.staging import leftover, staging_folder
 from bigload.units import counted, format_rate, format_size
 from bigload_cli.views.table import PlainTable
 from bigload_cli.views.text import argument, printable
@@ -12,57 +18,163 @@ from bigload_cli.views.text import argument, printable
 SPARSE = 0.99
 """A checkpoint that stores less than this part of its size has holes worth a word."""
 
+_PURPOSES = {
+    Layout.DEVICES: "one folder per device of the plan, which then reads one stream",
+    Layout.OFFLOAD: "a file per block, to be brought to a device when a pass needs it",
+    Layout.SHARDS: "the same checkpoint in other files",
+    Layout.RANKS: "one folder per tensor-parallel rank, which then reads only its part",
+}
+_DAT_PURPOSE = "a .dat file per tensor and an index.json, as accelerate reads them"
+
 
 def headline(prepared: PreparedReshard) -> str:
-    """Return from where to where, how much, and what is free there."""
+    """Return from where to where, how much, what is free there, and what is worth knowing."""
+    return "\n".join(_headlines(prepared))
+
+
+def _headlines(prepared: PreparedReshard) -> Iterator[str]:
+    yield f"{printable(prepared.checkpoint.name)} -> {printable(str(prepared.out))}"
     size, free = format_size(prepared.num_bytes), format_size(prepared.free_bytes)
-    files = counted(len(prepared.files), "file")
-    sparse = ""
-    if prepared.stored_bytes < prepared.num_bytes * SPARSE:
-        sparse = f" ({format_size(prepared.stored_bytes)} without holes)"
-    source, out = printable(prepared.checkpoint.name), printable(str(prepared.out))
-    lines = [f"{source} -> {out}", f"{size}{sparse} in {files}, {free} free there"]
-    return "\n".join([*lines, *_left_out(prepared)])
+    files = counted(len(prepared.output.files), "file")
+    yield f"{size}{_without_holes(prepared)} in {files}, {free} free there"
+    layout, options = prepared.output.layout, prepared.options
+    yield f"{layout}: {_DAT_PURPOSE if options.get('offload_format') == 'dat' else _PURPOSES[layout]}"
+    if prepared.plan is not None and prepared.plan.left_out and layout is Layout.DEVICES:
+        written = sum(tensor.num_bytes for output in prepared.output.files for tensor in output.tensors)
+        names, left = ", ".join(prepared.plan.left_out), format_size(prepared.checkpoint.total_bytes - written)
+        yield f"not written, as the plan leaves it out: {printable(names)} ({left})"
+    found = leftover(prepared.out)
+    if found is not None and prepared.resume:
+        yield f"found {found} in {printable(str(staging_folder(prepared.out)))}, to be read back and kept"
+    for note in prepared.notes:
+        yield f"note: {printable(note)}"
 
 
-def _left_out(prepared: PreparedReshard) -> Iterator[str]:
-    """Yield what the new checkpoint lacks, because the plan gives it no device."""
-    if prepared.plan.left_out:
-        written = sum(tensor.num_bytes for output in prepared.files for tensor in output.tensors)
-        names, size = ", ".join(prepared.plan.left_out), format_size(prepared.checkpoint.total_bytes - written)
-        yield f"not written, as the plan leaves it out: {printable(names)} ({size})"
+def _without_holes(what: PreparedReshard | ReshardReport) -> str:
+    if what.stored_bytes >= what.num_bytes * SPARSE:
+        return ""
+    return f" ({format_size(what.stored_bytes)} without holes)"
 
 
-def folders(prepared: PreparedReshard) -> PlainTable:
-    """Return a row for every folder that is made."""
+def folders(prepared: PreparedReshard) -> PlainTable | None:
+    """Return a row for every folder that is made; `None` if there are none besides the output itself."""
+    found: dict[str, list[int]] = {}
+    for output in prepared.output.files:
+        found.setdefault(output.folder, []).append(output.num_bytes)
+    if list(found) in ([], [""]):
+        return None
     table = PlainTable(("FOLDER", "FILES", "SIZE"), right=("FILES", "SIZE"))
-    for use in prepared.plan.devices:
-        files = [output for output in prepared.files if output.device == use.device]
-        if files:
-            size = format_size(sum(output.num_bytes for output in files))
-            table.add(f"+ {use.device.folder}/", str(len(files)), size)
+    for folder, sizes in found.items():
+        table.add(f"+ {folder}/", str(len(sizes)), format_size(sum(sizes)))
     return table
 
 
 def files(prepared: PreparedReshard) -> PlainTable:
-    """Return a row for every file that is made."""
+    """Return a row for every file that is made; the manifest's size is not known before."""
     table = PlainTable(("FILE", "TENSORS", "SIZE"), right=("TENSORS", "SIZE"))
-    for output in prepared.files:
-        table.add(output.file, str(len(output.tensors)), format_size(output.num_bytes))
+    for output in prepared.output.files:
+        table.add(printable(output.file), str(len(output.tensors)), format_size(output.num_bytes))
+    for link, file in prepared.output.links.items():
+        table.add(printable(f"{link} -> {file}"), "", "")
     for side_file in prepared.side_files:
-        table.add(side_file.name, "", format_size(side_file.stat().st_size))
+        table.add(printable(side_file.name), "", format_size(side_file.num_bytes))
+    for name, content in prepared.output.documents.items():
+        table.add(printable(name), "", format_size(len(content)))
+    table.add(MANIFEST_FILE, "", "")
     return table
 
 
-def closing(report: ReshardReport, *, num_tensors: int, peak_bytes: int) -> list[str]:
-    """Return what was done, how fast, and what to do next."""
-    size, rate = format_size(report.num_bytes), f" ({format_rate(report.num_bytes, report.seconds)})"
-    if report.stored_bytes < report.num_bytes * SPARSE:
-        size, rate = f"{size} ({format_size(report.stored_bytes)} without holes)", ""
-    done = f"wrote {counted(len(report.files), 'file')}, {size}, in {report.seconds:.2f} s{rate}"
-    checked = "every byte read back and equal to the source" if report.verified else "not verified (--no-verify)"
+def destroyed(prepared: PreparedReshard) -> str | None:
+    """Return in words what `--force` destroys; `None` for nothing."""
+    words = []
+    if prepared.out.is_dir() and (num_bytes := _bytes_below(prepared.out)):
+        words.append(f"replace {printable(str(prepared.out))} ({format_size(num_bytes)})")
+    found = leftover(prepared.out)
+    if found is not None and not prepared.resume:
+        words.append(f"throw away {found} in {printable(str(staging_folder(prepared.out)))}")
+    return " and ".join(words) or None
+
+
+def kept(prepared: PreparedReshard) -> str | None:
+    """Return in words what a run that was stopped has finished; `None` for nothing."""
+    folder = staging_folder(prepared.out)
+    progress = read_progress(folder)
+    if progress is None or progress.is_empty:
+        return None
+    files = counted(len(prepared.output.files), "file")
+    if progress.num_complete:
+        are = "is" if progress.num_complete == 1 else "are"
+        return f"{progress.num_complete} of {files} {are} finished and kept in {folder}"
+    num_tensors = sum(len(file.tensors) for file in progress.files.values())
+    are = "is" if num_tensors == 1 else "are"
+    return f"none of {files} is finished, {counted(num_tensors, 'tensor')} {are} kept in {folder}"
+
+
+def warnings(report: ReshardReport) -> list[str]:
+    """Return a line for every tensor that lost values, the most first."""
+    worst = sorted(report.overflows.items(), key=lambda item: (-item[1], item[0]))
+    dtypes = {tensor.name: tensor.dtype.name for output in report.output.files for tensor in output.tensors}
+    return abridged(
+        [
+            f"warning: {printable(name)}: {counted(count, 'value')} too large for {dtypes.get(name, 'the dtype')}, "
+            "now infinite"
+            for name, count in worst
+        ]
+    )
+
+
+def closing(prepared: PreparedReshard, report: ReshardReport, *, peak_bytes: int) -> list[str]:
+    """Return what was done, how fast, how it was checked, and what to do next."""
+    if prepared.is_finished:
+        num_files = counted(len(report.output.files), "file")
+        return [
+            f"nothing to do: {num_files}, {format_size(report.num_bytes)}, were finished before",
+            f"Next: bigload verify {argument(report.out)}",
+        ]
     return [
-        f"{done}, peak memory {format_size(peak_bytes)}",
-        f"{counted(num_tensors, 'tensor')}: {checked}",
-        f"Next: bigload bench-load {argument(report.out)}",
+        f"{_done(report)}, peak memory {format_size(peak_bytes)}",
+        f"{counted(_num_tensors(report), 'tensor')}: {_checked(report)}",
+        _next(report),
     ]
+
+
+def _done(report: ReshardReport) -> str:
+    num_files, holes = len(report.output.files), _without_holes(report)
+    rate = "" if holes else f" ({format_rate(report.written_bytes, report.seconds)})"
+    if not report.kept_bytes:
+        written = f"{counted(num_files, 'file')}, {format_size(report.num_bytes)}{holes},"
+        return f"wrote {written} in {report.seconds:.2f} s{rate}"
+    kept_part = f"kept {counted(report.kept_files, 'file')} ({format_size(report.kept_bytes)})"
+    written = f"{num_files - report.kept_files} ({format_size(report.written_bytes)}{holes})"
+    return f"{kept_part}, wrote {written} in {report.seconds:.2f} s{rate}"
+
+
+def _num_tensors(report: ReshardReport) -> int:
+    return len({tensor.name for output in report.output.files for tensor in output.tensors})
+
+
+def _checked(report: ReshardReport) -> str:
+    if report.verify is Verify.NONE:
+        return "not verified (--verify none)"
+    if report.verify is Verify.SIZE:
+        return "every file has its size, nothing was read back (--verify size)"
+    tensors = [tensor for output in report.output.files for tensor in output.tensors]
+    if any(tensor.is_cast for tensor in tensors):
+        return "every byte read back and equal to the source, cast"
+    return "every byte read back and equal to the source"
+
+
+def _next(report: ReshardReport) -> str:
+    layout, path = report.output.layout, printable(str(report.out))
+    if layout is Layout.RANKS:
+        prefix = path.replace("{", "{{").replace("}", "}}")
+        return f"Next: in Python, on rank r: bigload.load(f{prefix + '/rank-{r}'!r})"
+    if layout is not Layout.OFFLOAD:
+        return f"Next: bigload bench-load {argument(report.out)}"
+    if any(output.is_raw for output in report.output.files):
+        return f"Next: in Python: accelerate.dispatch_model(model, device_map, offload_dir={path!r})"
+    return f"Next: in Python: bigload.OffloadFolder.open({path!r})"
+
+
+def _bytes_below(folder: Path) -> int:
+    return sum(path.lstat().st_size for path in folder.rglob("*") if path.is_file() and not path.is_symlink())
