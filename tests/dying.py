@@ -262,7 +262,7 @@ def main() -> None:
         counts = die_often(cases, asked["deaths"], asked["seed"])
     else:
         counts = die_everywhere(cases[0], asked["every"])
-    print(json.dumps(counts))
+    sys.stdout.write(json.dumps(counts))
 
 
 if __name__ == "__main__":

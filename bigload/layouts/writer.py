@@ -266,6 +266,8 @@ class _FileUnderWay:
     def finish(self) -> None:
         """Bring everything to the disk, note it, and close the file."""
         with self._noting:
+            if self.sink.has_failed:
+                return  # in another thread, which raises; the flush to come would succeed
             tensors: Mapping[str, str | None] = dict.fromkeys((tensor.name for tensor in self.output.tensors), None)
             digest = None
             if self.is_digested:

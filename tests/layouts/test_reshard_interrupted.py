@@ -16,71 +16,22 @@ from bigload.planning.plan_file import write_plan
 from builders import contents, make_checkpoint, stored_tensors
 
 RESHARD = """
-import sys
-from bigload.layouts import reshard, writer
-
-plan, out, threads = sys.argv[1], sys.argv[2], int(sys.argv[3])
-writer.BLOCK_BYTES, writer.PART_BYTES = 1 << 20, 4 << 20  # more to tell, more places to be killed at
-write_file = reshard.write_file
-
-def write_and_tell(path, content):
-    print("file", path, flush=True)
-    write_file(path, content)
-
-reshard.write_file = write_and_tell
-reshard.reshard(plan, out, threads=threads, on_progress=lambda done: print(done.phase, done.done_bytes, flush=True))
-print("published", flush=True)
-"""
-
-DIE_AT_EVERY_STEP = """
-import os, signal, sys
+import os, sys
+from bigload.layouts import writer
 from bigload.layouts.reshard import reshard
 
-plan, base = sys.argv[1], sys.argv[2]
-steps = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.truncate"}
+plan, out, threads, resume, force, answers = sys.argv[1], sys.argv[2], *map(int, sys.argv[3:])
+writer.WINDOW_BYTES, writer.NOTE_EVERY_BYTES = 1 << 20, 4 << 20  # more to tell, more places to be killed at
 
-def die_at(step):
-    seen = 0
-
-    def hook(event, arguments):
-        nonlocal seen
-        if event in steps:
-            seen += 1
-            if seen == step:
-                os.kill(os.getpid(), signal.SIGKILL)
-
-    sys.addaudithook(hook)
-
-step = 1
-while True:
-    child = os.fork()
-    if child == 0:
-        die_at(step)
-        reshard(plan, f"{base}/{step}/out", threads=1)
-        os._exit(0)
-    _, status = os.waitpid(child, 0)
-    if status == 0:
-        break
-    assert os.WTERMSIG(status) == signal.SIGKILL
-    step += 1
-print(step)
-"""
-
-INTERRUPTIBLE = """
-import sys
-import os
-from bigload.layouts import reshard
-from bigload_cli import app
-
-class WaitingTally(reshard.Tally):
-    def add(self, num_bytes, *, phase, file):
-        super().add(num_bytes, phase=phase, file=file)
-        os.write(1, f"{phase}\\n".encode())  # print() and readline() of two threads would mix
+def tell(progress):
+    os.write(1, f"{progress.phase} {progress.done_bytes}\\n".encode())  # print() of two threads would mix
+    if answers:
         os.read(0, 1)
 
-reshard.Tally = WaitingTally
-app.main()
+report = reshard(plan, out, threads=threads, resume=bool(resume), force=bool(force), on_progress=tell)
+print("published", report.kept_files, report.kept_bytes, flush=True)
 """
+ALONE, TALKING = 0, 1
 
 
 def run_python(program, *arguments):
@@ -115,93 +66,83 @@ def tiny(tmp_path):
     return tmp_path
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_a_kill_leaves_no_incomplete_output_and_the_next_run_succeeds(large, tmp_path, seed):
-    out, choose = tmp_path / "out", random.Random(seed)
-    num_lines = 2 * 60 + 4  # blocks written, blocks verified, small files
-    for _ in range(4):
-        last_line = choose.randrange(1, num_lines)
-        with run_python(RESHARD, large / "plan.json", out, 2) as process:
-            for _, line in zip(range(last_line), process.stdout, strict=False):
-                assert line != "published\n"
-            process.kill()
+def run_reshard(plan, out, threads=2, *, resume=0, force=0, answers=ALONE):
+    return run_python(RESHARD, plan, out, threads, resume, force, answers)
+
+
+def kill_after(process, lines):
+    """Kill `process` when it has told so many lines."""
+    for _, line in zip(range(lines), process.stdout, strict=False):
+        assert not line.startswith("published")
+    process.kill()
+
+
+def test_a_kill_leaves_no_incomplete_output_and_the_next_run_goes_on(large, tmp_path):
+    out, choose = tmp_path / "out", random.Random(5)
+    for _ in range(3):
+        with run_reshard(large / "plan.json", out, resume=1) as process:
+            kill_after(process, choose.randrange(20, 40))
         assert process.returncode == -signal.SIGKILL
-        if out.exists():  # it was quicker than the signal
-            check_complete(out, large / "source")
-            shutil.rmtree(out)
-        else:
-            assert entries(tmp_path) == ["out.partial"]
-    with run_python(RESHARD, large / "plan.json", out, 2) as process:
+        assert entries(tmp_path) == ["out.partial"]
+    with run_reshard(large / "plan.json", out, resume=1) as process:
         output, errors = process.communicate()
     assert (process.returncode, errors) == (0, "")
-    assert output.endswith("published\n")
+    kept = int(output.split()[-1])
+    assert kept > 4 << 20
     check_complete(out, large / "source")
     assert entries(tmp_path) == ["out"]
 
 
-def test_a_kill_before_any_step_leaves_no_incomplete_output_and_the_next_run_succeeds(tiny, tmp_path):
-    base = tmp_path / "runs"
-    base.mkdir()
-    with run_python(DIE_AT_EVERY_STEP, tiny / "plan.json", base) as process:
-        output, errors = process.communicate()
-    assert (process.returncode, errors) == (0, "")
-    num_steps = int(output)
-    assert num_steps > 15
-    expected = contents(base / str(num_steps) / "out")
-    published = []
-    for step in range(1, num_steps):
-        out = base / str(step) / "out"
-        if out.exists():
-            published.append(step)
-        else:
-            reshard(tiny / "plan.json", out)
-        assert contents(out) == expected, f"killed before step {step}"
-        assert entries(out.parent) == ["out"]
-    assert published == list(range(num_steps - len(published), num_steps))
-    check_complete(base / str(num_steps) / "out", tiny / "source")
+def test_without_being_told_nothing_is_gone_on_with_nor_thrown_away(tiny):
+    with run_reshard(tiny / "plan.json", tiny / "out", 1, answers=TALKING) as process:
+        assert process.stdout.readline().startswith("write")
+        process.stdin.write("\n")
+        process.stdin.flush()
+        assert process.stdout.readline().startswith("write")  # each of the two files has one window
+        process.kill()
+    before = contents(tiny)
+    with pytest.raises(OutputExistsError, match="an interrupted run left 1 finished file") as caught:
+        reshard(tiny / "plan.json", tiny / "out")
+    assert caught.value.path == tiny / "out.partial"
+    assert "--resume" in caught.value.hint
+    assert "--force" in caught.value.hint
+    assert contents(tiny) == before
+    assert reshard(tiny / "plan.json", tiny / "out", force=True).kept_files == 0
+    check_complete(tiny / "out", tiny / "source")
 
 
 @pytest.mark.parametrize("threads", [1, 2])
-@pytest.mark.parametrize("lines", [1, 5])
-def test_ctrl_c_ends_with_130_and_leaves_nothing(tiny, threads, lines):
-    before = contents(tiny)
-    program = INTERRUPTIBLE.replace(
-        "import sys\n", f"import sys\nsys.argv[1:1] = ['reshard', '--threads={threads}']\n", 1
-    )
-    with run_python(program, tiny / "plan.json", tiny / "out") as process:
-        assert process.stdout.readline() == "write\n"
-        for _ in range(lines - 1):
-            process.stdin.write("\n")
-            process.stdin.flush()
-            assert process.stdout.readline().strip()
+def test_ctrl_c_keeps_what_is_finished(large, tmp_path, threads):
+    out = tmp_path / "out"
+    with run_reshard(large / "plan.json", out, threads) as process:
+        for _, line in zip(range(30), process.stdout, strict=False):
+            assert line.startswith("write")
         process.send_signal(signal.SIGINT)
         _, errors = process.communicate()
-    assert process.returncode == 130, errors
-    assert "interrupted: nothing half-written was left" in errors
-    assert contents(tiny) == before
-    assert entries(tiny) == ["plan.json", "source"]
+    assert process.returncode == -signal.SIGINT
+    assert "KeyboardInterrupt" in errors
+    assert entries(tmp_path) == ["out.partial"]
+    report = reshard(large / "plan.json", out, resume=True)
+    assert report.kept_bytes > 20 << 20
+    check_complete(out, large / "source")
 
 
 def test_of_two_processes_at_once_one_is_refused_and_the_other_succeeds(tiny):
-    program = INTERRUPTIBLE.replace("import sys\n", "import sys\nsys.argv[1:1] = ['reshard', '-q']\n", 1)
-    with run_python(program, tiny / "plan.json", tiny / "out") as first:
-        assert first.stdout.readline() == "write\n"
-        with pytest.raises(OutputExistsError, match="another process is writing it now"):
-            reshard(tiny / "plan.json", tiny / "out")
-        with run_python(program, tiny / "plan.json", tiny / "out") as second:
-            output, errors = second.communicate()
-        assert (second.returncode, output) == (2, "")
-        assert "another process is writing it now" in errors
+    with run_reshard(tiny / "plan.json", tiny / "out", answers=TALKING) as first:
+        assert first.stdout.readline().startswith("write")
+        for wishes in ({}, {"resume": True}, {"force": True}):
+            with pytest.raises(OutputExistsError, match="another process is writing it now"):
+                reshard(tiny / "plan.json", tiny / "out", **wishes)
         _, errors = first.communicate()
     assert (first.returncode, errors) == (0, "")
     check_complete(tiny / "out", tiny / "source")
 
 
 def test_a_killed_process_no_longer_holds_the_output(tiny):
-    program = INTERRUPTIBLE.replace("import sys\n", "import sys\nsys.argv[1:1] = ['reshard', '-q']\n", 1)
-    with run_python(program, tiny / "plan.json", tiny / "out") as first:
-        assert first.stdout.readline() == "write\n"
+    with run_reshard(tiny / "plan.json", tiny / "out", answers=TALKING) as first:
+        assert first.stdout.readline().startswith("write")
         os.kill(first.pid, signal.SIGKILL)
     assert entries(tiny) == ["out.partial", "plan.json", "source"]
-    reshard(tiny / "plan.json", tiny / "out")
+    reshard(tiny / "plan.json", tiny / "out", resume=True)
     check_complete(tiny / "out", tiny / "source")
+    assert entries(tiny) == ["out", "plan.json", "source"]

@@ -5,12 +5,24 @@ import shutil
 import stat
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from bigload.errors import OutputExistsError, WriteError
-from bigload.layouts.staging import PLAN_FILE, check_output, staged, staging_folder, write_file
+from bigload.layouts.journal import journal_name
+from bigload.layouts.manifest import MANIFEST_FILE, Manifest, Source, manifest_to_json, record_of
+from bigload.layouts.staging import (
+    check_output,
+    keep_only,
+    leftover,
+    replaced_folder,
+    staged,
+    staging_folder,
+    tidy,
+    write_file,
+)
 from builders import contents, open_descriptors
 
 
@@ -18,24 +30,51 @@ def entries(folder):
     return sorted(path.name for path in folder.iterdir())
 
 
-def publish(out, files=("a",)):
-    with staged(out, "the plan") as folder:
+JOURNAL = journal_name(0)
+
+
+def publish(out, files=("a",), **wishes):
+    """Publish files that hold their names, and a manifest of them."""
+    with staged(out, "recipe", **wishes) as staging:
         for name in files:
-            write_file(folder / name, name.encode())
+            write_file(staging.folder / name, name.encode())
+        write_file(staging.folder / MANIFEST_FILE, manifest_of(files))
 
 
-def test_the_folder_appears_whole_with_the_plan_in_it(tmp_path):
+def manifest_of(files):
+    return manifest_to_json(
+        Manifest(
+            layout="shards",
+            files={name: record_of(name.encode()) for name in files},
+            aliases={},
+            source=Source(path="source", total_bytes=1, shards=()),
+            version="0",
+            options={},
+        )
+    ).encode()
+
+
+def interrupt(out, *, recipe="recipe", digest="0" * 32, **wishes):
+    """Leave a staging folder with the finished file `a`, as a run that failed does."""
+    with suppress(RuntimeError), staged(out, recipe, **wishes) as staging:
+        write_file(staging.folder / "a", b"a")
+        staging.journal.complete("a", {"tensor": "1" * 32}, digest)
+        raise RuntimeError
+
+
+def test_the_folder_appears_whole(tmp_path):
     out = tmp_path / "out"
-    with staged(out, "the plan") as folder:
-        write_file(folder / "a", b"1")
-        assert (folder, out.exists()) == (tmp_path / "out.partial", False)
-    assert contents(out) == {"a": b"1", PLAN_FILE: b"the plan"}
+    with staged(out, "recipe") as staging:
+        write_file(staging.folder / "a", b"1")
+        assert (staging.folder, out.exists()) == (tmp_path / "out.partial", False)
+    assert contents(out) == {"a": b"1"}
     assert entries(tmp_path) == ["out"]
 
 
-def test_the_plan_is_there_before_anything_else(tmp_path):
-    with staged(tmp_path / "out", "the plan") as folder:
-        assert contents(folder) == {PLAN_FILE: b"the plan"}
+def test_the_journal_is_there_before_anything_else(tmp_path):
+    with staged(tmp_path / "out", "recipe") as staging:
+        assert entries(staging.folder) == [JOURNAL]
+        assert "recipe" in (staging.folder / JOURNAL).read_text()
 
 
 def test_missing_parents_are_made(tmp_path):
@@ -46,7 +85,7 @@ def test_missing_parents_are_made(tmp_path):
 def test_an_empty_folder_is_as_good_as_none(tmp_path):
     (tmp_path / "out").mkdir()
     publish(tmp_path / "out")
-    assert entries(tmp_path / "out") == ["a", PLAN_FILE]
+    assert entries(tmp_path / "out") == ["a", MANIFEST_FILE]
 
 
 def test_a_relative_path_is_published_in_the_working_directory(tmp_path, monkeypatch):
@@ -58,9 +97,9 @@ def test_a_relative_path_is_published_in_the_working_directory(tmp_path, monkeyp
 @pytest.mark.parametrize("error", [RuntimeError("no"), KeyboardInterrupt(), SystemExit(3)])
 def test_an_error_in_the_block_is_raised_and_nothing_is_left(tmp_path, error):
     def write_and_fail():
-        with staged(tmp_path / "out", "the plan") as folder:
-            (folder / "inside").mkdir()
-            write_file(folder / "inside" / "a", b"1")
+        with staged(tmp_path / "out", "recipe") as staging:
+            (staging.folder / "inside").mkdir()
+            write_file(staging.folder / "inside" / "a", b"1")
             raise error
 
     with pytest.raises(type(error)) as caught:
@@ -98,14 +137,14 @@ def test_what_stands_at_the_output_is_refused_and_untouched(tmp_path, make):
     assert (entries(tmp_path), contents(tmp_path)) == before
 
 
-def make_link_to_a_folder_with_a_plan(path):
+def make_link_to_a_folder_with_a_journal(path):
     (path.parent / "elsewhere").mkdir()
-    (path.parent / "elsewhere" / PLAN_FILE).write_text("mine")
+    (path.parent / "elsewhere" / JOURNAL).write_text("mine")
     (path.parent / "elsewhere" / "mine").write_text("mine")
     path.symlink_to("elsewhere")
 
 
-@pytest.mark.parametrize("make", [make_full_folder, make_file, make_link_to_a_folder_with_a_plan])
+@pytest.mark.parametrize("make", [make_full_folder, make_file, make_link_to_a_folder_with_a_journal])
 def test_a_foreign_staging_path_is_refused_and_untouched(tmp_path, make):
     make(tmp_path / "out.partial")
     before = (entries(tmp_path), contents(tmp_path))
@@ -121,14 +160,14 @@ def test_an_empty_staging_folder_is_taken(tmp_path):
     assert entries(tmp_path) == ["out"]
 
 
-def test_what_an_interrupted_run_left_is_cleared(tmp_path):
+def test_what_an_interrupted_run_left_without_finishing_anything_is_cleared(tmp_path):
     staging = tmp_path / "out.partial"
     (staging / "cuda-0").mkdir(parents=True)
     (staging / "cuda-0" / "model.safetensors").write_text("half")
     (staging / "link").symlink_to(tmp_path)
-    (staging / PLAN_FILE).write_text("an old plan, longer than the new one")
+    (staging / JOURNAL).write_text("a journal that was cut off in its first li")
     publish(tmp_path / "out")
-    assert contents(tmp_path / "out") == {"a": b"a", PLAN_FILE: b"the plan"}
+    assert entries(tmp_path / "out") == ["a", MANIFEST_FILE]
     assert entries(tmp_path) == ["out"]
 
 
@@ -140,12 +179,12 @@ def test_checking_an_output_touches_nothing(tmp_path):
 
 
 def test_the_same_output_cannot_be_written_twice_at_once(tmp_path):
-    with staged(tmp_path / "out", "the plan") as folder:
-        write_file(folder / "a", b"1")
+    with staged(tmp_path / "out", "recipe") as staging:
+        write_file(staging.folder / "a", b"1")
         with pytest.raises(OutputExistsError, match="another process is writing it now"):
             publish(tmp_path / "out")
-        assert contents(folder) == {"a": b"1", PLAN_FILE: b"the plan"}
-    assert entries(tmp_path / "out") == ["a", PLAN_FILE]
+        assert entries(staging.folder) == [JOURNAL, "a"]
+    assert contents(tmp_path / "out") == {"a": b"1"}
 
 
 def test_another_process_that_writes_the_same_output_is_respected(tmp_path):
@@ -153,8 +192,8 @@ def test_another_process_that_writes_the_same_output_is_respected(tmp_path):
         "import sys\n"
         "from pathlib import Path\n"
         "from bigload.layouts.staging import staged, write_file\n"
-        "with staged(Path(sys.argv[1]), 'theirs') as folder:\n"
-        "    write_file(folder / 'a', b'theirs')\n"
+        "with staged(Path(sys.argv[1]), 'recipe') as staging:\n"
+        "    write_file(staging.folder / 'a', b'theirs')\n"
         "    print('writing', flush=True)\n"
         "    sys.stdin.read()\n"
     )
@@ -166,7 +205,7 @@ def test_another_process_that_writes_the_same_output_is_respected(tmp_path):
         assert entries(tmp_path) == ["out.partial"]
         other.communicate()
     assert other.returncode == 0
-    assert contents(tmp_path / "out") == {"a": b"theirs", PLAN_FILE: b"theirs"}
+    assert contents(tmp_path / "out") == {"a": b"theirs"}
 
 
 @pytest.mark.parametrize("end", ["published", "removed"])
@@ -183,7 +222,7 @@ def test_a_run_that_ends_between_opening_and_locking_is_noticed(tmp_path, monkey
 
 
 def test_a_folder_that_comes_in_the_way_meanwhile_is_not_replaced(tmp_path):
-    with pytest.raises(WriteError, match="not empty"), staged(tmp_path / "out", "the plan"):
+    with pytest.raises(WriteError, match="not empty"), staged(tmp_path / "out", "recipe"):
         make_full_folder(tmp_path / "out")
     assert contents(tmp_path) == {"out/mine": b"mine"}
 
@@ -207,12 +246,12 @@ def test_everything_is_flushed_before_the_folder_is_renamed(tmp_path, monkeypatc
 
     monkeypatch.setattr(os, "fsync", record_fsync)
     monkeypatch.setattr(os, "rename", record_rename)
-    with staged(tmp_path / "out", "the plan") as folder:
-        (folder / "cpu").mkdir()
-        write_file(folder / "cpu" / "a", b"1")
+    with staged(tmp_path / "out", "recipe") as staging:
+        (staging.folder / "cpu").mkdir()
+        write_file(staging.folder / "cpu" / "a", b"1")
     staging = tmp_path / "out.partial"
     before, after = events[: events.index("rename")], events[events.index("rename") + 1 :]
-    assert {str(staging / PLAN_FILE), str(staging / "cpu" / "a"), str(staging / "cpu"), str(staging)} <= set(before)
+    assert {str(staging / "cpu" / "a"), str(staging / "cpu"), str(staging)} <= set(before)
     assert after == [str(tmp_path)]
 
 
@@ -221,16 +260,17 @@ def test_a_flush_that_fails_is_a_write_error_and_nothing_is_left(tmp_path, monke
         raise OSError(5, "Input/output error")
 
     monkeypatch.setattr(os, "fsync", fail)
-    with pytest.raises(WriteError, match="Input/output error"), staged(tmp_path / "out", "the plan"):
+    with pytest.raises(WriteError, match="Input/output error"), staged(tmp_path / "out", "recipe"):
         pass
     assert entries(tmp_path) == []
 
 
-def test_a_small_file_never_replaces_another(tmp_path):
-    (tmp_path / "a").write_text("mine")
-    with pytest.raises(WriteError, match="File exists"):
-        write_file(tmp_path / "a", b"other")
-    assert (tmp_path / "a").read_text() == "mine"
+def test_a_small_file_takes_the_place_of_one_that_an_interrupted_run_left(tmp_path):
+    (tmp_path / "elsewhere").write_text("mine")
+    (tmp_path / "a").symlink_to("elsewhere")
+    write_file(tmp_path / "a", b"other")
+    assert contents(tmp_path) == {"a": b"other", "elsewhere": b"mine"}
+    assert not (tmp_path / "a").is_symlink()
 
 
 def test_no_descriptor_stays_open(tmp_path):
@@ -238,7 +278,7 @@ def test_no_descriptor_stays_open(tmp_path):
     publish(tmp_path / "out")
     with pytest.raises(OutputExistsError):
         publish(tmp_path / "out")
-    with pytest.raises(RuntimeError), staged(tmp_path / "other", "the plan"):
+    with pytest.raises(RuntimeError), staged(tmp_path / "other", "recipe"):
         raise RuntimeError
     assert open_descriptors() == before
 
@@ -253,8 +293,8 @@ def test_a_file_system_without_locks_or_flushing_of_folders_is_good_enough(tmp_p
         original(descriptor)
 
     monkeypatch.setattr(missing, unsupported)
-    with staged(tmp_path / "out", "{}") as folder:
-        write_file(folder / "file", b"content")
+    with staged(tmp_path / "out", "recipe") as staging:
+        write_file(staging.folder / "file", b"content")
     assert (tmp_path / "out" / "file").read_bytes() == b"content"
 
 
@@ -267,6 +307,159 @@ def test_an_error_of_the_disk_while_a_folder_is_flushed_is_not_passed_over(tmp_p
         original(descriptor)
 
     monkeypatch.setattr("os.fsync", failing)
-    with pytest.raises(WriteError, match="Input/output error"), staged(tmp_path / "out", "{}"):
+    with pytest.raises(WriteError, match="Input/output error"), staged(tmp_path / "out", "recipe"):
         pass
     assert not (tmp_path / "out").exists()
+
+
+# What an interrupted run leaves
+
+
+def test_what_is_finished_is_kept_and_the_error_says_so(tmp_path):
+    out = tmp_path / "out"
+    error = WriteError(out, OSError(errno.ENOSPC, "No space left on device"))
+    with suppress(WriteError), staged(out, "recipe") as staging:
+        staging.journal.complete("a", {"one": "1" * 32, "two": "2" * 32}, "0" * 32)
+        raise error
+    assert error.hint == (
+        f"1 finished file (2 tensors) are kept in {out}.partial: mend the cause and go on with --resume"
+    )
+    assert leftover(out) == "1 finished file (2 tensors)"
+
+
+def test_what_is_void_is_not_kept(tmp_path):
+    with suppress(RuntimeError), staged(tmp_path / "out", "recipe") as staging:
+        staging.journal.complete("a", {}, "0" * 32)
+        staging.is_void = True
+        raise RuntimeError
+    assert entries(tmp_path) == []
+
+
+def test_a_leftover_is_refused_gone_on_with_or_thrown_away(tmp_path):
+    out = tmp_path / "out"
+    interrupt(out)
+    before = contents(tmp_path)
+    with pytest.raises(OutputExistsError, match="an interrupted run left 1 finished file"):
+        publish(out)
+    assert contents(tmp_path) == before
+    with staged(out, "recipe", resume=True) as staging:
+        assert staging.progress.files["a"].is_complete
+        assert (staging.folder / "a").read_bytes() == b"a"
+    assert contents(out) == {"a": b"a"}
+    shutil.rmtree(out)
+    interrupt(out)
+    with staged(out, "recipe", force=True) as staging:
+        assert staging.progress is None
+        assert entries(staging.folder) == [JOURNAL]
+
+
+def test_a_leftover_of_another_reshard_is_not_gone_on_with(tmp_path):
+    interrupt(tmp_path / "out", recipe="other")
+    before = contents(tmp_path)
+    with pytest.raises(OutputExistsError, match="another reshard than this"):
+        publish(tmp_path / "out", resume=True)
+    assert contents(tmp_path) == before
+
+
+def test_a_resume_that_fails_keeps_what_there_was(tmp_path):
+    interrupt(tmp_path / "out")
+    with pytest.raises(RuntimeError), staged(tmp_path / "out", "recipe", resume=True):
+        raise RuntimeError
+    assert leftover(tmp_path / "out") == "1 finished file (1 tensor)"
+
+
+def test_before_a_folder_is_gone_on_with_all_goes_that_is_written_again(tmp_path):
+    (tmp_path / "cpu" / "deep").mkdir(parents=True)
+    (tmp_path / "empty").mkdir()
+    for name in ("a", "index.json", "cpu/b", "cpu/deep/c", JOURNAL, journal_name(3)):
+        (tmp_path / name).write_text(name)
+    (tmp_path / "link").symlink_to("a")
+    (tmp_path / "folder").symlink_to("cpu")
+    keep_only(tmp_path, {"a", "cpu/b", "link", "folder", "empty"})
+    assert sorted(contents(tmp_path)) == [JOURNAL, journal_name(3), "a", "cpu/b"]
+    assert entries(tmp_path) == [JOURNAL, journal_name(3), "a", "cpu"]
+
+
+# An older output
+
+
+@pytest.fixture
+def older(tmp_path):
+    publish(tmp_path / "out", files=("old",))
+    return tmp_path / "out"
+
+
+def test_an_older_output_stays_until_the_new_one_is_complete(older):
+    before = contents(older)
+    with pytest.raises(OutputExistsError, match="it exists"):
+        publish(older)
+    with pytest.raises(RuntimeError), staged(older, "recipe", force=True):
+        raise RuntimeError
+    assert contents(older) == before
+    with staged(older, "recipe", force=True) as staging:
+        write_file(staging.folder / "a", b"a")
+        assert contents(older) == before
+    assert contents(older) == {"a": b"a"}
+    assert entries(older.parent) == ["out"]
+
+
+def make_foreign(out):
+    (out / MANIFEST_FILE).unlink()
+
+
+def make_mixed(out):
+    (out / "mine").write_text("mine")
+
+
+def make_moved_aside(out):
+    replaced_folder(out).mkdir()
+
+
+@pytest.mark.parametrize("make", [make_foreign, make_mixed, make_moved_aside])
+def test_only_what_bigload_wrote_is_replaced(older, make):
+    make(older)
+    before = (contents(older.parent), entries(older.parent))
+    with pytest.raises(OutputExistsError):
+        publish(older, force=True)
+    assert (contents(older.parent), entries(older.parent)) == before
+
+
+def test_what_is_put_into_an_older_output_meanwhile_is_not_removed(older):
+    with pytest.raises(OutputExistsError, match="'mine' for one"), staged(older, "recipe", force=True):
+        make_mixed(older)
+    assert (older / "mine").read_text() == "mine"
+
+
+def test_a_rename_that_is_refused_puts_the_older_output_back(older, monkeypatch):
+    rename = os.rename
+
+    def refuse(source, target, **options):
+        if str(source).endswith(".partial"):
+            raise OSError(errno.EIO, "Input/output error")
+        rename(source, target, **options)
+
+    monkeypatch.setattr(os, "rename", refuse)
+    before = contents(older)
+    with pytest.raises(WriteError, match="Input/output error"):
+        publish(older, force=True)
+    assert contents(older.parent) == {f"out/{name}": content for name, content in before.items()}
+
+
+def test_tidying_removes_an_older_output_only_with_force(older, tmp_path):
+    older.rename(replaced_folder(older))
+    publish(older)
+    assert entries(tmp_path) == ["out", "out.replaced"]
+    (older / JOURNAL).write_text("")
+    tidy(older, force=False)
+    assert entries(tmp_path) == ["out", "out.replaced"]
+    assert JOURNAL not in contents(older)
+    tidy(older, force=True)
+    assert entries(tmp_path) == ["out"]
+
+
+def test_tidying_removes_nothing_that_bigload_did_not_write(tmp_path):
+    publish(tmp_path / "out")
+    replaced_folder(tmp_path / "out").mkdir()
+    (replaced_folder(tmp_path / "out") / "mine").write_text("mine")
+    tidy(tmp_path / "out", force=True)
+    assert entries(tmp_path) == ["out", "out.replaced"]
