@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: help demo test check bench bench-loading bench-planner docs clean
+.PHONY: help demo test check bench bench-loading bench-reshard bench-planner docs clean
 
 help:  ## Show what can be made.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -24,18 +24,23 @@ check: $(STAMP)  ## Format, lint, types, import layers, tests with coverage.
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(BIN)/mypy --strict fixtures/make.py fixtures/bench.py fixtures/bench_loading.py fixtures/bench_planner.py
+	$(BIN)/mypy --strict fixtures/make.py fixtures/bench.py fixtures/bench_loading.py fixtures/bench_planner.py \
+		fixtures/bench_reshard.py fixtures/reshard_contenders.py
 	$(BIN)/lint-imports
 	$(BIN)/coverage run -m pytest -q
 	$(BIN)/coverage combine -q
 	$(BIN)/coverage report
 
-bench: $(STAMP)  ## Print the figures of this machine: start-up times, reshard against cp, loading (a quarter of an hour).
+bench: $(STAMP)  ## Print the figures of this machine: start-up times, resharding, loading (most of an hour).
 	$(BIN)/python fixtures/bench.py
+	$(BIN)/python fixtures/bench_reshard.py
 	$(BIN)/python fixtures/bench_loading.py
 
 bench-loading: $(STAMP)  ## Print only those of loading, with the goals beside them.
 	$(BIN)/python fixtures/bench_loading.py
+
+bench-reshard: $(STAMP)  ## Print only those of resharding: cp, raw writes and other programs beside it, and the goals.
+	$(BIN)/python fixtures/bench_reshard.py
 
 bench-planner: $(STAMP)  ## Compare plans with those of accelerate and transformers: make bench-planner CATALOGUES=folder
 	$(BIN)/python -m fixtures.bench_planner "$(CATALOGUES)"

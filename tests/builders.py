@@ -277,6 +277,20 @@ def open_descriptors() -> list[str]:
     return sorted(path.name for path in Path("/proc/self/fd").iterdir())
 
 
+def make_split(folder: Path) -> Path:
+    """Make a small folder as a reshard by devices writes it, manifest included. Returns `folder`."""
+    weight_map = {}
+    for device, tensors in (("cuda-0", {"embed.weight": ("BF16", [8, 4])}), ("cpu", {"head.weight": ("F32", [4, 4])})):
+        (folder / device).mkdir(parents=True)
+        write_shard(folder / device / "model.safetensors", tensors)
+        write_index(folder / device, dict.fromkeys(tensors, "model.safetensors"))
+        weight_map |= dict.fromkeys(tensors, f"{device}/model.safetensors")
+    (folder / "config.json").write_text(json.dumps(llama_config()))
+    write_index(folder, weight_map)
+    write_manifest(folder)
+    return folder
+
+
 def write_manifest(folder: Path, **changes: object) -> Path:
     """Write the manifest of all files in `folder` as they are now, with `changes` to its keys. Returns its path."""
     path = folder / "bigload-manifest.json"

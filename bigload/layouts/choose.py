@@ -9,12 +9,13 @@ from pathlib import Path
 
 from bigload.checkpoint.model import Checkpoint
 from bigload.checkpoint.source import open_checkpoint
-from bigload.dtypes import DType, parse_dtype
+from bigload.dtypes import DType
 from bigload.errors import ReshardOptionError
 from bigload.layouts import device_folders, offload_folder, rank_slices, shards
 from bigload.layouts.choices import Layout, OffloadFormat
+from bigload.layouts.dtype_rules import dtype_rule
 from bigload.layouts.in_kernel import KernelCopy, data_offset
-from bigload.layouts.output_files import DTypeOf, Output, as_stored, at_block, with_offsets
+from bigload.layouts.output_files import Output, at_block, with_offsets
 from bigload.planning.partition_rules import read_tp_rules
 from bigload.planning.plan import Plan
 from bigload.planning.plan_file import check_plan, read_plan
@@ -77,7 +78,8 @@ def choose(
         check_plan(plan, opened, source="the plan" if plan_file is None else str(plan_file))
     layout = _layout(wishes, plan)
     cast_to = _cast_to(wishes, plan, layout)
-    rule = _rule(cast_to, wishes)
+    rule = dtype_rule(cast_to, keep_fp32=wishes.keep_fp32)
+    rule.check(opened.tensors.values())
     kernel = KernelCopy.NOTHING if cast_to is not None else kernel_between(opened.root)
     shares_blocks = kernel is KernelCopy.CLONE
     limit = wishes.max_shard_bytes
@@ -115,14 +117,6 @@ def choose(
         kernel=kernel,
         notes=notes,
     )
-
-
-def _rule(cast_to: DType | None, wishes: Wishes) -> DTypeOf:
-    if cast_to is None:
-        return as_stored
-    from bigload.layouts.dtype_rules import dtype_rule
-
-    return dtype_rule(cast_to, keep_fp32=wishes.keep_fp32)
 
 
 def _rules(wished: Mapping[str, str] | str | Path | None) -> Mapping[str, str] | None:
@@ -194,14 +188,9 @@ def _layout(wishes: Wishes, plan: Plan | None) -> Layout:
 
 
 def _cast_to(wishes: Wishes, plan: Plan | None, layout: Layout) -> DType | None:
-    if wishes.keep_fp32 and wishes.dtype is None:
-        raise ReshardOptionError("keep_fp32", list(wishes.keep_fp32), "a dtype beside it: without one, nothing is cast")
-    if wishes.dtype is None:
+    dtype = dtype_rule(wishes.dtype, keep_fp32=wishes.keep_fp32).dtype
+    if dtype is None:
         return None
-    try:
-        dtype = wishes.dtype if isinstance(wishes.dtype, DType) else parse_dtype(wishes.dtype)
-    except ValueError:
-        raise ReshardOptionError("dtype", wishes.dtype, "a dtype, for example bf16, fp16 or fp32") from None
     planned = None if plan is None else plan.options.workload.load_dtype
     if plan is not None and layout in (Layout.DEVICES, Layout.OFFLOAD) and planned != dtype:
         counted = (
@@ -211,6 +200,9 @@ def _cast_to(wishes: Wishes, plan: Plan | None, layout: Layout) -> DType | None:
         )
         hint = f"make a plan that counts like this: bigload plan CHECKPOINT --dtype {dtype.name.lower()} ..."
         raise ReshardOptionError("dtype", dtype.name, counted, hint=hint)
+    if wishes.keep_fp32 and layout is Layout.DEVICES:
+        expected = "none for the layout devices: the plan counted all weights in one dtype"
+        raise ReshardOptionError("keep_fp32", list(wishes.keep_fp32), expected)
     return dtype
 
 

@@ -10,7 +10,7 @@ from fnmatch import fnmatchcase
 
 from bigload.checkpoint.model import TensorInfo
 from bigload.dtypes import DTYPES, DType, parse_dtype
-from bigload.errors import LoadOptionError
+from bigload.errors import ReshardOptionError
 from bigload.planning.load_dtype import as_dtype
 
 _PLAIN = ("F64", "F32", "F16", "BF16")
@@ -81,34 +81,34 @@ class DTypeRule:
         """Raise if a pattern keeps nothing: it is misspelt, or for another model.
 
         Raises:
-            LoadOptionError: it matches no plain floating-point tensor of `tensors`.
+            ReshardOptionError: it matches no plain floating-point tensor of `tensors`.
         """
         names = [tensor.name for tensor in tensors if as_dtype(tensor, _FLOAT32).dtype == _FLOAT32]
         for pattern in self.keep_fp32:
             if not any(matches(pattern, name) for name in names):
                 expected = "a pattern, or part of a name, that matches a floating-point tensor of the checkpoint"
-                raise LoadOptionError("keep_fp32", pattern, expected)
+                raise ReshardOptionError("keep_fp32", pattern, expected)
 
 
 def dtype_rule(dtype: str | DType | None, *, keep_fp32: Sequence[str] = ()) -> DTypeRule:
     """Return the rule for what was asked: a dtype as `dtypes.parse_dtype` reads it, and patterns of names.
 
     Raises:
-        LoadOptionError: no such dtype, or one that weights cannot be cast to; patterns that are none, or that have
+        ReshardOptionError: no such dtype, or one that weights cannot be cast to; patterns that are none, or that have
             nothing to keep anything from.
     """
     if isinstance(keep_fp32, str) or not all(isinstance(pattern, str) and pattern for pattern in keep_fp32):
-        raise LoadOptionError("keep_fp32", keep_fp32, "a list of patterns of tensor names")
+        raise ReshardOptionError("keep_fp32", keep_fp32, "a list of patterns of tensor names")
     if dtype is None:
         if keep_fp32:
-            raise LoadOptionError("keep_fp32", list(keep_fp32), "a dtype along with it, for the other tensors")
+            raise ReshardOptionError("keep_fp32", list(keep_fp32), "a dtype along with it, for the other tensors")
         return DTypeRule()
     try:
         parsed = dtype if isinstance(dtype, DType) else parse_dtype(str(dtype))
     except ValueError as error:
-        raise LoadOptionError("dtype", str(dtype), f"the name of a dtype ({error})") from None
+        raise ReshardOptionError("dtype", str(dtype), f"the name of a dtype ({error})") from None
     if parsed.name not in _FLOATS:
-        raise LoadOptionError("dtype", str(dtype), "a floating-point dtype of 8 bits or more that weights can have")
+        raise ReshardOptionError("dtype", str(dtype), "a floating-point dtype of 8 bits or more that weights can have")
     return DTypeRule(dtype=parsed, keep_fp32=tuple(keep_fp32))
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import threading
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
@@ -99,10 +99,16 @@ class Filler:
 
     Memory of its own: for each thread that casts two blocks of 2 and 4 MiB, or of one row of a slice if that is longer;
     for each that puts views in order one of 16 MiB; otherwise next to none.
+
+    Args:
+        sources: For what is wanted once.
+        shared: For rows of which only some columns are wanted here: the others will be, soon, for another rank. The
+            same when left out.
     """
 
-    def __init__(self, sources: Mapping[str, ByteSource]) -> None:
+    def __init__(self, sources: Mapping[str, ByteSource], *, shared: Callable[[str], ByteSource] | None = None) -> None:
         self._sources = sources
+        self._shared = sources.__getitem__ if shared is None else shared
         self._lock = threading.Lock()
         self._stager: HostStager | None = None
         self._overflows: Counter[str] = Counter()
@@ -127,7 +133,11 @@ class Filler:
             self._compute(views, portions)
             return
         for job in jobs_for(portions):
-            _scatter(job, views, self._sources[job.file])
+            _scatter(job, views, self._source(job))
+
+    def _source(self, job: ReadJob) -> ByteSource:
+        has_gaps = sum(piece.num_bytes for piece in job.pieces) < job.num_bytes
+        return self._shared(job.file) if has_gaps else self._sources[job.file]
 
     def _compute(self, views: Sequence[memoryview], portions: Sequence[Portion]) -> None:
         """Fill a window in which something is computed, which takes torch."""
@@ -138,9 +148,9 @@ class Filler:
         beyond = [0] * len(views)
         for job in jobs_for(portions):
             if job.way is Way.STAGED:
-                stager.carry_to(views, job, self._sources[job.file], beyond=beyond)
+                stager.carry_to(views, job, self._source(job), beyond=beyond)
             else:
-                _scatter(job, views, self._sources[job.file])
+                _scatter(job, views, self._source(job))
         for number, portion in enumerate(portions):
             if portion.is_view:
                 beyond[number] += self._arrange(portion, views[number], stager)

@@ -174,7 +174,7 @@ def _manifest_of(root: Path) -> Path:
         real = root.resolve()
         is_there, is_folder = real.exists(), real.is_dir()
     except (OSError, RuntimeError, ValueError) as error:  # a loop of links; a NUL character
-        raise ManifestNotFoundError(root, str(error)) from None
+        raise ManifestNotFoundError(root, getattr(error, "strerror", None) or str(error)) from None
     if not is_folder:
         raise ManifestNotFoundError(root, "it is not a folder" if is_there else "no such folder")
     if real.name.endswith(STAGING_SUFFIX):

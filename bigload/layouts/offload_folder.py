@@ -16,7 +16,8 @@ second is for accelerate (`OffloadedWeightsLoader`, `dispatch_model(offload_dir=
 
 A runtime asks for a weight by each of its names in memory. So tied names are found, and stored once: in `__metadata__`
 of the file that has them, or as a link beside the `.dat` file, which accelerate opens like any other. They are those
-that a torch file stores as one, and those that the config ties to a stored tensor while no file has them.
+that a torch file stores as one, and those that the config ties to a stored tensor while no file has them. Whoever opens
+a folder of blocks as a checkpoint, without its reader, has to tie them: `shards.py` writes for those who do not.
 """
 
 from __future__ import annotations

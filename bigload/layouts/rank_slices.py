@@ -36,6 +36,7 @@ from bigload.layouts.output_files import (
 )
 from bigload.loading.slices import Slice
 from bigload.planning.partition import MAX_RANKS, Division, Partition, Range, partition
+from bigload.planning.partition_rules import read_tp_rules
 from bigload.planning.plan import PlanNote
 from bigload.planning.tree import build_tree
 from bigload.units import MIB, format_size
@@ -58,19 +59,20 @@ def lay_out(
     checkpoint: Checkpoint,
     *,
     tp: int,
-    rules: Mapping[str, str] | None = None,
+    rules: Mapping[str, str] | str | Path | None = None,
     dtype_of: DTypeOf = as_stored,
     max_shard_bytes: int | None = DEFAULT_MAX_SHARD_BYTES,
 ) -> Output:
     """Return the files of `tp` ranks, each with its part of every tensor, in the order in which a load needs them.
 
     Files with the same number have the same tensors, and follow each other: what is read for one rank is still cached
-    for the next. `rules`, words by pattern, go before those of the model's type.
+    for the next. `rules`, words by pattern or a file of them, go before those of the model's type.
 
     Raises:
-        PartitionError: see `bigload.planning.partition.partition`.
+        PartitionError: see `read_tp_rules` and `partition`, both of `bigload.planning`.
     """
-    divided = partition(checkpoint, tp=tp, rules=rules)
+    words = read_tp_rules(rules) if isinstance(rules, str | Path) else rules
+    divided = partition(checkpoint, tp=tp, rules=words)
     tensors = list(build_tree(checkpoint.tensors.values()).all_tensors())
     # The first rank has the largest pieces (torch.chunk), so what fits into its files fits into those of all.
     groups = split([_part(tensor, divided, 0, dtype_of) for tensor in tensors], max_shard_bytes)

@@ -413,7 +413,7 @@ class _Run:
         share = _Share()
         share.kept_files = sum(file.kept is not None and file.kept.record is not None for file in files)
         share.kept_bytes = sum(file.kept.digest.position for file in files if file.kept is not None)
-        filler = Filler(sources)
+        filler = Filler(sources, shared=sources.through_cache)
         writer = Writer(
             staging.folder,
             sources,

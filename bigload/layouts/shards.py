@@ -40,9 +40,9 @@ def lay_out(
     A file ends before the tensor that would take its data past `max_shard_bytes`, one larger tensor has a file of its
     own. `None`, or tensors that all fit, give one file without an index, as save_pretrained does.
 
-    In a torch file several names can be one tensor. Where the config ties them as well, one name is written, the one
-    that save_pretrained keeps, and the others are `aliases`: loaders of models tie them again. Where nothing says so,
-    each name is written, because a reader of safetensors would miss the others.
+    In a torch file several names can be one tensor. Where the config says `tie_word_embeddings: true`, only the name
+    is written that save_pretrained keeps; the others are `aliases`, which loaders of models tie again. Otherwise each
+    name is written, because a reader of safetensors would miss the others.
     """
     aliases = tied_by_config(checkpoint, dtype_of)
     tensors = build_tree(checkpoint.tensors.values()).all_tensors()

@@ -11,6 +11,7 @@ from bigload.checkpoint.model import Checkpoint
 from bigload.dtypes import DType
 from bigload.errors import ReadError
 from bigload.layouts.device_folders import PLAN_FILE
+from bigload.layouts.dtype_rules import config_with_dtype
 from bigload.layouts.manifest import MANIFEST_FILE
 from bigload.layouts.output_files import Output
 from bigload.units import MIB
@@ -43,11 +44,7 @@ class SideFile:
             content = self.path.read_bytes()
         except OSError as error:
             raise ReadError(self.path, error.strerror or str(error)) from error
-        if self.dtype is None:
-            return content
-        from bigload.layouts.dtype_rules import config_with_dtype
-
-        return config_with_dtype(content, self.dtype)
+        return content if self.dtype is None else config_with_dtype(content, self.dtype)
 
 
 def side_files(checkpoint: Checkpoint, output: Output, *, dtype: DType | None) -> tuple[SideFile, ...]:

@@ -20,7 +20,14 @@ def names_of_one(tensors: Iterable[TensorInfo], dtype_of: DTypeOf) -> dict[str, 
 
 
 def tied_by_config(checkpoint: Checkpoint, dtype_of: DTypeOf) -> dict[str, str]:
-    """Return what the source stores as one and the config ties, too: other names, to the one save_pretrained keeps."""
+    """Return what the source stores as one and the config ties, too: other names, to the one save_pretrained keeps.
+
+    Only a config that says `tie_word_embeddings: true` itself counts. Without that word, classes of transformers have
+    defaults of their own, and those that do not tie start with random weights under a name that is missing (Llama and
+    Qwen3 in transformers 5.23).
+    """
+    if checkpoint.config is None or checkpoint.config.get("tie_word_embeddings") is not True:
+        return {}
 
     def are_one(_: Checkpoint, names: Sequence[str]) -> bool:
         return len({_memory(checkpoint.tensors[name], dtype_of) for name in names}) == 1

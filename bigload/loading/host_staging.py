@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import chain, starmap
 
 import torch
 
@@ -13,12 +15,17 @@ from bigload.loading.report import Phase, Recorder
 from bigload.loading.schedule import STAGED_BLOCK_BYTES, Cast, Piece, ReadJob
 from bigload.loading.strided import ViewPiece
 from bigload.loading.tensors import Memory, torch_dtype
+from bigload.units import KIB
 
 _Blocks = dict[str, tuple[memoryview, torch.Tensor]]
 """Memory that one job is staged in, by use; each block twice, for those who read and for torch."""
 
 _MOVED_AS = {8: torch.uint8, 16: torch.int16, 32: torch.int32, 64: torch.int64}
 """What elements are taken for that only move, by their width: integers stay what they are, bit by bit."""
+
+_STEP_ELEMENTS = 32 * KIB - 64
+"""What torch is given at a time: from 32768 elements on it calls its own threads to help. Those wait for each other at
+every step, spinning, which costs many times the work itself where other threads want the cores, as ours do."""
 
 
 class HostStager:
@@ -105,7 +112,8 @@ def _deliver(piece: Piece, staged: torch.Tensor, target: torch.Tensor, blocks: _
     target = target[piece.start : piece.start + piece.memory_bytes].view(piece.rows, -1)
     rows = torch.as_strided(staged, (piece.rows, piece.row_bytes), (piece.stride, 1), piece.source)
     if piece.cast is None:
-        target.copy_(rows)
+        for source, part in _steps(rows, target):
+            part.copy_(source)
         return 0
     stored, wanted = torch_dtype(piece.cast.stored), torch_dtype(piece.cast.wanted)
     assert stored is not None, "check_dtypes() comes first"
@@ -117,32 +125,60 @@ def _deliver(piece: Piece, staged: torch.Tensor, target: torch.Tensor, blocks: _
 
 def _cast(values: torch.Tensor, target: torch.Tensor, blocks: _Blocks, *, counts: bool) -> int:
     """Write `values` to `target` in its dtype; return how many finite ones lie beyond it, if it `counts`."""
-    limit = _limit(values.dtype, target.dtype) if counts else None
+    edge = _edge(values.dtype, target.dtype) if counts else None
+    scratch = None
     if {values.dtype, target.dtype} == {torch.float16, torch.bfloat16}:
         # torch converts each of them from and to float32 several times as fast as to the other, and float32
         # holds both without rounding.
-        _, scratch = _block(blocks, "scratch", 4 * values.numel())
-        values = scratch.view(torch.float32)[: values.numel()].view(values.shape).copy_(values)
-    target.copy_(values)
-    return 0 if limit is None else _num_beyond(values, limit)
+        scratch = _block(blocks, "scratch", 4 * _STEP_ELEMENTS)[1].view(torch.float32)
+    beyond = 0
+    for stored, part in _steps(values, target):
+        source = stored
+        if scratch is not None:
+            source = scratch[: stored.numel()].view(stored.shape).copy_(stored)
+        part.copy_(source)
+        if edge is not None:
+            beyond += _num_beyond(source, part, edge)
+    return beyond
 
 
-def _limit(stored: torch.dtype, wanted: torch.dtype) -> float | None:
-    """Return the largest value of `wanted` if finite ones of `stored` can be larger."""
+def _steps(values: torch.Tensor, target: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Return both in parts that belong together, of at most `_STEP_ELEMENTS`, and compact where the shape allows it."""
+    if values.numel() <= _STEP_ELEMENTS:
+        return iter([(values, target)])
+    if values.is_contiguous() and target.is_contiguous():
+        flat = (torch.split(each.view(-1), _STEP_ELEMENTS) for each in (values, target))
+        return zip(*flat, strict=True)
+    dim = max(range(values.dim()), key=lambda dim: values.shape[dim])
+    size = -(-values.shape[dim] // 2)
+    halves = zip(torch.split(values, size, dim), torch.split(target, size, dim), strict=True)
+    return chain.from_iterable(starmap(_steps, halves))
+
+
+def _edge(stored: torch.dtype, wanted: torch.dtype) -> float | None:
+    """Return from where on values of `stored` are no longer rounded to one of `wanted`, if finite ones can be there."""
     if not (stored.is_floating_point and wanted.is_floating_point):
         return None
-    limit = torch.finfo(wanted).max
-    return limit if limit < torch.finfo(stored).max else None
+    limit = torch.finfo(wanted)
+    if limit.max >= torch.finfo(stored).max:
+        return None
+    _, exponent = math.frexp(limit.max)
+    return limit.max + math.ldexp(limit.eps, exponent - 1) / 2  # half a step on
 
 
-def _num_beyond(values: torch.Tensor, limit: float) -> int:
-    """Return how many of `values` are finite and beyond `limit` on either side."""
-    if values.numel() == 0 or values.dtype.itemsize == 1:  # 8-bit floats know no order in torch
-        values = values.float()
-    # Nearly always all of them are within, which the largest and the smallest tell, faster one by one than together.
-    if not values.numel() or (float(values.amax()) <= limit and float(values.amin()) >= -limit):
-        return 0
-    return int((values.isfinite() & (values.abs() > limit)).sum())
+def _num_beyond(values: torch.Tensor, cast: torch.Tensor, edge: float) -> int:
+    """Return how many of `values` are finite and at `edge` or beyond it, on either side; `cast` is what they became."""
+    # Nearly always none, which a sum tells in one pass: it is finite only if all of them are. 8-bit floats have no sum,
+    # and some of them become the largest one instead of infinite.
+    if cast.itemsize > 1:
+        wide = torch.float32 if cast.itemsize == 2 else torch.float64
+        if math.isfinite(float(cast.sum(dtype=wide))):
+            return 0
+    else:
+        values = values.float() if values.itemsize == 1 else values  # 8-bit floats have no order in torch
+        if values.numel() == 0 or max(float(values.amax()), -float(values.amin())) < edge:
+            return 0
+    return int((values.isfinite() & (values.abs() >= edge)).sum())
 
 
 def _block(blocks: _Blocks, use: str, num_bytes: int) -> tuple[memoryview, torch.Tensor]:

@@ -216,14 +216,15 @@ def _gated(parent: str) -> dict[str, str]:
 
 
 _HEAD = {"lm_head": "colwise"}
+_VOCABULARY = {"embed_tokens": "embedding_rowwise", "wte": "embedding_rowwise", **_HEAD}
 _ATTENTION = _layer("self_attn")
-_LLAMA = {**_ATTENTION, **_gated("mlp"), **_HEAD}
-_UNGATED = {**_ATTENTION, "mlp.up_proj": "colwise", "mlp.down_proj": "rowwise", **_HEAD}
+_LLAMA = {**_ATTENTION, **_gated("mlp"), **_VOCABULARY}
+_UNGATED = {**_ATTENTION, "mlp.up_proj": "colwise", "mlp.down_proj": "rowwise", **_VOCABULARY}
 _FC = {"fc1": "colwise", "fc2": "rowwise"}
 _EXPERTS = {
     **_gated("experts.*"),
-    "mlp.experts.gate_up_proj": "packed_colwise",
-    "mlp.experts.down_proj": "rowwise",
+    "experts.gate_up_proj": "packed_colwise",
+    "experts.down_proj": "rowwise",
 }
 _MOE = {**_LLAMA, **_EXPERTS, **_gated("shared_expert"), **_gated("shared_experts")}
 _MIXTRAL = {
@@ -232,7 +233,7 @@ _MIXTRAL = {
     "experts.*.w1": "colwise",
     "experts.*.w3": "colwise",
     "experts.*.w2": "rowwise",
-    **_HEAD,
+    **_VOCABULARY,
 }
 _LATENT = {
     "self_attn.q_proj": "colwise",
@@ -245,7 +246,7 @@ _GLM = {
     **_ATTENTION,
     "mlp.gate_up_proj": "packed_colwise",
     "mlp.down_proj": "rowwise",
-    **_HEAD,
+    **_VOCABULARY,
 }
 _PHI3 = {**_GLM, "self_attn.qkv_proj": "packed_qkv"}
 _WIDE = {"mlp.dense_h_to_4h": "colwise", "mlp.dense_4h_to_h": "rowwise"}
@@ -253,6 +254,7 @@ _BLOOM = {
     "self_attention.query_key_value": "grouped_qkv",
     "self_attention.dense": "rowwise",
     **_WIDE,
+    "word_embeddings": "embedding_rowwise",
     **_HEAD,
 }
 _BERT = {
@@ -283,8 +285,9 @@ _CLIP = {**_layer("self_attn", "out_proj"), "mlp.fc1": "colwise", "mlp.fc2": "ro
 _TYPES: tuple[tuple[str, Mapping[str, str]], ...] = (
     (
         "cohere cohere2 cwm ernie4_5 exaone4 gemma gemma2 gemma3 gemma3_text granite helium hyperclovax internlm "
-        "internlm3 llama llava llava_next ministral ministral3 mistral mistral3 olmo olmo2 olmo3 qwen2 qwen2_vl "
-        "qwen2_vl_text qwen2_5_vl qwen2_5_vl_text qwen3 qwen3_vl qwen3_vl_text seed_oss smollm3 stablelm vaultgemma",
+        "internlm3 iquestcoder llama llava llava_next ministral ministral3 mistral mistral3 olmo olmo2 olmo3 "
+        "qwen2 qwen2_vl qwen2_vl_text qwen2_5_vl qwen2_5_vl_text qwen3 qwen3_vl qwen3_vl_text seed_oss smollm3 stablelm "
+        "vaultgemma",
         _LLAMA,
     ),
     (
@@ -294,22 +297,25 @@ _TYPES: tuple[tuple[str, Mapping[str, str]], ...] = (
     ),
     ("mixtral minimax phimoe", _MIXTRAL),
     ("deepseek_v2 deepseek_v3 kimi_k2", _DEEPSEEK),
-    ("arcee nemotron", _UNGATED),
+    ("apertus arcee jais2 nemotron", _UNGATED),
     ("glm glm4", _GLM),
     ("phi3", _PHI3),
-    ("phi", {**_layer("self_attn", "dense"), "mlp.fc1": "colwise", "mlp.fc2": "rowwise", **_HEAD}),
-    ("starcoder2", {**_ATTENTION, "mlp.c_fc": "colwise", "mlp.c_proj": "rowwise", **_HEAD}),
+    ("phi", {**_layer("self_attn", "dense"), "mlp.fc1": "colwise", "mlp.fc2": "rowwise", **_VOCABULARY}),
+    ("starcoder2", {**_ATTENTION, "mlp.c_fc": "colwise", "mlp.c_proj": "rowwise", **_VOCABULARY}),
     ("mllama mllama_text_model", {**_LLAMA, **_layer("cross_attn")}),
     ("mllama_vision_model", {**_ATTENTION, "mlp.fc1": "colwise", "mlp.fc2": "rowwise"}),
-    ("granitemoe", {**_ATTENTION, "input_linear": "packed_colwise", "output_linear": "rowwise", **_HEAD}),
-    ("gpt_oss", {**_ATTENTION, "self_attn.sinks": "colwise", "mlp.experts.*": "grouped_gemm", **_HEAD}),
+    (
+        "granitemoe",
+        {**_ATTENTION, **_EXPERTS, "input_linear": "packed_colwise", "output_linear": "rowwise", **_VOCABULARY},
+    ),
+    ("gpt_oss", {**_ATTENTION, "self_attn.sinks": "colwise", "mlp.experts.*": "grouped_gemm", **_VOCABULARY}),
     (
         "dbrx",
         {
             "attn.Wqkv": "packed_qkv",
             "attn.out_proj": "rowwise",
             **{f"ffn.experts.mlp.{name}": "grouped_gemm" for name in ("w1", "v1", "w2")},
-            **_HEAD,
+            **_VOCABULARY,
         },
     ),
     (
@@ -319,22 +325,34 @@ _TYPES: tuple[tuple[str, Mapping[str, str]], ...] = (
             "attn.c_proj": "conv1d_rowwise",
             "mlp.c_fc": "conv1d_colwise",
             "mlp.c_proj": "conv1d_rowwise",
-            **_HEAD,
+            **_VOCABULARY,
         },
     ),
     (
         "gpt_neo",
-        {**_layer("attn.attention", "out_proj"), "mlp.c_fc": "colwise", "mlp.c_proj": "rowwise", **_HEAD},
+        {**_layer("attn.attention", "out_proj"), "mlp.c_fc": "colwise", "mlp.c_proj": "rowwise", **_VOCABULARY},
     ),
     (
         "gpt_neox",
-        {"attention.query_key_value": "grouped_qkv", "attention.dense": "rowwise", **_WIDE, "embed_out": "colwise"},
+        {
+            "attention.query_key_value": "grouped_qkv",
+            "attention.dense": "rowwise",
+            **_WIDE,
+            "embed_out": "colwise",
+            **_HEAD,
+        },
     ),
-    ("gptj", {**_layer("attn", "out_proj"), "mlp.fc_in": "colwise", "mlp.fc_out": "rowwise", **_HEAD}),
+    ("gptj", {**_layer("attn", "out_proj"), "mlp.fc_in": "colwise", "mlp.fc_out": "rowwise", **_VOCABULARY}),
     ("bloom falcon RefinedWeb RefinedWebModel", _BLOOM),
     (
         "mpt",
-        {"attn.Wqkv": "packed_qkv", "attn.out_proj": "rowwise", "ffn.up_proj": "colwise", "ffn.down_proj": "rowwise"},
+        {
+            "attn.Wqkv": "packed_qkv",
+            "attn.out_proj": "rowwise",
+            "ffn.up_proj": "colwise",
+            "ffn.down_proj": "rowwise",
+            "wte": "embedding_rowwise",
+        },
     ),
     (
         "internlm2",
@@ -348,7 +366,7 @@ _TYPES: tuple[tuple[str, Mapping[str, str]], ...] = (
         },
     ),
     ("baichuan", {**_LLAMA, "self_attn.W_pack": "packed_qkv"}),
-    ("opt", {**_layer("self_attn", "out_proj"), **_FC, **_HEAD}),
+    ("opt", {**_layer("self_attn", "out_proj"), **_FC, **_VOCABULARY}),
     ("bart mbart whisper", _BART),
     ("t5 mt5 umt5", _T5),
     ("bert roberta xlm-roberta camembert electra esm", _BERT),

@@ -61,6 +61,7 @@ def tiny(tmp_path):
         "bigload.loading.page_cache",
         "bigload.checkpoint.source",
         "bigload.layouts.reshard",
+        "bigload.layouts.verify",
         "bigload.loading.engine",
         "bigload.loading.load",
         "bigload.planning.plan",

@@ -1,6 +1,7 @@
 """House rules that no linter checks, or that matter too much to leave to a setting."""
 
 import ast
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ MODULES = sorted(ROOT.rglob("*.py"))
 BANNED = {"utils", "util", "common", "helpers", "misc", "base"}
 
 
+@cache
 def parsed(path):
     return ast.parse(path.read_text(), filename=str(path))
 

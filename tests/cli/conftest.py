@@ -1,6 +1,6 @@
-"""Ways to run `bigload`: in this process (fast), as a program of its own, and on a terminal.
+"""Ways to run `bigload`: in this process (fast) and as a program of its own, each with pipes or on a terminal.
 
-All three start from the same clean environment in the same folder, in which `llama-70b` (sparse) and `tiny-llama` (15
+All four start from the same clean environment in the same folder, in which `llama-70b` (sparse) and `tiny-llama` (15
 MB) are at hand under those names.
 """
 
@@ -16,8 +16,10 @@ import subprocess
 import sys
 import termios
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TextIO
 from unittest import mock
 
 import pytest
@@ -76,26 +78,32 @@ def run(here, environment):
     def run_in_process(command: str, env: Mapping[str, str] | None = None, encoding: str = "utf-8") -> Outcome:
         out = io.TextIOWrapper(io.BytesIO(), encoding=encoding, newline="\n")
         err = io.TextIOWrapper(io.BytesIO(), encoding=encoding, newline="\n", errors="backslashreplace")
-        collects = gc.isenabled()
-        try:
-            with (
-                mock.patch.dict(os.environ, environment(env), clear=True),
-                mock.patch.object(sys, "argv", shlex.split(command)),
-                contextlib.redirect_stdout(out),
-                contextlib.redirect_stderr(err),
-            ):
-                assert sys.argv[0] == "bigload"
-                with pytest.raises(SystemExit) as ended:
-                    main()
-        finally:
-            if collects:
-                gc.enable()
-        out.flush()
-        err.flush()
+        code = run_main(command, environment(env), out, err)
         texts = [stream.buffer.getvalue().decode(encoding) for stream in (out, err)]
-        return Outcome(ended.value.code or 0, *texts)
+        return Outcome(code, *texts)
 
     return run_in_process
+
+
+def run_main(command: str, environ: Mapping[str, str], out: TextIO, err: TextIO) -> int:
+    """Run a command line in this process, with these streams; return its exit code."""
+    collects = gc.isenabled()
+    try:
+        with (
+            mock.patch.dict(os.environ, environ, clear=True),
+            mock.patch.object(sys, "argv", shlex.split(command)),
+            contextlib.redirect_stdout(out),
+            contextlib.redirect_stderr(err),
+        ):
+            assert sys.argv[0] == "bigload"
+            with pytest.raises(SystemExit) as ended:
+                main()
+    finally:
+        if collects:
+            gc.enable()
+    out.flush()
+    err.flush()
+    return ended.value.code or 0
 
 
 @pytest.fixture
@@ -120,7 +128,31 @@ def run_program(here, environment):
 
 @pytest.fixture
 def run_on_terminal(here, environment):
-    """Return a function that runs a command line on a terminal of so many columns."""
+    """Return a function that runs a command line in this process, on a terminal of so many columns."""
+
+    def run_with_pty(command: str, columns: int = 80, env: Mapping[str, str] | None = None) -> Outcome:
+        keyboard, screen = open_terminal(columns)
+        kept = os.dup(1), os.dup(2)
+        with ThreadPoolExecutor(1) as pool:  # a terminal that nobody reads from is full after some KB
+            reading = pool.submit(read_all, keyboard)
+            try:
+                os.dup2(screen, 1)  # whoever asks how wide the terminal is asks the descriptors
+                os.dup2(screen, 2)
+                with open(1, "w", closefd=False) as out, open(2, "w", closefd=False) as err:
+                    code = run_main(command, environment(env), out, err)
+            finally:
+                for stream, descriptor in enumerate(kept, 1):
+                    os.dup2(descriptor, stream)
+                    os.close(descriptor)
+                os.close(screen)
+        return Outcome(code, reading.result(), "")
+
+    return run_with_pty
+
+
+@pytest.fixture
+def run_program_on_terminal(here, environment):
+    """Return a function that runs a command line as a program of its own, on a terminal of so many columns."""
 
     def run_with_pty(command: str, columns: int = 80, env: Mapping[str, str] | None = None) -> Outcome:
         keyboard, screen = open_terminal(columns)
@@ -132,9 +164,8 @@ def run_on_terminal(here, environment):
             env=environment(env),
         ) as process:
             os.close(screen)
-            shown = b"".join(iter(lambda: read_terminal(keyboard), b""))
-            os.close(keyboard)
-        return Outcome(process.returncode, shown.decode().replace("\r\n", "\n"), "")
+            shown = read_all(keyboard)
+        return Outcome(process.returncode, shown, "")
 
     return run_with_pty
 
@@ -150,6 +181,14 @@ def open_terminal(columns: int) -> tuple[int, int]:
     keyboard, screen = os.openpty()
     fcntl.ioctl(screen, termios.TIOCSWINSZ, struct.pack("HHHH", 50, columns, 0, 0))
     return keyboard, screen
+
+
+def read_all(keyboard: int) -> str:
+    """Return all that is shown until nobody holds the other end any more, and close the terminal."""
+    try:
+        return b"".join(iter(lambda: read_terminal(keyboard), b"")).decode().replace("\r\n", "\n")
+    finally:
+        os.close(keyboard)
 
 
 def read_terminal(keyboard: int) -> bytes:

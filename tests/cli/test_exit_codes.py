@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from builders import header_of, make_checkpoint, write_index, write_raw, write_shard
+from builders import header_of, make_checkpoint, make_split, write_index, write_raw, write_shard
 
 PROGRAM = Path(sys.executable).with_name("bigload")
 PLAN = "bigload plan tiny-llama --overhead 0 -m cuda:0=6MiB,cpu=8MiB -o tiny.json"
@@ -24,6 +24,8 @@ def place(run, here):
     (here / "taken").mkdir()
     (here / "taken" / "notes.txt").write_text("mine")
     (here / "empty").mkdir()
+    make_split(here / "split")
+    make_split(here / "split.partial")
     (here / "notes.txt").write_text("mine")
     (here / "other.json").write_text('{"a": 1}')
     plan = json.loads((here / "tiny.json").read_text())
@@ -74,6 +76,13 @@ USAGE = [
     ("bigload reshard tiny.json out --max-shard-size 2Gb", '"Gb" means gigabits', "2GiB"),
     ("bigload reshard tiny.json out --max-shard-size 0", "--max-shard-size", "more than 0"),
     ("bigload reshard tiny.json out --threads 0", "--threads"),
+    ("bigload verify", "DIR"),
+    ("bigload verify nowhere", "nowhere", "no such folder"),
+    ("bigload verify notes.txt", "notes.txt", "not a folder"),
+    ("bigload verify tiny-llama", "tiny-llama", "bigload-manifest.json", "bigload reshard"),
+    ("bigload verify split/cuda-0", "split/cuda-0", "a part of", "bigload verify "),
+    ("bigload verify split.partial", "split.partial", "not finished", "--resume"),
+    ("bigload verify split --io-threads 0", "--io-threads"),
     ("bigload bench-load tiny-llama --threads 1,none", "1,none", "1,2,4"),
     ("bigload bench-load tiny-llama --runs 0", "--runs"),
     ("bigload bench-load nowhere", "nowhere"),
@@ -200,6 +209,37 @@ def test_a_corrupt_header_ends_with_1(run, here):
     done = run("bigload inspect model")
     assert (done.code, done.stdout) == (1, "")
     assert "model.safetensors: the header is not valid JSON" in done.stderr
+
+
+@pytest.mark.parametrize("options", ["", " -q", " --size-only"])
+def test_a_folder_that_is_not_what_was_written_ends_with_1_and_names_every_file(run, here, options):
+    folder = make_split(here / "split")
+    (folder / "cpu" / "model.safetensors").unlink()
+    (folder / "config.json").write_text("")
+    done = run(f"bigload verify split{options}")
+    assert (done.code, done.stdout) == (1, "")
+    assert "error: split is not what was written: 2 problems in 2 files\n" in done.stderr
+    assert "  cpu/model.safetensors: missing\n" in done.stderr
+    assert "  config.json: cut off: 0 bytes, expected " in done.stderr
+    assert "hint: " in done.stderr
+
+
+def test_a_manifest_that_is_none_ends_with_1_and_says_why(run, here):
+    folder = make_split(here / "split")
+    (folder / "bigload-manifest.json").write_text('{"schema": "bigload.manifest/2.0"}')
+    done = run("bigload verify split")
+    assert (done.code, done.stdout) == (1, "")
+    assert "version 2.0" in done.stderr
+
+
+def test_names_of_a_hostile_manifest_reach_no_terminal_as_they_are(run, here):
+    folder = make_split(here / "split")
+    text = (folder / "bigload-manifest.json").read_text()
+    (folder / "bigload-manifest.json").write_text(text.replace('"config.json"', '"\\u001b[2Jconfig.json"'))
+    done = run("bigload verify split")
+    assert done.code == 1
+    assert "\x1b" not in done.stderr
+    assert "\\x1b[2Jconfig.json: missing" in done.stderr
 
 
 def test_every_missing_shard_is_named_at_once(run, here):

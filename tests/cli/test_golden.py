@@ -10,8 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from builders import make_split
+
 GOLDEN = Path(__file__).parent / "golden"
 ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+TIMED = re.compile(r"in [0-9.]+ s \([0-9.]+ [GMK]?i?B/s\), peak memory [0-9.]+ MiB")
 FREE_SPACE = re.compile(r"[0-9.]+ [GMK]?i?B free there")
 
 BAR = set("█▏▎▍▌▋▊▉▒·")
@@ -35,8 +38,13 @@ COMMANDS = {
     "plan-llama-70b-max-context": "bigload plan llama-70b -m 0=80GiB,1=80GiB --max-context",
     "plan-tiny-llama": "bigload plan tiny-llama --overhead 0 -m cuda:0=6MiB -m cpu=8MiB",
     "reshard-tiny-llama-dry-run": "bigload reshard tiny.json tiny-llama.split --dry-run",
+    "verify-size-only": "bigload verify split --size-only",
+    "verify-size-only-damaged": "bigload verify damaged --size-only",
 }
 TEXTS = sorted(COMMANDS)
+
+IN_A_PIPE = {"verify": "bigload verify split", "verify-damaged": "bigload verify damaged"}
+"""On a terminal they draw a bar first, a different one each time."""
 
 
 @pytest.fixture
@@ -44,8 +52,21 @@ def tiny_plan(run):
     assert run("bigload plan tiny-llama --overhead 0 -m cuda:0=6MiB,cpu=8MiB -o tiny.json").code == 0
 
 
+@pytest.fixture
+def splits(here):
+    make_split(here / "split")
+    damaged = make_split(here / "damaged")
+    (damaged / "config.json").write_text("{}")
+    for file in (damaged / "cpu" / "model.safetensors", damaged / "cuda-0" / "model.safetensors.index.json"):
+        content = file.read_bytes()
+        file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    (damaged / "cuda-0" / "model.safetensors").unlink()
+    (damaged / "cuda-0" / "model-00001-of-00002.safetensors").touch()
+
+
 def compare(name: str, command: str, text: str) -> None:
     text = f"$ {command}\n" + FREE_SPACE.sub("9.99 GiB free there", text)
+    text = TIMED.sub("in 9.99 s (9.99 GiB/s), peak memory 9.99 MiB", text)
     path = GOLDEN / f"{name}.txt"
     if os.environ.get("BIGLOAD_UPDATE_GOLDEN") == "1":
         path.write_text(text, encoding="utf-8")
@@ -53,15 +74,22 @@ def compare(name: str, command: str, text: str) -> None:
 
 
 @pytest.mark.parametrize("name", TEXTS)
-@pytest.mark.usefixtures("tiny_plan")
+@pytest.mark.usefixtures("tiny_plan", "splits")
 def test_a_pipe_gets_the_golden_text(run, name):
     done = run(COMMANDS[name])
     compare(f"{name}.pipe", COMMANDS[name], done.stdout + done.stderr)
 
 
+@pytest.mark.parametrize("name", IN_A_PIPE)
+@pytest.mark.usefixtures("splits")
+def test_a_pipe_gets_the_golden_text_of_what_shows_progress(run, name):
+    done = run(IN_A_PIPE[name])
+    compare(f"{name}.pipe", IN_A_PIPE[name], done.stdout + done.stderr)
+
+
 @pytest.mark.parametrize("columns", [80, 120])
 @pytest.mark.parametrize("name", TEXTS)
-@pytest.mark.usefixtures("tiny_plan")
+@pytest.mark.usefixtures("tiny_plan", "splits")
 def test_a_terminal_gets_the_golden_text(run_on_terminal, name, columns):
     shown = run_on_terminal(COMMANDS[name], columns).stdout
     # Blanks before the code that ends a colour cannot be seen; see test_streams for those that are not forgiven.
@@ -69,7 +97,7 @@ def test_a_terminal_gets_the_golden_text(run_on_terminal, name, columns):
 
 
 @pytest.mark.parametrize("columns", [80, 120])
-@pytest.mark.parametrize("name", [name for name in TEXTS if not name.endswith(("tensors", "does-not-fit"))])
+@pytest.mark.parametrize("name", [name for name in TEXTS if not name.endswith(("tensors", "does-not-fit", "damaged"))])
 def test_no_line_is_wider_than_the_terminal(name, columns):
     # Rows of tensors are wider than most terminals, and keep their figures. Commands stay whole, to be copied, and
     # so do the lines of errors, to be searched for.
@@ -99,7 +127,8 @@ def test_every_golden_file_belongs_to_a_command():
         "bench-load.md",
         "bench-load.pipe.txt",
     }  # `test_bench_view.py`: no command gives the same figures twice
-    assert {path.name for path in GOLDEN.iterdir()} == expected | of_benches
+    in_a_pipe = {f"{name}.pipe.txt" for name in IN_A_PIPE}
+    assert {path.name for path in GOLDEN.iterdir()} == expected | in_a_pipe | of_benches
 
 
 def test_golden_files_hold_no_path_of_the_machine_they_were_made_on():

@@ -8,11 +8,14 @@ import pytest
 import torch
 from jsonschema import Draft202012Validator
 
-from builders import write_shard
+from bigload.checkpoint.fingerprint import ShardFingerprint
+from bigload.layouts.manifest import FileRecord, Manifest, Source, manifest_to_json, record_of
+from builders import make_split, write_shard
 
 VERSIONS = {"plan": "1.1", "inspect": "1.1", "reshard": "1.1", "bench-load": "1.1"}
 SCHEMAS = Path(__file__).parents[2] / "docs" / "schemas"
-NAMES = ["plan", "inspect", "reshard", "bench-load", "explain", "compare", "fits", "gpus", "max-context"]
+QUESTIONS = ["explain", "compare", "fits", "gpus", "max-context"]
+NAMES = ["plan", "inspect", "reshard", "manifest", "verify", "bench-load", *QUESTIONS]
 
 PLAN = "bigload plan tiny-llama --overhead 0 -m cuda:0=6MiB,cpu=8MiB -o tiny.json"
 COMMANDS = [
@@ -37,6 +40,8 @@ COMMANDS = [
     "bigload reshard tiny-llama out --json --dtype fp16 --keep-fp32 '*norm*'",
     "bigload reshard torch.bin out --json --layout offload --offload-format dat",
     "bigload reshard tiny-llama out --json --tp 2 --dry-run",
+    "bigload verify split --json",
+    "bigload verify split --size-only --json",
     "bigload bench-load tiny-llama --runs 2 --threads 1,2 --json",
     "bigload bench-load tiny-llama --runs 1 --threads 1 --json",
     "bigload bench-load tiny-llama --runs 1 --threads 1 --method mmap,direct --cold --max-inflight 8MiB --json",
@@ -119,12 +124,13 @@ def test_bytes_are_integers_and_seconds_are_numbers(name):
 def test_what_is_printed_is_what_its_schema_describes(run, here, command):
     write_shard(here / "empty.safetensors", {})
     torch.save({"a": torch.ones(2, 3), "view": torch.ones(2, 3).t()}, here / "torch.bin")
+    make_split(here / "split")
     assert run(PLAN).code == 0
     done = run(command)
     assert done.code == 0
     document = parsed(done.stdout)
     family, _, version = document["schema"].partition("/")
-    asked = [word.removeprefix("--") for word in command.split() if word.removeprefix("--") in NAMES[4:]]
+    asked = [word.removeprefix("--") for word in command.split() if word.removeprefix("--") in QUESTIONS]
     verb = "plan" if "tiny.json --json" in command else (asked or command.split()[1:])[0]
     assert (family, version) == (f"bigload.{verb}", VERSIONS.get(verb, "1.0"))
     described = schema(verb)
@@ -135,6 +141,38 @@ def test_what_is_printed_is_what_its_schema_describes(run, here, command):
 def test_a_plan_file_is_what_its_schema_describes(run, here):
     assert run(PLAN).code == 0
     Draft202012Validator(strict(schema("plan"))).validate(parsed((here / "tiny.json").read_text(encoding="utf-8")))
+
+
+def test_what_is_printed_of_a_damaged_folder_is_what_its_schema_describes(run, here):
+    folder = make_split(here / "split")
+    (folder / "cpu" / "model.safetensors").unlink()
+    with (folder / "cuda-0" / "model.safetensors").open("r+b") as file:
+        file.seek(-1, 2)
+        file.write(b"\xff")
+    write_shard(folder / "more.safetensors", {})
+    done = run("bigload verify split --json")
+    assert done.code == 1
+    document = parsed(done.stdout)
+    Draft202012Validator(strict(schema("verify"))).validate(document)
+    found = [(problem["code"], problem["file"], problem["tensor"]) for problem in document["problems"]]
+    assert found == [("missing", "cpu/model.safetensors", None), ("tensor", "cuda-0/model.safetensors", "embed.weight")]
+    assert [warning["file"] for warning in document["warnings"]] == ["more.safetensors"]
+    assert not document["ok"]
+
+
+def test_a_manifest_is_what_its_schema_describes(here):
+    by_hand = parsed((make_split(here / "split") / "bigload-manifest.json").read_text(encoding="utf-8"))
+    shard = ShardFingerprint(file="model.safetensors", num_bytes=9, header_sha256="0" * 64)
+    made = Manifest(
+        layout="devices",
+        files={"a": record_of(b""), "b": FileRecord(num_bytes=9, digest=None, tensors={"w": None, "v": "0" * 32})},
+        aliases={"head": "w"},
+        source=Source(path="model", total_bytes=9, shards=(shard,)),
+        version="0.1.0",
+        options={"dtype": "BF16"},
+    )
+    for document in (by_hand, parsed(manifest_to_json(made))):
+        Draft202012Validator(strict(schema("manifest"))).validate(document)
 
 
 def test_every_key_is_there_also_when_it_has_nothing_to_say(run):

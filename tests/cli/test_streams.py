@@ -35,6 +35,7 @@ FAILURES = [
     "bigload plan tiny-llama --overhead 0 -m cpu=8MiB --fail-if disk --json",
     "bigload plan tiny-llama -m cpu=22Gb -q",
     "bigload reshard nowhere.json out",
+    "bigload verify nowhere",
     "bigload isnpect tiny-llama",
     "bigload bench-load tiny-llama --threads many",
 ]
@@ -46,6 +47,23 @@ FAILURES = [
 )
 def test_running_in_this_process_shows_what_the_program_shows(run, run_program, command):
     assert run(command, env={"COLUMNS": "80"}) == run_program(command, env={"COLUMNS": "80"})
+
+
+@pytest.mark.parametrize(
+    ("command", "columns", "env"),
+    [
+        ("bigload inspect tiny-llama", 80, {}),
+        (PLAN, 120, {}),
+        (PLAN, 80, {"NO_COLOR": "1"}),
+        ("bigload inspect tiny-llama --json", 80, {"TERM": "dumb"}),
+        ("bigload plan llama-70b -m cpu=1KiB", 60, {}),
+        ("bigload plan -h", 70, {}),
+    ],
+)
+def test_a_terminal_of_this_process_shows_what_one_of_the_program_shows(
+    run_on_terminal, run_program_on_terminal, command, columns, env
+):
+    assert run_on_terminal(command, columns, env) == run_program_on_terminal(command, columns, env)
 
 
 @pytest.mark.parametrize("command", ANSWERS)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from builders import make_checkpoint
+from builders import make_checkpoint, make_split, write_manifest
 
 PLAN = "bigload plan tiny-llama --overhead 0 -m cuda:0=6MiB,cpu=8MiB -o tiny.json"
 
@@ -239,13 +239,58 @@ def test_loading_serially_and_in_parallel_is_shown_side_by_side(run):
     assert "identical bytes" in done.stdout
 
 
+# verify
+
+
+def test_verify_says_that_all_is_well_and_how_it_knows(run, here):
+    make_split(here / "split")
+    done = run("bigload verify split")
+    assert (done.code, done.stderr) == (0, "")
+    assert "2 tensors: every byte is as it was written (xxh3-128)" in done.stdout
+    quiet = run("bigload verify split -q")
+    assert (quiet.code, quiet.stdout, quiet.stderr) == (0, "split\n", "")
+    assert "not read" in run("bigload verify split --size-only").stdout
+
+
+def test_verify_says_which_files_it_could_not_judge_and_which_are_too_many(run, here):
+    folder = make_split(here / "split")
+    manifest = json.loads((folder / "bigload-manifest.json").read_text())
+    record = manifest["files"]["cpu/model.safetensors"]
+    record["digest"], record["tensors"] = None, dict.fromkeys(record["tensors"])
+    (folder / "bigload-manifest.json").write_text(json.dumps(manifest))
+    (folder / "more.safetensors").touch()
+    done = run("bigload verify split")
+    assert done.code == 0
+    assert "1 tensor: every byte" in done.stdout
+    assert "1 file, " in done.stdout
+    assert "cloned and never read" in done.stdout
+    assert done.stderr.startswith("warning: more.safetensors: not named in bigload-manifest.json")
+
+
+def test_verify_tells_of_holes(run, here):
+    (here / "split").mkdir()
+    with (here / "split" / "w.dat").open("wb") as file:
+        file.truncate(2**20)
+    write_manifest(here / "split")
+    assert "1.00 MiB (0 B without holes)" in run("bigload verify split").stdout
+
+
+def test_verify_shows_a_bar_on_a_terminal(run_on_terminal, here):
+    make_split(here / "split")
+    shown = run_on_terminal("bigload verify split", 120)
+    assert shown.code == 0
+    assert "every byte is as it was written" in shown.stdout
+    assert "\x1b[?25l" in shown.stdout  # the cursor is hidden while a bar is drawn
+
+
 # What a start costs
 
 
 @pytest.mark.parametrize(
-    "command", ["inspect tiny-llama", "plan tiny-llama -m cpu=1GiB -j", "--help", "inspect --help"]
+    "command", ["inspect tiny-llama", "plan tiny-llama -m cpu=1GiB -j", "verify split", "--help", "inspect --help"]
 )
 def test_reading_and_planning_import_no_torch_no_numpy_and_no_safetensors(here, environment, command):
+    make_split(here / "split")
     code = (
         "import sys, atexit; from bigload_cli.app import main; sys.argv = ['bigload', *sys.argv[1:]]\n"
         "atexit.register(lambda: print(*sorted(sys.modules), file=sys.stderr)); main()"

@@ -97,6 +97,20 @@ def test_one_name_of_those_that_are_tied_stays_and_it_is_the_one_save_pretrained
     assert load_file(out / "model.safetensors").keys() == load_file(tmp_path / "saved/model.safetensors").keys()
 
 
+def test_a_head_that_no_config_ties_is_not_lost_though_the_file_stores_it_once(tmp_path):
+    config = CONFIGS["untied"]
+    model = kind_of(config).from_config(config).eval()
+    model.lm_head.weight = model.model.embed_tokens.weight
+    source = tmp_path / "source"
+    source.mkdir()
+    torch.save(model.state_dict(), source / "pytorch_model.bin")
+    silent = {key: value for key, value in config.to_dict().items() if key != "tie_word_embeddings"}
+    (source / "config.json").write_text(json.dumps({**silent, "architectures": [type(model).__name__]}))
+    checkpoint = open_checkpoint(source)
+    out = write(shards.lay_out(checkpoint), checkpoint, tmp_path / "out")
+    assert torch.equal(logits(opened_by_transformers(model, out)), logits(model))
+
+
 @pytest.mark.parametrize("opened", [opened_by_transformers, opened_by_accelerate])
 def test_device_folders_are_a_model_that_gives_the_same_logits(model, checkpoint, tmp_path, opened):
     made = plan(checkpoint, {"cuda:0": 110_000, "cpu": 50_000}, overhead=0)

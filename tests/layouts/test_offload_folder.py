@@ -274,6 +274,38 @@ def test_an_index_that_lies_or_leads_away_is_refused(tmp_path, index, code):
     assert [problem.code for problem in caught.value.problems] == [code]
 
 
+_VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers(-1, 2**70) | st.floats() | st.sampled_from(["a", "..", "float32", "x/y"]),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["a", "dtype", "shape"]), inner),
+    max_leaves=8,
+)
+_ENTRIES = st.fixed_dictionaries(
+    {},
+    optional={
+        "dtype": st.sampled_from(["float32", "bool"]) | _VALUES,
+        "shape": st.lists(st.integers(0, 3), max_size=2) | _VALUES,
+        "safetensors_file": st.sampled_from(["x.safetensors", "a.dat", "..", "", "."]) | _VALUES,
+        "weight_name": _VALUES,
+    },
+)
+
+
+@given(index=st.dictionaries(st.sampled_from(["a", "x", "", "..", "/", "\ud800"]), _ENTRIES | _VALUES) | _VALUES)
+def test_an_index_of_a_stranger_is_read_or_refused(tmp_path_factory, index):
+    folder = tmp_path_factory.getbasetemp() / "stranger"
+    if not folder.exists():
+        offloaded(folder, {}, a=8)
+        write_shard(folder / "x.safetensors", {"a": ("F32", [2])})
+    (folder / "index.json").write_text(json.dumps(index))
+    try:
+        tensors = OffloadFolder.open(folder).tensors
+    except InvalidCheckpointError:
+        return
+    assert tensors.keys() == index.keys()
+    for tensor in tensors.values():
+        assert (folder / tensor.span.file).stat().st_size >= tensor.span.stop
+
+
 def test_all_that_is_wrong_is_told_at_once(tmp_path):
     index = {"a": F32, "b": F32, "c": {**F32, "shape": [9]}, "d": {**F32, "dtype": "x"}}
     with pytest.raises(InvalidCheckpointError) as caught:

@@ -4,7 +4,6 @@ import os
 import shutil
 import subprocess
 import sys
-import threading
 from contextlib import contextmanager
 
 import pytest
@@ -246,6 +245,17 @@ def test_what_the_file_system_cloned_has_no_digest_and_is_compared_by_its_header
     assert codes(verify(folder)) == [("size", ONE)]
 
 
+def test_tensors_that_have_a_digest_are_compared_also_in_a_file_that_has_none(folder):
+    manifest = json.loads((folder / MANIFEST_FILE).read_text())
+    record = manifest["files"][ONE]
+    record["digest"] = record["tensors"]["embed"] = None
+    (folder / MANIFEST_FILE).write_text(json.dumps(manifest))
+    with flipped(folder / ONE, (folder / ONE).stat().st_size - 67, 1):
+        assert verify(folder).ok
+    with flipped(folder / ONE, (folder / ONE).stat().st_size - 1, 1):
+        assert [problem.tensor for problem in verify(folder).problems] == ["head"]
+
+
 # Large files, holes
 
 
@@ -392,13 +402,17 @@ def test_progress_ends_with_all_bytes_also_when_files_are_not_what_they_were(fol
     assert {step.phase for step in seen} == {"verify"}
 
 
-def test_it_takes_as_many_threads_as_it_may_and_no_more_than_files(folder):
-    seen = set()
-    verify(folder, threads=3, on_progress=lambda _: seen.update(thread.name for thread in threading.enumerate()))
-    assert len({name for name in seen if name.startswith("bigload-")}) == 3
-    seen.clear()
-    verify(folder, threads=300, on_progress=lambda _: seen.update(thread.name for thread in threading.enumerate()))
-    assert len({name for name in seen if name.startswith("bigload-")}) <= len(FILES)
+@pytest.mark.parametrize(("asked", "taken"), [(None, 4), (1, 1), (3, 3), (300, len(FILES))])
+def test_it_takes_as_many_threads_as_it_may_and_no_more_than_there_are_files(folder, monkeypatch, asked, taken):
+    real, seen = verify_module.run_jobs, []
+
+    def run_jobs(work, jobs, *, threads):
+        seen.append(threads)
+        real(work, jobs, threads=threads)
+
+    monkeypatch.setattr(verify_module, "run_jobs", run_jobs)
+    assert verify(folder, threads=asked).ok
+    assert seen == [taken]
 
 
 def test_an_interruption_ends_it_and_leaves_no_file_open(folder):
@@ -430,3 +444,14 @@ def test_files_that_no_header_describes_are_compared_as_a_whole(folder):
     assert verify(folder).ok
     with flipped(folder / RAW, 3, 1):
         assert codes(verify(folder)) == [("bytes", RAW)]
+
+
+@pytest.mark.parametrize("name", ["a" * 300, "/".join(["a"] * 3000), "a\\b", "a\ud800", f"{ONE}/b", "\x1b[2J", " "])
+def test_a_name_that_no_file_can_have_is_a_problem_and_nothing_worse(tmp_path, name):
+    record = {"bytes": 1, "digest": "0" * 32, "tensors": {"\ud800": "0" * 32}}
+    (tmp_path / "cuda-0").mkdir()
+    write_shard(tmp_path / ONE, FIRST)
+    write_manifest(tmp_path, files={name: record})
+    (problem,) = verify(tmp_path).problems
+    assert problem.file == name
+    assert problem.code in ("missing", "unsafe-path", "unreadable")

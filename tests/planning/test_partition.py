@@ -1,4 +1,4 @@
-"""What each tensor-parallel rank holds: whole heads, the pieces of torch.chunk, scales with their weights, or an error."""
+"""What each rank holds: whole heads, the pieces of torch.chunk, scales with their weights; or an error."""
 
 import json
 
@@ -72,7 +72,7 @@ def test_ranks_beyond_the_heads_of_keys_hold_the_one_that_their_queries_read(tp)
     queries, keys = (found.divisions[name] for name in tensors)
     for rank in range(tp):
         read = {head // 4 for head in (taken(queries, rank, 64) // 8).tolist()}
-        assert {head for head in (taken(keys, rank, 16) // 8).tolist()} == read
+        assert set((taken(keys, rank, 16) // 8).tolist()) == read
     assert ("shared-kv-heads" in {note.code for note in found.notes}) == (tp > 2)
 
 
@@ -177,9 +177,10 @@ def test_gpt2_stores_inputs_first():
 
 def test_gate_and_up_are_divided_each():
     found = divided({"layers.0.mlp.gate_up_proj.weight": ("F32", [12, 4])}, 4, {**LLAMA, "model_type": "phi3"})
-    assert found["layers.0.mlp.gate_up_proj.weight"].ranges == tuple(
-        ((n, n + 2), (n + 6, n + 8)) for n in (0, 2, 4)
-    ) + (((6, 6),),)
+    assert found["layers.0.mlp.gate_up_proj.weight"].ranges == (
+        *(((n, n + 2), (n + 6, n + 8)) for n in (0, 2, 4)),
+        ((6, 6),),
+    )
 
 
 def test_stacked_experts_are_divided_within_each_or_among_ranks():
@@ -214,7 +215,8 @@ def test_what_does_not_divide_is_named_with_what_to_do(tensors, reason):
     text = refusal({**tensors, "lm_head.weight": ("F32", [4, 4])}, 3)
     (name,) = tensors
     pattern = name.replace(".0.", ".*.").rpartition(".")[0]
-    assert pattern in text and str(tensors[name][1]) in text and reason in text and f'"{pattern}" = "replicate"' in text
+    for part in (pattern, str(tensors[name][1]), reason, f'"{pattern}" = "replicate"'):
+        assert part in text
     assert divided(tensors, 3, rules={pattern: "replicate"})[name] == WHOLE
 
 
@@ -333,7 +335,8 @@ def test_what_has_no_rule_is_whole_and_said_so():
 @pytest.mark.parametrize("config", [None, {"model_type": "mamba2"}, {"model_type": ["llama"]}, LLAMA])
 def test_unknown_models_are_refused_with_what_is_missing(config):
     text = refusal({"backbone.layers.0.mixer.in_proj.weight": ("F32", [4, 4])}, 2, config)
-    assert "without a rule: backbone.layers.*.mixer.in_proj.weight" in text and "--tp-rules" in text
+    assert "without a rule: backbone.layers.*.mixer.in_proj.weight" in text
+    assert "--tp-rules" in text
 
 
 def test_rules_go_before_the_family_and_the_first_that_matches_decides():

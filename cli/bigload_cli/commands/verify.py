@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from bigload_cli.options import ColorMode, ColorOption, IoThreadsOption, JsonOption, QuietOption
+from bigload_cli.options import ColorMode, ColorOption, JsonOption, QuietOption
 
 EPILOG = """\b
 Examples:
@@ -22,7 +22,10 @@ def verify(
     size_only: Annotated[
         bool, typer.Option("--size-only", help="Compare names and sizes; read nothing but the manifest.")
     ] = False,
-    io_threads: IoThreadsOption = None,
+    io_threads: Annotated[
+        int | None,
+        typer.Option("--io-threads", metavar="N", min=1, max=256, help="Files read at one moment. Default: 4."),
+    ] = None,
     as_json: JsonOption = False,
     quiet: QuietOption = False,
     color: ColorOption = ColorMode.AUTO,  # noqa: ARG001 - every verb takes it; this one has no table

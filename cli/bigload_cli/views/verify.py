@@ -1,4 +1,4 @@
-"""What `bigload verify` found in order."""
+"""What `bigload verify` says of a folder that is in order."""
 
 from __future__ import annotations
 
@@ -10,24 +10,26 @@ from bigload_cli.views.reshard import SPARSE
 
 def closing(report: VerifyReport, *, peak_bytes: int) -> list[str]:
     """Return what was compared, how fast, and what that proves."""
-    manifest = report.manifest
-    total, tensors = format_size(manifest.num_bytes), counted(report.num_tensors, "tensor")
-    files = f"{counted(len(manifest.files), 'file')}, {total}"
+    records = report.manifest.files
     if report.level == Level.SIZE:
-        return [f"{files}: every file is there and has its size", f"{tensors}: not read (--size-only)"]
-    rate = f" ({format_rate(report.read_bytes, report.seconds)})"
-    if report.read_bytes < manifest.num_bytes * SPARSE:
-        files, rate = f"{files} ({format_size(report.read_bytes)} without holes)", ""
+        files = f"{counted(len(records), 'file')}, {format_size(report.manifest.num_bytes)}"
+        return [
+            f"{files}: every file is there and has its size",
+            f"{counted(report.num_tensors, 'tensor')}: not read (--size-only)",
+        ]
+    digested = [record for record in records.values() if record.digest is not None]
+    num_bytes = sum(record.num_bytes for record in digested)
+    size, rate = format_size(num_bytes), f" ({format_rate(report.read_bytes, report.seconds)})"
+    if report.read_bytes < num_bytes * SPARSE:
+        size, rate = f"{size} ({format_size(report.read_bytes)} without holes)", ""
+    done = f"read {counted(len(digested), 'file')}, {size}, in {report.seconds:.2f} s{rate}"
+    tensors = counted(sum(len(record.tensors) for record in digested), "tensor")
     lines = [
-        f"read {files}, in {report.seconds:.2f} s{rate}, peak memory {format_size(peak_bytes)}",
+        f"{done}, peak memory {format_size(peak_bytes)}",
         f"{tensors}: every byte is as it was written ({DIGEST})",
     ]
     if report.undigested:
-        num_bytes = sum(manifest.files[file].num_bytes for file in report.undigested)
-        cloned = f"{counted(len(report.undigested), 'file')}, {format_size(num_bytes)}"
-        lines = [
-            lines[0].replace("read ", "compared ", 1),
-            f"{tensors}: every byte that has a digest is as it was written ({DIGEST})",
-            f"{cloned}: cloned by the file system and never read, so only size and header could be compared",
-        ]
+        cloned = counted(len(report.undigested), "file")
+        size = format_size(report.manifest.num_bytes - num_bytes)
+        lines.append(f"{cloned}, {size}: cloned and never read by bigload, so only size and header were compared")
     return lines
