@@ -39,6 +39,9 @@ def _headlines(prepared: PreparedReshard) -> Iterator[str]:
     yield f"{size}{_without_holes(prepared)} in {files}, {free} free there"
     layout, options = prepared.output.layout, prepared.options
     yield f"{layout}: {_DAT_PURPOSE if options.get('offload_format') == 'dat' else _PURPOSES[layout]}"
+    if options.get("dtype"):
+        kept = ", ".join(printable(pattern) for pattern in _patterns(prepared))
+        yield f"cast to {options['dtype']}{f', but to F32 what matches {kept}' if kept else ''}"
     if prepared.plan is not None and prepared.plan.left_out and layout is Layout.DEVICES:
         written = sum(tensor.num_bytes for output in prepared.output.files for tensor in output.tensors)
         names, left = ", ".join(prepared.plan.left_out), format_size(prepared.checkpoint.total_bytes - written)
@@ -48,6 +51,11 @@ def _headlines(prepared: PreparedReshard) -> Iterator[str]:
         yield f"found {found} in {printable(str(staging_folder(prepared.out)))}, to be read back and kept"
     for note in prepared.notes:
         yield f"note: {printable(note)}"
+
+
+def _patterns(prepared: PreparedReshard) -> list[str]:
+    found = prepared.options.get("keep_fp32")
+    return [str(pattern) for pattern in found] if isinstance(found, list) else []
 
 
 def _without_holes(what: PreparedReshard | ReshardReport) -> str:
@@ -126,9 +134,9 @@ def warnings(report: ReshardReport) -> list[str]:
 def closing(prepared: PreparedReshard, report: ReshardReport, *, peak_bytes: int) -> list[str]:
     """Return what was done, how fast, how it was checked, and what to do next."""
     if prepared.is_finished:
-        num_files = counted(len(report.output.files), "file")
+        files, was = counted(len(report.output.files), "file"), "was" if len(report.output.files) == 1 else "were"
         return [
-            f"nothing to do: {num_files}, {format_size(report.num_bytes)}, were finished before",
+            f"nothing to do: {files}, {format_size(report.num_bytes)}, {was} finished before",
             f"Next: bigload verify {argument(report.out)}",
         ]
     return [
