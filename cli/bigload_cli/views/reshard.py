@@ -39,6 +39,8 @@ def _headlines(prepared: PreparedReshard) -> Iterator[str]:
     yield f"{size}{_without_holes(prepared)} in {files}, {free} free there"
     layout, options = prepared.output.layout, prepared.options
     yield f"{layout}: {_DAT_PURPOSE if options.get('offload_format') == 'dat' else _PURPOSES[layout]}"
+    if layout is Layout.OFFLOAD and prepared.plan is not None:
+        yield "only what the plan keeps on disk"
     if options.get("dtype"):
         kept = ", ".join(printable(pattern) for pattern in _patterns(prepared))
         yield f"cast to {options['dtype']}{f', but to F32 what matches {kept}' if kept else ''}"
