@@ -31,7 +31,7 @@ check: $(STAMP)  ## Format, lint, types, import layers, tests with coverage.
 	$(BIN)/coverage combine -q
 	$(BIN)/coverage report
 
-bench: $(STAMP)  ## Print the figures of this machine: start-up times, resharding, loading (most of an hour).
+bench: $(STAMP)  ## Print the figures of this machine: start-up times, resharding, loading (an hour or two).
 	$(BIN)/python fixtures/bench.py
 	$(BIN)/python fixtures/bench_reshard.py
 	$(BIN)/python fixtures/bench_loading.py

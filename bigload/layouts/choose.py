@@ -15,7 +15,7 @@ from bigload.layouts import device_folders, offload_folder, rank_slices, shards
 from bigload.layouts.choices import Layout, OffloadFormat
 from bigload.layouts.dtype_rules import dtype_rule
 from bigload.layouts.in_kernel import KernelCopy, data_offset
-from bigload.layouts.output_files import Output, at_block, with_offsets
+from bigload.layouts.output_files import DEFAULT_MAX_SHARD_BYTES, Output, at_block, with_offsets
 from bigload.planning.partition_rules import read_tp_rules
 from bigload.planning.plan import Plan
 from bigload.planning.plan_file import check_plan, read_plan
@@ -96,7 +96,12 @@ def choose(
         form = OffloadFormat(_one_of("offload_format", wishes.offload_format, OffloadFormat))
         options["offload_format"] = form.value
         output = offload_folder.lay_out(
-            opened, plan=plan, offload_format=form.value, max_shard_bytes=limit, dtype_of=rule
+            opened,
+            plan=plan,
+            offload_format=form.value,
+            # A block is read as one; only who asks for smaller files gets them.
+            max_shard_bytes=None if limit == DEFAULT_MAX_SHARD_BYTES else limit,
+            dtype_of=rule,
         )
     elif layout is Layout.SHARDS:
         output = shards.lay_out(opened, max_shard_bytes=limit, dtype_of=rule)

@@ -286,8 +286,8 @@ _TYPES: tuple[tuple[str, Mapping[str, str]], ...] = (
     (
         "cohere cohere2 cwm ernie4_5 exaone4 gemma gemma2 gemma3 gemma3_text granite helium hyperclovax internlm "
         "internlm3 iquestcoder llama llava llava_next ministral ministral3 mistral mistral3 olmo olmo2 olmo3 "
-        "qwen2 qwen2_vl qwen2_vl_text qwen2_5_vl qwen2_5_vl_text qwen3 qwen3_vl qwen3_vl_text seed_oss smollm3 stablelm "
-        "vaultgemma",
+        "qwen2 qwen2_vl qwen2_vl_text qwen2_5_vl qwen2_5_vl_text qwen3 qwen3_vl qwen3_vl_text seed_oss smollm3 "
+        "stablelm vaultgemma",
         _LLAMA,
     ),
     (

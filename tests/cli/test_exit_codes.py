@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import bigload
-from builders import header_of, make_checkpoint, make_split, write_index, write_raw, write_shard
+from builders import data_for, header_of, make_checkpoint, make_split, write_index, write_raw, write_shard
 
 PROGRAM = Path(sys.executable).with_name("bigload")
 PLAN = "bigload plan tiny-llama --overhead 0 -m cuda:0=6MiB,cpu=8MiB -o tiny.json"
@@ -312,7 +312,9 @@ def large(tmp_path_factory):
     tensors = {f"layers.{block}.mlp.w": ("U8", [20_000_000]) for block in range(12)}
     (folder / "model").mkdir()
     path = write_raw(folder / "model" / "model.safetensors", header_of(tensors))
-    os.truncate(path, path.stat().st_size + 12 * 20_000_000)  # a hole: only what is made of it has to be written
+    block = data_for("w", 20_000_000)
+    with path.open("ab") as file:  # bytes, for a hole would be read too soon
+        file.writelines([block] * len(tensors))
     command = [PROGRAM, "plan", "model", "--overhead", "0", "-m", "cuda:0=96MiB,cpu=96MiB", "-o", "plan.json", "-q"]
     subprocess.run(command, cwd=folder, check=True, capture_output=True)
     yield folder
