@@ -1,5 +1,6 @@
 """What the verbs do for someone who types them: plans, dry runs, reshards, and one verb after the other."""
 
+import contextlib
 import json
 import os
 import shlex
@@ -323,6 +324,19 @@ def test_on_a_terminal_force_asks_once(run, here, environment, terminal, answer)
     assert shown.count(b"Replace out (14.59 MiB)? [y/N]") == 1
     assert ("model.safetensors.index.json" in names(here / "out")) == (answer == "y")
     assert (b"nothing was changed" in shown) == (answer == "n")
+
+
+# Several processes
+
+
+def test_of_a_team_of_processes_the_first_speaks(run, monkeypatch):
+    class Second:
+        rank, size = 1, 2
+
+    monkeypatch.setattr("bigload.loading.team.launched_team", lambda: contextlib.nullcontext(Second()))
+    for options in ("", "--json", "-q"):
+        done = run(f"bigload reshard tiny-llama out --dry-run {options}")
+        assert (done.code, done.stdout, done.stderr) == (0, "", "")
 
 
 # --resume

@@ -124,7 +124,9 @@ def warnings(report: ReshardReport) -> list[str]:
     """Return a line for every tensor that lost values, the most first."""
     worst = sorted(report.overflows.items(), key=lambda item: (-item[1], item[0]))
     dtypes = {tensor.name: tensor.dtype.name for output in report.output.files for tensor in output.tensors}
-    lines = (f"{printable(name)}: {counted(count, 'value')} beyond the largest of {dtypes[name]}" for name, count in worst)
+    lines = (
+        f"{printable(name)}: {counted(count, 'value')} beyond the largest of {dtypes[name]}" for name, count in worst
+    )
     return [f"warning: {line}" for line in abridged(list(lines))]
 
 
