@@ -59,7 +59,6 @@ if TYPE_CHECKING:  # `as` marks them as public to type checkers
     from bigload.errors import ReshardOptionError as ReshardOptionError
     from bigload.errors import StalePlanError as StalePlanError
     from bigload.errors import StateDictMismatchError as StateDictMismatchError
-    from bigload.errors import StridedTensorError as StridedTensorError
     from bigload.errors import UnknownTensorError as UnknownTensorError
     from bigload.errors import UnsupportedDTypeError as UnsupportedDTypeError
     from bigload.errors import UnsupportedMethodError as UnsupportedMethodError
@@ -159,7 +158,6 @@ _HOMES = {
         "ReshardOptionError",
         "StalePlanError",
         "StateDictMismatchError",
-        "StridedTensorError",
         "UnknownTensorError",
         "UnsupportedDTypeError",
         "UnsupportedMethodError",

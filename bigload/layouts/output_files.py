@@ -86,7 +86,7 @@ class OutputFile:
 
     @property
     def header(self) -> bytes:
-        """The bytes before the data, none of a raw file: made anew, for those of 90 000 tensors would stay in memory."""
+        """The bytes before the data, none of a raw file. Made anew: those of 90 000 tensors would stay in memory."""
         if self.is_raw:
             return b""
         entries = [(tensor.name, tensor.dtype, tensor.shape, tensor.num_bytes) for tensor in self.tensors]

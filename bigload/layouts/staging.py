@@ -11,7 +11,7 @@ import errno
 import fcntl
 import os
 import shutil
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -174,7 +174,7 @@ def keep_only(folder: Path, files: Collection[str]) -> None:
                 path.unlink()
 
 
-def write_file(path: Path, content: bytes) -> None:
+def write_file(path: Path, content: bytes | Iterable[bytes]) -> None:
     """Write a small file, over one that an interrupted run left, and wait until the disk has it.
 
     Raises:
@@ -184,7 +184,7 @@ def write_file(path: Path, content: bytes) -> None:
         with suppress(FileNotFoundError):
             path.unlink()
         with path.open("xb") as file:
-            file.write(content)
+            file.writelines([content] if isinstance(content, bytes) else content)
             file.flush()
             os.fsync(file.fileno())
     except OSError as error:
