@@ -270,7 +270,7 @@ def _leave(folder: Path, lock: int, error: BaseException, *, is_void: bool) -> N
     if progress is None or progress.is_empty:
         shutil.rmtree(folder, ignore_errors=True)
     elif isinstance(error, BigloadError):
-        error.hint = f"{_amount(progress)} are kept in {folder}: mend the cause and go on with --resume"
+        error.hint = f"mend the cause and go on with --resume: {folder} keeps {_amount(progress)}"
 
 
 def _amount(progress: Progress) -> str:
