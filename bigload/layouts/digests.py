@@ -7,6 +7,7 @@ memory, so that digesting takes no time beside writing. It is no proof against f
 from __future__ import annotations
 
 import threading
+from functools import lru_cache
 from typing import NamedTuple
 
 import xxhash
@@ -40,7 +41,7 @@ class FileDigest:
         self._stops = [start + tensor.num_bytes for start, tensor in zip(output.starts(), output.tensors, strict=True)]
         self._whole = xxhash.xxh3_128()
         self._tensor = xxhash.xxh3_128()
-        self._header_bytes = len(output.header)
+        self._header_bytes = output.header_bytes
 
     def update(self, view: memoryview) -> None:
         """Take the bytes that follow in the file."""
@@ -59,7 +60,19 @@ class FileDigest:
     def skip_to(self, position: int) -> None:
         """Take zeros up to `position`."""
         while self.position < position:
-            self.update(_ZEROS[: position - self.position])
+            count = len(self.tensors)
+            stop = self._stops[count] if count < len(self._stops) else self._output.num_bytes
+            num_bytes = stop - self.position
+            is_whole = count < len(self._stops) and num_bytes == self._output.tensors[count].num_bytes
+            if is_whole and self._header_bytes <= self.position and stop <= position:
+                # Models have few sizes of tensors: that of zeros is the same for all of one size.
+                for begin in range(0, num_bytes, len(_ZEROS)):
+                    self._whole.update(_ZEROS[: num_bytes - begin])
+                self.position = stop
+                self._note(_digest_of_zeros(num_bytes))
+                self._close_tensors()
+            else:
+                self.update(_ZEROS[: min(stop, position) - self.position])
 
     def finish(self) -> str:
         """Take what is missing up to the end of the file as zeros, and return the digest of all of it."""
@@ -81,9 +94,20 @@ class FileDigest:
         """Note the digests of tensors that end here; empty ones end where they begin."""
         count = len(self.tensors)
         while self.position >= self._header_bytes and count < len(self._stops) and self._stops[count] == self.position:
-            self.tensors[self._output.tensors[count].name] = self._tensor.hexdigest()
+            self._note(self._tensor.hexdigest())
             self._tensor = xxhash.xxh3_128()
             count += 1
+
+    def _note(self, digest: str) -> None:
+        self.tensors[self._output.tensors[len(self.tensors)].name] = digest
+
+
+@lru_cache(maxsize=1024)
+def _digest_of_zeros(num_bytes: int) -> str:
+    digest = xxhash.xxh3_128()
+    for begin in range(0, num_bytes, len(_ZEROS)):
+        digest.update(_ZEROS[: num_bytes - begin])
+    return digest.hexdigest()
 
 
 class DigestLane:

@@ -76,7 +76,7 @@ def copy_in_kernel(
     done: list[tuple[int, int]] = []
     if way is KernelCopy.NOTHING:
         return Ranges(())
-    for run in _runs(output.tensors, len(output.header)):
+    for run in _runs(output.tensors, output.header_bytes):
         begin = -(-run.at // block_bytes) * block_bytes
         end = (run.at + run.source.num_bytes) // block_bytes * block_bytes
         if end - begin < _LEAST_BYTES:

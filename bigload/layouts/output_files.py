@@ -84,9 +84,9 @@ class OutputFile:
     data_offset: int = 0
     aliases: Mapping[str, str] = field(default_factory=dict)
 
-    @cached_property
+    @property
     def header(self) -> bytes:
-        """The bytes before the data: none of a raw file."""
+        """The bytes before the data, none of a raw file. Made anew: those of 90 000 tensors would stay in memory."""
         if self.is_raw:
             return b""
         entries = [(tensor.name, tensor.dtype, tensor.shape, tensor.num_bytes) for tensor in self.tensors]
@@ -94,14 +94,19 @@ class OutputFile:
         return encode_header(entries, metadata=metadata, alignment=DATA_ALIGNMENT, offset=self.data_offset)
 
     @cached_property
+    def header_bytes(self) -> int:
+        """How many they are."""
+        return len(self.header)
+
+    @cached_property
     def num_bytes(self) -> int:
         """Size of the file: header and data."""
-        return len(self.header) + sum(tensor.num_bytes for tensor in self.tensors)
+        return self.header_bytes + sum(tensor.num_bytes for tensor in self.tensors)
 
     def starts(self) -> list[int]:
         """Return where in the file each tensor starts."""
         sizes = (tensor.num_bytes for tensor in self.tensors[:-1])
-        return list(accumulate(sizes, initial=len(self.header))) if self.tensors else []
+        return list(accumulate(sizes, initial=self.header_bytes)) if self.tensors else []
 
     @property
     def folder(self) -> str:
@@ -126,6 +131,7 @@ class Output:
             comes after the rest, and the root's last.
         aliases: Names that are not written, because they are tied to one that is.
         links: Further names of files of weights, by relative path: hard links, or relative symbolic ones.
+        notes: What the user should know of it, a sentence each.
     """
 
     layout: Layout
@@ -133,6 +139,7 @@ class Output:
     documents: Mapping[str, bytes] = field(default_factory=dict)
     aliases: Mapping[str, str] = field(default_factory=dict)
     links: Mapping[str, str] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
 
     @property
     def num_bytes(self) -> int:

@@ -36,7 +36,7 @@ def recheck(
     path = folder / output.file
     try:
         size = path.lstat().st_size if not path.is_symlink() else -1
-        if size < len(output.header):
+        if size < output.header_bytes:
             return None
         if progress.is_complete and size != output.num_bytes:
             progress = FileProgress(tensors=progress.tensors)
@@ -49,7 +49,7 @@ def recheck(
 def _compared(output: OutputFile, progress: FileProgress, content: _Bytes, tally: Tally) -> Rechecked | None:
     digest = FileDigest(output)
     header = bytearray()
-    for chunk in content.read(0, len(output.header)):
+    for chunk in content.read(0, output.header_bytes):
         header += chunk
         digest.update(chunk)
     if header != output.header:

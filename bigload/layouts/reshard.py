@@ -29,7 +29,7 @@ from bigload.layouts.manifest import (
     FileRecord,
     Manifest,
     Source,
-    manifest_to_json,
+    manifest_lines,
     read_manifest,
     record_of,
 )
@@ -52,7 +52,7 @@ from bigload.layouts.staging import (
 from bigload.layouts.windows import Ranges, data_ranges
 from bigload.layouts.writer import DEFAULT_MAX_IN_FLIGHT, LEAST_BYTES_PER_THREAD, FileToWrite, Writer, window_bytes
 from bigload.loading.events import OnProgress, Tally, ignore_progress
-from bigload.loading.huge_pages import BlockPool
+from bigload.loading.huge_pages import BlockPool, return_freed
 from bigload.loading.team import Team, present_team, together
 from bigload.planning.plan import Plan
 from bigload.units import format_size
@@ -366,6 +366,7 @@ class _Run:
 
     def carry_out(self) -> _Share:
         """Write this process's files, and wait for those of the others; number 0 does the rest, and publishes."""
+        return_freed()  # what headers and plans took while they were read
         with ExitStack() as opened:
             staging = self._enter(opened)
             pool = BlockPool(self._threads, block_bytes=window_bytes(self._threads, self._max_in_flight))
@@ -484,7 +485,8 @@ class _Run:
             version=__version__,
             options={**prepared.options, "recipe": prepared.recipe},
         )
-        write_file(staging.folder / MANIFEST_FILE, manifest_to_json(manifest).encode(errors="surrogateescape"))
+        lines = (line.encode(errors="surrogateescape") for line in manifest_lines(manifest))
+        write_file(staging.folder / MANIFEST_FILE, lines)
 
 
 def _united(shares: Iterable[_Share]) -> _Share:

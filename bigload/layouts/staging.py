@@ -11,7 +11,7 @@ import errno
 import fcntl
 import os
 import shutil
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -174,7 +174,7 @@ def keep_only(folder: Path, files: Collection[str]) -> None:
                 path.unlink()
 
 
-def write_file(path: Path, content: bytes) -> None:
+def write_file(path: Path, content: bytes | Iterable[bytes]) -> None:
     """Write a small file, over one that an interrupted run left, and wait until the disk has it.
 
     Raises:
@@ -184,7 +184,7 @@ def write_file(path: Path, content: bytes) -> None:
         with suppress(FileNotFoundError):
             path.unlink()
         with path.open("xb") as file:
-            file.write(content)
+            file.writelines([content] if isinstance(content, bytes) else content)
             file.flush()
             os.fsync(file.fileno())
     except OSError as error:
@@ -270,7 +270,7 @@ def _leave(folder: Path, lock: int, error: BaseException, *, is_void: bool) -> N
     if progress is None or progress.is_empty:
         shutil.rmtree(folder, ignore_errors=True)
     elif isinstance(error, BigloadError):
-        error.hint = f"{_amount(progress)} are kept in {folder}: mend the cause and go on with --resume"
+        error.hint = f"mend the cause and go on with --resume: {folder} keeps {_amount(progress)}"
 
 
 def _amount(progress: Progress) -> str:

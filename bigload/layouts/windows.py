@@ -71,7 +71,7 @@ class Ranges:
 
 def data_ranges(output: OutputFile, extents: Extents, *, block_bytes: int) -> Ranges:
     """Return what of `output` is data, in whole blocks; the last may be cut short by the end of the file."""
-    pairs = [(0, len(output.header))]
+    pairs = [(0, output.header_bytes)]
     for tensor, start in zip(output.tensors, output.starts(), strict=True):
         pairs += ((start + begin, start + end) for begin, end in _data_of(tensor, extents))
     merged: list[tuple[int, int]] = []
@@ -97,7 +97,7 @@ def windows(
         for left in range(start, stop, window_bytes):
             right = min(left + window_bytes, stop)
             if right > begin:
-                header = output.header[left:right]
+                header = output.header[left:right] if left < output.header_bytes else b""
                 yield Window(number, left, right, header, tuple(_portions(output, starts, left, right)))
                 number += 1
 

@@ -93,7 +93,8 @@ class Writer:
         self._threads = threads
         # Each thread fills one window, compares with another, and lends a third to a read past the page cache.
         self.window_bytes = window_bytes(threads, max_in_flight)
-        self._memory = BlockPool(threads * (2 if verify is Verify.FULL else 1), block_bytes=self.window_bytes)
+        num_blocks = threads * (2 if verify is Verify.FULL else 1)
+        self._memory = BlockPool(num_blocks, block_bytes=self.window_bytes, is_prefaulted=False)
         self._under_way: list[_FileUnderWay] = []
 
     def write(self, files: Iterable[FileToWrite]) -> dict[str, FileRecord]:
@@ -125,7 +126,7 @@ class Writer:
         output = file.output
         if file.kept is not None and file.kept.record is not None:
             records[output.file] = file.kept.record
-            self._tally.add(len(output.header), phase="check", file=output.file)
+            self._tally.add(output.header_bytes, phase="check", file=output.file)
             return
         path = self._folder / output.file
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -134,7 +135,8 @@ class Writer:
         under_way = _FileUnderWay(
             output, sink, journal=self._journal, tally=self._tally, records=records, kept=file.kept
         )
-        self._under_way.append(under_way)
+        # Those that are finished are let go of: what they know of 90 000 tensors is memory.
+        self._under_way = [*(other for other in self._under_way if other.sink.descriptor >= 0), under_way]
         copied = self._copy_in_kernel(output, sink) if not begin else Ranges(())
         rest = file.ranges.without(copied)
         for start, stop in rest.pairs:
@@ -224,7 +226,7 @@ class _FileUnderWay:
         self._journal = journal
         self._tally = tally
         self._records = records
-        self._num_told = 0 if kept is None else kept.digest.position - len(output.header)
+        self._num_told = 0 if kept is None else kept.digest.position - output.header_bytes
         self._told_stop = self.lane.digest.position
         self._lock = threading.Lock()
         self._noting = threading.Lock()
@@ -270,9 +272,9 @@ class _FileUnderWay:
             digest = None
             if self.is_digested:
                 digest = self.lane.digest.finish()
-                tensors = dict(self.lane.digest.tensors)
+                tensors = self.lane.digest.tensors
             self.sink.finish()
-            noted = list(self.lane.digest.tensors.items())[self._num_noted :] if self.is_digested else ()
+            noted = list(self.lane.digest.tensors.items())[self._num_noted :] if self.is_digested else []
             self._journal.complete(self.output.file, dict(noted), digest)
             self._num_noted = len(self.output.tensors)  # a thread that is late has nothing to add
             record = FileRecord(num_bytes=self.output.num_bytes, digest=digest, tensors=tensors)

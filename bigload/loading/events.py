@@ -11,7 +11,8 @@ from dataclasses import dataclass
 class Progress:
     """`done_bytes` of `total_bytes` are through; `file` is the current one.
 
-    `phase` is `read`, `write` or `verify`. What is written and verified counts twice, in both of the figures.
+    `phase` is `read`, `write` (and compared, where that is asked for), `check` (of what an interrupted run left) or
+    `verify`. Each byte counts once.
     """
 
     phase: str

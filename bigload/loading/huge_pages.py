@@ -69,6 +69,13 @@ def prefault(buffer: Buffer, start: int, stop: int) -> bool:
     return False
 
 
+def return_freed() -> None:
+    """Give memory that was freed, and is kept for the next who asks, back to the system (malloc_trim(3))."""
+    trim = getattr(_libc, "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+
+
 def address_of(buffer: Buffer | memoryview) -> int:
     """Return where a writable, non-empty `buffer` begins in memory; good for as long as the caller holds it."""
     return ctypes.addressof(ctypes.c_char.from_buffer(buffer))
@@ -87,11 +94,13 @@ def no_memory(what: str, num_bytes: int) -> NotEnoughMemoryError:
 class BlockPool:
     """Blocks of page-aligned memory that are lent to threads and taken back: `num_blocks` at most, all of one size.
 
-    A thread that finds all of them lent waits. Blocks are made, down to their pages, when they are first needed, and
-    the one that came back last is lent first, because a processor's cache may still hold parts of it.
+    A thread that finds all of them lent waits. Blocks are made when they are first needed, down to their pages unless
+    not all of each may be used (`is_prefaulted`), and the one that came back last is lent first, because a processor's
+    cache may still hold parts of it.
     """
 
-    def __init__(self, num_blocks: int, *, block_bytes: int = LENT_BLOCK_BYTES) -> None:
+    def __init__(self, num_blocks: int, *, block_bytes: int = LENT_BLOCK_BYTES, is_prefaulted: bool = True) -> None:
+        self._is_prefaulted = is_prefaulted
         self.block_bytes = -(-block_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
         self._free: LifoQueue[Buffer | None] = LifoQueue()
         for _ in range(num_blocks):
@@ -104,7 +113,8 @@ class BlockPool:
         try:
             if block is None:
                 block = allocate(self.block_bytes)
-                prefault(block, 0, self.block_bytes)
+                if self._is_prefaulted:
+                    prefault(block, 0, self.block_bytes)
             yield block
         finally:
             self._free.put(block)

@@ -40,6 +40,7 @@ Range = tuple[int, int]
 """Elements from the first number to the second (exclusive) along a dimension."""
 
 _KEYS_VALUES = {"k_proj", "v_proj", "key", "value", "k", "v", "k_lin", "v_lin", "wk", "wv"}
+_PROJECTIONS = {"q_proj", "k_proj", "v_proj", "o_proj", "q_b_proj", "kv_b_proj"}  # whatever the module above is called
 _FUSED = re.compile(r"qkv|query_key_value|c_attn|w_pack|in_proj|att_proj|^kv(_proj)?$", re.IGNORECASE)
 _FUSED_HALVES = ("gate_up_proj", "input_linear")
 _TOWERS = (("vision", "vision_config"), ("visual", "vision_config"), ("audio", "audio_config"))
@@ -62,6 +63,12 @@ _LEAVES: Mapping[str, tuple[int | None, int | None]] = {
 """
 
 _RANKS = {"qweight": (2,), "qzeros": (2,), "scales": (2,), "g_idx": (1,), "SCB": (1,), "bias": (1,)}
+_BESIDE = {
+    **dict.fromkeys(("weight_scale", "weight_scale_inv", "SCB"), "weight"),
+    **dict.fromkeys(("qzeros", "scales", "g_idx"), "qweight"),
+}
+"""What has to be there for a tensor to mean what is said above: MLX has `scales` of another form beside a `weight`."""
+
 _SCALARS = {
     "input_scale",
     "output_scale",
@@ -149,7 +156,8 @@ class _Layer:
     def is_attention(self) -> bool:
         """Whether it works on heads. Linear attention does so in ways of its own, which no rule here describes."""
         parts = [part.lower() for part in self.parts]
-        return any("attn" in part or "attention" in part for part in parts) and "linear_attn" not in parts
+        is_named = any("attn" in part or "attention" in part for part in parts) or parts[-1] in _PROJECTIONS
+        return is_named and "linear_attn" not in parts
 
     @property
     def is_quantized(self) -> bool:
@@ -167,7 +175,7 @@ class _Ruled:
         self._overrides = overrides
         self._used: set[Rule] = set()
         self._whole: set[str] = set()
-        self._towers = {key: ModelConfig(self._config.section(key).raw) for _, key in _TOWERS}
+        self._towers = {key: self._config.section(key) for _, key in _TOWERS}
         families = {key: family_rules(section) for key, section in self._towers.items()}
         own = family_rules(self._config)
         if own is None and not overrides and not any(families.values()):
@@ -185,7 +193,7 @@ class _Ruled:
         unused = [rule.pattern for rule in self._overrides if rule not in self._used]
         if unused:
             raise PartitionError(
-                f"{counted(len(unused), 'rule')} match nothing in {self._checkpoint.name}",
+                f"{counted(len(unused), 'rule')} without a match in {self._checkpoint.name}",
                 details=unused,
                 hint="a pattern is the end of a name of a module or tensor, with * for one part of it: bigload inspect "
                 "shows the names",
@@ -238,7 +246,12 @@ class _Ruled:
                     details=[f"{leaf}: {said or 'none'}" for leaf, said in word_of.items()],
                     hint="give one rule to the module",
                 )
-            yield _Layer(name=name, word=word, tensors=ruled, config=config)
+            above, _, last = name.rpartition(".")
+            is_part = "" in ruled and word.side is not Side.EXPERTS and not rule.matches(name.split("."))
+            if is_part:  # of a layer that has a rule, and none of the tensors that linear layers are known to have
+                yield _Layer(name=above, word=word, tensors={last: ruled[""]}, config=config)
+            else:
+                yield _Layer(name=name, word=word, tensors=ruled, config=config)
 
     def _unknown(self) -> PartitionError:
         types = self._config.model_types
@@ -277,37 +290,12 @@ class _Divider:
     def divide(self, layer: _Layer) -> dict[str, Division]:
         """Return the divisions of the tensors of `layer` by name."""
         try:
-            sizes = {leaf: self._dims(layer, leaf) for leaf in layer.tensors}
+            sizes = {leaf: _dim(layer, leaf) for leaf in layer.tensors}
             return self._divide(layer, {leaf: dim for leaf, dim in sizes.items() if dim is not None})
         except _IndivisibleError as error:
             shapes = ", ".join(f"{leaf or 'it'} {list(tensor.shape)}" for leaf, tensor in layer.tensors.items())
             self.problems.setdefault((f"{_generic(layer.name)} ({shapes})", str(error)), []).append(layer.name)
             return {}
-
-    def _dims(self, layer: _Layer, leaf: str) -> int | None:
-        """Return the dimension along which a tensor of `layer` is divided, `None` for none."""
-        tensor = layer.tensors[leaf]
-        if layer.word.side is Side.EXPERTS:
-            return 0 if tensor.shape else None
-        if leaf in _SCALARS or (leaf.startswith("weight_scale") and tensor.num_elements == 1):
-            if tensor.num_elements > 1:
-                raise _IndivisibleError(f"{leaf} was expected to be one number")
-            return None
-        if leaf and leaf not in _LEAVES:
-            raise _IndivisibleError(f"no way is known to divide {leaf}")
-        if "g_idx" in layer.tensors and layer.word.side is Side.IN and leaf in ("scales", "qzeros"):
-            return None  # g_idx says for each input which group it is of, wherever it stands: all groups are needed
-        rank = len(tensor.shape)
-        if rank not in _RANKS.get(leaf, (1, 2, 3)):
-            raise _IndivisibleError(f"{leaf or 'it'} has {counted(rank, 'dimension')}, expected a matrix or a vector")
-        if rank == 1 and leaf != "g_idx":
-            is_divided = layer.word.side is Side.OUT or leaf in ("", "weight")
-            return 0 if is_divided else None
-        out, inputs = _LEAVES[leaf or "weight"]
-        if layer.word.is_transposed:
-            out, inputs = inputs, out
-        dim = out if layer.word.side is Side.OUT else inputs
-        return None if dim is None else dim % rank
 
     def _divide(self, layer: _Layer, dims: Mapping[str, int]) -> dict[str, Division]:
         if not dims:
@@ -416,6 +404,41 @@ class _Divider:
             raise _IndivisibleError(f"{size} features of quantized weights do not divide among {self.tp} ranks")
 
 
+def _dim(layer: _Layer, leaf: str) -> int | None:
+    """Return the dimension along which a tensor of `layer` is divided, `None` for none."""
+    tensor = layer.tensors[leaf]
+    rank = len(tensor.shape)
+    if layer.word.side is Side.EXPERTS:
+        if leaf == "weight" and rank < 3:
+            raise _IndivisibleError("expected a stack of all experts: a single one is divided by colwise and rowwise")
+        return 0 if rank else None
+    if (leaf in _SCALARS or leaf.startswith("weight_scale")) and tensor.num_elements == 1:
+        return None
+    _check_known(layer, leaf)
+    if "g_idx" in layer.tensors and layer.word.side is Side.IN and leaf in ("scales", "qzeros"):
+        return None  # g_idx says for each input which group it is of, wherever it stands: all groups are needed
+    if rank == 1 and leaf != "g_idx":
+        return 0 if layer.word.side is Side.OUT or leaf in ("", "weight") else None
+    out, inputs = _LEAVES[leaf or "weight"]
+    if layer.word.is_transposed and leaf in ("", "weight"):
+        out, inputs = inputs, out
+    dim = out if layer.word.side is Side.OUT else inputs
+    return None if dim is None else dim % rank
+
+
+def _check_known(layer: _Layer, leaf: str) -> None:
+    """Raise unless it is known what a tensor of `layer` means."""
+    if leaf in _SCALARS:
+        raise _IndivisibleError(f"{leaf} was expected to be one number")
+    if leaf and (leaf not in _LEAVES or _BESIDE.get(leaf, leaf) not in layer.tensors):
+        raise _IndivisibleError(f"no way is known to divide {leaf}")
+    rank = len(layer.tensors[leaf].shape)
+    if rank not in _RANKS.get(leaf, (1, 2, 3)):
+        raise _IndivisibleError(f"{leaf or 'it'} has {counted(rank, 'dimension')}, expected a matrix or a vector")
+    if layer.word.is_transposed and rank > 1 and leaf.startswith("weight_"):
+        raise _IndivisibleError(f"no way is known to divide {leaf} of a weight that is stored inputs x outputs")
+
+
 def _heads(layer: _Layer) -> tuple[int, int, int | None]:
     """Return the heads of queries and those of keys and values of an attention, and their width where it is known."""
     parts = layer.parts
@@ -454,7 +477,7 @@ def _check_stack(layer: _Layer, dims: Mapping[str, int]) -> None:
 def _num_experts(layer: _Layer, size: int) -> int:
     told = count_of(layer.config.raw, "num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
     nested = layer.config.section("ffn_config").raw
-    return told or count_of(nested, "moe_num_experts") or size
+    return told or count_of(nested, "moe_num_experts") or max(size, 1)
 
 
 def _block(layer: _Layer, num_features: int, size: int) -> int:

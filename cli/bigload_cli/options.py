@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from bigload.errors import BudgetError
-from bigload.units import parse_size
+from bigload.units import format_size, parse_size
 
 
 class ColorMode(StrEnum):
@@ -47,12 +47,6 @@ MaxMemoryOption = Annotated[
         "to what names a device.",
     ),
 ]
-ThreadsOption = Annotated[
-    int | None,
-    typer.Option(
-        "--threads", metavar="N", min=1, max=256, help="Threads that read and write. Default: one per core, at most 4."
-    ),
-]
 IoThreadsOption = Annotated[
     int | None,
     typer.Option(
@@ -67,11 +61,11 @@ QuietOption = Annotated[
 ColorOption = Annotated[ColorMode, typer.Option("--color", help="When to colour.")]
 
 
-def size_option(name: str, text: str) -> int:
+def size_option(name: str, text: str, *, at_least: int = 1) -> int:
     """Return the bytes that the value of a size option stands for.
 
     Raises:
-        BudgetError: not a size above 0.
+        BudgetError: not a size, or one below `at_least` bytes.
     """
     try:
         size = parse_size(text)
@@ -79,6 +73,8 @@ def size_option(name: str, text: str) -> int:
         raise BudgetError(f"{name} {error}") from None
     if size <= 0:
         raise BudgetError(f"{name} {text}: a size is more than 0 bytes")
+    if size < at_least:
+        raise BudgetError(f"{name} {text}: it takes {format_size(at_least)} or more")
     return size
 
 

@@ -1,8 +1,9 @@
 """One meaning for every exit code, and a text that says what to change."""
 
-import importlib
 import json
 import os
+import pydoc
+import re
 import shutil
 import signal
 import subprocess
@@ -10,7 +11,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
+import bigload
 from builders import data_for, header_of, make_checkpoint, make_split, write_index, write_raw, write_shard
 
 PROGRAM = Path(sys.executable).with_name("bigload")
@@ -27,6 +30,7 @@ def place(run, here):
     make_split(here / "split")
     make_split(here / "split.partial")
     (here / "notes.txt").write_text("mine")
+    (here / "notes.json").write_text("mine")
     (here / "other.json").write_text('{"a": 1}')
     plan = json.loads((here / "tiny.json").read_text())
     (here / "newer.json").write_text(json.dumps({**plan, "schema": "bigload.plan/2.0"}))
@@ -76,6 +80,24 @@ USAGE = [
     ("bigload reshard tiny.json out --max-shard-size 2Gb", '"Gb" means gigabits', "2GiB"),
     ("bigload reshard tiny.json out --max-shard-size 0", "--max-shard-size", "more than 0"),
     ("bigload reshard tiny.json out --threads 0", "--threads"),
+    ("bigload reshard tiny.json out --layout tower", "--layout", "'tower'", "'ranks'"),
+    ("bigload reshard tiny.json out --verify maybe", "--verify", "'maybe'", "'full'"),
+    ("bigload reshard tiny-llama out --layout devices", "--layout", "bigload plan CHECKPOINT"),
+    ("bigload reshard tiny-llama out --layout ranks", "--tp is not given"),
+    ("bigload reshard tiny-llama out --tp-rules rules.toml", "--tp is not given"),
+    ("bigload reshard tiny-llama out --layout shards --tp 2", "--tp is 2", "ranks, not for shards"),
+    ("bigload reshard tiny-llama out --tp 2 --tp-rules nowhere.toml", "nowhere.toml", "colwise"),
+    ("bigload reshard tiny-llama out --tp 7", "does not divide among 7 ranks", "2 heads of keys and values"),
+    ("bigload reshard tiny-llama out --offload-format dat", "--offload-format", "layout offload, not for shards"),
+    ("bigload reshard tiny-llama out --source tiny-llama", "--source", "the source is a checkpoint itself"),
+    ("bigload reshard tiny-llama out --dtype int9", "--dtype", "int9"),
+    ("bigload reshard tiny-llama out --dtype int8", "--dtype", "floating-point"),
+    ("bigload reshard tiny-llama out --keep-fp32 norm", "--keep-fp32", "a dtype"),
+    ("bigload reshard tiny.json out --dtype bf16", "--dtype", "the plan counted", "bigload plan CHECKPOINT --dtype"),
+    ("bigload reshard tiny-llama out --max-memory-in-flight 3", "--max-memory-in-flight 3", "768.0 KiB or more"),
+    ("bigload reshard tiny-llama out --max-memory-in-flight lots", "--max-memory-in-flight"),
+    ("bigload reshard nowhere out", "nowhere", "no such file or folder"),
+    ("bigload reshard taken out", "taken", "model.safetensors"),
     ("bigload verify", "DIR"),
     ("bigload verify nowhere", "nowhere", "no such folder"),
     ("bigload verify notes.txt", "notes.txt", "not a folder"),
@@ -160,7 +182,7 @@ def test_a_hint_never_advises_to_leave_out_the_only_device(run):
         ("bigload reshard other.json out", ["other.json", "schema"]),
         ("bigload reshard newer.json out", ["newer.json", "2.0", "reads 1.x"]),
         ("bigload reshard cut.json out", ["cut.json", "not valid JSON"]),
-        ("bigload reshard notes.txt out", ["notes.txt", "not valid JSON"]),
+        ("bigload reshard notes.json out", ["notes.json", "not valid JSON"]),
         ("bigload inspect newer.json", ["newer.json", "2.0", "reads 1.x"]),
         ("bigload inspect other.json", ["other.json"]),
     ],
@@ -299,58 +321,74 @@ def large(tmp_path_factory):
     shutil.rmtree(folder)
 
 
-def test_ctrl_c_in_the_midst_of_writing_ends_with_130_and_leaves_nothing(large, terminal, environment):
-    """The progress bar says when: it names a file that is being written."""
-    open_terminal, read_terminal = terminal
-    keyboard, screen = open_terminal(200)
+@pytest.mark.parametrize(
+    ("number", "code", "word"), [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 143, "terminated")]
+)
+def test_a_signal_in_the_midst_of_writing_keeps_what_is_finished(large, environment, number, code, word):
+    """The journal says when: the first file is finished, and others are not."""
     before = contents(large).keys()
     # A process that was started in the background ignores SIGINT, and its children would too.
     heeded = signal.signal(signal.SIGINT, signal.default_int_handler)
-    command = [PROGRAM, "reshard", "plan.json", "out", "--threads", "1", "--max-shard-size", "60MB"]
-    with subprocess.Popen(command, cwd=large, stdout=subprocess.PIPE, stderr=screen, env=environment()) as process:
+    command = [PROGRAM, "reshard", "plan.json", "out", "--io-threads", "1", "--max-shard-size", "20MB"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, cwd=large, env=environment(), **pipes) as process:
         signal.signal(signal.SIGINT, heeded)
-        os.close(screen)
-        shown = b""
-        while b"model-0" not in shown:
-            shown += (more := read_terminal(keyboard))
-            assert more, f"the run ended before it named a file: {shown.decode()}"
-        process.send_signal(signal.SIGINT)
-        while more := read_terminal(keyboard):
-            shown += more
-        stdout = process.stdout.read()
-    os.close(keyboard)
-    assert process.returncode == 130
-    assert b"interrupted: nothing half-written was left" in shown
-    assert b"Traceback" not in shown
-    assert stdout == b""
+        journal = large / "out.partial" / ".bigload-journal-0.jsonl"
+        while not (journal.exists() and b'"complete"' in journal.read_bytes()):
+            assert process.poll() is None, process.stderr.read()
+        process.send_signal(number)
+        stdout, stderr = process.communicate()
+    assert (process.returncode, stdout) == (code, "")
+    (kept,) = re.findall(rf"{word}: (\d+) of 12 files (?:is|are) finished and kept in out.partial", stderr)
+    assert stderr.endswith("hint: run the same command with --resume to go on\n")
+    assert "Traceback" not in stderr
+    assert not (large / "out").exists()
+    resumed = [*command, "--resume"]
+    done = subprocess.run(resumed, cwd=large, capture_output=True, text=True, env=environment(), check=True)
+    assert f"found {kept} finished file" in done.stderr
+    assert f"kept {kept} file" in done.stdout
+    loaded, expected = bigload.load(large / "out"), bigload.load(large / "model")
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in expected.items())
+    assert len(loaded) == len(expected)
+    shutil.rmtree(large / "out")
     assert contents(large).keys() == before
 
 
-STAGES = [
-    "staging._clear",
-    "writer.run_jobs",
-    "reshard._write_indexes",
-    "staging._flush_folders",
-]
+# Where an interruption comes, and how many of the three files are then kept.
+STAGES = {"staging._clear": 0, "sources.Sources.check_headers": 0, "writer.run_jobs": 3, "reshard.write_file": 3}
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_ctrl_c_at_any_stage_leaves_nothing(run, place, monkeypatch, stage):
+def test_ctrl_c_at_any_stage_keeps_what_is_finished_and_nothing_else(run, place, monkeypatch, stage):
     before = contents(place)
-    module, _, name = f"bigload.layouts.{stage}".rpartition(".")
-    original = getattr(importlib.import_module(module), name)
+    target = f"bigload.layouts.{stage}"
+    original = pydoc.locate(target)
 
     def interrupted(*arguments: object, **options: object):
         original(*arguments, **options)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(f"{module}.{name}", interrupted)
+    monkeypatch.setattr(target, interrupted)
     done = run("bigload reshard tiny.json out")
     assert (done.code, done.stdout) == (130, "")
-    assert done.stderr.endswith("interrupted: nothing half-written was left\n")
-    assert contents(place) == before
-    monkeypatch.setattr(f"{module}.{name}", original)
-    assert run("bigload reshard tiny.json out -q").code == 0
+    assert not (place / "out").exists()
+    monkeypatch.setattr(target, original)
+    if not STAGES[stage]:
+        assert done.stderr.endswith("interrupted: nothing half-written was left\n")
+        assert contents(place) == before
+        assert run("bigload reshard tiny.json out -q").code == 0
+        return
+    assert "interrupted: 3 of 3 files are finished and kept in out.partial\nhint: " in done.stderr
+    refused = run("bigload reshard tiny.json out")
+    assert refused.code == 2
+    assert "--resume goes on with it, --force throws it away" in refused.stderr
+    asked = run("bigload reshard tiny.json out --force")
+    assert asked.code == 2
+    assert "--force would throw away 3 finished files (75 tensors) in out.partial" in asked.stderr
+    assert "found 3 finished files (75 tensors)" in run("bigload reshard tiny.json out --resume --dry-run").stdout
+    resumed = json.loads(run("bigload reshard tiny.json out --resume --json").stdout)
+    assert (resumed["kept_files"], resumed["written_bytes"], resumed["verified"]) == (3, 0, True)
+    assert run("bigload verify out -q").code == 0
 
 
 def test_sigint_while_loading_ends_with_130(run, monkeypatch):

@@ -38,6 +38,11 @@ COMMANDS = {
     "plan-llama-70b-max-context": "bigload plan llama-70b -m 0=80GiB,1=80GiB --max-context",
     "plan-tiny-llama": "bigload plan tiny-llama --overhead 0 -m cuda:0=6MiB -m cpu=8MiB",
     "reshard-tiny-llama-dry-run": "bigload reshard tiny.json tiny-llama.split --dry-run",
+    "reshard-tiny-llama-fp16": "bigload reshard tiny-llama out --dtype fp16 --keep-fp32 '*norm*' --dry-run",
+    "reshard-tiny-llama-offload": "bigload reshard tiny.json out --layout offload --offload-format dat --dry-run",
+    "reshard-tiny-llama-ranks": "bigload reshard tiny-llama out --tp 2 --dry-run",
+    "reshard-llama-70b-shards": "bigload reshard llama-70b out --max-shard-size 20GB --dry-run",
+    "reshard-tiny-llama-nowhere": "bigload reshard tiny-llama out --layout devices",
     "verify-size-only": "bigload verify split --size-only",
     "verify-size-only-damaged": "bigload verify damaged --size-only",
 }

@@ -15,7 +15,7 @@ from builders import make_split, write_shard
 VERSIONS = {"plan": "1.1", "inspect": "1.1", "reshard": "1.1", "bench-load": "1.1"}
 SCHEMAS = Path(__file__).parents[2] / "docs" / "schemas"
 QUESTIONS = ["explain", "compare", "fits", "gpus", "max-context"]
-NAMES = ["plan", "inspect", "reshard", "manifest", "verify", "bench-load", *QUESTIONS]
+NAMES = ["plan", "inspect", "reshard", "manifest", "ranks", "verify", "bench-load", *QUESTIONS]
 
 PLAN = "bigload plan tiny-llama --overhead 0 -m cuda:0=6MiB,cpu=8MiB -o tiny.json"
 COMMANDS = [
@@ -36,12 +36,12 @@ COMMANDS = [
     "bigload reshard tiny.json out --dry-run --json",
     "bigload reshard tiny.json out --json",
     "bigload reshard tiny.json out --json --no-verify",
-    "bigload verify split --json",
-    "bigload verify split --size-only --json",
     "bigload reshard tiny-llama out --json --max-shard-size none --verify size",
     "bigload reshard tiny-llama out --json --dtype fp16 --keep-fp32 '*norm*'",
     "bigload reshard torch.bin out --json --layout offload --offload-format dat",
     "bigload reshard tiny-llama out --json --tp 2 --dry-run",
+    "bigload verify split --json",
+    "bigload verify split --size-only --json",
     "bigload bench-load tiny-llama --runs 2 --threads 1,2 --json",
     "bigload bench-load tiny-llama --runs 1 --threads 1 --json",
     "bigload bench-load tiny-llama --runs 1 --threads 1 --method mmap,direct --cold --max-inflight 8MiB --json",

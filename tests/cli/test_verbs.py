@@ -1,6 +1,8 @@
 """What the verbs do for someone who types them: plans, dry runs, reshards, and one verb after the other."""
 
+import contextlib
 import json
+import os
 import shlex
 import subprocess
 import sys
@@ -9,8 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 
+import bigload
 from builders import make_checkpoint, make_split, write_manifest
 
+PROGRAM = Path(sys.executable).with_name("bigload")
 PLAN = "bigload plan tiny-llama --overhead 0 -m cuda:0=6MiB,cpu=8MiB -o tiny.json"
 
 
@@ -148,15 +152,27 @@ def test_the_next_command_for_a_linked_checkpoint_stays_here(run, here):
 # reshard, and what comes after
 
 
-def test_a_dry_run_names_every_file_and_writes_nothing(run, plan, here):
+@pytest.mark.parametrize(
+    "what",
+    [
+        "tiny.json",
+        "tiny-llama",
+        "tiny-llama --max-shard-size 3MB",
+        "tiny-llama --tp 2",
+        "tiny-llama --layout offload",
+        "tiny-llama --layout offload --offload-format dat",
+    ],
+)
+def test_a_dry_run_names_every_file_and_writes_nothing(run, plan, here, what):
     before = names(here)
-    done = run("bigload reshard tiny.json out --dry-run")
+    done = run(f"bigload reshard {what} out --dry-run")
     assert done.code == 0
     assert names(here) == before
     assert "nothing was written" in done.stdout
-    assert run("bigload reshard tiny.json out -q").code == 0
-    weights = {name for name in names(here / "out") if name.endswith(".safetensors")}
-    assert {line.split()[0] for line in done.stdout.splitlines() if ".safetensors" in line} == weights
+    _, table, _ = done.stdout.split("\n\n")
+    assert run(f"bigload reshard {what} out -q").code == 0
+    written = {name for name in names(here / "out") if (here / "out" / name).is_file()}
+    assert {line.split()[0] for line in table.splitlines()[1:]} == written
 
 
 def test_one_verb_follows_the_other(run, plan, here):
@@ -169,12 +185,174 @@ def test_one_verb_follows_the_other(run, plan, here):
     assert not (here / "out.partial").exists()
     assert run("bigload inspect out -q").stdout == "15278592\n"
     assert run("bigload inspect out/cuda-0").code == 0
-    assert run("bigload inspect out/plan.json -j").stdout == run("bigload inspect tiny.json -j").stdout
+    made, planned = (json.loads(run(f"bigload inspect {file} -j").stdout) for file in ("out/plan.json", "tiny.json"))
+    assert made["device_map"] == planned["device_map"]
+    assert run("bigload verify out").code == 0
     measured = run("bigload bench-load out --runs 1 --threads 1,2")
     assert measured.code == 0
     assert "All strategies loaded identical bytes" in measured.stdout
     assert run("bigload plan out -m cpu=1GiB").code == 0
     assert run("bigload reshard tiny.json again --source out -q").code == 4
+    assert run("bigload reshard out/plan.json again -q").code == 0
+
+
+NEXT = {
+    "tiny.json": ("devices", "bigload bench-load out"),
+    "tiny-llama": ("shards", "bigload bench-load out"),
+    "tiny-llama --tp 2": ("ranks", "in Python, on rank r: bigload.load(f'out/rank-{r}')"),
+    "tiny-llama --layout offload": ("offload", "in Python: bigload.OffloadFolder.open('out')"),
+    "tiny-llama --layout offload --offload-format dat": (
+        "offload",
+        "in Python: accelerate.dispatch_model(model, device_map, offload_dir='out')",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", NEXT)
+def test_every_layout_says_what_it_is_for_and_how_it_is_read(run, plan, what):
+    layout, command = NEXT[what]
+    done = run(f"bigload reshard {what} out")
+    assert done.code == 0
+    assert f"\n{layout}: " in done.stderr
+    assert done.stdout.splitlines()[-1] == f"Next: {command}"
+
+
+@pytest.mark.usefixtures("here")
+def test_what_is_said_to_do_in_python_works(run):
+    said = run("bigload reshard tiny-llama 'o{u}t' --tp 2").stdout.splitlines()[-1].partition(": bigload.")[2]
+    assert set(eval(f"bigload.{said}", {"bigload": bigload, "r": 1})) == set(bigload.load("tiny-llama"))
+    said = (
+        run("bigload reshard tiny-llama offloaded --layout offload").stdout.splitlines()[-1].partition(": bigload.")[2]
+    )
+    assert set(eval(f"bigload.{said}").tensors) == set(bigload.load("tiny-llama"))
+
+
+def test_weights_are_cast_and_what_becomes_infinite_is_told(run, here):
+    weights = {"a.weight": torch.tensor([1.0, 1e30, 70_000.0]), "b.weight": torch.ones(4), "norm.weight": torch.ones(2)}
+    weights["ids"] = torch.arange(4)
+    (here / "wide").mkdir()
+    torch.save(weights, here / "wide" / "pytorch_model.bin")
+    done = run("bigload reshard wide out --dtype fp16 --keep-fp32 norm")
+    assert done.code == 0
+    assert "cast to F16, but to F32 what matches norm" in done.stderr
+    assert "note: 1 tensor not cast: not floating-point, ids for one" in done.stderr
+    assert "warning: a.weight: 2 values beyond the largest of F16" in done.stderr
+    assert "every byte read back and equal to the source, cast" in done.stdout
+    loaded = bigload.load("out")
+    assert {name: tensor.dtype for name, tensor in loaded.items()} == {
+        "a.weight": torch.float16,
+        "b.weight": torch.float16,
+        "ids": torch.int64,
+        "norm.weight": torch.float32,
+    }
+    again = json.loads(run("bigload reshard wide again --dtype fp16 --json").stdout)
+    assert again["overflows"] == {"a.weight": 2}
+    assert (again["options"]["dtype"], again["options"]["keep_fp32"]) == ("F16", [])
+
+
+@pytest.mark.parametrize(
+    ("option", "words"),
+    [
+        ("--verify none", "not verified (--verify none)"),
+        ("--no-verify", "not verified (--verify none)"),
+        ("--verify size", "every file has its size, nothing was read back (--verify size)"),
+        ("--verify full", "every byte read back and equal to the source"),
+    ],
+)
+def test_how_it_was_verified_is_said(run, option, words):
+    assert f"75 tensors: {words}\n" in run(f"bigload reshard tiny-llama out {option}").stdout
+
+
+def test_one_file_is_made_on_request(run, here):
+    done = run("bigload reshard tiny-llama out --max-shard-size none -q")
+    assert (done.code, done.stdout) == (0, "out\n")
+    assert {name for name in names(here / "out") if "safetensors" in name} == {"model.safetensors"}
+
+
+@pytest.mark.parametrize("option", ["--io-threads 1", "--threads 1", "--max-memory-in-flight 1MiB"])
+def test_threads_and_memory_change_nothing_that_is_written(run, here, option):
+    assert run("bigload reshard tiny-llama usual -q").code == 0
+    assert run(f"bigload reshard tiny-llama out -q {option}").code == 0
+    assert {name: (here / "usual" / name).read_bytes() for name in names(here / "usual")} == {
+        name: (here / "out" / name).read_bytes() for name in names(here / "out")
+    }
+
+
+# --force
+
+
+def test_replacing_an_output_needs_a_yes_where_nobody_can_be_asked(run, here):
+    assert run("bigload reshard tiny-llama out -q").code == 0
+    before = {name: (here / "out" / name).stat().st_ino for name in names(here / "out")}
+    done = run("bigload reshard tiny-llama out --force --max-shard-size 3MB")
+    assert (done.code, done.stdout) == (2, "")
+    assert "--force would replace out (14.59 MiB)\nhint: add --yes" in done.stderr
+    assert {name: (here / "out" / name).stat().st_ino for name in names(here / "out")} == before
+    assert run("bigload reshard tiny-llama out --force --max-shard-size 3MB --dry-run").code == 0
+    assert {name: (here / "out" / name).stat().st_ino for name in names(here / "out")} == before
+    assert run("bigload reshard tiny-llama out --force -y --max-shard-size 3MB").code == 0
+    assert "model.safetensors.index.json" in names(here / "out")
+    assert [path.name for path in here.glob("out?*")] == []
+
+
+def test_force_asks_nothing_where_it_destroys_nothing(run):
+    assert run("bigload reshard tiny-llama out --force -q").code == 0
+
+
+def test_force_never_replaces_what_bigload_has_not_written(run, here):
+    (here / "out").mkdir()
+    (here / "out" / "notes.txt").write_text("mine")
+    done = run("bigload reshard tiny-llama out --force --yes")
+    assert (done.code, done.stdout) == (2, "")
+    assert names(here / "out") == {"notes.txt"}
+
+
+@pytest.mark.parametrize("answer", ["y", "n"])
+def test_on_a_terminal_force_asks_once(run, here, environment, terminal, answer):
+    open_terminal, read_terminal = terminal
+    assert run("bigload reshard tiny-llama out -q").code == 0
+    keyboard, screen = open_terminal(200)
+    command = [PROGRAM, "reshard", "tiny-llama", "out", "--force", "--max-shard-size", "3MB"]
+    with subprocess.Popen(command, stdin=screen, stdout=screen, stderr=screen, env=environment()) as process:
+        os.close(screen)
+        shown = b""
+        while b"[y/N]" not in shown:
+            shown += (more := read_terminal(keyboard))
+            assert more, shown.decode()
+        os.write(keyboard, f"{answer}\n".encode())
+        while more := read_terminal(keyboard):
+            shown += more
+    os.close(keyboard)
+    assert process.returncode == (0 if answer == "y" else 1)
+    assert shown.count(b"Replace out (14.59 MiB)? [y/N]") == 1
+    assert ("model.safetensors.index.json" in names(here / "out")) == (answer == "y")
+    assert (b"nothing was changed" in shown) == (answer == "n")
+
+
+# Several processes
+
+
+def test_of_a_team_of_processes_the_first_speaks(run, monkeypatch):
+    class Second:
+        rank, size = 1, 2
+
+    monkeypatch.setattr("bigload.loading.team.launched_team", lambda: contextlib.nullcontext(Second()))
+    for options in ("", "--json", "-q"):
+        done = run(f"bigload reshard tiny-llama out --dry-run {options}")
+        assert (done.code, done.stdout, done.stderr) == (0, "", "")
+
+
+# --resume
+
+
+def test_resuming_what_is_finished_says_so_and_reads_nothing_back(run):
+    assert run("bigload reshard tiny-llama out -q").code == 0
+    done = run("bigload reshard tiny-llama out --resume")
+    assert done.code == 0
+    assert done.stdout == "nothing to do: 1 file, 14.58 MiB, was finished before\nNext: bigload verify out\n"
+    document = json.loads(run("bigload reshard tiny-llama out --resume --json").stdout)
+    assert (document["kept_files"], document["written_bytes"], document["verified"]) == (1, 0, False)
+    assert run("bigload reshard tiny-llama out --resume --max-shard-size 3MB").code == 2
 
 
 def test_layers_that_the_plan_leaves_out_are_named_and_not_counted_as_written(run, here):

@@ -12,6 +12,7 @@ from jsonschema import Draft202012Validator
 from safetensors.torch import load_file
 
 import bigload
+from bigload.dtypes import DTYPES
 from bigload.errors import CheckpointNotFoundError, InvalidCheckpointError
 from bigload.layouts.output_files import Layout
 from bigload.layouts.rank_slices import RANKS_FILE, lay_out, read_ranks
@@ -253,3 +254,12 @@ def test_reshard_writes_what_was_laid_out_from_rules_in_a_file(tmp_path):
     assert joined(ranks) == stored_tensors(tmp_path / "in" / "model.safetensors")
     assert {path.name for path in (tmp_path / "out").iterdir()} >= {"config.json", "rank-0", "rank-1", RANKS_FILE}
     assert not (tmp_path / "out" / "rank-0" / "config.json").exists()
+
+
+def test_slices_may_have_another_dtype(tmp_path):
+    source = opened(tmp_path / "in", {"layers.0.mlp.down_proj.weight": ("F32", [6, 10]), "norm": ("F32", [3])})
+    output = lay_out(source, tp=2, dtype_of=lambda tensor: DTYPES["BF16"] if len(tensor.shape) == 2 else tensor.dtype)
+    entries = json.loads(output.documents[RANKS_FILE])["tensors"].values()
+    assert [entry["dtype"] for entry in entries] == ["BF16", "F32"]
+    for file in output.files:
+        assert {(tensor.dtype.name, tensor.shape) for tensor in file.tensors} == {("BF16", (6, 5)), ("F32", (3,))}

@@ -50,7 +50,8 @@ def test_columns_and_rows_of_a_llama():
     assert found[f"{base}.self_attn.o_proj.weight"].dim == 1
     assert found[f"{base}.self_attn.o_proj.weight"].ranges == (first, second)
     assert found["lm_head.weight"].ranges == (((0, 5),), ((5, 10),))
-    for name in ("model.embed_tokens.weight", f"{base}.self_attn.o_proj.bias", f"{base}.input_layernorm.weight"):
+    assert found["model.embed_tokens.weight"] == found["lm_head.weight"]
+    for name in (f"{base}.self_attn.o_proj.bias", f"{base}.input_layernorm.weight"):
         assert found[name] == WHOLE
 
 
@@ -263,6 +264,9 @@ def test_scales_follow_the_weights():
         ({"weight_packed": ("I32", [16, 2]), "weight_shape": ("I64", [2])}, LLAMA, "weight_packed"),
         ({"weight": ("F4", [16, 4]), "input_scale": ("F32", [2])}, LLAMA, "input_scale was expected to be one number"),
         ({"qweight": ("I32", [2, 3, 4])}, LLAMA, "3 dimensions"),
+        ({"weight": ("U32", [16, 2]), "scales": ("F16", [16, 4])}, LLAMA, "no way is known to divide scales"),
+        ({"weight": ("I8", [16, 4]), "scale": ("F32", [1])}, LLAMA, "no way is known to divide scale"),
+        ({"weight_scale": ("F32", [16])}, LLAMA, "no way is known to divide weight_scale"),
     ],
 )
 def test_quantized_weights_are_divided_rightly_or_not_at_all(tensors, config, reason):
@@ -353,10 +357,11 @@ def test_rules_go_before_the_family_and_the_first_that_matches_decides():
         ({"mlp.up_proj": "columns"}, "'columns' is no word of a rule"),
         ({"mlp..up_proj": "colwise"}, "parts of a name between dots"),
         ({"a*b*": "colwise"}, "at most one *"),
-        ({"mlp.up": "colwise"}, "1 rule match nothing in tiny"),
+        ({"mlp.up": "colwise"}, "1 rule without a match in tiny"),
         ({"mlp.up_proj.weight": "replicate"}, "different rules"),
         ({"self_attn.qkv": "colwise"}, "the word is packed_qkv"),
         ({"mlp.gate_up_proj": "colwise"}, "the word is packed_colwise"),
+        ({"mlp.gate_up_proj": "grouped_gemm"}, "expected a stack of all experts"),
         ({"experts.w1": "colwise"}, "experts.w1_scale beside model.layers.0.experts.w1"),
     ],
 )
@@ -415,3 +420,51 @@ def test_files_that_hold_no_rules_are_refused(tmp_path, name, content):
         path.write_bytes(content)
     with pytest.raises(PartitionError, match="rule"):
         read_tp_rules(path)
+
+
+HOSTILE = [0, -1, 2**31 - 1, 2**70, 1.5, "8", None, True, [], {}]
+KEYS = [
+    *("num_attention_heads", "num_key_value_heads", "head_dim", "hidden_size", "num_experts", "kv_lora_rank"),
+    *("quantization_config", "vision_config", "text_config", "multi_query", "new_decoder_architecture"),
+]
+BLOCKS = st.fixed_dictionaries({"weight_block_size": st.lists(st.sampled_from([*HOSTILE, 2]), min_size=2, max_size=2)})
+
+
+@given(
+    st.dictionaries(st.sampled_from(KEYS), st.integers(0, 5) | st.sampled_from(HOSTILE) | BLOCKS),
+    st.sampled_from(sorted(FAMILIES)),
+    st.lists(st.integers(0, 6), max_size=4),
+    st.sampled_from([1, 2, 3, MAX_RANKS]),
+    st.none() | st.sampled_from(sorted(WORDS)),
+)
+def test_whatever_config_and_shapes_say_the_answer_is_a_division_or_an_error(config, family, shape, tp, word):
+    names = [pattern.replace("*", "0") for pattern in FAMILIES[family]]
+    for name in names:  # one by one: the first error ends it
+        tensors = {f"m.{name}.{leaf}": ("F32", shape) for leaf in ("weight", "bias", "weight_scale")}
+        tensors |= {f"n.{name}": ("U8", shape), f"vision.{name}.qweight": ("I32", shape)}
+        checkpoint = checkpoint_of(tensors, config={**config, "model_type": family})
+        try:
+            found = partition(checkpoint, tp=tp, rules=None if word is None else {name: word})
+        except PartitionError:
+            continue
+        for tensor in tensors:
+            assert len(found.divisions[tensor].shape(tuple(shape), tp - 1)) == len(shape)
+
+
+def test_attention_is_known_by_its_projections_too():
+    tensors = {"mixer.q_proj.weight": ("F32", [16, 16]), "linear_attn.q_proj.weight": ("F32", [16, 16])}
+    assert "mixer.q_proj (weight [16, 16]): 4 heads do not" in refusal(tensors, 3, rules={"q_proj": "colwise"})
+    assert divided(tensors, 3, rules={"mixer.q_proj": "replicate", "q_proj": "colwise"})[
+        "linear_attn.q_proj.weight"
+    ].ranges == (((0, 6),), ((6, 12),), ((12, 16),))
+
+
+def test_gptq_stores_inputs_first_whatever_the_word():
+    base, config = "h.0.mlp.c_fc", {"model_type": "gpt2", "n_head": 2, "n_embd": 16}
+    forms = {"qweight": ("I32", [2, 64]), "qzeros": ("I32", [1, 8]), "scales": ("F16", [1, 64]), "g_idx": ("I32", [16])}
+    found = divided({f"{base}.{leaf}": form for leaf, form in forms.items()}, 2, config)
+    assert [found[f"{base}.{leaf}"].dim for leaf in forms] == [1, 1, 1, None]
+    tensors = {f"{base}.weight": ("F8_E4M3", [16, 64]), f"{base}.weight_scale": ("F32", [64])}
+    assert divided(tensors, 2, config)[f"{base}.weight_scale"].ranges == (((0, 32),), ((32, 64),))
+    tensors[f"{base}.weight_scale"] = ("F32", [4, 16])
+    assert "stored inputs x outputs" in refusal(tensors, 2, config)

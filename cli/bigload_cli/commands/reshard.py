@@ -115,12 +115,15 @@ def reshard(
     max_shard_bytes = (
         None if max_shard_size.strip().lower() == "none" else size_option("--max-shard-size", max_shard_size)
     )
-    in_flight = None if max_memory_in_flight is None else size_option("--max-memory-in-flight", max_memory_in_flight)
     wish = Verify.NONE if no_verify else verify
     from bigload.layouts.reshard import prepare_reshard
+    from bigload.layouts.writer import LEAST_BYTES_PER_THREAD
     from bigload.loading.team import launched_team
     from bigload_cli.progress import shown_progress
 
+    in_flight = None
+    if max_memory_in_flight is not None:
+        in_flight = size_option("--max-memory-in-flight", max_memory_in_flight, at_least=LEAST_BYTES_PER_THREAD)
     with launched_team() as team:  # torchrun: all ranks share the work, and the first one speaks
         prepared = prepare_reshard(
             source,

@@ -39,6 +39,11 @@ def _headlines(prepared: PreparedReshard) -> Iterator[str]:
     yield f"{size}{_without_holes(prepared)} in {files}, {free} free there"
     layout, options = prepared.output.layout, prepared.options
     yield f"{layout}: {_DAT_PURPOSE if options.get('offload_format') == 'dat' else _PURPOSES[layout]}"
+    if layout is Layout.OFFLOAD and prepared.plan is not None:
+        yield "only what the plan keeps on disk"
+    if options.get("dtype"):
+        kept = ", ".join(printable(pattern) for pattern in _patterns(prepared))
+        yield f"cast to {options['dtype']}{f', but to F32 what matches {kept}' if kept else ''}"
     if prepared.plan is not None and prepared.plan.left_out and layout is Layout.DEVICES:
         written = sum(tensor.num_bytes for output in prepared.output.files for tensor in output.tensors)
         names, left = ", ".join(prepared.plan.left_out), format_size(prepared.checkpoint.total_bytes - written)
@@ -48,6 +53,11 @@ def _headlines(prepared: PreparedReshard) -> Iterator[str]:
         yield f"found {found} in {printable(str(staging_folder(prepared.out)))}, to be read back and kept"
     for note in prepared.notes:
         yield f"note: {printable(note)}"
+
+
+def _patterns(prepared: PreparedReshard) -> list[str]:
+    found = prepared.options.get("keep_fp32")
+    return [str(pattern) for pattern in found] if isinstance(found, list) else []
 
 
 def _without_holes(what: PreparedReshard | ReshardReport) -> str:
@@ -114,21 +124,18 @@ def warnings(report: ReshardReport) -> list[str]:
     """Return a line for every tensor that lost values, the most first."""
     worst = sorted(report.overflows.items(), key=lambda item: (-item[1], item[0]))
     dtypes = {tensor.name: tensor.dtype.name for output in report.output.files for tensor in output.tensors}
-    return abridged(
-        [
-            f"warning: {printable(name)}: {counted(count, 'value')} too large for {dtypes.get(name, 'the dtype')}, "
-            "now infinite"
-            for name, count in worst
-        ]
+    lines = (
+        f"{printable(name)}: {counted(count, 'value')} beyond the largest of {dtypes[name]}" for name, count in worst
     )
+    return [f"warning: {line}" for line in abridged(list(lines))]
 
 
 def closing(prepared: PreparedReshard, report: ReshardReport, *, peak_bytes: int) -> list[str]:
     """Return what was done, how fast, how it was checked, and what to do next."""
     if prepared.is_finished:
-        num_files = counted(len(report.output.files), "file")
+        files, was = counted(len(report.output.files), "file"), "was" if len(report.output.files) == 1 else "were"
         return [
-            f"nothing to do: {num_files}, {format_size(report.num_bytes)}, were finished before",
+            f"nothing to do: {files}, {format_size(report.num_bytes)}, {was} finished before",
             f"Next: bigload verify {argument(report.out)}",
         ]
     return [
