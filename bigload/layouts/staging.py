@@ -201,9 +201,13 @@ def _check_replaceable(out: Path, *, force: bool) -> None:
         reason = f"bigload did not write {counted(len(strays), 'file')} in it, {strays[0]!r} for one"
         raise OutputExistsError(out, reason, hint="move away what is yours, or remove the folder yourself")
     replaced = replaced_folder(out)
-    if replaced.exists() or replaced.is_symlink():
+    if replaced.is_symlink() or (replaced.exists() and not _is_empty_folder(replaced)):
         hint = "an interrupted run moved the older output there: move it back, or remove it"
         raise OutputExistsError(replaced, "it is needed for replacing the output", hint=hint)
+
+
+def _is_empty_folder(path: Path) -> bool:
+    return path.is_dir() and not any(path.iterdir())
 
 
 def _strays(out: Path) -> list[str]:
@@ -256,10 +260,12 @@ def tidy(out: Path, *, force: bool) -> None:
         for journal in out.glob(f"{PREFIX}*.jsonl"):
             journal.unlink()
         if force and _is_regular(replaced / MANIFEST_FILE):
-            for entry in replaced.iterdir():
+            for entry in list(replaced.iterdir()):
                 if entry.name != MANIFEST_FILE:  # last: without it nobody would know that the rest is ours
                     _remove(entry)
-            _remove(replaced)
+            (replaced / MANIFEST_FILE).unlink()
+        if force:
+            replaced.rmdir()  # also what a run left that was killed here
 
 
 def _leave(folder: Path, lock: int, error: BaseException, *, is_void: bool) -> None:

@@ -1,6 +1,7 @@
 """A reshard that dies at any moment, any number of times, ends with the same bytes, and shows nothing before the end.
 
-Real processes, real signals. `BIGLOAD_DEATHS` says how many deaths to die (`make crash` takes a thousand).
+Real processes, real signals. `BIGLOAD_DEATHS` says how many deaths to die; `make crash` takes some hundreds, on the
+disk. Without it there are some dozens, on a file system in memory where there is one: a flush takes no time there.
 """
 
 import json
@@ -9,6 +10,7 @@ import random
 import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import dying
@@ -22,6 +24,16 @@ from bigload.planning.plan_file import write_plan
 from builders import contents, make_checkpoint, open_descriptors
 
 DEATHS = int(os.environ.get("BIGLOAD_DEATHS", "30"))
+IN_MEMORY = Path("/dev/shm")
+
+
+@pytest.fixture
+def ground():
+    """Where to die."""
+    is_quick = "BIGLOAD_DEATHS" not in os.environ and os.access(IN_MEMORY, os.W_OK)
+    folder = Path(tempfile.mkdtemp(prefix="bigload-crash-", dir=IN_MEMORY if is_quick else None))
+    yield folder
+    shutil.rmtree(folder)
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +55,7 @@ def die(folder, what, cases, **options):
     return json.loads(done.stdout)
 
 
-def test_whatever_kills_it_it_is_gone_on_with_to_the_same_bytes(place, tmp_path):
+def test_whatever_kills_it_it_is_gone_on_with_to_the_same_bytes(place, ground):
     source, plan = {"source": str(place / "source")}, {"source": str(place / "plan.json")}
     cases = [
         source,
@@ -53,17 +65,17 @@ def test_whatever_kills_it_it_is_gone_on_with_to_the_same_bytes(place, tmp_path)
         {**plan, "older": str(place / "older")},
         {**plan, "is_direct": False, "verify": "size"},
     ]
-    counts = die(tmp_path, "often", cases, deaths=DEATHS, seed=DEATHS)
+    counts = die(ground, "often", cases, deaths=DEATHS, seed=DEATHS)
     assert counts["killed"] + counts["refused"] >= DEATHS
     assert min(counts["killed"], counts["refused"], counts["finished"]) > DEATHS // 20
 
 
 @pytest.mark.parametrize("older", [False, True])
-def test_a_kill_at_any_step_shows_nothing_that_is_not_complete(place, tmp_path, older):
+def test_a_kill_at_any_step_shows_nothing_that_is_not_complete(place, ground, older):
     case = {"source": str(place / "plan.json"), "max_shard_bytes": 120_000}
     if older:
         case["older"] = str(place / "older")
-    counts = die(tmp_path, "everywhere", [case], every=max(1, 900 // DEATHS))
+    counts = die(ground, "everywhere", [case], every=max(1, 900 // DEATHS))
     assert counts["killed"] >= min(DEATHS // 4, 100)
 
 

@@ -411,6 +411,7 @@ def make_mixed(out):
 
 def make_moved_aside(out):
     replaced_folder(out).mkdir()
+    (replaced_folder(out) / "old").write_text("old")
 
 
 @pytest.mark.parametrize("make", [make_foreign, make_mixed, make_moved_aside])
