@@ -146,8 +146,11 @@ def test_holes_and_data_of_one_tensor_come_out_as_they_are(tmp_path):
         assert record.tensors[tensor.name] == digest_of(stored_tensors(written)[tensor.name][2])
 
 
-def test_what_a_killed_run_left_of_a_sparse_file_is_gone_on_with_and_stays_sparse(resharded, tmp_path, monkeypatch):
+def test_what_a_killed_run_left_of_a_sparse_file_is_gone_on_with_and_stays_sparse(tmp_path, monkeypatch):
     """Journaled holes are digested, not read; the rest is written to where it was."""
+    made = fixtures.make(fixtures.load_recipe("llama-4gb"), tmp_path / "source", data="pattern")
+    if sum(file.stat().st_blocks * 512 for file in made.shards) > 100 * MIB:
+        pytest.skip("this file system stores holes")
     seen = []
 
     def stop(progress):
@@ -156,11 +159,11 @@ def test_what_a_killed_run_left_of_a_sparse_file_is_gone_on_with_and_stays_spars
             raise KeyboardInterrupt
 
     monkeypatch.setattr(writer_module, "NOTE_EVERY_BYTES", MIB)
-    prepared = prepare_reshard(resharded[0] / "source", tmp_path / "out", max_shard_bytes=20 * 10**9)
+    prepared = prepare_reshard(tmp_path / "source", tmp_path / "out", max_shard_bytes=10**9)
     with pytest.raises(KeyboardInterrupt):
         run_reshard(prepared, threads=1, on_progress=stop)
-    report = reshard(resharded[0] / "source", tmp_path / "out", max_shard_bytes=20 * 10**9, resume=True)
-    assert report.kept_bytes > 10**9
+    report = reshard(tmp_path / "source", tmp_path / "out", max_shard_bytes=10**9, resume=True)
+    assert report.kept_bytes > 10**8
     files = list((tmp_path / "out").glob("*.safetensors"))
     assert sum(file.stat().st_blocks * 512 for file in files) < 100 * MIB
     checkpoint = bigload.open_checkpoint(tmp_path / "out")
