@@ -13,14 +13,14 @@ from types import GeneratorType
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from bigload.runtime.hooks import ModelHook, add_hook_to_module, within
 from bigload.runtime.module_tensors import set_module_tensor_to_device
 from bigload.runtime.offload_store import PrefixedDataset
 from bigload.runtime.sending import DeviceLike, find_device, send_to_device
 
-TiedParams = dict[int, dict[torch.device, torch.Tensor]]
+TiedParams = dict[int, dict[torch.device, Tensor]]
 """By the address that a tied weight had before hooks came, what it is on each device where it is right now."""
 
 _META = torch.device("meta")
@@ -54,7 +54,7 @@ class AlignDevicesHook(ModelHook):
         execution_device: DeviceLike | None = None,
         offload: bool = False,
         io_same_device: bool = False,
-        weights_map: Mapping[str, torch.Tensor] | None = None,
+        weights_map: Mapping[str, Tensor] | None = None,
         offload_buffers: bool = False,
         place_submodules: bool = False,
         skip_keys: str | list[str] | None = None,
@@ -142,34 +142,27 @@ class AlignDevicesHook(ModelHook):
 
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Load what is offloaded, and return the arguments on the execution device."""
-        if not (self.offload or self.io_same_device):
-            return self._sent(args, kwargs)
-        if self.io_same_device:
-            self.input_device = find_device((args, kwargs))
-            self._forwards.input_devices.append(self.input_device)
-        try:
-            if self.offload:
-                self._load(module)
-            try:
-                return self._sent(args, kwargs)
-            except BaseException:
-                self._unload()
-                raise
-        except BaseException:
-            self._pop_input_device()
-            raise
-
-    def _sent(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if self.offload or self.io_same_device:
+            self._begin(module, args, kwargs)
         device = self._device
         if device is None:
             return args, kwargs
-        for value in args:
-            if type(value) is not torch.Tensor or value.device != device:
-                args = send_to_device(args, device, skip_keys=self.skip_keys)
-                break
-        if kwargs:
-            kwargs = send_to_device(kwargs, device, skip_keys=self.skip_keys)
-        return args, kwargs
+        try:
+            for value in args:  # most calls have nothing to send: this loop is what a hook costs
+                if type(value) is not Tensor or value.device != device:
+                    args = send_to_device(args, device, skip_keys=self.skip_keys)
+                    break
+            return args, send_to_device(kwargs, device, skip_keys=self.skip_keys) if kwargs else kwargs
+        except BaseException:
+            self.abort_forward(module)
+            raise
+
+    def _begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self.offload:
+            self._load(module)
+        if self.io_same_device:
+            self.input_device = find_device((args, kwargs))
+            self._forwards.input_devices.append(self.input_device)
 
     def post_forward(self, module: nn.Module, output: Any) -> Any:
         """Send away what was loaded, and return the output on the device of the arguments if that is wanted.
@@ -245,7 +238,7 @@ class AlignDevicesHook(ModelHook):
             on_devices[self._device] = loaded
             forwards.lent.append((on_devices, self._device))
 
-    def _value(self, slots: Sequence[Slot]) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def _value(self, slots: Sequence[Slot]) -> tuple[Tensor, Tensor | None]:
         """Return what the tensor of `slots` should hold, and the scales that int8 weights of bitsandbytes want."""
         if not slots[0].tensor.is_meta:
             return slots[0].tensor, None
@@ -279,11 +272,11 @@ class Slot(NamedTuple):
     is_buffer: bool
 
     @property
-    def table(self) -> dict[str, torch.Tensor | None]:
+    def table(self) -> dict[str, Tensor | None]:
         return self.module._buffers if self.is_buffer else self.module._parameters  # type: ignore[return-value]
 
     @property
-    def tensor(self) -> torch.Tensor:
+    def tensor(self) -> Tensor:
         tensor = self.table[self.key]
         assert tensor is not None, "slots are those that hold something"
         return tensor
@@ -308,9 +301,9 @@ def _shared_tensors(module: nn.Module, recurse: bool) -> list[list[Slot]]:
 def _put(
     slots: Sequence[Slot],
     device: torch.device,
-    value: torch.Tensor | None = None,
-    statistics: torch.Tensor | None = None,
-) -> torch.Tensor:
+    value: Tensor | None = None,
+    statistics: Tensor | None = None,
+) -> Tensor:
     """Move a tensor to `device`, with another value if there is one, and return it as it is there."""
     slot = slots[0]
     set_module_tensor_to_device(
@@ -321,13 +314,13 @@ def _put(
     return placed
 
 
-def _assign(slots: Iterable[Slot], tensor: torch.Tensor) -> None:
+def _assign(slots: Iterable[Slot], tensor: Tensor) -> None:
     for slot in slots:
         slot.table[slot.key] = tensor
 
 
-def _tied_pointer(tensor: torch.Tensor, tied_params_map: TiedParams | None) -> int | None:
-    """Return the key of `tensor` in `tied_params_map`.
+def _tied_pointer(tensor: Tensor, tied_params_map: TiedParams | None) -> int | None:
+    """Return the key of `tensor` in `tied_params_map`, where it has one.
 
     Only addresses of tensors that lived when the map was made say anything: those of values loaded later may be any
     freed ones.
@@ -338,7 +331,7 @@ def _tied_pointer(tensor: torch.Tensor, tied_params_map: TiedParams | None) -> i
     return pointer if pointer in tied_params_map else None
 
 
-def _found(weights_map: Mapping[str, torch.Tensor], names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
+def _found(weights_map: Mapping[str, Tensor], names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
     """Yield names with their values. Asking a lazy map whether it has a name may read the value, so nobody asks."""
     for name in names:
         try:
@@ -360,8 +353,8 @@ class _Forwards:
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.num_under_way = 0
-        self.away: list[tuple[Sequence[Slot], torch.Tensor]] = []
-        self.lent: list[tuple[dict[torch.device, torch.Tensor], torch.device]] = []
+        self.away: list[tuple[Sequence[Slot], Tensor]] = []
+        self.lent: list[tuple[dict[torch.device, Tensor], torch.device]] = []
         self._here = threading.local()
 
     def __reduce__(self) -> tuple[type[_Forwards], tuple[()]]:
@@ -377,8 +370,6 @@ class _Forwards:
         """Put everything back in its place."""
         for slots, tensor in self.away:
             _assign(slots, tensor)
-            if type(slots[0].module).__name__ == "Linear8bitLt":  # bitsandbytes keeps copies of the weight here
-                slots[0].module.state.SCB = slots[0].module.state.CxB = None  # type: ignore[union-attr]
         self.away.clear()
         for on_devices, device in self.lent:
             on_devices.pop(device, None)
@@ -419,7 +410,7 @@ def attach_align_device_hook(
     module: nn.Module,
     execution_device: DeviceLike | None = None,
     offload: bool = False,
-    weights_map: Mapping[str, torch.Tensor] | None = None,
+    weights_map: Mapping[str, Tensor] | None = None,
     offload_buffers: bool = False,
     module_name: str = "",
     skip_keys: str | list[str] | None = None,
@@ -473,7 +464,7 @@ def attach_align_device_hook_on_blocks(
     module: nn.Module,
     execution_device: DeviceLike | Mapping[str, DeviceLike] | None = None,
     offload: bool | Mapping[str, bool] = False,
-    weights_map: Mapping[str, torch.Tensor] | None = None,
+    weights_map: Mapping[str, Tensor] | None = None,
     offload_buffers: bool = False,
     module_name: str = "",
     skip_keys: str | list[str] | None = None,
@@ -505,7 +496,7 @@ def attach_align_device_hook_on_blocks(
 class _Common(NamedTuple):
     """What all hooks of one model have in common, and the ways to attach them."""
 
-    weights_map: Mapping[str, torch.Tensor] | None
+    weights_map: Mapping[str, Tensor] | None
     offload_buffers: bool
     skip_keys: str | list[str] | None
     preload_module_classes: Container[str] | None
