@@ -168,9 +168,9 @@ def _moved(module: nn.Module, device: DeviceLike) -> Iterator[None]:
             if module._parameters.get(name) is not now:  # replaced meanwhile: what is there now goes back instead
                 set_module_tensor_to_device(module, name, before[name].device)
                 continue
-            assert now is not None, "a parameter was moved"
-            with torch.no_grad():
-                before[name].copy_(now)
+            if now is not None and not now.is_meta:
+                with torch.no_grad():
+                    before[name].copy_(now)
             module._parameters[name] = before[name]
 
 
