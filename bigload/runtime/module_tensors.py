@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import nn
@@ -48,7 +48,7 @@ def set_module_tensor_to_device(
     fp16_statistics: torch.Tensor | None = None,
     tied_params_map: TiedTensors | None = None,
     non_blocking: bool = False,
-    clear_cache: bool = True,
+    clear_cache: bool = True,  # noqa: ARG001 - accelerate's signature
 ) -> None:
     """Put the parameter or buffer `tensor_name` of `module` on `device`, with the values that it has or with `value`.
 
@@ -75,7 +75,7 @@ def set_module_tensor_to_device(
         QuantisedParameterError: `value` is for a parameter of bitsandbytes, which packs values itself.
     """
     owner, name = _owner(module, tensor_name)
-    held = owner._parameters if owner._parameters.get(name) is not None else owner._buffers
+    held: MutableMapping[str, Any] = owner._parameters if name in owner._parameters else owner._buffers
     old = held.get(name)
     if old is None:
         raise ValueError(f"{owner} does not have a parameter or a buffer named {name}.")
@@ -96,7 +96,7 @@ def set_module_tensor_to_device(
     if isinstance(old, nn.Parameter) and new is not old:
         new = _as_parameter(new, old)
     if fp16_statistics is not None:
-        new.SCB = fp16_statistics.to(destination)  # type: ignore[attr-defined]
+        new.SCB = fp16_statistics.to(destination)  # type: ignore[union-attr]
     held[name] = new
     _note_tied_copy(tied_params_map, (old, value), device, new)
 

@@ -21,7 +21,8 @@ from bigload.runtime.module_tensors import (
     has_offloaded_params,
     set_module_tensor_to_device,
 )
-from bigload.runtime.offload_store import Entry, load_offloaded_weight
+from bigload.runtime.offload_store import load_offloaded_weight
+from bigload.runtime.offload_writer import Entry
 
 _logger = logging.getLogger(__name__)
 
