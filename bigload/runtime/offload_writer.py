@@ -139,13 +139,12 @@ class OffloadWriter:
 
     def _held(self, name: str, entry: Entry) -> str | None:
         """Return the digest of what the folder has as `name`; `None` if that is of another form or not there."""
-        path = self._path(name)
-        if self._index.get(name) != entry or path.is_symlink():
+        path, record = self._path(name), self._records.get(name)
+        if path.is_symlink():
             return None
-        now, record = signature(path), self._records.get(name)
-        if record is not None and record.file == now:
-            return record.digest
-        return _digest_of(path, entry)
+        if record is not None and record.file == signature(path):
+            return record.digest if record.entry == entry else None
+        return _digest_of(path, entry) if self._index.get(name) == entry else None
 
     def _take_index_away(self, name: str) -> None:
         """See to it that no index tells of a file that is about to be another one, should the writer die now."""
@@ -156,7 +155,7 @@ class OffloadWriter:
         self._is_changed = True
 
     def _note(self, name: str, entry: Entry, digest: str) -> None:
-        record = _Record(digest=digest, file=signature(self._path(name)))
+        record = _Record(entry=entry, digest=digest, file=signature(self._path(name)))
         self._is_changed |= self._index.get(name) != entry or self._records.get(name) != record
         self._index[name] = entry
         self._records[name] = record
@@ -304,28 +303,36 @@ def index_of(folder: Path) -> dict[str, Entry]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Record:
-    """What a weight was when it was written: its digest, and the file that this is known of."""
+    """What a weight was when it was written: its form, its digest, and the file that this is known of."""
 
+    entry: Entry
     digest: str
     file: Signature
 
 
 def _read_records(folder: Path) -> dict[str, _Record]:
-    """Return what is remembered of the weights; nothing where that cannot be read: it only saves looking at them."""
+    """Return what is remembered of the weights; nothing where that cannot be read: it only saves looking at them.
+
+    Clocks of files tick slowly. A file as young as the records may have been written to once more in the same tick, so
+    what they say of it counts for nothing, as in the index of git ("racy git" in its documentation).
+    """
     try:
         with (folder / RECORDS_FILE).open("rb") as file:
+            written = os.fstat(file.fileno()).st_mtime_ns
             document = json.loads(file.read(_MAX_RECORDS_BYTES))
         weights = document["weights"] if document["schema"] == _SCHEMA else {}
         return {
-            name: _Record(digest=one["digest"], file=tuple(one["file"]))
+            name: _Record(
+                entry={"dtype": one["dtype"], "shape": one["shape"]}, digest=one["digest"], file=tuple(one["file"])
+            )
             for name, one in weights.items()
-            if re.fullmatch("[0-9a-f]{32}", one["digest"])
+            if re.fullmatch("[0-9a-f]{32}", one["digest"]) and one["file"][2] < written
         }
-    except (OSError, ValueError, RecursionError, TypeError, KeyError, AttributeError):
+    except (OSError, ValueError, RecursionError, TypeError, LookupError, AttributeError):
         return {}
 
 
 def _write_records(folder: Path, records: Mapping[str, _Record]) -> None:
-    weights = {name: {"digest": one.digest, "file": one.file} for name, one in records.items()}
+    weights = {name: {**one.entry, "digest": one.digest, "file": one.file} for name, one in records.items()}
     document = {"schema": _SCHEMA, "digest": "xxh3-128", "weights": weights}
     _write(folder / RECORDS_FILE, memoryview(json.dumps(document, indent=1).encode()))
