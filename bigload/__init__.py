@@ -54,10 +54,11 @@ if TYPE_CHECKING:  # `as` marks them as public to type checkers
     from bigload.errors import PlanNotFoundError as PlanNotFoundError
     from bigload.errors import PlanOptionError as PlanOptionError
     from bigload.errors import Problem as Problem
+    from bigload.errors import RankError as RankError
     from bigload.errors import ReadError as ReadError
+    from bigload.errors import ReshardOptionError as ReshardOptionError
     from bigload.errors import StalePlanError as StalePlanError
     from bigload.errors import StateDictMismatchError as StateDictMismatchError
-    from bigload.errors import StridedTensorError as StridedTensorError
     from bigload.errors import UnknownTensorError as UnknownTensorError
     from bigload.errors import UnsupportedDTypeError as UnsupportedDTypeError
     from bigload.errors import UnsupportedMethodError as UnsupportedMethodError
@@ -152,10 +153,11 @@ _HOMES = {
         "PlanNotFoundError",
         "PlanOptionError",
         "Problem",
+        "RankError",
         "ReadError",
+        "ReshardOptionError",
         "StalePlanError",
         "StateDictMismatchError",
-        "StridedTensorError",
         "UnknownTensorError",
         "UnsupportedDTypeError",
         "UnsupportedMethodError",

@@ -21,7 +21,6 @@
     │   ├── ReshardOptionError           wishes that do not go together, or a bad value (ValueError)
     │   ├── OutputExistsError            refuses to overwrite             (FileExistsError)
     │   ├── NotEnoughSpaceError          the disk is too small            (OSError)
-    │   ├── StridedTensorError           tensors that are not stored row by row
     │   ├── NotOffloadableError          what an offload folder cannot hold (ValueError)
     │   ├── WriteError                   the system refused a write       (OSError)
     │   └── VerificationError            a written byte differs from its source
@@ -315,18 +314,6 @@ class NotEnoughSpaceError(LayoutError, OSError):
         self.needed_bytes = needed_bytes
         self.free_bytes = free_bytes
         self.errno, self.filename = errno.ENOSPC, str(path)
-
-
-class StridedTensorError(LayoutError):
-    """Tensors are views that are not stored row by row (transposed, cut out), which safetensors cannot say of them."""
-
-    def __init__(self, tensors: Sequence[str]) -> None:
-        super().__init__(
-            f"cannot reshard {counted(len(tensors), 'tensor')} not stored row by row",
-            details=tensors,
-            hint="save the checkpoint again with contiguous tensors: "
-            "torch.save({name: tensor.contiguous() for name, tensor in state_dict.items()}, FILE)",
-        )
 
 
 class NotOffloadableError(LayoutError, ValueError):

@@ -15,7 +15,7 @@ import json
 import os
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from types import MappingProxyType
@@ -103,8 +103,13 @@ def record_of(content: bytes) -> FileRecord:
 
 def manifest_to_json(manifest: Manifest) -> str:
     """Return the text of the manifest: a line per tensor, in the order of names; write it with `surrogateescape`."""
+    return "".join(manifest_lines(manifest))
+
+
+def manifest_lines(manifest: Manifest) -> Iterator[str]:
+    """Yield the text of the manifest file by file: all of it at once takes much memory for 90 000 tensors."""
     source = manifest.source
-    document = {
+    head = {
         "schema": SCHEMA,
         "bigload_version": manifest.version,
         "digest": DIGEST,
@@ -119,12 +124,16 @@ def manifest_to_json(manifest: Manifest) -> str:
             ],
         },
         "aliases": dict(sorted(manifest.aliases.items())),
-        "files": {
-            file: {"bytes": record.num_bytes, "digest": record.digest, "tensors": dict(sorted(record.tensors.items()))}
-            for file, record in sorted(manifest.files.items())
-        },
     }
-    return json.dumps(document, indent=1, ensure_ascii=False) + "\n"
+    yield json.dumps(head, indent=1, ensure_ascii=False).removesuffix("\n}") + ',\n "files": {'
+    separator = "\n"
+    for file, record in sorted(manifest.files.items()):
+        entry = {"bytes": record.num_bytes, "digest": record.digest, "tensors": dict(sorted(record.tensors.items()))}
+        text = json.dumps({file: entry}, indent=1, ensure_ascii=False)
+        lines = text.removeprefix("{\n").removesuffix("\n}").replace("\n", "\n ")
+        yield f"{separator} {lines}"
+        separator = ",\n"
+    yield "\n }\n}\n" if manifest.files else "}\n}\n"
 
 
 def read_manifest(folder: str | Path) -> Manifest:

@@ -86,7 +86,7 @@ class OutputFile:
 
     @property
     def header(self) -> bytes:
-        """The bytes before the data, none of a raw file: made anew, for those of 90 000 tensors would stay in memory."""
+        """The bytes before the data, none of a raw file. Made anew: those of 90 000 tensors would stay in memory."""
         if self.is_raw:
             return b""
         entries = [(tensor.name, tensor.dtype, tensor.shape, tensor.num_bytes) for tensor in self.tensors]
@@ -131,6 +131,7 @@ class Output:
             comes after the rest, and the root's last.
         aliases: Names that are not written, because they are tied to one that is.
         links: Further names of files of weights, by relative path: hard links, or relative symbolic ones.
+        notes: What the user should know of it, a sentence each.
     """
 
     layout: Layout
@@ -138,6 +139,7 @@ class Output:
     documents: Mapping[str, bytes] = field(default_factory=dict)
     aliases: Mapping[str, str] = field(default_factory=dict)
     links: Mapping[str, str] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
 
     @property
     def num_bytes(self) -> int:

@@ -30,7 +30,7 @@ from bigload.layouts.manifest import (
     FileRecord,
     Manifest,
     Source,
-    manifest_to_json,
+    manifest_lines,
     read_manifest,
     record_of,
 )
@@ -521,7 +521,8 @@ class _Run:
             version=__version__,
             options={**prepared.options, "recipe": prepared.recipe},
         )
-        write_file(staging.folder / MANIFEST_FILE, manifest_to_json(manifest).encode(errors="surrogateescape"))
+        lines = (line.encode(errors="surrogateescape") for line in manifest_lines(manifest))
+        write_file(staging.folder / MANIFEST_FILE, lines)
 
 
 def _united(shares: Iterable[_Share]) -> _Share:

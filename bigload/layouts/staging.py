@@ -13,7 +13,7 @@ import fcntl
 import os
 import shutil
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -204,7 +204,7 @@ def keep_only(folder: Path, files: Collection[str]) -> None:
                 path.unlink()
 
 
-def write_file(path: Path, content: bytes) -> None:
+def write_file(path: Path, content: bytes | Iterable[bytes]) -> None:
     """Write a small file, over one that an interrupted run left, and wait until the disk has it.
 
     Raises:
@@ -214,7 +214,7 @@ def write_file(path: Path, content: bytes) -> None:
         with suppress(FileNotFoundError):
             path.unlink()
         with path.open("xb") as file:
-            file.write(content)
+            file.writelines([content] if isinstance(content, bytes) else content)
             file.flush()
             os.fsync(file.fileno())
     except OSError as error:
@@ -315,7 +315,9 @@ def tidy(out: Path, *, force: bool) -> None:
             for entry in replaced.iterdir():
                 if entry.name != MANIFEST_FILE:  # last: without it nobody would know that the rest is ours
                     _remove(entry)
-            _remove(replaced)
+            _remove(replaced / MANIFEST_FILE)
+        if force and replaced.is_dir():
+            replaced.rmdir()  # also what a crash emptied and no more
 
 
 def _leave(folder: Path, lock: int, error: BaseException, *, is_void: bool) -> None:
@@ -327,7 +329,7 @@ def _leave(folder: Path, lock: int, error: BaseException, *, is_void: bool) -> N
         if not _is_shared_for(folder, _LEAVE_SECONDS):
             shutil.rmtree(folder, ignore_errors=True)
     elif isinstance(error, BigloadError):
-        error.hint = f"{_amount(progress)} are kept in {folder}: mend the cause and go on with --resume"
+        error.hint = f"mend the cause and go on with --resume: {folder} keeps {_amount(progress)}"
 
 
 def _is_shared_for(folder: Path, seconds: float) -> bool:

@@ -321,9 +321,7 @@ def test_what_is_finished_is_kept_and_the_error_says_so(tmp_path):
     with suppress(WriteError), staged(out, "recipe") as staging:
         staging.journal.complete("a", {"one": "1" * 32, "two": "2" * 32}, "0" * 32)
         raise error
-    assert error.hint == (
-        f"1 finished file (2 tensors) are kept in {out}.partial: mend the cause and go on with --resume"
-    )
+    assert error.hint == (f"mend the cause and go on with --resume: {out}.partial keeps 1 finished file (2 tensors)")
     assert leftover(out) == "1 finished file (2 tensors)"
 
 

@@ -270,9 +270,9 @@ def test_memory_is_two_windows_a_thread(job, monkeypatch):
     made = []
 
     class CountedPool(BlockPool):
-        def __init__(self, num_blocks, *, block_bytes):
+        def __init__(self, num_blocks, *, block_bytes, is_prefaulted):
             made.append(num_blocks * block_bytes)
-            super().__init__(num_blocks, block_bytes=block_bytes)
+            super().__init__(num_blocks, block_bytes=block_bytes, is_prefaulted=is_prefaulted)
 
     monkeypatch.setattr(writer_module, "BlockPool", CountedPool)
     job.write(threads=3)
