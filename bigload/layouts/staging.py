@@ -64,7 +64,7 @@ def check_output(out: Path, *, resume: bool = False, force: bool = False) -> Non
     Raises:
         OutputExistsError: `out` is a file, or a folder with something in it that is not to be replaced (`force`) or
             was not written by bigload; or its staging folder is not ours, or holds work that is neither to be gone on
-            with (`resume`) nor to be thrown away (`force`).
+            with (`resume`) nor to be thrown away (`force`); or what `force` would move aside has no place to go.
     """
     if out.is_symlink() or (out.exists() and not out.is_dir()):
         raise OutputExistsError(out, "it exists", hint="choose another folder, or remove this one yourself")
@@ -72,6 +72,8 @@ def check_output(out: Path, *, resume: bool = False, force: bool = False) -> Non
         _check_replaceable(out, force=force)
     staging = staging_folder(out)
     if not (staging.exists() or staging.is_symlink()):
+        if force:  # no run was interrupted while it moved an older output aside
+            _check_room_for_replaced(out, "it was not put there by an interrupted run: move it away, or remove it")
         return
     is_folder = staging.is_dir() and not staging.is_symlink()
     if not is_folder or (any(staging.iterdir()) and not _is_regular(staging / journal_name(0))):
@@ -230,9 +232,12 @@ def _check_replaceable(out: Path, *, force: bool) -> None:
     if strays:
         reason = f"bigload did not write {counted(len(strays), 'file')} in it, {strays[0]!r} for one"
         raise OutputExistsError(out, reason, hint="move away what is yours, or remove the folder yourself")
+    _check_room_for_replaced(out, "an interrupted run moved the older output there: move it back, or remove it")
+
+
+def _check_room_for_replaced(out: Path, hint: str) -> None:
     replaced = replaced_folder(out)
     if replaced.is_symlink() or (replaced.exists() and not _is_empty_folder(replaced)):
-        hint = "an interrupted run moved the older output there: move it back, or remove it"
         raise OutputExistsError(replaced, "it is needed for replacing the output", hint=hint)
 
 
@@ -297,10 +302,11 @@ def _publish(folder: Path, out: Path, *, force: bool) -> None:
     is_taken = force and out.is_dir() and any(out.iterdir())
     if is_taken:
         _check_replaceable(out, force=force)  # what is there now need not be what was there at the beginning
-        out.rename(replaced)
     try:
+        if is_taken:
+            out.rename(replaced)
         folder.rename(out)
-    except OSError:
+    except BaseException:  # Ctrl-C, too; where it came after both, the one back is refused
         if is_taken:
             with suppress(OSError):
                 replaced.rename(out)
@@ -312,10 +318,10 @@ def _publish(folder: Path, out: Path, *, force: bool) -> None:
 def tidy(out: Path, *, force: bool) -> None:
     """Remove what the published `out` no longer needs: journals, and with `force` the older output that it replaced."""
     replaced = replaced_folder(out)
-    with suppress(OSError):
+    with suppress(OSError, BigloadError):  # of what it replaced: its manifest is none
         for journal in out.glob(f"{PREFIX}*.jsonl"):
             journal.unlink()
-        if force and _is_regular(replaced / MANIFEST_FILE):
+        if force and _is_regular(replaced / MANIFEST_FILE) and not _strays(replaced):
             for entry in list(replaced.iterdir()):
                 if entry.name != MANIFEST_FILE:  # last: without it nobody would know that the rest is ours
                     _remove(entry)

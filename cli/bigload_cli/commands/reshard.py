@@ -190,7 +190,11 @@ def _confirm(prepared: PreparedReshard, *, yes: bool, may_ask: bool) -> None:
         return
     if not (may_ask and sys.stdin.isatty() and sys.stderr.isatty()):
         raise OutputExistsError(prepared.out, f"--force would {what}", hint="add --yes to let it")
-    if not typer.confirm(f"{what[:1].upper()}{what[1:]}?", err=True):
+    try:
+        is_agreed = typer.confirm(f"{what[:1].upper()}{what[1:]}?", err=True)
+    except typer.Abort:  # Ctrl-C or Ctrl-D
+        raise KeyboardInterrupt from None
+    if not is_agreed:
         say("nothing was changed")
         raise typer.Exit(FAILED)
 
