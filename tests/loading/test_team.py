@@ -205,6 +205,6 @@ def test_ctrl_c_ends_who_waits_and_then_the_others_although_one_is_busy():
         assert processes[1].wait(60) == 130
         for process in processes[2:]:  # not neighbours of it, and the first still works
             _, errors = process.communicate(timeout=60)
-            assert process.returncode == 1
+            assert process.returncode != 0
             assert "process 1 failed: it can no longer be reached" in errors
         assert processes[0].poll() is None

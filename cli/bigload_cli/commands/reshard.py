@@ -119,6 +119,7 @@ def reshard(
     from bigload.layouts.reshard import prepare_reshard
     from bigload.layouts.writer import LEAST_BYTES_PER_THREAD
     from bigload.loading.team import launched_team, together
+    from bigload_cli.output import say
     from bigload_cli.progress import shown_progress
 
     in_flight = None
@@ -144,6 +145,8 @@ def reshard(
         )
         if team.rank == 0 and not as_json and not quiet:
             _announce(prepared, dry_run=dry_run, color=color)
+            if team.size > 1 and not dry_run:
+                say(f"{team.size} processes share the files; progress is that of the first")
         report = None
         if not dry_run:
             if force and not prepared.is_finished:
