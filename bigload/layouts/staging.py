@@ -19,6 +19,7 @@ from pathlib import Path
 from bigload.errors import BigloadError, OutputExistsError, WriteError
 from bigload.layouts.journal import PREFIX, Journal, Progress, journal_name, read_progress
 from bigload.layouts.manifest import MANIFEST_FILE, read_manifest
+from bigload.layouts.sink import write_errors
 from bigload.units import counted
 
 
@@ -146,12 +147,9 @@ def joined(out: Path, recipe: str, *, rank: int) -> Iterator[Staging]:
     folder = staging_folder(out)
     descriptor = -1
     try:
-        descriptor = _open_journal(folder, rank=rank)
-        yield Staging(folder, Journal.begin(folder / journal_name(rank), descriptor, recipe), read_progress(folder))
-    except OSError as error:
-        if isinstance(error, BigloadError):
-            raise
-        raise WriteError(folder, error) from error
+        with write_errors(folder):
+            descriptor = _open_journal(folder, rank=rank)
+            yield Staging(folder, Journal.begin(folder / journal_name(rank), descriptor, recipe), read_progress(folder))
     finally:
         if descriptor >= 0:
             os.close(descriptor)

@@ -329,6 +329,25 @@ def test_a_source_whose_name_begins_like_the_output_is_not_inside_it(tiny, tmp_p
     assert reshard(planned(tiny), tmp_path / "tiny.split").verified
 
 
+@pytest.mark.parametrize("name", [".", "", "..", "/", "new/.."])
+def test_an_output_without_a_name_is_refused(tiny, tmp_path, monkeypatch, name):
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    with pytest.raises(OutputExistsError, match="no name of its own"):
+        reshard(tiny, name)
+    assert entries(tmp_path / "here") == []
+
+
+@pytest.mark.parametrize("name", ["x" * 250, "x" * 300, "a\0b", "file/out", "loop", "loop/out"])
+def test_an_output_that_cannot_be_is_an_error_of_ours(tiny, tmp_path, name):
+    (tmp_path / "file").write_text("mine")
+    (tmp_path / "loop").symlink_to("loop")
+    before = entries(tmp_path)
+    with pytest.raises((OutputExistsError, WriteError)):
+        reshard(tiny, tmp_path / name)
+    assert entries(tmp_path) == before
+
+
 def test_a_foreign_staging_folder_is_refused_and_untouched(tiny, out):
     staging = out.with_name("out.partial")
     staging.mkdir()
