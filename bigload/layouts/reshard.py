@@ -50,6 +50,8 @@ from bigload.layouts.staging import (
     tidy,
     write_file,
 )
+from bigload.layouts.verify import Level
+from bigload.layouts.verify import verify as verify_folder
 from bigload.layouts.windows import Ranges, data_ranges
 from bigload.layouts.writer import DEFAULT_MAX_IN_FLIGHT, LEAST_BYTES_PER_THREAD, FileToWrite, Writer, window_bytes
 from bigload.loading.events import OnProgress, Tally, ignore_progress
@@ -530,8 +532,9 @@ def _recipe(chosen: Chosen, identities: Mapping[str, Identity]) -> str:
 
 
 def _is_published(out: Path, recipe: str) -> bool:
-    """Return whether `out` is complete, and what `recipe` says."""
-    return (out / MANIFEST_FILE).is_file() and read_manifest(out).options.get("recipe") == recipe
+    """Return whether `out` is complete, and what `recipe` says; somebody may have removed files of it since."""
+    is_this = (out / MANIFEST_FILE).is_file() and read_manifest(out).options.get("recipe") == recipe
+    return is_this and verify_folder(out, level=Level.SIZE).ok
 
 
 def _link(folder: Path, alias: str, name: str, records: Mapping[str, FileRecord]) -> FileRecord:

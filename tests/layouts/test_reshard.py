@@ -521,6 +521,21 @@ def test_a_side_file_that_vanished_after_preparing_is_a_read_error(tiny, out):
         run_reshard(prepared)
 
 
+def test_a_side_file_that_may_not_be_read_is_an_error_before_anything_is_written(tiny, out, monkeypatch):
+    access = os.access
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path).name != "config.json" and access(path, mode))
+    with nothing_left_of(out), pytest.raises(ReadError, match=r"config\.json: Permission denied"):
+        prepare_reshard(tiny, out)
+
+
+def test_an_output_that_has_lost_a_file_is_not_taken_for_finished(tiny, out):
+    reshard(tiny, out)
+    assert prepare_reshard(tiny, out, resume=True).is_finished
+    (out / "model.safetensors").unlink()
+    with pytest.raises(OutputExistsError, match="it exists"):
+        reshard(tiny, out, resume=True)
+
+
 def test_a_side_file_that_is_called_like_a_device_is_in_nobodys_way(tiny, out):
     (tiny / "cpu").write_text("a note")
     assert reshard(planned(tiny), out).verified
