@@ -6,6 +6,7 @@ ends there. `run_reshard` does it.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -37,7 +38,7 @@ from bigload.layouts.manifest import (
 from bigload.layouts.output_files import DEFAULT_MAX_SHARD_BYTES, Output, OutputFile
 from bigload.layouts.recheck import Rechecked, recheck
 from bigload.layouts.side_files import SideFile, is_single_file, side_files
-from bigload.layouts.sink import BLOCK_BYTES, direct_write_alignment
+from bigload.layouts.sink import BLOCK_BYTES, direct_write_alignment, write_errors
 from bigload.layouts.sources import Identity, Sources
 from bigload.layouts.staging import (
     Staging,
@@ -50,6 +51,8 @@ from bigload.layouts.staging import (
     tidy,
     write_file,
 )
+from bigload.layouts.verify import Level
+from bigload.layouts.verify import verify as verify_folder
 from bigload.layouts.windows import Ranges, data_ranges
 from bigload.layouts.writer import DEFAULT_MAX_IN_FLIGHT, LEAST_BYTES_PER_THREAD, FileToWrite, Writer, window_bytes
 from bigload.loading.events import OnProgress, Tally, ignore_progress
@@ -243,7 +246,7 @@ def prepare_reshard(
     force: bool = False,
 ) -> PreparedReshard:
     """Check source, output and disk space, and return what `run_reshard` would write. Writes nothing. See `reshard`."""
-    target = Path(out)
+    target = _named(out)
     wishes = Wishes(
         layout=layout,
         checkpoint=checkpoint,
@@ -256,20 +259,22 @@ def prepare_reshard(
     )
     chosen = choose(source, wishes, kernel_between=lambda root: kernel_copy(root, _existing(target)))
     opened = chosen.checkpoint
-    _check_apart(opened, target)
     output = chosen.output
+    with write_errors(target):
+        _check_apart(opened, target)
     beside = side_files(opened, output, dtype=chosen.cast_to)
     with Sources(opened) as sources:
+        identities = sources.identities()  # before: what is written to meanwhile is noticed
         ranges = {file.file: data_ranges(file, sources.extents, block_bytes=BLOCK_BYTES) for file in output.files}
-        identities = sources.identities()
     recipe = _recipe(chosen, identities)
-    is_finished = resume and _is_published(target, recipe)
-    if not is_finished:
-        check_output(target, resume=resume, force=force)
     small_bytes = sum(len(content) for content in output.documents.values()) + sum(file.num_bytes for file in beside)
     stored = sum(found.num_bytes for found in ranges.values()) + small_bytes
-    left = _stored_in(staging_folder(target))  # gone on with, or thrown away first
-    free = shutil.disk_usage(_existing(target)).free
+    with write_errors(target):
+        is_finished = resume and _is_published(target, recipe)
+        if not is_finished:
+            check_output(target, resume=resume, force=force)
+        left = _stored_in(staging_folder(target))  # gone on with, or thrown away first
+        free = shutil.disk_usage(_existing(target)).free
     if stored - left > free and not is_finished and chosen.kernel is not KernelCopy.CLONE:
         raise NotEnoughSpaceError(target, needed_bytes=stored - left, free_bytes=free)
     return PreparedReshard(
@@ -563,8 +568,9 @@ def _recipe(chosen: Chosen, identities: Mapping[str, Identity]) -> str:
 
 
 def _is_published(out: Path, recipe: str) -> bool:
-    """Return whether `out` is complete, and what `recipe` says."""
-    return (out / MANIFEST_FILE).is_file() and read_manifest(out).options.get("recipe") == recipe
+    """Return whether `out` is complete, and what `recipe` says; somebody may have removed files of it since."""
+    is_this = (out / MANIFEST_FILE).is_file() and read_manifest(out).options.get("recipe") == recipe
+    return is_this and verify_folder(out, level=Level.SIZE).ok
 
 
 def _link(folder: Path, alias: str, name: str, records: Mapping[str, FileRecord]) -> FileRecord:
@@ -584,16 +590,37 @@ def _link(folder: Path, alias: str, name: str, records: Mapping[str, FileRecord]
 
 def _check_apart(checkpoint: Checkpoint, target: Path) -> None:
     """Raise if the output would lie in the source, or the source in it."""
-    root, out = checkpoint.root.resolve(), target.resolve()
+    root, out = (Path(os.path.realpath(folder)) for folder in (checkpoint.root, target))
     hint = "choose a folder outside of it"
     if not is_single_file(checkpoint) and out.is_relative_to(root):
         raise OutputExistsError(
             target, f"it is inside the source {checkpoint.root}, which is never written to", hint=hint
         )
     for folder in (target, staging_folder(target), replaced_folder(target)):
-        if root.is_relative_to(folder.resolve()):
+        if root.is_relative_to(os.path.realpath(folder)):
             reason = f"the source {checkpoint.root} is inside of it"
             raise OutputExistsError(folder, reason, hint="choose another folder")
+
+
+def _named(out: str | Path) -> Path:
+    """Return `out` if it has a name, to which others can be formed that stand beside it.
+
+    Raises:
+        OutputExistsError: it has none, being `.`, `/`, or a way up.
+        WriteError: nothing can have such a name.
+    """
+    path = Path(out)
+    if path.name in ("", ".."):
+        hint = "name a folder that does not exist yet: it is written beside its place, and renamed in the end"
+        raise OutputExistsError(path, "it has no name of its own", hint=hint)
+    try:
+        for folder in (path, staging_folder(path), replaced_folder(path)):
+            folder.is_symlink()
+    except OSError as error:
+        raise WriteError(path, error) from error
+    if "\0" in str(path):
+        raise WriteError(path, OSError(errno.EINVAL, os.strerror(errno.EINVAL)))
+    return path
 
 
 def _existing(path: Path) -> Path:

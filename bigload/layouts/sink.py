@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from bigload.errors import ReadError, WriteError
+from bigload.errors import BigloadError, ReadError, WriteError
 from bigload.loading.bytesource import fill
 from bigload.loading.direct import direct_alignment
 
@@ -185,8 +185,10 @@ def direct_write_alignment(folder: Path, *, rank: int = 0) -> int | None:
 
 @contextmanager
 def write_errors(path: Path) -> Iterator[None]:
-    """Turn what the system says into a WriteError for `path`."""
+    """Turn what the system says into a WriteError for `path`; errors of ours stay what they are."""
     try:
         yield
     except OSError as error:
+        if isinstance(error, BigloadError):
+            raise
         raise WriteError(path, error) from error

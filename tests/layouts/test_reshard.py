@@ -329,6 +329,25 @@ def test_a_source_whose_name_begins_like_the_output_is_not_inside_it(tiny, tmp_p
     assert reshard(planned(tiny), tmp_path / "tiny.split").verified
 
 
+@pytest.mark.parametrize("name", [".", "", "..", "/", "new/.."])
+def test_an_output_without_a_name_is_refused(tiny, tmp_path, monkeypatch, name):
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    with pytest.raises(OutputExistsError, match="no name of its own"):
+        reshard(tiny, name)
+    assert entries(tmp_path / "here") == []
+
+
+@pytest.mark.parametrize("name", ["x" * 250, "x" * 300, "a\0b", "file/out", "loop", "loop/out"])
+def test_an_output_that_cannot_be_is_an_error_of_ours(tiny, tmp_path, name):
+    (tmp_path / "file").write_text("mine")
+    (tmp_path / "loop").symlink_to("loop")
+    before = entries(tmp_path)
+    with pytest.raises((OutputExistsError, WriteError)):
+        reshard(tiny, tmp_path / name)
+    assert entries(tmp_path) == before
+
+
 def test_a_foreign_staging_folder_is_refused_and_untouched(tiny, out):
     staging = out.with_name("out.partial")
     staging.mkdir()
@@ -500,6 +519,21 @@ def test_a_side_file_that_vanished_after_preparing_is_a_read_error(tiny, out):
     (tiny / "config.json").unlink()
     with pytest.raises(ReadError, match=r"config\.json"), nothing_left_of(out):
         run_reshard(prepared)
+
+
+def test_a_side_file_that_may_not_be_read_is_an_error_before_anything_is_written(tiny, out, monkeypatch):
+    access = os.access
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path).name != "config.json" and access(path, mode))
+    with nothing_left_of(out), pytest.raises(ReadError, match=r"config\.json: Permission denied"):
+        prepare_reshard(tiny, out)
+
+
+def test_an_output_that_has_lost_a_file_is_not_taken_for_finished(tiny, out):
+    reshard(tiny, out)
+    assert prepare_reshard(tiny, out, resume=True).is_finished
+    (out / "model.safetensors").unlink()
+    with pytest.raises(OutputExistsError, match="it exists"):
+        reshard(tiny, out, resume=True)
 
 
 def test_a_side_file_that_is_called_like_a_device_is_in_nobodys_way(tiny, out):
