@@ -275,6 +275,8 @@ def _leave(folder: Path, lock: int, error: BaseException, *, is_void: bool) -> N
 
 def _amount(progress: Progress) -> str:
     num_tensors = sum(len(file.tensors) for file in progress.files.values())
+    if not progress.num_complete:
+        return f"{counted(num_tensors, 'tensor')} of unfinished files"
     return f"{counted(progress.num_complete, 'finished file')} ({counted(num_tensors, 'tensor')})"
 
 

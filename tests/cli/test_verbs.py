@@ -254,7 +254,6 @@ def test_weights_are_cast_and_what_becomes_infinite_is_told(run, here):
     ("option", "words"),
     [
         ("--verify none", "not verified (--verify none)"),
-        ("--no-verify", "not verified (--verify none)"),
         ("--verify size", "every file has its size, nothing was read back (--verify size)"),
         ("--verify full", "every byte read back and equal to the source"),
     ],
@@ -398,7 +397,7 @@ def test_resharding_into_an_empty_folder_is_fine_and_into_a_full_one_is_not(run,
 
 
 def test_max_shard_size_bounds_the_files(run, plan):
-    document = json.loads(run("bigload reshard tiny.json out --max-shard-size 3MB --json --no-verify").stdout)
+    document = json.loads(run("bigload reshard tiny.json out --max-shard-size 3MB --json --verify none").stdout)
     assert document["verified"] is False
     assert len(document["files"]) > 3
     assert max(file["total_bytes"] for file in document["files"]) <= 3_010_000

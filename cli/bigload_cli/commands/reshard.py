@@ -83,11 +83,8 @@ def reshard(
     ] = OffloadFormat.SAFETENSORS,
     verify: Annotated[
         Verify,
-        typer.Option(
-            "--verify", help="Read every byte back and compare it, look at sizes, or nothing (--no-verify for short)."
-        ),
+        typer.Option("--verify", help="Look at nothing, at sizes, or read every byte back and compare it."),
     ] = Verify.FULL,
-    no_verify: Annotated[bool, typer.Option("--no-verify", hidden=True)] = False,
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on with what an interrupted run has finished, after reading it back.")
     ] = False,
@@ -115,7 +112,6 @@ def reshard(
     max_shard_bytes = (
         None if max_shard_size.strip().lower() == "none" else size_option("--max-shard-size", max_shard_size)
     )
-    wish = Verify.NONE if no_verify else verify
     from bigload.layouts.reshard import prepare_reshard
     from bigload.layouts.writer import LEAST_BYTES_PER_THREAD
     from bigload.loading.team import launched_team
@@ -148,7 +144,7 @@ def reshard(
             with shown_progress(quiet=quiet or team.rank > 0) as on_progress:
                 report = _run(
                     prepared,
-                    verify=wish,
+                    verify=verify,
                     threads=io_threads,
                     max_in_flight=in_flight,
                     on_progress=on_progress,

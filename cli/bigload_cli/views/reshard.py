@@ -151,8 +151,13 @@ def _done(report: ReshardReport) -> str:
     if not report.kept_bytes:
         written = f"{counted(num_files, 'file')}, {format_size(report.num_bytes)}{holes},"
         return f"wrote {written} in {report.seconds:.2f} s{rate}"
-    kept_part = f"kept {counted(report.kept_files, 'file')} ({format_size(report.kept_bytes)})"
-    written = f"{num_files - report.kept_files} ({format_size(report.written_bytes)}{holes})"
+    num_written, written_bytes = num_files - report.kept_files, f"({format_size(report.written_bytes)}{holes})"
+    if not report.kept_files:
+        kept_part = f"kept {format_size(report.kept_bytes)} of unfinished files"
+        written = f"{counted(num_written, 'file')} {written_bytes}"
+    else:
+        kept_part = f"kept {counted(report.kept_files, 'file')} ({format_size(report.kept_bytes)})"
+        written = f"{num_written} {written_bytes}"
     return f"{kept_part}, wrote {written} in {report.seconds:.2f} s{rate}"
 
 
