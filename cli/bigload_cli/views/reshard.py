@@ -40,7 +40,9 @@ def _headlines(prepared: PreparedReshard) -> Iterator[str]:
     layout, options = prepared.output.layout, prepared.options
     yield f"{layout}: {_DAT_PURPOSE if options.get('offload_format') == 'dat' else _PURPOSES[layout]}"
     if layout is Layout.OFFLOAD and prepared.plan is not None:
-        yield "only what the plan keeps on disk"
+        yield f"only what the plan keeps on disk{'' if prepared.side_files else '; config and tokenizer stay behind'}"
+    if layout in (Layout.SHARDS, Layout.RANKS) and prepared.plan is not None:
+        yield "all of the checkpoint: devices of the plan play no part in this layout"
     if options.get("dtype"):
         kept = ", ".join(printable(pattern) for pattern in _patterns(prepared))
         yield f"cast to {options['dtype']}{f', but to F32 what matches {kept}' if kept else ''}"
