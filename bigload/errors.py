@@ -385,9 +385,10 @@ class ReadError(LoadError, OSError):
 class RankError(BigloadError):
     """Another process of the team failed, or is gone; `rank` is which, `None` if that is not known."""
 
-    def __init__(self, rank: int | None, reason: str) -> None:
+    def __init__(self, rank: int | None, reason: str, *, hint: str | None = None) -> None:
         who = "another process" if rank is None else f"process {rank}"
-        super().__init__(f"{who} failed: {reason}", hint="see what it said; the others stopped because of it")
+        super().__init__(f"{who} failed: {reason}", hint=hint or "see what it said; the others stopped because of it")
+        self.reason = reason
         self.rank = rank
 
 

@@ -306,7 +306,10 @@ def test_force_never_replaces_what_bigload_has_not_written(run, here):
     assert names(here / "out") == {"notes.txt"}
 
 
-@pytest.mark.parametrize("answer", ["y", "n"])
+ANSWERS = {"y\n": 0, "n\n": 1, "\x04": 130}  # the last is Ctrl-D
+
+
+@pytest.mark.parametrize("answer", ANSWERS)
 def test_on_a_terminal_force_asks_once(run, here, environment, terminal, answer):
     open_terminal, read_terminal = terminal
     assert run("bigload reshard tiny-llama out -q").code == 0
@@ -318,14 +321,15 @@ def test_on_a_terminal_force_asks_once(run, here, environment, terminal, answer)
         while b"[y/N]" not in shown:
             shown += (more := read_terminal(keyboard))
             assert more, shown.decode()
-        os.write(keyboard, f"{answer}\n".encode())
+        os.write(keyboard, answer.encode())
         while more := read_terminal(keyboard):
             shown += more
     os.close(keyboard)
-    assert process.returncode == (0 if answer == "y" else 1)
+    assert process.returncode == ANSWERS[answer]
     assert shown.count(b"Replace out (14.59 MiB)? [y/N]") == 1
-    assert ("model.safetensors.index.json" in names(here / "out")) == (answer == "y")
-    assert (b"nothing was changed" in shown) == (answer == "n")
+    assert ("model.safetensors.index.json" in names(here / "out")) == (answer == "y\n")
+    assert b"unexpected" not in shown
+    assert (b"nothing was changed" in shown) == (answer == "n\n")
 
 
 # Several processes
