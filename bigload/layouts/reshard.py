@@ -155,7 +155,7 @@ def reshard(
     checkpoint: Checkpoint | str | Path | None = None,
     max_shard_bytes: int | str | None = DEFAULT_MAX_SHARD_BYTES,
     dtype: DType | str | None = None,
-    keep_fp32: Sequence[str] | str = (),
+    keep_fp32: Sequence[str] = (),
     tp: int | None = None,
     tp_rules: Mapping[str, str] | str | Path | None = None,
     offload_format: OffloadFormat | str = OffloadFormat.SAFETENSORS,
@@ -176,7 +176,7 @@ def reshard(
         checkpoint: Where the checkpoint of a plan is, if not where the plan says.
         max_shard_bytes: Size of the files to write, in bytes or as text such as `2GB`; `None` for one file.
         dtype: Cast tensors of floating-point numbers on the way.
-        keep_fp32: Patterns of names of tensors that stay in 32 bits, or one.
+        keep_fp32: Patterns of names of tensors that are written in 32 bits.
         tp: Tensor-parallel ranks to cut for.
         tp_rules: How tensors are cut, by pattern of their module's name, or a file with that; before the rules that are
             known for the architecture.
@@ -235,7 +235,7 @@ def prepare_reshard(
     checkpoint: Checkpoint | str | Path | None = None,
     max_shard_bytes: int | str | None = DEFAULT_MAX_SHARD_BYTES,
     dtype: DType | str | None = None,
-    keep_fp32: Sequence[str] | str = (),
+    keep_fp32: Sequence[str] = (),
     tp: int | None = None,
     tp_rules: Mapping[str, str] | str | Path | None = None,
     offload_format: OffloadFormat | str = OffloadFormat.SAFETENSORS,
@@ -249,7 +249,7 @@ def prepare_reshard(
         checkpoint=checkpoint,
         max_shard_bytes=_bytes("max_shard_bytes", max_shard_bytes),
         dtype=dtype,
-        keep_fp32=(keep_fp32,) if isinstance(keep_fp32, str) else tuple(keep_fp32),
+        keep_fp32=keep_fp32 if isinstance(keep_fp32, str) else tuple(keep_fp32),  # a text is refused, not spelt out
         tp=tp,
         tp_rules=tp_rules,
         offload_format=offload_format,

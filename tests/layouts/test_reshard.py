@@ -320,13 +320,15 @@ def test_an_offload_folder_has_a_config_only_if_it_has_the_whole_model(tiny, out
     assert (stored_tensors(*out.glob("*.safetensors")).keys() == weights_in(tiny).keys()) == is_whole
 
 
-def test_sizes_are_taken_as_text_and_one_pattern_by_itself(tiny, tmp_path):
-    one = reshard(tiny, tmp_path / "one", max_shard_bytes="4KiB", dtype="fp16", keep_fp32="*norm*")
+def test_sizes_are_taken_as_text_and_patterns_are_not(tiny, tmp_path):
+    one = reshard(tiny, tmp_path / "one", max_shard_bytes="4KiB", dtype="fp16", keep_fp32=["*norm*"])
     two = reshard(tiny, tmp_path / "two", max_shard_bytes=4096, dtype="fp16", keep_fp32=["*norm*"], max_in_flight="1GB")
     assert contents(one.out) == contents(two.out)
     for wish in ({"max_shard_bytes": "2G"}, {"max_in_flight": "much"}):
         with pytest.raises(ReshardOptionError, match="text such as 2GB"):
             reshard(tiny, tmp_path / "three", **wish)
+    with pytest.raises(ReshardOptionError, match="a list of patterns"):
+        reshard(tiny, tmp_path / "three", dtype="fp16", keep_fp32="*norm*")
 
 
 @pytest.mark.parametrize(

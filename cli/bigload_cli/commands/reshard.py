@@ -69,7 +69,7 @@ def reshard(
     ] = None,
     keep_fp32: Annotated[
         list[str] | None,
-        typer.Option("--keep-fp32", metavar="PATTERN", help="Tensors that stay in 32 bits: '*norm*'. Repeat for more."),
+        typer.Option("--keep-fp32", metavar="PATTERN", help="Tensors to write in 32 bits: '*norm*'. Repeat for more."),
     ] = None,
     tp: Annotated[
         int | None, typer.Option("--tp", metavar="N", min=1, help="Tensor-parallel ranks to cut for.")
@@ -104,10 +104,10 @@ def reshard(
     quiet: QuietOption = False,
     color: ColorOption = ColorMode.AUTO,
 ) -> None:
-    """Rewrite a checkpoint in another layout: per device, per rank, in other shards.
+    """Rewrite a checkpoint: per device, per rank, in other shards.
 
     OUT appears when everything in it is written, flushed and verified, and is a model folder in its own right: config
-    and tokenizer come along. The source is never touched.
+    and tokenizer come along with all of a model. The source is never touched.
     """
     max_shard_bytes = (
         None if max_shard_size.strip().lower() == "none" else size_option("--max-shard-size", max_shard_size)
