@@ -339,6 +339,9 @@ def test_of_a_team_of_processes_the_first_speaks(run, monkeypatch):
     class Second:
         rank, size = 1, 2
 
+        def share(self, value):
+            return [value, value]
+
     monkeypatch.setattr("bigload.loading.team.launched_team", lambda: contextlib.nullcontext(Second()))
     for options in ("", "--json", "-q"):
         done = run(f"bigload reshard tiny-llama out --dry-run {options}")

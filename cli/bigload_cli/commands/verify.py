@@ -32,8 +32,8 @@ def verify(
 ) -> None:
     """Compare a resharded folder with what was written.
 
-    Every byte is read. The manifest in the folder has a digest of every file and of every tensor. All differences are listed, down to the
-    tensor; any of them ends with exit code 1.
+    Every byte is read: the manifest in the folder has a digest of every file and of every tensor. All differences are
+    listed, down to the tensor; any of them ends with exit code 1.
     """
     from bigload.bench.peak_memory import peak_bytes
     from bigload.layouts.verify import Level
