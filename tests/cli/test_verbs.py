@@ -203,6 +203,10 @@ NEXT = {
     "tiny-llama --layout offload": ("offload", "in Python: bigload.OffloadFolder.open('out')"),
     "tiny-llama --layout offload --offload-format dat": (
         "offload",
+        "in Python: accelerate.disk_offload(model, 'out')",
+    ),
+    "tiny.json --layout offload --offload-format dat": (
+        "offload",
         "in Python: accelerate.dispatch_model(model, device_map, offload_dir='out')",
     ),
 }

@@ -61,7 +61,9 @@ def reshard(
     max_shard_size: Annotated[
         str,
         typer.Option(
-            "--max-shard-size", metavar="SIZE", help="Begin another file before this size; none for one file."
+            "--max-shard-size",
+            metavar="SIZE",
+            help="Begin another file before its tensors pass this; none for one file.",
         ),
     ] = "5GB",
     dtype: Annotated[

@@ -143,7 +143,7 @@ def closing(prepared: PreparedReshard, report: ReshardReport, *, peak_bytes: int
     return [
         f"{_done(report)}, peak memory {format_size(peak_bytes)}",
         f"{counted(_num_tensors(report), 'tensor')}: {_checked(report)}",
-        _next(report),
+        _next(prepared, report),
     ]
 
 
@@ -178,7 +178,7 @@ def _checked(report: ReshardReport) -> str:
     return "every byte read back and equal to the source"
 
 
-def _next(report: ReshardReport) -> str:
+def _next(prepared: PreparedReshard, report: ReshardReport) -> str:
     layout, path = report.output.layout, printable(str(report.out))
     if layout is Layout.RANKS:
         prefix = path.replace("{", "{{").replace("}", "}}")
@@ -186,6 +186,8 @@ def _next(report: ReshardReport) -> str:
     if layout is not Layout.OFFLOAD:
         return f"Next: bigload bench-load {argument(report.out)}"
     if any(output.is_raw for output in report.output.files):
+        if prepared.plan is None:
+            return f"Next: in Python: accelerate.disk_offload(model, {path!r})"
         return f"Next: in Python: accelerate.dispatch_model(model, device_map, offload_dir={path!r})"
     return f"Next: in Python: bigload.OffloadFolder.open({path!r})"
 
