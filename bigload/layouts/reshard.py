@@ -59,7 +59,7 @@ from bigload.loading.events import OnProgress, Tally, ignore_progress
 from bigload.loading.huge_pages import BlockPool, return_freed
 from bigload.loading.team import Team, present_team, together
 from bigload.planning.plan import Plan
-from bigload.units import format_size
+from bigload.units import format_size, parse_size
 from bigload.version import __version__
 
 DEFAULT_THREADS = 4
@@ -76,7 +76,7 @@ class PreparedReshard:
         out: Where it goes.
         output: What is written.
         ranges: By file, what of it is data; the rest are holes of sparse sources.
-        side_files: Config, tokenizer and the like, which come along.
+        side_files: Config, tokenizer and the like, which come along with all of a model.
         stored_bytes: What it takes on disk: holes take nothing.
         free_bytes: What is free there.
         kept_bytes: What an interrupted run left, if it is gone on with: not yet looked at.
@@ -156,7 +156,7 @@ def reshard(
     *,
     layout: Layout | str | None = None,
     checkpoint: Checkpoint | str | Path | None = None,
-    max_shard_bytes: int | None = DEFAULT_MAX_SHARD_BYTES,
+    max_shard_bytes: int | str | None = DEFAULT_MAX_SHARD_BYTES,
     dtype: DType | str | None = None,
     keep_fp32: Sequence[str] = (),
     tp: int | None = None,
@@ -166,7 +166,7 @@ def reshard(
     resume: bool = False,
     force: bool = False,
     threads: int | None = None,
-    max_in_flight: int | None = None,
+    max_in_flight: int | str | None = None,
     on_progress: OnProgress = ignore_progress,
     team: Team | None = None,
 ) -> ReshardReport:
@@ -177,9 +177,9 @@ def reshard(
         out: Must not exist, or be empty. It appears when everything is written, flushed and verified.
         layout: `devices` (the layout of plans), `offload`, `shards` (that of checkpoints) or `ranks` (that with `tp`).
         checkpoint: Where the checkpoint of a plan is, if not where the plan says.
-        max_shard_bytes: Size of the files to write; `None` for one file.
+        max_shard_bytes: Size of the files to write, in bytes or as text such as `2GB`; `None` for one file.
         dtype: Cast tensors of floating-point numbers on the way.
-        keep_fp32: Patterns of names of tensors that stay in 32 bits.
+        keep_fp32: Patterns of names of tensors that are written in 32 bits.
         tp: Tensor-parallel ranks to cut for.
         tp_rules: How tensors are cut, by pattern of their module's name, or a file with that; before the rules that are
             known for the architecture.
@@ -188,7 +188,7 @@ def reshard(
         resume: Go on with what an interrupted run left, after reading it back.
         force: Replace an `out` that bigload wrote, and throw away what an interrupted run left.
         threads: Threads that fill and write; four when left out.
-        max_in_flight: Bytes of memory for what is on its way, 96 MiB when left out.
+        max_in_flight: Memory for what is on its way, in bytes or as text; 96 MiB when left out.
         on_progress: Told of every finished stretch.
         team: Processes that share the work, each its files; all of them call this with the same arguments. When left
             out: the ranks of torch.distributed, where this process has joined them, and else this process alone.
@@ -236,7 +236,7 @@ def prepare_reshard(
     *,
     layout: Layout | str | None = None,
     checkpoint: Checkpoint | str | Path | None = None,
-    max_shard_bytes: int | None = DEFAULT_MAX_SHARD_BYTES,
+    max_shard_bytes: int | str | None = DEFAULT_MAX_SHARD_BYTES,
     dtype: DType | str | None = None,
     keep_fp32: Sequence[str] = (),
     tp: int | None = None,
@@ -250,9 +250,9 @@ def prepare_reshard(
     wishes = Wishes(
         layout=layout,
         checkpoint=checkpoint,
-        max_shard_bytes=max_shard_bytes,
+        max_shard_bytes=_bytes("max_shard_bytes", max_shard_bytes),
         dtype=dtype,
-        keep_fp32=tuple(keep_fp32),
+        keep_fp32=keep_fp32 if isinstance(keep_fp32, str) else tuple(keep_fp32),  # a text is refused, not spelt out
         tp=tp,
         tp_rules=tp_rules,
         offload_format=offload_format,
@@ -262,7 +262,7 @@ def prepare_reshard(
     output = chosen.output
     with write_errors(target):
         _check_apart(opened, target)
-    beside = side_files(opened, output, dtype=chosen.cast_to)
+    beside = side_files(opened, output, dtype=chosen.cast_to) if _is_a_model(chosen) else ()
     with Sources(opened) as sources:
         identities = sources.identities()  # before: what is written to meanwhile is noticed
         ranges = {file.file: data_ranges(file, sources.extents, block_bytes=BLOCK_BYTES) for file in output.files}
@@ -303,7 +303,7 @@ def run_reshard(
     *,
     verify: Verify | str = Verify.FULL,
     threads: int | None = None,
-    max_in_flight: int | None = None,
+    max_in_flight: int | str | None = None,
     on_progress: OnProgress = ignore_progress,
     team: Team | None = None,
 ) -> ReshardReport:
@@ -319,7 +319,8 @@ def run_reshard(
                 team=present,
             )
     began = time.monotonic()
-    bound = _at_least("max_in_flight", max_in_flight, LEAST_BYTES_PER_THREAD, default=DEFAULT_MAX_IN_FLIGHT)
+    in_flight = _bytes("max_in_flight", max_in_flight)
+    bound = _at_least("max_in_flight", in_flight, LEAST_BYTES_PER_THREAD, default=DEFAULT_MAX_IN_FLIGHT)
     wished = _at_least("threads", threads, 1, default=DEFAULT_THREADS)
     run = _Run(
         prepared,
@@ -592,6 +593,8 @@ def _check_apart(checkpoint: Checkpoint, target: Path) -> None:
     """Raise if the output would lie in the source, or the source in it."""
     root, out = (Path(os.path.realpath(folder)) for folder in (checkpoint.root, target))
     hint = "choose a folder outside of it"
+    if not is_single_file(checkpoint) and out == root:
+        raise OutputExistsError(target, "it is the source, which is never written to", hint=hint)
     if not is_single_file(checkpoint) and out.is_relative_to(root):
         raise OutputExistsError(
             target, f"it is inside the source {checkpoint.root}, which is never written to", hint=hint
@@ -634,6 +637,24 @@ def _existing(path: Path) -> Path:
 def _stored_in(folder: Path) -> int:
     """Return the bytes of disk that the files below `folder` take."""
     return sum(path.lstat().st_blocks * 512 for path in folder.rglob("*") if path.is_file())
+
+
+def _is_a_model(chosen: Chosen) -> bool:
+    """Return whether all of the model is written: a config beside a part of it would have it taken for the whole."""
+    plan, output = chosen.plan, chosen.output
+    if plan is None or output.layout is not Layout.OFFLOAD:
+        return True
+    written = {tensor.name for file in output.files for tensor in file.tensors} | output.aliases.keys()
+    return all(name in written or plan.leaves_out(name) for name in chosen.checkpoint.tensors)
+
+
+def _bytes(name: str, value: int | str | None) -> int | None:
+    if not isinstance(value, str):
+        return value
+    try:
+        return parse_size(value)
+    except ValueError as error:
+        raise ReshardOptionError(name, value, f"bytes, or text such as 2GB ({error})") from None
 
 
 def _verify(value: Verify | str) -> Verify:

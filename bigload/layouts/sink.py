@@ -51,7 +51,9 @@ class Sink:
             with write_errors(path):
                 self.descriptor = os.open(path, flags, 0o666)
                 os.ftruncate(self.descriptor, kept_bytes)
-                os.ftruncate(self.descriptor, self._up(num_bytes))
+                # One block too long until it is finished: readers of safetensors refuse that, and would else take a
+                # file that a crash left for whole, because its header is there and its size would be right.
+                os.ftruncate(self.descriptor, self._up(num_bytes) + BLOCK_BYTES)
         except WriteError:
             self.close()
             raise

@@ -352,6 +352,8 @@ def _is_shared_for(folder: Path, seconds: float) -> bool:
 
 def _amount(progress: Progress) -> str:
     num_tensors = sum(len(file.tensors) for file in progress.files.values())
+    if not progress.num_complete:
+        return f"{counted(num_tensors, 'tensor')} of unfinished files"
     return f"{counted(progress.num_complete, 'finished file')} ({counted(num_tensors, 'tensor')})"
 
 

@@ -19,6 +19,7 @@ from bigload.errors import (
     NotEnoughSpaceError,
     OutputExistsError,
     ReadError,
+    ReshardOptionError,
     StalePlanError,
     VerificationError,
     WriteError,
@@ -311,10 +312,31 @@ def test_an_empty_folder_is_a_fine_output(tiny, out):
     assert (out / INDEX).is_file()
 
 
-@pytest.mark.parametrize("below", ["", "split", "deep/er"])
-def test_an_output_inside_the_source_is_refused(tiny, below):
+@pytest.mark.parametrize(("budget", "is_whole"), [(BUDGET, False), ({"cpu": 1040}, True)])
+def test_an_offload_folder_has_a_config_only_if_it_has_the_whole_model(tiny, out, budget, is_whole):
+    """A loader that finds a config beside some of the weights makes up the others."""
+    reshard(planned(tiny, budget), out, layout="offload")
+    assert (out / "config.json").exists() == is_whole
+    assert (stored_tensors(*out.glob("*.safetensors")).keys() == weights_in(tiny).keys()) == is_whole
+
+
+def test_sizes_are_taken_as_text_and_patterns_are_not(tiny, tmp_path):
+    one = reshard(tiny, tmp_path / "one", max_shard_bytes="4KiB", dtype="fp16", keep_fp32=["*norm*"])
+    two = reshard(tiny, tmp_path / "two", max_shard_bytes=4096, dtype="fp16", keep_fp32=["*norm*"], max_in_flight="1GB")
+    assert contents(one.out) == contents(two.out)
+    for wish in ({"max_shard_bytes": "2G"}, {"max_in_flight": "much"}):
+        with pytest.raises(ReshardOptionError, match="text such as 2GB"):
+            reshard(tiny, tmp_path / "three", **wish)
+    with pytest.raises(ReshardOptionError, match="a list of patterns"):
+        reshard(tiny, tmp_path / "three", dtype="fp16", keep_fp32="*norm*")
+
+
+@pytest.mark.parametrize(
+    ("below", "words"), [("", "it is the source"), ("split", "inside the source"), ("deep/er", "inside the source")]
+)
+def test_an_output_inside_the_source_is_refused(tiny, below, words):
     before = contents(tiny)
-    with pytest.raises(OutputExistsError, match="inside the source"):
+    with pytest.raises(OutputExistsError, match=words):
         reshard(planned(tiny), tiny / below)
     assert contents(tiny) == before
 
