@@ -34,6 +34,7 @@ Examples:
   bigload reshard ./llama-70b ./llama-70b.tp4 --tp 4
   bigload reshard ./llama-70b ./offload --layout offload --offload-format dat
   bigload reshard plan.json ./llama-70b.split --resume
+  torchrun --nproc-per-node 4 --no-python bigload reshard plan.json ./split
 
 \b
 An interrupted run (Ctrl-C, SIGTERM, a crash, a full disk) keeps what it has
