@@ -132,7 +132,7 @@ def _open_folder(root: Path, path: str) -> Checkpoint:
             return _open_files(root, None, files, path)
         if files:
             break  # a training leaves torch files beside safetensors, which are no checkpoints
-    raise CheckpointNotFoundError(path, _why_none(names))
+    raise CheckpointNotFoundError(path, _why_none(names), hint=_what_else(root, names))
 
 
 def _why_none(names: list[str]) -> str:
@@ -142,6 +142,15 @@ def _why_none(names: list[str]) -> str:
             found = counted(len(files), f"{' or '.join(form.suffixes)} file")
             return f"{found} but no index ({form.index}) that says which tensor is where"
     return f"the folder holds neither {SINGLE_FILE} nor {SINGLE_TORCH_FILE} nor an index"
+
+
+def _what_else(root: Path, names: list[str]) -> str | None:
+    """Return what to do with a folder of weights that is no checkpoint in itself, if it is one that is known."""
+    if "ranks.json" in names and (root / "rank-0").is_dir():
+        return f"it was resharded for tensor-parallel ranks; name the folder of one of them: {root / 'rank-0'}"
+    if "index.json" in names and any(name.endswith(".dat") for name in names):
+        return "it is an offload folder as accelerate has them; in Python: bigload.OffloadFolder.open"
+    return None
 
 
 def _open_sharded(root: Path, index_file: str, path: str) -> Checkpoint:

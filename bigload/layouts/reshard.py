@@ -6,6 +6,7 @@ ends there. `run_reshard` does it.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -37,7 +38,7 @@ from bigload.layouts.manifest import (
 from bigload.layouts.output_files import DEFAULT_MAX_SHARD_BYTES, Output, OutputFile
 from bigload.layouts.recheck import Rechecked, recheck
 from bigload.layouts.side_files import SideFile, is_single_file, side_files
-from bigload.layouts.sink import BLOCK_BYTES, direct_write_alignment
+from bigload.layouts.sink import BLOCK_BYTES, direct_write_alignment, write_errors
 from bigload.layouts.sources import Identity, Sources
 from bigload.layouts.staging import (
     Staging,
@@ -50,13 +51,15 @@ from bigload.layouts.staging import (
     tidy,
     write_file,
 )
+from bigload.layouts.verify import Level
+from bigload.layouts.verify import verify as verify_folder
 from bigload.layouts.windows import Ranges, data_ranges
 from bigload.layouts.writer import DEFAULT_MAX_IN_FLIGHT, LEAST_BYTES_PER_THREAD, FileToWrite, Writer, window_bytes
 from bigload.loading.events import OnProgress, Tally, ignore_progress
 from bigload.loading.huge_pages import BlockPool, return_freed
 from bigload.loading.team import Team, present_team, together
 from bigload.planning.plan import Plan
-from bigload.units import format_size
+from bigload.units import format_size, parse_size
 from bigload.version import __version__
 
 DEFAULT_THREADS = 4
@@ -73,7 +76,7 @@ class PreparedReshard:
         out: Where it goes.
         output: What is written.
         ranges: By file, what of it is data; the rest are holes of sparse sources.
-        side_files: Config, tokenizer and the like, which come along.
+        side_files: Config, tokenizer and the like, which come along with all of a model.
         stored_bytes: What it takes on disk: holes take nothing.
         free_bytes: What is free there.
         kept_bytes: What an interrupted run left, if it is gone on with: not yet looked at.
@@ -153,7 +156,7 @@ def reshard(
     *,
     layout: Layout | str | None = None,
     checkpoint: Checkpoint | str | Path | None = None,
-    max_shard_bytes: int | None = DEFAULT_MAX_SHARD_BYTES,
+    max_shard_bytes: int | str | None = DEFAULT_MAX_SHARD_BYTES,
     dtype: DType | str | None = None,
     keep_fp32: Sequence[str] = (),
     tp: int | None = None,
@@ -163,7 +166,7 @@ def reshard(
     resume: bool = False,
     force: bool = False,
     threads: int | None = None,
-    max_in_flight: int | None = None,
+    max_in_flight: int | str | None = None,
     on_progress: OnProgress = ignore_progress,
     team: Team | None = None,
 ) -> ReshardReport:
@@ -174,9 +177,9 @@ def reshard(
         out: Must not exist, or be empty. It appears when everything is written, flushed and verified.
         layout: `devices` (the layout of plans), `offload`, `shards` (that of checkpoints) or `ranks` (that with `tp`).
         checkpoint: Where the checkpoint of a plan is, if not where the plan says.
-        max_shard_bytes: Size of the files to write; `None` for one file.
+        max_shard_bytes: Size of the files to write, in bytes or as text such as `2GB`; `None` for one file.
         dtype: Cast tensors of floating-point numbers on the way.
-        keep_fp32: Patterns of names of tensors that stay in 32 bits.
+        keep_fp32: Patterns of names of tensors that are written in 32 bits.
         tp: Tensor-parallel ranks to cut for.
         tp_rules: How tensors are cut, by pattern of their module's name, or a file with that; before the rules that are
             known for the architecture.
@@ -185,7 +188,7 @@ def reshard(
         resume: Go on with what an interrupted run left, after reading it back.
         force: Replace an `out` that bigload wrote, and throw away what an interrupted run left.
         threads: Threads that fill and write; four when left out.
-        max_in_flight: Bytes of memory for what is on its way, 96 MiB when left out.
+        max_in_flight: Memory for what is on its way, in bytes or as text; 96 MiB when left out.
         on_progress: Told of every finished stretch.
         team: Processes that share the work, each its files; all of them call this with the same arguments. When left
             out: the ranks of torch.distributed, where this process has joined them, and else this process alone.
@@ -233,7 +236,7 @@ def prepare_reshard(
     *,
     layout: Layout | str | None = None,
     checkpoint: Checkpoint | str | Path | None = None,
-    max_shard_bytes: int | None = DEFAULT_MAX_SHARD_BYTES,
+    max_shard_bytes: int | str | None = DEFAULT_MAX_SHARD_BYTES,
     dtype: DType | str | None = None,
     keep_fp32: Sequence[str] = (),
     tp: int | None = None,
@@ -243,33 +246,35 @@ def prepare_reshard(
     force: bool = False,
 ) -> PreparedReshard:
     """Check source, output and disk space, and return what `run_reshard` would write. Writes nothing. See `reshard`."""
-    target = Path(out)
+    target = _named(out)
     wishes = Wishes(
         layout=layout,
         checkpoint=checkpoint,
-        max_shard_bytes=max_shard_bytes,
+        max_shard_bytes=_bytes("max_shard_bytes", max_shard_bytes),
         dtype=dtype,
-        keep_fp32=tuple(keep_fp32),
+        keep_fp32=keep_fp32 if isinstance(keep_fp32, str) else tuple(keep_fp32),  # a text is refused, not spelt out
         tp=tp,
         tp_rules=tp_rules,
         offload_format=offload_format,
     )
     chosen = choose(source, wishes, kernel_between=lambda root: kernel_copy(root, _existing(target)))
     opened = chosen.checkpoint
-    _check_apart(opened, target)
     output = chosen.output
-    beside = side_files(opened, output, dtype=chosen.cast_to)
+    with write_errors(target):
+        _check_apart(opened, target)
+    beside = side_files(opened, output, dtype=chosen.cast_to) if _is_a_model(chosen) else ()
     with Sources(opened) as sources:
+        identities = sources.identities()  # before: what is written to meanwhile is noticed
         ranges = {file.file: data_ranges(file, sources.extents, block_bytes=BLOCK_BYTES) for file in output.files}
-        identities = sources.identities()
     recipe = _recipe(chosen, identities)
-    is_finished = resume and _is_published(target, recipe)
-    if not is_finished:
-        check_output(target, resume=resume, force=force)
     small_bytes = sum(len(content) for content in output.documents.values()) + sum(file.num_bytes for file in beside)
     stored = sum(found.num_bytes for found in ranges.values()) + small_bytes
-    left = _stored_in(staging_folder(target))  # gone on with, or thrown away first
-    free = shutil.disk_usage(_existing(target)).free
+    with write_errors(target):
+        is_finished = resume and _is_published(target, recipe)
+        if not is_finished:
+            check_output(target, resume=resume, force=force)
+        left = _stored_in(staging_folder(target))  # gone on with, or thrown away first
+        free = shutil.disk_usage(_existing(target)).free
     if stored - left > free and not is_finished and chosen.kernel is not KernelCopy.CLONE:
         raise NotEnoughSpaceError(target, needed_bytes=stored - left, free_bytes=free)
     return PreparedReshard(
@@ -298,7 +303,7 @@ def run_reshard(
     *,
     verify: Verify | str = Verify.FULL,
     threads: int | None = None,
-    max_in_flight: int | None = None,
+    max_in_flight: int | str | None = None,
     on_progress: OnProgress = ignore_progress,
     team: Team | None = None,
 ) -> ReshardReport:
@@ -314,7 +319,8 @@ def run_reshard(
                 team=present,
             )
     began = time.monotonic()
-    bound = _at_least("max_in_flight", max_in_flight, LEAST_BYTES_PER_THREAD, default=DEFAULT_MAX_IN_FLIGHT)
+    in_flight = _bytes("max_in_flight", max_in_flight)
+    bound = _at_least("max_in_flight", in_flight, LEAST_BYTES_PER_THREAD, default=DEFAULT_MAX_IN_FLIGHT)
     wished = _at_least("threads", threads, 1, default=DEFAULT_THREADS)
     run = _Run(
         prepared,
@@ -563,8 +569,9 @@ def _recipe(chosen: Chosen, identities: Mapping[str, Identity]) -> str:
 
 
 def _is_published(out: Path, recipe: str) -> bool:
-    """Return whether `out` is complete, and what `recipe` says."""
-    return (out / MANIFEST_FILE).is_file() and read_manifest(out).options.get("recipe") == recipe
+    """Return whether `out` is complete, and what `recipe` says; somebody may have removed files of it since."""
+    is_this = (out / MANIFEST_FILE).is_file() and read_manifest(out).options.get("recipe") == recipe
+    return is_this and verify_folder(out, level=Level.SIZE).ok
 
 
 def _link(folder: Path, alias: str, name: str, records: Mapping[str, FileRecord]) -> FileRecord:
@@ -584,16 +591,39 @@ def _link(folder: Path, alias: str, name: str, records: Mapping[str, FileRecord]
 
 def _check_apart(checkpoint: Checkpoint, target: Path) -> None:
     """Raise if the output would lie in the source, or the source in it."""
-    root, out = checkpoint.root.resolve(), target.resolve()
+    root, out = (Path(os.path.realpath(folder)) for folder in (checkpoint.root, target))
     hint = "choose a folder outside of it"
+    if not is_single_file(checkpoint) and out == root:
+        raise OutputExistsError(target, "it is the source, which is never written to", hint=hint)
     if not is_single_file(checkpoint) and out.is_relative_to(root):
         raise OutputExistsError(
             target, f"it is inside the source {checkpoint.root}, which is never written to", hint=hint
         )
     for folder in (target, staging_folder(target), replaced_folder(target)):
-        if root.is_relative_to(folder.resolve()):
+        if root.is_relative_to(os.path.realpath(folder)):
             reason = f"the source {checkpoint.root} is inside of it"
             raise OutputExistsError(folder, reason, hint="choose another folder")
+
+
+def _named(out: str | Path) -> Path:
+    """Return `out` if it has a name, to which others can be formed that stand beside it.
+
+    Raises:
+        OutputExistsError: it has none, being `.`, `/`, or a way up.
+        WriteError: nothing can have such a name.
+    """
+    path = Path(out)
+    if path.name in ("", ".."):
+        hint = "name a folder that does not exist yet: it is written beside its place, and renamed in the end"
+        raise OutputExistsError(path, "it has no name of its own", hint=hint)
+    try:
+        for folder in (path, staging_folder(path), replaced_folder(path)):
+            folder.is_symlink()
+    except OSError as error:
+        raise WriteError(path, error) from error
+    if "\0" in str(path):
+        raise WriteError(path, OSError(errno.EINVAL, os.strerror(errno.EINVAL)))
+    return path
 
 
 def _existing(path: Path) -> Path:
@@ -607,6 +637,24 @@ def _existing(path: Path) -> Path:
 def _stored_in(folder: Path) -> int:
     """Return the bytes of disk that the files below `folder` take."""
     return sum(path.lstat().st_blocks * 512 for path in folder.rglob("*") if path.is_file())
+
+
+def _is_a_model(chosen: Chosen) -> bool:
+    """Return whether all of the model is written: a config beside a part of it would have it taken for the whole."""
+    plan, output = chosen.plan, chosen.output
+    if plan is None or output.layout is not Layout.OFFLOAD:
+        return True
+    written = {tensor.name for file in output.files for tensor in file.tensors} | output.aliases.keys()
+    return all(name in written or plan.leaves_out(name) for name in chosen.checkpoint.tensors)
+
+
+def _bytes(name: str, value: int | str | None) -> int | None:
+    if not isinstance(value, str):
+        return value
+    try:
+        return parse_size(value)
+    except ValueError as error:
+        raise ReshardOptionError(name, value, f"bytes, or text such as 2GB ({error})") from None
 
 
 def _verify(value: Verify | str) -> Verify:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -51,12 +53,18 @@ def side_files(checkpoint: Checkpoint, output: Output, *, dtype: DType | None) -
     """Return the small files that come along, by name; none that is called as something that is written.
 
     Beside a file that was named by itself, and may lie among anything, only those with telling names.
+
+    Raises:
+        ReadError: one may not be read. They are read last, and that would be late to learn it.
     """
     taken = {name.partition("/")[0] for name in (*output.documents, *(file.file for file in output.files))}
+    found = [path for path in _candidates(checkpoint) if path.name not in taken]
+    for path in found:
+        if not os.access(path, os.R_OK):
+            raise ReadError(path, os.strerror(errno.EACCES))
     return tuple(
         SideFile(path=path, num_bytes=path.stat().st_size, dtype=dtype if path.name == CONFIG_FILE else None)
-        for path in _candidates(checkpoint)
-        if path.name not in taken
+        for path in found
     )
 
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from bigload.errors import ReadError, WriteError
+from bigload.errors import BigloadError, ReadError, WriteError
 from bigload.loading.bytesource import fill
 from bigload.loading.direct import direct_alignment
 
@@ -51,7 +51,9 @@ class Sink:
             with write_errors(path):
                 self.descriptor = os.open(path, flags, 0o666)
                 os.ftruncate(self.descriptor, kept_bytes)
-                os.ftruncate(self.descriptor, self._up(num_bytes))
+                # One block too long until it is finished: readers of safetensors refuse that, and would else take a
+                # file that a crash left for whole, because its header is there and its size would be right.
+                os.ftruncate(self.descriptor, self._up(num_bytes) + BLOCK_BYTES)
         except WriteError:
             self.close()
             raise
@@ -185,8 +187,10 @@ def direct_write_alignment(folder: Path, *, rank: int = 0) -> int | None:
 
 @contextmanager
 def write_errors(path: Path) -> Iterator[None]:
-    """Turn what the system says into a WriteError for `path`."""
+    """Turn what the system says into a WriteError for `path`; errors of ours stay what they are."""
     try:
         yield
     except OSError as error:
+        if isinstance(error, BigloadError):
+            raise
         raise WriteError(path, error) from error

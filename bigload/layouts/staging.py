@@ -21,6 +21,7 @@ from pathlib import Path
 from bigload.errors import BigloadError, OutputExistsError, RankError, WriteError
 from bigload.layouts.journal import PREFIX, Journal, Progress, journal_name, read_progress
 from bigload.layouts.manifest import MANIFEST_FILE, read_manifest
+from bigload.layouts.sink import write_errors
 from bigload.units import counted
 
 _SIGHT_SECONDS = 60.0
@@ -163,14 +164,11 @@ def joined(out: Path, recipe: str, *, rank: int, sign: str) -> Iterator[Staging]
     _await_sign(folder / sign, rank)
     descriptor = -1
     try:
-        descriptor = _open_journal(folder, rank=rank)
-        if not _is_locked(descriptor):
-            raise _taken(out)
-        yield Staging(folder, Journal.begin(folder / journal_name(rank), descriptor, recipe), read_progress(folder))
-    except OSError as error:
-        if isinstance(error, BigloadError):
-            raise
-        raise WriteError(folder, error) from error
+        with write_errors(folder):
+            descriptor = _open_journal(folder, rank=rank)
+            if not _is_locked(descriptor):
+                raise _taken(out)
+            yield Staging(folder, Journal.begin(folder / journal_name(rank), descriptor, recipe), read_progress(folder))
     finally:
         if descriptor >= 0:
             os.close(descriptor)
@@ -354,6 +352,8 @@ def _is_shared_for(folder: Path, seconds: float) -> bool:
 
 def _amount(progress: Progress) -> str:
     num_tensors = sum(len(file.tensors) for file in progress.files.values())
+    if not progress.num_complete:
+        return f"{counted(num_tensors, 'tensor')} of unfinished files"
     return f"{counted(progress.num_complete, 'finished file')} ({counted(num_tensors, 'tensor')})"
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from bigload.checkpoint.model import Span
 from bigload.layouts.filling import Portion
 from bigload.layouts.output_files import OutputFile, OutputTensor
+from bigload.loading.slices import Rows, rows_of
 from bigload.units import MIB
 
 WINDOW_BYTES = 8 * MIB
@@ -110,13 +111,28 @@ def _data_of(tensor: OutputTensor, extents: Extents) -> Iterator[tuple[int, int]
     found = list(extents(span))
     if tensor.is_cast and _NEVER_ZERO in (tensor.source.dtype.name, tensor.dtype.name):
         found = [(span.start, span.stop)]
-    if tensor.parts or tensor.source.strides is not None:  # rearranged: where there is any data, take it for everywhere
+    if len(tensor.parts) > 1 or tensor.source.strides is not None:
+        # Rearranged: where there is any data, take it for everywhere.
         if found:
             yield 0, num_bytes
         return
+    rows = rows_of(tensor.source, tensor.parts[0] if tensor.parts else None)
     stored, written = tensor.source.dtype.bits, tensor.dtype.bits
     for begin, end in found:
-        yield (begin - span.start) * written // stored, min(-(-(end - span.start) * written // stored), num_bytes)
+        start, stop = _touched(rows, begin, end)
+        if start < stop:
+            yield start * written // stored, min(-(-stop * written // stored), num_bytes)
+
+
+def _touched(rows: Rows, begin: int, end: int) -> tuple[int, int]:
+    """Return which bytes of `rows`, put one after the other, lie between these of the file; of several, whole rows."""
+    if rows.count == 1:
+        return max(begin - rows.start, 0), min(end - rows.start, rows.row_bytes)
+    first, last = (
+        max((begin - rows.start) // rows.stride, 0),
+        min((end - 1 - rows.start) // rows.stride, rows.count - 1),
+    )
+    return first * rows.row_bytes, (last + 1) * rows.row_bytes
 
 
 def _portions(output: OutputFile, starts: list[int], left: int, right: int) -> Iterator[Portion]:

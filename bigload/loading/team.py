@@ -15,6 +15,10 @@ T = TypeVar("T")
 _Failure = tuple[int | None, str]
 """In which process, and what it says."""
 
+LISTENER = "bigload-team-"
+"""How the names of threads begin that wait for other processes. One that is left over when a team has failed cannot be
+ended, and torch aborts if it wakes up while the interpreter shuts down: a program is to leave by `os._exit` then."""
+
 
 class Team(Protocol):
     """Processes that do the same thing at the same time, each its share of it.

@@ -6,7 +6,7 @@ import ctypes
 import os
 import pickle
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from queue import SimpleQueue
@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from bigload.errors import RankError
+from bigload.loading.team import LISTENER
 
 T = TypeVar("T")
 
@@ -50,26 +51,33 @@ class TorchTeam:
             RankError: one of them is gone.
         """
         said = pickle.dumps(value)
-        heard: SimpleQueue[tuple[int, bytes | RuntimeError]] = SimpleQueue()
+        news: SimpleQueue[tuple[int, bytes | RuntimeError]] = SimpleQueue()
         peers = [rank for rank in range(self.size) if rank != self.rank]
-        values = {self.rank: value}
         self._is_broken = True  # until all is said and heard: threads wait in gloo, which nothing can interrupt
         for peer in peers:
-            threading.Thread(target=self._exchange, args=(peer, said, heard), daemon=True).start()
-        for _ in peers:
-            peer, answer = heard.get()
-            if isinstance(answer, RuntimeError):
-                reason = f"it can no longer be reached ({str(answer).splitlines()[0]:.200})"
-                raise RankError(peer, reason) from answer
-            values[peer] = pickle.loads(answer)
+            name = f"{LISTENER}{peer}"
+            threading.Thread(target=self._listen, args=(peer, said, news), name=name, daemon=True).start()
+        heard = {peer: pickle.loads(answer) for peer, answer in _from_each(peers, news)}
+        # Nobody goes on before all have heard all. So whoever waits is listened to until then, and missed if it dies.
+        done = [dist.isend(torch.zeros(1, dtype=torch.uint8), peer, group=self._group) for peer in peers]
+        _from_each(peers, news)
+        for sending in done:
+            assert sending is not None
+            sending.wait(_MEETING)
         self._is_broken = False
-        return [values[rank] for rank in range(self.size)]
+        heard[self.rank] = value
+        return [heard[rank] for rank in range(self.size)]
 
-    def _exchange(self, peer: int, said: bytes, heard: SimpleQueue[tuple[int, bytes | RuntimeError]]) -> None:
+    def _listen(self, peer: int, said: bytes, news: SimpleQueue[tuple[int, bytes | RuntimeError]]) -> None:
+        """Tell `news` what `peer` says, and then that it has heard all; or that it is gone."""
         try:
-            heard.put((peer, self._swap(peer, said)))
+            news.put((peer, self._swap(peer, said)))
+            done = dist.irecv(torch.zeros(1, dtype=torch.uint8), peer, group=self._group)
+            assert done is not None
+            done.wait(_PATIENCE)
+            news.put((peer, b""))
         except RuntimeError as error:
-            heard.put((peer, error))
+            news.put((peer, error))
 
     def _swap(self, peer: int, said: bytes) -> bytes:
         """Send `said` to `peer`, and return what it sends."""
@@ -96,6 +104,30 @@ class TorchTeam:
             # process can end, and its end closes the connections.
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._group))
         dist.destroy_process_group(self._group)
+
+
+def _from_each(peers: Sequence[int], news: SimpleQueue[tuple[int, bytes | RuntimeError]]) -> list[tuple[int, bytes]]:
+    """Wait for a piece of news from each of `peers`.
+
+    Raises:
+        RankError: one of them is gone.
+    """
+    found = []
+    early = []
+    missing = set(peers)
+    while missing:
+        peer, told = news.get()
+        if isinstance(told, RuntimeError):
+            reason = f"it can no longer be reached ({str(told).splitlines()[0]:.200})"
+            raise RankError(peer, reason) from told
+        if peer in missing:
+            missing.remove(peer)
+            found.append((peer, told))
+        else:
+            early.append((peer, told))
+    for each in early:  # of the next kind
+        news.put(each)
+    return found
 
 
 @contextmanager

@@ -169,7 +169,7 @@ def read_tp_rules(path: str | Path) -> Mapping[str, str]:
     table = document.get("rules", document) if isinstance(document, dict) else None
     if not isinstance(table, dict) or not table:
         raise PartitionError(f"{path} holds no rules", hint=HOW)
-    wrong = [f"{key!r:.200} is not a text" for key, value in table.items() if not isinstance(value, str)]
+    wrong = [f"{key!r:.200}: {value!r:.60} is not a text" for key, value in table.items() if not isinstance(value, str)]
     if wrong:
         raise PartitionError(f"{path}: every rule is a pattern and a word", details=wrong, hint=HOW)
     return table

@@ -126,7 +126,9 @@ def read_plan(path: str | Path) -> Plan:
     try:
         text = Path(path).read_text(encoding="utf-8", errors=_PATHS)
     except OSError as error:
-        raise PlanNotFoundError(f"cannot read plan {path}: {error.strerror}", hint=_HOW) from None
+        inside = Path(path) / "plan.json"
+        hint = f"name the file in it: {inside}" if isinstance(error, IsADirectoryError) and inside.is_file() else _HOW
+        raise PlanNotFoundError(f"cannot read plan {path}: {error.strerror}", hint=hint) from None
     plan = plan_from_json(text, source=str(path))
     beside = Path(path).parent
     files = [beside / shard.file for shard in plan.shards]

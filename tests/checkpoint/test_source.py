@@ -326,6 +326,17 @@ def test_a_folder_without_a_checkpoint_is_not_found(tmp_path):
     assert "neither" in str(not_found(tmp_path))
 
 
+def test_a_folder_of_ranks_or_of_raw_weights_is_not_found_and_says_how_to_read_it(tmp_path):
+    ranks, raw = tmp_path / "ranks", tmp_path / "raw"
+    (ranks / "rank-0").mkdir(parents=True)
+    (ranks / "ranks.json").touch()
+    raw.mkdir()
+    for name in ("index.json", "norm.weight.dat"):
+        (raw / name).touch()
+    assert str(ranks / "rank-0") in not_found(ranks).hint
+    assert "bigload.OffloadFolder.open" in not_found(raw).hint
+
+
 def test_a_folder_of_many_torch_files_without_an_index_is_not_found_and_says_why(tmp_path):
     (tmp_path / "consolidated.00.pth").touch()
     (tmp_path / "consolidated.01.pth").touch()

@@ -35,7 +35,7 @@ COMMANDS = [
     "bigload plan llama-70b --gpus 24GiB --json",
     "bigload reshard tiny.json out --dry-run --json",
     "bigload reshard tiny.json out --json",
-    "bigload reshard tiny.json out --json --no-verify",
+    "bigload reshard tiny.json out --json --verify none",
     "bigload reshard tiny-llama out --json --max-shard-size none --verify size",
     "bigload reshard tiny-llama out --json --dtype fp16 --keep-fp32 '*norm*'",
     "bigload reshard torch.bin out --json --layout offload --offload-format dat",

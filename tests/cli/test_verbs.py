@@ -203,6 +203,10 @@ NEXT = {
     "tiny-llama --layout offload": ("offload", "in Python: bigload.OffloadFolder.open('out')"),
     "tiny-llama --layout offload --offload-format dat": (
         "offload",
+        "in Python: accelerate.disk_offload(model, 'out')",
+    ),
+    "tiny.json --layout offload --offload-format dat": (
+        "offload",
         "in Python: accelerate.dispatch_model(model, device_map, offload_dir='out')",
     ),
 }
@@ -254,7 +258,6 @@ def test_weights_are_cast_and_what_becomes_infinite_is_told(run, here):
     ("option", "words"),
     [
         ("--verify none", "not verified (--verify none)"),
-        ("--no-verify", "not verified (--verify none)"),
         ("--verify size", "every file has its size, nothing was read back (--verify size)"),
         ("--verify full", "every byte read back and equal to the source"),
     ],
@@ -340,6 +343,9 @@ def test_of_a_team_of_processes_the_first_speaks(run, monkeypatch):
     class Second:
         rank, size = 1, 2
 
+        def share(self, value):
+            return [value, value]
+
     monkeypatch.setattr("bigload.loading.team.launched_team", lambda: contextlib.nullcontext(Second()))
     for options in ("", "--json", "-q"):
         done = run(f"bigload reshard tiny-llama out --dry-run {options}")
@@ -402,7 +408,7 @@ def test_resharding_into_an_empty_folder_is_fine_and_into_a_full_one_is_not(run,
 
 
 def test_max_shard_size_bounds_the_files(run, plan):
-    document = json.loads(run("bigload reshard tiny.json out --max-shard-size 3MB --json --no-verify").stdout)
+    document = json.loads(run("bigload reshard tiny.json out --max-shard-size 3MB --json --verify none").stdout)
     assert document["verified"] is False
     assert len(document["files"]) > 3
     assert max(file["total_bytes"] for file in document["files"]) <= 3_010_000

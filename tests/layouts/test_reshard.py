@@ -19,6 +19,7 @@ from bigload.errors import (
     NotEnoughSpaceError,
     OutputExistsError,
     ReadError,
+    ReshardOptionError,
     StalePlanError,
     VerificationError,
     WriteError,
@@ -311,10 +312,31 @@ def test_an_empty_folder_is_a_fine_output(tiny, out):
     assert (out / INDEX).is_file()
 
 
-@pytest.mark.parametrize("below", ["", "split", "deep/er"])
-def test_an_output_inside_the_source_is_refused(tiny, below):
+@pytest.mark.parametrize(("budget", "is_whole"), [(BUDGET, False), ({"cpu": 1040}, True)])
+def test_an_offload_folder_has_a_config_only_if_it_has_the_whole_model(tiny, out, budget, is_whole):
+    """A loader that finds a config beside some of the weights makes up the others."""
+    reshard(planned(tiny, budget), out, layout="offload")
+    assert (out / "config.json").exists() == is_whole
+    assert (stored_tensors(*out.glob("*.safetensors")).keys() == weights_in(tiny).keys()) == is_whole
+
+
+def test_sizes_are_taken_as_text_and_patterns_are_not(tiny, tmp_path):
+    one = reshard(tiny, tmp_path / "one", max_shard_bytes="4KiB", dtype="fp16", keep_fp32=["*norm*"])
+    two = reshard(tiny, tmp_path / "two", max_shard_bytes=4096, dtype="fp16", keep_fp32=["*norm*"], max_in_flight="1GB")
+    assert contents(one.out) == contents(two.out)
+    for wish in ({"max_shard_bytes": "2G"}, {"max_in_flight": "much"}):
+        with pytest.raises(ReshardOptionError, match="text such as 2GB"):
+            reshard(tiny, tmp_path / "three", **wish)
+    with pytest.raises(ReshardOptionError, match="a list of patterns"):
+        reshard(tiny, tmp_path / "three", dtype="fp16", keep_fp32="*norm*")
+
+
+@pytest.mark.parametrize(
+    ("below", "words"), [("", "it is the source"), ("split", "inside the source"), ("deep/er", "inside the source")]
+)
+def test_an_output_inside_the_source_is_refused(tiny, below, words):
     before = contents(tiny)
-    with pytest.raises(OutputExistsError, match="inside the source"):
+    with pytest.raises(OutputExistsError, match=words):
         reshard(planned(tiny), tiny / below)
     assert contents(tiny) == before
 
@@ -327,6 +349,25 @@ def test_an_output_inside_the_source_by_way_of_a_link_is_refused(tiny, tmp_path)
 
 def test_a_source_whose_name_begins_like_the_output_is_not_inside_it(tiny, tmp_path):
     assert reshard(planned(tiny), tmp_path / "tiny.split").verified
+
+
+@pytest.mark.parametrize("name", [".", "", "..", "/", "new/.."])
+def test_an_output_without_a_name_is_refused(tiny, tmp_path, monkeypatch, name):
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    with pytest.raises(OutputExistsError, match="no name of its own"):
+        reshard(tiny, name)
+    assert entries(tmp_path / "here") == []
+
+
+@pytest.mark.parametrize("name", ["x" * 250, "x" * 300, "a\0b", "file/out", "loop", "loop/out"])
+def test_an_output_that_cannot_be_is_an_error_of_ours(tiny, tmp_path, name):
+    (tmp_path / "file").write_text("mine")
+    (tmp_path / "loop").symlink_to("loop")
+    before = entries(tmp_path)
+    with pytest.raises((OutputExistsError, WriteError)):
+        reshard(tiny, tmp_path / name)
+    assert entries(tmp_path) == before
 
 
 def test_a_foreign_staging_folder_is_refused_and_untouched(tiny, out):
@@ -500,6 +541,21 @@ def test_a_side_file_that_vanished_after_preparing_is_a_read_error(tiny, out):
     (tiny / "config.json").unlink()
     with pytest.raises(ReadError, match=r"config\.json"), nothing_left_of(out):
         run_reshard(prepared)
+
+
+def test_a_side_file_that_may_not_be_read_is_an_error_before_anything_is_written(tiny, out, monkeypatch):
+    access = os.access
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path).name != "config.json" and access(path, mode))
+    with nothing_left_of(out), pytest.raises(ReadError, match=r"config\.json: Permission denied"):
+        prepare_reshard(tiny, out)
+
+
+def test_an_output_that_has_lost_a_file_is_not_taken_for_finished(tiny, out):
+    reshard(tiny, out)
+    assert prepare_reshard(tiny, out, resume=True).is_finished
+    (out / "model.safetensors").unlink()
+    with pytest.raises(OutputExistsError, match="it exists"):
+        reshard(tiny, out, resume=True)
 
 
 def test_a_side_file_that_is_called_like_a_device_is_in_nobodys_way(tiny, out):

@@ -1,5 +1,6 @@
 import ctypes
 import errno
+import json
 import mmap
 import os
 import shutil
@@ -7,6 +8,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from safetensors import SafetensorError, safe_open
 
 from bigload.errors import WriteError
 from bigload.layouts import sink as sink_module
@@ -48,6 +50,25 @@ def test_blocks_are_written_in_any_order_and_read_back(tmp_path, alignment):
     sink.close()
     sink.close()
     assert (tmp_path / "out").read_bytes() == content
+
+
+def test_until_it_is_finished_a_file_is_too_long_for_what_its_header_says(tmp_path, alignment):
+    """A crash leaves it like that, with its header and perhaps without its data: nobody shall take it for whole."""
+    entry = {"dtype": "U8", "shape": [BLOCK_BYTES], "data_offsets": [0, BLOCK_BYTES]}
+    header = json.dumps({"a": entry}).encode().ljust(BLOCK_BYTES - 8)
+    content = len(header).to_bytes(8, "little") + header + b"a" * BLOCK_BYTES
+    path = tmp_path / "out.safetensors"
+    for kept_bytes in (0, BLOCK_BYTES):
+        sink = Sink(path, num_bytes=len(content), alignment=alignment, kept_bytes=kept_bytes)
+        sink.write(aligned(content[:BLOCK_BYTES]), 0)
+        assert path.stat().st_size > len(content)
+        with pytest.raises(SafetensorError):
+            safe_open(path, "np")
+        sink.write(aligned(content), 0)
+        sink.finish()
+        sink.close()
+        with safe_open(path, "np") as file:
+            assert file.keys() == ["a"]
 
 
 def test_the_file_has_its_size_at_the_end_whatever_was_padded(tmp_path, alignment):

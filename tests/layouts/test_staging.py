@@ -325,6 +325,13 @@ def test_what_is_finished_is_kept_and_the_error_says_so(tmp_path):
     assert leftover(out) == "1 finished file (2 tensors)"
 
 
+def test_what_is_kept_of_unfinished_files_is_told_in_tensors(tmp_path):
+    with suppress(RuntimeError), staged(tmp_path / "out", "recipe") as staging:
+        staging.journal.note("a", {"one": "1" * 32, "two": "2" * 32})
+        raise RuntimeError
+    assert leftover(tmp_path / "out") == "2 tensors of unfinished files"
+
+
 def test_what_is_void_is_not_kept(tmp_path):
     with suppress(RuntimeError), staged(tmp_path / "out", "recipe") as staging:
         staging.journal.complete("a", {}, "0" * 32)

@@ -1,3 +1,4 @@
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -83,6 +84,28 @@ def test_what_is_rearranged_is_all_data_or_all_hole():
     cut = tensor("a", 64, shape=(8, 8), parts=(Slice(1, 0, 4), Slice(1, 6, 8)))
     assert of(raw(cut), holes_but((1, 2))) == ((0, 48),)
     assert of(raw(cut), holes_but()) == ()
+
+
+def test_columns_of_rows_in_holes_are_holes():
+    cut = tensor("a", 64 * 32, shape=(64, 32), parts=(Slice(1, 8, 24),))
+    assert of(raw(cut), holes_but((40, 41))) == ((16, 32),)
+    assert of(raw(cut), holes_but((0, 1), (2047, 2048))) == ((1008, 1024),)  # columns before the cut are not asked
+
+
+@given(
+    st.tuples(st.integers(1, 12), st.integers(1, 12), st.integers(1, 12)),
+    st.integers(0, 2),
+    st.data(),
+    st.integers(0, 9),
+)
+def test_what_comes_from_data_is_in_a_range(shape, dim, data, start):
+    edges = sorted(data.draw(st.tuples(*[st.integers(0, shape[dim])] * 2)))
+    size = shape[0] * shape[1] * shape[2]
+    cut = tensor("a", size, start=start, shape=shape, parts=(Slice(dim, *edges),))
+    begin, end = sorted(data.draw(st.tuples(*[st.integers(start, start + size)] * 2)))
+    found = {position for first, last in of(raw(cut), holes_but((begin, end))) for position in range(first, last)}
+    sources = np.arange(start, start + size).reshape(shape).take(range(*edges), axis=dim).ravel()
+    assert found >= {position for position, source in enumerate(sources) if begin <= source < end}
 
 
 sorted_pairs = st.lists(st.integers(0, 400), unique=True, max_size=12).map(

@@ -94,6 +94,10 @@ def stopped(how, threads, folder):
     except (KeyboardInterrupt, Unwatchable, ReadError) as error:
         ended_with = type(error).__name__
     begun = Source.begun
+    for _ in range(100):  # a thread that was joined is on the kernel's list for a moment longer
+        if len(os.listdir("/proc/self/task")) <= before["threads"]:
+            break
+        time.sleep(0.01)
     after = held()
     time.sleep(0.1)
     return {

@@ -10,11 +10,11 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
-from thread_teams import outcomes
 
 import bigload
 from bigload.errors import RankError, ReadError
 from bigload.loading.team import Alone, launched_team, present_team, together
+from thread_teams import outcomes
 
 SCENES = """
 import json, os, signal, sys, threading
@@ -205,6 +205,6 @@ def test_ctrl_c_ends_who_waits_and_then_the_others_although_one_is_busy():
         assert processes[1].wait(60) == 130
         for process in processes[2:]:  # not neighbours of it, and the first still works
             _, errors = process.communicate(timeout=60)
-            assert process.returncode == 1
+            assert process.returncode != 0
             assert "process 1 failed: it can no longer be reached" in errors
         assert processes[0].poll() is None

@@ -175,6 +175,13 @@ def test_a_folder_is_refused(tmp_path):
         read_plan(tmp_path)
 
 
+def test_of_a_resharded_folder_the_plan_in_it_is_named(tmp_path):
+    (tmp_path / "plan.json").touch()
+    with pytest.raises(PlanNotFoundError) as caught:
+        read_plan(tmp_path)
+    assert caught.value.hint == f"name the file in it: {tmp_path / 'plan.json'}"
+
+
 def test_a_file_that_is_no_text_is_refused(tmp_path):
     (tmp_path / "plan.json").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(InvalidPlanError, match="not valid JSON"):

@@ -34,6 +34,7 @@ Examples:
   bigload reshard ./llama-70b ./llama-70b.tp4 --tp 4
   bigload reshard ./llama-70b ./offload --layout offload --offload-format dat
   bigload reshard plan.json ./llama-70b.split --resume
+  torchrun --nproc-per-node 4 --no-python bigload reshard plan.json ./split
 
 \b
 An interrupted run (Ctrl-C, SIGTERM, a crash, a full disk) keeps what it has
@@ -61,7 +62,9 @@ def reshard(
     max_shard_size: Annotated[
         str,
         typer.Option(
-            "--max-shard-size", metavar="SIZE", help="Begin another file before this size; none for one file."
+            "--max-shard-size",
+            metavar="SIZE",
+            help="Begin another file before its tensors pass this; none for one file.",
         ),
     ] = "5GB",
     dtype: Annotated[
@@ -69,7 +72,7 @@ def reshard(
     ] = None,
     keep_fp32: Annotated[
         list[str] | None,
-        typer.Option("--keep-fp32", metavar="PATTERN", help="Tensors that stay in 32 bits: '*norm*'. Repeat for more."),
+        typer.Option("--keep-fp32", metavar="PATTERN", help="Tensors to write in 32 bits: '*norm*'. Repeat for more."),
     ] = None,
     tp: Annotated[
         int | None, typer.Option("--tp", metavar="N", min=1, help="Tensor-parallel ranks to cut for.")
@@ -83,11 +86,8 @@ def reshard(
     ] = OffloadFormat.SAFETENSORS,
     verify: Annotated[
         Verify,
-        typer.Option(
-            "--verify", help="Read every byte back and compare it, look at sizes, or nothing (--no-verify for short)."
-        ),
+        typer.Option("--verify", help="Look at nothing, at sizes, or read every byte back and compare it."),
     ] = Verify.FULL,
-    no_verify: Annotated[bool, typer.Option("--no-verify", hidden=True)] = False,
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on with what an interrupted run has finished, after reading it back.")
     ] = False,
@@ -107,18 +107,18 @@ def reshard(
     quiet: QuietOption = False,
     color: ColorOption = ColorMode.AUTO,
 ) -> None:
-    """Rewrite a checkpoint in another layout: per device, per rank, in other shards.
+    """Rewrite a checkpoint: per device, per rank, in other shards.
 
     OUT appears when everything in it is written, flushed and verified, and is a model folder in its own right: config
-    and tokenizer come along. The source is never touched.
+    and tokenizer come along with all of a model. The source is never touched.
     """
     max_shard_bytes = (
         None if max_shard_size.strip().lower() == "none" else size_option("--max-shard-size", max_shard_size)
     )
-    wish = Verify.NONE if no_verify else verify
     from bigload.layouts.reshard import prepare_reshard
     from bigload.layouts.writer import LEAST_BYTES_PER_THREAD
     from bigload.loading.team import launched_team, together
+    from bigload_cli.output import say
     from bigload_cli.progress import shown_progress
 
     in_flight = None
@@ -144,6 +144,8 @@ def reshard(
         )
         if team.rank == 0 and not as_json and not quiet:
             _announce(prepared, dry_run=dry_run, color=color)
+            if team.size > 1 and not dry_run:
+                say(f"{team.size} processes share the files; progress is that of the first")
         report = None
         if not dry_run:
             if force and not prepared.is_finished:
@@ -151,7 +153,7 @@ def reshard(
             with shown_progress(quiet=quiet or team.rank > 0) as on_progress:
                 report = _run(
                     prepared,
-                    verify=wish,
+                    verify=verify,
                     threads=io_threads,
                     max_in_flight=in_flight,
                     on_progress=on_progress,

@@ -30,10 +30,10 @@ def verify(
     quiet: QuietOption = False,
     color: ColorOption = ColorMode.AUTO,  # noqa: ARG001 - every verb takes it; this one has no table
 ) -> None:
-    """Compare every byte of a resharded folder with what was written.
+    """Compare a resharded folder with what was written.
 
-    The manifest in the folder has a digest of every file and of every tensor. All differences are listed, down to the
-    tensor; any of them ends with exit code 1.
+    Every byte is read: the manifest in the folder has a digest of every file and of every tensor. All differences are
+    listed, down to the tensor; any of them ends with exit code 1.
     """
     from bigload.bench.peak_memory import peak_bytes
     from bigload.layouts.verify import Level

@@ -40,7 +40,9 @@ def _headlines(prepared: PreparedReshard) -> Iterator[str]:
     layout, options = prepared.output.layout, prepared.options
     yield f"{layout}: {_DAT_PURPOSE if options.get('offload_format') == 'dat' else _PURPOSES[layout]}"
     if layout is Layout.OFFLOAD and prepared.plan is not None:
-        yield "only what the plan keeps on disk"
+        yield f"only what the plan keeps on disk{'' if prepared.side_files else '; config and tokenizer stay behind'}"
+    if layout in (Layout.SHARDS, Layout.RANKS) and prepared.plan is not None:
+        yield "all of the checkpoint: devices of the plan play no part in this layout"
     if options.get("dtype"):
         kept = ", ".join(printable(pattern) for pattern in _patterns(prepared))
         yield f"cast to {options['dtype']}{f', but to F32 what matches {kept}' if kept else ''}"
@@ -141,7 +143,7 @@ def closing(prepared: PreparedReshard, report: ReshardReport, *, peak_bytes: int
     return [
         f"{_done(report)}, peak memory {format_size(peak_bytes)}",
         f"{counted(_num_tensors(report), 'tensor')}: {_checked(report)}",
-        _next(report),
+        _next(prepared, report),
     ]
 
 
@@ -151,8 +153,13 @@ def _done(report: ReshardReport) -> str:
     if not report.kept_bytes:
         written = f"{counted(num_files, 'file')}, {format_size(report.num_bytes)}{holes},"
         return f"wrote {written} in {report.seconds:.2f} s{rate}"
-    kept_part = f"kept {counted(report.kept_files, 'file')} ({format_size(report.kept_bytes)})"
-    written = f"{num_files - report.kept_files} ({format_size(report.written_bytes)}{holes})"
+    num_written, written_bytes = num_files - report.kept_files, f"({format_size(report.written_bytes)}{holes})"
+    if not report.kept_files:
+        kept_part = f"kept {format_size(report.kept_bytes)} of unfinished files"
+        written = f"{counted(num_written, 'file')} {written_bytes}"
+    else:
+        kept_part = f"kept {counted(report.kept_files, 'file')} ({format_size(report.kept_bytes)})"
+        written = f"{num_written} {written_bytes}"
     return f"{kept_part}, wrote {written} in {report.seconds:.2f} s{rate}"
 
 
@@ -171,7 +178,7 @@ def _checked(report: ReshardReport) -> str:
     return "every byte read back and equal to the source"
 
 
-def _next(report: ReshardReport) -> str:
+def _next(prepared: PreparedReshard, report: ReshardReport) -> str:
     layout, path = report.output.layout, printable(str(report.out))
     if layout is Layout.RANKS:
         prefix = path.replace("{", "{{").replace("}", "}}")
@@ -179,6 +186,8 @@ def _next(report: ReshardReport) -> str:
     if layout is not Layout.OFFLOAD:
         return f"Next: bigload bench-load {argument(report.out)}"
     if any(output.is_raw for output in report.output.files):
+        if prepared.plan is None:
+            return f"Next: in Python: accelerate.disk_offload(model, {path!r})"
         return f"Next: in Python: accelerate.dispatch_model(model, device_map, offload_dir={path!r})"
     return f"Next: in Python: bigload.OffloadFolder.open({path!r})"
 
