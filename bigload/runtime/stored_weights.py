@@ -35,7 +35,7 @@ from bigload.planning.load_dtype import as_dtype
 
 Signature = tuple[int, int, int] | None
 
-_MAX_MAPS = 4096
+_MAX_MAPS = 16384
 """Files that stay mapped. The system allows a process 65530 maps (`vm.max_map_count`), others need some as well."""
 
 
