@@ -159,6 +159,9 @@ def test_tensors_on_meta_have_to_be_in_the_folder_already(tmp_path):
     for name, shape in (("a", 3), ("c", 2)):
         with pytest.raises(NotOffloadableError, match=f"{name} .{shape}."):
             bigload.offload_state_dict(tmp_path, {name: torch.empty(shape, device="meta")})
+    (tmp_path / "a.dat").unlink()
+    with pytest.raises(NotOffloadableError, match="its file is missing"):
+        bigload.offload_state_dict(tmp_path, {"a": torch.empty(2, device="meta")})
 
 
 def test_a_writer_casts_floats_and_nothing_else(tmp_path):
