@@ -55,6 +55,7 @@ if TYPE_CHECKING:  # `as` marks them as public to type checkers
     from bigload.errors import PlanOptionError as PlanOptionError
     from bigload.errors import Problem as Problem
     from bigload.errors import RankError as RankError
+    from bigload.errors import QuantisedParameterError as QuantisedParameterError
     from bigload.errors import ReadError as ReadError
     from bigload.errors import ReshardOptionError as ReshardOptionError
     from bigload.errors import StalePlanError as StalePlanError
@@ -110,6 +111,21 @@ if TYPE_CHECKING:  # `as` marks them as public to type checkers
     from bigload.runtime.module_sizes import get_non_persistent_buffers as get_non_persistent_buffers
     from bigload.runtime.module_sizes import id_tensor_storage as id_tensor_storage
     from bigload.runtime.module_sizes import named_module_tensors as named_module_tensors
+    from bigload.runtime.module_tensors import align_module_device as align_module_device
+    from bigload.runtime.module_tensors import has_offloaded_params as has_offloaded_params
+    from bigload.runtime.module_tensors import retie_parameters as retie_parameters
+    from bigload.runtime.module_tensors import set_module_tensor_to_device as set_module_tensor_to_device
+    from bigload.runtime.offload_store import OffloadedWeightsLoader as OffloadedWeightsLoader
+    from bigload.runtime.offload_store import PrefixedDataset as PrefixedDataset
+    from bigload.runtime.offload_store import extract_submodules_state_dict as extract_submodules_state_dict
+    from bigload.runtime.offload_store import load_offloaded_weight as load_offloaded_weight
+    from bigload.runtime.offload_store import offload_state_dict as offload_state_dict
+    from bigload.runtime.offload_store import offload_weight as offload_weight
+    from bigload.runtime.offload_store import save_offload_index as save_offload_index
+    from bigload.runtime.offloaded_state import get_state_dict_from_offload as get_state_dict_from_offload
+    from bigload.runtime.offloaded_state import get_state_dict_offloaded_model as get_state_dict_offloaded_model
+    from bigload.runtime.offloaded_state import load_offloaded_weights as load_offloaded_weights
+    from bigload.runtime.stored_weights import StoredWeights as StoredWeights
     from bigload.runtime.tied_parameters import check_tied_parameters_in_config as check_tied_parameters_in_config
     from bigload.runtime.tied_parameters import (
         check_tied_parameters_on_same_device as check_tied_parameters_on_same_device,
@@ -154,6 +170,7 @@ _HOMES = {
         "PlanOptionError",
         "Problem",
         "RankError",
+        "QuantisedParameterError",
         "ReadError",
         "ReshardOptionError",
         "StalePlanError",
@@ -201,6 +218,27 @@ _HOMES = {
         "id_tensor_storage",
         "named_module_tensors",
     ),
+    "bigload.runtime.module_tensors": (
+        "align_module_device",
+        "has_offloaded_params",
+        "retie_parameters",
+        "set_module_tensor_to_device",
+    ),
+    "bigload.runtime.offload_store": (
+        "OffloadedWeightsLoader",
+        "PrefixedDataset",
+        "extract_submodules_state_dict",
+        "load_offloaded_weight",
+        "offload_state_dict",
+        "offload_weight",
+        "save_offload_index",
+    ),
+    "bigload.runtime.offloaded_state": (
+        "get_state_dict_from_offload",
+        "get_state_dict_offloaded_model",
+        "load_offloaded_weights",
+    ),
+    "bigload.runtime.stored_weights": ("StoredWeights",),
     "bigload.runtime.tied_parameters": (
         "check_tied_parameters_in_config",
         "check_tied_parameters_on_same_device",

@@ -31,6 +31,7 @@
     │   ├── UnsupportedDTypeError        torch has no such dtype          (TypeError)
     │   ├── UnsupportedMethodError       files cannot be read that way    (ValueError)
     │   ├── NotEnoughMemoryError         the tensors exceed free memory   (MemoryError)
+    │   ├── QuantisedParameterError      a parameter that packs its values itself (TypeError)
     │   └── StateDictMismatchError       module and checkpoint disagree   (ValueError)
     ├── RankError                        another process of a team failed
     ├── BenchOptionError                 a bench of what cannot be measured together (ValueError)
@@ -427,6 +428,18 @@ class NotEnoughMemoryError(LoadError, MemoryError):
         )
         self.needed_bytes = needed_bytes
         self.available_bytes = available_bytes
+
+
+class QuantisedParameterError(LoadError, TypeError):
+    """Values cannot be put into a parameter of class `kind`, which packs them itself when it is moved."""
+
+    def __init__(self, name: str, kind: str) -> None:
+        super().__init__(
+            f"cannot set the values of {name}: it is a {kind}, whose values bitsandbytes packs on an accelerator",
+            hint="let the library that quantised the model load its weights (from_pretrained of transformers does)",
+        )
+        self.name = name
+        self.kind = kind
 
 
 class StateDictMismatchError(LoadError, ValueError):

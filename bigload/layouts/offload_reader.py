@@ -14,12 +14,13 @@ from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from types import MappingProxyType
+from typing import NamedTuple
 
 from bigload.checkpoint.index import DEFAULT_INDEX, resolve_shard
 from bigload.checkpoint.model import Checkpoint, Span, TensorInfo
 from bigload.checkpoint.safetensors import MAX_ELEMENTS, MAX_HEADER_BYTES, read_header
 from bigload.checkpoint.source import open_checkpoint
-from bigload.dtypes import DTYPES
+from bigload.dtypes import DTYPES, DType
 from bigload.errors import CheckpointNotFoundError, InvalidCheckpointError, Problem
 from bigload.layouts.choices import OffloadFormat
 from bigload.layouts.offload_folder import DAT_INDEX, DAT_SUFFIX
@@ -27,7 +28,11 @@ from bigload.layouts.offload_folder import DAT_INDEX, DAT_SUFFIX
 _MAX_DIMS = 64
 """More no array of numpy has, so no folder of accelerate's."""
 
-_DTYPES = {dtype.torch_name: dtype for dtype in DTYPES.values() if dtype.torch_name is not None and dtype.bits >= 8}
+DAT_DTYPES: Mapping[str, DType] = MappingProxyType(
+    {dtype.torch_name: dtype for dtype in DTYPES.values() if dtype.torch_name is not None and dtype.bits >= 8}
+    | {"complex128": DType("C128", 128, "complex128")}  # numpy has it, safetensors has not
+)
+"""What the elements of a `.dat` file can be, by torch's name, which is numpy's where numpy has one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,8 +108,8 @@ def _open_blocks(checkpoint: Checkpoint) -> OffloadFolder:
 
 
 def _open_dat(root: Path) -> OffloadFolder:
-    reading = _Reading(root)
-    for name, entry in _read_index(root).items():
+    reading = IndexReading(root)
+    for name, entry in read_dat_index(root).items():
         reading.add(name, entry)
     if reading.problems:
         raise InvalidCheckpointError(root, reading.problems)
@@ -116,7 +121,12 @@ def _open_dat(root: Path) -> OffloadFolder:
     )
 
 
-def _read_index(root: Path) -> dict[str, object]:
+def read_dat_index(root: Path) -> dict[str, object]:
+    """Return the `index.json` of the folder `root`, whose entries are still anything.
+
+    Raises:
+        InvalidCheckpointError: it is no JSON object of different names, too large, or cannot be read.
+    """
     path = root / DAT_INDEX
     if not path.is_file():
         raise _invalid(root, "not-a-file", "not a regular file")
@@ -136,6 +146,26 @@ def _read_index(root: Path) -> dict[str, object]:
     return index
 
 
+class BadForm(NamedTuple):
+    """Why an entry of an `index.json` is not the form of a tensor: the code of a `Problem`, and its text."""
+
+    code: str
+    text: str
+
+
+def dat_form(entry: Mapping[str, object]) -> tuple[DType, tuple[int, ...]] | BadForm:
+    """Return the dtype and the shape that an entry of an `index.json` gives a `.dat` file."""
+    named = entry.get("dtype")
+    dtype = DAT_DTYPES.get(named) if isinstance(named, str) else None
+    if dtype is None:
+        return BadForm("bad-dtype", f"dtype {_shown(named)}, expected one of {', '.join(sorted(DAT_DTYPES))}")
+    shape = _shape(entry.get("shape"))
+    if shape is None:
+        found = _shown(entry.get("shape"))
+        return BadForm("bad-shape", f"shape {found}, expected a list of at most {_MAX_DIMS} sizes")
+    return dtype, shape
+
+
 def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
     found: dict[str, object] = {}
     for key, value in pairs:
@@ -149,8 +179,11 @@ def _invalid(root: Path, code: str, text: str) -> InvalidCheckpointError:
     return InvalidCheckpointError(root, [Problem(code=code, file=DAT_INDEX, text=text)])
 
 
-class _Reading:
-    """The tensors of an `index.json` as far as they are read, and all that is wrong with it."""
+class IndexReading:
+    """The tensors of an `index.json` as far as they are read, and all that is wrong with it.
+
+    Of files and links of other names outside of the folder `root` nothing is read.
+    """
 
     def __init__(self, root: Path) -> None:
         self.tensors: dict[str, TensorInfo] = {}
@@ -162,6 +195,7 @@ class _Reading:
         self._headers: dict[str, Mapping[str, TensorInfo] | None] = {}
 
     def add(self, name: str, entry: object) -> None:
+        """Read one entry; what is wrong with it becomes a problem."""
         if not isinstance(entry, dict):
             self._refuse("bad-entry", name, f"{_shown(entry)}, expected an object")
         elif entry.get("safetensors_file") is not None:
@@ -170,22 +204,17 @@ class _Reading:
             self._add_dat(name, entry)
 
     def _add_dat(self, name: str, entry: Mapping[str, object]) -> None:
-        named = entry.get("dtype")
-        dtype = _DTYPES.get(named) if isinstance(named, str) else None
-        shape = _shape(entry.get("shape"))
-        if dtype is None:
-            self._refuse("bad-dtype", name, f"dtype {_shown(named)}, expected one of {', '.join(sorted(_DTYPES))}")
+        form = dat_form(entry)
+        if isinstance(form, BadForm):
+            self._refuse(form.code, name, form.text)
             return
-        if shape is None:
-            text = f"shape {_shown(entry.get('shape'))}, expected a list of at most {_MAX_DIMS} sizes"
-            self._refuse("bad-shape", name, text)
-            return
+        dtype, shape = form
         file, num_bytes = f"{name}{DAT_SUFFIX}", prod(shape) * dtype.bits // 8
         status = self._status(name, file)
         if status is None:
             return
         if status.st_size != max(num_bytes, 1) and status.st_size != num_bytes:
-            text = f"its file has {status.st_size} bytes, {named} {list(shape)!r:.100} has {num_bytes}"
+            text = f"its file has {status.st_size} bytes, {dtype.torch_name} {list(shape)!r:.100} has {num_bytes}"
             self._refuse("file-size", name, text)
             return
         tensor = TensorInfo(name, dtype, shape, Span(file, 0, num_bytes))
@@ -269,7 +298,7 @@ def _shown(value: object) -> str:
 
 def _shape(value: object) -> tuple[int, ...] | None:
     """Return `value` as a shape; `None` if it is none, or of more elements than any tensor has."""
-    if not isinstance(value, list) or len(value) > _MAX_DIMS:
+    if not isinstance(value, list | tuple) or len(value) > _MAX_DIMS:
         return None
     if not all(isinstance(size, int) and not isinstance(size, bool) and 0 <= size <= MAX_ELEMENTS for size in value):
         return None

@@ -75,11 +75,7 @@ class MappedFile(OpenFile):
         if start >= stop:
             return
         with self._recorder.span(Phase.FAULT, num_bytes=stop - start, file=self._path.name):
-            reason = 0
-            if _libc.madvise(address_of(self.buffer) + begin, stop - begin, _MADV_POPULATE_READ):
-                reason = ctypes.get_errno()
-            if reason == errno.EINVAL:  # before Linux 5.14
-                reason = _touch(self.buffer[begin:stop])
+            reason = make_present(self.buffer, begin, stop)
         self._check_size(stop)  # also without an error: a file cut short within a page reads as zeros up to its end
         if reason == errno.ENOMEM:
             raise no_memory(f"the map of {self._path}", stop - start)
@@ -119,6 +115,19 @@ class MappedFile(OpenFile):
         # Not at exit: whoever still uses a tensor then is better off with the map, and the system takes it anyway.
         weakref.finalize(array, _libc.munmap, address, self._num_bytes).atexit = False
         return array
+
+
+def make_present(buffer: memoryview, start: int, stop: int) -> int:
+    """Bring bytes `start`, where a page begins, to `stop` of the map `buffer` into this process's page table.
+
+    Returns 0, or the number of the system's error for what is not to be had.
+    """
+    reason = 0
+    if _libc.madvise(address_of(buffer) + start, stop - start, _MADV_POPULATE_READ):
+        reason = ctypes.get_errno()
+    if reason == errno.EINVAL:  # before Linux 5.14
+        reason = _touch(buffer[start:stop])
+    return reason
 
 
 _NO_BYTES = memoryview(bytearray())

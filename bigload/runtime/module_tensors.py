@@ -1,0 +1,259 @@
+"""Put single tensors of a module on a device, tie them again, and have offloaded ones there for a while.
+
+Names and signatures are those of `accelerate.utils.modeling` 1.15.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, MutableMapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import nn
+
+from bigload.errors import QuantisedParameterError
+
+DeviceLike = int | str | torch.device
+"""An index of the current accelerator, text such as `"cuda:0"`, or a device."""
+
+TiedTensors = MutableMapping[int, dict[DeviceLike, torch.Tensor]]
+"""The address of a tensor to its copies on devices. A device is the key that the caller names it by."""
+
+_QUANTISED_BY_DEVICE = frozenset({"Int8Params", "FP4Params", "Params4bit"})
+"""Parameters of bitsandbytes: their values are packed by moving them to an accelerator."""
+
+
+@runtime_checkable
+class OffloadHook(Protocol):
+    """What is asked of the hook that brings the weights of a module in, be it bigload's or accelerate's own."""
+
+    offload: bool
+    execution_device: DeviceLike | None
+    weights_map: object
+
+    def pre_forward(self, module: nn.Module) -> object:
+        """Bring the weights in."""
+
+    def post_forward(self, module: nn.Module, output: object) -> object:
+        """Let go of them."""
+
+
+def set_module_tensor_to_device(
+    module: nn.Module,
+    tensor_name: str,
+    device: DeviceLike,
+    value: torch.Tensor | None = None,
+    dtype: str | torch.dtype | None = None,
+    fp16_statistics: torch.Tensor | None = None,
+    tied_params_map: TiedTensors | None = None,
+    non_blocking: bool = False,
+    clear_cache: bool = True,  # noqa: ARG001 - accelerate's signature
+) -> None:
+    """Put the parameter or buffer `tensor_name` of `module` on `device`, with the values that it has or with `value`.
+
+    A parameter becomes another object, of the same class and with the same attributes and `requires_grad`, unless
+    nothing has to change. On the device and in the dtype that it has already, `value` is taken without a copy.
+
+    Args:
+        module: The module, or one around it.
+        tensor_name: The name from `module` on, with dots.
+        device: Where to; `"meta"` lets go of the memory.
+        value: New values. A tensor on the meta device has none, and needs them to go elsewhere.
+        dtype: What floating-point values become; integers and bools stay. Without it, `value` gets the dtype that the
+            tensor has had.
+        fp16_statistics: Becomes the attribute `SCB` of the parameter: scales of weights in 8 bits.
+        tied_params_map: Copies of tied tensors. One that is there is used again; a new one is entered where the map
+            has the address of the old tensor or of `value`.
+        non_blocking: Let copies to an accelerator run on. Those to the CPU are waited for: nothing would say when
+            they may be read.
+        clear_cache: Ignored, for callers of accelerate's function. Emptying the device's cache after each tensor is
+            what made loading several times slower; who needs it calls `torch.accelerator.empty_cache()` once.
+
+    Raises:
+        ValueError: no such tensor; no values; or `value` has another shape.
+        QuantisedParameterError: `value` is for a parameter of bitsandbytes, which packs values itself.
+    """
+    owner, name = _owner(module, tensor_name)
+    held: MutableMapping[str, Any] = owner._parameters if name in owner._parameters else owner._buffers
+    old = held.get(name)
+    if old is None:
+        raise ValueError(f"{owner} does not have a parameter or a buffer named {name}.")
+    there = _tied_copy(tied_params_map, (value, old), device)
+    if there is not None:
+        held[name] = there
+        return
+    destination = torch.device(device)
+    if value is None and old.is_meta and destination.type != "meta":
+        raise ValueError(f"{name} is on the meta device, we need a `value` to put in on {device}.")
+    wait = not non_blocking or destination.type == "cpu"
+    if value is not None:
+        _check(value, old, name)
+    source = old if value is None else value
+    wanted = old.dtype if dtype is None and value is not None else _dtype_for(source, dtype)
+    with torch.no_grad():
+        new = source.to(device=destination, dtype=wanted, non_blocking=not wait)
+    if isinstance(old, nn.Parameter) and new is not old:
+        new = _as_parameter(new, old)
+    if fp16_statistics is not None:
+        new.SCB = fp16_statistics.to(destination)  # type: ignore[union-attr]
+    held[name] = new
+    _note_tied_copy(tied_params_map, (old, value), device, new)
+
+
+def retie_parameters(model: nn.Module, tied_params: Iterable[Sequence[str]]) -> None:
+    """Make all names of each group of `tied_params` one parameter again: the first of them that has memory.
+
+    Groups are those of `find_tied_parameters`. One whose parameters are all on the meta device stays as it is.
+    """
+    for group in tied_params:
+        owners = [_owner(model, name) for name in group]
+        parameters = [getattr(owner, name) for owner, name in owners]
+        first = next((parameter for parameter in parameters if not parameter.is_meta), None)
+        if first is not None:
+            for owner, name in owners:
+                setattr(owner, name, first)
+
+
+def has_offloaded_params(module: nn.Module) -> bool:
+    """Return whether a hook of `module` itself keeps its weights elsewhere and brings them in when it runs."""
+    return _offload_hook(module) is not None
+
+
+@contextmanager
+def align_module_device(module: nn.Module, execution_device: DeviceLike | None = None) -> Iterator[None]:
+    """Have the own parameters of `module` on `execution_device` while the context lasts.
+
+    Offloaded weights are brought in, to the device where the module runs if none is given, and let go of afterwards;
+    changes to them are lost. Others are moved there and back, changes included: the parameters that come back are the
+    objects that were there before, so what is tied stays tied. Without a device they stay where they are.
+    """
+    hook = _offload_hook(module)
+    if hook is not None:
+        with _brought_in(module, hook, execution_device):
+            yield
+    elif execution_device is not None:
+        with _moved(module, execution_device):
+            yield
+    else:
+        yield
+
+
+@contextmanager
+def _brought_in(module: nn.Module, hook: OffloadHook, device: DeviceLike | None) -> Iterator[None]:
+    before = hook.execution_device
+    if device is not None:
+        hook.execution_device = device
+    try:
+        hook.pre_forward(module)
+        yield
+    finally:
+        hook.post_forward(module, None)
+        hook.execution_device = before
+
+
+@contextmanager
+def _moved(module: nn.Module, device: DeviceLike) -> Iterator[None]:
+    before = {name: parameter for name, parameter in module._parameters.items() if parameter is not None}
+    moved: dict[str, nn.Parameter | None] = {}
+    try:
+        for name in before:
+            set_module_tensor_to_device(module, name, device)
+            moved[name] = module._parameters[name]
+        yield
+    finally:
+        for name, now in moved.items():
+            if now is before[name]:
+                continue
+            if module._parameters.get(name) is not now:  # replaced meanwhile: what is there now goes back instead
+                set_module_tensor_to_device(module, name, before[name].device)
+                continue
+            if now is not None and not now.is_meta:
+                with torch.no_grad():
+                    before[name].copy_(now)
+            module._parameters[name] = before[name]
+
+
+def _offload_hook(module: nn.Module) -> OffloadHook | None:
+    """Return the hook that offloads, also where it is one of several."""
+    hook = getattr(module, "_hf_hook", None)
+    for each in (hook, *getattr(hook, "hooks", ())):
+        if isinstance(each, OffloadHook) and each.offload is True:
+            return each
+    return None
+
+
+def _owner(module: nn.Module, tensor_name: str) -> tuple[nn.Module, str]:
+    *path, name = tensor_name.split(".")
+    for key in path:
+        inner = getattr(module, key)
+        if inner is None:
+            raise ValueError(f"{module} has no attribute {key}.")
+        module = inner
+    return module, name
+
+
+def _check(value: torch.Tensor, old: torch.Tensor, name: str) -> None:
+    if type(old).__name__ in _QUANTISED_BY_DEVICE:
+        raise QuantisedParameterError(name, type(old).__name__)
+    if old.shape != value.shape:
+        raise ValueError(
+            f'Trying to set a tensor of shape {value.shape} in "{name}" (which has shape {old.shape}), '
+            "this looks incorrect."
+        )
+
+
+def _dtype_for(tensor: torch.Tensor, dtype: str | torch.dtype | None) -> torch.dtype:
+    """Return what `tensor` becomes if floating-point values are to be of `dtype`."""
+    if isinstance(dtype, str):
+        named = getattr(torch, dtype.removeprefix("torch."), None)
+        if not isinstance(named, torch.dtype):
+            raise ValueError(f'"{dtype}" is not a dtype')
+        dtype = named
+    is_cast = dtype is not None and (tensor.is_floating_point() or (tensor.is_complex() and dtype.is_complex))
+    return dtype if dtype is not None and is_cast else tensor.dtype
+
+
+def _as_parameter(new: torch.Tensor, old: nn.Parameter) -> nn.Parameter:
+    """Return `new` as a parameter of the class of `old`, with all that was noted on that."""
+    can_train = new.is_floating_point() or new.is_complex()
+    requires_grad = old.requires_grad and can_train
+    kind = type(old)
+    if kind is nn.Parameter or nn.Parameter not in kind.__mro__:  # a tensor of another class can be a parameter, too
+        parameter = nn.Parameter(new.detach(), requires_grad=requires_grad)
+    else:  # not by its constructor, which may ask for more; what that made of it is in the attributes
+        parameter = torch.Tensor._make_subclass(kind, new.detach(), requires_grad)
+    parameter.__dict__.update(old.__dict__)
+    return parameter
+
+
+def _address(tensor: torch.Tensor | None) -> int:
+    """Return where the values of `tensor` are; 0 where there are none, as on the meta device."""
+    if tensor is None or tensor.is_meta:
+        return 0
+    try:
+        return tensor.data_ptr()
+    except (NotImplementedError, RuntimeError):  # wrappers around other tensors
+        return 0
+
+
+def _tied_copy(
+    tied: TiedTensors | None, tensors: Iterable[torch.Tensor | None], device: DeviceLike
+) -> torch.Tensor | None:
+    """Return the copy on `device` of one of `tensors`.
+
+    Two tensors may begin at one address, one of them a part of the other; a copy of another shape is not meant.
+    """
+    for tensor in tensors:
+        found = tied.get(_address(tensor), {}).get(device) if tied and _address(tensor) else None
+        if found is not None and tensor is not None and found.shape == tensor.shape:
+            return found
+    return None
+
+
+def _note_tied_copy(
+    tied: TiedTensors | None, tensors: Iterable[torch.Tensor | None], device: DeviceLike, new: torch.Tensor
+) -> None:
+    addresses = [address for address in map(_address, tensors) if tied and address and address in tied]
+    if tied and addresses:
+        tied[addresses[0]].setdefault(device, new)

@@ -1,0 +1,261 @@
+"""Weights in an offload folder, under the names, signatures and semantics of `accelerate.utils.offload` 1.15.
+
+A folder has a `.dat` file per tensor and an `index.json`; `layouts/offload_folder.py` describes the format, and
+`offload_writer.py` what is written beside it and in which order.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
+from pathlib import Path
+
+import torch
+
+from bigload.checkpoint.model import TensorInfo
+from bigload.checkpoint.safetensors import read_header
+from bigload.errors import CheckpointNotFoundError, InvalidCheckpointError, Problem, ReadError
+from bigload.layouts.offload_folder import DAT_INDEX
+from bigload.layouts.offload_reader import IndexReading
+from bigload.loading.guards import signature
+from bigload.loading.schedule import Wanted
+from bigload.loading.tensors import check_dtypes
+from bigload.runtime.module_sizes import prefixes
+from bigload.runtime.offload_writer import (
+    Entry,
+    OffloadWriter,
+    entry_of,
+    index_of,
+    on_cpu,
+    read_dat,
+    write_dat,
+    write_index,
+)
+from bigload.runtime.stored_weights import MappedFiles, Signature
+
+StrPath = str | os.PathLike[str]
+
+
+def offload_weight(
+    weight: torch.Tensor, weight_name: str, offload_folder: StrPath, index: MutableMapping[str, Entry] | None = None
+) -> MutableMapping[str, Entry] | None:
+    """Write `weight` into `offload_folder`, enter its dtype and shape in `index` if there is one, and return `index`.
+
+    Raises:
+        NotOffloadableError: the tensor has no values or no form that a `.dat` file has, or the name cannot be a file's.
+        WriteError: the system refused to write.
+    """
+    entry = entry_of(weight_name, weight)
+    write_dat(Path(offload_folder), weight_name, on_cpu(weight))
+    if index is not None:
+        index[weight_name] = entry
+    return index
+
+
+def load_offloaded_weight(weight_file: StrPath, weight_info: Mapping[str, object]) -> torch.Tensor:
+    """Return the tensor in `weight_file`, whose entry in the index is `weight_info`, in memory of its own.
+
+    Raises:
+        InvalidCheckpointError: no such dtype or shape, or the file has another size.
+        ReadError: the file cannot be read.
+    """
+    return read_dat(Path(weight_file), weight_info)
+
+
+def save_offload_index(index: Mapping[str, Entry] | None, offload_folder: StrPath) -> None:
+    """Add `index` to the `index.json` of `offload_folder`; nothing is done without entries.
+
+    Raises:
+        InvalidCheckpointError: there is one that is none.
+        WriteError: the system refused to write.
+    """
+    if index:
+        folder = Path(offload_folder)
+        write_index(folder, {**index_of(folder), **index})
+
+
+def offload_state_dict(save_dir: StrPath, state_dict: Mapping[str, torch.Tensor]) -> None:
+    """Bring the folder `save_dir` to hold the tensors of `state_dict`; it is made where there is none.
+
+    What it holds already, by name, form and digest, is not written again, and other names in it stay. Tensors that are
+    one in memory are one file with several names. Of a tensor on the meta device nothing is known but its shape: it
+    has to be in the folder.
+
+    Raises:
+        NotOffloadableError: see `offload_weight`; or a tensor on the meta device is not in the folder.
+        WriteError: the system refused to write. The folder then has no index, or the one from before.
+    """
+    with OffloadWriter(save_dir) as writer:
+        first: dict[object, str] = {}
+        for name, tensor in state_dict.items():
+            if tensor.is_meta:
+                writer.keep(name, tensor.shape)
+            elif (same := first.setdefault(_memory(name, tensor), name)) != name and isinstance(state_dict, dict):
+                writer.link(name, same)  # only a dict holds its tensors, so that equal addresses are one memory
+            else:
+                writer.add(name, tensor)
+
+
+class PrefixedDataset(Mapping[str, torch.Tensor]):
+    """The part of `dataset` whose keys start with `prefix`, under what follows it.
+
+    Unlike accelerate's, iterating it gives the keys that it takes, and its length is theirs.
+    """
+
+    def __init__(self, dataset: Mapping[str, torch.Tensor], prefix: str) -> None:
+        self.dataset = dataset
+        self.prefix = prefix
+
+    def __getitem__(self, key: str) -> torch.Tensor:
+        return self.dataset[f"{self.prefix}{key}"]
+
+    def __contains__(self, key: object) -> bool:
+        return isinstance(key, str) and f"{self.prefix}{key}" in self.dataset
+
+    def __iter__(self) -> Iterator[str]:
+        return (key[len(self.prefix) :] for key in self.dataset if key.startswith(self.prefix))
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+
+class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
+    """Weights in memory and on disk, by name; those in memory go first.
+
+    What is on disk is read where it is: see `stored_weights.py` for the tensors that this gives. May be used from
+    several threads at once.
+
+    Args:
+        state_dict: Weights in memory.
+        save_folder: The folder that has a `.dat` file for every entry of the index that names no other file.
+        index: What is on disk; the `index.json` of `save_folder` when left out. An entry is `{"dtype", "shape"}`, or
+            `{"safetensors_file", "weight_name", "dtype"}` where the last two may be missing: the name in that file is
+            then the entry's own, the dtype the stored one. Files that an `index.json` names have to lie in its folder.
+        device: Where weights from safetensors files go, the CPU when left out. All others stay where they are.
+
+    Raises:
+        ValueError: nothing was given.
+        CheckpointNotFoundError: `save_folder` has no `index.json`.
+        InvalidCheckpointError: it is no index. What is wrong with an entry is found when its weight is asked for.
+    """
+
+    def __init__(
+        self,
+        state_dict: Mapping[str, torch.Tensor] | None = None,
+        save_folder: StrPath | None = None,
+        index: Mapping[str, Entry] | None = None,
+        device: int | str | torch.device | None = None,
+    ) -> None:
+        if state_dict is None and save_folder is None and index is None:
+            raise ValueError("Need weights: a `state_dict`, a `save_folder` or an `index` of what is on disk.")
+        self.state_dict = {} if state_dict is None else state_dict
+        self.save_folder = save_folder
+        self._may_leave_folder = index is not None
+        if index is None and save_folder is not None:
+            if not os.path.lexists(Path(save_folder) / DAT_INDEX):
+                raise CheckpointNotFoundError(Path(save_folder), f"it has no {DAT_INDEX} of offloaded weights")
+            index = index_of(Path(save_folder))
+        self.index: Mapping[str, Entry] = {} if index is None else index
+        self.all_keys = list(dict.fromkeys([*self.state_dict, *self.index]))
+        self.device = device
+        self._files = MappedFiles()
+        self._places: dict[str, tuple[Path, TensorInfo]] = {}
+        self._headers: dict[Path, tuple[Signature, Mapping[str, TensorInfo]]] = {}
+
+    def __getitem__(self, key: str) -> torch.Tensor:
+        """Return the weight `key`.
+
+        Raises:
+            KeyError: there is none.
+            InvalidCheckpointError: its entry in the index and its file do not go together.
+            ReadError: the file cannot be read, or has changed since another weight was read from it.
+        """
+        if key in self.state_dict:
+            return self.state_dict[key]
+        entry = self.index[key]
+        if not isinstance(entry, Mapping):
+            raise _bad("index", key, f"a {type(entry).__name__}, expected an object")
+        path, tensor = self._places.get(key) or self._places.setdefault(key, self._place(key, entry))
+        header = self._headers.get(path)
+        weight = self._files.tensor(path, tensor, expected=header[0] if header else None)
+        if header is None:
+            return weight
+        dtype = _dtype_named(entry["dtype"], key) if "dtype" in entry else weight.dtype
+        return weight.to(device="cpu" if self.device is None else self.device, dtype=dtype)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self.state_dict or key in self.index
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.all_keys)
+
+    def __len__(self) -> int:
+        return len(self.all_keys)
+
+    def _place(self, key: str, entry: Entry) -> tuple[Path, TensorInfo]:
+        """Return which bytes of which file are the weight `key`."""
+        file, name = entry.get("safetensors_file"), str(entry.get("weight_name", key))
+        if file is not None and self._may_leave_folder:
+            return self._place_in(Path(str(file)), name)
+        if self.save_folder is None:
+            raise _bad("index", key, "neither a safetensors_file nor a folder that has its .dat file")
+        folder = Path(self.save_folder)
+        reading = IndexReading(folder)
+        reading.add(key, {said: value for said, value in entry.items() if file is None or said != "dtype"})
+        if reading.problems:
+            raise InvalidCheckpointError(folder, reading.problems)
+        tensor = reading.tensors[key]
+        path = folder / tensor.span.file
+        return (path, tensor) if file is None else self._place_in(path, name)
+
+    def _place_in(self, path: Path, name: str) -> tuple[Path, TensorInfo]:
+        if path not in self._headers:
+            found = signature(path)
+            try:
+                header = read_header(path, file=path.name)
+            except OSError as error:
+                raise ReadError(path, error.strerror or str(error)) from error
+            self._headers[path] = found, {tensor.name: tensor for tensor in header.tensors}
+        tensor = self._headers[path][1].get(name)
+        if tensor is None:
+            raise _bad(path, name, "no such tensor in this file")
+        check_dtypes([Wanted(tensor=tensor, dtype=tensor.dtype)])
+        return path, tensor
+
+
+def extract_submodules_state_dict(
+    state_dict: Mapping[str, torch.Tensor], submodule_names: Iterable[str]
+) -> dict[str, torch.Tensor]:
+    """Return what of `state_dict` belongs to the modules of these names, or bears one of them; `""` is all of it.
+
+    In the order of the modules. Names that only begin alike are no part of each other: `layers.1` and `layers.10`.
+
+    >>> extract_submodules_state_dict({"a.1.w": 0, "a.10.w": 1, "b": 2}, ["b", "a.1"])
+    {'b': 2, 'a.1.w': 0}
+    """
+    found: dict[str, list[str]] = {name: [] for name in submodule_names}
+    for key in state_dict:
+        for prefix in prefixes(key):
+            if prefix in found:
+                found[prefix].append(key)
+    return {key: state_dict[key] for keys in found.values() for key in keys}
+
+
+def _memory(name: str, tensor: torch.Tensor) -> object:
+    """Return what tensors have in common that are one in memory, down to their shape."""
+    if not tensor.numel() or tensor.layout is not torch.strided:
+        return name
+    flags = tensor.is_conj(), tensor.is_neg()
+    return tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), flags
+
+
+def _dtype_named(name: object, key: str) -> torch.dtype:
+    found = getattr(torch, str(name).removeprefix("torch."), None)
+    if not isinstance(found, torch.dtype):
+        raise _bad("index", key, f"dtype {name!r:.100}, which is none")
+    return found
+
+
+def _bad(source: StrPath, name: str, text: str) -> InvalidCheckpointError:
+    problem = Problem(code="bad-entry", file=DAT_INDEX, text=f"tensor {name!r:.200}: {text}")
+    return InvalidCheckpointError(Path(source), [problem])
