@@ -1,0 +1,572 @@
+"""Hooks that bring weights and arguments of a module to one device for each forward, and send the weights away again.
+
+Names and signatures are those of `accelerate.hooks` 1.15. Between forwards, weights that are offloaded are on the meta
+device, and their values in a `weights_map`: a state dict, or anything else that gives tensors by name.
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from types import GeneratorType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from bigload.runtime.hooks import ModelHook, add_hook_to_module, within
+from bigload.runtime.module_tensors import set_module_tensor_to_device
+from bigload.runtime.offload_store import PrefixedDataset
+from bigload.runtime.sending import DeviceLike, find_device, send_to_device
+
+TiedParams = dict[int, dict[torch.device, Tensor]]
+"""By the address that a tied weight had before hooks came, what it is on each device where it is right now."""
+
+_META = torch.device("meta")
+
+
+class AlignDevicesHook(ModelHook):
+    """Runs a module on one device: its weights are there, at least during a forward, and its arguments are sent there.
+
+    Without `offload`, weights move once, when the hook is attached. With it, they are on the meta device except during
+    a forward, also one that raises. Forwards of one module may nest and run in several threads: weights come with the
+    first and go with the last.
+
+    A weight that is not on the meta device when a forward begins, because it was assigned since or is tied to one that
+    stays, is used as it is, and is still there afterwards.
+
+    Args:
+        execution_device: Where forward runs. A number is an accelerator of this machine's kind; `None` leaves
+            arguments, and weights that are not offloaded, where they are.
+        offload: Whether weights go to the meta device between forwards.
+        io_same_device: Whether tensors in the output return to the device of the first tensor in the arguments.
+        weights_map: Values of offloaded weights by their names in the module, read at every forward, never written.
+            Without, weights are kept on the CPU.
+        offload_buffers: Whether persistent buffers are offloaded too. Others stay on the execution device.
+        place_submodules: Whether the hook is about all modules below as well.
+        skip_keys: Keyword arguments, or keys anywhere in arguments and outputs, whose values are not sent.
+        tied_params_map: Where hooks of one model find weights that another has on the device already.
+    """
+
+    def __init__(
+        self,
+        execution_device: DeviceLike | None = None,
+        offload: bool = False,
+        io_same_device: bool = False,
+        weights_map: Mapping[str, Tensor] | None = None,
+        offload_buffers: bool = False,
+        place_submodules: bool = False,
+        skip_keys: str | list[str] | None = None,
+        tied_params_map: TiedParams | None = None,
+    ) -> None:
+        self.execution_device = execution_device
+        self.offload = offload
+        self.io_same_device = io_same_device
+        self.weights_map = weights_map
+        self.offload_buffers = offload_buffers
+        self.place_submodules = place_submodules
+        self.skip_keys = skip_keys
+        self.tied_params_map = tied_params_map
+        self.input_device: torch.device | None = None
+        self.original_devices: dict[str, torch.device] = {}
+        self._pointers: dict[str, int] = {}
+        self._made_weights_map = False
+        self._forwards = _Forwards()
+
+    @property
+    def execution_device(self) -> DeviceLike | None:
+        """The device as it was given."""
+        return self._given_device
+
+    @execution_device.setter
+    def execution_device(self, device: DeviceLike | None) -> None:
+        self._given_device = device
+        self._device = None if device is None else torch.device(device)
+
+    def __repr__(self) -> str:
+        said = ("execution_device", "offload", "io_same_device", "offload_buffers", "place_submodules", "skip_keys")
+        return f"AlignDevicesHook({', '.join(f'{name}={getattr(self, name)!r}' for name in said)})"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> AlignDevicesHook:
+        """Return a hook for a copy of the module. It reads the same `weights_map`: values are not copied."""
+        copied = type(self).__new__(type(self))
+        memo[id(self)] = copied
+        for name, value in self.__dict__.items():
+            copied.__dict__[name] = value if name == "weights_map" else copy.deepcopy(value, memo)
+        return copied
+
+    def init_hook(self, module: nn.Module) -> nn.Module:
+        """Place the weights of `module`, or send them away. If that fails, they are where they were."""
+        shared = [*_shared_tensors(module, recurse=self.place_submodules)]
+        self.original_devices = {slot.name: slot.tensor.device for slots in shared for slot in slots}
+        try:
+            if self.offload:
+                self._send_away(shared)
+            elif self._device is not None:
+                for slots in shared:
+                    self._place(slots, self._device)
+        except BaseException:
+            self._restore(module)
+            raise
+        return module
+
+    def _send_away(self, shared: Sequence[Sequence[Slot]]) -> None:
+        leaving = [slots for slots in shared if self._is_offloaded(slots[0])]
+        if self.weights_map is None:
+            self._made_weights_map = True
+            self.weights_map = {slot.name: slots[0].tensor.detach().to("cpu") for slots in leaving for slot in slots}
+        for slots in leaving:
+            pointer = _tied_pointer(slots[0].tensor, self.tied_params_map)
+            if pointer is not None:
+                self._pointers.update((slot.name, pointer) for slot in slots)
+            _put(slots, _META)
+        if self._device is not None:
+            for slots in shared:
+                if not self._is_offloaded(slots[0]):
+                    self._place(slots, self._device)
+
+    def _is_offloaded(self, slot: Slot) -> bool:
+        return not slot.is_buffer or (self.offload_buffers and slot.is_persistent)
+
+    def _place(self, slots: Sequence[Slot], device: torch.device) -> None:
+        """Bring a tensor to `device` for good, or take it from there if a tie is there already."""
+        pointer = None if device == _META else _tied_pointer(slots[0].tensor, self.tied_params_map)
+        on_devices = {} if pointer is None or self.tied_params_map is None else self.tied_params_map[pointer]
+        if device in on_devices:
+            _assign(slots, on_devices[device])
+        elif slots[0].tensor.is_meta and self.weights_map is not None:
+            _put(slots, device, *self._value(slots))
+        else:
+            on_devices[device] = _put(slots, device)
+
+    def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Load what is offloaded, and return the arguments on the execution device."""
+        if self.offload or self.io_same_device:
+            self._begin(module, args, kwargs)
+        device = self._device
+        if device is None:
+            return args, kwargs
+        try:
+            for value in args:  # most calls have nothing to send: this loop is what a hook costs
+                if type(value) is not Tensor or value.device != device:
+                    args = send_to_device(args, device, skip_keys=self.skip_keys)
+                    break
+            return args, send_to_device(kwargs, device, skip_keys=self.skip_keys) if kwargs else kwargs
+        except BaseException:
+            self.abort_forward(module)
+            raise
+
+    def _begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self.offload:
+            self._load(module)
+        if self.io_same_device:
+            self.input_device = find_device((args, kwargs))
+            self._forwards.input_devices.append(self.input_device)
+
+    def post_forward(self, module: nn.Module, output: Any) -> Any:
+        """Send away what was loaded, and return the output on the device of the arguments if that is wanted.
+
+        If the output is a generator, weights come back whenever it is started, and stay until it ends or is closed.
+        """
+        if not (self.offload or self.io_same_device):
+            return output
+        device = self._pop_input_device()
+        if self.offload:
+            self._unload()
+
+        def deliver(item: Any) -> Any:
+            return send_to_device(item, device, skip_keys=self.skip_keys)
+
+        if isinstance(output, GeneratorType):
+            if not self.offload:
+                return within(output, _nothing, _nothing, deliver)
+            return within(output, lambda: self._load(module), self._unload, deliver)
+        return deliver(output)
+
+    def abort_forward(self, module: nn.Module) -> None:
+        """Send away what was loaded."""
+        self._pop_input_device()
+        if self.offload:
+            self._unload()
+
+    def detach_hook(self, module: nn.Module) -> nn.Module:
+        """Bring offloaded weights back to where they were before the hook; what was on the meta device stays there."""
+        if self.offload:
+            self._restore(module)
+        return module
+
+    def _restore(self, module: nn.Module) -> None:
+        with self._forwards.lock:
+            self._forwards.put_back()
+        for slots in _shared_tensors(module, recurse=self.place_submodules):
+            slot = slots[0]
+            device = self.original_devices.get(slot.name, _META)
+            if device not in (_META, slot.tensor.device):
+                _put(slots, device, *self._value(slots))
+        if self._made_weights_map:  # values that may be others when the hook is attached again
+            self.weights_map, self._made_weights_map = None, False
+
+    def _load(self, module: nn.Module) -> None:
+        """Bring offloaded weights to the execution device, unless a forward that is under way has done so."""
+        forwards = self._forwards
+        with forwards.lock:
+            if not forwards.num_under_way:
+                try:
+                    for slots in _shared_tensors(module, recurse=self.place_submodules):
+                        if self._is_offloaded(slots[0]):
+                            self._bring(slots)
+                except BaseException:
+                    forwards.put_back()
+                    raise
+            forwards.num_under_way += 1
+
+    def _bring(self, slots: Sequence[Slot]) -> None:
+        slot, forwards = slots[0], self._forwards
+        at_home = slot.tensor
+        if not at_home.is_meta and self._device in (None, at_home.device):
+            return
+        forwards.away.append((slots, at_home))
+        pointer = self._pointers.get(slot.name) if at_home.is_meta else None
+        on_devices = None if pointer is None or self.tied_params_map is None else self.tied_params_map.get(pointer)
+        if on_devices is not None and self._device in on_devices:
+            _assign(slots, on_devices[self._device])
+            return
+        value, statistics = self._value(slots)
+        loaded = _put(slots, value.device if self._device is None else self._device, value, statistics)
+        if on_devices is not None and self._device is not None:
+            on_devices[self._device] = loaded
+            forwards.lent.append((on_devices, self._device))
+
+    def _value(self, slots: Sequence[Slot]) -> tuple[Tensor, Tensor | None]:
+        """Return what the tensor of `slots` should hold, and the scales that int8 weights of bitsandbytes want."""
+        if not slots[0].tensor.is_meta:
+            return slots[0].tensor, None
+        assert self.weights_map is not None, "made when the hook was attached, if not given"
+        names = [slot.name for slot in slots]  # a checkpoint may have tied weights under any one of them
+        name, value = next(((name, value) for name, value in _found(self.weights_map, names)), (None, None))
+        if name is None or value is None:
+            raise KeyError(names[0])
+        if value.dtype != torch.int8 or "weight" not in name:
+            return value, None
+        return value, next((found for _, found in _found(self.weights_map, [name.replace("weight", "SCB")])), None)
+
+    def _unload(self) -> None:
+        forwards = self._forwards
+        with forwards.lock:
+            forwards.num_under_way = max(0, forwards.num_under_way - 1)
+            if not forwards.num_under_way:
+                forwards.put_back()
+
+    def _pop_input_device(self) -> torch.device | None:
+        stack = self._forwards.input_devices
+        return stack.pop() if self.io_same_device and stack else None
+
+
+class Slot(NamedTuple):
+    """A place in a module that holds a tensor."""
+
+    name: str
+    module: nn.Module
+    key: str
+    is_buffer: bool
+
+    @property
+    def table(self) -> dict[str, Tensor | None]:
+        return self.module._buffers if self.is_buffer else self.module._parameters  # type: ignore[return-value]
+
+    @property
+    def tensor(self) -> Tensor:
+        tensor = self.table[self.key]
+        assert tensor is not None, "slots are those that hold something"
+        return tensor
+
+    @property
+    def is_persistent(self) -> bool:
+        return self.key not in self.module._non_persistent_buffers_set
+
+
+def _shared_tensors(module: nn.Module, recurse: bool) -> list[list[Slot]]:
+    """Return the tensors of `module`, of all below with `recurse`, each as the places that hold it, in their order."""
+    found: dict[int, list[Slot]] = {}
+    for prefix, owner in module.named_modules() if recurse else (("", module),):
+        for is_buffer, table in ((False, owner._parameters), (True, owner._buffers)):
+            for key, tensor in table.items():
+                if tensor is not None:
+                    slot = Slot(f"{prefix}.{key}" if prefix else key, owner, key, is_buffer)
+                    found.setdefault(id(tensor), []).append(slot)
+    return list(found.values())
+
+
+def _put(
+    slots: Sequence[Slot],
+    device: torch.device,
+    value: Tensor | None = None,
+    statistics: Tensor | None = None,
+) -> Tensor:
+    """Move a tensor to `device`, with another value if there is one, and return it as it is there."""
+    slot = slots[0]
+    set_module_tensor_to_device(
+        slot.module, slot.key, device, value=value, fp16_statistics=statistics, clear_cache=False
+    )
+    placed = slot.tensor
+    _assign(slots[1:], placed)
+    return placed
+
+
+def _assign(slots: Iterable[Slot], tensor: Tensor) -> None:
+    for slot in slots:
+        slot.table[slot.key] = tensor
+
+
+def _tied_pointer(tensor: Tensor, tied_params_map: TiedParams | None) -> int | None:
+    """Return the key of `tensor` in `tied_params_map`, where it has one.
+
+    Only addresses of tensors that lived when the map was made say anything: those of values loaded later may be any
+    freed ones.
+    """
+    if not tied_params_map or tensor.is_meta:
+        return None
+    pointer = tensor.data_ptr()
+    return pointer if pointer in tied_params_map else None
+
+
+def _found(weights_map: Mapping[str, Tensor], names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
+    """Yield names with their values. Asking a lazy map whether it has a name may read the value, so nobody asks."""
+    for name in names:
+        try:
+            value = weights_map[name]
+        except KeyError:
+            continue
+        yield name, value
+
+
+class _Forwards:
+    """The forwards of one hook that are under way, and what came for them. Copies of the hook begin with none.
+
+    Attributes:
+        num_under_way: How many wait for `put_back`.
+        away: Tensors that others stand in for, with their places.
+        lent: Entries of a `tied_params_map` that are there as long.
+    """
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.num_under_way = 0
+        self.away: list[tuple[Sequence[Slot], Tensor]] = []
+        self.lent: list[tuple[dict[torch.device, Tensor], torch.device]] = []
+        self._here = threading.local()
+
+    def __reduce__(self) -> tuple[type[_Forwards], tuple[()]]:
+        return _Forwards, ()
+
+    @property
+    def input_devices(self) -> list[torch.device | None]:
+        """The devices that the forwards of this thread were called from, the innermost last."""
+        devices: list[torch.device | None] = self._here.__dict__.setdefault("devices", [])
+        return devices
+
+    def put_back(self) -> None:
+        """Put everything back in its place."""
+        for slots, tensor in self.away:
+            _assign(slots, tensor)
+        self.away.clear()
+        for on_devices, device in self.lent:
+            on_devices.pop(device, None)
+        self.lent.clear()
+
+
+def attach_execution_device_hook(
+    module: nn.Module,
+    execution_device: DeviceLike,
+    skip_keys: str | list[str] | None = None,
+    preload_module_classes: Container[str] | None = None,
+    tied_params_map: TiedParams | None = None,
+) -> None:
+    """Let `module` and all below that have weights, and no hook yet, run on `execution_device`.
+
+    What is inside of a module of a class in `preload_module_classes` gets no hook.
+    """
+    if not hasattr(module, "_hf_hook") and _has_state(module):
+        hook = AlignDevicesHook(execution_device, skip_keys=skip_keys, tied_params_map=tied_params_map)
+        add_hook_to_module(module, hook)
+    if type(module).__name__ in (preload_module_classes or ()):
+        return
+    for child in module.children():
+        attach_execution_device_hook(child, execution_device, skip_keys, preload_module_classes, tied_params_map)
+
+
+def _has_state(module: nn.Module) -> bool:
+    """Return whether the state dict of `module` has tensors, without making it."""
+    return any(
+        True
+        for owner in module.modules()
+        for key, tensor in (*owner._parameters.items(), *owner._buffers.items())
+        if tensor is not None and key not in owner._non_persistent_buffers_set
+    )
+
+
+def attach_align_device_hook(
+    module: nn.Module,
+    execution_device: DeviceLike | None = None,
+    offload: bool = False,
+    weights_map: Mapping[str, Tensor] | None = None,
+    offload_buffers: bool = False,
+    module_name: str = "",
+    skip_keys: str | list[str] | None = None,
+    preload_module_classes: Container[str] | None = None,
+    tied_params_map: TiedParams | None = None,
+) -> None:
+    """Give an `AlignDevicesHook` to every module, from `module` on down, that owns tensors itself.
+
+    Args:
+        module: Where to begin.
+        execution_device: See `AlignDevicesHook`, as for all that is not explained here.
+        offload: See there.
+        weights_map: Values by their names in the model, of which `module_name` is the beginning.
+        offload_buffers: See there.
+        module_name: The name of `module` in the model.
+        skip_keys: See there.
+        preload_module_classes: Classes whose modules, if offloaded, load everything below at once: for those that use
+            weights of modules in them without calling these.
+        tied_params_map: See there.
+    """
+    is_preloaded = offload and type(module).__name__ in (preload_module_classes or ())
+    if is_preloaded or _shared_tensors(module, recurse=False):
+        prefix = f"{module_name}." if module_name else ""
+        hook = AlignDevicesHook(
+            execution_device=execution_device,
+            offload=offload,
+            weights_map=None if weights_map is None else PrefixedDataset(weights_map, prefix),
+            offload_buffers=offload_buffers,
+            place_submodules=is_preloaded,
+            skip_keys=skip_keys,
+            tied_params_map=tied_params_map,
+        )
+        add_hook_to_module(module, hook, append=True)
+    if is_preloaded:
+        return
+    for name, child in module.named_children():
+        attach_align_device_hook(
+            child,
+            execution_device=execution_device,
+            offload=offload,
+            weights_map=weights_map,
+            offload_buffers=offload_buffers,
+            module_name=_joined(module_name, name),
+            skip_keys=skip_keys,
+            preload_module_classes=preload_module_classes,
+            tied_params_map=tied_params_map,
+        )
+
+
+def attach_align_device_hook_on_blocks(
+    module: nn.Module,
+    execution_device: DeviceLike | Mapping[str, DeviceLike] | None = None,
+    offload: bool | Mapping[str, bool] = False,
+    weights_map: Mapping[str, Tensor] | None = None,
+    offload_buffers: bool = False,
+    module_name: str = "",
+    skip_keys: str | list[str] | None = None,
+    preload_module_classes: Container[str] | None = None,
+    tied_params_map: TiedParams | None = None,
+) -> None:
+    """Give hooks to a model whose blocks run on different devices, or are offloaded or not.
+
+    Blocks are the keys of `execution_device` and `offload`, of which either may be one value for all. One that is not
+    offloaded is placed as a whole. The model itself, where its name is `""`, returns outputs to the device that its
+    arguments came from. Other arguments are those of `attach_align_device_hook`.
+    """
+    common = _Common(weights_map, offload_buffers, skip_keys, preload_module_classes, tied_params_map)
+    devices, offloads = execution_device, offload
+    if not isinstance(devices, Mapping) and not isinstance(offloads, Mapping):
+        if offloads:
+            common.offload(module, module_name, devices)
+        else:
+            common.place(module, devices, io_same_device=True)
+        return
+    if not isinstance(devices, Mapping):
+        assert isinstance(offloads, Mapping), "one of the two is"
+        devices = {name: devices for name in offloads}
+    if not isinstance(offloads, Mapping):
+        offloads = {name: bool(offloads) for name in devices}
+    common.attach(module, module_name, devices, offloads)
+
+
+class _Common(NamedTuple):
+    """What all hooks of one model have in common, and the ways to attach them."""
+
+    weights_map: Mapping[str, Tensor] | None
+    offload_buffers: bool
+    skip_keys: str | list[str] | None
+    preload_module_classes: Container[str] | None
+    tied_params_map: TiedParams | None
+
+    def attach(
+        self,
+        module: nn.Module,
+        name: str,
+        devices: Mapping[str, DeviceLike | None],
+        offloads: Mapping[str, bool],
+    ) -> None:
+        is_root = not name
+        if name in devices and name in offloads:
+            device = devices[name]
+            if offloads[name]:
+                self.offload(module, name, device)
+                if not hasattr(module, "_hf_hook"):
+                    self.align(module, device, io_same_device=is_root)
+                self.run_on(module, device, self.preload_module_classes)
+            else:
+                self.place(module, device, io_same_device=is_root)
+                self.run_on(module, device, None)
+        elif is_root:
+            self.align(module, devices.get(""), io_same_device=True)
+        for key, child in module.named_children():
+            self.attach(child, _joined(name, key), devices, offloads)
+
+    def offload(self, module: nn.Module, name: str, device: DeviceLike | None) -> None:
+        attach_align_device_hook(
+            module,
+            execution_device=device,
+            offload=True,
+            weights_map=self.weights_map,
+            offload_buffers=self.offload_buffers,
+            module_name=name,
+            skip_keys=self.skip_keys,
+            preload_module_classes=self.preload_module_classes,
+            tied_params_map=self.tied_params_map,
+        )
+
+    def place(self, module: nn.Module, device: DeviceLike | None, *, io_same_device: bool) -> None:
+        self.align(module, device, io_same_device=io_same_device, place_submodules=True)
+
+    def align(
+        self,
+        module: nn.Module,
+        device: DeviceLike | None,
+        *,
+        io_same_device: bool,
+        place_submodules: bool = False,
+    ) -> None:
+        hook = AlignDevicesHook(
+            execution_device=device,
+            io_same_device=io_same_device,
+            offload_buffers=self.offload_buffers,
+            place_submodules=place_submodules,
+            skip_keys=self.skip_keys,
+            tied_params_map=self.tied_params_map,
+        )
+        add_hook_to_module(module, hook)
+
+    def run_on(self, module: nn.Module, device: DeviceLike | None, preload: Container[str] | None) -> None:
+        if device is not None:
+            attach_execution_device_hook(module, device, self.skip_keys, preload, self.tied_params_map)
+
+
+def _joined(module_name: str, name: str) -> str:
+    return f"{module_name}.{name}" if module_name else name
+
+
+def _nothing() -> None:
+    pass
