@@ -54,8 +54,8 @@ if TYPE_CHECKING:  # `as` marks them as public to type checkers
     from bigload.errors import PlanNotFoundError as PlanNotFoundError
     from bigload.errors import PlanOptionError as PlanOptionError
     from bigload.errors import Problem as Problem
-    from bigload.errors import RankError as RankError
     from bigload.errors import QuantisedParameterError as QuantisedParameterError
+    from bigload.errors import RankError as RankError
     from bigload.errors import ReadError as ReadError
     from bigload.errors import ReshardOptionError as ReshardOptionError
     from bigload.errors import StalePlanError as StalePlanError
@@ -169,8 +169,8 @@ _HOMES = {
         "PlanNotFoundError",
         "PlanOptionError",
         "Problem",
-        "RankError",
         "QuantisedParameterError",
+        "RankError",
         "ReadError",
         "ReshardOptionError",
         "StalePlanError",
