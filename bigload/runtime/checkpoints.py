@@ -174,12 +174,13 @@ class _Settling:
         device = self._device(assignment, old)
         dtype = self._dtype(assignment, tensor, old)
         stays = not old.is_meta and old.device == device and torch_dtype(dtype) == old.dtype
+        cast = None if stays or dtype == tensor.dtype else dtype
         return Placed(
             name=assignment.tensor_name,
             places=assignment.places,
             device=device,
-            cast=None if stays or dtype == tensor.dtype else dtype,
-            num_bytes=as_dtype(tensor, dtype).num_bytes,
+            cast=cast,
+            num_bytes=tensor.num_bytes if cast is None else as_dtype(tensor, cast).num_bytes,
             is_fresh=old.is_meta,
             stays=stays,
         )

@@ -31,7 +31,7 @@ class Placed:
     Attributes:
         device: `None` is the disk.
         cast: The dtype that it gets if not its own.
-        num_bytes: In memory.
+        num_bytes: Of the tensor as it is loaded.
         is_fresh: Whether the module has no memory for it yet.
         stays: Whether values are copied into the memory that the module has for it, which casts them.
     """
