@@ -54,8 +54,8 @@ if TYPE_CHECKING:  # `as` marks them as public to type checkers
     from bigload.errors import PlanNotFoundError as PlanNotFoundError
     from bigload.errors import PlanOptionError as PlanOptionError
     from bigload.errors import Problem as Problem
-    from bigload.errors import RankError as RankError
     from bigload.errors import QuantisedParameterError as QuantisedParameterError
+    from bigload.errors import RankError as RankError
     from bigload.errors import ReadError as ReadError
     from bigload.errors import ReshardOptionError as ReshardOptionError
     from bigload.errors import StalePlanError as StalePlanError
@@ -100,6 +100,8 @@ if TYPE_CHECKING:  # `as` marks them as public to type checkers
     from bigload.runtime.align_devices import attach_align_device_hook_on_blocks as attach_align_device_hook_on_blocks
     from bigload.runtime.align_devices import attach_execution_device_hook as attach_execution_device_hook
     from bigload.runtime.auto_device_map import infer_auto_device_map as infer_auto_device_map
+    from bigload.runtime.checkpoints import load_checkpoint_in_model as load_checkpoint_in_model
+    from bigload.runtime.checkpoints import load_state_dict as load_state_dict
     from bigload.runtime.cpu_offload_hooks import CpuOffload as CpuOffload
     from bigload.runtime.cpu_offload_hooks import UserCpuOffloadHook as UserCpuOffloadHook
     from bigload.runtime.device_maps import check_device_map as check_device_map
@@ -140,9 +142,9 @@ if TYPE_CHECKING:  # `as` marks them as public to type checkers
     from bigload.runtime.offloaded_state import get_state_dict_from_offload as get_state_dict_from_offload
     from bigload.runtime.offloaded_state import get_state_dict_offloaded_model as get_state_dict_offloaded_model
     from bigload.runtime.offloaded_state import load_offloaded_weights as load_offloaded_weights
-    from bigload.runtime.stored_weights import StoredWeights as StoredWeights
     from bigload.runtime.sending import find_device as find_device
     from bigload.runtime.sending import send_to_device as send_to_device
+    from bigload.runtime.stored_weights import StoredWeights as StoredWeights
     from bigload.runtime.tied_parameters import check_tied_parameters_in_config as check_tied_parameters_in_config
     from bigload.runtime.tied_parameters import (
         check_tied_parameters_on_same_device as check_tied_parameters_on_same_device,
@@ -186,8 +188,8 @@ _HOMES = {
         "PlanNotFoundError",
         "PlanOptionError",
         "Problem",
-        "RankError",
         "QuantisedParameterError",
+        "RankError",
         "ReadError",
         "ReshardOptionError",
         "StalePlanError",
@@ -215,6 +217,7 @@ _HOMES = {
     "bigload.planning.plan_file": ("read_plan", "write_plan"),
     "bigload.planning.certificate": ("Certificate", "Verdict"),
     "bigload.planning.choices": ("Balance", "Experts", "NameScheme", "Order", "Policy"),
+    "bigload.runtime.checkpoints": ("load_checkpoint_in_model", "load_state_dict"),
     "bigload.runtime.device_maps": (
         "check_device_map",
         "clean_device_map",

@@ -1,0 +1,281 @@
+"""Checkpoints into modules, spread over devices. Names and signatures are those of `accelerate.utils.modeling` 1.15.
+
+A checkpoint is whatever `open_checkpoint` takes, and also a plan, the file of one, or the folder that was resharded by
+one. Names and shapes are held against the module before a byte is read.
+
+Memory: a tensor on the meta device becomes the loaded one. What has memory is filled or replaced in batches, and what
+stays on disk or is written to an offload folder is never held. So beside the module itself there are a batch and what
+is being read (`max_inflight` of `bigload.load`), however large the files are.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from bigload.checkpoint.model import Checkpoint, TensorInfo
+from bigload.dtypes import DType
+from bigload.errors import (
+    MAX_LISTED,
+    LoadOptionError,
+    StateDictMismatchError,
+)
+from bigload.loading.assign import Assignment, Comparison, compare, held
+from bigload.loading.tensors import parsed_dtype, torch_dtype
+from bigload.planning.load_dtype import as_dtype
+from bigload.planning.plan import Plan
+from bigload.runtime.checkpoint_source import DeviceMap, Source, loaded_dtype
+from bigload.runtime.module_filling import Placed, fill, is_distributed, replace, set_by_torch
+from bigload.runtime.module_sizes import prefixes
+from bigload.runtime.offload_store import OffloadedWeightsLoader
+from bigload.runtime.offload_writer import OffloadWriter
+from bigload.runtime.stored_weights import StoredWeights
+from bigload.runtime.tied_parameters import check_tied_parameters_on_same_device, device_of, find_tied_parameters
+
+DISK = "disk"
+
+_CPU = torch.device("cpu")
+_logger = logging.getLogger(__name__)
+
+
+def load_state_dict(
+    checkpoint_file: str | os.PathLike[str], device_map: DeviceMap | None = None
+) -> dict[str, torch.Tensor]:
+    """Return the tensors of a checkpoint by name, each on its device.
+
+    Args:
+        checkpoint_file: What `load_checkpoint_in_model` takes; accelerate takes one file.
+        device_map: Modules to devices. What it does not cover, and what it has on disk, goes to the CPU, where
+            everything goes without it.
+
+    Raises:
+        CheckpointError: it cannot be opened, or was not saved for torch.
+        LoadError: it cannot be loaded; see `bigload.load`.
+    """
+    source = Source.open(checkpoint_file)
+    places = {name: _CPU if device_map is None else _device(name, device_map) or _CPU for name in source.tensors}
+    return source.load(places, None)
+
+
+def load_checkpoint_in_model(
+    model: nn.Module,
+    checkpoint: str | os.PathLike[str] | Checkpoint | Plan,
+    device_map: DeviceMap | None = None,
+    offload_folder: str | os.PathLike[str] | None = None,
+    dtype: str | torch.dtype | None = None,
+    offload_state_dict: bool = False,  # noqa: ARG001 - accelerate's signature
+    offload_buffers: bool = False,
+    keep_in_fp32_modules: Iterable[str] | None = None,
+    offload_8bit_bnb: bool = False,
+    strict: bool = False,
+    full_state_dict: bool = True,
+    broadcast_from_rank0: bool = False,
+) -> Mapping[str, torch.Tensor]:
+    """Fill `model` from `checkpoint`, and return the weights that stay on disk, by the names they have in `model`.
+
+    Weights on disk are on the meta device in `model`; give what is returned to whatever brings them in. Tied
+    parameters stay tied. What the checkpoint lacks, what `model` lacks and, with `strict`, both, is reported in every
+    case: as a warning of this module's logger, or as an error before anything is read.
+
+    Args:
+        model: On the meta device, in memory, or partly.
+        checkpoint: A folder, an index, a file, safetensors or what `torch.save` wrote; a plan or its file; a folder
+            that was resharded by a plan.
+        device_map: Modules to devices. Without one, that of the plan; without a plan, every tensor goes where it is in
+            `model`, to the CPU from the meta device.
+        offload_folder: Where weights on disk are written to, as accelerate does. When left out they stay in the
+            checkpoint and are read there.
+        dtype: What plain floating-point tensors become, on every device and on disk. Without it they get the dtype that
+            they have in `model`; without a device map as well, those on the meta device keep that of the checkpoint.
+        offload_state_dict: Ignored: nothing is held that would have to be put aside.
+        offload_buffers: Whether buffers of modules on disk stay there too. If not they are loaded to the CPU.
+        keep_in_fp32_modules: Modules whose weights become float32 where `dtype` is float16.
+        offload_8bit_bnb: Not supported: weights are not quantised on the way.
+        strict: Refuse a checkpoint that lacks something or has more.
+        full_state_dict: For models of DTensors: whether the checkpoint holds whole tensors. See
+            `torch.distributed.checkpoint.state_dict.StateDictOptions`.
+        broadcast_from_rank0: Only the process of rank 0 reads, and sends to the others; needs a process group.
+
+    Raises:
+        CheckpointError: the checkpoint cannot be opened, or was not saved for torch.
+        PlanError: the plan is none, or was made for another version of the checkpoint.
+        StateDictMismatchError: shapes differ; or `strict`, and something is missing or unexpected.
+        ValueError: the device map has no device for a tensor.
+        LoadOptionError: no such dtype; quantisation was asked for; files of torch before 1.6 cannot stay on disk, where
+            they have no parts.
+        LoadError: it cannot be loaded; see `bigload.load`.
+        LayoutError: the offload folder cannot be written.
+    """
+    if offload_8bit_bnb:
+        raise LoadOptionError("offload_8bit_bnb", offload_8bit_bnb, "False: weights are not quantised while they load")
+    source = Source.open(checkpoint)
+    device_map = source.device_map if device_map is None else device_map
+    comparison = compare(model, source.tensors)
+    _report(model, source, comparison, strict=strict)
+    if device_map is None and (broadcast_from_rank0 or is_distributed(model)):
+        names = [assignment.tensor_name for assignment in comparison.assignments]
+        set_by_torch(model, source, names, full=full_state_dict, is_broadcast=broadcast_from_rank0)
+        return {}
+    if device_map is not None:
+        check_tied_parameters_on_same_device(find_tied_parameters(model), device_map)
+    settle = _Settling(
+        model=model,
+        device_map=device_map,
+        dtype=parsed_dtype(dtype),
+        kept_whole=tuple(keep_in_fp32_modules or ()),
+        offload_buffers=offload_buffers,
+    )
+    placed = [settle.place(assignment, source.tensors[assignment.tensor_name]) for assignment in comparison.assignments]
+    on_disk = _offload(model, source, [each for each in placed if each.device is None], offload_folder)
+    fill(model, source, [each for each in placed if each.device is not None])
+    return on_disk
+
+
+def _report(model: nn.Module, source: Source, found: Comparison, *, strict: bool) -> None:
+    """Say what does not correspond, or refuse it. Shapes have to be equal in any case, as for torch and accelerate."""
+    name, path = type(model).__name__, source.checkpoint.path
+    if found.misshapen or (strict and (found.missing or found.unexpected)):
+        hint = "strict=False loads what does match; nothing was assigned"
+        if found.misshapen:
+            hint = "make the model by the config of this checkpoint; nothing was assigned"
+        raise StateDictMismatchError(
+            name, missing=found.missing, unexpected=found.unexpected, misshapen=found.misshapen, hint=hint
+        )
+    if found.unexpected:
+        text = "Some weights of the checkpoint at %s were not used when filling %s, which does not have them: %s"
+        _logger.warning(text, path, name, _listed(found.unexpected))
+    if found.missing:
+        text = "Some weights of %s are not in the checkpoint at %s and stay as they were: %s"
+        _logger.warning(text, name, path, _listed(found.missing))
+
+
+def _listed(names: tuple[str, ...]) -> str:
+    more = f" and {len(names) - MAX_LISTED} more" if len(names) > MAX_LISTED else ""
+    return ", ".join(names[:MAX_LISTED]) + more
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Settling:
+    """Which device and dtype each tensor gets."""
+
+    model: nn.Module
+    device_map: DeviceMap | None
+    dtype: DType | None
+    kept_whole: tuple[str, ...]
+    offload_buffers: bool
+
+    def place(self, assignment: Assignment, tensor: TensorInfo) -> Placed:
+        old = held(self.model, assignment.places[0])
+        device = self._device(assignment, old)
+        dtype = self._dtype(assignment, tensor, old)
+        stays = not old.is_meta and old.device == device and torch_dtype(dtype) == old.dtype
+        cast = None if stays or dtype == tensor.dtype else dtype
+        return Placed(
+            name=assignment.tensor_name,
+            places=assignment.places,
+            device=device,
+            cast=cast,
+            num_bytes=tensor.num_bytes if cast is None else as_dtype(tensor, cast).num_bytes,
+            is_fresh=old.is_meta,
+            stays=stays,
+        )
+
+    def _device(self, assignment: Assignment, old: torch.Tensor) -> torch.device | None:
+        """Return the device of the first of tied names that has memory: on disk they are only where all of them are."""
+        if self.device_map is None:
+            return _CPU if old.is_meta else old.device
+        found = [device_of(name, self.device_map) for name in assignment.places]
+        device = next((_resolved(each) for each in found if each != DISK), None)
+        is_buffer = not isinstance(old, nn.Parameter)
+        return _CPU if device is None and is_buffer and not self.offload_buffers else device
+
+    def _dtype(self, assignment: Assignment, tensor: TensorInfo, old: torch.Tensor) -> DType:
+        if self.dtype is not None:
+            is_kept = self.dtype.name == "F16" and any(map(self._is_kept_whole, assignment.places))
+            return loaded_dtype(tensor, parsed_dtype("float32") if is_kept else self.dtype)
+        if not old.is_floating_point() or (old.is_meta and self.device_map is None):
+            return tensor.dtype
+        return loaded_dtype(tensor, parsed_dtype(old.dtype))
+
+    def _is_kept_whole(self, name: str) -> bool:
+        return any(key == name or f"{key}." in name for key in self.kept_whole)
+
+
+def _resolved(device: int | str | torch.device) -> torch.device:
+    """Return `device` as torch has it, with the number of the current one if it has none, as tensors' devices do."""
+    found = torch.device(device)
+    is_whole = found.index is not None or found.type in {"cpu", "meta"} or not torch.accelerator.is_available()
+    return found if is_whole else torch.device(found.type, torch.accelerator.current_device_index())
+
+
+def _device(name: str, device_map: DeviceMap) -> torch.device | None:
+    """Return the device of what is called `name`, `None` if it has none or is on disk."""
+    found = next((device_map[prefix] for prefix in reversed(list(prefixes(name))) if prefix in device_map), DISK)
+    return None if found == DISK else _resolved(found)
+
+
+class WeightsOnDisk(Mapping[str, torch.Tensor]):
+    """Weights by a module's names, read where they are stored when they are asked for, in the dtype that each gets."""
+
+    def __init__(self, stored: Mapping[str, torch.Tensor], dtypes: Mapping[str, torch.dtype]) -> None:
+        self.stored = stored
+        self.dtypes = dict(dtypes)
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        dtype = self.dtypes[name]
+        return self.stored[name].to(dtype)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.dtypes
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.dtypes)
+
+    def __len__(self) -> int:
+        return len(self.dtypes)
+
+
+def _offload(
+    model: nn.Module, source: Source, placed: list[Placed], folder: str | os.PathLike[str] | None
+) -> Mapping[str, torch.Tensor]:
+    """Leave `placed` on disk, in `folder` if there is one, and nothing of them in the module but their form."""
+    if not placed:
+        return {}
+    on_disk = _on_disk(source, placed, folder)
+    for each in placed:
+        first, dtype = each.places[0], on_disk.dtypes[each.places[0]]
+        replace(model, each.places, torch.empty_like(held(model, first), device="meta", dtype=dtype))
+    return on_disk
+
+
+def _on_disk(source: Source, placed: list[Placed], folder: str | os.PathLike[str] | None) -> WeightsOnDisk:
+    names = {place: each.name for each in placed for place in each.places}
+    dtypes = {place: _torch_dtype(each, source) for each in placed for place in each.places}
+    if source.legacy is not None:
+        if folder is None:
+            expected = "a folder: files of torch before 1.6 have no parts that could be read where they are"
+            raise LoadOptionError("offload_folder", folder, expected)
+        stored: Mapping[str, torch.Tensor] = {place: source.legacy[name] for place, name in names.items()}
+    else:
+        aliases = {place: name for place, name in names.items() if place != name}
+        stored = StoredWeights(source.checkpoint, aliases=aliases, populate=folder is None)
+    on_disk = WeightsOnDisk(stored, dtypes)
+    if folder is None:
+        return on_disk
+    with OffloadWriter(folder) as writer:
+        for first, *others in (each.places for each in placed):
+            writer.add(first, on_disk[first])
+            for place in others:
+                writer.link(place, first)
+    return WeightsOnDisk(OffloadedWeightsLoader(save_folder=folder), dtypes)
+
+
+def _torch_dtype(placed: Placed, source: Source) -> torch.dtype:
+    dtype = torch_dtype(placed.cast or source.tensors[placed.name].dtype)
+    assert dtype is not None, "StoredWeights() has checked it"
+    return dtype
