@@ -510,7 +510,39 @@ _kernels = {
     "as_strided": _view_kernel(aten.as_strided.default),
     "view": _view_kernel(aten.view.default),
     "_reshape_alias": _view_kernel(aten._reshape_alias.default),
+    "set_.source_Storage_storage_offset": _view_kernel(aten.set_.source_Storage_storage_offset),
 }
+
+
+def _clone_storage(storage):
+    """Return a copy of a storage on its device, which torch would ask an allocator in C++ for; `deepcopy` wants it."""
+    if storage.device.type != NAME:
+        return _clone_elsewhere(storage)
+    original, copied = (torch.empty(size, dtype=torch.uint8, device=storage.device) for size in (0, storage.nbytes()))
+    return copied.copy_(original.set_(storage, 0, copied.shape, (1,))).untyped_storage()
+
+
+def _apply_to_module(module, fn, recurse=True):
+    """Do what `module.to` and its like do and keep parameters the same objects, so that tied ones stay tied.
+
+    So it is on other accelerators. Between CPU and this key torch makes new ones, unless it is asked to swap contents;
+    where something else holds on to a parameter it cannot, and new ones it is.
+    """
+    future = torch.__future__
+    before = future.get_swap_module_params_on_conversion()
+    future.set_swap_module_params_on_conversion(True)
+    try:
+        return _apply_elsewhere(module, fn, recurse)
+    except RuntimeError as error:
+        if "Couldn't swap" not in str(error):
+            raise
+        future.set_swap_module_params_on_conversion(False)
+        return _apply_elsewhere(module, fn, recurse)
+    finally:
+        future.set_swap_module_params_on_conversion(before)
+
+
+_clone_elsewhere, _apply_elsewhere = torch.UntypedStorage.clone, torch.nn.Module._apply
 
 simulation = Simulation()
 
@@ -526,6 +558,7 @@ def install():
     for name, kernel in _kernels.items():
         libraries[1].impl(name, kernel, "PrivateUse1")
     simulation.libraries = libraries  # they unregister when they are gone
+    torch.UntypedStorage.clone, torch.nn.Module._apply = _clone_storage, _apply_to_module
     return simulation
 
 
