@@ -7,8 +7,10 @@ device, and their values in a `weights_map`: a state dict, or anything else that
 from __future__ import annotations
 
 import copy
+import functools
+import sys
 import threading
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from types import GeneratorType
 from typing import Any, NamedTuple
 
@@ -24,6 +26,24 @@ TiedParams = dict[int, dict[torch.device, Tensor]]
 """By the address that a tied weight had before hooks came, what it is on each device where it is right now."""
 
 _META = torch.device("meta")
+
+
+def _eager(function: Callable[..., None]) -> Callable[..., None]:
+    """Return `function` as one that torch.compile calls as it is, and does not look into.
+
+    What says so imports the compiler, which takes seconds: that has to wait until somebody else has imported it.
+    """
+
+    @functools.wraps(function)
+    def run(*args: Any) -> None:
+        if "torch._dynamo" not in sys.modules:
+            return function(*args)
+        if not disabled:
+            disabled.append(torch.compiler.disable(function))  # type: ignore[no-untyped-call]
+        return disabled[0](*args)
+
+    disabled: list[Callable[..., None]] = []
+    return run
 
 
 class AlignDevicesHook(ModelHook):
@@ -117,9 +137,7 @@ class AlignDevicesHook(ModelHook):
             self._made_weights_map = True
             self.weights_map = {slot.name: slots[0].tensor.detach().to("cpu") for slots in leaving for slot in slots}
         for slots in leaving:
-            pointer = _tied_pointer(slots[0].tensor, self.tied_params_map)
-            if pointer is not None:
-                self._pointers.update((slot.name, pointer) for slot in slots)
+            self._pointers.update((slot.name, _pointer(slot.tensor)) for slot in slots)
             _put(slots, _META)
         if self._device is not None:
             for slots in shared:
@@ -131,14 +149,19 @@ class AlignDevicesHook(ModelHook):
 
     def _place(self, slots: Sequence[Slot], device: torch.device) -> None:
         """Bring a tensor to `device` for good, or take it from there if a tie is there already."""
-        pointer = None if device == _META else _tied_pointer(slots[0].tensor, self.tied_params_map)
-        on_devices = {} if pointer is None or self.tied_params_map is None else self.tied_params_map[pointer]
-        if device in on_devices:
-            _assign(slots, on_devices[device])
-        elif slots[0].tensor.is_meta and self.weights_map is not None:
+        slot = slots[0]
+        on_devices = self._tied_copies(_pointer(slot.tensor)) if device != _META else {}
+        there = on_devices.get(device)
+        if there is not None and there.shape == slot.tensor.shape:
+            _assign(slots, there)
+        elif slot.tensor.is_meta and slot.is_persistent and self.weights_map is not None:
             _put(slots, device, *self._value(slots))
         else:
             on_devices[device] = _put(slots, device)
+
+    def _tied_copies(self, pointer: int) -> dict[torch.device, Tensor]:
+        """Return what to share of the tensor that was at `pointer`; a dict of nobody's if nothing is tied to it."""
+        return (self.tied_params_map or {}).get(pointer, {})
 
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Load what is offloaded, and return the arguments on the execution device."""
@@ -207,6 +230,7 @@ class AlignDevicesHook(ModelHook):
         if self._made_weights_map:  # values that may be others when the hook is attached again
             self.weights_map, self._made_weights_map = None, False
 
+    @_eager
     def _load(self, module: nn.Module) -> None:
         """Bring offloaded weights to the execution device, unless a forward that is under way has done so."""
         forwards = self._forwards
@@ -227,30 +251,34 @@ class AlignDevicesHook(ModelHook):
         if not at_home.is_meta and self._device in (None, at_home.device):
             return
         forwards.away.append((slots, at_home))
-        pointer = self._pointers.get(slot.name) if at_home.is_meta else None
-        on_devices = None if pointer is None or self.tied_params_map is None else self.tied_params_map.get(pointer)
-        if on_devices is not None and self._device in on_devices:
-            _assign(slots, on_devices[self._device])
+        on_devices = self._tied_copies(self._pointers.get(slot.name, 0) if at_home.is_meta else 0)
+        there = None if self._device is None else on_devices.get(self._device)
+        if there is not None and there.shape == at_home.shape:
+            _assign(slots, there)
             return
         value, statistics = self._value(slots)
-        loaded = _put(slots, value.device if self._device is None else self._device, value, statistics)
-        if on_devices is not None and self._device is not None:
-            on_devices[self._device] = loaded
-            forwards.lent.append((on_devices, self._device))
+        device = value.device if self._device is None else self._device
+        on_devices[device] = _put(slots, device, value, statistics)
+        forwards.lent.append((on_devices, device))
 
     def _value(self, slots: Sequence[Slot]) -> tuple[Tensor, Tensor | None]:
         """Return what the tensor of `slots` should hold, and the scales that int8 weights of bitsandbytes want."""
         if not slots[0].tensor.is_meta:
             return slots[0].tensor, None
-        assert self.weights_map is not None, "made when the hook was attached, if not given"
-        names = [slot.name for slot in slots]  # a checkpoint may have tied weights under any one of them
-        name, value = next(((name, value) for name, value in _found(self.weights_map, names)), (None, None))
-        if name is None or value is None:
-            raise KeyError(names[0])
-        if value.dtype != torch.int8 or "weight" not in name:
-            return value, None
-        return value, next((found for _, found in _found(self.weights_map, [name.replace("weight", "SCB")])), None)
+        weights_map = self.weights_map
+        assert weights_map is not None, "made when the hook was attached, if not given"
+        *others, name = (slot.name for slot in slots)
+        for other in others:  # a checkpoint may have tied weights under any one of their names
+            value = _found(weights_map, other)
+            if value is not None:
+                name = other
+                break
+        else:
+            value = weights_map[name]
+        is_quantized = value.dtype == torch.int8 and "weight" in name
+        return value, _found(weights_map, name.replace("weight", "SCB")) if is_quantized else None
 
+    @_eager
     def _unload(self) -> None:
         forwards = self._forwards
         with forwards.lock:
@@ -319,26 +347,24 @@ def _assign(slots: Iterable[Slot], tensor: Tensor) -> None:
         slot.table[slot.key] = tensor
 
 
-def _tied_pointer(tensor: Tensor, tied_params_map: TiedParams | None) -> int | None:
-    """Return the key of `tensor` in `tied_params_map`, where it has one.
+def _pointer(tensor: Tensor) -> int:
+    """Return the address by which a `tied_params_map` may know `tensor`, 0 for those without memory.
 
-    Only addresses of tensors that lived when the map was made say anything: those of values loaded later may be any
-    freed ones.
+    Addresses say something of tensors that lived when the map was made, and are taken when a hook is attached. Values
+    that are loaded later may be wherever something else was, so nobody asks for theirs.
     """
-    if not tied_params_map or tensor.is_meta:
+    try:
+        return 0 if tensor.is_meta else tensor.data_ptr()
+    except (NotImplementedError, RuntimeError):  # wrappers around other tensors
+        return 0
+
+
+def _found(weights_map: Mapping[str, Tensor], name: str) -> Tensor | None:
+    """Return the value of `name`, if there is one. Asking whether there is may read it, so it is not asked first."""
+    try:
+        return weights_map[name]
+    except KeyError:
         return None
-    pointer = tensor.data_ptr()
-    return pointer if pointer in tied_params_map else None
-
-
-def _found(weights_map: Mapping[str, Tensor], names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
-    """Yield names with their values. Asking a lazy map whether it has a name may read the value, so nobody asks."""
-    for name in names:
-        try:
-            value = weights_map[name]
-        except KeyError:
-            continue
-        yield name, value
 
 
 class _Forwards:
@@ -478,19 +504,16 @@ def attach_align_device_hook_on_blocks(
     arguments came from. Other arguments are those of `attach_align_device_hook`.
     """
     common = _Common(weights_map, offload_buffers, skip_keys, preload_module_classes, tied_params_map)
-    devices, offloads = execution_device, offload
-    if not isinstance(devices, Mapping) and not isinstance(offloads, Mapping):
-        if offloads:
-            common.offload(module, module_name, devices)
-        else:
-            common.place(module, devices, io_same_device=True)
-        return
-    if not isinstance(devices, Mapping):
-        assert isinstance(offloads, Mapping), "one of the two is"
-        devices = {name: devices for name in offloads}
-    if not isinstance(offloads, Mapping):
-        offloads = {name: bool(offloads) for name in devices}
-    common.attach(module, module_name, devices, offloads)
+    if isinstance(execution_device, Mapping):
+        devices: Mapping[str, DeviceLike | None] = execution_device
+        offloads = offload if isinstance(offload, Mapping) else dict.fromkeys(devices, offload)
+        common.attach(module, module_name, devices, offloads)
+    elif isinstance(offload, Mapping):
+        common.attach(module, module_name, dict.fromkeys(offload, execution_device), offload)
+    elif offload:
+        common.offload(module, module_name, execution_device)
+    else:
+        common.place(module, execution_device, io_same_device=True)
 
 
 class _Common(NamedTuple):

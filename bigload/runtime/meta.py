@@ -9,6 +9,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import nn
@@ -114,18 +115,20 @@ class _Registration:
         def register_parameter(self_: nn.Module, name: str, param: nn.Parameter | None) -> None:
             register(self_, name, param)
             stack = self._stack()
-            if stack and param is not None:
+            held = self_._parameters.get(name)
+            if stack and held is not None:
                 device, moved = stack[-1]
-                if param.device != device and param not in moved:
-                    moved[param] = _moved(param, device)
-                self_._parameters[name] = moved.get(param, param)
+                if held.device != device and held not in moved:
+                    moved[held] = _moved(held, device)
+                if held in moved:
+                    self_._parameters[name] = moved[held]
 
         return register_parameter
 
 
 def _moved(param: nn.Parameter, device: torch.device) -> nn.Parameter:
     attributes = dict(param.__dict__)
-    kind = type(param)
+    kind: Any = type(param)
     if isinstance(param, UninitializedParameter):
         moved = kind(requires_grad=param.requires_grad, device=device, dtype=param.dtype)
     else:
@@ -134,7 +137,7 @@ def _moved(param: nn.Parameter, device: torch.device) -> nn.Parameter:
         except TypeError:
             moved = kind(param.data.to(device), requires_grad=param.requires_grad)
     moved.__dict__.update(attributes)
-    return moved
+    return moved  # type: ignore[no-any-return]  # by the constructors of any class
 
 
 _registration = _Registration()

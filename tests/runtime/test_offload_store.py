@@ -1,5 +1,4 @@
 import json
-import os
 import pickle
 from copy import deepcopy
 
@@ -149,9 +148,13 @@ def test_a_loader_takes_what_is_in_memory_before_what_is_on_disk(tmp_path):
     bigload.offload_state_dict(tmp_path, on_disk)
     mine = torch.full((2,), 3.0)
     loader = bigload.OffloadedWeightsLoader(state_dict={"c": mine, "a": mine}, save_folder=tmp_path)
-    assert list(loader) == loader.all_keys == ["c", "a", "b"] and len(loader) == 3
-    assert loader["a"] is mine and torch.equal(loader["b"], on_disk["b"])
-    assert "b" in loader and "d" not in loader and loader.get("d") is None
+    assert list(loader) == loader.all_keys == ["c", "a", "b"]
+    assert len(loader) == 3
+    assert loader["a"] is mine
+    assert torch.equal(loader["b"], on_disk["b"])
+    assert "b" in loader
+    assert "d" not in loader
+    assert loader.get("d") is None
     with pytest.raises(KeyError):
         loader["d"]
 
@@ -186,7 +189,7 @@ def test_a_loader_reads_safetensors_where_they_are(tmp_path):
     assert same(loader["w"], torch.ones(2, dtype=torch.bfloat16))
     assert same(loader["half"], torch.arange(4).half())
     for name in ("lost", "odd"):
-        with pytest.raises(InvalidCheckpointError, match="no such tensor|which is none"):
+        with pytest.raises(InvalidCheckpointError, match=r"no such tensor|which is none"):
             loader[name]
 
 
@@ -196,7 +199,7 @@ def test_an_index_file_names_nothing_outside_its_folder(tmp_path):
     save_file({"w": torch.ones(2)}, tmp_path / "x.safetensors")
     save_file({"w": torch.ones(2)}, folder / "y.safetensors")
     bigload.offload_weight(torch.ones(2), "secret", tmp_path)
-    os.symlink(tmp_path / "secret.dat", folder / "linked.dat")
+    (folder / "linked.dat").symlink_to(tmp_path / "secret.dat")
     form = {"dtype": "float32", "shape": [2]}
     index = {"../secret": form, "linked": form, str(tmp_path / "secret"): form}
     index |= {"up": {"safetensors_file": "../x.safetensors", "weight_name": "w"}}
@@ -206,7 +209,7 @@ def test_an_index_file_names_nothing_outside_its_folder(tmp_path):
     loader = bigload.OffloadedWeightsLoader(save_folder=folder)
     assert loader["inside"].dtype == torch.float16
     for name in set(index) - {"inside"}:
-        with pytest.raises(InvalidCheckpointError, match="unsafe-path|absolute|leaves|no file in this folder"):
+        with pytest.raises(InvalidCheckpointError, match=r"absolute|leaves|no file in this folder"):
             loader[name]
 
 
@@ -224,7 +227,8 @@ def test_a_loader_survives_copies_and_pickles(tmp_path):
     bigload.offload_state_dict(tmp_path, {"a": torch.arange(4)})
     loader = bigload.OffloadedWeightsLoader(state_dict={"b": torch.ones(2)}, save_folder=tmp_path)
     for other in (deepcopy(loader), pickle.loads(pickle.dumps(loader))):
-        assert torch.equal(other["a"], loader["a"]) and torch.equal(other["b"], loader["b"])
+        assert torch.equal(other["a"], loader["a"])
+        assert torch.equal(other["b"], loader["b"])
 
 
 def test_writing_to_a_weight_does_not_change_its_file(tmp_path):
@@ -247,8 +251,13 @@ class Counted(dict):
 def test_a_prefixed_dataset_has_the_keys_that_it_takes():
     whole = Counted({"a.x": 1, "a.y": 2, "ab": 3, "b.x": 4})
     part = bigload.PrefixedDataset(whole, "a.")
-    assert "x" in part and "ab" not in part and 3 not in part and whole.asked == 0
-    assert list(part) == ["x", "y"] and len(part) == 2 and dict(part) == {"x": 1, "y": 2}
+    assert "x" in part
+    assert "ab" not in part
+    assert 3 not in part
+    assert whole.asked == 0
+    assert list(part) == ["x", "y"]
+    assert len(part) == 2
+    assert dict(part) == {"x": 1, "y": 2}
     assert (part.dataset, part.prefix) == (whole, "a.")
     with pytest.raises(KeyError):
         part["z"]
