@@ -54,8 +54,8 @@ if TYPE_CHECKING:  # `as` marks them as public to type checkers
     from bigload.errors import PlanNotFoundError as PlanNotFoundError
     from bigload.errors import PlanOptionError as PlanOptionError
     from bigload.errors import Problem as Problem
-    from bigload.errors import RankError as RankError
     from bigload.errors import QuantisedParameterError as QuantisedParameterError
+    from bigload.errors import RankError as RankError
     from bigload.errors import ReadError as ReadError
     from bigload.errors import ReshardOptionError as ReshardOptionError
     from bigload.errors import StalePlanError as StalePlanError
@@ -95,12 +95,29 @@ if TYPE_CHECKING:  # `as` marks them as public to type checkers
     from bigload.planning.plan_file import read_plan as read_plan
     from bigload.planning.plan_file import write_plan as write_plan
     from bigload.planning.planner import plan as plan
+    from bigload.runtime.align_devices import AlignDevicesHook as AlignDevicesHook
+    from bigload.runtime.align_devices import attach_align_device_hook as attach_align_device_hook
+    from bigload.runtime.align_devices import attach_align_device_hook_on_blocks as attach_align_device_hook_on_blocks
+    from bigload.runtime.align_devices import attach_execution_device_hook as attach_execution_device_hook
     from bigload.runtime.auto_device_map import infer_auto_device_map as infer_auto_device_map
+    from bigload.runtime.checkpoints import load_checkpoint_in_model as load_checkpoint_in_model
+    from bigload.runtime.checkpoints import load_state_dict as load_state_dict
+    from bigload.runtime.cpu_offload_hooks import CpuOffload as CpuOffload
+    from bigload.runtime.cpu_offload_hooks import UserCpuOffloadHook as UserCpuOffloadHook
     from bigload.runtime.device_maps import check_device_map as check_device_map
     from bigload.runtime.device_maps import clean_device_map as clean_device_map
     from bigload.runtime.device_memory import get_balanced_memory as get_balanced_memory
     from bigload.runtime.device_memory import get_max_memory as get_max_memory
     from bigload.runtime.fallback import fallback_allocate as fallback_allocate
+    from bigload.runtime.hooks import ModelHook as ModelHook
+    from bigload.runtime.hooks import SequentialHook as SequentialHook
+    from bigload.runtime.hooks import add_hook_to_module as add_hook_to_module
+    from bigload.runtime.hooks import remove_hook_from_module as remove_hook_from_module
+    from bigload.runtime.hooks import remove_hook_from_submodules as remove_hook_from_submodules
+    from bigload.runtime.layerwise_casting import LayerwiseCastingHook as LayerwiseCastingHook
+    from bigload.runtime.layerwise_casting import attach_layerwise_casting_hooks as attach_layerwise_casting_hooks
+    from bigload.runtime.meta import init_empty_weights as init_empty_weights
+    from bigload.runtime.meta import init_on_device as init_on_device
     from bigload.runtime.module_sizes import calculate_maximum_sizes as calculate_maximum_sizes
     from bigload.runtime.module_sizes import compute_module_sizes as compute_module_sizes
     from bigload.runtime.module_sizes import compute_module_total_buffer_size as compute_module_total_buffer_size
@@ -125,6 +142,8 @@ if TYPE_CHECKING:  # `as` marks them as public to type checkers
     from bigload.runtime.offloaded_state import get_state_dict_from_offload as get_state_dict_from_offload
     from bigload.runtime.offloaded_state import get_state_dict_offloaded_model as get_state_dict_offloaded_model
     from bigload.runtime.offloaded_state import load_offloaded_weights as load_offloaded_weights
+    from bigload.runtime.sending import find_device as find_device
+    from bigload.runtime.sending import send_to_device as send_to_device
     from bigload.runtime.stored_weights import StoredWeights as StoredWeights
     from bigload.runtime.tied_parameters import check_tied_parameters_in_config as check_tied_parameters_in_config
     from bigload.runtime.tied_parameters import (
@@ -169,8 +188,8 @@ _HOMES = {
         "PlanNotFoundError",
         "PlanOptionError",
         "Problem",
-        "RankError",
         "QuantisedParameterError",
+        "RankError",
         "ReadError",
         "ReshardOptionError",
         "StalePlanError",
@@ -198,6 +217,7 @@ _HOMES = {
     "bigload.planning.plan_file": ("read_plan", "write_plan"),
     "bigload.planning.certificate": ("Certificate", "Verdict"),
     "bigload.planning.choices": ("Balance", "Experts", "NameScheme", "Order", "Policy"),
+    "bigload.runtime.checkpoints": ("load_checkpoint_in_model", "load_state_dict"),
     "bigload.runtime.device_maps": (
         "check_device_map",
         "clean_device_map",
@@ -247,6 +267,35 @@ _HOMES = {
     ),
     "bigload.runtime.auto_device_map": ("infer_auto_device_map",),
     "bigload.runtime.fallback": ("fallback_allocate",),
+    "bigload.runtime.align_devices": (
+        "AlignDevicesHook",
+        "attach_align_device_hook",
+        "attach_align_device_hook_on_blocks",
+        "attach_execution_device_hook",
+    ),
+    "bigload.runtime.cpu_offload_hooks": (
+        "CpuOffload",
+        "UserCpuOffloadHook",
+    ),
+    "bigload.runtime.hooks": (
+        "ModelHook",
+        "SequentialHook",
+        "add_hook_to_module",
+        "remove_hook_from_module",
+        "remove_hook_from_submodules",
+    ),
+    "bigload.runtime.layerwise_casting": (
+        "LayerwiseCastingHook",
+        "attach_layerwise_casting_hooks",
+    ),
+    "bigload.runtime.meta": (
+        "init_empty_weights",
+        "init_on_device",
+    ),
+    "bigload.runtime.sending": (
+        "find_device",
+        "send_to_device",
+    ),
     "bigload.runtime.trees": ("units_of_model",),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}

@@ -449,7 +449,13 @@ class StateDictMismatchError(LoadError, ValueError):
     """The tensors of a checkpoint and the parameters and buffers of a module do not correspond."""
 
     def __init__(
-        self, module: str, *, missing: Sequence[str], unexpected: Sequence[str], misshapen: Sequence[str]
+        self,
+        module: str,
+        *,
+        missing: Sequence[str],
+        unexpected: Sequence[str],
+        misshapen: Sequence[str],
+        hint: str = "strict=False loads what does match; nothing was assigned",
     ) -> None:
         super().__init__(
             f"the checkpoint does not match {module}: {len(missing)} missing, {len(unexpected)} unexpected, "
@@ -459,7 +465,7 @@ class StateDictMismatchError(LoadError, ValueError):
                 *(f"not in the module: {name}" for name in unexpected),
                 *(f"other shape: {name}" for name in misshapen),
             ),
-            hint="strict=False loads what does match; nothing was assigned",
+            hint=hint,
         )
         self.missing = tuple(missing)
         self.unexpected = tuple(unexpected)

@@ -31,6 +31,8 @@ class ShardIndex:
 def read_index(path: Path) -> ShardIndex:
     """Read the weight map at `path`; nothing it names is opened.
 
+    The file is the map itself where it has no `weight_map` and only texts, as accelerate takes it too.
+
     Raises:
         InvalidCheckpointError: not JSON, no `weight_map` of text to text, or a tensor listed twice.
     """
@@ -41,7 +43,8 @@ def read_index(path: Path) -> ShardIndex:
     except (ValueError, RecursionError) as error:
         raise _invalid(path, "index-not-json", f"not valid JSON: {error}") from None
     root = dict(document) if isinstance(document, _Pairs) else {}
-    pairs = root.get("weight_map")
+    is_map = bool(root) and "weight_map" not in root and all(isinstance(file, str) for file in root.values())
+    pairs = document if is_map else root.get("weight_map")
     if not isinstance(pairs, _Pairs):
         raise _invalid(path, "bad-index", 'expected an object with "weight_map": {tensor: file, ...}')
     weight_map = {name: file for name, file in pairs if isinstance(file, str) and file}

@@ -42,7 +42,7 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
     `path` is a folder with `model.safetensors` or one `*.safetensors.index.json`, such an index, a `.safetensors` file,
     or the name of a repository (`org/model`) that lies in the local Hugging Face cache. Nothing is downloaded. What
     `torch.save` wrote (`.bin`, `.pt`, `.pth`; `pytorch_model.bin.index.json`) is read alike, and executes nothing; a
-    folder's safetensors come first, as with transformers.
+    folder's safetensors come first, as with transformers. An index of another name is taken where it is the only one.
 
     Raises:
         CheckpointNotFoundError: nothing there, or nothing that is a checkpoint.
@@ -126,6 +126,9 @@ def _open_folder(root: Path, path: str) -> Checkpoint:
         if indexes:
             hint = f"name the one you mean: {root / indexes[0]}"
             raise CheckpointNotFoundError(path, f"{len(indexes)} index files, which differ", details=indexes, hint=hint)
+    indexes = [name for name in names if name.endswith(".index.json")]
+    if len(indexes) == 1:
+        return _open_sharded(root, indexes[0], path)
     for form in _FORMS:
         files = [name for name in names if name.endswith(form.suffixes)]
         if len(files) == 1 and not _SHARD_OF_MANY.fullmatch(files[0]):

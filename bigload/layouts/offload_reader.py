@@ -90,14 +90,22 @@ class OffloadFolder:
         return index
 
 
-def _open_blocks(checkpoint: Checkpoint) -> OffloadFolder:
+def aliases_in(checkpoint: Checkpoint) -> dict[str, str]:
+    """Return the names that the metadata of safetensors files gives to a tensor of the same file, to that one's name.
+
+    So write `layouts/offload_folder.py` and `save_model` of safetensors.
+    """
     tensors = checkpoint.tensors
-    aliases = {
+    return {
         alias: name
         for shard in checkpoint.shards
         for alias, name in shard.metadata.items()
         if alias not in tensors and name in tensors and tensors[name].span.file == shard.file and alias != "format"
     }
+
+
+def _open_blocks(checkpoint: Checkpoint) -> OffloadFolder:
+    tensors, aliases = checkpoint.tensors, aliases_in(checkpoint)
     shared = {alias: replace(tensors[name], name=alias) for alias, name in aliases.items()}
     return OffloadFolder(
         root=checkpoint.root,

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
+from bigload.checkpoint.model import TensorInfo
 from bigload.errors import StateDictMismatchError
+from bigload.loading.schedule import Wanted
 from bigload.loading.selection import Selection
 from bigload.loading.tensors import torch_shape
 
@@ -21,18 +23,48 @@ class Assignment:
     places: tuple[str, ...]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """What a checkpoint and a module have in common, and what only one of them has.
+
+    Attributes:
+        assignments: Which stored tensor goes where.
+        missing: Names in the module, the first of each group of tied ones, of which the checkpoint has none.
+        unexpected: Names in the checkpoint that the module does not have.
+        misshapen: Names of different shapes, with both shapes in words.
+    """
+
+    assignments: tuple[Assignment, ...]
+    missing: tuple[str, ...]
+    unexpected: tuple[str, ...]
+    misshapen: tuple[str, ...]
+
+
 def match(module: nn.Module, selection: Selection, *, strict: bool) -> tuple[Assignment, ...]:
     """Return which of the wanted tensors goes where in `module`, without reading one.
 
-    Tied parameters need one stored tensor among them. Buffers that the module does not save are left alone, and so is
-    what stays on disk.
+    What stays on disk is left alone.
 
     Raises:
         StateDictMismatchError: `strict`, and something is missing, unexpected or of another shape.
     """
+    found = compare(module, {want.name: want for want in selection.wanted}, selection.left_on_disk)
+    if strict and (found.missing or found.unexpected or found.misshapen):
+        raise StateDictMismatchError(
+            type(module).__name__, missing=found.missing, unexpected=found.unexpected, misshapen=found.misshapen
+        )
+    return found.assignments
+
+
+def compare(
+    module: nn.Module, tensors: Mapping[str, Wanted] | Mapping[str, TensorInfo], ignored: Collection[str] = ()
+) -> Comparison:
+    """Return which of `tensors` goes where in `module`, and what does not correspond.
+
+    Tied parameters need one stored tensor among them. Buffers that the module does not save are left alone, and so is
+    what one of the names in `ignored` is.
+    """
     assignments, missing, misshapen = list[Assignment](), list[str](), list[str]()
-    tensors = {want.name: want for want in selection.wanted}
-    ignored = frozenset(selection.left_on_disk)
     groups = _state(module)
     for places in groups:
         stored = [name for name in places if name in tensors]
@@ -40,16 +72,16 @@ def match(module: nn.Module, selection: Selection, *, strict: bool) -> tuple[Ass
             missing += [] if any(name in ignored for name in places) else [places[0]]
             continue
         want = tensors[stored[0]]
-        expected, found = tuple(_get(module, places[0]).shape), torch_shape(want.dtype, want.shape)
+        expected, found = tuple(held(module, places[0]).shape), torch_shape(want.dtype, want.shape)
         if expected == found:
             assignments.append(Assignment(tensor_name=stored[0], places=places))
         else:
             misshapen.append(f"{stored[0]} is {list(found)} in the checkpoint, {list(expected)} in the module")
     known = {name for places in groups for name in places}
-    unexpected = [name for name in (*tensors, *ignored) if name not in known]
-    if strict and (missing or unexpected or misshapen):
-        raise StateDictMismatchError(type(module).__name__, missing=missing, unexpected=unexpected, misshapen=misshapen)
-    return tuple(assignments)
+    unexpected = tuple(name for name in (*tensors, *ignored) if name not in known)
+    return Comparison(
+        assignments=tuple(assignments), missing=tuple(missing), unexpected=unexpected, misshapen=tuple(misshapen)
+    )
 
 
 def assign(module: nn.Module, assignments: tuple[Assignment, ...], tensors: Mapping[str, torch.Tensor]) -> None:
@@ -60,7 +92,7 @@ def assign(module: nn.Module, assignments: tuple[Assignment, ...], tensors: Mapp
     """
     for assignment in assignments:
         value = tensors[assignment.tensor_name]
-        old = _get(module, assignment.places[0])
+        old = held(module, assignment.places[0])
         if not old.is_meta:
             with torch.no_grad():
                 old.copy_(value)
@@ -86,7 +118,8 @@ def _state(module: nn.Module) -> list[tuple[str, ...]]:
     return [tuple(names) for names in groups.values()]
 
 
-def _get(module: nn.Module, name: str) -> torch.Tensor:
+def held(module: nn.Module, name: str) -> torch.Tensor:
+    """Return the parameter or buffer of `module` that `name` is."""
     parent, _, leaf = name.rpartition(".")
     owner = module.get_submodule(parent)
     tensor = owner._parameters.get(leaf)

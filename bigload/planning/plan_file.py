@@ -143,7 +143,7 @@ def write_plan(plan: Plan, path: str | Path) -> None:
         WriteError: the system refused.
     """
     target = Path(path)
-    if target.exists() and not _is_plan(target):
+    if target.exists() and not is_plan(target):
         raise OutputExistsError(target, "it is not a plan file", hint="choose another name")
     write_whole(target, plan_to_json(plan))
 
@@ -166,7 +166,8 @@ def write_whole(target: Path, content: str | bytes) -> None:
         raise WriteError(target, error) from error
 
 
-def _is_plan(path: Path) -> bool:
+def is_plan(path: Path) -> bool:
+    """Return whether `path` is a file that says it is a plan, of whatever version."""
     try:
         document = json.loads(path.read_text(encoding="utf-8", errors=_PATHS))
     except (OSError, ValueError, RecursionError):

@@ -155,30 +155,36 @@ def _brought_in(module: nn.Module, hook: OffloadHook, device: DeviceLike | None)
 @contextmanager
 def _moved(module: nn.Module, device: DeviceLike) -> Iterator[None]:
     before = {name: parameter for name, parameter in module._parameters.items() if parameter is not None}
-    moved: dict[str, nn.Parameter | None] = {}
+    moved: dict[str, nn.Parameter] = {}
+    copies: dict[nn.Parameter, nn.Parameter] = {}  # by identity: one parameter may have several names
     try:
-        for name in before:
-            set_module_tensor_to_device(module, name, device)
-            moved[name] = module._parameters[name]
+        for name, parameter in before.items():
+            if parameter not in copies:
+                set_module_tensor_to_device(module, name, device)
+                copies[parameter] = module.get_parameter(name)
+            module._parameters[name] = moved[name] = copies[parameter]
         yield
     finally:
-        for name, now in moved.items():
-            if now is before[name]:
-                continue
-            if module._parameters.get(name) is not now:  # replaced meanwhile: what is there now goes back instead
+        for name, copy in moved.items():
+            now = module._parameters.get(name)
+            if now is copy:
+                _take_changes(before[name], copy)
+                module._parameters[name] = before[name]
+            elif now is not None:  # replaced meanwhile: what is there now goes to where the old one was
                 set_module_tensor_to_device(module, name, before[name].device)
-                continue
-            if now is not None and not now.is_meta:
-                with torch.no_grad():
-                    before[name].copy_(now)
-            module._parameters[name] = before[name]
+
+
+def _take_changes(parameter: nn.Parameter, copy: nn.Parameter) -> None:
+    if copy is not parameter and not copy.is_meta:
+        with torch.no_grad():
+            parameter.copy_(copy)
 
 
 def _offload_hook(module: nn.Module) -> OffloadHook | None:
     """Return the hook that offloads, also where it is one of several."""
     hook = getattr(module, "_hf_hook", None)
     for each in (hook, *getattr(hook, "hooks", ())):
-        if isinstance(each, OffloadHook) and each.offload is True:
+        if isinstance(each, OffloadHook) and each.offload:
             return each
     return None
 

@@ -14,7 +14,7 @@ import torch
 
 from bigload.checkpoint.model import TensorInfo
 from bigload.checkpoint.safetensors import read_header
-from bigload.errors import CheckpointNotFoundError, InvalidCheckpointError, Problem, ReadError
+from bigload.errors import CheckpointNotFoundError, InvalidCheckpointError, NotOffloadableError, Problem, ReadError
 from bigload.layouts.offload_folder import DAT_INDEX
 from bigload.layouts.offload_reader import IndexReading
 from bigload.loading.guards import signature
@@ -88,6 +88,9 @@ def offload_state_dict(save_dir: StrPath, state_dict: Mapping[str, torch.Tensor]
     with OffloadWriter(save_dir) as writer:
         first: dict[object, str] = {}
         for name, tensor in state_dict.items():
+            if not isinstance(tensor, torch.Tensor):
+                found = type(tensor).__name__
+                raise NotOffloadableError(f"{name} is no tensor but a {found}", hint="leave it out of the state dict")
             if tensor.is_meta:
                 writer.keep(name, tensor.shape)
             elif (same := first.setdefault(_memory(name, tensor), name)) != name and isinstance(state_dict, dict):

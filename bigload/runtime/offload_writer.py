@@ -38,7 +38,7 @@ Entry = dict[str, object]
 
 RECORDS_FILE = "bigload-offload.json"
 _SCHEMA = "bigload.offload/1.0"
-_MAX_RECORDS_BYTES = 512 * MIB
+_MAX_RECORDS_BYTES = 64 * MIB
 _MAX_NAME_BYTES = 255
 _EMPTY = b"\0"
 """What accelerate writes for a tensor without elements: nobody can map a file without bytes."""

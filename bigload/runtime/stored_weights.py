@@ -12,19 +12,20 @@ from __future__ import annotations
 import mmap
 import os
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple, Self
 
 import torch
 
+from bigload.checkpoint.index import DEFAULT_INDEX, DEFAULT_TORCH_INDEX
 from bigload.checkpoint.model import Checkpoint, TensorInfo
 from bigload.checkpoint.source import open_checkpoint
 from bigload.dtypes import DType
 from bigload.errors import ReadError, UnknownTensorError
 from bigload.layouts.offload_folder import DAT_INDEX
-from bigload.layouts.offload_reader import OffloadFolder
+from bigload.layouts.offload_reader import OffloadFolder, aliases_in
 from bigload.layouts.tied_names import absent_names
 from bigload.loading.guards import check_unchanged, signature
 from bigload.loading.mapped import MappedFile, make_present
@@ -222,29 +223,17 @@ def _mapped(path: Path, seen: Signature) -> _Map:
 
 
 def _opened(path: str | Path) -> Checkpoint | OffloadFolder:
-    """Open a folder that has nothing but an `index.json` as accelerate's, everything else as a checkpoint."""
-    root = Path(path)
-    if os.path.lexists(root / DAT_INDEX) and not any(root.glob("*.safetensors")) and not any(root.glob("*.bin")):
+    """Open a folder with an `index.json` of accelerate's and no checkpoint as what it is, all else as a checkpoint."""
+    names = (DEFAULT_INDEX, "model.safetensors", DEFAULT_TORCH_INDEX, "pytorch_model.bin")
+    if os.path.lexists(Path(path) / DAT_INDEX) and not any(os.path.lexists(Path(path) / name) for name in names):
         return OffloadFolder.open(path)
-    opened = open_checkpoint(path)
-    return OffloadFolder.open(path) if opened.format == "safetensors" and _has_aliases(opened) else opened
-
-
-def _has_aliases(checkpoint: Checkpoint) -> bool:
-    return any(name in checkpoint.tensors for shard in checkpoint.shards for name in shard.metadata.values())
+    return open_checkpoint(path)
 
 
 def _with_aliases(source: Checkpoint | OffloadFolder, name: str, aliases: Mapping[str, str]) -> dict[str, TensorInfo]:
-    tensors = dict(source.tensors)
-    known = absent_names(source) if isinstance(source, Checkpoint) else {}
-    unknown = [stored for stored in aliases.values() if stored not in tensors]
+    unknown = [stored for stored in aliases.values() if stored not in source.tensors]
     if unknown:
         raise UnknownTensorError(name, unknown)
-    for alias, stored in _pairs(known, aliases):
-        tensors.setdefault(alias, tensors[stored])
-    return tensors
-
-
-def _pairs(*mappings: Mapping[str, str]) -> Iterable[tuple[str, str]]:
-    for mapping in mappings:
-        yield from mapping.items()
+    known = {**absent_names(source), **aliases_in(source)} if isinstance(source, Checkpoint) else {}
+    shared = {alias: source.tensors[stored] for alias, stored in {**known, **aliases}.items()}
+    return {**source.tensors, **{alias: tensor for alias, tensor in shared.items() if alias not in source.tensors}}

@@ -57,7 +57,7 @@ def check_tied_parameters_on_same_device(
         ValueError: `device_map` has no device for one of them.
     """
     for group in tied_params:
-        devices = {name: _device_of(name, device_map) for name in group}
+        devices = {name: device_of(name, device_map) for name in group}
         if len(set(devices.values())) > 1:
             _logger.warning(
                 "Tied parameters are on different devices: %s. Each device gets a copy of its own; to keep them "
@@ -66,7 +66,7 @@ def check_tied_parameters_on_same_device(
             )
 
 
-def _device_of(name: str, device_map: Mapping[str, int | str | torch.device]) -> int | str | torch.device:
+def device_of(name: str, device_map: Mapping[str, int | str | torch.device]) -> int | str | torch.device:
     """Return the device of the innermost module around `name` that the map has."""
     found = [prefix for prefix in prefixes(name) if prefix in device_map]
     if not found:

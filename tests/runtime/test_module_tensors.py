@@ -315,3 +315,21 @@ def test_a_parameter_that_was_replaced_meanwhile_stays_the_new_one():
     with bigload.align_module_device(layer, "meta"):
         layer.weight = new
     assert layer.weight is new
+
+
+def test_one_parameter_with_two_names_is_moved_as_one():
+    module = nn.Module()
+    module.a = module.b = nn.Parameter(torch.ones(2))
+    before = module.a
+    with bigload.align_module_device(module, "meta"):
+        assert module.a is module.b
+        assert module.a.is_meta
+    assert module.a is module.b is before
+
+
+def test_a_parameter_that_was_removed_meanwhile_stays_away():
+    layer = nn.Linear(2, 2)
+    with bigload.align_module_device(layer, "meta"):
+        layer.bias = None
+    assert layer.bias is None
+    assert not layer.weight.is_meta

@@ -2,6 +2,7 @@ import contextlib
 import errno
 import json
 import os
+import resource
 from pathlib import Path
 
 import jsonschema
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 import bigload
 from bigload.errors import InvalidCheckpointError, NotOffloadableError, WriteError
 from bigload.runtime.offload_writer import RECORDS_FILE, OffloadWriter
-from builders import open_descriptors
+from builders import contents, open_descriptors
 
 SCHEMA = Path(__file__).parents[2] / "docs" / "schemas" / "offload-1.0.json"
 LONG_AGO = 10**18
@@ -215,6 +216,24 @@ def test_no_link_in_the_folder_is_written_through(tmp_path):
     bigload.offload_state_dict(folder, {"a": torch.ones(2)})
     assert outside.read_bytes() == b"precious"
     assert not (folder / "a.dat").is_symlink()
+
+
+def test_a_full_disk_leaves_what_was_there_before(tmp_path):
+    bigload.offload_state_dict(tmp_path, weights(1))
+    before = contents(tmp_path)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
+    try:
+        with pytest.raises(WriteError, match=r"c\.dat"):
+            bigload.offload_state_dict(tmp_path, {**weights(1), "c": torch.ones(4096)})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert contents(tmp_path) == before
+
+
+def test_what_is_no_tensor_is_refused(tmp_path):
+    with pytest.raises(NotOffloadableError, match="_extra_state is no tensor but a dict"):
+        bigload.offload_state_dict(tmp_path, {"_extra_state": {}})
 
 
 def test_nothing_is_left_open_or_lying_about(tmp_path):

@@ -1,3 +1,4 @@
+import json
 import pickle
 import threading
 from copy import deepcopy
@@ -100,6 +101,21 @@ def test_names_that_a_config_ties_are_there(tmp_path):
     stored = bigload.StoredWeights(checkpoint(tmp_path / "tied", tied=True, shards=1))
     assert HEAD in stored
     assert stored[HEAD].data_ptr() == stored[EMBED].data_ptr()
+
+
+def test_names_that_the_metadata_of_a_file_ties_are_there(tmp_path):
+    """As save_model of safetensors writes them."""
+    save_file({"a": torch.ones(2)}, tmp_path / "model.safetensors", metadata={"b": "a", "format": "pt", "c": "lost"})
+    stored = bigload.StoredWeights(tmp_path)
+    assert list(stored) == ["a", "b"]
+    assert torch.equal(stored["b"], stored["a"])
+
+
+def test_an_index_of_offloaded_weights_may_name_safetensors_beside_it(tmp_path):
+    save_file({"inner": torch.ones(2)}, tmp_path / "block.safetensors")
+    entry = {"safetensors_file": "block.safetensors", "weight_name": "inner"}
+    (tmp_path / "index.json").write_text(json.dumps({"w": entry}))
+    assert torch.equal(bigload.StoredWeights(tmp_path)["w"], torch.ones(2))
 
 
 def test_names_that_the_caller_ties_are_there(folder):

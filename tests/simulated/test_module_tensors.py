@@ -122,3 +122,12 @@ def test_safetensors_of_an_index_arrive_on_the_device_of_the_loader(simulation, 
     weight = bigload.OffloadedWeightsLoader(index=index, device="sim:3")["v"]
     assert weight.device == SIM[3]
     assert torch.equal(weight.cpu(), torch.arange(6).half())
+
+
+def test_parameters_come_back_when_a_device_has_no_room_for_the_next(simulation):
+    layer = nn.Linear(8, 8)
+    before = dict(layer.named_parameters())
+    simulation.limits[1] = layer.weight.nbytes
+    with pytest.raises(torch.OutOfMemoryError), bigload.align_module_device(layer, 1):
+        pass
+    assert all(layer.get_parameter(name) is parameter for name, parameter in before.items())
