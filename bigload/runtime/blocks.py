@@ -88,7 +88,9 @@ def _blocks(
         if device is not None:
             yield Block(name=name, devices=(device,))
         return
-    owned = [key for table in (module._parameters, module._buffers) for key, value in table.items() if value is not None]
+    owned = [
+        key for table in (module._parameters, module._buffers) for key, value in table.items() if value is not None
+    ]
     places = [device_map.get(joined(name, key), device) for key in owned]
     known = tuple(place for place in places if place is not None)
     if known:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections import ChainMap
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -105,7 +105,7 @@ def dispatch_loaded(
     """Dispatch a model of which all is where `device_map` has it, and what is on disk is in `stored`, by name."""
     if needs_hooks(device_map) or force_hooks:
         spread = Spread.over(model, device_map, None)
-        weights = ChainMap(spread.in_ram(model), stored)  # type: ignore[arg-type]  # nobody writes to it
+        weights = ChainMap(spread.in_ram(model, stored), stored)  # type: ignore[arg-type]  # nobody writes to it
         spread.attach(model, weights, offload_buffers, skip_keys, preload_module_classes)
     model.hf_device_map = dict(device_map)  # type: ignore[assignment]
     return model
@@ -143,13 +143,18 @@ class Spread:
             tied=find_tied_parameters(model),
         )
 
-    def in_ram(self, model: nn.Module) -> dict[str, torch.Tensor]:
-        """Return what hooks bring in from RAM, on the CPU: what is there already is not copied."""
+    def in_ram(self, model: nn.Module, stored: Container[str] | None = None) -> dict[str, torch.Tensor]:
+        """Return what hooks bring in from RAM, on the CPU: what is there already is not copied.
+
+        Where `stored` says what is on disk, that is all else: a weight for the disk may be tied to one that is not.
+        """
         offloaded = {block.name: block.is_whole for block in self.blocks if block.is_offloaded(self.main_device)}
         return {
             name: tensor.detach().to("cpu")
             for name, tensor in model.state_dict().items()
-            if not tensor.is_meta and device_of(name, self.device_map) != "disk" and _is_in(name, offloaded)
+            if not tensor.is_meta
+            and _is_in(name, offloaded)
+            and (device_of(name, self.device_map) != "disk" if stored is None else name not in stored)
         }
 
     def on_disk(self, model: nn.Module) -> dict[str, torch.Tensor]:
@@ -288,9 +293,7 @@ def _offload_all(
     return model
 
 
-def tie_on_devices(
-    model: nn.Module, tied_params: Sequence[Sequence[str]], runs_on: Mapping[str, torch.device]
-) -> None:
+def tie_on_devices(model: nn.Module, tied_params: Sequence[Sequence[str]], runs_on: Mapping[str, torch.device]) -> None:
     """Make names of each group one parameter again, as far as they are on one device.
 
     A name that is offloaded becomes the parameter that stays where its module runs, if the group has one there.
