@@ -24,8 +24,8 @@ from bigload.runtime.blocks import OFFLOADED, Block, DeviceLike, blocks_of, devi
 from bigload.runtime.cpu_offload_hooks import CpuOffload, UserCpuOffloadHook
 from bigload.runtime.device_maps import check_device_map
 from bigload.runtime.hooks import add_hook_to_module
-from bigload.runtime.module_tensors import set_module_tensor_to_device
 from bigload.runtime.module_sizes import prefixes
+from bigload.runtime.module_tensors import set_module_tensor_to_device
 from bigload.runtime.moving import warn_of_moves
 from bigload.runtime.offload_store import OffloadedWeightsLoader, PrefixedDataset, offload_state_dict
 from bigload.runtime.offload_writer import Entry

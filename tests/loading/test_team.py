@@ -10,11 +10,11 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
-from thread_teams import outcomes
 
 import bigload
 from bigload.errors import RankError, ReadError
 from bigload.loading.team import Alone, launched_team, present_team, together
+from thread_teams import outcomes
 
 SCENES = """
 import json, os, signal, sys, threading
