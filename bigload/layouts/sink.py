@@ -52,7 +52,7 @@ class Sink:
                 self.descriptor = os.open(path, flags, 0o666)
                 os.ftruncate(self.descriptor, kept_bytes)
                 os.ftruncate(self.descriptor, self._up(num_bytes))
-        except WriteError:
+        except BaseException:  # Ctrl-C, too
             self.close()
             raise
 
