@@ -188,6 +188,25 @@ def test_small_files_beside_the_weights_come_along(tiny, out):
     assert bigload.read_plan(out / "plan.json").device_map == plan.device_map
 
 
+def test_small_folders_without_weights_come_along_whole_and_others_do_not(tiny, out, tmp_path):
+    kept = {"1_Pooling/config.json": b"{}", "additional_chat_templates/tools/a.jinja": b"a"}
+    dropped = ["onnx/config.json", "onnx/model.onnx", ".cache/state.json", "linked/out.json"]
+    for name, content in (kept | dict.fromkeys(dropped, b"not to be copied")).items():
+        (tiny / name).parent.mkdir(parents=True, exist_ok=True)
+        (tiny / name).write_bytes(content)
+    (tmp_path / "elsewhere").write_bytes(b"not to be copied")
+    (tiny / "linked" / "link").symlink_to(tmp_path / "elsewhere")
+    (tiny / "folder").symlink_to(tmp_path)
+    (tiny / "large").mkdir()
+    for name in ("large/a", "large/b"):
+        with (tiny / name).open("wb") as file:
+            file.truncate(33 * 2**20)
+    reshard(tiny, out)
+    assert contents(out).keys() == {"config.json", "model.safetensors", MANIFEST_FILE, *kept}
+    assert {name: (out / name).read_bytes() for name in kept} == kept
+    assert bigload.verify(out).ok
+
+
 def test_a_snapshot_of_links_becomes_files(tmp_path, out):
     snapshot = make_cached_repository(tmp_path / "hub")
     reshard(planned(snapshot, {"cpu": "1GiB"}), out)
