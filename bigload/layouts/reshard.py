@@ -27,6 +27,7 @@ from bigload.layouts.filling import Filler
 from bigload.layouts.in_kernel import KernelCopy, kernel_copy
 from bigload.layouts.manifest import (
     MANIFEST_FILE,
+    STAGING_SUFFIX,
     FileRecord,
     Manifest,
     Source,
@@ -242,7 +243,7 @@ def prepare_reshard(
         checkpoint=checkpoint,
         max_shard_bytes=max_shard_bytes,
         dtype=dtype,
-        keep_fp32=tuple(keep_fp32),
+        keep_fp32=keep_fp32,
         tp=tp,
         tp_rules=tp_rules,
         offload_format=offload_format,
@@ -570,13 +571,16 @@ def _named(out: str | Path) -> Path:
     """Return `out` if it has a name, to which others can be formed that stand beside it.
 
     Raises:
-        OutputExistsError: it has none, being `.`, `/`, or a way up.
+        OutputExistsError: it has none, being `.`, `/`, or a way up; or one that says it is not finished.
         WriteError: nothing can have such a name.
     """
     path = Path(out)
     if path.name in ("", ".."):
         hint = "name a folder that does not exist yet: it is written beside its place, and renamed in the end"
         raise OutputExistsError(path, "it has no name of its own", hint=hint)
+    if path.name.endswith(STAGING_SUFFIX):
+        hint = f"choose a name that does not end in {STAGING_SUFFIX}"
+        raise OutputExistsError(path, "its name is that of a folder that is still being written", hint=hint)
     try:
         for folder in (path, staging_folder(path), replaced_folder(path)):
             folder.is_symlink()

@@ -18,14 +18,14 @@ from pathlib import Path
 
 from bigload.errors import BigloadError, OutputExistsError, WriteError
 from bigload.layouts.journal import PREFIX, Journal, Progress, journal_name, read_progress
-from bigload.layouts.manifest import MANIFEST_FILE, read_manifest
+from bigload.layouts.manifest import MANIFEST_FILE, STAGING_SUFFIX, read_manifest
 from bigload.layouts.sink import write_errors
 from bigload.units import counted
 
 
 def staging_folder(out: Path) -> Path:
     """Return where the files of `out` are written until they are all there."""
-    return out.with_name(out.name + ".partial")
+    return out.with_name(out.name + STAGING_SUFFIX)
 
 
 def replaced_folder(out: Path) -> Path:

@@ -19,6 +19,7 @@ from bigload.errors import (
     NotEnoughSpaceError,
     OutputExistsError,
     ReadError,
+    ReshardOptionError,
     StalePlanError,
     VerificationError,
     WriteError,
@@ -355,6 +356,16 @@ def test_an_output_without_a_name_is_refused(tiny, tmp_path, monkeypatch, name):
     with pytest.raises(OutputExistsError, match="no name of its own"):
         reshard(tiny, name)
     assert entries(tmp_path / "here") == []
+
+
+def test_an_output_that_would_pass_for_unfinished_is_refused(tiny, tmp_path):
+    with pytest.raises(OutputExistsError, match="still being written"):
+        reshard(tiny, tmp_path / "out.partial")
+
+
+def test_one_pattern_in_place_of_a_list_is_told_as_such(tiny, out):
+    with pytest.raises(ReshardOptionError, match="a list of patterns"):
+        reshard(tiny, out, dtype="bf16", keep_fp32="norm")
 
 
 @pytest.mark.parametrize("name", ["x" * 250, "x" * 300, "a\0b", "file/out", "loop", "loop/out"])
