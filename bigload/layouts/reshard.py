@@ -57,6 +57,7 @@ from bigload.layouts.windows import Ranges, data_ranges
 from bigload.layouts.writer import DEFAULT_MAX_IN_FLIGHT, LEAST_BYTES_PER_THREAD, FileToWrite, Writer, window_bytes
 from bigload.loading.events import OnProgress, Tally, ignore_progress
 from bigload.loading.huge_pages import BlockPool, return_freed
+from bigload.loading.settings import MAX_THREADS
 from bigload.loading.team import Team, present_team, together
 from bigload.planning.plan import Plan
 from bigload.units import format_size
@@ -315,7 +316,7 @@ def run_reshard(
     run = _Run(
         prepared,
         verify=_verify(verify),
-        threads=min(wished, bound // LEAST_BYTES_PER_THREAD),
+        threads=min(wished, bound // LEAST_BYTES_PER_THREAD, MAX_THREADS),
         max_in_flight=bound,
         on_progress=on_progress,
         team=team,

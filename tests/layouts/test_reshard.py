@@ -29,6 +29,8 @@ from bigload.layouts import staging as staging_module
 from bigload.layouts.manifest import MANIFEST_FILE
 from bigload.layouts.reshard import prepare_reshard, reshard, run_reshard
 from bigload.layouts.sink import Sink
+from bigload.layouts.writer import Writer
+from bigload.loading.settings import MAX_THREADS
 from bigload.planning.plan_file import write_plan
 from builders import (
     DTYPE_BITS,
@@ -139,6 +141,18 @@ def test_resharding_twice_writes_identical_bytes(tiny, out, tmp_path):
     reshard(plan, out, threads=1, max_shard_bytes=700)
     reshard(plan, tmp_path / "again", threads=4, max_shard_bytes=700)
     assert contents(out) == contents(tmp_path / "again")
+
+
+def test_there_is_an_end_to_threads_however_much_memory_they_may_have(tiny, out, monkeypatch):
+    taken = []
+
+    def writer(*arguments, threads, **options):
+        taken.append(threads)
+        return Writer(*arguments, threads=threads, **options)
+
+    monkeypatch.setattr(reshard_module, "Writer", writer)
+    reshard(tiny, out, threads=MAX_THREADS + 1, max_in_flight=2**40)
+    assert taken == [MAX_THREADS]
 
 
 def test_a_plan_file_gives_the_same_as_the_plan(tiny, out, tmp_path):
