@@ -263,7 +263,9 @@ def tidy(out: Path, *, force: bool) -> None:
             for entry in replaced.iterdir():
                 if entry.name != MANIFEST_FILE:  # last: without it nobody would know that the rest is ours
                     _remove(entry)
-            _remove(replaced)
+            (replaced / MANIFEST_FILE).unlink()
+        if force:
+            replaced.rmdir()  # empty, also where an earlier run came no further
 
 
 def _leave(folder: Path, lock: int, error: BaseException, *, is_void: bool) -> None:
