@@ -28,6 +28,7 @@ from bigload.layouts.filling import Filler
 from bigload.layouts.in_kernel import KernelCopy, kernel_copy
 from bigload.layouts.manifest import (
     MANIFEST_FILE,
+    STAGING_SUFFIX,
     FileRecord,
     Manifest,
     Source,
@@ -57,6 +58,7 @@ from bigload.layouts.windows import Ranges, data_ranges
 from bigload.layouts.writer import DEFAULT_MAX_IN_FLIGHT, LEAST_BYTES_PER_THREAD, FileToWrite, Writer, window_bytes
 from bigload.loading.events import OnProgress, Tally, ignore_progress
 from bigload.loading.huge_pages import BlockPool, return_freed
+from bigload.loading.settings import MAX_THREADS
 from bigload.loading.team import Team, present_team, together
 from bigload.planning.plan import Plan
 from bigload.units import format_size, parse_size
@@ -252,7 +254,7 @@ def prepare_reshard(
         checkpoint=checkpoint,
         max_shard_bytes=_bytes("max_shard_bytes", max_shard_bytes),
         dtype=dtype,
-        keep_fp32=keep_fp32 if isinstance(keep_fp32, str) else tuple(keep_fp32),  # a text is refused, not spelt out
+        keep_fp32=keep_fp32,
         tp=tp,
         tp_rules=tp_rules,
         offload_format=offload_format,
@@ -325,7 +327,7 @@ def run_reshard(
     run = _Run(
         prepared,
         verify=_verify(verify),
-        threads=min(wished, bound // LEAST_BYTES_PER_THREAD),
+        threads=min(wished, bound // LEAST_BYTES_PER_THREAD, MAX_THREADS),
         max_in_flight=bound,
         on_progress=on_progress,
         team=team,
@@ -609,13 +611,16 @@ def _named(out: str | Path) -> Path:
     """Return `out` if it has a name, to which others can be formed that stand beside it.
 
     Raises:
-        OutputExistsError: it has none, being `.`, `/`, or a way up.
+        OutputExistsError: it has none, being `.`, `/`, or a way up; or one that says it is not finished.
         WriteError: nothing can have such a name.
     """
     path = Path(out)
     if path.name in ("", ".."):
         hint = "name a folder that does not exist yet: it is written beside its place, and renamed in the end"
         raise OutputExistsError(path, "it has no name of its own", hint=hint)
+    if path.name.endswith(STAGING_SUFFIX):
+        hint = f"choose a name that does not end in {STAGING_SUFFIX}"
+        raise OutputExistsError(path, "its name is that of a folder that is still being written", hint=hint)
     try:
         for folder in (path, staging_folder(path), replaced_folder(path)):
             folder.is_symlink()
