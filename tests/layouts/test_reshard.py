@@ -151,7 +151,7 @@ def test_there_is_an_end_to_threads_however_much_memory_they_may_have(tiny, out,
         return Writer(*arguments, threads=threads, **options)
 
     monkeypatch.setattr(reshard_module, "Writer", writer)
-    reshard(tiny, out, threads=MAX_THREADS + 1, max_in_flight=2**40)
+    reshard(tiny, out, threads=MAX_THREADS + 1, max_inflight=2**40)
     assert taken == [MAX_THREADS]
 
 
@@ -355,9 +355,9 @@ def test_an_offload_folder_has_a_config_only_if_it_has_the_whole_model(tiny, out
 
 def test_sizes_are_taken_as_text_and_patterns_are_not(tiny, tmp_path):
     one = reshard(tiny, tmp_path / "one", max_shard_bytes="4KiB", dtype="fp16", keep_fp32=["*norm*"])
-    two = reshard(tiny, tmp_path / "two", max_shard_bytes=4096, dtype="fp16", keep_fp32=["*norm*"], max_in_flight="1GB")
+    two = reshard(tiny, tmp_path / "two", max_shard_bytes=4096, dtype="fp16", keep_fp32=["*norm*"], max_inflight="1GB")
     assert contents(one.out) == contents(two.out)
-    for wish in ({"max_shard_bytes": "2G"}, {"max_in_flight": "much"}):
+    for wish in ({"max_shard_bytes": "2G"}, {"max_inflight": "much"}):
         with pytest.raises(ReshardOptionError, match="text such as 2GB"):
             reshard(tiny, tmp_path / "three", **wish)
     with pytest.raises(ReshardOptionError, match="a list of patterns"):
