@@ -28,6 +28,7 @@ from bigload.layouts.filling import Filler
 from bigload.layouts.in_kernel import KernelCopy, kernel_copy
 from bigload.layouts.manifest import (
     MANIFEST_FILE,
+    STAGING_SUFFIX,
     FileRecord,
     Manifest,
     Source,
@@ -54,9 +55,10 @@ from bigload.layouts.staging import (
 from bigload.layouts.verify import Level
 from bigload.layouts.verify import verify as verify_folder
 from bigload.layouts.windows import Ranges, data_ranges
-from bigload.layouts.writer import DEFAULT_MAX_IN_FLIGHT, LEAST_BYTES_PER_THREAD, FileToWrite, Writer, window_bytes
+from bigload.layouts.writer import DEFAULT_MAX_INFLIGHT, LEAST_BYTES_PER_THREAD, FileToWrite, Writer, window_bytes
 from bigload.loading.events import OnProgress, Tally, ignore_progress
 from bigload.loading.huge_pages import BlockPool, return_freed
+from bigload.loading.settings import MAX_THREADS
 from bigload.loading.team import Team, present_team, together
 from bigload.planning.plan import Plan
 from bigload.units import format_size, parse_size
@@ -166,7 +168,7 @@ def reshard(
     resume: bool = False,
     force: bool = False,
     threads: int | None = None,
-    max_in_flight: int | str | None = None,
+    max_inflight: int | str | None = None,
     on_progress: OnProgress = ignore_progress,
     team: Team | None = None,
 ) -> ReshardReport:
@@ -188,7 +190,7 @@ def reshard(
         resume: Go on with what an interrupted run left, after reading it back.
         force: Replace an `out` that bigload wrote, and throw away what an interrupted run left.
         threads: Threads that fill and write; four when left out.
-        max_in_flight: Memory for what is on its way, in bytes or as text; 96 MiB when left out.
+        max_inflight: Memory for what is on its way, in bytes or as text; 96 MiB when left out.
         on_progress: Told of every finished stretch.
         team: Processes that share the work, each its files; all of them call this with the same arguments. When left
             out: the ranks of torch.distributed, where this process has joined them, and else this process alone.
@@ -224,7 +226,7 @@ def reshard(
             prepared,
             verify=verify,
             threads=threads,
-            max_in_flight=max_in_flight,
+            max_inflight=max_inflight,
             on_progress=on_progress,
             team=members,
         )
@@ -252,7 +254,7 @@ def prepare_reshard(
         checkpoint=checkpoint,
         max_shard_bytes=_bytes("max_shard_bytes", max_shard_bytes),
         dtype=dtype,
-        keep_fp32=keep_fp32 if isinstance(keep_fp32, str) else tuple(keep_fp32),  # a text is refused, not spelt out
+        keep_fp32=keep_fp32,
         tp=tp,
         tp_rules=tp_rules,
         offload_format=offload_format,
@@ -303,7 +305,7 @@ def run_reshard(
     *,
     verify: Verify | str = Verify.FULL,
     threads: int | None = None,
-    max_in_flight: int | str | None = None,
+    max_inflight: int | str | None = None,
     on_progress: OnProgress = ignore_progress,
     team: Team | None = None,
 ) -> ReshardReport:
@@ -314,19 +316,19 @@ def run_reshard(
                 prepared,
                 verify=verify,
                 threads=threads,
-                max_in_flight=max_in_flight,
+                max_inflight=max_inflight,
                 on_progress=on_progress,
                 team=present,
             )
     began = time.monotonic()
-    in_flight = _bytes("max_in_flight", max_in_flight)
-    bound = _at_least("max_in_flight", in_flight, LEAST_BYTES_PER_THREAD, default=DEFAULT_MAX_IN_FLIGHT)
+    in_flight = _bytes("max_inflight", max_inflight)
+    bound = _at_least("max_inflight", in_flight, LEAST_BYTES_PER_THREAD, default=DEFAULT_MAX_INFLIGHT)
     wished = _at_least("threads", threads, 1, default=DEFAULT_THREADS)
     run = _Run(
         prepared,
         verify=_verify(verify),
-        threads=min(wished, bound // LEAST_BYTES_PER_THREAD),
-        max_in_flight=bound,
+        threads=min(wished, bound // LEAST_BYTES_PER_THREAD, MAX_THREADS),
+        max_inflight=bound,
         on_progress=on_progress,
         team=team,
     )
@@ -363,14 +365,14 @@ class _Run:
         *,
         verify: Verify,
         threads: int,
-        max_in_flight: int,
+        max_inflight: int,
         on_progress: OnProgress,
         team: Team,
     ) -> None:
         self.verify = verify
         self._prepared = prepared
         self._threads = threads
-        self._max_in_flight = max_in_flight
+        self._max_inflight = max_inflight
         self._on_progress = on_progress
         self._team = team
 
@@ -382,7 +384,7 @@ class _Run:
         return_freed()  # what headers and plans took while they were read
         with ExitStack() as opened:
             staging = self._enter(opened, sign)
-            pool = BlockPool(self._threads, block_bytes=window_bytes(self._threads, self._max_in_flight))
+            pool = BlockPool(self._threads, block_bytes=window_bytes(self._threads, self._max_inflight))
             opened.callback(pool.close)
             sources = opened.enter_context(Sources(self._prepared.checkpoint, pool=pool))
             try:
@@ -467,7 +469,7 @@ class _Run:
             alignment=direct_write_alignment(staging.folder, rank=self._team.rank),
             kernel=self._prepared.kernel,
             threads=self._threads,
-            max_in_flight=self._max_in_flight,
+            max_inflight=self._max_inflight,
         )
         share.records = writer.write(files)
         share.overflows = dict(filler.overflows)
@@ -609,13 +611,16 @@ def _named(out: str | Path) -> Path:
     """Return `out` if it has a name, to which others can be formed that stand beside it.
 
     Raises:
-        OutputExistsError: it has none, being `.`, `/`, or a way up.
+        OutputExistsError: it has none, being `.`, `/`, or a way up; or one that says it is not finished.
         WriteError: nothing can have such a name.
     """
     path = Path(out)
     if path.name in ("", ".."):
         hint = "name a folder that does not exist yet: it is written beside its place, and renamed in the end"
         raise OutputExistsError(path, "it has no name of its own", hint=hint)
+    if path.name.endswith(STAGING_SUFFIX):
+        hint = f"choose a name that does not end in {STAGING_SUFFIX}"
+        raise OutputExistsError(path, "its name is that of a folder that is still being written", hint=hint)
     try:
         for folder in (path, staging_folder(path), replaced_folder(path)):
             folder.is_symlink()

@@ -54,7 +54,7 @@ class Sink:
                 # One block too long until it is finished: readers of safetensors refuse that, and would else take a
                 # file that a crash left for whole, because its header is there and its size would be right.
                 os.ftruncate(self.descriptor, self._up(num_bytes) + BLOCK_BYTES)
-        except WriteError:
+        except BaseException:  # Ctrl-C, too
             self.close()
             raise
 

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from bigload.errors import BigloadError, OutputExistsError, RankError, WriteError
 from bigload.layouts.journal import PREFIX, Journal, Progress, journal_name, read_progress
-from bigload.layouts.manifest import MANIFEST_FILE, read_manifest
+from bigload.layouts.manifest import MANIFEST_FILE, STAGING_SUFFIX, read_manifest
 from bigload.layouts.sink import write_errors
 from bigload.units import counted
 
@@ -34,7 +34,7 @@ _LEAVE_SECONDS = 2.0
 
 def staging_folder(out: Path) -> Path:
     """Return where the files of `out` are written until they are all there."""
-    return out.with_name(out.name + ".partial")
+    return out.with_name(out.name + STAGING_SUFFIX)
 
 
 def replaced_folder(out: Path) -> Path:

@@ -32,7 +32,7 @@ from bigload.loading.huge_pages import BlockPool, address_of
 from bigload.loading.workers import run_jobs
 from bigload.units import GIB, KIB
 
-DEFAULT_MAX_IN_FLIGHT = 12 * WINDOW_BYTES
+DEFAULT_MAX_INFLIGHT = 12 * WINDOW_BYTES
 MIN_WINDOW_BYTES = 256 * KIB
 LEAST_BYTES_PER_THREAD = 3 * MIN_WINDOW_BYTES
 NOTE_EVERY_BYTES = GIB
@@ -65,7 +65,7 @@ class Writer:
         alignment: Of writes past the page cache; `None` to go through it.
         kernel: What the kernel can copy by itself.
         threads: Threads that fill and write.
-        max_in_flight: Bytes of memory for windows of all threads together; windows become smaller to fit.
+        max_inflight: Bytes of memory for windows of all threads together; windows become smaller to fit.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class Writer:
         alignment: int | None,
         kernel: KernelCopy,
         threads: int,
-        max_in_flight: int,
+        max_inflight: int,
     ) -> None:
         self._folder = folder
         self._sources = sources
@@ -92,7 +92,7 @@ class Writer:
         self._kernel = kernel
         self._threads = threads
         # Each thread fills one window, compares with another, and lends a third to a read past the page cache.
-        self.window_bytes = window_bytes(threads, max_in_flight)
+        self.window_bytes = window_bytes(threads, max_inflight)
         num_blocks = threads * (2 if verify is Verify.FULL else 1)
         self._memory = BlockPool(num_blocks, block_bytes=self.window_bytes, is_prefaulted=False)
         self._under_way: list[_FileUnderWay] = []
@@ -320,7 +320,7 @@ class _FileUnderWay:
             self._num_noted, self._noted_stop = count, stop
 
 
-def window_bytes(threads: int, max_in_flight: int) -> int:
+def window_bytes(threads: int, max_inflight: int) -> int:
     """Return how large windows can be if every thread has three of them."""
-    share = max_in_flight // (3 * threads) // BLOCK_BYTES * BLOCK_BYTES
+    share = max_inflight // (3 * threads) // BLOCK_BYTES * BLOCK_BYTES
     return min(max(share, MIN_WINDOW_BYTES), WINDOW_BYTES)

@@ -59,7 +59,7 @@ _RESHARD_OPTIONS = {
     "checkpoint": "--source",
     "max_shard_bytes": "--max-shard-size",
     "threads": "--io-threads",
-    "max_in_flight": "--max-memory-in-flight",
+    "max_inflight": "--max-memory-in-flight",
 }
 """What arguments of `bigload.reshard` are called on the command line, where that is not the same word."""
 

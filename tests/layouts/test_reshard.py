@@ -29,6 +29,8 @@ from bigload.layouts import staging as staging_module
 from bigload.layouts.manifest import MANIFEST_FILE
 from bigload.layouts.reshard import prepare_reshard, reshard, run_reshard
 from bigload.layouts.sink import Sink
+from bigload.layouts.writer import Writer
+from bigload.loading.settings import MAX_THREADS
 from bigload.planning.plan_file import write_plan
 from builders import (
     DTYPE_BITS,
@@ -141,6 +143,18 @@ def test_resharding_twice_writes_identical_bytes(tiny, out, tmp_path):
     assert contents(out) == contents(tmp_path / "again")
 
 
+def test_there_is_an_end_to_threads_however_much_memory_they_may_have(tiny, out, monkeypatch):
+    taken = []
+
+    def writer(*arguments, threads, **options):
+        taken.append(threads)
+        return Writer(*arguments, threads=threads, **options)
+
+    monkeypatch.setattr(reshard_module, "Writer", writer)
+    reshard(tiny, out, threads=MAX_THREADS + 1, max_inflight=2**40)
+    assert taken == [MAX_THREADS]
+
+
 def test_a_plan_file_gives_the_same_as_the_plan(tiny, out, tmp_path):
     plan = planned(tiny)
     write_plan(plan, tmp_path / "plan.json")
@@ -187,6 +201,25 @@ def test_small_files_beside_the_weights_come_along(tiny, out):
     assert set(entries(out)) == {*FOLDERS, INDEX, MANIFEST_FILE, "plan.json", "config.json", *kept}
     assert {name: (out / name).read_bytes() for name in kept} == kept
     assert bigload.read_plan(out / "plan.json").device_map == plan.device_map
+
+
+def test_small_folders_without_weights_come_along_whole_and_others_do_not(tiny, out, tmp_path):
+    kept = {"1_Pooling/config.json": b"{}", "additional_chat_templates/tools/a.jinja": b"a"}
+    dropped = ["onnx/config.json", "onnx/model.onnx", ".cache/state.json", "linked/out.json"]
+    for name, content in (kept | dict.fromkeys(dropped, b"not to be copied")).items():
+        (tiny / name).parent.mkdir(parents=True, exist_ok=True)
+        (tiny / name).write_bytes(content)
+    (tmp_path / "elsewhere").write_bytes(b"not to be copied")
+    (tiny / "linked" / "link").symlink_to(tmp_path / "elsewhere")
+    (tiny / "folder").symlink_to(tmp_path)
+    (tiny / "large").mkdir()
+    for name in ("large/a", "large/b"):
+        with (tiny / name).open("wb") as file:
+            file.truncate(33 * 2**20)
+    reshard(tiny, out)
+    assert contents(out).keys() == {"config.json", "model.safetensors", MANIFEST_FILE, *kept}
+    assert {name: (out / name).read_bytes() for name in kept} == kept
+    assert bigload.verify(out).ok
 
 
 def test_a_snapshot_of_links_becomes_files(tmp_path, out):
@@ -322,9 +355,9 @@ def test_an_offload_folder_has_a_config_only_if_it_has_the_whole_model(tiny, out
 
 def test_sizes_are_taken_as_text_and_patterns_are_not(tiny, tmp_path):
     one = reshard(tiny, tmp_path / "one", max_shard_bytes="4KiB", dtype="fp16", keep_fp32=["*norm*"])
-    two = reshard(tiny, tmp_path / "two", max_shard_bytes=4096, dtype="fp16", keep_fp32=["*norm*"], max_in_flight="1GB")
+    two = reshard(tiny, tmp_path / "two", max_shard_bytes=4096, dtype="fp16", keep_fp32=["*norm*"], max_inflight="1GB")
     assert contents(one.out) == contents(two.out)
-    for wish in ({"max_shard_bytes": "2G"}, {"max_in_flight": "much"}):
+    for wish in ({"max_shard_bytes": "2G"}, {"max_inflight": "much"}):
         with pytest.raises(ReshardOptionError, match="text such as 2GB"):
             reshard(tiny, tmp_path / "three", **wish)
     with pytest.raises(ReshardOptionError, match="a list of patterns"):
@@ -358,6 +391,16 @@ def test_an_output_without_a_name_is_refused(tiny, tmp_path, monkeypatch, name):
     with pytest.raises(OutputExistsError, match="no name of its own"):
         reshard(tiny, name)
     assert entries(tmp_path / "here") == []
+
+
+def test_an_output_that_would_pass_for_unfinished_is_refused(tiny, tmp_path):
+    with pytest.raises(OutputExistsError, match="still being written"):
+        reshard(tiny, tmp_path / "out.partial")
+
+
+def test_one_pattern_in_place_of_a_list_is_told_as_such(tiny, out):
+    with pytest.raises(ReshardOptionError, match="a list of patterns"):
+        reshard(tiny, out, dtype="bf16", keep_fp32="norm")
 
 
 @pytest.mark.parametrize("name", ["x" * 250, "x" * 300, "a\0b", "file/out", "loop", "loop/out"])

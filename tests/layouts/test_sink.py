@@ -129,6 +129,17 @@ def test_what_is_no_file_is_a_write_error_and_no_descriptor_stays_open(tmp_path,
     assert not (tmp_path / "elsewhere").exists()
 
 
+def test_ctrl_c_while_a_file_gets_its_size_leaves_no_descriptor_open(tmp_path, monkeypatch):
+    def interrupt(descriptor, size):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "ftruncate", interrupt)
+    before = open_descriptors()
+    with pytest.raises(KeyboardInterrupt):
+        Sink(tmp_path / "out", num_bytes=1, alignment=None)
+    assert open_descriptors() == before
+
+
 @pytest.mark.parametrize(("call", "ask"), [("fdatasync", "flush"), ("fsync", "finish"), ("ftruncate", "finish")])
 def test_a_flush_that_is_refused_is_a_write_error_and_remembered(tmp_path, monkeypatch, call, ask):
     def refuse(*_):

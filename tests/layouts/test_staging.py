@@ -500,3 +500,9 @@ def test_ctrl_c_between_the_two_renames_puts_the_older_output_back(older, monkey
     with pytest.raises(KeyboardInterrupt):
         publish(older, force=True)
     assert contents(older) == before
+
+
+def test_tidying_ends_what_a_run_that_was_killed_had_left_empty(older):
+    replaced_folder(older).mkdir()
+    tidy(older, force=True)
+    assert entries(older.parent) == ["out"]

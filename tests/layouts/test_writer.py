@@ -59,7 +59,7 @@ class Job:
                 alignment=direct_write_alignment(self.out) if self.is_direct else None,
                 kernel=kernel,
                 threads=threads,
-                max_in_flight=1 << 20,
+                max_inflight=1 << 20,
             )
             return writer.write(
                 FileToWrite(

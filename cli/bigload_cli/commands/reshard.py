@@ -155,7 +155,7 @@ def reshard(
                     prepared,
                     verify=verify,
                     threads=io_threads,
-                    max_in_flight=in_flight,
+                    max_inflight=in_flight,
                     on_progress=on_progress,
                     team=team,
                 )
@@ -206,7 +206,7 @@ def _run(
     *,
     verify: Verify,
     threads: int | None,
-    max_in_flight: int | None,
+    max_inflight: int | None,
     on_progress: OnProgress,
     team: Team,
 ) -> ReshardReport:
@@ -219,7 +219,7 @@ def _run(
                 prepared,
                 verify=verify,
                 threads=threads,
-                max_in_flight=max_in_flight,
+                max_inflight=max_inflight,
                 on_progress=on_progress,
                 team=team,
             )
