@@ -171,25 +171,27 @@ def test_forwards_of_one_module_may_nest():
 
 
 def test_forwards_of_one_module_may_run_in_several_threads():
-    both_inside = threading.Barrier(2, timeout=10)
+    """With accelerate, the first to end takes the weights away from the other."""
+    inside, other_ended = threading.Event(), threading.Event()
     outputs = []
 
-    class Meets(nn.Linear):
+    class Waits(nn.Linear):
         def forward(self, x):
-            both_inside.wait()
-            output = super().forward(x)
-            both_inside.wait()
-            return output
+            if threading.current_thread() is slow:
+                inside.set()
+                assert other_ended.wait(10)
+            return super().forward(x)
 
-    layer = Meets(3, 3)
-    x = torch.ones(3)
+    layer, x = Waits(3, 3), torch.ones(3)
     expected = nn.functional.linear(x, layer.weight, layer.bias)
     offloaded(layer)
-    threads = [threading.Thread(target=lambda: outputs.append(layer(x))) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    slow = threading.Thread(target=lambda: outputs.append(layer(x)))
+    slow.start()
+    assert inside.wait(10)
+    outputs.append(layer(x))
+    assert not layer.weight.is_meta
+    other_ended.set()
+    slow.join()
     assert len(outputs) == 2
     assert all(torch.equal(output, expected) for output in outputs)
     assert layer.weight.is_meta
