@@ -339,13 +339,15 @@ def _put(
         slot.module, slot.key, device, value=value, fp16_statistics=statistics, clear_cache=False
     )
     placed = slot.tensor
-    _assign(slots[1:], placed)
+    _assign(slots, placed)
     return placed
 
 
 def _assign(slots: Iterable[Slot], tensor: Tensor) -> None:
     for slot in slots:
         slot.table[slot.key] = tensor
+        if isinstance(slot.module, nn.RNNBase):  # which computes with a list of its own
+            slot.module._flat_weights[slot.module._flat_weights_names.index(slot.key)] = tensor
 
 
 def _pointer(tensor: Tensor) -> int:

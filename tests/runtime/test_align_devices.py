@@ -292,6 +292,21 @@ def test_a_weight_with_two_names_in_one_block_comes_once_under_either_name(x):
         assert torch.equal(model(x), expected)
 
 
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_recurrent_layers_compute_with_what_was_loaded(kind):
+    """They keep a list of their weights, which accelerate forgets: it stays in memory, and on its first device."""
+    layer, x = kind(3, 3, num_layers=2, bidirectional=True), torch.randn(2, 1, 3)
+    expected, (first, *_) = layer(x)[0], layer._flat_weights
+    offloaded(layer, weights_map=Reads({name: value.clone() for name, value in layer.state_dict().items()}))
+    assert all(weight.is_meta for weight in layer._flat_weights)
+    with torch.no_grad():
+        first.zero_()
+        assert torch.allclose(layer(x)[0], expected, atol=1e-6)  # other kernels without gradients
+    assert all(weight.is_meta for weight in layer._flat_weights)
+    bigload.remove_hook_from_module(layer)
+    assert torch.equal(layer(x)[0], expected)
+
+
 def test_weights_assigned_since_are_used_and_stay(x):
     """accelerate goes on with the values that it was given first, and says nothing."""
     layer = offloaded(nn.Linear(3, 3))
