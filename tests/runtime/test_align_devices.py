@@ -171,25 +171,27 @@ def test_forwards_of_one_module_may_nest():
 
 
 def test_forwards_of_one_module_may_run_in_several_threads():
-    both_inside = threading.Barrier(2, timeout=10)
+    """With accelerate, the first to end takes the weights away from the other."""
+    inside, other_ended = threading.Event(), threading.Event()
     outputs = []
 
-    class Meets(nn.Linear):
+    class Waits(nn.Linear):
         def forward(self, x):
-            both_inside.wait()
-            output = super().forward(x)
-            both_inside.wait()
-            return output
+            if threading.current_thread() is slow:
+                inside.set()
+                assert other_ended.wait(10)
+            return super().forward(x)
 
-    layer = Meets(3, 3)
-    x = torch.ones(3)
+    layer, x = Waits(3, 3), torch.ones(3)
     expected = nn.functional.linear(x, layer.weight, layer.bias)
     offloaded(layer)
-    threads = [threading.Thread(target=lambda: outputs.append(layer(x))) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    slow = threading.Thread(target=lambda: outputs.append(layer(x)))
+    slow.start()
+    assert inside.wait(10)
+    outputs.append(layer(x))
+    assert not layer.weight.is_meta
+    other_ended.set()
+    slow.join()
     assert len(outputs) == 2
     assert all(torch.equal(output, expected) for output in outputs)
     assert layer.weight.is_meta
@@ -263,6 +265,9 @@ def test_tied_weights_come_once_for_nested_forwards(x):
     assert weights.read == ["weight"] * 2
     assert ties == {pointer: {}}
     assert model.inner._hf_hook.tied_params_map is ties
+    bigload.remove_hook_from_submodules(model)
+    assert model.inner.weight is model.weight
+    assert torch.equal(model(x), expected)
 
 
 def test_a_value_at_the_address_of_a_tied_weight_that_is_gone_is_not_taken_for_it(x):
@@ -288,6 +293,21 @@ def test_a_weight_with_two_names_in_one_block_comes_once_under_either_name(x):
         bigload.remove_hook_from_submodules(model)
         assert model.weight is model.inner.weight
         assert torch.equal(model(x), expected)
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_recurrent_layers_compute_with_what_was_loaded(kind):
+    """They keep a list of their weights, which accelerate forgets: it stays in memory, and on its first device."""
+    layer, x = kind(3, 3, num_layers=2, bidirectional=True), torch.randn(2, 1, 3)
+    expected, (first, *_) = layer(x)[0], layer._flat_weights
+    offloaded(layer, weights_map=Reads({name: value.clone() for name, value in layer.state_dict().items()}))
+    assert all(weight.is_meta for weight in layer._flat_weights)
+    with torch.no_grad():
+        first.zero_()
+        assert torch.allclose(layer(x)[0], expected, atol=1e-6)  # other kernels without gradients
+    assert all(weight.is_meta for weight in layer._flat_weights)
+    bigload.remove_hook_from_module(layer)
+    assert torch.equal(layer(x)[0], expected)
 
 
 def test_weights_assigned_since_are_used_and_stay(x):
