@@ -13,6 +13,7 @@ SIZES = {
     "eos_token_id": 2,
 }
 SEQ2SEQ = {"d_model": 32, "vocab_size": 96, "pad_token_id": 0, "decoder_start_token_id": 1, "eos_token_id": 2}
+LENGTH = {"max_new_tokens": 5, "do_sample": False}
 CONFIGS = {
     "LlamaForCausalLM": {**SIZES, "num_key_value_heads": 2, "tie_word_embeddings": False},
     "GPT2LMHeadModel": {
@@ -55,10 +56,16 @@ def inputs_of(model):
 
 
 def answers(model):
-    """Return the logits, and what the model generates if it does, on the CPU."""
+    """Return the logits, and what the model generates if it does, on the CPU.
+
+    Whisper's own `generate` makes its first tokens on the device of the first parameter, which is the meta device where
+    that is offloaded. It fails under accelerate's hooks as well, so what it has in common with the others is called.
+    """
+    from transformers import GenerationMixin
+
     inputs = inputs_of(model)
     decoded = {"decoder_input_ids": torch.arange(1, 6).reshape(1, 5)} if model.config.is_encoder_decoder else {}
     with torch.no_grad():
         logits = model(**inputs, **decoded).logits
-        ids = model.generate(**inputs, max_new_tokens=5, do_sample=False) if model.can_generate() else logits[:0]
+        ids = GenerationMixin.generate(model, **inputs, **LENGTH) if model.can_generate() else logits[:0]
     return logits.cpu(), ids.cpu()

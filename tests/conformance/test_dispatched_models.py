@@ -7,7 +7,7 @@ import copy
 
 import pytest
 import torch
-from tiny_models import CONFIGS, answers, inputs_of, make
+from tiny_models import CONFIGS, answers, make
 
 import bigload
 
@@ -38,7 +38,8 @@ def save(model, folder):
 def empty(model):
     with bigload.init_empty_weights():
         made = type(model)(copy.deepcopy(model.config)).eval()
-    made.generation_config = copy.deepcopy(model.generation_config)
+    if model.can_generate():
+        made.generation_config = copy.deepcopy(model.generation_config)
     return made
 
 
@@ -108,9 +109,3 @@ def test_the_state_dict_of_a_dispatched_model_is_that_of_the_plain_one(plain):
     expected = model.state_dict()
     assert list(found) == list(expected)
     assert all(torch.equal(found[name], weight) for name, weight in expected.items())
-
-
-def test_gradients_of_inputs_pass_through_a_dispatched_model(plain):
-    model, _, folder = plain
-    loaded = bigload.load_checkpoint_and_dispatch(empty(model), folder, {"": "disk"})
-    assert loaded(**inputs_of(model), **({"decoder_input_ids": torch.tensor([[1]])} if model.config.is_encoder_decoder else {})).logits.isfinite().all()
