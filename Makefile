@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: help demo test check bench bench-loading bench-reshard bench-planner conformance docs clean
+.PHONY: help demo test crash check bench bench-loading bench-reshard bench-planner conformance docs clean
 
 help:  ## Show what can be made.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -19,6 +19,9 @@ demo: $(STAMP)  ## Run the four verbs on a tiny checkpoint and on a header-only 
 
 test: $(STAMP)  ## Run the tests.
 	$(BIN)/pytest -q
+
+crash: $(STAMP)  ## Kill reshards, or refuse them the disk, at some hundreds of moments, and go on with them.
+	BIGLOAD_DEATHS=400 $(BIN)/pytest -q tests/layouts/test_reshard_crash.py
 
 check: $(STAMP)  ## Format, lint, types, import layers, tests with coverage.
 	$(BIN)/ruff format --check .

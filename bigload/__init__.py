@@ -34,6 +34,7 @@ if TYPE_CHECKING:  # `as` marks them as public to type checkers
     from bigload.errors import CheckpointError as CheckpointError
     from bigload.errors import CheckpointNotFoundError as CheckpointNotFoundError
     from bigload.errors import DamagedOutputError as DamagedOutputError
+    from bigload.errors import DispatchedModelError as DispatchedModelError
     from bigload.errors import DoesNotFitError as DoesNotFitError
     from bigload.errors import InvalidCheckpointError as InvalidCheckpointError
     from bigload.errors import InvalidManifestError as InvalidManifestError
@@ -45,6 +46,7 @@ if TYPE_CHECKING:  # `as` marks them as public to type checkers
     from bigload.errors import ManifestNotFoundError as ManifestNotFoundError
     from bigload.errors import MissingPackageError as MissingPackageError
     from bigload.errors import NamesUnknownError as NamesUnknownError
+    from bigload.errors import NoOffloadFolderError as NoOffloadFolderError
     from bigload.errors import NotEnoughMemoryError as NotEnoughMemoryError
     from bigload.errors import NotEnoughSpaceError as NotEnoughSpaceError
     from bigload.errors import NotOffloadableError as NotOffloadableError
@@ -108,6 +110,12 @@ if TYPE_CHECKING:  # `as` marks them as public to type checkers
     from bigload.runtime.device_maps import clean_device_map as clean_device_map
     from bigload.runtime.device_memory import get_balanced_memory as get_balanced_memory
     from bigload.runtime.device_memory import get_max_memory as get_max_memory
+    from bigload.runtime.dispatch import cpu_offload as cpu_offload
+    from bigload.runtime.dispatch import cpu_offload_with_hook as cpu_offload_with_hook
+    from bigload.runtime.dispatch import disk_offload as disk_offload
+    from bigload.runtime.dispatch import dispatch_model as dispatch_model
+    from bigload.runtime.dispatched_loading import load_and_dispatch as load_and_dispatch
+    from bigload.runtime.dispatched_loading import load_checkpoint_and_dispatch as load_checkpoint_and_dispatch
     from bigload.runtime.fallback import fallback_allocate as fallback_allocate
     from bigload.runtime.hooks import ModelHook as ModelHook
     from bigload.runtime.hooks import SequentialHook as SequentialHook
@@ -168,6 +176,7 @@ _HOMES = {
         "CheckpointError",
         "CheckpointNotFoundError",
         "DamagedOutputError",
+        "DispatchedModelError",
         "DoesNotFitError",
         "InvalidCheckpointError",
         "InvalidManifestError",
@@ -179,6 +188,7 @@ _HOMES = {
         "ManifestNotFoundError",
         "MissingPackageError",
         "NamesUnknownError",
+        "NoOffloadFolderError",
         "NotEnoughMemoryError",
         "NotEnoughSpaceError",
         "NotOffloadableError",
@@ -226,6 +236,8 @@ _HOMES = {
         "get_balanced_memory",
         "get_max_memory",
     ),
+    "bigload.runtime.dispatch": ("cpu_offload", "cpu_offload_with_hook", "disk_offload", "dispatch_model"),
+    "bigload.runtime.dispatched_loading": ("load_and_dispatch", "load_checkpoint_and_dispatch"),
     "bigload.runtime.module_sizes": (
         "calculate_maximum_sizes",
         "compute_module_sizes",

@@ -32,7 +32,9 @@
     │   ├── UnsupportedMethodError       files cannot be read that way    (ValueError)
     │   ├── NotEnoughMemoryError         the tensors exceed free memory   (MemoryError)
     │   ├── QuantisedParameterError      a parameter that packs its values itself (TypeError)
-    │   └── StateDictMismatchError       module and checkpoint disagree   (ValueError)
+    │   ├── StateDictMismatchError       module and checkpoint disagree   (ValueError)
+    │   ├── NoOffloadFolderError         weights for the disk, and no place there (ValueError)
+    │   └── DispatchedModelError         a model that hooks hold in its places (RuntimeError)
     ├── RankError                        another process of a team failed
     ├── BenchOptionError                 a bench of what cannot be measured together (ValueError)
     └── MissingPackageError              what was asked for needs a package that is not installed (ImportError)
@@ -386,9 +388,10 @@ class ReadError(LoadError, OSError):
 class RankError(BigloadError):
     """Another process of the team failed, or is gone; `rank` is which, `None` if that is not known."""
 
-    def __init__(self, rank: int | None, reason: str) -> None:
+    def __init__(self, rank: int | None, reason: str, *, hint: str | None = None) -> None:
         who = "another process" if rank is None else f"process {rank}"
-        super().__init__(f"{who} failed: {reason}", hint="see what it said; the others stopped because of it")
+        super().__init__(f"{who} failed: {reason}", hint=hint or "see what it said; the others stopped because of it")
+        self.reason = reason
         self.rank = rank
 
 
@@ -467,6 +470,31 @@ class StateDictMismatchError(LoadError, ValueError):
         self.missing = tuple(missing)
         self.unexpected = tuple(unexpected)
         self.misshapen = tuple(misshapen)
+
+
+class NoOffloadFolderError(LoadError, ValueError):
+    """Weights of `modules` are to be on disk, and nothing says where."""
+
+    def __init__(self, argument: str, modules: Sequence[str], *, reason: str) -> None:
+        super().__init__(
+            f"the device map has modules on disk, and no {argument} is given: {reason}",
+            details=[name or "(the whole model)" for name in modules],
+            hint=f"give a folder with room for their weights as {argument}; nothing was loaded or moved",
+        )
+        self.modules = tuple(modules)
+
+
+class DispatchedModelError(LoadError, RuntimeError):
+    """A model cannot be moved by `method`, because the values of `parameters` are elsewhere between forwards."""
+
+    def __init__(self, model: str, method: str, parameters: Sequence[str]) -> None:
+        super().__init__(
+            f"You can't move a model that has some modules offloaded to cpu or disk: {model}.{method}() would have "
+            f"nothing to move of {counted(len(parameters), 'parameter')}, which hooks bring in for each forward",
+            details=parameters,
+            hint="dispatch it anew with another device map, or take bigload.get_state_dict_offloaded_model(model)",
+        )
+        self.parameters = tuple(parameters)
 
 
 class BenchOptionError(BigloadError, ValueError):

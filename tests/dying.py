@@ -246,6 +246,14 @@ def die_everywhere(case: Case, every: int) -> dict[str, int]:
     return counts
 
 
+def die_at_the_end(case: Case) -> dict[str, int]:
+    """Be killed when all is written, and nothing is published."""
+    names = steps_of(case)
+    case.begin()
+    assert in_child(case, kill_at(names.index("rename") + 1)) == "killed"
+    return {"killed": 1}
+
+
 def main() -> None:
     asked = json.loads(sys.argv[1])
     small_steps()
@@ -260,8 +268,10 @@ def main() -> None:
     ]
     if asked["what"] == "often":
         counts = die_often(cases, asked["deaths"], asked["seed"])
-    else:
+    elif asked["what"] == "everywhere":
         counts = die_everywhere(cases[0], asked["every"])
+    else:
+        counts = die_at_the_end(cases[0])
     sys.stdout.write(json.dumps(counts))
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
@@ -13,12 +13,13 @@ from bigload.dtypes import DType
 from bigload.errors import ReshardOptionError
 from bigload.layouts import device_folders, offload_folder, rank_slices, shards
 from bigload.layouts.choices import Layout, OffloadFormat
-from bigload.layouts.dtype_rules import dtype_rule
+from bigload.layouts.dtype_rules import DTypeRule, Kept, dtype_rule
 from bigload.layouts.in_kernel import KernelCopy, data_offset
 from bigload.layouts.output_files import DEFAULT_MAX_SHARD_BYTES, Output, at_block, with_offsets
 from bigload.planning.partition_rules import read_tp_rules
 from bigload.planning.plan import Plan
 from bigload.planning.plan_file import check_plan, read_plan
+from bigload.units import counted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,7 +87,6 @@ def choose(
     options: dict[str, object] = {"max_shard_bytes": limit}
     if cast_to is not None:
         options |= {"dtype": cast_to.name, "keep_fp32": list(wishes.keep_fp32)}
-    notes: tuple[str, ...] = ()
     if layout is Layout.DEVICES:
         assert plan is not None, "_layout saw to it"
         output = device_folders.lay_out(
@@ -120,8 +120,15 @@ def choose(
         cast_to=cast_to,
         options=options,
         kernel=kernel,
-        notes=notes,
+        notes=(*_notes(rule, opened), *output.notes),
     )
+
+
+def _notes(rule: DTypeRule, checkpoint: Checkpoint) -> Iterator[str]:
+    """Yield which tensors keep their dtype although a cast was asked for, and not by a pattern."""
+    for reason, names in rule.kept_of(checkpoint.tensors.values()).items():
+        if reason is not Kept.AS_FLOAT32:
+            yield f"{counted(len(names), 'tensor')} not cast: {reason}, {names[0]} for one"
 
 
 def _rules(wished: Mapping[str, str] | str | Path | None) -> Mapping[str, str] | None:

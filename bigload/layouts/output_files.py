@@ -131,6 +131,7 @@ class Output:
             comes after the rest, and the root's last.
         aliases: Names that are not written, because they are tied to one that is.
         links: Further names of files of weights, by relative path: hard links, or relative symbolic ones.
+        notes: What the user should know of it, a sentence each.
     """
 
     layout: Layout
@@ -138,6 +139,7 @@ class Output:
     documents: Mapping[str, bytes] = field(default_factory=dict)
     aliases: Mapping[str, str] = field(default_factory=dict)
     links: Mapping[str, str] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
 
     @property
     def num_bytes(self) -> int:

@@ -83,7 +83,8 @@ def lay_out(
     documents = dict(index_of(files, rank_folder(rank)) for rank, files in enumerate(by_rank) if len(files) > 1)
     documents[RANKS_FILE] = _document(divided, checkpoint.tensors, dtype_of)
     files = tuple(file for same_number in zip(*by_rank, strict=True) for file in same_number)
-    return Output(layout=Layout.RANKS, files=files, documents=documents)
+    notes = tuple(note.text for note in divided.notes)
+    return Output(layout=Layout.RANKS, files=files, documents=documents, notes=notes)
 
 
 def _part(tensor: TensorInfo, divided: Partition, rank: int, dtype_of: DTypeOf) -> OutputTensor:

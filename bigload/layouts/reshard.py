@@ -9,10 +9,11 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import secrets
 import shutil
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -198,23 +199,32 @@ def reshard(
         CheckpointError, ReadError: the source cannot be opened, read, or changed meanwhile.
         RankError: another process of the team failed.
     """
-    prepared = prepare_reshard(
-        source,
-        out,
-        layout=layout,
-        checkpoint=checkpoint,
-        max_shard_bytes=max_shard_bytes,
-        dtype=dtype,
-        keep_fp32=keep_fp32,
-        tp=tp,
-        tp_rules=tp_rules,
-        offload_format=offload_format,
-        resume=resume,
-        force=force,
-    )
-    return run_reshard(
-        prepared, verify=verify, threads=threads, max_in_flight=max_in_flight, on_progress=on_progress, team=team
-    )
+    with present_team() if team is None else nullcontext(team) as members:
+        prepared = together(
+            members,
+            lambda: prepare_reshard(
+                source,
+                out,
+                layout=layout,
+                checkpoint=checkpoint,
+                max_shard_bytes=max_shard_bytes,
+                dtype=dtype,
+                keep_fp32=keep_fp32,
+                tp=tp,
+                tp_rules=tp_rules,
+                offload_format=offload_format,
+                resume=resume,
+                force=force,
+            ),
+        )
+        return run_reshard(
+            prepared,
+            verify=verify,
+            threads=threads,
+            max_in_flight=max_in_flight,
+            on_progress=on_progress,
+            team=members,
+        )
 
 
 def prepare_reshard(
@@ -314,7 +324,7 @@ def run_reshard(
         on_progress=on_progress,
         team=team,
     )
-    finished = run.nothing_to_do() if prepared.is_finished else run.carry_out()
+    finished = run.carry_out()
     return ReshardReport(
         out=prepared.out,
         output=prepared.output,
@@ -358,49 +368,75 @@ class _Run:
         self._on_progress = on_progress
         self._team = team
 
-    def nothing_to_do(self) -> _Share:
-        """Return what there is where an interrupted run had published everything, after tidying up behind it."""
-        if self._team.rank == 0:
-            tidy(self._prepared.out, force=self._prepared.force)
-        return _Share(kept_files=len(self._prepared.output.files), kept_bytes=self._prepared.num_bytes)
-
     def carry_out(self) -> _Share:
         """Write this process's files, and wait for those of the others; number 0 does the rest, and publishes."""
+        sign = self._agree()
+        if self._prepared.is_finished:
+            return self._nothing_to_do()
         return_freed()  # what headers and plans took while they were read
         with ExitStack() as opened:
-            staging = self._enter(opened)
+            staging = self._enter(opened, sign)
             pool = BlockPool(self._threads, block_bytes=window_bytes(self._threads, self._max_in_flight))
             opened.callback(pool.close)
             sources = opened.enter_context(Sources(self._prepared.checkpoint, pool=pool))
-            shares = together(self._team, lambda: self._write(staging, sources, pool))
-            whole = _united(shares)
-            together(self._team, lambda: self._finish(staging, whole) if self._team.rank == 0 else None)
+            try:
+                share = together(self._team, lambda: self._write(staging, sources, pool))
+            except RankError:
+                self._check_unchanged(staging, sources)  # where that is why another failed, nothing is worth keeping
+                raise
+            whole = _united(self._team.share(share))
+            together(self._team, lambda: self._finish(staging, whole) if self._is_first else None)
             published = opened.pop_all()  # leaving it publishes: a failure there has to reach the others as well
             together(self._team, published.close)
         return whole
 
-    def _enter(self, opened: ExitStack) -> Staging:
-        prepared = self._prepared
-        self._agree()
-        if self._team.rank == 0:
-            return together(self._team, lambda: self._begin(opened))[0]
-        together(self._team, lambda: None)
-        return opened.enter_context(joined(prepared.out, prepared.recipe, rank=self._team.rank))
+    @property
+    def _is_first(self) -> bool:
+        return self._team.rank == 0
 
-    def _begin(self, opened: ExitStack) -> Staging:
+    def _nothing_to_do(self) -> _Share:
+        """Return what there is where an interrupted run had published everything, after tidying up behind it."""
+        if self._is_first:
+            tidy(self._prepared.out, force=self._prepared.force)
+        return _Share(kept_files=len(self._prepared.output.files), kept_bytes=self._prepared.num_bytes)
+
+    def _agree(self) -> str:
+        """Raise unless all processes are about to do the same; return a name that nothing has had before."""
+        prepared = self._prepared
+        facts = {
+            "what it would write (another source, or other options)": prepared.recipe,
+            "verify": self.verify.value,
+            "resume": prepared.resume,
+            "force": prepared.force,
+            "whether the output is there already": prepared.is_finished,
+            "the version of bigload": __version__,
+        }
+        told = self._team.share((facts, f".bigload-team-{secrets.token_hex(8)}"))
+        for rank, (theirs, _) in enumerate(told):
+            differing = [what for what, value in told[0][0].items() if theirs.get(what) != value]
+            if differing:
+                raise RankError(rank, f"it differs from process 0 in {', '.join(differing)}")
+        return told[0][1]
+
+    def _enter(self, opened: ExitStack, sign: str) -> Staging:
+        prepared, team = self._prepared, self._team
+        begun = together(team, lambda: self._begin(opened, sign) if self._is_first else None)
+        staging = together(
+            team,
+            lambda: begun or opened.enter_context(joined(prepared.out, prepared.recipe, rank=team.rank, sign=sign)),
+        )
+        if self._is_first:
+            (staging.folder / sign).unlink()
+        return staging
+
+    def _begin(self, opened: ExitStack, sign: str) -> Staging:
         prepared = self._prepared
         first = staged(prepared.out, prepared.recipe, resume=prepared.resume, force=prepared.force)
         staging = opened.enter_context(first)
         if staging.progress is not None:
             keep_only(staging.folder, {output.file for output in prepared.output.files})
+        (staging.folder / sign).touch()
         return staging
-
-    def _agree(self) -> None:
-        """Raise unless all processes are about to do the same."""
-        recipes = self._team.share(self._prepared.recipe)
-        for rank, recipe in enumerate(recipes):
-            if recipe != recipes[0]:
-                raise RankError(rank, "it would write something else than process 0: another source, or other options")
 
     def _write(self, staging: Staging, sources: Sources, pool: BlockPool) -> _Share:
         sources.check_headers()

@@ -2,7 +2,8 @@
 
 Everything is written below `<out>.partial` and the whole folder is renamed at the end, so that at no moment, not after
 a SIGKILL nor a power cut, something incomplete stands under the final name. The first file in it is the journal;
-holding a lock on that file is what it means to be the one who writes.
+holding a lock on that file is what it means to be the one who writes. Of processes that share the work each has a
+journal, and a lock on it: nobody begins anew while one of them, whose first has died, is still writing.
 """
 
 from __future__ import annotations
@@ -11,15 +12,23 @@ import errno
 import fcntl
 import os
 import shutil
+import time
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from bigload.errors import BigloadError, OutputExistsError, WriteError
+from bigload.errors import BigloadError, OutputExistsError, RankError, WriteError
 from bigload.layouts.journal import PREFIX, Journal, Progress, journal_name, read_progress
 from bigload.layouts.manifest import MANIFEST_FILE, read_manifest
 from bigload.units import counted
+
+_SIGHT_SECONDS = 60.0
+"""How long a folder that another host made may stay unseen here: by default NFS remembers for so long what is not there
+(nfs(5), acdirmax)."""
+
+_LEAVE_SECONDS = 2.0
+"""How long others of a team that has failed are given to stop writing before the folder is kept because of them."""
 
 
 def staging_folder(out: Path) -> Path:
@@ -55,7 +64,7 @@ def check_output(out: Path, *, resume: bool = False, force: bool = False) -> Non
     Raises:
         OutputExistsError: `out` is a file, or a folder with something in it that is not to be replaced (`force`) or
             was not written by bigload; or its staging folder is not ours, or holds work that is neither to be gone on
-            with (`resume`) nor to be thrown away (`force`).
+            with (`resume`) nor to be thrown away (`force`); or what `force` would move aside has no place to go.
     """
     if out.is_symlink() or (out.exists() and not out.is_dir()):
         raise OutputExistsError(out, "it exists", hint="choose another folder, or remove this one yourself")
@@ -63,6 +72,8 @@ def check_output(out: Path, *, resume: bool = False, force: bool = False) -> Non
         _check_replaceable(out, force=force)
     staging = staging_folder(out)
     if not (staging.exists() or staging.is_symlink()):
+        if force:  # no run was interrupted while it moved an older output aside
+            _check_room_for_replaced(out, "it was not put there by an interrupted run: move it away, or remove it")
         return
     is_folder = staging.is_dir() and not staging.is_symlink()
     if not is_folder or (any(staging.iterdir()) and not _is_regular(staging / journal_name(0))):
@@ -105,9 +116,8 @@ def staged(out: Path, recipe: str, *, resume: bool = False, force: bool = False)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock = _open_journal(folder, rank=0)
-        if not _is_ours(lock, folder):
-            hint = "wait for it, or choose another folder"
-            raise OutputExistsError(out, "another process is writing it now", hint=hint)
+        if not _is_ours(lock, folder) or _is_shared(folder):
+            raise _taken(out)
         progress = read_progress(folder) if resume else None
         if progress is not None and progress.recipe != recipe:
             hint = "run it with the options and the source it was begun with, or throw its work away with --force"
@@ -135,16 +145,27 @@ def staged(out: Path, recipe: str, *, resume: bool = False, force: bool = False)
 
 
 @contextmanager
-def joined(out: Path, recipe: str, *, rank: int) -> Iterator[Staging]:
+def joined(out: Path, recipe: str, *, rank: int, sign: str) -> Iterator[Staging]:
     """Give the folder that process 0 has made for all: to write some of its files, with a journal of one's own.
 
+    Args:
+        out: Where it shall appear.
+        recipe: What is written, as a digest.
+        rank: Number of this process.
+        sign: Name of a file that process 0 has put there: a folder without it is another.
+
     Raises:
+        RankError: the folder cannot be seen from here.
+        OutputExistsError: a process of an earlier team is still writing there.
         WriteError: the journal cannot be written there.
     """
     folder = staging_folder(out)
+    _await_sign(folder / sign, rank)
     descriptor = -1
     try:
         descriptor = _open_journal(folder, rank=rank)
+        if not _is_locked(descriptor):
+            raise _taken(out)
         yield Staging(folder, Journal.begin(folder / journal_name(rank), descriptor, recipe), read_progress(folder))
     except OSError as error:
         if isinstance(error, BigloadError):
@@ -153,6 +174,17 @@ def joined(out: Path, recipe: str, *, rank: int) -> Iterator[Staging]:
     finally:
         if descriptor >= 0:
             os.close(descriptor)
+
+
+def _await_sign(sign: Path, rank: int) -> None:
+    patience = time.monotonic() + _SIGHT_SECONDS
+    while not sign.exists():
+        if time.monotonic() > patience:
+            reason = f"on {os.uname().nodename} it does not see {sign.parent.absolute()}, which process 0 has made"
+            raise RankError(rank, reason, hint="the output has to be on a file system that all hosts share")
+        time.sleep(0.1)
+        with suppress(OSError):
+            any(sign.parents[1].iterdir())  # has a client of NFS ask its server
 
 
 def keep_only(folder: Path, files: Collection[str]) -> None:
@@ -200,10 +232,17 @@ def _check_replaceable(out: Path, *, force: bool) -> None:
     if strays:
         reason = f"bigload did not write {counted(len(strays), 'file')} in it, {strays[0]!r} for one"
         raise OutputExistsError(out, reason, hint="move away what is yours, or remove the folder yourself")
+    _check_room_for_replaced(out, "an interrupted run moved the older output there: move it back, or remove it")
+
+
+def _check_room_for_replaced(out: Path, hint: str) -> None:
     replaced = replaced_folder(out)
-    if replaced.exists() or replaced.is_symlink():
-        hint = "an interrupted run moved the older output there: move it back, or remove it"
+    if replaced.is_symlink() or (replaced.exists() and not _is_empty_folder(replaced)):
         raise OutputExistsError(replaced, "it is needed for replacing the output", hint=hint)
+
+
+def _is_empty_folder(path: Path) -> bool:
+    return path.is_dir() and not any(path.iterdir())
 
 
 def _strays(out: Path) -> list[str]:
@@ -225,11 +264,37 @@ def _is_ours(lock: int, folder: Path) -> bool:
     It is not the one there if another process finished, and published or removed the folder, while we opened it.
     """
     try:
-        with _unless_unsupported():
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return os.path.samestat(os.fstat(lock), (folder / journal_name(0)).stat())
-    except (BlockingIOError, FileNotFoundError):
+        return _is_locked(lock) and os.path.samestat(os.fstat(lock), (folder / journal_name(0)).stat())
+    except FileNotFoundError:
         return False
+
+
+def _is_locked(descriptor: int) -> bool:
+    """Lock the open journal; return `False` if another process has."""
+    try:
+        with _unless_unsupported():
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _is_shared(folder: Path) -> bool:
+    """Return whether another process of a team holds the lock of its journal in `folder`."""
+    for path in folder.glob(f"{PREFIX}*.jsonl"):
+        if path.name == journal_name(0) or not _is_regular(path):
+            continue
+        descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            if not _is_locked(descriptor):
+                return True
+        finally:
+            os.close(descriptor)
+    return False
+
+
+def _taken(out: Path) -> OutputExistsError:
+    return OutputExistsError(out, "another process is writing it now", hint="wait for it, or choose another folder")
 
 
 def _publish(folder: Path, out: Path, *, force: bool) -> None:
@@ -237,10 +302,11 @@ def _publish(folder: Path, out: Path, *, force: bool) -> None:
     is_taken = force and out.is_dir() and any(out.iterdir())
     if is_taken:
         _check_replaceable(out, force=force)  # what is there now need not be what was there at the beginning
-        out.rename(replaced)
     try:
+        if is_taken:
+            out.rename(replaced)
         folder.rename(out)
-    except OSError:
+    except BaseException:  # Ctrl-C, too; where it came after both, the one back is refused
         if is_taken:
             with suppress(OSError):
                 replaced.rename(out)
@@ -252,14 +318,16 @@ def _publish(folder: Path, out: Path, *, force: bool) -> None:
 def tidy(out: Path, *, force: bool) -> None:
     """Remove what the published `out` no longer needs: journals, and with `force` the older output that it replaced."""
     replaced = replaced_folder(out)
-    with suppress(OSError):
+    with suppress(OSError, BigloadError):  # of what it replaced: its manifest is none
         for journal in out.glob(f"{PREFIX}*.jsonl"):
             journal.unlink()
-        if force and _is_regular(replaced / MANIFEST_FILE):
-            for entry in replaced.iterdir():
+        if force and _is_regular(replaced / MANIFEST_FILE) and not _strays(replaced):
+            for entry in list(replaced.iterdir()):
                 if entry.name != MANIFEST_FILE:  # last: without it nobody would know that the rest is ours
                     _remove(entry)
-            _remove(replaced)
+            _remove(replaced / MANIFEST_FILE)
+        if force and replaced.is_dir():
+            replaced.rmdir()  # also what a crash emptied and no more
 
 
 def _leave(folder: Path, lock: int, error: BaseException, *, is_void: bool) -> None:
@@ -268,9 +336,20 @@ def _leave(folder: Path, lock: int, error: BaseException, *, is_void: bool) -> N
         return  # it is published
     progress = None if is_void else read_progress(folder)
     if progress is None or progress.is_empty:
-        shutil.rmtree(folder, ignore_errors=True)
+        if not _is_shared_for(folder, _LEAVE_SECONDS):
+            shutil.rmtree(folder, ignore_errors=True)
     elif isinstance(error, BigloadError):
-        error.hint = f"{_amount(progress)} are kept in {folder}: mend the cause and go on with --resume"
+        error.hint = f"mend the cause and go on with --resume: {folder} keeps {_amount(progress)}"
+
+
+def _is_shared_for(folder: Path, seconds: float) -> bool:
+    """Return whether others are writing in `folder` for `seconds` still; they notice soon that the team has failed."""
+    patience = time.monotonic() + seconds
+    while _is_shared(folder):
+        if time.monotonic() > patience:
+            return True
+        time.sleep(0.02)
+    return False
 
 
 def _amount(progress: Progress) -> str:

@@ -5,12 +5,15 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Protocol, TypeVar
 
-from bigload.errors import RankError
+from bigload.errors import BigloadError, RankError
 
 T = TypeVar("T")
+
+_Failure = tuple[int | None, str]
+"""In which process, and what it says."""
 
 
 class Team(Protocol):
@@ -28,10 +31,10 @@ class Team(Protocol):
     def size(self) -> int: ...
 
     def share(self, value: T) -> list[T]:
-        """Return what all processes gave, in the order of their numbers; waits until all have.
+        """Return what all processes gave, in the order of their numbers; waits until all have, for days if need be.
 
         Raises:
-            RankError: one of them is gone.
+            RankError: one of them is gone, which is noticed at once.
         """
 
 
@@ -48,7 +51,13 @@ class Alone:
 
 @contextmanager
 def present_team() -> Iterator[Team]:
-    """Give the ranks of torch.distributed where this process has joined them already, and else a team of one."""
+    """Give the ranks of torch.distributed where this process has joined them already, and else a team of one.
+
+    The process group is left as it is.
+
+    Raises:
+        RankError: the others do not come: all of them have to.
+    """
     distributed = sys.modules.get("torch.distributed")  # not imported: then it is not initialised either
     if distributed is None or not (distributed.is_available() and distributed.is_initialized()):
         yield Alone()
@@ -64,7 +73,7 @@ def launched_team() -> Iterator[Team]:
     """Give the ranks that a launcher such as torchrun started, by what it set in the environment; else a team of one.
 
     Raises:
-        RankError: the others cannot be reached.
+        RankError: the others do not come, or cannot be reached.
     """
     if os.environ.get("WORLD_SIZE", "1") == "1" or "RANK" not in os.environ:
         yield Alone()
@@ -75,23 +84,32 @@ def launched_team() -> Iterator[Team]:
         yield team
 
 
-def together(team: Team, step: Callable[[], T]) -> list[T]:
-    """Have every process do its `step`, and return all results by rank; if one fails, all raise.
+def together(team: Team, step: Callable[[], T]) -> T:
+    """Have every process do its `step`, and return what it gave here; if it fails in one, it fails in all.
+
+    What is neither an error nor a result, such as a Ctrl-C, is not told the others: they notice that this process ends.
 
     Raises:
-        RankError: `step` failed in another process, which is named with what it said.
+        RankError: `step` failed in another process, which is named with what it said; or that process is gone.
         Exception: what `step` raised, here.
     """
-    error: BaseException | None = None
-    result: list[T] = []
     try:
-        result.append(step())
-    except Exception as raised:
-        error = raised
-    outcomes = team.share((None if error is None else f"{type(error).__name__}: {error}", result))
-    if error is not None:
-        raise error
-    for rank, (failure, _) in enumerate(outcomes):
+        result = step()
+    except Exception as error:
+        with suppress(RankError):  # what happened here is the better reason
+            team.share(_told(error, team))
+        raise
+    nothing: _Failure | None = None
+    for failure in team.share(nothing):
         if failure is not None:
-            raise RankError(rank, failure)
-    return [value for _, values in outcomes for value in values]
+            rank, reason = failure
+            raise RankError(rank, reason)
+    return result
+
+
+def _told(error: Exception, team: Team) -> _Failure:
+    """Return what the other processes are told of `error`: in which it came up, and what it was."""
+    if isinstance(error, RankError):
+        return error.rank, error.reason
+    reason = error.message if isinstance(error, BigloadError) else str(error)
+    return team.rank, f"{type(error).__name__}: {reason}"

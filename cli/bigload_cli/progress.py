@@ -82,15 +82,15 @@ class _Rate:
 
     def __init__(self) -> None:
         self._phase = ""
-        self._began = time.monotonic()
-        self._done_before = 0
-        self._done_last = 0
+        self._began = self._last = (0, time.monotonic())
 
     def of(self, progress: Progress) -> str:
-        if self._phase and progress.phase != self._phase:
-            self._began, self._done_before = time.monotonic(), self._done_last
-        self._phase, self._done_last = progress.phase, progress.done_bytes
-        return format_rate(progress.done_bytes - self._done_before, time.monotonic() - self._began)
+        """Return the rate in words; each event has to come by here."""
+        now = time.monotonic()
+        if progress.phase != self._phase:
+            self._phase, self._began = progress.phase, self._last
+        self._last = (progress.done_bytes, now)
+        return format_rate(progress.done_bytes - self._began[0], now - self._began[1])
 
 
 def _what(progress: Progress, *, usual: str = "") -> str:

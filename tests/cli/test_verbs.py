@@ -229,17 +229,20 @@ def test_what_is_said_to_do_in_python_works(run):
 
 def test_weights_are_cast_and_what_becomes_infinite_is_told(run, here):
     weights = {"a.weight": torch.tensor([1.0, 1e30, 70_000.0]), "b.weight": torch.ones(4), "norm.weight": torch.ones(2)}
+    weights["ids"] = torch.arange(4)
     (here / "wide").mkdir()
     torch.save(weights, here / "wide" / "pytorch_model.bin")
     done = run("bigload reshard wide out --dtype fp16 --keep-fp32 norm")
     assert done.code == 0
     assert "cast to F16, but to F32 what matches norm" in done.stderr
+    assert "note: 1 tensor not cast: not floating-point, ids for one" in done.stderr
     assert "warning: a.weight: 2 values beyond the largest of F16" in done.stderr
     assert "every byte read back and equal to the source, cast" in done.stdout
     loaded = bigload.load("out")
     assert {name: tensor.dtype for name, tensor in loaded.items()} == {
         "a.weight": torch.float16,
         "b.weight": torch.float16,
+        "ids": torch.int64,
         "norm.weight": torch.float32,
     }
     again = json.loads(run("bigload reshard wide again --dtype fp16 --json").stdout)
@@ -304,7 +307,10 @@ def test_force_never_replaces_what_bigload_has_not_written(run, here):
     assert names(here / "out") == {"notes.txt"}
 
 
-@pytest.mark.parametrize("answer", ["y", "n"])
+ANSWERS = {"y\n": 0, "n\n": 1, "\x04": 130}  # the last is Ctrl-D
+
+
+@pytest.mark.parametrize("answer", ANSWERS)
 def test_on_a_terminal_force_asks_once(run, here, environment, terminal, answer):
     open_terminal, read_terminal = terminal
     assert run("bigload reshard tiny-llama out -q").code == 0
@@ -316,14 +322,15 @@ def test_on_a_terminal_force_asks_once(run, here, environment, terminal, answer)
         while b"[y/N]" not in shown:
             shown += (more := read_terminal(keyboard))
             assert more, shown.decode()
-        os.write(keyboard, f"{answer}\n".encode())
+        os.write(keyboard, answer.encode())
         while more := read_terminal(keyboard):
             shown += more
     os.close(keyboard)
-    assert process.returncode == (0 if answer == "y" else 1)
+    assert process.returncode == ANSWERS[answer]
     assert shown.count(b"Replace out (14.59 MiB)? [y/N]") == 1
-    assert ("model.safetensors.index.json" in names(here / "out")) == (answer == "y")
-    assert (b"nothing was changed" in shown) == (answer == "n")
+    assert ("model.safetensors.index.json" in names(here / "out")) == (answer == "y\n")
+    assert b"unexpected" not in shown
+    assert (b"nothing was changed" in shown) == (answer == "n\n")
 
 
 # Several processes

@@ -321,9 +321,7 @@ def test_what_is_finished_is_kept_and_the_error_says_so(tmp_path):
     with suppress(WriteError), staged(out, "recipe") as staging:
         staging.journal.complete("a", {"one": "1" * 32, "two": "2" * 32}, "0" * 32)
         raise error
-    assert error.hint == (
-        f"1 finished file (2 tensors) are kept in {out}.partial: mend the cause and go on with --resume"
-    )
+    assert error.hint == (f"mend the cause and go on with --resume: {out}.partial keeps 1 finished file (2 tensors)")
     assert leftover(out) == "1 finished file (2 tensors)"
 
 
@@ -413,6 +411,7 @@ def make_mixed(out):
 
 def make_moved_aside(out):
     replaced_folder(out).mkdir()
+    (replaced_folder(out) / "old").write_text("old")
 
 
 @pytest.mark.parametrize("make", [make_foreign, make_mixed, make_moved_aside])
@@ -463,3 +462,34 @@ def test_tidying_removes_nothing_that_bigload_did_not_write(tmp_path):
     (replaced_folder(tmp_path / "out") / "mine").write_text("mine")
     tidy(tmp_path / "out", force=True)
     assert entries(tmp_path) == ["out", "out.replaced"]
+
+
+def test_an_older_output_that_somebody_put_something_into_is_not_tidied_away(older, tmp_path):
+    make_mixed(older)
+    older.rename(replaced_folder(older))
+    publish(older)
+    tidy(older, force=True)
+    assert (replaced_folder(older) / "mine").read_text() == "mine"
+
+
+def test_an_output_whose_name_is_that_of_a_replaced_one_is_not_removed_with_force(older, tmp_path):
+    older.rename(replaced_folder(older))
+    before = contents(tmp_path)
+    with pytest.raises(OutputExistsError, match="not put there by an interrupted run"):
+        publish(older, force=True)
+    assert contents(tmp_path) == before
+
+
+def test_ctrl_c_between_the_two_renames_puts_the_older_output_back(older, monkeypatch):
+    rename = os.rename
+
+    def interrupt(source, target, **options):
+        if str(source).endswith(".partial"):
+            raise KeyboardInterrupt
+        rename(source, target, **options)
+
+    monkeypatch.setattr(os, "rename", interrupt)
+    before = contents(older)
+    with pytest.raises(KeyboardInterrupt):
+        publish(older, force=True)
+    assert contents(older) == before

@@ -118,26 +118,29 @@ def reshard(
     wish = Verify.NONE if no_verify else verify
     from bigload.layouts.reshard import prepare_reshard
     from bigload.layouts.writer import LEAST_BYTES_PER_THREAD
-    from bigload.loading.team import launched_team
+    from bigload.loading.team import launched_team, together
     from bigload_cli.progress import shown_progress
 
     in_flight = None
     if max_memory_in_flight is not None:
         in_flight = size_option("--max-memory-in-flight", max_memory_in_flight, at_least=LEAST_BYTES_PER_THREAD)
     with launched_team() as team:  # torchrun: all ranks share the work, and the first one speaks
-        prepared = prepare_reshard(
-            source,
-            out,
-            layout=layout,
-            checkpoint=checkpoint,
-            max_shard_bytes=max_shard_bytes,
-            dtype=dtype,
-            keep_fp32=keep_fp32 or (),
-            tp=tp,
-            tp_rules=tp_rules,
-            offload_format=offload_format,
-            resume=resume,
-            force=force,
+        prepared = together(
+            team,
+            lambda: prepare_reshard(
+                source,
+                out,
+                layout=layout,
+                checkpoint=checkpoint,
+                max_shard_bytes=max_shard_bytes,
+                dtype=dtype,
+                keep_fp32=keep_fp32 or (),
+                tp=tp,
+                tp_rules=tp_rules,
+                offload_format=offload_format,
+                resume=resume,
+                force=force,
+            ),
         )
         if team.rank == 0 and not as_json and not quiet:
             _announce(prepared, dry_run=dry_run, color=color)
@@ -187,7 +190,11 @@ def _confirm(prepared: PreparedReshard, *, yes: bool, may_ask: bool) -> None:
         return
     if not (may_ask and sys.stdin.isatty() and sys.stderr.isatty()):
         raise OutputExistsError(prepared.out, f"--force would {what}", hint="add --yes to let it")
-    if not typer.confirm(f"{what[:1].upper()}{what[1:]}?", err=True):
+    try:
+        is_agreed = typer.confirm(f"{what[:1].upper()}{what[1:]}?", err=True)
+    except typer.Abort:  # Ctrl-C or Ctrl-D
+        raise KeyboardInterrupt from None
+    if not is_agreed:
         say("nothing was changed")
         raise typer.Exit(FAILED)
 

@@ -1,0 +1,340 @@
+"""Spread a model over devices, RAM and disk: each part runs where its device map says, whatever it is called with.
+
+Names and signatures are those of `accelerate.big_modeling` 1.15.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import ChainMap
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from bigload.errors import NoOffloadFolderError
+from bigload.runtime.align_devices import (
+    AlignDevicesHook,
+    TiedParams,
+    attach_align_device_hook,
+    attach_align_device_hook_on_blocks,
+)
+from bigload.runtime.blocks import OFFLOADED, Block, DeviceLike, blocks_of, device_of, main_device_of, place_of
+from bigload.runtime.cpu_offload_hooks import CpuOffload, UserCpuOffloadHook
+from bigload.runtime.device_maps import check_device_map
+from bigload.runtime.hooks import add_hook_to_module
+from bigload.runtime.module_sizes import prefixes
+from bigload.runtime.module_tensors import set_module_tensor_to_device
+from bigload.runtime.moving import warn_of_moves
+from bigload.runtime.offload_store import OffloadedWeightsLoader, PrefixedDataset, offload_state_dict
+from bigload.runtime.offload_writer import Entry
+from bigload.runtime.tied_parameters import find_tied_parameters
+
+StrPath = str | os.PathLike[str]
+Weights = Mapping[str, torch.Tensor]
+
+
+def dispatch_model(
+    model: nn.Module,
+    device_map: Mapping[str, DeviceLike],
+    main_device: DeviceLike | None = None,
+    state_dict: Weights | None = None,
+    offload_dir: StrPath | None = None,
+    offload_index: Mapping[str, Entry] | None = None,
+    offload_buffers: bool = False,
+    skip_keys: str | list[str] | None = None,
+    preload_module_classes: list[str] | None = None,
+    force_hooks: bool = False,
+) -> nn.Module:
+    """Put every part of `model` on its device in `device_map`, and return the model, which then takes any input.
+
+    What is on `cpu` or `disk` is brought to the main device for each forward, unless that is the CPU itself: then `cpu`
+    is where it stays. Tensors that the model itself owns stay on the main device. Tied weights stay tied, with one copy
+    on each device that runs them. A model with one device, other than the disk, is moved there and gets no hooks.
+
+    Args:
+        model: With values, or on the meta device where `state_dict` or the disk have them.
+        device_map: Module or tensor to device; a number is an accelerator of this machine's kind. Kept as
+            `model.hf_device_map`.
+        main_device: Where offloaded parts run: by default the first accelerator of the map, else the CPU.
+        state_dict: Values of what is on `cpu`, by name; the model's own when left out.
+        offload_dir: The folder of what is on `disk`. Values that the model has are written there unless they are there
+            already, whatever else it holds.
+        offload_index: Where each weight is on disk, as the `index.json` of such a folder says it; nothing is written.
+        offload_buffers: Whether buffers of offloaded modules are offloaded too.
+        skip_keys: See `AlignDevicesHook`.
+        preload_module_classes: See `attach_align_device_hook`.
+        force_hooks: Attach hooks for a single device as well.
+
+    Raises:
+        ValueError: the map does not cover the model.
+        NoOffloadFolderError: something goes to disk, and neither `offload_dir` nor `offload_index` is given.
+        NotOffloadableError: a weight for the disk has no values, and the folder does not hold it either.
+        WriteError: the system refused to write.
+    """
+    check_device_map(model, device_map)
+    if needs_hooks(device_map) or force_hooks:
+        on_disk = [name for name, device in device_map.items() if device == "disk"]
+        if on_disk and offload_dir is None and offload_index is None:
+            raise NoOffloadFolderError("offload_dir", on_disk, reason="their weights have no place")
+        spread = Spread.over(model, device_map, main_device)
+        in_ram = spread.in_ram(model) if state_dict is None else state_dict
+        if on_disk and offload_index is None:
+            assert offload_dir is not None, "asked for above"
+            offload_state_dict(offload_dir, spread.on_disk(model))
+        folder = offload_dir if on_disk else None
+        weights = OffloadedWeightsLoader(state_dict=in_ram, save_folder=folder, index=offload_index)
+        spread.attach(model, weights, offload_buffers, skip_keys, preload_module_classes)
+    else:
+        model.to(next(iter(device_map.values()), "cpu"))
+    model.hf_device_map = dict(device_map)  # type: ignore[assignment]
+    return model
+
+
+def dispatch_loaded(
+    model: nn.Module,
+    device_map: Mapping[str, DeviceLike],
+    stored: Weights,
+    *,
+    offload_buffers: bool,
+    skip_keys: str | list[str] | None,
+    preload_module_classes: list[str] | None,
+    force_hooks: bool,
+) -> nn.Module:
+    """Dispatch a model of which all is where `device_map` has it, and what is on disk is in `stored`, by name."""
+    if needs_hooks(device_map) or force_hooks:
+        spread = Spread.over(model, device_map, None)
+        weights = ChainMap(spread.in_ram(model, stored), stored)  # type: ignore[arg-type]  # nobody writes to it
+        spread.attach(model, weights, offload_buffers, skip_keys, preload_module_classes)
+    model.hf_device_map = dict(device_map)  # type: ignore[assignment]
+    return model
+
+
+def needs_hooks(device_map: Mapping[str, DeviceLike]) -> bool:
+    """Return whether inputs, or weights, have to be brought to where a model runs."""
+    places = {place_of(device) for device in device_map.values()}
+    return len(places) > 1 or "disk" in places
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spread:
+    """Where each part of a model lives and runs.
+
+    Attributes:
+        device_map: As it was given.
+        main_device: Where offloaded parts run.
+        blocks: The parts.
+        tied: Names of each tied parameter.
+    """
+
+    device_map: Mapping[str, DeviceLike]
+    main_device: DeviceLike
+    blocks: tuple[Block, ...]
+    tied: Sequence[Sequence[str]]
+
+    @classmethod
+    def over(cls, model: nn.Module, device_map: Mapping[str, DeviceLike], main_device: DeviceLike | None) -> Spread:
+        """Return how `device_map` spreads `model`, whose parameters are still tied."""
+        return cls(
+            device_map=device_map,
+            main_device=main_device_of(device_map) if main_device is None else main_device,
+            blocks=blocks_of(model, device_map),
+            tied=find_tied_parameters(model),
+        )
+
+    def in_ram(self, model: nn.Module, stored: Container[str] | None = None) -> dict[str, torch.Tensor]:
+        """Return what hooks bring in from RAM, on the CPU: what is there already is not copied.
+
+        Where `stored` says what is on disk, that is all else: a weight for the disk may be tied to one that is not.
+        """
+        offloaded = {block.name: block.is_whole for block in self.blocks if block.is_offloaded(self.main_device)}
+        return {
+            name: tensor.detach().to("cpu")
+            for name, tensor in model.state_dict().items()
+            if not tensor.is_meta
+            and _is_in(name, offloaded)
+            and (device_of(name, self.device_map) != "disk" if stored is None else name not in stored)
+        }
+
+    def on_disk(self, model: nn.Module) -> dict[str, torch.Tensor]:
+        """Return what lives on disk, as the model has it."""
+        return {
+            name: tensor for name, tensor in model.state_dict().items() if device_of(name, self.device_map) == "disk"
+        }
+
+    def attach(
+        self,
+        model: nn.Module,
+        weights: Weights,
+        offload_buffers: bool,
+        skip_keys: str | list[str] | None,
+        preload_module_classes: list[str] | None,
+    ) -> None:
+        """Give `model` the hooks that make it run so, with `weights` the values of what is offloaded."""
+        main, whole = self.main_device, [block for block in self.blocks if block.is_whole]
+        tied_params_map = _addresses(model, self.tied)
+        runs_on = {name: _resolved(self._runs_on(name)) for group in self.tied for name in group}
+        _bring_own_tensors(model, main, weights)
+        attach_align_device_hook_on_blocks(
+            model,
+            execution_device={"": main, **{block.name: block.runs_on(main) for block in whole}},
+            offload={block.name: block.is_offloaded(main) for block in whole},
+            weights_map=weights,
+            offload_buffers=offload_buffers,
+            skip_keys=skip_keys,
+            preload_module_classes=preload_module_classes,
+            tied_params_map=tied_params_map,
+        )
+        for block in self.blocks:
+            if block.name and not block.is_whole:
+                hook = AlignDevicesHook(
+                    execution_device=block.runs_on(main),
+                    offload=block.is_offloaded(main),
+                    weights_map=PrefixedDataset(weights, f"{block.name}."),
+                    offload_buffers=offload_buffers,
+                    skip_keys=skip_keys,
+                    tied_params_map=tied_params_map,
+                )
+                add_hook_to_module(model.get_submodule(block.name), hook, append=True)
+        if isinstance(model._hf_hook, AlignDevicesHook):
+            model._hf_hook.io_same_device = True
+        tie_on_devices(model, self.tied, runs_on)
+        warn_of_moves(model)
+
+    def _runs_on(self, name: str) -> DeviceLike:
+        device = device_of(name, self.device_map)
+        return self.main_device if place_of(device) in OFFLOADED else device
+
+
+def cpu_offload(
+    model: nn.Module,
+    execution_device: DeviceLike | None = None,
+    offload_buffers: bool = False,
+    state_dict: Weights | None = None,
+    preload_module_classes: list[str] | None = None,
+) -> nn.Module:
+    """Keep the weights of `model` on the CPU, bring those of each module in when it runs, and return the model.
+
+    Args:
+        model: With values, or on the meta device where `state_dict` has them.
+        execution_device: Where it runs; by default where its first parameter is.
+        offload_buffers: Whether buffers are offloaded too.
+        state_dict: Its values by name; its own when left out, not copied if they are on the CPU.
+        preload_module_classes: See `attach_align_device_hook`.
+    """
+    if state_dict is None:
+        state_dict = {name: tensor.to("cpu") for name, tensor in model.state_dict().items()}
+    return _offload_all(model, state_dict, execution_device, offload_buffers, preload_module_classes)
+
+
+def disk_offload(
+    model: nn.Module,
+    offload_dir: StrPath,
+    execution_device: DeviceLike | None = None,
+    offload_buffers: bool = False,
+    preload_module_classes: list[str] | None = None,
+) -> nn.Module:
+    """Keep the weights of `model` in the folder `offload_dir`, as `cpu_offload` does on the CPU, and return the model.
+
+    What the folder holds already, by name and digest, is not written again. Of weights on the meta device it has to
+    hold the values.
+
+    Raises:
+        NotOffloadableError: a weight has no values, and the folder does not hold it either.
+        WriteError: the system refused to write.
+    """
+    offload_state_dict(offload_dir, model.state_dict())
+    weights = OffloadedWeightsLoader(save_folder=offload_dir)
+    return _offload_all(model, weights, execution_device, offload_buffers, preload_module_classes)
+
+
+def cpu_offload_with_hook(
+    model: nn.Module,
+    execution_device: DeviceLike | None = None,
+    prev_module_hook: UserCpuOffloadHook | None = None,
+) -> tuple[nn.Module, UserCpuOffloadHook]:
+    """Keep `model` on the CPU until it runs; then it goes to `execution_device` as a whole and stays.
+
+    Args:
+        model: With values.
+        execution_device: By default the first accelerator, or the CPU without one.
+        prev_module_hook: What this function returned for another model, which goes back when this one runs.
+
+    Returns:
+        The model, and a hook: its `offload()` sends the model back, its `remove()` ends it all.
+    """
+    hook = CpuOffload(execution_device=execution_device, prev_module_hook=prev_module_hook)
+    add_hook_to_module(model, hook, append=True)
+    return model, UserCpuOffloadHook(model, hook)
+
+
+def _offload_all(
+    model: nn.Module,
+    weights: Weights,
+    execution_device: DeviceLike | None,
+    offload_buffers: bool,
+    preload_module_classes: list[str] | None,
+) -> nn.Module:
+    device = _first_device(model) if execution_device is None else execution_device
+    tied = find_tied_parameters(model)
+    tied_params_map = _addresses(model, tied)
+    add_hook_to_module(model, AlignDevicesHook(io_same_device=True), append=True)
+    attach_align_device_hook(
+        model,
+        execution_device=device,
+        offload=True,
+        weights_map=weights,
+        offload_buffers=offload_buffers,
+        preload_module_classes=preload_module_classes,
+        tied_params_map=tied_params_map,
+    )
+    tie_on_devices(model, tied, {name: _resolved(device) for group in tied for name in group})
+    return model
+
+
+def tie_on_devices(model: nn.Module, tied_params: Sequence[Sequence[str]], runs_on: Mapping[str, torch.device]) -> None:
+    """Make names of each group one parameter again, as far as they are on one device.
+
+    A name that is offloaded becomes the parameter that stays where its module runs, if the group has one there.
+    """
+    for group in tied_params:
+        slots = {name: (model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]) for name in group}
+        there: dict[torch.device, nn.Parameter] = {}
+        for owner, key in slots.values():
+            parameter = getattr(owner, key)
+            there.setdefault(parameter.device, parameter)
+        for name, (owner, key) in slots.items():
+            parameter = getattr(owner, key)
+            wanted = there.get(runs_on[name], there[parameter.device]) if parameter.is_meta else there[parameter.device]
+            if wanted is not parameter:
+                setattr(owner, key, wanted)
+
+
+def _addresses(model: nn.Module, tied: Sequence[Sequence[str]]) -> TiedParams:
+    """Return the map in which the hooks of `model` find tied weights that are on their device already."""
+    parameters = (model.get_parameter(group[0]) for group in tied)
+    return {parameter.data_ptr(): {} for parameter in parameters if not parameter.is_meta}
+
+
+def _bring_own_tensors(model: nn.Module, device: DeviceLike, weights: Weights) -> None:
+    """Give tensors that the model owns itself the values that only `weights` have: they are never offloaded."""
+    for key in (*model._parameters, *model._buffers):
+        tensor = model._parameters.get(key, model._buffers.get(key))
+        if tensor is not None and tensor.is_meta and key in weights:
+            set_module_tensor_to_device(model, key, device, value=weights[key])
+
+
+def _is_in(name: str, blocks: Mapping[str, bool]) -> bool:
+    """Return whether the tensor `name` belongs to one of `blocks`, given with whether they are whole."""
+    *around, owner, _ = prefixes(name)
+    return owner in blocks or any(blocks.get(module) for module in around)
+
+
+def _first_device(model: nn.Module) -> torch.device:
+    return next((parameter.device for parameter in model.parameters() if not parameter.is_meta), torch.device("cpu"))
+
+
+def _resolved(device: DeviceLike) -> torch.device:
+    """Return `device` as tensors on it say it: `cuda` is one with a number."""
+    return torch.empty(0, device=device).device

@@ -1,0 +1,212 @@
+"""Load a checkpoint to where its parts run, and dispatch the model; what is on disk stays where it is.
+
+`load_checkpoint_and_dispatch` has the signature of accelerate 1.15; `load_and_dispatch` carries out a plan.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from bigload.checkpoint.source import open_checkpoint
+from bigload.errors import LegacyPickleError, NoOffloadFolderError, PlanOptionError
+from bigload.layouts.device_folders import PLAN_FILE
+from bigload.planning.plan import Plan
+from bigload.planning.plan_file import check_plan, read_plan
+from bigload.runtime.auto_device_map import infer_auto_device_map
+from bigload.runtime.blocks import DeviceLike
+from bigload.runtime.checkpoints import load_checkpoint_in_model
+from bigload.runtime.device_maps import check_device_map
+from bigload.runtime.device_memory import MaxMemoryLike, get_balanced_memory
+from bigload.runtime.dispatch import dispatch_loaded
+from bigload.runtime.module_sizes import prefixes
+from bigload.runtime.tied_parameters import find_tied_parameters
+
+StrPath = str | os.PathLike[str]
+
+_NAMED_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
+
+
+def load_checkpoint_and_dispatch(
+    model: nn.Module,
+    checkpoint: StrPath,
+    device_map: str | Mapping[str, DeviceLike] | None = None,
+    max_memory: MaxMemoryLike | None = None,
+    no_split_module_classes: list[str] | None = None,
+    offload_folder: StrPath | None = None,
+    offload_buffers: bool = False,
+    dtype: str | torch.dtype | None = None,
+    offload_state_dict: bool | None = None,  # noqa: ARG001 - accelerate's signature
+    skip_keys: str | list[str] | None = None,
+    preload_module_classes: list[str] | None = None,
+    force_hooks: bool = False,
+    strict: bool = False,
+    full_state_dict: bool = True,
+    broadcast_from_rank0: bool = False,
+) -> nn.Module:
+    """Fill `model` from `checkpoint`, dispatch it by `device_map`, and return it.
+
+    Make the model under `init_empty_weights`: then its weights are in memory once, and beside them only what is being
+    read. Weights on disk are read in the checkpoint itself for each forward, unless `offload_folder` is given.
+
+    Args:
+        model: On the meta device or in memory.
+        checkpoint: What `load_checkpoint_in_model` takes.
+        device_map: What `dispatch_model` takes; `auto` or `balanced`, `balanced_low_0`, `sequential` to have one made.
+            Without one, the checkpoint is loaded and the model gets no hooks.
+        max_memory: For making a map: device to bytes or text such as `20GiB`.
+        no_split_module_classes: For making a map: classes whose modules stay whole.
+        offload_folder: Where to write weights on disk, as accelerate does. Only checkpoints in the form of torch before
+            1.6 need it.
+        offload_buffers: Whether buffers of offloaded modules are offloaded too.
+        dtype: What floating-point tensors become, on disk as well; what they are in `model` when left out.
+        offload_state_dict: Ignored: nothing is held in RAM that would have to be put aside.
+        skip_keys: See `AlignDevicesHook`.
+        preload_module_classes: See `attach_align_device_hook`.
+        force_hooks: Attach hooks for a single device as well.
+        strict: Refuse a checkpoint that lacks something or has more, before anything is read.
+        full_state_dict: See `load_checkpoint_in_model`.
+        broadcast_from_rank0: See there.
+
+    Raises:
+        ValueError: the map does not cover the model.
+        PlanOptionError: no map of that name can be made.
+        NoOffloadFolderError: a checkpoint in an old form is to be on disk, and there is no `offload_folder`.
+        BigloadError: see `load_checkpoint_in_model` and `dispatch_model`.
+    """
+    placed = _made_map(device_map, model, max_memory, no_split_module_classes, dtype, offload_buffers)
+    if placed is not None:
+        check_device_map(model, placed)
+        if offload_folder is None:
+            _check_readable_in_place(checkpoint, placed)
+    on_disk = load_checkpoint_in_model(
+        model,
+        checkpoint,
+        device_map=placed,
+        offload_folder=offload_folder,
+        dtype=dtype,
+        offload_buffers=offload_buffers,
+        strict=strict,
+        full_state_dict=full_state_dict,
+        broadcast_from_rank0=broadcast_from_rank0,
+    )
+    if placed is None:
+        return model
+    return dispatch_loaded(
+        model,
+        placed,
+        on_disk,
+        offload_buffers=offload_buffers,
+        skip_keys=skip_keys,
+        preload_module_classes=preload_module_classes,
+        force_hooks=force_hooks,
+    )
+
+
+def load_and_dispatch(
+    model: nn.Module,
+    plan: Plan | StrPath,
+    *,
+    offload_buffers: bool = False,
+    dtype: str | torch.dtype | None = None,
+    skip_keys: str | list[str] | None = None,
+    preload_module_classes: list[str] | None = None,
+    force_hooks: bool = False,
+    strict: bool = True,
+) -> nn.Module:
+    """Fill `model` as `plan` says from the checkpoint it was made for, dispatch it, and return it.
+
+    What the plan has on disk is read there for each forward. CUDA devices of the plan are accelerators of this
+    machine's kind. From a folder that was resharded by a plan each device's own folder is read once, in file order.
+
+    Args:
+        model: Made under `init_empty_weights`, with names as in the checkpoint.
+        plan: A plan, a plan file, or a folder that `reshard` wrote in the layout `devices`.
+        offload_buffers: Whether buffers of offloaded modules are offloaded too.
+        dtype: What floating-point tensors become; by default what the plan counted with, else what they are in `model`.
+        skip_keys: See `AlignDevicesHook`.
+        preload_module_classes: See `attach_align_device_hook`.
+        force_hooks: Attach hooks for a single device as well.
+        strict: Refuse a model that lacks a tensor of the plan or has more, before anything is read.
+
+    Raises:
+        PlanError: there is no such plan, it is none, or it was made for another version of the checkpoint.
+        StateDictMismatchError: model and checkpoint disagree.
+        BigloadError: see `load_checkpoint_in_model`.
+    """
+    made = plan if isinstance(plan, Plan) else _read(Path(plan))
+    opened = open_checkpoint(made.checkpoint_path)
+    check_plan(made, opened)
+    kept = {name: tensor for name, tensor in opened.tensors.items() if not made.leaves_out(name)}
+    placed = _with_ties(model, replace(made, renamed=None).device_map)
+    check_device_map(model, placed)
+    counted_with = made.options.workload.load_dtype
+    on_disk = load_checkpoint_in_model(
+        model,
+        replace(opened, tensors=kept),
+        device_map=placed,
+        dtype=dtype if dtype is not None or counted_with is None else counted_with.torch_name,
+        offload_buffers=offload_buffers,
+        strict=strict,
+    )
+    return dispatch_loaded(
+        model,
+        placed,
+        on_disk,
+        offload_buffers=offload_buffers,
+        skip_keys=skip_keys,
+        preload_module_classes=preload_module_classes,
+        force_hooks=force_hooks,
+    )
+
+
+def _read(path: Path) -> Plan:
+    return read_plan(path / PLAN_FILE if path.is_dir() else path)
+
+
+def _made_map(
+    device_map: str | Mapping[str, DeviceLike] | None,
+    model: nn.Module,
+    max_memory: MaxMemoryLike | None,
+    no_split_module_classes: list[str] | None,
+    dtype: str | torch.dtype | None,
+    offload_buffers: bool,
+) -> Mapping[str, DeviceLike] | None:
+    if not isinstance(device_map, str):
+        return device_map
+    if device_map not in _NAMED_MAPS:
+        raise PlanOptionError(
+            f"no device map {device_map!r}", hint=f"known are {', '.join(_NAMED_MAPS)}, or give a dict"
+        )
+    if device_map != "sequential":
+        low_zero = device_map == "balanced_low_0"
+        max_memory = get_balanced_memory(model, max_memory, no_split_module_classes, dtype, low_zero=low_zero)
+    return infer_auto_device_map(
+        model, max_memory, no_split_module_classes, dtype=dtype, offload_buffers=offload_buffers
+    )
+
+
+def _check_readable_in_place(checkpoint: StrPath, device_map: Mapping[str, DeviceLike]) -> None:
+    on_disk = [name for name, device in device_map.items() if device == "disk"]
+    if not on_disk:
+        return
+    try:
+        open_checkpoint(Path(checkpoint))
+    except LegacyPickleError as error:
+        raise NoOffloadFolderError("offload_folder", on_disk, reason=error.message) from error
+
+
+def _with_ties(model: nn.Module, device_map: Mapping[str, DeviceLike]) -> dict[str, DeviceLike]:
+    """Return `device_map` with devices for tied names that are not in the checkpoint: those of the stored ones."""
+    placed = dict(device_map)
+    for group in find_tied_parameters(model):
+        known = {name: [prefix for prefix in prefixes(name) if prefix in placed] for name in group}
+        device = next((placed[found[-1]] for found in known.values() if found), None)
+        if device is not None:
+            placed.update((name.rpartition(".")[0], device) for name, found in known.items() if not found)
+    return placed

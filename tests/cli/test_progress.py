@@ -1,0 +1,67 @@
+"""Progress on stderr, without a clock that runs: what is said, how often, and how fast that was."""
+
+import pytest
+
+from bigload.loading.events import Progress
+from bigload_cli import progress
+from bigload_cli.progress import shown_progress
+
+MIB = 1 << 20
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """Return a list whose only item is what the clock shows, in seconds."""
+    now = [0.0]
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    return now
+
+
+def told(done: int, total: int = 100, *, phase: str = "write", file: str = "model.safetensors") -> Progress:
+    return Progress(phase=phase, file=file, done_bytes=done * MIB, total_bytes=total * MIB)
+
+
+def test_a_line_comes_every_tenth_but_not_more_than_one_a_second(clock, capsys):
+    with shown_progress(quiet=False) as on_progress:
+        for step in range(1, 101):
+            clock[0] = step / 20  # 5 seconds in all
+            on_progress(told(step))
+    assert capsys.readouterr().err.splitlines() == [
+        f" {part}%  {part}.00 MiB of 100.00 MiB  20.00 MiB/s  write model.safetensors" for part in (20, 40, 60, 80)
+    ] + ["100%  100.00 MiB of 100.00 MiB  20.00 MiB/s  write model.safetensors"]
+
+
+def test_a_line_comes_every_half_minute_however_slow_it_is(clock, capsys):
+    with shown_progress(quiet=False) as on_progress:
+        for step in range(1, 10):
+            clock[0] = step * 10
+            on_progress(told(step, total=10_000))
+    assert [line.split()[1] for line in capsys.readouterr().err.splitlines()] == ["3.00", "6.00", "9.00"]
+
+
+def test_the_rate_is_that_of_the_phase(clock, capsys):
+    with shown_progress(quiet=False) as on_progress:
+        clock[0] = 1.0
+        on_progress(told(50, phase="check"))
+        for second in (3, 5):
+            clock[0] = second
+            on_progress(told(44 + 6 * second))
+    assert [line.split("  ")[2:] for line in capsys.readouterr().err.splitlines()] == [
+        ["50.00 MiB/s", "check model.safetensors"],
+        ["6.00 MiB/s", "write model.safetensors"],
+        ["6.00 MiB/s", "write model.safetensors"],
+    ]
+
+
+def test_names_of_files_cannot_write_on_the_terminal(clock, capsys):
+    with shown_progress(quiet=False) as on_progress:
+        clock[0] = 40.0
+        on_progress(told(1, file="a\x1b[2J.dat"))
+    assert capsys.readouterr().err.splitlines()[0].endswith("write a\\x1b[2J.dat")
+
+
+def test_quiet_says_nothing(clock, capsys):
+    with shown_progress(quiet=True) as on_progress:
+        clock[0] = 40.0
+        on_progress(told(100))
+    assert capsys.readouterr().err.splitlines() == []
