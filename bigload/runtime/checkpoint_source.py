@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 
@@ -28,10 +29,17 @@ DeviceMap = Mapping[str, int | str | torch.device]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """An opened checkpoint and the device map that came with it; of old torch files, also their tensors."""
+    """An opened checkpoint, and what came with it.
+
+    Attributes:
+        device_map: Of the plan.
+        dtype: What the plan counted with.
+        legacy: The tensors of torch files in the old form.
+    """
 
     checkpoint: Checkpoint
     device_map: DeviceMap | None = None
+    dtype: DType | None = None
     legacy: Mapping[str, torch.Tensor] | None = None
 
     @classmethod
@@ -47,9 +55,12 @@ class Source:
         except LegacyPickleError as error:
             whole = load_legacy(error.paths)
             return cls(checkpoint=described(str(error.path), whole), legacy=whole)
-        if plan is not None:
-            check_plan(plan, opened)
-        return cls(checkpoint=opened, device_map=None if plan is None else plan.device_map)
+        if plan is None:
+            return cls(checkpoint=opened)
+        check_plan(plan, opened)
+        kept = {name: tensor for name, tensor in opened.tensors.items() if not plan.leaves_out(name)}
+        planned = replace(opened, tensors=MappingProxyType(kept))
+        return cls(checkpoint=planned, device_map=plan.device_map, dtype=plan.options.workload.load_dtype)
 
     @property
     def tensors(self) -> Mapping[str, TensorInfo]:

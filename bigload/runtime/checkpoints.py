@@ -30,7 +30,7 @@ from bigload.loading.tensors import parsed_dtype, torch_dtype
 from bigload.planning.load_dtype import as_dtype
 from bigload.planning.plan import Plan
 from bigload.runtime.checkpoint_source import DeviceMap, Source, loaded_dtype
-from bigload.runtime.module_filling import Placed, fill, is_distributed, replace, set_by_torch
+from bigload.runtime.module_filling import Placed, fill, is_distributed, replace_tensor, set_by_torch
 from bigload.runtime.module_sizes import prefixes
 from bigload.runtime.offload_store import OffloadedWeightsLoader
 from bigload.runtime.offload_writer import OffloadWriter
@@ -58,7 +58,8 @@ def load_state_dict(
         LoadError: it cannot be loaded; see `bigload.load`.
     """
     source = Source.open(checkpoint_file)
-    places = {name: _CPU if device_map is None else _device(name, device_map) or _CPU for name in source.tensors}
+    found = {name: device_of(name, device_map) for name in source.tensors if device_map and _covered(name, device_map)}
+    places = {name: _CPU if found.get(name, DISK) == DISK else _resolved(found[name]) for name in source.tensors}
     return source.load(places, None)
 
 
@@ -87,11 +88,12 @@ def load_checkpoint_in_model(
         checkpoint: A folder, an index, a file, safetensors or what `torch.save` wrote; a plan or its file; a folder
             that was resharded by a plan.
         device_map: Modules to devices. Without one, that of the plan; without a plan, every tensor goes where it is in
-            `model`, to the CPU from the meta device.
+            `model`, to the CPU from the meta device. Of tied names one is enough.
         offload_folder: Where weights on disk are written to, as accelerate does. When left out they stay in the
             checkpoint and are read there.
-        dtype: What plain floating-point tensors become, on every device and on disk. Without it they get the dtype that
-            they have in `model`; without a device map as well, those on the meta device keep that of the checkpoint.
+        dtype: What plain floating-point tensors become, on every device and on disk; by default what the plan counted
+            with. Else they get the dtype that they have in `model`; without a device map, those on the meta device keep
+            that of the checkpoint. DTensors and what is broadcast get that of `model` in any case.
         offload_state_dict: Ignored: nothing is held that would have to be put aside.
         offload_buffers: Whether buffers of modules on disk stay there too. If not they are loaded to the CPU.
         keep_in_fp32_modules: Modules whose weights become float32 where `dtype` is float16.
@@ -122,11 +124,12 @@ def load_checkpoint_in_model(
         set_by_torch(model, source, names, full=full_state_dict, is_broadcast=broadcast_from_rank0)
         return {}
     if device_map is not None:
-        check_tied_parameters_on_same_device(find_tied_parameters(model), device_map)
+        ties = [[name for name in group if _covered(name, device_map)] for group in find_tied_parameters(model)]
+        check_tied_parameters_on_same_device(ties, device_map)
     settle = _Settling(
         model=model,
         device_map=device_map,
-        dtype=parsed_dtype(dtype),
+        dtype=parsed_dtype(dtype) or source.dtype,
         kept_whole=tuple(keep_in_fp32_modules or ()),
         offload_buffers=offload_buffers,
     )
@@ -186,10 +189,14 @@ class _Settling:
         )
 
     def _device(self, assignment: Assignment, old: torch.Tensor) -> torch.device | None:
-        """Return the device of the first of tied names that has memory: on disk they are only where all of them are."""
+        """Return the device of the first of tied names that has memory: on disk they are only where all of them are.
+
+        Of tied names one in the map is enough: a plan knows those that are stored.
+        """
         if self.device_map is None:
             return _CPU if old.is_meta else old.device
-        found = [device_of(name, self.device_map) for name in assignment.places]
+        covered = [name for name in assignment.places if _covered(name, self.device_map)]
+        found = [device_of(name, self.device_map) for name in covered or assignment.places]
         device = next((_resolved(each) for each in found if each != DISK), None)
         is_buffer = not isinstance(old, nn.Parameter)
         return _CPU if device is None and is_buffer and not self.offload_buffers else device
@@ -213,10 +220,8 @@ def _resolved(device: int | str | torch.device) -> torch.device:
     return found if is_whole else torch.device(found.type, torch.accelerator.current_device_index())
 
 
-def _device(name: str, device_map: DeviceMap) -> torch.device | None:
-    """Return the device of what is called `name`, `None` if it has none or is on disk."""
-    found = next((device_map[prefix] for prefix in reversed(list(prefixes(name))) if prefix in device_map), DISK)
-    return None if found == DISK else _resolved(found)
+def _covered(name: str, device_map: DeviceMap) -> bool:
+    return any(prefix in device_map for prefix in prefixes(name))
 
 
 class WeightsOnDisk(Mapping[str, torch.Tensor]):
@@ -249,7 +254,7 @@ def _offload(
     on_disk = _on_disk(source, placed, folder)
     for each in placed:
         first, dtype = each.places[0], on_disk.dtypes[each.places[0]]
-        replace(model, each.places, torch.empty_like(held(model, first), device="meta", dtype=dtype))
+        replace_tensor(model, each.places, torch.empty_like(held(model, first), device="meta", dtype=dtype))
     return on_disk
 
 

@@ -98,7 +98,7 @@ def _put(
     for name, each in placed.items():
         value = tensors.pop(name)
         if not each.stays:
-            replace(model, each.places, value)
+            replace_tensor(model, each.places, value)
             continue
         part = (slices or {}).get(name)
         old = held(model, each.places[0])
@@ -106,7 +106,7 @@ def _put(
             (old if part is None else old[part.start : part.stop]).copy_(value)
 
 
-def replace(model: nn.Module, places: tuple[str, ...], value: torch.Tensor) -> None:
+def replace_tensor(model: nn.Module, places: tuple[str, ...], value: torch.Tensor) -> None:
     """Make all `places` one tensor with the values of `value`."""
     first, *others = places
     set_module_tensor_to_device(model, first, value.device, value=value, dtype=value.dtype)

@@ -305,3 +305,19 @@ def test_tensors_of_a_file_are_returned_by_name_what_a_map_has_on_disk_on_the_cp
         found = load_state_dict(str(folder / "model.safetensors"), device_map)
         assert found.keys() == STATE.keys()
         assert all(torch.equal(found[name], tensor) and found[name].is_cpu for name, tensor in STATE.items())
+
+
+def test_of_tied_names_one_in_the_map_is_enough(folder):
+    save(folder.parent / "tied", {name: tensor for name, tensor in STATE.items() if name != "head.weight"})
+    model = on_meta(Tied)
+    load_checkpoint_in_model(model, folder.parent / "tied", {"embed": "cpu", "norm": "cpu"}, strict=True)
+    assert model.head.weight is model.embed.weight
+    assert torch.equal(model.head.weight, STATE["embed.weight"])
+
+
+def test_a_plan_says_which_dtype_weights_get_unless_the_caller_does(folder):
+    plan = bigload.plan(folder, {"cpu": "1GiB"}, dtype="bf16")
+    for dtype in (None, torch.float16):
+        model = on_meta()
+        load_checkpoint_in_model(model, plan, dtype=dtype)
+        assert model.embed.weight.dtype == (dtype or torch.bfloat16)
