@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: help demo test crash check bench bench-loading bench-reshard bench-planner conformance docs clean
+.PHONY: help demo test crash check bench bench-loading bench-reshard bench-planner bench-hooks conformance docs clean
 
 help:  ## Show what can be made.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -27,8 +27,8 @@ check: $(STAMP)  ## Format, lint, types, import layers, tests with coverage.
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(BIN)/mypy --strict fixtures/accelerate_suite.py fixtures/make.py fixtures/bench.py fixtures/bench_loading.py fixtures/bench_planner.py \
-		fixtures/bench_reshard.py fixtures/reshard_contenders.py
+	$(BIN)/mypy --strict fixtures/make.py fixtures/bench.py fixtures/bench_loading.py fixtures/bench_planner.py \
+		fixtures/bench_reshard.py fixtures/reshard_contenders.py fixtures/bench_hooks.py fixtures/accelerate_suite.py
 	$(BIN)/lint-imports
 	$(BIN)/coverage run -m pytest -q
 	$(BIN)/coverage combine -q
@@ -48,10 +48,13 @@ bench-reshard: $(STAMP)  ## Print only those of resharding: cp, raw writes and o
 bench-planner: $(STAMP)  ## Compare plans with those of accelerate and transformers: make bench-planner CATALOGUES=folder
 	$(BIN)/python -m fixtures.bench_planner "$(CATALOGUES)"
 
+bench-hooks: $(STAMP)  ## Print what hooks add to a forward, beside accelerate.
+	$(BIN)/python fixtures/bench_hooks.py
+
 conformance: $(STAMP)  ## Run accelerate's own tests of its big-model API against bigload's code.
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,conformance]'
-	$(BIN)/python fixtures/accelerate_suite.py
-	BIGLOAD_SIMULATED=1 $(BIN)/python fixtures/accelerate_suite.py
+	@$(BIN)/python fixtures/accelerate_suite.py; status=$$?; \
+		BIGLOAD_SIMULATED=1 $(BIN)/python fixtures/accelerate_suite.py && exit $$status
 
 docs: $(STAMP)  ## Regenerate docs/cli.md from the program's own help.
 	$(BIN)/python docs/generate.py > docs/cli.md

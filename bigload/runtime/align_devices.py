@@ -105,8 +105,9 @@ class AlignDevicesHook(ModelHook):
         self._device = None if device is None else torch.device(device)
 
     def __repr__(self) -> str:
-        said = ("execution_device", "offload", "io_same_device", "offload_buffers", "place_submodules", "skip_keys")
-        return f"AlignDevicesHook({', '.join(f'{name}={getattr(self, name)!r}' for name in said)})"
+        said = ("execution_device", "offload", "io_same_device", "offload_buffers", "place_submodules")
+        shown = "".join(f"{name}={getattr(self, name)}, " for name in said)
+        return f"AlignDevicesHook({shown}skip_keys={self.skip_keys!r})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> AlignDevicesHook:
         """Return a hook for a copy of the module. It reads the same `weights_map`: values are not copied."""
@@ -338,13 +339,15 @@ def _put(
         slot.module, slot.key, device, value=value, fp16_statistics=statistics, clear_cache=False
     )
     placed = slot.tensor
-    _assign(slots[1:], placed)
+    _assign(slots, placed)
     return placed
 
 
 def _assign(slots: Iterable[Slot], tensor: Tensor) -> None:
     for slot in slots:
         slot.table[slot.key] = tensor
+        if isinstance(slot.module, nn.RNNBase):  # which computes with a list of its own
+            slot.module._flat_weights[slot.module._flat_weights_names.index(slot.key)] = tensor
 
 
 def _pointer(tensor: Tensor) -> int:

@@ -2,7 +2,8 @@
 
 A hooked module has its hook as `_hf_hook` and what its forward was as `_old_forward`; names and signatures are those of
 `accelerate.hooks` 1.15. Beyond them there is `abort_forward`: what a hook did for a forward is undone also if that ends
-in an error or an interrupt. Copies of a hooked module, deep or pickled, are hooked themselves.
+in an error or an interrupt. Copies of a hooked module, deep or pickled, are hooked themselves; only torch.fx makes
+copies of its graphs that have no hook of their own.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ import torch
 from bigload.checkpoint.model import TensorInfo
 from bigload.checkpoint.safetensors import read_header
 from bigload.errors import CheckpointNotFoundError, InvalidCheckpointError, NotOffloadableError, Problem, ReadError
-from bigload.layouts.offload_folder import DAT_INDEX
+from bigload.layouts.offload_folder import DAT_INDEX, DAT_SUFFIX
 from bigload.layouts.offload_reader import IndexReading
 from bigload.loading.guards import signature
 from bigload.loading.schedule import Wanted
@@ -162,6 +162,7 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
         self.all_keys = list(dict.fromkeys([*self.state_dict, *self.index]))
         self.device = device
         self._files = MappedFiles()
+        self._signatures = {} if save_folder is None else _signatures(Path(save_folder))
         self._places: dict[str, tuple[Path, TensorInfo]] = {}
         self._headers: dict[Path, tuple[Signature, Mapping[str, TensorInfo]]] = {}
 
@@ -171,7 +172,7 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
         Raises:
             KeyError: there is none.
             InvalidCheckpointError: its entry in the index and its file do not go together.
-            ReadError: the file cannot be read, or has changed since another weight was read from it.
+            ReadError: the file cannot be read, or is not the one that was there when the loader was made.
         """
         if key in self.state_dict:
             return self.state_dict[key]
@@ -180,9 +181,11 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
             raise _bad("index", key, f"a {type(entry).__name__}, expected an object")
         path, tensor = self._places.get(key) or self._places.setdefault(key, self._place(key, entry))
         header = self._headers.get(path)
-        weight = self._files.tensor(path, tensor, expected=header[0] if header else None)
         if header is None:
-            return weight
+            file = tensor.span.file
+            expected = self._signatures.get(file) or self._signatures.setdefault(file, signature(path))
+            return self._files.tensor(path, tensor, expected=expected)
+        weight = self._files.tensor(path, tensor, expected=header[0])
         dtype = _dtype_named(entry["dtype"], key) if "dtype" in entry else weight.dtype
         return weight.to(device="cpu" if self.device is None else self.device, dtype=dtype)
 
@@ -242,6 +245,15 @@ def extract_submodules_state_dict(
             if prefix in found:
                 found[prefix].append(key)
     return {key: state_dict[key] for keys in found.values() for key in keys}
+
+
+def _signatures(folder: Path) -> dict[str, Signature]:
+    """Return the signatures of all `.dat` files in `folder`, so that it is noticed when they become others."""
+    try:
+        with os.scandir(folder) as entries:
+            return {entry.name: signature(Path(entry)) for entry in entries if entry.name.endswith(DAT_SUFFIX)}
+    except OSError:  # what is not there is told when a weight is asked for
+        return {}
 
 
 def _memory(name: str, tensor: torch.Tensor) -> object:

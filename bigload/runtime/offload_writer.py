@@ -25,7 +25,7 @@ import xxhash
 
 from bigload.errors import InvalidCheckpointError, NotOffloadableError, Problem, ReadError, WriteError
 from bigload.layouts.offload_folder import DAT_INDEX, DAT_SUFFIX
-from bigload.layouts.offload_reader import DAT_DTYPES, BadForm, dat_form, read_dat_index
+from bigload.layouts.offload_reader import DAT_DTYPES, BadForm, IndexReading, dat_form, read_dat_index
 from bigload.loading.bytesource import PositionalReader
 from bigload.loading.guards import signature
 from bigload.loading.huge_pages import allocate
@@ -105,12 +105,14 @@ class OffloadWriter:
         Raises:
             NotOffloadableError: it holds no such tensor, or one of another shape.
         """
-        entry = self._index.get(name)
-        form = dat_form(entry) if isinstance(entry, dict) else None
-        if entry is None or form is None or isinstance(form, BadForm) or form[1] != tuple(shape):
+        reading = IndexReading(self._folder)
+        if name in self._index:
+            reading.add(name, self._index[name])
+        found = reading.tensors.get(name)
+        if found is None or found.shape != tuple(shape):
             raise NotOffloadableError(
                 f"tensors on the meta device have no values, and {self._folder} does not have them",
-                tensors=[f"{name} {list(shape)}"],
+                tensors=[f"{name} {list(shape)}", *map(str, reading.problems)],
                 hint="name the folder that the weights were offloaded to, or load them first",
             )
 

@@ -9,6 +9,7 @@ with every memory-mapped file.
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 import threading
@@ -28,6 +29,7 @@ from bigload.layouts.offload_folder import DAT_INDEX
 from bigload.layouts.offload_reader import OffloadFolder, aliases_in
 from bigload.layouts.tied_names import absent_names
 from bigload.loading.guards import check_unchanged, signature
+from bigload.loading.huge_pages import no_memory
 from bigload.loading.mapped import MappedFile, make_present
 from bigload.loading.schedule import Wanted
 from bigload.loading.tensors import check_dtypes, parsed_dtype, torch_dtype, torch_shape
@@ -35,7 +37,7 @@ from bigload.planning.load_dtype import as_dtype
 
 Signature = tuple[int, int, int] | None
 
-_MAX_MAPS = 4096
+_MAX_MAPS = 16384
 """Files that stay mapped. The system allows a process 65530 maps (`vm.max_map_count`), others need some as well."""
 
 
@@ -49,8 +51,9 @@ class StoredWeights(Mapping[str, torch.Tensor]):
         source: What `open_checkpoint` or `OffloadFolder.open` take, or what they returned.
         dtype: What plain floating-point tensors become; integers and quantised weights stay as they are.
         device: Where the tensors go.
-        aliases: Further names, to names that are stored. Those that the source knows of are there anyway: ties in
-            the config, in the metadata of a file, and links in an offload folder.
+        aliases: Names, to the stored names of the tensors that they shall give, whatever is stored under them. Names
+            that the source knows of are there anyway: ties in the config, in the metadata of a file, and links in an
+            offload folder.
         populate: Have the system read all of a tensor when it is asked for, instead of page by page when it is used.
 
     Raises:
@@ -160,6 +163,7 @@ class MappedFiles:
         Raises:
             ReadError: the file ends before it, or is not the one that had the signature `expected` (any, if `None`),
                 or changed since it was first mapped.
+            NotEnoughMemoryError: there is no memory for its page table.
         """
         dtype, shape = torch_dtype(tensor.dtype), torch_shape(tensor.dtype, tensor.shape)
         assert dtype is not None, "check_dtypes() comes first"
@@ -171,7 +175,10 @@ class MappedFiles:
             raise ReadError(path, f"it has {len(found.buffer)} bytes; {tensor.name} would end at byte {span.stop}")
         if populate:
             first = span.start // mmap.PAGESIZE * mmap.PAGESIZE
-            if reason := make_present(found.buffer, first, span.stop):
+            reason = make_present(found.buffer, first, span.stop)
+            if reason == errno.ENOMEM:
+                raise no_memory(f"the map of {path}", span.num_bytes)
+            if reason:
                 raise ReadError(path, f"the disk did not give all of {tensor.name} ({os.strerror(reason)})")
         raw = torch.frombuffer(found.buffer, dtype=torch.uint8, count=span.num_bytes, offset=span.start)
         if span.start % tensor.dtype.alignment:
@@ -235,5 +242,5 @@ def _with_aliases(source: Checkpoint | OffloadFolder, name: str, aliases: Mappin
     if unknown:
         raise UnknownTensorError(name, unknown)
     known = {**absent_names(source), **aliases_in(source)} if isinstance(source, Checkpoint) else {}
-    shared = {alias: source.tensors[stored] for alias, stored in {**known, **aliases}.items()}
-    return {**source.tensors, **{alias: tensor for alias, tensor in shared.items() if alias not in source.tensors}}
+    ties = {alias: stored for alias, stored in known.items() if alias not in source.tensors} | dict(aliases)
+    return {**source.tensors, **{alias: source.tensors[stored] for alias, stored in ties.items()}}

@@ -159,6 +159,9 @@ def test_tensors_on_meta_have_to_be_in_the_folder_already(tmp_path):
     for name, shape in (("a", 3), ("c", 2)):
         with pytest.raises(NotOffloadableError, match=f"{name} .{shape}."):
             bigload.offload_state_dict(tmp_path, {name: torch.empty(shape, device="meta")})
+    (tmp_path / "a.dat").unlink()
+    with pytest.raises(NotOffloadableError, match="its file is missing"):
+        bigload.offload_state_dict(tmp_path, {"a": torch.empty(2, device="meta")})
 
 
 def test_a_writer_casts_floats_and_nothing_else(tmp_path):
@@ -216,6 +219,41 @@ def test_no_link_in_the_folder_is_written_through(tmp_path):
     bigload.offload_state_dict(folder, {"a": torch.ones(2)})
     assert outside.read_bytes() == b"precious"
     assert not (folder / "a.dat").is_symlink()
+
+
+class DiedError(BaseException):
+    """Stands for the end of the process."""
+
+
+@pytest.mark.parametrize("step", range(12))
+def test_whenever_a_writer_dies_no_index_tells_of_a_mixture(tmp_path, monkeypatch, step):
+    """At every change of a name in the folder: what was staged becomes a file, and the index is taken away."""
+    bigload.offload_state_dict(tmp_path, weights(1))
+    left = iter(range(step))
+
+    def dying(change):
+        def changed(path, *others, **options):
+            if next(left, None) is None:
+                raise DiedError
+            return change(path, *others, **options)
+
+        return changed
+
+    for name in ("replace", "unlink"):
+        monkeypatch.setattr(Path, name, dying(getattr(Path, name)))
+    try:
+        bigload.offload_state_dict(tmp_path, weights(2))
+        has_died = False
+    except DiedError:
+        has_died = True
+    monkeypatch.undo()
+    assert has_died == (step < 9)  # the index goes; two weights, records and index are put in place, and tidied up
+    if not (tmp_path / "index.json").exists():
+        assert has_died
+    else:
+        check(tmp_path, weights(2 if step >= 8 else 1))
+    bigload.offload_state_dict(tmp_path, weights(2))
+    check(tmp_path, weights(2))
 
 
 def test_a_full_disk_leaves_what_was_there_before(tmp_path):

@@ -4,6 +4,8 @@ from types import MappingProxyType
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 
 from bigload.runtime.sending import find_device, send_to_device
@@ -116,3 +118,45 @@ def test_the_device_is_that_of_the_first_tensor():
     assert find_device([1, {"a": None, "b": (torch.ones(1, device="meta"), x())}]) == META
     assert find_device(Frozen(x())) == torch.device("cpu")
     assert find_device(["text", {}, None, Frozen]) is None
+
+
+leaves = st.one_of(
+    st.builds(lambda kind: torch.ones(1, device=kind), st.sampled_from(["cpu", "meta"])), st.none(), st.integers()
+)
+nested = st.recursive(
+    leaves,
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3),
+        st.lists(inner, max_size=3).map(tuple),
+        st.builds(Pair, inner, inner),
+        st.dictionaries(st.sampled_from("abcd"), inner, max_size=3),
+        st.builds(Frozen, inner),
+    ),
+    max_leaves=12,
+)
+
+
+def shape(value):
+    """Return the containers of `value`, with the devices of its tensors."""
+    if isinstance(value, torch.Tensor):
+        return value.device.type
+    if isinstance(value, dict):
+        return (dict, [(key, shape(item)) for key, item in value.items()])
+    if isinstance(value, Frozen):
+        return (Frozen, shape(value.hidden), value.label)
+    return (type(value), [*map(shape, value)]) if isinstance(value, tuple | list) else value
+
+
+def on_meta(shaped):
+    if isinstance(shaped, tuple | list):
+        return type(shaped)(map(on_meta, shaped))
+    return "meta" if shaped == "cpu" else shaped
+
+
+@given(nested)
+def test_whatever_is_nested_keeps_its_form_and_the_original_its_devices(value):
+    before = shape(value)
+    sent = send_to_device(value, "meta")
+    assert shape(sent) == on_meta(before)
+    assert shape(value) == before
+    assert send_to_device(sent, "meta") is sent

@@ -1,3 +1,4 @@
+import errno
 import json
 import pickle
 import threading
@@ -10,7 +11,15 @@ from safetensors.torch import load as parsed
 from safetensors.torch import save_file
 
 import bigload
-from bigload.errors import LegacyPickleError, LoadOptionError, ReadError, UnknownTensorError, UnsupportedDTypeError
+from bigload.errors import (
+    LegacyPickleError,
+    LoadOptionError,
+    NotEnoughMemoryError,
+    ReadError,
+    UnknownTensorError,
+    UnsupportedDTypeError,
+)
+from bigload.runtime.stored_weights import MappedFiles
 from builders import DTYPE_BITS, make_checkpoint, open_descriptors, write_raw, write_shard
 
 EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -122,6 +131,8 @@ def test_names_that_the_caller_ties_are_there(folder):
     stored = bigload.StoredWeights(folder, aliases={"twin": EMBED})
     assert torch.equal(stored["twin"], stored[EMBED])
     assert "twin" in list(stored)
+    assert torch.equal(bigload.StoredWeights(folder, aliases={HEAD: EMBED})[HEAD], stored[EMBED])
+    assert not torch.equal(stored[HEAD], stored[EMBED])
     with pytest.raises(UnknownTensorError, match="nothing"):
         bigload.StoredWeights(folder, aliases={"twin": "nothing"})
 
@@ -265,3 +276,28 @@ def test_nothing_is_written_and_little_is_held(tmp_path):
     assert all(tensor.sum() == tensor.numel() for tensor in held)
     assert anonymous_bytes() - before < 8 << 20
     assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]
+
+
+@pytest.mark.parametrize(
+    ("reason", "error"), [(errno.EIO, ReadError), (errno.EFAULT, ReadError), (errno.ENOMEM, NotEnoughMemoryError)]
+)
+def test_what_a_disk_does_not_give_is_told(folder, monkeypatch, reason, error):
+    monkeypatch.setattr("bigload.runtime.stored_weights.make_present", lambda *_: reason)
+    with pytest.raises(error, match="safetensors"):
+        bigload.StoredWeights(folder)[EMBED]
+
+
+def test_the_end_of_a_file_that_was_cut_off_while_in_use_is_an_error_and_not_the_end_of_the_process(tmp_path):
+    """The system is asked for the pages before they are touched."""
+    path = tmp_path / "model.safetensors"
+    save_file({"w": torch.ones(4 << 20)}, path)
+    files = MappedFiles()
+    info = bigload.open_checkpoint(tmp_path).tensors["w"]
+    files.tensor(path, info, populate=False)
+    with path.open("r+b") as file:
+        file.truncate(8192)
+    cut = path.stat()
+    (key,) = files._maps
+    files._maps[key] = files._maps[key]._replace(signature=(cut.st_ino, cut.st_size, cut.st_mtime_ns))
+    with pytest.raises(ReadError, match="did not give all of w"):
+        files.tensor(path, info)
