@@ -503,12 +503,48 @@ def _written(op, args, kwargs):
     return written
 
 
+def _arange(start, end, step=1, *, out):
+    """Count on the CPU."""
+    return _put_into(out, torch.arange(start, end, step, dtype=out.dtype))
+
+
+def _abs(values, *, out):
+    return _put_into(out, _fallback(aten.maximum.default, values, _fallback(aten.neg.default, values)))
+
+
+def _put_into(out, values):
+    """Fill `out`, which torch makes empty and expects to grow: an alias on the CPU cannot."""
+    if out.shape != values.shape:
+        fresh = _new(values.shape, _contiguous_stride(values.shape), out.dtype, out.device.index)
+        out.set_(fresh.untyped_storage(), 0, fresh.shape, fresh.stride())
+    with simulation.lock:
+        before = len(simulation.transfers)
+        _copy_from(values, out)
+        del simulation.transfers[before:]  # a real device has no need to ask the host
+    return out
+
+
+def _convolution(*args):
+    return _fallback(aten.convolution.default, *args)
+
+
+def _histc(values, bins=100, low=0, high=0):
+    """Count integers too, as accelerators do and the CPU does not."""
+    counted = _fallback(aten.histc.default, values.to(torch.float32), bins, low, high)
+    return counted.to(values.dtype)
+
+
 _kernels = {
+    "abs.out": _abs,
+    "arange.start_out": _arange,
+    "convolution_overrideable": _convolution,
     "empty.memory_format": _empty,
     "empty_strided": _empty_strided,
     "_copy_from": _copy_from,
     "as_strided": _view_kernel(aten.as_strided.default),
     "view": _view_kernel(aten.view.default),
+    "unfold": _view_kernel(aten.unfold.default),
+    "histc": _histc,
     "_reshape_alias": _view_kernel(aten._reshape_alias.default),
     "set_.source_Storage_storage_offset": _view_kernel(aten.set_.source_Storage_storage_offset),
 }
