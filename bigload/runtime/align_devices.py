@@ -152,13 +152,10 @@ class AlignDevicesHook(ModelHook):
         """Bring a tensor to `device` for good, or take it from there if a tie is there already."""
         slot = slots[0]
         on_devices = self._tied_copies(_pointer(slot.tensor)) if device != _META else {}
-        there = on_devices.get(device)
-        if there is not None and there.shape == slot.tensor.shape:
-            _assign(slots, there)
-        elif slot.tensor.is_meta and slot.is_persistent and self.weights_map is not None:
-            _put(slots, device, *self._value(slots))
-        else:
-            on_devices[device] = _put(slots, device)
+        if _take(slots, on_devices.get(device)):
+            return
+        knows_value = slot.tensor.is_meta and slot.is_persistent and self.weights_map is not None
+        on_devices[device] = _put(slots, device, *self._value(slots)) if knows_value else _put(slots, device)
 
     def _tied_copies(self, pointer: int) -> dict[torch.device, Tensor]:
         """Return what to share of the tensor that was at `pointer`; a dict of nobody's if nothing is tied to it."""
@@ -226,8 +223,9 @@ class AlignDevicesHook(ModelHook):
         for slots in _shared_tensors(module, recurse=self.place_submodules):
             slot = slots[0]
             device = self.original_devices.get(slot.name, _META)
-            if device not in (_META, slot.tensor.device):
-                _put(slots, device, *self._value(slots))
+            on_devices = self._tied_copies(self._pointers.get(slot.name, 0))
+            if device not in (_META, slot.tensor.device) and not _take(slots, on_devices.get(device)):
+                on_devices[device] = _put(slots, device, *self._value(slots))
         if self._made_weights_map:  # values that may be others when the hook is attached again
             self.weights_map, self._made_weights_map = None, False
 
@@ -253,9 +251,7 @@ class AlignDevicesHook(ModelHook):
             return
         forwards.away.append((slots, at_home))
         on_devices = self._tied_copies(self._pointers.get(slot.name, 0) if at_home.is_meta else 0)
-        there = None if self._device is None else on_devices.get(self._device)
-        if there is not None and there.shape == at_home.shape:
-            _assign(slots, there)
+        if self._device is not None and _take(slots, on_devices.get(self._device)):
             return
         value, statistics = self._value(slots)
         device = value.device if self._device is None else self._device
@@ -348,6 +344,14 @@ def _assign(slots: Iterable[Slot], tensor: Tensor) -> None:
         slot.table[slot.key] = tensor
         if isinstance(slot.module, nn.RNNBase):  # which computes with a list of its own
             slot.module._flat_weights[slot.module._flat_weights_names.index(slot.key)] = tensor
+
+
+def _take(slots: Sequence[Slot], there: Tensor | None) -> bool:
+    """Let `slots` hold what is there already, if it is of their shape: parts of a tensor may begin at its address."""
+    if there is None or there.shape != slots[0].tensor.shape:
+        return False
+    _assign(slots, there)
+    return True
 
 
 def _pointer(tensor: Tensor) -> int:

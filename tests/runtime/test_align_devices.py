@@ -265,6 +265,9 @@ def test_tied_weights_come_once_for_nested_forwards(x):
     assert weights.read == ["weight"] * 2
     assert ties == {pointer: {}}
     assert model.inner._hf_hook.tied_params_map is ties
+    bigload.remove_hook_from_submodules(model)
+    assert model.inner.weight is model.weight
+    assert torch.equal(model(x), expected)
 
 
 def test_a_value_at_the_address_of_a_tied_weight_that_is_gone_is_not_taken_for_it(x):
