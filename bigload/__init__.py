@@ -137,6 +137,7 @@ if TYPE_CHECKING:  # `as` marks them as public to type checkers
     from bigload.runtime.module_sizes import id_tensor_storage as id_tensor_storage
     from bigload.runtime.module_sizes import named_module_tensors as named_module_tensors
     from bigload.runtime.module_tensors import align_module_device as align_module_device
+    from bigload.runtime.module_tensors import check_device_same as check_device_same
     from bigload.runtime.module_tensors import has_offloaded_params as has_offloaded_params
     from bigload.runtime.module_tensors import retie_parameters as retie_parameters
     from bigload.runtime.module_tensors import set_module_tensor_to_device as set_module_tensor_to_device
@@ -252,6 +253,7 @@ _HOMES = {
     ),
     "bigload.runtime.module_tensors": (
         "align_module_device",
+        "check_device_same",
         "has_offloaded_params",
         "retie_parameters",
         "set_module_tensor_to_device",

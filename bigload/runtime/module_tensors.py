@@ -115,6 +115,15 @@ def retie_parameters(model: nn.Module, tied_params: Iterable[Sequence[str]]) -> 
                 setattr(owner, name, first)
 
 
+def check_device_same(first_device: torch.device, second_device: torch.device) -> bool:
+    """Return whether two devices are one: without an index, a device is the first of its kind.
+
+    >>> check_device_same(torch.device("cuda"), torch.device("cuda:0"))
+    True
+    """
+    return (first_device.type, first_device.index or 0) == (second_device.type, second_device.index or 0)
+
+
 def has_offloaded_params(module: nn.Module) -> bool:
     """Return whether a hook of `module` itself keeps its weights elsewhere and brings them in when it runs."""
     return _offload_hook(module) is not None

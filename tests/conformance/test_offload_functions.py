@@ -22,6 +22,7 @@ from accelerate.utils import modeling, offload
 pytestmark = [pytest.mark.peers, pytest.mark.filterwarnings("ignore")]
 
 MODELING = (
+    "check_device_same",
     "set_module_tensor_to_device",
     "retie_parameters",
     "load_offloaded_weights",
@@ -175,6 +176,13 @@ def test_tensors_of_modules_end_as_theirs(data, old, places, is_buffer):
         described = (type(after), after.device, after.dtype, after.requires_grad, list(inner.state_dict()))
         ends.append((failed, described, None if after.is_meta else after.tolist()))
     assert ends[0] == ends[1]
+
+
+@pytest.mark.parametrize("first", ["cpu", "cuda", "cuda:0", "cuda:1", "meta", "xpu"])
+@pytest.mark.parametrize("second", ["cpu", "cuda", "cuda:0", "cuda:1", "meta", "xpu"])
+def test_devices_are_one_when_they_say_so(first, second):
+    devices = torch.device(first), torch.device(second)
+    assert bigload.check_device_same(*devices) == modeling.check_device_same(*devices)
 
 
 @pytest.mark.parametrize("name", ["nothing", "inner.nothing", "nothing.w", "inner"])

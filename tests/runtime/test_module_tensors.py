@@ -333,3 +333,11 @@ def test_a_parameter_that_was_removed_meanwhile_stays_away():
         layer.bias = None
     assert layer.bias is None
     assert not layer.weight.is_meta
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "same"),
+    [("cuda", "cuda:0", True), ("cuda", "cuda:1", False), ("cpu", "cpu:0", True), ("cpu", "meta", False)],
+)
+def test_a_device_without_an_index_is_the_first_of_its_kind(first, second, same):
+    assert bigload.check_device_same(torch.device(first), torch.device(second)) == same
