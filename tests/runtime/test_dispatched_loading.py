@@ -16,6 +16,7 @@ from bigload.errors import (
     StalePlanError,
     StateDictMismatchError,
 )
+from bigload.runtime import checkpoint_source
 from builders import contents
 
 IDS = torch.tensor([[1, 2, 3], [4, 5, 6]])
@@ -224,6 +225,30 @@ def test_a_plan_is_carried_out(folder, tmp_path, form):
     model = load_and_dispatch(empty(), source)
     assert torch.equal(model(IDS), EXPECTED)
     assert {str(device) for device in model.hf_device_map.values()} == {"cpu", "disk"}
+
+
+def test_a_resharded_folder_is_read_once_and_what_is_for_the_disk_not_at_all(folder, tmp_path, monkeypatch):
+    calls = []
+
+    def load(checkpoint, *, only, **options):
+        calls.append([checkpoint.tensors[name].span for name in only])
+        return bigload.load(checkpoint, only=only, **options)
+
+    monkeypatch.setattr(checkpoint_source, "load", load)
+    bigload.reshard(plan_of(folder), tmp_path / "resharded")
+    load_and_dispatch(empty(include_buffers=True), tmp_path / "resharded")
+    (spans,) = [call for call in calls if call]
+    parameters = [span for span in spans if span.file.startswith("cpu/")]
+    buffers = [span for span in spans if span.file.startswith("offload/")]
+    assert len(parameters) + len(buffers) == len(spans)
+    assert sum(span.num_bytes for span in buffers) == 2 * (2 * 8 * 4 + 8)
+    assert len(set(spans)) == len(spans)
+
+
+def test_a_plan_can_be_the_checkpoint_of_load_checkpoint_and_dispatch(folder, tmp_path):
+    bigload.write_plan(plan_of(folder), tmp_path / "plan.json")
+    model = load_checkpoint_and_dispatch(empty(), tmp_path / "plan.json", HALF)
+    assert torch.equal(model(IDS), EXPECTED)
 
 
 def test_the_plan_of_tied_weights_is_carried_out(tmp_path):
