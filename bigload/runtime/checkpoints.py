@@ -3,9 +3,10 @@
 A checkpoint is whatever `open_checkpoint` takes, and also a plan, the file of one, or the folder that was resharded by
 one. Names and shapes are held against the module before a byte is read.
 
-Memory: a tensor on the meta device becomes the loaded one. What has memory is filled or replaced in batches, and what
-stays on disk or is written to an offload folder is never held. So beside the module itself there are a batch and what
-is being read (`max_inflight` of `bigload.load`), however large the files are.
+Memory: a tensor on the meta device becomes the loaded one. What has memory is filled in batches, by rows where it is
+large; what is replaced or written to an offload folder is loaded in batches too, a larger tensor as a whole; what stays
+in the checkpoint is not loaded. So beside the module there are a batch and what is being read (`max_inflight` of
+`bigload.load`), however large the files are.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from bigload.loading.tensors import parsed_dtype, torch_dtype
 from bigload.planning.load_dtype import as_dtype
 from bigload.planning.plan import Plan
 from bigload.runtime.checkpoint_source import DeviceMap, Source, loaded_dtype
-from bigload.runtime.module_filling import Placed, fill, is_distributed, replace_tensor, set_by_torch
+from bigload.runtime.module_filling import Placed, fill, in_batches, is_distributed, replace_tensor, set_by_torch
 from bigload.runtime.module_sizes import prefixes
 from bigload.runtime.offload_store import OffloadedWeightsLoader
 from bigload.runtime.offload_writer import OffloadWriter
@@ -259,25 +260,25 @@ def _offload(
 
 
 def _on_disk(source: Source, placed: list[Placed], folder: str | os.PathLike[str] | None) -> WeightsOnDisk:
-    names = {place: each.name for each in placed for place in each.places}
     dtypes = {place: _torch_dtype(each, source) for each in placed for place in each.places}
+    if folder is not None:
+        _write(source, placed, folder)
+        return WeightsOnDisk(OffloadedWeightsLoader(save_folder=folder), dtypes)
     if source.legacy is not None:
-        if folder is None:
-            expected = "a folder: files of torch before 1.6 have no parts that could be read where they are"
-            raise LoadOptionError("offload_folder", folder, expected)
-        stored: Mapping[str, torch.Tensor] = {place: source.legacy[name] for place, name in names.items()}
-    else:
-        aliases = {place: name for place, name in names.items() if place != name}
-        stored = StoredWeights(source.checkpoint, aliases=aliases, populate=folder is None)
-    on_disk = WeightsOnDisk(stored, dtypes)
-    if folder is None:
-        return on_disk
+        expected = "a folder: files of torch before 1.6 have no parts that could be read where they are"
+        raise LoadOptionError("offload_folder", folder, expected)
+    aliases = {place: each.name for each in placed for place in each.places if place != each.name}
+    return WeightsOnDisk(StoredWeights(source.checkpoint, aliases=aliases), dtypes)
+
+
+def _write(source: Source, placed: list[Placed], folder: str | os.PathLike[str]) -> None:
     with OffloadWriter(folder) as writer:
-        for first, *others in (each.places for each in placed):
-            writer.add(first, on_disk[first])
+        for each, _, tensor in in_batches(source, placed):
+            first, *others = each.places
+            writer.add(first, tensor)
             for place in others:
                 writer.link(place, first)
-    return WeightsOnDisk(OffloadedWeightsLoader(save_folder=folder), dtypes)
+            del tensor  # before the next ones are loaded
 
 
 def _torch_dtype(placed: Placed, source: Source) -> torch.dtype:

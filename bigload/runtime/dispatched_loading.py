@@ -14,10 +14,10 @@ import torch
 from torch import nn
 
 from bigload.checkpoint.source import open_checkpoint
-from bigload.errors import LegacyPickleError, NoOffloadFolderError, PlanOptionError
+from bigload.errors import CheckpointError, LegacyPickleError, NoOffloadFolderError, PlanOptionError
 from bigload.layouts.device_folders import PLAN_FILE
 from bigload.planning.plan import Plan
-from bigload.planning.plan_file import check_plan, read_plan
+from bigload.planning.plan_file import read_plan
 from bigload.runtime.auto_device_map import infer_auto_device_map
 from bigload.runtime.blocks import DeviceLike
 from bigload.runtime.checkpoints import load_checkpoint_in_model
@@ -140,19 +140,10 @@ def load_and_dispatch(
         BigloadError: see `load_checkpoint_in_model`.
     """
     made = plan if isinstance(plan, Plan) else _read(Path(plan))
-    opened = open_checkpoint(made.checkpoint_path)
-    check_plan(made, opened)
-    kept = {name: tensor for name, tensor in opened.tensors.items() if not made.leaves_out(name)}
     placed = _with_ties(model, replace(made, renamed=None).device_map)
     check_device_map(model, placed)
-    counted_with = made.options.workload.load_dtype
     on_disk = load_checkpoint_in_model(
-        model,
-        replace(opened, tensors=kept),
-        device_map=placed,
-        dtype=dtype if dtype is not None or counted_with is None else counted_with.torch_name,
-        offload_buffers=offload_buffers,
-        strict=strict,
+        model, made, device_map=placed, dtype=dtype, offload_buffers=offload_buffers, strict=strict
     )
     return dispatch_loaded(
         model,
@@ -199,6 +190,8 @@ def _check_readable_in_place(checkpoint: StrPath, device_map: Mapping[str, Devic
         open_checkpoint(Path(checkpoint))
     except LegacyPickleError as error:
         raise NoOffloadFolderError("offload_folder", on_disk, reason=error.message) from error
+    except CheckpointError:
+        return  # a plan, or something that loading says better
 
 
 def _with_ties(model: nn.Module, device_map: Mapping[str, DeviceLike]) -> dict[str, DeviceLike]:

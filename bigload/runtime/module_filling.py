@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
@@ -45,23 +45,33 @@ class Placed:
     stays: bool
 
 
-def fill(model: nn.Module, source: Source, placed: Iterable[Placed]) -> None:
+def fill(model: nn.Module, source: Source, placed: Sequence[Placed]) -> None:
     """Load what goes to memory: at once what has none yet, and in batches what takes the place of something."""
-    by_cast = sorted(placed, key=lambda each: each.cast.name if each.cast is not None else "")
-    for dtype, group in groupby(by_cast, key=lambda each: each.cast):
-        members = list(group)
-        fresh = {each.name: each for each in members if each.is_fresh}
-        _put(model, fresh, source.load({each.name: _there(each) for each in fresh.values()}, dtype))
-        for batch in _batches(source, [each for each in members if not each.is_fresh]):
-            parts = {each.name: each for each, _ in batch}
+    for cast, group in _by_cast(each for each in placed if each.is_fresh):
+        tensors = source.load({each.name: each.device or _CPU for each in group}, cast)
+        for each in group:
+            _put(model, each, tensors.pop(each.name))
+    for each, part, tensor in in_batches(source, [each for each in placed if not each.is_fresh]):
+        _put(model, each, tensor, part)
+        del tensor  # before the next ones are loaded
+
+
+def in_batches(source: Source, placed: Iterable[Placed]) -> Iterator[tuple[Placed, Slice | None, torch.Tensor]]:
+    """Yield loaded tensors, on the CPU what is to stay on disk, with what they are: whole, or rows of one.
+
+    Some `_BATCH_BYTES` are held at a time, or one tensor that is larger.
+    """
+    for cast, group in _by_cast(placed):
+        for batch in _batches(source, group):
             slices = {each.name: part for each, part in batch if part is not None}
-            tensors = source.load({each.name: _there(each) for each in parts.values()}, dtype, slices)
-            _put(model, parts, tensors, slices)
+            tensors = source.load({each.name: each.device or _CPU for each, _ in batch}, cast, slices)
+            for each, part in batch:
+                yield each, part, tensors.pop(each.name)
 
 
-def _there(placed: Placed) -> torch.device:
-    assert placed.device is not None, "what is on disk is not loaded"
-    return placed.device
+def _by_cast(placed: Iterable[Placed]) -> Iterator[tuple[DType | None, list[Placed]]]:
+    in_order = sorted(placed, key=lambda each: each.cast.name if each.cast is not None else "")
+    return ((cast, list(group)) for cast, group in groupby(in_order, key=lambda each: each.cast))
 
 
 def _batches(source: Source, placed: Iterable[Placed]) -> Iterator[list[tuple[Placed, Slice | None]]]:
@@ -88,22 +98,13 @@ def _rows(tensor: TensorInfo) -> Iterator[Slice]:
     return (Slice(0, start, min(start + step, num_rows)) for start in range(0, num_rows, step))
 
 
-def _put(
-    model: nn.Module,
-    placed: Mapping[str, Placed],
-    tensors: dict[str, torch.Tensor],
-    slices: Mapping[str, Slice] | None = None,
-) -> None:
-    """Put loaded tensors into the module, and let go of each."""
-    for name, each in placed.items():
-        value = tensors.pop(name)
-        if not each.stays:
-            replace_tensor(model, each.places, value)
-            continue
-        part = (slices or {}).get(name)
-        old = held(model, each.places[0])
-        with torch.no_grad():
-            (old if part is None else old[part.start : part.stop]).copy_(value)
+def _put(model: nn.Module, each: Placed, value: torch.Tensor, part: Slice | None = None) -> None:
+    if not each.stays:
+        replace_tensor(model, each.places, value)
+        return
+    old = held(model, each.places[0])
+    with torch.no_grad():
+        (old if part is None else old[part.start : part.stop]).copy_(value)
 
 
 def replace_tensor(model: nn.Module, places: tuple[str, ...], value: torch.Tensor) -> None:

@@ -7,9 +7,9 @@ import copy
 
 import pytest
 import torch
-from tiny_models import CONFIGS, answers, make
 
 import bigload
+from tiny_models import CONFIGS, answers, make
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 safetensors = pytest.importorskip("safetensors.torch", reason="safetensors is not installed")

@@ -127,14 +127,17 @@ def test_a_map_with_one_device_moves_the_model_and_attaches_nothing():
 
 
 def test_a_map_that_leaves_something_out_is_refused():
-    with pytest.raises(ValueError, match="last.weight"):
+    with pytest.raises(ValueError, match=r"last\.weight"):
         dispatch_model(Model(), {"scale": "cpu", "first": "cpu", "norm": "cpu"})
 
 
 @pytest.mark.parametrize("move", [lambda model: model.to("cpu"), lambda model: model.cuda()])
 def test_moving_a_dispatched_model_says_why_not(move, tmp_path, caplog):
     model = dispatch_model(Model(), HALF, offload_dir=tmp_path)
-    with caplog.at_level(logging.WARNING, "bigload"), pytest.raises(DispatchedModelError, match="first.weight") as error:
+    with (
+        caplog.at_level(logging.WARNING, "bigload"),
+        pytest.raises(DispatchedModelError, match=r"first\.weight") as error,
+    ):
         move(model)
     assert "remove_hook_from_submodules" in caplog.text
     assert isinstance(error.value, RuntimeError)
