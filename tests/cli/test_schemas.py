@@ -15,7 +15,7 @@ from builders import make_split, write_shard
 VERSIONS = {"plan": "1.1", "inspect": "1.1", "reshard": "1.1", "bench-load": "1.1"}
 SCHEMAS = Path(__file__).parents[2] / "docs" / "schemas"
 QUESTIONS = ["explain", "compare", "fits", "gpus", "max-context"]
-NAMES = ["plan", "inspect", "reshard", "manifest", "ranks", "verify", "bench-load", *QUESTIONS]
+NAMES = ["plan", "inspect", "reshard", "manifest", "ranks", "offload", "verify", "bench-load", *QUESTIONS]
 
 PLAN = "bigload plan tiny-llama --overhead 0 -m cuda:0=6MiB,cpu=8MiB -o tiny.json"
 COMMANDS = [
