@@ -34,6 +34,9 @@ from bigload.runtime.tied_parameters import find_tied_parameters
 StrPath = str | os.PathLike[str]
 Weights = Mapping[str, torch.Tensor]
 
+_USING_WEIGHTS_OF_CHILDREN = ("MultiheadAttention",)
+"""Classes of torch whose forward takes weights of modules inside without calling these."""
+
 
 def dispatch_model(
     model: nn.Module,
@@ -107,6 +110,10 @@ def dispatch_loaded(
         spread = Spread.over(model, device_map, None)
         weights = ChainMap(spread.in_ram(model, stored), stored)  # type: ignore[arg-type]  # nobody writes to it
         spread.attach(model, weights, offload_buffers, skip_keys, preload_module_classes)
+    else:
+        device = torch.device(next(iter(device_map.values()), "cpu"))
+        # what no checkpoint has comes along, what this one lacks stays without values
+        model._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))  # type: ignore[no-untyped-call]
     model.hf_device_map = dict(device_map)  # type: ignore[assignment]
     return model
 
@@ -183,7 +190,7 @@ class Spread:
             weights_map=weights,
             offload_buffers=offload_buffers,
             skip_keys=skip_keys,
-            preload_module_classes=preload_module_classes,
+            preload_module_classes=[*_USING_WEIGHTS_OF_CHILDREN, *(preload_module_classes or ())],
             tied_params_map=tied_params_map,
         )
         for block in self.blocks:
@@ -286,7 +293,7 @@ def _offload_all(
         offload=True,
         weights_map=weights,
         offload_buffers=offload_buffers,
-        preload_module_classes=preload_module_classes,
+        preload_module_classes=[*_USING_WEIGHTS_OF_CHILDREN, *(preload_module_classes or ())],
         tied_params_map=tied_params_map,
     )
     tie_on_devices(model, tied, {name: _resolved(device) for group in tied for name in group})

@@ -253,3 +253,25 @@ def test_nothing_warns_on_the_way(tmp_path):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         dispatch_model(Model(), HALF, offload_dir=tmp_path)(INPUT)
+
+
+@pytest.mark.parametrize("where", ["disk", "cpu"])
+def test_attention_of_torch_takes_weights_of_a_module_that_it_does_not_call(where, tmp_path):
+    torch.manual_seed(0)
+    model = nn.TransformerEncoderLayer(4, 2, 8, batch_first=True).eval()
+    x = INPUT[None]
+    with torch.no_grad():
+        expected = model(x)
+        if where == "disk":
+            dispatch_model(model, {"": "disk"}, offload_dir=tmp_path)
+        else:
+            cpu_offload(model)
+        torch.testing.assert_close(model(x), expected)
+
+
+@pytest.mark.parametrize("where", [{"": "disk"}, HALF], ids=str)
+def test_tied_weights_are_tied_when_the_hooks_are_gone(where, tmp_path):
+    model = dispatch_model(Tied(), where, offload_dir=tmp_path)
+    bigload.remove_hook_from_submodules(model)
+    assert model.first.weight is model.last.weight
+    assert torch.equal(model(INPUT), Tied()(INPUT))

@@ -179,3 +179,26 @@ def test_a_map_made_by_name_uses_all_accelerators(folder, simulation):
     model = load_checkpoint_and_dispatch(empty(), folder, "auto", max_memory=limits)
     assert set(model.hf_device_map.values()) == {0, 1}
     assert_same(model(INPUT))
+
+
+class Rotary(nn.Module):
+    """A module with values that no checkpoint has."""
+
+    def __init__(self):
+        super().__init__()
+        self.proj = nn.Linear(64, 64)
+        self.register_buffer("angles", torch.linspace(0, 1, 64), persistent=False)
+
+    def forward(self, x):
+        return self.proj(x) * self.angles
+
+
+@pytest.mark.parametrize("where", [{"": 0}, {"0": 0, "1": 1}, {"0": "cpu", "1": 0}], ids=str)
+def test_values_that_no_checkpoint_has_come_along(where, tmp_path, simulation):
+    plain = nn.Sequential(Rotary(), Rotary())
+    save_file(plain.state_dict(), tmp_path / "model.safetensors")
+    with bigload.init_empty_weights():
+        model = nn.Sequential(Rotary(), Rotary())
+    load_checkpoint_and_dispatch(model, tmp_path, where, strict=True)
+    device = "sim:0" if len(where) == 1 else "cpu"
+    assert_same(model(INPUT.to(device)), plain(INPUT), device=device)
