@@ -297,6 +297,7 @@ def _offload_all(
         tied_params_map=tied_params_map,
     )
     tie_on_devices(model, tied, {name: _resolved(device) for group in tied for name in group})
+    warn_of_moves(model)
     return model
 
 
