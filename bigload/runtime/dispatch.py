@@ -232,7 +232,7 @@ def cpu_offload(
     """
     if state_dict is None:
         state_dict = {name: tensor.to("cpu") for name, tensor in model.state_dict().items()}
-    return _offload_all(model, state_dict, execution_device, offload_buffers, preload_module_classes)
+    return _offload_all(model, "cpu", state_dict, execution_device, offload_buffers, preload_module_classes)
 
 
 def disk_offload(
@@ -253,7 +253,7 @@ def disk_offload(
     """
     offload_state_dict(offload_dir, model.state_dict())
     weights = OffloadedWeightsLoader(save_folder=offload_dir)
-    return _offload_all(model, weights, execution_device, offload_buffers, preload_module_classes)
+    return _offload_all(model, "disk", weights, execution_device, offload_buffers, preload_module_classes)
 
 
 def cpu_offload_with_hook(
@@ -278,6 +278,7 @@ def cpu_offload_with_hook(
 
 def _offload_all(
     model: nn.Module,
+    place: str,
     weights: Weights,
     execution_device: DeviceLike | None,
     offload_buffers: bool,
@@ -297,6 +298,8 @@ def _offload_all(
         tied_params_map=tied_params_map,
     )
     tie_on_devices(model, tied, {name: _resolved(device) for group in tied for name in group})
+    warn_of_moves(model)
+    model.hf_device_map = {"": place}  # type: ignore[assignment]  # by which transformers knows how to save the model
     return model
 
 

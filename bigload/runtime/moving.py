@@ -16,9 +16,10 @@ _logger = logging.getLogger(__name__)
 
 
 def warn_of_moves(model: nn.Module) -> None:
-    """Have `model.to()`, `model.cuda()` and their like warn, or raise where weights are offloaded.
+    """Have `model.to()`, `model.cpu()` and their like warn, or raise where weights are offloaded.
 
-    The methods go when the hook of the model is removed. Those of a copy of the model are about the copy.
+    A cast alone is no move: values of offloaded weights get the dtype of what stands in for them. The methods go when
+    the hook of the model is removed. Those of a copy of the model are about the copy.
     """
     for name in MOVING_METHODS:
         method = getattr(type(model), name, None)
@@ -33,9 +34,9 @@ def _move(model: nn.Module, name: str, /, *args: Any, **kwargs: Any) -> nn.Modul
             "bigload.remove_hook_from_submodules(model), to move it as a whole.",
             type(model).__name__,
         )
-    offloaded = [parameter for parameter, value in model.named_parameters() if value.is_meta]
-    if offloaded:
-        raise DispatchedModelError(type(model).__name__, name, offloaded)
+        offloaded = [parameter for parameter, value in model.named_parameters() if value.is_meta]
+        if offloaded:
+            raise DispatchedModelError(type(model).__name__, name, offloaded)
     moved: nn.Module = getattr(type(model), name)(model, *args, **kwargs)
     return moved
 

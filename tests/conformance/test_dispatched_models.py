@@ -102,6 +102,15 @@ def test_a_dispatched_model_can_be_saved_and_loaded_by_transformers(plain, tmp_p
     assert_same(answers(again), expected)
 
 
+@pytest.mark.parametrize("offload", [bigload.cpu_offload, bigload.disk_offload])
+def test_an_offloaded_model_can_be_saved_by_transformers(offload, tmp_path):
+    model = make(transformers, "LlamaForCausalLM")
+    expected = answers(model)
+    offload(model, *([tmp_path / "offloaded"] if offload is bigload.disk_offload else ()))
+    model.save_pretrained(tmp_path / "saved")
+    assert_same(answers(type(model).from_pretrained(tmp_path / "saved").eval()), expected)
+
+
 def test_the_state_dict_of_a_dispatched_model_is_that_of_the_plain_one(plain):
     model, _, folder = plain
     loaded = bigload.load_checkpoint_and_dispatch(empty(model), folder, {"": "disk"})
