@@ -26,7 +26,7 @@ import xxhash
 from bigload.errors import InvalidCheckpointError, NotOffloadableError, Problem, ReadError, WriteError
 from bigload.layouts.offload_folder import DAT_INDEX, DAT_SUFFIX
 from bigload.layouts.offload_reader import DAT_DTYPES, BadForm, IndexReading, dat_form, read_dat_index
-from bigload.loading.bytesource import PositionalReader
+from bigload.loading.bytesource import OpenFile, PositionalReader
 from bigload.loading.guards import signature
 from bigload.loading.huge_pages import allocate
 from bigload.loading.tensors import torch_dtype
@@ -201,9 +201,19 @@ def entry_of(name: str, tensor: torch.Tensor) -> Entry:
         reason = "it is on the meta device and has no values"
     elif dtype not in DAT_DTYPES or tensor.layout is not torch.strided:
         reason = f"accelerate's .dat files cannot hold {dtype} ({str(tensor.layout).removeprefix('torch.')})"
+    elif tensor.numel() and not has_memory(tensor):
+        reason = f"a {type(tensor).__name__} has no memory of its own that could be written"
     else:
         return {"dtype": dtype, "shape": list(tensor.shape)}
     raise NotOffloadableError(reason, tensors=[name], hint="keep it on a device, or save it as safetensors")
+
+
+def has_memory(tensor: torch.Tensor) -> bool:
+    """Return whether the values of `tensor` lie somewhere; wrappers around other tensors have none, nor known zeros."""
+    try:
+        return tensor.data_ptr() != 0
+    except (NotImplementedError, RuntimeError):
+        return False
 
 
 def _check_name(name: str) -> None:
@@ -319,9 +329,10 @@ def _read_records(folder: Path) -> dict[str, _Record]:
     what they say of it counts for nothing, as in the index of git ("racy git" in its documentation).
     """
     try:
-        with (folder / RECORDS_FILE).open("rb") as file:
-            written = os.fstat(file.fileno()).st_mtime_ns
-            document = json.loads(file.read(_MAX_RECORDS_BYTES))
+        with OpenFile(folder / RECORDS_FILE) as file:  # which waits for no writer of what is no regular file
+            written = os.fstat(file.descriptor).st_mtime_ns
+            with open(file.descriptor, "rb", closefd=False) as content:
+                document = json.loads(content.read(_MAX_RECORDS_BYTES))
         weights = document["weights"] if document["schema"] == _SCHEMA else {}
         return {
             name: _Record(
@@ -330,7 +341,7 @@ def _read_records(folder: Path) -> dict[str, _Record]:
             for name, one in weights.items()
             if re.fullmatch("[0-9a-f]{32}", one["digest"]) and one["file"][2] < written
         }
-    except (OSError, ValueError, RecursionError, TypeError, LookupError, AttributeError):
+    except (ReadError, OSError, ValueError, RecursionError, TypeError, LookupError, AttributeError):
         return {}
 
 
