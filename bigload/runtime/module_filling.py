@@ -30,7 +30,8 @@ class Placed:
 
     Attributes:
         device: `None` is the disk.
-        cast: The dtype that it gets if not its own.
+        cast: The dtype that it gets while it is loaded, if not its own.
+        dtype: The one that it gets in the end.
         num_bytes: Of the tensor as it is loaded.
         is_fresh: Whether the module has no memory for it yet.
         stays: Whether values are copied into the memory that the module has for it, which casts them.
@@ -40,6 +41,7 @@ class Placed:
     places: tuple[str, ...]
     device: torch.device | None
     cast: DType | None
+    dtype: torch.dtype
     num_bytes: int
     is_fresh: bool
     stays: bool
@@ -100,7 +102,7 @@ def _rows(tensor: TensorInfo) -> Iterator[Slice]:
 
 def _put(model: nn.Module, each: Placed, value: torch.Tensor, part: Slice | None = None) -> None:
     if not each.stays:
-        replace_tensor(model, each.places, value)
+        replace_tensor(model, each.places, value.to(each.dtype))
         return
     old = held(model, each.places[0])
     with torch.no_grad():
