@@ -3,9 +3,9 @@
 A checkpoint is whatever `open_checkpoint` takes, and also a plan, the file of one, or the folder that was resharded by
 one. Names and shapes are held against the module before a byte is read.
 
-Memory: a tensor on the meta device becomes the loaded one. What has memory is filled in batches, by rows where it is
-large; what is replaced or written to an offload folder is loaded in batches too, a larger tensor as a whole; what stays
-in the checkpoint is not loaded. So beside the module there are a batch and what is being read (`max_inflight` of
+Memory: a tensor on the meta device becomes the loaded one. What has memory is filled in batches, and so is an offload
+folder, by rows where tensors are large; what is replaced is loaded in batches too, a larger tensor as a whole; what
+stays in the checkpoint is not loaded. So beside the module there are a batch and what is being read (`max_inflight` of
 `bigload.load`), however large the files are.
 """
 
@@ -15,6 +15,7 @@ import logging
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import nn
@@ -31,7 +32,16 @@ from bigload.loading.tensors import parsed_dtype, torch_dtype
 from bigload.planning.load_dtype import as_dtype
 from bigload.planning.plan import Plan
 from bigload.runtime.checkpoint_source import DeviceMap, Source, loaded_dtype
-from bigload.runtime.module_filling import Placed, fill, in_batches, is_distributed, replace_tensor, set_by_torch
+from bigload.runtime.module_filling import (
+    Placed,
+    fill,
+    goes_in_rows,
+    in_batches,
+    in_rows,
+    is_distributed,
+    replace_tensor,
+    set_by_torch,
+)
 from bigload.runtime.module_sizes import prefixes
 from bigload.runtime.offload_store import OffloadedWeightsLoader
 from bigload.runtime.offload_writer import OffloadWriter
@@ -289,9 +299,14 @@ def _on_disk(source: Source, placed: list[Placed], folder: str | os.PathLike[str
 
 def _write(source: Source, placed: list[Placed], folder: str | os.PathLike[str]) -> None:
     with OffloadWriter(folder) as writer:
-        for each, _, tensor in in_batches(source, placed):
+        for each in placed:
+            if goes_in_rows(source, each):
+                shape = source.tensors[each.name].shape
+                writer.add_parts(each.places[0], each.dtype, shape, partial(in_rows, source, each))
+        for each, _, tensor in in_batches(source, [each for each in placed if not goes_in_rows(source, each)]):
+            writer.add(each.places[0], tensor.to(each.dtype))
+            del tensor  # before the next ones are loaded
+        for each in placed:
             first, *others = each.places
-            writer.add(first, tensor.to(each.dtype))
             for place in others:
                 writer.link(place, first)
-            del tensor  # before the next ones are loaded

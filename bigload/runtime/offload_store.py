@@ -47,7 +47,7 @@ def offload_weight(
         WriteError: the system refused to write.
     """
     entry = entry_of(weight_name, weight)
-    write_dat(Path(offload_folder), weight_name, on_cpu(weight))
+    write_dat(Path(offload_folder), weight_name, [on_cpu(weight)])
     if index is not None:
         index[weight_name] = entry
     return index

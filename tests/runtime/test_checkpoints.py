@@ -336,6 +336,33 @@ def test_what_takes_the_place_of_something_is_loaded_in_batches(folder, monkeypa
     assert max(map(sum, loads)) <= largest
 
 
+@pytest.mark.parametrize("dtype", [None, torch.float64])
+def test_an_offload_folder_is_filled_by_rows_of_what_is_large_and_written_once(folder, tmp_path, monkeypatch, dtype):
+    batch_bytes = 48
+    monkeypatch.setattr(module_filling, "_BATCH_BYTES", batch_bytes)
+    loads = []
+
+    def noted(self, *arguments):
+        loaded = load_now(self, *arguments)
+        loads.append(sum(tensor.nbytes for tensor in loaded.values()))
+        return loaded
+
+    load_now = Source.load
+    monkeypatch.setattr(Source, "load", noted)
+    written = []
+    for values in (STATE, STATE, {name: tensor + 1 for name, tensor in STATE.items()}):
+        save_file(values, folder / "model.safetensors", metadata={"format": "pt"})
+        on_disk = load_checkpoint_in_model(
+            on_meta(), folder, {"": "disk"}, tmp_path / "offload", dtype, offload_buffers=True
+        )
+        is_cast = {name: dtype is not None and tensor.is_floating_point() for name, tensor in values.items()}
+        expected = {name: tensor.to(dtype) if is_cast[name] else tensor for name, tensor in values.items()}
+        assert all(torch.equal(on_disk[name], expected[name]) for name in on_disk)
+        written.append({path.name: path.stat().st_ino for path in (tmp_path / "offload").glob("*.dat")})
+    assert written[0] == written[1] != written[2]
+    assert max(loads) <= batch_bytes
+
+
 def test_tensors_of_a_file_are_returned_by_name_what_a_map_has_on_disk_on_the_cpu(folder):
     for device_map in (None, {"": "cpu"}, {"": "disk"}, {"head": "disk", "norm": "cpu"}):
         found = load_state_dict(str(folder / "model.safetensors"), device_map)
