@@ -28,7 +28,9 @@ def test_the_page_names_all_that_the_runtime_has_and_nothing_else():
 
 def test_the_tests_that_the_page_names_are_there():
     written = {
-        name for path in TESTS.rglob("test_*.py") for name in re.findall(r"^def (test_\w+)", path.read_text(), re.M)
+        name
+        for path in TESTS.rglob("test_*.py")
+        for name in re.findall(r"^def (test_\w+)", path.read_text(), re.MULTILINE)
     }
     named = re.findall(r"`(test_\w+)`", PAGE)
     assert len(named) > 10
@@ -42,15 +44,15 @@ def test_the_page_names_all_of_accelerates_big_model_modules():
 
 
 @pytest.mark.peers
-@pytest.mark.parametrize(("module", "name"), [(module, name) for module, names in THEIRS.items() for name in names])
-def test_a_name_is_defined_where_the_page_says_and_takes_the_same_arguments(module, name):
+def test_names_are_defined_where_the_page_says_and_take_the_same_arguments():
     pytest.importorskip("accelerate", reason="accelerate is not installed")
-    theirs = getattr(import_module(module), name)
-    assert theirs.__module__ == module
-    ours = arguments_of(getattr(bigload, name))
-    more = WITH_MORE_ARGUMENTS.get(name, set())
-    assert [each for each in ours if each[0] not in more] == arguments_of(theirs)
-    assert more <= {each[0] for each in ours}
+    for module, names in THEIRS.items():
+        for name in names:
+            theirs, ours = getattr(import_module(module), name), arguments_of(getattr(bigload, name))
+            assert theirs.__module__ == module, name
+            more = WITH_MORE_ARGUMENTS.get(name, set())
+            assert more <= {each[0] for each in ours}, name
+            assert [each for each in ours if each[0] not in more] == arguments_of(theirs), name
 
 
 def arguments_of(called):
