@@ -6,6 +6,8 @@ from inspect import Parameter, signature
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 import accelerate_suite
 import bigload
@@ -35,6 +37,24 @@ def test_the_tests_that_the_page_names_are_there():
     named = re.findall(r"`(test_\w+)`", PAGE)
     assert len(named) > 10
     assert [name for name in named if name not in written] == []
+
+
+def test_a_folder_of_blocks_is_dispatched_as_the_page_says(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    plain, x = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)), torch.ones(4)
+    save_file(plain.state_dict(), "plain.safetensors")
+    bigload.reshard("plain.safetensors", "offload", layout="offload")
+    with bigload.init_empty_weights():
+        model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    names = {
+        "bigload": bigload,
+        "dispatch_model": bigload.dispatch_model,
+        "model": model,
+        "device_map": {"": "disk"},
+    }
+    (block,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+    exec(compile(block, "accelerate.md", "exec"), names)
+    assert torch.equal(model(x), plain(x))
 
 
 @pytest.mark.peers
