@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-MOVING_METHODS = ("to", "cuda", "npu", "xpu", "mlu", "sdaa", "musa")
+MOVING_METHODS = ("to", "cpu", "cuda", "npu", "xpu", "mlu", "sdaa", "musa")
 """Methods that a dispatched model has of its own, to say that it must not be moved. They go with the hook."""
 
 

@@ -131,7 +131,7 @@ def test_a_map_that_leaves_something_out_is_refused():
         dispatch_model(Model(), {"scale": "cpu", "first": "cpu", "norm": "cpu"})
 
 
-@pytest.mark.parametrize("move", [lambda model: model.to("cpu"), lambda model: model.cuda()])
+@pytest.mark.parametrize("move", [lambda model: model.to("cpu"), lambda model: model.cuda(), lambda model: model.cpu()])
 def test_moving_a_dispatched_model_says_why_not(move, tmp_path, caplog):
     model = dispatch_model(Model(), HALF, offload_dir=tmp_path)
     with (
