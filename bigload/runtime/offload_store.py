@@ -40,7 +40,7 @@ StrPath = str | os.PathLike[str]
 def offload_weight(
     weight: torch.Tensor, weight_name: str, offload_folder: StrPath, index: MutableMapping[str, Entry] | None = None
 ) -> MutableMapping[str, Entry] | None:
-    """Write `weight` into `offload_folder`, enter its dtype and shape in `index` if there is one, and return `index`.
+    """Write `weight` into `offload_folder` as `weight_name`, enter its form in `index` if given, and return that.
 
     Raises:
         NotOffloadableError: the tensor has no values or no form that a `.dat` file has, or the name cannot be a file's.
@@ -236,7 +236,7 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
 def extract_submodules_state_dict(
     state_dict: Mapping[str, torch.Tensor], submodule_names: Iterable[str]
 ) -> dict[str, torch.Tensor]:
-    """Return what of `state_dict` belongs to the modules of these names, or bears one of them; `""` is all of it.
+    """Return what of `state_dict` belongs to modules in `submodule_names`, or bears such a name; `""` is all of it.
 
     In the order of the modules. Names that only begin alike are no part of each other: `layers.1` and `layers.10`.
 
