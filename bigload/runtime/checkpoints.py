@@ -190,7 +190,7 @@ class _Settling:
         dtype = self._dtype(assignment, tensor, old)
         kind = old.dtype if self._is_as_in_model(tensor, old) else torch_dtype(dtype)
         assert kind is not None, "torch has the dtypes of all that is loaded"
-        stays = not old.is_meta and old.device == device and kind == old.dtype
+        stays = not old.is_meta and old.device == device and kind == old.dtype and not _is_repeated(old)
         cast = None if stays or dtype == tensor.dtype else dtype
         return Placed(
             name=assignment.tensor_name,
@@ -245,6 +245,14 @@ def _resolved(device: int | str | torch.device) -> torch.device:
     found = torch.device(device)
     is_whole = found.index is not None or found.type in {"cpu", "meta"} or not torch.accelerator.is_available()
     return found if is_whole else torch.device(found.type, torch.accelerator.current_device_index())
+
+
+def _is_repeated(tensor: torch.Tensor) -> bool:
+    """Return whether elements of `tensor` share memory, as those of an expanded one do."""
+    is_strided = tensor.layout is torch.strided
+    return is_strided and any(
+        size > 1 and not stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+    )
 
 
 def _covered(name: str, device_map: DeviceMap) -> bool:
