@@ -11,6 +11,7 @@ import ctypes
 import json
 import os
 import re
+import shutil
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -325,10 +326,10 @@ def _link(source: Path, target: Path) -> None:
             staged.hardlink_to(source)
     except OSError:
         try:
-            content = source.read_bytes()
+            with _staged(target) as staged:
+                shutil.copyfile(source, staged)
         except OSError as error:
             raise WriteError(target, error) from error
-        _write(target, [memoryview(content)])
 
 
 @contextmanager
