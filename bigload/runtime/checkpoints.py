@@ -296,8 +296,7 @@ def _offload(
 def _on_disk(source: Source, placed: list[Placed], folder: str | os.PathLike[str] | None) -> WeightsOnDisk:
     dtypes = {place: each.dtype for each in placed for place in each.places}
     if folder is not None:
-        _write(source, placed, folder)
-        return WeightsOnDisk(OffloadedWeightsLoader(save_folder=folder), dtypes)
+        return WeightsOnDisk(_written(source, placed, folder), dtypes)
     if source.legacy is not None:
         expected = "a folder: files of torch before 1.6 have no parts that could be read where they are"
         raise LoadOptionError("offload_folder", folder, expected)
@@ -305,7 +304,8 @@ def _on_disk(source: Source, placed: list[Placed], folder: str | os.PathLike[str
     return WeightsOnDisk(StoredWeights(source.checkpoint, aliases=aliases), dtypes)
 
 
-def _write(source: Source, placed: list[Placed], folder: str | os.PathLike[str]) -> None:
+def _written(source: Source, placed: list[Placed], folder: str | os.PathLike[str]) -> OffloadedWeightsLoader:
+    """Write `placed` to `folder`, and return what reads it, opened before another writer has its turn."""
     with OffloadWriter(folder) as writer:
         for each in placed:
             if goes_in_rows(source, each):
@@ -318,3 +318,5 @@ def _write(source: Source, placed: list[Placed], folder: str | os.PathLike[str])
             first, *others = each.places
             for place in others:
                 writer.link(place, first)
+        writer.finish()
+        return OffloadedWeightsLoader(save_folder=folder)
