@@ -89,8 +89,10 @@ def offload_state_dict(save_dir: StrPath, state_dict: Mapping[str, torch.Tensor]
     offloaded(save_dir, state_dict)
 
 
-def offloaded(save_dir: StrPath, state_dict: Mapping[str, torch.Tensor]) -> OffloadedWeightsLoader:
-    """Do what `offload_state_dict` does, and return what reads the folder.
+def offloaded(
+    save_dir: StrPath, state_dict: Mapping[str, torch.Tensor], in_memory: Mapping[str, torch.Tensor] | None = None
+) -> OffloadedWeightsLoader:
+    """Do what `offload_state_dict` does, and return what gives the weights in the folder and those `in_memory`.
 
     That is opened before another writer has its turn, so it never gives weights of others.
     """
@@ -107,7 +109,7 @@ def offloaded(save_dir: StrPath, state_dict: Mapping[str, torch.Tensor]) -> Offl
             else:
                 writer.add(name, tensor)
         writer.finish()
-        return OffloadedWeightsLoader(save_folder=save_dir)
+        return OffloadedWeightsLoader(state_dict=in_memory, save_folder=save_dir)
 
 
 class PrefixedDataset(Mapping[str, torch.Tensor]):
