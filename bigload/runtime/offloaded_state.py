@@ -83,6 +83,7 @@ def load_offloaded_weights(
 
     Raises:
         ValueError: `model` has no such tensor, or one of another shape.
+        AttributeError: nor such a module.
         InvalidCheckpointError: an entry and its file do not go together, or the file is not in the folder.
         ReadError: a file cannot be read.
     """
