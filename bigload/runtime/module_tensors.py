@@ -202,7 +202,7 @@ def _offload_hook(module: nn.Module) -> OffloadHook | None:
 def _owner(module: nn.Module, tensor_name: str) -> tuple[nn.Module, str]:
     *path, name = tensor_name.split(".")
     for key in path:
-        inner = getattr(module, key, None)
+        inner = getattr(module, key)
         if inner is None:
             raise ValueError(f"{module} has no attribute {key}.")
         module = inner
