@@ -190,7 +190,7 @@ class _Settling:
         dtype = self._dtype(assignment, tensor, old)
         kind = old.dtype if self._is_as_in_model(tensor, old) else torch_dtype(dtype)
         assert kind is not None, "torch has the dtypes of all that is loaded"
-        stays = not old.is_meta and old.device == device and kind == old.dtype
+        stays = not old.is_meta and old.device == device and kind == old.dtype and not _is_repeated(old)
         cast = None if stays or dtype == tensor.dtype else dtype
         return Placed(
             name=assignment.tensor_name,
@@ -247,6 +247,14 @@ def _resolved(device: int | str | torch.device) -> torch.device:
     return found if is_whole else torch.device(found.type, torch.accelerator.current_device_index())
 
 
+def _is_repeated(tensor: torch.Tensor) -> bool:
+    """Return whether elements of `tensor` share memory, as those of an expanded one do."""
+    is_strided = tensor.layout is torch.strided
+    return is_strided and any(
+        size > 1 and not stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+    )
+
+
 def _covered(name: str, device_map: DeviceMap) -> bool:
     return any(prefix in device_map for prefix in prefixes(name))
 
@@ -288,8 +296,7 @@ def _offload(
 def _on_disk(source: Source, placed: list[Placed], folder: str | os.PathLike[str] | None) -> WeightsOnDisk:
     dtypes = {place: each.dtype for each in placed for place in each.places}
     if folder is not None:
-        _write(source, placed, folder)
-        return WeightsOnDisk(OffloadedWeightsLoader(save_folder=folder), dtypes)
+        return WeightsOnDisk(_written(source, placed, folder), dtypes)
     if source.legacy is not None:
         expected = "a folder: files of torch before 1.6 have no parts that could be read where they are"
         raise LoadOptionError("offload_folder", folder, expected)
@@ -297,7 +304,8 @@ def _on_disk(source: Source, placed: list[Placed], folder: str | os.PathLike[str
     return WeightsOnDisk(StoredWeights(source.checkpoint, aliases=aliases), dtypes)
 
 
-def _write(source: Source, placed: list[Placed], folder: str | os.PathLike[str]) -> None:
+def _written(source: Source, placed: list[Placed], folder: str | os.PathLike[str]) -> OffloadedWeightsLoader:
+    """Write `placed` to `folder`, and return what reads it, opened before another writer has its turn."""
     with OffloadWriter(folder) as writer:
         for each in placed:
             if goes_in_rows(source, each):
@@ -310,3 +318,5 @@ def _write(source: Source, placed: list[Placed], folder: str | os.PathLike[str])
             first, *others = each.places
             for place in others:
                 writer.link(place, first)
+        writer.finish()
+        return OffloadedWeightsLoader(save_folder=folder)

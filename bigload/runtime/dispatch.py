@@ -27,7 +27,7 @@ from bigload.runtime.hooks import add_hook_to_module
 from bigload.runtime.module_sizes import prefixes
 from bigload.runtime.module_tensors import set_module_tensor_to_device
 from bigload.runtime.moving import warn_of_moves
-from bigload.runtime.offload_store import OffloadedWeightsLoader, PrefixedDataset, offload_state_dict
+from bigload.runtime.offload_store import OffloadedWeightsLoader, PrefixedDataset, offloaded
 from bigload.runtime.offload_writer import Entry
 from bigload.runtime.tied_parameters import find_tied_parameters
 
@@ -85,9 +85,10 @@ def dispatch_model(
         in_ram = spread.in_ram(model) if state_dict is None else state_dict
         if on_disk and offload_index is None:
             assert offload_dir is not None, "asked for above"
-            offload_state_dict(offload_dir, spread.on_disk(model))
-        folder = offload_dir if on_disk else None
-        weights = OffloadedWeightsLoader(state_dict=in_ram, save_folder=folder, index=offload_index)
+            weights = offloaded(offload_dir, spread.on_disk(model), in_ram)
+        else:
+            folder = offload_dir if on_disk else None
+            weights = OffloadedWeightsLoader(state_dict=in_ram, save_folder=folder, index=offload_index)
         spread.attach(model, weights, offload_buffers, skip_keys, preload_module_classes)
     else:
         model.to(next(iter(device_map.values()), "cpu"))
@@ -255,8 +256,7 @@ def disk_offload(
         NotOffloadableError: a weight has no values, and the folder does not hold it either.
         WriteError: the system refused to write.
     """
-    offload_state_dict(offload_dir, model.state_dict())
-    weights = OffloadedWeightsLoader(save_folder=offload_dir)
+    weights = offloaded(offload_dir, model.state_dict())
     return _offload_all(model, "disk", weights, execution_device, offload_buffers, preload_module_classes)
 
 

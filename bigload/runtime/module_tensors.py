@@ -72,6 +72,7 @@ def set_module_tensor_to_device(
 
     Raises:
         ValueError: no such tensor; no values; or `value` has another shape.
+        AttributeError: no such module, as accelerate has it.
         QuantisedParameterError: `value` is for a parameter of bitsandbytes, which packs values itself.
     """
     owner, name = _owner(module, tensor_name)

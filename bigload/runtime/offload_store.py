@@ -86,6 +86,16 @@ def offload_state_dict(save_dir: StrPath, state_dict: Mapping[str, torch.Tensor]
         NotOffloadableError: see `offload_weight`; or a tensor on the meta device is not in the folder.
         WriteError: the system refused to write. The folder then has no index, or the one from before.
     """
+    offloaded(save_dir, state_dict)
+
+
+def offloaded(
+    save_dir: StrPath, state_dict: Mapping[str, torch.Tensor], in_memory: Mapping[str, torch.Tensor] | None = None
+) -> OffloadedWeightsLoader:
+    """Do what `offload_state_dict` does, and return what gives the weights in the folder and those `in_memory`.
+
+    That is opened before another writer has its turn, so it never gives weights of others.
+    """
     with OffloadWriter(save_dir) as writer:
         first: dict[object, str] = {}
         for name, tensor in state_dict.items():
@@ -98,6 +108,8 @@ def offload_state_dict(save_dir: StrPath, state_dict: Mapping[str, torch.Tensor]
                 writer.link(name, same)  # only a dict holds its tensors, so that equal addresses are one memory
             else:
                 writer.add(name, tensor)
+        writer.finish()
+        return OffloadedWeightsLoader(state_dict=in_memory, save_folder=save_dir)
 
 
 class PrefixedDataset(Mapping[str, torch.Tensor]):

@@ -8,12 +8,14 @@ another one by now is digested again when that matters, so whoever else writes t
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import json
 import os
 import re
+import shutil
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -49,6 +51,8 @@ _EMPTY = b"\0"
 class OffloadWriter:
     """Writes an offload folder tensor by tensor, as `offload_state_dict` does; the index when the context ends well.
 
+    Writers of one folder, also those of other processes, wait for each other: two models would be mixed in it.
+
     Args:
         folder: Made where there is none. What it holds stays, unless it is written again.
         dtype: What floating-point tensors become on disk.
@@ -61,14 +65,10 @@ class OffloadWriter:
     def __init__(self, folder: str | os.PathLike[str], *, dtype: torch.dtype | None = None) -> None:
         self._folder = Path(folder)
         self._dtype = dtype
-        try:
-            self._folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise WriteError(self._folder, error) from error
-        self._index = index_of(self._folder)
-        self._records = _read_records(self._folder)
-        self._has_index = (self._folder / DAT_INDEX).exists()
-        self._is_changed = not self._has_index
+        self._index: dict[str, Entry] = {}
+        self._records: dict[str, _Record] = {}
+        self._has_index = self._is_changed = False
+        self._turn = ExitStack()
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
         """Have the folder hold `tensor` as `name`. It is written unless it is there.
@@ -151,13 +151,21 @@ class OffloadWriter:
             self._is_changed, self._has_index = False, True
 
     def __enter__(self) -> Self:
+        with ExitStack() as stack:
+            stack.enter_context(_only_writer(self._folder))
+            self._index = index_of(self._folder)
+            self._records = _read_records(self._folder)
+            self._has_index = (self._folder / DAT_INDEX).exists()
+            self._is_changed = not self._has_index
+            self._turn = stack.pop_all()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if error is None:
-            self.finish()
+        with self._turn:
+            if error is None:
+                self.finish()
 
     def _path(self, name: str) -> Path:
         return self._folder / f"{name}{DAT_SUFFIX}"
@@ -184,6 +192,22 @@ class OffloadWriter:
         self._is_changed |= self._index.get(name) != entry or self._records.get(name) != record
         self._index[name] = entry
         self._records[name] = record
+
+
+@contextmanager
+def _only_writer(folder: Path) -> Iterator[None]:
+    """Make `folder` if there is none, and keep other writers waiting, where the file system has locks."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError as error:
+        raise WriteError(folder, error) from error
+    try:
+        with suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def read_dat(path: Path, entry: Mapping[str, object]) -> torch.Tensor:
@@ -325,10 +349,10 @@ def _link(source: Path, target: Path) -> None:
             staged.hardlink_to(source)
     except OSError:
         try:
-            content = source.read_bytes()
+            with _staged(target) as staged:
+                shutil.copyfile(source, staged)
         except OSError as error:
             raise WriteError(target, error) from error
-        _write(target, [memoryview(content)])
 
 
 @contextmanager

@@ -14,7 +14,9 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from bigload.errors import InvalidCheckpointError
 from bigload.layouts.offload_folder import DAT_SUFFIX
+from bigload.layouts.offload_reader import IndexReading
 from bigload.runtime.module_tensors import (
     DeviceLike,
     align_module_device,
@@ -81,13 +83,18 @@ def load_offloaded_weights(
 
     Raises:
         ValueError: `model` has no such tensor, or one of another shape.
-        InvalidCheckpointError: an entry and its file do not go together.
+        AttributeError: nor such a module.
+        InvalidCheckpointError: an entry and its file do not go together, or the file is not in the folder.
         ReadError: a file cannot be read.
     """
     folder, entries = Path(offload_folder), index or {}
+    reading = IndexReading(folder)
     for name, entry in entries.items():
         if "SCB" in name:  # scales of weights in 8 bits, which go along with these
             continue
+        reading.add(name, entry)
+        if reading.problems:
+            raise InvalidCheckpointError(folder, reading.problems)
         statistics = None
         scales = name.replace("weight", "SCB")
         if scales != name and scales in entries:

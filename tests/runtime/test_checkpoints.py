@@ -223,6 +223,15 @@ def test_the_model_decides_on_dtypes_whatever_kind_they_are_stored_as(tmp_path, 
         assert device_map is not None or before[name].is_meta or tensor is before[name]
 
 
+@pytest.mark.parametrize("device_map", [None, {"": "cpu"}])
+def test_a_buffer_whose_elements_share_memory_gets_memory_of_its_own(tmp_path, device_map):
+    save(tmp_path / "checkpoint", {"mask": torch.arange(4.0)})
+    model = nn.Module()
+    model.register_buffer("mask", torch.ones(1).expand(4))
+    load_checkpoint_in_model(model, tmp_path / "checkpoint", device_map)
+    assert torch.equal(model.mask, torch.arange(4.0))
+
+
 def test_modules_are_kept_in_float32_where_the_rest_becomes_float16(folder):
     model = Model()
     load_checkpoint_in_model(model, folder, {"": "cpu"}, dtype="float16", keep_in_fp32_modules=["norm"])

@@ -9,6 +9,8 @@ from torch import nn
 
 import bigload
 from bigload.errors import CheckpointNotFoundError, InvalidCheckpointError, NotOffloadableError, ReadError, WriteError
+from bigload.runtime import offload_store
+from bigload.runtime.offload_writer import OffloadWriter
 
 FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128]
 FLOAT8 = [torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz, torch.float8_e8m0fnu]
@@ -319,3 +321,23 @@ def test_submodules_are_told_by_whole_names():
     assert list(bigload.extract_submodules_state_dict(state, ["b", "a", "a.1"])) == ["b", "a.1", "a.10", "a.2", "a.1.w"]
     assert bigload.extract_submodules_state_dict(state, [""]) == state
     assert bigload.extract_submodules_state_dict(state, ["c"]) == {}
+
+
+def test_the_weights_of_another_that_come_right_after_are_not_taken_for_those_that_were_offloaded(
+    tmp_path, monkeypatch
+):
+    """Two models that are offloaded to one folder at once: each computes with its own weights, or is told."""
+    given = []
+
+    class Noted(OffloadWriter):
+        def __exit__(self, *error):
+            super().__exit__(*error)
+            if not given:
+                given.append(self)
+                bigload.offload_state_dict(tmp_path, nn.Linear(2, 2).state_dict())
+
+    monkeypatch.setattr(offload_store, "OffloadWriter", Noted)
+    model = nn.Linear(2, 2)
+    bigload.disk_offload(model, tmp_path, execution_device="cpu")
+    with pytest.raises(ReadError, match="changed"):
+        model(torch.ones(1, 2))

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import bigload
-from bigload.errors import InvalidCheckpointError, NotOffloadableError, WriteError
+from bigload.errors import InvalidCheckpointError, NotOffloadableError, ReadError, WriteError
 from bigload.runtime.offload_writer import RECORDS_FILE, OffloadWriter
 from builders import contents, open_descriptors
 
@@ -229,6 +229,24 @@ def test_nobody_is_waited_for_who_writes_to_a_pipe_in_the_place_of_the_records(t
     writer.join(timeout=30)
     assert not writer.is_alive()
     check(tmp_path, weights(1))
+
+
+def test_writers_of_one_folder_wait_for_each_other(tmp_path):
+    """Two models in one folder would be a mixture: whoever comes second finds weights of the first, or replaces all."""
+    second = threading.Thread(target=bigload.offload_state_dict, args=(tmp_path, weights(2)), daemon=True)
+    with OffloadWriter(tmp_path) as writer:
+        second.start()
+        for name, tensor in weights(1).items():
+            writer.add(name, tensor)
+        second.join(timeout=0.2)
+        writer.finish()
+        loader = bigload.OffloadedWeightsLoader(save_folder=tmp_path)
+        check(tmp_path, weights(1))
+    second.join(timeout=30)
+    assert not second.is_alive()
+    check(tmp_path, weights(2))
+    with pytest.raises(ReadError, match="changed"):
+        loader["a"]
 
 
 class DiedError(BaseException):

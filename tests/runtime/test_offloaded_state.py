@@ -3,6 +3,7 @@ import torch
 from torch import nn
 
 import bigload
+from bigload.errors import InvalidCheckpointError
 
 
 class Keeper:
@@ -147,3 +148,11 @@ def test_scales_of_8_bit_weights_go_along(tmp_path):
     bigload.offload_weight(torch.full((2,), 3.0), "SCB", tmp_path, index)
     bigload.load_offloaded_weights(layer, index, tmp_path)
     assert torch.equal(layer.weight.SCB, torch.full((2,), 3.0))
+
+
+@pytest.mark.parametrize("name", ["../w", "a\0", "\ud800"], ids=repr)
+def test_an_index_names_no_weights_outside_its_folder(tmp_path, name):
+    (tmp_path / "folder").mkdir()
+    bigload.offload_weight(torch.ones(1), "w", tmp_path)
+    with pytest.raises(InvalidCheckpointError, match=r"leaves the folder|holds a character"):
+        bigload.load_offloaded_weights(nn.Linear(1, 1), {name: {"dtype": "float32", "shape": [1]}}, tmp_path / "folder")
