@@ -455,7 +455,9 @@ def attach_execution_device_hook(
     What is inside of a module of a class in `preload_module_classes` gets no hook, nor does what comes with a module
     around it, see `attach_align_device_hook`.
     """
-    is_brought = _has_no_forward(module) and any(slots[0].tensor.is_meta for slots in _shared_tensors(module, False))
+    is_brought = _has_no_forward(module) and any(
+        slots[0].tensor.is_meta for slots in _shared_tensors(module, recurse=False)
+    )
     if not hasattr(module, "_hf_hook") and _has_state(module) and not is_brought:
         hook = AlignDevicesHook(execution_device, skip_keys=skip_keys, tied_params_map=tied_params_map)
         add_hook_to_module(module, hook)
