@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bigload.errors import BigloadError
-from bigload.layouts import reshard as reshard_module
+from bigload.layouts import execution
 from bigload.layouts import sink as sink_module
 from bigload.layouts import writer as writer_module
 from bigload.layouts.reshard import reshard
@@ -88,7 +88,7 @@ class Case:
 
     def run(self) -> None:
         if not self.is_direct:
-            reshard_module.direct_write_alignment = lambda folder, *, rank=0: None
+            execution.direct_write_alignment = lambda folder, *, rank=0: None
         reshard(
             self.source,
             self.out,

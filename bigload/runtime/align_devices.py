@@ -452,8 +452,14 @@ def attach_execution_device_hook(
 ) -> None:
     """Let `module` and all below that have weights, and no hook yet, run on `execution_device`.
 
-    What is inside of a module of a class in `preload_module_classes` gets no hook, nor does what comes with a module
-    around it, see `attach_align_device_hook`.
+    What comes with a module around it gets no hook, see `attach_align_device_hook`.
+
+    Args:
+        module: Where to begin.
+        execution_device: A number is an accelerator of this machine's kind.
+        skip_keys: See `AlignDevicesHook`.
+        preload_module_classes: Classes of modules; what is inside of them gets no hook.
+        tied_params_map: See `AlignDevicesHook`.
     """
     is_brought = _has_no_forward(module) and any(
         slots[0].tensor.is_meta for slots in _shared_tensors(module, recurse=False)
@@ -548,9 +554,19 @@ def attach_align_device_hook_on_blocks(
 ) -> None:
     """Give hooks to a model whose blocks run on different devices, or are offloaded or not.
 
-    Blocks are the keys of `execution_device` and `offload`, of which either may be one value for all. One that is not
-    offloaded is placed as a whole. The model itself, where its name is `""`, returns outputs to the device that its
-    arguments came from. Other arguments are those of `attach_align_device_hook`.
+    A block that is not offloaded is placed as a whole. The model itself, where its name is `""`, returns outputs to the
+    device that its arguments came from.
+
+    Args:
+        module: The model.
+        execution_device: Where blocks run, by their names in the model, or one device for all.
+        offload: Whether they are offloaded, likewise. Blocks are the names that are in both.
+        weights_map: See `attach_align_device_hook`, as for all that follows.
+        offload_buffers: See there.
+        module_name: See there.
+        skip_keys: See there.
+        preload_module_classes: See there.
+        tied_params_map: See there.
     """
     common = _Common(weights_map, offload_buffers, skip_keys, preload_module_classes, tied_params_map)
     if isinstance(execution_device, Mapping):

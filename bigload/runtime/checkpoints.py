@@ -3,9 +3,9 @@
 A checkpoint is whatever `open_checkpoint` takes, and also a plan, the file of one, or the folder that was resharded by
 one. Names and shapes are held against the module before a byte is read.
 
-Memory: a tensor on the meta device becomes the loaded one. What has memory is filled in batches, by rows where it is
-large; what is replaced or written to an offload folder is loaded in batches too, a larger tensor as a whole; what stays
-in the checkpoint is not loaded. So beside the module there are a batch and what is being read (`max_inflight` of
+Memory: a tensor on the meta device becomes the loaded one. What has memory is filled in batches, and so is an offload
+folder, by rows where tensors are large; what is replaced is loaded in batches too, a larger tensor as a whole; what
+stays in the checkpoint is not loaded. So beside the module there are a batch and what is being read (`max_inflight` of
 `bigload.load`), however large the files are.
 """
 
@@ -15,6 +15,7 @@ import logging
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import nn
@@ -31,7 +32,16 @@ from bigload.loading.tensors import parsed_dtype, torch_dtype
 from bigload.planning.load_dtype import as_dtype
 from bigload.planning.plan import Plan
 from bigload.runtime.checkpoint_source import DeviceMap, Source, loaded_dtype
-from bigload.runtime.module_filling import Placed, fill, in_batches, is_distributed, replace_tensor, set_by_torch
+from bigload.runtime.module_filling import (
+    Placed,
+    fill,
+    goes_in_rows,
+    in_batches,
+    in_rows,
+    is_distributed,
+    replace_tensor,
+    set_by_torch,
+)
 from bigload.runtime.module_sizes import prefixes
 from bigload.runtime.offload_store import OffloadedWeightsLoader
 from bigload.runtime.offload_writer import OffloadWriter
@@ -93,8 +103,9 @@ def load_checkpoint_in_model(
         offload_folder: Where weights on disk are written to, as accelerate does. When left out they stay in the
             checkpoint and are read there.
         dtype: What plain floating-point tensors become, on every device and on disk; by default what the plan counted
-            with. Else they get the dtype that they have in `model`; without a device map, those on the meta device keep
-            that of the checkpoint. DTensors and what is broadcast get that of `model` in any case.
+            with. Without either, all tensors get the dtype that they have in `model`, as torch and accelerate have it;
+            without a device map, too, those on the meta device keep that of the checkpoint. DTensors and what is
+            broadcast get that of `model` in any case.
         offload_state_dict: Ignored: nothing is held that would have to be put aside.
         offload_buffers: Whether buffers of modules on disk stay there too. If not they are loaded to the CPU.
         keep_in_fp32_modules: Modules whose weights become float32 where `dtype` is float16.
@@ -177,13 +188,16 @@ class _Settling:
         old = held(self.model, assignment.places[0])
         device = self._device(assignment, old)
         dtype = self._dtype(assignment, tensor, old)
-        stays = not old.is_meta and old.device == device and torch_dtype(dtype) == old.dtype
+        kind = old.dtype if self._is_as_in_model(tensor, old) else torch_dtype(dtype)
+        assert kind is not None, "torch has the dtypes of all that is loaded"
+        stays = not old.is_meta and old.device == device and kind == old.dtype
         cast = None if stays or dtype == tensor.dtype else dtype
         return Placed(
             name=assignment.tensor_name,
             places=assignment.places,
             device=device,
             cast=cast,
+            dtype=kind,
             num_bytes=tensor.num_bytes if cast is None else as_dtype(tensor, cast).num_bytes,
             is_fresh=old.is_meta,
             stays=stays,
@@ -206,9 +220,21 @@ class _Settling:
         if self.dtype is not None:
             is_kept = self.dtype.name == "F16" and any(map(self._is_kept_whole, assignment.places))
             return loaded_dtype(tensor, parsed_dtype("float32") if is_kept else self.dtype)
-        if not old.is_floating_point() or (old.is_meta and self.device_map is None):
+        if not old.is_floating_point() or not self._is_as_in_model(tensor, old):
             return tensor.dtype
         return loaded_dtype(tensor, parsed_dtype(old.dtype))
+
+    def _is_as_in_model(self, tensor: TensorInfo, old: torch.Tensor) -> bool:
+        """Return whether the model decides on the dtype: if nobody else does, and torch has a cast that keeps values.
+
+        Other than on the way, where only plain floats are cast, this is about integers and quantised weights, too.
+        """
+        if self.dtype is not None or (old.is_meta and self.device_map is None):
+            return False
+        stored = torch_dtype(tensor.dtype)
+        is_packed = tensor.dtype.bits < 8 or str(old.dtype).endswith("_x2")  # which torch casts nothing to
+        is_halved = stored is not None and stored.is_complex and not old.is_complex()
+        return stored == old.dtype or not (is_packed or is_halved)
 
     def _is_kept_whole(self, name: str) -> bool:
         return any(key == name or f"{key}." in name for key in self.kept_whole)
@@ -260,7 +286,7 @@ def _offload(
 
 
 def _on_disk(source: Source, placed: list[Placed], folder: str | os.PathLike[str] | None) -> WeightsOnDisk:
-    dtypes = {place: _torch_dtype(each, source) for each in placed for place in each.places}
+    dtypes = {place: each.dtype for each in placed for place in each.places}
     if folder is not None:
         _write(source, placed, folder)
         return WeightsOnDisk(OffloadedWeightsLoader(save_folder=folder), dtypes)
@@ -273,15 +299,14 @@ def _on_disk(source: Source, placed: list[Placed], folder: str | os.PathLike[str
 
 def _write(source: Source, placed: list[Placed], folder: str | os.PathLike[str]) -> None:
     with OffloadWriter(folder) as writer:
-        for each, _, tensor in in_batches(source, placed):
+        for each in placed:
+            if goes_in_rows(source, each):
+                shape = source.tensors[each.name].shape
+                writer.add_parts(each.places[0], each.dtype, shape, partial(in_rows, source, each))
+        for each, _, tensor in in_batches(source, [each for each in placed if not goes_in_rows(source, each)]):
+            writer.add(each.places[0], tensor.to(each.dtype))
+            del tensor  # before the next ones are loaded
+        for each in placed:
             first, *others = each.places
-            writer.add(first, tensor)
             for place in others:
                 writer.link(place, first)
-            del tensor  # before the next ones are loaded
-
-
-def _torch_dtype(placed: Placed, source: Source) -> torch.dtype:
-    dtype = torch_dtype(placed.cast or source.tensors[placed.name].dtype)
-    assert dtype is not None, "StoredWeights() has checked it"
-    return dtype

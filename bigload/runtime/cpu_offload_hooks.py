@@ -70,7 +70,12 @@ def _is_on(module: nn.Module, device: torch.device) -> bool:
 
 
 class UserCpuOffloadHook:
-    """A model and its hook, in the hands of a user."""
+    """A model and its hook, in the hands of a user.
+
+    Args:
+        model: The model.
+        hook: The hook that it has.
+    """
 
     def __init__(self, model: nn.Module, hook: ModelHook) -> None:
         self.model = model

@@ -127,6 +127,14 @@ def get_balanced_memory(
 
     If no limit was given and there is one accelerator, a tenth of its free memory is left for activations.
 
+    Args:
+        model: May be on the meta device.
+        max_memory: Limits by device, as `get_max_memory` takes them, and what is free without.
+        no_split_module_classes: Classes whose modules stay whole.
+        dtype: What floating-point weights are loaded in, see `compute_module_sizes`.
+        special_dtypes: What single tensors are loaded in, by name.
+        low_zero: Keep the accelerator 0 as empty as can be.
+
     Raises:
         BudgetError: as `get_max_memory` does.
     """

@@ -244,8 +244,12 @@ def disk_offload(
 ) -> nn.Module:
     """Keep the weights of `model` in the folder `offload_dir`, as `cpu_offload` does on the CPU, and return the model.
 
-    What the folder holds already, by name and digest, is not written again. Of weights on the meta device it has to
-    hold the values.
+    Args:
+        model: With values, or on the meta device where the folder has them.
+        offload_dir: The folder. What it holds already, by name and digest, is not written again.
+        execution_device: Where the model runs; by default where its first parameter is.
+        offload_buffers: Whether buffers are offloaded too.
+        preload_module_classes: See `attach_align_device_hook`.
 
     Raises:
         NotOffloadableError: a weight has no values, and the folder does not hold it either.

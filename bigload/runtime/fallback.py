@@ -64,9 +64,15 @@ def fallback_allocate(
 ) -> tuple[str | None, Held, list[tuple[str, nn.Module | torch.Tensor]]]:
     """Return the first module or piece of one that takes `size_limit` at most with its ties, and what is left without.
 
-    Modules are looked through in order, each before its pieces; classes in `no_split_module_classes` have none. What
-    the module that was found lies in is replaced by its pieces. If there is none, or the limit is not a size, the
-    answer is `None` twice and `modules` as they were.
+    Modules are looked through in order, each before its pieces. What the module that was found lies in is replaced by
+    its pieces. If there is none, or the limit is not a size, the answer is `None` twice and `modules` as they were.
+
+    Args:
+        modules: Modules and tensors by their names in the model.
+        module_sizes: Bytes by name, as `compute_module_sizes` returns them.
+        size_limit: Bytes, or text such as `20GiB`.
+        no_split_module_classes: Classes whose modules have no pieces.
+        tied_parameters: Groups of names, as `find_tied_parameters` returns them.
 
     >>> model = nn.ModuleDict({"a": nn.Linear(9, 9), "b": nn.Linear(2, 2)})
     >>> sizes = {"m": 384, "m.a": 360, "m.b": 24}

@@ -28,7 +28,13 @@ SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING = (
 
 
 class LayerwiseCastingHook(ModelHook):
-    """Casts the floating-point weights of a module for each forward, and back after it, also if it raises."""
+    """Casts the floating-point weights of a module for each forward, and back after it, also if it raises.
+
+    Args:
+        storage_dtype: What they are between forwards.
+        compute_dtype: What they are during one.
+        non_blocking: Do not wait for casts that can go on by themselves.
+    """
 
     def __init__(self, storage_dtype: torch.dtype, compute_dtype: torch.dtype, non_blocking: bool) -> None:
         self.storage_dtype = storage_dtype

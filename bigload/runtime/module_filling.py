@@ -30,7 +30,8 @@ class Placed:
 
     Attributes:
         device: `None` is the disk.
-        cast: The dtype that it gets if not its own.
+        cast: The dtype that it gets while it is loaded, if not its own.
+        dtype: The one that it gets in the end.
         num_bytes: Of the tensor as it is loaded.
         is_fresh: Whether the module has no memory for it yet.
         stays: Whether values are copied into the memory that the module has for it, which casts them.
@@ -40,6 +41,7 @@ class Placed:
     places: tuple[str, ...]
     device: torch.device | None
     cast: DType | None
+    dtype: torch.dtype
     num_bytes: int
     is_fresh: bool
     stays: bool
@@ -69,6 +71,17 @@ def in_batches(source: Source, placed: Iterable[Placed]) -> Iterator[tuple[Place
                 yield each, part, tensors.pop(each.name)
 
 
+def goes_in_rows(source: Source, each: Placed) -> bool:
+    """Return whether a tensor is larger than what is loaded at once, and rows of it can be loaded by themselves."""
+    return each.num_bytes > _BATCH_BYTES and source.can_slice(each.name)
+
+
+def in_rows(source: Source, each: Placed) -> Iterator[torch.Tensor]:
+    """Yield a tensor in the dtype that it gets, on the CPU, some rows of some `_BATCH_BYTES` at a time."""
+    for rows in _rows(source.tensors[each.name], each):
+        yield source.load({each.name: _CPU}, each.cast, {each.name: rows}).pop(each.name).to(each.dtype)
+
+
 def _by_cast(placed: Iterable[Placed]) -> Iterator[tuple[DType | None, list[Placed]]]:
     in_order = sorted(placed, key=lambda each: each.cast.name if each.cast is not None else "")
     return ((cast, list(group)) for cast, group in groupby(in_order, key=lambda each: each.cast))
@@ -79,8 +92,8 @@ def _batches(source: Source, placed: Iterable[Placed]) -> Iterator[list[tuple[Pl
     batch: list[tuple[Placed, Slice | None]] = []
     num_bytes = 0
     for each in placed:
-        if each.num_bytes > _BATCH_BYTES and each.stays and source.can_slice(each.name):
-            for rows in _rows(source.tensors[each.name]):
+        if each.stays and goes_in_rows(source, each):
+            for rows in _rows(source.tensors[each.name], each):
                 yield [(each, rows)]
             continue
         if batch and num_bytes + each.num_bytes > _BATCH_BYTES:
@@ -92,15 +105,15 @@ def _batches(source: Source, placed: Iterable[Placed]) -> Iterator[list[tuple[Pl
         yield batch
 
 
-def _rows(tensor: TensorInfo) -> Iterator[Slice]:
+def _rows(tensor: TensorInfo, each: Placed) -> Iterator[Slice]:
     num_rows = tensor.shape[0]
-    step = max(_BATCH_BYTES * num_rows // tensor.num_bytes, 1)
+    step = max(_BATCH_BYTES * num_rows // max(tensor.num_bytes, each.num_bytes), 1)
     return (Slice(0, start, min(start + step, num_rows)) for start in range(0, num_rows, step))
 
 
 def _put(model: nn.Module, each: Placed, value: torch.Tensor, part: Slice | None = None) -> None:
     if not each.stays:
-        replace_tensor(model, each.places, value)
+        replace_tensor(model, each.places, value.to(each.dtype))
         return
     old = held(model, each.places[0])
     with torch.no_grad():

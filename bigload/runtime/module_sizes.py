@@ -79,7 +79,8 @@ def named_module_tensors(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the parameters of `module` with their names, then its buffers; with `recurse` those of all modules below.
 
-    `remove_non_persistent` leaves out the buffers that a state dict does not have.
+    Without `include_buffers` there are none of these; `remove_non_persistent` leaves out those that a state dict does
+    not have.
     """
     yield from module.named_parameters(recurse=recurse)
     if not include_buffers:
@@ -111,9 +112,13 @@ def compute_module_sizes(
 ) -> dict[str, Size]:
     """Return the bytes of every module and every tensor by name; `""` is the model itself.
 
-    `dtype` is what floating-point weights are loaded in; none grows by it, and whole numbers and bools keep theirs.
-    `special_dtypes` names the dtypes of single tensors and goes before all that. Second names of shared tensors are
-    not listed: their bytes are those of the first.
+    Second names of shared tensors are not listed: their bytes are those of the first.
+
+    Args:
+        model: May be on the meta device.
+        dtype: What floating-point weights are loaded in; none grows by it, and whole numbers and bools keep theirs.
+        special_dtypes: What single tensors are loaded in, by name; this goes before `dtype`.
+        buffers_only: Count buffers and no parameters.
 
     >>> compute_module_sizes(nn.Sequential(nn.Linear(2, 3)), dtype="float16")
     {'': 18, '0': 18, '0.weight': 12, '0.bias': 6}
@@ -154,7 +159,7 @@ def prefixes(name: str) -> Iterator[str]:
 def compute_module_total_buffer_size(
     model: nn.Module, dtype: DTypeLike | None = None, special_dtypes: Mapping[str, DTypeLike] | None = None
 ) -> Size:
-    """Return the bytes of all buffers of `model`, counted as `compute_module_sizes` does."""
+    """Return the bytes of all buffers of `model`; `dtype` and `special_dtypes` are as in `compute_module_sizes`."""
     return compute_module_sizes(model, dtype=dtype, special_dtypes=special_dtypes, buffers_only=True)[""]
 
 
@@ -176,7 +181,8 @@ def get_max_layer_size(
 ) -> tuple[Size, list[str]]:
     """Return the bytes of the largest layer in `modules`, and the names of all layers of that size.
 
-    A layer is a module without children, one of a class that must not be split, or a tensor that is listed itself.
+    A layer is a module without children, one of a class in `no_split_module_classes`, or a tensor that is listed
+    itself. `module_sizes` has bytes by name, as `compute_module_sizes` returns them.
     """
     largest: Size = 0
     names: list[str] = []

@@ -25,6 +25,7 @@ from bigload.runtime.offload_writer import (
     Entry,
     OffloadWriter,
     entry_of,
+    has_memory,
     index_of,
     on_cpu,
     read_dat,
@@ -39,14 +40,14 @@ StrPath = str | os.PathLike[str]
 def offload_weight(
     weight: torch.Tensor, weight_name: str, offload_folder: StrPath, index: MutableMapping[str, Entry] | None = None
 ) -> MutableMapping[str, Entry] | None:
-    """Write `weight` into `offload_folder`, enter its dtype and shape in `index` if there is one, and return `index`.
+    """Write `weight` into `offload_folder` as `weight_name`, enter its form in `index` if given, and return that.
 
     Raises:
         NotOffloadableError: the tensor has no values or no form that a `.dat` file has, or the name cannot be a file's.
         WriteError: the system refused to write.
     """
     entry = entry_of(weight_name, weight)
-    write_dat(Path(offload_folder), weight_name, on_cpu(weight))
+    write_dat(Path(offload_folder), weight_name, [on_cpu(weight)])
     if index is not None:
         index[weight_name] = entry
     return index
@@ -153,6 +154,7 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
             raise ValueError("Need weights: a `state_dict`, a `save_folder` or an `index` of what is on disk.")
         self.state_dict = {} if state_dict is None else state_dict
         self.save_folder = save_folder
+        self._start = _working_folder()  # what relative paths are relative to, wherever the process goes
         self._may_leave_folder = index is not None
         if index is None and save_folder is not None:
             if not os.path.lexists(Path(save_folder) / DAT_INDEX):
@@ -202,10 +204,10 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
         """Return which bytes of which file are the weight `key`."""
         file, name = entry.get("safetensors_file"), str(entry.get("weight_name", key))
         if file is not None and self._may_leave_folder:
-            return self._place_in(Path(str(file)), name)
+            return self._place_in(self._start / str(file), name)
         if self.save_folder is None:
             raise _bad("index", key, "neither a safetensors_file nor a folder that has its .dat file")
-        folder = Path(self.save_folder)
+        folder = self._start / self.save_folder
         reading = IndexReading(folder)
         reading.add(key, {said: value for said, value in entry.items() if file is None or said != "dtype"})
         if reading.problems:
@@ -216,11 +218,13 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
 
     def _place_in(self, path: Path, name: str) -> tuple[Path, TensorInfo]:
         if path not in self._headers:
-            found = signature(path)
             try:
+                found = signature(path)
                 header = read_header(path, file=path.name)
             except OSError as error:
                 raise ReadError(path, error.strerror or str(error)) from error
+            except ValueError:  # NUL, or half of a surrogate pair
+                raise _bad("index", name, f"{str(path)!r:.200} cannot be the name of a file") from None
             self._headers[path] = found, {tensor.name: tensor for tensor in header.tensors}
         tensor = self._headers[path][1].get(name)
         if tensor is None:
@@ -232,7 +236,7 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
 def extract_submodules_state_dict(
     state_dict: Mapping[str, torch.Tensor], submodule_names: Iterable[str]
 ) -> dict[str, torch.Tensor]:
-    """Return what of `state_dict` belongs to the modules of these names, or bears one of them; `""` is all of it.
+    """Return what of `state_dict` belongs to modules in `submodule_names`, or bears such a name; `""` is all of it.
 
     In the order of the modules. Names that only begin alike are no part of each other: `layers.1` and `layers.10`.
 
@@ -247,6 +251,13 @@ def extract_submodules_state_dict(
     return {key: state_dict[key] for keys in found.values() for key in keys}
 
 
+def _working_folder() -> Path:
+    try:
+        return Path.cwd()
+    except OSError:  # removed, and nothing is relative to it
+        return Path()
+
+
 def _signatures(folder: Path) -> dict[str, Signature]:
     """Return the signatures of all `.dat` files in `folder`, so that it is noticed when they become others."""
     try:
@@ -258,7 +269,7 @@ def _signatures(folder: Path) -> dict[str, Signature]:
 
 def _memory(name: str, tensor: torch.Tensor) -> object:
     """Return what tensors have in common that are one in memory, down to their shape."""
-    if not tensor.numel() or tensor.layout is not torch.strided:
+    if not tensor.numel() or tensor.layout is not torch.strided or not has_memory(tensor):
         return name
     flags = tensor.is_conj(), tensor.is_neg()
     return tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), flags

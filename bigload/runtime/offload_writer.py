@@ -12,7 +12,7 @@ import json
 import os
 import re
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from math import prod
@@ -23,10 +23,11 @@ from typing import Self
 import torch
 import xxhash
 
+from bigload.dtypes import DType
 from bigload.errors import InvalidCheckpointError, NotOffloadableError, Problem, ReadError, WriteError
 from bigload.layouts.offload_folder import DAT_INDEX, DAT_SUFFIX
 from bigload.layouts.offload_reader import DAT_DTYPES, BadForm, IndexReading, dat_form, read_dat_index
-from bigload.loading.bytesource import PositionalReader
+from bigload.loading.bytesource import OpenFile, PositionalReader
 from bigload.loading.guards import signature
 from bigload.loading.huge_pages import allocate
 from bigload.loading.tensors import torch_dtype
@@ -39,6 +40,7 @@ Entry = dict[str, object]
 RECORDS_FILE = "bigload-offload.json"
 _SCHEMA = "bigload.offload/1.0"
 _MAX_RECORDS_BYTES = 64 * MIB
+_BLOCK_BYTES = 8 * MIB
 _MAX_NAME_BYTES = 255
 _EMPTY = b"\0"
 """What accelerate writes for a tensor without elements: nobody can map a file without bytes."""
@@ -79,10 +81,31 @@ class OffloadWriter:
             tensor = tensor.to(self._dtype)
         entry = entry_of(name, tensor)
         values = on_cpu(tensor)
-        digest = xxhash.xxh3_128_hexdigest(_bytes_of(values))
-        if self._held(name, entry) != digest:
+        self._add(name, entry, lambda: [values])
+
+    def add_parts(
+        self, name: str, dtype: torch.dtype, shape: Sequence[int], parts: Callable[[], Iterable[torch.Tensor]]
+    ) -> None:
+        """Have the folder hold as `name` a tensor that is never held as a whole. It is written unless it is there.
+
+        Args:
+            name: Of the weight.
+            dtype: Of all parts.
+            shape: Of the tensor.
+            parts: Gives its rows, some at a time and in order. Called twice if the folder has another tensor of that
+                form, as what is there has to be compared first.
+
+        Raises:
+            NotOffloadableError: see `offload_weight`.
+            WriteError: the system refused to write.
+        """
+        self._add(name, _entry(name, dtype, shape), lambda: map(on_cpu, parts()))
+
+    def _add(self, name: str, entry: Entry, parts: Callable[[], Iterable[torch.Tensor]]) -> None:
+        digest = self._held(name, entry)
+        if digest is None or digest != _digest_of(parts()):
             self._take_index_away(name)
-            write_dat(self._folder, name, values)
+            digest = write_dat(self._folder, name, parts())
         self._note(name, entry, digest)
 
     def link(self, name: str, stored: str) -> None:
@@ -146,7 +169,7 @@ class OffloadWriter:
             return None
         if record is not None and record.file == signature(path):
             return record.digest if record.entry == entry else None
-        return _digest_of(path, entry) if self._index.get(name) == entry else None
+        return _digest_in(path, entry) if self._index.get(name) == entry else None
 
     def _take_index_away(self, name: str) -> None:
         """See to it that no index tells of a file that is about to be another one, should the writer die now."""
@@ -170,23 +193,32 @@ def read_dat(path: Path, entry: Mapping[str, object]) -> torch.Tensor:
         InvalidCheckpointError: no such dtype or shape, or the file has another size.
         ReadError: the file cannot be read.
     """
-    form = dat_form(entry)
-    if isinstance(form, BadForm):
-        raise InvalidCheckpointError(path, [Problem(code=form.code, file=path.name, text=form.text)])
-    dtype, shape = form
-    num_bytes = prod(shape) * dtype.bits // 8
-    kind = torch_dtype(dtype)
-    assert kind is not None, "numpy and torch call it the same"
-    with PositionalReader(path) as file:
-        found = os.fstat(file.descriptor).st_size
-        if found != max(num_bytes, 1) and found != num_bytes:
-            text = f"it has {found} bytes, {dtype.torch_name} {list(shape)!r:.100} has {num_bytes}"
-            raise InvalidCheckpointError(path, [Problem(code="file-size", file=path.name, text=text)])
+    with _open_dat(path, entry) as (file, dtype, shape, num_bytes):
+        kind = torch_dtype(dtype)
+        assert kind is not None, "numpy and torch call it the same"
         if not num_bytes:
             return torch.empty(shape, dtype=kind, device="cpu")
         memory = allocate(num_bytes)
         file.read_into([memoryview(memory)[:num_bytes]], 0)
     return torch.frombuffer(memory, dtype=torch.uint8, count=num_bytes).view(kind).view(shape)
+
+
+@contextmanager
+def _open_dat(
+    path: Path, entry: Mapping[str, object]
+) -> Iterator[tuple[PositionalReader, DType, tuple[int, ...], int]]:
+    """Open a `.dat` file; give it, its dtype, its shape, and how many of its bytes are elements."""
+    form = dat_form(entry)
+    if isinstance(form, BadForm):
+        raise InvalidCheckpointError(path, [Problem(code=form.code, file=path.name, text=form.text)])
+    dtype, shape = form
+    num_bytes = prod(shape) * dtype.bits // 8
+    with PositionalReader(path) as file:
+        found = os.fstat(file.descriptor).st_size
+        if found != max(num_bytes, 1) and found != num_bytes:
+            text = f"it has {found} bytes, {dtype.torch_name} {list(shape)!r:.100} has {num_bytes}"
+            raise InvalidCheckpointError(path, [Problem(code="file-size", file=path.name, text=text)])
+        yield file, dtype, shape, num_bytes
 
 
 def entry_of(name: str, tensor: torch.Tensor) -> Entry:
@@ -195,15 +227,35 @@ def entry_of(name: str, tensor: torch.Tensor) -> Entry:
     Raises:
         NotOffloadableError: it has no values or no form that a `.dat` file has, or the name cannot be a file's.
     """
-    _check_name(name)
-    dtype = str(tensor.dtype).removeprefix("torch.")
+    entry = _entry(name, tensor.dtype, tensor.shape)
     if tensor.is_meta:
-        reason = "it is on the meta device and has no values"
-    elif dtype not in DAT_DTYPES or tensor.layout is not torch.strided:
-        reason = f"accelerate's .dat files cannot hold {dtype} ({str(tensor.layout).removeprefix('torch.')})"
-    else:
-        return {"dtype": dtype, "shape": list(tensor.shape)}
-    raise NotOffloadableError(reason, tensors=[name], hint="keep it on a device, or save it as safetensors")
+        raise _not_offloadable(name, "it is on the meta device and has no values")
+    if tensor.layout is not torch.strided:
+        layout = str(tensor.layout).removeprefix("torch.")
+        raise _not_offloadable(name, f"accelerate's .dat files cannot hold tensors of the layout {layout}")
+    if tensor.numel() and not has_memory(tensor):
+        raise _not_offloadable(name, f"a {type(tensor).__name__} has no memory of its own that could be written")
+    return entry
+
+
+def _entry(name: str, dtype: torch.dtype, shape: Sequence[int]) -> Entry:
+    _check_name(name)
+    named = str(dtype).removeprefix("torch.")
+    if named not in DAT_DTYPES:
+        raise _not_offloadable(name, f"accelerate's .dat files cannot hold {named}")
+    return {"dtype": named, "shape": list(shape)}
+
+
+def _not_offloadable(name: str, reason: str) -> NotOffloadableError:
+    return NotOffloadableError(reason, tensors=[name], hint="keep it on a device, or save it as safetensors")
+
+
+def has_memory(tensor: torch.Tensor) -> bool:
+    """Return whether the values of `tensor` lie somewhere; wrappers around other tensors have none, nor known zeros."""
+    try:
+        return tensor.data_ptr() != 0
+    except (NotImplementedError, RuntimeError):
+        return False
 
 
 def _check_name(name: str) -> None:
@@ -224,13 +276,25 @@ def _bytes_of(values: torch.Tensor) -> memoryview:
     return memoryview((ctypes.c_char * values.nbytes).from_address(values.data_ptr())).cast("B")
 
 
-def write_dat(folder: Path, name: str, values: torch.Tensor) -> None:
-    """Write what `on_cpu` returned as the `.dat` file of the weight `name`.
+def write_dat(folder: Path, name: str, parts: Iterable[torch.Tensor]) -> str:
+    """Write what `on_cpu` returned, one after the other, as the `.dat` file of the weight `name`; return the digest.
 
     Raises:
         WriteError: the system refused to write; what was there before still is.
     """
-    _write(folder / f"{name}{DAT_SUFFIX}", _bytes_of(values) or memoryview(_EMPTY))
+    digest = xxhash.xxh3_128()
+
+    def content() -> Iterator[memoryview]:
+        num_bytes = 0
+        for values in parts:
+            digest.update(part := _bytes_of(values))
+            num_bytes += len(part)
+            yield part
+        if not num_bytes:
+            yield memoryview(_EMPTY)
+
+    _write(folder / f"{name}{DAT_SUFFIX}", content())
+    return digest.hexdigest()
 
 
 def write_index(folder: Path, index: Mapping[str, Entry]) -> None:
@@ -239,15 +303,17 @@ def write_index(folder: Path, index: Mapping[str, Entry]) -> None:
     Raises:
         WriteError: the system refused to write; what was there before still is.
     """
-    _write(folder / DAT_INDEX, memoryview(json.dumps(index, indent=2).encode()))
+    _write(folder / DAT_INDEX, [memoryview(json.dumps(index, indent=2).encode())])
 
 
-def _write(path: Path, content: memoryview) -> None:
-    """Have `path` hold `content`, and until then what it held before."""
+def _write(path: Path, contents: Iterable[memoryview]) -> None:
+    """Have `path` hold `contents`, one after the other, and until then what it held before."""
     try:
         with _staged(path) as staged, staged.open("xb", buffering=0) as file:
-            while content:
-                content = content[file.write(content) :]
+            for content in contents:
+                pending = content
+                while pending:
+                    pending = pending[file.write(pending) :]
     except OSError as error:
         raise WriteError(path, error) from error
 
@@ -262,7 +328,7 @@ def _link(source: Path, target: Path) -> None:
             content = source.read_bytes()
         except OSError as error:
             raise WriteError(target, error) from error
-        _write(target, memoryview(content))
+        _write(target, [memoryview(content)])
 
 
 @contextmanager
@@ -283,13 +349,26 @@ def _is_one_file(first: Path, second: Path) -> bool:
         return False
 
 
-def _digest_of(path: Path, entry: Entry) -> str | None:
+def _digest_of(parts: Iterable[torch.Tensor]) -> str:
+    digest = xxhash.xxh3_128()
+    for values in parts:
+        digest.update(_bytes_of(values))
+    return digest.hexdigest()
+
+
+def _digest_in(path: Path, entry: Entry) -> str | None:
     """Return the digest of the values in a `.dat` file; `None` if it is not one of that form."""
+    digest = xxhash.xxh3_128()
     try:
-        values = read_dat(path, entry)
+        with _open_dat(path, entry) as (file, _, _, num_bytes):
+            block = memoryview(bytearray(min(num_bytes, _BLOCK_BYTES)))
+            for start in range(0, num_bytes, _BLOCK_BYTES):
+                part = block[: num_bytes - start]
+                file.read_into([part], start)
+                digest.update(part)
     except (InvalidCheckpointError, ReadError):
         return None
-    return xxhash.xxh3_128_hexdigest(_bytes_of(values))
+    return digest.hexdigest()
 
 
 def index_of(folder: Path) -> dict[str, Entry]:
@@ -319,9 +398,10 @@ def _read_records(folder: Path) -> dict[str, _Record]:
     what they say of it counts for nothing, as in the index of git ("racy git" in its documentation).
     """
     try:
-        with (folder / RECORDS_FILE).open("rb") as file:
-            written = os.fstat(file.fileno()).st_mtime_ns
-            document = json.loads(file.read(_MAX_RECORDS_BYTES))
+        with OpenFile(folder / RECORDS_FILE) as file:  # which waits for no writer of what is no regular file
+            written = os.fstat(file.descriptor).st_mtime_ns
+            with open(file.descriptor, "rb", closefd=False) as content:
+                document = json.loads(content.read(_MAX_RECORDS_BYTES))
         weights = document["weights"] if document["schema"] == _SCHEMA else {}
         return {
             name: _Record(
@@ -330,11 +410,11 @@ def _read_records(folder: Path) -> dict[str, _Record]:
             for name, one in weights.items()
             if re.fullmatch("[0-9a-f]{32}", one["digest"]) and one["file"][2] < written
         }
-    except (OSError, ValueError, RecursionError, TypeError, LookupError, AttributeError):
+    except (ReadError, OSError, ValueError, RecursionError, TypeError, LookupError, AttributeError):
         return {}
 
 
 def _write_records(folder: Path, records: Mapping[str, _Record]) -> None:
     weights = {name: {**one.entry, "digest": one.digest, "file": one.file} for name, one in records.items()}
     document = {"schema": _SCHEMA, "digest": "xxh3-128", "weights": weights}
-    _write(folder / RECORDS_FILE, memoryview(json.dumps(document, indent=1).encode()))
+    _write(folder / RECORDS_FILE, [memoryview(json.dumps(document, indent=1).encode())])

@@ -51,7 +51,7 @@ def check_tied_parameters_in_config(model: nn.Module) -> bool:
 def check_tied_parameters_on_same_device(
     tied_params: Iterable[Sequence[str]], device_map: Mapping[str, int | str | torch.device]
 ) -> None:
-    """Log a warning for every group of tied parameters that `device_map` puts on different devices.
+    """Log a warning for every group of names in `tied_params` that `device_map` puts on different devices.
 
     Raises:
         ValueError: `device_map` has no device for one of them.
@@ -82,8 +82,9 @@ def get_module_size_with_ties(
 ) -> tuple[Size, list[str], list[nn.Module | torch.Tensor]]:
     """Return the bytes of a module together with the modules that hold `tied_params`, their names, and themselves.
 
-    `modules_to_treat` are the modules and parameters to look in; each that holds one of `tied_params` adds its bytes
+    To the bytes of the module, `module_size`, each of `modules_to_treat` that holds one of `tied_params` adds its own
     less those of the tied parameter, once for each of them. A tied parameter that lies in none of them adds nothing.
+    `module_sizes` has bytes by name, as `compute_module_sizes` returns them.
 
     >>> get_module_size_with_ties(["b.w"], 10, {"b": 12, "b.w": 8}, [("b", nn.Identity())])[:2]
     (14, ['b'])

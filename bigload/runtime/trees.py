@@ -41,7 +41,7 @@ def units_of_model(
     children. Without classes the blocks are those in the model's `_no_split_modules` and those that names tell of;
     other modules stay whole unless there are blocks in them, or no blocks at all. Tensors that a cut module owns itself
     come first, as with a checkpoint. Modules with tied parameters become one unit, at the place of the first.
-    Sizes are those of `compute_module_sizes`, rounded up to whole bytes.
+    Sizes are those of `compute_module_sizes` for `dtype` and `special_dtypes`, rounded up to whole bytes.
     """
     sizes = compute_module_sizes(model, dtype, special_dtypes)
     blocks, entered = _blocks(model, no_split_module_classes)

@@ -1,6 +1,8 @@
 import ast
 import inspect
+import re
 from importlib import import_module
+from inspect import Parameter, signature
 from pathlib import Path
 
 import pytest
@@ -34,6 +36,19 @@ def test_a_public_name_resolves_to_what_its_home_defines_and_has_a_docstring(nam
     own = vars(found).get("__doc__") if inspect.isclass(found) else found.__doc__
     assert own
     assert not own.startswith(f"{name}(")  # what a dataclass without one writes for itself
+
+
+def test_the_table_of_homes_is_sorted():
+    assert list(bigload._HOMES) == sorted(bigload._HOMES)
+    assert [names for names in bigload._HOMES.values() if list(names) != sorted(names)] == []
+
+
+@pytest.mark.parametrize("name", [name for name in PUBLIC if bigload._HOME_OF[name].startswith("bigload.runtime.")])
+def test_what_has_many_arguments_explains_each(name):
+    found = getattr(bigload, name)
+    named = [each.name for each in signature(found).parameters.values() if each.kind is not Parameter.VAR_KEYWORD]
+    silent = [each for each in named if not re.search(rf"`{each}\b|^ +{each}: ", found.__doc__, re.MULTILINE)]
+    assert len(named) < 3 or silent == []
 
 
 def test_star_and_dir_give_the_public_names():

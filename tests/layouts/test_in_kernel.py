@@ -18,7 +18,8 @@ from bigload.layouts import in_kernel as in_kernel_module
 from bigload.layouts.in_kernel import KernelCopy, copy_in_kernel, data_offset, kernel_copy
 from bigload.layouts.manifest import read_manifest
 from bigload.layouts.output_files import DATA_ALIGNMENT, OutputFile, OutputTensor
-from bigload.layouts.reshard import prepare_reshard, reshard, run_reshard
+from bigload.layouts.preparation import prepare_reshard
+from bigload.layouts.reshard import reshard, run_reshard
 from bigload.layouts.windows import Ranges
 from bigload.loading.file_systems import FileSystem
 from bigload.loading.slices import Slice

@@ -24,10 +24,11 @@ from bigload.errors import (
     VerificationError,
     WriteError,
 )
-from bigload.layouts import reshard as reshard_module
+from bigload.layouts import execution
 from bigload.layouts import staging as staging_module
 from bigload.layouts.manifest import MANIFEST_FILE
-from bigload.layouts.reshard import prepare_reshard, reshard, run_reshard
+from bigload.layouts.preparation import prepare_reshard
+from bigload.layouts.reshard import reshard, run_reshard
 from bigload.layouts.sink import Sink
 from bigload.layouts.writer import Writer
 from bigload.loading.settings import MAX_THREADS
@@ -150,7 +151,7 @@ def test_there_is_an_end_to_threads_however_much_memory_they_may_have(tiny, out,
         taken.append(threads)
         return Writer(*arguments, threads=threads, **options)
 
-    monkeypatch.setattr(reshard_module, "Writer", writer)
+    monkeypatch.setattr(execution, "Writer", writer)
     reshard(tiny, out, threads=MAX_THREADS + 1, max_inflight=2**40)
     assert taken == [MAX_THREADS]
 
@@ -619,7 +620,7 @@ def test_an_altered_byte_is_found_and_its_file_offset_and_tensor_are_named(tiny,
             view[self._num_bytes - 1 - offset] ^= 4
 
     monkeypatch.setattr(Sink, way, spoil)
-    monkeypatch.setattr(reshard_module, "direct_write_alignment", lambda folder, *, rank=0: None)
+    monkeypatch.setattr(execution, "direct_write_alignment", lambda folder, *, rank=0: None)
     prepared = prepare_reshard(planned(tiny), out)
     with pytest.raises(VerificationError) as caught, nothing_left_of(out):
         run_reshard(prepared, threads=1)
@@ -669,7 +670,7 @@ def written_until(monkeypatch, out, step):
             raise WriteError(path, OSError(28, "No space left on device"))
         write_file(path, content)
 
-    monkeypatch.setattr(reshard_module, "write_file", fail_at_step)
+    monkeypatch.setattr(execution, "write_file", fail_at_step)
     return seen, calls
 
 

@@ -15,7 +15,8 @@ import make as fixtures
 from bigload.layouts import writer as writer_module
 from bigload.layouts.digests import digest_of
 from bigload.layouts.manifest import read_manifest
-from bigload.layouts.reshard import prepare_reshard, reshard, run_reshard
+from bigload.layouts.preparation import prepare_reshard
+from bigload.layouts.reshard import reshard, run_reshard
 from bigload.planning.plan_file import write_plan
 from builders import make_checkpoint, stored_tensors
 

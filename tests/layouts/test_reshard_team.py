@@ -14,7 +14,7 @@ import pytest
 
 import bigload
 from bigload.errors import BigloadError, OutputExistsError, RankError, ReadError, WriteError
-from bigload.layouts import reshard as reshard_module
+from bigload.layouts import execution
 from bigload.layouts import staging as staging_module
 from bigload.layouts.reshard import reshard
 from bigload.loading.team import Alone
@@ -109,7 +109,7 @@ def test_the_last_share_is_the_last_place_to_die_at(source, tmp_path):
 def test_an_error_in_one_is_told_by_all_and_the_work_is_gone_on_with(  # noqa: PLR0917
     source, expected, out, monkeypatch, step, failing
 ):
-    original = getattr(reshard_module._Run, step)
+    original = getattr(execution.Run, step)
 
     def refused(self, *arguments):
         result = original(self, *arguments)
@@ -118,7 +118,7 @@ def test_an_error_in_one_is_told_by_all_and_the_work_is_gone_on_with(  # noqa: P
         return result
 
     with monkeypatch.context() as patched:
-        patched.setattr(reshard_module._Run, step, refused)
+        patched.setattr(execution.Run, step, refused)
         ends = outcomes(2, lambda team: run(source, out, team))
     if failing == 1 and step != "_write":  # which only the first does
         assert contents(out) == expected
@@ -198,14 +198,14 @@ def test_nobody_begins_while_a_process_of_a_team_that_failed_still_writes(source
 
 def test_a_source_that_changed_voids_the_work_of_all(source, tmp_path, monkeypatch):
     mine = shutil.copytree(source, tmp_path / "source")
-    original = reshard_module._Run._check_unchanged
+    original = execution.Run._check_unchanged
 
     def changed_meanwhile(self, *arguments):
         if self._team.rank == 1:
             os.utime(next(mine.glob("*.safetensors")), (1, 1))
         original(self, *arguments)
 
-    monkeypatch.setattr(reshard_module._Run, "_check_unchanged", changed_meanwhile)
+    monkeypatch.setattr(execution.Run, "_check_unchanged", changed_meanwhile)
     ends = outcomes(2, lambda team: run(mine, tmp_path / "out", team))
     assert all(isinstance(end, BigloadError) for end in ends)
     assert isinstance(ends[1], ReadError)
@@ -216,10 +216,10 @@ def test_a_source_that_changed_voids_the_work_of_all(source, tmp_path, monkeypat
 
 BIGLOAD = """
 import os, sys, time
-from bigload.layouts import reshard
+from bigload.layouts import execution
 from bigload_cli import app
 
-class SlowTally(reshard.Tally):
+class SlowTally(execution.Tally):
     def add(self, num_bytes, *, phase, file):
         super().add(num_bytes, phase=phase, file=file)
         if os.environ.get("TELL") and phase == "write":
@@ -227,7 +227,7 @@ class SlowTally(reshard.Tally):
                 told.write(str(os.getpid()))
             time.sleep(0.5)
 
-reshard.Tally = SlowTally
+execution.Tally = SlowTally
 app.main()
 """
 

@@ -8,7 +8,8 @@ import bigload
 from bigload.checkpoint.index import encode_index
 from bigload.checkpoint.source import open_checkpoint
 from bigload.errors import StalePlanError
-from bigload.layouts.reshard import prepare_reshard, reshard
+from bigload.layouts.preparation import prepare_reshard
+from bigload.layouts.reshard import reshard
 from bigload.planning.plan_file import write_plan
 
 BUDGET = {"cuda:0": 12_000, "cpu": 16_000}

@@ -187,6 +187,42 @@ def test_without_a_dtype_weights_get_that_of_the_model_in_memory_and_on_disk(fol
     assert torch.equal(on_disk["head.weight"], STATE["head.weight"].bfloat16())
 
 
+class Kinds(nn.Module):
+    """What is stored in other kinds of dtypes, or under a name that scales of quantised weights have, too."""
+
+    def __init__(self):
+        super().__init__()
+        self.logit_scale = nn.Parameter(torch.ones((), dtype=torch.float16))
+        self.mask = nn.Parameter(torch.ones(2))
+        self.eighth = nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
+        self.register_buffer("count", torch.tensor(1))
+        self.register_buffer("phase", torch.ones(2, dtype=torch.complex128))
+
+
+@pytest.mark.parametrize("make", [Kinds, lambda: on_meta(Kinds)], ids=["in memory", "on meta"])
+@pytest.mark.parametrize("device_map", [None, {"": "cpu"}, {"": "disk"}], ids=str)
+@pytest.mark.parametrize("offloads", [False, True])
+def test_the_model_decides_on_dtypes_whatever_kind_they_are_stored_as(tmp_path, make, device_map, offloads):
+    state = {
+        "logit_scale": torch.tensor(2.0),
+        "mask": torch.tensor([1, 0], dtype=torch.int32),
+        "eighth": torch.tensor([0.5, 2.0]).to(torch.float8_e4m3fn),
+        "count": torch.tensor(7.0),
+        "phase": torch.tensor([1j, 2.0], dtype=torch.complex64),
+    }
+    save(tmp_path / "checkpoint", state)
+    model = make()
+    before = dict(model.state_dict(keep_vars=True))
+    folder = tmp_path / "offload" if offloads else None
+    on_disk = load_checkpoint_in_model(model, tmp_path / "checkpoint", device_map, folder, offload_buffers=True)
+    keeps_stored = device_map is None and before["count"].is_meta
+    for name, tensor in {**model.state_dict(keep_vars=True), **on_disk}.items():
+        expected = state[name] if keeps_stored else state[name].to(before[name].dtype)
+        assert tensor.dtype == expected.dtype
+        assert torch.equal(*(each.float() if each.itemsize == 1 else each for each in (tensor, expected)))
+        assert device_map is not None or before[name].is_meta or tensor is before[name]
+
+
 def test_modules_are_kept_in_float32_where_the_rest_becomes_float16(folder):
     model = Model()
     load_checkpoint_in_model(model, folder, {"": "cpu"}, dtype="float16", keep_in_fp32_modules=["norm"])
@@ -298,6 +334,33 @@ def test_what_takes_the_place_of_something_is_loaded_in_batches(folder, monkeypa
     assert_holds(model, {name: t.to(kept) if t.is_floating_point() else t for name, t in STATE.items()})
     largest = batch_bytes if dtype is None else STATE["head.weight"].nbytes  # a tensor that moves has to move whole
     assert max(map(sum, loads)) <= largest
+
+
+@pytest.mark.parametrize("dtype", [None, torch.float64])
+def test_an_offload_folder_is_filled_by_rows_of_what_is_large_and_written_once(folder, tmp_path, monkeypatch, dtype):
+    batch_bytes = 48
+    monkeypatch.setattr(module_filling, "_BATCH_BYTES", batch_bytes)
+    loads = []
+
+    def noted(self, *arguments):
+        loaded = load_now(self, *arguments)
+        loads.append(sum(tensor.nbytes for tensor in loaded.values()))
+        return loaded
+
+    load_now = Source.load
+    monkeypatch.setattr(Source, "load", noted)
+    written = []
+    for values in (STATE, STATE, {name: tensor + 1 for name, tensor in STATE.items()}):
+        save_file(values, folder / "model.safetensors", metadata={"format": "pt"})
+        on_disk = load_checkpoint_in_model(
+            on_meta(), folder, {"": "disk"}, tmp_path / "offload", dtype, offload_buffers=True
+        )
+        is_cast = {name: dtype is not None and tensor.is_floating_point() for name, tensor in values.items()}
+        expected = {name: tensor.to(dtype) if is_cast[name] else tensor for name, tensor in values.items()}
+        assert all(torch.equal(on_disk[name], expected[name]) for name in on_disk)
+        written.append({path.name: path.stat().st_ino for path in (tmp_path / "offload").glob("*.dat")})
+    assert written[0] == written[1] != written[2]
+    assert max(loads) <= batch_bytes
 
 
 def test_tensors_of_a_file_are_returned_by_name_what_a_map_has_on_disk_on_the_cpu(folder):

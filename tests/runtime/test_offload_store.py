@@ -69,19 +69,35 @@ def test_a_name_that_is_no_file_is_refused(tmp_path, name):
     assert not list(tmp_path.iterdir())
 
 
+class Wrapper(torch.Tensor):
+    """A tensor around others, as quantised weights of torchao are."""
+
+    @staticmethod
+    def __new__(cls, inner):
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, arguments=(), options=None):
+        return arguments[0]
+
+
 @pytest.mark.parametrize(
     "make",
     [
         lambda: torch.empty(2, device="meta"),
+        lambda: Wrapper(torch.ones(2)),
+        lambda: torch._efficientzerotensor(2),
         lambda: torch.ones(2).to_sparse(),
         lambda: torch.ones(2, dtype=torch.uint8).view(torch.float4_e2m1fn_x2),
     ],
-    ids=["meta", "sparse", "packed"],
+    ids=["meta", "wrapper", "zeros", "sparse", "packed"],
 )
 def test_what_a_dat_file_cannot_hold_is_refused(tmp_path, make):
     weight = make()
     with pytest.raises(NotOffloadableError, match="w"):
         bigload.offload_weight(weight, "w", tmp_path)
+    with pytest.raises(NotOffloadableError, match="w"):
+        bigload.offload_state_dict(tmp_path, {"w": weight})
 
 
 def test_a_weight_that_cannot_be_written_leaves_nothing_behind(tmp_path):
@@ -243,6 +259,26 @@ def test_a_loader_survives_copies_and_pickles(tmp_path):
     for other in (deepcopy(loader), pickle.loads(pickle.dumps(loader))):
         assert torch.equal(other["a"], loader["a"])
         assert torch.equal(other["b"], loader["b"])
+
+
+@pytest.mark.parametrize("kind", ["dat", "safetensors"])
+def test_a_loader_of_relative_paths_reads_the_same_files_wherever_the_process_goes(tmp_path, monkeypatch, kind):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "elsewhere").mkdir()
+    if kind == "dat":
+        bigload.offload_state_dict("weights", {"a": torch.ones(2)})
+        loader = bigload.OffloadedWeightsLoader(save_folder="weights")
+    else:
+        save_file({"a": torch.ones(2)}, "a.safetensors")
+        loader = bigload.OffloadedWeightsLoader(index={"a": {"safetensors_file": "a.safetensors"}})
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert torch.equal(loader["a"], torch.ones(2))
+
+
+@pytest.mark.parametrize("name", ["a\0", "\ud800"], ids=repr)
+def test_what_cannot_be_the_name_of_a_file_is_refused_in_an_index(name):
+    with pytest.raises(InvalidCheckpointError, match="cannot be the name of a file"):
+        bigload.OffloadedWeightsLoader(index={"a": {"safetensors_file": name}})["a"]
 
 
 def test_writing_to_a_weight_does_not_change_its_file(tmp_path):

@@ -3,6 +3,7 @@ import errno
 import json
 import os
 import resource
+import threading
 from pathlib import Path
 
 import jsonschema
@@ -219,6 +220,15 @@ def test_no_link_in_the_folder_is_written_through(tmp_path):
     bigload.offload_state_dict(folder, {"a": torch.ones(2)})
     assert outside.read_bytes() == b"precious"
     assert not (folder / "a.dat").is_symlink()
+
+
+def test_nobody_is_waited_for_who_writes_to_a_pipe_in_the_place_of_the_records(tmp_path):
+    os.mkfifo(tmp_path / RECORDS_FILE)
+    writer = threading.Thread(target=bigload.offload_state_dict, args=(tmp_path, weights(1)), daemon=True)
+    writer.start()
+    writer.join(timeout=30)
+    assert not writer.is_alive()
+    check(tmp_path, weights(1))
 
 
 class DiedError(BaseException):

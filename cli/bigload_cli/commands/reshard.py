@@ -13,7 +13,8 @@ from bigload_cli.failures import FAILED, INTERRUPTED, NOTHING_IS_LEFT, TERMINATE
 from bigload_cli.options import ColorMode, ColorOption, IoThreadsOption, JsonOption, QuietOption, YesOption, size_option
 
 if TYPE_CHECKING:
-    from bigload.layouts.reshard import PreparedReshard, ReshardReport
+    from bigload.layouts.preparation import PreparedReshard
+    from bigload.layouts.reshard import ReshardReport
     from bigload.loading.events import OnProgress
     from bigload.loading.team import Team
 
@@ -115,7 +116,7 @@ def reshard(
     max_shard_bytes = (
         None if max_shard_size.strip().lower() == "none" else size_option("--max-shard-size", max_shard_size)
     )
-    from bigload.layouts.reshard import prepare_reshard
+    from bigload.layouts.preparation import prepare_reshard
     from bigload.layouts.writer import LEAST_BYTES_PER_THREAD
     from bigload.loading.team import launched_team, together
     from bigload_cli.output import say

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from bigload.checkpoint.model import Checkpoint, TensorInfo
 from bigload.layouts.choices import Layout
 from bigload.layouts.manifest import DIGEST, MANIFEST_FILE
-from bigload.layouts.reshard import PreparedReshard, ReshardReport
+from bigload.layouts.preparation import PreparedReshard
+from bigload.layouts.reshard import ReshardReport
 from bigload.layouts.verify import FileProblem, VerifyReport
 from bigload.planning.outline import OutlineRow
 

@@ -9,7 +9,8 @@ from bigload.errors import abridged
 from bigload.layouts.choices import Layout, Verify
 from bigload.layouts.journal import read_progress
 from bigload.layouts.manifest import MANIFEST_FILE
-from bigload.layouts.reshard import PreparedReshard, ReshardReport
+from bigload.layouts.preparation import PreparedReshard
+from bigload.layouts.reshard import ReshardReport
 from bigload.layouts.staging import leftover, staging_folder
 from bigload.units import counted, format_rate, format_size
 from bigload_cli.views.table import PlainTable

@@ -1,0 +1,265 @@
+"""Carry out a prepared reshard, in this process and those of its team: weights first, then what names them."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from bigload.checkpoint.fingerprint import fingerprint
+from bigload.errors import RankError, ReadError, WriteError
+from bigload.layouts.choices import Verify
+from bigload.layouts.filling import Filler
+from bigload.layouts.manifest import (
+    MANIFEST_FILE,
+    FileRecord,
+    Manifest,
+    Source,
+    manifest_lines,
+    record_of,
+)
+from bigload.layouts.output_files import OutputFile
+from bigload.layouts.preparation import PreparedReshard
+from bigload.layouts.recheck import Rechecked, recheck
+from bigload.layouts.sink import direct_write_alignment
+from bigload.layouts.sources import Sources
+from bigload.layouts.staging import (
+    Staging,
+    joined,
+    keep_only,
+    staged,
+    tidy,
+    write_file,
+)
+from bigload.layouts.writer import FileToWrite, Writer, window_bytes
+from bigload.loading.events import OnProgress, Tally
+from bigload.loading.huge_pages import BlockPool, return_freed
+from bigload.loading.team import Team, together
+from bigload.version import __version__
+
+
+@dataclass(slots=True)
+class Share:
+    """What one process has done of a reshard."""
+
+    records: dict[str, FileRecord] = field(default_factory=dict)
+    kept_files: int = 0
+    kept_bytes: int = 0
+    overflows: dict[str, int] = field(default_factory=dict)
+
+
+class Run:
+    """One reshard while it is carried out, in this process and those of its team."""
+
+    def __init__(
+        self,
+        prepared: PreparedReshard,
+        *,
+        verify: Verify,
+        threads: int,
+        max_inflight: int,
+        on_progress: OnProgress,
+        team: Team,
+    ) -> None:
+        self.verify = verify
+        self._prepared = prepared
+        self._threads = threads
+        self._max_inflight = max_inflight
+        self._on_progress = on_progress
+        self._team = team
+
+    def carry_out(self) -> Share:
+        """Write this process's files, and wait for those of the others; number 0 does the rest, and publishes."""
+        sign = self._agree()
+        if self._prepared.is_finished:
+            return self._nothing_to_do()
+        return_freed()  # what headers and plans took while they were read
+        with ExitStack() as opened:
+            staging = self._enter(opened, sign)
+            pool = BlockPool(self._threads, block_bytes=window_bytes(self._threads, self._max_inflight))
+            opened.callback(pool.close)
+            sources = opened.enter_context(Sources(self._prepared.checkpoint, pool=pool))
+            try:
+                share = together(self._team, lambda: self._write(staging, sources, pool))
+            except RankError:
+                self._check_unchanged(staging, sources)  # where that is why another failed, nothing is worth keeping
+                raise
+            whole = _united(self._team.share(share))
+            together(self._team, lambda: self._finish(staging, whole) if self._is_first else None)
+            published = opened.pop_all()  # leaving it publishes: a failure there has to reach the others as well
+            together(self._team, published.close)
+        return whole
+
+    @property
+    def _is_first(self) -> bool:
+        return self._team.rank == 0
+
+    def _nothing_to_do(self) -> Share:
+        """Return what there is where an interrupted run had published everything, after tidying up behind it."""
+        if self._is_first:
+            tidy(self._prepared.out, force=self._prepared.force)
+        return Share(kept_files=len(self._prepared.output.files), kept_bytes=self._prepared.num_bytes)
+
+    def _agree(self) -> str:
+        """Raise unless all processes are about to do the same; return a name that nothing has had before."""
+        prepared = self._prepared
+        facts = {
+            "what it would write (another source, or other options)": prepared.recipe,
+            "verify": self.verify.value,
+            "resume": prepared.resume,
+            "force": prepared.force,
+            "whether the output is there already": prepared.is_finished,
+            "the version of bigload": __version__,
+        }
+        told = self._team.share((facts, f".bigload-team-{secrets.token_hex(8)}"))
+        for rank, (theirs, _) in enumerate(told):
+            differing = [what for what, value in told[0][0].items() if theirs.get(what) != value]
+            if differing:
+                raise RankError(rank, f"it differs from process 0 in {', '.join(differing)}")
+        return told[0][1]
+
+    def _enter(self, opened: ExitStack, sign: str) -> Staging:
+        prepared, team = self._prepared, self._team
+        begun = together(team, lambda: self._begin(opened, sign) if self._is_first else None)
+        staging = together(
+            team,
+            lambda: begun or opened.enter_context(joined(prepared.out, prepared.recipe, rank=team.rank, sign=sign)),
+        )
+        if self._is_first:
+            (staging.folder / sign).unlink()
+        return staging
+
+    def _begin(self, opened: ExitStack, sign: str) -> Staging:
+        prepared = self._prepared
+        first = staged(prepared.out, prepared.recipe, resume=prepared.resume, force=prepared.force)
+        staging = opened.enter_context(first)
+        if staging.progress is not None:
+            keep_only(staging.folder, {output.file for output in prepared.output.files})
+        (staging.folder / sign).touch()
+        return staging
+
+    def _write(self, staging: Staging, sources: Sources, pool: BlockPool) -> Share:
+        sources.check_headers()
+        sources.check_unchanged(self._prepared.identities)
+        mine = _assigned(self._prepared.output.files, self._team)
+        tally = Tally(sum(output.num_bytes for output in mine), self._on_progress)
+        files = [
+            FileToWrite(output=output, ranges=self._prepared.ranges[output.file], kept=kept)
+            for output, kept in zip(mine, self._recheck(mine, staging, pool, tally), strict=True)
+        ]
+        share = Share()
+        share.kept_files = sum(file.kept is not None and file.kept.record is not None for file in files)
+        share.kept_bytes = sum(file.kept.digest.position for file in files if file.kept is not None)
+        filler = Filler(sources, shared=sources.through_cache)
+        writer = Writer(
+            staging.folder,
+            sources,
+            filler,
+            verify=self.verify,
+            journal=staging.journal,
+            tally=tally,
+            alignment=direct_write_alignment(staging.folder, rank=self._team.rank),
+            kernel=self._prepared.kernel,
+            threads=self._threads,
+            max_inflight=self._max_inflight,
+        )
+        share.records = writer.write(files)
+        share.overflows = dict(filler.overflows)
+        self._check_unchanged(staging, sources)
+        if self.verify is not Verify.NONE:
+            self._check_sizes(staging, mine)
+        return share
+
+    def _recheck(
+        self, files: Sequence[OutputFile], staging: Staging, pool: BlockPool, tally: Tally
+    ) -> list[Rechecked | None]:
+        if staging.progress is None:
+            return [None] * len(files)
+        progress = staging.progress.files
+        return [
+            recheck(staging.folder, output, progress[output.file], pool=pool, tally=tally)
+            if output.file in progress
+            else None
+            for output in files
+        ]
+
+    def _check_unchanged(self, staging: Staging, sources: Sources) -> None:
+        try:
+            sources.check_unchanged(self._prepared.identities)
+        except ReadError:
+            staging.is_void = True
+            raise
+
+    def _check_sizes(self, staging: Staging, files: Iterable[OutputFile]) -> None:
+        for output in files:
+            found = (staging.folder / output.file).stat().st_size
+            if found != output.num_bytes:
+                reason = f"it has {found} bytes on the disk, {output.num_bytes} were written"
+                raise ReadError(staging.folder / output.file, reason)
+
+    def _finish(self, staging: Staging, share: Share) -> None:
+        """Write everything but the weights; an index comes after what it names, the manifest last of all."""
+        prepared = self._prepared
+        records = dict(share.records)
+        documents = [(file.name, file.read()) for file in prepared.side_files] + list(prepared.output.documents.items())
+        for name, content in documents:
+            path = staging.folder / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_file(path, content)
+            records[name] = record_of(content)
+        for alias, name in prepared.output.links.items():
+            records[alias] = _link(staging.folder, alias, name, records)
+        manifest = Manifest(
+            layout=prepared.output.layout.value,
+            files=records,
+            aliases=prepared.output.aliases,
+            source=Source(
+                path=prepared.checkpoint.path,
+                total_bytes=prepared.checkpoint.total_bytes,
+                shards=fingerprint(prepared.checkpoint),
+            ),
+            version=__version__,
+            options={**prepared.options, "recipe": prepared.recipe},
+        )
+        lines = (line.encode(errors="surrogateescape") for line in manifest_lines(manifest))
+        write_file(staging.folder / MANIFEST_FILE, lines)
+
+
+def _united(shares: Iterable[Share]) -> Share:
+    whole = Share()
+    for share in shares:
+        whole.records |= share.records
+        whole.kept_files += share.kept_files
+        whole.kept_bytes += share.kept_bytes
+        whole.overflows |= share.overflows
+    return whole
+
+
+def _assigned(files: Sequence[OutputFile], team: Team) -> list[OutputFile]:
+    """Return the files of this process, in their order: each goes to who has the fewest bytes so far, largest first."""
+    loads = [0] * team.size
+    mine = set()
+    for output in sorted(files, key=lambda output: (-output.num_bytes, output.file)):
+        rank = loads.index(min(loads))
+        loads[rank] += output.num_bytes
+        if rank == team.rank:
+            mine.add(output.file)
+    return [output for output in files if output.file in mine]
+
+
+def _link(folder: Path, alias: str, name: str, records: Mapping[str, FileRecord]) -> FileRecord:
+    """Give the file `name` the further name `alias`: one file with two names, or where that cannot be a link to it."""
+    path = folder / alias
+    try:
+        with suppress(FileNotFoundError):
+            path.unlink()
+        try:
+            path.hardlink_to(folder / name)
+        except OSError:
+            path.symlink_to(os.path.relpath(name, Path(alias).parent))
+    except OSError as error:
+        raise WriteError(path, error) from error
+    return records[name]

@@ -1,0 +1,250 @@
+"""Look at everything that can go wrong with a reshard beforehand, and say what would be done, as data."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from bigload.checkpoint.model import Checkpoint
+from bigload.dtypes import DType
+from bigload.errors import NotEnoughSpaceError, OutputExistsError, ReshardOptionError, WriteError
+from bigload.layouts.choices import Layout, OffloadFormat
+from bigload.layouts.choose import Chosen, Wishes, choose
+from bigload.layouts.in_kernel import KernelCopy, kernel_copy
+from bigload.layouts.manifest import (
+    MANIFEST_FILE,
+    STAGING_SUFFIX,
+    read_manifest,
+)
+from bigload.layouts.output_files import DEFAULT_MAX_SHARD_BYTES, Output
+from bigload.layouts.side_files import SideFile, is_single_file, side_files
+from bigload.layouts.sink import BLOCK_BYTES, write_errors
+from bigload.layouts.sources import Identity, Sources
+from bigload.layouts.staging import (
+    check_output,
+    replaced_folder,
+    staging_folder,
+)
+from bigload.layouts.verify import Level
+from bigload.layouts.verify import verify as verify_folder
+from bigload.layouts.windows import Ranges, data_ranges
+from bigload.planning.plan import Plan
+from bigload.units import parse_size
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreparedReshard:
+    """What a reshard will do.
+
+    Attributes:
+        checkpoint: What is read.
+        plan: By which, where the layout follows one.
+        out: Where it goes.
+        output: What is written.
+        ranges: By file, what of it is data; the rest are holes of sparse sources.
+        side_files: Config, tokenizer and the like, which come along with all of a model.
+        stored_bytes: What it takes on disk: holes take nothing.
+        free_bytes: What is free there.
+        kept_bytes: What an interrupted run left, if it is gone on with: not yet looked at.
+        options: What was asked for and shows in the bytes.
+        recipe: Digest of all that decides what is written.
+        identities: What the source files were when `recipe` was made.
+        resume: Whether an interrupted run is gone on with.
+        force: Whether an older output may be replaced.
+        is_finished: A run that was interrupted, and is to be gone on with, had published all of it.
+        notes: What the user should know of it.
+    """
+
+    checkpoint: Checkpoint
+    plan: Plan | None
+    out: Path
+    output: Output
+    ranges: Mapping[str, Ranges]
+    side_files: tuple[SideFile, ...]
+    stored_bytes: int
+    free_bytes: int
+    kept_bytes: int
+    options: Mapping[str, object]
+    recipe: str
+    identities: Mapping[str, Identity]
+    kernel: KernelCopy
+    resume: bool
+    force: bool
+    is_finished: bool
+    notes: tuple[str, ...] = ()
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all files of weights, holes included."""
+        return self.output.num_bytes
+
+
+def prepare_reshard(
+    source: Plan | Checkpoint | str | Path,
+    out: str | Path,
+    *,
+    layout: Layout | str | None = None,
+    checkpoint: Checkpoint | str | Path | None = None,
+    max_shard_bytes: int | str | None = DEFAULT_MAX_SHARD_BYTES,
+    dtype: DType | str | None = None,
+    keep_fp32: Sequence[str] = (),
+    tp: int | None = None,
+    tp_rules: Mapping[str, str] | str | Path | None = None,
+    offload_format: OffloadFormat | str = OffloadFormat.SAFETENSORS,
+    resume: bool = False,
+    force: bool = False,
+) -> PreparedReshard:
+    """Check source, output and disk space, and return what `run_reshard` would write. Writes nothing. See `reshard`."""
+    target = _named(out)
+    wishes = Wishes(
+        layout=layout,
+        checkpoint=checkpoint,
+        max_shard_bytes=bytes_wished("max_shard_bytes", max_shard_bytes),
+        dtype=dtype,
+        keep_fp32=keep_fp32,
+        tp=tp,
+        tp_rules=tp_rules,
+        offload_format=offload_format,
+    )
+    chosen = choose(source, wishes, kernel_between=lambda root: kernel_copy(root, _existing(target)))
+    opened = chosen.checkpoint
+    output = chosen.output
+    with write_errors(target):
+        _check_apart(opened, target)
+    beside = side_files(opened, output, dtype=chosen.cast_to) if _is_a_model(chosen) else ()
+    with Sources(opened) as sources:
+        identities = sources.identities()  # before: what is written to meanwhile is noticed
+        ranges = {file.file: data_ranges(file, sources.extents, block_bytes=BLOCK_BYTES) for file in output.files}
+    recipe = _recipe(chosen, identities)
+    small_bytes = sum(len(content) for content in output.documents.values()) + sum(file.num_bytes for file in beside)
+    stored = sum(found.num_bytes for found in ranges.values()) + small_bytes
+    with write_errors(target):
+        is_finished = resume and _is_published(target, recipe)
+        if not is_finished:
+            check_output(target, resume=resume, force=force)
+        left = _stored_in(staging_folder(target))  # gone on with, or thrown away first
+        free = shutil.disk_usage(_existing(target)).free
+    if stored - left > free and not is_finished and chosen.kernel is not KernelCopy.CLONE:
+        raise NotEnoughSpaceError(target, needed_bytes=stored - left, free_bytes=free)
+    return PreparedReshard(
+        checkpoint=opened,
+        plan=chosen.plan,
+        out=target,
+        output=output,
+        ranges=ranges,
+        side_files=beside,
+        stored_bytes=stored,
+        free_bytes=free,
+        kept_bytes=left if resume else 0,
+        options=chosen.options,
+        recipe=recipe,
+        identities=identities,
+        kernel=chosen.kernel,
+        resume=resume,
+        force=force,
+        is_finished=is_finished,
+        notes=chosen.notes,
+    )
+
+
+def _recipe(chosen: Chosen, identities: Mapping[str, Identity]) -> str:
+    """Return a digest of everything that decides which bytes are written, the state of the source files included."""
+    digest = hashlib.sha256()
+    for name, identity in sorted(identities.items()):
+        digest.update(json.dumps([name, *identity[1:]]).encode())  # another inode is another copy of the same
+    for output in chosen.output.files:
+        digest.update(json.dumps([output.file, output.num_bytes]).encode() + output.header)
+        for tensor in output.tensors:
+            span, parts = tensor.source.span, [(part.dim, part.start, part.stop) for part in tensor.parts]
+            digest.update(json.dumps([span.file, span.start, span.stop, tensor.dtype.name, parts]).encode())
+    for name, content in chosen.output.documents.items():
+        digest.update(name.encode() + b"\0" + content)
+    return digest.hexdigest()
+
+
+def _is_published(out: Path, recipe: str) -> bool:
+    """Return whether `out` is complete, and what `recipe` says; somebody may have removed files of it since."""
+    is_this = (out / MANIFEST_FILE).is_file() and read_manifest(out).options.get("recipe") == recipe
+    return is_this and verify_folder(out, level=Level.SIZE).ok
+
+
+def _check_apart(checkpoint: Checkpoint, target: Path) -> None:
+    """Raise if the output would lie in the source, or the source in it."""
+    root, out = (Path(os.path.realpath(folder)) for folder in (checkpoint.root, target))
+    hint = "choose a folder outside of it"
+    if not is_single_file(checkpoint) and out == root:
+        raise OutputExistsError(target, "it is the source, which is never written to", hint=hint)
+    if not is_single_file(checkpoint) and out.is_relative_to(root):
+        raise OutputExistsError(
+            target, f"it is inside the source {checkpoint.root}, which is never written to", hint=hint
+        )
+    for folder in (target, staging_folder(target), replaced_folder(target)):
+        if root.is_relative_to(os.path.realpath(folder)):
+            reason = f"the source {checkpoint.root} is inside of it"
+            raise OutputExistsError(folder, reason, hint="choose another folder")
+
+
+def _named(out: str | Path) -> Path:
+    """Return `out` if it has a name, to which others can be formed that stand beside it.
+
+    Raises:
+        OutputExistsError: it has none, being `.`, `/`, or a way up; or one that says it is not finished.
+        WriteError: nothing can have such a name.
+    """
+    path = Path(out)
+    if path.name in ("", ".."):
+        hint = "name a folder that does not exist yet: it is written beside its place, and renamed in the end"
+        raise OutputExistsError(path, "it has no name of its own", hint=hint)
+    if path.name.endswith(STAGING_SUFFIX):
+        hint = f"choose a name that does not end in {STAGING_SUFFIX}"
+        raise OutputExistsError(path, "its name is that of a folder that is still being written", hint=hint)
+    try:
+        for folder in (path, staging_folder(path), replaced_folder(path)):
+            folder.is_symlink()
+    except OSError as error:
+        raise WriteError(path, error) from error
+    if "\0" in str(path):
+        raise WriteError(path, OSError(errno.EINVAL, os.strerror(errno.EINVAL)))
+    return path
+
+
+def _existing(path: Path) -> Path:
+    """Return the folder nearest to `path` that is there."""
+    folder = path.absolute()
+    while not folder.exists():
+        folder = folder.parent
+    return folder
+
+
+def _stored_in(folder: Path) -> int:
+    """Return the bytes of disk that the files below `folder` take."""
+    return sum(path.lstat().st_blocks * 512 for path in folder.rglob("*") if path.is_file())
+
+
+def _is_a_model(chosen: Chosen) -> bool:
+    """Return whether all of the model is written: a config beside a part of it would have it taken for the whole."""
+    plan, output = chosen.plan, chosen.output
+    if plan is None or output.layout is not Layout.OFFLOAD:
+        return True
+    written = {tensor.name for file in output.files for tensor in file.tensors} | output.aliases.keys()
+    return all(name in written or plan.leaves_out(name) for name in chosen.checkpoint.tensors)
+
+
+def bytes_wished(name: str, value: int | str | None) -> int | None:
+    """Return the bytes that argument `name` stands for, which may be text such as "2GB".
+
+    Raises:
+        ReshardOptionError: it is no size.
+    """
+    if not isinstance(value, str):
+        return value
+    try:
+        return parse_size(value)
+    except ValueError as error:
+        raise ReshardOptionError(name, value, f"bytes, or text such as 2GB ({error})") from None
