@@ -10,7 +10,7 @@ import copy
 import functools
 import sys
 import threading
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from types import GeneratorType
 from typing import Any, NamedTuple
 
@@ -92,6 +92,7 @@ class AlignDevicesHook(ModelHook):
         self.original_devices: dict[str, torch.device] = {}
         self._pointers: dict[str, int] = {}
         self._made_weights_map = False
+        self._brings_uncalled = False
         self._forwards = _Forwards()
 
     @property
@@ -119,7 +120,7 @@ class AlignDevicesHook(ModelHook):
 
     def init_hook(self, module: nn.Module) -> nn.Module:
         """Place the weights of `module`, or send them away. If that fails, they are where they were."""
-        shared = [*_shared_tensors(module, recurse=self.place_submodules)]
+        shared = self._tensors(module)
         self.original_devices = {slot.name: slot.tensor.device for slots in shared for slot in slots}
         try:
             if self.offload:
@@ -131,6 +132,9 @@ class AlignDevicesHook(ModelHook):
             self._restore(module)
             raise
         return module
+
+    def _tensors(self, module: nn.Module) -> list[list[Slot]]:
+        return _shared_tensors(module, recurse=self.place_submodules, uncalled=self._brings_uncalled)
 
     def _send_away(self, shared: Sequence[Sequence[Slot]]) -> None:
         leaving = [slots for slots in shared if self._is_offloaded(slots[0])]
@@ -220,7 +224,7 @@ class AlignDevicesHook(ModelHook):
     def _restore(self, module: nn.Module) -> None:
         with self._forwards.lock:
             self._forwards.put_back()
-        for slots in _shared_tensors(module, recurse=self.place_submodules):
+        for slots in self._tensors(module):
             slot = slots[0]
             device = self.original_devices.get(slot.name, _META)
             on_devices = self._tied_copies(self._pointers.get(slot.name, 0))
@@ -236,7 +240,7 @@ class AlignDevicesHook(ModelHook):
         with forwards.lock:
             if not forwards.num_under_way:
                 try:
-                    for slots in _shared_tensors(module, recurse=self.place_submodules):
+                    for slots in self._tensors(module):
                         if self._is_offloaded(slots[0]):
                             self._bring(slots)
                 except BaseException:
@@ -311,16 +315,46 @@ class Slot(NamedTuple):
         return self.key not in self.module._non_persistent_buffers_set
 
 
-def _shared_tensors(module: nn.Module, recurse: bool) -> list[list[Slot]]:
-    """Return the tensors of `module`, of all below with `recurse`, each as the places that hold it, in their order."""
+def _shared_tensors(module: nn.Module, recurse: bool, uncalled: bool = False) -> list[list[Slot]]:
+    """Return the tensors of `module`, each as the places that hold it, in their order.
+
+    Those of all modules below come as well with `recurse`, and with `uncalled` those that `_uncalled` gives.
+    """
     found: dict[int, list[Slot]] = {}
-    for prefix, owner in module.named_modules() if recurse else (("", module),):
+    below = module.named_modules() if recurse else (("", module), *(_uncalled(module) if uncalled else ()))
+    for prefix, owner in below:
         for is_buffer, table in ((False, owner._parameters), (True, owner._buffers)):
             for key, tensor in table.items():
                 if tensor is not None:
                     slot = Slot(f"{prefix}.{key}" if prefix else key, owner, key, is_buffer)
                     found.setdefault(id(tensor), []).append(slot)
     return list(found.values())
+
+
+def _uncalled(module: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """Yield the modules below that have no forward, such as lists of parameters: who is around them uses their tensors.
+
+    What lies inside of a module that has one is not looked at.
+    """
+    for key, child in module.named_children():
+        if _has_no_forward(child):
+            yield _joined(name, key), child
+            yield from _uncalled(child, _joined(name, key))
+
+
+def _has_no_forward(module: nn.Module) -> bool:
+    own = module.__dict__  # where a hook puts its own
+    forward = own.get("_old_forward") or own.get("forward") or getattr(type(module), "forward", None)
+    return getattr(forward, "__func__", forward) is nn.Module.forward
+
+
+def _called(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the modules right below, or below those of them that have no forward, which do."""
+    for key, child in module.named_children():
+        if _has_no_forward(child):
+            yield from ((_joined(key, name), inner) for name, inner in _called(child))
+        else:
+            yield key, child
 
 
 def _put(
@@ -418,6 +452,8 @@ def attach_execution_device_hook(
 ) -> None:
     """Let `module` and all below that have weights, and no hook yet, run on `execution_device`.
 
+    What comes with a module around it gets no hook, see `attach_align_device_hook`.
+
     Args:
         module: Where to begin.
         execution_device: A number is an accelerator of this machine's kind.
@@ -425,7 +461,10 @@ def attach_execution_device_hook(
         preload_module_classes: Classes of modules; what is inside of them gets no hook.
         tied_params_map: See `AlignDevicesHook`.
     """
-    if not hasattr(module, "_hf_hook") and _has_state(module):
+    is_brought = _has_no_forward(module) and any(
+        slots[0].tensor.is_meta for slots in _shared_tensors(module, recurse=False)
+    )
+    if not hasattr(module, "_hf_hook") and _has_state(module) and not is_brought:
         hook = AlignDevicesHook(execution_device, skip_keys=skip_keys, tied_params_map=tied_params_map)
         add_hook_to_module(module, hook)
     if type(module).__name__ in (preload_module_classes or ()):
@@ -457,6 +496,9 @@ def attach_align_device_hook(
 ) -> None:
     """Give an `AlignDevicesHook` to every module, from `module` on down, that owns tensors itself.
 
+    Tensors of modules that are never called because they have no forward, such as lists of parameters, are offloaded
+    along with those of the module around.
+
     Args:
         module: Where to begin.
         execution_device: See `AlignDevicesHook`, as for all that is not explained here.
@@ -470,7 +512,7 @@ def attach_align_device_hook(
         tied_params_map: See there.
     """
     is_preloaded = offload and type(module).__name__ in (preload_module_classes or ())
-    if is_preloaded or _shared_tensors(module, recurse=False):
+    if is_preloaded or _shared_tensors(module, recurse=False, uncalled=offload):
         prefix = f"{module_name}." if module_name else ""
         hook = AlignDevicesHook(
             execution_device=execution_device,
@@ -481,10 +523,11 @@ def attach_align_device_hook(
             skip_keys=skip_keys,
             tied_params_map=tied_params_map,
         )
+        hook._brings_uncalled = offload
         add_hook_to_module(module, hook, append=True)
     if is_preloaded:
         return
-    for name, child in module.named_children():
+    for name, child in _called(module) if offload else module.named_children():
         attach_align_device_hook(
             child,
             execution_device=execution_device,

@@ -135,8 +135,9 @@ def align_module_device(module: nn.Module, execution_device: DeviceLike | None =
     """Have the own parameters of `module` on `execution_device` while the context lasts.
 
     Offloaded weights are brought in, to the device where the module runs if none is given, and let go of afterwards;
-    changes to them are lost. Others are moved there and back, changes included: the parameters that come back are the
-    objects that were there before, so what is tied stays tied. Without a device they stay where they are.
+    changes to them are lost. On the CPU they may not be copies of what is stored: do not write to them. Others are
+    moved there and back, changes included: the parameters that come back are the objects that were there before, so
+    what is tied stays tied. Without a device they stay where they are.
     """
     hook = _offload_hook(module)
     if hook is not None:

@@ -298,3 +298,42 @@ def test_tied_weights_are_tied_when_the_hooks_are_gone(where, tmp_path):
     bigload.remove_hook_from_submodules(model)
     assert model.first.weight is model.last.weight
     assert torch.equal(model(INPUT), Tied()(INPUT))
+
+
+class Lists(nn.Module):
+    """Uses parameters and buffers of modules that have no forward, and calls a module inside of one."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.several = nn.ParameterList([nn.Parameter(torch.randn(4)) for _ in range(2)])
+        self.named = nn.ModuleList([nn.ParameterDict({"scale": nn.Parameter(torch.randn(4))}), nn.Linear(4, 4)])
+        self.book = nn.Module()
+        self.book.register_buffer("words", torch.randn(4))
+
+    def forward(self, x):
+        return self.named[1](x * self.several[0] + self.several[1]) * self.named[0]["scale"] + self.book.words
+
+
+@pytest.mark.parametrize("is_nested", [False, True])
+@pytest.mark.parametrize(
+    "offloaded",
+    [
+        lambda model, folder: dispatch_model(model, {"": "disk"}, offload_dir=folder, offload_buffers=True),
+        lambda model, folder: disk_offload(model, folder, offload_buffers=True),
+        lambda model, folder: cpu_offload(model, "cpu"),
+    ],
+)
+def test_lists_of_parameters_come_with_the_module_that_uses_them(offloaded, is_nested, tmp_path):
+    plain = nn.Sequential(Lists(), nn.ReLU()) if is_nested else Lists()
+    expected, state = plain(INPUT), plain.state_dict()
+    model = offloaded(copy.deepcopy(plain), tmp_path)
+    for _ in range(2):
+        assert torch.equal(model(INPUT), expected)
+        assert all(parameter.is_meta for parameter in model.parameters())
+    found = bigload.get_state_dict_offloaded_model(model)
+    assert list(found) == list(state)
+    assert all(torch.equal(found[name], state[name]) for name in state)
+    bigload.remove_hook_from_submodules(model)
+    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+    assert torch.equal(model(INPUT), expected)
