@@ -101,13 +101,11 @@ def record_of(content: bytes) -> FileRecord:
     return FileRecord(num_bytes=len(content), digest=xxhash.xxh3_128_hexdigest(content))
 
 
-def manifest_to_json(manifest: Manifest) -> str:
-    """Return the text of the manifest: a line per tensor, in the order of names; write it with `surrogateescape`."""
-    return "".join(manifest_lines(manifest))
-
-
 def manifest_lines(manifest: Manifest) -> Iterator[str]:
-    """Yield the text of the manifest file by file: all of it at once takes much memory for 90 000 tensors."""
+    """Yield the text of the manifest file by file: all of it at once takes much memory for 90 000 tensors.
+
+    A line per tensor, in the order of names; write it with `surrogateescape`.
+    """
     source = manifest.source
     head = {
         "schema": SCHEMA,

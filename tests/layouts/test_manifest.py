@@ -15,7 +15,7 @@ from bigload.layouts.manifest import (
     Manifest,
     Source,
     manifest_from_json,
-    manifest_to_json,
+    manifest_lines,
     read_manifest,
     record_of,
 )
@@ -57,7 +57,7 @@ def manifest_of(files, **fields):
 
 def document_of(**changes):
     files = {"a/b.safetensors": FileRecord(num_bytes=9, digest="0" * 32, tensors={"w": "1" * 32})}
-    return {**json.loads(manifest_to_json(manifest_of(files))), **changes}
+    return {**json.loads("".join(manifest_lines(manifest_of(files)))), **changes}
 
 
 def entry(**changes):
@@ -66,20 +66,20 @@ def entry(**changes):
 
 @given(manifests)
 def test_a_manifest_survives_its_file(manifest):
-    assert manifest_from_json(manifest_to_json(manifest)) == manifest
+    assert manifest_from_json("".join(manifest_lines(manifest))) == manifest
 
 
 def test_the_order_in_which_files_and_tensors_were_written_does_not_show():
     one, two = record_of(b"1"), FileRecord(num_bytes=3, digest=None, tensors={"a": None, "b": "0" * 32})
     turned = FileRecord(num_bytes=3, digest=None, tensors={"b": "0" * 32, "a": None})
-    there = manifest_to_json(manifest_of({"1": one, "2": two}, aliases={"x": "a", "y": "b"}))
-    assert there == manifest_to_json(manifest_of({"2": turned, "1": one}, aliases={"y": "b", "x": "a"}))
+    there = "".join(manifest_lines(manifest_of({"1": one, "2": two}, aliases={"x": "a", "y": "b"})))
+    assert there == "".join(manifest_lines(manifest_of({"2": turned, "1": one}, aliases={"y": "b", "x": "a"})))
 
 
 def test_a_tensor_takes_one_line():
     tensors = {f"layers.{number}.weight": "0" * 32 for number in range(1000)}
-    text = manifest_to_json(manifest_of({"a": FileRecord(num_bytes=1, digest=None, tensors=tensors)}))
-    few = manifest_to_json(manifest_of({"a": FileRecord(num_bytes=1, digest=None, tensors={"w": None})}))
+    text = "".join(manifest_lines(manifest_of({"a": FileRecord(num_bytes=1, digest=None, tensors=tensors)})))
+    few = "".join(manifest_lines(manifest_of({"a": FileRecord(num_bytes=1, digest=None, tensors={"w": None})})))
     assert text.count("\n") == few.count("\n") + 999
 
 
@@ -94,7 +94,7 @@ def test_the_bytes_of_a_folder_are_those_of_all_its_files():
 def test_the_path_of_the_source_need_not_be_text(tmp_path):
     source = Source(path=os.fsdecode(b"mod\xffel"), total_bytes=0, shards=())
     written = manifest_of({}, source=source)
-    (tmp_path / MANIFEST_FILE).write_text(manifest_to_json(written), encoding="utf-8", errors="surrogateescape")
+    (tmp_path / MANIFEST_FILE).write_text("".join(manifest_lines(written)), encoding="utf-8", errors="surrogateescape")
     assert read_manifest(tmp_path) == written
 
 
@@ -188,7 +188,7 @@ def test_a_folder_without_a_manifest_says_who_writes_one(tmp_path):
 
 @pytest.mark.parametrize("name", ["cuda-0", "ranks/0"])
 def test_a_part_of_a_resharded_folder_names_the_whole(tmp_path, name):
-    (tmp_path / MANIFEST_FILE).write_text(manifest_to_json(manifest_of({})))
+    (tmp_path / MANIFEST_FILE).write_text("".join(manifest_lines(manifest_of({}))))
     (tmp_path / name).mkdir(parents=True)
     with pytest.raises(ManifestNotFoundError, match="part of") as refused:
         read_manifest(tmp_path / name)
@@ -198,7 +198,7 @@ def test_a_part_of_a_resharded_folder_names_the_whole(tmp_path, name):
 def test_what_was_not_finished_is_refused_even_with_a_manifest(tmp_path, monkeypatch):
     staging = tmp_path / "out.partial"
     staging.mkdir()
-    (staging / MANIFEST_FILE).write_text(manifest_to_json(manifest_of({})))
+    (staging / MANIFEST_FILE).write_text("".join(manifest_lines(manifest_of({}))))
     monkeypatch.chdir(staging)
     for name in (staging, "."):
         with pytest.raises(ManifestNotFoundError, match="not finished") as refused:

@@ -12,7 +12,7 @@ import pytest
 
 from bigload.errors import OutputExistsError, WriteError
 from bigload.layouts.journal import journal_name
-from bigload.layouts.manifest import MANIFEST_FILE, Manifest, Source, manifest_to_json, record_of
+from bigload.layouts.manifest import MANIFEST_FILE, Manifest, Source, manifest_lines, record_of
 from bigload.layouts.staging import (
     check_output,
     keep_only,
@@ -42,14 +42,16 @@ def publish(out, files=("a",), **wishes):
 
 
 def manifest_of(files):
-    return manifest_to_json(
-        Manifest(
-            layout="shards",
-            files={name: record_of(name.encode()) for name in files},
-            aliases={},
-            source=Source(path="source", total_bytes=1, shards=()),
-            version="0",
-            options={},
+    return "".join(
+        manifest_lines(
+            Manifest(
+                layout="shards",
+                files={name: record_of(name.encode()) for name in files},
+                aliases={},
+                source=Source(path="source", total_bytes=1, shards=()),
+                version="0",
+                options={},
+            )
         )
     ).encode()
 
