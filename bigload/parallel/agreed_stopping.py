@@ -34,11 +34,11 @@ def agree_on_stopping(model: nn.Module) -> None:
 def _agreed(criteria: Any) -> Any:  # noqa: ANN401 - a list of transformers
     kind: Any = type(criteria)
 
-    class Agreed(kind):  # type: ignore[misc]
+    class Agreed(kind):  # type: ignore[misc, unused-ignore]
         """What rank 0 finds, for all."""
 
         def __call__(self, *args: object, **kwargs: object) -> torch.Tensor:
-            is_done = super().__call__(*args, **kwargs).to(torch.uint8).contiguous()
+            is_done: torch.Tensor = super().__call__(*args, **kwargs).to(torch.uint8).contiguous()
             dist.broadcast(is_done, 0)
             return is_done.bool()
 

@@ -6,6 +6,8 @@ import os
 import time
 import zlib
 from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -17,7 +19,7 @@ from bigload.parallel.agreed_stopping import agree_on_stopping
 from bigload.parallel.kept_values import Keeper
 from bigload.parallel.meeting import join
 from bigload.parallel.messages import Message, bytes_of, pack, unpack
-from bigload.parallel.requests import Answer, Call, MemoryUse, Start, WorkerReport
+from bigload.parallel.requests import Answer, Arguments, Call, MemoryUse, Start, WorkerReport
 
 _MAX_COMPARED_BYTES = 1 << 20
 
@@ -51,7 +53,7 @@ class HostedModel:
     def call(self, call: Call) -> Answer:
         """Call a method of the model."""
         self._keeper.release(call.released)
-        arguments, keywords = unpack(call.arguments, device=self._device, find=self._keeper.value)  # type: ignore[misc]
+        arguments, keywords = cast(Arguments, unpack(call.arguments, device=self._device, find=self._keeper.value))
         set_random_states(call.random_states)
         method = self._model if call.method == "forward" else getattr(self._model, call.method)
         value = pack(method(*arguments, **keywords), keep=self._keeper.number_of)  # DTensors are gathered by all
@@ -70,14 +72,15 @@ class HostedModel:
 def random_states() -> dict[str, torch.Tensor]:
     """Return the states of the generators that this process uses, by type of device."""
     states = {"cpu": torch.get_rng_state()}
-    if torch.cuda.is_initialized():
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         states["cuda"] = torch.cuda.get_rng_state()
     return states
 
 
 def set_random_states(states: Mapping[str, torch.Tensor]) -> None:
+    """Set the generators that this process uses to `states`."""
     torch.set_rng_state(states["cpu"])
-    if "cuda" in states and torch.cuda.is_initialized():
+    if "cuda" in states and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.cuda.set_rng_state(states["cuda"])
 
 
@@ -95,9 +98,9 @@ def _filled(start: Start, mesh: DeviceMesh) -> tuple[nn.Module, int]:
 
 
 def _cast(model: nn.Module, dtype: torch.dtype) -> None:
-    """Make weights of floating point `dtype`; what is computed anew in each process, tables of angles, stays as it is."""
+    """Make weights of floating point `dtype`. What no state dict has, tables of angles for one, stays as it is."""
     for module in model.modules():
-        for name, parameter in module._parameters.items():
+        for parameter in module._parameters.values():
             if parameter is not None and parameter.is_floating_point():
                 parameter.data = parameter.data.to(dtype)
         for name, buffer in module._buffers.items():
@@ -130,6 +133,6 @@ def _weight_bytes(model: nn.Module) -> int:
 
 
 def _private_bytes() -> int:
-    with open("/proc/self/smaps_rollup", encoding="ascii") as file:
-        rows = [line.split() for line in file if line.startswith("Private_")]
-    return sum(int(row[1]) for row in rows) * 1024
+    """Return the bytes of memory that this process shares with no other."""
+    rows = [line.split() for line in Path("/proc/self/smaps_rollup").read_text(encoding="ascii").splitlines()]
+    return sum(int(row[1]) for row in rows if row[0].startswith("Private_")) * 1024

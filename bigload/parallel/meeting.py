@@ -9,6 +9,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # which torch documents
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from bigload.errors import ParallelOptionError
@@ -33,7 +34,7 @@ class Meeting:
         return "cpu" if self.backend == "gloo" else "cuda"
 
 
-def open_store(address: str, port: int | None) -> dist.TCPStore:
+def open_store(address: str, port: int | None) -> TCPStore:
     """Return a store that answers at `address`, and nowhere else, as long as it is referred to.
 
     Args:
@@ -55,9 +56,7 @@ def open_store(address: str, port: int | None) -> dist.TCPStore:
             hint="leave master_port out: the kernel then chooses a free one",
         ) from None
     found = listener.getsockname()[1]
-    return dist.TCPStore(
-        address, found, None, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
-    )
+    return TCPStore(address, found, None, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
 
 
 def environment(address: str, backend: str, size: int, num_threads: int) -> dict[str, str]:
@@ -88,6 +87,6 @@ def join(meeting: Meeting, rank: int) -> tuple[DeviceMesh, torch.device]:
         device = torch.device("cuda", rank)
         torch.cuda.set_device(device)
     seconds = timedelta(seconds=meeting.timeout_seconds)
-    store = dist.TCPStore(meeting.address, meeting.port, None, is_master=False, timeout=seconds)
+    store = TCPStore(meeting.address, meeting.port, None, is_master=False, timeout=seconds)
     dist.init_process_group(meeting.backend, store=store, rank=rank, world_size=meeting.size, timeout=_PATIENCE)
     return init_device_mesh(meeting.device_type, (meeting.size,)), device

@@ -19,6 +19,7 @@ import socket
 import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -81,7 +82,7 @@ class _Packer(pickle.Pickler):
             return "kept", kept
         return self._number(value) if isinstance(value, torch.Tensor) else None
 
-    def reducer_override(self, value: object) -> object:
+    def reducer_override(self, value: object) -> Any:  # noqa: ANN401 - what `__reduce__` may return
         return NotImplemented if self._reduce is None else self._reduce(value)
 
     def _number(self, value: torch.Tensor) -> object:
@@ -111,7 +112,7 @@ class _Unpacker(pickle.Unpickler):
         self._find = find
 
     def persistent_load(self, stored: object) -> object:
-        kind, what = stored  # type: ignore[misc]  # as `persistent_id` made it
+        kind, what = cast(tuple[str, Any], stored)  # as `persistent_id` made it
         if kind == "kept":
             assert self._find is not None
             return self._find(what)

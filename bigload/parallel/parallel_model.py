@@ -9,7 +9,6 @@ from functools import wraps
 from types import TracebackType
 from typing import Any
 
-import torch
 from torch import nn
 
 from bigload.errors import ModelNotSendableError, WorkersDisagreeError

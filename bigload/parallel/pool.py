@@ -21,7 +21,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from multiprocessing.connection import wait
 
-from bigload.errors import BigloadError, WorkerDiedError, WorkerError, WorkersEndedError, WorkerTimeoutError
+from bigload.errors import BigloadError, WorkerError, WorkersEndedError, WorkerTimeoutError
 from bigload.parallel.messages import Message, pack, receive, send, unpack
 from bigload.parallel.requests import Failure, Stop
 from bigload.parallel.worker_process import WorkerProcess
@@ -131,6 +131,12 @@ class WorkerPool:
             finally:
                 self._end(_STOPPED)
 
+    def end(self, reason: str) -> None:
+        """End the workers without asking them, unless they have ended; `reason` is what later calls are told."""
+        with self._turn:
+            if self._reason is None:
+                self._end(reason)
+
     def _end(self, reason: str) -> None:
         self._reason = reason
         self._finalizer.detach()
@@ -186,13 +192,14 @@ class _Exchange:
         left = self._left()
         worker.connection.settimeout(None if left is None else max(left, 0.001))  # 0 would not wait at all
         try:
-            if request is not None:
-                return send(worker.connection, request)
-            return unpack(receive(worker.connection))
+            if request is None:
+                return unpack(receive(worker.connection))
+            send(worker.connection, request)
         except TimeoutError:
             raise self._late([worker]) from None
         except (EOFError, OSError):
             raise worker.death(self._doing) from None
+        return None
 
     def _late(self, missing: Sequence[WorkerProcess]) -> WorkerTimeoutError:
         seconds = time.monotonic() - self._began
@@ -248,7 +255,7 @@ def _leave(workers: list[WorkerProcess], owner: int, *, daemon: bool) -> None:
 
 
 def _let_go_after_fork() -> None:
-    """Close what a fork has of the connections: else the workers would not notice the end of the process they are of."""
+    """Close what a fork has of the connections. Else workers would not notice the end of the process they are of."""
     for pool in list(_pools):
         for worker in pool._workers:
             worker.connection.close()

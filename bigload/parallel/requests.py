@@ -39,12 +39,16 @@ class Start:
     seed: int
 
 
+Arguments = tuple[tuple[object, ...], dict[str, object]]
+"""Of a call: those by place, and those by name."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
     """Call a method of the model; answered by an `Answer`.
 
     Attributes:
-        arguments: A tuple of those by place, and a dict of those by name.
+        arguments: `Arguments`, packed.
         random_states: Of the generators of the process that asks, by type of device, so that numbers are drawn as if
             the model ran there.
         released: Numbers of kept values that nobody refers to any more.
@@ -96,8 +100,7 @@ class MemoryUse:
 
     Attributes:
         device: `cuda:0` and so on, or `cpu:0`, where the number is that of the worker.
-        allocated_bytes: In tensors, by torch's allocator; on the CPU the parameters and buffers of the model that are in
-            memory of the worker alone.
+        allocated_bytes: In tensors, by torch's allocator; on the CPU its part of the parameters and buffers.
         reserved_bytes: That torch holds on the device; on the CPU all that the process has for itself.
     """
 

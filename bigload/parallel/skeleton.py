@@ -80,8 +80,8 @@ def skeleton_of(model: nn.Module) -> tuple[Skeleton, list[torch.Tensor]]:
 
 
 _PICKLE_HINT = (
-    "take it out of the model before parallelize, or make it of what pickle knows: no lambdas, no open files, no locks, "
-    "no classes that are defined inside of functions"
+    "take it out of the model before parallelize, or make it of what pickle knows: no lambdas, no open files, no "
+    "locks, no classes that are defined inside of functions"
 )
 
 
@@ -153,8 +153,10 @@ def _reduced(module: nn.Module, left_out: tuple[str, ...]) -> object:
             (type(module).__bases__[0], tuple(_parametrizations(module))),
             _without(module.__dict__, left_out),
         )
-    made, arguments, state, *rest = module.__reduce_ex__(5)
-    return (made, arguments, _without(state, left_out) if isinstance(state, dict) else state, *rest)
+    reduced = module.__reduce_ex__(5)
+    if isinstance(reduced, str) or len(reduced) < 3 or not isinstance(reduced[2], dict):
+        return reduced
+    return (*reduced[:2], _without(reduced[2], left_out), *reduced[3:])
 
 
 def _without(state: dict[str, Any], left_out: tuple[str, ...]) -> dict[str, Any]:

@@ -68,7 +68,8 @@ class WeightSharing:
         groups: dict[int, list[int]] = {}
         for number, tensor in weights.items():
             groups.setdefault(tensor.untyped_storage()._cdata, []).append(number)
-        places, end = {}, 0
+        places: dict[int, Place] = {}
+        end = 0
         for numbers in groups.values():
             places.update((number, _place(weights[number], end)) for number in numbers)
             end += -(-places[numbers[0]].storage_bytes // _ALIGNMENT) * _ALIGNMENT
@@ -76,7 +77,7 @@ class WeightSharing:
         views = _views(self.descriptor, end, places)
         for numbers in groups.values():
             first = weights[numbers[0]]
-            self._write(places[numbers[0]].storage_start, first.untyped_storage().cpu())
+            self._write(places[numbers[0]].storage_start, first.untyped_storage().cpu())  # type: ignore[no-untyped-call]
             if first.device.type == "cpu":
                 for number in numbers:
                     weights[number].data = views[number]
@@ -96,7 +97,7 @@ def _place(tensor: torch.Tensor, start: int) -> Place:
         storage_start=start,
         storage_bytes=tensor.untyped_storage().nbytes(),
         dtype=tensor.dtype,
-        offset=tensor.storage_offset(),
+        offset=int(tensor.storage_offset()),
         shape=tuple(tensor.shape),
         strides=tensor.stride(),
     )

@@ -28,7 +28,7 @@ def main() -> None:
     threading.Thread(target=_end_with, args=(connection,), name="bigload-orphan-watch", daemon=True).start()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # whom to interrupt is for the other side to decide
     faulthandler.enable()
-    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    faulthandler.register(signal.SIGUSR1, all_threads=False)  # the one that computes
     try:
         _serve(connection, int(os.environ["RANK"]), began)
     except EOFError:

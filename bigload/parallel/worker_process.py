@@ -18,6 +18,7 @@ from bigload.errors import ParallelError, WorkerDiedError
 _BOOT = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from bigload.parallel.worker import main; main()"
 _EXIT_SECONDS = 1.0
 _STACK_SECONDS = 1.0
+_STACK_LINES = 7
 
 
 class WorkerProcess:
@@ -62,7 +63,7 @@ class WorkerProcess:
         return os.pread(self._log.fileno(), size - start, start).decode(errors="replace").strip()
 
     def stacks(self) -> str:
-        """Return where its threads are; nothing if it does not say in time."""
+        """Return where its main thread is, the last calls first; nothing if it does not say in time."""
         before = after = self._log_bytes()
         self._process.send_signal(signal.SIGUSR1)  # faulthandler answers, whatever else is going on
         until = time.monotonic() + _STACK_SECONDS
@@ -72,7 +73,7 @@ class WorkerProcess:
             if size == after > before:
                 break
             after = size
-        return self.written(since=before)
+        return "\n".join(self.written(since=before).splitlines()[:_STACK_LINES])
 
     def death(self, doing: str) -> WorkerDiedError:
         """Return the error that says how it ended; it has closed its connection."""
