@@ -1,0 +1,102 @@
+"""Real processes with a process group of gloo: an interpreter that has imported torch forks one for each rank.
+
+As a program it is that interpreter. Each rank calls one function of one file, and what it returns comes back as JSON.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from pathlib import Path
+
+PATIENCE_SECONDS = 60
+"""Longer than anything here takes on a busy machine: who is still there then waits forever."""
+
+
+def run_ranks(size: int, function, *arguments: object) -> list[object]:
+    """Have `size` processes call `function(*arguments)`, and return what each gave: a value, or how it ended in text.
+
+    Fails if one of them is still there after `PATIENCE_SECONDS`.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        file = sys.modules[function.__module__].__file__
+        asked = {"file": file, "name": function.__name__, "arguments": arguments, "size": size, "folder": folder}
+        command = [sys.executable, __file__, json.dumps(asked, default=str)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=2 * PATIENCE_SECONDS, check=False)
+        assert done.returncode == 0, done.stderr[-6000:]
+        return json.loads(done.stdout)
+
+
+def main() -> None:
+    """Fork the ranks, wait for all of them and print what they gave."""
+    asked = json.loads(sys.argv[1])
+    import torch.distributed  # before the forks: once for all
+
+    import bigload.parallel.rank_loading  # noqa: F401
+
+    spec = importlib.util.spec_from_file_location("asked", asked["file"])
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    torch.set_num_threads(1)
+    function = getattr(module, asked["name"])
+    ranks = [_fork(rank, function, asked) for rank in range(asked["size"])]
+    endings = _wait(ranks, Path(asked["folder"]))
+    sys.stdout.write(json.dumps(endings))
+
+
+def _fork(rank: int, function, asked) -> int:
+    child = os.fork()
+    if child:
+        return child
+    code = 1
+    try:
+        import torch.distributed as dist
+
+        folder = Path(asked["folder"])
+        store = dist.FileStore(str(folder / "store"), asked["size"])
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=asked["size"])
+        result = function(*asked["arguments"])
+        (folder / f"{rank}.json").write_text(json.dumps(result))
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stderr.flush()
+        os._exit(code)  # not by way of the interpreter's end: threads may still wait in gloo for who is gone
+
+
+def _wait(ranks: list[int], folder: Path) -> list[object]:
+    endings: list[object] = ["it waits forever"] * len(ranks)
+    waiting = set(range(len(ranks)))
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while waiting and time.monotonic() < deadline:
+        for rank in list(waiting):
+            process, status = os.waitpid(ranks[rank], os.WNOHANG)
+            if process:
+                waiting.remove(rank)
+                endings[rank] = _ending(status, folder / f"{rank}.json")
+        time.sleep(0.005)
+    for rank in waiting:
+        os.kill(ranks[rank], signal.SIGKILL)
+        os.waitpid(ranks[rank], 0)
+    return endings
+
+
+def _ending(status: int, told: Path) -> object:
+    if os.WIFSIGNALED(status):
+        return signal.Signals(os.WTERMSIG(status)).name
+    code = os.waitstatus_to_exitcode(status)
+    return json.loads(told.read_text()) if code == 0 else f"exit {code}"
+
+
+if __name__ == "__main__":
+    main()
