@@ -32,11 +32,12 @@ def model_of(folder: Path) -> nn.Module:
         transformers = import_module("transformers")
     except ImportError:
         raise MissingPackageError("parallelize of a folder", "transformers", extra="peers") from None
-    kind: Any = getattr(transformers, name, None)
+    kind = getattr(transformers, name, None)
     if not (isinstance(kind, type) and issubclass(kind, nn.Module) and hasattr(kind, "config_class")):
         raise _unknown(folder, f"one of a model whose class transformers has, not {name!r:.100}")
+    made: Any = kind
     with init_empty_weights():
-        model = kind._from_config(kind.config_class.from_pretrained(folder))  # in the dtype that the config names
+        model = made._from_config(made.config_class.from_pretrained(folder))  # in the dtype that the config names
     assert isinstance(model, nn.Module)
     if (folder / _GENERATION).is_file() and hasattr(model, "generation_config"):
         model.generation_config = transformers.GenerationConfig.from_pretrained(folder)

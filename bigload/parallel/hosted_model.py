@@ -19,6 +19,7 @@ from bigload.parallel.agreed_stopping import agree_on_stopping
 from bigload.parallel.kept_values import Keeper
 from bigload.parallel.meeting import join
 from bigload.parallel.messages import Message, bytes_of, pack, unpack
+from bigload.parallel.rank_loading import load_sharded
 from bigload.parallel.requests import Answer, Arguments, Call, MemoryUse, Start, WorkerReport
 
 _MAX_COMPARED_BYTES = 1 << 20
@@ -37,7 +38,7 @@ class HostedModel:
         mesh, self._device = join(start.meeting, rank)
         torch.manual_seed(start.seed)
         self._keeper = Keeper()
-        self._model, read_bytes = _filled(start, mesh)
+        self._model, read_bytes = _filled(start, mesh, self._device)
         self._model.to(self._device)
         agree_on_stopping(self._model)
         dist.barrier()
@@ -84,17 +85,17 @@ def set_random_states(states: Mapping[str, torch.Tensor]) -> None:
         torch.cuda.set_rng_state(states["cuda"])
 
 
-def _filled(start: Start, mesh: DeviceMesh) -> tuple[nn.Module, int]:
+def _filled(start: Start, mesh: DeviceMesh, device: torch.device) -> tuple[nn.Module, int]:
     """Return the part of this rank, and how many bytes of the checkpoint were read for it."""
     model = start.skeleton.build(start.shared.tensors())
     model.eval()
     if start.dtype is not None:
         _cast(model, start.dtype)
+    num_read = 0
     if start.checkpoint is not None:
-        from bigload.runtime.checkpoints import load_checkpoint_in_model
-
-        load_checkpoint_in_model(model, start.checkpoint)
-    return model, 0
+        reports = load_sharded(model, start.checkpoint, divisions=None, device=device)
+        num_read = next(report.read_bytes for report in reports if report.rank == mesh.get_rank())
+    return model, num_read
 
 
 def _cast(model: nn.Module, dtype: torch.dtype) -> None:
