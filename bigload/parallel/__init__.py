@@ -1,0 +1,1 @@
+"""Several processes that hold one model: how its tensors are divided among them, and how it runs so."""
