@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from bigload.parallel.draft import Draft
 from bigload.parallel.regions import Region
-from bigload.parallel.rehearsal import Reference, rehearse
-from bigload.parallel.skeleton import Skeleton
+from bigload.parallel.rehearsal import Reference, misfit
+from bigload.parallel.weightless_model import WeightlessModel
 from bigload.parallel.tensor_parallel_plan import LocalArgument
 
 _MAX_TRIES = 300
@@ -31,7 +31,7 @@ _Changes = Mapping[str, int]
 
 
 def localised(
-    skeleton: Skeleton, reference: Reference, decided: Draft, kind: Sequence[Region], size: int
+    weightless: WeightlessModel, reference: Reference, decided: Draft, kind: Sequence[Region], size: int
 ) -> Draft | None:
     """Return the draft of the regions of one `kind`, with the numbers that become local; `None` if it cannot work.
 
@@ -42,36 +42,18 @@ def localised(
         base = base | region.draft
     whole = decided | base
 
-    def works(addition: Draft) -> bool:
-        return fits(skeleton, reference, whole | addition, size)
-
-    owners = [_owners(skeleton.module, region) for region in kind]
-    candidates = _candidates(skeleton.module, owners, _ratios(skeleton, kind[0], size))
+    owners = [_owners(weightless.module, region) for region in kind]
+    candidates = _candidates(weightless.module, owners, _ratios(weightless, kind[0], size))
     heads = {place: value for place, value in candidates.items() if _is_heads(place[1])}
     for changes in islice(_tries(candidates, size), _MAX_TRIES):
         addition = Draft(attributes=_spread(owners, changes))
-        if works(addition):
+        if misfit(weightless, reference, whole | addition, size) is None:
             return base | addition
     attributes = Draft(attributes=_spread(owners, {place: values[0] for place, values in heads.items()}))
-    for arguments in _arguments(skeleton, reference, owners, heads):
+    for arguments in _arguments(weightless, reference, owners, heads):
         addition = attributes | Draft(arguments=arguments)
-        if works(addition):
+        if misfit(weightless, reference, whole | addition, size) is None:
             return base | addition
-    return None
-
-
-def fits(skeleton: Skeleton, reference: Reference, draft: Draft, size: int) -> bool:
-    """Return whether every rank of `draft` meets its part of the reference."""
-    return misfit(skeleton, reference, draft, size) is None
-
-
-def misfit(skeleton: Skeleton, reference: Reference, draft: Draft, size: int) -> str | None:
-    """Return what is wrong with `draft`, `None` if nothing is. Of many ranks some are tried."""
-    for rank in sorted({0, 1, size // 2, size - 1}):
-        try:
-            rehearse(skeleton, reference, draft, rank=rank, size=size)
-        except Exception as error:  # of the model's own code, which meets shapes that it may not be made for
-            return f"{type(error).__name__}: {error}"
     return None
 
 
@@ -92,12 +74,12 @@ def _owners(module: nn.Module, region: Region) -> dict[str, str]:
     }
 
 
-def _ratios(skeleton: Skeleton, region: Region, size: int) -> list[Fraction]:
+def _ratios(weightless: WeightlessModel, region: Region, size: int) -> list[Fraction]:
     """Return by what numbers may shrink: with the queries, with shared keys, and with the quotient of both."""
     shares = {Fraction(1, size)}
     for name in region.columns:
         division = region.draft.divisions[f"{name}.weight"]
-        weight = skeleton.module.get_submodule(name)._parameters["weight"]
+        weight = weightless.module.get_submodule(name)._parameters["weight"]
         assert weight is not None and division.dim is not None
         shares.add(Fraction(sum(stop - start for start, stop in division.ranges[0]), weight.shape[division.dim]))
     shares |= {one / other for one in shares for other in shares if one < other}
@@ -149,12 +131,12 @@ def _spread(owners: Sequence[Mapping[str, str]], changes: Mapping[_Place, int]) 
 
 
 def _arguments(
-    skeleton: Skeleton, reference: Reference, owners: Sequence[Mapping[str, str]], heads: Mapping[_Place, list[int]]
+    weightless: WeightlessModel, reference: Reference, owners: Sequence[Mapping[str, str]], heads: Mapping[_Place, list[int]]
 ) -> Iterator[dict[str, tuple[LocalArgument, ...]]]:
     """Yield arguments of the modules that might have something for each head, for all regions of the kind at once."""
-    module = skeleton.module.get_submodule(owners[0][""])
-    given = _given(skeleton, reference, module)
-    counts = sorted({getattr(skeleton.module.get_submodule(f"{owners[0][path]}"), name) for path, name in heads})
+    module = weightless.module.get_submodule(owners[0][""])
+    given = _given(weightless, reference, module)
+    counts = sorted({getattr(weightless.module.get_submodule(f"{owners[0][path]}"), name) for path, name in heads})
     for name, value in given.items():
         if not isinstance(value, Tensor) or not value.is_floating_point():
             continue
@@ -165,7 +147,7 @@ def _arguments(
                     yield {names[""]: (argument,) for names in owners}
 
 
-def _given(skeleton: Skeleton, reference: Reference, module: nn.Module) -> dict[str, Any]:
+def _given(weightless: WeightlessModel, reference: Reference, module: nn.Module) -> dict[str, Any]:
     """Return the arguments of the first call of `module` in a forward."""
     found: list[dict[str, Any]] = []
 
@@ -174,7 +156,7 @@ def _given(skeleton: Skeleton, reference: Reference, module: nn.Module) -> dict[
 
     handle = module.register_forward_pre_hook(keep, with_kwargs=True)
     try:
-        skeleton.run(reference.example, lambda _name, _number, _inputs, noise: noise)
+        weightless.run(reference.example, lambda _name, _number, _inputs, noise: noise)
     finally:
         handle.remove()
     return found[0] if found else {}

@@ -17,7 +17,7 @@ from torch import Tensor
 from bigload.parallel.draft import Draft, chunks
 from bigload.parallel.layer_kinds import LayerKind
 from bigload.parallel.rehearsal import Reference
-from bigload.parallel.skeleton import Skeleton
+from bigload.parallel.weightless_model import WeightlessModel
 from bigload.planning.partition import Division, Range
 
 
@@ -28,21 +28,23 @@ class Region:
     Attributes:
         row: The layer that is divided by its inputs.
         columns: The layers that are divided by their outputs.
+        shared: Layers of whose outputs every rank needs all, as of keys that all queries read.
         draft: Their divisions and styles, and those of parameters and tables between them.
     """
 
     row: str
     columns: tuple[str, ...]
+    shared: tuple[str, ...]
     draft: Draft
 
 
-def regions(skeleton: Skeleton, reference: Reference, size: int) -> Iterator[Region]:
+def regions(weightless: WeightlessModel, reference: Reference, size: int) -> Iterator[Region]:
     """Yield what `size` ranks could divide together, in the order of the forward; some may turn out not to work."""
-    leaves = _leaves(skeleton, reference)
+    leaves = _leaves(weightless, reference)
     for (name, number), inputs in reference.inputs.items():
-        is_row = number == 0 and skeleton.layers[name] is not LayerKind.LOOKUP
+        is_row = number == 0 and weightless.layers[name] is not LayerKind.LOOKUP
         if is_row and inputs.requires_grad and inputs.shape[-1] % size == 0:
-            found = _region(skeleton, name, inputs, leaves, size)
+            found = _region(weightless, name, inputs, leaves, size)
             if found is not None:
                 yield found
 
@@ -55,16 +57,16 @@ class _Leaf:
     is_layer: bool
 
 
-def _leaves(skeleton: Skeleton, reference: Reference) -> dict[int, _Leaf]:
+def _leaves(weightless: WeightlessModel, reference: Reference) -> dict[int, _Leaf]:
     leaves = {id(tensor): _Leaf(name, is_layer=True) for (name, _), tensor in reference.answers.items()}
-    for name, parameter in skeleton.module.named_parameters():
+    for name, parameter in weightless.module.named_parameters():
         if parameter.requires_grad:
             leaves[id(parameter)] = _Leaf(name, is_layer=False)
     return leaves
 
 
 def _region(
-    skeleton: Skeleton, row: str, inputs: Tensor, leaves: Mapping[int, _Leaf], size: int
+    weightless: WeightlessModel, row: str, inputs: Tensor, leaves: Mapping[int, _Leaf], size: int
 ) -> Region | None:
     reached = [tensor for tensor in _reached(inputs) if id(tensor) in leaves]
     needed: list[dict[str, list[Tensor]]] = []
@@ -74,14 +76,15 @@ def _region(
             return None
     divisions: dict[str, Division] = {}
     styles: dict[str, str] = {}
-    columns = []
+    columns, shared = [], []
     for name in needed[0]:
         division = _division([masks[name] for masks in needed])
         if division is None:
             return None
+        kind = weightless.layers.get(name)
         if division.dim is None:
+            shared += [name] if kind is not None else []
             continue
-        kind = skeleton.layers.get(name)
         if kind is None:
             divisions[name] = division
             styles[name.rpartition(".")[0]] = "local_params"
@@ -90,13 +93,14 @@ def _region(
         styles[name] = "local_params" if kind is LayerKind.LOOKUP else "colwise"
         if kind is not LayerKind.LOOKUP:
             columns.append(name)
-            if skeleton.module.get_submodule(name)._parameters.get("bias") is not None:
+            if weightless.module.get_submodule(name)._parameters.get("bias") is not None:
                 divisions[f"{name}.bias"] = Division(0, division.ranges)
     if not columns or row in styles:
         return None
-    divisions[f"{row}.weight"] = Division(skeleton.layers[row].in_dim, chunks(inputs.shape[-1], size))
+    divisions[f"{row}.weight"] = Division(weightless.layers[row].in_dim, chunks(inputs.shape[-1], size))
     styles[row] = "rowwise"
-    return Region(row=row, columns=tuple(columns), draft=Draft(divisions=divisions, styles=styles))
+    draft = Draft(divisions=divisions, styles=styles)
+    return Region(row=row, columns=tuple(columns), shared=tuple(shared), draft=draft)
 
 
 def _reached(inputs: Tensor) -> list[Tensor]:

@@ -1,4 +1,4 @@
-"""What a rank of a drafted plan would meet: the model's skeleton is run as that rank, and compared with itself."""
+"""What a rank of a drafted plan would meet: a model without weights runs as that rank, beside the whole."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from bigload.parallel.draft import Draft, cut, sliced
 from bigload.parallel.example_inputs import tensors_in
-from bigload.parallel.skeleton import Skeleton, hollow, replaced
+from bigload.parallel.weightless_model import WeightlessModel, hollow, replaced
 from bigload.parallel.tensor_parallel_plan import LocalArgument
 from bigload.planning.partition import WHOLE, Division
 
@@ -44,7 +44,7 @@ class MismatchError(Exception):
     """A rank would meet other values than it should; the text says where."""
 
 
-def reference_of(skeleton: Skeleton, example: Mapping[str, object], summed: Sequence[str] = ()) -> Reference:
+def reference_of(weightless: WeightlessModel, example: Mapping[str, object], summed: Sequence[str] = ()) -> Reference:
     """Return what happens in a forward with the arguments `example`; of the modules in `summed`, what they make."""
     inputs: dict[Call, Tensor] = {}
     answers: dict[Call, Tensor] = {}
@@ -60,47 +60,57 @@ def reference_of(skeleton: Skeleton, example: Mapping[str, object], summed: Sequ
 
     with ExitStack() as stack, torch.enable_grad():
         for name in summed:
-            stack.enter_context(_hooked(skeleton.module.get_submodule(name).register_forward_hook(keep(name))))
-        output = skeleton.run(example, on_call)
+            stack.enter_context(_hooked(weightless.module.get_submodule(name).register_forward_hook(keep(name))))
+        output = weightless.run(example, on_call)
     return Reference(example=example, inputs=inputs, answers=answers, summed=made, outputs=tensors_in(output))
 
 
-def rehearse(skeleton: Skeleton, reference: Reference, draft: Draft, *, rank: int, size: int) -> None:
-    """Run the skeleton as `rank` of `size`, and let layers that sum or gather answer as if the others were there.
+def rehearse(weightless: WeightlessModel, reference: Reference, draft: Draft, *, rank: int, size: int) -> None:
+    """Run the model as `rank` of `size`, and let layers that sum or gather answer as if the others were there.
 
     Raises:
         MismatchError: a layer gets, or the model returns, something else than its part of what it should be.
         Exception: whatever the model raises, which cannot work with what this rank has.
     """
-    cast = _Cast(skeleton, reference, draft, rank, size)
+    cast = _Cast(weightless, reference, draft, rank, size)
     parameters = {
         name: cast.local_parameter(name, division) for name, division in draft.divisions.items() if division != WHOLE
     }
     with ExitStack() as stack:
         stack.enter_context(torch.no_grad())
-        stack.enter_context(replaced(skeleton.module, parameters, draft.attributes))
+        stack.enter_context(replaced(weightless.module, parameters, draft.attributes))
         for name, arguments in draft.arguments.items():
-            stack.enter_context(cutting(skeleton.module.get_submodule(name), arguments, rank, size))
+            stack.enter_context(cutting(weightless.module.get_submodule(name), arguments, rank, size))
         for name in reference.summed:
             stack.enter_context(cast.summing(name))
-        outputs = tensors_in(skeleton.run(reference.example, cast.on_call))
+        outputs = tensors_in(weightless.run(reference.example, cast.on_call))
     if len(outputs) != len(reference.outputs):
         raise MismatchError(f"{len(outputs)} tensors come out, expected {len(reference.outputs)}")
     for number, (found, expected) in enumerate(zip(outputs, reference.outputs, strict=True)):
         _check(f"output {number}", found, expected)
 
 
+def misfit(weightless: WeightlessModel, reference: Reference, draft: Draft, size: int) -> str | None:
+    """Return what is wrong with `draft` for the first or the last of `size` ranks, `None` if nothing is."""
+    for rank in (0, size - 1):
+        try:
+            rehearse(weightless, reference, draft, rank=rank, size=size)
+        except Exception as error:  # of the model's own code, which meets shapes that it may not be made for
+            return f"{error}" if isinstance(error, MismatchError) else f"{type(error).__name__}: {error}"
+    return None
+
+
 class _Cast:
     """The parts that layers play in a rehearsal."""
 
-    def __init__(self, skeleton: Skeleton, reference: Reference, draft: Draft, rank: int, size: int) -> None:
-        self._skeleton, self._reference, self._draft, self._rank, self._size = skeleton, reference, draft, rank, size
+    def __init__(self, weightless: WeightlessModel, reference: Reference, draft: Draft, rank: int, size: int) -> None:
+        self._weightless, self._reference, self._draft, self._rank, self._size = weightless, reference, draft, rank, size
 
     def local_parameter(self, name: str, division: Division) -> Tensor:
         path, _, last = name.rpartition(".")
-        whole = self._skeleton.module.get_submodule(path)._parameters[last]
+        whole = self._weightless.module.get_submodule(path)._parameters[last]
         assert whole is not None
-        if path in self._skeleton.layers:
+        if path in self._weightless.layers:
             return hollow(division.shape(tuple(whole.shape), self._rank))
         return nn.Parameter(sliced(whole.detach(), division, self._rank), requires_grad=False)
 
@@ -129,7 +139,7 @@ class _Cast:
                 raise MismatchError(f"{name} makes {tuple(output.shape)}, expected {tuple(whole.shape)}")
             return whole
 
-        with _hooked(self._skeleton.module.get_submodule(name).register_forward_hook(swap)):
+        with _hooked(self._weightless.module.get_submodule(name).register_forward_hook(swap)):
             yield
 
 
@@ -148,7 +158,7 @@ def cut_arguments(module: nn.Module, arguments: Sequence[LocalArgument], rank: i
         given = parameters.bind_partial(*args, **kwargs)
         for argument in arguments:
             value = given.arguments.get(argument.name)
-            if isinstance(value, Tensor):
+            if isinstance(value, Tensor) and value.shape[argument.dim] % argument.count == 0:  # else one for all
                 given.arguments[argument.name] = cut(value, argument, rank, size)
         return given.args, given.kwargs
 

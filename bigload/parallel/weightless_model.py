@@ -36,7 +36,7 @@ class OnCall(Protocol):
         ...
 
 
-class Skeleton:
+class WeightlessModel:
     """A copy of `model` on the CPU in which layers make noise.
 
     Attributes:
