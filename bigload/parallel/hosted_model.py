@@ -21,6 +21,7 @@ from bigload.parallel.meeting import join
 from bigload.parallel.messages import Message, bytes_of, pack, unpack
 from bigload.parallel.rank_loading import load_sharded
 from bigload.parallel.requests import Answer, Arguments, Call, MemoryUse, Start, WorkerReport
+from bigload.parallel.tensor_parallel import apply_tensor_parallel
 
 _MAX_COMPARED_BYTES = 1 << 20
 
@@ -89,11 +90,13 @@ def _filled(start: Start, mesh: DeviceMesh, device: torch.device) -> tuple[nn.Mo
     """Return the part of this rank, and how many bytes of the checkpoint were read for it."""
     model = start.skeleton.build(start.shared.tensors())
     model.eval()
+    apply_tensor_parallel(model, start.plan, mesh)
     if start.dtype is not None:
         _cast(model, start.dtype)
+    divided = {name: division for name, division in start.plan.divisions.items() if division.dim is not None}
     num_read = 0
     if start.checkpoint is not None:
-        reports = load_sharded(model, start.checkpoint, divisions=None, device=device)
+        reports = load_sharded(model, start.checkpoint, divisions=divided, device=device)
         num_read = next(report.read_bytes for report in reports if report.rank == mesh.get_rank())
     return model, num_read
 

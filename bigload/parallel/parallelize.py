@@ -21,6 +21,8 @@ from bigload.parallel.parallel_model import ParallelModel, ParallelReport
 from bigload.parallel.pool import WorkerPool
 from bigload.parallel.requests import Start, WorkerReport
 from bigload.parallel.skeleton import Skeleton, skeleton_of
+from bigload.parallel.tensor_parallel import plan_tensor_parallel
+from bigload.parallel.tensor_parallel_plan import TensorParallelPlan
 from bigload.parallel.weight_sharing import WeightSharing
 from bigload.planning.partition import MAX_RANKS
 from bigload.units import format_size
@@ -37,7 +39,7 @@ def parallelize(
     model: nn.Module | StrPath,
     num_gpus: int,
     fp16: bool = False,
-    custom_policies: object = None,
+    custom_policies: Mapping[str, str] | None = None,
     master_addr: str = "127.0.0.1",
     master_port: int | None = None,
     backend: str = "nccl",
@@ -46,6 +48,7 @@ def parallelize(
     daemon: bool = True,
     *,
     checkpoint: StrPath | None = None,
+    example: Mapping[str, object] | None = None,
     methods: Sequence[str] | None = None,
     timeout: float | None = None,
     start_timeout: float = 600.0,
@@ -69,7 +72,8 @@ def parallelize(
             `ranks`, or another checkpoint, whose `config.json` names a class of transformers.
         num_gpus: How many workers: one for each accelerator, from the first on, or processes on the CPU.
         fp16: Whether parameters, and buffers that are stored, become float16 in the workers; the model here stays.
-        custom_policies: What `plan_tensor_parallel` takes, to divide a model otherwise than is found for it.
+        custom_policies: How to divide the model, instead of what is found for it: words by patterns of names, as
+            `plan_tensor_parallel` takes them.
         master_addr: The address of this host at which workers meet.
         master_port: The port; by default one that the kernel knows to be free.
         backend: `nccl` for accelerators of CUDA, `gloo` for the CPU.
@@ -78,6 +82,7 @@ def parallelize(
         init_method: `spawn`, and nothing else: workers are fresh interpreters.
         daemon: Whether the end of this interpreter ends the workers at once, or asks them to stop first.
         checkpoint: Where the weights are: a file or folder that `open_checkpoint` takes, or a folder of ranks.
+        example: Arguments of a forward by name, to plan by; models of transformers need none.
         methods: Names of methods to run in workers; by default `forward`, which is what calling the model does, and
             `generate` if there is one.
         timeout: Seconds that a call may take; by default as long as it does.
@@ -99,11 +104,12 @@ def parallelize(
         model = model_of(Path(model))
     _check_not_parallel(model)
     called = _methods(model, methods)
+    plan = plan_tensor_parallel(model, num_gpus, custom_policies=custom_policies, example=example)
     skeleton, weights = skeleton_of(model)
     wanted = _Wanted(
         num_workers=num_gpus,
         skeleton=skeleton,
-        plan=None,
+        plan=plan,
         checkpoint=None if checkpoint is None else Path(checkpoint).absolute(),
         dtype=torch.float16 if fp16 else None,
         backend=backend,
@@ -115,8 +121,8 @@ def parallelize(
     shared = _shared_weights(skeleton, weights, wanted.checkpoint)
     del weights
     pool, store, workers = _started(wanted, shared)
-    report = ParallelReport(workers=workers, notes=(), seconds=time.perf_counter() - began)
-    _tell(report, verbose)
+    report = ParallelReport(workers=workers, notes=plan.notes, seconds=time.perf_counter() - began)
+    _tell(report, plan, verbose)
     return ParallelModel(model, pool, report, methods=called, timeout=timeout, resources=store)
 
 
@@ -126,7 +132,7 @@ class _Wanted:
 
     num_workers: int
     skeleton: Skeleton
-    plan: object | None
+    plan: TensorParallelPlan
     checkpoint: Path | None
     dtype: torch.dtype | None
     backend: str
@@ -248,7 +254,7 @@ def _shared_weights(
     }
 
 
-def _tell(report: ParallelReport, verbose: str | None) -> None:
+def _tell(report: ParallelReport, plan: TensorParallelPlan, verbose: str | None) -> None:
     if verbose in (None, "none"):
         return
     for worker in report.workers:
@@ -256,3 +262,6 @@ def _tell(report: ParallelReport, verbose: str | None) -> None:
         _log.info("worker %d, process %d: %s of weights, %s read", worker.rank, worker.process_id, held, read)
     for note in report.notes:
         _log.info("%s", note.text)
+    if verbose == "detail":
+        for name, division in plan.divisions.items():
+            _log.info("%s: %s", name, "whole" if division.dim is None else f"{division.ranges} of {division.dim}")

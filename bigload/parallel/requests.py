@@ -11,6 +11,7 @@ import torch
 from bigload.parallel.meeting import Meeting
 from bigload.parallel.messages import Message
 from bigload.parallel.skeleton import Skeleton
+from bigload.parallel.tensor_parallel_plan import TensorParallelPlan
 from bigload.parallel.weight_sharing import SharedWeights
 
 
@@ -20,7 +21,7 @@ class Start:
 
     Attributes:
         skeleton: The model without its weights.
-        plan: How it is divided, a `TensorParallelPlan`; `None` if every worker has all of it.
+        plan: How it is divided.
         shared: Weights in memory of the process that asks; what is not there comes from `checkpoint`.
         checkpoint: A folder or file.
         dtype: What weights of floating point become; `None` leaves each as it is.
@@ -30,7 +31,7 @@ class Start:
 
     meeting: Meeting
     skeleton: Skeleton
-    plan: object | None
+    plan: TensorParallelPlan
     shared: SharedWeights
     checkpoint: Path | None
     dtype: torch.dtype | None
