@@ -191,9 +191,7 @@ def _notes(
         if numel >= MIN_SHARE * total:
             text = f"every rank has all of {kind}: {numel / total:.1%} of the model"
             yield PlanNote(code="replicated", text=text)
-    gathered = sorted(
-        {generic(name) for name, style in draft.styles.items() if style in _COSTLY and "*" in generic(name)}
-    )
+    gathered = sorted({generic(name) for name, style in draft.styles.items() if style in _COSTLY and "*" in generic(name)})
     if gathered:
         text = f"{counted(len(gathered), 'kind')} of layers divided one by one, each with a collective: "
         yield PlanNote(code="gathered", text=text + ", ".join(gathered))

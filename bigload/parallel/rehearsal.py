@@ -104,13 +104,7 @@ class _Cast:
     """The parts that layers play in a rehearsal."""
 
     def __init__(self, weightless: WeightlessModel, reference: Reference, draft: Draft, rank: int, size: int) -> None:
-        self._weightless, self._reference, self._draft, self._rank, self._size = (
-            weightless,
-            reference,
-            draft,
-            rank,
-            size,
-        )
+        self._weightless, self._reference, self._draft, self._rank, self._size = weightless, reference, draft, rank, size
 
     def local_parameter(self, name: str, division: Division) -> Tensor:
         path, _, last = name.rpartition(".")

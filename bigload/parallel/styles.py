@@ -164,9 +164,7 @@ def _entering(inputs: Tensor, mesh: DeviceMesh) -> Tensor:
 
 
 def _summed(part: Tensor, mesh: DeviceMesh) -> Tensor:
-    return (
-        DTensor.from_local(part, mesh, [Partial()], run_check=False).redistribute(placements=[Replicate()]).to_local()
-    )
+    return DTensor.from_local(part, mesh, [Partial()], run_check=False).redistribute(placements=[Replicate()]).to_local()
 
 
 def _gathered(part: Tensor, mesh: DeviceMesh, width: int) -> Tensor:
@@ -177,3 +175,4 @@ def _gathered(part: Tensor, mesh: DeviceMesh, width: int) -> Tensor:
         part.contiguous(), mesh, [Shard(part.ndim - 1)], run_check=False, shape=shape, stride=stride
     )
     return split.redistribute(placements=[Replicate()]).to_local()
+
