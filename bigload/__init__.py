@@ -45,12 +45,15 @@ if TYPE_CHECKING:  # `as` marks them as public to type checkers
     from bigload.errors import LoadOptionError as LoadOptionError
     from bigload.errors import ManifestNotFoundError as ManifestNotFoundError
     from bigload.errors import MissingPackageError as MissingPackageError
+    from bigload.errors import ModelNotSendableError as ModelNotSendableError
     from bigload.errors import NamesUnknownError as NamesUnknownError
     from bigload.errors import NoOffloadFolderError as NoOffloadFolderError
     from bigload.errors import NotEnoughMemoryError as NotEnoughMemoryError
     from bigload.errors import NotEnoughSpaceError as NotEnoughSpaceError
     from bigload.errors import NotOffloadableError as NotOffloadableError
     from bigload.errors import OutputExistsError as OutputExistsError
+    from bigload.errors import ParallelError as ParallelError
+    from bigload.errors import ParallelOptionError as ParallelOptionError
     from bigload.errors import PartitionError as PartitionError
     from bigload.errors import PlanError as PlanError
     from bigload.errors import PlanNotFoundError as PlanNotFoundError
@@ -66,6 +69,11 @@ if TYPE_CHECKING:  # `as` marks them as public to type checkers
     from bigload.errors import UnsupportedDTypeError as UnsupportedDTypeError
     from bigload.errors import UnsupportedMethodError as UnsupportedMethodError
     from bigload.errors import VerificationError as VerificationError
+    from bigload.errors import WorkerDiedError as WorkerDiedError
+    from bigload.errors import WorkerError as WorkerError
+    from bigload.errors import WorkersDisagreeError as WorkersDisagreeError
+    from bigload.errors import WorkersEndedError as WorkersEndedError
+    from bigload.errors import WorkerTimeoutError as WorkerTimeoutError
     from bigload.errors import WriteError as WriteError
     from bigload.layouts.offload_reader import OffloadFolder as OffloadFolder
     from bigload.layouts.rank_slices import RanksFolder as RanksFolder
@@ -82,10 +90,14 @@ if TYPE_CHECKING:  # `as` marks them as public to type checkers
     from bigload.loading.methods import Method as Method
     from bigload.loading.report import LoadReport as LoadReport
     from bigload.loading.slices import Slice as Slice
+    from bigload.parallel.parallel_model import ParallelModel as ParallelModel
+    from bigload.parallel.parallel_model import ParallelReport as ParallelReport
+    from bigload.parallel.parallelize import parallelize as parallelize
     from bigload.parallel.rank_loading import LoadedParts as LoadedParts
     from bigload.parallel.rank_loading import load_parts as load_parts
     from bigload.parallel.rank_loading import load_sharded as load_sharded
     from bigload.parallel.rank_report import RankLoadReport as RankLoadReport
+    from bigload.parallel.requests import WorkerReport as WorkerReport
     from bigload.planning.budget import MemoryBudget as MemoryBudget
     from bigload.planning.certificate import Certificate as Certificate
     from bigload.planning.certificate import Verdict as Verdict
@@ -192,12 +204,15 @@ _HOMES = {
         "LoadOptionError",
         "ManifestNotFoundError",
         "MissingPackageError",
+        "ModelNotSendableError",
         "NamesUnknownError",
         "NoOffloadFolderError",
         "NotEnoughMemoryError",
         "NotEnoughSpaceError",
         "NotOffloadableError",
         "OutputExistsError",
+        "ParallelError",
+        "ParallelOptionError",
         "PartitionError",
         "PlanError",
         "PlanNotFoundError",
@@ -213,6 +228,11 @@ _HOMES = {
         "UnsupportedDTypeError",
         "UnsupportedMethodError",
         "VerificationError",
+        "WorkerDiedError",
+        "WorkerError",
+        "WorkerTimeoutError",
+        "WorkersDisagreeError",
+        "WorkersEndedError",
         "WriteError",
     ),
     "bigload.layouts.offload_reader": ("OffloadFolder",),
@@ -225,8 +245,11 @@ _HOMES = {
     "bigload.loading.methods": ("Method",),
     "bigload.loading.report": ("LoadReport",),
     "bigload.loading.slices": ("Slice",),
+    "bigload.parallel.parallel_model": ("ParallelModel", "ParallelReport"),
+    "bigload.parallel.parallelize": ("parallelize",),
     "bigload.parallel.rank_loading": ("LoadedParts", "load_parts", "load_sharded"),
     "bigload.parallel.rank_report": ("RankLoadReport",),
+    "bigload.parallel.requests": ("WorkerReport",),
     "bigload.planning.budget": ("MemoryBudget",),
     "bigload.planning.certificate": ("Certificate", "Verdict"),
     "bigload.planning.choices": ("Balance", "Experts", "NameScheme", "Order", "Policy"),

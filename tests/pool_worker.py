@@ -7,6 +7,7 @@ import struct
 import sys
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from types import ModuleType
 
 from bigload.parallel import worker
@@ -48,34 +49,37 @@ def serve(connection, rank, began):
 
 
 def act(word, rank):
-    match word:
-        case "rank":
-            return rank
-        case "environment":
-            return {name: os.environ.get(name) for name in ("RANK", "LOCAL_RANK", "OF_WORKERS_ALONE")}
-        case "talk":
-            print("x" * 100_000)
-            print(f"I am {rank}")
-            return None
-        case "fail" | "fail_apart":
-            text = "no" if word == "fail" else f"no, says {rank}"
-            return Failure(kind="ValueError", text=text, traceback=f"in line {rank}")
-        case "exit":
-            print("going")
-            os._exit(9)
-        case "kill":
-            os.kill(os.getpid(), signal.SIGKILL)
-        case "abort":
-            os.abort()
-        case "sleep":
-            time.sleep(100)
-        case "fork":
-            if os.fork() == 0:
-                time.sleep(2)
-                os._exit(0)
-            return None
-        case "descriptors":
-            return len(os.listdir("/proc/self/fd"))
+    return ACTS[word](rank)
+
+
+def talk(rank):
+    sys.stdout.write("x" * 100_000 + f"\nI am {rank}\n")
+
+
+def leave(rank):
+    sys.stdout.write("going\n")
+    os._exit(9)
+
+
+def fork(rank):
+    if os.fork() == 0:
+        time.sleep(2)
+        os._exit(0)
+
+
+ACTS = {
+    "rank": lambda rank: rank,
+    "environment": lambda rank: {name: os.environ.get(name) for name in ("RANK", "LOCAL_RANK", "OF_WORKERS_ALONE")},
+    "talk": talk,
+    "fail": lambda rank: Failure(kind="ValueError", text="no", traceback=f"in line {rank}"),
+    "fail_apart": lambda rank: Failure(kind="ValueError", text=f"no, says {rank}", traceback=f"in line {rank}"),
+    "exit": leave,
+    "kill": lambda rank: os.kill(os.getpid(), signal.SIGKILL),
+    "abort": lambda rank: os.abort(),
+    "sleep": lambda rank: time.sleep(100),
+    "fork": fork,
+    "descriptors": lambda rank: len(list(Path("/proc/self/fd").iterdir())),
+}
 
 
 def wait_for_others():

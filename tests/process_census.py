@@ -20,10 +20,14 @@ class Census:
 def census():
     return Census(
         children=frozenset(children()),
-        descriptors=len(os.listdir("/proc/self/fd")),
-        shared_memory=frozenset(os.listdir("/dev/shm")),
-        files=frozenset(os.listdir(tempfile.gettempdir())),
+        descriptors=len(names_in("/proc/self/fd")),
+        shared_memory=names_in("/dev/shm"),
+        files=names_in(tempfile.gettempdir()),
     )
+
+
+def names_in(folder):
+    return frozenset(path.name for path in Path(folder).iterdir())
 
 
 def settled(before, *, seconds=2.0):

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from bigload.errors import ParallelOptionError
+from bigload.errors import ParallelOptionError, StateDictMismatchError
 from bigload.parallel.folder_model import model_of
 from bigload.parallel.meeting import Meeting, environment, open_store
 from bigload.parallel.messages import pack
@@ -21,6 +21,7 @@ from bigload.parallel.parallel_model import ParallelModel, ParallelReport
 from bigload.parallel.pool import WorkerPool
 from bigload.parallel.requests import Start, WorkerReport
 from bigload.parallel.skeleton import Skeleton, skeleton_of
+from bigload.parallel.stored_tensors import open_stored
 from bigload.parallel.tensor_parallel import plan_tensor_parallel
 from bigload.parallel.tensor_parallel_plan import TensorParallelPlan
 from bigload.parallel.weight_sharing import WeightSharing
@@ -119,6 +120,8 @@ def parallelize(
         timeout_seconds=start_timeout,
     )
     shared = _shared_weights(skeleton, weights, wanted.checkpoint)
+    if wanted.checkpoint is not None:
+        _check_has_all(skeleton, wanted.checkpoint, type(model).__name__)
     del weights
     pool, store, workers = _started(wanted, shared)
     report = ParallelReport(workers=workers, notes=plan.notes, seconds=time.perf_counter() - began)
@@ -252,6 +255,23 @@ def _shared_weights(
         for number, tensor in enumerate(weights)
         if not tensor.is_meta and (checkpoint is None or not forms[number].is_parameter)
     }
+
+
+def _check_has_all(skeleton: Skeleton, checkpoint: Path, model: str) -> None:
+    """Raise if `checkpoint` is not sound or lacks a parameter, before any process is started."""
+    stored = open_stored(checkpoint).tensors
+    parameters = [form for form in skeleton.weights if form.is_parameter]
+    missing = [form.names[0] for form in parameters if not any(name in stored for name in form.names)]
+    misshapen = [
+        f"{name} has shape {list(stored[name].shape)}, expected {list(form.shape)}"
+        for form in parameters
+        for name in form.names
+        if name in stored and stored[name].shape != form.shape
+    ]
+    if missing or misshapen:
+        raise StateDictMismatchError(
+            model, missing=missing, unexpected=(), misshapen=misshapen, hint="nothing was started"
+        )
 
 
 def _tell(report: ParallelReport, plan: TensorParallelPlan, verbose: str | None) -> None:
