@@ -47,12 +47,12 @@ def open_store(address: str, port: int | None) -> TCPStore:
     try:
         family = socket.getaddrinfo(address, port or 0, type=socket.SOCK_STREAM)[0][0]
         listener = socket.create_server((address, port or 0), family=family)
-    except (OSError, OverflowError) as error:
+    except OSError as error:
         name, value = ("master_addr", address) if port is None else ("master_port", port)
         raise ParallelOptionError(
             name,
             value,
-            f"an address and a port of this host that are free ({getattr(error, 'strerror', None) or error})",
+            f"an address and a port of this host that are free ({error.strerror or error})",
             hint="leave master_port out: the kernel then chooses a free one",
         ) from None
     found = listener.getsockname()[1]

@@ -98,14 +98,15 @@ def parallelize(
             Calls of the model raise them as well.
     """
     began = time.perf_counter()
-    _check_options(num_gpus, backend, verbose=verbose, init_method=init_method)
+    _check_options(num_gpus, backend, verbose=verbose, init_method=init_method, port=master_port)
     _check_seconds(timeout=timeout, start_timeout=start_timeout)
     if not isinstance(model, nn.Module):
         checkpoint = model if checkpoint is None else checkpoint
         model = model_of(Path(model))
     _check_not_parallel(model)
     called = _methods(model, methods)
-    plan = plan_tensor_parallel(model, num_gpus, custom_policies=custom_policies, example=example)
+    with torch.inference_mode(mode=False), torch.enable_grad():  # the plan is found by what flows back
+        plan = plan_tensor_parallel(model, num_gpus, custom_policies=custom_policies, example=example)
     skeleton, weights = skeleton_of(model)
     wanted = _Wanted(
         num_workers=num_gpus,
@@ -184,7 +185,7 @@ def _started(
     return pool, store, tuple(each for each in answers if isinstance(each, WorkerReport))
 
 
-def _check_options(num_gpus: int, backend: str, *, verbose: str | None, init_method: str) -> None:
+def _check_options(num_gpus: int, backend: str, *, verbose: str | None, init_method: str, port: int | None) -> None:
     """Raise `ParallelOptionError` if an argument cannot be."""
     if isinstance(num_gpus, bool) or not isinstance(num_gpus, int) or not 1 <= num_gpus <= MAX_RANKS:
         raise ParallelOptionError("num_gpus", num_gpus, f"1 to {MAX_RANKS}")
@@ -196,6 +197,8 @@ def _check_options(num_gpus: int, backend: str, *, verbose: str | None, init_met
         raise ParallelOptionError(
             "init_method", init_method, "spawn", hint="workers are fresh interpreters, which forks are not"
         )
+    if port is not None and not (isinstance(port, int) and 1 <= port <= 65535):
+        raise ParallelOptionError("master_port", port, "1 to 65535, or None for one that is free")
     num_accelerators = torch.cuda.device_count() if backend == "nccl" else num_gpus
     if num_accelerators < num_gpus:
         raise ParallelOptionError(

@@ -7,12 +7,14 @@ Who writes to one gets a page of its own (a private map), so nobody's changes ar
 from __future__ import annotations
 
 import ctypes
-import mmap
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
+
+from bigload.loading.mapped import MappedFile
 
 _ALIGNMENT = 64
 _MAX_WRITE_BYTES = 1 << 30
@@ -106,13 +108,13 @@ def _place(tensor: torch.Tensor, start: int) -> Place:
 def _views(descriptor: int, num_bytes: int, places: Mapping[int, Place]) -> dict[int, torch.Tensor]:
     if not num_bytes:
         return {number: torch.empty_strided(p.shape, p.strides, dtype=p.dtype) for number, p in places.items()}
-    # Lives as long as storages of tensors refer to it.
-    mapped = mmap.mmap(descriptor, num_bytes, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE)
+    mapped = MappedFile(Path(f"/proc/self/fd/{descriptor}"), num_bytes)
     storages: dict[int, torch.UntypedStorage] = {}
     for place in places.values():
         if place.storage_start not in storages and place.storage_bytes:
-            part = torch.frombuffer(mapped, dtype=torch.uint8, count=place.storage_bytes, offset=place.storage_start)
-            storages[place.storage_start] = part.untyped_storage()
+            part = mapped.buffer[place.storage_start : place.storage_start + place.storage_bytes]
+            storages[place.storage_start] = torch.frombuffer(part, dtype=torch.uint8).untyped_storage()
+    mapped.close()  # the memory lives as long as storages refer to it
     return {number: _view(place, storages.get(place.storage_start)) for number, place in places.items()}
 
 
