@@ -103,10 +103,13 @@ def _filled(start: Start, mesh: DeviceMesh, device: torch.device) -> tuple[nn.Mo
 
 def _cast(model: nn.Module, dtype: torch.dtype) -> None:
     """Make weights of floating point `dtype`. What no state dict has, tables of angles for one, stays as it is."""
+    done: dict[int, nn.Parameter] = {}
     for module in model.modules():
-        for parameter in module._parameters.values():
+        for name, parameter in module._parameters.items():
             if parameter is not None and parameter.is_floating_point():
-                parameter.data = parameter.data.to(dtype)
+                if id(parameter) not in done:
+                    done[id(parameter)] = nn.Parameter(parameter.detach().to(dtype), requires_grad=False)
+                module._parameters[name] = done[id(parameter)]
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.is_floating_point() and name not in module._non_persistent_buffers_set:
                 module._buffers[name] = buffer.to(dtype)
