@@ -6,7 +6,8 @@ import ctypes
 import os
 import pickle
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import timedelta
 from queue import SimpleQueue
@@ -68,6 +69,23 @@ class TorchTeam:
         heard[self.rank] = value
         return [heard[rank] for rank in range(self.size)]
 
+    def send_out(self, values: torch.Tensor) -> None:
+        """Make `values`, in memory of the CPU and of one form everywhere, those of rank 0. All ranks call it.
+
+        Rank 0 sends to each by itself: a broadcast that lost one on its way leaves others waiting for it.
+
+        Raises:
+            RankError: rank 0 is gone; or, in rank 0 and when all others have the values, another one.
+        """
+        if self.rank:
+            _finish(0, dist.irecv, values, self._group)
+            return
+        with ThreadPoolExecutor(max_workers=max(self.size - 1, 1), thread_name_prefix=f"{LISTENER}sender-") as threads:
+            peers = range(1, self.size)
+            sendings = [threads.submit(_finish, peer, dist.isend, values, self._group) for peer in peers]
+        for sending in sendings:
+            sending.result()
+
     def _listen(self, peer: int, said: bytes, news: SimpleQueue[tuple[int, bytes | RuntimeError]]) -> None:
         """Tell `news` what `peer` says, and then that it has heard all; or that it is gone."""
         try:
@@ -106,6 +124,22 @@ class TorchTeam:
         dist.destroy_process_group(self._group)
 
 
+def _finish(
+    peer: int, swap: Callable[..., dist.Work | None], values: torch.Tensor, group: dist.ProcessGroup | None
+) -> None:
+    """Send `values` to `peer`, or receive them from it."""
+    try:
+        work = swap(values, peer, group=group)
+        assert work is not None
+        work.wait(_PATIENCE)
+    except RuntimeError as error:
+        raise _gone(peer, error) from error
+
+
+def _gone(peer: int, error: RuntimeError) -> RankError:
+    return RankError(peer, f"it can no longer be reached ({str(error).splitlines()[0]:.200})")
+
+
 def _from_each(peers: Sequence[int], news: SimpleQueue[tuple[int, bytes | RuntimeError]]) -> list[tuple[int, bytes]]:
     """Wait for a piece of news from each of `peers`.
 
@@ -118,8 +152,7 @@ def _from_each(peers: Sequence[int], news: SimpleQueue[tuple[int, bytes | Runtim
     while missing:
         peer, told = news.get()
         if isinstance(told, RuntimeError):
-            reason = f"it can no longer be reached ({str(told).splitlines()[0]:.200})"
-            raise RankError(peer, reason) from told
+            raise _gone(peer, told) from told
         if peer in missing:
             missing.remove(peer)
             found.append((peer, told))

@@ -29,14 +29,6 @@ MIN_STRETCH_BYTES = 256 * KIB
 """Runs of this length are reads of their own: the call is nothing beside the bytes."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReadResult:
-    """How local tensors were filled, and by how many bytes asked of files."""
-
-    approach: Approach
-    read_bytes: int
-
-
 @dataclass(frozen=True, slots=True)
 class _Line:
     """Lines, and the local tensor that they are for: its position."""
@@ -45,8 +37,8 @@ class _Line:
     number: int
 
 
-def fill_local(checkpoint: Checkpoint, tensors: Sequence[LocalTensor], chosen: LoadSettings) -> ReadResult:
-    """Read what `tensors` are to hold into their memory.
+def fill_local(checkpoint: Checkpoint, chosen: LoadSettings, tensors: Sequence[LocalTensor]) -> tuple[Approach, int]:
+    """Read what `tensors` are to hold into their memory; return how, and how many bytes were asked of the files.
 
     Raises:
         ReadError: a file cannot be read to the end, or is not the one that was opened, or changed meanwhile.
@@ -67,7 +59,7 @@ def fill_local(checkpoint: Checkpoint, tensors: Sequence[LocalTensor], chosen: L
         read_bytes += _read_rows(checkpoint, group, tensors, way, recorder)
     pairs = [(line.lines, tensors[line.number]) for line in columns]
     read_bytes += read_columns(checkpoint, pairs, threads=approach.threads)
-    return ReadResult(approach=approach, read_bytes=read_bytes)
+    return approach, read_bytes
 
 
 def _is_stretch(lines: Lines) -> bool:

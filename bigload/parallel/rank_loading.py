@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -13,19 +13,26 @@ from torch import nn
 from bigload.checkpoint.model import Checkpoint
 from bigload.errors import UnknownTensorError, UnsupportedDTypeError
 from bigload.loading.accelerators import check_present
+from bigload.loading.approach import Approach
 from bigload.loading.assign import Assignment
 from bigload.loading.methods import Method
-from bigload.loading.settings import LoadSettings, settings
-from bigload.loading.team import Alone, Team, present_team, together
+from bigload.loading.settings import settings
+from bigload.loading.team import Team, present_team, together
 from bigload.loading.tensors import parsed_dtype, torch_dtype
+from bigload.loading.torch_team import TorchTeam
 from bigload.parallel.local_memory import LocalPart, LocalTensor, local_tensors
 from bigload.parallel.local_reading import fill_local
 from bigload.parallel.local_spans import of_division
 from bigload.parallel.model_part import ModelPart, assign_local, check_parts, described
 from bigload.parallel.rank_report import RankLoadReport
+from bigload.parallel.sending_out import send_out, without_places
+from bigload.parallel.stored_lines import StoredTensor
 from bigload.parallel.stored_tensors import StoredTensors, open_stored
 from bigload.planning.load_dtype import as_dtype
 from bigload.planning.partition import Division
+
+_Fill = Callable[[Sequence[LocalTensor]], tuple[Approach | None, int]]
+"""Fills local tensors; returns how files were read for it, if this process did, and how many bytes."""
 
 
 class LoadedParts(dict[str, torch.Tensor]):
@@ -102,12 +109,35 @@ def load_sharded(
             is_alone=team.size == 1,
         )
         how = together(team, lambda: settings(threads, method, max_inflight))
-        if broadcast_from_rank0 and team.size > 1:
-            raise NotImplementedError
-        stored, places = together(team, lambda: _opened(checkpoint, plan))
-        tensors, report = together(team, lambda: _loaded(stored, [part for _, part in places], how, team, began))
+        fill: _Fill
+        if broadcast_from_rank0 and isinstance(team, TorchTeam):
+            stored = _told_by_rank_0(checkpoint, team)
+            places = together(team, lambda: plan.parts(stored))
+            sent = _wanted_by_any(stored, places, team)
+            fill = partial(send_out, team, stored.checkpoint, how, sent)
+        else:
+            stored, places = together(team, lambda: _opened(checkpoint, plan))
+            fill = partial(fill_local, stored.checkpoint, how)
+        parts = [part for _, part in places]
+        tensors, report = together(team, lambda: _loaded(stored, parts, fill, team.rank, began))
         assign_local(model, [assignment for assignment, _ in places], tensors)
         return tuple(team.share(report))
+
+
+def _told_by_rank_0(checkpoint: Checkpoint | str | Path, team: TorchTeam) -> StoredTensors:
+    """Return what rank 0 has opened, and in the others what it tells of it."""
+    opened = together(team, lambda: open_stored(checkpoint) if team.rank == 0 else None)
+    told = team.share(None if opened is None else without_places(opened))[0]
+    assert told is not None, "rank 0 has opened it, or raised"
+    return told if opened is None else opened
+
+
+def _wanted_by_any(
+    stored: StoredTensors, places: Sequence[tuple[Assignment, LocalPart]], team: Team
+) -> list[StoredTensor]:
+    """Return what any rank wants a part of, in one order for all."""
+    wanted = {name for names in team.share([part.stored.name for _, part in places]) for name in names}
+    return [tensor for tensor in stored.tensors.values() if tensor.name in wanted]
 
 
 def _opened(
@@ -118,19 +148,19 @@ def _opened(
 
 
 def _loaded(
-    stored: StoredTensors, parts: Sequence[LocalPart], how: LoadSettings, team: Team, began: float
+    stored: StoredTensors, parts: Sequence[LocalPart], fill: _Fill, rank: int, began: float
 ) -> tuple[list[LocalTensor], RankLoadReport]:
     tensors = local_tensors(stored.checkpoint.name, stored.checkpoint.path, parts)
-    result = fill_local(stored.checkpoint, tensors, how)
+    approach, read_bytes = fill(tensors)
     report = RankLoadReport(
-        rank=team.rank,
+        rank=rank,
         needed_bytes=sum(part.stored_bytes for part in parts),
-        read_bytes=result.read_bytes,
+        read_bytes=read_bytes,
         stored_bytes=stored.num_bytes,
         seconds=time.perf_counter() - began,
-        method=result.approach.method,
-        reason=result.approach.reason,
-        threads=result.approach.threads,
+        method=None if approach is None else approach.method,
+        reason="rank 0 reads" if approach is None else approach.reason,
+        threads=0 if approach is None else approach.threads,
     )
     return tensors, report
 
@@ -181,6 +211,6 @@ def load_parts(
         is_whole = division.dim is None
         parts.append(LocalPart(stored=tensor, spans=spans, dtype=kind, device=place, is_shared=is_whole))
     check_parts(parts)
-    tensors, report = _loaded(stored, parts, how, Alone(), began)
+    tensors, report = _loaded(stored, parts, partial(fill_local, stored.checkpoint, how), rank, began)
     found = {part.stored.name: each.tensor for part, each in zip(parts, tensors, strict=True)}
-    return LoadedParts(found, replace(report, rank=rank))
+    return LoadedParts(found, report)
