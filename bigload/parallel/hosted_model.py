@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from bigload.parallel.agreed_stopping import agree_on_stopping
+from bigload.parallel.freed_memory import give_back
 from bigload.parallel.kept_values import Keeper
 from bigload.parallel.meeting import join
 from bigload.parallel.messages import Message, bytes_of, pack, unpack
@@ -42,6 +43,7 @@ class HostedModel:
         self._model, read_bytes = _filled(start, mesh, self._device)
         self._model.to(self._device)
         agree_on_stopping(self._model)
+        give_back()
         dist.barrier()
         self.report = WorkerReport(
             rank=rank,
@@ -96,7 +98,9 @@ def _filled(start: Start, mesh: DeviceMesh, device: torch.device) -> tuple[nn.Mo
     divided = {name: division for name, division in start.plan.divisions.items() if division.dim is not None}
     num_read = 0
     if start.checkpoint is not None:
-        reports = load_sharded(model, start.checkpoint, divisions=divided, device=device, strict=False)
+        reports = load_sharded(
+            model, start.checkpoint, divisions=divided, device=device, strict=False, method=start.method
+        )
         num_read = next(report.read_bytes for report in reports if report.rank == mesh.get_rank())
     return model, num_read
 

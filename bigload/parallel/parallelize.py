@@ -14,7 +14,10 @@ import torch
 from torch import nn
 
 from bigload.errors import ParallelOptionError, StateDictMismatchError
+from bigload.loading.methods import Method
+from bigload.loading.settings import settings
 from bigload.parallel.folder_model import model_of
+from bigload.parallel.freed_memory import give_back
 from bigload.parallel.meeting import Meeting, environment, open_store
 from bigload.parallel.messages import pack
 from bigload.parallel.parallel_model import ParallelModel, ParallelReport
@@ -49,6 +52,7 @@ def parallelize(
     daemon: bool = True,
     *,
     checkpoint: StrPath | None = None,
+    method: Method | str | None = None,
     example: Mapping[str, object] | None = None,
     methods: Sequence[str] | None = None,
     timeout: float | None = None,
@@ -83,6 +87,7 @@ def parallelize(
         init_method: `spawn`, and nothing else: workers are fresh interpreters.
         daemon: Whether the end of this interpreter ends the workers at once, or asks them to stop first.
         checkpoint: Where the weights are: a file or folder that `open_checkpoint` takes, or a folder of ranks.
+        method: How workers read the checkpoint, as for `bigload.load`.
         example: Arguments of a forward by name, to plan by; models of transformers need none.
         methods: Names of methods to run in workers; by default `forward`, which is what calling the model does, and
             `generate` if there is one.
@@ -99,6 +104,7 @@ def parallelize(
     """
     began = time.perf_counter()
     _check_options(num_gpus, backend, verbose=verbose, init_method=init_method, port=master_port)
+    settings(None, method, None)  # raises if there is no such method
     _check_seconds(timeout=timeout, start_timeout=start_timeout)
     if not isinstance(model, nn.Module):
         checkpoint = model if checkpoint is None else checkpoint
@@ -107,12 +113,14 @@ def parallelize(
     called = _methods(model, methods)
     with torch.inference_mode(mode=False), torch.enable_grad():  # the plan is found by what flows back
         plan = plan_tensor_parallel(model, num_gpus, custom_policies=custom_policies, example=example)
+    give_back()
     skeleton, weights = skeleton_of(model)
     wanted = _Wanted(
         num_workers=num_gpus,
         skeleton=skeleton,
         plan=plan,
         checkpoint=None if checkpoint is None else Path(checkpoint).absolute(),
+        method=method,
         dtype=torch.float16 if fp16 else None,
         backend=backend,
         address=master_addr,
@@ -138,6 +146,7 @@ class _Wanted:
     skeleton: Skeleton
     plan: TensorParallelPlan
     checkpoint: Path | None
+    method: Method | str | None
     dtype: torch.dtype | None
     backend: str
     address: str
@@ -175,6 +184,7 @@ def _started(
             plan=wanted.plan,
             shared=sharing.share(shared),
             checkpoint=wanted.checkpoint,
+            method=wanted.method,
             dtype=wanted.dtype,
             default_dtype=torch.get_default_dtype(),
             num_threads=num_threads,

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from bigload.loading.methods import Method
 from bigload.parallel.meeting import Meeting
 from bigload.parallel.messages import Message
 from bigload.parallel.skeleton import Skeleton
@@ -24,6 +25,7 @@ class Start:
         plan: How it is divided.
         shared: Weights in memory of the process that asks; what is not there comes from `checkpoint`.
         checkpoint: A folder or file.
+        method: How files are read.
         dtype: What weights of floating point become; `None` leaves each as it is.
         default_dtype: Of new tensors, as in the process that asks.
         seed: Of the generators of random numbers, the same for all.
@@ -34,6 +36,7 @@ class Start:
     plan: TensorParallelPlan
     shared: SharedWeights
     checkpoint: Path | None
+    method: Method | str | None
     dtype: torch.dtype | None
     default_dtype: torch.dtype
     num_threads: int
