@@ -143,8 +143,8 @@ def _with_regions(stage: _Stage, draft: Draft) -> tuple[Draft, set[str]]:
     if stage.weightless is None or stage.reference is None:
         return draft, shared
     kinds: dict[object, list[Region]] = {}
-    for region in regions(stage.weightless, stage.reference, stage.size):
-        if not any(name in draft.styles for name in (region.row, *region.columns)):
+    for region in regions(stage.weightless, stage.reference, stage.size, draft.styles.keys()):
+        if not any(name in draft.styles for name in region.columns):
             key = (generic(region.row), frozenset(map(generic, region.columns)))
             kinds.setdefault(key, []).append(region)
     for kind in kinds.values():
