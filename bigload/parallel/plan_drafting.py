@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 
 from torch import nn
@@ -46,7 +46,7 @@ def drafted(
         if style == "moe_tp_experts"
     ]
     stage = _Stage.of(model, size, example, summed)
-    problem = stage.misfit(asked)
+    problem = stage.misfit(asked) if asked.styles else None
     if problem is not None:
         raise PartitionError(
             f"the policies do not suit this model on {size} ranks",
@@ -73,6 +73,7 @@ class _Stage:
     weightless: WeightlessModel | None = None
     reference: Reference | None = None
     problem: str | None = None
+    tried: dict[str, object] = field(default_factory=dict)
 
     @staticmethod
     def of(model: nn.Module, size: int, example: Mapping[str, object] | None, summed: list[str]) -> _Stage:
@@ -83,12 +84,9 @@ class _Stage:
             try:
                 weightless = WeightlessModel(model)
                 reference = reference_of(weightless, inputs, summed)
-                problem_found = misfit(weightless, reference, Draft(), 1)
-                if problem_found is None:
-                    return _Stage(
-                        size=size, layers=weightless.layers, ties=ties, weightless=weightless, reference=reference
-                    )
-                problem = f"two forwards differ: {problem_found}"
+                return _Stage(
+                    size=size, layers=weightless.layers, ties=ties, weightless=weightless, reference=reference
+                )
             except Exception as error:  # of the model's own code
                 problem = f"a forward fails: {type(error).__name__}: {error}"
         kinds = {name: layer_kind(module) for name, module in model.named_modules()}
@@ -102,7 +100,10 @@ class _Stage:
     def misfit(self, draft: Draft) -> str | None:
         if self.weightless is None or self.reference is None:
             return None
-        return misfit(self.weightless, self.reference, with_ties(draft, self.ties), self.size)
+        draft = with_ties(draft, self.ties)
+        if self.tried.get("draft") != draft:  # the last one is often asked for twice
+            self.tried.update(draft=draft, problem=misfit(self.weightless, self.reference, draft, self.size))
+        return self.tried["problem"]
 
     def fits(self, draft: Draft) -> bool:
         return self.misfit(draft) is None
@@ -139,21 +140,29 @@ def _block(name: str) -> str:
 
 def _with_regions(stage: _Stage, draft: Draft) -> tuple[Draft, set[str]]:
     """Return `draft` and the regions of layers that can be divided besides, and the layers that have to stay whole."""
-    shared: set[str] = set()
     if stage.weightless is None or stage.reference is None:
-        return draft, shared
+        return draft, set()
     kinds: dict[object, list[Region]] = {}
     for region in regions(stage.weightless, stage.reference, stage.size, draft.styles.keys()):
         if not any(name in draft.styles for name in region.columns):
             key = (generic(region.row), frozenset(map(generic, region.columns)))
             kinds.setdefault(key, []).append(region)
+    accepted: list[tuple[Draft, list[Region]]] = []
+    together = draft
     for kind in kinds.values():
-        if not any(name in draft.styles for region in kind for name in (region.row, *region.columns)):
-            found = localised(stage.weightless, stage.reference, draft, kind, stage.size)
+        if not any(name in together.styles for region in kind for name in (region.row, *region.columns)):
+            found = localised(stage.weightless, stage.reference, together, kind, stage.size)
             if found is not None:
-                draft |= found
-                shared |= {name for region in kind for name in region.shared}
-    return draft, shared
+                accepted.append((found, kind))
+                together |= found
+    if not stage.fits(together):
+        good, together = [], draft
+        for found, kind in accepted:
+            if stage.fits(together | found):
+                good.append((found, kind))
+                together |= found
+        accepted = good
+    return together, {name for _, kind in accepted for region in kind for name in region.shared}
 
 
 def _plan(model: nn.Module, draft: Draft, stage: _Stage, source: Source) -> TensorParallelPlan:
