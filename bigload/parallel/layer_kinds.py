@@ -45,7 +45,8 @@ def layer_kind(module: nn.Module) -> LayerKind | None:
         return None
     if type(module).forward is nn.Linear.forward and "forward" not in module.__dict__:
         return LayerKind.LINEAR
-    return _tried(_small(module))
+    with torch.device("cpu"):
+        return _tried(_small(module))
 
 
 def _small(module: nn.Module) -> nn.Module:

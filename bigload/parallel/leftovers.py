@@ -7,7 +7,9 @@ is divided in one way or not at all.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Set
+from functools import reduce
+from operator import or_
 
 from torch import Tensor, nn
 
@@ -42,7 +44,7 @@ def with_ties(draft: Draft, names: Mapping[str, list[str]]) -> Draft:
 def with_leftovers(
     model: nn.Module,
     layers: Mapping[str, LayerKind],
-    called: Collection[str] | None,
+    called: Set[str] | None,
     draft: Draft,
     size: int,
     works: Callable[[Draft], bool],
@@ -54,16 +56,27 @@ def with_leftovers(
     """
     parameters = dict(model.named_parameters(remove_duplicate=False))
     ties = names_by_parameter(model)
+    additions: list[Draft] = []
+    whole: set[str] = set()
     for kind in _groups(parameters, ties, layers):
         group = [first for first in kind if not _is_settled(ties[first], draft)]
         names = {name for first in group for name in ties[first]}
+        owners = {name.rpartition(".")[0] for name in names}
         known = {name: draft.divisions[name] for name in names if name in draft.divisions}
         addition = _addition(group, ties, parameters, layers, known, size)
-        is_called = called is None or any(name.rpartition(".")[0] in called for name in names)
-        if group and addition is not None and is_called and works(draft | addition):
-            draft = draft | addition
+        if group and addition is not None and (called is None or owners & called):
+            additions.append(addition)
         elif known:
-            draft = _without(draft, {name.rpartition(".")[0] for name in names})
+            whole |= owners
+    draft = _without(draft, whole)
+    together = reduce(or_, additions, draft)
+    if works(together):
+        return together
+    for addition in additions:
+        if works(draft | addition):
+            draft |= addition
+        else:
+            draft = _without(draft, addition.styles)
     return draft
 
 

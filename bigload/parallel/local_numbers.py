@@ -22,7 +22,7 @@ from bigload.parallel.rehearsal import Reference, misfit
 from bigload.parallel.weightless_model import WeightlessModel
 from bigload.parallel.tensor_parallel_plan import LocalArgument
 
-_MAX_TRIES = 300
+_MAX_TRIES = 150
 _HEADS = re.compile(r"heads?$")
 _WIDTHS = ("embed_dim", "split_size", "all_head_size", "inner_dim")
 """What widths of all heads are called, beside other things that have nothing to do with heads."""
@@ -35,24 +35,24 @@ def localised(
 ) -> Draft | None:
     """Return the draft of the regions of one `kind`, with the numbers that become local; `None` if it cannot work.
 
-    `decided` is the draft of what is divided besides.
+    `decided` is the draft of what is divided besides. Only the first two regions are tried.
     """
     base = Draft()
     for region in kind:
         base = base | region.draft
-    whole = decided | base
+    whole, until = decided | base, kind[:2][-1].row
 
     owners = [_owners(weightless.module, region) for region in kind]
     candidates = _candidates(weightless.module, owners, _ratios(weightless, kind[0], size))
     heads = {place: value for place, value in candidates.items() if _is_heads(place[1])}
     for changes in islice(_tries(candidates, size), _MAX_TRIES):
         addition = Draft(attributes=_spread(owners, changes))
-        if misfit(weightless, reference, whole | addition, size) is None:
+        if misfit(weightless, reference, whole | addition, size, until) is None:
             return base | addition
     attributes = Draft(attributes=_spread(owners, {place: values[0] for place, values in heads.items()}))
     for arguments in _arguments(weightless, reference, owners, heads):
         addition = attributes | Draft(arguments=arguments)
-        if misfit(weightless, reference, whole | addition, size) is None:
+        if misfit(weightless, reference, whole | addition, size, until) is None:
             return base | addition
     return None
 
@@ -156,7 +156,7 @@ def _given(weightless: WeightlessModel, reference: Reference, module: nn.Module)
 
     handle = module.register_forward_pre_hook(keep, with_kwargs=True)
     try:
-        weightless.run(reference.example, lambda _name, _number, _inputs, noise: noise)
+        weightless.run(reference.example, lambda _name, _number, _inputs, noise: noise())
     finally:
         handle.remove()
     return found[0] if found else {}

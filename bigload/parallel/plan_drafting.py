@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field
 from math import prod
 
 from torch import nn
@@ -25,42 +25,65 @@ from bigload.units import counted
 
 
 def drafted(
-    model: nn.Module, size: int, words: Mapping[str, str], extra: Draft, example: Mapping[str, object] | None
+    model: nn.Module,
+    size: int,
+    words: Mapping[str, str],
+    numbers: Mapping[str, int],
+    example: Mapping[str, object] | None,
 ) -> TensorParallelPlan:
-    """Return the plan of `size` ranks for `model`: `words` of the caller and his `extra` first, then the model's own.
+    """Return the plan of `size` ranks for `model`: `words` of the caller and his local `numbers`, or the model's words.
 
     Raises:
         PartitionError: what the caller says cannot be.
     """
-    asked = extra
-    for _, found in drafts_of_words(model, words, size):
-        if isinstance(found, PartitionError):
-            raise found
-        asked |= found
-    own = {} if words or extra.styles else own_words(model)
-    said = [(name, found) for name, found in drafts_of_words(model, own, size) if isinstance(found, Draft)]
+    if size == 1:
+        return _plan(model, Draft(), _Stage(size=1, layers={}, ties=names_by_parameter(model)), "inferred")
+    asked = _asked(model, words, numbers, size)
+    own = {} if words else own_words(model)
+    said = [found for _, found in drafts_of_words(model, own, size) if isinstance(found, Draft)]
     summed = [
-        name
-        for draft in (asked, *(found for _, found in said))
-        for name, style in draft.styles.items()
-        if style == "moe_tp_experts"
+        name for draft in (asked, *said) for name, style in draft.styles.items() if style == "moe_tp_experts"
     ]
     stage = _Stage.of(model, size, example, summed)
-    problem = stage.misfit(asked)
-    if problem is not None:
-        raise PartitionError(
-            f"the policies do not suit this model on {size} ranks",
-            details=[problem],
-            hint="leave out what divides the layers before it, or add the numbers of heads that become local",
-        )
-    draft = _with_words(stage, model, own, asked)
-    has_words = bool(draft.styles)
+    draft = _with_words(stage, model, own, _suited(stage, asked))
+    source: Source = "custom" if words else "tp_plan" if draft.styles else "inferred"
     draft, shared = _with_regions(stage, draft)
     draft = with_siblings(model, stage.layers, stage.called, draft) if stage.called is not None else draft
     left = {name: kind for name, kind in stage.layers.items() if name not in shared}
     draft = with_leftovers(model, left, stage.called, draft, size, stage.fits)
-    source: Source = "custom" if words or extra.styles else "tp_plan" if has_words else "inferred"
     return _plan(model, draft, stage, source)
+
+
+def _asked(model: nn.Module, words: Mapping[str, str], numbers: Mapping[str, int], size: int) -> Draft:
+    asked = Draft(attributes=numbers)
+    for _, found in drafts_of_words(model, words, size):
+        if isinstance(found, PartitionError):
+            raise found
+        asked |= found
+    return asked
+
+
+def _suited(stage: _Stage, asked: Draft) -> Draft:
+    """Return `asked` with the numbers that become local by it, where it does not work without.
+
+    Raises:
+        PartitionError: it does not work with them either.
+    """
+    if stage.misfit(asked) is None or stage.weightless is None or stage.reference is None:
+        return asked
+    for kind in _kinds(stage, ()):
+        drafts = [region.draft for region in kind]
+        if all(draft.divisions.items() <= asked.divisions.items() for draft in drafts):
+            found = localised(stage.weightless, stage.reference, Draft(), kind, stage.size)
+            asked = asked if found is None else found | asked
+    problem = stage.misfit(asked)
+    if problem is not None:
+        raise PartitionError(
+            f"the policies do not suit this model on {stage.size} ranks",
+            details=[problem],
+            hint="divide all layers between those that are gathered or summed, or none of them",
+        )
+    return asked
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,6 +96,7 @@ class _Stage:
     weightless: WeightlessModel | None = None
     reference: Reference | None = None
     problem: str | None = None
+    tried: dict[str, object] = field(default_factory=dict)
 
     @staticmethod
     def of(model: nn.Module, size: int, example: Mapping[str, object] | None, summed: list[str]) -> _Stage:
@@ -83,12 +107,9 @@ class _Stage:
             try:
                 weightless = WeightlessModel(model)
                 reference = reference_of(weightless, inputs, summed)
-                problem_found = misfit(weightless, reference, Draft(), 1)
-                if problem_found is None:
-                    return _Stage(
-                        size=size, layers=weightless.layers, ties=ties, weightless=weightless, reference=reference
-                    )
-                problem = f"two forwards differ: {problem_found}"
+                return _Stage(
+                    size=size, layers=weightless.layers, ties=ties, weightless=weightless, reference=reference
+                )
             except Exception as error:  # of the model's own code
                 problem = f"a forward fails: {type(error).__name__}: {error}"
         kinds = {name: layer_kind(module) for name, module in model.named_modules()}
@@ -102,7 +123,10 @@ class _Stage:
     def misfit(self, draft: Draft) -> str | None:
         if self.weightless is None or self.reference is None:
             return None
-        return misfit(self.weightless, self.reference, with_ties(draft, self.ties), self.size)
+        draft = with_ties(draft, self.ties)
+        if self.tried.get("draft") != draft:  # the last one is often asked for twice
+            self.tried.update(draft=draft, problem=misfit(self.weightless, self.reference, draft, self.size))
+        return self.tried["problem"]
 
     def fits(self, draft: Draft) -> bool:
         return self.misfit(draft) is None
@@ -139,21 +163,34 @@ def _block(name: str) -> str:
 
 def _with_regions(stage: _Stage, draft: Draft) -> tuple[Draft, set[str]]:
     """Return `draft` and the regions of layers that can be divided besides, and the layers that have to stay whole."""
-    shared: set[str] = set()
     if stage.weightless is None or stage.reference is None:
-        return draft, shared
-    kinds: dict[object, list[Region]] = {}
-    for region in regions(stage.weightless, stage.reference, stage.size):
-        if not any(name in draft.styles for name in (region.row, *region.columns)):
-            key = (generic(region.row), frozenset(map(generic, region.columns)))
-            kinds.setdefault(key, []).append(region)
-    for kind in kinds.values():
-        if not any(name in draft.styles for region in kind for name in (region.row, *region.columns)):
-            found = localised(stage.weightless, stage.reference, draft, kind, stage.size)
+        return draft, set()
+    accepted: list[tuple[Draft, list[Region]]] = []
+    together = draft
+    for kind in _kinds(stage, draft.styles.keys()):
+        if not any(name in together.styles for region in kind for name in (region.row, *region.columns)):
+            found = localised(stage.weightless, stage.reference, together, kind, stage.size)
             if found is not None:
-                draft |= found
-                shared |= {name for region in kind for name in region.shared}
-    return draft, shared
+                accepted.append((found, kind))
+                together |= found
+    if not stage.fits(together):
+        good, together = [], draft
+        for found, kind in accepted:
+            if stage.fits(together | found):
+                good.append((found, kind))
+                together |= found
+        accepted = good
+    return together, {name for _, kind in accepted for region in kind for name in region.shared}
+
+
+def _kinds(stage: _Stage, styled: Collection[str]) -> list[list[Region]]:
+    """Return the regions besides what is `styled`, those together whose names differ in numbers only."""
+    assert stage.weightless is not None and stage.reference is not None
+    kinds: dict[object, list[Region]] = {}
+    for region in regions(stage.weightless, stage.reference, stage.size, styled):
+        if not any(name in styled for name in region.columns):
+            kinds.setdefault((generic(region.row), frozenset(map(generic, region.columns))), []).append(region)
+    return list(kinds.values())
 
 
 def _plan(model: nn.Module, draft: Draft, stage: _Stage, source: Source) -> TensorParallelPlan:

@@ -7,14 +7,14 @@ keys and values, fused or apart, gates, shared heads and tables of positions are
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import groupby
 
 import torch
 from torch import Tensor
 
-from bigload.parallel.draft import Draft, chunks
+from bigload.parallel.draft import Draft, chunks, generic
 from bigload.parallel.layer_kinds import LayerKind
 from bigload.parallel.rehearsal import Reference
 from bigload.parallel.weightless_model import WeightlessModel
@@ -38,15 +38,66 @@ class Region:
     draft: Draft
 
 
-def regions(weightless: WeightlessModel, reference: Reference, size: int) -> Iterator[Region]:
-    """Yield what `size` ranks could divide together, in the order of the forward; some may turn out not to work."""
+def regions(
+    weightless: WeightlessModel, reference: Reference, size: int, styled: Collection[str] = ()
+) -> Iterator[Region]:
+    """Yield what `size` ranks could divide together, besides what is `styled`; some may turn out not to work.
+
+    Of rows whose names differ in numbers only, the first two and the last are looked at. If what was found of the last
+    is there for the others, it holds for them.
+    """
     leaves = _leaves(weightless, reference)
+    kinds: dict[tuple[str, int], list[str]] = {}
     for (name, number), inputs in reference.inputs.items():
-        is_row = number == 0 and weightless.layers[name] is not LayerKind.LOOKUP
+        is_row = number == 0 and name not in styled and weightless.layers[name] is not LayerKind.LOOKUP
         if is_row and inputs.requires_grad and inputs.shape[-1] % size == 0:
-            found = _region(weightless, name, inputs, leaves, size)
-            if found is not None:
-                yield found
+            kinds.setdefault((generic(name), inputs.shape[-1]), []).append(name)
+
+    def found(name: str) -> Region | None:
+        return _region(weightless, name, reference.inputs[name, 0], leaves, size)
+
+    for rows in kinds.values():
+        samples = {name: found(name) for name in (*rows[:2], rows[-1])}
+        last = samples[rows[-1]]
+        is_uniform = len({None if region is None else _form(region) for region in samples.values()}) == 1
+        for name in rows:
+            region = samples.get(name)
+            if name not in samples and (last is not None or not is_uniform):
+                region = _transferred(weightless, last, name) if is_uniform and last is not None else found(name)
+            if region is not None:
+                yield region
+
+
+def _form(region: Region) -> frozenset[tuple[str, Division]]:
+    return frozenset((generic(name), division) for name, division in region.draft.divisions.items())
+
+
+def _transferred(weightless: WeightlessModel, region: Region, row: str) -> Region | None:
+    """Return `region` for another `row`: with the numbers in that, where names have those of the region's row."""
+    old, new = region.row.split("."), row.split(".")
+
+    def moved(name: str) -> str:
+        parts = name.split(".")
+        same = next((at for at, (a, b) in enumerate(zip(parts, old, strict=False)) if a != b), len(old))
+        return ".".join(new[:same] + parts[same:])
+
+    divisions = {moved(name): division for name, division in region.draft.divisions.items()}
+    for name, division in divisions.items():
+        path, _, last = name.rpartition(".")
+        try:
+            parameter = weightless.module.get_submodule(path)._parameters.get(last)
+        except AttributeError:
+            return None
+        if parameter is None or division.dim is None or division.dim >= parameter.ndim:
+            return None
+        if max(stop for of_rank in division.ranges for _, stop in of_rank) != parameter.shape[division.dim]:
+            return None
+    return Region(
+        row=row,
+        columns=tuple(map(moved, region.columns)),
+        shared=tuple(map(moved, region.shared)),
+        draft=Draft(divisions=divisions, styles={moved(name): word for name, word in region.draft.styles.items()}),
+    )
 
 
 @dataclass(frozen=True, slots=True)

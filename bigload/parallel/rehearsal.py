@@ -50,10 +50,10 @@ def reference_of(weightless: WeightlessModel, example: Mapping[str, object], sum
     answers: dict[Call, Tensor] = {}
     made: dict[str, list[Tensor]] = {name: [] for name in summed}
 
-    def on_call(name: str, number: int, given: Tensor, noise: Tensor) -> Tensor:
+    def on_call(name: str, number: int, given: Tensor, noise: Callable[[], Tensor]) -> Tensor:
         inputs[name, number] = given.clone()  # models write into what they have been given
-        answers[name, number] = noise.requires_grad_()
-        return noise.clone()
+        answers[name, number] = noise().requires_grad_()
+        return answers[name, number].clone()
 
     def keep(name: str) -> Callable[..., None]:
         return lambda _module, _inputs, output: made[name].append(output)
@@ -65,14 +65,28 @@ def reference_of(weightless: WeightlessModel, example: Mapping[str, object], sum
     return Reference(example=example, inputs=inputs, answers=answers, summed=made, outputs=tensors_in(output))
 
 
-def rehearse(weightless: WeightlessModel, reference: Reference, draft: Draft, *, rank: int, size: int) -> None:
+class _Done(Exception):
+    """All has been seen that was to be seen."""
+
+
+def rehearse(
+    weightless: WeightlessModel,
+    reference: Reference,
+    draft: Draft,
+    *,
+    rank: int,
+    size: int,
+    until: str | None = None,
+) -> None:
     """Run the model as `rank` of `size`, and let layers that sum or gather answer as if the others were there.
+
+    It ends when the layer `until` has got what it should, or with the forward.
 
     Raises:
         MismatchError: a layer gets, or the model returns, something else than its part of what it should be.
         Exception: whatever the model raises, which cannot work with what this rank has.
     """
-    cast = _Cast(weightless, reference, draft, rank, size)
+    cast = _Cast(weightless, reference, draft, rank, size, until)
     parameters = {
         name: cast.local_parameter(name, division) for name, division in draft.divisions.items() if division != WHOLE
     }
@@ -83,18 +97,23 @@ def rehearse(weightless: WeightlessModel, reference: Reference, draft: Draft, *,
             stack.enter_context(cutting(weightless.module.get_submodule(name), arguments, rank, size))
         for name in reference.summed:
             stack.enter_context(cast.summing(name))
-        outputs = tensors_in(weightless.run(reference.example, cast.on_call))
+        try:
+            outputs = tensors_in(weightless.run(reference.example, cast.on_call))
+        except _Done:
+            return
     if len(outputs) != len(reference.outputs):
         raise MismatchError(f"{len(outputs)} tensors come out, expected {len(reference.outputs)}")
     for number, (found, expected) in enumerate(zip(outputs, reference.outputs, strict=True)):
         _check(f"output {number}", found, expected)
 
 
-def misfit(weightless: WeightlessModel, reference: Reference, draft: Draft, size: int) -> str | None:
+def misfit(
+    weightless: WeightlessModel, reference: Reference, draft: Draft, size: int, until: str | None = None
+) -> str | None:
     """Return what is wrong with `draft` for the first or the last of `size` ranks, `None` if nothing is."""
     for rank in (0, size - 1):
         try:
-            rehearse(weightless, reference, draft, rank=rank, size=size)
+            rehearse(weightless, reference, draft, rank=rank, size=size, until=until)
         except Exception as error:  # of the model's own code, which meets shapes that it may not be made for
             return f"{error}" if isinstance(error, MismatchError) else f"{type(error).__name__}: {error}"
     return None
@@ -103,8 +122,17 @@ def misfit(weightless: WeightlessModel, reference: Reference, draft: Draft, size
 class _Cast:
     """The parts that layers play in a rehearsal."""
 
-    def __init__(self, weightless: WeightlessModel, reference: Reference, draft: Draft, rank: int, size: int) -> None:
-        self._weightless, self._reference, self._draft, self._rank, self._size = weightless, reference, draft, rank, size
+    def __init__(
+        self,
+        weightless: WeightlessModel,
+        reference: Reference,
+        draft: Draft,
+        rank: int,
+        size: int,
+        until: str | None,
+    ) -> None:
+        self._weightless, self._reference, self._draft = weightless, reference, draft
+        self._rank, self._size, self._until = rank, size, until
 
     def local_parameter(self, name: str, division: Division) -> Tensor:
         path, _, last = name.rpartition(".")
@@ -114,7 +142,7 @@ class _Cast:
             return hollow(division.shape(tuple(whole.shape), self._rank))
         return nn.Parameter(sliced(whole.detach(), division, self._rank), requires_grad=False)
 
-    def on_call(self, name: str, number: int, given: Tensor, _: Tensor) -> Tensor:
+    def on_call(self, name: str, number: int, given: Tensor, _: object) -> Tensor:
         if (name, number) not in self._reference.inputs:
             raise MismatchError(f"{name} is called more often")
         expected = self._reference.inputs[name, number].detach()
@@ -124,6 +152,8 @@ class _Cast:
         if style == "rowwise":
             expected = sliced(expected, Division(-1, division.ranges), self._rank)
         _check(name, given, expected)
+        if name == self._until and (name, number + 1) not in self._reference.inputs:
+            raise _Done
         if style in ("colwise", "local_params"):
             answer = sliced(answer, Division(-1, division.ranges), self._rank)
         return answer.clone()
@@ -176,10 +206,8 @@ def _hooked(handle: Any) -> Iterator[None]:
 def _check(what: str, found: Tensor, expected: Tensor) -> None:
     if found.shape != expected.shape:
         raise MismatchError(f"{what} has {tuple(found.shape)}, expected {tuple(expected.shape)}")
-    if found.is_floating_point():
-        scale = float(expected.detach().abs().nan_to_num(0, 0, 0).max()) if expected.numel() else 0.0
-        is_same = torch.allclose(found, expected, rtol=1e-3, atol=1e-5 * scale, equal_nan=True)
-    else:
-        is_same = torch.equal(found, expected)
-    if not is_same:
+    if torch.equal(found, expected):
+        return
+    scale = float(expected.detach().abs().nan_to_num(0, 0, 0).max()) if expected.is_floating_point() else 0.0
+    if not scale or not torch.allclose(found, expected, rtol=1e-3, atol=1e-5 * scale, equal_nan=True):
         raise MismatchError(f"{what} has other values")

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import parallelize_module
 
 from bigload.errors import PartitionError
-from bigload.parallel.draft import Draft, sliced
+from bigload.parallel.draft import sliced
 from bigload.parallel.placements import placed as placed
 from bigload.parallel.plan_drafting import drafted
+from bigload.parallel.policies import read_policies
 from bigload.parallel.rehearsal import cut_arguments
 from bigload.parallel.styles import STYLES
 from bigload.parallel.tensor_parallel_plan import TensorParallelPlan
@@ -22,7 +25,7 @@ def plan_tensor_parallel(
     model: nn.Module,
     size: int,
     *,
-    custom_policies: Mapping[str, str] | None = None,
+    custom_policies: object = None,
     example: Mapping[str, object] | None = None,
 ) -> TensorParallelPlan:
     """Return how `size` ranks divide `model`, which may be on the meta device; no value of it is read.
@@ -35,7 +38,8 @@ def plan_tensor_parallel(
         model: What is to be divided.
         size: How many ranks there are.
         custom_policies: Words by patterns of names, instead of those of the model (`bigload.parallel.words`):
-            `{"attention.self.query": "colwise", "attention.output.dense": "rowwise"}`.
+            `{"attention.self.query": "colwise", "attention.output.dense": "rowwise"}`. Or a policy as parallelformers
+            has them, or a list of such (`bigload.parallel.policies`). What they leave out is divided as it is found.
         example: Arguments of a forward of `model`, by name; where they are not given, what models of transformers take
             is known from their class and config.
 
@@ -44,7 +48,9 @@ def plan_tensor_parallel(
     """
     if not 1 <= size <= MAX_RANKS:
         raise PartitionError(f"cannot divide among {size} ranks", hint=f"choose 1 to {MAX_RANKS}")
-    return drafted(model, size, dict(custom_policies or {}), Draft(), example)
+    words, numbers = read_policies(model, custom_policies, size)
+    with torch.device("cpu"), _one_thread():
+        return drafted(model, size, words, numbers, example)
 
 
 def apply_tensor_parallel(model: nn.Module, plan: TensorParallelPlan, mesh: DeviceMesh) -> None:
@@ -70,6 +76,17 @@ def apply_tensor_parallel(model: nn.Module, plan: TensorParallelPlan, mesh: Devi
     for name, arguments in plan.arguments.items():
         cut_arguments(model.get_submodule(name), arguments, rank, plan.size)
     parallelize_module(model, mesh, styles)  # type: ignore[arg-type]
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Let torch compute in this thread alone: what is computed here is too little for waiting for others."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _check(model: nn.Module, plan: TensorParallelPlan, mesh: DeviceMesh) -> None:

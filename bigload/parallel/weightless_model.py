@@ -31,8 +31,8 @@ _NOISE = 1 << 16
 class OnCall(Protocol):
     """What is told of each call of a layer, and says what the layer answers."""
 
-    def __call__(self, name: str, number: int, inputs: Tensor, noise: Tensor) -> Tensor:
-        """Return the answer of the layer `name`, called for the `number`th time, which may be `noise`."""
+    def __call__(self, name: str, number: int, inputs: Tensor, noise: Callable[[], Tensor]) -> Tensor:
+        """Return the answer of the layer `name`, called for the `number`th time, which may be what `noise` returns."""
         ...
 
 
@@ -77,7 +77,8 @@ class WeightlessModel:
         leading = inputs.shape if kind is LayerKind.LOOKUP else inputs.shape[:-1]
         weight = layer._parameters["weight"]
         assert weight is not None and self._on_call is not None
-        return self._on_call(name, number, inputs, self._made(name, number, (*leading, weight.shape[kind.out_dim])))
+        shape = (*leading, weight.shape[kind.out_dim])
+        return self._on_call(name, number, inputs, partial(self._made, name, number, shape))
 
     def _made(self, name: str, number: int, shape: tuple[int, ...]) -> Tensor:
         """Return noise in which every channel is positive for half of the tokens, so that no activation kills it."""
