@@ -5,7 +5,6 @@ import signal
 
 import pytest
 import torch
-from rank_processes import run_ranks
 from safetensors.torch import save_file
 from torch import nn
 
@@ -15,6 +14,7 @@ from bigload.loading.torch_team import TorchTeam
 from bigload.parallel import rank_loading, sending_out
 from bigload.parallel.rank_loading import load_parts, load_sharded
 from bigload.planning.partition import Division
+from rank_processes import run_ranks
 
 WIDTH, ROWS = 4100, 6  # columns of a half are more than a page apart
 
