@@ -55,9 +55,12 @@ class TorchTeam:
         news: SimpleQueue[tuple[int, bytes | RuntimeError]] = SimpleQueue()
         peers = [rank for rank in range(self.size) if rank != self.rank]
         self._is_broken = True  # until all is said and heard: threads wait in gloo, which nothing can interrupt
-        for peer in peers:
-            name = f"{LISTENER}{peer}"
-            threading.Thread(target=self._listen, args=(peer, said, news), name=name, daemon=True).start()
+        listeners = [
+            threading.Thread(target=self._listen, args=(peer, said, news), name=f"{LISTENER}{peer}", daemon=True)
+            for peer in peers
+        ]
+        for listener in listeners:
+            listener.start()
         heard = {peer: pickle.loads(answer) for peer, answer in _from_each(peers, news)}
         # Nobody goes on before all have heard all. So whoever waits is listened to until then, and missed if it dies.
         done = [dist.isend(torch.zeros(1, dtype=torch.uint8), peer, group=self._group) for peer in peers]
@@ -65,6 +68,8 @@ class TorchTeam:
         for sending in done:
             assert sending is not None
             sending.wait(_MEETING)
+        for listener in listeners:  # all have heard what they were to hear; one that is still on its way out of gloo
+            listener.join()  # when the interpreter ends would have torch abort
         self._is_broken = False
         heard[self.rank] = value
         return [heard[rank] for rank in range(self.size)]
