@@ -43,6 +43,7 @@ if TYPE_CHECKING:  # `as` marks them as public to type checkers
     from bigload.errors import LegacyPickleError as LegacyPickleError
     from bigload.errors import LoadError as LoadError
     from bigload.errors import LoadOptionError as LoadOptionError
+    from bigload.errors import MainProcessFailedError as MainProcessFailedError
     from bigload.errors import ManifestNotFoundError as ManifestNotFoundError
     from bigload.errors import MissingPackageError as MissingPackageError
     from bigload.errors import NamesUnknownError as NamesUnknownError
@@ -56,6 +57,8 @@ if TYPE_CHECKING:  # `as` marks them as public to type checkers
     from bigload.errors import PlanNotFoundError as PlanNotFoundError
     from bigload.errors import PlanOptionError as PlanOptionError
     from bigload.errors import Problem as Problem
+    from bigload.errors import ProcessControlError as ProcessControlError
+    from bigload.errors import ProcessOptionError as ProcessOptionError
     from bigload.errors import QuantisedParameterError as QuantisedParameterError
     from bigload.errors import RankError as RankError
     from bigload.errors import ReadError as ReadError
@@ -82,6 +85,25 @@ if TYPE_CHECKING:  # `as` marks them as public to type checkers
     from bigload.loading.methods import Method as Method
     from bigload.loading.report import LoadReport as LoadReport
     from bigload.loading.slices import Slice as Slice
+    from bigload.parallel.meetings import check_trigger as check_trigger
+    from bigload.parallel.meetings import set_trigger as set_trigger
+    from bigload.parallel.meetings import wait_for_everyone as wait_for_everyone
+    from bigload.parallel.one_process import on_last_process as on_last_process
+    from bigload.parallel.one_process import on_local_main_process as on_local_main_process
+    from bigload.parallel.one_process import on_local_process as on_local_process
+    from bigload.parallel.one_process import on_main_process as on_main_process
+    from bigload.parallel.one_process import on_process as on_process
+    from bigload.parallel.processes import is_last_process as is_last_process
+    from bigload.parallel.processes import is_local_main_process as is_local_main_process
+    from bigload.parallel.processes import is_main_process as is_main_process
+    from bigload.parallel.processes import local_process_index as local_process_index
+    from bigload.parallel.processes import num_processes as num_processes
+    from bigload.parallel.processes import print as print  # noqa: A004
+    from bigload.parallel.processes import process_index as process_index
+    from bigload.parallel.saving import save as save
+    from bigload.parallel.splitting import split_between_processes as split_between_processes
+    from bigload.parallel.turns import local_main_process_first as local_main_process_first
+    from bigload.parallel.turns import main_process_first as main_process_first
     from bigload.planning.budget import MemoryBudget as MemoryBudget
     from bigload.planning.certificate import Certificate as Certificate
     from bigload.planning.certificate import Verdict as Verdict
@@ -186,6 +208,7 @@ _HOMES = {
         "LegacyPickleError",
         "LoadError",
         "LoadOptionError",
+        "MainProcessFailedError",
         "ManifestNotFoundError",
         "MissingPackageError",
         "NamesUnknownError",
@@ -199,6 +222,8 @@ _HOMES = {
         "PlanNotFoundError",
         "PlanOptionError",
         "Problem",
+        "ProcessControlError",
+        "ProcessOptionError",
         "QuantisedParameterError",
         "RankError",
         "ReadError",
@@ -221,6 +246,26 @@ _HOMES = {
     "bigload.loading.methods": ("Method",),
     "bigload.loading.report": ("LoadReport",),
     "bigload.loading.slices": ("Slice",),
+    "bigload.parallel.meetings": ("check_trigger", "set_trigger", "wait_for_everyone"),
+    "bigload.parallel.one_process": (
+        "on_last_process",
+        "on_local_main_process",
+        "on_local_process",
+        "on_main_process",
+        "on_process",
+    ),
+    "bigload.parallel.processes": (
+        "is_last_process",
+        "is_local_main_process",
+        "is_main_process",
+        "local_process_index",
+        "num_processes",
+        "print",
+        "process_index",
+    ),
+    "bigload.parallel.saving": ("save",),
+    "bigload.parallel.splitting": ("split_between_processes",),
+    "bigload.parallel.turns": ("local_main_process_first", "main_process_first"),
     "bigload.planning.budget": ("MemoryBudget",),
     "bigload.planning.certificate": ("Certificate", "Verdict"),
     "bigload.planning.choices": ("Balance", "Experts", "NameScheme", "Order", "Policy"),
@@ -296,7 +341,8 @@ _HOMES = {
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
-__all__ = ["__version__", *_HOME_OF]  # noqa: PLE0604 - every item is text
+# `from bigload import *` is not to change what a program prints with.
+__all__ = ["__version__", *(name for name in _HOME_OF if name != "print")]  # noqa: PLE0604 - every item is text
 
 
 if not TYPE_CHECKING:  # a type checker that saw it would believe in any name
@@ -311,4 +357,4 @@ if not TYPE_CHECKING:  # a type checker that saw it would believe in any name
 
 
 def __dir__() -> list[str]:
-    return sorted(__all__)
+    return sorted({*__all__, *_HOME_OF})
