@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from typing import TYPE_CHECKING
 
-from bigload.errors import RankError
+from bigload.errors import BigloadError, RankError
 from bigload.parallel.meetings import ahead, must_meet
 from bigload.parallel.processes import is_local_main_process, is_main_process
 
@@ -111,9 +111,15 @@ def _goes_first(turn: Turn) -> Iterator[None]:
 
 
 def _reason(error: BaseException) -> str:
+    if isinstance(error, BigloadError):
+        return f"{type(error).__name__}: {error.message}"
     return f"{''.join(traceback.format_exception_only(error)).strip():.1000}"
 
 
 def _traceback(error: BaseException) -> list[str]:
-    lines = "".join(traceback.format_exception(error)).splitlines()
+    """Return where it was raised, from the block on."""
+    steps = error.__traceback__
+    while steps is not None and steps.tb_frame.f_globals is globals():
+        steps = steps.tb_next
+    lines = "".join(traceback.format_tb(steps)).splitlines()
     return [f"{line:.300}" for line in lines[-_TRACEBACK_LINES:]]
