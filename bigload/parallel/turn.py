@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any, TypedDict
 
-from bigload.errors import MainProcessFailedError, RankError
+from bigload.errors import MainProcessFailedError, ProcessControlError, RankError
 from bigload.parallel.roll_call import Presence, late, naps, patience_seconds, roll_call, store, store_errors
 
 _END_SECONDS = 1.0
@@ -44,17 +44,27 @@ class Turn:
         self._first: Presence | None = None
         counts = self._call.num_turns if within is None else within.num_turns
         number = counts[function] = counts.get(function, 0) + 1
-        where = f"{self._call.here.node}/" if is_local else ""
-        self._key: str = f"{'' if within is None else within._key + '/'}{function}/{where}{number}"
+        # The same in all processes; a block around this one may be that of a host.
+        self._name: str = f"{'' if within is None else within._name + '/'}{function}-{number}"
+        self._key = f"{self._name}@{self._call.here.node}" if is_local else self._name
 
     def begin(self) -> None:
         """Say that this process is the first, and where it is.
 
         Raises:
+            ProcessControlError: another one is the first, too.
             RankError: the store is gone (so do all methods).
         """
-        self._say(is_done=False)
+        with store_errors():
+            num_firsts = store().add(self._firsts, 1)
+        if num_firsts == 1:
+            self._say(is_done=False)
         self.come()
+        if num_firsts > 1:
+            raise ProcessControlError(
+                f"{self.function} has several processes that are number 0 on {self._call.here.node}",
+                hint="give each process of a host its own LOCAL_RANK, and each host its own GROUP_RANK or name",
+            )
 
     def come(self) -> None:
         """Say that this process is here, and has heard what there is to hear."""
@@ -135,12 +145,17 @@ class Turn:
         with store_errors():
             for rank in self._members(None):
                 store().delete_key(self._came(rank))
+            store().delete_key(self._firsts)
             store().delete_key(self._key)
 
     def _members(self, limit_seconds: float | None) -> list[int]:
         if self._is_local:
             return [self._call.rank, *self._call.neighbours(limit_seconds)]
         return list(range(self._call.size))
+
+    @property
+    def _firsts(self) -> str:
+        return f"{self._key}/firsts"
 
     def _came(self, rank: int) -> str:
         return f"{self._key}/came/{rank}"
