@@ -17,6 +17,9 @@ from bigload.parallel.processes import is_local_main_process, is_main_process
 if TYPE_CHECKING:
     import torch
 
+_WRITE_BYTES = 1 << 26
+"""What one write has at most, so that a Ctrl-C is heard in between."""
+
 _log = logging.getLogger("bigload")
 
 
@@ -57,17 +60,54 @@ def save(
 def _write_pickle(obj: object, place: Path | IO[bytes]) -> None:
     import torch
 
-    torch.save(obj, place)
+    if not isinstance(place, Path):
+        torch.save(obj, place)
+        return
+    with place.open("wb", buffering=0) as file:
+        noting = _NotingFile(file)
+        try:
+            torch.save(obj, noting)  # type: ignore[arg-type]  # all that it asks for is there
+        except RuntimeError as error:
+            if noting.refusal is None:
+                raise
+            raise noting.refusal from error
+
+
+class _NotingFile:
+    """A file that keeps what the system refused: torch tells only that something was."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self.refusal: OSError | None = None
+        self._file = file
+
+    def write(self, data: memoryview | bytes) -> int:
+        view = memoryview(data).cast("B")
+        try:
+            for start in range(0, len(view), _WRITE_BYTES):
+                part = view[start : start + _WRITE_BYTES]
+                while part:
+                    part = part[self._file.write(part) :]
+        except OSError as error:
+            self.refusal = error
+            raise
+        return len(view)
+
+    def flush(self) -> None:
+        """Nothing is kept back."""
 
 
 def _write_safetensors(obj: object, place: Path | IO[bytes]) -> None:
+    from safetensors import SafetensorError
     from safetensors.torch import save as to_bytes
     from safetensors.torch import save_file
 
     tensors = _apart(_checked(obj))
     metadata = {"format": "pt"}  # by which transformers knows whose tensors they are
     if isinstance(place, Path):
-        save_file(tensors, place, metadata=metadata)
+        try:
+            save_file(tensors, place, metadata=metadata)
+        except SafetensorError as error:  # of what can be wrong, the tensors are known to be right
+            raise OSError(str(error)) from error
     else:
         place.write(to_bytes(tensors, metadata=metadata))
 

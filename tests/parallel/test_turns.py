@@ -53,7 +53,7 @@ def raised(act):
 
 def held():
     """Return how many threads and open files this process has."""
-    return [threading.active_count(), len(os.listdir("/proc/self/fd"))]
+    return [threading.active_count(), len(list(Path("/proc/self/fd").iterdir()))]
 
 
 # What the ranks of one group do, one thing after the other
@@ -507,7 +507,7 @@ def enter(context):
 def test_several_processes_without_a_group_are_an_error_and_not_a_silent_pass(monkeypatch, act):
     monkeypatch.setenv("WORLD_SIZE", "4")
     monkeypatch.setenv("RANK", "1")
-    with pytest.raises(ProcessControlError, match="4 processes to wait for, and torch.distributed is not initialised"):
+    with pytest.raises(ProcessControlError, match="has 4 processes to wait for"):
         act()
 
 
