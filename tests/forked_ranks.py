@@ -10,6 +10,7 @@ import faulthandler
 import json
 import os
 import runpy
+import signal
 import subprocess
 import sys
 import time
@@ -17,7 +18,7 @@ import traceback
 from dataclasses import dataclass
 from pathlib import Path
 
-PATIENCE_SECONDS = 60
+PATIENCE_SECONDS = 100
 """Longer than anything here takes on a busy machine."""
 
 ROOT = Path(__file__).parents[1]
@@ -68,7 +69,7 @@ def main(program: str, function: str, size: int, hosts: int, folder: Path) -> No
         if pid == 0:
             be_rank(called, rank, size, hosts, folder)
         children.append(pid)
-    print(json.dumps([status_of(pid) for pid in ended(children)]))
+    sys.stdout.write(json.dumps([status_of(pid) for pid in ended(children)]))
 
 
 def be_rank(called, rank: int, size: int, hosts: int, folder: Path) -> None:
@@ -106,7 +107,8 @@ def ended(children: list[int]) -> list[int]:
 
 def _stop(children: list[int]) -> str:
     for pid in children:
-        os.kill(pid, 9)
+        os.kill(pid, signal.SIGKILL)
+    for pid in children:
         os.waitpid(pid, 0)
     return "all were killed"
 

@@ -4,6 +4,7 @@ import stat
 import subprocess
 import sys
 from collections import OrderedDict
+from pathlib import Path
 
 import pytest
 import torch
@@ -150,4 +151,4 @@ def test_links_are_followed_modes_are_kept_and_devices_stay_devices(tmp_path):
         os.umask(umask)
     assert stat.S_IMODE((tmp_path / "new").stat().st_mode) == 0o640
     bigload.save(STATE, "/dev/null", safe_serialization=True)
-    assert stat.S_ISCHR(os.stat("/dev/null").st_mode)
+    assert Path("/dev/null").is_char_device()
