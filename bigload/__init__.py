@@ -85,9 +85,11 @@ if TYPE_CHECKING:  # `as` marks them as public to type checkers
     from bigload.loading.methods import Method as Method
     from bigload.loading.report import LoadReport as LoadReport
     from bigload.loading.slices import Slice as Slice
-    from bigload.parallel.meetings import check_trigger as check_trigger
-    from bigload.parallel.meetings import set_trigger as set_trigger
-    from bigload.parallel.meetings import wait_for_everyone as wait_for_everyone
+    from bigload.parallel.barriers import check_trigger as check_trigger
+    from bigload.parallel.barriers import set_trigger as set_trigger
+    from bigload.parallel.barriers import wait_for_everyone as wait_for_everyone
+    from bigload.parallel.main_first import local_main_process_first as local_main_process_first
+    from bigload.parallel.main_first import main_process_first as main_process_first
     from bigload.parallel.one_process import on_last_process as on_last_process
     from bigload.parallel.one_process import on_local_main_process as on_local_main_process
     from bigload.parallel.one_process import on_local_process as on_local_process
@@ -102,8 +104,6 @@ if TYPE_CHECKING:  # `as` marks them as public to type checkers
     from bigload.parallel.processes import process_index as process_index
     from bigload.parallel.saving import save as save
     from bigload.parallel.splitting import split_between_processes as split_between_processes
-    from bigload.parallel.turns import local_main_process_first as local_main_process_first
-    from bigload.parallel.turns import main_process_first as main_process_first
     from bigload.planning.budget import MemoryBudget as MemoryBudget
     from bigload.planning.certificate import Certificate as Certificate
     from bigload.planning.certificate import Verdict as Verdict
@@ -246,7 +246,8 @@ _HOMES = {
     "bigload.loading.methods": ("Method",),
     "bigload.loading.report": ("LoadReport",),
     "bigload.loading.slices": ("Slice",),
-    "bigload.parallel.meetings": ("check_trigger", "set_trigger", "wait_for_everyone"),
+    "bigload.parallel.barriers": ("check_trigger", "set_trigger", "wait_for_everyone"),
+    "bigload.parallel.main_first": ("local_main_process_first", "main_process_first"),
     "bigload.parallel.one_process": (
         "on_last_process",
         "on_local_main_process",
@@ -265,7 +266,6 @@ _HOMES = {
     ),
     "bigload.parallel.saving": ("save",),
     "bigload.parallel.splitting": ("split_between_processes",),
-    "bigload.parallel.turns": ("local_main_process_first", "main_process_first"),
     "bigload.planning.budget": ("MemoryBudget",),
     "bigload.planning.certificate": ("Certificate", "Verdict"),
     "bigload.planning.choices": ("Balance", "Experts", "NameScheme", "Order", "Policy"),

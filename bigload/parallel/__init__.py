@@ -1,1 +1,1 @@
-"""Many processes that do one thing: which of them is this, who does what first or alone, and who gets which part."""
+"""Several processes that hold one model: how its tensors are divided among them, and how it runs so."""

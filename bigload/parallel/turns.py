@@ -1,125 +1,168 @@
-"""One process goes first, of all or of each host, and the others come after it: to download, convert or cache once.
-
-The first leaves word in the store of the process group when it has begun, and how it ended. So the others learn that it
-failed, and with what; and no collective operation runs into its timeout while the first takes its time.
-"""
+"""One block that a process runs before others do: what they leave in the store for each other, and how they wait."""
 
 from __future__ import annotations
 
-import traceback
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from contextvars import ContextVar
-from typing import TYPE_CHECKING
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any, TypedDict
 
-from bigload.errors import BigloadError, RankError
-from bigload.parallel.meetings import ahead, must_meet
-from bigload.parallel.processes import is_local_main_process, is_main_process
+from bigload.errors import MainProcessFailedError, ProcessControlError, RankError
+from bigload.parallel.roll_call import Presence, late, naps, patience_seconds, roll_call, store, store_errors
 
-if TYPE_CHECKING:
-    from bigload.parallel.turn import Turn
-
-_LINGER_SECONDS = 3.0
-"""How long a process that failed stays to be heard: its end may take the store along."""
-
-_TRACEBACK_LINES = 16
-
-_turn: ContextVar[Turn | None] = ContextVar("bigload_turn", default=None)
-"""The innermost block that this process is in. Blocks within it are counted apart, since who failed has had more."""
-
-_unheard: ContextVar[list[Turn] | None] = ContextVar("bigload_unheard", default=None)
-"""What this process did first, and others have not come to yet: in the outermost block that it is the first in."""
+_END_SECONDS = 1.0
+"""How long after its connections are closed a process that was killed is surely gone."""
 
 
-@contextmanager
-def main_process_first() -> Iterator[None]:
-    """Run the block in process 0, and when it is done there, in all others; to be entered by all.
+class _Word(TypedDict):
+    """What the first says: where it is, and how its block ended when it is done."""
 
-    Process 0 may take as long as it likes; when it is done, it waits until the others have come, and goes on. If its
-    block raises anything, Ctrl-C and `sys.exit` included, so do the others instead of running theirs.
+    first: dict[str, Any]
+    is_done: bool
+    failed: str | None
+    traceback: list[str]
 
-    Raises:
-        MainProcessFailedError: (in the others) the block raised in process 0, which is told, or that process is gone.
-        RankError: another process has ended, or has not come within the timeout of the process group.
-        ProcessControlError: there are several processes and no process group.
+
+class Turn:
+    """The first of some processes in a block, or one of those who come after it.
+
+    Args:
+        function: What the program called.
+        is_local: The processes are those of this host, else all.
+        within: The block around this one.
+
+    Attributes:
+        function: As above.
+        num_turns: Blocks of each kind that were entered within this one.
     """
-    with _in_turn("main_process_first", is_local=False):
-        yield
+
+    def __init__(self, function: str, *, is_local: bool, within: Turn | None) -> None:
+        self.function = function
+        self.num_turns: dict[str, int] = {}
+        self._call = roll_call()
+        self._is_local = is_local
+        self._first: Presence | None = None
+        counts = self._call.num_turns if within is None else within.num_turns
+        number = counts[function] = counts.get(function, 0) + 1
+        # The same in all processes; a block around this one may be that of a host.
+        self._name: str = f"{'' if within is None else within._name + '/'}{function}-{number}"
+        self._key = f"{self._name}@{self._call.here.node}" if is_local else self._name
+
+    def begin(self) -> None:
+        """Say that this process is the first, and where it is.
+
+        Raises:
+            ProcessControlError: another one is the first, too.
+            RankError: the store is gone (so do all methods).
+        """
+        with store_errors():
+            num_firsts = store().add(self._firsts, 1)
+        if num_firsts == 1:
+            self._say(is_done=False)
+        self.come()
+        if num_firsts > 1:
+            raise ProcessControlError(
+                f"{self.function} has several processes that are number 0 on {self._call.here.node}",
+                hint="give each process of a host its own LOCAL_RANK, and each host its own GROUP_RANK or name",
+            )
+
+    def come(self) -> None:
+        """Say that this process is here, and has heard what there is to hear."""
+        with store_errors():
+            store().set(self._came(self._call.rank), "")
+
+    def leave_word(self, *, failed: str | None, traceback: list[str]) -> None:
+        """Say how the block of the first ended: with `None`, or with what was raised."""
+        self._say(is_done=True, failed=failed, traceback=traceback)
+
+    def _say(self, *, is_done: bool, failed: str | None = None, traceback: Sequence[str] = ()) -> None:
+        word = _Word(first=asdict(self._call.here), is_done=is_done, failed=failed, traceback=list(traceback))
+        with store_errors():
+            store().set(self._key, json.dumps(word))
+
+    def wait_for_first(self) -> None:
+        """Wait until the first is done; it may take its time when it has begun.
+
+        Raises:
+            MainProcessFailedError: its block raised, or it has ended.
+            RankError: it has not come within the timeout of the process group.
+        """
+        try:
+            word = self._awaited_word()
+            self.come()
+        except RankError as error:
+            if error.rank is None and self._first is not None and _ends(self._first):
+                raise self._ended(self._first.rank) from error
+            raise
+        if word["failed"] is not None:
+            assert self._first is not None
+            raise MainProcessFailedError(
+                self._first.rank, word["failed"], function=self.function, traceback=word["traceback"]
+            )
+
+    def _awaited_word(self) -> _Word:
+        for waited in naps():
+            word = self._word()
+            if word is None:
+                self._check_coming(waited)
+            elif word["is_done"]:
+                return word
+            elif self._first is not None and self._first.has_ended() and word == self._word():
+                raise self._ended(self._first.rank)
+        raise AssertionError("naps have no end")
+
+    def _word(self) -> _Word | None:
+        with store_errors():
+            if not store().check([self._key]):
+                return None
+            word: _Word = json.loads(store().get(self._key))
+        self._first = Presence(**word["first"])
+        return word
+
+    def _check_coming(self, waited_seconds: float) -> None:
+        """See whether the first, of whom nothing was heard yet in this block, may still come."""
+        rank = None if self._is_local else 0
+        presence = None if rank is None else self._call.of(rank)
+        if presence is not None and presence.has_ended() and self._word() is None:
+            raise self._ended(presence.rank)
+        if waited_seconds > patience_seconds():
+            raise late(rank, f"has not come to {self.function}", waited_seconds)
+
+    def _ended(self, rank: int) -> MainProcessFailedError:
+        return MainProcessFailedError(rank, "it has ended, or was killed", function=self.function)
+
+    def wait_for_others(self, limit_seconds: float | None = None) -> None:
+        """Wait until all others have heard how it ended, for the timeout of the process group if no limit is given.
+
+        Raises:
+            RankError: one has ended, or does not come.
+        """
+        keys = {rank: self._came(rank) for rank in self._members(limit_seconds)}
+        self._call.wait_for(keys, f"has not come to {self.function}", limit_seconds=limit_seconds)
+
+    def forget(self) -> None:
+        """Take everything out of the store again; all have heard it."""
+        with store_errors():
+            for rank in self._members(None):
+                store().delete_key(self._came(rank))
+            store().delete_key(self._firsts)
+            store().delete_key(self._key)
+
+    def _members(self, limit_seconds: float | None) -> list[int]:
+        if self._is_local:
+            return [self._call.rank, *self._call.neighbours(limit_seconds)]
+        return list(range(self._call.size))
+
+    @property
+    def _firsts(self) -> str:
+        return f"{self._key}/firsts"
+
+    def _came(self, rank: int) -> str:
+        return f"{self._key}/came/{rank}"
 
 
-@contextmanager
-def local_main_process_first() -> Iterator[None]:
-    """Run the block in process 0 of each host, and when it is done there, in the others of that host.
-
-    Otherwise as `main_process_first`; a failure on one host does not reach the others.
-
-    Raises:
-        MainProcessFailedError: (in the others of the host) the block raised in its process 0, or that process is gone.
-        RankError: another process has ended, or has not come within the timeout of the process group.
-        ProcessControlError: there are several processes and no process group.
-    """
-    with _in_turn("local_main_process_first", is_local=True):
-        yield
-
-
-@contextmanager
-def _in_turn(function: str, *, is_local: bool) -> Iterator[None]:
-    if not must_meet(function, may_be_ahead=True):
-        yield
-        return
-    from bigload.parallel.turn import Turn
-
-    goes_first = is_local_main_process() if is_local else is_main_process()
-    turn = Turn(function, is_local=is_local, within=_turn.get())
-    if not goes_first:
-        turn.wait_for_first()
-    entered = _turn.set(turn)
-    try:
-        if goes_first:
-            with _goes_first(turn):
-                yield
-        else:
-            yield
-    finally:
-        _turn.reset(entered)
-
-
-@contextmanager
-def _goes_first(turn: Turn) -> Iterator[None]:
-    outer = _unheard.get()
-    unheard = [] if outer is None else outer
-    turn.begin()
-    unheard.append(turn)
-    tokens = ahead.set(turn.function), _unheard.set(unheard)
-    try:
-        yield
-    except BaseException as error:
-        with suppress(RankError):  # what happened here is the better reason
-            turn.leave_word(failed=_reason(error), traceback=_traceback(error))
-            if outer is None:
-                turn.wait_for_others(_LINGER_SECONDS)
-                turn.forget()
-        raise
-    finally:
-        ahead.reset(tokens[0])
-        _unheard.reset(tokens[1])
-    turn.leave_word(failed=None, traceback=[])
-    if outer is None:  # those who wait for an outer block come to an inner one after it
-        for each in unheard:
-            each.wait_for_others()
-            each.forget()
-
-
-def _reason(error: BaseException) -> str:
-    if isinstance(error, BigloadError):
-        return f"{type(error).__name__}: {error.message}"
-    return f"{''.join(traceback.format_exception_only(error)).strip():.1000}"
-
-
-def _traceback(error: BaseException) -> list[str]:
-    """Return where it was raised, from the block on."""
-    steps = error.__traceback__
-    while steps is not None and steps.tb_frame.f_globals is globals():
-        steps = steps.tb_next
-    lines = "".join(traceback.format_tb(steps)).splitlines()
-    return [f"{line:.300}" for line in lines[-_TRACEBACK_LINES:]]
+def _ends(presence: Presence) -> bool:
+    for waited in naps():
+        if presence.has_ended() or waited > _END_SECONDS:
+            break
+    return presence.has_ended()

@@ -65,11 +65,9 @@ def launch(folder, who, size):
 
 @pytest.mark.parametrize(
     ("who", "size"),
-    [
-        ("bigload", 2),
-        *(pytest.param(who, size, marks=pytest.mark.slow) for who, size in [("bigload", 4), ("accelerate", 2)]),
-    ],
+    [("bigload", 2), ("bigload", 4), ("accelerate", 2)],
 )
+@pytest.mark.slow
 def test_the_checks_of_accelerates_launch_script_pass(tmp_path, who, size):
     pytest.importorskip("accelerate", reason="accelerate is not installed")
     done = launch(tmp_path, who, size)

@@ -1,4 +1,4 @@
-"""Which process this is, as the environment tells it; what a process group tells is in test_turns.py."""
+"""Which process this is, as the environment tells it; what a process group tells is in test_main_first.py."""
 
 import subprocess
 import sys

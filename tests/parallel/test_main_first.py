@@ -284,7 +284,7 @@ def test_what_the_first_raises_is_raised_in_the_others_with_its_reason(found):
     check_others_are_told(ends, "ValueError: disk full\nand more")
     assert "process 0 failed in main_process_first" in ends[1]["text"]
     assert Path(__file__).name in ends[1]["text"]
-    assert "turns.py" not in ends[1]["text"].replace(Path(__file__).name, "")
+    assert "main_first.py" not in ends[1]["text"].replace(Path(__file__).name, "")
 
 
 def test_ctrl_c_and_an_exit_of_the_first_release_the_others(found):
