@@ -111,12 +111,20 @@ def meeting_device() -> torch.device:
     kinds = [pair.partition(":")[0] for pair in dist.get_backend_config().split(",")]
     if "cpu" in kinds:
         return torch.device("cpu")
-    bound: torch.device | None = getattr(dist.group.WORLD, "bound_device_id", None)
+    bound = _bound_device()
     if bound is not None and bound.index is not None:
         return bound
     module = torch.get_device_module(kinds[0])
     current = int(module.current_device())
     return torch.device(kinds[0], current or local_process_index() % int(module.device_count()))
+
+
+def _bound_device() -> torch.device | None:
+    """Return what `init_process_group(device_id=...)` was given."""
+    import torch.distributed as dist
+
+    bound: torch.device | None = getattr(dist.group.WORLD, "bound_device_id", None)
+    return bound
 
 
 @contextmanager

@@ -138,7 +138,7 @@ def _apart(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         if view is not None and view in kept:
             _log.warning("%s is not written: it is the same tensor as %s", name, kept[view])
             continue
-        value = tensor.detach().contiguous()
+        value = tensor.detach().resolve_conj().resolve_neg().contiguous()
         owner = (value.device, value.untyped_storage().data_ptr())
         is_shared = view is not None and owner in owners
         apart[name] = value.clone() if is_shared else value

@@ -2,15 +2,18 @@
 
 import os
 import signal
+import socket
 import sys
 import threading
 import time
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 
 import bigload
 from bigload.errors import MainProcessFailedError, ProcessControlError, RankError
+from forked_ranks import returned_by_all, run
 
 TICK_SECONDS = 0.15
 """For which a process keeps others waiting; none of them goes by it."""
@@ -253,8 +256,6 @@ CHECKS = [
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
     """Return, for each check, what each of four ranks on two hosts found."""
-    from forked_ranks import returned_by_all, run
-
     returned = returned_by_all(run(__file__, "everything", 4, tmp_path_factory.mktemp("group"), hosts=2))
     return {check: [each[check] for each in returned] for check in returned[0]}
 
@@ -329,8 +330,6 @@ def test_nothing_piles_up(found):
 
 @pytest.mark.slow
 def test_without_a_launcher_processes_are_counted_by_host(tmp_path):
-    from forked_ranks import returned_by_all, run
-
     indexes, lines = zip(*returned_by_all(run(__file__, "without_a_launcher", 3, tmp_path)), strict=True)
     assert indexes == (0, 1, 2)
     assert [lines[0][0], lines[0][3]] == ["all 0", "host 0"]
@@ -338,8 +337,6 @@ def test_without_a_launcher_processes_are_counted_by_host(tmp_path):
 
 @pytest.mark.slow
 def test_two_of_one_number_on_a_host_are_an_error_and_not_a_deadlock(tmp_path):
-    from forked_ranks import returned_by_all, run
-
     kinds = [end and end["kind"] for end in returned_by_all(run(__file__, "two_of_one_number", 3, tmp_path))]
     assert sorted(map(str, kinds)) == ["None", "ProcessControlError", "ProcessControlError"]
 
@@ -423,9 +420,41 @@ def main_fails_and_leaves_with_the_store(rank, size, folder):
             raise ValueError("no such repository")
 
 
-def ends_of(function, size, folder):
-    from forked_ranks import run
+def one_comes_late(rank, size, folder):
+    join_by_tcp(rank, size, folder, timeout=timedelta(seconds=1))
+    late = int((folder / "late").read_text())
 
+    def act():
+        if rank == late:
+            time.sleep(3)
+        else:
+            with bigload.main_process_first():
+                pass
+
+    return raised(act)
+
+
+def groups_one_after_the_other(rank, size, folder):
+    seen = []
+    for number in range(2):
+        place = folder / str(number)
+        place.mkdir(exist_ok=True)
+        dist = join_by_tcp(rank, size, place)
+        with bigload.main_process_first():
+            pass
+        bigload.wait_for_everyone()
+        dist.destroy_process_group()
+        with socket.socket() as client:
+            client.settimeout(0.2)
+            deadline = time.monotonic() + 5
+            port = int((place / "port").read_text())
+            while client.connect_ex(("127.0.0.1", port)) == 0 and time.monotonic() < deadline:
+                time.sleep(0.05)
+            seen.append(time.monotonic() < deadline)
+    return seen
+
+
+def ends_of(function, size, folder):
     return run(__file__, function, size, folder)
 
 
@@ -470,6 +499,23 @@ def test_a_first_that_fails_and_keeps_the_store_is_heard_before_it_ends(tmp_path
     for end in ends[1:]:
         assert "process 0 failed in main_process_first" in end.errors
         assert "ValueError: no such repository" in end.errors
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("late", [0, 1])
+def test_a_process_that_does_not_come_is_waited_for_as_long_as_the_group_says(tmp_path, late):
+    (tmp_path / "late").write_text(str(late))
+    ends = returned_by_all(ends_of("one_comes_late", 3, tmp_path))
+    waiting = [rank for rank in range(3) if rank != late] if late == 0 else [0]
+    assert [rank for rank, end in enumerate(ends) if end] == waiting
+    for rank in waiting:
+        assert (ends[rank]["kind"], ends[rank]["rank"]) == ("RankError", late)
+        assert "it has not come to main_process_first in 1 s" in ends[rank]["text"]
+
+
+@pytest.mark.slow
+def test_the_store_ends_with_its_group(tmp_path):
+    assert returned_by_all(ends_of("groups_one_after_the_other", 2, tmp_path)) == [[True, True]] * 2
 
 
 # One process

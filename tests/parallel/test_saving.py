@@ -66,9 +66,10 @@ def test_files_that_are_open_are_written_to(safe):
 def test_ties_are_written_once_and_views_each_by_itself(tmp_path, caplog):
     fused = torch.arange(12.0).reshape(6, 2)
     state = OrderedDict(q=fused[:3], k=fused[3:], tied=fused[:3], columns=fused[:, :1], empty=fused[:0])
+    state["conjugate"] = torch.tensor([1 + 2j]).conj()
     bigload.save(state, tmp_path / "state", safe_serialization=True)
     found = load_file(tmp_path / "state")
-    assert sorted(found) == ["columns", "empty", "k", "q"]
+    assert sorted(found) == ["columns", "conjugate", "empty", "k", "q"]
     for name, tensor in found.items():
         assert torch.equal(tensor, state[name]), name
     assert "tied is not written: it is the same tensor as q" in caplog.text
