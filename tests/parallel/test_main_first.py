@@ -71,10 +71,12 @@ def everything(rank, size, folder):
         results[check.__name__] = check(rank, size, folder)
         bigload.wait_for_everyone()
     before = held(), _get_default_store().num_keys()
+    bigload.wait_for_everyone()
     for _ in range(10):
         order(rank, size, folder)
         bigload.wait_for_everyone()
     results["leaks"] = [before, (held(), _get_default_store().num_keys())]
+    bigload.wait_for_everyone()
     dist.destroy_process_group()
     return results
 
