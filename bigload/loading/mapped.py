@@ -130,6 +130,25 @@ def make_present(buffer: memoryview, start: int, stop: int) -> int:
     return reason
 
 
+def read_ahead(buffer: memoryview, start: int, stop: int) -> None:
+    """Have the system begin to read bytes `start` to `stop` of the map `buffer` into the page cache, all at once.
+
+    A wish: what it does not do in advance is done when the pages are touched, or made present.
+    """
+    begin = start // mmap.PAGESIZE * mmap.PAGESIZE
+    _libc.madvise(address_of(buffer) + begin, stop - begin, mmap.MADV_WILLNEED)
+
+
+def let_go(buffer: memoryview, start: int, stop: int) -> None:
+    """Take the pages that lie between bytes `start` and `stop` of the map `buffer` out of this process's page table.
+
+    They come back from the page cache when they are touched, as they are in the file: what was written to them is lost.
+    """
+    begin, end = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE, stop // mmap.PAGESIZE * mmap.PAGESIZE
+    if begin < end:
+        _libc.madvise(address_of(buffer) + begin, end - begin, mmap.MADV_DONTNEED)
+
+
 _NO_BYTES = memoryview(bytearray())
 
 

@@ -172,7 +172,7 @@ def remove_hook_from_module(module: nn.Module, recurse: bool = False) -> nn.Modu
         own.pop("forward", None)
         if not isinstance(module, fx.GraphModule) and old_forward != module.forward:
             module.forward = old_forward  # somebody else had replaced it before
-    for name in MOVING_METHODS:
+    for name in (*MOVING_METHODS, "bigload_stats"):
         own.pop(name, None)
     if recurse:
         for child in module.children():

@@ -1,0 +1,262 @@
+"""Decides when the weights of blocks come and go, and has them fetched while others compute.
+
+One lock is around all decisions; only the fetching itself is outside. Memory is bounded by bytes: blocks that run,
+blocks that stay, and a window for those that come next.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from collections.abc import Sequence
+from itertools import islice
+
+import torch
+
+from bigload.runtime.streaming.copies import Copies, Courier
+from bigload.runtime.streaming.fetcher import Fetcher
+from bigload.runtime.streaming.in_place import InPlace, is_in_place
+from bigload.runtime.streaming.options import StreamOptions
+from bigload.runtime.streaming.residents import Room, chosen_evenly, room_for
+from bigload.runtime.streaming.run_log import RunLog
+from bigload.runtime.streaming.run_order import RunOrder
+from bigload.runtime.streaming.streamed_block import Stay, StreamedBlock
+from bigload.runtime.streaming.supply import Supply, Weight
+
+
+class Streamer:
+    """Brings the weights of the blocks of one model. May be used from several threads.
+
+    Args:
+        options: How much memory that takes.
+    """
+
+    def __init__(self, options: StreamOptions) -> None:
+        self.log = RunLog()
+        self._options = options
+        self._blocks: list[StreamedBlock] = []
+        self._lock = threading.RLock()
+        self._arrived = threading.Condition(self._lock)
+        self._fetcher = Fetcher(weakref.WeakMethod(self._fetch_ahead))
+        self._couriers: dict[torch.device, Courier] = {}
+        self._room: Room | None = None
+        self._order: RunOrder[StreamedBlock] = RunOrder([])
+        self._idle: dict[StreamedBlock, None] = {}  # there or on their way, not kept, not in use; oldest first
+        self._hot: dict[StreamedBlock, None] = {}  # routed ones that stay for the time being
+
+    def __getstate__(self) -> dict[str, StreamOptions]:
+        return {"options": self._options}
+
+    def __setstate__(self, state: dict[str, StreamOptions]) -> None:
+        """Become a streamer for a copy of the model, whose blocks add themselves."""
+        self.__init__(**state)  # type: ignore[misc]
+
+    def add(self, block: StreamedBlock) -> None:
+        """Have `block` streamed. The order of adding is the first guess at the order in which blocks run."""
+        with self._lock:
+            self._blocks.append(block)
+            self._room = None
+
+    def remove(self, block: StreamedBlock) -> None:
+        """Let go of `block` and its weights."""
+        with self._lock:
+            if block in self._blocks:
+                self._blocks.remove(block)
+                self._room = None
+                self._recall(block)
+
+    def close(self) -> None:
+        """Let go of everything that waits for blocks to run."""
+        with self._lock:
+            for block in list(self._blocks):
+                self.remove(block)
+
+    def supplies_for(self, weights: Sequence[Weight], device: torch.device) -> tuple[Supply, ...]:
+        """Return what brings `weights` to `device`."""
+        in_place = [weight for weight in weights if is_in_place(weight, device)]
+        copied = [weight for weight in weights if not is_in_place(weight, device)]
+        supplies: list[Supply] = [InPlace(in_place)] if in_place else []
+        if copied:
+            courier = self._couriers.get(device) or self._couriers.setdefault(device, Courier(device))
+            supplies.append(Copies(copied, courier))
+        return tuple(supplies)
+
+    def enter(self, block: StreamedBlock) -> None:
+        """Have the weights of `block` in its modules for a forward of the calling thread; waits until they are there.
+
+        Raises:
+            ReadError: they could not be read. The block is as it was before.
+            NotEnoughMemoryError: there is no memory for them.
+        """
+        with self._lock:
+            room = self._settled()
+            if not block.num_users and not block.is_current():
+                self._recall(block)
+                block.renew()
+            block.num_users += 1
+            self._idle.pop(block, None)
+            began = time.perf_counter()
+            try:
+                if not block.is_routed:
+                    self._order.entered(block)
+                self._look_ahead(room)
+                self._await(block)
+                if block.is_shown:
+                    block.arrive()
+                else:
+                    block.show()
+            except BaseException:
+                self._leave(block, room)
+                raise
+            self.log.entered(block.name, began, held_bytes=self._held_bytes())
+
+    def leave(self, block: StreamedBlock) -> None:
+        """Note that a forward of the calling thread is over; with the last one, the weights go."""
+        with self._lock:
+            block.depart()
+            self._leave(block, self._settled())
+            self.log.left(block.name)
+
+    def broken_off(self) -> None:
+        """Note that the pass of the calling thread ended in an error."""
+        with self._lock:
+            self._order.broken_off()
+
+    def _settled(self) -> Room:
+        """Return the room that there is, chosen when the first block runs."""
+        if self._room is None:
+            steady = [block for block in self._blocks if not block.is_routed]
+            self._order = RunOrder(steady)
+            self._room = room_for(self._blocks, self._options)
+            kept = set(chosen_evenly(steady, self._room.resident_bytes))
+            for block in steady:
+                block.is_kept = block in kept
+        return self._room
+
+    def _recall(self, block: StreamedBlock) -> None:
+        """Send the weights of `block` away, also when they are just coming."""
+        block.hide()
+        while not self._send_away(block):
+            self._arrived.wait()
+
+    def _look_ahead(self, room: Room) -> None:
+        """Ask for what is expected next, as far as the window goes."""
+        expected = self._expected(room.prefetch_bytes)
+        for block in expected:
+            if block.stay is Stay.AWAY and block.error is None:
+                needed = self._idle_bytes() + block.num_bytes - room.prefetch_bytes
+                for stale in [idle for idle in self._idle if idle not in expected]:
+                    if needed > 0 and stale.stay is not Stay.COMING:
+                        needed -= stale.num_bytes
+                        self._send_away(stale)
+                if needed > 0:
+                    return
+                block.reserve()
+                block.stay = Stay.ASKED
+                if not block.is_kept:
+                    self._idle[block] = None
+                self._fetcher.put(block)
+
+    def _expected(self, num_bytes: int) -> list[StreamedBlock]:
+        """Return the blocks that are expected next in this thread, `num_bytes` of them that have to come."""
+        expected: dict[StreamedBlock, None] = {}
+        for block in islice(self._order.ahead(), len(self._blocks)) if num_bytes else ():
+            if block in expected or block.num_users or (block.is_kept and block.stay is Stay.HERE):
+                continue
+            num_bytes -= block.num_bytes
+            if num_bytes < 0:
+                break
+            expected[block] = None
+        return list(expected)
+
+    def _await(self, block: StreamedBlock) -> None:
+        """Return when the weights are there; what is not on its way yet is fetched by the calling thread."""
+        while block.stay is not Stay.HERE:
+            if block.error is not None:
+                error, block.error = block.error, None
+                raise error
+            if block.stay is Stay.AWAY:
+                block.reserve()
+                block.stay = Stay.ASKED
+                self._without_lock(block)
+            elif block.stay is Stay.ASKED and self._fetcher.take_back(block):
+                self._without_lock(block)
+            else:
+                self._arrived.wait()
+
+    def _without_lock(self, block: StreamedBlock) -> None:
+        self._lock.release()
+        try:
+            self._fetch(block)
+        finally:
+            self._lock.acquire()
+
+    def _fetch_ahead(self, block: StreamedBlock) -> None:
+        self._fetch(block)
+
+    def _fetch(self, block: StreamedBlock) -> None:
+        """Fetch what was asked for. Called without the lock, in any thread."""
+        with self._lock:
+            if block.stay is not Stay.ASKED:
+                return
+            block.stay = Stay.COMING
+        error: BaseException | None = None
+        try:
+            with self.log.fetching(block.name, block.num_bytes):
+                block.fetch()
+        except BaseException as caught:
+            error = caught
+        with self._lock:
+            block.error = error
+            block.stay = Stay.HERE
+            if error is not None:
+                self._send_away(block)
+            self._arrived.notify_all()
+
+    def _leave(self, block: StreamedBlock, room: Room) -> None:
+        block.num_users -= 1
+        if block.num_users:
+            return
+        block.hide()
+        if block.stay is not Stay.HERE:
+            return
+        block.num_uses += 1
+        if block.is_kept or (block.is_routed and self._stays_hot(block, room)):
+            return
+        if block in self._expected(room.prefetch_bytes):
+            self._idle[block] = None
+        else:
+            self._send_away(block)
+
+    def _stays_hot(self, block: StreamedBlock, room: Room) -> bool:
+        """Return whether a routed block stays, in the place of others that are used less."""
+        self._hot.pop(block, None)
+        self._hot[block] = None
+        excess = sum(each.num_bytes for each in self._hot) - room.hot_bytes
+        for cold in sorted(self._hot, key=lambda each: each.num_uses):
+            if excess <= 0:
+                break
+            if not cold.num_users:
+                excess -= cold.num_bytes
+                del self._hot[cold]
+                if cold is not block:
+                    self._send_away(cold)
+        return block in self._hot
+
+    def _send_away(self, block: StreamedBlock) -> bool:
+        """Let go of the weights of `block`; return whether that is done. If not, they are just coming."""
+        if block.stay is Stay.COMING or (block.stay is Stay.ASKED and not self._fetcher.take_back(block)):
+            return False
+        self._idle.pop(block, None)
+        self._hot.pop(block, None)
+        block.stay = Stay.AWAY
+        room = self._room
+        block.drop(forget=room is not None and block in room.forgotten)
+        return True
+
+    def _idle_bytes(self) -> int:
+        return sum(block.num_bytes for block in self._idle)
+
+    def _held_bytes(self) -> int:
+        return sum(block.num_bytes for block in self._blocks if block.stay is not Stay.AWAY)
