@@ -23,8 +23,8 @@ from bigload.runtime.module_tensors import is_packed_by_device, set_module_tenso
 from bigload.runtime.offload_store import PrefixedDataset, source_of
 from bigload.runtime.sending import DeviceLike, find_device, send_to_device
 from bigload.runtime.slots import Slot, assign, called_modules, has_no_forward, shared_tensors
-from bigload.runtime.streaming.run_log import RunLog
 from bigload.runtime.streaming.streamed_block import StreamedBlock
+from bigload.runtime.streaming.streamer import Streamer
 from bigload.runtime.streaming.supply import Weight
 
 TiedParams = dict[int, dict[torch.device, Tensor]]
@@ -100,7 +100,7 @@ class AlignDevicesHook(ModelHook):
         self._brings_uncalled = False
         self._forwards = _Forwards()
         self.block: StreamedBlock | None = None
-        self.log: RunLog | None = None
+        self.counts_for: Streamer | None = None
 
     @property
     def execution_device(self) -> DeviceLike | None:
@@ -179,7 +179,7 @@ class AlignDevicesHook(ModelHook):
 
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Load what is offloaded, and return the arguments on the execution device."""
-        if self.offload or self.io_same_device or self.block is not None or self.log is not None:
+        if self.offload or self.io_same_device or self.block is not None or self.counts_for is not None:
             self._begin(module, args, kwargs)
         device = self._device
         if device is None:
@@ -197,8 +197,8 @@ class AlignDevicesHook(ModelHook):
     def _begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._comes_and_goes:
             self._load(module)
-        if self.log is not None:
-            self.log.forward_began()
+        if self.counts_for is not None:
+            self._note_begin()
         if self.io_same_device:
             self.input_device = find_device((args, kwargs))
             self._forwards.input_devices.append(self.input_device)
@@ -208,7 +208,7 @@ class AlignDevicesHook(ModelHook):
 
         If the output is a generator, weights come back whenever it is started, and stay until it ends or is closed.
         """
-        if not (self._comes_and_goes or self.io_same_device or self.log is not None):
+        if not (self._comes_and_goes or self.io_same_device or self.counts_for is not None):
             return output
         device = self._end()
 
@@ -234,8 +234,8 @@ class AlignDevicesHook(ModelHook):
     def _end(self) -> torch.device | None:
         """Send away what was loaded, and return the device that the arguments came from."""
         device = self._pop_input_device()
-        if self.log is not None:
-            self.log.forward_ended()
+        if self.counts_for is not None:
+            self._note_end()
         if self._comes_and_goes:
             self._unload()
         return device
@@ -338,6 +338,16 @@ class AlignDevicesHook(ModelHook):
             forwards.num_under_way = max(0, forwards.num_under_way - 1)
             if not forwards.num_under_way:
                 forwards.put_back()
+
+    @_eager
+    def _note_begin(self) -> None:
+        if self.counts_for is not None:
+            self.counts_for.log.forward_began()
+
+    @_eager
+    def _note_end(self) -> None:
+        if self.counts_for is not None:
+            self.counts_for.log.forward_ended()
 
     def _pop_input_device(self) -> torch.device | None:
         stack = self._forwards.input_devices

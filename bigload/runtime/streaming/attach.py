@@ -30,7 +30,7 @@ def stream(model: nn.Module, options: StreamOptions) -> None:
         _stream_block(part, streamer)
     around = _hooks(model)
     if around:
-        around[0].log = streamer.log
+        around[0].counts_for = streamer
     model.__dict__["bigload_stats"] = partial(_stats, streamer)
 
 
