@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import nn
 
+from bigload.runtime.blocks import joined
+from bigload.runtime.hooks import calls_hook, hooks_of
 from bigload.runtime.module_tensors import as_parameter
-from bigload.runtime.slots import Slot, assign
+from bigload.runtime.refused_gradients import refuse_gradients
 from bigload.runtime.streaming.in_place import InPlace
 from bigload.runtime.streaming.supply import Supply, Weight
 
@@ -36,6 +38,15 @@ class Member(NamedTuple):
     hook: AlignDevicesHook
 
 
+class _Loan(NamedTuple):
+    """A weight of the block, the hook that lends it to its places, and what was wanted when its supply was made."""
+
+    name: str
+    weight: Weight
+    hook: AlignDevicesHook
+    dtype: torch.dtype
+
+
 class StreamedBlock:
     """A module, and those below whose weights come and go with its own.
 
@@ -53,7 +64,7 @@ class StreamedBlock:
         num_users: Forwards that are under way.
         num_uses: Forwards that there have been.
         is_kept: Whether the weights stay once they are there.
-        error: Why the last fetch failed, until somebody has been told.
+        is_troubled: Whether they could not be fetched ahead: who needs them tries again, and is told.
     """
 
     def __init__(
@@ -76,12 +87,14 @@ class StreamedBlock:
         self.num_users = 0
         self.num_uses = 0
         self.is_kept = False
-        self.error: BaseException | None = None
+        self.is_troubled = False
         self._is_shown = False
         self._supplies: tuple[Supply, ...] | None = None
-        self._shown: list[tuple[tuple[Slot, ...], torch.Tensor]] = []
-        self._as_parameters: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._loans: list[_Loan] = []
+        self._stepping_aside: list[Member] = []
+        self._held: list[AlignDevicesHook] = []
         self._aside: list[tuple[dict[str, Any], object]] = []
+        self._known: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         streamer.add(self)
 
     def __repr__(self) -> str:
@@ -104,9 +117,28 @@ class StreamedBlock:
     def supplies(self) -> tuple[Supply, ...]:
         """What brings the weights."""
         if self._supplies is None:
-            weights = [weight for module, hook in self.members for weight in hook.offloaded_weights(module) or ()]
-            self._supplies = self.streamer.supplies_for(weights, self.device)
+            self._find_weights()
+        assert self._supplies is not None, "found just now"
         return self._supplies
+
+    def _find_weights(self) -> None:
+        attached = [member for member in self.members if member.hook in hooks_of(member.module)]  # others were taken away
+        offloaded = [(member, member.hook.offloaded_weights(member.module)) for member in attached]
+        weights = {weight.slots: (member.hook, weight) for member, found in offloaded for weight in found or ()}
+        names = {id(module): joined(self.name, name) for name, module in self.module.named_modules()}
+        with torch.inference_mode(mode=False):  # what is made here may be used where gradients are wanted
+            self._supplies = self.streamer.supplies_for([weight for _, weight in weights.values()], self.device)
+        self._loans = [
+            _Loan(
+                joined(names.get(id(weight.slots[0].module), self.name), weight.slots[0].key),
+                weight,
+                weights[weight.slots][0],
+                weight.placeholder.dtype,
+            )
+            for supply in self._supplies
+            for weight in supply.weights
+        ]
+        self._stepping_aside = [member for member, found in offloaded if found is not None]
 
     @property
     def num_bytes(self) -> int:
@@ -126,18 +158,18 @@ class StreamedBlock:
     def is_current(self) -> bool:
         """Return whether all places still hold what they did when the supplies were made, or values of their own.
 
-        A cast of the model makes new placeholders; those who take a hook away put values there.
+        A cast of the model changes placeholders, tying them makes new ones; those who take a hook away put values there.
         """
         return self._supplies is None or all(
-            (tensor := weight.slots[0].tensor) is weight.placeholder or not tensor.is_meta
-            for supply in self._supplies
-            for weight in supply.weights
+            weight.placeholder.dtype == dtype
+            and all((tensor := slot.tensor) is weight.placeholder or not tensor.is_meta for slot in weight.slots)
+            for _, weight, _, dtype in self._loans
         )
 
     def renew(self) -> None:
         """Look anew for what is offloaded. To be called while the weights are away."""
         self._supplies = None
-        self._as_parameters.clear()
+        self._known.clear()
 
     def reserve(self) -> None:
         """Take the memory for a stay."""
@@ -152,15 +184,16 @@ class StreamedBlock:
     def show(self) -> None:
         """Let the modules hold the weights, and their hooks step aside."""
         self._is_shown = True
-        for supply in self.supplies:
-            for weight, tensor in zip(supply.weights, supply.arrive(), strict=True):
-                if weight.slots[0].tensor is weight.placeholder:
-                    assign(weight.slots, self._as_held(weight, tensor))
-                    self._shown.append((weight.slots, weight.placeholder))
-        for module, hook in self.members:
+        tensors = [tensor for supply in self.supplies for tensor in supply.arrive()]
+        for hook in dict.fromkeys(loan.hook for loan in self._loans):
+            self._held.append(hook)
+            hook.hold()
+        for loan, tensor in zip(self._loans, tensors, strict=True):
+            loan.hook.lend(loan.weight, self._as_held(loan, tensor))
+        for module, hook in self._stepping_aside:
             own = module.__dict__
             around = own.get("forward")
-            if own.get("_hf_hook") is hook and module is not self.module and around is not None:
+            if own.get("_hf_hook") is hook and module is not self.module and calls_hook(around):
                 self._aside.append((own, around))
                 _call_directly(own)
 
@@ -175,30 +208,40 @@ class StreamedBlock:
             supply.depart()
 
     def hide(self) -> None:
-        """Put everything back in its place."""
+        """Put everything back in its place, unless somebody else still needs it there."""
         self._is_shown = False
-        for slots, placeholder in self._shown:
-            assign(slots, placeholder)
-        self._shown.clear()
-        for own, around in self._aside:
-            if "_old_forward" in own:  # else somebody has taken the hook away meanwhile
+        while self._aside:
+            own, around = self._aside.pop()
+            if "_old_forward" in own and own.get("forward") in (None, own["_old_forward"]):  # nobody has changed it
                 own["forward"] = around
-        self._aside.clear()
+        while self._held:
+            self._held.pop().release()
 
     def drop(self, *, forget: bool) -> None:
         """Let go of the weights; see `Supply.drop`."""
         for supply in self.supplies:
+            if not isinstance(supply, InPlace):  # of pages, the same tensors come again
+                for weight in supply.weights:
+                    self._known.pop(id(weight), None)
             supply.drop(forget=forget)
 
-    def _as_held(self, weight: Weight, tensor: torch.Tensor) -> torch.Tensor:
+    def _as_held(self, loan: _Loan, tensor: torch.Tensor) -> torch.Tensor:
         """Return `tensor` as what the placeholder is: a parameter of its class, that wants gradients or does not."""
-        placeholder = weight.placeholder
-        if not isinstance(placeholder, nn.Parameter):
-            return tensor
-        known = self._as_parameters.get(id(weight))
-        if known is None or known[0] is not tensor or known[1].requires_grad != placeholder.requires_grad:
-            known = self._as_parameters[id(weight)] = (tensor, as_parameter(tensor, placeholder))
-        return known[1]
+        placeholder = loan.weight.placeholder
+        known = self._known.get(id(loan.weight))
+        if known is not None and known[0] is tensor and known[1].requires_grad == placeholder.requires_grad:
+            return known[1]
+        if tensor.shape != placeholder.shape:
+            raise ValueError(
+                f"{loan.name} has the shape {list(placeholder.shape)} in the model; its values have {list(tensor.shape)}"
+            )
+        with torch.inference_mode(mode=False):
+            held = tensor.to(device=self.device, dtype=placeholder.dtype)
+            if isinstance(placeholder, nn.Parameter):
+                held = as_parameter(held, placeholder)
+                refuse_gradients(held, loan.name)
+        self._known[id(loan.weight)] = tensor, held
+        return held
 
 
 def _call_directly(own: dict[str, Any]) -> None:
