@@ -10,9 +10,9 @@ import copy
 import functools
 import sys
 import threading
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from types import GeneratorType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -50,6 +50,14 @@ def _eager(function: Callable[..., None]) -> Callable[..., None]:
 
     disabled: list[Callable[..., None]] = []
     return run
+
+
+class Loan(Protocol):
+    """A value, and the places that may have it instead of what stands in for it."""
+
+    slots: Sequence[Slot]
+    placeholder: Tensor
+    value: Tensor
 
 
 class AlignDevicesHook(ModelHook):
@@ -280,19 +288,19 @@ class AlignDevicesHook(ModelHook):
                     raise
             forwards.num_under_way += 1
 
-    def hold(self) -> None:
-        """Have one more forward under way: of a block, that lends what this hook would otherwise bring."""
-        with self._forwards.lock:
-            self._forwards.num_under_way += 1
+    def lend(self, loans: Iterable[Loan]) -> None:
+        """Have one more forward under way: of a block, that has brought what this hook would bring.
 
-    def lend(self, weight: Weight, tensor: Tensor) -> None:
-        """Let those places of `weight` that nobody has given a value hold `tensor`, until nobody holds this hook."""
+        Places that somebody has given values of their own keep these.
+        """
         forwards = self._forwards
         with forwards.lock:
-            vacant = [slot for slot in weight.slots if slot.tensor is weight.placeholder]
-            if vacant:
-                forwards.away.append((vacant, weight.placeholder))
-                assign(vacant, tensor)
+            forwards.num_under_way += 1
+            for loan in loans:
+                vacant = [slot for slot in loan.slots if slot.table.get(slot.key) is loan.placeholder]
+                if vacant:
+                    forwards.away.append((vacant, loan.placeholder))
+                    assign(vacant, loan.value)
 
     def release(self) -> None:
         """Have one forward less under way. With the last one, everything is back in its place."""
@@ -327,13 +335,18 @@ class AlignDevicesHook(ModelHook):
         if not self.offload or weights_map is None:
             return weights
         for slots in self._tensors(module):
-            if self._is_offloaded(slots[0]) and slots[0].tensor.is_meta:
+            placeholder = self._forwards.at_home(slots[0])
+            if self._is_offloaded(slots[0]) and placeholder.is_meta:
                 found = [source_of(weights_map, slot.name) for slot in slots]
                 source = next((each for each in found if each is not None), None)
-                if source is None or is_packed_by_device(slots[0].tensor) or source.dtype == torch.int8:
+                if source is None or is_packed_by_device(placeholder) or source.dtype == torch.int8:
                     return None
-                weights.append(Weight(slots=tuple(slots), placeholder=slots[0].tensor, source=source))
+                weights.append(Weight(slots=tuple(slots), placeholder=placeholder, source=source))
         return weights
+
+    def places(self, module: nn.Module) -> list[Slot]:
+        """Return the places of `module` whose tensors are offloaded, or would be if they had not got values."""
+        return [slot for slots in self._tensors(module) if self.offload and self._is_offloaded(slots[0]) for slot in slots]
 
     def _value(self, slots: Sequence[Slot]) -> tuple[Tensor, Tensor | None]:
         """Return what the tensor of `slots` should hold, and the scales that int8 weights of bitsandbytes want."""
@@ -442,6 +455,13 @@ class _Forwards:
         """The devices that the forwards of this thread were called from, the innermost last."""
         devices: list[torch.device | None] = self._here.__dict__.setdefault("devices", [])
         return devices
+
+    def at_home(self, slot: Slot) -> Tensor:
+        """Return what is in `slot` when no forward is under way."""
+        for slots, tensor in self.away:
+            if any(each.module is slot.module and each.key == slot.key for each in slots):
+                return tensor
+        return slot.tensor
 
     def put_back(self) -> None:
         """Put everything back in its place."""

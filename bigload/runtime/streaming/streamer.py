@@ -44,6 +44,8 @@ class Streamer:
         self._files = MappedFiles()  # its own: pages that others have written to are not dropped here
         self._room: Room | None = None
         self._order: RunOrder[StreamedBlock] = RunOrder([])
+        self._held_bytes = 0
+        self._num_away = 0  # of the blocks that are not routed
         self._idle: dict[StreamedBlock, None] = {}  # there or on their way, not kept, not in use; oldest first
         self._hot: dict[StreamedBlock, None] = {}  # routed ones that stay for the time being
 
@@ -100,6 +102,8 @@ class Streamer:
             if not block.num_users and not block.is_current():
                 self._recall(block)
                 block.renew()
+                self._room = None
+                room = self._settled()
             block.num_users += 1
         try:
             with self._lock:
@@ -112,7 +116,7 @@ class Streamer:
                 self._fetch(block)
                 with self._lock:
                     is_there = self._take(block)
-            self.log.entered(block.name, began, held_bytes=self._held_bytes())
+            self.log.entered(block.name, began, held_bytes=self._held_bytes)
         except BaseException:
             with self._lock:
                 self._leave(block)
@@ -141,6 +145,7 @@ class Streamer:
             kept = set(chosen_evenly(steady, self._room.resident_bytes))
             for block in steady:
                 block.is_kept = block in kept
+            self._num_away = sum(block.stay is Stay.AWAY for block in steady)
         return self._room
 
     def _recall(self, block: StreamedBlock) -> None:
@@ -151,6 +156,8 @@ class Streamer:
 
     def _look_ahead(self, room: Room) -> None:
         """Ask for what is expected next, as far as the window goes."""
+        if not self._num_away:
+            return
         expected = self._expected(room)
         for block in expected:
             if block.stay is Stay.AWAY and not block.is_troubled:
@@ -170,8 +177,7 @@ class Streamer:
     def _ask(self, block: StreamedBlock) -> bool:
         """Have `block` fetched in the background. If that cannot be, who needs it fetches it, and is told why not."""
         try:
-            block.reserve()
-            block.stay = Stay.ASKED
+            self._reserve(block)
             self._fetcher.put(block)
         except Exception:  # no memory, or no thread
             block.is_troubled = True
@@ -195,8 +201,7 @@ class Streamer:
         """Show the weights, when they are there; return `False` if the calling thread has to fetch them before."""
         while block.stay is not Stay.HERE:
             if block.stay is Stay.AWAY:
-                block.stay = Stay.ASKED
-                block.reserve()
+                self._reserve(block)
                 return False
             if block.stay is Stay.ASKED and self._fetcher.take_back(block):
                 return False
@@ -206,6 +211,12 @@ class Streamer:
         else:
             block.show()
         return True
+
+    def _reserve(self, block: StreamedBlock) -> None:
+        block.reserve()
+        block.stay = Stay.ASKED
+        self._held_bytes += block.num_bytes
+        self._num_away -= not block.is_routed
 
     def _fetch_ahead(self, block: StreamedBlock) -> None:
         try:
@@ -280,13 +291,13 @@ class Streamer:
         self._fetcher.take_back(block)
         self._idle.pop(block, None)
         self._hot.pop(block, None)
-        block.stay = Stay.AWAY
-        room = self._room
-        block.drop(forget=room is not None and block in room.forgotten)
+        if block.stay is not Stay.AWAY:
+            block.stay = Stay.AWAY
+            self._held_bytes -= block.num_bytes
+            self._num_away += not block.is_routed
+            room = self._room
+            block.drop(forget=room is not None and block in room.forgotten)
         return True
 
     def _idle_bytes(self) -> int:
         return sum(block.num_bytes for block in self._idle)
-
-    def _held_bytes(self) -> int:
-        return sum(block.num_bytes for block in self._blocks if block.stay is not Stay.AWAY)
