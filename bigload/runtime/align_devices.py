@@ -10,9 +10,9 @@ import copy
 import functools
 import sys
 import threading
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from types import GeneratorType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -280,19 +280,20 @@ class AlignDevicesHook(ModelHook):
                     raise
             forwards.num_under_way += 1
 
-    def hold(self) -> None:
-        """Have one more forward under way: of a block, that lends what this hook would otherwise bring."""
-        with self._forwards.lock:
-            self._forwards.num_under_way += 1
+    def hold(self, loans: Iterable[Loan]) -> None:
+        """Have one more forward under way: of a block, that lends what this hook would otherwise bring.
 
-    def lend(self, weight: Weight, tensor: Tensor) -> None:
-        """Let those places of `weight` that nobody has given a value hold `tensor`, until nobody holds this hook."""
+        Places that somebody has given a value keep it. The others have theirs until nobody holds this hook.
+        """
         forwards = self._forwards
         with forwards.lock:
-            vacant = [slot for slot in weight.slots if slot.tensor is weight.placeholder]
-            if vacant:
-                forwards.away.append((vacant, weight.placeholder))
-                assign(vacant, tensor)
+            forwards.num_under_way += 1
+            for loan in loans:
+                slots, placeholder = loan.weight.slots, loan.weight.placeholder
+                vacant = [slot for slot in slots if slot.table[slot.key] is placeholder]
+                if vacant:
+                    forwards.away.append((vacant, placeholder))
+                    assign(vacant, loan.held)
 
     def release(self) -> None:
         """Have one forward less under way. With the last one, everything is back in its place."""
@@ -418,6 +419,18 @@ def _found(weights_map: Mapping[str, Tensor], name: str) -> Tensor | None:
         return None
 
 
+class Loan(Protocol):
+    """What a block lends to places that a hook looks after."""
+
+    @property
+    def weight(self) -> Weight:
+        """The weight that it is, with its places."""
+
+    @property
+    def held(self) -> Tensor:
+        """What they get."""
+
+
 class _Forwards:
     """The forwards of one hook that are under way, and what came for them. Copies of the hook begin with none.
 
@@ -472,7 +485,9 @@ def attach_execution_device_hook(
         tied_params_map: See `AlignDevicesHook`.
     """
     own = shared_tensors(module, recurse=False)
-    is_brought = has_no_forward(module) and all(slots[0].tensor.is_meta for slots in own)  # or there is nothing to bring
+    is_brought = has_no_forward(module) and all(
+        slots[0].tensor.is_meta for slots in own
+    )  # or there is nothing to bring
     if not hasattr(module, "_hf_hook") and _has_state(module) and not is_brought:
         hook = AlignDevicesHook(execution_device, skip_keys=skip_keys, tied_params_map=tied_params_map)
         add_hook_to_module(module, hook)

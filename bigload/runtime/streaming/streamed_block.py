@@ -38,13 +38,54 @@ class Member(NamedTuple):
     hook: AlignDevicesHook
 
 
-class _Loan(NamedTuple):
-    """A weight of the block, the hook that lends it to its places, and what was wanted when its supply was made."""
+class _Loan:
+    """A weight of the block, and what its places hold while it is here.
 
-    name: str
-    weight: Weight
-    hook: AlignDevicesHook
-    dtype: torch.dtype
+    Attributes:
+        name: The weight's name in the model.
+        weight: It.
+        held: What the places get: a parameter of the placeholder's class, or the buffer that it is.
+    """
+
+    __slots__ = ("_dtype", "_keys", "_tensor", "held", "name", "weight")
+
+    def __init__(self, name: str, weight: Weight) -> None:
+        self.name = name
+        self.weight = weight
+        self.held = weight.placeholder
+        self._dtype = weight.placeholder.dtype
+        self._keys = [(slot.table, slot.key) for slot in weight.slots]
+        self._tensor: torch.Tensor | None = None
+
+    def is_current(self) -> bool:
+        """Return whether all places hold what they did when this was made, or values of their own."""
+        placeholder = self.weight.placeholder
+        if placeholder.dtype != self._dtype:
+            return False
+        for table, key in self._keys:
+            tensor = table.get(key)
+            if tensor is not placeholder and (tensor is None or tensor.is_meta):
+                return False
+        return True
+
+    def bring(self, tensor: torch.Tensor, device: torch.device) -> None:
+        """Have `held` be `tensor`; most often it is that of the last time."""
+        placeholder = self.weight.placeholder
+        if tensor is self._tensor and self.held.requires_grad == placeholder.requires_grad:
+            return
+        if tensor.shape != placeholder.shape:
+            shapes = f"{list(placeholder.shape)} in the model; its values have {list(tensor.shape)}"
+            raise ValueError(f"{self.name} has the shape {shapes}")
+        with torch.inference_mode(mode=False):
+            held = tensor.to(device=device, dtype=placeholder.dtype)
+            if isinstance(placeholder, nn.Parameter):
+                held = as_parameter(held, placeholder)
+                refuse_gradients(held, self.name)
+        self._tensor, self.held = tensor, held
+
+    def forget(self) -> None:
+        """Keep no tensor alive."""
+        self._tensor, self.held = None, self.weight.placeholder
 
 
 class StreamedBlock:
@@ -90,11 +131,12 @@ class StreamedBlock:
         self.is_troubled = False
         self._is_shown = False
         self._supplies: tuple[Supply, ...] | None = None
+        self._num_bytes = 0
         self._loans: list[_Loan] = []
+        self._lenders: dict[AlignDevicesHook, list[_Loan]] = {}
         self._stepping_aside: list[Member] = []
         self._held: list[AlignDevicesHook] = []
         self._aside: list[tuple[dict[str, Any], object]] = []
-        self._known: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         streamer.add(self)
 
     def __repr__(self) -> str:
@@ -122,28 +164,29 @@ class StreamedBlock:
         return self._supplies
 
     def _find_weights(self) -> None:
-        attached = [member for member in self.members if member.hook in hooks_of(member.module)]  # others were taken away
+        attached = [
+            member for member in self.members if member.hook in hooks_of(member.module)
+        ]  # others were taken away
         offloaded = [(member, member.hook.offloaded_weights(member.module)) for member in attached]
         weights = {weight.slots: (member.hook, weight) for member, found in offloaded for weight in found or ()}
         names = {id(module): joined(self.name, name) for name, module in self.module.named_modules()}
         with torch.inference_mode(mode=False):  # what is made here may be used where gradients are wanted
             self._supplies = self.streamer.supplies_for([weight for _, weight in weights.values()], self.device)
-        self._loans = [
-            _Loan(
-                joined(names.get(id(weight.slots[0].module), self.name), weight.slots[0].key),
-                weight,
-                weights[weight.slots][0],
-                weight.placeholder.dtype,
-            )
-            for supply in self._supplies
-            for weight in supply.weights
-        ]
+        self._num_bytes = sum(supply.num_bytes for supply in self._supplies)
+        self._loans, self._lenders = [], {}
+        for weight in (weight for supply in self._supplies for weight in supply.weights):
+            first = weight.slots[0]
+            loan = _Loan(joined(names.get(id(first.module), self.name), first.key), weight)
+            self._loans.append(loan)
+            self._lenders.setdefault(weights[weight.slots][0], []).append(loan)
         self._stepping_aside = [member for member, found in offloaded if found is not None]
 
     @property
     def num_bytes(self) -> int:
         """What the weights take while they are here."""
-        return sum(supply.num_bytes for supply in self.supplies)
+        if self._supplies is None:
+            self._find_weights()
+        return self._num_bytes
 
     @property
     def num_page_bytes(self) -> int:
@@ -160,16 +203,15 @@ class StreamedBlock:
 
         A cast of the model changes placeholders, tying them makes new ones; those who take a hook away put values there.
         """
-        return self._supplies is None or all(
-            weight.placeholder.dtype == dtype
-            and all((tensor := slot.tensor) is weight.placeholder or not tensor.is_meta for slot in weight.slots)
-            for _, weight, _, dtype in self._loans
-        )
+        if self._supplies is not None:
+            for loan in self._loans:  # not by `all`: this is what each forward of a block has to pay
+                if not loan.is_current():
+                    return False
+        return True
 
     def renew(self) -> None:
         """Look anew for what is offloaded. To be called while the weights are away."""
         self._supplies = None
-        self._known.clear()
 
     def reserve(self) -> None:
         """Take the memory for a stay."""
@@ -185,11 +227,11 @@ class StreamedBlock:
         """Let the modules hold the weights, and their hooks step aside."""
         self._is_shown = True
         tensors = [tensor for supply in self.supplies for tensor in supply.arrive()]
-        for hook in dict.fromkeys(loan.hook for loan in self._loans):
-            self._held.append(hook)
-            hook.hold()
         for loan, tensor in zip(self._loans, tensors, strict=True):
-            loan.hook.lend(loan.weight, self._as_held(loan, tensor))
+            loan.bring(tensor, self.device)
+        for lender, loans in self._lenders.items():
+            self._held.append(lender)
+            lender.hold(loans)
         for module, hook in self._stepping_aside:
             own = module.__dict__
             around = own.get("forward")
@@ -220,28 +262,10 @@ class StreamedBlock:
     def drop(self, *, forget: bool) -> None:
         """Let go of the weights; see `Supply.drop`."""
         for supply in self.supplies:
-            if not isinstance(supply, InPlace):  # of pages, the same tensors come again
-                for weight in supply.weights:
-                    self._known.pop(id(weight), None)
             supply.drop(forget=forget)
-
-    def _as_held(self, loan: _Loan, tensor: torch.Tensor) -> torch.Tensor:
-        """Return `tensor` as what the placeholder is: a parameter of its class, that wants gradients or does not."""
-        placeholder = loan.weight.placeholder
-        known = self._known.get(id(loan.weight))
-        if known is not None and known[0] is tensor and known[1].requires_grad == placeholder.requires_grad:
-            return known[1]
-        if tensor.shape != placeholder.shape:
-            raise ValueError(
-                f"{loan.name} has the shape {list(placeholder.shape)} in the model; its values have {list(tensor.shape)}"
-            )
-        with torch.inference_mode(mode=False):
-            held = tensor.to(device=self.device, dtype=placeholder.dtype)
-            if isinstance(placeholder, nn.Parameter):
-                held = as_parameter(held, placeholder)
-                refuse_gradients(held, loan.name)
-        self._known[id(loan.weight)] = tensor, held
-        return held
+        if not self.is_in_place:  # of pages, the same tensors come again
+            for loan in self._loans:
+                loan.forget()
 
 
 def _call_directly(own: dict[str, Any]) -> None:

@@ -44,6 +44,8 @@ class Streamer:
         self._files = MappedFiles()  # its own: pages that others have written to are not dropped here
         self._room: Room | None = None
         self._order: RunOrder[StreamedBlock] = RunOrder([])
+        self._held_bytes = 0
+        self._num_away = 0  # of the blocks that are not routed
         self._idle: dict[StreamedBlock, None] = {}  # there or on their way, not kept, not in use; oldest first
         self._hot: dict[StreamedBlock, None] = {}  # routed ones that stay for the time being
 
@@ -112,7 +114,7 @@ class Streamer:
                 self._fetch(block)
                 with self._lock:
                     is_there = self._take(block)
-            self.log.entered(block.name, began, held_bytes=self._held_bytes())
+            self.log.entered(block.name, began, held_bytes=self._held_bytes)
         except BaseException:
             with self._lock:
                 self._leave(block)
@@ -141,6 +143,7 @@ class Streamer:
             kept = set(chosen_evenly(steady, self._room.resident_bytes))
             for block in steady:
                 block.is_kept = block in kept
+            self._num_away = sum(block.stay is Stay.AWAY for block in steady)
         return self._room
 
     def _recall(self, block: StreamedBlock) -> None:
@@ -170,19 +173,26 @@ class Streamer:
     def _ask(self, block: StreamedBlock) -> bool:
         """Have `block` fetched in the background. If that cannot be, who needs it fetches it, and is told why not."""
         try:
-            block.reserve()
-            block.stay = Stay.ASKED
+            self._take_memory(block)
             self._fetcher.put(block)
         except Exception:  # no memory, or no thread
             block.is_troubled = True
             self._send_away(block)
         return not block.is_troubled
 
+    def _take_memory(self, block: StreamedBlock) -> None:
+        block.stay = Stay.ASKED
+        self._held_bytes += block.num_bytes
+        self._num_away -= not block.is_routed
+        block.reserve()
+
     def _expected(self, room: Room) -> list[StreamedBlock]:
         """Return the blocks that are expected next in this thread, as many of those that have to come as fit."""
         num_bytes = room.prefetch_bytes
         expected: dict[StreamedBlock, None] = {}
-        for block in islice(self._order.ahead(), len(self._blocks)) if num_bytes else ():
+        if not num_bytes or not self._num_away:
+            return []
+        for block in islice(self._order.ahead(), len(self._blocks)):
             if block in expected or block.num_users or (block.is_kept and block.stay is Stay.HERE):
                 continue
             num_bytes -= block.num_bytes
@@ -195,8 +205,7 @@ class Streamer:
         """Show the weights, when they are there; return `False` if the calling thread has to fetch them before."""
         while block.stay is not Stay.HERE:
             if block.stay is Stay.AWAY:
-                block.stay = Stay.ASKED
-                block.reserve()
+                self._take_memory(block)
                 return False
             if block.stay is Stay.ASKED and self._fetcher.take_back(block):
                 return False
@@ -280,13 +289,13 @@ class Streamer:
         self._fetcher.take_back(block)
         self._idle.pop(block, None)
         self._hot.pop(block, None)
-        block.stay = Stay.AWAY
+        if block.stay is not Stay.AWAY:
+            block.stay = Stay.AWAY
+            self._held_bytes -= block.num_bytes
+            self._num_away += not block.is_routed
         room = self._room
         block.drop(forget=room is not None and block in room.forgotten)
         return True
 
     def _idle_bytes(self) -> int:
         return sum(block.num_bytes for block in self._idle)
-
-    def _held_bytes(self) -> int:
-        return sum(block.num_bytes for block in self._blocks if block.stay is not Stay.AWAY)
