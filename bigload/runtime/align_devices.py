@@ -52,14 +52,6 @@ def _eager(function: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
-class Loan(Protocol):
-    """A value, and the places that may have it instead of what stands in for it."""
-
-    slots: Sequence[Slot]
-    placeholder: Tensor
-    value: Tensor
-
-
 class AlignDevicesHook(ModelHook):
     """Runs a module on one device: its weights are there, at least during a forward, and its arguments are sent there.
 
@@ -288,19 +280,20 @@ class AlignDevicesHook(ModelHook):
                     raise
             forwards.num_under_way += 1
 
-    def lend(self, loans: Iterable[Loan]) -> None:
-        """Have one more forward under way: of a block, that has brought what this hook would bring.
+    def hold(self, loans: Iterable[Loan]) -> None:
+        """Have one more forward under way: of a block, that lends what this hook would otherwise bring.
 
-        Places that somebody has given values of their own keep these.
+        Places that somebody has given a value keep it. The others have theirs until nobody holds this hook.
         """
         forwards = self._forwards
         with forwards.lock:
             forwards.num_under_way += 1
             for loan in loans:
-                vacant = [slot for slot in loan.slots if slot.table.get(slot.key) is loan.placeholder]
+                slots, placeholder = loan.weight.slots, loan.weight.placeholder
+                vacant = [slot for slot in slots if slot.table[slot.key] is placeholder]
                 if vacant:
-                    forwards.away.append((vacant, loan.placeholder))
-                    assign(vacant, loan.value)
+                    forwards.away.append((vacant, placeholder))
+                    assign(vacant, loan.held)
 
     def release(self) -> None:
         """Have one forward less under way. With the last one, everything is back in its place."""
@@ -431,6 +424,18 @@ def _found(weights_map: Mapping[str, Tensor], name: str) -> Tensor | None:
         return None
 
 
+class Loan(Protocol):
+    """What a block lends to places that a hook looks after."""
+
+    @property
+    def weight(self) -> Weight:
+        """The weight that it is, with its places."""
+
+    @property
+    def held(self) -> Tensor:
+        """What they get."""
+
+
 class _Forwards:
     """The forwards of one hook that are under way, and what came for them. Copies of the hook begin with none.
 
@@ -492,7 +497,7 @@ def attach_execution_device_hook(
         tied_params_map: See `AlignDevicesHook`.
     """
     own = shared_tensors(module, recurse=False)
-    is_brought = has_no_forward(module) and all(slots[0].tensor.is_meta for slots in own)  # or there is nothing to bring
+    is_brought = has_no_forward(module) and all(slots[0].tensor.is_meta for slots in own)  # there may be none
     if not hasattr(module, "_hf_hook") and _has_state(module) and not is_brought:
         hook = AlignDevicesHook(execution_device, skip_keys=skip_keys, tied_params_map=tied_params_map)
         add_hook_to_module(module, hook)

@@ -102,8 +102,6 @@ class Streamer:
             if not block.num_users and not block.is_current():
                 self._recall(block)
                 block.renew()
-                self._room = None
-                room = self._settled()
             block.num_users += 1
         try:
             with self._lock:
@@ -156,8 +154,6 @@ class Streamer:
 
     def _look_ahead(self, room: Room) -> None:
         """Ask for what is expected next, as far as the window goes."""
-        if not self._num_away:
-            return
         expected = self._expected(room)
         for block in expected:
             if block.stay is Stay.AWAY and not block.is_troubled:
@@ -177,18 +173,26 @@ class Streamer:
     def _ask(self, block: StreamedBlock) -> bool:
         """Have `block` fetched in the background. If that cannot be, who needs it fetches it, and is told why not."""
         try:
-            self._reserve(block)
+            self._take_memory(block)
             self._fetcher.put(block)
         except Exception:  # no memory, or no thread
             block.is_troubled = True
             self._send_away(block)
         return not block.is_troubled
 
+    def _take_memory(self, block: StreamedBlock) -> None:
+        block.stay = Stay.ASKED
+        self._held_bytes += block.num_bytes
+        self._num_away -= not block.is_routed
+        block.reserve()
+
     def _expected(self, room: Room) -> list[StreamedBlock]:
         """Return the blocks that are expected next in this thread, as many of those that have to come as fit."""
         num_bytes = room.prefetch_bytes
         expected: dict[StreamedBlock, None] = {}
-        for block in islice(self._order.ahead(), len(self._blocks)) if num_bytes else ():
+        if not num_bytes or not self._num_away:
+            return []
+        for block in islice(self._order.ahead(), len(self._blocks)):
             if block in expected or block.num_users or (block.is_kept and block.stay is Stay.HERE):
                 continue
             num_bytes -= block.num_bytes
@@ -201,7 +205,7 @@ class Streamer:
         """Show the weights, when they are there; return `False` if the calling thread has to fetch them before."""
         while block.stay is not Stay.HERE:
             if block.stay is Stay.AWAY:
-                self._reserve(block)
+                self._take_memory(block)
                 return False
             if block.stay is Stay.ASKED and self._fetcher.take_back(block):
                 return False
@@ -211,12 +215,6 @@ class Streamer:
         else:
             block.show()
         return True
-
-    def _reserve(self, block: StreamedBlock) -> None:
-        block.reserve()
-        block.stay = Stay.ASKED
-        self._held_bytes += block.num_bytes
-        self._num_away -= not block.is_routed
 
     def _fetch_ahead(self, block: StreamedBlock) -> None:
         try:
@@ -295,8 +293,8 @@ class Streamer:
             block.stay = Stay.AWAY
             self._held_bytes -= block.num_bytes
             self._num_away += not block.is_routed
-            room = self._room
-            block.drop(forget=room is not None and block in room.forgotten)
+        room = self._room
+        block.drop(forget=room is not None and block in room.forgotten)
         return True
 
     def _idle_bytes(self) -> int:

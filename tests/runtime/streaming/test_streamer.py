@@ -43,7 +43,7 @@ class Fake(StreamedBlock):
         return True
 
     def reserve(self):
-        assert self.stay is Stay.AWAY
+        assert self.stay is Stay.ASKED
         self.calls.append("reserve")
 
     def fetch(self):
@@ -55,10 +55,10 @@ class Fake(StreamedBlock):
 
     def show(self):
         assert self.stay is Stay.HERE
-        self.is_shown = True
+        self._is_shown = True
 
     def hide(self):
-        self.is_shown = False
+        self._is_shown = False
 
     def arrive(self):
         assert self.stay is Stay.HERE
@@ -355,7 +355,7 @@ def test_two_models_stream_from_one_checkpoint_side_by_side(plain, folder):
 @pytest.mark.slow
 def test_interrupts_at_random_moments_leave_a_model_that_works(plain, folder):
     model = streamed(folder, **SMALL)
-    before = held(model)
+    before, others = held(model), set(fetchers())
     main = threading.main_thread().ident
     interrupted = leaked = 0
     model(IDS)
@@ -376,4 +376,4 @@ def test_interrupts_at_random_moments_leave_a_model_that_works(plain, folder):
     assert held(model) == before or leaked
     print("interrupted", interrupted, "leaked", leaked)
     assert leaked <= 3
-    assert len(fetchers()) <= 1
+    assert len(set(fetchers()) - others) <= 1
