@@ -137,15 +137,23 @@ def _plain(target: RunTarget) -> Prepared:
     return Prepared(make=make)
 
 
-def _bigload(target: RunTarget) -> Prepared:
-    bounds = {"prefetch_bytes": target.prefetch_bytes, "resident_bytes": target.resident_bytes}
+def ours(target: RunTarget) -> Prepared:
+    """Have bigload dispatch the model, its weights read in the checkpoint."""
 
     def make() -> nn.Module:
         model = target.empty_model()
         if target.plan is None:
-            root = str(target.checkpoint.root)
-            return load_checkpoint_and_dispatch(model, root, _ALL_ON_DISK, dtype=target.cast, strict=True, **bounds)
-        return load_and_dispatch(model, target.plan, **bounds)
+            return load_checkpoint_and_dispatch(
+                model,
+                str(target.checkpoint.root),
+                _ALL_ON_DISK,
+                strict=True,
+                prefetch_bytes=target.prefetch_bytes,
+                resident_bytes=target.resident_bytes,
+            )
+        return load_and_dispatch(
+            model, target.plan, prefetch_bytes=target.prefetch_bytes, resident_bytes=target.resident_bytes
+        )
 
     return Prepared(make=make, files=target.files if target.on_disk else ())
 
@@ -222,7 +230,7 @@ PLAIN, BIGLOAD = "plain", "bigload"
 
 CONTENDERS: Sequence[RunContender] = (
     RunContender(name=PLAIN, prepare=_plain),
-    RunContender(name=BIGLOAD, prepare=_bigload),
+    RunContender(name=BIGLOAD, prepare=ours),
     RunContender(name="accelerate", package="accelerate", prepare=_accelerate),
     RunContender(name="transformers", package="transformers", prepare=_transformers),
 )

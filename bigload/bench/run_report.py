@@ -120,6 +120,11 @@ class RunReport:
         return next((result for result in self.results if result.name == name), None)
 
     @property
+    def result_of_bigload(self) -> RunResult:
+        """Return what was seen of bigload, which always runs."""
+        return next(result for result in self.results if result.name == "bigload")
+
+    @property
     def compute_seconds(self) -> float | None:
         """Return what a run takes with everything in memory; `None` where that was not measured."""
         plain = self.result("plain")

@@ -117,7 +117,7 @@ def take_turns(
                 continue
             on_run(f"{racer.name}: round {number + 1} of {rounds}")
             try:
-                stayed = _turn(racer, run, turns, forwards_per_run, files, cache, clock)
+                stayed = _turn(racer, run, turns, num_forwards=forwards_per_run, files=files, cache=cache, clock=clock)
             except Exception as error:
                 if not racer.may_fail:
                     raise
@@ -132,7 +132,8 @@ def _turn(
     racer: Racer,
     run: Run,
     turns: Turns,
-    forwards_per_run: int,
+    *,
+    num_forwards: int,
     files: Sequence[Path],
     cache: CacheState,
     clock: Clock,
@@ -159,7 +160,7 @@ def _turn(
         began = clock()
         run(model)
         turns.seconds.append(clock() - began)
-    turns.stats, turns.timed_forwards = stats_of(model), count * forwards_per_run
+    turns.stats, turns.timed_forwards = stats_of(model), count * num_forwards
     return stayed
 
 
