@@ -20,8 +20,8 @@ class ForwardStats:
 
     Attributes:
         seconds: From its beginning to its end.
-        bytes_from_disk: Read from a disk for it; `None` where the system does not count (task I/O accounting).
-        bytes_from_ram: Brought, and not from a disk: out of the page cache or the memory of the process.
+        bytes_from_disk: What this process has had read from disks; `None` where the system does not count that.
+        bytes_from_ram: Weights that were brought, and not from a disk: out of the page cache or the process's memory.
         wait_seconds: How long it waited for weights.
         fetch_seconds: How long weights were being brought.
         peak_bytes: The most of weights that were there or on their way at one moment.
@@ -80,8 +80,8 @@ class RunStats:
 class _Counts:
     """What has been counted since the last forward ended."""
 
+    read_before: int | None
     fetched_bytes: int = 0
-    disk_bytes: int | None = 0
     wait_seconds: float = 0.0
     fetch_seconds: float = 0.0
     peak_bytes: int = 0
@@ -97,7 +97,7 @@ class RunLog:
         self._spans: deque[Span] = deque(maxlen=_SPANS_KEPT)
         self._num_forwards = 0
         self._here = threading.local()
-        self._now = _Counts()
+        self._now = _Counts(_bytes_read())
 
     def stats(self) -> RunStats:
         """Return all of it as a value."""
@@ -116,8 +116,9 @@ class RunLog:
             return
         seconds = time.perf_counter() - begins.pop()
         with self._lock:
-            counts, self._now = self._now, _Counts()
-            disk = counts.disk_bytes
+            counts, self._now = self._now, _Counts(_bytes_read())
+            before, now = counts.read_before, self._now.read_before
+            disk = None if before is None or now is None else now - before
             stats = ForwardStats(
                 seconds=seconds,
                 bytes_from_disk=disk,
@@ -148,19 +149,15 @@ class RunLog:
     @contextmanager
     def fetching(self, name: str, num_bytes: int) -> Iterator[None]:
         """Note that the weights of block `name` are brought by the calling thread while the context lasts."""
-        began, before = time.perf_counter(), _bytes_read_by_thread()
+        began = time.perf_counter()
         try:
             yield
         finally:
-            now, after = time.perf_counter(), _bytes_read_by_thread()
+            now = time.perf_counter()
             with self._lock:
                 counts = self._now
                 counts.fetched_bytes += num_bytes
                 counts.fetch_seconds += now - began
-                if before is None or after is None or counts.disk_bytes is None:
-                    counts.disk_bytes = None
-                else:
-                    counts.disk_bytes += after - before
                 self._note("fetch", name, began, now, num_bytes)
 
     def _note(self, kind: str, name: str, start: float, stop: float, num_bytes: int = 0) -> None:
@@ -180,10 +177,10 @@ class RunLog:
         return stack
 
 
-def _bytes_read_by_thread() -> int | None:
-    """Return what the calling thread has had read from disks so far (proc(5), /proc/pid/task/tid/io)."""
+def _bytes_read() -> int | None:
+    """Return what this process has had read from disks so far, by page faults too (proc(5), /proc/pid/io)."""
     try:
-        text = Path(f"/proc/self/task/{threading.get_native_id()}/io").read_text()
+        text = Path("/proc/self/io").read_text()
     except OSError:
         return None
     return next((int(line.split()[1]) for line in text.splitlines() if line.startswith("read_bytes:")), None)
