@@ -15,7 +15,8 @@ def headline(report: RunStatsReport, *, name: str) -> str:
     """Return what ran, where and with what."""
     size, on_disk = format_size(report.total_bytes), format_size(report.disk_bytes)
     return (
-        f"{printable(name)} -> {printable(report.device)}   {printable(report.model_class)}, {size}, {on_disk} on disk\n"
+        f"{printable(name)} -> {printable(report.device)}   {printable(report.model_class)}, {size}, "
+        f"{on_disk} on disk\n"
         f"{counted(report.tokens, 'token')} a forward, {counted(report.num_threads, 'thread')}, "
         f"dispatched in {report.load_seconds:.2f} s"
     )
