@@ -76,6 +76,10 @@ class RunStats:
     spans: tuple[Span, ...]
 
 
+_Note = tuple[str, str, threading.Thread, float, float, int]
+"""Kind, block, thread, beginning, end, bytes."""
+
+
 @dataclass(slots=True)
 class _Counts:
     """What has been counted since the last forward ended."""
@@ -94,7 +98,7 @@ class RunLog:
         self._began = time.perf_counter()
         self._lock = threading.Lock()
         self._forwards: deque[ForwardStats] = deque(maxlen=_FORWARDS_KEPT)
-        self._spans: deque[Span] = deque(maxlen=_SPANS_KEPT)
+        self._notes: deque[_Note] = deque(maxlen=_SPANS_KEPT)  # spans are made of them when somebody looks
         self._num_forwards = 0
         self._here = threading.local()
         self._now = _Counts(_bytes_read())
@@ -102,8 +106,21 @@ class RunLog:
     def stats(self) -> RunStats:
         """Return all of it as a value."""
         with self._lock:
-            spans = sorted(self._spans, key=lambda span: span.start)
-            return RunStats(forwards=tuple(self._forwards), num_forwards=self._num_forwards, spans=tuple(spans))
+            notes, forwards, num_forwards = list(self._notes), tuple(self._forwards), self._num_forwards
+        spans = [
+            Span(
+                kind=kind,
+                name=name,
+                thread=thread.name,
+                start=start - self._began,
+                seconds=stop - start,
+                num_bytes=num_bytes,
+            )
+            for kind, name, thread, start, stop, num_bytes in notes
+        ]
+        return RunStats(
+            forwards=forwards, num_forwards=num_forwards, spans=tuple(sorted(spans, key=lambda span: span.start))
+        )
 
     def forward_began(self) -> None:
         """Note that the calling thread begins a forward of the whole model."""
@@ -161,16 +178,7 @@ class RunLog:
                 self._note("fetch", name, began, now, num_bytes)
 
     def _note(self, kind: str, name: str, start: float, stop: float, num_bytes: int = 0) -> None:
-        self._spans.append(
-            Span(
-                kind=kind,
-                name=name,
-                thread=threading.current_thread().name,
-                start=start - self._began,
-                seconds=stop - start,
-                num_bytes=num_bytes,
-            )
-        )
+        self._notes.append((kind, name, threading.current_thread(), start, stop, num_bytes))
 
     def _stack(self, name: str) -> list[float]:
         stack: list[float] = self._here.__dict__.setdefault(name, [])
