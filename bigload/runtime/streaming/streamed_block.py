@@ -169,7 +169,7 @@ class StreamedBlock:
         attached = [member for member in self.members if member.hook in hooks_of(member.module)]  # not taken away
         offloaded = [(member, member.hook.offloaded_weights(member.module)) for member in attached]
         weights = {weight.slots: (member.hook, weight) for member, found in offloaded for weight in found or ()}
-        names = {id(module): joined(self.name, name) for name, module in self.module.named_modules()}
+        names = {id(module): f"{self.name}.{name}".strip(".") for name, module in self.module.named_modules()}
         with torch.inference_mode(mode=False):  # what is made here may be used where gradients are wanted
             self._supplies = self.streamer.supplies_for([weight for _, weight in weights.values()], self.device)
         self._num_bytes = sum(supply.num_bytes for supply in self._supplies)
