@@ -14,9 +14,8 @@ from itertools import islice
 
 import torch
 
-from bigload.runtime.streaming.copies import Copies, Courier
+from bigload.runtime.streaming.carriers import Carriers
 from bigload.runtime.streaming.fetcher import Fetcher
-from bigload.runtime.streaming.in_place import InPlace, is_in_place
 from bigload.runtime.streaming.options import StreamOptions
 from bigload.runtime.streaming.residents import Room, chosen_evenly, room_for
 from bigload.runtime.streaming.run_log import RunLog
@@ -39,7 +38,7 @@ class Streamer:
         self._lock = threading.RLock()
         self._arrived = threading.Condition(self._lock)
         self._fetcher = Fetcher(weakref.WeakMethod(self._fetch_ahead))
-        self._couriers: dict[torch.device, Courier] = {}
+        self._carriers = Carriers()
         self._room: Room | None = None
         self._order: RunOrder[StreamedBlock] = RunOrder([])
         self._idle: dict[StreamedBlock, None] = {}  # there or on their way, not kept, not in use; oldest first
@@ -74,13 +73,9 @@ class Streamer:
 
     def supplies_for(self, weights: Sequence[Weight], device: torch.device) -> tuple[Supply, ...]:
         """Return what brings `weights` to `device`."""
-        in_place = [weight for weight in weights if is_in_place(weight, device)]
-        copied = [weight for weight in weights if not is_in_place(weight, device)]
-        supplies: list[Supply] = [InPlace(in_place)] if in_place else []
-        if copied:
-            courier = self._couriers.get(device) or self._couriers.setdefault(device, Courier(device))
-            supplies.append(Copies(copied, courier))
-        return tuple(supplies)
+        if self._tied is None:
+            self._tied = tied_among([block.weights() for block in self._blocks])
+        return self._carriers.supplies_for(weights, device, tied=self._tied)
 
     def enter(self, block: StreamedBlock) -> None:
         """Have the weights of `block` in its modules for a forward of the calling thread; waits until they are there.
