@@ -11,6 +11,7 @@ from collections import ChainMap
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol, runtime_checkable
 
 import torch
 
@@ -34,7 +35,7 @@ from bigload.runtime.offload_writer import (
     write_dat,
     write_index,
 )
-from bigload.runtime.stored_weights import MappedFiles, Place, Signature, StoredWeights
+from bigload.runtime.stored_weights import MappedFiles, Place, Signature
 
 StrPath = str | os.PathLike[str]
 
@@ -132,14 +133,20 @@ class AtHand:
         return self.tensor.dtype
 
 
+@runtime_checkable
+class KnowsSources(Protocol):
+    """A map of weights that can tell where each is."""
+
+    def source(self, name: str) -> Place | AtHand | None:
+        """Return where the weight `name` is; `None` if it is not there, or who knows where."""
+
+
 def source_of(weights: Mapping[str, torch.Tensor], name: str) -> Place | AtHand | None:
     """Return where `weights` has the weight `name`; `None` if it has none, or who knows where from."""
-    if isinstance(weights, PrefixedDataset):
-        return source_of(weights.dataset, f"{weights.prefix}{name}")
+    if isinstance(weights, KnowsSources):
+        return weights.source(name)
     if isinstance(weights, ChainMap):
         return next((source_of(each, name) for each in weights.maps if name in each), None)
-    if isinstance(weights, OffloadedWeightsLoader | StoredWeights):
-        return weights.source(name)
     if isinstance(weights, dict) and isinstance(weights.get(name), torch.Tensor):
         return AtHand(weights, name)
     return None
@@ -157,6 +164,10 @@ class PrefixedDataset(Mapping[str, torch.Tensor]):
 
     def __getitem__(self, key: str) -> torch.Tensor:
         return self.dataset[f"{self.prefix}{key}"]
+
+    def source(self, name: str) -> Place | AtHand | None:
+        """Return where the weight `name` is; see `source_of`."""
+        return source_of(self.dataset, f"{self.prefix}{name}")
 
     def __contains__(self, key: object) -> bool:
         return isinstance(key, str) and f"{self.prefix}{key}" in self.dataset

@@ -31,7 +31,7 @@ from bigload.layouts.offload_reader import OffloadFolder, aliases_in
 from bigload.layouts.tied_names import absent_names
 from bigload.loading.guards import check_unchanged, signature
 from bigload.loading.huge_pages import no_memory
-from bigload.loading.mapped import MappedFile, make_present
+from bigload.loading.mapped import MappedFile, in_huge_pages, make_present
 from bigload.loading.schedule import Wanted
 from bigload.loading.tensors import check_dtypes, parsed_dtype, torch_dtype, torch_shape
 from bigload.planning.load_dtype import as_dtype
@@ -281,6 +281,7 @@ def _mapped(path: Path, seen: Signature) -> _Map:
         found = (status.st_ino, status.st_size, status.st_mtime_ns)
         if found != seen:
             raise ReadError(path, "it changed while it was being opened", hint="open the weights again")
+        in_huge_pages(file.buffer)
         return _Map(file.buffer, found)
 
 

@@ -18,7 +18,7 @@ import torch
 
 from bigload.errors import ReadError
 from bigload.loading.huge_pages import no_memory
-from bigload.loading.mapped import let_go, make_present, read_ahead
+from bigload.loading.mapped import let_go, make_present_in_parallel
 from bigload.loading.page_cache import forget
 from bigload.runtime.offload_store import AtHand
 from bigload.runtime.stored_weights import Place
@@ -61,10 +61,8 @@ class InPlace:
             ReadError: the disk does not give all of it.
             NotEnoughMemoryError: there is no memory for the page table.
         """
-        for _, buffer, start, stop in self._stretches:
-            read_ahead(buffer, start, stop)  # all of them at once, so that the disk is never without work
         for place, buffer, start, stop in self._stretches:
-            reason = make_present(buffer, start // mmap.PAGESIZE * mmap.PAGESIZE, stop)
+            reason = make_present_in_parallel(buffer, start // mmap.PAGESIZE * mmap.PAGESIZE, stop)
             if reason == errno.ENOMEM:
                 raise no_memory(f"the map of {place.path}", stop - start)
             if reason:

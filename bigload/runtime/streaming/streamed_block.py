@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import Enum
+from itertools import chain
 from types import MethodType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -11,7 +12,7 @@ import torch
 from torch import nn
 
 from bigload.runtime.module_tensors import as_parameter
-from bigload.runtime.slots import Slot, assign
+from bigload.runtime.slots import assign
 from bigload.runtime.streaming.in_place import InPlace
 from bigload.runtime.streaming.supply import Supply, Weight
 
@@ -53,6 +54,7 @@ class StreamedBlock:
         num_users: Forwards that are under way.
         num_uses: Forwards that there have been.
         is_kept: Whether the weights stay once they are there.
+        is_shown: Whether the modules hold them.
         error: Why the last fetch failed, until somebody has been told.
     """
 
@@ -77,10 +79,9 @@ class StreamedBlock:
         self.num_uses = 0
         self.is_kept = False
         self.error: BaseException | None = None
-        self._is_shown = False
-        self._supplies: tuple[Supply, ...] | None = None
-        self._shown: list[tuple[tuple[Slot, ...], torch.Tensor]] = []
-        self._as_parameters: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self.is_shown = False
+        self._content: _Content | None = None
+        self._shown: list[_Held] = []
         self._aside: list[tuple[dict[str, Any], object]] = []
         streamer.add(self)
 
@@ -96,89 +97,83 @@ class StreamedBlock:
         self.__init__(**state)  # type: ignore[misc]
 
     @property
-    def is_shown(self) -> bool:
-        """Whether the modules hold the weights."""
-        return self._is_shown
-
-    @property
-    def supplies(self) -> tuple[Supply, ...]:
-        """What brings the weights."""
-        if self._supplies is None:
-            weights = [weight for module, hook in self.members for weight in hook.offloaded_weights(module) or ()]
-            self._supplies = self.streamer.supplies_for(weights, self.device)
-        return self._supplies
-
-    @property
     def num_bytes(self) -> int:
         """What the weights take while they are here."""
-        return sum(supply.num_bytes for supply in self.supplies)
+        return self._known.num_bytes
 
     @property
     def num_page_bytes(self) -> int:
         """How many of these are pages of files."""
-        return sum(supply.num_bytes for supply in self.supplies if isinstance(supply, InPlace))
+        return sum(supply.num_bytes for supply in self._known.supplies if isinstance(supply, InPlace))
 
     @property
     def is_in_place(self) -> bool:
         """Whether nothing has to be copied."""
-        return all(isinstance(supply, InPlace) for supply in self.supplies)
+        return all(isinstance(supply, InPlace) for supply in self._known.supplies)
+
+    @property
+    def _known(self) -> _Content:
+        if self._content is None:
+            weights = [weight for module, hook in self.members for weight in hook.offloaded_weights(module) or ()]
+            self._content = _Content(self.streamer.supplies_for(weights, self.device))
+        return self._content
 
     def is_current(self) -> bool:
         """Return whether all places still hold what they did when the supplies were made, or values of their own.
 
         A cast of the model makes new placeholders; those who take a hook away put values there.
         """
-        return self._supplies is None or all(
-            (tensor := weight.slots[0].tensor) is weight.placeholder or not tensor.is_meta
-            for supply in self._supplies
-            for weight in supply.weights
+        return self._content is None or all(
+            (tensor := held.table.get(held.key)) is held.placeholder or (tensor is not None and not tensor.is_meta)
+            for helds in self._content.helds
+            for held in helds
         )
 
     def renew(self) -> None:
         """Look anew for what is offloaded. To be called while the weights are away."""
-        self._supplies = None
-        self._as_parameters.clear()
+        self._content = None
 
     def reserve(self) -> None:
         """Take the memory for a stay."""
-        for supply in self.supplies:
+        for supply in self._known.supplies:
             supply.reserve()
 
     def fetch(self) -> None:
         """Bring the weights, in a background thread."""
-        for supply in self.supplies:
+        for supply in self._known.supplies:
             supply.fetch()
 
     def show(self) -> None:
         """Let the modules hold the weights, and their hooks step aside."""
-        self._is_shown = True
-        for supply in self.supplies:
-            for weight, tensor in zip(supply.weights, supply.arrive(), strict=True):
-                if weight.slots[0].tensor is weight.placeholder:
-                    assign(weight.slots, self._as_held(weight, tensor))
-                    self._shown.append((weight.slots, weight.placeholder))
+        known = self._known
+        self.is_shown = True
+        for supply, helds in zip(known.supplies, known.helds, strict=True):
+            for held, tensor in zip(helds, supply.arrive(), strict=True):
+                if held.table.get(held.key) is held.placeholder:
+                    held.show(tensor)
+                    self._shown.append(held)
         for module, hook in self.members:
             own = module.__dict__
             around = own.get("forward")
-            if own.get("_hf_hook") is hook and module is not self.module and around is not None:
+            if around is not None and own.get("_hf_hook") is hook and module is not self.module:
                 self._aside.append((own, around))
                 _call_directly(own)
 
     def arrive(self) -> None:
         """Have one more thread use the weights that are shown."""
-        for supply in self.supplies:
+        for supply in self._known.supplies:
             supply.arrive()
 
     def depart(self) -> None:
         """Note that a thread has used them."""
-        for supply in self.supplies:
+        for supply in self._known.supplies:
             supply.depart()
 
     def hide(self) -> None:
         """Put everything back in its place."""
-        self._is_shown = False
-        for slots, placeholder in self._shown:
-            assign(slots, placeholder)
+        self.is_shown = False
+        for held in self._shown:
+            held.hide()
         self._shown.clear()
         for own, around in self._aside:
             if "_old_forward" in own:  # else somebody has taken the hook away meanwhile
@@ -187,18 +182,55 @@ class StreamedBlock:
 
     def drop(self, *, forget: bool) -> None:
         """Let go of the weights; see `Supply.drop`."""
-        for supply in self.supplies:
+        for supply in self._known.supplies:
             supply.drop(forget=forget)
+        for held in chain.from_iterable(self._known.helds):
+            held.forget()
 
-    def _as_held(self, weight: Weight, tensor: torch.Tensor) -> torch.Tensor:
-        """Return `tensor` as what the placeholder is: a parameter of its class, that wants gradients or does not."""
-        placeholder = weight.placeholder
-        if not isinstance(placeholder, nn.Parameter):
-            return tensor
-        known = self._as_parameters.get(id(weight))
-        if known is None or known[0] is not tensor or known[1].requires_grad != placeholder.requires_grad:
-            known = self._as_parameters[id(weight)] = (tensor, as_parameter(tensor, placeholder))
-        return known[1]
+
+class _Held:
+    """A weight as modules hold it: as a parameter of the placeholder's class, or as the buffer that it is."""
+
+    __slots__ = ("_is_alone", "_parameter", "_tensor", "_weight", "key", "placeholder", "table")
+
+    def __init__(self, weight: Weight) -> None:
+        first = weight.slots[0]
+        self.table, self.key, self.placeholder = first.table, first.key, weight.placeholder
+        self._weight = weight
+        self._is_alone = len(weight.slots) == 1 and not isinstance(first.module, nn.RNNBase)
+        self._tensor: torch.Tensor | None = None
+        self._parameter = weight.placeholder
+
+    def show(self, tensor: torch.Tensor) -> None:
+        """Have it be `tensor`; most often that is the one of the last time."""
+        placeholder = self.placeholder
+        if tensor is not self._tensor or self._parameter.requires_grad != placeholder.requires_grad:
+            self._parameter = as_parameter(tensor, placeholder) if isinstance(placeholder, nn.Parameter) else tensor
+            self._tensor = tensor
+        self._put(self._parameter)
+
+    def hide(self) -> None:
+        """Have it be the placeholder again."""
+        self._put(self.placeholder)
+
+    def forget(self) -> None:
+        """Keep no tensor alive."""
+        self._tensor, self._parameter = None, self.placeholder
+
+    def _put(self, tensor: torch.Tensor) -> None:
+        if self._is_alone:
+            self.table[self.key] = tensor
+        else:
+            assign(self._weight.slots, tensor)
+
+
+class _Content:
+    """What brings the weights of a block, and who holds them."""
+
+    def __init__(self, supplies: tuple[Supply, ...]) -> None:
+        self.supplies = supplies
+        self.helds = [[_Held(weight) for weight in supply.weights] for supply in supplies]
+        self.num_bytes = sum(supply.num_bytes for supply in supplies)
 
 
 def _call_directly(own: dict[str, Any]) -> None:

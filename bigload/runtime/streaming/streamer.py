@@ -41,6 +41,8 @@ class Streamer:
         self._carriers = Carriers()
         self._room: Room | None = None
         self._order: RunOrder[StreamedBlock] = RunOrder([])
+        self._held_bytes = 0
+        self._num_away = 0  # of the blocks that are not routed
         self._idle: dict[StreamedBlock, None] = {}  # there or on their way, not kept, not in use; oldest first
         self._hot: dict[StreamedBlock, None] = {}  # routed ones that stay for the time being
 
@@ -104,7 +106,7 @@ class Streamer:
             except BaseException:
                 self._leave(block, room)
                 raise
-            self.log.entered(block.name, began, held_bytes=self._held_bytes())
+            self.log.entered(block.name, began, held_bytes=self._held_bytes)
 
     def leave(self, block: StreamedBlock) -> None:
         """Note that a forward of the calling thread is over; with the last one, the weights go."""
@@ -127,6 +129,7 @@ class Streamer:
             kept = set(chosen_evenly(steady, self._room.resident_bytes))
             for block in steady:
                 block.is_kept = block in kept
+            self._num_away = sum(block.stay is Stay.AWAY for block in steady)
         return self._room
 
     def _recall(self, block: StreamedBlock) -> None:
@@ -147,8 +150,7 @@ class Streamer:
                         self._send_away(stale)
                 if needed > 0:
                     return
-                block.reserve()
-                block.stay = Stay.ASKED
+                self._reserve(block)
                 if not block.is_kept:
                     self._idle[block] = None
                 self._fetcher.put(block)
@@ -156,7 +158,9 @@ class Streamer:
     def _expected(self, num_bytes: int) -> list[StreamedBlock]:
         """Return the blocks that are expected next in this thread, `num_bytes` of them that have to come."""
         expected: dict[StreamedBlock, None] = {}
-        for block in islice(self._order.ahead(), len(self._blocks)) if num_bytes else ():
+        if not num_bytes or not self._num_away:
+            return []
+        for block in islice(self._order.ahead(), len(self._blocks)):
             if block in expected or block.num_users or (block.is_kept and block.stay is Stay.HERE):
                 continue
             num_bytes -= block.num_bytes
@@ -172,13 +176,18 @@ class Streamer:
                 error, block.error = block.error, None
                 raise error
             if block.stay is Stay.AWAY:
-                block.reserve()
-                block.stay = Stay.ASKED
+                self._reserve(block)
                 self._without_lock(block)
             elif block.stay is Stay.ASKED and self._fetcher.take_back(block):
                 self._without_lock(block)
             else:
                 self._arrived.wait()
+
+    def _reserve(self, block: StreamedBlock) -> None:
+        block.reserve()
+        block.stay = Stay.ASKED
+        self._held_bytes += block.num_bytes
+        self._num_away -= not block.is_routed
 
     def _without_lock(self, block: StreamedBlock) -> None:
         self._lock.release()
@@ -246,12 +255,11 @@ class Streamer:
         self._idle.pop(block, None)
         self._hot.pop(block, None)
         block.stay = Stay.AWAY
+        self._held_bytes -= block.num_bytes
+        self._num_away += not block.is_routed
         room = self._room
         block.drop(forget=room is not None and block in room.forgotten)
         return True
 
     def _idle_bytes(self) -> int:
         return sum(block.num_bytes for block in self._idle)
-
-    def _held_bytes(self) -> int:
-        return sum(block.num_bytes for block in self._blocks if block.stay is not Stay.AWAY)
