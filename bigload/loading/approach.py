@@ -90,7 +90,7 @@ def settle(
 
 
 def usual_threads(*, is_cast: bool) -> int:
-    """Return how many threads read what is cached if nobody says: two per core, for the kernel has each wait for memory.
+    """Return how many threads read what is cached, if nobody says: two per core, for each waits for fresh memory.
 
     Casting keeps a core busy by itself.
     """

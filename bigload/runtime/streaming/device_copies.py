@@ -45,7 +45,7 @@ class DeviceCopies:
         Raises:
             NotEnoughMemoryError: the device has none left.
         """
-        with torch.inference_mode(False):  # what is made inside of it cannot be used outside
+        with torch.inference_mode(mode=False):  # what is made inside of it cannot be used outside
             memory = take_memory(str(self._courier.device), self.num_bytes)
         self._stay = _Stay(memory, self._courier.current_stream())
 
@@ -53,7 +53,7 @@ class DeviceCopies:
         """Have the weights copied; what is left to be done then are copies that the device does by itself."""
         stay = self._stay
         assert stay is not None, "reserve() comes first"
-        with torch.inference_mode(False), torch.no_grad():
+        with torch.inference_mode(mode=False), torch.no_grad():
             pieces = [stay.memory[piece] for piece in self._pieces]
             stay.tensors = self._reads.tensors(pieces)
         try:

@@ -42,7 +42,7 @@ class HostCopies:
         """Read, and cast, the weights."""
         buffers = [loan.buffer for loan in self._loans]
         self._reads.carry_out(buffers, {CPU: _Stager(self._workshop.stager, [bytes_in(each) for each in buffers])})
-        with torch.inference_mode(False):  # what is made inside of it cannot be used outside
+        with torch.inference_mode(mode=False):  # what is made inside of it cannot be used outside
             self._tensors = self._reads.tensors([loan.view for loan in self._loans])
 
     def arrive(self) -> Sequence[torch.Tensor]:

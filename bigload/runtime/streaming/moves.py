@@ -1,4 +1,4 @@
-"""Weights that torch itself has to bring: quantised ones, tensors of classes of their own, casts by way of a third dtype.
+"""Weights that torch itself has to bring: quantised, in classes of their own, or cast by way of a third dtype.
 
 They come when their block asks for them, and not before.
 """
@@ -37,7 +37,7 @@ class Moves:
             ReadError: a file is no longer the one that was opened.
         """
         if not self._tensors:
-            with torch.inference_mode(False), torch.no_grad():
+            with torch.inference_mode(mode=False), torch.no_grad():
                 self._tensors = [self._moved(weight) for weight in self.weights]
         return self._tensors
 

@@ -17,7 +17,7 @@ from bigload.loading.bytesource import NO_RECORDER, ByteSource, PositionalReader
 from bigload.loading.engine import Stager, opened_sources, read
 from bigload.loading.huge_pages import address_of
 from bigload.loading.page_cache import forget
-from bigload.loading.schedule import Schedule, Wanted, schedule_reads
+from bigload.loading.schedule import Wanted, schedule_reads
 from bigload.loading.settings import settings
 from bigload.loading.tensors import Memory, as_tensors, dtype_of, torch_dtype, torch_shape
 from bigload.runtime.offload_store import AtHand
@@ -66,9 +66,7 @@ class Reads:
             (Wanted(tensor=stored[name], dtype=_wanted(stored[name], weight), place=place) for name, weight in each),
             block_bytes=BLOCK_BYTES,
         )
-        self._pinned = [
-            schedule.slots[name] for name, weight in each if place != "cpu" and _is_pinned(weight.source)
-        ]
+        self._pinned = [schedule.slots[name] for name, weight in each if place != "cpu" and _is_pinned(weight.source)]
         apart = {slot.wanted.tensor.span.file for slot in self._pinned}
         self.schedule = replace(schedule, jobs=tuple(job for job in schedule.jobs if job.file not in apart))
         self._ranges: dict[str, list[tuple[int, int]]] = {}

@@ -103,8 +103,8 @@ class StreamedBlock:
 
     @property
     def num_page_bytes(self) -> int:
-        """How many of these are pages of files."""
-        return sum(supply.num_bytes for supply in self._known.supplies if isinstance(supply, InPlace))
+        """What the page cache takes for them."""
+        return sum(supply.num_page_bytes for supply in self._known.supplies)
 
     @property
     def is_in_place(self) -> bool:
@@ -114,9 +114,12 @@ class StreamedBlock:
     @property
     def _known(self) -> _Content:
         if self._content is None:
-            weights = [weight for module, hook in self.members for weight in hook.offloaded_weights(module) or ()]
-            self._content = _Content(self.streamer.supplies_for(weights, self.device))
+            self._content = _Content(self.streamer.supplies_for(self.weights(), self.device))
         return self._content
+
+    def weights(self) -> list[Weight]:
+        """Return what is offloaded now, by looking."""
+        return [weight for module, hook in self.members for weight in hook.offloaded_weights(module) or ()]
 
     def is_current(self) -> bool:
         """Return whether all places still hold what they did when the supplies were made, or values of their own.
@@ -124,7 +127,8 @@ class StreamedBlock:
         A cast of the model makes new placeholders; those who take a hook away put values there.
         """
         return self._content is None or all(
-            (tensor := held.table.get(held.key)) is held.placeholder or (tensor is not None and not tensor.is_meta)
+            ((tensor := held.table.get(held.key)) is held.placeholder and tensor.dtype == held.dtype)
+            or (tensor is not None and not tensor.is_meta)
             for helds in self._content.helds
             for held in helds
         )
@@ -134,9 +138,13 @@ class StreamedBlock:
         self._content = None
 
     def reserve(self) -> None:
-        """Take the memory for a stay."""
-        for supply in self._known.supplies:
-            supply.reserve()
+        """Take the memory for a stay, or none of it."""
+        try:
+            for supply in self._known.supplies:
+                supply.reserve()
+        except BaseException:
+            self.drop(forget=False)
+            raise
 
     def fetch(self) -> None:
         """Bring the weights, in a background thread."""
@@ -191,11 +199,12 @@ class StreamedBlock:
 class _Held:
     """A weight as modules hold it: as a parameter of the placeholder's class, or as the buffer that it is."""
 
-    __slots__ = ("_is_alone", "_parameter", "_tensor", "_weight", "key", "placeholder", "table")
+    __slots__ = ("_is_alone", "_parameter", "_tensor", "_weight", "dtype", "key", "placeholder", "table")
 
     def __init__(self, weight: Weight) -> None:
         first = weight.slots[0]
         self.table, self.key, self.placeholder = first.table, first.key, weight.placeholder
+        self.dtype = weight.placeholder.dtype  # a cast of the model may leave the placeholder what it is but for this
         self._weight = weight
         self._is_alone = len(weight.slots) == 1 and not isinstance(first.module, nn.RNNBase)
         self._tensor: torch.Tensor | None = None

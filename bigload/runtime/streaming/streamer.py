@@ -14,7 +14,8 @@ from itertools import islice
 
 import torch
 
-from bigload.runtime.streaming.carriers import Carriers
+from bigload.errors import NotEnoughMemoryError
+from bigload.runtime.streaming.carriers import Carriers, tied_among
 from bigload.runtime.streaming.fetcher import Fetcher
 from bigload.runtime.streaming.options import StreamOptions
 from bigload.runtime.streaming.residents import Room, chosen_evenly, room_for
@@ -39,6 +40,7 @@ class Streamer:
         self._arrived = threading.Condition(self._lock)
         self._fetcher = Fetcher(weakref.WeakMethod(self._fetch_ahead))
         self._carriers = Carriers()
+        self._tied: frozenset[int] | None = None
         self._room: Room | None = None
         self._order: RunOrder[StreamedBlock] = RunOrder([])
         self._held_bytes = 0
@@ -57,7 +59,7 @@ class Streamer:
         """Have `block` streamed. The order of adding is the first guess at the order in which blocks run."""
         with self._lock:
             self._blocks.append(block)
-            self._room = None
+            self._room = self._tied = None
 
     def remove(self, block: StreamedBlock) -> None:
         """Let go of `block` and its weights."""
@@ -72,6 +74,7 @@ class Streamer:
         with self._lock:
             for block in list(self._blocks):
                 self.remove(block)
+            self._carriers.close()
 
     def supplies_for(self, weights: Sequence[Weight], device: torch.device) -> tuple[Supply, ...]:
         """Return what brings `weights` to `device`."""
@@ -150,7 +153,10 @@ class Streamer:
                         self._send_away(stale)
                 if needed > 0:
                     return
-                self._reserve(block)
+                try:
+                    self._reserve(block)
+                except NotEnoughMemoryError:  # others have it now; who needs it later asks again, and is told
+                    return
                 if not block.is_kept:
                     self._idle[block] = None
                 self._fetcher.put(block)
@@ -176,7 +182,12 @@ class Streamer:
                 error, block.error = block.error, None
                 raise error
             if block.stay is Stay.AWAY:
-                self._reserve(block)
+                try:
+                    self._reserve(block)
+                except NotEnoughMemoryError:
+                    for idle in list(self._idle):
+                        self._send_away(idle)
+                    self._reserve(block)
                 self._without_lock(block)
             elif block.stay is Stay.ASKED and self._fetcher.take_back(block):
                 self._without_lock(block)
@@ -250,6 +261,8 @@ class Streamer:
 
     def _send_away(self, block: StreamedBlock) -> bool:
         """Let go of the weights of `block`; return whether that is done. If not, they are just coming."""
+        if block.stay is Stay.AWAY:
+            return True
         if block.stay is Stay.COMING or (block.stay is Stay.ASKED and not self._fetcher.take_back(block)):
             return False
         self._idle.pop(block, None)
