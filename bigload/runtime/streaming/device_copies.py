@@ -53,6 +53,7 @@ class DeviceCopies:
         """Have the weights copied; what is left to be done then are copies that the device does by itself."""
         stay = self._stay
         assert stay is not None, "reserve() comes first"
+        assert stay.memory is not None, "drop() comes last"
         with torch.inference_mode(mode=False), torch.no_grad():
             pieces = [stay.memory[piece] for piece in self._pieces]
             stay.tensors = self._reads.tensors(pieces)
@@ -102,7 +103,7 @@ class _Stay:
     """
 
     def __init__(self, memory: torch.Tensor, home: Any | None) -> None:  # noqa: ANN401  a stream of any vendor
-        self.memory = memory
+        self.memory: torch.Tensor | None = memory
         self.home = home
         self.tensors: list[torch.Tensor] = []
         self.is_free = None if home is None else home.record_event()
@@ -110,7 +111,8 @@ class _Stay:
         self.departed: dict[Any, Any] = {}
 
     def end(self) -> None:
-        """Have the home stream wait for all others."""
+        """Have the home stream wait for all others, and let go of the memory: an error may hold the stay for long."""
         for event in (self.arrived, *self.departed.values()):
             if event is not None:
                 self.home.wait_event(event)  # type: ignore[union-attr]  # there are no events without streams
+        self.memory, self.tensors = None, []

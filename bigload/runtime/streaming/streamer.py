@@ -185,14 +185,22 @@ class Streamer:
                 try:
                     self._reserve(block)
                 except NotEnoughMemoryError:
-                    for idle in list(self._idle):
-                        self._send_away(idle)
-                    self._reserve(block)
-                self._without_lock(block)
+                    if not self._idle:
+                        raise
+                    self._make_room()
+                else:
+                    self._without_lock(block)
             elif block.stay is Stay.ASKED and self._fetcher.take_back(block):
                 self._without_lock(block)
             else:
                 self._arrived.wait()
+
+    def _make_room(self) -> None:
+        """Let go of what is there for later, or is just coming."""
+        for idle in list(self._idle):
+            self._send_away(idle)
+        if self._idle:
+            self._arrived.wait()
 
     def _reserve(self, block: StreamedBlock) -> None:
         block.reserve()
