@@ -8,7 +8,7 @@ import weakref
 from collections import deque
 from dataclasses import dataclass
 
-from bigload.loading.huge_pages import Buffer, allocate
+from bigload.loading.huge_pages import HUGE_PAGE_BYTES, Buffer, allocate
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,8 @@ class RecycledMemory:
         Raises:
             NotEnoughMemoryError: the system has none.
         """
-        num_bytes = -(-max(num_bytes, 1) // mmap.PAGESIZE) * mmap.PAGESIZE
+        unit = HUGE_PAGE_BYTES if num_bytes >= HUGE_PAGE_BYTES else mmap.PAGESIZE
+        num_bytes = -(-max(num_bytes, 1) // unit) * unit
         with self._lock:
             self._take_back()
             buffer = self._found(num_bytes) or allocate(num_bytes)
