@@ -34,7 +34,8 @@
     │   ├── QuantisedParameterError      a parameter that packs its values itself (TypeError)
     │   ├── StateDictMismatchError       module and checkpoint disagree   (ValueError)
     │   ├── NoOffloadFolderError         weights for the disk, and no place there (ValueError)
-    │   └── DispatchedModelError         a model that hooks hold in its places (RuntimeError)
+    │   ├── DispatchedModelError         a model that hooks hold in its places (RuntimeError)
+    │   └── OffloadedTrainingError       a gradient for a weight that does not stay (RuntimeError)
     ├── RankError                        another process of a team failed
     ├── BenchOptionError                 a bench of what cannot be measured together (ValueError)
     └── MissingPackageError              what was asked for needs a package that is not installed (ImportError)
@@ -495,6 +496,19 @@ class DispatchedModelError(LoadError, RuntimeError):
             hint="dispatch it anew with another device map, or take bigload.get_state_dict_offloaded_model(model)",
         )
         self.parameters = tuple(parameters)
+
+
+class OffloadedTrainingError(LoadError, RuntimeError):
+    """A gradient reached the weight `name`, which is offloaded and wants gradients."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(
+            f"a gradient has reached {name}, which is offloaded: it is there only while its module runs, and neither a "
+            "gradient of it nor what an optimizer made of it would be kept",
+            hint="freeze what is offloaded, with model.requires_grad_(False), and train adapters beside it; or keep what "
+            "is to be trained on a device, by the device map",
+        )
+        self.name = name
 
 
 class BenchOptionError(BigloadError, ValueError):

@@ -608,10 +608,9 @@ def watched():
     yield simulation
     simulation.synchronize()
     _free_cycles()
-    for _ in range(500):  # a thread in the background may be about to let go of what it brought for nobody any more
-        if simulation.used == before:
-            break
-        time.sleep(0.01)
+    deadline = time.monotonic() + 3
+    while simulation.used != before and time.monotonic() < deadline:
+        time.sleep(0.01)  # a thread in the background may be about to let go of what it brought for nobody any more
         gc.collect()
     assert simulation.used == before
     assert simulation.races == []

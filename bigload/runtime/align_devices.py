@@ -10,9 +10,9 @@ import copy
 import functools
 import sys
 import threading
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from types import GeneratorType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,7 @@ from bigload.runtime.blocks import joined
 from bigload.runtime.hooks import ModelHook, add_hook_to_module, within
 from bigload.runtime.module_tensors import is_packed_by_device, set_module_tensor_to_device
 from bigload.runtime.offload_store import PrefixedDataset, source_of
+from bigload.runtime.refused_gradients import refuse_gradients
 from bigload.runtime.sending import DeviceLike, find_device, send_to_device
 from bigload.runtime.slots import Slot, assign, called_modules, has_no_forward, shared_tensors
 from bigload.runtime.streaming.streamed_block import StreamedBlock
@@ -279,6 +280,29 @@ class AlignDevicesHook(ModelHook):
                     raise
             forwards.num_under_way += 1
 
+    def hold(self, loans: Iterable[Loan]) -> None:
+        """Have one more forward under way: of a block, that lends what this hook would otherwise bring.
+
+        Places that somebody has given a value keep it. The others have theirs until nobody holds this hook.
+        """
+        forwards = self._forwards
+        with forwards.lock:
+            forwards.num_under_way += 1
+            for loan in loans:
+                slots, placeholder = loan.weight.slots, loan.weight.placeholder
+                vacant = [slot for slot in slots if slot.table[slot.key] is placeholder]
+                if vacant:
+                    forwards.away.append((vacant, placeholder))
+                    assign(vacant, loan.held)
+
+    def release(self) -> None:
+        """Have one forward less under way. With the last one, everything is back in its place."""
+        forwards = self._forwards
+        with forwards.lock:
+            forwards.num_under_way = max(0, forwards.num_under_way - 1)
+            if not forwards.num_under_way:
+                forwards.put_back()
+
     def _bring(self, slots: Sequence[Slot]) -> None:
         slot, forwards = slots[0], self._forwards
         at_home = slot.tensor
@@ -290,8 +314,9 @@ class AlignDevicesHook(ModelHook):
             return
         value, statistics = self._value(slots)
         device = value.device if self._device is None else self._device
-        on_devices[device] = _put(slots, device, value, statistics)
+        brought = on_devices[device] = _put(slots, device, value, statistics)
         forwards.lent.append((on_devices, device))
+        refuse_gradients(brought, f"{getattr(self.weights_map, 'prefix', '')}{slot.name}")
 
     def offloaded_weights(self, module: nn.Module) -> list[Weight] | None:
         """Return what `pre_forward` loads; `None` if that takes more than knowing where values are.
@@ -332,12 +357,8 @@ class AlignDevicesHook(ModelHook):
     def _unload(self) -> None:
         if self.block is not None:
             self.block.streamer.leave(self.block)
-            return
-        forwards = self._forwards
-        with forwards.lock:
-            forwards.num_under_way = max(0, forwards.num_under_way - 1)
-            if not forwards.num_under_way:
-                forwards.put_back()
+        else:
+            self.release()
 
     @_eager
     def _note_begin(self) -> None:
@@ -398,6 +419,18 @@ def _found(weights_map: Mapping[str, Tensor], name: str) -> Tensor | None:
         return None
 
 
+class Loan(Protocol):
+    """What a block lends to places that a hook looks after."""
+
+    @property
+    def weight(self) -> Weight:
+        """The weight that it is, with its places."""
+
+    @property
+    def held(self) -> Tensor:
+        """What they get."""
+
+
 class _Forwards:
     """The forwards of one hook that are under way, and what came for them. Copies of the hook begin with none.
 
@@ -451,9 +484,10 @@ def attach_execution_device_hook(
         preload_module_classes: Classes of modules; what is inside of them gets no hook.
         tied_params_map: See `AlignDevicesHook`.
     """
-    is_brought = has_no_forward(module) and any(
-        slots[0].tensor.is_meta for slots in shared_tensors(module, recurse=False)
-    )
+    own = shared_tensors(module, recurse=False)
+    is_brought = has_no_forward(module) and all(
+        slots[0].tensor.is_meta for slots in own
+    )  # or there is nothing to bring
     if not hasattr(module, "_hf_hook") and _has_state(module) and not is_brought:
         hook = AlignDevicesHook(execution_device, skip_keys=skip_keys, tied_params_map=tied_params_map)
         add_hook_to_module(module, hook)

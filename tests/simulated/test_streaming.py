@@ -206,7 +206,8 @@ def test_after_an_error_of_a_read_the_next_forward_is_right(fail_at, simulation,
             assert torch.equal(run(model), expected())
         except ReadError:
             num_failed += 1
-    assert num_failed == 1
+    assert count[0] > fail_at
+    assert num_failed <= 1, "what fails ahead of time is tried again"
     assert torch.equal(run(model), expected())
 
 

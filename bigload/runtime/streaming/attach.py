@@ -7,7 +7,7 @@ from functools import partial
 from torch import nn
 
 from bigload.runtime.align_devices import AlignDevicesHook
-from bigload.runtime.hooks import SequentialHook, add_hook_to_module
+from bigload.runtime.hooks import add_hook_to_module, hooks_of
 from bigload.runtime.streaming.cutting import Cut, cut
 from bigload.runtime.streaming.options import StreamOptions
 from bigload.runtime.streaming.run_log import RunStats
@@ -45,16 +45,14 @@ def _stream_block(part: Cut, streamer: Streamer) -> None:
     if not own:
         given = members[0].hook
         own = [AlignDevicesHook(given.execution_device, skip_keys=given.skip_keys)]
-        add_hook_to_module(part.module, own[0])
+        add_hook_to_module(part.module, own[0], append=True)
     own[-1].block = StreamedBlock(
         part.name, part.module, members, device=devices.pop(), is_routed=part.is_routed, streamer=streamer
     )
 
 
 def _hooks(module: nn.Module) -> list[AlignDevicesHook]:
-    hook = getattr(module, "_hf_hook", None)
-    each = hook.hooks if isinstance(hook, SequentialHook) else (hook,)
-    return [one for one in each if isinstance(one, AlignDevicesHook)]
+    return [hook for hook in hooks_of(module) if isinstance(hook, AlignDevicesHook)]
 
 
 def _stats(streamer: Streamer) -> RunStats:

@@ -7,6 +7,7 @@ from collections.abc import Container, Iterable, Iterator, Sequence
 
 import torch
 
+from bigload.runtime.stored_weights import MappedFiles
 from bigload.runtime.streaming.courier import Courier
 from bigload.runtime.streaming.device_copies import DeviceCopies
 from bigload.runtime.streaming.host_copies import HostCopies, Workshop
@@ -23,6 +24,7 @@ class Carriers:
     def __init__(self) -> None:
         self._workshop = Workshop()
         self._couriers: dict[torch.device, Courier] = {}
+        self._files = MappedFiles()  # its own: pages that others have written to are not dropped here
         self._pools: dict[tuple[int, torch.device], tuple[Weight, Pool]] = {}
 
     def supplies_for(
@@ -34,7 +36,7 @@ class Carriers:
         """
         if device.type != "cpu":
             device = torch.empty(0, device=device).device  # "cuda" has no index, its tensors have
-        in_place = [weight for weight in weights if is_in_place(weight, device)]
+        in_place = [weight.mapped_by(self._files) for weight in weights if is_in_place(weight, device)]
         copied = [weight for weight in weights if not is_in_place(weight, device)]
         alone = [weight for weight in copied if id(weight.placeholder) not in tied]
         supplies: list[Supply] = [InPlace(in_place)] if in_place else []
@@ -51,7 +53,8 @@ class Carriers:
         for courier in self._couriers.values():
             courier.close()
         self._pools.clear()
-        self._workshop = Workshop()
+        self._workshop.memory.clear()
+        self._files = MappedFiles()
 
     def _copies(self, weights: Sequence[Weight], device: torch.device) -> Iterator[Supply]:
         readable = [weight for weight in weights if can_be_read(weight)]

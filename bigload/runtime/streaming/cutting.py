@@ -37,7 +37,10 @@ def cut(model: nn.Module) -> tuple[Cut, ...]:
     `expert` in its name, are blocks inside of blocks. What is around blocks, or a model without any, is cut down to the
     modules that own tensors: each alone, for it may be as large as a block.
     """
-    return tuple(_cut("", model, _Marks.of(model)))
+    seen: set[int] = set()  # a module with several names is cut where it has the first
+    return tuple(
+        part for part in _cut("", model, _Marks.of(model)) if not (id(part.module) in seen or seen.add(id(part.module)))
+    )
 
 
 @dataclass(frozen=True, slots=True)

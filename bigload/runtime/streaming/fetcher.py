@@ -32,6 +32,11 @@ class Fetcher:
                 )
                 self._thread.start()
 
+    def has(self, block: object) -> bool:
+        """Return whether `block` waits to be worked on."""
+        with self._changed:
+            return block in self._queue
+
     def take_back(self, block: object) -> bool:
         """Return whether `block` had not been begun, and is not worked on any more."""
         with self._changed:

@@ -20,8 +20,8 @@ class ForwardStats:
 
     Attributes:
         seconds: From its beginning to its end.
-        bytes_from_disk: Read from a disk for it; `None` where the system does not count (task I/O accounting).
-        bytes_from_ram: Brought, and not from a disk: out of the page cache or the memory of the process.
+        bytes_from_disk: What this process has had read from disks; `None` where the system does not count that.
+        bytes_from_ram: Weights that were brought, and not from a disk: out of the page cache or the process's memory.
         wait_seconds: How long it waited for weights.
         fetch_seconds: How long weights were being brought.
         peak_bytes: The most of weights that were there or on their way at one moment.
@@ -76,12 +76,16 @@ class RunStats:
     spans: tuple[Span, ...]
 
 
+_Note = tuple[str, str, threading.Thread, float, float, int]
+"""Kind, block, thread, beginning, end, bytes."""
+
+
 @dataclass(slots=True)
 class _Counts:
     """What has been counted since the last forward ended."""
 
+    read_before: int | None
     fetched_bytes: int = 0
-    disk_bytes: int | None = 0
     wait_seconds: float = 0.0
     fetch_seconds: float = 0.0
     peak_bytes: int = 0
@@ -94,16 +98,29 @@ class RunLog:
         self._began = time.perf_counter()
         self._lock = threading.Lock()
         self._forwards: deque[ForwardStats] = deque(maxlen=_FORWARDS_KEPT)
-        self._spans: deque[Span] = deque(maxlen=_SPANS_KEPT)
+        self._notes: deque[_Note] = deque(maxlen=_SPANS_KEPT)  # spans are made of them when somebody looks
         self._num_forwards = 0
         self._here = threading.local()
-        self._now = _Counts()
+        self._now = _Counts(_bytes_read())
 
     def stats(self) -> RunStats:
         """Return all of it as a value."""
         with self._lock:
-            spans = sorted(self._spans, key=lambda span: span.start)
-            return RunStats(forwards=tuple(self._forwards), num_forwards=self._num_forwards, spans=tuple(spans))
+            notes, forwards, num_forwards = list(self._notes), tuple(self._forwards), self._num_forwards
+        spans = [
+            Span(
+                kind=kind,
+                name=name,
+                thread=thread.name,
+                start=start - self._began,
+                seconds=stop - start,
+                num_bytes=num_bytes,
+            )
+            for kind, name, thread, start, stop, num_bytes in notes
+        ]
+        return RunStats(
+            forwards=forwards, num_forwards=num_forwards, spans=tuple(sorted(spans, key=lambda span: span.start))
+        )
 
     def forward_began(self) -> None:
         """Note that the calling thread begins a forward of the whole model."""
@@ -116,8 +133,9 @@ class RunLog:
             return
         seconds = time.perf_counter() - begins.pop()
         with self._lock:
-            counts, self._now = self._now, _Counts()
-            disk = counts.disk_bytes
+            counts, self._now = self._now, _Counts(_bytes_read())
+            before, now = counts.read_before, self._now.read_before
+            disk = None if before is None or now is None else now - before
             stats = ForwardStats(
                 seconds=seconds,
                 bytes_from_disk=disk,
@@ -148,42 +166,29 @@ class RunLog:
     @contextmanager
     def fetching(self, name: str, num_bytes: int) -> Iterator[None]:
         """Note that the weights of block `name` are brought by the calling thread while the context lasts."""
-        began, before = time.perf_counter(), _bytes_read_by_thread()
+        began = time.perf_counter()
         try:
             yield
         finally:
-            now, after = time.perf_counter(), _bytes_read_by_thread()
+            now = time.perf_counter()
             with self._lock:
                 counts = self._now
                 counts.fetched_bytes += num_bytes
                 counts.fetch_seconds += now - began
-                if before is None or after is None or counts.disk_bytes is None:
-                    counts.disk_bytes = None
-                else:
-                    counts.disk_bytes += after - before
                 self._note("fetch", name, began, now, num_bytes)
 
     def _note(self, kind: str, name: str, start: float, stop: float, num_bytes: int = 0) -> None:
-        self._spans.append(
-            Span(
-                kind=kind,
-                name=name,
-                thread=threading.current_thread().name,
-                start=start - self._began,
-                seconds=stop - start,
-                num_bytes=num_bytes,
-            )
-        )
+        self._notes.append((kind, name, threading.current_thread(), start, stop, num_bytes))
 
     def _stack(self, name: str) -> list[float]:
         stack: list[float] = self._here.__dict__.setdefault(name, [])
         return stack
 
 
-def _bytes_read_by_thread() -> int | None:
-    """Return what the calling thread has had read from disks so far (proc(5), /proc/pid/task/tid/io)."""
+def _bytes_read() -> int | None:
+    """Return what this process has had read from disks so far, by page faults too (proc(5), /proc/pid/io)."""
     try:
-        text = Path(f"/proc/self/task/{threading.get_native_id()}/io").read_text()
+        text = Path("/proc/self/io").read_text()
     except OSError:
         return None
     return next((int(line.split()[1]) for line in text.splitlines() if line.startswith("read_bytes:")), None)

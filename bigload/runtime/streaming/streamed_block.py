@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import Enum
-from itertools import chain
 from types import MethodType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
 
+from bigload.runtime.blocks import joined
+from bigload.runtime.hooks import calls_hook, hooks_of
 from bigload.runtime.module_tensors import as_parameter
-from bigload.runtime.slots import assign
+from bigload.runtime.refused_gradients import refuse_gradients
 from bigload.runtime.streaming.in_place import InPlace
 from bigload.runtime.streaming.supply import Supply, Weight
 
@@ -37,6 +38,56 @@ class Member(NamedTuple):
     hook: AlignDevicesHook
 
 
+class _Loan:
+    """A weight of the block, and what its places hold while it is here.
+
+    Attributes:
+        name: The weight's name in the model.
+        weight: It.
+        held: What the places get: a parameter of the placeholder's class, or the buffer that it is.
+    """
+
+    __slots__ = ("_dtype", "_keys", "_tensor", "held", "name", "weight")
+
+    def __init__(self, name: str, weight: Weight) -> None:
+        self.name = name
+        self.weight = weight
+        self.held = weight.placeholder
+        self._dtype = weight.placeholder.dtype
+        self._keys = [(slot.table, slot.key) for slot in weight.slots]
+        self._tensor: torch.Tensor | None = None
+
+    def is_current(self) -> bool:
+        """Return whether all places hold what they did when this was made, or values of their own."""
+        placeholder = self.weight.placeholder
+        if placeholder.dtype != self._dtype:
+            return False
+        for table, key in self._keys:
+            tensor = table.get(key)
+            if tensor is not placeholder and (tensor is None or tensor.is_meta):
+                return False
+        return True
+
+    def bring(self, tensor: torch.Tensor, device: torch.device) -> None:
+        """Have `held` be `tensor`; most often it is that of the last time."""
+        placeholder = self.weight.placeholder
+        if tensor is self._tensor and self.held.requires_grad == placeholder.requires_grad:
+            return
+        if tensor.shape != placeholder.shape:
+            shapes = f"{list(placeholder.shape)} in the model; its values have {list(tensor.shape)}"
+            raise ValueError(f"{self.name} has the shape {shapes}")
+        with torch.inference_mode(mode=False):
+            held = tensor.to(device=device, dtype=placeholder.dtype)
+            if isinstance(placeholder, nn.Parameter):
+                held = as_parameter(held, placeholder)
+                refuse_gradients(held, self.name)
+        self._tensor, self.held = tensor, held
+
+    def forget(self) -> None:
+        """Keep no tensor alive."""
+        self._tensor, self.held = None, self.weight.placeholder
+
+
 class StreamedBlock:
     """A module, and those below whose weights come and go with its own.
 
@@ -54,8 +105,7 @@ class StreamedBlock:
         num_users: Forwards that are under way.
         num_uses: Forwards that there have been.
         is_kept: Whether the weights stay once they are there.
-        is_shown: Whether the modules hold them.
-        error: Why the last fetch failed, until somebody has been told.
+        is_troubled: Whether they could not be fetched ahead: who needs them tries again, and is told.
     """
 
     def __init__(
@@ -78,10 +128,14 @@ class StreamedBlock:
         self.num_users = 0
         self.num_uses = 0
         self.is_kept = False
-        self.error: BaseException | None = None
-        self.is_shown = False
-        self._content: _Content | None = None
-        self._shown: list[_Held] = []
+        self.is_troubled = False
+        self._is_shown = False
+        self._supplies: tuple[Supply, ...] | None = None
+        self._num_bytes = 0
+        self._loans: list[_Loan] = []
+        self._lenders: dict[AlignDevicesHook, list[_Loan]] = {}
+        self._stepping_aside: list[Member] = []
+        self._held: list[AlignDevicesHook] = []
         self._aside: list[tuple[dict[str, Any], object]] = []
         streamer.add(self)
 
@@ -97,149 +151,128 @@ class StreamedBlock:
         self.__init__(**state)  # type: ignore[misc]
 
     @property
+    def is_shown(self) -> bool:
+        """Whether the modules hold the weights."""
+        return self._is_shown
+
+    @property
+    def supplies(self) -> tuple[Supply, ...]:
+        """What brings the weights."""
+        if self._supplies is None:
+            self._find_weights()
+        assert self._supplies is not None, "found just now"
+        return self._supplies
+
+    def weights(self) -> list[Weight]:
+        """Return what is offloaded now, by looking."""
+        return [weight for _, found in self._offloaded() for weight in found or ()]
+
+    def _offloaded(self) -> list[tuple[Member, list[Weight] | None]]:
+        attached = [
+            member for member in self.members if member.hook in hooks_of(member.module)
+        ]  # others were taken away
+        return [(member, member.hook.offloaded_weights(member.module)) for member in attached]
+
+    def _find_weights(self) -> None:
+        offloaded = self._offloaded()
+        weights = {weight.slots: (member.hook, weight) for member, found in offloaded for weight in found or ()}
+        names = {id(module): joined(self.name, name) for name, module in self.module.named_modules()}
+        with torch.inference_mode(mode=False):  # what is made here may be used where gradients are wanted
+            self._supplies = self.streamer.supplies_for([weight for _, weight in weights.values()], self.device)
+        self._num_bytes = sum(supply.num_bytes for supply in self._supplies)
+        self._loans, self._lenders = [], {}
+        for weight in (weight for supply in self._supplies for weight in supply.weights):
+            first = weight.slots[0]
+            loan = _Loan(joined(names.get(id(first.module), self.name), first.key), weight)
+            self._loans.append(loan)
+            self._lenders.setdefault(weights[weight.slots][0], []).append(loan)
+        self._stepping_aside = [member for member, found in offloaded if found is not None]
+
+    @property
     def num_bytes(self) -> int:
         """What the weights take while they are here."""
-        return self._known.num_bytes
+        if self._supplies is None:
+            self._find_weights()
+        return self._num_bytes
 
     @property
     def num_page_bytes(self) -> int:
         """What the page cache takes for them."""
-        return sum(supply.num_page_bytes for supply in self._known.supplies)
+        return sum(supply.num_page_bytes for supply in self.supplies)
 
     @property
     def is_in_place(self) -> bool:
         """Whether nothing has to be copied."""
-        return all(isinstance(supply, InPlace) for supply in self._known.supplies)
-
-    @property
-    def _known(self) -> _Content:
-        if self._content is None:
-            self._content = _Content(self.streamer.supplies_for(self.weights(), self.device))
-        return self._content
-
-    def weights(self) -> list[Weight]:
-        """Return what is offloaded now, by looking."""
-        return [weight for module, hook in self.members for weight in hook.offloaded_weights(module) or ()]
+        return all(isinstance(supply, InPlace) for supply in self.supplies)
 
     def is_current(self) -> bool:
         """Return whether all places still hold what they did when the supplies were made, or values of their own.
 
-        A cast of the model makes new placeholders; those who take a hook away put values there.
+        A cast of the model changes placeholders, tying them makes new ones; those who take a hook away put values there.
         """
-        return self._content is None or all(
-            ((tensor := held.table.get(held.key)) is held.placeholder and tensor.dtype == held.dtype)
-            or (tensor is not None and not tensor.is_meta)
-            for helds in self._content.helds
-            for held in helds
-        )
+        if self._supplies is not None:
+            for loan in self._loans:  # not by `all`: this is what each forward of a block has to pay
+                if not loan.is_current():
+                    return False
+        return True
 
     def renew(self) -> None:
         """Look anew for what is offloaded. To be called while the weights are away."""
-        self._content = None
+        self._supplies = None
 
     def reserve(self) -> None:
-        """Take the memory for a stay, or none of it."""
-        try:
-            for supply in self._known.supplies:
-                supply.reserve()
-        except BaseException:
-            self.drop(forget=False)
-            raise
+        """Take the memory for a stay."""
+        for supply in self.supplies:
+            supply.reserve()
 
     def fetch(self) -> None:
         """Bring the weights, in a background thread."""
-        for supply in self._known.supplies:
+        for supply in self.supplies:
             supply.fetch()
 
     def show(self) -> None:
         """Let the modules hold the weights, and their hooks step aside."""
-        known = self._known
-        self.is_shown = True
-        for supply, helds in zip(known.supplies, known.helds, strict=True):
-            for held, tensor in zip(helds, supply.arrive(), strict=True):
-                if held.table.get(held.key) is held.placeholder:
-                    held.show(tensor)
-                    self._shown.append(held)
-        for module, hook in self.members:
+        self._is_shown = True
+        tensors = [tensor for supply in self.supplies for tensor in supply.arrive()]
+        for loan, tensor in zip(self._loans, tensors, strict=True):
+            loan.bring(tensor, self.device)
+        for lender, loans in self._lenders.items():
+            self._held.append(lender)
+            lender.hold(loans)
+        for module, hook in self._stepping_aside:
             own = module.__dict__
             around = own.get("forward")
-            if around is not None and own.get("_hf_hook") is hook and module is not self.module:
+            if own.get("_hf_hook") is hook and module is not self.module and calls_hook(around):
                 self._aside.append((own, around))
                 _call_directly(own)
 
     def arrive(self) -> None:
         """Have one more thread use the weights that are shown."""
-        for supply in self._known.supplies:
+        for supply in self.supplies:
             supply.arrive()
 
     def depart(self) -> None:
         """Note that a thread has used them."""
-        for supply in self._known.supplies:
+        for supply in self.supplies:
             supply.depart()
 
     def hide(self) -> None:
-        """Put everything back in its place."""
-        self.is_shown = False
-        for held in self._shown:
-            held.hide()
-        self._shown.clear()
-        for own, around in self._aside:
-            if "_old_forward" in own:  # else somebody has taken the hook away meanwhile
+        """Put everything back in its place, unless somebody else still needs it there."""
+        self._is_shown = False
+        while self._aside:
+            own, around = self._aside.pop()
+            if "_old_forward" in own and own.get("forward") in (None, own["_old_forward"]):  # nobody has changed it
                 own["forward"] = around
-        self._aside.clear()
+        while self._held:
+            self._held.pop().release()
 
     def drop(self, *, forget: bool) -> None:
         """Let go of the weights; see `Supply.drop`."""
-        for supply in self._known.supplies:
+        for supply in self.supplies:
             supply.drop(forget=forget)
-        for held in chain.from_iterable(self._known.helds):
-            held.forget()
-
-
-class _Held:
-    """A weight as modules hold it: as a parameter of the placeholder's class, or as the buffer that it is."""
-
-    __slots__ = ("_is_alone", "_parameter", "_tensor", "_weight", "dtype", "key", "placeholder", "table")
-
-    def __init__(self, weight: Weight) -> None:
-        first = weight.slots[0]
-        self.table, self.key, self.placeholder = first.table, first.key, weight.placeholder
-        self.dtype = weight.placeholder.dtype  # a cast of the model may leave the placeholder what it is but for this
-        self._weight = weight
-        self._is_alone = len(weight.slots) == 1 and not isinstance(first.module, nn.RNNBase)
-        self._tensor: torch.Tensor | None = None
-        self._parameter = weight.placeholder
-
-    def show(self, tensor: torch.Tensor) -> None:
-        """Have it be `tensor`; most often that is the one of the last time."""
-        placeholder = self.placeholder
-        if tensor is not self._tensor or self._parameter.requires_grad != placeholder.requires_grad:
-            self._parameter = as_parameter(tensor, placeholder) if isinstance(placeholder, nn.Parameter) else tensor
-            self._tensor = tensor
-        self._put(self._parameter)
-
-    def hide(self) -> None:
-        """Have it be the placeholder again."""
-        self._put(self.placeholder)
-
-    def forget(self) -> None:
-        """Keep no tensor alive."""
-        self._tensor, self._parameter = None, self.placeholder
-
-    def _put(self, tensor: torch.Tensor) -> None:
-        if self._is_alone:
-            self.table[self.key] = tensor
-        else:
-            assign(self._weight.slots, tensor)
-
-
-class _Content:
-    """What brings the weights of a block, and who holds them."""
-
-    def __init__(self, supplies: tuple[Supply, ...]) -> None:
-        self.supplies = supplies
-        self.helds = [[_Held(weight) for weight in supply.weights] for supply in supplies]
-        self.num_bytes = sum(supply.num_bytes for supply in supplies)
+        if not self.is_in_place:  # of pages, the same tensors come again
+            for loan in self._loans:
+                loan.forget()
 
 
 def _call_directly(own: dict[str, Any]) -> None:

@@ -68,13 +68,14 @@ class Streamer:
                 self._blocks.remove(block)
                 self._room = None
                 self._recall(block)
+                if not self._blocks:
+                    self._carriers.close()
 
     def close(self) -> None:
         """Let go of everything that waits for blocks to run."""
         with self._lock:
             for block in list(self._blocks):
                 self.remove(block)
-            self._carriers.close()
 
     def supplies_for(self, weights: Sequence[Weight], device: torch.device) -> tuple[Supply, ...]:
         """Return what brings `weights` to `device`."""
@@ -88,35 +89,40 @@ class Streamer:
         Raises:
             ReadError: they could not be read. The block is as it was before.
             NotEnoughMemoryError: there is no memory for them.
+            ValueError: values have other shapes than the model.
         """
+        began = time.perf_counter()
         with self._lock:
             room = self._settled()
             if not block.num_users and not block.is_current():
                 self._recall(block)
                 block.renew()
             block.num_users += 1
-            self._idle.pop(block, None)
-            began = time.perf_counter()
-            try:
+        try:
+            with self._lock:
+                self._idle.pop(block, None)
                 if not block.is_routed:
                     self._order.entered(block)
                 self._look_ahead(room)
-                self._await(block)
-                if block.is_shown:
-                    block.arrive()
-                else:
-                    block.show()
-            except BaseException:
-                self._leave(block, room)
-                raise
+                is_there = self._take(block)
+            while not is_there:
+                self._fetch(block)
+                with self._lock:
+                    is_there = self._take(block)
             self.log.entered(block.name, began, held_bytes=self._held_bytes)
+        except BaseException:
+            with self._lock:
+                self._leave(block)
+            raise
 
     def leave(self, block: StreamedBlock) -> None:
         """Note that a forward of the calling thread is over; with the last one, the weights go."""
         with self._lock:
-            block.depart()
-            self._leave(block, self._settled())
-            self.log.left(block.name)
+            try:
+                block.depart()
+            finally:
+                self._leave(block)
+        self.log.left(block.name)
 
     def broken_off(self) -> None:
         """Note that the pass of the calling thread ended in an error."""
@@ -143,26 +149,41 @@ class Streamer:
 
     def _look_ahead(self, room: Room) -> None:
         """Ask for what is expected next, as far as the window goes."""
-        expected = self._expected(room.prefetch_bytes)
+        expected = self._expected(room)
         for block in expected:
-            if block.stay is Stay.AWAY and block.error is None:
-                needed = self._idle_bytes() + block.num_bytes - room.prefetch_bytes
-                for stale in [idle for idle in self._idle if idle not in expected]:
-                    if needed > 0 and stale.stay is not Stay.COMING:
-                        needed -= stale.num_bytes
-                        self._send_away(stale)
-                if needed > 0:
-                    return
-                try:
-                    self._reserve(block)
-                except NotEnoughMemoryError:  # others have it now; who needs it later asks again, and is told
+            if block.stay is Stay.AWAY and not block.is_troubled:
+                if not self._makes_room(block, room, expected) or not self._ask(block):
                     return
                 if not block.is_kept:
                     self._idle[block] = None
-                self._fetcher.put(block)
 
-    def _expected(self, num_bytes: int) -> list[StreamedBlock]:
-        """Return the blocks that are expected next in this thread, `num_bytes` of them that have to come."""
+    def _makes_room(self, block: StreamedBlock, room: Room, expected: Sequence[StreamedBlock]) -> bool:
+        """Return whether `block` fits into the window, from which goes what is not expected any more."""
+        excess = self._idle_bytes() + block.num_bytes - room.prefetch_bytes
+        for stale in [idle for idle in self._idle if idle not in expected]:
+            if excess > 0 and self._send_away(stale):
+                excess -= stale.num_bytes
+        return excess <= 0
+
+    def _ask(self, block: StreamedBlock) -> bool:
+        """Have `block` fetched in the background. If that cannot be, who needs it fetches it, and is told why not."""
+        try:
+            self._take_memory(block)
+            self._fetcher.put(block)
+        except Exception:  # no memory, or no thread
+            block.is_troubled = True
+            self._send_away(block)
+        return not block.is_troubled
+
+    def _take_memory(self, block: StreamedBlock) -> None:
+        block.stay = Stay.ASKED
+        self._held_bytes += block.num_bytes
+        self._num_away -= not block.is_routed
+        block.reserve()
+
+    def _expected(self, room: Room) -> list[StreamedBlock]:
+        """Return the blocks that are expected next in this thread, as many of those that have to come as fit."""
+        num_bytes = room.prefetch_bytes
         expected: dict[StreamedBlock, None] = {}
         if not num_bytes or not self._num_away:
             return []
@@ -175,25 +196,27 @@ class Streamer:
             expected[block] = None
         return list(expected)
 
-    def _await(self, block: StreamedBlock) -> None:
-        """Return when the weights are there; what is not on its way yet is fetched by the calling thread."""
+    def _take(self, block: StreamedBlock) -> bool:
+        """Show the weights, when they are there; return `False` if the calling thread has to fetch them before."""
         while block.stay is not Stay.HERE:
-            if block.error is not None:
-                error, block.error = block.error, None
-                raise error
             if block.stay is Stay.AWAY:
                 try:
-                    self._reserve(block)
+                    self._take_memory(block)
                 except NotEnoughMemoryError:
+                    self._send_away(block)
                     if not self._idle:
                         raise
                     self._make_room()
-                else:
-                    self._without_lock(block)
-            elif block.stay is Stay.ASKED and self._fetcher.take_back(block):
-                self._without_lock(block)
-            else:
-                self._arrived.wait()
+                    continue
+                return False
+            if block.stay is Stay.ASKED and self._fetcher.take_back(block):
+                return False
+            self._arrived.wait()
+        if block.is_shown:
+            block.arrive()
+        else:
+            block.show()
+        return True
 
     def _make_room(self) -> None:
         """Let go of what is there for later, or is just coming."""
@@ -202,55 +225,56 @@ class Streamer:
         if self._idle:
             self._arrived.wait()
 
-    def _reserve(self, block: StreamedBlock) -> None:
-        block.reserve()
-        block.stay = Stay.ASKED
-        self._held_bytes += block.num_bytes
-        self._num_away -= not block.is_routed
-
-    def _without_lock(self, block: StreamedBlock) -> None:
-        self._lock.release()
+    def _fetch_ahead(self, block: StreamedBlock) -> None:
         try:
             self._fetch(block)
-        finally:
-            self._lock.acquire()
-
-    def _fetch_ahead(self, block: StreamedBlock) -> None:
-        self._fetch(block)
+        except BaseException:
+            block.is_troubled = True
 
     def _fetch(self, block: StreamedBlock) -> None:
-        """Fetch what was asked for. Called without the lock, in any thread."""
-        with self._lock:
-            if block.stay is not Stay.ASKED:
-                return
-            block.stay = Stay.COMING
-        error: BaseException | None = None
+        """Fetch what was asked for, unless somebody else does. Called without the lock, in any thread."""
+        is_mine = has_come = False
         try:
-            with self.log.fetching(block.name, block.num_bytes):
-                block.fetch()
-        except BaseException as caught:
-            error = caught
-        with self._lock:
-            block.error = error
-            block.stay = Stay.HERE
-            if error is not None:
-                self._send_away(block)
-            self._arrived.notify_all()
+            with self._lock:
+                if block.stay is Stay.ASKED:
+                    block.stay, is_mine = Stay.COMING, True
+            if is_mine:
+                with torch.inference_mode(mode=False), self.log.fetching(block.name, block.num_bytes):
+                    block.fetch()
+                has_come = True
+        finally:
+            if is_mine:
+                with self._lock:
+                    block.stay = Stay.HERE
+                    block.is_troubled = not has_come
+                    self._arrived.notify_all()
+                    if not has_come:
+                        self._send_away(block)
 
-    def _leave(self, block: StreamedBlock, room: Room) -> None:
+    def _leave(self, block: StreamedBlock) -> None:
+        """Have one user less, also one for whom the weights have not come."""
         block.num_users -= 1
+        if block.stay is Stay.ASKED and not self._fetcher.has(block):  # given up by who was to fetch them
+            self._send_away(block)
+            self._arrived.notify_all()
         if block.num_users:
             return
         block.hide()
-        if block.stay is not Stay.HERE:
+        room = self._room
+        if block.stay is Stay.AWAY or block.is_kept:
             return
-        block.num_uses += 1
-        if block.is_kept or (block.is_routed and self._stays_hot(block, room)):
-            return
-        if block in self._expected(room.prefetch_bytes):
-            self._idle[block] = None
-        else:
+        if block.stay is Stay.HERE:
+            block.num_uses += 1
+        if room is None or not (self._stays_hot(block, room) if block.is_routed else self._stays_ready(block, room)):
             self._send_away(block)
+
+    def _stays_ready(self, block: StreamedBlock, room: Room) -> bool:
+        """Return whether a block stays because it is expected again at once, or just comes. It is in the window then."""
+        expected = self._expected(room)
+        stays = block.stay is not Stay.HERE or (block in expected and self._makes_room(block, room, expected))
+        if stays:
+            self._idle[block] = None
+        return stays
 
     def _stays_hot(self, block: StreamedBlock, room: Room) -> bool:
         """Return whether a routed block stays, in the place of others that are used less."""
@@ -269,15 +293,15 @@ class Streamer:
 
     def _send_away(self, block: StreamedBlock) -> bool:
         """Let go of the weights of `block`; return whether that is done. If not, they are just coming."""
-        if block.stay is Stay.AWAY:
-            return True
-        if block.stay is Stay.COMING or (block.stay is Stay.ASKED and not self._fetcher.take_back(block)):
+        if block.stay is Stay.COMING:
             return False
+        self._fetcher.take_back(block)
         self._idle.pop(block, None)
         self._hot.pop(block, None)
-        block.stay = Stay.AWAY
-        self._held_bytes -= block.num_bytes
-        self._num_away += not block.is_routed
+        if block.stay is not Stay.AWAY:
+            block.stay = Stay.AWAY
+            self._held_bytes -= block.num_bytes
+            self._num_away += not block.is_routed
         room = self._room
         block.drop(forget=room is not None and block in room.forgotten)
         return True

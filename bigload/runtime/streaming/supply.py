@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
 
 from bigload.runtime.offload_store import AtHand
 from bigload.runtime.slots import Slot
-from bigload.runtime.stored_weights import Place
+from bigload.runtime.stored_weights import MappedFiles, Place
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,6 +26,10 @@ class Weight:
     slots: tuple[Slot, ...]
     placeholder: torch.Tensor
     source: Place | AtHand
+
+    def mapped_by(self, files: MappedFiles) -> Weight:
+        """Return the weight in maps of `files`, if it is in a file."""
+        return replace(self, source=replace(self.source, files=files)) if isinstance(self.source, Place) else self
 
 
 class Supply(Protocol):
