@@ -18,8 +18,15 @@ from bigload.version import __version__ as __version__
 
 if TYPE_CHECKING:  # `as` marks them as public to type checkers
     from bigload.bench.bench_load import bench_load as bench_load
+    from bigload.bench.bench_run import bench_run as bench_run
     from bigload.bench.report import BenchReport as BenchReport
     from bigload.bench.report import StrategyResult as StrategyResult
+    from bigload.bench.run_report import RunReport as RunReport
+    from bigload.bench.run_report import RunResult as RunResult
+    from bigload.bench.run_stats import RunStatsReport as RunStatsReport
+    from bigload.bench.run_stats import run_forwards as run_forwards
+    from bigload.bench.run_trace import run_trace as run_trace
+    from bigload.bench.run_trace import write_trace as write_trace
     from bigload.checkpoint.model import Checkpoint as Checkpoint
     from bigload.checkpoint.model import CheckpointWarning as CheckpointWarning
     from bigload.checkpoint.model import Shard as Shard
@@ -28,6 +35,7 @@ if TYPE_CHECKING:  # `as` marks them as public to type checkers
     from bigload.checkpoint.source import open_checkpoint as open_checkpoint
     from bigload.devices import Device as Device
     from bigload.dtypes import DType as DType
+    from bigload.errors import AlreadyDispatchedError as AlreadyDispatchedError
     from bigload.errors import BenchOptionError as BenchOptionError
     from bigload.errors import BigloadError as BigloadError
     from bigload.errors import BudgetError as BudgetError
@@ -51,6 +59,7 @@ if TYPE_CHECKING:  # `as` marks them as public to type checkers
     from bigload.errors import NotEnoughSpaceError as NotEnoughSpaceError
     from bigload.errors import NotOffloadableError as NotOffloadableError
     from bigload.errors import OutputExistsError as OutputExistsError
+    from bigload.errors import OffloadedTrainingError as OffloadedTrainingError
     from bigload.errors import PartitionError as PartitionError
     from bigload.errors import PlanError as PlanError
     from bigload.errors import PlanNotFoundError as PlanNotFoundError
@@ -114,6 +123,7 @@ if TYPE_CHECKING:  # `as` marks them as public to type checkers
     from bigload.runtime.dispatch import cpu_offload_with_hook as cpu_offload_with_hook
     from bigload.runtime.dispatch import disk_offload as disk_offload
     from bigload.runtime.dispatch import dispatch_model as dispatch_model
+    from bigload.runtime.dispatch_context import dispatch as dispatch
     from bigload.runtime.dispatched_loading import load_and_dispatch as load_and_dispatch
     from bigload.runtime.dispatched_loading import load_checkpoint_and_dispatch as load_checkpoint_and_dispatch
     from bigload.runtime.fallback import fallback_allocate as fallback_allocate
@@ -165,12 +175,17 @@ if TYPE_CHECKING:  # `as` marks them as public to type checkers
 
 _HOMES = {
     "bigload.bench.bench_load": ("bench_load",),
+    "bigload.bench.bench_run": ("bench_run",),
     "bigload.bench.report": ("BenchReport", "StrategyResult"),
+    "bigload.bench.run_report": ("RunReport", "RunResult"),
+    "bigload.bench.run_stats": ("RunStatsReport", "run_forwards"),
+    "bigload.bench.run_trace": ("run_trace", "write_trace"),
     "bigload.checkpoint.model": ("Checkpoint", "CheckpointWarning", "Shard", "Span", "TensorInfo"),
     "bigload.checkpoint.source": ("open_checkpoint",),
     "bigload.devices": ("Device",),
     "bigload.dtypes": ("DType",),
     "bigload.errors": (
+        "AlreadyDispatchedError",
         "BenchOptionError",
         "BigloadError",
         "BudgetError",
@@ -194,6 +209,7 @@ _HOMES = {
         "NotEnoughSpaceError",
         "NotOffloadableError",
         "OutputExistsError",
+        "OffloadedTrainingError",
         "PartitionError",
         "PlanError",
         "PlanNotFoundError",
@@ -240,6 +256,7 @@ _HOMES = {
     "bigload.runtime.device_maps": ("check_device_map", "clean_device_map"),
     "bigload.runtime.device_memory": ("get_balanced_memory", "get_max_memory"),
     "bigload.runtime.dispatch": ("cpu_offload", "cpu_offload_with_hook", "disk_offload", "dispatch_model"),
+    "bigload.runtime.dispatch_context": ("dispatch",),
     "bigload.runtime.dispatched_loading": ("load_and_dispatch", "load_checkpoint_and_dispatch"),
     "bigload.runtime.fallback": ("fallback_allocate",),
     "bigload.runtime.hooks": (

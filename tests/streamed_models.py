@@ -48,10 +48,10 @@ def made(kind=Model, *args):
     return kind(*args)
 
 
-def save(model, folder):
+def save(model, folder, weights=None):
     """Write a checkpoint of `model`, a file for each child of a list and one for the rest, and return its folder."""
     files = {}
-    for name, tensor in model.state_dict().items():
+    for name, tensor in (model.state_dict() if weights is None else weights).items():
         number = next((part for part in name.split(".") if part.isdigit()), "rest")
         files.setdefault(f"model-{number}.safetensors", {})[name] = tensor.detach().clone()
     folder.mkdir(exist_ok=True)

@@ -328,13 +328,20 @@ class AlignDevicesHook(ModelHook):
         if not self.offload or weights_map is None:
             return weights
         for slots in self._tensors(module):
-            if self._is_offloaded(slots[0]) and slots[0].tensor.is_meta:
+            placeholder = self._forwards.at_home(slots[0])
+            if self._is_offloaded(slots[0]) and placeholder.is_meta:
                 found = [source_of(weights_map, slot.name) for slot in slots]
                 source = next((each for each in found if each is not None), None)
-                if source is None or is_packed_by_device(slots[0].tensor) or source.dtype == torch.int8:
+                if source is None or is_packed_by_device(placeholder) or source.dtype == torch.int8:
                     return None
-                weights.append(Weight(slots=tuple(slots), placeholder=slots[0].tensor, source=source))
+                weights.append(Weight(slots=tuple(slots), placeholder=placeholder, source=source))
         return weights
+
+    def places(self, module: nn.Module) -> list[Slot]:
+        """Return the places of `module` whose tensors are offloaded, or would be if they had not got values."""
+        return [
+            slot for slots in self._tensors(module) if self.offload and self._is_offloaded(slots[0]) for slot in slots
+        ]
 
     def _value(self, slots: Sequence[Slot]) -> tuple[Tensor, Tensor | None]:
         """Return what the tensor of `slots` should hold, and the scales that int8 weights of bitsandbytes want."""
@@ -456,6 +463,13 @@ class _Forwards:
         devices: list[torch.device | None] = self._here.__dict__.setdefault("devices", [])
         return devices
 
+    def at_home(self, slot: Slot) -> Tensor:
+        """Return what is in `slot` when no forward is under way."""
+        for slots, tensor in self.away:
+            if any(each.module is slot.module and each.key == slot.key for each in slots):
+                return tensor
+        return slot.tensor
+
     def put_back(self) -> None:
         """Put everything back in its place."""
         for slots, tensor in self.away:
@@ -485,9 +499,7 @@ def attach_execution_device_hook(
         tied_params_map: See `AlignDevicesHook`.
     """
     own = shared_tensors(module, recurse=False)
-    is_brought = has_no_forward(module) and all(
-        slots[0].tensor.is_meta for slots in own
-    )  # or there is nothing to bring
+    is_brought = has_no_forward(module) and all(slots[0].tensor.is_meta for slots in own)  # there may be none
     if not hasattr(module, "_hf_hook") and _has_state(module) and not is_brought:
         hook = AlignDevicesHook(execution_device, skip_keys=skip_keys, tied_params_map=tied_params_map)
         add_hook_to_module(module, hook)

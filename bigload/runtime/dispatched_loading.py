@@ -147,18 +147,16 @@ def load_and_dispatch(
         force_hooks: Attach hooks for a single device as well.
         strict: Refuse a model that lacks a tensor of the plan or has more, before anything is read.
         prefetch: See `dispatch_model`.
-        prefetch_bytes: See there.
-        resident_bytes: See there.
+        prefetch_bytes: See there. By default what the plan has reserved for streamed weights, less the largest block.
+        resident_bytes: See `dispatch_model`.
 
     Raises:
         PlanError: there is no such plan, it is none, or it was made for another version of the checkpoint.
         StateDictMismatchError: model and checkpoint disagree.
         BigloadError: see `load_checkpoint_in_model`.
     """
-    streaming = StreamOptions.of(prefetch, prefetch_bytes, resident_bytes)
-    made = plan if isinstance(plan, Plan) else _read(Path(plan))
-    placed = _with_ties(model, replace(made, renamed=None).device_map)
-    check_device_map(model, placed)
+    made, placed = plan_for(model, plan)
+    streaming = streaming_of(made, prefetch, prefetch_bytes, resident_bytes)
     on_disk = load_checkpoint_in_model(
         model, made, device_map=placed, dtype=dtype, offload_buffers=offload_buffers, strict=strict
     )
@@ -172,6 +170,28 @@ def load_and_dispatch(
         force_hooks=force_hooks,
         streaming=streaming,
     )
+
+
+def plan_for(model: nn.Module, plan: Plan | StrPath) -> tuple[Plan, dict[str, DeviceLike]]:
+    """Return the plan, read if it is a path, and the device map that it is for `model`.
+
+    Raises:
+        PlanError: there is no such plan, or it is none.
+        ValueError: it does not cover the model.
+    """
+    made = plan if isinstance(plan, Plan) else _read(Path(plan))
+    placed = _with_ties(model, replace(made, renamed=None).device_map)
+    check_device_map(model, placed)
+    return made, placed
+
+
+def streaming_of(
+    plan: Plan, prefetch: bool, prefetch_bytes: int | str | None, resident_bytes: int | str | None
+) -> StreamOptions | None:
+    """Return what was asked for, within what `plan` has reserved for streamed weights; see `StreamOptions.of`."""
+    options = StreamOptions.of(prefetch, prefetch_bytes, resident_bytes)
+    reserved = sum(use.workspace_bytes for use in plan.devices if use.device == plan.execution_device)
+    return replace(options, workspace_bytes=reserved) if options is not None and reserved else options
 
 
 def _read(path: Path) -> Plan:

@@ -17,10 +17,13 @@ class StreamOptions:
         resident_bytes: The most of weights that stay once they are there: the same blocks always, evenly among the
             others, so that these can be fetched meanwhile. What is left is for the routed experts that are used most.
             `None` is, on the CPU, all pages of files if they fit into the memory that is free, and else nothing.
+        workspace_bytes: What a plan has reserved for a block that runs and those that come ahead, if there is a plan.
+            Without `prefetch_bytes`, all but the largest block is for these.
     """
 
     prefetch_bytes: int | None = None
     resident_bytes: int | None = None
+    workspace_bytes: int | None = None
 
     @classmethod
     def of(

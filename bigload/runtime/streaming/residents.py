@@ -42,7 +42,8 @@ def room_for(blocks: Sequence[StreamedBlock], options: StreamOptions) -> Room:
     prefetch_bytes, resident_bytes = options.prefetch_bytes, options.resident_bytes
     steady = [block for block in blocks if not block.is_routed]
     if prefetch_bytes is None:
-        prefetch_bytes = _BLOCKS_AHEAD * max((block.num_bytes for block in steady), default=0)
+        largest, reserved = max((block.num_bytes for block in steady), default=0), options.workspace_bytes
+        prefetch_bytes = _BLOCKS_AHEAD * largest if reserved is None else max(reserved - largest, 0)
     paged_bytes = sum(block.num_page_bytes for block in blocks)
     available = available_memory()
     pages_fit = available is None or paged_bytes <= _SHARE_FOR_PAGES * available

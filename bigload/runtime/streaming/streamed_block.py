@@ -14,6 +14,7 @@ from bigload.runtime.blocks import joined
 from bigload.runtime.hooks import calls_hook, hooks_of
 from bigload.runtime.module_tensors import as_parameter
 from bigload.runtime.refused_gradients import refuse_gradients
+from bigload.runtime.slots import Slot
 from bigload.runtime.streaming.in_place import InPlace
 from bigload.runtime.streaming.supply import Supply, Weight
 
@@ -134,6 +135,7 @@ class StreamedBlock:
         self._num_bytes = 0
         self._loans: list[_Loan] = []
         self._lenders: dict[AlignDevicesHook, list[_Loan]] = {}
+        self._others: list[Slot] = []  # places with values of their own
         self._stepping_aside: list[Member] = []
         self._held: list[AlignDevicesHook] = []
         self._aside: list[tuple[dict[str, Any], object]] = []
@@ -168,15 +170,13 @@ class StreamedBlock:
         return [weight for _, found in self._offloaded() for weight in found or ()]
 
     def _offloaded(self) -> list[tuple[Member, list[Weight] | None]]:
-        attached = [
-            member for member in self.members if member.hook in hooks_of(member.module)
-        ]  # others were taken away
+        attached = [member for member in self.members if member.hook in hooks_of(member.module)]  # not taken away
         return [(member, member.hook.offloaded_weights(member.module)) for member in attached]
 
     def _find_weights(self) -> None:
         offloaded = self._offloaded()
         weights = {weight.slots: (member.hook, weight) for member, found in offloaded for weight in found or ()}
-        names = {id(module): joined(self.name, name) for name, module in self.module.named_modules()}
+        names = {id(module): f"{self.name}.{name}".strip(".") for name, module in self.module.named_modules()}
         with torch.inference_mode(mode=False):  # what is made here may be used where gradients are wanted
             self._supplies = self.streamer.supplies_for([weight for _, weight in weights.values()], self.device)
         self._num_bytes = sum(supply.num_bytes for supply in self._supplies)
@@ -187,6 +187,9 @@ class StreamedBlock:
             self._loans.append(loan)
             self._lenders.setdefault(weights[weight.slots][0], []).append(loan)
         self._stepping_aside = [member for member, found in offloaded if found is not None]
+        covered = {(id(slot.module), slot.key) for loan in self._loans for slot in loan.weight.slots}
+        places = [slot for module, hook in self._stepping_aside for slot in hook.places(module)]
+        self._others = [slot for slot in places if (id(slot.module), slot.key) not in covered]
 
     @property
     def num_bytes(self) -> int:
@@ -214,6 +217,7 @@ class StreamedBlock:
             for loan in self._loans:  # not by `all`: this is what each forward of a block has to pay
                 if not loan.is_current():
                     return False
+            return not any(slot.tensor.is_meta for slot in self._others)
         return True
 
     def renew(self) -> None:
