@@ -14,7 +14,7 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	@touch $@
 
-demo: $(STAMP)  ## Run the five verbs on a tiny checkpoint and on a header-only 70B one.
+demo: $(STAMP)  ## Run five of the verbs on a tiny checkpoint and on a header-only 70B one.
 	@PATH="$(CURDIR)/$(BIN):$$PATH" bash fixtures/demo.sh
 
 test: $(STAMP)  ## Run the tests.
