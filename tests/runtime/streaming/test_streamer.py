@@ -1,5 +1,6 @@
 """Who decides when weights come and go keeps its bounds, whatever runs, fails or is interrupted."""
 
+import os
 import signal
 import threading
 import time
@@ -379,3 +380,25 @@ def test_interrupts_at_random_moments_leave_a_model_that_works(plain, folder):
     print("interrupted", interrupted, "leaked", leaked)
     assert leaked <= 3
     assert len(set(fetchers()) - others) <= 1
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_forked_process_streams_whatever_the_threads_were_at_when_it_was_made():
+    streamer = Streamer(StreamOptions(prefetch_bytes=20, resident_bytes=0))
+    blocks = [Fake(str(number), 10, streamer) for number in range(4)]
+    blocks[1].may_end.clear()
+    run(streamer, blocks[0])
+    wait_until(lambda: blocks[1].stay is Stay.COMING)
+    with streamer._fetcher._changed:
+        child = os.fork()
+        if not child:  # nobody there will ever finish what the thread had begun, or give its locks back
+            signal.alarm(20)
+            blocks[1].may_end.set()
+            for block in blocks * 2:
+                run(streamer, block)
+            os._exit(0)
+    blocks[1].may_end.set()
+    assert os.waitpid(child, 0)[1] == 0
+    for block in blocks * 2:
+        run(streamer, block)
+    assert_at_rest(streamer)
