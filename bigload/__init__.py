@@ -18,8 +18,15 @@ from bigload.version import __version__ as __version__
 
 if TYPE_CHECKING:  # `as` marks them as public to type checkers
     from bigload.bench.bench_load import bench_load as bench_load
+    from bigload.bench.bench_run import bench_run as bench_run
     from bigload.bench.report import BenchReport as BenchReport
     from bigload.bench.report import StrategyResult as StrategyResult
+    from bigload.bench.run_report import RunReport as RunReport
+    from bigload.bench.run_report import RunResult as RunResult
+    from bigload.bench.run_stats import RunStatsReport as RunStatsReport
+    from bigload.bench.run_stats import run_forwards as run_forwards
+    from bigload.bench.run_trace import run_trace as run_trace
+    from bigload.bench.run_trace import write_trace as write_trace
     from bigload.checkpoint.model import Checkpoint as Checkpoint
     from bigload.checkpoint.model import CheckpointWarning as CheckpointWarning
     from bigload.checkpoint.model import Shard as Shard
@@ -168,7 +175,11 @@ if TYPE_CHECKING:  # `as` marks them as public to type checkers
 
 _HOMES = {
     "bigload.bench.bench_load": ("bench_load",),
+    "bigload.bench.bench_run": ("bench_run",),
     "bigload.bench.report": ("BenchReport", "StrategyResult"),
+    "bigload.bench.run_report": ("RunReport", "RunResult"),
+    "bigload.bench.run_stats": ("RunStatsReport", "run_forwards"),
+    "bigload.bench.run_trace": ("run_trace", "write_trace"),
     "bigload.checkpoint.model": ("Checkpoint", "CheckpointWarning", "Shard", "Span", "TensorInfo"),
     "bigload.checkpoint.source": ("open_checkpoint",),
     "bigload.devices": ("Device",),

@@ -339,7 +339,9 @@ class AlignDevicesHook(ModelHook):
 
     def places(self, module: nn.Module) -> list[Slot]:
         """Return the places of `module` whose tensors are offloaded, or would be if they had not got values."""
-        return [slot for slots in self._tensors(module) if self.offload and self._is_offloaded(slots[0]) for slot in slots]
+        return [
+            slot for slots in self._tensors(module) if self.offload and self._is_offloaded(slots[0]) for slot in slots
+        ]
 
     def _value(self, slots: Sequence[Slot]) -> tuple[Tensor, Tensor | None]:
         """Return what the tensor of `slots` should hold, and the scales that int8 weights of bitsandbytes want."""

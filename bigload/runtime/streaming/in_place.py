@@ -49,7 +49,7 @@ class InPlace:
         ]
         self._files = {weight.source.path: weight.source for weight in weights if isinstance(weight.source, Place)}
         self._stretches = _merged(weight.source for weight in weights if isinstance(weight.source, Place))
-        self.num_bytes = sum(stretch.stop - stretch.start for stretch in self._stretches)
+        self.num_bytes = self.num_page_bytes = sum(stretch.stop - stretch.start for stretch in self._stretches)
 
     def reserve(self) -> None:
         """Do nothing: the page cache is the system's."""

@@ -165,9 +165,16 @@ class StreamedBlock:
         assert self._supplies is not None, "found just now"
         return self._supplies
 
-    def _find_weights(self) -> None:
+    def weights(self) -> list[Weight]:
+        """Return what is offloaded now, by looking."""
+        return [weight for _, found in self._offloaded() for weight in found or ()]
+
+    def _offloaded(self) -> list[tuple[Member, list[Weight] | None]]:
         attached = [member for member in self.members if member.hook in hooks_of(member.module)]  # not taken away
-        offloaded = [(member, member.hook.offloaded_weights(member.module)) for member in attached]
+        return [(member, member.hook.offloaded_weights(member.module)) for member in attached]
+
+    def _find_weights(self) -> None:
+        offloaded = self._offloaded()
         weights = {weight.slots: (member.hook, weight) for member, found in offloaded for weight in found or ()}
         names = {id(module): f"{self.name}.{name}".strip(".") for name, module in self.module.named_modules()}
         with torch.inference_mode(mode=False):  # what is made here may be used where gradients are wanted
@@ -193,8 +200,8 @@ class StreamedBlock:
 
     @property
     def num_page_bytes(self) -> int:
-        """How many of these are pages of files."""
-        return sum(supply.num_bytes for supply in self.supplies if isinstance(supply, InPlace))
+        """What the page cache takes for them."""
+        return sum(supply.num_page_bytes for supply in self.supplies)
 
     @property
     def is_in_place(self) -> bool:

@@ -15,10 +15,9 @@ from itertools import islice
 
 import torch
 
-from bigload.runtime.stored_weights import MappedFiles
-from bigload.runtime.streaming.copies import Copies, Courier
+from bigload.errors import NotEnoughMemoryError
+from bigload.runtime.streaming.carriers import Carriers, tied_among
 from bigload.runtime.streaming.fetcher import Fetcher
-from bigload.runtime.streaming.in_place import InPlace, is_in_place
 from bigload.runtime.streaming.options import StreamOptions
 from bigload.runtime.streaming.residents import Room, chosen_evenly, room_for
 from bigload.runtime.streaming.run_log import RunLog
@@ -44,8 +43,8 @@ class Streamer:
         self._lock = threading.RLock()
         self._arrived = threading.Condition(self._lock)
         self._fetcher = Fetcher(weakref.WeakMethod(self._fetch_ahead))
-        self._couriers: dict[torch.device, Courier] = {}
-        self._files = MappedFiles()  # its own: pages that others have written to are not dropped here
+        self._carriers = Carriers()
+        self._tied: frozenset[int] | None = None
         self._room: Room | None = None
         self._order: RunOrder[StreamedBlock] = RunOrder([])
         self._held_bytes = 0
@@ -65,7 +64,7 @@ class Streamer:
         """Have `block` streamed. The order of adding is the first guess at the order in which blocks run."""
         with self._lock:
             self._blocks.append(block)
-            self._room = None
+            self._room = self._tied = None
 
     def remove(self, block: StreamedBlock) -> None:
         """Let go of `block` and its weights."""
@@ -75,7 +74,7 @@ class Streamer:
                 self._room = None
                 self._recall(block)
                 if not self._blocks:
-                    self._files = MappedFiles()
+                    self._carriers.close()
 
     def close(self) -> None:
         """Let go of everything that waits for blocks to run."""
@@ -85,13 +84,9 @@ class Streamer:
 
     def supplies_for(self, weights: Sequence[Weight], device: torch.device) -> tuple[Supply, ...]:
         """Return what brings `weights` to `device`."""
-        in_place = [weight.mapped_by(self._files) for weight in weights if is_in_place(weight, device)]
-        copied = [weight for weight in weights if not is_in_place(weight, device)]
-        supplies: list[Supply] = [InPlace(in_place)] if in_place else []
-        if copied:
-            courier = self._couriers.get(device) or self._couriers.setdefault(device, Courier(device))
-            supplies.append(Copies(copied, courier))
-        return tuple(supplies)
+        if self._tied is None:
+            self._tied = tied_among([block.weights() for block in self._blocks])
+        return self._carriers.supplies_for(weights, device, tied=self._tied)
 
     def enter(self, block: StreamedBlock) -> None:
         """Have the weights of `block` in its modules for a forward of the calling thread; waits until they are there.
@@ -221,7 +216,14 @@ class Streamer:
         """Show the weights, when they are there; return `False` if the calling thread has to fetch them before."""
         while block.stay is not Stay.HERE:
             if block.stay is Stay.AWAY:
-                self._take_memory(block)
+                try:
+                    self._take_memory(block)
+                except NotEnoughMemoryError:
+                    self._send_away(block)
+                    if not self._idle:
+                        raise
+                    self._make_room()
+                    continue
                 return False
             if block.stay is Stay.ASKED and self._fetcher.take_back(block):
                 return False
@@ -231,6 +233,13 @@ class Streamer:
         else:
             block.show()
         return True
+
+    def _make_room(self) -> None:
+        """Let go of what is there for later, or is just coming."""
+        for idle in list(self._idle):
+            self._send_away(idle)
+        if self._idle:
+            self._arrived.wait()
 
     def _fetch_ahead(self, block: StreamedBlock) -> None:
         try:

@@ -42,13 +42,19 @@ class Supply(Protocol):
     Attributes:
         weights: They, in the order in which `arrive` returns their tensors.
         num_bytes: What they take on the device while they are there; 0 for what is there anyway.
+        num_page_bytes: What of the page cache they take: bytes of files that are read, or used where they are.
     """
 
     weights: Sequence[Weight]
     num_bytes: int
+    num_page_bytes: int
 
     def reserve(self) -> None:
-        """Take the memory. Does not wait."""
+        """Take the memory. Does not wait.
+
+        Raises:
+            NotEnoughMemoryError: there is none.
+        """
 
     def fetch(self) -> None:
         """Bring the bytes, in a background thread."""
