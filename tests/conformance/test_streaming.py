@@ -1,13 +1,13 @@
-"""Models of transformers stream: the same answers, also when forwards break off, and only the memory that was allowed."""
+"""Models of transformers stream: the same answers, also when forwards break off, within the memory that is allowed."""
 
 import copy
 import threading
 
 import pytest
 import torch
+from streamed_models import blocks_of, settled
 
 import bigload
-from streamed_models import blocks_of, settled
 from tiny_models import CONFIGS, SIZES, answers, inputs_of, make
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
@@ -75,7 +75,7 @@ def llama(tmp_path_factory):
 
 
 def test_generate_may_end_early(llama):
-    plain, expected, model = llama
+    _, expected, model = llama
 
     class Stop(transformers.StoppingCriteria):
         def __call__(self, ids, scores, **_):
@@ -138,7 +138,7 @@ def test_gradient_checkpointing_and_adapters_give_the_gradients_of_the_plain_mod
 @pytest.mark.slow
 @pytest.mark.parametrize("what", ["model", "layer"])
 def test_a_compiled_model_or_layer_gives_what_it_gives_otherwise(llama, what):
-    plain, expected, model = llama
+    _, expected, model = llama
     model = copy.deepcopy(model)
     if what == "model":
         compiled = torch.compile(model, backend="eager")

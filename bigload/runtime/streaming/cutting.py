@@ -35,14 +35,12 @@ def cut(model: nn.Module) -> tuple[Cut, ...]:
 
     Blocks are modules of the classes in the model's `_no_split_modules`, and siblings of one class that have modules
     inside, unless these are themselves lists of such siblings (stages). Experts, which are such siblings in a list with
-    `expert` and not `shared` in its name, are blocks inside of blocks. What is around blocks, or a model without any, is cut down to the
-    modules that own tensors: each alone, for it may be as large as a block, unless the module around takes its weights
-    without calling it.
+    `expert` and not `shared` in its name, are blocks inside of blocks. What is around blocks, or a model without any,
+    is cut down to the modules that own tensors: each alone, for it may be as large as a block, unless the module around
+    takes its weights without calling it.
     """
-    seen: set[int] = set()  # a module with several names is cut where it has the first
-    return tuple(
-        part for part in _cut("", model, _Marks.of(model)) if not (id(part.module) in seen or seen.add(id(part.module)))
-    )
+    parts = {id(part.module): part for part in reversed(list(_cut("", model, _Marks.of(model))))}
+    return tuple(reversed(parts.values()))  # a module with several names is cut where it has the first
 
 
 @dataclass(frozen=True, slots=True)

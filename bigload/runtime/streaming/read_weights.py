@@ -35,7 +35,9 @@ def _codes(kind: type[nn.Module]) -> Iterator[tuple[CodeType, str]]:
     while names:
         method = inspect.unwrap(getattr(kind, names.pop(), None) or _nothing)
         code = getattr(method, "__code__", None)
-        for each in _with_nested(code) if isinstance(code, CodeType) and code.co_argcount else ():
+        if not isinstance(code, CodeType) or not code.co_argcount:
+            continue
+        for each in _with_nested(code):
             yield each, code.co_varnames[0]
             new = [name for name in each.co_names if name not in seen and _is_method(kind, name)]
             seen.update(new)

@@ -25,7 +25,6 @@ from bigload.runtime.streaming.run_order import RunOrder
 from bigload.runtime.streaming.streamed_block import Stay, StreamedBlock
 from bigload.runtime.streaming.supply import Supply, Weight
 
-
 _living: weakref.WeakSet[Streamer] = weakref.WeakSet()
 
 
@@ -130,7 +129,7 @@ class Streamer:
         self.log.left(block.name)
 
     def begin_in_fork(self) -> None:
-        """Be of use in a process that was forked off: without the threads, which have locks and half of what they do."""
+        """Be of use in a process that was forked off: without the threads, whose locks would never be given back."""
         self._lock = threading.RLock()
         self._arrived = threading.Condition(self._lock)
         self._fetcher = Fetcher(weakref.WeakMethod(self._fetch_ahead))
@@ -285,7 +284,7 @@ class Streamer:
             self._send_away(block)
 
     def _stays_ready(self, block: StreamedBlock, room: Room) -> bool:
-        """Return whether a block stays because it is expected again at once, or just comes. It is in the window then."""
+        """Return whether a block stays, in the window: it is expected again at once, or just comes."""
         expected = self._expected(room)
         stays = block.stay is not Stay.HERE or (block in expected and self._makes_room(block, room, expected))
         if stays:
@@ -297,7 +296,8 @@ class Streamer:
         self._hot.pop(block, None)
         self._hot[block] = None
         excess = sum(each.num_bytes for each in self._hot) - room.hot_bytes
-        for cold in sorted(reversed(self._hot), key=lambda each: each.num_uses):  # of equals the last: they go round
+        latest_first = list(reversed(self._hot))  # of equals the last one goes: they come round in a cycle
+        for cold in sorted(latest_first, key=lambda each: each.num_uses):
             if excess <= 0:
                 break
             if not cold.num_users:

@@ -50,7 +50,10 @@ def test_of_equal_blocks_as_many_stay_as_fit_and_gaps_differ_by_one_at_most(coun
     blocks = [block(size) for _ in range(count)]
     chosen = [number for number, each in enumerate(blocks) if each in set(chosen_evenly(blocks, fitting * size))]
     assert len(chosen) == fitting
-    gaps = [after - before for before, after in zip(chosen, [*chosen[1:], *(number + count for number in chosen[:1])], strict=True)]
+    gaps = [
+        after - before
+        for before, after in zip(chosen, [*chosen[1:], *(number + count for number in chosen[:1])], strict=True)
+    ]
     assert not gaps or max(gaps) - min(gaps) <= 1
 
 
