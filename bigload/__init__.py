@@ -58,8 +58,8 @@ if TYPE_CHECKING:  # `as` marks them as public to type checkers
     from bigload.errors import NotEnoughMemoryError as NotEnoughMemoryError
     from bigload.errors import NotEnoughSpaceError as NotEnoughSpaceError
     from bigload.errors import NotOffloadableError as NotOffloadableError
-    from bigload.errors import OutputExistsError as OutputExistsError
     from bigload.errors import OffloadedTrainingError as OffloadedTrainingError
+    from bigload.errors import OutputExistsError as OutputExistsError
     from bigload.errors import PartitionError as PartitionError
     from bigload.errors import PlanError as PlanError
     from bigload.errors import PlanNotFoundError as PlanNotFoundError

@@ -518,8 +518,8 @@ class OffloadedTrainingError(LoadError, RuntimeError):
         super().__init__(
             f"a gradient has reached {name}, which is offloaded: it is there only while its module runs, and neither a "
             "gradient of it nor what an optimizer made of it would be kept",
-            hint="freeze what is offloaded, with model.requires_grad_(False), and train adapters beside it; or keep what "
-            "is to be trained on a device, by the device map",
+            hint="freeze what is offloaded, with model.requires_grad_(False), and train adapters beside it; or keep "
+            "what is to be trained on a device, by the device map",
         )
         self.name = name
 

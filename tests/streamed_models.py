@@ -55,9 +55,9 @@ def save(model, folder, weights=None):
         number = next((part for part in name.split(".") if part.isdigit()), "rest")
         files.setdefault(f"model-{number}.safetensors", {})[name] = tensor.detach().clone()
     folder.mkdir(exist_ok=True)
-    for file, weights in files.items():
-        save_file(weights, folder / file, metadata={"format": "pt"})
-    index = {"metadata": {}, "weight_map": {name: file for file, weights in files.items() for name in weights}}
+    for file, tensors in files.items():
+        save_file(tensors, folder / file, metadata={"format": "pt"})
+    index = {"metadata": {}, "weight_map": {name: file for file, tensors in files.items() for name in tensors}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     return folder
 

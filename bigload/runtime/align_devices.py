@@ -265,7 +265,7 @@ class AlignDevicesHook(ModelHook):
     @_eager
     def _load(self, module: nn.Module) -> None:
         """Bring offloaded weights to the execution device, unless a forward that is under way has done so."""
-        if self.block is not None:
+        if self.block is not None and self._device in (None, self.block.device):  # it may be another one for a while
             self.block.streamer.enter(self.block)
             return
         forwards = self._forwards
@@ -362,7 +362,7 @@ class AlignDevicesHook(ModelHook):
 
     @_eager
     def _unload(self) -> None:
-        if self.block is not None:
+        if self.block is not None and self._device in (None, self.block.device):
             self.block.streamer.leave(self.block)
         else:
             self.release()

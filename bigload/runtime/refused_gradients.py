@@ -13,7 +13,7 @@ def refuse_gradients(tensor: Tensor, name: str) -> None:
     Computing with it, and gradients of what else was computed with, are as ever.
     """
     if tensor.requires_grad:
-        tensor.register_hook(_Refusal(name))
+        tensor.register_hook(_Refusal(name))  # type: ignore[no-untyped-call]
 
 
 class _Refusal:
@@ -24,5 +24,5 @@ class _Refusal:
     def __init__(self, name: str) -> None:
         self.name = name
 
-    def __call__(self, gradient: Tensor) -> None:
+    def __call__(self, _: Tensor) -> None:
         raise OffloadedTrainingError(self.name)

@@ -2,14 +2,15 @@
 
 import copy
 import warnings
+from functools import partial
 
 import pytest
 import torch
+from streamed_models import IDS, made, save, settled, streamed
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import bigload
-from streamed_models import IDS, made, save, settled, streamed
 
 WAYS = [{}, {"prefetch_bytes": 3000, "resident_bytes": 0}, {"prefetch": False}]
 pytestmark = pytest.mark.parametrize("options", WAYS, ids=["all stay", "small window", "no prefetch"])
@@ -86,25 +87,23 @@ def test_a_forward_alone_is_no_training(plain, model):
 
 
 @pytest.mark.parametrize("asked", ["backward", "grad", "in inputs"])
-def test_a_gradient_of_an_offloaded_weight_is_refused(model, asked):
+def test_a_gradient_of_an_offloaded_weight_is_refused(model, asked, monkeypatch):
     seen, linear = [], nn.functional.linear
-    monkey = pytest.MonkeyPatch()
-    monkey.setattr(nn.functional, "linear", lambda x, weight, bias: seen.append(weight) or linear(x, weight, bias))
+    monkeypatch.setattr(nn.functional, "linear", lambda x, weight, bias: seen.append(weight) or linear(x, weight, bias))
     with settled(model):
         for _ in range(2):
             seen.clear()
             loss = model(IDS).sum()
+            ask = {
+                "backward": loss.backward,
+                "grad": partial(torch.autograd.grad, loss, seen[2]),
+                "in inputs": partial(loss.backward, inputs=[seen[2]]),
+            }
             with pytest.raises(bigload.OffloadedTrainingError, match=r"head|layers\.\d|embed") as caught:
-                if asked == "backward":
-                    loss.backward()
-                elif asked == "grad":
-                    torch.autograd.grad(loss, seen[2])
-                else:
-                    loss.backward(inputs=[seen[2]])
+                ask[asked]()
             assert "requires_grad_(False)" in str(caught.value)
             names = [name for name, _ in model.named_parameters()]
             assert caught.value.name in (["layers.1.up.weight"] if asked != "backward" else names)
-    monkey.undo()
     assert all(parameter.grad is None for parameter in model.parameters())
 
 

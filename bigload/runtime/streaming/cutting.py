@@ -10,6 +10,7 @@ from torch import nn
 from bigload.runtime.blocks import joined
 from bigload.runtime.module_sizes import class_names
 from bigload.runtime.slots import called_modules
+from bigload.runtime.streaming.read_weights import modules_read
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,13 +35,12 @@ def cut(model: nn.Module) -> tuple[Cut, ...]:
 
     Blocks are modules of the classes in the model's `_no_split_modules`, and siblings of one class that have modules
     inside, unless these are themselves lists of such siblings (stages). Experts, which are such siblings in a list with
-    `expert` and not `shared` in its name, are blocks inside of blocks. What is around blocks, or a model without any, is cut down to the
-    modules that own tensors: each alone, for it may be as large as a block.
+    `expert` and not `shared` in its name, are blocks inside of blocks. What is around blocks, or a model without any,
+    is cut down to the modules that own tensors: each alone, for it may be as large as a block, unless the module around
+    takes its weights without calling it.
     """
-    seen: set[int] = set()  # a module with several names is cut where it has the first
-    return tuple(
-        part for part in _cut("", model, _Marks.of(model)) if not (id(part.module) in seen or seen.add(id(part.module)))
-    )
+    parts = {id(part.module): part for part in reversed(list(_cut("", model, _Marks.of(model))))}
+    return tuple(reversed(parts.values()))  # a module with several names is cut where it has the first
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,9 +94,11 @@ def _cut(name: str, module: nn.Module, marks: _Marks) -> Iterator[Cut]:
         for key, expert in routed:
             yield from _cut(key, expert, marks)
         return
-    yield Cut(name=name, module=module, members=(module,))
+    read = [owner for owner in modules_read(module) if not any(owner.children())]
+    yield Cut(name=name, module=module, members=(module, *read))
     for key, child in called_modules(module):
-        yield from _cut(joined(name, key), child, marks)
+        if child not in read:
+            yield from _cut(joined(name, key), child, marks)
 
 
 def _experts(name: str, module: nn.Module, marks: _Marks) -> Iterator[tuple[str, nn.Module]]:

@@ -103,6 +103,10 @@ class RunLog:
         self._here = threading.local()
         self._now = _Counts(_bytes_read())
 
+    def begin_in_fork(self) -> None:
+        """Be of use in a process that was forked off, where another thread's lock would never be given back."""
+        self._lock = threading.Lock()
+
     def stats(self) -> RunStats:
         """Return all of it as a value."""
         with self._lock:

@@ -211,7 +211,7 @@ class StreamedBlock:
     def is_current(self) -> bool:
         """Return whether all places still hold what they did when the supplies were made, or values of their own.
 
-        A cast of the model changes placeholders, tying them makes new ones; those who take a hook away put values there.
+        A cast of the model changes placeholders, tying them makes new ones; who takes a hook away puts values there.
         """
         if self._supplies is not None:
             for loan in self._loans:  # not by `all`: this is what each forward of a block has to pay

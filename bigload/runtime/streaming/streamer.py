@@ -6,6 +6,7 @@ blocks that stay, and a window for those that come next.
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 import weakref
@@ -23,6 +24,8 @@ from bigload.runtime.streaming.run_log import RunLog
 from bigload.runtime.streaming.run_order import RunOrder
 from bigload.runtime.streaming.streamed_block import Stay, StreamedBlock
 from bigload.runtime.streaming.supply import Supply, Weight
+
+_living: weakref.WeakSet[Streamer] = weakref.WeakSet()
 
 
 class Streamer:
@@ -47,6 +50,7 @@ class Streamer:
         self._num_away = 0  # of the blocks that are not routed
         self._idle: dict[StreamedBlock, None] = {}  # there or on their way, not kept, not in use; oldest first
         self._hot: dict[StreamedBlock, None] = {}  # routed ones that stay for the time being
+        _living.add(self)
 
     def __getstate__(self) -> dict[str, StreamOptions]:
         return {"options": self._options}
@@ -123,6 +127,17 @@ class Streamer:
             finally:
                 self._leave(block)
         self.log.left(block.name)
+
+    def begin_in_fork(self) -> None:
+        """Be of use in a process that was forked off: without the threads, whose locks would never be given back."""
+        self._lock = threading.RLock()
+        self._arrived = threading.Condition(self._lock)
+        self._fetcher = Fetcher(weakref.WeakMethod(self._fetch_ahead))
+        self.log.begin_in_fork()
+        for block in self._blocks:
+            if block.stay in (Stay.ASKED, Stay.COMING):
+                block.stay = Stay.ASKED
+                self._send_away(block)
 
     def broken_off(self) -> None:
         """Note that the pass of the calling thread ended in an error."""
@@ -269,7 +284,7 @@ class Streamer:
             self._send_away(block)
 
     def _stays_ready(self, block: StreamedBlock, room: Room) -> bool:
-        """Return whether a block stays because it is expected again at once, or just comes. It is in the window then."""
+        """Return whether a block stays, in the window: it is expected again at once, or just comes."""
         expected = self._expected(room)
         stays = block.stay is not Stay.HERE or (block in expected and self._makes_room(block, room, expected))
         if stays:
@@ -281,7 +296,8 @@ class Streamer:
         self._hot.pop(block, None)
         self._hot[block] = None
         excess = sum(each.num_bytes for each in self._hot) - room.hot_bytes
-        for cold in sorted(reversed(self._hot), key=lambda each: each.num_uses):  # of equals the last: they go round
+        latest_first = list(reversed(self._hot))  # of equals the last one goes: they come round in a cycle
+        for cold in sorted(latest_first, key=lambda each: each.num_uses):
             if excess <= 0:
                 break
             if not cold.num_users:
@@ -308,3 +324,11 @@ class Streamer:
 
     def _idle_bytes(self) -> int:
         return sum(block.num_bytes for block in self._idle)
+
+
+def _begin_in_fork() -> None:
+    for streamer in list(_living):
+        streamer.begin_in_fork()
+
+
+os.register_at_fork(after_in_child=_begin_in_fork)

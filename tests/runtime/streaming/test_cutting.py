@@ -4,11 +4,11 @@ import copy
 
 import pytest
 import torch
+from streamed_models import Layer, Model, made, settled
 from torch import nn
 
 import bigload
 from bigload.runtime.streaming.cutting import cut
-from streamed_models import Layer, Model, made, settled
 
 
 class Mlp(nn.Module):
@@ -83,7 +83,8 @@ def assert_covers(model):
     assert all(
         id(module) in members
         for module in model.modules()
-        if next(module.parameters(recurse=False), None) is not None or next(module.buffers(recurse=False), None) is not None
+        if next(module.parameters(recurse=False), None) is not None
+        or next(module.buffers(recurse=False), None) is not None
     )
 
 
@@ -106,7 +107,9 @@ def test_lists_of_lists_are_stages_whose_elements_are_blocks():
 
     model = nn.ModuleDict({"stages": nn.ModuleList([Stage(), Stage()])})
     names = list(names_of(model))
-    assert [name for name in names if name.count(".") == 3] == [f"stages.{i}.blocks.{j}" for i in (0, 1) for j in (0, 1)]
+    assert [name for name in names if name.count(".") == 3] == [
+        f"stages.{i}.blocks.{j}" for i in (0, 1) for j in (0, 1)
+    ]
     assert "stages.0.down" in names
     assert_covers(model)
 
@@ -167,7 +170,9 @@ def test_only_the_experts_that_tokens_were_routed_to_are_brought(tmp_path, resid
     expected = plain(tokens)
     with settled(model):
         assert torch.equal(model(tokens), expected)
-        fetched = [span.name for span in model.bigload_stats().spans if span.kind == "fetch" and ".experts." in span.name]
+        fetched = [
+            span.name for span in model.bigload_stats().spans if span.kind == "fetch" and ".experts." in span.name
+        ]
         assert sorted(fetched) == sorted(set(called))
         for _ in range(3):
             assert torch.equal(model(tokens), expected)

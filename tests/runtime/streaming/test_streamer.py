@@ -1,5 +1,6 @@
 """Who decides when weights come and go keeps its bounds, whatever runs, fails or is interrupted."""
 
+import os
 import signal
 import threading
 import time
@@ -9,12 +10,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from streamed_models import IDS, blocks_of, fetchers, held, made, save, settled, streamed, streamer_of
 
 import bigload
 from bigload.runtime.streaming.options import StreamOptions
 from bigload.runtime.streaming.streamed_block import Stay, StreamedBlock
 from bigload.runtime.streaming.streamer import Streamer
-from streamed_models import IDS, blocks_of, fetchers, held, made, save, settled, streamed, streamer_of
 
 SMALL = {"prefetch_bytes": 3000, "resident_bytes": 0}
 
@@ -120,16 +121,18 @@ def wait_until(holds, seconds=10):
 
 @given(
     sizes=st.lists(st.integers(0, 50), min_size=1, max_size=6),
-    prefetch_bytes=st.integers(0, 120) | st.none(),
-    resident_bytes=st.integers(0, 200) | st.none(),
+    options=st.builds(
+        StreamOptions,
+        prefetch_bytes=st.integers(0, 120) | st.none(),
+        resident_bytes=st.integers(0, 200) | st.none(),
+        workspace_bytes=st.integers(0, 200) | st.none(),
+    ),
     routed=st.sets(st.integers(0, 5), max_size=2),
     passes=st.lists(st.lists(st.integers(0, 5), max_size=8), max_size=4),
     failing=st.sets(st.integers(0, 5), max_size=1),
 )
-def test_what_waits_is_within_the_window_and_what_stays_within_its_bound(
-    sizes, prefetch_bytes, resident_bytes, routed, passes, failing
-):
-    streamer = Streamer(StreamOptions(prefetch_bytes=prefetch_bytes, resident_bytes=resident_bytes))
+def test_what_waits_is_within_the_window_and_what_stays_within_its_bound(sizes, options, routed, passes, failing):
+    streamer = Streamer(options)
     blocks = [Fake(str(number), size, streamer, number in routed) for number, size in enumerate(sizes)]
     for number, order in enumerate(passes):
         for block in blocks:
@@ -306,7 +309,7 @@ def folder(plain, tmp_path):
 
 
 @pytest.mark.parametrize("options", [{}, SMALL], ids=["all stay", "small window"])
-@pytest.mark.parametrize("what", ["removed", "truncated", "replaced", "emptied"])
+@pytest.mark.parametrize("what", ["removed", "truncated", "replaced"])
 @pytest.mark.parametrize("when", ["before the first", "between", "within"])
 def test_a_file_that_changes_is_an_error_and_when_it_is_back_all_is_well(plain, folder, options, what, when):
     file, aside = folder / "model-4.safetensors", folder.parent / "aside"
@@ -320,8 +323,6 @@ def test_a_file_that_changes_is_an_error_and_when_it_is_back_all_is_well(plain, 
             file.write_bytes(aside.read_bytes()[:700])
         elif what == "replaced":
             file.write_bytes(aside.read_bytes())
-        elif what == "emptied":
-            file.touch()
 
     with settled(model):
         if when == "between":
@@ -376,6 +377,27 @@ def test_interrupts_at_random_moments_leave_a_model_that_works(plain, folder):
         assert torch.equal(model(IDS), plain(IDS))
     assert interrupted > 200
     assert held(model) == before or leaked
-    print("interrupted", interrupted, "leaked", leaked)
-    assert leaked <= 3
+    assert leaked <= 3  # an interrupt between two instructions of `leave`: such a block stays, and works
     assert len(set(fetchers()) - others) <= 1
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_forked_process_streams_whatever_the_threads_were_at_when_it_was_made():
+    streamer = Streamer(StreamOptions(prefetch_bytes=20, resident_bytes=0))
+    blocks = [Fake(str(number), 10, streamer) for number in range(4)]
+    blocks[1].may_end.clear()
+    run(streamer, blocks[0])
+    wait_until(lambda: blocks[1].stay is Stay.COMING)
+    with streamer._fetcher._changed:
+        child = os.fork()
+        if not child:  # nobody there will ever finish what the thread had begun, or give its locks back
+            signal.alarm(20)
+            blocks[1].may_end.set()
+            for block in blocks * 2:
+                run(streamer, block)
+            os._exit(0)
+    blocks[1].may_end.set()
+    assert os.waitpid(child, 0)[1] == 0
+    for block in blocks * 2:
+        run(streamer, block)
+    assert_at_rest(streamer)
