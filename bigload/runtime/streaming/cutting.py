@@ -34,7 +34,7 @@ def cut(model: nn.Module) -> tuple[Cut, ...]:
 
     Blocks are modules of the classes in the model's `_no_split_modules`, and siblings of one class that have modules
     inside, unless these are themselves lists of such siblings (stages). Experts, which are such siblings in a list with
-    `expert` in its name, are blocks inside of blocks. What is around blocks, or a model without any, is cut down to the
+    `expert` and not `shared` in its name, are blocks inside of blocks. What is around blocks, or a model without any, is cut down to the
     modules that own tensors: each alone, for it may be as large as a block.
     """
     seen: set[int] = set()  # a module with several names is cut where it has the first
@@ -58,7 +58,9 @@ class _Marks:
         for name, module in model.named_modules():
             if isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Sequential):
                 found = _alike(list(module.children()))
-                (experts if "expert" in name.rpartition(".")[2].lower() else repeated).update(map(id, found))
+                key = name.rpartition(".")[2].lower()
+                if "shared" not in key:  # those all tokens use: a part of the layer like any other
+                    (experts if "expert" in key else repeated).update(map(id, found))
         return cls(
             frozenset(repeated), frozenset(experts), class_names(getattr(model, "_no_split_modules", None) or ())
         )
@@ -82,16 +84,28 @@ def _below(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def _cut(name: str, module: nn.Module, marks: _Marks) -> Iterator[Cut]:
+    if id(module) in marks.experts:
+        yield Cut(name=name, module=module, members=_members(module, ()), is_routed=True)
+        return
     if name and marks.is_block(module):
-        routed = [(joined(name, key), expert) for key, expert in module.named_modules() if id(expert) in marks.experts]
+        routed = list(_experts(name, module, marks))
         apart = {id(below) for _, expert in routed for below in expert.modules()}
         yield Cut(name=name, module=module, members=_members(module, apart))
         for key, expert in routed:
-            yield Cut(name=key, module=expert, members=_members(expert, ()), is_routed=True)
+            yield from _cut(key, expert, marks)
         return
     yield Cut(name=name, module=module, members=(module,))
     for key, child in called_modules(module):
         yield from _cut(joined(name, key), child, marks)
+
+
+def _experts(name: str, module: nn.Module, marks: _Marks) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the experts inside of `module`, but none inside of others."""
+    for key, child in module.named_children():
+        if id(child) in marks.experts:
+            yield joined(name, key), child
+        else:
+            yield from _experts(joined(name, key), child, marks)
 
 
 def _members(module: nn.Module, apart: Container[int]) -> tuple[nn.Module, ...]:

@@ -281,7 +281,7 @@ class Streamer:
         self._hot.pop(block, None)
         self._hot[block] = None
         excess = sum(each.num_bytes for each in self._hot) - room.hot_bytes
-        for cold in sorted(self._hot, key=lambda each: each.num_uses):
+        for cold in sorted(reversed(self._hot), key=lambda each: each.num_uses):  # of equals the last: they go round
             if excess <= 0:
                 break
             if not cold.num_users:

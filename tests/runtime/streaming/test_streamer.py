@@ -86,10 +86,12 @@ def check_bound(streamer):
 
 def run(streamer, block, inner=()):
     streamer.enter(block)
-    assert block.is_shown
-    for each in inner:
-        run(streamer, each)
-    streamer.leave(block)
+    try:
+        assert block.is_shown
+        for each in inner:
+            run(streamer, each)
+    finally:
+        streamer.leave(block)
 
 
 def assert_at_rest(streamer):
