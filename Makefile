@@ -29,7 +29,7 @@ check: $(STAMP)  ## Format, lint, types, import layers, tests with coverage.
 	$(BIN)/mypy
 	$(BIN)/mypy --strict fixtures/accelerate_suite.py fixtures/make.py fixtures/bench.py fixtures/bench_loading.py \
 		fixtures/bench_planner.py fixtures/bench_reshard.py fixtures/reshard_contenders.py fixtures/bench_hooks.py \
-		fixtures/bench_runtime.py
+		fixtures/bench_runtime.py fixtures/bench_cuda_runtime.py
 	$(BIN)/lint-imports
 	$(BIN)/coverage run -m pytest -q
 	$(BIN)/coverage combine -q

@@ -156,6 +156,35 @@ def test_threads_run_one_model_together(own_streams, simulation, tmp_path):
     assert not wrong
 
 
+def test_a_graph_keeps_weights_for_the_stream_that_it_runs_on(simulation, tmp_path):
+    model, plain = stored("disk", tmp_path).requires_grad_(False), Model().to("sim:0")
+    run(model)  # memory for the blocks that come next was taken under the default stream
+    given, same = (INPUT.to("sim:0").requires_grad_() for _ in range(2))
+    plain(same).sum().backward()
+    torch.sim.synchronize()
+    with torch.sim.stream(torch.sim.Stream("sim:0")), torch.autograd.set_multithreading_enabled(False):
+        output = model(given).sum()
+        model.layers[0]._hf_hook.block.streamer.close()
+        output.backward()
+        del output
+        gradient = given.grad.cpu()
+    assert torch.equal(gradient, same.grad.cpu())
+
+
+@pytest.mark.parametrize("where", ["cpu", "sim:0"])
+def test_values_that_are_cast_by_way_of_a_third_dtype_are_moved_by_torch(where, simulation, tmp_path):
+    save_file(state(), tmp_path / "model.safetensors")
+    entry = {"safetensors_file": str(tmp_path / "model.safetensors"), "dtype": "bfloat16"}
+    weights = bigload.OffloadedWeightsLoader(index={name: {**entry, "weight_name": name} for name in state()})
+    with bigload.init_empty_weights():
+        model = Model()
+    bigload.cpu_offload(model, where, state_dict=weights)
+    for _ in range(2):
+        with torch.no_grad():
+            answer = model(INPUT.to(where)).cpu()
+        assert torch.equal(answer, expected(torch.bfloat16))
+
+
 def test_two_models_share_a_device(simulation, tmp_path):
     (tmp_path / "one").mkdir()
     (tmp_path / "two").mkdir()

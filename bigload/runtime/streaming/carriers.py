@@ -59,13 +59,17 @@ class Carriers:
     def _copies(self, weights: Sequence[Weight], device: torch.device) -> Iterator[Supply]:
         readable = [weight for weight in weights if can_be_read(weight)]
         others = [weight for weight in weights if not can_be_read(weight)]
-        if readable and device.type == "cpu":
-            yield HostCopies(readable, self._workshop)
-        elif readable:
-            courier = self._couriers.get(device) or self._couriers.setdefault(device, Courier(device))
+        if device.type == "cpu":
+            if readable:
+                yield HostCopies(readable, self._workshop)
+            if others:
+                yield Moves(others, device, lambda: None)
+            return
+        courier = self._couriers.get(device) or self._couriers.setdefault(device, Courier(device))
+        if readable:
             yield DeviceCopies(readable, courier)
         if others:
-            yield Moves(others, device)
+            yield Moves(others, device, courier.current_stream)
 
     def _pool(self, weight: Weight, device: torch.device) -> Pool:
         key = id(weight.placeholder), device  # good as long as the entry, which holds the placeholder

@@ -12,7 +12,7 @@ from torch import nn
 
 from bigload.checkpoint.model import Span, TensorInfo
 from bigload.dtypes import DType
-from bigload.loading.approach import PARALLEL_BYTES, usual_threads
+from bigload.loading.approach import usual_threads
 from bigload.loading.bytesource import NO_RECORDER, ByteSource, PositionalReader
 from bigload.loading.engine import Stager, opened_sources, read
 from bigload.loading.huge_pages import address_of
@@ -77,7 +77,7 @@ class Reads:
         self._seen: dict[str, tuple[torch.Tensor, int]] = {}
         self._settings = settings()
         is_cast = place == "cpu" and any(slot.wanted.is_cast for slot in schedule.slots.values())
-        usual = usual_threads(is_cast=is_cast) if self.schedule.num_bytes >= PARALLEL_BYTES else 1
+        usual = usual_threads(is_cast=is_cast) if self.schedule.num_bytes >= 2 * BLOCK_BYTES else 1
         self._threads = self._settings.threads or usual
 
     def tensors(self, memory: Sequence[Memory]) -> list[torch.Tensor]:
