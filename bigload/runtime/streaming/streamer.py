@@ -294,18 +294,19 @@ class Streamer:
     def _stays_hot(self, block: StreamedBlock, room: Room) -> bool:
         """Return whether a routed block stays, in the place of others that are used less."""
         self._hot.pop(block, None)
-        self._hot[block] = None
-        excess = sum(each.num_bytes for each in self._hot) - room.hot_bytes
-        latest_first = list(reversed(self._hot))  # of equals the last one goes: they come round in a cycle
+        excess = sum(each.num_bytes for each in self._hot) + block.num_bytes - room.hot_bytes
+        leaving = []
+        latest_first = [block, *reversed(self._hot)]  # of equals the last one goes: they come round in a cycle
         for cold in sorted(latest_first, key=lambda each: each.num_uses):
-            if excess <= 0:
-                break
-            if not cold.num_users:
+            if excess > 0 and not cold.num_users:
                 excess -= cold.num_bytes
-                del self._hot[cold]
-                if cold is not block:
-                    self._send_away(cold)
-        return block in self._hot
+                leaving.append(cold)
+        if block in leaving:  # without it the others fit, as they did before
+            return False
+        for cold in leaving:
+            self._send_away(cold)
+        self._hot[block] = None
+        return True
 
     def _send_away(self, block: StreamedBlock) -> bool:
         """Let go of the weights of `block`; return whether that is done. If not, they are just coming."""
