@@ -250,6 +250,7 @@ def _warnings(report: RunReport) -> tuple[BenchWarning, ...]:
         left_in_cache=report.left_in_cache,
         load_average=report.load_average,
         num_cores=_num_cores(),
+        option="--rounds",
     )
     return (*_about_the_answers(report), *warnings_for(conditions))
 

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from bigload.bench.memory_sampler import MemorySampler, memory_use
-from bigload.bench.page_cache_state import CacheState, LeftInCache, prepare
+from bigload.bench.page_cache_state import CacheState, LeftInCache, evict_verified
 from bigload.bench.run_contenders import Prepared
 from bigload.bench.runner import Clock, OnRun, rotated
 from bigload.loading.page_cache import cached_fraction
@@ -105,8 +105,9 @@ def take_turns(
 ) -> tuple[dict[str, Turns], tuple[LeftInCache, ...]]:
     """Time `rounds` rounds of all `racers`; return what was seen by name, and what could not be evicted.
 
-    Where `cache` is cold, the `files` of everyone are dropped before each run of what reads files, and one run of a
-    new model is timed. Else three runs are, after one that is not.
+    The `files` of everyone are dropped from the page cache before each turn of who reads files. Where `cache` is cold,
+    one run of a new model is timed then. Else three runs are, after one that is not: it fills the page cache in its own
+    way, in small pages or large ones, and what it left there is what the others find.
     """
     seen = {racer.name: Turns() for racer in racers}
     left: dict[str, LeftInCache] = {}
@@ -141,7 +142,9 @@ def _turn(
     gc.collect()
     if racer.prepared is None:
         assert racer.read is not None, "a racer runs or reads"
-        stayed = prepare(files, cache)
+        stayed = evict_verified(files)
+        if cache is not CacheState.COLD:
+            racer.read()
         began = clock()
         held = racer.read()
         turns.seconds.append(clock() - began)
@@ -149,7 +152,7 @@ def _turn(
         return stayed
     model = racer.prepared.make()
     is_cold = cache is CacheState.COLD and bool(racer.prepared.files)
-    stayed = prepare(files, cache) if is_cold else ()
+    stayed = evict_verified(files) if racer.prepared.files else ()
     if not is_cold:
         run(model)
     count = 1 if is_cold else WARM_RUNS_PER_TURN
