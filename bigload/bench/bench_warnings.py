@@ -91,7 +91,8 @@ def _about_the_runs(conditions: Conditions) -> Iterator[BenchWarning]:
         yield BenchWarning("slow-first-run", f"the first run of {_listed(slow)} was much slower than all others{help_}")
     odd = [name for name, runs in seconds.items() if set(outliers(runs)) - ({0} if name in slow else set())]
     if odd:
-        text = f"there are outliers among the runs of {_listed(odd)}: something else used the machine ({conditions.option})"
+        what = f"there are outliers among the runs of {_listed(odd)}"
+        text = f"{what}: something else used the machine ({conditions.option})"
         yield BenchWarning("outliers", text)
     widest = max(spreads, key=lambda name: spreads[name], default=None)
     if widest is not None and spreads[widest] > NOISY:
