@@ -75,8 +75,8 @@ def _owners(module: nn.Module, region: Region) -> dict[str, str]:
 
 
 def _ratios(weightless: WeightlessModel, region: Region, size: int) -> list[Fraction]:
-    """Return by what numbers may shrink: with the queries, with shared keys, and with the quotient of both."""
-    shares = {Fraction(1, size)}
+    """Return by what numbers may shrink: with the queries, with keys that ranks share, and with the quotient of both."""
+    shares = {Fraction(1, number) for number in range(2, size + 1) if size % number == 0}
     for name in region.columns:
         division = region.draft.divisions[f"{name}.weight"]
         weight = weightless.module.get_submodule(name)._parameters["weight"]
