@@ -29,9 +29,7 @@ def _divided(make, mesh, rank):
     return {
         "difference": _difference(found, expected),
         "inferred": _difference(inferred, expected),
-        "shapes": all(
-            tuple(_local(value).shape) == plan.local_shape(name, rank) for name, value in parameters.items()
-        ),
+        "shapes": all(tuple(_local(value).shape) == plan.local_shape(name, rank) for name, value in parameters.items()),
         "values": all(
             torch.equal(_local(value), sliced(whole[name], plan.division(name), rank))
             for name, value in parameters.items()
@@ -44,7 +42,9 @@ def _divided(make, mesh, rank):
         "num_placed": sum(isinstance(value, DTensor) for value in parameters.values()),
         "num_divided": sum(division.dim is not None for division in plan.divisions.values()),
         "ties": len(whole) - len({id(parameter) for parameter in parameters.values()}),
-        "storage": max(_local(value).untyped_storage().nbytes() // 4 / _local(value).numel() for value in parameters.values()),
+        "storage": max(
+            _local(value).untyped_storage().nbytes() // 4 / _local(value).numel() for value in parameters.values()
+        ),
     }
 
 

@@ -129,10 +129,16 @@ def _addition(
         owners = [name.rpartition(".")[0] for name in ties[first]]
         if not all(owner in layers for owner in owners):
             return None
-        dims = {layers[owner].in_dim if layers[owner] is LayerKind.LOOKUP else layers[owner].out_dim for owner in owners}
+        dims = {
+            layers[owner].in_dim if layers[owner] is LayerKind.LOOKUP else layers[owner].out_dim for owner in owners
+        }
         length = parameters[first].shape[min(dims)]
         division = Division(min(dims), chunks(length, size))
-        if len(dims) > 1 or _has_idle_rank(division) or any(known.get(name, division) != division for name in ties[first]):
+        if (
+            len(dims) > 1
+            or _has_idle_rank(division)
+            or any(known.get(name, division) != division for name in ties[first])
+        ):
             return None
         for name, owner in zip(ties[first], owners, strict=True):
             divisions[name] = division

@@ -69,9 +69,7 @@ def _owners(module: nn.Module, region: Region) -> dict[str, str]:
     )
     while depth and isinstance(module.get_submodule(".".join(parts[0][:depth])), (nn.ModuleList, nn.ModuleDict)):
         depth -= 1
-    return {
-        ".".join(part[depth:stop]): ".".join(part[:stop]) for part in parts for stop in range(depth, len(part))
-    }
+    return {".".join(part[depth:stop]): ".".join(part[:stop]) for part in parts for stop in range(depth, len(part))}
 
 
 def _ratios(weightless: WeightlessModel, region: Region, size: int) -> list[Fraction]:
@@ -107,9 +105,7 @@ def _is_heads(name: str) -> bool:
 
 
 def _tries(candidates: Mapping[_Place, list[int]], size: int) -> Iterator[dict[_Place, int]]:
-    known = {
-        place: values[0] for place, values in candidates.items() if _is_heads(place[1]) or place[1] in _WIDTHS
-    }
+    known = {place: values[0] for place, values in candidates.items() if _is_heads(place[1]) or place[1] in _WIDTHS}
     if any(_is_heads(name) for _, name in known):
         yield known
     yield {}
@@ -125,13 +121,14 @@ def _tries(candidates: Mapping[_Place, list[int]], size: int) -> Iterator[dict[_
 
 def _spread(owners: Sequence[Mapping[str, str]], changes: Mapping[_Place, int]) -> dict[str, int]:
     """Return `changes` for every region of the kind, by qualified names."""
-    return {
-        f"{names[path]}.{name}".lstrip("."): value for names in owners for (path, name), value in changes.items()
-    }
+    return {f"{names[path]}.{name}".lstrip("."): value for names in owners for (path, name), value in changes.items()}
 
 
 def _arguments(
-    weightless: WeightlessModel, reference: Reference, owners: Sequence[Mapping[str, str]], heads: Mapping[_Place, list[int]]
+    weightless: WeightlessModel,
+    reference: Reference,
+    owners: Sequence[Mapping[str, str]],
+    heads: Mapping[_Place, list[int]],
 ) -> Iterator[dict[str, tuple[LocalArgument, ...]]]:
     """Yield arguments of the modules that might have something for each head, for all regions of the kind at once."""
     module = weightless.module.get_submodule(owners[0][""])

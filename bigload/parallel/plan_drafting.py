@@ -41,9 +41,7 @@ def drafted(
     asked = _asked(model, words, numbers, size)
     own = {} if words else own_words(model)
     said = [found for _, found in drafts_of_words(model, own, size) if isinstance(found, Draft)]
-    summed = [
-        name for draft in (asked, *said) for name, style in draft.styles.items() if style == "moe_tp_experts"
-    ]
+    summed = [name for draft in (asked, *said) for name, style in draft.styles.items() if style == "moe_tp_experts"]
     stage = _Stage.of(model, size, example, summed)
     draft = _with_words(stage, model, own, _suited(stage, asked))
     source: Source = "custom" if words else "tp_plan" if draft.styles else "inferred"
@@ -228,7 +226,9 @@ def _notes(
         if numel >= MIN_SHARE * total:
             text = f"every rank has all of {kind}: {numel / total:.1%} of the model"
             yield PlanNote(code="replicated", text=text)
-    gathered = sorted({generic(name) for name, style in draft.styles.items() if style in _COSTLY and "*" in generic(name)})
+    gathered = sorted(
+        {generic(name) for name, style in draft.styles.items() if style in _COSTLY and "*" in generic(name)}
+    )
     if gathered:
         text = f"{counted(len(gathered), 'kind')} of layers divided one by one, each with a collective: "
         yield PlanNote(code="gathered", text=text + ", ".join(gathered))

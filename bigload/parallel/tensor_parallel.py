@@ -108,10 +108,7 @@ def _check(model: nn.Module, plan: TensorParallelPlan, mesh: DeviceMesh) -> None
 def _styles(model: nn.Module, plan: TensorParallelPlan) -> dict[str, object]:
     """Return the style of each module, once for modules with several names."""
     by_module = {id(model.get_submodule(name)): name for name in reversed(plan.styles)}
-    return {
-        name: STYLES[plan.styles[name]](plan.division(f"{name}.weight"))
-        for name in by_module.values()
-    }
+    return {name: STYLES[plan.styles[name]](plan.division(f"{name}.weight")) for name in by_module.values()}
 
 
 def _divide_parameters(model: nn.Module, plan: TensorParallelPlan, mesh: DeviceMesh, rank: int) -> None:

@@ -168,5 +168,3 @@ def _settle(module: nn.Module) -> None:
 
 def _copied(value: object) -> object:
     return value.detach().cpu().clone() if isinstance(value, Tensor) else copy.copy(value)
-
-

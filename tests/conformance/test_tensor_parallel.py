@@ -19,8 +19,12 @@ pytestmark = [pytest.mark.peers, pytest.mark.filterwarnings("default")]
 WITH_PLANS = {"llama", "llama-gqa", "llama-mqa", "qwen3", "mixtral", "gemma", "gpt-neox"}
 MOSTLY_WHOLE = {
     **dict.fromkeys(("opt", "bart"), "tables of positions that add an offset themselves"),
-    **dict.fromkeys(("whisper", "wav2vec2", "vit", "clip"), "convolutions, tables of positions that are read as weights"),
-    **dict.fromkeys(("gemma", "llama-mqa", "llama-gqa", "falcon", "falcon-grouped"), "a key and a value that all queries share"),
+    **dict.fromkeys(
+        ("whisper", "wav2vec2", "vit", "clip"), "convolutions, tables of positions that are read as weights"
+    ),
+    **dict.fromkeys(
+        ("gemma", "llama-mqa", "llama-gqa", "falcon", "falcon-grouped"), "a key and a value that all queries share"
+    ),
 }
 """Families of which some percent stay whole in models as small as these, and what."""
 
