@@ -74,7 +74,7 @@ def _is_text(key: object, value: object) -> bool:
     return isinstance(key, str) and isinstance(value, str) and all(part.count("*") < 2 for part in key.split("."))
 
 
-def _words(policy: Any) -> Iterator[tuple[str, str]]:
+def _words(policy: object) -> Iterator[tuple[str, str]]:
     """Yield the layers that `policy` names, and a word for each."""
     for method in (*_COLUMNS, *_ROWS):
         for layer in getattr(policy, method)() or ():

@@ -31,7 +31,7 @@ _NOISE = 1 << 16
 class OnCall(Protocol):
     """What is told of each call of a layer, and says what the layer answers."""
 
-    def __call__(self, name: str, number: int, inputs: Tensor, noise: Callable[[], Tensor]) -> Tensor:
+    def __call__(self, name: str, number: int, inputs: Tensor, noise: Callable[[], Tensor], /) -> Tensor:
         """Return the answer of the layer `name`, called for the `number`th time, which may be what `noise` returns."""
         ...
 
@@ -69,14 +69,15 @@ class WeightlessModel:
         finally:
             self._on_call = None
 
-    def _answer(self, name: str, layer: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
+    def _answer(self, name: str, layer: nn.Module, *args: Tensor, **kwargs: Tensor) -> Tensor:
         inputs = args[0] if args else next(iter(kwargs.values()))
         number = self._calls[name]
         self._calls[name] += 1
         kind = self.layers[name]
         leading = inputs.shape if kind is LayerKind.LOOKUP else inputs.shape[:-1]
         weight = layer._parameters["weight"]
-        assert weight is not None and self._on_call is not None
+        assert weight is not None
+        assert self._on_call is not None
         shape = (*leading, weight.shape[kind.out_dim])
         return self._on_call(name, number, inputs, partial(self._made, name, number, shape))
 
@@ -94,10 +95,10 @@ class WeightlessModel:
 def replaced(module: nn.Module, parameters: Mapping[str, Tensor], attributes: Mapping[str, int]) -> Iterator[None]:
     """Give `module` other `parameters` and `attributes`, by their qualified names, within the context."""
     places: list[tuple[dict[str, Any], str, object]] = []
-    for names, get in ((parameters, _parameters_of), (attributes, vars)):
-        for name, value in names.items():
-            path, _, last = name.rpartition(".")
-            places.append((get(module.get_submodule(path)), last, value))
+    for name, value in (*parameters.items(), *attributes.items()):
+        path, _, last = name.rpartition(".")
+        owner = module.get_submodule(path)
+        places.append((owner._parameters if name in parameters else vars(owner), last, value))
     old = [(place, name, place[name]) for place, name, _ in places]
     try:
         for place, name, value in places:
@@ -106,10 +107,6 @@ def replaced(module: nn.Module, parameters: Mapping[str, Tensor], attributes: Ma
     finally:
         for place, name, value in old:
             place[name] = value
-
-
-def _parameters_of(module: nn.Module) -> dict[str, Any]:
-    return module._parameters
 
 
 def hollow(shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> nn.Parameter:
@@ -121,20 +118,14 @@ def _stand_ins(model: nn.Module, layers: Mapping[str, LayerKind]) -> dict[int, A
     """Return what a copy has in the place of each tensor of `model`, by the tensor's id."""
     generator = torch.Generator().manual_seed(0)
     memo: dict[int, Any] = {}
-    for name in layers:
-        for parameter in model.get_submodule(name)._parameters.values():
-            if parameter is not None:
-                memo[id(parameter)] = hollow(tuple(parameter.shape))
-    for module in model.modules():
-        for parameter in module._parameters.values():
-            if parameter is not None:
-                memo.setdefault(id(parameter), _like_parameter(parameter, generator))
-        for buffer in module._buffers.values():
-            if buffer is not None:
-                memo.setdefault(id(buffer), _like_buffer(buffer, generator))
-        for value in vars(module).values():
-            if isinstance(value, Tensor):
-                memo.setdefault(id(value), _like_buffer(value, generator))
+    for parameter in (value for name in layers for value in model.get_submodule(name).parameters(recurse=False)):
+        memo[id(parameter)] = hollow(tuple(parameter.shape))
+    for parameter in model.parameters():
+        memo.setdefault(id(parameter), _like_parameter(parameter, generator))
+    of_attributes = (value for module in model.modules() for value in vars(module).values())
+    for value in (*model.buffers(), *of_attributes):
+        if isinstance(value, Tensor):
+            memo.setdefault(id(value), _like_buffer(value, generator))
     return memo
 
 
