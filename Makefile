@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: help demo test crash check bench bench-loading bench-reshard bench-planner bench-hooks conformance docs clean
+.PHONY: help demo test crash check bench bench-loading bench-reshard bench-planner bench-hooks bench-ranks conformance docs clean
 
 help:  ## Show what can be made.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -28,7 +28,8 @@ check: $(STAMP)  ## Format, lint, types, import layers, tests with coverage.
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/mypy --strict fixtures/accelerate_suite.py fixtures/make.py fixtures/bench.py fixtures/bench_loading.py \
-		fixtures/bench_planner.py fixtures/bench_reshard.py fixtures/reshard_contenders.py fixtures/bench_hooks.py
+		fixtures/bench_planner.py fixtures/bench_reshard.py fixtures/reshard_contenders.py fixtures/bench_hooks.py \
+		fixtures/bench_ranks.py
 	$(BIN)/lint-imports
 	$(BIN)/coverage run -m pytest -q
 	$(BIN)/coverage combine -q
@@ -50,6 +51,9 @@ bench-planner: $(STAMP)  ## Compare plans with those of accelerate and transform
 
 bench-hooks: $(STAMP)  ## Print what hooks add to a forward, beside accelerate.
 	$(BIN)/python fixtures/bench_hooks.py
+
+bench-ranks: $(STAMP)  ## Print how four ranks load their parts of a model, beside torch's reader and a broadcast.
+	$(BIN)/python fixtures/bench_ranks.py --ways rows columns whole
 
 conformance: $(STAMP)  ## Run accelerate's own tests of its big-model API against bigload's code.
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,conformance]'

@@ -82,6 +82,14 @@ if TYPE_CHECKING:  # `as` marks them as public to type checkers
     from bigload.loading.methods import Method as Method
     from bigload.loading.report import LoadReport as LoadReport
     from bigload.loading.slices import Slice as Slice
+    from bigload.parallel.rank_loading import LoadedParts as LoadedParts
+    from bigload.parallel.rank_loading import load_parts as load_parts
+    from bigload.parallel.rank_loading import load_sharded as load_sharded
+    from bigload.parallel.rank_report import RankLoadReport as RankLoadReport
+    from bigload.parallel.tensor_parallel import apply_tensor_parallel as apply_tensor_parallel
+    from bigload.parallel.tensor_parallel import plan_tensor_parallel as plan_tensor_parallel
+    from bigload.parallel.tensor_parallel_plan import LocalArgument as LocalArgument
+    from bigload.parallel.tensor_parallel_plan import TensorParallelPlan as TensorParallelPlan
     from bigload.planning.budget import MemoryBudget as MemoryBudget
     from bigload.planning.certificate import Certificate as Certificate
     from bigload.planning.certificate import Verdict as Verdict
@@ -221,6 +229,10 @@ _HOMES = {
     "bigload.loading.methods": ("Method",),
     "bigload.loading.report": ("LoadReport",),
     "bigload.loading.slices": ("Slice",),
+    "bigload.parallel.rank_loading": ("LoadedParts", "load_parts", "load_sharded"),
+    "bigload.parallel.rank_report": ("RankLoadReport",),
+    "bigload.parallel.tensor_parallel": ("apply_tensor_parallel", "plan_tensor_parallel"),
+    "bigload.parallel.tensor_parallel_plan": ("LocalArgument", "TensorParallelPlan"),
     "bigload.planning.budget": ("MemoryBudget",),
     "bigload.planning.certificate": ("Certificate", "Verdict"),
     "bigload.planning.choices": ("Balance", "Experts", "NameScheme", "Order", "Policy"),

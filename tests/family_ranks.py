@@ -2,6 +2,7 @@
 
 import torch
 from parallel_families import inputs_of, logits_of, make
+from torch.distributed import get_world_size
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
@@ -14,12 +15,12 @@ WAYS = {
 }
 
 
-def compare(rank, size, families):
+def compare(families):
     """Return by family how logits differ, which ways of generating give the same tokens, and this rank's share."""
     import transformers
 
     transformers.logging.set_verbosity_error()
-    mesh = init_device_mesh("cpu", (size,))
+    mesh = init_device_mesh("cpu", (get_world_size(),))
     return {family: _compared(transformers, family, mesh) for family in families}
 
 

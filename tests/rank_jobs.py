@@ -2,6 +2,7 @@
 
 import torch
 from parallel_models import MODELS, example
+from torch.distributed import get_rank, get_world_size
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
@@ -10,10 +11,10 @@ from bigload.parallel.draft import sliced
 from bigload.parallel.tensor_parallel import apply_tensor_parallel, placed, plan_tensor_parallel
 
 
-def divided_models(rank, size):
+def divided_models():
     """Divide each model and compare what it then is and does with what it was."""
-    mesh = init_device_mesh("cpu", (size,))
-    return {name: _divided(make, mesh, rank) for name, make in MODELS.items()}
+    mesh = init_device_mesh("cpu", (get_world_size(),))
+    return {name: _divided(make, mesh, get_rank()) for name, make in MODELS.items()}
 
 
 def _divided(make, mesh, rank):
@@ -48,8 +49,9 @@ def _divided(make, mesh, rank):
     }
 
 
-def filled_on_meta(rank, size):
+def filled_on_meta():
     """Divide a model on the meta device, fill it, and compare it with the whole."""
+    rank, size = get_rank(), get_world_size()
     mesh = init_device_mesh("cpu", (size,))
     make = MODELS["fused"]
     model = make()
@@ -68,8 +70,9 @@ def filled_on_meta(rank, size):
     return {"is_meta": is_meta, "difference": _difference(part(**example()), expected)}
 
 
-def refused(rank, size):
+def refused():
     """Return what is said of plans that are not for this model or these ranks."""
+    size = get_world_size()
     mesh = init_device_mesh("cpu", (size,))
     plan = plan_tensor_parallel(MODELS["heads"](), size, example=example())
     other = plan_tensor_parallel(MODELS["heads"](), size + 1, example=example())
@@ -92,5 +95,5 @@ def _difference(found, expected):
     return float((found.detach() - expected.detach()).abs().max() / expected.detach().abs().max())
 
 
-def all_jobs(rank, size):
-    return {"divided": divided_models(rank, size), "meta": filled_on_meta(rank, size), "refused": refused(rank, size)}
+def all_jobs():
+    return {"divided": divided_models(), "meta": filled_on_meta(), "refused": refused()}

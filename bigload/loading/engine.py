@@ -124,7 +124,7 @@ def _carry(
 
 def _view(memory: Sequence[Memory], piece: Piece) -> memoryview:
     buffer = memory[piece.buffer]
-    assert isinstance(buffer, mmap.mmap | bytearray), "what goes elsewhere is staged"
+    assert isinstance(buffer, mmap.mmap | bytearray | memoryview), "what goes elsewhere is staged"
     return memoryview(buffer)[piece.start : piece.start + piece.num_bytes]
 
 

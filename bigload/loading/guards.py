@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from bigload.checkpoint.fingerprint import changes, current_fingerprint, of_shard
@@ -31,6 +33,21 @@ def check_unchanged(checkpoint: Checkpoint, files: set[str]) -> None:
                 raise ReadError(path, error.strerror or str(error)) from error
         if differences := changes([of_shard(shard)], [now]):
             raise ReadError(path, f"it changed since the checkpoint was opened: {differences[0]}")
+
+
+@contextmanager
+def unchanged(checkpoint: Checkpoint, files: Sequence[str]) -> Iterator[None]:
+    """Read `files` of `checkpoint` in this context: they are those that were opened, and are the same at its end.
+
+    Raises:
+        ReadError: one is another than was opened, or changed meanwhile, or cannot be read.
+    """
+    signatures = [signature(checkpoint.root / file) for file in files]
+    check_unchanged(checkpoint, set(files))
+    yield
+    for file, before in zip(files, signatures, strict=True):
+        if signature(checkpoint.root / file) != before:
+            raise ReadError(checkpoint.root / file, "it changed while it was being loaded")
 
 
 def signature(path: Path) -> tuple[int, int, int] | None:

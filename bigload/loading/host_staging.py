@@ -191,8 +191,8 @@ def _block(blocks: _Blocks, use: str, num_bytes: int) -> tuple[memoryview, torch
 
 
 def _bytes_of(memory: Memory) -> torch.Tensor | None:
-    if isinstance(memory, torch.Tensor | memoryview) or not len(memory):
-        return None  # another device's, or a file's, or nothing
+    if isinstance(memory, torch.Tensor) or not len(memory):
+        return None  # another device's, or nothing
     return bytes_in(memory)
 
 

@@ -7,12 +7,11 @@ from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING
 
 from bigload.checkpoint.model import Checkpoint
-from bigload.errors import ReadError
 from bigload.loading.approach import Approach
 from bigload.loading.bytesource import ByteSource
 from bigload.loading.engine import Stager, opened_sources, read
 from bigload.loading.events import OnProgress
-from bigload.loading.guards import check_unchanged, signature
+from bigload.loading.guards import unchanged
 from bigload.loading.huge_pages import allocate
 from bigload.loading.mapped import MappedFile
 from bigload.loading.methods import Method
@@ -24,19 +23,29 @@ if TYPE_CHECKING:
 
 
 def filled(
-    checkpoint: Checkpoint, schedule: Schedule, approach: Approach, recorder: Recorder, on_progress: OnProgress
-) -> list[Memory]:
+    checkpoint: Checkpoint,
+    schedule: Schedule,
+    approach: Approach,
+    recorder: Recorder,
+    on_progress: OnProgress,
+    *,
+    memory: Sequence[Memory] | None = None,
+) -> Sequence[Memory]:
     """Take the memory that `schedule` asks for, fill it, and return it in the order of `schedule.buffers`.
+
+    Or fill the `memory` that is there already, which is of that kind.
 
     Raises:
         NotEnoughMemoryError: a device has less left than it said.
         ReadError: a file cannot be read to the end, or is not the one that was opened, or changed meanwhile.
     """
-    files = sorted({buffer.file for buffer in schedule.buffers})
-    signatures = [signature(checkpoint.root / file) for file in files]
-    check_unchanged(checkpoint, set(files))
-    with opened_sources(files, lambda file: approach.open_source(checkpoint.root / file)) as sources:
-        memory = [_take(buffer, sources) for buffer in schedule.buffers]
+    files = sorted({buffer.file for buffer in schedule.buffers} | {job.file for job in schedule.jobs})
+    with (
+        unchanged(checkpoint, files),
+        opened_sources(files, lambda file: approach.open_source(checkpoint.root / file)) as sources,
+    ):
+        if memory is None:
+            memory = [_take(buffer, sources) for buffer in schedule.buffers]
         with _stagers(schedule, memory, approach, recorder) as stagers:
             read(
                 schedule,
@@ -49,9 +58,6 @@ def filled(
                 faults_ahead=approach.method is Method.DIRECT,
                 on_progress=on_progress,
             )
-    for file, before in zip(files, signatures, strict=True):
-        if signature(checkpoint.root / file) != before:
-            raise ReadError(checkpoint.root / file, "it changed while it was being loaded")
     return memory
 
 

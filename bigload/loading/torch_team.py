@@ -6,7 +6,8 @@ import ctypes
 import os
 import pickle
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import timedelta
 from queue import SimpleQueue
@@ -54,9 +55,12 @@ class TorchTeam:
         news: SimpleQueue[tuple[int, bytes | RuntimeError]] = SimpleQueue()
         peers = [rank for rank in range(self.size) if rank != self.rank]
         self._is_broken = True  # until all is said and heard: threads wait in gloo, which nothing can interrupt
-        for peer in peers:
-            name = f"{LISTENER}{peer}"
-            threading.Thread(target=self._listen, args=(peer, said, news), name=name, daemon=True).start()
+        listeners = [
+            threading.Thread(target=self._listen, args=(peer, said, news), name=f"{LISTENER}{peer}", daemon=True)
+            for peer in peers
+        ]
+        for listener in listeners:
+            listener.start()
         heard = {peer: pickle.loads(answer) for peer, answer in _from_each(peers, news)}
         # Nobody goes on before all have heard all. So whoever waits is listened to until then, and missed if it dies.
         done = [dist.isend(torch.zeros(1, dtype=torch.uint8), peer, group=self._group) for peer in peers]
@@ -64,9 +68,28 @@ class TorchTeam:
         for sending in done:
             assert sending is not None
             sending.wait(_MEETING)
+        for listener in listeners:  # all have heard what they were to hear; one that is still on its way out of gloo
+            listener.join()  # when the interpreter ends would have torch abort
         self._is_broken = False
         heard[self.rank] = value
         return [heard[rank] for rank in range(self.size)]
+
+    def send_out(self, values: torch.Tensor) -> None:
+        """Make `values`, in memory of the CPU and of one form everywhere, those of rank 0. All ranks call it.
+
+        Rank 0 sends to each by itself: a broadcast that lost one on its way leaves others waiting for it.
+
+        Raises:
+            RankError: rank 0 is gone; or, in rank 0 and when all others have the values, another one.
+        """
+        if self.rank:
+            _finish(0, dist.irecv, values, self._group)
+            return
+        with ThreadPoolExecutor(max_workers=max(self.size - 1, 1), thread_name_prefix=f"{LISTENER}sender-") as threads:
+            peers = range(1, self.size)
+            sendings = [threads.submit(_finish, peer, dist.isend, values, self._group) for peer in peers]
+        for sending in sendings:
+            sending.result()
 
     def _listen(self, peer: int, said: bytes, news: SimpleQueue[tuple[int, bytes | RuntimeError]]) -> None:
         """Tell `news` what `peer` says, and then that it has heard all; or that it is gone."""
@@ -106,6 +129,22 @@ class TorchTeam:
         dist.destroy_process_group(self._group)
 
 
+def _finish(
+    peer: int, swap: Callable[..., dist.Work | None], values: torch.Tensor, group: dist.ProcessGroup | None
+) -> None:
+    """Send `values` to `peer`, or receive them from it."""
+    try:
+        work = swap(values, peer, group=group)
+        assert work is not None
+        work.wait(_PATIENCE)
+    except RuntimeError as error:
+        raise _gone(peer, error) from error
+
+
+def _gone(peer: int, error: RuntimeError) -> RankError:
+    return RankError(peer, f"it can no longer be reached ({str(error).splitlines()[0]:.200})")
+
+
 def _from_each(peers: Sequence[int], news: SimpleQueue[tuple[int, bytes | RuntimeError]]) -> list[tuple[int, bytes]]:
     """Wait for a piece of news from each of `peers`.
 
@@ -118,8 +157,7 @@ def _from_each(peers: Sequence[int], news: SimpleQueue[tuple[int, bytes | Runtim
     while missing:
         peer, told = news.get()
         if isinstance(told, RuntimeError):
-            reason = f"it can no longer be reached ({str(told).splitlines()[0]:.200})"
-            raise RankError(peer, reason) from told
+            raise _gone(peer, told) from told
         if peer in missing:
             missing.remove(peer)
             found.append((peer, told))

@@ -76,7 +76,7 @@ def _is_whole(division, shape):
 
 @pytest.fixture(scope="module", params=[2, 4])
 def found(request):
-    return run_ranks(compare, request.param, list(FAMILIES))
+    return run_ranks(request.param, compare, list(FAMILIES), patience_seconds=600)
 
 
 @pytest.mark.slow

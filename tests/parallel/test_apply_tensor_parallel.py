@@ -6,7 +6,7 @@ from rank_processes import run_ranks
 
 @pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.slow)])
 def found(request):
-    return run_ranks(all_jobs, request.param)
+    return run_ranks(request.param, all_jobs)
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -1,0 +1,55 @@
+"""Models of transformers, filled by several ranks as the README shows it, on one host and on two."""
+
+import re
+import shlex
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from make import load_recipe, make
+
+README = (Path(__file__).parents[2] / "README.md").read_text()
+
+
+def script():
+    return next(block for block in re.findall(r"```py\n(.*?)```", README, re.DOTALL) if block.startswith("# fill.py"))
+
+
+def lines():
+    """Return the words of the torchrun lines of the README that run the script, for one host and for two."""
+    return [shlex.split(line, comments=True) for line in re.findall(r"^torchrun .*fill\.py.*$", README, re.MULTILINE)]
+
+
+def free_port():
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return found.getsockname()[1]
+
+
+def torchrun(words, folder):
+    command = [sys.executable, "-m", "torch.distributed.run", *words[1:]]
+    return subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+@pytest.mark.peers
+@pytest.mark.slow
+def test_the_lines_of_the_readme_fill_a_model_on_one_host_and_on_two(tmp_path):
+    pytest.importorskip("transformers")
+    make(load_recipe("tiny-llama"), tmp_path / "llama-8b", data="random")
+    (tmp_path / "fill.py").write_text(script())
+    one_host, two_hosts = lines()
+    endpoint = f"127.0.0.1:{free_port()}"
+    on_two = [endpoint if word.startswith("host0:") else word for word in two_hosts]
+    for launches in ([one_host], [on_two, on_two]):
+        running = [torchrun(words, tmp_path) for words in launches]
+        said = [process.communicate(timeout=300) for process in running]
+        assert [process.returncode for process in running] == [0] * len(running), said
+        reports = [line for out, _ in said for line in out.splitlines() if line.startswith("rank ")]
+        assert len(reports) == 16  # each of four ranks has those of all
+        read = [int(line.split()[3]) for line in sorted(set(reports))]
+        total = int(reports[0].split()[5])
+        assert len(read) == 4
+        assert sum(read) < 1.01 * total
