@@ -1,12 +1,12 @@
 """What ranks do with models of transformers: the logits and tokens of one process, and what each rank then holds."""
 
 import torch
-from parallel_families import inputs_of, logits_of, make
 from torch.distributed import get_world_size
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from bigload.parallel.tensor_parallel import apply_tensor_parallel, plan_tensor_parallel
+from parallel_families import inputs_of, logits_of, make
 
 WAYS = {
     "greedy": {"do_sample": False},

@@ -1,7 +1,6 @@
 """What ranks do in tests of tensor parallelism; each job returns what it found, in JSON's values."""
 
 import torch
-from parallel_models import MODELS, example
 from torch.distributed import get_rank, get_world_size
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -9,6 +8,7 @@ from torch.distributed.tensor import DTensor
 from bigload.errors import PartitionError
 from bigload.parallel.draft import sliced
 from bigload.parallel.tensor_parallel import apply_tensor_parallel, placed, plan_tensor_parallel
+from parallel_models import MODELS, example
 
 
 def divided_models():

@@ -3,14 +3,14 @@
 from math import prod
 
 import pytest
-from family_ranks import WAYS, compare
-from parallel_families import FAMILIES, make
-from rank_processes import run_ranks
 
 from bigload.checkpoint.source import open_checkpoint
 from bigload.errors import PartitionError
 from bigload.parallel.tensor_parallel import plan_tensor_parallel
 from bigload.planning.partition import WHOLE, partition
+from family_ranks import WAYS, compare
+from parallel_families import FAMILIES, make
+from rank_processes import run_ranks
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 

@@ -1,4 +1,5 @@
 import pytest
+
 from parallel_models import MODELS
 from rank_jobs import all_jobs
 from rank_processes import run_ranks
