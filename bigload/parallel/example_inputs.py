@@ -9,6 +9,9 @@ from math import prod
 import torch
 from torch import Tensor, nn
 
+MAX_POSITIONS = 16
+"""Of frames of sound after convolutions: a model that takes more by its config has to be told so."""
+
 _BATCH = 2
 _LENGTH = 5
 _NUM_STEPS = 6
@@ -48,7 +51,7 @@ def _pixels(config: object) -> Tensor:
 
 def _mel(config: object) -> Tensor:
     bins = _number(config, "num_mel_bins", 80)
-    frames = 2 * _number(config, "max_source_positions", 1500)
+    frames = 2 * min(MAX_POSITIONS, _number(config, "max_source_positions", MAX_POSITIONS))
     return torch.linspace(-1, 1, bins * frames).reshape(1, bins, frames)
 
 

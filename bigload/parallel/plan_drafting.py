@@ -104,7 +104,7 @@ class _Stage:
         problem = "it is not known what a forward takes: give an example"
         if inputs:
             try:
-                weightless = WeightlessModel(model)
+                weightless = WeightlessModel(model, is_short=example is None)
                 reference = reference_of(weightless, inputs, summed)
                 return _Stage(
                     size=size, layers=weightless.layers, ties=ties, weightless=weightless, reference=reference

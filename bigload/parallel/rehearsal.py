@@ -15,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 from bigload.parallel.draft import Draft, cut, sliced
 from bigload.parallel.example_inputs import tensors_in
 from bigload.parallel.tensor_parallel_plan import LocalArgument
-from bigload.parallel.weightless_model import WeightlessModel, hollow, replaced
+from bigload.parallel.weightless_model import WeightlessModel, hollow, is_hollow, replaced
 from bigload.planning.partition import WHOLE, Division
 
 Call = tuple[str, int]
@@ -133,7 +133,7 @@ class _Cast:
         path, _, last = name.rpartition(".")
         whole = self._weightless.module.get_submodule(path)._parameters[last]
         assert whole is not None
-        if path in self._weightless.layers:
+        if path in self._weightless.layers or is_hollow(whole):
             return hollow(division.shape(tuple(whole.shape), self._rank))
         return nn.Parameter(sliced(whole.detach(), division, self._rank), requires_grad=False)
 

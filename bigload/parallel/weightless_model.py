@@ -19,7 +19,10 @@ from zlib import crc32
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 
+from bigload.parallel.example_inputs import MAX_POSITIONS
 from bigload.parallel.layer_kinds import LayerKind, layer_kind
 
 MAX_STAND_IN = 1 << 22
@@ -44,11 +47,14 @@ class WeightlessModel:
         layers: How each layer that was found uses its weight, by its name.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, *, is_short: bool = False) -> None:
+        """Copy `model`; if it `is_short`, for no more than `MAX_POSITIONS` frames of sound."""
         kinds = {name: layer_kind(module) for name, module in model.named_modules(remove_duplicate=False)}
         self.layers: Mapping[str, LayerKind] = {name: kind for name, kind in kinds.items() if kind is not None}
         self.module = copy.deepcopy(model, _stand_ins(model, self.layers)).eval()
         _settle(self.module)
+        if is_short:
+            _shorten(self.module)
         self._noise = torch.randn(2 * _NOISE, generator=torch.Generator().manual_seed(0))
         self._calls: Counter[str] = Counter()
         self._on_call: OnCall | None = None
@@ -65,7 +71,8 @@ class WeightlessModel:
         self._calls.clear()
         self._on_call = on_call
         try:
-            return self.module(**{name: _copied(value) for name, value in example.items()})
+            with _CheapProducts():
+                return self.module(**{name: _copied(value) for name, value in example.items()})
         finally:
             self._on_call = None
 
@@ -107,6 +114,27 @@ def replaced(module: nn.Module, parameters: Mapping[str, Tensor], attributes: Ma
     finally:
         for place, name, value in old:
             place[name] = value
+
+
+class _CheapProducts(TorchFunctionMode):
+    """Products with hollow weights, as experts have them that are stored in one: the mean of the inputs, each time."""
+
+    def __torch_function__(
+        self,
+        func: Callable[..., object],
+        types: object,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
+        if func is functional.linear and len(args) > 1 and is_hollow(args[1]):
+            inputs, weight = args[:2]
+            return inputs.mean(-1, keepdim=True) + inputs.new_zeros(weight.shape[0])
+        return func(*args, **(kwargs or {}))
+
+
+def is_hollow(tensor: Tensor) -> bool:
+    """Return whether `tensor` is one number in memory, or a part of such a one."""
+    return tensor.untyped_storage().nbytes() == tensor.element_size() and tensor.numel() > 1
 
 
 def hollow(shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> nn.Parameter:
@@ -157,5 +185,20 @@ def _settle(module: nn.Module) -> None:
                     setattr(each, name, value)
 
 
+def _shorten(module: nn.Module) -> None:
+    """Let the model take fewer frames, where it insists on as many as its config says (Whisper)."""
+    configs = {id(config): config for config in (getattr(part, "config", None) for part in module.modules())}
+    for config in configs.values():
+        length = getattr(config, "max_source_positions", 0)
+        if isinstance(length, int) and length > MAX_POSITIONS:
+            config.__dict__["max_source_positions"] = MAX_POSITIONS
+            for table in module.modules():
+                if isinstance(table, nn.Embedding) and table.num_embeddings == length:
+                    table.num_embeddings = MAX_POSITIONS
+                    table._parameters["weight"] = hollow((MAX_POSITIONS, table.embedding_dim))
+
+
 def _copied(value: object) -> object:
-    return value.detach().cpu().clone() if isinstance(value, Tensor) else copy.copy(value)
+    if isinstance(value, Tensor):
+        return torch.ones_like(value, device="cpu") if value.is_meta else value.detach().cpu().clone()
+    return copy.copy(value)
