@@ -36,6 +36,17 @@
     │   ├── NoOffloadFolderError         weights for the disk, and no place there (ValueError)
     │   └── DispatchedModelError         a model that hooks hold in its places (RuntimeError)
     ├── RankError                        another process of a team failed
+    │   └── MainProcessFailedError       in what it does before the others
+    ├── ParallelError                    a model spread over workers
+    │   ├── ParallelOptionError          an argument that cannot be       (ValueError)
+    │   ├── ModelNotSendableError        workers cannot make it again     (TypeError)
+    │   ├── WorkerError                  a worker raised; its traceback   (RuntimeError)
+    │   ├── WorkerDiedError              a worker ended by itself         (RuntimeError)
+    │   ├── WorkerTimeoutError           no answer in time                (TimeoutError)
+    │   ├── WorkersDisagreeError         answers that differ              (RuntimeError)
+    │   └── WorkersEndedError            called when they are gone        (RuntimeError)
+    ├── ProcessControlError              processes that cannot wait for each other (RuntimeError)
+    ├── ProcessOptionError               an argument or variable about processes that cannot be (ValueError)
     ├── BenchOptionError                 a bench of what cannot be measured together (ValueError)
     └── MissingPackageError              what was asked for needs a package that is not installed (ImportError)
 
@@ -393,6 +404,131 @@ class RankError(BigloadError):
         super().__init__(f"{who} failed: {reason}", hint=hint or "see what it said; the others stopped because of it")
         self.reason = reason
         self.rank = rank
+
+
+class ParallelError(BigloadError):
+    """A model could not be spread over workers, or not run by them."""
+
+
+class ParallelOptionError(ParallelError, ValueError):
+    """An argument of `parallelize` has a value that cannot be, here or together with others; `name` is which."""
+
+    def __init__(self, name: str, value: object, expected: str, *, hint: str | None = None) -> None:
+        super().__init__(f"{name} is {value!r:.80}; expected {expected}", hint=hint)
+        self.name = name
+        self.value = value
+
+
+class MainProcessFailedError(RankError):
+    """Process `rank`, which others wait for in `function`, failed there; `reason` is what it raised.
+
+    `traceback` has the last lines of where, as Python shows it.
+    """
+
+    def __init__(self, rank: int, reason: str, *, function: str, traceback: Sequence[str] = ()) -> None:
+        message = f"process {rank} failed in {function}, where the others wait for it: {reason}"
+        hint = "see what it said; the others stopped because of it"
+        BigloadError.__init__(self, message, details=[f"{rank}: {line}" for line in traceback], hint=hint)
+        self.rank = rank
+        self.reason = reason
+        self.function = function
+        self.traceback = tuple(traceback)
+
+
+class ProcessControlError(BigloadError, RuntimeError):
+    """Processes cannot wait for each other: they do not know each other, or would wait for ever."""
+
+
+class ProcessOptionError(BigloadError, ValueError):
+    """An argument about processes, or a variable of a launcher, has a value that cannot be; `name` is which."""
+
+    def __init__(self, name: str, value: object, expected: str) -> None:
+        found = "is not given" if value is None else f'is "{value!s:.80}"'
+        super().__init__(f"{name} {found}; expected {expected}")
+        self.name = name
+        self.value = value
+
+
+class ModelNotSendableError(ParallelError, TypeError):
+    """A value, a model or an argument of a call, cannot be made again in another process; `where` says which part."""
+
+    def __init__(self, where: str, reason: str, *, hint: str) -> None:
+        super().__init__(f"workers cannot get {where}: {reason}", hint=hint)
+        self.where = where
+
+
+class WorkerError(ParallelError, RuntimeError):
+    """Worker `rank` raised an exception of class `kind`; `worker_traceback` is what it would have shown.
+
+    Where all raised the same, `is_shared`, they can be asked again. Else they have been ended.
+    """
+
+    def __init__(self, rank: int, doing: str, *, kind: str, text: str, worker_traceback: str, is_shared: bool) -> None:
+        super().__init__(
+            f"worker {rank} raised {kind} while {doing}: {text}",
+            details=("traceback of the worker:", *worker_traceback.rstrip().splitlines()[-MAX_LISTED + 1 :]),
+            hint=None if is_shared else "not all workers came to this, so they have been ended; parallelize again",
+        )
+        self.rank = rank
+        self.kind = kind
+        self.worker_traceback = worker_traceback
+        self.is_shared = is_shared
+
+
+class WorkerDiedError(ParallelError, RuntimeError):
+    """Worker `rank` ended by itself; the others have been ended.
+
+    `exit_code` is that of its process, negative for a signal, as subprocess has it; `log` is the end of what it wrote.
+    """
+
+    def __init__(self, rank: int, doing: str, *, exit_code: int, ending: str, log: str) -> None:
+        written = log.rstrip().splitlines()[-MAX_LISTED + 1 :]
+        super().__init__(
+            f"worker {rank} ended with {ending} while {doing}",
+            details=("the last it wrote:", *written) if written else ("it wrote nothing",),
+            hint="SIGKILL is what the kernel sends when memory runs out; dmesg tells"
+            if "SIGKILL" in ending
+            else "all workers have been ended; parallelize again to go on",
+        )
+        self.rank = rank
+        self.exit_code = exit_code
+        self.log = log
+
+
+class WorkerTimeoutError(ParallelError, TimeoutError):
+    """Workers `ranks` did not answer within `seconds`; all have been ended. `stacks` says where each was, by rank."""
+
+    def __init__(self, ranks: Sequence[int], doing: str, *, seconds: float, stacks: dict[int, str]) -> None:
+        who = f"worker {ranks[0]}" if len(ranks) == 1 else f"workers {', '.join(map(str, ranks))}"
+        super().__init__(
+            f"no answer of {who} within {seconds:g} s while {doing}",
+            details=[line for rank, text in stacks.items() for line in (f"worker {rank} was at:", *text.splitlines())],
+            hint="all workers have been ended; give a longer time-out if the work takes longer",
+        )
+        self.ranks = tuple(ranks)
+        self.seconds = seconds
+        self.stacks = stacks
+
+
+class WorkersDisagreeError(ParallelError, RuntimeError):
+    """Workers came to different answers where they have to have the same; `answers` says what each has, by rank."""
+
+    def __init__(self, doing: str, answers: Sequence[str]) -> None:
+        super().__init__(
+            f"the workers disagree after {doing}",
+            details=[f"worker {rank}: {answer:.300}" for rank, answer in enumerate(answers)],
+            hint="something in the model or its arguments differs from process to process: time, the order of a set, "
+            "random numbers of its own",
+        )
+        self.answers = tuple(answers)
+
+
+class WorkersEndedError(ParallelError, RuntimeError):
+    """The workers of a model are gone, and `reason` says since when."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(f"the workers have ended: {reason}", hint="deparallelize the model, and parallelize it again")
+        self.reason = reason
 
 
 class UnsupportedDTypeError(LoadError, TypeError):

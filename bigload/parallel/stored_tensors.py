@@ -21,6 +21,7 @@ from bigload.checkpoint.model import Checkpoint
 from bigload.checkpoint.source import open_checkpoint
 from bigload.errors import CheckpointNotFoundError, InvalidCheckpointError, Problem
 from bigload.parallel.stored_lines import StoredPiece, StoredTensor
+from bigload.parallel.stored_ranks import is_for_ranks, open_ranks
 
 _PARTS = "shard-*.safetensors"
 _OFFSETS, _SAVED = "DCP_SHARDING_INFO", "saved_offsets"
@@ -40,7 +41,7 @@ class StoredTensors:
 
 
 def open_stored(what: Checkpoint | str | Path) -> StoredTensors:
-    """Open what `open_checkpoint` takes, or has opened, or a folder of parts; only headers are read.
+    """Open what `open_checkpoint` takes, or has opened, or a folder of parts or of ranks; only headers are read.
 
     Raises:
         CheckpointError: see `open_checkpoint`.
@@ -48,6 +49,9 @@ def open_stored(what: Checkpoint | str | Path) -> StoredTensors:
     """
     if isinstance(what, Checkpoint):
         return _of_checkpoint(what)
+    if is_for_ranks(Path(what).expanduser()):
+        joined, whole = open_ranks(Path(what).expanduser())
+        return StoredTensors(checkpoint=joined, tensors=whole)
     try:
         return _of_checkpoint(open_checkpoint(what))
     except CheckpointNotFoundError:

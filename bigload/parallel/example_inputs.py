@@ -1,0 +1,87 @@
+"""Small inputs for a forward of a model, as its class and config call for them."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+_BATCH = 2
+_LENGTH = 5
+_NUM_STEPS = 6
+"""Of sound, each of as many samples as the convolutions of the model make one of."""
+
+
+def example_inputs(model: nn.Module) -> dict[str, Tensor]:
+    """Return arguments of a forward of `model` by name, on the CPU; none if it is not known what it takes.
+
+    Known are models that say what they take by the names of transformers: in `main_input_name` (`input_ids`,
+    `pixel_values`, `input_features`, `input_values`) and in their config.
+    """
+    main = getattr(model, "main_input_name", None)
+    config = getattr(model, "config", None)
+    accepted = inspect.signature(model.forward).parameters
+    if main is None or config is None:
+        return {}
+    inputs = {name: make(config) for name, make in _MAKERS.items() if name == main and name in accepted}
+    if main == "input_ids" and "pixel_values" in accepted and hasattr(config, "vision_config"):
+        inputs["pixel_values"] = _pixels(config)
+    if inputs and getattr(config, "is_encoder_decoder", False) and "decoder_input_ids" in accepted:
+        inputs["decoder_input_ids"] = _ids(config)[: len(inputs[main])]
+    return inputs
+
+
+def _ids(config: Any) -> Tensor:
+    size = _number(config, "vocab_size", 16)
+    return torch.arange(_BATCH * _LENGTH).reshape(_BATCH, _LENGTH) % max(1, size - 4) + min(3, size - 1)
+
+
+def _pixels(config: Any) -> Tensor:
+    channels = _number(config, "num_channels", 3)
+    size = _first(config, "image_size", 224)
+    height, width = size if isinstance(size, (tuple, list)) else (size, size)
+    return torch.linspace(-1, 1, channels * height * width).reshape(1, channels, height, width)
+
+
+def _mel(config: Any) -> Tensor:
+    bins = _number(config, "num_mel_bins", 80)
+    frames = 2 * _number(config, "max_source_positions", 1500)
+    return torch.linspace(-1, 1, bins * frames).reshape(1, bins, frames)
+
+
+def _sound(config: Any) -> Tensor:
+    strides = _first(config, "conv_stride", (320,))
+    num_samples = _NUM_STEPS * prod(strides) + 2 * sum(_first(config, "conv_kernel", (400,)))
+    return torch.linspace(0, 100, num_samples).sin().reshape(1, num_samples)
+
+
+_MAKERS = {"input_ids": _ids, "pixel_values": _pixels, "input_features": _mel, "input_values": _sound}
+
+
+def _first(config: Any, name: str, default: object) -> Any:
+    """Return the value of `name` in `config`, or in the part of it that has one."""
+    for part in (config, *(value for value in vars(config).values() if hasattr(value, "to_dict"))):
+        value = getattr(part, name, None)
+        if value is not None:
+            return value
+    return default
+
+
+def _number(config: Any, name: str, default: int) -> int:
+    value = _first(config, name, default)
+    return value if isinstance(value, int) else default
+
+
+def tensors_in(value: object) -> list[Tensor]:
+    """Return the tensors in `value`, in order: itself, or those of containers and of objects like transformers'."""
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, Mapping):
+        return [tensor for item in value.values() for tensor in tensors_in(item)]
+    if isinstance(value, (tuple, list)):
+        return [tensor for item in value for tensor in tensors_in(item)]
+    return []

@@ -1,0 +1,129 @@
+"""Models of transformers in workers: logits of one process within 1e-5, and what they generate token for token."""
+
+import pytest
+import torch
+
+import bigload
+
+transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+
+from parallel_families import FAMILIES, inputs_of, logits_of, make  # noqa: E402 - needs nothing, means nothing without
+
+pytestmark = [pytest.mark.peers, pytest.mark.filterwarnings("default")]
+
+BY_DEFAULT = ("llama-gqa", "gpt2", "t5")
+LENGTH = {"max_new_tokens": 6, "min_new_tokens": 6}
+WAYS = {
+    "greedy": {"do_sample": False},
+    "sampled": {"do_sample": True, "top_k": 20},
+    "beams": {"do_sample": False, "num_beams": 3},
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def answers(model):
+    """Return logits, tokens by each way to generate, and a number that is drawn after them."""
+    inputs = inputs_of(model)
+    with torch.no_grad():
+        logits = logits_of(model(**inputs))
+        torch.manual_seed(7)
+        prompt = {name: value for name, value in inputs.items() if not name.startswith("decoder_")}
+        can_generate = hasattr(model, "can_generate") and model.can_generate()
+        tokens = {how: model.generate(**prompt, **LENGTH, **way) for how, way in WAYS.items() if can_generate}
+        return logits, tokens, torch.rand(1)
+
+
+def check(model, parallel, expected):
+    logits, tokens, drawn = answers(model)
+    found = logits_of(parallel(**inputs_of(model)))
+    assert ((found - expected[0]).abs().max() / expected[0].abs().max()).item() < 1e-5
+    assert ((logits - expected[0]).abs().max() / expected[0].abs().max()).item() < 1e-5
+    assert tokens.keys() == expected[1].keys()
+    for how, generated in tokens.items():
+        assert torch.equal(generated, expected[1][how]), how
+    assert torch.equal(drawn, expected[2])
+
+
+def cases():
+    for family in FAMILIES:
+        for num_workers in (2, 4):
+            marks = () if family in BY_DEFAULT and num_workers == 2 else (pytest.mark.slow,)
+            yield pytest.param(family, num_workers, id=f"{family}-{num_workers}", marks=marks)
+
+
+@pytest.mark.parametrize(("family", "num_workers"), list(cases()))
+def test_workers_give_what_one_process_gives(family, num_workers):
+    model = make(transformers, family)
+    expected = answers(model)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with bigload.parallelize(model, num_workers, backend="gloo", timeout=300) as parallel:
+        check(model, parallel, expected)
+        whole = sum(parameter.nbytes for parameter in model.parameters())
+        held = [worker.weight_bytes for worker in parallel.report.workers]
+    assert max(held) < whole + sum(buffer.nbytes for buffer in model.buffers())
+    after = model.state_dict()
+    assert after.keys() == before.keys()
+    assert all(torch.equal(value, before[name]) for name, value in after.items())
+    assert torch.equal(answers(model)[0], expected[0])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2", "gpt-neox", "opt", "bert"])
+def test_folders_run_without_a_model(family, tmp_path):
+    model = make(transformers, family)
+    expected = answers(model)
+    model.save_pretrained(tmp_path / "model")
+    with bigload.parallelize(tmp_path / "model", 2, backend="gloo") as parallel:
+        check(parallel.model, parallel, expected)
+        whole = bigload.open_checkpoint(tmp_path / "model").total_bytes
+        assert all(worker.read_bytes < whole for worker in parallel.report.workers)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tp", [2, 4])
+def test_a_folder_of_ranks_runs_with_its_own_number_of_workers_and_another(tp, tmp_path):
+    model = make(transformers, "llama")
+    expected = answers(model)
+    model.save_pretrained(tmp_path / "model")
+    bigload.reshard(tmp_path / "model", tmp_path / "ranks", layout="ranks", tp=tp)
+    with bigload.parallelize(tmp_path / "ranks", 2, backend="gloo") as parallel:
+        check(parallel.model, parallel, expected)
+
+
+@pytest.mark.slow
+def test_a_cache_goes_on_where_it_was():
+    model = make(transformers, "llama-gqa")
+    ids = torch.arange(3, 15).reshape(1, 12)
+    with torch.no_grad():
+        expected = model(input_ids=ids).logits[:, 6:]
+    with bigload.parallelize(model, 2, backend="gloo"):
+        first = model(input_ids=ids[:, :6], use_cache=True)
+        assert first.past_key_values.get_seq_length() == 6
+        second = model(input_ids=ids[:, 6:], past_key_values=first.past_key_values, use_cache=True)
+        assert second.past_key_values is first.past_key_values
+        assert first.past_key_values.get_seq_length() == 12
+    torch.testing.assert_close(second.logits, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_generation_that_stops_by_the_clock_stops_in_all_workers_at_once():
+    model = make(transformers, "llama")
+    ids = torch.arange(3, 9).reshape(1, 6)
+    with bigload.parallelize(model, 2, backend="gloo", timeout=60):
+        found = model.generate(ids, max_new_tokens=500, min_new_tokens=500, max_time=0.5, do_sample=False)
+        assert 6 < found.shape[1] <= 506
+        assert model.generate(ids, **LENGTH, do_sample=False).shape == (1, 12)
+
+
+@pytest.mark.slow
+def test_a_class_that_transformers_does_not_have_is_told(tmp_path):
+    (tmp_path / "config.json").write_text('{"architectures": ["NoSuchModel"], "auto_map": {"AutoModel": "evil.Model"}}')
+    with pytest.raises(bigload.ParallelOptionError, match="whose class transformers has, not 'NoSuchModel'"):
+        bigload.parallelize(tmp_path, 2, backend="gloo")

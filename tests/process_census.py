@@ -1,0 +1,57 @@
+"""What this process has of the system: children, descriptors, shared memory, files; counted, for tests of leaks."""
+
+import os
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Census:
+    """What there is at a moment; equal if nothing came and nothing went."""
+
+    children: frozenset
+    descriptors: int
+    shared_memory: frozenset
+    files: frozenset
+
+
+def census():
+    return Census(
+        children=frozenset(children()),
+        descriptors=len(names_in("/proc/self/fd")),
+        shared_memory=names_in("/dev/shm"),
+        files=names_in(tempfile.gettempdir()),
+    )
+
+
+def names_in(folder):
+    return frozenset(path.name for path in Path(folder).iterdir())
+
+
+def settled(before, *, seconds=2.0):
+    """Return the census as soon as it is `before`; other processes may come and go in shared memory."""
+    until = time.monotonic() + seconds
+    while (found := census()) != before and time.monotonic() < until:
+        time.sleep(0.02)
+    return found
+
+
+def children(of=None):
+    """Return the processes that `of` (this process) has started, and those that they have, zombies too."""
+    found = []
+    for task in Path(f"/proc/{of or os.getpid()}/task").iterdir():
+        try:
+            found += [int(text) for text in (task / "children").read_text().split()]
+        except OSError:
+            continue
+    return found
+
+
+def is_running(process_id):
+    """Return whether there is such a process, and it is no zombie."""
+    try:
+        return Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
