@@ -16,8 +16,7 @@ _Failure = tuple[int | None, str]
 """In which process, and what it says."""
 
 LISTENER = "bigload-team-"
-"""How the names of threads begin that wait for other processes. One that is left over when a team has failed cannot be
-ended, and torch aborts if it wakes up while the interpreter shuts down: a program is to leave by `os._exit` then."""
+"""How the names of threads begin that wait for other processes. There are none when a team has ended, or failed."""
 
 
 class Team(Protocol):
