@@ -2,6 +2,7 @@
 
 import os
 import signal
+from functools import partial
 
 import pytest
 import torch
@@ -105,6 +106,11 @@ def ended(act):
     return "done"
 
 
+def first_alone(folder):
+    with bigload.main_process_first():
+        load_sharded(divided("rows", 2), folder)
+
+
 def two_ranks(folder):
     found = load_all(folder, 2, ["rows", "columns"])
     rank = torch.distributed.get_rank()
@@ -113,6 +119,15 @@ def two_ranks(folder):
         lambda: load_sharded(divided("rows", 2), folder + "/nowhere", broadcast_from_rank0=True)
     )
     found["options"] = ended(lambda: load_sharded(divided("rows", 2), folder, threads=0 if rank else 1))
+    differing = {"broadcast_from_rank0": rank == 0, "strict": rank == 1, "method": "direct" if rank else None}
+    for argument in differing:
+        found[argument] = ended(partial(load_sharded, divided("rows", 2), folder, **{argument: differing[argument]}))
+    models = divided("rows", 2), divided("columns", 2)
+    found["models"] = ended(lambda: load_sharded(models[rank], folder))
+    found["in a block of the first"] = ended(lambda: first_alone(folder))
+    replicas = nn.parallel.DistributedDataParallel(Model().float())
+    load_sharded(replicas, folder)
+    found["replicas"] = differences(replicas.module, {**values(), "short": values()["short"].float()})
     if rank:
         rank_loading.fill_local = lambda *arguments: os.kill(os.getpid(), signal.SIGKILL)
     found["killed"] = ended(lambda: load_sharded(divided("rows", 2), folder))
@@ -136,6 +151,19 @@ def test_two_ranks_read_their_parts_and_hear_of_each_others_failures(folder):
     assert first["missing"].startswith("RankError: process 1 failed: CheckpointNotFoundError: ")
     assert first["sent from nowhere"].startswith("CheckpointNotFoundError: ")
     assert first["options"].startswith("RankError: process 1 failed: LoadOptionError: threads is 0")
+    argument = "LoadOptionError: {0} is {1}; expected the same in all ranks: it is {1} in rank 0 and {2} in rank 1"
+    for name, mine, other in (
+        ("broadcast_from_rank0", True, False),
+        ("strict", False, True),
+        ("method", None, "'direct'"),
+    ):
+        assert first[name] == argument.format(name, mine, other)
+    assert first["models"].startswith("LoadOptionError: down.bias of the model is ")
+    assert first["models"].endswith(
+        "it is [6] torch.float32 (Shard(dim=0),) in rank 0 and [6] torch.float32 (Replicate(),) in rank 1"
+    )
+    assert first["in a block of the first"].startswith("ProcessControlError: what all processes do together ")
+    assert first["replicas"] == []
     assert first["killed"].startswith("RankError: process 1 failed: it can no longer be reached")
 
 
@@ -278,10 +306,39 @@ def test_all_that_is_wrong_is_found_before_a_byte_is_read(folder, monkeypatch):
     assert model.up.weight.is_meta
 
 
-def test_not_strict_leaves_what_does_not_match(folder):
+def test_names_that_the_checkpoint_lacks_are_missing(folder):
+    with pytest.raises(StateDictMismatchError, match=r'names has "nope" for up\.bias') as caught:
+        load_sharded(empty(), folder, names={"up.bias": "nope"})
+    assert caught.value.missing == ("up.bias",)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        ({"model": {"up.bias": 1}}, "model is"),
+        ({"divisions": ["up.bias"]}, "divisions is"),
+        ({"divisions": {"up.bias": None}}, "the division of up.bias is None"),
+        ({"names": ["up.bias"]}, "names is"),
+        ({"rank": -1}, "rank is -1"),
+        ({"rank": "0"}, 'rank is "0"'),
+        ({"device": 1.5}, "device is"),
+    ],
+)
+def test_arguments_that_cannot_be_are_told(folder, arguments, named):
+    with pytest.raises(LoadOptionError, match=named):
+        load_sharded(**{"model": empty(), "checkpoint": folder, **arguments})
+    if arguments.keys() & {"divisions", "rank"}:
+        with pytest.raises(LoadOptionError, match=named):
+            load_parts(**{"checkpoint": folder, "divisions": {"up.bias": Division()}, "rank": 0, **arguments})
+
+
+def test_not_strict_leaves_what_does_not_match_and_says_so(folder, caplog):
     model = empty()
     model.more = nn.Linear(1, 1, device="meta")
     load_sharded(model, folder, strict=False)
+    assert caplog.messages == [
+        f"Some weights of Model are not in the checkpoint at {folder} and stay as they were: more.weight; more.bias"
+    ]
     assert model.more.weight.is_meta
     assert model.up.weight.equal(values()["up.weight"])
 
