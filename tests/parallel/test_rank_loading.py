@@ -66,18 +66,38 @@ def differences(model, state):
 def divided(kind, size):
     """Return a model on the meta device of which each of `size` ranks has its part."""
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
     model = empty()
     if kind == "rows":
-        fully_shard(model.down, mesh=init_device_mesh("cpu", (size,)))
-        return fully_shard(model, mesh=init_device_mesh("cpu", (size,)))
-    shape = (size // 2, 2) if kind == "both" else (1, size)
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp"))
-    parallelize_module(model, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+        _divide_rows(model, init_device_mesh("cpu", (size,)))
+    elif kind == "fsdp":
+        mesh = init_device_mesh("cpu", (size,))
+        _fully_shard(model.down, mesh)
+        _fully_shard(model, mesh)
+    else:
+        mesh = init_device_mesh("cpu", (size // 2, 2) if kind == "both" else (1, size), mesh_dim_names=("dp", "tp"))
+        parallelize_module(model, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+        model.tied.weight = model.up.weight
+        if kind == "both":
+            _fully_shard(model, mesh["dp"])
+    return model
+
+
+def _divide_rows(model, mesh):
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    for name, parameter in list(model.named_parameters()):
+        part = nn.Parameter(distribute_tensor(parameter.detach(), mesh, [Shard(0)], src_data_rank=None))
+        parent, _, leaf = name.rpartition(".")
+        setattr(model.get_submodule(parent), leaf, part)
     model.tied.weight = model.up.weight
-    return fully_shard(model, mesh=mesh["dp"]) if kind == "both" else model
+
+
+def _fully_shard(module, mesh):
+    from torch.distributed.fsdp import fully_shard  # with it comes a compiler: seconds, which few tests need
+
+    fully_shard(module, mesh=mesh)
 
 
 def load_all(folder, size, kinds):
@@ -120,8 +140,8 @@ def two_ranks(folder):
     )
     found["options"] = ended(lambda: load_sharded(divided("rows", 2), folder, threads=0 if rank else 1))
     differing = {"broadcast_from_rank0": rank == 0, "strict": rank == 1, "method": "direct" if rank else None}
-    for argument in differing:
-        found[argument] = ended(partial(load_sharded, divided("rows", 2), folder, **{argument: differing[argument]}))
+    for argument, value in differing.items():
+        found[argument] = ended(partial(load_sharded, divided("rows", 2), folder, **{argument: value}))
     models = divided("rows", 2), divided("columns", 2)
     found["models"] = ended(lambda: load_sharded(models[rank], folder))
     found["in a block of the first"] = ended(lambda: first_alone(folder))
@@ -170,7 +190,7 @@ def test_two_ranks_read_their_parts_and_hear_of_each_others_failures(folder):
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 4])
 def test_more_ways_to_divide_more_ranks(folder, size):
-    ranks = run_ranks(size, load_all, folder, size, ["rows", "columns", "both"])
+    ranks = run_ranks(size, load_all, folder, size, ["fsdp", "rows", "columns", "both"])
     assert [rank["wrong"] for rank in ranks] == [[]] * size
     for case, reports in ranks[0]["read"].items():
         if case.endswith("read"):
