@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from bigload_cli import failures
-from bigload_cli.commands import bench_load, inspect, plan, reshard, verify
+from bigload_cli.commands import bench_load, bench_run, inspect, plan, reshard, run_stats, verify
 
 EXIT_CODES = """\b
 Exit codes:
@@ -37,6 +37,8 @@ app.command("plan", epilog=plan.EPILOG)(plan.plan)
 app.command("reshard", epilog=reshard.EPILOG)(reshard.reshard)
 app.command("verify", epilog=verify.EPILOG)(verify.verify)
 app.command("bench-load", epilog=bench_load.EPILOG)(bench_load.bench_load)
+app.command("bench-run", epilog=bench_run.EPILOG)(bench_run.bench_run)
+app.command("run-stats", epilog=run_stats.EPILOG)(run_stats.run_stats)
 
 
 def _show_version(asked: bool) -> None:
