@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import gc
-import os
 import resource
 import sys
-import threading
 from contextlib import suppress
-from typing import Annotated, NoReturn
+from typing import Annotated
 
 import typer
 
@@ -79,14 +77,4 @@ def main() -> None:
             raise KeyboardInterrupt
     except BaseException as error:  # every way to fail ends in one table
         code = failures.report(error)
-    _leave(code if isinstance(code, int) else 0)
-
-
-def _leave(code: int) -> NoReturn:
-    from bigload.loading.team import LISTENER
-
-    if any(thread.name.startswith(LISTENER) for thread in threading.enumerate()):
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
-    sys.exit(code)
+    sys.exit(code if isinstance(code, int) else 0)
