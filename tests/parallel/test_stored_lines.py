@@ -36,7 +36,9 @@ def stored_tensors(draw):
             stored, strides = part.t(), (1, part.shape[0])
         lead = draw(st.integers(0, 3))
         file = f"{number}.safetensors"
-        files[file] = b"?" * lead + bytes(stored.flatten().contiguous().view(torch.uint8).tolist())
+        files[file] = b"?" * lead + bytes(
+            stored.reshape(-1).clone(memory_format=torch.contiguous_format).view(torch.uint8).tolist()
+        )
         span = Span(file, lead, len(files[file]))
         tensor = TensorInfo("a", DTYPES["I16"], tuple(part.shape), span, strides)
         pieces.append(StoredPiece(start=tuple(start for start, _ in box), tensor=tensor))
