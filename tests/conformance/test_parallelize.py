@@ -58,7 +58,7 @@ def cases():
             yield pytest.param(family, num_workers, id=f"{family}-{num_workers}", marks=marks)
 
 
-@pytest.mark.parametrize(("family", "num_workers"), cases())
+@pytest.mark.parametrize(("family", "num_workers"), list(cases()))
 def test_workers_give_what_one_process_gives(family, num_workers):
     model = make(transformers, family)
     expected = answers(model)
