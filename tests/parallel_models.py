@@ -151,3 +151,15 @@ def made(make=Attention, kind=Model, **options):
 
 def example():
     return {"ids": torch.arange(10).reshape(2, 5)}
+
+
+MODELS = {
+    "heads": made,
+    "fused": lambda: made(FusedAttention),
+    "shared keys": lambda: made(shared_keys),
+    "two key heads": lambda: made(two_key_heads),
+    "three heads": lambda: made(three_heads),
+    "head bias": lambda: made(has_head_bias=True),
+    "untied": lambda: made(tied=False),
+    "peeking": lambda: made(kind=Peeking),
+}

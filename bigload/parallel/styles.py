@@ -1,25 +1,26 @@
 """What modules of a tensor-parallel model do: torch's parallel styles for one rank's part of each.
 
-Parameters are what `placements.placed` makes of them. The product itself is one of local tensors, because an operation
-on a `DTensor` costs more than those of a small layer; ranks meet in one redistribution of the output.
+Parameters are what `placements.placed` makes of them. What is computed are products of local tensors, and one collective
+on what comes out: an operation on a `DTensor` costs more than a small layer does. They are for inference: outputs have no
+history, so no gradient is made that would lack the other ranks' part.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ParallelStyle
 from torch.nn import functional
 
 from bigload.parallel.layer_kinds import LayerKind, layer_kind
-from bigload.planning.partition import Division
+from bigload.planning.partition import Division, Range
 
 
 class LocalStyle(ParallelStyle):
@@ -27,12 +28,12 @@ class LocalStyle(ParallelStyle):
 
     Attributes:
         division: Of its weight.
-        shape: The whole weight's.
+        is_transposed: Whether that is stored inputs first.
     """
 
-    def __init__(self, division: Division, shape: tuple[int, ...]) -> None:
+    def __init__(self, division: Division) -> None:
         super().__init__()
-        self.division, self.shape = division, shape
+        self.division = division
         self.is_transposed = False
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -57,7 +58,7 @@ class ColwiseStyle(LocalStyle):
 
     def forward(self, module: nn.Module, mesh: DeviceMesh, _: object, inputs: Tensor) -> Tensor:
         """Return this rank's outputs."""
-        return self._product(module, _entering(inputs, mesh), local(module._parameters.get("bias")))
+        return self._product(module, inputs, local(module._parameters.get("bias")))
 
 
 class GatherStyle(LocalStyle):
@@ -65,9 +66,8 @@ class GatherStyle(LocalStyle):
 
     def forward(self, module: nn.Module, mesh: DeviceMesh, _: object, inputs: Tensor) -> Tensor:
         """Return all outputs."""
-        outputs = self._product(module, _entering(inputs, mesh), local(module._parameters.get("bias")))
-        assert self.division.dim is not None
-        return _gathered(outputs, mesh, self.shape[self.division.dim])
+        outputs = self._product(module, inputs, local(module._parameters.get("bias")))
+        return _gathered(outputs, mesh, self.division.ranges)
 
 
 class RowwiseStyle(LocalStyle):
@@ -86,7 +86,7 @@ class SplitInputStyle(RowwiseStyle):
     def forward(self, module: nn.Module, mesh: DeviceMesh, _: object, inputs: Tensor) -> Tensor:
         """Return all outputs."""
         ((start, stop),) = self.division.ranges[mesh.get_local_rank()]
-        return super().forward(module, mesh, _, _entering(inputs, mesh)[..., start:stop])
+        return super().forward(module, mesh, _, inputs[..., start:stop])
 
 
 class LookupStyle(LocalStyle):
@@ -123,8 +123,7 @@ class SumStyle(LocalParametersStyle):
         self, module: nn.Module, mesh: DeviceMesh, whole_forward: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> Any:
         """Return the sum."""
-        entered = [_entering(arg, mesh) if isinstance(arg, Tensor) else arg for arg in args]
-        return _summed(super().forward(module, mesh, whole_forward, *entered, **kwargs), mesh)
+        return _summed(super().forward(module, mesh, whole_forward, *args, **kwargs), mesh)
 
 
 STYLES: Mapping[str, type[LocalStyle]] = {
@@ -155,24 +154,17 @@ def local_parameters(module: nn.Module) -> Iterator[None]:
         module._parameters.update(own)
 
 
-def _entering(inputs: Tensor, mesh: DeviceMesh) -> Tensor:
-    """Return `inputs`, which all ranks have; of their gradient each rank makes a part."""
-    if not (inputs.requires_grad and torch.is_grad_enabled()):
-        return inputs
-    whole = DTensor.from_local(inputs, mesh, [Replicate()], run_check=False)
-    return whole.to_local(grad_placements=[Partial()])
-
-
 def _summed(part: Tensor, mesh: DeviceMesh) -> Tensor:
-    return DTensor.from_local(part, mesh, [Partial()], run_check=False).redistribute(placements=[Replicate()]).to_local()
+    """Return the sum of what all ranks have, in place of `part`."""
+    total = part.detach().contiguous()
+    distributed.all_reduce(total, group=mesh.get_group())
+    return total
 
 
-def _gathered(part: Tensor, mesh: DeviceMesh, width: int) -> Tensor:
-    """Return the parts of all ranks side by side along the last dimension."""
-    shape = torch.Size((*part.shape[:-1], width))
-    stride = torch.empty(shape, device="meta").stride()
-    split = DTensor.from_local(
-        part.contiguous(), mesh, [Shard(part.ndim - 1)], run_check=False, shape=shape, stride=stride
-    )
-    return split.redistribute(placements=[Replicate()]).to_local()
-
+def _gathered(part: Tensor, mesh: DeviceMesh, ranges: Sequence[Sequence[Range]]) -> Tensor:
+    """Return the parts of all ranks side by side along the last dimension; the first is none of the shorter ones."""
+    widths = [sum(stop - start for start, stop in of_rank) for of_rank in ranges]
+    padded = functional.pad(part.detach(), (0, widths[0] - part.shape[-1])).contiguous()
+    parts = [torch.empty_like(padded) for _ in widths]
+    distributed.all_gather(parts, padded, group=mesh.get_group())
+    return torch.cat([one[..., :width] for one, width in zip(parts, widths, strict=True)], -1)

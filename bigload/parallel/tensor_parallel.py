@@ -56,6 +56,9 @@ def plan_tensor_parallel(
 def apply_tensor_parallel(model: nn.Module, plan: TensorParallelPlan, mesh: DeviceMesh) -> None:
     """Make `model` the part that this process, a rank of the one-dimensional `mesh`, has of it by `plan`.
 
+    What it then returns is what the whole model returns, on every rank; it is for inference, without gradients. Weights
+    of attention that it may return beside are those of the rank's own heads.
+
     Args:
         model: On the meta device, or with full values, of which each rank keeps its own. A parameter becomes a
             `DTensor`, or a tensor of its local shape where torch has no placement for its division (`placed`), or
@@ -106,7 +109,7 @@ def _styles(model: nn.Module, plan: TensorParallelPlan) -> dict[str, object]:
     """Return the style of each module, once for modules with several names."""
     by_module = {id(model.get_submodule(name)): name for name in reversed(plan.styles)}
     return {
-        name: STYLES[plan.styles[name]](plan.division(f"{name}.weight"), plan.shapes.get(f"{name}.weight", ()))
+        name: STYLES[plan.styles[name]](plan.division(f"{name}.weight"))
         for name in by_module.values()
     }
 
