@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import multiprocessing
 import os
 import time
 from collections.abc import Mapping, Sequence
@@ -13,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from bigload.errors import ParallelOptionError, StateDictMismatchError
+from bigload.errors import ParallelError, ParallelOptionError, StateDictMismatchError
 from bigload.loading.methods import Method
 from bigload.loading.settings import settings
 from bigload.parallel.folder_model import model_of
@@ -43,7 +44,7 @@ def parallelize(
     model: nn.Module | StrPath,
     num_gpus: int,
     fp16: bool = False,
-    custom_policies: Mapping[str, str] | None = None,
+    custom_policies: object = None,
     master_addr: str = "127.0.0.1",
     master_port: int | None = None,
     backend: str = "nccl",
@@ -63,7 +64,8 @@ def parallelize(
     Every call goes to all workers, which compute it together, and the answer of the first comes back on the CPU. Random
     numbers are drawn as if the model ran here: sampling with one seed gives the same tokens. Calls of several threads
     take turns. It is for inference: workers run the model in evaluation mode and without gradients. Caches of keys and
-    values stay in the workers; what is returned for one stands for it, and can be given to the next call.
+    values stay in the workers; what is returned for one stands for it, and can be given to the next call. Workers have
+    the model as it is now: weights and settings that are changed later change nothing there.
 
     Arguments up to `daemon` are those of parallelformers. Without a checkpoint the weights of the model move, once,
     into memory that workers share with this process; the model keeps them, and whoever writes to one gets a copy of
@@ -95,6 +97,7 @@ def parallelize(
         start_timeout: Seconds until all workers have to be ready.
 
     Raises:
+        ParallelError: a process that multiprocessing spawned got here by importing a script without a guard.
         ParallelOptionError: an argument cannot be, here or with the others; nothing was started.
         PartitionError: the model does not divide among so many as `custom_policies` ask.
         ModelNotSendableError: workers could not make the model again: of classes in the script itself, for one.
@@ -103,6 +106,7 @@ def parallelize(
             Calls of the model raise them as well.
     """
     began = time.perf_counter()
+    _check_not_imported_again()
     _check_options(num_gpus, backend, verbose=verbose, init_method=init_method, port=master_port)
     settings(None, method, None)  # raises if there is no such method
     _check_seconds(timeout=timeout, start_timeout=start_timeout)
@@ -219,6 +223,16 @@ def _check_options(num_gpus: int, backend: str, *, verbose: str | None, init_met
         )
 
 
+def _check_not_imported_again() -> None:
+    """Raise in a process that multiprocessing has spawned for something else, and that imports the script meanwhile."""
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
+        raise ParallelError(
+            "parallelize was reached while a process of multiprocessing imports the script again, to do other work",
+            hint='put what the script does below: if __name__ == "__main__":  '
+            "(workers of bigload do not need it, but those of multiprocessing do)",
+        )
+
+
 def _check_seconds(**limits: float | None) -> None:
     for name, seconds in limits.items():
         if seconds is not None and not seconds > 0:
@@ -283,7 +297,12 @@ def _check_has_all(skeleton: Skeleton, checkpoint: Path, model: str) -> None:
     ]
     if missing or misshapen:
         raise StateDictMismatchError(
-            model, missing=missing, unexpected=(), misshapen=misshapen, hint="nothing was started"
+            model,
+            missing=missing,
+            unexpected=(),
+            misshapen=misshapen,
+            hint="nothing was started; a checkpoint that transformers puts together in another form while it loads it, "
+            "experts for one, is for from_pretrained: parallelize what that returns, without checkpoint",
         )
 
 

@@ -3,6 +3,7 @@
 import copy
 import gc
 import logging
+import multiprocessing
 import os
 import subprocess
 import sys
@@ -17,6 +18,7 @@ import bigload
 from bigload.errors import (
     CheckpointNotFoundError,
     ModelNotSendableError,
+    ParallelError,
     ParallelOptionError,
     StateDictMismatchError,
     WorkerError,
@@ -306,6 +308,13 @@ def test_an_argument_that_cannot_be_is_refused_before_anything_starts(options, t
     with pytest.raises(ParallelOptionError, match=text):
         bigload.parallelize(two_layers(), **{"num_gpus": 2, "backend": "gloo", "example": EXAMPLE, **options})
     assert census().children == before.children
+
+
+def test_a_process_that_imports_the_script_again_is_told_to_have_a_guard(monkeypatch):
+    monkeypatch.setattr(multiprocessing.current_process(), "_inheriting", True, raising=False)
+    with pytest.raises(ParallelError, match="imports the script again") as caught:
+        bigload.parallelize(two_layers(), 2, backend="gloo", example=EXAMPLE)
+    assert '__name__ == "__main__"' in caught.value.hint
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there are accelerators")

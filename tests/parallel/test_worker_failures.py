@@ -90,9 +90,7 @@ def test_what_one_worker_raises_while_others_wait_for_it_is_told(spread):
 def test_who_hangs_is_told_with_the_places_of_all(spread):
     model, parallel = spread(timeout=1.0)
     process_ids = parallel.process_ids
-    with pytest.raises(
-        WorkerTimeoutError, match="no answer of workers 0, 1 within 1 s while running forward"
-    ) as caught:
+    with pytest.raises(WorkerTimeoutError, match="no answer of workers 0, 1 within") as caught:
         model(X, "sleep", rank=1)
     assert "all_reduce" in caught.value.stacks[0]
     assert "in sleep" in caught.value.stacks[1]
