@@ -7,8 +7,6 @@ import multiprocessing
 import os
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -19,16 +17,12 @@ from bigload.loading.methods import Method
 from bigload.loading.settings import settings
 from bigload.parallel.folder_model import model_of
 from bigload.parallel.freed_memory import give_back
-from bigload.parallel.meeting import Meeting, environment, open_store
-from bigload.parallel.messages import pack
 from bigload.parallel.parallel_model import ParallelModel, ParallelReport
-from bigload.parallel.pool import WorkerPool
-from bigload.parallel.requests import Start, WorkerReport
 from bigload.parallel.skeleton import Skeleton, skeleton_of
 from bigload.parallel.stored_tensors import open_stored
 from bigload.parallel.tensor_parallel import plan_tensor_parallel
 from bigload.parallel.tensor_parallel_plan import TensorParallelPlan
-from bigload.parallel.weight_sharing import WeightSharing
+from bigload.parallel.worker_start import WantedWorkers, start_workers
 from bigload.planning.partition import MAX_RANKS
 from bigload.units import format_size
 
@@ -119,7 +113,7 @@ def parallelize(
         plan = plan_tensor_parallel(model, num_gpus, custom_policies=custom_policies, example=example)
     give_back()
     skeleton, weights = skeleton_of(model)
-    wanted = _Wanted(
+    wanted = WantedWorkers(
         num_workers=num_gpus,
         skeleton=skeleton,
         plan=plan,
@@ -136,67 +130,10 @@ def parallelize(
     if wanted.checkpoint is not None:
         _check_has_all(skeleton, wanted.checkpoint, type(model).__name__)
     del weights
-    pool, store, workers = _started(wanted, shared)
+    pool, store, workers = start_workers(wanted, shared)
     report = ParallelReport(workers=workers, notes=plan.notes, seconds=time.perf_counter() - began)
     _tell(report, plan, verbose)
     return ParallelModel(model, pool, report, methods=called, timeout=timeout, resources=store)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Wanted:
-    """Workers that are to be started."""
-
-    num_workers: int
-    skeleton: Skeleton
-    plan: TensorParallelPlan
-    checkpoint: Path | None
-    method: Method | str | None
-    dtype: torch.dtype | None
-    backend: str
-    address: str
-    port: int | None
-    daemon: bool
-    timeout_seconds: float
-
-
-def _started(
-    wanted: _Wanted, shared: Mapping[int, torch.Tensor]
-) -> tuple[WorkerPool, object, tuple[WorkerReport, ...]]:
-    """Return workers that are ready, the store by which they met, and how they started."""
-    num_threads = max(1, torch.get_num_threads() // wanted.num_workers)
-    with ExitStack() as undo:
-        store = open_store(wanted.address, wanted.port)
-        sharing = WeightSharing()
-        undo.callback(sharing.close)
-        pool = WorkerPool(
-            wanted.num_workers,
-            environment=environment(wanted.address, wanted.backend, wanted.num_workers, num_threads),
-            inherit=(sharing.descriptor,),
-            daemon=wanted.daemon,
-        )
-        undo_pool = undo.enter_context(ExitStack())
-        undo_pool.callback(pool.end, "they could not be started")
-        start = Start(
-            meeting=Meeting(
-                address=wanted.address,
-                port=store.port,
-                backend=wanted.backend,
-                size=wanted.num_workers,
-                timeout_seconds=wanted.timeout_seconds,
-            ),
-            skeleton=wanted.skeleton,
-            plan=wanted.plan,
-            shared=sharing.share(shared),
-            checkpoint=wanted.checkpoint,
-            method=wanted.method,
-            dtype=wanted.dtype,
-            default_dtype=torch.get_default_dtype(),
-            num_threads=num_threads,
-            seed=torch.initial_seed(),
-        )
-        answers = pool.ask(pack(start), "starting", timeout=wanted.timeout_seconds)
-        undo_pool.pop_all()
-    return pool, store, tuple(each for each in answers if isinstance(each, WorkerReport))
 
 
 def _check_options(num_gpus: int, backend: str, *, verbose: str | None, init_method: str, port: int | None) -> None:
