@@ -43,6 +43,7 @@ if TYPE_CHECKING:  # `as` marks them as public to type checkers
     from bigload.errors import LegacyPickleError as LegacyPickleError
     from bigload.errors import LoadError as LoadError
     from bigload.errors import LoadOptionError as LoadOptionError
+    from bigload.errors import MainProcessFailedError as MainProcessFailedError
     from bigload.errors import ManifestNotFoundError as ManifestNotFoundError
     from bigload.errors import MissingPackageError as MissingPackageError
     from bigload.errors import ModelNotSendableError as ModelNotSendableError
@@ -59,6 +60,8 @@ if TYPE_CHECKING:  # `as` marks them as public to type checkers
     from bigload.errors import PlanNotFoundError as PlanNotFoundError
     from bigload.errors import PlanOptionError as PlanOptionError
     from bigload.errors import Problem as Problem
+    from bigload.errors import ProcessControlError as ProcessControlError
+    from bigload.errors import ProcessOptionError as ProcessOptionError
     from bigload.errors import QuantisedParameterError as QuantisedParameterError
     from bigload.errors import RankError as RankError
     from bigload.errors import ReadError as ReadError
@@ -90,14 +93,33 @@ if TYPE_CHECKING:  # `as` marks them as public to type checkers
     from bigload.loading.methods import Method as Method
     from bigload.loading.report import LoadReport as LoadReport
     from bigload.loading.slices import Slice as Slice
+    from bigload.parallel.barriers import check_trigger as check_trigger
+    from bigload.parallel.barriers import set_trigger as set_trigger
+    from bigload.parallel.barriers import wait_for_everyone as wait_for_everyone
+    from bigload.parallel.main_first import local_main_process_first as local_main_process_first
+    from bigload.parallel.main_first import main_process_first as main_process_first
+    from bigload.parallel.one_process import on_last_process as on_last_process
+    from bigload.parallel.one_process import on_local_main_process as on_local_main_process
+    from bigload.parallel.one_process import on_local_process as on_local_process
+    from bigload.parallel.one_process import on_main_process as on_main_process
+    from bigload.parallel.one_process import on_process as on_process
     from bigload.parallel.parallel_model import ParallelModel as ParallelModel
     from bigload.parallel.parallel_model import ParallelReport as ParallelReport
     from bigload.parallel.parallelize import parallelize as parallelize
+    from bigload.parallel.processes import is_last_process as is_last_process
+    from bigload.parallel.processes import is_local_main_process as is_local_main_process
+    from bigload.parallel.processes import is_main_process as is_main_process
+    from bigload.parallel.processes import local_process_index as local_process_index
+    from bigload.parallel.processes import num_processes as num_processes
+    from bigload.parallel.processes import print as print  # noqa: A004
+    from bigload.parallel.processes import process_index as process_index
     from bigload.parallel.rank_loading import LoadedParts as LoadedParts
     from bigload.parallel.rank_loading import load_parts as load_parts
     from bigload.parallel.rank_loading import load_sharded as load_sharded
     from bigload.parallel.rank_report import RankLoadReport as RankLoadReport
     from bigload.parallel.requests import WorkerReport as WorkerReport
+    from bigload.parallel.saving import save as save
+    from bigload.parallel.splitting import split_between_processes as split_between_processes
     from bigload.planning.budget import MemoryBudget as MemoryBudget
     from bigload.planning.certificate import Certificate as Certificate
     from bigload.planning.certificate import Verdict as Verdict
@@ -181,8 +203,17 @@ if TYPE_CHECKING:  # `as` marks them as public to type checkers
 
 _HOMES = {
     "bigload.bench.bench_load": ("bench_load",),
-    "bigload.bench.report": ("BenchReport", "StrategyResult"),
-    "bigload.checkpoint.model": ("Checkpoint", "CheckpointWarning", "Shard", "Span", "TensorInfo"),
+    "bigload.bench.report": (
+        "BenchReport",
+        "StrategyResult",
+    ),
+    "bigload.checkpoint.model": (
+        "Checkpoint",
+        "CheckpointWarning",
+        "Shard",
+        "Span",
+        "TensorInfo",
+    ),
     "bigload.checkpoint.source": ("open_checkpoint",),
     "bigload.devices": ("Device",),
     "bigload.dtypes": ("DType",),
@@ -202,6 +233,7 @@ _HOMES = {
         "LegacyPickleError",
         "LoadError",
         "LoadOptionError",
+        "MainProcessFailedError",
         "ManifestNotFoundError",
         "MissingPackageError",
         "ModelNotSendableError",
@@ -218,6 +250,8 @@ _HOMES = {
         "PlanNotFoundError",
         "PlanOptionError",
         "Problem",
+        "ProcessControlError",
+        "ProcessOptionError",
         "QuantisedParameterError",
         "RankError",
         "ReadError",
@@ -236,26 +270,89 @@ _HOMES = {
         "WriteError",
     ),
     "bigload.layouts.offload_reader": ("OffloadFolder",),
-    "bigload.layouts.rank_slices": ("RanksFolder", "read_ranks"),
-    "bigload.layouts.reshard": ("ReshardReport", "reshard"),
-    "bigload.layouts.verify": ("FileProblem", "VerifyReport", "verify"),
+    "bigload.layouts.rank_slices": (
+        "RanksFolder",
+        "read_ranks",
+    ),
+    "bigload.layouts.reshard": (
+        "ReshardReport",
+        "reshard",
+    ),
+    "bigload.layouts.verify": (
+        "FileProblem",
+        "VerifyReport",
+        "verify",
+    ),
     "bigload.loading.bytesource": ("ByteSource",),
     "bigload.loading.events": ("Progress",),
-    "bigload.loading.load": ("LoadedTensors", "load"),
+    "bigload.loading.load": (
+        "LoadedTensors",
+        "load",
+    ),
     "bigload.loading.methods": ("Method",),
     "bigload.loading.report": ("LoadReport",),
     "bigload.loading.slices": ("Slice",),
-    "bigload.parallel.parallel_model": ("ParallelModel", "ParallelReport"),
+    "bigload.parallel.barriers": (
+        "check_trigger",
+        "set_trigger",
+        "wait_for_everyone",
+    ),
+    "bigload.parallel.main_first": (
+        "local_main_process_first",
+        "main_process_first",
+    ),
+    "bigload.parallel.one_process": (
+        "on_last_process",
+        "on_local_main_process",
+        "on_local_process",
+        "on_main_process",
+        "on_process",
+    ),
+    "bigload.parallel.parallel_model": (
+        "ParallelModel",
+        "ParallelReport",
+    ),
     "bigload.parallel.parallelize": ("parallelize",),
-    "bigload.parallel.rank_loading": ("LoadedParts", "load_parts", "load_sharded"),
+    "bigload.parallel.processes": (
+        "is_last_process",
+        "is_local_main_process",
+        "is_main_process",
+        "local_process_index",
+        "num_processes",
+        "print",
+        "process_index",
+    ),
+    "bigload.parallel.rank_loading": (
+        "LoadedParts",
+        "load_parts",
+        "load_sharded",
+    ),
     "bigload.parallel.rank_report": ("RankLoadReport",),
     "bigload.parallel.requests": ("WorkerReport",),
+    "bigload.parallel.saving": ("save",),
+    "bigload.parallel.splitting": ("split_between_processes",),
     "bigload.planning.budget": ("MemoryBudget",),
-    "bigload.planning.certificate": ("Certificate", "Verdict"),
-    "bigload.planning.choices": ("Balance", "Experts", "NameScheme", "Order", "Policy"),
+    "bigload.planning.certificate": (
+        "Certificate",
+        "Verdict",
+    ),
+    "bigload.planning.choices": (
+        "Balance",
+        "Experts",
+        "NameScheme",
+        "Order",
+        "Policy",
+    ),
     "bigload.planning.partition": ("Division",),
-    "bigload.planning.plan": ("DeviceUse", "Plan", "PlanNote"),
-    "bigload.planning.plan_file": ("read_plan", "write_plan"),
+    "bigload.planning.plan": (
+        "DeviceUse",
+        "Plan",
+        "PlanNote",
+    ),
+    "bigload.planning.plan_file": (
+        "read_plan",
+        "write_plan",
+    ),
     "bigload.planning.planner": ("plan",),
     "bigload.runtime.align_devices": (
         "AlignDevicesHook",
@@ -264,12 +361,32 @@ _HOMES = {
         "attach_execution_device_hook",
     ),
     "bigload.runtime.auto_device_map": ("infer_auto_device_map",),
-    "bigload.runtime.checkpoints": ("load_checkpoint_in_model", "load_state_dict"),
-    "bigload.runtime.cpu_offload_hooks": ("CpuOffload", "UserCpuOffloadHook"),
-    "bigload.runtime.device_maps": ("check_device_map", "clean_device_map"),
-    "bigload.runtime.device_memory": ("get_balanced_memory", "get_max_memory"),
-    "bigload.runtime.dispatch": ("cpu_offload", "cpu_offload_with_hook", "disk_offload", "dispatch_model"),
-    "bigload.runtime.dispatched_loading": ("load_and_dispatch", "load_checkpoint_and_dispatch"),
+    "bigload.runtime.checkpoints": (
+        "load_checkpoint_in_model",
+        "load_state_dict",
+    ),
+    "bigload.runtime.cpu_offload_hooks": (
+        "CpuOffload",
+        "UserCpuOffloadHook",
+    ),
+    "bigload.runtime.device_maps": (
+        "check_device_map",
+        "clean_device_map",
+    ),
+    "bigload.runtime.device_memory": (
+        "get_balanced_memory",
+        "get_max_memory",
+    ),
+    "bigload.runtime.dispatch": (
+        "cpu_offload",
+        "cpu_offload_with_hook",
+        "disk_offload",
+        "dispatch_model",
+    ),
+    "bigload.runtime.dispatched_loading": (
+        "load_and_dispatch",
+        "load_checkpoint_and_dispatch",
+    ),
     "bigload.runtime.fallback": ("fallback_allocate",),
     "bigload.runtime.hooks": (
         "ModelHook",
@@ -278,8 +395,14 @@ _HOMES = {
         "remove_hook_from_module",
         "remove_hook_from_submodules",
     ),
-    "bigload.runtime.layerwise_casting": ("LayerwiseCastingHook", "attach_layerwise_casting_hooks"),
-    "bigload.runtime.meta": ("init_empty_weights", "init_on_device"),
+    "bigload.runtime.layerwise_casting": (
+        "LayerwiseCastingHook",
+        "attach_layerwise_casting_hooks",
+    ),
+    "bigload.runtime.meta": (
+        "init_empty_weights",
+        "init_on_device",
+    ),
     "bigload.runtime.module_sizes": (
         "calculate_maximum_sizes",
         "compute_module_sizes",
@@ -313,7 +436,10 @@ _HOMES = {
         "get_state_dict_offloaded_model",
         "load_offloaded_weights",
     ),
-    "bigload.runtime.sending": ("find_device", "send_to_device"),
+    "bigload.runtime.sending": (
+        "find_device",
+        "send_to_device",
+    ),
     "bigload.runtime.stored_weights": ("StoredWeights",),
     "bigload.runtime.tied_parameters": (
         "check_tied_parameters_in_config",
@@ -325,7 +451,8 @@ _HOMES = {
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
-__all__ = ["__version__", *_HOME_OF]  # noqa: PLE0604 - every item is text
+# `from bigload import *` is not to change what a program prints with.
+__all__ = ["__version__", *(name for name in _HOME_OF if name != "print")]  # noqa: PLE0604 - every item is text
 
 
 if not TYPE_CHECKING:  # a type checker that saw it would believe in any name
@@ -340,4 +467,4 @@ if not TYPE_CHECKING:  # a type checker that saw it would believe in any name
 
 
 def __dir__() -> list[str]:
-    return sorted(__all__)
+    return sorted({*__all__, *_HOME_OF})

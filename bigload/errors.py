@@ -36,6 +36,7 @@
     │   ├── NoOffloadFolderError         weights for the disk, and no place there (ValueError)
     │   └── DispatchedModelError         a model that hooks hold in its places (RuntimeError)
     ├── RankError                        another process of a team failed
+    │   └── MainProcessFailedError       in what it does before the others
     ├── ParallelError                    a model spread over workers
     │   ├── ParallelOptionError          an argument that cannot be       (ValueError)
     │   ├── ModelNotSendableError        workers cannot make it again     (TypeError)
@@ -44,6 +45,8 @@
     │   ├── WorkerTimeoutError           no answer in time                (TimeoutError)
     │   ├── WorkersDisagreeError         answers that differ              (RuntimeError)
     │   └── WorkersEndedError            called when they are gone        (RuntimeError)
+    ├── ProcessControlError              processes that cannot wait for each other (RuntimeError)
+    ├── ProcessOptionError               an argument or variable about processes that cannot be (ValueError)
     ├── BenchOptionError                 a bench of what cannot be measured together (ValueError)
     └── MissingPackageError              what was asked for needs a package that is not installed (ImportError)
 
@@ -412,6 +415,36 @@ class ParallelOptionError(ParallelError, ValueError):
 
     def __init__(self, name: str, value: object, expected: str, *, hint: str | None = None) -> None:
         super().__init__(f"{name} is {value!r:.80}; expected {expected}", hint=hint)
+        self.name = name
+        self.value = value
+
+
+class MainProcessFailedError(RankError):
+    """Process `rank`, which others wait for in `function`, failed there; `reason` is what it raised.
+
+    `traceback` has the last lines of where, as Python shows it.
+    """
+
+    def __init__(self, rank: int, reason: str, *, function: str, traceback: Sequence[str] = ()) -> None:
+        message = f"process {rank} failed in {function}, where the others wait for it: {reason}"
+        hint = "see what it said; the others stopped because of it"
+        BigloadError.__init__(self, message, details=[f"{rank}: {line}" for line in traceback], hint=hint)
+        self.rank = rank
+        self.reason = reason
+        self.function = function
+        self.traceback = tuple(traceback)
+
+
+class ProcessControlError(BigloadError, RuntimeError):
+    """Processes cannot wait for each other: they do not know each other, or would wait for ever."""
+
+
+class ProcessOptionError(BigloadError, ValueError):
+    """An argument about processes, or a variable of a launcher, has a value that cannot be; `name` is which."""
+
+    def __init__(self, name: str, value: object, expected: str) -> None:
+        found = "is not given" if value is None else f'is "{value!s:.80}"'
+        super().__init__(f"{name} {found}; expected {expected}")
         self.name = name
         self.value = value
 

@@ -1,4 +1,5 @@
 import ast
+import builtins
 import inspect
 import re
 from importlib import import_module
@@ -9,7 +10,7 @@ import pytest
 
 import bigload
 
-PUBLIC = [name for name in bigload.__all__ if name != "__version__"]
+PUBLIC = list(bigload._HOME_OF)
 
 
 def type_checking_imports():
@@ -51,8 +52,9 @@ def test_what_has_many_arguments_explains_each(name):
     assert len(named) < 3 or silent == []
 
 
-def test_star_and_dir_give_the_public_names():
-    assert dir(bigload) == sorted(bigload.__all__)
+def test_star_and_dir_give_the_public_names_and_star_leaves_the_builtins_alone():
+    assert dir(bigload) == sorted([*PUBLIC, "__version__"])
+    assert set(dir(bigload)) - set(bigload.__all__) == {"print"} == set(PUBLIC) & set(dir(builtins))
 
 
 def test_every_public_error_is_a_bigload_error_and_every_error_is_public():

@@ -1,0 +1,99 @@
+"""What a launcher says in the environment of the processes that it starts: how many there are, and which is this one.
+
+Read from the documents of torchrun, Open MPI (`mpirun`), MPICH and Intel MPI (`mpiexec`), and Slurm (`srun`). With
+Slurm, the number of tasks is that of the step: a batch script is one process of an allocation for many.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+from bigload.errors import ProcessOptionError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launcher:
+    """Names of the variables of one launcher; `node`, the number of the host, is not told by all."""
+
+    rank: str
+    size: str
+    local_rank: str
+    node: str | None = None
+
+
+TORCHRUN = Launcher(rank="RANK", size="WORLD_SIZE", local_rank="LOCAL_RANK", node="GROUP_RANK")
+LAUNCHERS = (
+    TORCHRUN,
+    Launcher(rank="OMPI_COMM_WORLD_RANK", size="OMPI_COMM_WORLD_SIZE", local_rank="OMPI_COMM_WORLD_LOCAL_RANK"),
+    Launcher(rank="PMI_RANK", size="PMI_SIZE", local_rank="MPI_LOCALRANKID"),
+    Launcher(rank="SLURM_PROCID", size="SLURM_STEP_NUM_TASKS", local_rank="SLURM_LOCALID", node="SLURM_NODEID"),
+)
+"""In the order in which they are asked: torchrun may run in a step of Slurm, and not the other way round."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Which process this is.
+
+    Attributes:
+        rank: Its number among all, from 0 on.
+        size: How many there are.
+        local_rank: Its number on its host, `None` where that is not told.
+        node: What tells its host from others in this job, `None` where that is not told.
+    """
+
+    rank: int
+    size: int
+    local_rank: int | None
+    node: str | None
+
+
+def launched_place() -> Place | None:
+    """Return the place that a launcher gave to this process, `None` if none did.
+
+    Raises:
+        ProcessOptionError: a variable is no such number, or is missing where another one is set.
+    """
+    for launcher in LAUNCHERS:
+        size = _number(launcher.size)
+        if size is not None:
+            rank = _number(launcher.rank)
+            if rank is None or rank >= size:
+                expected = f"the number of this process, below {launcher.size}={size}"
+                raise ProcessOptionError(launcher.rank, rank, expected)
+            return Place(rank=rank, size=size, local_rank=_number(launcher.local_rank), node=_node(launcher))
+    return None
+
+
+def local_place(rank: int, size: int) -> Place:
+    """Return what is told of the host of process `rank` of `size`, which is this one.
+
+    Processes that were not started by the launcher inherit its variables from their parent, so only those count that
+    come with this rank and size. LOCAL_RANK alone, as programs set it that start processes themselves, counts too.
+
+    Raises:
+        ProcessOptionError: a variable is no such number.
+    """
+    for launcher in LAUNCHERS:
+        told = (_number(launcher.rank), _number(launcher.size))
+        local_rank = _number(launcher.local_rank)
+        if local_rank is not None and (told == (rank, size) or (launcher is TORCHRUN and told == (None, None))):
+            node = _node(launcher) if told != (None, None) else None
+            return Place(rank=rank, size=size, local_rank=local_rank, node=node)
+    return Place(rank=rank, size=size, local_rank=None, node=None)
+
+
+def _node(launcher: Launcher) -> str | None:
+    number = _number(launcher.node) if launcher.node is not None else None
+    return None if number is None else f"{launcher.node}={number}"
+
+
+def _number(name: str) -> int | None:
+    """Return the number that a variable holds; one that is empty is not set."""
+    text = os.environ.get(name, "").strip()
+    if not text:
+        return None
+    if not (text.isascii() and text.isdigit()):
+        raise ProcessOptionError(name, text, "a number that is not negative")
+    return int(text)
