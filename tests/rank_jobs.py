@@ -1,19 +1,20 @@
 """What ranks do in tests of tensor parallelism; each job returns what it found, in JSON's values."""
 
 import torch
-from parallel_models import MODELS, example
+from torch.distributed import get_rank, get_world_size
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from bigload.errors import PartitionError
 from bigload.parallel.draft import sliced
 from bigload.parallel.tensor_parallel import apply_tensor_parallel, placed, plan_tensor_parallel
+from parallel_models import MODELS, example
 
 
-def divided_models(rank, size):
+def divided_models():
     """Divide each model and compare what it then is and does with what it was."""
-    mesh = init_device_mesh("cpu", (size,))
-    return {name: _divided(make, mesh, rank) for name, make in MODELS.items()}
+    mesh = init_device_mesh("cpu", (get_world_size(),))
+    return {name: _divided(make, mesh, get_rank()) for name, make in MODELS.items()}
 
 
 def _divided(make, mesh, rank):
@@ -29,9 +30,7 @@ def _divided(make, mesh, rank):
     return {
         "difference": _difference(found, expected),
         "inferred": _difference(inferred, expected),
-        "shapes": all(
-            tuple(_local(value).shape) == plan.local_shape(name, rank) for name, value in parameters.items()
-        ),
+        "shapes": all(tuple(_local(value).shape) == plan.local_shape(name, rank) for name, value in parameters.items()),
         "values": all(
             torch.equal(_local(value), sliced(whole[name], plan.division(name), rank))
             for name, value in parameters.items()
@@ -44,12 +43,15 @@ def _divided(make, mesh, rank):
         "num_placed": sum(isinstance(value, DTensor) for value in parameters.values()),
         "num_divided": sum(division.dim is not None for division in plan.divisions.values()),
         "ties": len(whole) - len({id(parameter) for parameter in parameters.values()}),
-        "storage": max(_local(value).untyped_storage().nbytes() // 4 / _local(value).numel() for value in parameters.values()),
+        "storage": max(
+            _local(value).untyped_storage().nbytes() // 4 / _local(value).numel() for value in parameters.values()
+        ),
     }
 
 
-def filled_on_meta(rank, size):
+def filled_on_meta():
     """Divide a model on the meta device, fill it, and compare it with the whole."""
+    rank, size = get_rank(), get_world_size()
     mesh = init_device_mesh("cpu", (size,))
     make = MODELS["fused"]
     model = make()
@@ -68,8 +70,9 @@ def filled_on_meta(rank, size):
     return {"is_meta": is_meta, "difference": _difference(part(**example()), expected)}
 
 
-def refused(rank, size):
+def refused():
     """Return what is said of plans that are not for this model or these ranks."""
+    size = get_world_size()
     mesh = init_device_mesh("cpu", (size,))
     plan = plan_tensor_parallel(MODELS["heads"](), size, example=example())
     other = plan_tensor_parallel(MODELS["heads"](), size + 1, example=example())
@@ -92,5 +95,5 @@ def _difference(found, expected):
     return float((found.detach() - expected.detach()).abs().max() / expected.detach().abs().max())
 
 
-def all_jobs(rank, size):
-    return {"divided": divided_models(rank, size), "meta": filled_on_meta(rank, size), "refused": refused(rank, size)}
+def all_jobs():
+    return {"divided": divided_models(), "meta": filled_on_meta(), "refused": refused()}

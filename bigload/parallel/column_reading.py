@@ -3,6 +3,9 @@
 Runs with a page or more between them are read one by one, and so no bytes that nobody wants; others with what lies
 between, which costs less than another call. Both go through the page cache: the ranks of a host want parts of the same
 pages, and the disk is asked for them once.
+
+Measured with 4 ranks on 2 cores, columns of 5.5 KB, 0.6 GB of matrices: by runs 0.30 to 0.33 s from the disk and
+0.11 to 0.12 s from memory, by whole rows 0.33 to 0.43 and 0.09 to 0.19. As fast, then, for a quarter of the bytes.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from bigload.checkpoint.model import Checkpoint
-from bigload.errors import UnknownTensorError, UnsupportedDTypeError
+from bigload.errors import LoadOptionError, UnknownTensorError, UnsupportedDTypeError
 from bigload.loading.accelerators import check_present
 from bigload.loading.approach import Approach
 from bigload.loading.assign import Assignment
@@ -99,16 +99,16 @@ def load_sharded(
     """
     began = time.perf_counter()
     with present_team() as team:
+        how, place = together(team, lambda: (settings(threads, method, max_inflight), _device(device)))
         plan = ModelPart(
             model=model,
             divisions=divisions or {},
             rank=team.rank if rank is None else rank,
             names=names or {},
-            device=torch.device("cpu" if device is None else device),
+            device=place,
             strict=strict,
             is_alone=team.size == 1,
         )
-        how = together(team, lambda: settings(threads, method, max_inflight))
         fill: _Fill
         if broadcast_from_rank0 and isinstance(team, TorchTeam):
             stored = _told_by_rank_0(checkpoint, team)
@@ -122,6 +122,13 @@ def load_sharded(
         tensors, report = together(team, lambda: _loaded(stored, parts, fill, team.rank, began))
         assign_local(model, [assignment for assignment, _ in places], tensors)
         return tuple(team.share(report))
+
+
+def _device(device: str | torch.device | None) -> torch.device:
+    try:
+        return torch.device("cpu" if device is None else device)
+    except RuntimeError as error:
+        raise LoadOptionError("device", str(device), f"a device ({str(error).splitlines()[0]:.200})") from None
 
 
 def _told_by_rank_0(checkpoint: Checkpoint | str | Path, team: TorchTeam) -> StoredTensors:
@@ -195,7 +202,7 @@ def load_parts(
     """
     began = time.perf_counter()
     how, wanted = settings(threads, method, max_inflight), parsed_dtype(dtype)
-    place = torch.device(device)
+    place = _device(device)
     check_present(str(place))
     stored = open_stored(checkpoint)
     if unknown := [name for name in divisions if name not in stored.tensors]:

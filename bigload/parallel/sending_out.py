@@ -113,9 +113,10 @@ def send_out(
         places.setdefault(tensor.part.stored.name, []).append(tensor)
     failure: Exception | None = None
     approach, read_bytes = None, 0
-    for batch in batches(sent):
-        num_bytes = batch[-1].at + batch[-1].num_bytes
-        memory = torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
+    planned = [(batch, batch[-1].at + batch[-1].num_bytes) for batch in batches(sent)]
+    block = torch.empty(max((size for _, size in planned), default=0), dtype=torch.uint8, device="cpu")
+    for batch, num_bytes in planned:
+        memory = block[:num_bytes]
         if team.rank == 0:
             try:
                 approach, count = _read(checkpoint, batch, memory, how)

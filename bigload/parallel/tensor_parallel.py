@@ -12,13 +12,15 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 from bigload.errors import PartitionError
 from bigload.parallel.draft import sliced
-from bigload.parallel.placements import placed as placed
+from bigload.parallel.placements import placed
 from bigload.parallel.plan_drafting import drafted
 from bigload.parallel.policies import read_policies
 from bigload.parallel.rehearsal import cut_arguments
 from bigload.parallel.styles import STYLES
 from bigload.parallel.tensor_parallel_plan import TensorParallelPlan
 from bigload.planning.partition import MAX_RANKS, WHOLE
+
+__all__ = ["apply_tensor_parallel", "placed", "plan_tensor_parallel"]
 
 
 def plan_tensor_parallel(
@@ -107,11 +109,8 @@ def _check(model: nn.Module, plan: TensorParallelPlan, mesh: DeviceMesh) -> None
 
 def _styles(model: nn.Module, plan: TensorParallelPlan) -> dict[str, object]:
     """Return the style of each module, once for modules with several names."""
-    by_module = {id(model.get_submodule(name)): name for name in reversed(plan.styles)}
-    return {
-        name: STYLES[plan.styles[name]](plan.division(f"{name}.weight"))
-        for name in by_module.values()
-    }
+    by_module = {id(model.get_submodule(name)): name for name in reversed(list(plan.styles))}
+    return {name: STYLES[plan.styles[name]](plan.division(f"{name}.weight")) for name in by_module.values()}
 
 
 def _divide_parameters(model: nn.Module, plan: TensorParallelPlan, mesh: DeviceMesh, rank: int) -> None:

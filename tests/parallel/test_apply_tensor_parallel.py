@@ -1,4 +1,5 @@
 import pytest
+
 from parallel_models import MODELS
 from rank_jobs import all_jobs
 from rank_processes import run_ranks
@@ -6,7 +7,7 @@ from rank_processes import run_ranks
 
 @pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.slow)])
 def found(request):
-    return run_ranks(all_jobs, request.param)
+    return run_ranks(request.param, all_jobs)
 
 
 @pytest.mark.parametrize("name", MODELS)

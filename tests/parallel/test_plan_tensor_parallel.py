@@ -2,6 +2,11 @@ import pickle
 
 import pytest
 import torch
+from torch import nn
+
+from bigload.errors import PartitionError
+from bigload.parallel.tensor_parallel import plan_tensor_parallel
+from bigload.planning.partition import WHOLE, Division
 from parallel_models import (
     HEADS,
     ROWS,
@@ -18,11 +23,6 @@ from parallel_models import (
     three_heads,
     two_key_heads,
 )
-from torch import nn
-
-from bigload.errors import PartitionError
-from bigload.parallel.tensor_parallel import plan_tensor_parallel
-from bigload.planning.partition import WHOLE, Division
 
 HALVES = (((0, 12),), ((12, 24),))
 

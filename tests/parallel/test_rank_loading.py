@@ -272,8 +272,9 @@ def test_all_that_is_wrong_is_found_before_a_byte_is_read(folder, monkeypatch):
         load_sharded(empty(), folder, divisions={"nobody": Division()})
     with pytest.raises(LoadOptionError, match=r"the division of down\.weight"):
         load_sharded(empty(), folder, divisions={"down.weight": Division(1, (((0, 1),),))}, rank=3)
-    with pytest.raises(LoadOptionError, match="device"):
-        load_sharded(empty(), folder, device="cuda:99")
+    for device in ("cuda:99", "nonsense"):
+        with pytest.raises(LoadOptionError, match=f'device is "{device}"'):
+            load_sharded(empty(), folder, device=device)
     assert model.up.weight.is_meta
 
 
