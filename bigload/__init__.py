@@ -53,6 +53,7 @@ if TYPE_CHECKING:  # `as` marks them as public to type checkers
     from bigload.errors import NotEnoughSpaceError as NotEnoughSpaceError
     from bigload.errors import NotOffloadableError as NotOffloadableError
     from bigload.errors import OutputExistsError as OutputExistsError
+    from bigload.errors import ParallelCopyError as ParallelCopyError
     from bigload.errors import ParallelError as ParallelError
     from bigload.errors import ParallelOptionError as ParallelOptionError
     from bigload.errors import PartitionError as PartitionError
@@ -247,6 +248,7 @@ _HOMES = {
         "NotEnoughSpaceError",
         "NotOffloadableError",
         "OutputExistsError",
+        "ParallelCopyError",
         "ParallelError",
         "ParallelOptionError",
         "PartitionError",

@@ -58,8 +58,12 @@ def parallelize(
     Every call goes to all workers, which compute it together, and the answer of the first comes back on the CPU. Random
     numbers are drawn as if the model ran here: sampling with one seed gives the same tokens. Calls of several threads
     take turns. It is for inference: workers run the model in evaluation mode and without gradients. Caches of keys and
-    values stay in the workers; what is returned for one stands for it, and can be given to the next call. Workers have
-    the model as it is now: weights and settings that are changed later change nothing there.
+    values stay in the workers; what is returned for one stands for it, and can be given to the next call.
+
+    Workers have the model as it is now. What is changed in it later counts for nothing there: weights, their dtype,
+    hooks inside of it, its training mode. But a call takes along whether `torch.autocast` is on, and of models of
+    transformers `generation_config`, how attention is computed, and `use_cache`, `output_attentions`,
+    `output_hidden_states` and `return_dict` of the config.
 
     Arguments up to `daemon` are those of parallelformers. Without a checkpoint the weights of the model move, once,
     into memory that workers share with this process; the model keeps them, and whoever writes to one gets a copy of
@@ -104,11 +108,13 @@ def parallelize(
     _check_options(num_gpus, backend, verbose=verbose, init_method=init_method, port=master_port)
     settings(None, method, None)  # raises if there is no such method
     _check_seconds(timeout=timeout, start_timeout=start_timeout)
+    _check_kinds(model, example)
     if not isinstance(model, nn.Module):
         checkpoint = model if checkpoint is None else checkpoint
         model = model_of(Path(model))
     _check_not_parallel(model)
     called = _methods(model, methods)
+    _warn_of_too_many(num_gpus, backend)
     with torch.inference_mode(mode=False), torch.enable_grad():  # the plan is found by what flows back
         plan = plan_tensor_parallel(model, num_gpus, custom_policies=custom_policies, example=example)
     give_back()
@@ -160,6 +166,16 @@ def _check_options(num_gpus: int, backend: str, *, verbose: str | None, init_met
         )
 
 
+def _warn_of_too_many(num_workers: int, backend: str) -> None:
+    num_cores = len(os.sched_getaffinity(0))
+    if backend == "gloo" and num_workers > num_cores:
+        _log.warning(
+            "%d workers take turns on %d cores: more than one for each core makes starts and calls slower",
+            num_workers,
+            num_cores,
+        )
+
+
 def _check_not_imported_again() -> None:
     """Raise in a process that multiprocessing has spawned for something else, and that imports the script meanwhile."""
     if getattr(multiprocessing.current_process(), "_inheriting", False):
@@ -172,8 +188,16 @@ def _check_not_imported_again() -> None:
 
 def _check_seconds(**limits: float | None) -> None:
     for name, seconds in limits.items():
-        if seconds is not None and not seconds > 0:
+        is_number = isinstance(seconds, int | float) and not isinstance(seconds, bool)
+        if seconds is not None and not (is_number and seconds > 0):
             raise ParallelOptionError(name, seconds, "more than 0 seconds, or None")
+
+
+def _check_kinds(model: object, example: object) -> None:
+    if not isinstance(model, nn.Module | str | os.PathLike):
+        raise ParallelOptionError("model", model, "a torch.nn.Module, or the path of a folder")
+    if example is not None and not (isinstance(example, Mapping) and all(isinstance(name, str) for name in example)):
+        raise ParallelOptionError("example", example, "arguments of a forward by name")
 
 
 def _check_not_parallel(model: nn.Module) -> None:
