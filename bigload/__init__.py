@@ -18,8 +18,15 @@ from bigload.version import __version__ as __version__
 
 if TYPE_CHECKING:  # `as` marks them as public to type checkers
     from bigload.bench.bench_load import bench_load as bench_load
+    from bigload.bench.bench_run import bench_run as bench_run
     from bigload.bench.report import BenchReport as BenchReport
     from bigload.bench.report import StrategyResult as StrategyResult
+    from bigload.bench.run_report import RunReport as RunReport
+    from bigload.bench.run_report import RunResult as RunResult
+    from bigload.bench.run_stats import RunStatsReport as RunStatsReport
+    from bigload.bench.run_stats import run_forwards as run_forwards
+    from bigload.bench.run_trace import run_trace as run_trace
+    from bigload.bench.run_trace import write_trace as write_trace
     from bigload.checkpoint.model import Checkpoint as Checkpoint
     from bigload.checkpoint.model import CheckpointWarning as CheckpointWarning
     from bigload.checkpoint.model import Shard as Shard
@@ -28,6 +35,7 @@ if TYPE_CHECKING:  # `as` marks them as public to type checkers
     from bigload.checkpoint.source import open_checkpoint as open_checkpoint
     from bigload.devices import Device as Device
     from bigload.dtypes import DType as DType
+    from bigload.errors import AlreadyDispatchedError as AlreadyDispatchedError
     from bigload.errors import BenchOptionError as BenchOptionError
     from bigload.errors import BigloadError as BigloadError
     from bigload.errors import BudgetError as BudgetError
@@ -52,6 +60,7 @@ if TYPE_CHECKING:  # `as` marks them as public to type checkers
     from bigload.errors import NotEnoughMemoryError as NotEnoughMemoryError
     from bigload.errors import NotEnoughSpaceError as NotEnoughSpaceError
     from bigload.errors import NotOffloadableError as NotOffloadableError
+    from bigload.errors import OffloadedTrainingError as OffloadedTrainingError
     from bigload.errors import OutputExistsError as OutputExistsError
     from bigload.errors import ParallelCopyError as ParallelCopyError
     from bigload.errors import ParallelError as ParallelError
@@ -157,6 +166,7 @@ if TYPE_CHECKING:  # `as` marks them as public to type checkers
     from bigload.runtime.dispatch import cpu_offload_with_hook as cpu_offload_with_hook
     from bigload.runtime.dispatch import disk_offload as disk_offload
     from bigload.runtime.dispatch import dispatch_model as dispatch_model
+    from bigload.runtime.dispatch_context import dispatch as dispatch
     from bigload.runtime.dispatched_loading import load_and_dispatch as load_and_dispatch
     from bigload.runtime.dispatched_loading import load_checkpoint_and_dispatch as load_checkpoint_and_dispatch
     from bigload.runtime.fallback import fallback_allocate as fallback_allocate
@@ -208,21 +218,17 @@ if TYPE_CHECKING:  # `as` marks them as public to type checkers
 
 _HOMES = {
     "bigload.bench.bench_load": ("bench_load",),
-    "bigload.bench.report": (
-        "BenchReport",
-        "StrategyResult",
-    ),
-    "bigload.checkpoint.model": (
-        "Checkpoint",
-        "CheckpointWarning",
-        "Shard",
-        "Span",
-        "TensorInfo",
-    ),
+    "bigload.bench.bench_run": ("bench_run",),
+    "bigload.bench.report": ("BenchReport", "StrategyResult"),
+    "bigload.bench.run_report": ("RunReport", "RunResult"),
+    "bigload.bench.run_stats": ("RunStatsReport", "run_forwards"),
+    "bigload.bench.run_trace": ("run_trace", "write_trace"),
+    "bigload.checkpoint.model": ("Checkpoint", "CheckpointWarning", "Shard", "Span", "TensorInfo"),
     "bigload.checkpoint.source": ("open_checkpoint",),
     "bigload.devices": ("Device",),
     "bigload.dtypes": ("DType",),
     "bigload.errors": (
+        "AlreadyDispatchedError",
         "BenchOptionError",
         "BigloadError",
         "BudgetError",
@@ -247,6 +253,7 @@ _HOMES = {
         "NotEnoughMemoryError",
         "NotEnoughSpaceError",
         "NotOffloadableError",
+        "OffloadedTrainingError",
         "OutputExistsError",
         "ParallelCopyError",
         "ParallelError",
@@ -276,37 +283,17 @@ _HOMES = {
         "WriteError",
     ),
     "bigload.layouts.offload_reader": ("OffloadFolder",),
-    "bigload.layouts.rank_slices": (
-        "RanksFolder",
-        "read_ranks",
-    ),
-    "bigload.layouts.reshard": (
-        "ReshardReport",
-        "reshard",
-    ),
-    "bigload.layouts.verify": (
-        "FileProblem",
-        "VerifyReport",
-        "verify",
-    ),
+    "bigload.layouts.rank_slices": ("RanksFolder", "read_ranks"),
+    "bigload.layouts.reshard": ("ReshardReport", "reshard"),
+    "bigload.layouts.verify": ("FileProblem", "VerifyReport", "verify"),
     "bigload.loading.bytesource": ("ByteSource",),
     "bigload.loading.events": ("Progress",),
-    "bigload.loading.load": (
-        "LoadedTensors",
-        "load",
-    ),
+    "bigload.loading.load": ("LoadedTensors", "load"),
     "bigload.loading.methods": ("Method",),
     "bigload.loading.report": ("LoadReport",),
     "bigload.loading.slices": ("Slice",),
-    "bigload.parallel.barriers": (
-        "check_trigger",
-        "set_trigger",
-        "wait_for_everyone",
-    ),
-    "bigload.parallel.main_first": (
-        "local_main_process_first",
-        "main_process_first",
-    ),
+    "bigload.parallel.barriers": ("check_trigger", "set_trigger", "wait_for_everyone"),
+    "bigload.parallel.main_first": ("local_main_process_first", "main_process_first"),
     "bigload.parallel.one_process": (
         "on_last_process",
         "on_local_main_process",
@@ -314,10 +301,7 @@ _HOMES = {
         "on_main_process",
         "on_process",
     ),
-    "bigload.parallel.parallel_model": (
-        "ParallelModel",
-        "ParallelReport",
-    ),
+    "bigload.parallel.parallel_model": ("ParallelModel", "ParallelReport"),
     "bigload.parallel.parallelize": ("parallelize",),
     "bigload.parallel.processes": (
         "is_last_process",
@@ -328,11 +312,7 @@ _HOMES = {
         "print",
         "process_index",
     ),
-    "bigload.parallel.rank_loading": (
-        "LoadedParts",
-        "load_parts",
-        "load_sharded",
-    ),
+    "bigload.parallel.rank_loading": ("LoadedParts", "load_parts", "load_sharded"),
     "bigload.parallel.rank_report": ("RankLoadReport",),
     "bigload.parallel.requests": ("WorkerReport",),
     "bigload.parallel.saving": ("save",),
@@ -340,27 +320,11 @@ _HOMES = {
     "bigload.parallel.tensor_parallel": ("apply_tensor_parallel", "plan_tensor_parallel"),
     "bigload.parallel.tensor_parallel_plan": ("LocalArgument", "TensorParallelPlan"),
     "bigload.planning.budget": ("MemoryBudget",),
-    "bigload.planning.certificate": (
-        "Certificate",
-        "Verdict",
-    ),
-    "bigload.planning.choices": (
-        "Balance",
-        "Experts",
-        "NameScheme",
-        "Order",
-        "Policy",
-    ),
+    "bigload.planning.certificate": ("Certificate", "Verdict"),
+    "bigload.planning.choices": ("Balance", "Experts", "NameScheme", "Order", "Policy"),
     "bigload.planning.partition": ("Division",),
-    "bigload.planning.plan": (
-        "DeviceUse",
-        "Plan",
-        "PlanNote",
-    ),
-    "bigload.planning.plan_file": (
-        "read_plan",
-        "write_plan",
-    ),
+    "bigload.planning.plan": ("DeviceUse", "Plan", "PlanNote"),
+    "bigload.planning.plan_file": ("read_plan", "write_plan"),
     "bigload.planning.planner": ("plan",),
     "bigload.runtime.align_devices": (
         "AlignDevicesHook",
@@ -369,32 +333,13 @@ _HOMES = {
         "attach_execution_device_hook",
     ),
     "bigload.runtime.auto_device_map": ("infer_auto_device_map",),
-    "bigload.runtime.checkpoints": (
-        "load_checkpoint_in_model",
-        "load_state_dict",
-    ),
-    "bigload.runtime.cpu_offload_hooks": (
-        "CpuOffload",
-        "UserCpuOffloadHook",
-    ),
-    "bigload.runtime.device_maps": (
-        "check_device_map",
-        "clean_device_map",
-    ),
-    "bigload.runtime.device_memory": (
-        "get_balanced_memory",
-        "get_max_memory",
-    ),
-    "bigload.runtime.dispatch": (
-        "cpu_offload",
-        "cpu_offload_with_hook",
-        "disk_offload",
-        "dispatch_model",
-    ),
-    "bigload.runtime.dispatched_loading": (
-        "load_and_dispatch",
-        "load_checkpoint_and_dispatch",
-    ),
+    "bigload.runtime.checkpoints": ("load_checkpoint_in_model", "load_state_dict"),
+    "bigload.runtime.cpu_offload_hooks": ("CpuOffload", "UserCpuOffloadHook"),
+    "bigload.runtime.device_maps": ("check_device_map", "clean_device_map"),
+    "bigload.runtime.device_memory": ("get_balanced_memory", "get_max_memory"),
+    "bigload.runtime.dispatch": ("cpu_offload", "cpu_offload_with_hook", "disk_offload", "dispatch_model"),
+    "bigload.runtime.dispatch_context": ("dispatch",),
+    "bigload.runtime.dispatched_loading": ("load_and_dispatch", "load_checkpoint_and_dispatch"),
     "bigload.runtime.fallback": ("fallback_allocate",),
     "bigload.runtime.hooks": (
         "ModelHook",
@@ -403,14 +348,8 @@ _HOMES = {
         "remove_hook_from_module",
         "remove_hook_from_submodules",
     ),
-    "bigload.runtime.layerwise_casting": (
-        "LayerwiseCastingHook",
-        "attach_layerwise_casting_hooks",
-    ),
-    "bigload.runtime.meta": (
-        "init_empty_weights",
-        "init_on_device",
-    ),
+    "bigload.runtime.layerwise_casting": ("LayerwiseCastingHook", "attach_layerwise_casting_hooks"),
+    "bigload.runtime.meta": ("init_empty_weights", "init_on_device"),
     "bigload.runtime.module_sizes": (
         "calculate_maximum_sizes",
         "compute_module_sizes",
@@ -444,10 +383,7 @@ _HOMES = {
         "get_state_dict_offloaded_model",
         "load_offloaded_weights",
     ),
-    "bigload.runtime.sending": (
-        "find_device",
-        "send_to_device",
-    ),
+    "bigload.runtime.sending": ("find_device", "send_to_device"),
     "bigload.runtime.stored_weights": ("StoredWeights",),
     "bigload.runtime.tied_parameters": (
         "check_tied_parameters_in_config",

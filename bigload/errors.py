@@ -34,7 +34,9 @@
     │   ├── QuantisedParameterError      a parameter that packs its values itself (TypeError)
     │   ├── StateDictMismatchError       module and checkpoint disagree   (ValueError)
     │   ├── NoOffloadFolderError         weights for the disk, and no place there (ValueError)
-    │   └── DispatchedModelError         a model that hooks hold in its places (RuntimeError)
+    │   ├── AlreadyDispatchedError       a model that has hooks is to get others (RuntimeError)
+    │   ├── DispatchedModelError         a model that hooks hold in its places (RuntimeError)
+    │   └── OffloadedTrainingError       a gradient for a weight that does not stay (RuntimeError)
     ├── RankError                        another process of a team failed
     │   └── MainProcessFailedError       in what it does before the others
     ├── ParallelError                    a model spread over workers
@@ -642,6 +644,31 @@ class DispatchedModelError(LoadError, RuntimeError):
             hint="dispatch it anew with another device map, or take bigload.get_state_dict_offloaded_model(model)",
         )
         self.parameters = tuple(parameters)
+
+
+class AlreadyDispatchedError(LoadError, RuntimeError):
+    """A model is to be dispatched for a while, but modules of it, `hooked`, have hooks."""
+
+    def __init__(self, model: str, hooked: Sequence[str]) -> None:
+        super().__init__(
+            f"{model} has hooks already, on {counted(len(hooked), 'module')}: it is dispatched, or offloaded",
+            details=[name or "(the model itself)" for name in hooked],
+            hint="leave the `with` statement that dispatched it, or call bigload.remove_hook_from_submodules(model)",
+        )
+        self.hooked = tuple(hooked)
+
+
+class OffloadedTrainingError(LoadError, RuntimeError):
+    """A gradient reached the weight `name`, which is offloaded and wants gradients."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(
+            f"a gradient has reached {name}, which is offloaded: it is there only while its module runs, and neither a "
+            "gradient of it nor what an optimizer made of it would be kept",
+            hint="freeze what is offloaded, with model.requires_grad_(False), and train adapters beside it; or keep "
+            "what is to be trained on a device, by the device map",
+        )
+        self.name = name
 
 
 class BenchOptionError(BigloadError, ValueError):

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-VERBS = ("", "inspect", "plan", "reshard", "verify", "bench-load")
+VERBS = ("", "inspect", "plan", "reshard", "verify", "bench-load", "bench-run", "run-stats")
 
 
 def main() -> None:

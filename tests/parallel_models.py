@@ -132,6 +132,19 @@ class Chosen(nn.Module):
         return functional.linear(functional.relu(functional.linear(x, self.up[0])), self.down[0])
 
 
+class Routed(nn.Module):
+    """Experts that are layers of their own, of which only the second is ever chosen."""
+
+    def __init__(self):
+        super().__init__()
+        self.experts = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.ReLU(), nn.Linear(2 * WIDTH, WIDTH)) for _ in range(3)
+        )
+
+    def forward(self, x, bias=None):
+        return self.experts[1](x)
+
+
 def shared_keys():
     return Attention(num_key_heads=1)
 

@@ -38,8 +38,7 @@ def run_ranks(size: int, function, *arguments: object, patience_seconds: int = P
 def main() -> None:
     """Fork the ranks, wait for all of them and print what they gave."""
     asked = json.loads(sys.argv[1])
-    import torch.distributed.fsdp  # before the forks: once for all
-    import torch.distributed.tensor.parallel
+    import torch.distributed.tensor.parallel  # before the forks: once for all
 
     import bigload.parallel.rank_loading  # noqa: F401
 

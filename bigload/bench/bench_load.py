@@ -102,7 +102,7 @@ def bench_load(
         raise BenchOptionError("peers are compared as the checkpoint is stored", hint="leave out --dtype or --peers")
     opened = checkpoint if isinstance(checkpoint, Checkpoint) else open_checkpoint(checkpoint)
     bench = _Bench(opened, cache, on_run, clock)
-    load_average = _load_average()
+    busy = load_average()
     checked = [bench.check(case) for case in cases]
     with ExitStack() as made:
         ready, absent = bench.ready_peers(device, checked[0].sha256, made) if peers else ({}, ())
@@ -135,7 +135,7 @@ def bench_load(
         cache=cache,
         cached=(min(least for least, _ in cached), max(largest for _, largest in cached)),
         left_in_cache=outcome.left_in_cache,
-        load_average=load_average,
+        load_average=busy,
         results=results,
         raw=raw_results,
         peers=tuple(peer_results),
@@ -209,7 +209,7 @@ class _Bench:
                 except CannotLoadError as error:
                     problem = str(error)
                 except Exception as error:
-                    problem = _problem(error)
+                    problem = short_problem(error)
             absent.append(
                 PeerResult(
                     name=peer.name,
@@ -254,7 +254,7 @@ class _Bench:
             measured=outcome.measured.get(peer.name),
             is_identical=ready.is_identical,
             limit=self._limit(memory, Method.READ, raw),
-            problem=None if failure is None else _problem(failure),
+            problem=None if failure is None else short_problem(failure),
         )
 
     def recommend(self, results: Sequence[StrategyResult], *, sizes: bool) -> Recommendation:
@@ -327,12 +327,14 @@ def _on(device: str, memory: MemoryKind) -> MemoryKind:
     return memory if device == "cpu" else MemoryKind.DEVICE
 
 
-def _problem(error: BaseException) -> str:
+def short_problem(error: BaseException) -> str:
+    """Return the first line of an error, and not too much of it."""
     text = f"{type(error).__name__}: {error}".strip().splitlines()[0]
     return text if len(text) <= _LONGEST_PROBLEM else f"{text[: _LONGEST_PROBLEM - 1]}…"
 
 
-def _load_average() -> float | None:
+def load_average() -> float | None:
+    """Return how many processes wanted a core over the last minute; `None` where the system does not tell."""
     try:
         return os.getloadavg()[0]
     except OSError:

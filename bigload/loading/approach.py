@@ -78,8 +78,8 @@ def settle(
             )
     waits_for_disk = choice.is_measured or choice.method is Method.DIRECT
     is_cast = any(want.is_cast for want in wanted)
-    usual = DISK_THREADS if waits_for_disk else default_threads() if is_cast else _copying_threads()
-    threads = _threads(chosen, num_bytes, usual=usual)
+    threads = DISK_THREADS if waits_for_disk else usual_threads(is_cast=is_cast)
+    threads = _threads(chosen, num_bytes, usual=threads)
     return Approach(
         method=choice.method,
         reason=choice.reason,
@@ -89,9 +89,12 @@ def settle(
     )
 
 
-def _copying_threads() -> int:
-    """Return how many threads read what is cached: two per core, for the kernel has each wait for fresh memory."""
-    return min(2 * len(os.sched_getaffinity(0)), DISK_THREADS)
+def usual_threads(*, is_cast: bool) -> int:
+    """Return how many threads read what is cached, if nobody says: two per core, for each waits for fresh memory.
+
+    Casting keeps a core busy by itself.
+    """
+    return default_threads() if is_cast else min(2 * len(os.sched_getaffinity(0)), DISK_THREADS)
 
 
 def _threads(chosen: LoadSettings, num_bytes: int, *, usual: int) -> int:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import errno
 import os
 import stat
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Protocol, Self
@@ -70,6 +71,12 @@ class PositionalReader(OpenFile):
 
     def __init__(self, path: Path, *, recorder: Recorder = NO_RECORDER) -> None:
         super().__init__(path, recorder=recorder)
+
+    def expect(self, ranges: Iterable[tuple[int, int]]) -> None:
+        """Have the system begin to bring these (start, stop) ranges into the page cache, all at once: a wish."""
+        for start, stop in ranges:
+            with suppress(OSError):  # some file systems know no wishes
+                os.posix_fadvise(self.descriptor, start, stop - start, os.POSIX_FADV_WILLNEED)
 
     def read_into(self, buffers: Sequence[memoryview], offset: int) -> None:
         """Fill all of `buffers`; see `ByteSource`."""

@@ -7,22 +7,17 @@ from collections.abc import Sequence
 import torch
 
 from bigload.loading.bytesource import ByteSource
-from bigload.loading.report import Recorder
 from bigload.loading.schedule import Piece, ReadJob
 from bigload.loading.tensors import Memory, torch_dtype
 from bigload.loading.transfers import Block, Transfers
 
 
 class DeviceStager:
-    """Delivers staged jobs to one accelerator by `Transfers` (`engine.Stager`)."""
+    """Delivers staged jobs to one accelerator by `transfers`, which it closes at the end (`engine.Stager`)."""
 
-    def __init__(
-        self, place: str, memory: Sequence[Memory], *, block_bytes: int, num_blocks: int, recorder: Recorder
-    ) -> None:
+    def __init__(self, memory: Sequence[Memory], transfers: Transfers) -> None:
         self._memory = memory
-        self._transfers = Transfers(
-            torch.device(place), block_bytes=block_bytes, num_blocks=num_blocks, recorder=recorder
-        )
+        self._transfers = transfers
 
     def carry(self, job: ReadJob, source: ByteSource) -> None:
         """Read the bytes of `job` into a block and enqueue the copies of its pieces."""
@@ -63,3 +58,13 @@ class DeviceStager:
                 stride_bytes=piece.stride,
                 dtype=stored,
             )
+
+
+class PassingStager(DeviceStager):
+    """Delivers staged jobs by transfers that others use as well: what it sent has arrived when `mark` says so."""
+
+    def finish(self) -> None:
+        """Wait for nothing."""
+
+    def close(self) -> None:
+        """Leave the transfers to the others."""

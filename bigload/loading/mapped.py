@@ -12,6 +12,7 @@ import ctypes
 import errno
 import mmap
 import os
+import time
 import weakref
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,10 +21,17 @@ from bigload.errors import ReadError
 from bigload.loading.bytesource import NO_RECORDER, OpenFile, ended_early, fill
 from bigload.loading.huge_pages import address_of, no_memory
 from bigload.loading.report import Phase, Recorder
+from bigload.loading.workers import run_jobs
+from bigload.units import GIB, MIB
 
 _MADV_POPULATE_READ = 22
 _MAP_NORESERVE = 0x4000
 _MAP_FAILED = ctypes.c_void_p(-1).value
+_STEP_BYTES = 8 * MIB
+_DISK_BYTES_PER_SECOND = 8 * GIB
+"""Pages that come slower than this are not only entered into a table: they are read."""
+_DISK_THREADS = 2
+"""Threads that have pages read at a time: two keep a disk busy, more get into the way of those who compute."""
 _PAGES_PER_TOUCH = 512  # bytes in a pipe: fewer than it holds (65536, or 4096 for a user with very many)
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -128,6 +136,42 @@ def make_present(buffer: memoryview, start: int, stop: int) -> int:
     if reason == errno.EINVAL:  # before Linux 5.14
         reason = _touch(buffer[start:stop])
     return reason
+
+
+def in_huge_pages(buffer: memoryview) -> None:
+    """Ask that the map `buffer` of a file be read and shown in huge pages, where the system has them for files.
+
+    What is read through the map from then on is cached in pieces of 2 MiB. These come from a disk with fewer requests,
+    enter the page table in a hundredth of the time, and cost a processor fewer misses when it computes with them.
+    """
+    if buffer:
+        _libc.madvise(address_of(buffer), len(buffer), mmap.MADV_HUGEPAGE)
+
+
+def make_present_in_parallel(buffer: memoryview, start: int, stop: int) -> int:
+    """Do what `make_present` does, on some threads as soon as it turns out that a disk has to be waited for."""
+    first = min(start + _STEP_BYTES, stop)
+    began = time.perf_counter()
+    reason = make_present(buffer, start, first)
+    if reason or first == stop:
+        return reason
+    steps = [(begin, min(begin + _STEP_BYTES, stop)) for begin in range(first, stop, _STEP_BYTES)]
+    waits_for_disk = (first - start) / (time.perf_counter() - began) < _DISK_BYTES_PER_SECOND
+    reasons: list[int] = []
+    run_jobs(
+        lambda step: reasons.append(make_present(buffer, *step)), steps, threads=_DISK_THREADS if waits_for_disk else 1
+    )
+    return next(filter(None, reasons), 0)
+
+
+def let_go(buffer: memoryview, start: int, stop: int) -> None:
+    """Take the pages that lie between bytes `start` and `stop` of the map `buffer` out of this process's page table.
+
+    They come back from the page cache when they are touched, as they are in the file: what was written to them is lost.
+    """
+    begin, end = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE, stop // mmap.PAGESIZE * mmap.PAGESIZE
+    if begin < end:
+        _libc.madvise(address_of(buffer) + begin, end - begin, mmap.MADV_DONTNEED)
 
 
 _NO_BYTES = memoryview(bytearray())

@@ -92,7 +92,13 @@ def _stager(place: str, memory: Sequence[Memory], approach: Approach, recorder: 
         from bigload.loading.host_staging import HostStager
 
         return HostStager(memory, recorder)
+    import torch
+
     from bigload.loading.device_staging import DeviceStager
+    from bigload.loading.transfers import Transfers
 
     num_blocks = max(min(2 * approach.threads, approach.max_inflight_bytes // num_places // approach.block_bytes), 1)
-    return DeviceStager(place, memory, block_bytes=approach.block_bytes, num_blocks=num_blocks, recorder=recorder)
+    transfers = Transfers(
+        torch.device(place), block_bytes=approach.block_bytes, num_blocks=num_blocks, recorder=recorder
+    )
+    return DeviceStager(memory, transfers)

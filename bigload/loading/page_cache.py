@@ -70,6 +70,17 @@ def evict(paths: Iterable[Path]) -> int | None:
     return kept
 
 
+def forget(path: Path, ranges: Iterable[tuple[int, int]]) -> None:
+    """Have the kernel drop the cached pages of these (start, stop) ranges of `path`, as far as nobody else uses them.
+
+    Raises:
+        OSError: the file cannot be opened.
+    """
+    with _opened(path) as descriptor:
+        for start, stop in ranges:
+            os.posix_fadvise(descriptor, start, stop - start, os.POSIX_FADV_DONTNEED)
+
+
 @contextmanager
 def _opened(path: Path) -> Iterator[int]:
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)

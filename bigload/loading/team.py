@@ -6,9 +6,10 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from typing import Protocol, TypeVar
 
-from bigload.errors import BigloadError, RankError
+from bigload.errors import BigloadError, ProcessControlError, RankError
 
 T = TypeVar("T")
 
@@ -16,8 +17,10 @@ _Failure = tuple[int | None, str]
 """In which process, and what it says."""
 
 LISTENER = "bigload-team-"
-"""How the names of threads begin that wait for other processes. One that is left over when a team has failed cannot be
-ended, and torch aborts if it wakes up while the interpreter shuts down: a program is to leave by `os._exit` then."""
+"""How the names of threads begin that wait for other processes. There are none when a team has ended, or failed."""
+
+ahead: ContextVar[str | None] = ContextVar("bigload_ahead", default=None)
+"""The function for which this process does something before others do, who wait for it meanwhile."""
 
 
 class Team(Protocol):
@@ -61,11 +64,17 @@ def present_team() -> Iterator[Team]:
 
     Raises:
         RankError: the others do not come: all of them have to.
+        ProcessControlError: the others wait for this process to leave a block such as that of `main_process_first`.
     """
     distributed = sys.modules.get("torch.distributed")  # not imported: then it is not initialised either
     if distributed is None or not (distributed.is_available() and distributed.is_initialized()):
         yield Alone()
         return
+    if (first := ahead.get()) is not None and distributed.get_world_size() > 1:
+        raise ProcessControlError(
+            f"what all processes do together cannot be done here: the others wait for this one to leave {first}",
+            hint=f"call it outside of {first}: the processes share its work, and what is done once one of them does",
+        )
     from bigload.loading.torch_team import torch_team
 
     with torch_team() as team:

@@ -21,6 +21,14 @@ def torch_dtype(dtype: DType) -> torch.dtype | None:
     return found if isinstance(found, torch.dtype) else None
 
 
+def dtype_of(dtype: torch.dtype) -> DType | None:
+    """Return the dtype that torch calls `dtype`, or `None` where safetensors has none."""
+    try:
+        return parse_dtype(str(dtype))
+    except ValueError:
+        return None
+
+
 def torch_shape(dtype: DType, shape: tuple[int, ...]) -> tuple[int, ...]:
     """Return the shape that torch gives a tensor: packed 4-bit types hold two elements in each of torch's."""
     return (*shape[:-1], shape[-1] // 2) if dtype.bits == 4 and shape else shape

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import pickle
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from queue import SimpleQueue
 from typing import TypeVar
@@ -27,6 +26,9 @@ _MEETING = timedelta(minutes=10)
 _PATIENCE = timedelta(days=30)
 """How long a process waits for others that have come, which may have terabytes to write."""
 
+_NEVER_SENT = 1
+"""A tag that no message has."""
+
 
 class TorchTeam:
     """All ranks of the default process group, which is initialised. To be made by all of them.
@@ -43,7 +45,7 @@ class TorchTeam:
         self.rank = dist.get_rank()
         self.size = dist.get_world_size()
         self._group = dist.new_group(backend="gloo", timeout=_MEETING)
-        self._is_broken = False
+        self._listeners: dict[int, threading.Thread] = {}
 
     def share(self, value: T) -> list[T]:
         """Return what all ranks gave, in their order. A signal ends the wait, after which the team is of no more use.
@@ -52,15 +54,13 @@ class TorchTeam:
             RankError: one of them is gone.
         """
         said = pickle.dumps(value)
-        news: SimpleQueue[tuple[int, bytes | RuntimeError]] = SimpleQueue()
+        news: SimpleQueue[tuple[int, bytes | Exception]] = SimpleQueue()
         peers = [rank for rank in range(self.size) if rank != self.rank]
-        self._is_broken = True  # until all is said and heard: threads wait in gloo, which nothing can interrupt
-        listeners = [
-            threading.Thread(target=self._listen, args=(peer, said, news), name=f"{LISTENER}{peer}", daemon=True)
-            for peer in peers
-        ]
-        for listener in listeners:
+        for peer in peers:
+            arguments = (peer, said, news)
+            listener = threading.Thread(target=self._listen, args=arguments, name=f"{LISTENER}{peer}", daemon=True)
             listener.start()
+            self._listeners[peer] = listener
         heard = {peer: pickle.loads(answer) for peer, answer in _from_each(peers, news)}
         # Nobody goes on before all have heard all. So whoever waits is listened to until then, and missed if it dies.
         done = [dist.isend(torch.zeros(1, dtype=torch.uint8), peer, group=self._group) for peer in peers]
@@ -68,9 +68,7 @@ class TorchTeam:
         for sending in done:
             assert sending is not None
             sending.wait(_MEETING)
-        for listener in listeners:  # all have heard what they were to hear; one that is still on its way out of gloo
-            listener.join()  # when the interpreter ends would have torch abort
-        self._is_broken = False
+        self._join()
         heard[self.rank] = value
         return [heard[rank] for rank in range(self.size)]
 
@@ -91,7 +89,7 @@ class TorchTeam:
         for sending in sendings:
             sending.result()
 
-    def _listen(self, peer: int, said: bytes, news: SimpleQueue[tuple[int, bytes | RuntimeError]]) -> None:
+    def _listen(self, peer: int, said: bytes, news: SimpleQueue[tuple[int, bytes | Exception]]) -> None:
         """Tell `news` what `peer` says, and then that it has heard all; or that it is gone."""
         try:
             news.put((peer, self._swap(peer, said)))
@@ -99,7 +97,7 @@ class TorchTeam:
             assert done is not None
             done.wait(_PATIENCE)
             news.put((peer, b""))
-        except RuntimeError as error:
+        except (RuntimeError, ValueError) as error:  # the latter: of a group that is closed
             news.put((peer, error))
 
     def _swap(self, peer: int, said: bytes) -> bytes:
@@ -120,12 +118,25 @@ class TorchTeam:
         receiving.wait(_PATIENCE)
         sending.wait(_PATIENCE)
 
+    def _join(self) -> None:
+        """Wait for the listeners: one that comes out of gloo when the interpreter has ended would have torch abort."""
+        for listener in self._listeners.values():
+            listener.join()
+        self._listeners.clear()
+
     def close(self) -> None:
-        """Give the connections back."""
-        if self._is_broken:
-            # Destroying a group waits for the threads that wait in it, also at the end of the interpreter. This way the
-            # process can end, and its end closes the connections.
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._group))
+        """Give the connections back. Who waits for an answer, here or in another process, is told that none will come.
+
+        Destroying a group waits for those who wait in it, for days if need be, and torch has no way to call them back.
+        But gloo closes all connections of a group when something in it has not come in time: so ask for what nobody
+        sends, and wait for a moment.
+        """
+        for peer in self._listeners:
+            with suppress(RuntimeError):
+                nothing = dist.irecv(torch.zeros(1, dtype=torch.uint8), peer, group=self._group, tag=_NEVER_SENT)
+                assert nothing is not None
+                nothing.wait(timedelta(milliseconds=1))
+        self._join()
         dist.destroy_process_group(self._group)
 
 
@@ -141,11 +152,11 @@ def _finish(
         raise _gone(peer, error) from error
 
 
-def _gone(peer: int, error: RuntimeError) -> RankError:
+def _gone(peer: int, error: Exception) -> RankError:
     return RankError(peer, f"it can no longer be reached ({str(error).splitlines()[0]:.200})")
 
 
-def _from_each(peers: Sequence[int], news: SimpleQueue[tuple[int, bytes | RuntimeError]]) -> list[tuple[int, bytes]]:
+def _from_each(peers: Sequence[int], news: SimpleQueue[tuple[int, bytes | Exception]]) -> list[tuple[int, bytes]]:
     """Wait for a piece of news from each of `peers`.
 
     Raises:
@@ -156,7 +167,7 @@ def _from_each(peers: Sequence[int], news: SimpleQueue[tuple[int, bytes | Runtim
     missing = set(peers)
     while missing:
         peer, told = news.get()
-        if isinstance(told, RuntimeError):
+        if isinstance(told, Exception):
             raise _gone(peer, told) from told
         if peer in missing:
             missing.remove(peer)

@@ -44,6 +44,9 @@ class Transfers:
     call `take`, `send`, `release`, each with a block at a time; the maker ends with `finish` and `close`, or by
     leaving the context, when those threads are done. Destinations live until then, also when something failed.
 
+    Who sends again and again, to other destinations each time, keeps the transfers instead: `wait_for` an event that
+    says when the new memory is free for writing, send, and `mark` an event that says when all of it has arrived.
+
     Attributes:
         device: The accelerator, with its index.
         is_pinned: Whether the system locked the blocks in memory. Without, copies are right but may not overlap.
@@ -97,12 +100,7 @@ class Transfers:
         not. It holds them after `finish`.
         """
         with self._enqueuing(block, stop - start):
-            source = block._tensor[start:stop]
-            if dtype is None or dtype == destination.dtype:
-                _bytes_of(destination).view(source.shape).copy_(source, non_blocking=self._stream is not None)
-            else:
-                values = self._bring(source).view(dtype)
-                destination.view(values.shape).copy_(values)
+            self._copy(block._tensor[start:stop], destination, dtype)
 
     def send_rows(
         self,
@@ -129,6 +127,23 @@ class Transfers:
             else:
                 values = rows.view(dtype)
                 destination.view(values.shape).copy_(values)
+
+    def send_pinned(self, source: torch.Tensor, destination: torch.Tensor, *, dtype: torch.dtype) -> None:
+        """Have pinned memory of the caller copied, bytes of elements of `dtype`, without a block in between.
+
+        `source`, bytes in one piece, stays as it is until they have arrived. As `send` otherwise.
+        """
+        with self._inside(source.numel()):
+            self._copy(source, destination, dtype)
+
+    def wait_for(self, event: Any) -> None:  # noqa: ANN401
+        """Let copies that are sent from now on wait for `event`, one of this device's."""
+        if self._stream is not None:
+            self._stream.wait_event(event)
+
+    def mark(self) -> Any | None:  # noqa: ANN401
+        """Return an event for the arrival of all that has been sent; `None` if it is there, for want of streams."""
+        return None if self._stream is None else self._stream.record_event()
 
     def release(self, block: Block) -> None:
         """Give `block` back, sent or not. It is lent again when its copies are done."""
@@ -177,13 +192,25 @@ class Transfers:
     ) -> None:
         self.close()
 
+    def _copy(self, source: torch.Tensor, destination: torch.Tensor, dtype: torch.dtype | None) -> None:
+        if dtype is None or dtype == destination.dtype:
+            _bytes_of(destination).view(source.shape).copy_(source, non_blocking=self._stream is not None)
+        else:
+            values = self._bring(source).view(dtype)
+            destination.view(values.shape).copy_(values)
+
     @contextmanager
     def _enqueuing(self, block: Block, num_bytes: int) -> Iterator[None]:
+        block._has_copies = True  # before the first: one may be under way when the next fails
+        with self._inside(num_bytes):
+            yield
+
+    @contextmanager
+    def _inside(self, num_bytes: int) -> Iterator[None]:
         """Work on the stream of the copies, temporary tensors too: their memory is then reused in its order alone.
 
         Inference mode, which each thread has for itself, lets destinations be parameters or inference tensors.
         """
-        block._has_copies = True  # before the first: one may be under way when the next fails
         with self._recorder.span(Phase.COPY, num_bytes=num_bytes), torch.inference_mode():
             if self._stream is None:
                 yield

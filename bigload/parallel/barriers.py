@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
 from typing import TYPE_CHECKING
 
 from bigload.errors import ProcessControlError, RankError
+from bigload.loading.team import ahead
 from bigload.parallel.processes import local_process_index, num_processes, process_group
 
 if TYPE_CHECKING:
     import torch
-
-ahead: ContextVar[str | None] = ContextVar("bigload_ahead", default=None)
-"""The function for which this process does something before others do, who wait for it meanwhile."""
 
 
 class _Trigger:

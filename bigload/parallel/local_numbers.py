@@ -22,7 +22,7 @@ from bigload.parallel.rehearsal import Reference, misfit
 from bigload.parallel.tensor_parallel_plan import LocalArgument
 from bigload.parallel.weightless_model import WeightlessModel
 
-_MAX_TRIES = 150
+_MAX_TRIES = 60
 _HEADS = re.compile(r"heads?$")
 _WIDTHS = ("embed_dim", "split_size", "all_head_size", "inner_dim")
 """What widths of all heads are called, beside other things that have nothing to do with heads."""

@@ -8,7 +8,7 @@ the left to the right.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import prod
 
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
@@ -29,6 +29,21 @@ def whole(shape: Sequence[int]) -> Spans:
 def shape_of(spans: Spans) -> tuple[int, ...]:
     """Return the shape of what is held."""
     return tuple(sum(stop - start for start, stop in ranges) for ranges in spans)
+
+
+def check_divisions(divisions: Mapping[str, Division], rank: int) -> None:
+    """Raise if `divisions` are not what they should be, or there cannot be such a rank.
+
+    Raises:
+        LoadOptionError: so it is.
+    """
+    if not isinstance(divisions, Mapping):
+        raise LoadOptionError("divisions", divisions, "a division for each name")
+    for name, division in divisions.items():
+        if not isinstance(division, Division):
+            raise LoadOptionError(f"the division of {name}", division, "a bigload.Division")
+    if not isinstance(rank, int) or rank < 0:
+        raise LoadOptionError("rank", rank, "a number from 0 on")
 
 
 def of_division(name: str, shape: Sequence[int], division: Division, rank: int) -> Spans:

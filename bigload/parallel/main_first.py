@@ -13,7 +13,8 @@ from contextvars import ContextVar
 from typing import TYPE_CHECKING
 
 from bigload.errors import BigloadError, RankError
-from bigload.parallel.barriers import ahead, must_meet
+from bigload.loading.team import ahead
+from bigload.parallel.barriers import must_meet
 from bigload.parallel.processes import is_local_main_process, is_main_process
 
 if TYPE_CHECKING:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -11,16 +12,18 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from bigload.checkpoint.model import Span, TensorInfo
 from bigload.dtypes import DTYPES, parse_dtype
-from bigload.errors import LoadOptionError, StateDictMismatchError
+from bigload.errors import LoadOptionError, StateDictMismatchError, abridged
 from bigload.loading.accelerators import check_present
 from bigload.loading.assign import Assignment, compare, held
 from bigload.loading.schedule import CPU, Wanted
 from bigload.loading.tensors import check_dtypes
 from bigload.parallel.local_memory import LocalPart, LocalTensor
-from bigload.parallel.local_spans import Spans, of_division, of_dtensor, shape_of, whole
+from bigload.parallel.local_spans import Spans, check_divisions, of_division, of_dtensor, shape_of, whole
 from bigload.parallel.stored_lines import StoredTensor
 from bigload.parallel.stored_tensors import StoredTensors
 from bigload.planning.partition import Division
+
+_logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,8 +44,8 @@ class ModelPart:
         Raises:
             StateDictMismatchError, UnsupportedDTypeError, LoadOptionError: see `load_sharded`.
         """
-        tensors = self._by_names_in_model(stored)
         self._check_names()
+        tensors = self._by_names_in_model(stored)
         found = compare(
             self.model, {name: described(tensor, self._shape(name, tensor)) for name, tensor in tensors.items()}
         )
@@ -52,7 +55,12 @@ class ModelPart:
                 missing=found.missing,
                 unexpected=found.unexpected,
                 misshapen=found.misshapen,
+                hint=self._hint(stored),
             )
+        if found.missing or found.misshapen:
+            text = "Some weights of %s are not in the checkpoint at %s and stay as they were: %s"
+            names = "; ".join(abridged((*found.missing, *found.misshapen)))
+            _logger.warning(text, type(self.model).__name__, stored.checkpoint.path, names)
         places = [(each, self._part(each, tensors[each.tensor_name])) for each in found.assignments]
         check_parts([part for _, part in places])
         return places
@@ -61,11 +69,21 @@ class ModelPart:
         renamed = set(self.names.values())
         tensors = {name: tensor for name, tensor in stored.tensors.items() if name not in renamed}
         for name, theirs in self.names.items():
+            tensors.pop(name, None)
             if theirs in stored.tensors:
                 tensors[name] = stored.tensors[theirs]
         return tensors
 
+    def _hint(self, stored: StoredTensors) -> str:
+        unknown = next((pair for pair in self.names.items() if pair[1] not in stored.tensors), None)
+        if unknown is None:
+            return "strict=False loads what does match; nothing was assigned"
+        return f'names has "{unknown[1]}" for {unknown[0]}, and the checkpoint has not; nothing was assigned'
+
     def _check_names(self) -> None:
+        check_divisions(self.divisions, self.rank)
+        if not isinstance(self.names, Mapping):
+            raise LoadOptionError("names", self.names, "the checkpoint's name for each name in the model")
         known = {
             name
             for name, _ in (

@@ -22,8 +22,9 @@ from bigload.loading.tensors import parsed_dtype, torch_dtype
 from bigload.loading.torch_team import TorchTeam
 from bigload.parallel.local_memory import LocalPart, LocalTensor, local_tensors
 from bigload.parallel.local_reading import fill_local
-from bigload.parallel.local_spans import of_division
+from bigload.parallel.local_spans import check_divisions, of_division
 from bigload.parallel.model_part import ModelPart, assign_local, check_parts, described
+from bigload.parallel.rank_agreement import check_agreement
 from bigload.parallel.rank_report import RankLoadReport
 from bigload.parallel.sending_out import send_out, without_places
 from bigload.parallel.stored_lines import StoredTensor
@@ -61,7 +62,8 @@ def load_sharded(
 ) -> tuple[RankLoadReport, ...]:
     """Fill this process's part of `model`, and return what each rank read, in the order of the ranks.
 
-    All ranks of the default process group call it, each with its own part: a model whose parameters torch has divided
+    All ranks of the default process group call it, with the same `strict`, `broadcast_from_rank0` and `method`, each
+    with its own part: a model whose parameters torch has divided
     (`fully_shard`, `parallelize_module`, `distribute_tensor`), or `divisions` describe. A rank reads the byte ranges
     of what it holds, and what every rank holds is read by each of them: from the page cache, which is faster than
     sending it. Without a process group it works for one process.
@@ -72,7 +74,7 @@ def load_sharded(
 
     Args:
         model: What this process has of it: `DTensor`s, tensors that every rank has as a whole, and parts that
-            `divisions` describe.
+            `divisions` describe. Of a `DistributedDataParallel`, its module.
         checkpoint: What `open_checkpoint` takes, or the folder of parts that torch.distributed.checkpoint's
             `HuggingFaceStorageWriter(save_distributed=True)` wrote, from any number of ranks.
         divisions: By names in `model`, what ranks hold of tensors for which torch has no placement, such as queries,
@@ -81,7 +83,8 @@ def load_sharded(
         names: What tensors are called in the checkpoint, by names in `model`, where they differ.
         device: Where to put what is on the meta device and no `DTensor`: by default to the CPU. A `DTensor` goes to
             the device of its mesh.
-        strict: Refuse, before a byte is read, a model that wants other names or shapes than the checkpoint has.
+        strict: Refuse, before a byte is read, a model that wants other names or shapes than the checkpoint has. Else
+            what does not match stays as it is, which is logged.
         broadcast_from_rank0: Only the process of rank 0 opens the checkpoint and reads it, and sends to the others what
             they need: for files that they cannot see.
         method: As for `bigload.load`.
@@ -90,7 +93,9 @@ def load_sharded(
 
     Raises:
         CheckpointError: the checkpoint cannot be opened.
-        LoadOptionError: an argument or an environment variable that cannot be; values that are yet to be summed up.
+        LoadOptionError: an argument or an environment variable that cannot be; values that are yet to be summed up;
+            ranks that were told different things, or do not have the same tensors on a mesh.
+        ProcessControlError: the others wait for this rank to leave `main_process_first`.
         StateDictMismatchError: `model` and the checkpoint disagree.
         UnsupportedDTypeError: torch lacks a dtype.
         NotEnoughMemoryError: a device has too little for this rank's part.
@@ -99,9 +104,13 @@ def load_sharded(
     """
     began = time.perf_counter()
     with present_team() as team:
-        how, place = together(team, lambda: (settings(threads, method, max_inflight), _device(device)))
+        how, place, module = together(
+            team, lambda: (settings(threads, method, max_inflight), _device(device), _module(model))
+        )
+        asked = {"broadcast_from_rank0": broadcast_from_rank0, "strict": strict, "method": method and str(method)}
+        check_agreement(team, asked, module)
         plan = ModelPart(
-            model=model,
+            model=module,
             divisions=divisions or {},
             rank=team.rank if rank is None else rank,
             names=names or {},
@@ -120,14 +129,21 @@ def load_sharded(
             fill = partial(fill_local, stored.checkpoint, how)
         parts = [part for _, part in places]
         tensors, report = together(team, lambda: _loaded(stored, parts, fill, team.rank, began))
-        assign_local(model, [assignment for assignment, _ in places], tensors)
+        assign_local(module, [assignment for assignment, _ in places], tensors)
         return tuple(team.share(report))
+
+
+def _module(model: nn.Module) -> nn.Module:
+    """Return the model that holds parameters by the names that a checkpoint has for them."""
+    if not isinstance(model, nn.Module):
+        raise LoadOptionError("model", model, "a module")
+    return model.module if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)) else model
 
 
 def _device(device: str | torch.device | None) -> torch.device:
     try:
         return torch.device("cpu" if device is None else device)
-    except RuntimeError as error:
+    except (RuntimeError, TypeError) as error:
         raise LoadOptionError("device", str(device), f"a device ({str(error).splitlines()[0]:.200})") from None
 
 
@@ -198,12 +214,14 @@ def load_parts(
 
     Raises:
         CheckpointError, LoadError: see `load_sharded`.
+        LoadOptionError: an argument that cannot be.
         UnknownTensorError: the checkpoint lacks one of the names.
     """
     began = time.perf_counter()
     how, wanted = settings(threads, method, max_inflight), parsed_dtype(dtype)
     place = _device(device)
     check_present(str(place))
+    check_divisions(divisions, rank)
     stored = open_stored(checkpoint)
     if unknown := [name for name in divisions if name not in stored.tensors]:
         raise UnknownTensorError(stored.checkpoint.name, unknown)

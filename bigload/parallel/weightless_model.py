@@ -116,6 +116,9 @@ def replaced(module: nn.Module, parameters: Mapping[str, Tensor], attributes: Ma
             place[name] = value
 
 
+_PRODUCTS = (functional.linear, torch.matmul, torch.bmm, Tensor.matmul, Tensor.__matmul__, Tensor.bmm)
+
+
 class _CheapProducts(TorchFunctionMode):
     """Products with hollow weights, as experts have them that are stored in one: the mean of the inputs, each time."""
 
@@ -126,9 +129,10 @@ class _CheapProducts(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, object] | None = None,
     ) -> object:
-        if func is functional.linear and len(args) > 1 and is_hollow(args[1]):
+        if func in _PRODUCTS and len(args) > 1 and is_hollow(args[1]):
             inputs, weight = args[:2]
-            return inputs.mean(-1, keepdim=True) + inputs.new_zeros(weight.shape[0])
+            shape = weight.shape[:1] if func is functional.linear else (*weight.shape[:-2], 1, weight.shape[-1])
+            return inputs.mean(-1, keepdim=True) + inputs.new_zeros(shape)
         return func(*args, **(kwargs or {}))
 
 

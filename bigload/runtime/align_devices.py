@@ -10,17 +10,23 @@ import copy
 import functools
 import sys
 import threading
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from types import GeneratorType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
+from bigload.runtime.blocks import joined
 from bigload.runtime.hooks import ModelHook, add_hook_to_module, within
-from bigload.runtime.module_tensors import set_module_tensor_to_device
-from bigload.runtime.offload_store import PrefixedDataset
+from bigload.runtime.module_tensors import is_packed_by_device, set_module_tensor_to_device
+from bigload.runtime.offload_store import PrefixedDataset, source_of
+from bigload.runtime.refused_gradients import refuse_gradients
 from bigload.runtime.sending import DeviceLike, find_device, send_to_device
+from bigload.runtime.slots import Slot, assign, called_modules, has_no_forward, shared_tensors
+from bigload.runtime.streaming.streamed_block import StreamedBlock
+from bigload.runtime.streaming.streamer import Streamer
+from bigload.runtime.streaming.supply import Weight
 
 TiedParams = dict[int, dict[torch.device, Tensor]]
 """By the address that a tied weight had before hooks came, what it is on each device where it is right now."""
@@ -94,6 +100,8 @@ class AlignDevicesHook(ModelHook):
         self._made_weights_map = False
         self._brings_uncalled = False
         self._forwards = _Forwards()
+        self.block: StreamedBlock | None = None
+        self.counts_for: Streamer | None = None
 
     @property
     def execution_device(self) -> DeviceLike | None:
@@ -104,6 +112,11 @@ class AlignDevicesHook(ModelHook):
     def execution_device(self, device: DeviceLike | None) -> None:
         self._given_device = device
         self._device = None if device is None else torch.device(device)
+
+    @property
+    def device(self) -> torch.device | None:
+        """The device as torch names it."""
+        return self._device
 
     def __repr__(self) -> str:
         said = ("execution_device", "offload", "io_same_device", "offload_buffers", "place_submodules")
@@ -134,7 +147,7 @@ class AlignDevicesHook(ModelHook):
         return module
 
     def _tensors(self, module: nn.Module) -> list[list[Slot]]:
-        return _shared_tensors(module, recurse=self.place_submodules, uncalled=self._brings_uncalled)
+        return shared_tensors(module, recurse=self.place_submodules, uncalled=self._brings_uncalled)
 
     def _send_away(self, shared: Sequence[Sequence[Slot]]) -> None:
         leaving = [slots for slots in shared if self._is_offloaded(slots[0])]
@@ -167,7 +180,7 @@ class AlignDevicesHook(ModelHook):
 
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Load what is offloaded, and return the arguments on the execution device."""
-        if self.offload or self.io_same_device:
+        if self.offload or self.io_same_device or self.block is not None or self.counts_for is not None:
             self._begin(module, args, kwargs)
         device = self._device
         if device is None:
@@ -183,8 +196,10 @@ class AlignDevicesHook(ModelHook):
             raise
 
     def _begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self.offload:
+        if self._comes_and_goes:
             self._load(module)
+        if self.counts_for is not None:
+            self._note_begin()
         if self.io_same_device:
             self.input_device = find_device((args, kwargs))
             self._forwards.input_devices.append(self.input_device)
@@ -194,29 +209,43 @@ class AlignDevicesHook(ModelHook):
 
         If the output is a generator, weights come back whenever it is started, and stay until it ends or is closed.
         """
-        if not (self.offload or self.io_same_device):
+        if not (self._comes_and_goes or self.io_same_device or self.counts_for is not None):
             return output
-        device = self._pop_input_device()
-        if self.offload:
-            self._unload()
+        device = self._end()
 
         def deliver(item: Any) -> Any:
             return send_to_device(item, device, skip_keys=self.skip_keys)
 
         if isinstance(output, GeneratorType):
-            if not self.offload:
+            if not self._comes_and_goes:
                 return within(output, _nothing, _nothing, deliver)
             return within(output, lambda: self._load(module), self._unload, deliver)
         return deliver(output)
 
     def abort_forward(self, module: nn.Module) -> None:
         """Send away what was loaded."""
-        self._pop_input_device()
-        if self.offload:
+        self._end()
+        if self.block is not None:
+            self.block.streamer.broken_off()
+
+    @property
+    def _comes_and_goes(self) -> bool:
+        return self.offload or self.block is not None
+
+    def _end(self) -> torch.device | None:
+        """Send away what was loaded, and return the device that the arguments came from."""
+        device = self._pop_input_device()
+        if self.counts_for is not None:
+            self._note_end()
+        if self._comes_and_goes:
             self._unload()
+        return device
 
     def detach_hook(self, module: nn.Module) -> nn.Module:
         """Bring offloaded weights back to where they were before the hook; what was on the meta device stays there."""
+        if self.block is not None:
+            self.block.streamer.remove(self.block)
+            self.block = None
         if self.offload:
             self._restore(module)
         return module
@@ -236,6 +265,9 @@ class AlignDevicesHook(ModelHook):
     @_eager
     def _load(self, module: nn.Module) -> None:
         """Bring offloaded weights to the execution device, unless a forward that is under way has done so."""
+        if self.block is not None and self._device in (None, self.block.device):  # it may be another one for a while
+            self.block.streamer.enter(self.block)
+            return
         forwards = self._forwards
         with forwards.lock:
             if not forwards.num_under_way:
@@ -248,6 +280,29 @@ class AlignDevicesHook(ModelHook):
                     raise
             forwards.num_under_way += 1
 
+    def hold(self, loans: Iterable[Loan]) -> None:
+        """Have one more forward under way: of a block, that lends what this hook would otherwise bring.
+
+        Places that somebody has given a value keep it. The others have theirs until nobody holds this hook.
+        """
+        forwards = self._forwards
+        with forwards.lock:
+            forwards.num_under_way += 1
+            for loan in loans:
+                slots, placeholder = loan.weight.slots, loan.weight.placeholder
+                vacant = [slot for slot in slots if slot.table[slot.key] is placeholder]
+                if vacant:
+                    forwards.away.append((vacant, placeholder))
+                    assign(vacant, loan.held)
+
+    def release(self) -> None:
+        """Have one forward less under way. With the last one, everything is back in its place."""
+        forwards = self._forwards
+        with forwards.lock:
+            forwards.num_under_way = max(0, forwards.num_under_way - 1)
+            if not forwards.num_under_way:
+                forwards.put_back()
+
     def _bring(self, slots: Sequence[Slot]) -> None:
         slot, forwards = slots[0], self._forwards
         at_home = slot.tensor
@@ -259,8 +314,34 @@ class AlignDevicesHook(ModelHook):
             return
         value, statistics = self._value(slots)
         device = value.device if self._device is None else self._device
-        on_devices[device] = _put(slots, device, value, statistics)
+        brought = on_devices[device] = _put(slots, device, value, statistics)
         forwards.lent.append((on_devices, device))
+        refuse_gradients(brought, f"{getattr(self.weights_map, 'prefix', '')}{slot.name}")
+
+    def offloaded_weights(self, module: nn.Module) -> list[Weight] | None:
+        """Return what `pre_forward` loads; `None` if that takes more than knowing where values are.
+
+        Values may be made when they are asked for, and parameters of bitsandbytes are packed on their way.
+        """
+        weights: list[Weight] = []
+        weights_map = self.weights_map
+        if not self.offload or weights_map is None:
+            return weights
+        for slots in self._tensors(module):
+            placeholder = self._forwards.at_home(slots[0])
+            if self._is_offloaded(slots[0]) and placeholder.is_meta:
+                found = [source_of(weights_map, slot.name) for slot in slots]
+                source = next((each for each in found if each is not None), None)
+                if source is None or is_packed_by_device(placeholder) or source.dtype == torch.int8:
+                    return None
+                weights.append(Weight(slots=tuple(slots), placeholder=placeholder, source=source))
+        return weights
+
+    def places(self, module: nn.Module) -> list[Slot]:
+        """Return the places of `module` whose tensors are offloaded, or would be if they had not got values."""
+        return [
+            slot for slots in self._tensors(module) if self.offload and self._is_offloaded(slots[0]) for slot in slots
+        ]
 
     def _value(self, slots: Sequence[Slot]) -> tuple[Tensor, Tensor | None]:
         """Return what the tensor of `slots` should hold, and the scales that int8 weights of bitsandbytes want."""
@@ -281,80 +362,24 @@ class AlignDevicesHook(ModelHook):
 
     @_eager
     def _unload(self) -> None:
-        forwards = self._forwards
-        with forwards.lock:
-            forwards.num_under_way = max(0, forwards.num_under_way - 1)
-            if not forwards.num_under_way:
-                forwards.put_back()
+        if self.block is not None and self._device in (None, self.block.device):
+            self.block.streamer.leave(self.block)
+        else:
+            self.release()
+
+    @_eager
+    def _note_begin(self) -> None:
+        if self.counts_for is not None:
+            self.counts_for.log.forward_began()
+
+    @_eager
+    def _note_end(self) -> None:
+        if self.counts_for is not None:
+            self.counts_for.log.forward_ended()
 
     def _pop_input_device(self) -> torch.device | None:
         stack = self._forwards.input_devices
         return stack.pop() if self.io_same_device and stack else None
-
-
-class Slot(NamedTuple):
-    """A place in a module that holds a tensor."""
-
-    name: str
-    module: nn.Module
-    key: str
-    is_buffer: bool
-
-    @property
-    def table(self) -> dict[str, Tensor | None]:
-        return self.module._buffers if self.is_buffer else self.module._parameters  # type: ignore[return-value]
-
-    @property
-    def tensor(self) -> Tensor:
-        tensor = self.table[self.key]
-        assert tensor is not None, "slots are those that hold something"
-        return tensor
-
-    @property
-    def is_persistent(self) -> bool:
-        return self.key not in self.module._non_persistent_buffers_set
-
-
-def _shared_tensors(module: nn.Module, recurse: bool, uncalled: bool = False) -> list[list[Slot]]:
-    """Return the tensors of `module`, each as the places that hold it, in their order.
-
-    Those of all modules below come as well with `recurse`, and with `uncalled` those that `_uncalled` gives.
-    """
-    found: dict[int, list[Slot]] = {}
-    below = module.named_modules() if recurse else (("", module), *(_uncalled(module) if uncalled else ()))
-    for prefix, owner in below:
-        for is_buffer, table in ((False, owner._parameters), (True, owner._buffers)):
-            for key, tensor in table.items():
-                if tensor is not None:
-                    slot = Slot(f"{prefix}.{key}" if prefix else key, owner, key, is_buffer)
-                    found.setdefault(id(tensor), []).append(slot)
-    return list(found.values())
-
-
-def _uncalled(module: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """Yield the modules below that have no forward, such as lists of parameters: who is around them uses their tensors.
-
-    What lies inside of a module that has one is not looked at.
-    """
-    for key, child in module.named_children():
-        if _has_no_forward(child):
-            yield _joined(name, key), child
-            yield from _uncalled(child, _joined(name, key))
-
-
-def _has_no_forward(module: nn.Module) -> bool:
-    own = module.__dict__  # where a hook puts its own
-    forward = own.get("_old_forward") or own.get("forward") or getattr(type(module), "forward", None)
-    return getattr(forward, "__func__", forward) is nn.Module.forward
-
-
-def _called(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the modules right below, or below those of them that have no forward, which do."""
-    for key, child in module.named_children():
-        if _has_no_forward(child):
-            yield from ((_joined(key, name), inner) for name, inner in _called(child))
-        else:
-            yield key, child
 
 
 def _put(
@@ -369,22 +394,15 @@ def _put(
         slot.module, slot.key, device, value=value, fp16_statistics=statistics, clear_cache=False
     )
     placed = slot.tensor
-    _assign(slots, placed)
+    assign(slots, placed)
     return placed
-
-
-def _assign(slots: Iterable[Slot], tensor: Tensor) -> None:
-    for slot in slots:
-        slot.table[slot.key] = tensor
-        if isinstance(slot.module, nn.RNNBase):  # which computes with a list of its own
-            slot.module._flat_weights[slot.module._flat_weights_names.index(slot.key)] = tensor
 
 
 def _take(slots: Sequence[Slot], there: Tensor | None) -> bool:
     """Let `slots` hold what is there already, if it is of their shape: parts of a tensor may begin at its address."""
     if there is None or there.shape != slots[0].tensor.shape:
         return False
-    _assign(slots, there)
+    assign(slots, there)
     return True
 
 
@@ -406,6 +424,18 @@ def _found(weights_map: Mapping[str, Tensor], name: str) -> Tensor | None:
         return weights_map[name]
     except KeyError:
         return None
+
+
+class Loan(Protocol):
+    """What a block lends to places that a hook looks after."""
+
+    @property
+    def weight(self) -> Weight:
+        """The weight that it is, with its places."""
+
+    @property
+    def held(self) -> Tensor:
+        """What they get."""
 
 
 class _Forwards:
@@ -433,10 +463,17 @@ class _Forwards:
         devices: list[torch.device | None] = self._here.__dict__.setdefault("devices", [])
         return devices
 
+    def at_home(self, slot: Slot) -> Tensor:
+        """Return what is in `slot` when no forward is under way."""
+        for slots, tensor in self.away:
+            if any(each.module is slot.module and each.key == slot.key for each in slots):
+                return tensor
+        return slot.tensor
+
     def put_back(self) -> None:
         """Put everything back in its place."""
         for slots, tensor in self.away:
-            _assign(slots, tensor)
+            assign(slots, tensor)
         self.away.clear()
         for on_devices, device in self.lent:
             on_devices.pop(device, None)
@@ -461,9 +498,8 @@ def attach_execution_device_hook(
         preload_module_classes: Classes of modules; what is inside of them gets no hook.
         tied_params_map: See `AlignDevicesHook`.
     """
-    is_brought = _has_no_forward(module) and any(
-        slots[0].tensor.is_meta for slots in _shared_tensors(module, recurse=False)
-    )
+    own = shared_tensors(module, recurse=False)
+    is_brought = has_no_forward(module) and all(slots[0].tensor.is_meta for slots in own)  # there may be none
     if not hasattr(module, "_hf_hook") and _has_state(module) and not is_brought:
         hook = AlignDevicesHook(execution_device, skip_keys=skip_keys, tied_params_map=tied_params_map)
         add_hook_to_module(module, hook)
@@ -512,7 +548,7 @@ def attach_align_device_hook(
         tied_params_map: See there.
     """
     is_preloaded = offload and type(module).__name__ in (preload_module_classes or ())
-    if is_preloaded or _shared_tensors(module, recurse=False, uncalled=offload):
+    if is_preloaded or shared_tensors(module, recurse=False, uncalled=offload):
         prefix = f"{module_name}." if module_name else ""
         hook = AlignDevicesHook(
             execution_device=execution_device,
@@ -527,14 +563,14 @@ def attach_align_device_hook(
         add_hook_to_module(module, hook, append=True)
     if is_preloaded:
         return
-    for name, child in _called(module) if offload else module.named_children():
+    for name, child in called_modules(module) if offload else module.named_children():
         attach_align_device_hook(
             child,
             execution_device=execution_device,
             offload=offload,
             weights_map=weights_map,
             offload_buffers=offload_buffers,
-            module_name=_joined(module_name, name),
+            module_name=joined(module_name, name),
             skip_keys=skip_keys,
             preload_module_classes=preload_module_classes,
             tied_params_map=tied_params_map,
@@ -611,7 +647,7 @@ class _Common(NamedTuple):
         elif is_root:
             self.align(module, devices.get(""), io_same_device=True)
         for key, child in module.named_children():
-            self.attach(child, _joined(name, key), devices, offloads)
+            self.attach(child, joined(name, key), devices, offloads)
 
     def offload(self, module: nn.Module, name: str, device: DeviceLike | None) -> None:
         attach_align_device_hook(
@@ -650,10 +686,6 @@ class _Common(NamedTuple):
     def run_on(self, module: nn.Module, device: DeviceLike | None, preload: Container[str] | None) -> None:
         if device is not None:
             attach_execution_device_hook(module, device, self.skip_keys, preload, self.tied_params_map)
-
-
-def _joined(module_name: str, name: str) -> str:
-    return f"{module_name}.{name}" if module_name else name
 
 
 def _nothing() -> None:

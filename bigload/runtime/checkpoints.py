@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -43,9 +43,9 @@ from bigload.runtime.module_filling import (
     set_by_torch,
 )
 from bigload.runtime.module_sizes import prefixes
-from bigload.runtime.offload_store import OffloadedWeightsLoader
+from bigload.runtime.offload_store import AtHand, OffloadedWeightsLoader, source_of
 from bigload.runtime.offload_writer import OffloadWriter
-from bigload.runtime.stored_weights import StoredWeights
+from bigload.runtime.stored_weights import Place, StoredWeights
 from bigload.runtime.tied_parameters import check_tied_parameters_on_same_device, device_of, find_tied_parameters
 
 DISK = "disk"
@@ -269,6 +269,13 @@ class WeightsOnDisk(Mapping[str, torch.Tensor]):
     def __getitem__(self, name: str) -> torch.Tensor:
         dtype = self.dtypes[name]
         return self.stored[name].to(dtype)
+
+    def source(self, name: str) -> Place | AtHand | None:
+        """Return where the weight `name` is; see `source_of`."""
+        if name not in self.dtypes:
+            return None
+        source = source_of(self.stored, name)
+        return replace(source, dtype=self.dtypes[name]) if isinstance(source, Place) else None
 
     def __contains__(self, name: object) -> bool:
         return name in self.dtypes

@@ -29,6 +29,8 @@ from bigload.runtime.module_tensors import set_module_tensor_to_device
 from bigload.runtime.moving import warn_of_moves
 from bigload.runtime.offload_store import OffloadedWeightsLoader, PrefixedDataset, offloaded
 from bigload.runtime.offload_writer import Entry
+from bigload.runtime.streaming.attach import stream
+from bigload.runtime.streaming.options import StreamOptions
 from bigload.runtime.tied_parameters import find_tied_parameters
 
 StrPath = str | os.PathLike[str]
@@ -49,6 +51,10 @@ def dispatch_model(
     skip_keys: str | list[str] | None = None,
     preload_module_classes: list[str] | None = None,
     force_hooks: bool = False,
+    *,
+    prefetch: bool = True,
+    prefetch_bytes: int | str | None = None,
+    resident_bytes: int | str | None = None,
 ) -> nn.Module:
     """Put every part of `model` on its device in `device_map`, and return the model, which then takes any input.
 
@@ -69,13 +75,20 @@ def dispatch_model(
         skip_keys: See `AlignDevicesHook`.
         preload_module_classes: See `attach_align_device_hook`.
         force_hooks: Attach hooks for a single device as well.
+        prefetch: Bring offloaded weights block by block, the next ones while one computes. Without, each module loads
+            its own when it runs.
+        prefetch_bytes: The most of weights that are there, or on their way, before their block runs, in bytes or as
+            text (`2GiB`). By default twice the largest block.
+        resident_bytes: The most of offloaded weights that stay once they are there. By default, on the CPU, pages of
+            files stay if all of them fit into the memory that is free; nothing does on other devices.
 
     Raises:
-        ValueError: the map does not cover the model.
+        ValueError: the map does not cover the model, or no such size.
         NoOffloadFolderError: something goes to disk, and neither `offload_dir` nor `offload_index` is given.
         NotOffloadableError: a weight for the disk has no values, and the folder does not hold it either.
         WriteError: the system refused to write.
     """
+    streaming = StreamOptions.of(prefetch, prefetch_bytes, resident_bytes)
     check_device_map(model, device_map)
     if needs_hooks(device_map) or force_hooks:
         on_disk = [name for name, device in device_map.items() if device == "disk"]
@@ -90,6 +103,8 @@ def dispatch_model(
             folder = offload_dir if on_disk else None
             weights = OffloadedWeightsLoader(state_dict=in_ram, save_folder=folder, index=offload_index)
         spread.attach(model, weights, offload_buffers, skip_keys, preload_module_classes)
+        if streaming is not None:
+            stream(model, streaming)
     else:
         model.to(next(iter(device_map.values()), "cpu"))
     model.hf_device_map = dict(device_map)  # type: ignore[assignment]
@@ -105,12 +120,15 @@ def dispatch_loaded(
     skip_keys: str | list[str] | None,
     preload_module_classes: list[str] | None,
     force_hooks: bool,
+    streaming: StreamOptions | None,
 ) -> nn.Module:
     """Dispatch a model of which all is where `device_map` has it, and what is on disk is in `stored`, by name."""
     if needs_hooks(device_map) or force_hooks:
         spread = Spread.over(model, device_map, None)
         weights = ChainMap(spread.in_ram(model, stored), stored)  # type: ignore[arg-type]  # nobody writes to it
         spread.attach(model, weights, offload_buffers, skip_keys, preload_module_classes)
+        if streaming is not None:
+            stream(model, streaming)
     else:
         device = torch.device(next(iter(device_map.values()), "cpu"))
         # what no checkpoint has comes along, what this one lacks stays without values
@@ -221,6 +239,10 @@ def cpu_offload(
     offload_buffers: bool = False,
     state_dict: Weights | None = None,
     preload_module_classes: list[str] | None = None,
+    *,
+    prefetch: bool = True,
+    prefetch_bytes: int | str | None = None,
+    resident_bytes: int | str | None = None,
 ) -> nn.Module:
     """Keep the weights of `model` on the CPU, bring those of each module in when it runs, and return the model.
 
@@ -230,10 +252,20 @@ def cpu_offload(
         offload_buffers: Whether buffers are offloaded too.
         state_dict: Its values by name; its own when left out, not copied if they are on the CPU.
         preload_module_classes: See `attach_align_device_hook`.
+        prefetch: See `dispatch_model`.
+        prefetch_bytes: See there.
+        resident_bytes: See there.
+
+    Raises:
+        ValueError: no such size.
     """
+    streaming = StreamOptions.of(prefetch, prefetch_bytes, resident_bytes)
     if state_dict is None:
         state_dict = {name: tensor.to("cpu") for name, tensor in model.state_dict().items()}
-    return _offload_all(model, "cpu", state_dict, execution_device, offload_buffers, preload_module_classes)
+    _offload_all(model, "cpu", state_dict, execution_device, offload_buffers, preload_module_classes)
+    if streaming is not None:
+        stream(model, streaming)
+    return model
 
 
 def disk_offload(
@@ -242,6 +274,10 @@ def disk_offload(
     execution_device: DeviceLike | None = None,
     offload_buffers: bool = False,
     preload_module_classes: list[str] | None = None,
+    *,
+    prefetch: bool = True,
+    prefetch_bytes: int | str | None = None,
+    resident_bytes: int | str | None = None,
 ) -> nn.Module:
     """Keep the weights of `model` in the folder `offload_dir`, as `cpu_offload` does on the CPU, and return the model.
 
@@ -251,13 +287,21 @@ def disk_offload(
         execution_device: Where the model runs; by default where its first parameter is.
         offload_buffers: Whether buffers are offloaded too.
         preload_module_classes: See `attach_align_device_hook`.
+        prefetch: See `dispatch_model`.
+        prefetch_bytes: See there.
+        resident_bytes: See there.
 
     Raises:
+        ValueError: no such size.
         NotOffloadableError: a weight has no values, and the folder does not hold it either.
         WriteError: the system refused to write.
     """
+    streaming = StreamOptions.of(prefetch, prefetch_bytes, resident_bytes)
     weights = offloaded(offload_dir, model.state_dict())
-    return _offload_all(model, "disk", weights, execution_device, offload_buffers, preload_module_classes)
+    _offload_all(model, "disk", weights, execution_device, offload_buffers, preload_module_classes)
+    if streaming is not None:
+        stream(model, streaming)
+    return model
 
 
 def cpu_offload_with_hook(
@@ -287,7 +331,7 @@ def _offload_all(
     execution_device: DeviceLike | None,
     offload_buffers: bool,
     preload_module_classes: list[str] | None,
-) -> nn.Module:
+) -> None:
     device = _first_device(model) if execution_device is None else execution_device
     tied = find_tied_parameters(model)
     tied_params_map = _addresses(model, tied)
@@ -304,7 +348,6 @@ def _offload_all(
     tie_on_devices(model, tied, {name: _resolved(device) for group in tied for name in group})
     warn_of_moves(model)
     model.hf_device_map = {"": place}  # type: ignore[assignment]  # by which transformers knows how to save the model
-    return model
 
 
 def tie_on_devices(model: nn.Module, tied_params: Sequence[Sequence[str]], runs_on: Mapping[str, torch.device]) -> None:

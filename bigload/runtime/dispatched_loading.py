@@ -25,6 +25,7 @@ from bigload.runtime.device_maps import check_device_map
 from bigload.runtime.device_memory import MaxMemoryLike, get_balanced_memory
 from bigload.runtime.dispatch import dispatch_loaded
 from bigload.runtime.module_sizes import prefixes
+from bigload.runtime.streaming.options import StreamOptions
 from bigload.runtime.tied_parameters import find_tied_parameters
 
 StrPath = str | os.PathLike[str]
@@ -48,6 +49,10 @@ def load_checkpoint_and_dispatch(
     strict: bool = False,
     full_state_dict: bool = True,
     broadcast_from_rank0: bool = False,
+    *,
+    prefetch: bool = True,
+    prefetch_bytes: int | str | None = None,
+    resident_bytes: int | str | None = None,
 ) -> nn.Module:
     """Fill `model` from `checkpoint`, dispatch it by `device_map`, and return it.
 
@@ -72,6 +77,9 @@ def load_checkpoint_and_dispatch(
         strict: Refuse a checkpoint that lacks something or has more, before anything is read.
         full_state_dict: See `load_checkpoint_in_model`.
         broadcast_from_rank0: See there.
+        prefetch: See `dispatch_model`.
+        prefetch_bytes: See there.
+        resident_bytes: See there.
 
     Raises:
         ValueError: the map does not cover the model.
@@ -79,6 +87,7 @@ def load_checkpoint_and_dispatch(
         NoOffloadFolderError: a checkpoint in an old form is to be on disk, and there is no `offload_folder`.
         BigloadError: see `load_checkpoint_in_model` and `dispatch_model`.
     """
+    streaming = StreamOptions.of(prefetch, prefetch_bytes, resident_bytes)
     placed = _made_map(device_map, model, max_memory, no_split_module_classes, dtype, offload_buffers)
     if placed is not None:
         check_device_map(model, placed)
@@ -105,6 +114,7 @@ def load_checkpoint_and_dispatch(
         skip_keys=skip_keys,
         preload_module_classes=preload_module_classes,
         force_hooks=force_hooks,
+        streaming=streaming,
     )
 
 
@@ -118,6 +128,9 @@ def load_and_dispatch(
     preload_module_classes: list[str] | None = None,
     force_hooks: bool = False,
     strict: bool = True,
+    prefetch: bool = True,
+    prefetch_bytes: int | str | None = None,
+    resident_bytes: int | str | None = None,
 ) -> nn.Module:
     """Fill `model` as `plan` says from the checkpoint it was made for, dispatch it, and return it.
 
@@ -133,15 +146,17 @@ def load_and_dispatch(
         preload_module_classes: See `attach_align_device_hook`.
         force_hooks: Attach hooks for a single device as well.
         strict: Refuse a model that lacks a tensor of the plan or has more, before anything is read.
+        prefetch: See `dispatch_model`.
+        prefetch_bytes: See there. By default what the plan has reserved for streamed weights, less the largest block.
+        resident_bytes: See `dispatch_model`.
 
     Raises:
         PlanError: there is no such plan, it is none, or it was made for another version of the checkpoint.
         StateDictMismatchError: model and checkpoint disagree.
         BigloadError: see `load_checkpoint_in_model`.
     """
-    made = plan if isinstance(plan, Plan) else _read(Path(plan))
-    placed = _with_ties(model, replace(made, renamed=None).device_map)
-    check_device_map(model, placed)
+    made, placed = plan_for(model, plan)
+    streaming = streaming_of(made, prefetch, prefetch_bytes, resident_bytes)
     on_disk = load_checkpoint_in_model(
         model, made, device_map=placed, dtype=dtype, offload_buffers=offload_buffers, strict=strict
     )
@@ -153,7 +168,30 @@ def load_and_dispatch(
         skip_keys=skip_keys,
         preload_module_classes=preload_module_classes,
         force_hooks=force_hooks,
+        streaming=streaming,
     )
+
+
+def plan_for(model: nn.Module, plan: Plan | StrPath) -> tuple[Plan, dict[str, DeviceLike]]:
+    """Return the plan, read if it is a path, and the device map that it is for `model`.
+
+    Raises:
+        PlanError: there is no such plan, or it is none.
+        ValueError: it does not cover the model.
+    """
+    made = plan if isinstance(plan, Plan) else _read(Path(plan))
+    placed = _with_ties(model, replace(made, renamed=None).device_map)
+    check_device_map(model, placed)
+    return made, placed
+
+
+def streaming_of(
+    plan: Plan, prefetch: bool, prefetch_bytes: int | str | None, resident_bytes: int | str | None
+) -> StreamOptions | None:
+    """Return what was asked for, within what `plan` has reserved for streamed weights; see `StreamOptions.of`."""
+    options = StreamOptions.of(prefetch, prefetch_bytes, resident_bytes)
+    reserved = sum(use.workspace_bytes for use in plan.devices if use.device == plan.execution_device)
+    return replace(options, workspace_bytes=reserved) if options is not None and reserved else options
 
 
 def _read(path: Path) -> Plan:

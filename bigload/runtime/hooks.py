@@ -8,7 +8,7 @@ copies of its graphs that have no hook of their own.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
 from functools import partial, update_wrapper
 from typing import Any
 
@@ -111,6 +111,25 @@ def _abort(hooks: tuple[ModelHook, ...], module: nn.Module) -> None:
             _abort(tuple(before), module)
 
 
+def hooks_of(module: nn.Module) -> Iterator[ModelHook]:
+    """Yield the hooks of `module`, those within others one by one, in the order in which they are called."""
+    yield from _each(module.__dict__.get("_hf_hook"))
+
+
+def _each(hook: ModelHook | None) -> Iterator[ModelHook]:
+    inner = getattr(hook, "hooks", None)
+    if inner is not None:
+        for each in inner:
+            yield from _each(each)
+    elif hook is not None:
+        yield hook
+
+
+def calls_hook(forward: object) -> bool:
+    """Return whether `forward`, of a module, is what `add_hook_to_module` has put there."""
+    return isinstance(forward, partial) and forward.func is _forward
+
+
 def add_hook_to_module(module: nn.Module, hook: ModelHook, append: bool = False) -> nn.Module:
     """Put `hook` around the forward of `module`, and return the module.
 
@@ -172,7 +191,7 @@ def remove_hook_from_module(module: nn.Module, recurse: bool = False) -> nn.Modu
         own.pop("forward", None)
         if not isinstance(module, fx.GraphModule) and old_forward != module.forward:
             module.forward = old_forward  # somebody else had replaced it before
-    for name in MOVING_METHODS:
+    for name in (*MOVING_METHODS, "bigload_stats"):
         own.pop(name, None)
     if recurse:
         for child in module.children():

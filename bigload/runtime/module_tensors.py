@@ -95,7 +95,7 @@ def set_module_tensor_to_device(
     with torch.no_grad():
         new = source.to(device=destination, dtype=wanted, non_blocking=not wait)
     if isinstance(old, nn.Parameter) and new is not old:
-        new = _as_parameter(new, old)
+        new = as_parameter(new, old)
     if fp16_statistics is not None:
         new.SCB = fp16_statistics.to(destination)  # type: ignore[union-attr]
     held[name] = new
@@ -211,7 +211,7 @@ def _owner(module: nn.Module, tensor_name: str) -> tuple[nn.Module, str]:
 
 
 def _check(value: torch.Tensor, old: torch.Tensor, name: str) -> None:
-    if type(old).__name__ in _QUANTISED_BY_DEVICE:
+    if is_packed_by_device(old):
         raise QuantisedParameterError(name, type(old).__name__)
     if old.shape != value.shape:
         raise ValueError(
@@ -231,7 +231,12 @@ def _dtype_for(tensor: torch.Tensor, dtype: str | torch.dtype | None) -> torch.d
     return dtype if dtype is not None and is_cast else tensor.dtype
 
 
-def _as_parameter(new: torch.Tensor, old: nn.Parameter) -> nn.Parameter:
+def is_packed_by_device(tensor: torch.Tensor) -> bool:
+    """Return whether `tensor` is a parameter of bitsandbytes, whose values are packed by moving it."""
+    return type(tensor).__name__ in _QUANTISED_BY_DEVICE
+
+
+def as_parameter(new: torch.Tensor, old: nn.Parameter) -> nn.Parameter:
     """Return `new` as a parameter of the class of `old`, with all that was noted on that."""
     can_train = new.is_floating_point() or new.is_complex()
     requires_grad = old.requires_grad and can_train

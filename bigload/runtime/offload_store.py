@@ -7,8 +7,11 @@ A folder has a `.dat` file per tensor and an `index.json`; `layouts/offload_fold
 from __future__ import annotations
 
 import os
+from collections import ChainMap
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol, runtime_checkable
 
 import torch
 
@@ -19,7 +22,7 @@ from bigload.layouts.offload_folder import DAT_INDEX, DAT_SUFFIX
 from bigload.layouts.offload_reader import IndexReading
 from bigload.loading.guards import signature
 from bigload.loading.schedule import Wanted
-from bigload.loading.tensors import check_dtypes
+from bigload.loading.tensors import check_dtypes, torch_dtype
 from bigload.runtime.module_sizes import prefixes
 from bigload.runtime.offload_writer import (
     Entry,
@@ -32,7 +35,7 @@ from bigload.runtime.offload_writer import (
     write_dat,
     write_index,
 )
-from bigload.runtime.stored_weights import MappedFiles, Signature
+from bigload.runtime.stored_weights import MappedFiles, Place, Signature
 
 StrPath = str | os.PathLike[str]
 
@@ -112,6 +115,43 @@ def offloaded(
         return OffloadedWeightsLoader(state_dict=in_memory, save_folder=save_dir)
 
 
+@dataclass(frozen=True, slots=True)
+class AtHand:
+    """A weight in memory: the value that a dict has for it."""
+
+    values: dict[str, torch.Tensor]
+    name: str
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """The value as it is now."""
+        return self.values[self.name]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Its dtype."""
+        return self.tensor.dtype
+
+
+@runtime_checkable
+class KnowsSources(Protocol):
+    """A map of weights that can tell where each is."""
+
+    def source(self, name: str) -> Place | AtHand | None:
+        """Return where the weight `name` is; `None` if it is not there, or who knows where."""
+
+
+def source_of(weights: Mapping[str, torch.Tensor], name: str) -> Place | AtHand | None:
+    """Return where `weights` has the weight `name`; `None` if it has none, or who knows where from."""
+    if isinstance(weights, KnowsSources):
+        return weights.source(name)
+    if isinstance(weights, ChainMap):
+        return next((source_of(each, name) for each in weights.maps if name in each), None)
+    if isinstance(weights, dict) and isinstance(weights.get(name), torch.Tensor):
+        return AtHand(weights, name)
+    return None
+
+
 class PrefixedDataset(Mapping[str, torch.Tensor]):
     """The part of `dataset` whose keys start with `prefix`, under what follows it.
 
@@ -124,6 +164,10 @@ class PrefixedDataset(Mapping[str, torch.Tensor]):
 
     def __getitem__(self, key: str) -> torch.Tensor:
         return self.dataset[f"{self.prefix}{key}"]
+
+    def source(self, name: str) -> Place | AtHand | None:
+        """Return where the weight `name` is; see `source_of`."""
+        return source_of(self.dataset, f"{self.prefix}{name}")
 
     def __contains__(self, key: object) -> bool:
         return isinstance(key, str) and f"{self.prefix}{key}" in self.dataset
@@ -202,6 +246,30 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
         weight = self._files.tensor(path, tensor, expected=header[0])
         dtype = _dtype_named(entry["dtype"], key) if "dtype" in entry else weight.dtype
         return weight.to(device="cpu" if self.device is None else self.device, dtype=dtype)
+
+    def source(self, name: str) -> Place | AtHand | None:
+        """Return where the weight `name` is; `None` if it is not there, or who knows where.
+
+        Raises:
+            InvalidCheckpointError: its entry in the index and its file do not go together.
+            ReadError: the file cannot be read.
+        """
+        if name in self.state_dict:
+            return source_of(self.state_dict, name)
+        entry = self.index.get(name)
+        if not isinstance(entry, Mapping):
+            return None
+        path, tensor = self._places.get(name) or self._places.setdefault(name, self._place(name, entry))
+        header = self._headers.get(path)
+        stored = torch_dtype(tensor.dtype)
+        if stored is None:
+            return None
+        if header is None:
+            file = tensor.span.file
+            expected = self._signatures.get(file) or self._signatures.setdefault(file, signature(path))
+            return Place(path=path, tensor=tensor, dtype=stored, files=self._files, expected=expected)
+        dtype = _dtype_named(entry["dtype"], name) if "dtype" in entry else stored
+        return Place(path=path, tensor=tensor, dtype=dtype, files=self._files, expected=header[0])
 
     def __contains__(self, key: object) -> bool:
         return key in self.state_dict or key in self.index

@@ -14,6 +14,7 @@ import mmap
 import os
 import threading
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple, Self
@@ -30,7 +31,7 @@ from bigload.layouts.offload_reader import OffloadFolder, aliases_in
 from bigload.layouts.tied_names import absent_names
 from bigload.loading.guards import check_unchanged, signature
 from bigload.loading.huge_pages import no_memory
-from bigload.loading.mapped import MappedFile, make_present
+from bigload.loading.mapped import MappedFile, in_huge_pages, make_present
 from bigload.loading.schedule import Wanted
 from bigload.loading.tensors import check_dtypes, parsed_dtype, torch_dtype, torch_shape
 from bigload.planning.load_dtype import as_dtype
@@ -39,6 +40,45 @@ Signature = tuple[int, int, int] | None
 
 _MAX_MAPS = 16384
 """Files that stay mapped. The system allows a process 65530 maps (`vm.max_map_count`), others need some as well."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where a weight is stored, and the dtype that it is wanted in.
+
+    Attributes:
+        path: The file.
+        tensor: Its form there; the span counts in that file.
+        dtype: What the map of weights gives it as.
+        files: What maps the file.
+        expected: The file's inode, size and time when the weights were opened; any, if `None`.
+    """
+
+    path: Path
+    tensor: TensorInfo
+    dtype: torch.dtype
+    files: MappedFiles
+    expected: Signature = None
+
+    @property
+    def is_as_wanted(self) -> bool:
+        """Whether it can be used in the pages of the file, where these are the memory of the device."""
+        is_aligned = self.tensor.span.start % self.tensor.dtype.alignment == 0
+        return is_aligned and torch_dtype(self.tensor.dtype) == self.dtype
+
+    def view(self) -> torch.Tensor:
+        """Return the weight as it is stored, on the CPU; nothing is read. Errors are those of `MappedFiles.tensor`."""
+        return self.files.tensor(self.path, self.tensor, expected=self.expected, populate=False)
+
+    def map(self) -> memoryview:
+        """Return the map of the file, of which `view` shows a part. Errors are those of `view`."""
+        return self.files.map(self.path, self.expected)
+
+    def check(self) -> None:
+        """Raise `ReadError` if the file is no longer the one that was opened."""
+        now = signature(self.path)
+        if self.expected is not None and now != self.expected:
+            raise ReadError(self.path, "it changed since it was opened", hint="open the weights again")
 
 
 class StoredWeights(Mapping[str, torch.Tensor]):
@@ -122,6 +162,17 @@ class StoredWeights(Mapping[str, torch.Tensor]):
             raise UnknownTensorError(self._name, [name])
         return self._tensors[name]
 
+    def source(self, name: str) -> Place | None:
+        """Return where the weight `name` is stored; `None` if it is not."""
+        tensor = self._tensors.get(name)
+        dtype = None if tensor is None else torch_dtype(self._loaded(tensor))
+        if tensor is None or dtype is None:
+            return None
+        file = tensor.span.file
+        return Place(
+            path=self._root / file, tensor=tensor, dtype=dtype, files=self._files, expected=self._signatures[file]
+        )
+
     def close(self) -> None:
         """Let go of the files. Tensors that were given out stay; asking for more raises `ValueError`."""
         self._files.close()
@@ -187,6 +238,10 @@ class MappedFiles:
             return raw.view(dtype).as_strided(shape, tensor.strides)
         return raw.view(dtype).view(shape)
 
+    def map(self, path: Path, expected: Signature = None) -> memoryview:
+        """Return the bytes of the file at `path`, mapped; errors are those of `tensor`."""
+        return self._map(path, expected).buffer
+
     def close(self) -> None:
         """Let go of all maps. What tensors are made of stays as long as they do."""
         with self._lock:
@@ -226,6 +281,7 @@ def _mapped(path: Path, seen: Signature) -> _Map:
         found = (status.st_ino, status.st_size, status.st_mtime_ns)
         if found != seen:
             raise ReadError(path, "it changed while it was being opened", hint="open the weights again")
+        in_huge_pages(file.buffer)
         return _Map(file.buffer, found)
 
 

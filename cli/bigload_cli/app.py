@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import gc
-import os
 import resource
 import sys
-import threading
 from contextlib import suppress
-from typing import Annotated, NoReturn
+from typing import Annotated
 
 import typer
 
 from bigload_cli import failures
-from bigload_cli.commands import bench_load, inspect, plan, reshard, verify
+from bigload_cli.commands import bench_load, bench_run, inspect, plan, reshard, run_stats, verify
 
 EXIT_CODES = """\b
 Exit codes:
@@ -39,6 +37,8 @@ app.command("plan", epilog=plan.EPILOG)(plan.plan)
 app.command("reshard", epilog=reshard.EPILOG)(reshard.reshard)
 app.command("verify", epilog=verify.EPILOG)(verify.verify)
 app.command("bench-load", epilog=bench_load.EPILOG)(bench_load.bench_load)
+app.command("bench-run", epilog=bench_run.EPILOG)(bench_run.bench_run)
+app.command("run-stats", epilog=run_stats.EPILOG)(run_stats.run_stats)
 
 
 def _show_version(asked: bool) -> None:
@@ -77,14 +77,4 @@ def main() -> None:
             raise KeyboardInterrupt
     except BaseException as error:  # every way to fail ends in one table
         code = failures.report(error)
-    _leave(code if isinstance(code, int) else 0)
-
-
-def _leave(code: int) -> NoReturn:
-    from bigload.loading.team import LISTENER
-
-    if any(thread.name.startswith(LISTENER) for thread in threading.enumerate()):
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
-    sys.exit(code)
+    sys.exit(code if isinstance(code, int) else 0)

@@ -34,6 +34,30 @@ CheckpointArgument = Annotated[
         help="Folder, index, .safetensors file or .bin, .pt, .pth file of torch; or org/model in the local Hub cache.",
     ),
 ]
+ModelArgument = Annotated[
+    str,
+    typer.Argument(metavar="PATH", help="Folder of a model: config.json and weights; or org/model in the Hub cache."),
+]
+RunPlanOption = Annotated[
+    Path | None,
+    typer.Option("--plan", metavar="FILE", help="Where its parts go, from bigload plan -o. Default: all on the disk."),
+]
+TokensOption = Annotated[
+    int,
+    typer.Option(
+        "--tokens", "--prompt-tokens", metavar="N", min=1, max=10_000_000, help="Length of what the model is given."
+    ),
+]
+PrefetchBytesOption = Annotated[
+    str | None,
+    typer.Option("--prefetch-bytes", metavar="SIZE", help="Weights that may wait for their block. Default: 2 blocks."),
+]
+ResidentBytesOption = Annotated[
+    str | None,
+    typer.Option(
+        "--resident-bytes", metavar="SIZE", help="Streamed weights that may stay. Default: on the CPU, all that fits."
+    ),
+]
 MaxMemoryOption = Annotated[
     list[str] | None,
     typer.Option(
@@ -71,7 +95,7 @@ def size_option(name: str, text: str, *, at_least: int = 1) -> int:
         size = parse_size(text)
     except ValueError as error:
         raise BudgetError(f"{name} {error}") from None
-    if size <= 0:
+    if size <= 0 and at_least > 0:
         raise BudgetError(f"{name} {text}: a size is more than 0 bytes")
     if size < at_least:
         raise BudgetError(f"{name} {text}: it takes {format_size(at_least)} or more")

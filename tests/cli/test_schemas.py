@@ -15,7 +15,19 @@ from builders import make_split, write_shard
 VERSIONS = {"plan": "1.1", "inspect": "1.1", "reshard": "1.1", "bench-load": "1.1"}
 SCHEMAS = Path(__file__).parents[2] / "docs" / "schemas"
 QUESTIONS = ["explain", "compare", "fits", "gpus", "max-context"]
-NAMES = ["plan", "inspect", "reshard", "manifest", "ranks", "offload", "verify", "bench-load", *QUESTIONS]
+NAMES = [
+    "plan",
+    "inspect",
+    "reshard",
+    "manifest",
+    "ranks",
+    "offload",
+    "verify",
+    "bench-load",
+    "bench-run",
+    "run-stats",
+    *QUESTIONS,
+]
 
 PLAN = "bigload plan tiny-llama --overhead 0 -m cuda:0=6MiB,cpu=8MiB -o tiny.json"
 COMMANDS = [
@@ -46,6 +58,13 @@ COMMANDS = [
     "bigload bench-load tiny-llama --runs 1 --threads 1 --json",
     "bigload bench-load tiny-llama --runs 1 --threads 1 --method mmap,direct --cold --max-inflight 8MiB --json",
     "bigload bench-load tiny-llama --runs 1 --threads 2 --dtype fp32 --warm --json",
+]
+RUNS = [
+    "bigload bench-run tiny-llama --rounds 1 --resident-bytes 0 --json",
+    "bigload bench-run tiny-llama --rounds 1 --cold --new-tokens 2 --no-peers --json",
+    "bigload bench-run tiny-llama --plan in-ram.json --rounds 1 --tokens 3 --no-peers --json",
+    "bigload run-stats tiny-llama --forwards 2 --resident-bytes 0 --json",
+    "bigload run-stats tiny-llama --plan in-ram.json --forwards 1 --json",
 ]
 
 
@@ -136,6 +155,19 @@ def test_what_is_printed_is_what_its_schema_describes(run, here, command):
     described = schema(verb)
     Draft202012Validator(described).validate(document)
     Draft202012Validator(strict(described)).validate(document)
+
+
+@pytest.mark.peers
+@pytest.mark.parametrize("command", RUNS)
+def test_what_is_printed_of_a_run_is_what_its_schema_describes(run, command):
+    pytest.importorskip("transformers")
+    assert run("bigload plan tiny-llama -m cpu=1GiB --no-disk -o in-ram.json").code == 0
+    done = run(command)
+    assert done.code == 0, done.stderr
+    document = parsed(done.stdout)
+    verb = command.split()[1]
+    assert document["schema"] == f"bigload.{verb}/1.0"
+    Draft202012Validator(strict(schema(verb))).validate(document)
 
 
 def test_a_plan_file_is_what_its_schema_describes(run, here):

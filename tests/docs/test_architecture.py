@@ -14,7 +14,9 @@ SECTIONS = {
 }
 
 
-@pytest.mark.parametrize("layer", ["bench", "layouts", "loading", "parallel", "planning", "runtime"])
+@pytest.mark.parametrize(
+    "layer", ["bench", "layouts", "loading", "parallel", "planning", "runtime", "runtime/streaming"]
+)
 def test_the_table_of_a_layer_has_all_of_its_files(layer):
     rows = "\n".join(re.findall(r"^\| (`.*?) \|", SECTIONS[layer], re.MULTILINE))
     listed = re.findall(r"`(\w+\.py)`", rows)

@@ -20,7 +20,7 @@ SCENES = """
 import json, os, signal, sys, threading
 import torch.distributed as dist
 from bigload.errors import RankError
-from bigload.loading.team import launched_team, present_team, together
+from bigload.loading.team import LISTENER, launched_team, present_team, together
 from bigload.loading.torch_team import TorchTeam
 
 said = {}
@@ -44,6 +44,26 @@ with present_team() as team:
 everybody = [None, None]
 dist.all_gather_object(everybody, rank)
 said["theirs works"] = everybody
+
+def interrupt():  # what a Ctrl-C does to who waits for an answer
+    signal.signal(signal.SIGALRM, signal.default_int_handler)
+    signal.setitimer(signal.ITIMER_REAL, 0.2)
+
+try:
+    with present_team() as team:
+        if rank == 0:
+            interrupt()
+        else:
+            store.wait(["interrupted"])
+        team.share(rank)
+except KeyboardInterrupt:
+    store.set("interrupted", "yes")
+    said["interrupted"] = True
+except RankError as error:
+    said["interrupted"] = error.rank == 0
+said["threads"] = [thread.name for thread in threading.enumerate() if thread.name.startswith(LISTENER)]
+with present_team() as team:
+    said["again"] = team.share(rank)
 
 with present_team() as team:
     if rank == 1:
@@ -193,6 +213,9 @@ def test_real_processes_share_fail_together_and_notice_a_kill():
         "ours is gone": True,
         "present": [True, [0, 1]],
         "theirs works": [0, 1],
+        "interrupted": True,
+        "threads": [],
+        "again": [0, 1],
     }
 
 

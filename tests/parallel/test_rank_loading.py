@@ -2,6 +2,7 @@
 
 import os
 import signal
+from functools import partial
 
 import pytest
 import torch
@@ -65,18 +66,38 @@ def differences(model, state):
 def divided(kind, size):
     """Return a model on the meta device of which each of `size` ranks has its part."""
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
     model = empty()
     if kind == "rows":
-        fully_shard(model.down, mesh=init_device_mesh("cpu", (size,)))
-        return fully_shard(model, mesh=init_device_mesh("cpu", (size,)))
-    shape = (size // 2, 2) if kind == "both" else (1, size)
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp"))
-    parallelize_module(model, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+        _divide_rows(model, init_device_mesh("cpu", (size,)))
+    elif kind == "fsdp":
+        mesh = init_device_mesh("cpu", (size,))
+        _fully_shard(model.down, mesh)
+        _fully_shard(model, mesh)
+    else:
+        mesh = init_device_mesh("cpu", (size // 2, 2) if kind == "both" else (1, size), mesh_dim_names=("dp", "tp"))
+        parallelize_module(model, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+        model.tied.weight = model.up.weight
+        if kind == "both":
+            _fully_shard(model, mesh["dp"])
+    return model
+
+
+def _divide_rows(model, mesh):
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    for name, parameter in list(model.named_parameters()):
+        part = nn.Parameter(distribute_tensor(parameter.detach(), mesh, [Shard(0)], src_data_rank=None))
+        parent, _, leaf = name.rpartition(".")
+        setattr(model.get_submodule(parent), leaf, part)
     model.tied.weight = model.up.weight
-    return fully_shard(model, mesh=mesh["dp"]) if kind == "both" else model
+
+
+def _fully_shard(module, mesh):
+    from torch.distributed.fsdp import fully_shard  # with it comes a compiler: seconds, which few tests need
+
+    fully_shard(module, mesh=mesh)
 
 
 def load_all(folder, size, kinds):
@@ -105,6 +126,11 @@ def ended(act):
     return "done"
 
 
+def first_alone(folder):
+    with bigload.main_process_first():
+        load_sharded(divided("rows", 2), folder)
+
+
 def two_ranks(folder):
     found = load_all(folder, 2, ["rows", "columns"])
     rank = torch.distributed.get_rank()
@@ -113,6 +139,15 @@ def two_ranks(folder):
         lambda: load_sharded(divided("rows", 2), folder + "/nowhere", broadcast_from_rank0=True)
     )
     found["options"] = ended(lambda: load_sharded(divided("rows", 2), folder, threads=0 if rank else 1))
+    differing = {"broadcast_from_rank0": rank == 0, "strict": rank == 1, "method": "direct" if rank else None}
+    for argument, value in differing.items():
+        found[argument] = ended(partial(load_sharded, divided("rows", 2), folder, **{argument: value}))
+    models = divided("rows", 2), divided("columns", 2)
+    found["models"] = ended(lambda: load_sharded(models[rank], folder))
+    found["in a block of the first"] = ended(lambda: first_alone(folder))
+    replicas = nn.parallel.DistributedDataParallel(Model().float())
+    load_sharded(replicas, folder)
+    found["replicas"] = differences(replicas.module, {**values(), "short": values()["short"].float()})
     if rank:
         rank_loading.fill_local = lambda *arguments: os.kill(os.getpid(), signal.SIGKILL)
     found["killed"] = ended(lambda: load_sharded(divided("rows", 2), folder))
@@ -136,13 +171,26 @@ def test_two_ranks_read_their_parts_and_hear_of_each_others_failures(folder):
     assert first["missing"].startswith("RankError: process 1 failed: CheckpointNotFoundError: ")
     assert first["sent from nowhere"].startswith("CheckpointNotFoundError: ")
     assert first["options"].startswith("RankError: process 1 failed: LoadOptionError: threads is 0")
+    argument = "LoadOptionError: {0} is {1}; expected the same in all ranks: it is {1} in rank 0 and {2} in rank 1"
+    for name, mine, other in (
+        ("broadcast_from_rank0", True, False),
+        ("strict", False, True),
+        ("method", None, "'direct'"),
+    ):
+        assert first[name] == argument.format(name, mine, other)
+    assert first["models"].startswith("LoadOptionError: down.bias of the model is ")
+    assert first["models"].endswith(
+        "it is [6] torch.float32 (Shard(dim=0),) in rank 0 and [6] torch.float32 (Replicate(),) in rank 1"
+    )
+    assert first["in a block of the first"].startswith("ProcessControlError: what all processes do together ")
+    assert first["replicas"] == []
     assert first["killed"].startswith("RankError: process 1 failed: it can no longer be reached")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 4])
 def test_more_ways_to_divide_more_ranks(folder, size):
-    ranks = run_ranks(size, load_all, folder, size, ["rows", "columns", "both"])
+    ranks = run_ranks(size, load_all, folder, size, ["fsdp", "rows", "columns", "both"])
     assert [rank["wrong"] for rank in ranks] == [[]] * size
     for case, reports in ranks[0]["read"].items():
         if case.endswith("read"):
@@ -278,10 +326,39 @@ def test_all_that_is_wrong_is_found_before_a_byte_is_read(folder, monkeypatch):
     assert model.up.weight.is_meta
 
 
-def test_not_strict_leaves_what_does_not_match(folder):
+def test_names_that_the_checkpoint_lacks_are_missing(folder):
+    with pytest.raises(StateDictMismatchError, match=r'names has "nope" for up\.bias') as caught:
+        load_sharded(empty(), folder, names={"up.bias": "nope"})
+    assert caught.value.missing == ("up.bias",)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        ({"model": {"up.bias": 1}}, "model is"),
+        ({"divisions": ["up.bias"]}, "divisions is"),
+        ({"divisions": {"up.bias": None}}, "the division of up.bias is None"),
+        ({"names": ["up.bias"]}, "names is"),
+        ({"rank": -1}, "rank is -1"),
+        ({"rank": "0"}, 'rank is "0"'),
+        ({"device": 1.5}, "device is"),
+    ],
+)
+def test_arguments_that_cannot_be_are_told(folder, arguments, named):
+    with pytest.raises(LoadOptionError, match=named):
+        load_sharded(**{"model": empty(), "checkpoint": folder, **arguments})
+    if arguments.keys() & {"divisions", "rank"}:
+        with pytest.raises(LoadOptionError, match=named):
+            load_parts(**{"checkpoint": folder, "divisions": {"up.bias": Division()}, "rank": 0, **arguments})
+
+
+def test_not_strict_leaves_what_does_not_match_and_says_so(folder, caplog):
     model = empty()
     model.more = nn.Linear(1, 1, device="meta")
     load_sharded(model, folder, strict=False)
+    assert caplog.messages == [
+        f"Some weights of Model are not in the checkpoint at {folder} and stay as they were: more.weight; more.bias"
+    ]
     assert model.more.weight.is_meta
     assert model.up.weight.equal(values()["up.weight"])
 

@@ -58,9 +58,10 @@ def test_the_main_device_is_the_first_accelerator_of_the_map(_, simulation):
     assert [model.one._hf_hook.execution_device, model.four._hf_hook.execution_device] == ["sim:1", "sim:1"]
 
 
-def test_offloaded_weights_leave_the_device_when_they_are_done(simulation, tmp_path):
+@pytest.mark.parametrize("options", [{"prefetch": False}, {"prefetch_bytes": 0}], ids=str)
+def test_offloaded_weights_leave_the_device_when_they_are_done(options, simulation, tmp_path):
     where = {"one": 0, "two": "cpu", "three": "disk", "four": "cpu"}
-    model = dispatch_model(chain(), where, offload_dir=tmp_path)
+    model = dispatch_model(chain(), where, offload_dir=tmp_path, **options)
     assert simulation.used[0] == NUM_BYTES
     with torch.no_grad():
         model(INPUT)

@@ -17,13 +17,13 @@ from bigload_cli.views.table import PlainTable, Styled
 from bigload_cli.views.text import printable
 
 _BAR_WIDTH = 20
-_CACHE_WORDS = {
+CACHE_WORDS = {
     "cold": "page cache cold before each run",
     "warm": "page cache warm",
     "mixed": "page cache neither cold nor warm",
 }
 _RAW_NAMES = {RawKind.MEMORY: "raw read", RawKind.MAP: "raw map", RawKind.DISK: "raw disk read"}
-_RAW_WORDS = {
+RAW_WORDS = {
     RawKind.MEMORY: "read into fresh memory",
     RawKind.MAP: "mapped and populated",
     RawKind.DISK: "read past the page cache",
@@ -39,7 +39,7 @@ def headline(report: BenchReport, *, name: str) -> str:
     """Return what was loaded and where, and in which state the page cache was."""
     size, cores = format_size(report.total_bytes), counted(report.num_cores, "core")
     shards, runs = counted(report.num_shards, "shard"), counted(report.runs, "run")
-    state = _CACHE_WORDS[report.cache_state]
+    state = CACHE_WORDS[report.cache_state]
     cast = "" if report.dtype is None else f" as {printable(report.dtype)}"
     target = f"{printable(report.device)}{cast}"
     return f"{printable(name)} -> {target}   {size} in {shards}\n{cores}, {runs} of each by turns, {state}"
@@ -161,7 +161,7 @@ def choices(report: BenchReport) -> list[str]:
 def raw_notes(report: BenchReport) -> list[str]:
     """Return what the raw reads were."""
     words = [
-        f"{_RAW_NAMES[raw.read.kind]}: {_RAW_WORDS[raw.read.kind]} by {counted(raw.read.threads, 'thread')}"
+        f"{_RAW_NAMES[raw.read.kind]}: {RAW_WORDS[raw.read.kind]} by {counted(raw.read.threads, 'thread')}"
         for raw in limits(report)
     ]
     return [f"The same bytes, nothing done to them: {'; '.join(words)}."] if words else []

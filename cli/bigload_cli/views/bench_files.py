@@ -45,7 +45,7 @@ class Exports:
             if find_spec("matplotlib") is None:
                 raise MissingPackageError("--plot", "matplotlib", extra="plot")
         for path in wanted:
-            _check_writable(path)
+            check_writable(path)
 
     def write(self, report: BenchReport, *, name: str) -> list[Path]:
         """Write what was asked for; return the files in the order in which they were written.
@@ -73,19 +73,25 @@ def _trace_text(report: BenchReport) -> str:
     return json.dumps(chrome_trace({result.name: result.activities for result in report.results}))
 
 
-def _check_writable(path: Path) -> None:
+def check_writable(path: Path, *, made_by: str = MADE_BY) -> None:
+    """Raise unless a result can be put at `path`; what stands there already has to hold `made_by`, as ours do.
+
+    Raises:
+        OutputExistsError: something stands there that was not made by that.
+        WriteError: the folder is not there, or may not be written to.
+    """
     folder = path.parent
     if not folder.is_dir():
         raise WriteError(path, NotADirectoryError(errno.ENOENT, f"there is no folder {folder}"))
     if not os.access(folder, os.W_OK | os.X_OK):
         raise WriteError(path, PermissionError(errno.EACCES, os.strerror(errno.EACCES)))
-    if path.exists() and not _is_ours(path):
-        raise OutputExistsError(path, f"it was not made by {MADE_BY}", hint="choose another name")
+    if path.exists() and not _is_ours(path, made_by):
+        raise OutputExistsError(path, f"it was not made by {made_by}", hint="choose another name")
 
 
-def _is_ours(path: Path) -> bool:
+def _is_ours(path: Path, made_by: str) -> bool:
     try:
         with path.open("rb") as file:
-            return MADE_BY.encode() in file.read(_BEGINNING_BYTES)
+            return made_by.encode() in file.read(_BEGINNING_BYTES)
     except OSError:
         return False

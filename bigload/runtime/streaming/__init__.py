@@ -1,0 +1,1 @@
+"""Weights that come before the block that needs them runs, while others compute."""

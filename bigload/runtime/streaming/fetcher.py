@@ -1,0 +1,68 @@
+"""A thread that works off a queue while there is something in it, and ends with the one it works for."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+_IDLE_SECONDS = 5.0
+"""How long the thread waits for more before it ends. The next block starts another one."""
+
+
+class Fetcher:
+    """Calls `work(block)` for each block that is put, in a thread of its own, which keeps nobody alive."""
+
+    def __init__(self, work: weakref.WeakMethod[Callable[[Any], None]]) -> None:
+        self._work = work
+        self._queue: deque[Any] = deque()
+        self._changed = threading.Condition()
+        self._thread: threading.Thread | None = None
+
+    def put(self, block: object) -> None:
+        """Have `block` worked on after all that were put before."""
+        with self._changed:
+            self._queue.append(block)
+            self._changed.notify()
+            if self._thread is None or not self._thread.is_alive():  # ended, or left behind in the parent by a fork
+                self._thread = threading.Thread(
+                    target=_run, args=(weakref.ref(self), self._changed), name="bigload-fetch", daemon=True
+                )
+                self._thread.start()
+
+    def has(self, block: object) -> bool:
+        """Return whether `block` waits to be worked on."""
+        with self._changed:
+            return block in self._queue
+
+    def take_back(self, block: object) -> bool:
+        """Return whether `block` had not been begun, and is not worked on any more."""
+        with self._changed:
+            if block in self._queue:
+                self._queue.remove(block)
+                return True
+            return False
+
+    def _next(self) -> tuple[object, Callable[[Any], None] | None] | None:
+        """Return what to do; `None` when there was nothing for a while. The lock is held."""
+        if not self._queue and not self._changed.wait(_IDLE_SECONDS) and not self._queue:
+            self._thread = None
+            return None
+        return (self._queue.popleft(), self._work()) if self._queue else (None, None)
+
+
+def _run(fetcher: weakref.ref[Fetcher], changed: threading.Condition) -> None:
+    while True:
+        me = fetcher()
+        if me is None:
+            return
+        with changed:
+            found = me._next()
+        if found is None:
+            return
+        block, work = found
+        if work is not None:
+            work(block)
+        del me, found, block, work

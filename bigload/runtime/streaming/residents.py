@@ -1,0 +1,73 @@
+"""How much memory streaming may take, and which blocks stay in it.
+
+Blocks come round in the same order again and again. A cache that keeps what was used last would then throw out exactly
+what is needed next; so a fixed set stays, and the others are read each time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from bigload.planning.probe import available_memory
+from bigload.runtime.streaming.options import StreamOptions
+from bigload.runtime.streaming.streamed_block import StreamedBlock
+
+_BLOCKS_AHEAD = 2
+"""The window, in blocks of the largest size, if nobody says: one that comes, and one that is ready in time."""
+
+_SHARE_FOR_PAGES = 0.8
+"""How much of the free memory pages of files may take before they crowd out something else, or each other."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Room:
+    """Memory for streaming, in bytes on the device that runs the blocks.
+
+    Attributes:
+        prefetch_bytes: For blocks that are there, or on their way, before they run.
+        resident_bytes: For blocks that stay.
+        hot_bytes: For routed blocks that stay for the time being.
+        forgotten: Blocks whose pages are dropped from the page cache after use: those of all would not fit.
+    """
+
+    prefetch_bytes: int
+    resident_bytes: int
+    hot_bytes: int
+    forgotten: frozenset[StreamedBlock]
+
+
+def room_for(blocks: Sequence[StreamedBlock], options: StreamOptions) -> Room:
+    """Return the room for `blocks` on this machine as it is now."""
+    prefetch_bytes, resident_bytes = options.prefetch_bytes, options.resident_bytes
+    steady = [block for block in blocks if not block.is_routed]
+    if prefetch_bytes is None:
+        largest, reserved = max((block.num_bytes for block in steady), default=0), options.workspace_bytes
+        prefetch_bytes = _BLOCKS_AHEAD * largest if reserved is None else max(reserved - largest, 0)
+    paged_bytes = sum(block.num_page_bytes for block in blocks)
+    available = available_memory()
+    pages_fit = available is None or paged_bytes <= _SHARE_FOR_PAGES * available
+    if resident_bytes is None:
+        resident_bytes = paged_bytes if pages_fit and all(block.is_in_place for block in steady) else 0
+    cached = set(blocks) if pages_fit else set(chosen_evenly(steady, int(_SHARE_FOR_PAGES * (available or 0))))
+    kept_bytes = sum(block.num_bytes for block in chosen_evenly(steady, resident_bytes))
+    return Room(
+        prefetch_bytes=prefetch_bytes,
+        resident_bytes=resident_bytes,
+        hot_bytes=resident_bytes - kept_bytes,
+        forgotten=frozenset(set(blocks) - cached),
+    )
+
+
+def chosen_evenly(blocks: Sequence[StreamedBlock], num_bytes: int) -> Iterator[StreamedBlock]:
+    """Yield blocks of `num_bytes` at most, evenly among the others: one that stays computes while another one comes.
+
+    Of ten equal blocks and room for four: numbers 3, 5, 8 and 10.
+    """
+    total = sum(block.num_bytes for block in blocks)
+    credit = 0.0
+    for block in blocks:
+        credit += block.num_bytes * min(num_bytes / total, 1.0) if total else 0.0
+        if block.num_bytes <= credit + 0.5:  # bytes are whole, credit has been rounded many times
+            credit -= block.num_bytes
+            yield block
