@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: help demo test crash check bench bench-loading bench-reshard bench-planner bench-hooks bench-ranks conformance docs clean bench-runtime
+.PHONY: help demo test crash check bench bench-loading bench-reshard bench-planner bench-hooks bench-ranks bench-parallelize bench-runtime conformance docs clean
 
 help:  ## Show what can be made.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -29,7 +29,7 @@ check: $(STAMP)  ## Format, lint, types, import layers, tests with coverage.
 	$(BIN)/mypy
 	$(BIN)/mypy --strict fixtures/accelerate_suite.py fixtures/make.py fixtures/bench.py fixtures/bench_loading.py \
 		fixtures/bench_planner.py fixtures/bench_reshard.py fixtures/reshard_contenders.py fixtures/bench_hooks.py \
-		fixtures/bench_ranks.py \
+		fixtures/bench_ranks.py fixtures/bench_models.py fixtures/bench_parallelize.py \
 		fixtures/bench_runtime.py fixtures/bench_cuda_runtime.py
 	$(BIN)/lint-imports
 	$(BIN)/coverage run -m pytest -q
@@ -55,6 +55,9 @@ bench-hooks: $(STAMP)  ## Print what hooks add to a forward, beside accelerate.
 
 bench-ranks: $(STAMP)  ## Print how four ranks load their parts of a model, beside torch's reader and a broadcast.
 	$(BIN)/python fixtures/bench_ranks.py --ways rows columns whole
+
+bench-parallelize: $(STAMP)  ## Print how workers of one model start, beside processes that load a full copy each.
+	$(BIN)/python fixtures/bench_parallelize.py
 
 bench-runtime: $(STAMP)  ## Time a model run from disk, beside the same in memory, accelerate and transformers: 15 minutes.
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,run]' accelerate

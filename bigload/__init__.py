@@ -62,6 +62,7 @@ if TYPE_CHECKING:  # `as` marks them as public to type checkers
     from bigload.errors import NotOffloadableError as NotOffloadableError
     from bigload.errors import OffloadedTrainingError as OffloadedTrainingError
     from bigload.errors import OutputExistsError as OutputExistsError
+    from bigload.errors import ParallelCopyError as ParallelCopyError
     from bigload.errors import ParallelError as ParallelError
     from bigload.errors import ParallelOptionError as ParallelOptionError
     from bigload.errors import PartitionError as PartitionError
@@ -254,6 +255,7 @@ _HOMES = {
         "NotOffloadableError",
         "OffloadedTrainingError",
         "OutputExistsError",
+        "ParallelCopyError",
         "ParallelError",
         "ParallelOptionError",
         "PartitionError",

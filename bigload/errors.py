@@ -42,6 +42,7 @@
     ├── ParallelError                    a model spread over workers
     │   ├── ParallelOptionError          an argument that cannot be       (ValueError)
     │   ├── ModelNotSendableError        workers cannot make it again     (TypeError)
+    │   ├── ParallelCopyError            copied or pickled with workers   (TypeError)
     │   ├── WorkerError                  a worker raised; its traceback   (RuntimeError)
     │   ├── WorkerDiedError              a worker ended by itself         (RuntimeError)
     │   ├── WorkerTimeoutError           no answer in time                (TimeoutError)
@@ -457,6 +458,16 @@ class ModelNotSendableError(ParallelError, TypeError):
     def __init__(self, where: str, reason: str, *, hint: str) -> None:
         super().__init__(f"workers cannot get {where}: {reason}", hint=hint)
         self.where = where
+
+
+class ParallelCopyError(ParallelError, TypeError):
+    """A model whose methods run in workers was to be copied or pickled, which its workers cannot be."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "a model that runs in workers can be neither copied nor pickled",
+            hint="call its deparallelize() before, or take its state_dict()",
+        )
 
 
 class WorkerError(ParallelError, RuntimeError):

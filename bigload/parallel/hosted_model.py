@@ -16,11 +16,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from bigload.parallel.agreed_stopping import agree_on_stopping
+from bigload.parallel.call_settings import applied
 from bigload.parallel.freed_memory import give_back
 from bigload.parallel.kept_values import Keeper
 from bigload.parallel.meeting import join
 from bigload.parallel.messages import Message, bytes_of, pack, unpack
 from bigload.parallel.rank_loading import load_sharded
+from bigload.parallel.recorded_outputs import register_outputs, with_all_heads
 from bigload.parallel.requests import Answer, Arguments, Call, MemoryUse, Start, WorkerReport
 from bigload.parallel.tensor_parallel import apply_tensor_parallel
 
@@ -43,6 +45,7 @@ class HostedModel:
         self._model, read_bytes = _filled(start, mesh, self._device)
         self._model.to(self._device)
         agree_on_stopping(self._model)
+        register_outputs(self._model)
         give_back()
         dist.barrier()
         self.report = WorkerReport(
@@ -60,7 +63,11 @@ class HostedModel:
         arguments, keywords = cast(Arguments, unpack(call.arguments, device=self._device, find=self._keeper.value))
         set_random_states(call.random_states)
         method = self._model if call.method == "forward" else getattr(self._model, call.method)
-        value = pack(method(*arguments, **keywords), keep=self._keeper.number_of)  # DTensors are gathered by all
+        with applied(call.settings, self._model):
+            returned = method(*arguments, **keywords)
+        are_asked = bool(keywords.get("output_attentions", call.settings.config.get("output_attentions")))
+        returned = with_all_heads(returned, self._model, are_asked=are_asked)
+        value = pack(returned, keep=self._keeper.number_of)  # DTensors are gathered by all
         states = random_states() if self._rank == 0 else {}
         return Answer(value=value if self._rank == 0 else None, outline=_outline(value), random_states=states)
 

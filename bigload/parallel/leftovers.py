@@ -104,11 +104,14 @@ def with_siblings(model: nn.Module, layers: Mapping[str, LayerKind], called: Col
 def _groups(
     parameters: Mapping[str, Tensor], ties: Mapping[str, list[str]], layers: Mapping[str, LayerKind]
 ) -> list[list[str]]:
-    """Return the first names of the large weights of layers, those of one generic name together."""
+    """Return the first names of the large weights of layers, those of one generic name together.
+
+    A model that is itself a layer stays whole: names of what it has are not below its own.
+    """
     by_kind: dict[str, list[str]] = {}
     for name in parameters:
         path, _, leaf = name.rpartition(".")
-        if leaf == "weight" and path in layers and ties[name][0] == name:
+        if leaf == "weight" and path and path in layers and ties[name][0] == name:
             by_kind.setdefault(generic(name), []).append(name)
     firsts = {names[0]: parameters[names[0]].numel() for names in ties.values()}
     sizes = Counter({kind: sum(firsts[name] for name in names) for kind, names in by_kind.items()})

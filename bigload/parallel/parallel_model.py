@@ -5,13 +5,14 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import wraps
+from functools import partial, update_wrapper
 from types import TracebackType
-from typing import Any
+from typing import Any, NoReturn, SupportsIndex
 
 from torch import nn
 
-from bigload.errors import ModelNotSendableError, WorkersDisagreeError
+from bigload.errors import ModelNotSendableError, ParallelCopyError, WorkersDisagreeError
+from bigload.parallel.call_settings import settings_of
 from bigload.parallel.hosted_model import random_states, set_random_states
 from bigload.parallel.kept_values import HandleTable
 from bigload.parallel.messages import Message, pack, unpack
@@ -134,12 +135,11 @@ class ParallelModel:
         attributes.update(replaced)
         return before
 
-    def _remote(self, method: str) -> Callable[..., Any]:
-        @wraps(getattr(self.model, method))
-        def remote(*args: object, **kwargs: object) -> Any:  # noqa: ANN401 - what the model returns
-            return self._run(method, args, kwargs)
+    def _remote(self, method: str) -> _RemoteMethod:
+        return _RemoteMethod(partial(self._run, method), getattr(self.model, method))
 
-        return remote
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        raise ParallelCopyError  # a copy would have no workers, or the same ones
 
     def _run(self, method: str, args: tuple[object, ...], kwargs: Mapping[str, object]) -> object:
         with self._turn:  # numbers are drawn by one call after the other
@@ -148,6 +148,7 @@ class ParallelModel:
                 method=method,
                 arguments=arguments,
                 random_states=random_states(),
+                settings=settings_of(self.model),
                 released=self._handles.take_released(),
             )
             answers = self._pool.ask(pack(call), f"running {method}", timeout=self._timeout)
@@ -157,6 +158,22 @@ class ParallelModel:
             set_random_states(first.random_states)
             assert first.value is not None
             return unpack(first.value, find=self._handles.handle)
+
+
+class _RemoteMethod:
+    """A method that runs in workers, in place of `own` of the model."""
+
+    def __init__(
+        self, run: Callable[[tuple[object, ...], Mapping[str, object]], object], own: Callable[..., Any]
+    ) -> None:
+        update_wrapper(self, own)
+        self._run = run
+
+    def __call__(self, *args: object, **kwargs: object) -> Any:  # noqa: ANN401 - what the model returns
+        return self._run(args, kwargs)
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        raise ParallelCopyError  # a copy would have no workers, or the same ones
 
 
 def _packed(arguments: object, method: str, handles: HandleTable) -> Message:

@@ -3,31 +3,26 @@
 from __future__ import annotations
 
 import logging
+import multiprocessing
 import os
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import nn
 
-from bigload.errors import ParallelOptionError, StateDictMismatchError
+from bigload.errors import ParallelError, ParallelOptionError, StateDictMismatchError
 from bigload.loading.methods import Method
 from bigload.loading.settings import settings
 from bigload.parallel.folder_model import model_of
 from bigload.parallel.freed_memory import give_back
-from bigload.parallel.meeting import Meeting, environment, open_store
-from bigload.parallel.messages import pack
 from bigload.parallel.parallel_model import ParallelModel, ParallelReport
-from bigload.parallel.pool import WorkerPool
-from bigload.parallel.requests import Start, WorkerReport
 from bigload.parallel.skeleton import Skeleton, skeleton_of
 from bigload.parallel.stored_tensors import open_stored
 from bigload.parallel.tensor_parallel import plan_tensor_parallel
 from bigload.parallel.tensor_parallel_plan import TensorParallelPlan
-from bigload.parallel.weight_sharing import WeightSharing
+from bigload.parallel.worker_start import WantedWorkers, start_workers
 from bigload.planning.partition import MAX_RANKS
 from bigload.units import format_size
 
@@ -43,7 +38,7 @@ def parallelize(
     model: nn.Module | StrPath,
     num_gpus: int,
     fp16: bool = False,
-    custom_policies: Mapping[str, str] | None = None,
+    custom_policies: object = None,
     master_addr: str = "127.0.0.1",
     master_port: int | None = None,
     backend: str = "nccl",
@@ -64,6 +59,11 @@ def parallelize(
     numbers are drawn as if the model ran here: sampling with one seed gives the same tokens. Calls of several threads
     take turns. It is for inference: workers run the model in evaluation mode and without gradients. Caches of keys and
     values stay in the workers; what is returned for one stands for it, and can be given to the next call.
+
+    Workers have the model as it is now. What is changed in it later counts for nothing there: weights, their dtype,
+    hooks inside of it, its training mode. But a call takes along whether `torch.autocast` is on, and of models of
+    transformers `generation_config`, how attention is computed, and `use_cache`, `output_attentions`,
+    `output_hidden_states` and `return_dict` of the config.
 
     Arguments up to `daemon` are those of parallelformers. Without a checkpoint the weights of the model move, once,
     into memory that workers share with this process; the model keeps them, and whoever writes to one gets a copy of
@@ -95,6 +95,7 @@ def parallelize(
         start_timeout: Seconds until all workers have to be ready.
 
     Raises:
+        ParallelError: a process that multiprocessing spawned got here by importing a script without a guard.
         ParallelOptionError: an argument cannot be, here or with the others; nothing was started.
         PartitionError: the model does not divide among so many as `custom_policies` ask.
         ModelNotSendableError: workers could not make the model again: of classes in the script itself, for one.
@@ -103,19 +104,22 @@ def parallelize(
             Calls of the model raise them as well.
     """
     began = time.perf_counter()
+    _check_not_imported_again()
     _check_options(num_gpus, backend, verbose=verbose, init_method=init_method, port=master_port)
     settings(None, method, None)  # raises if there is no such method
     _check_seconds(timeout=timeout, start_timeout=start_timeout)
+    _check_kinds(model, example)
     if not isinstance(model, nn.Module):
         checkpoint = model if checkpoint is None else checkpoint
         model = model_of(Path(model))
     _check_not_parallel(model)
     called = _methods(model, methods)
+    _warn_of_too_many(num_gpus, backend)
     with torch.inference_mode(mode=False), torch.enable_grad():  # the plan is found by what flows back
         plan = plan_tensor_parallel(model, num_gpus, custom_policies=custom_policies, example=example)
     give_back()
     skeleton, weights = skeleton_of(model)
-    wanted = _Wanted(
+    wanted = WantedWorkers(
         num_workers=num_gpus,
         skeleton=skeleton,
         plan=plan,
@@ -132,67 +136,10 @@ def parallelize(
     if wanted.checkpoint is not None:
         _check_has_all(skeleton, wanted.checkpoint, type(model).__name__)
     del weights
-    pool, store, workers = _started(wanted, shared)
+    pool, store, workers = start_workers(wanted, shared)
     report = ParallelReport(workers=workers, notes=plan.notes, seconds=time.perf_counter() - began)
     _tell(report, plan, verbose)
     return ParallelModel(model, pool, report, methods=called, timeout=timeout, resources=store)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Wanted:
-    """Workers that are to be started."""
-
-    num_workers: int
-    skeleton: Skeleton
-    plan: TensorParallelPlan
-    checkpoint: Path | None
-    method: Method | str | None
-    dtype: torch.dtype | None
-    backend: str
-    address: str
-    port: int | None
-    daemon: bool
-    timeout_seconds: float
-
-
-def _started(
-    wanted: _Wanted, shared: Mapping[int, torch.Tensor]
-) -> tuple[WorkerPool, object, tuple[WorkerReport, ...]]:
-    """Return workers that are ready, the store by which they met, and how they started."""
-    num_threads = max(1, torch.get_num_threads() // wanted.num_workers)
-    with ExitStack() as undo:
-        store = open_store(wanted.address, wanted.port)
-        sharing = WeightSharing()
-        undo.callback(sharing.close)
-        pool = WorkerPool(
-            wanted.num_workers,
-            environment=environment(wanted.address, wanted.backend, wanted.num_workers, num_threads),
-            inherit=(sharing.descriptor,),
-            daemon=wanted.daemon,
-        )
-        undo_pool = undo.enter_context(ExitStack())
-        undo_pool.callback(pool.end, "they could not be started")
-        start = Start(
-            meeting=Meeting(
-                address=wanted.address,
-                port=store.port,
-                backend=wanted.backend,
-                size=wanted.num_workers,
-                timeout_seconds=wanted.timeout_seconds,
-            ),
-            skeleton=wanted.skeleton,
-            plan=wanted.plan,
-            shared=sharing.share(shared),
-            checkpoint=wanted.checkpoint,
-            method=wanted.method,
-            dtype=wanted.dtype,
-            default_dtype=torch.get_default_dtype(),
-            num_threads=num_threads,
-            seed=torch.initial_seed(),
-        )
-        answers = pool.ask(pack(start), "starting", timeout=wanted.timeout_seconds)
-        undo_pool.pop_all()
-    return pool, store, tuple(each for each in answers if isinstance(each, WorkerReport))
 
 
 def _check_options(num_gpus: int, backend: str, *, verbose: str | None, init_method: str, port: int | None) -> None:
@@ -219,10 +166,38 @@ def _check_options(num_gpus: int, backend: str, *, verbose: str | None, init_met
         )
 
 
+def _warn_of_too_many(num_workers: int, backend: str) -> None:
+    num_cores = len(os.sched_getaffinity(0))
+    if backend == "gloo" and num_workers > num_cores:
+        _log.warning(
+            "%d workers take turns on %d cores: more than one for each core makes starts and calls slower",
+            num_workers,
+            num_cores,
+        )
+
+
+def _check_not_imported_again() -> None:
+    """Raise in a process that multiprocessing has spawned for something else, and that imports the script meanwhile."""
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
+        raise ParallelError(
+            "parallelize was reached while a process of multiprocessing imports the script again, to do other work",
+            hint='put what the script does below: if __name__ == "__main__":  '
+            "(workers of bigload do not need it, but those of multiprocessing do)",
+        )
+
+
 def _check_seconds(**limits: float | None) -> None:
     for name, seconds in limits.items():
-        if seconds is not None and not seconds > 0:
+        is_number = isinstance(seconds, int | float) and not isinstance(seconds, bool)
+        if seconds is not None and not (is_number and seconds > 0):
             raise ParallelOptionError(name, seconds, "more than 0 seconds, or None")
+
+
+def _check_kinds(model: object, example: object) -> None:
+    if not isinstance(model, nn.Module | str | os.PathLike):
+        raise ParallelOptionError("model", model, "a torch.nn.Module, or the path of a folder")
+    if example is not None and not (isinstance(example, Mapping) and all(isinstance(name, str) for name in example)):
+        raise ParallelOptionError("example", example, "arguments of a forward by name")
 
 
 def _check_not_parallel(model: nn.Module) -> None:
@@ -283,7 +258,12 @@ def _check_has_all(skeleton: Skeleton, checkpoint: Path, model: str) -> None:
     ]
     if missing or misshapen:
         raise StateDictMismatchError(
-            model, missing=missing, unexpected=(), misshapen=misshapen, hint="nothing was started"
+            model,
+            missing=missing,
+            unexpected=(),
+            misshapen=misshapen,
+            hint="nothing was started; a checkpoint that transformers puts together in another form while it loads it, "
+            "experts for one, is for from_pretrained: parallelize what that returns, without checkpoint",
         )
 
 

