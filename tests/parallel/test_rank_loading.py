@@ -66,6 +66,7 @@ def differences(model, state):
 def divided(kind, size):
     """Return a model on the meta device of which each of `size` ranks has its part."""
     from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
     model = empty()
@@ -73,14 +74,14 @@ def divided(kind, size):
         _divide_rows(model, init_device_mesh("cpu", (size,)))
     elif kind == "fsdp":
         mesh = init_device_mesh("cpu", (size,))
-        _fully_shard(model.down, mesh)
-        _fully_shard(model, mesh)
+        fully_shard(model.down, mesh=mesh)
+        fully_shard(model, mesh=mesh)
     else:
         mesh = init_device_mesh("cpu", (size // 2, 2) if kind == "both" else (1, size), mesh_dim_names=("dp", "tp"))
         parallelize_module(model, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
         model.tied.weight = model.up.weight
         if kind == "both":
-            _fully_shard(model, mesh["dp"])
+            fully_shard(model, mesh=mesh["dp"])
     return model
 
 
@@ -92,12 +93,6 @@ def _divide_rows(model, mesh):
         parent, _, leaf = name.rpartition(".")
         setattr(model.get_submodule(parent), leaf, part)
     model.tied.weight = model.up.weight
-
-
-def _fully_shard(module, mesh):
-    from torch.distributed.fsdp import fully_shard  # with it comes a compiler: seconds, which few tests need
-
-    fully_shard(module, mesh=mesh)
 
 
 def load_all(folder, size, kinds):
