@@ -330,10 +330,10 @@ def test_names_that_the_checkpoint_lacks_are_missing(folder):
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
-        ({"model": {"up.bias": 1}}, "model is"),
-        ({"divisions": ["up.bias"]}, "divisions is"),
+        ({"model": {"up.bias": 1}}, 'model is "dict"'),
+        ({"divisions": ["up.bias"]}, 'divisions is "list"'),
         ({"divisions": {"up.bias": None}}, "the division of up.bias is None"),
-        ({"names": ["up.bias"]}, "names is"),
+        ({"names": ["up.bias"]}, 'names is "list"'),
         ({"rank": -1}, "rank is -1"),
         ({"rank": "0"}, 'rank is "0"'),
         ({"device": 1.5}, "device is"),
