@@ -129,6 +129,10 @@ if TYPE_CHECKING:  # `as` marks them as public to type checkers
     from bigload.parallel.requests import WorkerReport as WorkerReport
     from bigload.parallel.saving import save as save
     from bigload.parallel.splitting import split_between_processes as split_between_processes
+    from bigload.parallel.tensor_parallel import apply_tensor_parallel as apply_tensor_parallel
+    from bigload.parallel.tensor_parallel import plan_tensor_parallel as plan_tensor_parallel
+    from bigload.parallel.tensor_parallel_plan import LocalArgument as LocalArgument
+    from bigload.parallel.tensor_parallel_plan import TensorParallelPlan as TensorParallelPlan
     from bigload.planning.budget import MemoryBudget as MemoryBudget
     from bigload.planning.certificate import Certificate as Certificate
     from bigload.planning.certificate import Verdict as Verdict
@@ -311,6 +315,8 @@ _HOMES = {
     "bigload.parallel.requests": ("WorkerReport",),
     "bigload.parallel.saving": ("save",),
     "bigload.parallel.splitting": ("split_between_processes",),
+    "bigload.parallel.tensor_parallel": ("apply_tensor_parallel", "plan_tensor_parallel"),
+    "bigload.parallel.tensor_parallel_plan": ("LocalArgument", "TensorParallelPlan"),
     "bigload.planning.budget": ("MemoryBudget",),
     "bigload.planning.certificate": ("Certificate", "Verdict"),
     "bigload.planning.choices": ("Balance", "Experts", "NameScheme", "Order", "Policy"),

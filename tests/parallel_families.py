@@ -22,7 +22,10 @@ FAMILIES = {
     "qwen3": ("Qwen3ForCausalLM", {**DECODER, "num_key_value_heads": 4, "head_dim": 16, "tie_word_embeddings": True}),
     "mixtral": ("MixtralForCausalLM", {**DECODER, "num_key_value_heads": 4, "num_local_experts": 4}),
     "gemma": ("GemmaForCausalLM", {**DECODER, "num_key_value_heads": 1, "head_dim": 16}),
-    "gpt2": ("GPT2LMHeadModel", {"n_embd": 32, "n_layer": 3, "n_head": 4, "vocab_size": 99, "n_positions": 64, **TOKENS}),
+    "gpt2": (
+        "GPT2LMHeadModel",
+        {"n_embd": 32, "n_layer": 3, "n_head": 4, "vocab_size": 99, "n_positions": 64, **TOKENS},
+    ),
     "gpt-neox": ("GPTNeoXForCausalLM", DECODER),
     "gpt-j": (
         "GPTJForCausalLM",
@@ -30,11 +33,21 @@ FAMILIES = {
     ),
     "opt": (
         "OPTForCausalLM",
-        {**HEADS, **TOKENS, "num_hidden_layers": 3, "ffn_dim": 64, "word_embed_proj_dim": 32, "max_position_embeddings": 64},
+        {
+            **HEADS,
+            **TOKENS,
+            "num_hidden_layers": 3,
+            "ffn_dim": 64,
+            "word_embed_proj_dim": 32,
+            "max_position_embeddings": 64,
+        },
     ),
     "bloom": ("BloomForCausalLM", {"hidden_size": 32, "n_head": 4, "n_layer": 3, "vocab_size": 99, **TOKENS}),
     "falcon": ("FalconForCausalLM", {**HEADS, **TOKENS, "num_hidden_layers": 3}),
-    "falcon-alibi": ("FalconForCausalLM", {**HEADS, **TOKENS, "num_hidden_layers": 2, "alibi": True, "multi_query": False}),
+    "falcon-alibi": (
+        "FalconForCausalLM",
+        {**HEADS, **TOKENS, "num_hidden_layers": 2, "alibi": True, "multi_query": False},
+    ),
     "falcon-grouped": (
         "FalconForCausalLM",
         {**HEADS, **TOKENS, "num_hidden_layers": 2, "new_decoder_architecture": True, "num_kv_heads": 2},

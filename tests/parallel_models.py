@@ -132,6 +132,19 @@ class Chosen(nn.Module):
         return functional.linear(functional.relu(functional.linear(x, self.up[0])), self.down[0])
 
 
+class Routed(nn.Module):
+    """Experts that are layers of their own, of which only the second is ever chosen."""
+
+    def __init__(self):
+        super().__init__()
+        self.experts = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.ReLU(), nn.Linear(2 * WIDTH, WIDTH)) for _ in range(3)
+        )
+
+    def forward(self, x, bias=None):
+        return self.experts[1](x)
+
+
 def shared_keys():
     return Attention(num_key_heads=1)
 
@@ -151,3 +164,15 @@ def made(make=Attention, kind=Model, **options):
 
 def example():
     return {"ids": torch.arange(10).reshape(2, 5)}
+
+
+MODELS = {
+    "heads": made,
+    "fused": lambda: made(FusedAttention),
+    "shared keys": lambda: made(shared_keys),
+    "two key heads": lambda: made(two_key_heads),
+    "three heads": lambda: made(three_heads),
+    "head bias": lambda: made(has_head_bias=True),
+    "untied": lambda: made(tied=False),
+    "peeking": lambda: made(kind=Peeking),
+}

@@ -20,16 +20,17 @@ PATIENCE_SECONDS = 60
 """Longer than anything here takes on a busy machine: who is still there then waits forever."""
 
 
-def run_ranks(size: int, function, *arguments: object) -> list[object]:
+def run_ranks(size: int, function, *arguments: object, patience_seconds: int = PATIENCE_SECONDS) -> list[object]:
     """Have `size` processes call `function(*arguments)`, and return what each gave: a value, or how it ended in text.
 
-    Fails if one of them is still there after `PATIENCE_SECONDS`.
+    Fails if one of them is still there after `patience_seconds`.
     """
     with tempfile.TemporaryDirectory() as folder:
         file = sys.modules[function.__module__].__file__
         asked = {"file": file, "name": function.__name__, "arguments": arguments, "size": size, "folder": folder}
+        asked["patience"] = patience_seconds
         command = [sys.executable, __file__, json.dumps(asked, default=str)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=2 * PATIENCE_SECONDS, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=2 * patience_seconds, check=False)
         assert done.returncode == 0, done.stderr[-6000:]
         return json.loads(done.stdout)
 
@@ -51,7 +52,7 @@ def main() -> None:
     torch.set_num_threads(1)
     function = getattr(module, asked["name"])
     ranks = [_fork(rank, function, asked) for rank in range(asked["size"])]
-    endings = _wait(ranks, Path(asked["folder"]))
+    endings = _wait(ranks, Path(asked["folder"]), asked["patience"])
     sys.stdout.write(json.dumps(endings))
 
 
@@ -75,10 +76,10 @@ def _fork(rank: int, function, asked) -> int:
         os._exit(code)  # not by way of the interpreter's end: threads may still wait in gloo for who is gone
 
 
-def _wait(ranks: list[int], folder: Path) -> list[object]:
+def _wait(ranks: list[int], folder: Path, patience_seconds: int) -> list[object]:
     endings: list[object] = ["it waits forever"] * len(ranks)
     waiting = set(range(len(ranks)))
-    deadline = time.monotonic() + PATIENCE_SECONDS
+    deadline = time.monotonic() + patience_seconds
     while waiting and time.monotonic() < deadline:
         for rank in list(waiting):
             process, status = os.waitpid(ranks[rank], os.WNOHANG)

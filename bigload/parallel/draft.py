@@ -57,6 +57,6 @@ def sliced(tensor: Tensor, division: Division, rank: int) -> Tensor:
 
 def cut(tensor: Tensor, argument: LocalArgument, rank: int, size: int) -> Tensor:
     """Return what `rank` takes of `tensor`, an argument with `count` heads along a dimension, for each example."""
-    heads = tensor.unflatten(argument.dim, (-1, argument.count))
-    share = argument.count // size
-    return heads.narrow(argument.dim + 1, rank * share, share).flatten(argument.dim, argument.dim + 1)
+    dim, share = argument.dim, argument.count // size
+    heads = tensor.reshape(*tensor.shape[:dim], -1, argument.count, *tensor.shape[dim + 1 :])
+    return heads.narrow(dim + 1, rank * share, share).flatten(dim, dim + 1)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping
 from math import prod
-from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+MAX_POSITIONS = 16
+"""Of frames of sound after convolutions: a model that takes more by its config has to be told so."""
 
 _BATCH = 2
 _LENGTH = 5
@@ -35,34 +37,36 @@ def example_inputs(model: nn.Module) -> dict[str, Tensor]:
     return inputs
 
 
-def _ids(config: Any) -> Tensor:
+def _ids(config: object) -> Tensor:
     size = _number(config, "vocab_size", 16)
     return torch.arange(_BATCH * _LENGTH).reshape(_BATCH, _LENGTH) % max(1, size - 4) + min(3, size - 1)
 
 
-def _pixels(config: Any) -> Tensor:
+def _pixels(config: object) -> Tensor:
     channels = _number(config, "num_channels", 3)
     size = _first(config, "image_size", 224)
     height, width = size if isinstance(size, (tuple, list)) else (size, size)
     return torch.linspace(-1, 1, channels * height * width).reshape(1, channels, height, width)
 
 
-def _mel(config: Any) -> Tensor:
+def _mel(config: object) -> Tensor:
     bins = _number(config, "num_mel_bins", 80)
-    frames = 2 * _number(config, "max_source_positions", 1500)
+    frames = 2 * min(MAX_POSITIONS, _number(config, "max_source_positions", MAX_POSITIONS))
     return torch.linspace(-1, 1, bins * frames).reshape(1, bins, frames)
 
 
-def _sound(config: Any) -> Tensor:
-    strides = _first(config, "conv_stride", (320,))
-    num_samples = _NUM_STEPS * prod(strides) + 2 * sum(_first(config, "conv_kernel", (400,)))
+def _sound(config: object) -> Tensor:
+    strides, kernels = _first(config, "conv_stride", (320,)), _first(config, "conv_kernel", (400,))
+    assert isinstance(strides, (tuple, list))
+    assert isinstance(kernels, (tuple, list))
+    num_samples = _NUM_STEPS * prod(strides) + 2 * sum(kernels)
     return torch.linspace(0, 100, num_samples).sin().reshape(1, num_samples)
 
 
 _MAKERS = {"input_ids": _ids, "pixel_values": _pixels, "input_features": _mel, "input_values": _sound}
 
 
-def _first(config: Any, name: str, default: object) -> Any:
+def _first(config: object, name: str, default: object) -> object:
     """Return the value of `name` in `config`, or in the part of it that has one."""
     for part in (config, *(value for value in vars(config).values() if hasattr(value, "to_dict"))):
         value = getattr(part, name, None)
@@ -71,7 +75,7 @@ def _first(config: Any, name: str, default: object) -> Any:
     return default
 
 
-def _number(config: Any, name: str, default: int) -> int:
+def _number(config: object, name: str, default: int) -> int:
     value = _first(config, name, default)
     return value if isinstance(value, int) else default
 

@@ -46,6 +46,7 @@ def with_leftovers(
     layers: Mapping[str, LayerKind],
     called: Set[str] | None,
     draft: Draft,
+    *,
     size: int,
     works: Callable[[Draft], bool],
 ) -> Draft:
@@ -63,7 +64,7 @@ def with_leftovers(
         names = {name for first in group for name in ties[first]}
         owners = {name.rpartition(".")[0] for name in names}
         known = {name: draft.divisions[name] for name in names if name in draft.divisions}
-        addition = _addition(group, ties, parameters, layers, known, size)
+        addition = _addition(group, ties, parameters, layers, known, size=size)
         if group and addition is not None and (called is None or owners & called):
             additions.append(addition)
         elif known:
@@ -86,7 +87,7 @@ def _is_settled(names: Collection[str], draft: Draft) -> bool:
 
 def with_siblings(model: nn.Module, layers: Mapping[str, LayerKind], called: Collection[str], draft: Draft) -> Draft:
     """Return `draft` with layers that no forward called, experts that had nothing to do, divided as their siblings."""
-    shapes = {name: tuple(model.get_submodule(name).weight.shape) for name in layers}  # type: ignore[union-attr]
+    shapes = {name: tuple(model.get_parameter(f"{name}.weight").shape) for name in layers}
     styled = {(generic(name), shapes[name]): name for name in draft.styles if name in layers and name in called}
     for name in layers:
         sibling = styled.get((generic(name), shapes[name]))
@@ -120,6 +121,7 @@ def _addition(
     parameters: Mapping[str, Tensor],
     layers: Mapping[str, LayerKind],
     known: Mapping[str, Division],
+    *,
     size: int,
 ) -> Draft | None:
     """Return how the weights of `group` are divided each by itself, `None` if they cannot be."""
@@ -129,10 +131,16 @@ def _addition(
         owners = [name.rpartition(".")[0] for name in ties[first]]
         if not all(owner in layers for owner in owners):
             return None
-        dims = {layers[owner].in_dim if layers[owner] is LayerKind.LOOKUP else layers[owner].out_dim for owner in owners}
+        dims = {
+            layers[owner].in_dim if layers[owner] is LayerKind.LOOKUP else layers[owner].out_dim for owner in owners
+        }
         length = parameters[first].shape[min(dims)]
         division = Division(min(dims), chunks(length, size))
-        if len(dims) > 1 or _has_idle_rank(division) or any(known.get(name, division) != division for name in ties[first]):
+        if (
+            len(dims) > 1
+            or _has_idle_rank(division)
+            or any(known.get(name, division) != division for name in ties[first])
+        ):
             return None
         for name, owner in zip(ties[first], owners, strict=True):
             divisions[name] = division

@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from bigload.parallel.draft import Draft
 from bigload.parallel.regions import Region
 from bigload.parallel.rehearsal import Reference, misfit
-from bigload.parallel.weightless_model import WeightlessModel
 from bigload.parallel.tensor_parallel_plan import LocalArgument
+from bigload.parallel.weightless_model import WeightlessModel
 
-_MAX_TRIES = 150
+_MAX_TRIES = 60
 _HEADS = re.compile(r"heads?$")
 _WIDTHS = ("embed_dim", "split_size", "all_head_size", "inner_dim")
 """What widths of all heads are called, beside other things that have nothing to do with heads."""
@@ -45,7 +45,7 @@ def localised(
     owners = [_owners(weightless.module, region) for region in kind]
     candidates = _candidates(weightless.module, owners, _ratios(weightless, kind[0], size))
     heads = {place: value for place, value in candidates.items() if _is_heads(place[1])}
-    for changes in islice(_tries(candidates, size), _MAX_TRIES):
+    for changes in islice(_tries(candidates), _MAX_TRIES):
         addition = Draft(attributes=_spread(owners, changes))
         if misfit(weightless, reference, whole | addition, size, until) is None:
             return base | addition
@@ -69,18 +69,17 @@ def _owners(module: nn.Module, region: Region) -> dict[str, str]:
     )
     while depth and isinstance(module.get_submodule(".".join(parts[0][:depth])), (nn.ModuleList, nn.ModuleDict)):
         depth -= 1
-    return {
-        ".".join(part[depth:stop]): ".".join(part[:stop]) for part in parts for stop in range(depth, len(part))
-    }
+    return {".".join(part[depth:stop]): ".".join(part[:stop]) for part in parts for stop in range(depth, len(part))}
 
 
 def _ratios(weightless: WeightlessModel, region: Region, size: int) -> list[Fraction]:
-    """Return by what numbers may shrink: with the queries, with shared keys, and with the quotient of both."""
-    shares = {Fraction(1, size)}
+    """Return by what numbers may shrink: with queries, with keys that ranks share, with the quotient of both."""
+    shares = {Fraction(1, number) for number in range(2, size + 1) if size % number == 0}
     for name in region.columns:
         division = region.draft.divisions[f"{name}.weight"]
         weight = weightless.module.get_submodule(name)._parameters["weight"]
-        assert weight is not None and division.dim is not None
+        assert weight is not None
+        assert division.dim is not None
         shares.add(Fraction(sum(stop - start for start, stop in division.ranges[0]), weight.shape[division.dim]))
     shares |= {one / other for one in shares for other in shares if one < other}
     return sorted(shares)
@@ -106,10 +105,8 @@ def _is_heads(name: str) -> bool:
     return _HEADS.search(name) is not None
 
 
-def _tries(candidates: Mapping[_Place, list[int]], size: int) -> Iterator[dict[_Place, int]]:
-    known = {
-        place: values[0] for place, values in candidates.items() if _is_heads(place[1]) or place[1] in _WIDTHS
-    }
+def _tries(candidates: Mapping[_Place, list[int]]) -> Iterator[dict[_Place, int]]:
+    known = {place: values[0] for place, values in candidates.items() if _is_heads(place[1]) or place[1] in _WIDTHS}
     if any(_is_heads(name) for _, name in known):
         yield known
     yield {}
@@ -125,13 +122,14 @@ def _tries(candidates: Mapping[_Place, list[int]], size: int) -> Iterator[dict[_
 
 def _spread(owners: Sequence[Mapping[str, str]], changes: Mapping[_Place, int]) -> dict[str, int]:
     """Return `changes` for every region of the kind, by qualified names."""
-    return {
-        f"{names[path]}.{name}".lstrip("."): value for names in owners for (path, name), value in changes.items()
-    }
+    return {f"{names[path]}.{name}".lstrip("."): value for names in owners for (path, name), value in changes.items()}
 
 
 def _arguments(
-    weightless: WeightlessModel, reference: Reference, owners: Sequence[Mapping[str, str]], heads: Mapping[_Place, list[int]]
+    weightless: WeightlessModel,
+    reference: Reference,
+    owners: Sequence[Mapping[str, str]],
+    heads: Mapping[_Place, list[int]],
 ) -> Iterator[dict[str, tuple[LocalArgument, ...]]]:
     """Yield arguments of the modules that might have something for each head, for all regions of the kind at once."""
     module = weightless.module.get_submodule(owners[0][""])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import pairwise
 from math import prod
 
 from torch import nn
@@ -41,16 +42,14 @@ def drafted(
     asked = _asked(model, words, numbers, size)
     own = {} if words else own_words(model)
     said = [found for _, found in drafts_of_words(model, own, size) if isinstance(found, Draft)]
-    summed = [
-        name for draft in (asked, *said) for name, style in draft.styles.items() if style == "moe_tp_experts"
-    ]
+    summed = [name for draft in (asked, *said) for name, style in draft.styles.items() if style == "moe_tp_experts"]
     stage = _Stage.of(model, size, example, summed)
     draft = _with_words(stage, model, own, _suited(stage, asked))
     source: Source = "custom" if words else "tp_plan" if draft.styles else "inferred"
     draft, shared = _with_regions(stage, draft)
     draft = with_siblings(model, stage.layers, stage.called, draft) if stage.called is not None else draft
     left = {name: kind for name, kind in stage.layers.items() if name not in shared}
-    draft = with_leftovers(model, left, stage.called, draft, size, stage.fits)
+    draft = with_leftovers(model, left, stage.called, draft, size=size, works=stage.fits)
     return _plan(model, draft, stage, source)
 
 
@@ -96,7 +95,7 @@ class _Stage:
     weightless: WeightlessModel | None = None
     reference: Reference | None = None
     problem: str | None = None
-    tried: dict[str, object] = field(default_factory=dict)
+    tried: list[tuple[Draft, str | None]] = field(default_factory=list)
 
     @staticmethod
     def of(model: nn.Module, size: int, example: Mapping[str, object] | None, summed: list[str]) -> _Stage:
@@ -105,7 +104,7 @@ class _Stage:
         problem = "it is not known what a forward takes: give an example"
         if inputs:
             try:
-                weightless = WeightlessModel(model)
+                weightless = WeightlessModel(model, is_short=example is None)
                 reference = reference_of(weightless, inputs, summed)
                 return _Stage(
                     size=size, layers=weightless.layers, ties=ties, weightless=weightless, reference=reference
@@ -124,9 +123,9 @@ class _Stage:
         if self.weightless is None or self.reference is None:
             return None
         draft = with_ties(draft, self.ties)
-        if self.tried.get("draft") != draft:  # the last one is often asked for twice
-            self.tried.update(draft=draft, problem=misfit(self.weightless, self.reference, draft, self.size))
-        return self.tried["problem"]
+        if not self.tried or self.tried[-1][0] != draft:  # the last one is often asked for twice
+            self.tried.append((draft, misfit(self.weightless, self.reference, draft, self.size)))
+        return self.tried[-1][1]
 
     def fits(self, draft: Draft) -> bool:
         return self.misfit(draft) is None
@@ -185,7 +184,8 @@ def _with_regions(stage: _Stage, draft: Draft) -> tuple[Draft, set[str]]:
 
 def _kinds(stage: _Stage, styled: Collection[str]) -> list[list[Region]]:
     """Return the regions besides what is `styled`, those together whose names differ in numbers only."""
-    assert stage.weightless is not None and stage.reference is not None
+    assert stage.weightless is not None
+    assert stage.reference is not None
     kinds: dict[object, list[Region]] = {}
     for region in regions(stage.weightless, stage.reference, stage.size, styled):
         if not any(name in styled for name in region.columns):
@@ -228,7 +228,9 @@ def _notes(
         if numel >= MIN_SHARE * total:
             text = f"every rank has all of {kind}: {numel / total:.1%} of the model"
             yield PlanNote(code="replicated", text=text)
-    gathered = sorted({generic(name) for name, style in draft.styles.items() if style in _COSTLY and "*" in generic(name)})
+    gathered = sorted(
+        {generic(name) for name, style in draft.styles.items() if style in _COSTLY and "*" in generic(name)}
+    )
     if gathered:
         text = f"{counted(len(gathered), 'kind')} of layers divided one by one, each with a collective: "
         yield PlanNote(code="gathered", text=text + ", ".join(gathered))
@@ -243,4 +245,4 @@ _COSTLY = ("colwise_gather_output", "rowwise_split_input")
 def _is_shared(division: Division) -> bool:
     """Return whether two ranks hold the same elements."""
     ranges = sorted(pair for of_rank in division.ranges for pair in of_rank)
-    return any(stop > start for (_, stop), (start, _) in zip(ranges, ranges[1:], strict=False))
+    return any(stop > start for (_, stop), (start, _) in pairwise(ranges))

@@ -42,7 +42,9 @@ def read_policies(model: nn.Module, policies: object, size: int) -> tuple[dict[s
         kind = policy.original_layer_class()
         places = [name for name, module in model.named_modules() if isinstance(module, kind)]
         if not places:
-            raise PartitionError(f"{_name(policy)} is for {kind.__name__}, and {type(model).__name__} has none", hint=_HOW)
+            raise PartitionError(
+                f"{_name(policy)} is for {kind.__name__}, and {type(model).__name__} has none", hint=_HOW
+            )
         named = dict(_words(policy))
         arguments = policy.replace_arguments(getattr(model, "config", None), size)
         for place in places:
@@ -72,7 +74,7 @@ def _is_text(key: object, value: object) -> bool:
     return isinstance(key, str) and isinstance(value, str) and all(part.count("*") < 2 for part in key.split("."))
 
 
-def _words(policy: Any) -> Iterator[tuple[str, str]]:
+def _words(policy: object) -> Iterator[tuple[str, str]]:
     """Yield the layers that `policy` names, and a word for each."""
     for method in (*_COLUMNS, *_ROWS):
         for layer in getattr(policy, method)() or ():
@@ -85,5 +87,3 @@ def _words(policy: Any) -> Iterator[tuple[str, str]]:
 
 def _name(policy: object) -> str:
     return getattr(policy, "__name__", type(policy).__name__)
-
-

@@ -156,6 +156,7 @@ def _region(
 
 def _reached(inputs: Tensor) -> list[Tensor]:
     """Return the leaves of the graph that `inputs` are the end of."""
+    assert inputs.grad_fn is not None, "answers are clones of leaves"
     seen, found, left = {inputs.grad_fn}, [], [inputs.grad_fn]
     while left:
         node = left.pop()

@@ -10,11 +10,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from bigload.parallel.draft import Draft, cut, sliced
 from bigload.parallel.example_inputs import tensors_in
-from bigload.parallel.weightless_model import WeightlessModel, hollow, replaced
 from bigload.parallel.tensor_parallel_plan import LocalArgument
+from bigload.parallel.weightless_model import WeightlessModel, hollow, is_hollow, replaced
 from bigload.planning.partition import WHOLE, Division
 
 Call = tuple[str, int]
@@ -65,7 +66,7 @@ def reference_of(weightless: WeightlessModel, example: Mapping[str, object], sum
     return Reference(example=example, inputs=inputs, answers=answers, summed=made, outputs=tensors_in(output))
 
 
-class _Done(Exception):
+class _DoneError(Exception):
     """All has been seen that was to be seen."""
 
 
@@ -86,7 +87,7 @@ def rehearse(
         MismatchError: a layer gets, or the model returns, something else than its part of what it should be.
         Exception: whatever the model raises, which cannot work with what this rank has.
     """
-    cast = _Cast(weightless, reference, draft, rank, size, until)
+    cast = _Cast(weightless, reference, draft, rank=rank, until=until)
     parameters = {
         name: cast.local_parameter(name, division) for name, division in draft.divisions.items() if division != WHOLE
     }
@@ -99,7 +100,7 @@ def rehearse(
             stack.enter_context(cast.summing(name))
         try:
             outputs = tensors_in(weightless.run(reference.example, cast.on_call))
-        except _Done:
+        except _DoneError:
             return
     if len(outputs) != len(reference.outputs):
         raise MismatchError(f"{len(outputs)} tensors come out, expected {len(reference.outputs)}")
@@ -123,26 +124,20 @@ class _Cast:
     """The parts that layers play in a rehearsal."""
 
     def __init__(
-        self,
-        weightless: WeightlessModel,
-        reference: Reference,
-        draft: Draft,
-        rank: int,
-        size: int,
-        until: str | None,
+        self, weightless: WeightlessModel, reference: Reference, draft: Draft, *, rank: int, until: str | None
     ) -> None:
         self._weightless, self._reference, self._draft = weightless, reference, draft
-        self._rank, self._size, self._until = rank, size, until
+        self._rank, self._until = rank, until
 
     def local_parameter(self, name: str, division: Division) -> Tensor:
         path, _, last = name.rpartition(".")
         whole = self._weightless.module.get_submodule(path)._parameters[last]
         assert whole is not None
-        if path in self._weightless.layers:
+        if path in self._weightless.layers or is_hollow(whole):
             return hollow(division.shape(tuple(whole.shape), self._rank))
         return nn.Parameter(sliced(whole.detach(), division, self._rank), requires_grad=False)
 
-    def on_call(self, name: str, number: int, given: Tensor, _: object) -> Tensor:
+    def on_call(self, name: str, number: int, given: Tensor, noise: object, /) -> Tensor:  # noqa: ARG002
         if (name, number) not in self._reference.inputs:
             raise MismatchError(f"{name} is called more often")
         expected = self._reference.inputs[name, number].detach()
@@ -153,7 +148,7 @@ class _Cast:
             expected = sliced(expected, Division(-1, division.ranges), self._rank)
         _check(name, given, expected)
         if name == self._until and (name, number + 1) not in self._reference.inputs:
-            raise _Done
+            raise _DoneError
         if style in ("colwise", "local_params"):
             answer = sliced(answer, Division(-1, division.ranges), self._rank)
         return answer.clone()
@@ -180,7 +175,7 @@ def cutting(module: nn.Module, arguments: Sequence[LocalArgument], rank: int, si
         yield
 
 
-def cut_arguments(module: nn.Module, arguments: Sequence[LocalArgument], rank: int, size: int) -> Any:
+def cut_arguments(module: nn.Module, arguments: Sequence[LocalArgument], rank: int, size: int) -> RemovableHandle:
     """Let `module` see only what `rank` has of `arguments` from now on; return the handle that ends it."""
     parameters = signature(module.forward)
 
@@ -196,7 +191,7 @@ def cut_arguments(module: nn.Module, arguments: Sequence[LocalArgument], rank: i
 
 
 @contextmanager
-def _hooked(handle: Any) -> Iterator[None]:
+def _hooked(handle: RemovableHandle) -> Iterator[None]:
     try:
         yield
     finally:

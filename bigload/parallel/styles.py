@@ -1,81 +1,128 @@
 """What modules of a tensor-parallel model do: torch's parallel styles for one rank's part of each.
 
-Parameters are what `placements.placed` makes of them. The product itself is one of local tensors, because an operation
-on a `DTensor` costs more than those of a small layer; ranks meet in one redistribution of the output.
+Parameters are what `placements.placed` makes of them. What is computed are products of local tensors, and one
+collective on what comes out: an operation on a `DTensor` costs more than a small layer does. They are for inference:
+sums have no history, so no gradient is made that would lack the other ranks' part.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ParallelStyle
 from torch.nn import functional
 
+from bigload.parallel.draft import sliced
 from bigload.parallel.layer_kinds import LayerKind, layer_kind
-from bigload.planning.partition import Division
+from bigload.planning.partition import Division, Range
+
+_Forward = Callable[..., object]
 
 
 class LocalStyle(ParallelStyle):
-    """A module whose forward is replaced by one on this rank's part of its parameters.
+    """A module that works on what this rank has of its parameters, as if that were all.
 
     Attributes:
-        division: Of its weight.
-        shape: The whole weight's.
+        division: Of its weight, if it has one.
     """
 
-    def __init__(self, division: Division, shape: tuple[int, ...]) -> None:
+    def __init__(self, division: Division) -> None:
         super().__init__()
-        self.division, self.shape = division, shape
-        self.is_transposed = False
+        self.division = division
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        self.is_transposed = layer_kind(module) is LayerKind.TRANSPOSED
-        module.forward = partial(self.forward, module, device_mesh, module.forward)  # type: ignore[method-assign]
+        module.forward = partial(self.forward, module, device_mesh, module.forward)
         return module
 
     def forward(
-        self, module: nn.Module, mesh: DeviceMesh, whole_forward: Callable[..., Any], *args: Any, **kwargs: Any
-    ) -> Any:
-        """Return what the undivided module would, or this rank's part of it."""
+        self,
+        module: nn.Module,
+        mesh: DeviceMesh,  # noqa: ARG002
+        own_forward: _Forward,
+        *args: object,
+        **kwargs: object,
+    ) -> object:
+        """Return what the forward of `module`, a rank of `mesh`, returns in place of `own_forward`, which it was."""
+        with local_parameters(module):
+            return own_forward(*args, **kwargs)
+
+
+class SumStyle(LocalStyle):
+    """A module whose outputs are added up with those of the others: experts, each rank having a part of each."""
+
+    def forward(
+        self, module: nn.Module, mesh: DeviceMesh, own_forward: _Forward, *args: object, **kwargs: object
+    ) -> object:
+        """Return the sum."""
+        return _summed(super().forward(module, mesh, own_forward, *args, **kwargs), mesh)
+
+
+class LayerStyle(LocalStyle):
+    """A layer, whose product is computed here.
+
+    Attributes:
+        is_transposed: Whether its weight is stored inputs first.
+    """
+
+    is_transposed = False
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        self.is_transposed = layer_kind(module) is LayerKind.TRANSPOSED
+        return super()._apply(module, device_mesh)
+
+    def forward(
+        self,
+        module: nn.Module,
+        mesh: DeviceMesh,
+        own_forward: _Forward,  # noqa: ARG002
+        *args: object,
+        **kwargs: object,
+    ) -> object:
+        """Return this rank's outputs, or those of all."""
+        (inputs,) = (*args, *kwargs.values())
+        assert isinstance(inputs, Tensor)
+        return self.answer(module, mesh, inputs)
+
+    def answer(self, module: nn.Module, mesh: DeviceMesh, inputs: Tensor) -> Tensor:
+        """Return what the layer makes of `inputs`."""
         raise NotImplementedError
 
-    def _product(self, module: nn.Module, inputs: Tensor, bias: Tensor | None) -> Tensor:
+    def product(self, module: nn.Module, inputs: Tensor, *, has_bias: bool) -> Tensor:
+        """Return the product of `inputs` and what this rank has of the weight, with its bias or without."""
         weight = local(module._parameters["weight"])
         assert weight is not None
+        bias = local(module._parameters.get("bias")) if has_bias else None
         return functional.linear(inputs, weight.T if self.is_transposed else weight, bias)
 
 
-class ColwiseStyle(LocalStyle):
+class ColwiseStyle(LayerStyle):
     """A layer that makes some of the outputs, from all of the inputs."""
 
-    def forward(self, module: nn.Module, mesh: DeviceMesh, _: object, inputs: Tensor) -> Tensor:
+    def answer(self, module: nn.Module, mesh: DeviceMesh, inputs: Tensor) -> Tensor:  # noqa: ARG002
         """Return this rank's outputs."""
-        return self._product(module, _entering(inputs, mesh), local(module._parameters.get("bias")))
+        return self.product(module, inputs, has_bias=True)
 
 
-class GatherStyle(LocalStyle):
+class GatherStyle(LayerStyle):
     """A layer that makes some of the outputs, and gets the others from those who make them."""
 
-    def forward(self, module: nn.Module, mesh: DeviceMesh, _: object, inputs: Tensor) -> Tensor:
+    def answer(self, module: nn.Module, mesh: DeviceMesh, inputs: Tensor) -> Tensor:
         """Return all outputs."""
-        outputs = self._product(module, _entering(inputs, mesh), local(module._parameters.get("bias")))
-        assert self.division.dim is not None
-        return _gathered(outputs, mesh, self.shape[self.division.dim])
+        return _gathered(self.product(module, inputs, has_bias=True), mesh, self.division.ranges)
 
 
-class RowwiseStyle(LocalStyle):
+class RowwiseStyle(LayerStyle):
     """A layer that works on some of the inputs, and adds up with the others what comes out."""
 
-    def forward(self, module: nn.Module, mesh: DeviceMesh, _: object, inputs: Tensor) -> Tensor:
+    def answer(self, module: nn.Module, mesh: DeviceMesh, inputs: Tensor) -> Tensor:
         """Return all outputs."""
-        outputs = _summed(self._product(module, inputs, None), mesh)
+        outputs = _summed(self.product(module, inputs, has_bias=False), mesh)
         bias = module._parameters.get("bias")
         return outputs if bias is None else outputs + bias
 
@@ -83,10 +130,9 @@ class RowwiseStyle(LocalStyle):
 class SplitInputStyle(RowwiseStyle):
     """A layer that takes its part of inputs of which every rank has all."""
 
-    def forward(self, module: nn.Module, mesh: DeviceMesh, _: object, inputs: Tensor) -> Tensor:
+    def answer(self, module: nn.Module, mesh: DeviceMesh, inputs: Tensor) -> Tensor:
         """Return all outputs."""
-        ((start, stop),) = self.division.ranges[mesh.get_local_rank()]
-        return super().forward(module, mesh, _, _entering(inputs, mesh)[..., start:stop])
+        return super().answer(module, mesh, sliced(inputs, Division(-1, self.division.ranges), mesh.get_local_rank()))
 
 
 class LookupStyle(LocalStyle):
@@ -96,35 +142,17 @@ class LookupStyle(LocalStyle):
         module.__dict__["padding_idx"] = None  # it means a row of the whole table, and is for gradients only
         return super()._apply(module, device_mesh)
 
-    def forward(self, module: nn.Module, mesh: DeviceMesh, whole_forward: Callable[..., Tensor], ids: Tensor) -> Tensor:
-        """Return the rows `ids`."""
+    def forward(
+        self, module: nn.Module, mesh: DeviceMesh, own_forward: _Forward, *args: object, **kwargs: object
+    ) -> object:
+        """Return the rows that are asked for."""
+        (indices,) = (*args, *kwargs.values())
+        assert isinstance(indices, Tensor)
         ((start, stop),) = self.division.ranges[mesh.get_local_rank()]
-        is_here = (ids >= start) & (ids < stop)
-        with local_parameters(module):
-            rows = whole_forward(torch.where(is_here, ids - start, 0))
+        is_here = (indices >= start) & (indices < stop)
+        rows = super().forward(module, mesh, own_forward, torch.where(is_here, indices - start, 0))
+        assert isinstance(rows, Tensor)
         return _summed(rows.masked_fill(~is_here.unsqueeze(-1), 0), mesh)
-
-
-class LocalParametersStyle(LocalStyle):
-    """A module that works on what this rank has of its parameters, as if that were all."""
-
-    def forward(
-        self, module: nn.Module, mesh: DeviceMesh, whole_forward: Callable[..., Any], *args: Any, **kwargs: Any
-    ) -> Any:
-        """Return what comes out."""
-        with local_parameters(module):
-            return whole_forward(*args, **kwargs)
-
-
-class SumStyle(LocalParametersStyle):
-    """A module whose outputs are added up with those of the others: experts, each rank having a part of each."""
-
-    def forward(
-        self, module: nn.Module, mesh: DeviceMesh, whole_forward: Callable[..., Any], *args: Any, **kwargs: Any
-    ) -> Any:
-        """Return the sum."""
-        entered = [_entering(arg, mesh) if isinstance(arg, Tensor) else arg for arg in args]
-        return _summed(super().forward(module, mesh, whole_forward, *entered, **kwargs), mesh)
 
 
 STYLES: Mapping[str, type[LocalStyle]] = {
@@ -133,7 +161,7 @@ STYLES: Mapping[str, type[LocalStyle]] = {
     "rowwise": RowwiseStyle,
     "rowwise_split_input": SplitInputStyle,
     "embedding_rowwise": LookupStyle,
-    "local_params": LocalParametersStyle,
+    "local_params": LocalStyle,
     "moe_tp_experts": SumStyle,
 }
 """By the word that a plan has for it."""
@@ -155,24 +183,18 @@ def local_parameters(module: nn.Module) -> Iterator[None]:
         module._parameters.update(own)
 
 
-def _entering(inputs: Tensor, mesh: DeviceMesh) -> Tensor:
-    """Return `inputs`, which all ranks have; of their gradient each rank makes a part."""
-    if not (inputs.requires_grad and torch.is_grad_enabled()):
-        return inputs
-    whole = DTensor.from_local(inputs, mesh, [Replicate()], run_check=False)
-    return whole.to_local(grad_placements=[Partial()])
+def _summed(part: object, mesh: DeviceMesh) -> Tensor:
+    """Return the sum of what all ranks have, in place of `part`."""
+    assert isinstance(part, Tensor)
+    total = part.detach().contiguous()
+    distributed.all_reduce(total, group=mesh.get_group())
+    return total
 
 
-def _summed(part: Tensor, mesh: DeviceMesh) -> Tensor:
-    return DTensor.from_local(part, mesh, [Partial()], run_check=False).redistribute(placements=[Replicate()]).to_local()
-
-
-def _gathered(part: Tensor, mesh: DeviceMesh, width: int) -> Tensor:
-    """Return the parts of all ranks side by side along the last dimension."""
-    shape = torch.Size((*part.shape[:-1], width))
-    stride = torch.empty(shape, device="meta").stride()
-    split = DTensor.from_local(
-        part.contiguous(), mesh, [Shard(part.ndim - 1)], run_check=False, shape=shape, stride=stride
-    )
-    return split.redistribute(placements=[Replicate()]).to_local()
-
+def _gathered(part: Tensor, mesh: DeviceMesh, ranges: Sequence[Sequence[Range]]) -> Tensor:
+    """Return the parts of all ranks side by side along the last dimension; the first is none of the shorter ones."""
+    widths = [sum(stop - start for start, stop in of_rank) for of_rank in ranges]
+    padded = functional.pad(part.detach(), (0, widths[0] - part.shape[-1])).contiguous()
+    parts = [torch.empty_like(padded) for _ in widths]
+    distributed.all_gather(parts, padded, group=mesh.get_group())
+    return torch.cat([one[..., :width] for one, width in zip(parts, widths, strict=True)], -1)

@@ -12,13 +12,15 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 from bigload.errors import PartitionError
 from bigload.parallel.draft import sliced
-from bigload.parallel.placements import placed as placed
+from bigload.parallel.placements import placed
 from bigload.parallel.plan_drafting import drafted
 from bigload.parallel.policies import read_policies
 from bigload.parallel.rehearsal import cut_arguments
 from bigload.parallel.styles import STYLES
 from bigload.parallel.tensor_parallel_plan import TensorParallelPlan
 from bigload.planning.partition import MAX_RANKS, WHOLE
+
+__all__ = ["apply_tensor_parallel", "placed", "plan_tensor_parallel"]
 
 
 def plan_tensor_parallel(
@@ -55,6 +57,9 @@ def plan_tensor_parallel(
 
 def apply_tensor_parallel(model: nn.Module, plan: TensorParallelPlan, mesh: DeviceMesh) -> None:
     """Make `model` the part that this process, a rank of the one-dimensional `mesh`, has of it by `plan`.
+
+    What it then returns is what the whole model returns, on every rank; it is for inference, without gradients. Weights
+    of attention that it may return beside are those of the rank's own heads.
 
     Args:
         model: On the meta device, or with full values, of which each rank keeps its own. A parameter becomes a
@@ -104,11 +109,8 @@ def _check(model: nn.Module, plan: TensorParallelPlan, mesh: DeviceMesh) -> None
 
 def _styles(model: nn.Module, plan: TensorParallelPlan) -> dict[str, object]:
     """Return the style of each module, once for modules with several names."""
-    by_module = {id(model.get_submodule(name)): name for name in reversed(plan.styles)}
-    return {
-        name: STYLES[plan.styles[name]](plan.division(f"{name}.weight"), plan.shapes.get(f"{name}.weight", ()))
-        for name in by_module.values()
-    }
+    by_module = {id(model.get_submodule(name)): name for name in reversed(list(plan.styles))}
+    return {name: STYLES[plan.styles[name]](plan.division(f"{name}.weight")) for name in by_module.values()}
 
 
 def _divide_parameters(model: nn.Module, plan: TensorParallelPlan, mesh: DeviceMesh, rank: int) -> None:

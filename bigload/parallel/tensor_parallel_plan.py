@@ -10,8 +10,8 @@ from typing import Literal
 from bigload.planning.partition import WHOLE, Division
 from bigload.planning.plan import PlanNote
 
-Source = Literal["custom", "tp_plan", "inferred", "rules"]
-"""Where a plan is from: the caller, the model's own words, the flow of data in a forward, rules for its model type."""
+Source = Literal["custom", "tp_plan", "inferred"]
+"""Where most of a plan is from: the caller, the model's own words, the flow of data in a forward."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +35,7 @@ class TensorParallelPlan:
 
     Attributes:
         size: How many ranks there are.
-        source: Where most of it is from.
+        source: Where it is from; what that leaves out is found as in the last case.
         shapes: The shape of every parameter as a single process has it, by each of its names.
         divisions: For every parameter, by each of its names, what the ranks hold of it.
         styles: By module, a word for what its forward does (see `bigload.parallel.styles.STYLES`). What is not

@@ -19,7 +19,10 @@ from zlib import crc32
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 
+from bigload.parallel.example_inputs import MAX_POSITIONS
 from bigload.parallel.layer_kinds import LayerKind, layer_kind
 
 MAX_STAND_IN = 1 << 22
@@ -31,7 +34,7 @@ _NOISE = 1 << 16
 class OnCall(Protocol):
     """What is told of each call of a layer, and says what the layer answers."""
 
-    def __call__(self, name: str, number: int, inputs: Tensor, noise: Callable[[], Tensor]) -> Tensor:
+    def __call__(self, name: str, number: int, inputs: Tensor, noise: Callable[[], Tensor], /) -> Tensor:
         """Return the answer of the layer `name`, called for the `number`th time, which may be what `noise` returns."""
         ...
 
@@ -44,11 +47,14 @@ class WeightlessModel:
         layers: How each layer that was found uses its weight, by its name.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, *, is_short: bool = False) -> None:
+        """Copy `model`; if it `is_short`, for no more than `MAX_POSITIONS` frames of sound."""
         kinds = {name: layer_kind(module) for name, module in model.named_modules(remove_duplicate=False)}
         self.layers: Mapping[str, LayerKind] = {name: kind for name, kind in kinds.items() if kind is not None}
         self.module = copy.deepcopy(model, _stand_ins(model, self.layers)).eval()
         _settle(self.module)
+        if is_short:
+            _shorten(self.module)
         self._noise = torch.randn(2 * _NOISE, generator=torch.Generator().manual_seed(0))
         self._calls: Counter[str] = Counter()
         self._on_call: OnCall | None = None
@@ -65,18 +71,20 @@ class WeightlessModel:
         self._calls.clear()
         self._on_call = on_call
         try:
-            return self.module(**{name: _copied(value) for name, value in example.items()})
+            with _CheapProducts():
+                return self.module(**{name: _copied(value) for name, value in example.items()})
         finally:
             self._on_call = None
 
-    def _answer(self, name: str, layer: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
+    def _answer(self, name: str, layer: nn.Module, *args: Tensor, **kwargs: Tensor) -> Tensor:
         inputs = args[0] if args else next(iter(kwargs.values()))
         number = self._calls[name]
         self._calls[name] += 1
         kind = self.layers[name]
         leading = inputs.shape if kind is LayerKind.LOOKUP else inputs.shape[:-1]
         weight = layer._parameters["weight"]
-        assert weight is not None and self._on_call is not None
+        assert weight is not None
+        assert self._on_call is not None
         shape = (*leading, weight.shape[kind.out_dim])
         return self._on_call(name, number, inputs, partial(self._made, name, number, shape))
 
@@ -94,10 +102,10 @@ class WeightlessModel:
 def replaced(module: nn.Module, parameters: Mapping[str, Tensor], attributes: Mapping[str, int]) -> Iterator[None]:
     """Give `module` other `parameters` and `attributes`, by their qualified names, within the context."""
     places: list[tuple[dict[str, Any], str, object]] = []
-    for names, get in ((parameters, _parameters_of), (attributes, vars)):
-        for name, value in names.items():
-            path, _, last = name.rpartition(".")
-            places.append((get(module.get_submodule(path)), last, value))
+    for name, value in (*parameters.items(), *attributes.items()):
+        path, _, last = name.rpartition(".")
+        owner = module.get_submodule(path)
+        places.append((owner._parameters if name in parameters else vars(owner), last, value))
     old = [(place, name, place[name]) for place, name, _ in places]
     try:
         for place, name, value in places:
@@ -108,8 +116,29 @@ def replaced(module: nn.Module, parameters: Mapping[str, Tensor], attributes: Ma
             place[name] = value
 
 
-def _parameters_of(module: nn.Module) -> dict[str, Any]:
-    return module._parameters
+_PRODUCTS = (functional.linear, torch.matmul, torch.bmm, Tensor.matmul, Tensor.__matmul__, Tensor.bmm)
+
+
+class _CheapProducts(TorchFunctionMode):
+    """Products with hollow weights, as experts have them that are stored in one: the mean of the inputs, each time."""
+
+    def __torch_function__(
+        self,
+        func: Callable[..., object],
+        types: object,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
+        if func in _PRODUCTS and len(args) > 1 and is_hollow(args[1]):
+            inputs, weight = args[:2]
+            shape = weight.shape[:1] if func is functional.linear else (*weight.shape[:-2], 1, weight.shape[-1])
+            return inputs.mean(-1, keepdim=True) + inputs.new_zeros(shape)
+        return func(*args, **(kwargs or {}))
+
+
+def is_hollow(tensor: Tensor) -> bool:
+    """Return whether `tensor` is one number in memory, or a part of such a one."""
+    return tensor.untyped_storage().nbytes() == tensor.element_size() and tensor.numel() > 1
 
 
 def hollow(shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> nn.Parameter:
@@ -121,20 +150,14 @@ def _stand_ins(model: nn.Module, layers: Mapping[str, LayerKind]) -> dict[int, A
     """Return what a copy has in the place of each tensor of `model`, by the tensor's id."""
     generator = torch.Generator().manual_seed(0)
     memo: dict[int, Any] = {}
-    for name in layers:
-        for parameter in model.get_submodule(name)._parameters.values():
-            if parameter is not None:
-                memo[id(parameter)] = hollow(tuple(parameter.shape))
-    for module in model.modules():
-        for parameter in module._parameters.values():
-            if parameter is not None:
-                memo.setdefault(id(parameter), _like_parameter(parameter, generator))
-        for buffer in module._buffers.values():
-            if buffer is not None:
-                memo.setdefault(id(buffer), _like_buffer(buffer, generator))
-        for value in vars(module).values():
-            if isinstance(value, Tensor):
-                memo.setdefault(id(value), _like_buffer(value, generator))
+    for parameter in (value for name in layers for value in model.get_submodule(name).parameters(recurse=False)):
+        memo[id(parameter)] = hollow(tuple(parameter.shape))
+    for parameter in model.parameters():
+        memo.setdefault(id(parameter), _like_parameter(parameter, generator))
+    of_attributes = (value for module in model.modules() for value in vars(module).values())
+    for value in (*model.buffers(), *of_attributes):
+        if isinstance(value, Tensor):
+            memo.setdefault(id(value), _like_buffer(value, generator))
     return memo
 
 
@@ -166,7 +189,20 @@ def _settle(module: nn.Module) -> None:
                     setattr(each, name, value)
 
 
+def _shorten(module: nn.Module) -> None:
+    """Let the model take fewer frames, where it insists on as many as its config says (Whisper)."""
+    configs = {id(config): config for config in (getattr(part, "config", None) for part in module.modules())}
+    for config in configs.values():
+        length = getattr(config, "max_source_positions", 0)
+        if isinstance(length, int) and length > MAX_POSITIONS:
+            config.__dict__["max_source_positions"] = MAX_POSITIONS
+            for table in module.modules():
+                if isinstance(table, nn.Embedding) and table.num_embeddings == length:
+                    table.num_embeddings = MAX_POSITIONS
+                    table._parameters["weight"] = hollow((MAX_POSITIONS, table.embedding_dim))
+
+
 def _copied(value: object) -> object:
-    return value.detach().cpu().clone() if isinstance(value, Tensor) else copy.copy(value)
-
-
+    if isinstance(value, Tensor):
+        return torch.ones_like(value, device="cpu") if value.is_meta else value.detach().cpu().clone()
+    return copy.copy(value)

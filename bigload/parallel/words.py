@@ -155,5 +155,3 @@ def has_divisible_heads(model: nn.Module, size: int) -> bool:
     config = getattr(model, "config", None)
     numbers = [getattr(config, name, None) for name in ("num_attention_heads", "num_key_value_heads")]
     return all(number % size == 0 for number in numbers if isinstance(number, int))
-
-

@@ -1,9 +1,9 @@
 import pytest
 import torch
-from parallel_models import InputsFirst, ScaledEmbedding
 from torch import nn
 
 from bigload.parallel.layer_kinds import LayerKind, layer_kind
+from parallel_models import InputsFirst, ScaledEmbedding
 
 
 class Reversed(nn.Linear):

@@ -2,6 +2,11 @@ import pickle
 
 import pytest
 import torch
+from torch import nn
+
+from bigload.errors import PartitionError
+from bigload.parallel.tensor_parallel import plan_tensor_parallel
+from bigload.planning.partition import WHOLE, Division
 from parallel_models import (
     HEADS,
     ROWS,
@@ -12,17 +17,13 @@ from parallel_models import (
     FusedAttention,
     Model,
     Peeking,
+    Routed,
     example,
     made,
     shared_keys,
     three_heads,
     two_key_heads,
 )
-from torch import nn
-
-from bigload.errors import PartitionError
-from bigload.parallel.tensor_parallel import plan_tensor_parallel
-from bigload.planning.partition import WHOLE, Division
 
 HALVES = (((0, 12),), ((12, 24),))
 
@@ -201,6 +202,16 @@ def test_policies_of_parallelformers_are_understood_and_what_they_leave_out_is_f
     assert plan.styles["blocks.1.feed.down"] == "rowwise"
     assert plan.division("blocks.1.attention.qkv.weight").ranges[0] == ((0, 12), (24, 36), (48, 60))
     assert plan.attributes["blocks.1.attention.split_size"] == WIDTH // 2
+
+
+def test_experts_that_had_nothing_to_do_are_divided_as_the_others():
+    plan = planned(Routed)
+    for name in ("0.weight", "0.bias", "2.weight"):
+        assert plan.division(f"blocks.0.attention.experts.0.{name}") == plan.division(
+            f"blocks.0.attention.experts.1.{name}"
+        )
+    assert plan.division("blocks.0.attention.experts.2.0.weight").dim == 0
+    assert plan.styles["blocks.1.attention.experts.2.2"] == "rowwise"
 
 
 class Experts(Chosen):
