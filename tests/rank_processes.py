@@ -38,7 +38,9 @@ def run_ranks(size: int, function, *arguments: object, patience_seconds: int = P
 def main() -> None:
     """Fork the ranks, wait for all of them and print what they gave."""
     asked = json.loads(sys.argv[1])
-    import torch.distributed.tensor.parallel  # before the forks: once for all
+    import torch._dynamo  # before the forks, once for all: what models and their divisions import
+    import torch.distributed.fsdp
+    import torch.distributed.tensor.parallel
 
     import bigload.parallel.rank_loading  # noqa: F401
 

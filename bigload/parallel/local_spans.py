@@ -38,7 +38,7 @@ def check_divisions(divisions: Mapping[str, Division], rank: int) -> None:
         LoadOptionError: so it is.
     """
     if not isinstance(divisions, Mapping):
-        raise LoadOptionError("divisions", divisions, "a division for each name")
+        raise LoadOptionError("divisions", type(divisions).__name__, "a mapping with a division for each name")
     for name, division in divisions.items():
         if not isinstance(division, Division):
             raise LoadOptionError(f"the division of {name}", division, "a bigload.Division")

@@ -83,7 +83,9 @@ class ModelPart:
     def _check_names(self) -> None:
         check_divisions(self.divisions, self.rank)
         if not isinstance(self.names, Mapping):
-            raise LoadOptionError("names", self.names, "the checkpoint's name for each name in the model")
+            raise LoadOptionError(
+                "names", type(self.names).__name__, "a mapping with the checkpoint's name for each name in the model"
+            )
         known = {
             name
             for name, _ in (

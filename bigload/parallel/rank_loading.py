@@ -136,7 +136,7 @@ def load_sharded(
 def _module(model: nn.Module) -> nn.Module:
     """Return the model that holds parameters by the names that a checkpoint has for them."""
     if not isinstance(model, nn.Module):
-        raise LoadOptionError("model", model, "a module")
+        raise LoadOptionError("model", type(model).__name__, "a module")  # not its repr: tensors
     return model.module if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)) else model
 
 

@@ -66,6 +66,7 @@ def differences(model, state):
 def divided(kind, size):
     """Return a model on the meta device of which each of `size` ranks has its part."""
     from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
     model = empty()
@@ -73,14 +74,14 @@ def divided(kind, size):
         _divide_rows(model, init_device_mesh("cpu", (size,)))
     elif kind == "fsdp":
         mesh = init_device_mesh("cpu", (size,))
-        _fully_shard(model.down, mesh)
-        _fully_shard(model, mesh)
+        fully_shard(model.down, mesh=mesh)
+        fully_shard(model, mesh=mesh)
     else:
         mesh = init_device_mesh("cpu", (size // 2, 2) if kind == "both" else (1, size), mesh_dim_names=("dp", "tp"))
         parallelize_module(model, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
         model.tied.weight = model.up.weight
         if kind == "both":
-            _fully_shard(model, mesh["dp"])
+            fully_shard(model, mesh=mesh["dp"])
     return model
 
 
@@ -92,12 +93,6 @@ def _divide_rows(model, mesh):
         parent, _, leaf = name.rpartition(".")
         setattr(model.get_submodule(parent), leaf, part)
     model.tied.weight = model.up.weight
-
-
-def _fully_shard(module, mesh):
-    from torch.distributed.fsdp import fully_shard  # with it comes a compiler: seconds, which few tests need
-
-    fully_shard(module, mesh=mesh)
 
 
 def load_all(folder, size, kinds):
@@ -335,10 +330,10 @@ def test_names_that_the_checkpoint_lacks_are_missing(folder):
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
-        ({"model": {"up.bias": 1}}, "model is"),
-        ({"divisions": ["up.bias"]}, "divisions is"),
+        ({"model": {"up.bias": 1}}, 'model is "dict"'),
+        ({"divisions": ["up.bias"]}, 'divisions is "list"'),
         ({"divisions": {"up.bias": None}}, "the division of up.bias is None"),
-        ({"names": ["up.bias"]}, "names is"),
+        ({"names": ["up.bias"]}, 'names is "list"'),
         ({"rank": -1}, "rank is -1"),
         ({"rank": "0"}, 'rank is "0"'),
         ({"device": 1.5}, "device is"),
