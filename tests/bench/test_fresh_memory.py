@@ -1,6 +1,8 @@
 import subprocess
 import sys
 
+import pytest
+
 from bigload.bench import fresh_memory
 from bigload.bench.fresh_memory import renew
 from bigload.units import MIB
@@ -17,6 +19,7 @@ print(peak() - before, resident() - before)
 """
 
 
+@pytest.mark.slow
 def test_memory_is_touched_and_given_back():
     grown = 300 * MIB
     code = RENEW_IN_A_FRESH_PROCESS.format(grown=grown)

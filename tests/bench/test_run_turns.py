@@ -56,6 +56,7 @@ def turns(racers, rounds=2, files=(), cache=CacheState.WARM):
     )
 
 
+@pytest.mark.slow
 def test_the_order_is_another_one_in_each_round(log):
     turns([racer("a", log), racer("b", log), Racer(name="read", read=lambda: log.append("read"))], rounds=3)
     firsts = [name for at, name in enumerate(log) if not at or log[at - 1] != name]
@@ -77,6 +78,7 @@ def test_a_cold_turn_times_the_first_run_of_a_new_model(log, tmp_path):
     assert (log, seen["a"].seconds, seen["a"].timed_forwards) == (["a", "a"], [1, 1], 2)
 
 
+@pytest.mark.slow
 def test_what_was_cached_is_looked_at_before_each_run(log, tmp_path):
     file = tmp_path / "weights"
     file.write_bytes(bytes(1 << 16))
@@ -93,6 +95,7 @@ def test_what_reads_no_files_is_not_made_slower_by_a_cold_cache(log):
     assert len(seen["plain"].seconds) == WARM_RUNS_PER_TURN
 
 
+@pytest.mark.slow
 def test_a_model_is_gone_before_the_next_one_is_made(log):
     made = []
 

@@ -322,7 +322,11 @@ def large(tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    ("number", "code", "word"), [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 143, "terminated")]
+    ("number", "code", "word"),
+    [
+        (signal.SIGINT, 130, "interrupted"),
+        pytest.param(signal.SIGTERM, 143, "terminated", marks=pytest.mark.slow),
+    ],
 )
 def test_a_signal_in_the_midst_of_writing_keeps_what_is_finished(large, environment, number, code, word):
     """The journal says when: the first file is finished, and others are not."""

@@ -149,6 +149,7 @@ def test_a_full_disk_behind_stdout_is_said_in_plain_words(here, environment):
     assert b"unexpected" not in done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_full", [True, False])
 def test_a_stderr_that_cannot_be_written_changes_nothing(run, here, environment, is_full):
     assert run(TINY).code == 0
@@ -247,6 +248,7 @@ def test_a_stream_without_block_characters_gets_ascii(run_program, command, env)
     assert "?" not in done.stdout
 
 
+@pytest.mark.slow
 def test_bench_load_says_plus_minus_in_ascii(run):
     done = run("bigload bench-load tiny-llama --runs 2 --threads 1,2", encoding="ascii")
     assert done.code == 0
@@ -342,6 +344,7 @@ def test_quiet_gives_the_one_value_and_nothing_else(run, command, answer):
     assert (done.code, done.stdout, done.stderr) == (0, f"{answer}\n", "")
 
 
+@pytest.mark.slow
 def test_quiet_bench_load_gives_the_best_thread_count(run):
     done = run("bigload bench-load tiny-llama --runs 1 --threads 1,2 -q")
     assert (done.code, done.stderr) == (0, "")

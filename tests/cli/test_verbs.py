@@ -419,6 +419,7 @@ def test_a_plan_finds_its_checkpoint_beside_itself(run, plan, here, monkeypatch)
     assert run(f"bigload reshard {plan} {here}/out --dry-run").code == 0
 
 
+@pytest.mark.slow
 def test_loading_serially_and_in_parallel_is_shown_side_by_side(run):
     done = run("bigload bench-load tiny-llama --runs 2 --threads 1,2")
     assert done.code == 0

@@ -46,6 +46,7 @@ def test_the_commands_of_the_readme_run(folder):
         assert done.returncode == 0, (command, done.stderr)
 
 
+@pytest.mark.slow
 def test_the_case_of_transformers_documents_can_be_made_and_timed(folder, monkeypatch, capsys):
     making, timing = re.findall(r"^(?:python|bigload) .*opt-4gb.*$", README, re.MULTILINE)
     _, _, *words = shlex.split(making.replace("random", "sparse"))  # 4 GB of holes: this is about the words

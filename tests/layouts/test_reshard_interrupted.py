@@ -77,6 +77,7 @@ def kill_after(process, lines):
     process.kill()
 
 
+@pytest.mark.slow
 def test_a_kill_leaves_no_incomplete_output_and_the_next_run_goes_on(large, tmp_path):
     out, choose = tmp_path / "out", random.Random(5)
     for _ in range(3):

@@ -104,6 +104,7 @@ def dense(tmp_path_factory):
     shutil.rmtree(folder)
 
 
+@pytest.mark.slow
 def test_memory_threads_and_descriptors_do_not_grow_with_the_checkpoint(dense, tmp_path):
     command = [sys.executable, "-c", COUNTED, dense, tmp_path / "out", str(20 * MIB)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -118,6 +119,7 @@ def test_memory_threads_and_descriptors_do_not_grow_with_the_checkpoint(dense, t
     assert counted["left"] == 0
 
 
+@pytest.mark.slow
 def test_holes_and_data_of_one_tensor_come_out_as_they_are(tmp_path):
     """Data at odd places among holes, in a dtype in which zero bytes are not the number zero, too."""
     for dtype in ("BF16", "F8_E8M0"):

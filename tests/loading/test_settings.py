@@ -112,6 +112,7 @@ def test_variables_are_read_when_a_load_begins_not_when_bigload_is_imported(monk
     assert settings().threads == 5
 
 
+@pytest.mark.slow
 def test_a_program_without_a_main_guard_loads_in_parallel(tmp_path):
     """Worker processes under spawn would run such a program again, each of them; threads do not."""
     write_shard(tmp_path / "model.safetensors", {f"w{number}": ("F32", [1 << 20]) for number in range(16)})

@@ -194,6 +194,7 @@ def test_the_own_error_is_raised_also_if_nobody_is_left_to_hear_it():
     assert isinstance(outcomes(2, work)[1], ZeroDivisionError)
 
 
+@pytest.mark.slow
 def test_real_processes_share_fail_together_and_notice_a_kill():
     with started(SCENES, 2, free_port()) as (first, second):
         output, errors = first.communicate(timeout=120)

@@ -460,6 +460,7 @@ def ends_of(function, size, folder):
     return run(__file__, function, size, folder)
 
 
+@pytest.mark.slow
 def test_who_waits_for_a_first_that_is_killed_gets_an_error(tmp_path):
     ends = ends_of("main_dies_in_its_block", 3, tmp_path)
     assert [end.status for end in ends] == [-signal.SIGKILL, 0, 0]

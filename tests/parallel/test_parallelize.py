@@ -361,6 +361,7 @@ def test_without_accelerators_the_error_says_what_to_pass():
         bigload.parallelize(two_layers(), 2)
 
 
+@pytest.mark.slow
 def test_a_model_without_weights_needs_a_checkpoint_that_has_them(saved, tmp_path):
     with bigload.init_empty_weights():
         model = TwoLayers()

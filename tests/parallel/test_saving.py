@@ -117,6 +117,7 @@ except bigload.WriteError as error:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["safe", "pickle"])
 def test_a_disk_that_refuses_leaves_the_older_file_and_nothing_else(tmp_path, form):
     (tmp_path / "state").write_text("older")
