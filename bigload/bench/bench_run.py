@@ -27,9 +27,8 @@ from bigload.bench.run_report import ReadResult, RunReport, RunResult
 from bigload.bench.run_turns import FirstRun, Racer, Run, Turns, first_run, take_turns
 from bigload.bench.runner import Clock, OnRun
 from bigload.checkpoint.model import Checkpoint
-from bigload.checkpoint.source import open_checkpoint
 from bigload.planning.plan import Plan
-from bigload.planning.plan_file import read_plan
+from bigload.planning.plan_file import open_planned, read_plan
 
 DEFAULT_ROUNDS = 5
 
@@ -100,8 +99,8 @@ def target_of(
     opened: ExitStack,
 ) -> RunTarget:
     """Return the model to run; errors are those of `bench_run`, and name `asked_by`."""
-    found = checkpoint if isinstance(checkpoint, Checkpoint) else open_checkpoint(checkpoint)
     planned = read_plan(Path(plan)) if isinstance(plan, str | Path) else plan
+    found = open_planned(planned, checkpoint, source=str(plan) if isinstance(plan, str | Path) else "the plan")
     return RunTarget(
         checkpoint=found,
         plan=None if planned is None else replace(planned, checkpoint_path=str(found.root)),

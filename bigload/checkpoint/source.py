@@ -63,6 +63,13 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
         raise CheckpointError(f"cannot read {error.filename or path}: {error.strerror or error}") from error
 
 
+def checkpoint_root(path: str | Path) -> Path | None:
+    """Return the folder that the files of a checkpoint at `path` are in, also where they are gone; None without one."""
+    place = Path(path).expanduser()
+    root = place.parent if place.suffix in (".json", ".safetensors", *SUFFIXES) and not place.is_dir() else place
+    return root if root.is_dir() else None
+
+
 def _existing(path: str | Path) -> Path:
     try:
         place = Path(path).expanduser()

@@ -18,7 +18,7 @@ from bigload.layouts.in_kernel import KernelCopy, data_offset
 from bigload.layouts.output_files import DEFAULT_MAX_SHARD_BYTES, Output, at_block, with_offsets
 from bigload.planning.partition_rules import read_tp_rules
 from bigload.planning.plan import Plan
-from bigload.planning.plan_file import check_plan, read_plan
+from bigload.planning.plan_file import open_planned, read_plan
 from bigload.units import counted
 
 
@@ -75,8 +75,6 @@ def choose(
     """
     plan, plan_file = _plan(source)
     opened = _checkpoint(source, plan, plan_file, wishes.checkpoint)
-    if plan is not None:
-        check_plan(plan, opened, source="the plan" if plan_file is None else str(plan_file))
     layout = _layout(wishes, plan)
     cast_to = _cast_to(wishes, plan, layout)
     rule = dtype_rule(cast_to, keep_fp32=wishes.keep_fp32)
@@ -161,9 +159,8 @@ def _checkpoint(
         if wished is not None:
             raise ReshardOptionError("checkpoint", str(wished), "nothing, when the source is a checkpoint itself")
         return source if isinstance(source, Checkpoint) else open_checkpoint(str(source))
-    if isinstance(wished, Checkpoint):
-        return wished
-    return open_checkpoint(wished or _path_of(plan, plan_file))
+    place = wished or _path_of(plan, plan_file)
+    return open_planned(plan, place, source="the plan" if plan_file is None else str(plan_file))
 
 
 def _path_of(plan: Plan, plan_file: Path | None) -> Path:

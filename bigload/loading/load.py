@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from bigload.checkpoint.model import Checkpoint
-from bigload.checkpoint.source import open_checkpoint
 from bigload.errors import LegacyPickleError
 from bigload.loading.approach import Approach, OpenSource, settle
 from bigload.loading.events import OnProgress, ignore_progress
@@ -21,6 +20,7 @@ from bigload.loading.selection import Selection, select
 from bigload.loading.settings import settings
 from bigload.loading.slices import Slice
 from bigload.planning.plan import Plan
+from bigload.planning.plan_file import open_planned
 
 if TYPE_CHECKING:
     import torch
@@ -100,7 +100,7 @@ def load(
     wishes = _Wishes(into=into, only=only, slices=slices, dtype=dtype, device=device, strict=strict)
     chosen = settings(threads, method, max_inflight)
     try:
-        opened = checkpoint if isinstance(checkpoint, Checkpoint) else open_checkpoint(checkpoint)
+        opened = open_planned(device if isinstance(device, Plan) else None, checkpoint)
     except LegacyPickleError as error:
         return _load_legacy(error, wishes, recorder)
     selection, assignments = wishes.of(opened)

@@ -16,9 +16,13 @@ from typing import NoReturn, TypeVar
 
 from bigload.checkpoint.fingerprint import ShardFingerprint, changes, fingerprint
 from bigload.checkpoint.model import Checkpoint
+from bigload.checkpoint.source import checkpoint_root, open_checkpoint
 from bigload.devices import DISK, Device
 from bigload.errors import (
+    CheckpointNotFoundError,
+    InvalidCheckpointError,
     InvalidPlanError,
+    LegacyPickleError,
     OutputExistsError,
     PlanNotFoundError,
     PlanOptionError,
@@ -193,6 +197,54 @@ def plan_from_json(text: str, *, source: str = "the plan") -> Plan:
         _refuse(source, reason)
 
 
+def open_planned(
+    plan: Plan | None, path: str | Path | Checkpoint | None = None, *, source: str = "the plan"
+) -> Checkpoint:
+    """Open the checkpoint that `plan` was made for, and check the plan against it.
+
+    A plan is only ever made for a valid checkpoint, so files that are gone or no longer valid make it stale.
+
+    Args:
+        plan: Without one, the checkpoint is only opened.
+        path: Where the checkpoint is, or the checkpoint itself; where the plan says when left out.
+        source: Name of the plan in errors.
+
+    Raises:
+        StalePlanError: files were changed, removed or added since.
+        InvalidPlanError: see `check_plan`.
+        CheckpointError: there is no such folder, or the system refused to read it.
+    """
+    if path is None:
+        assert plan is not None, "a plan or a path says where the checkpoint is"
+        path = plan.checkpoint_path
+    try:
+        opened = path if isinstance(path, Checkpoint) else open_checkpoint(path)
+    except (CheckpointNotFoundError, InvalidCheckpointError, LegacyPickleError) as error:
+        differences = [] if plan is None else _differences(plan, error)
+        if not differences:
+            raise
+        raise StalePlanError(
+            source, str(path), differences, hint=error.hint or _new_plan_hint(str(path), source)
+        ) from error
+    if plan is not None:
+        check_plan(plan, opened, source=source)
+    return opened
+
+
+def _differences(plan: Plan, error: CheckpointNotFoundError | InvalidCheckpointError | LegacyPickleError) -> list[str]:
+    """Return a line for each difference that shows in `error`; none where it is not about the files of the plan."""
+    if isinstance(error, LegacyPickleError):
+        return [f"{path.name}   is a bare pickle now" for path in error.paths]
+    if isinstance(error, InvalidCheckpointError):
+        if any(problem.code == "unreadable" for problem in error.problems):
+            return []
+        return [f"{problem.file}   {problem.text}" for problem in error.problems]
+    root = checkpoint_root(error.path)
+    if root is None:  # the wrong folder, or one that was moved: nothing is known of its files
+        return []
+    return [f"{s.file}   is gone" for s in plan.shards if not (root / s.file).exists()] or [error.message]
+
+
 def check_plan(plan: Plan, checkpoint: Checkpoint, *, source: str = "the plan") -> None:
     """Raise unless `plan` was made for `checkpoint` as it is now, and its figures are right.
 
@@ -202,7 +254,7 @@ def check_plan(plan: Plan, checkpoint: Checkpoint, *, source: str = "the plan") 
     """
     differences = changes(plan.shards, fingerprint(checkpoint))
     if differences:
-        hint = f"make a new plan: bigload plan {checkpoint.path} -m ... -o {source}"
+        hint = _new_plan_hint(checkpoint.path, source)
         raise StalePlanError(source, checkpoint.path, differences, hint=hint)
     if plan.total_bytes != checkpoint.total_bytes:
         _refuse(source, f"it claims {plan.total_bytes} bytes of tensors, the checkpoint has {checkpoint.total_bytes}")
@@ -218,6 +270,10 @@ def check_plan(plan: Plan, checkpoint: Checkpoint, *, source: str = "the plan") 
                 source,
                 f"it gives {use.device} {use.weights_bytes} bytes of weights, its device map {counted[use.device]}",
             )
+
+
+def _new_plan_hint(checkpoint: str, source: str) -> str:
+    return f"make a new plan: bigload plan {checkpoint} -m ... -o {source}"
 
 
 def _plan(document: dict[str, object]) -> Plan:

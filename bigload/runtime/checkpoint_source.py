@@ -11,7 +11,6 @@ from types import MappingProxyType
 import torch
 
 from bigload.checkpoint.model import Checkpoint, TensorInfo
-from bigload.checkpoint.source import open_checkpoint
 from bigload.dtypes import DType
 from bigload.errors import InvalidCheckpointError, LegacyPickleError, Problem
 from bigload.layouts.device_folders import PLAN_FILE
@@ -21,7 +20,7 @@ from bigload.loading.slices import Slice
 from bigload.loading.tensors import torch_dtype
 from bigload.planning.load_dtype import as_dtype
 from bigload.planning.plan import Plan
-from bigload.planning.plan_file import check_plan, is_plan, read_plan
+from bigload.planning.plan_file import is_plan, open_planned, read_plan
 
 DeviceMap = Mapping[str, int | str | torch.device]
 """Modules, and tensors by name, to devices: numbers of accelerators, `"cpu"`, `"disk"` or what torch calls them."""
@@ -51,13 +50,12 @@ class Source:
         path = plan.checkpoint_path if plan is not None else what
         assert not isinstance(path, Plan), "its path was taken"
         try:
-            opened = _for_torch(open_checkpoint(Path(path) if isinstance(path, os.PathLike) else path))
+            opened = _for_torch(open_planned(plan, Path(path) if isinstance(path, os.PathLike) else path))
         except LegacyPickleError as error:
             whole = load_legacy(error.paths)
             return cls(checkpoint=described(str(error.path), whole), legacy=whole)
         if plan is None:
             return cls(checkpoint=opened)
-        check_plan(plan, opened)
         kept = {name: tensor for name, tensor in opened.tensors.items() if not plan.leaves_out(name)}
         planned = replace(opened, tensors=MappingProxyType(kept))
         return cls(checkpoint=planned, device_map=plan.device_map, dtype=plan.options.workload.load_dtype)

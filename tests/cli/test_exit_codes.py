@@ -209,6 +209,88 @@ def test_a_plan_for_another_version_of_the_checkpoint_ends_with_4_and_names_ever
     assert not (here / "out").exists()
 
 
+def drop_a_shard(folder: Path) -> None:
+    (folder / "model-00002-of-00002.safetensors").unlink()
+
+
+def drop_the_index(folder: Path) -> None:
+    (folder / "model.safetensors.index.json").unlink()
+
+
+def drop_all_files(folder: Path) -> None:
+    for file in folder.iterdir():
+        file.unlink()
+
+
+def add_a_byte(folder: Path) -> None:
+    with (folder / "model-00002-of-00002.safetensors").open("ab") as file:
+        file.write(b"0")
+
+
+def cut_off(folder: Path) -> None:
+    shard = folder / "model-00002-of-00002.safetensors"
+    os.truncate(shard, shard.stat().st_size - 1)
+
+
+def break_the_header(folder: Path) -> None:
+    with (folder / "model-00002-of-00002.safetensors").open("r+b") as file:
+        file.seek(8)
+        file.write(b"XXX")
+
+
+CHANGES = {
+    drop_a_shard: "model-00002-of-00002.safetensors   missing",
+    drop_the_index: "no index",
+    drop_all_files: "model-00002-of-00002.safetensors   is gone",
+    add_a_byte: "model-00002-of-00002.safetensors   1 bytes after the last tensor",
+    cut_off: "model-00002-of-00002.safetensors   the file is cut off",
+    break_the_header: "model-00002-of-00002.safetensors   the header does not begin with",
+}
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+@pytest.mark.parametrize(
+    "command",
+    ["reshard plan.json out", "reshard plan.json out --source model", "run-stats model --plan plan.json"],
+)
+def test_a_plan_whose_files_are_no_longer_valid_is_stale_and_ends_with_4(run, here, change, command):
+    folder = make_checkpoint(here / "model")
+    assert run("bigload plan model -m cpu=1GiB -o plan.json").code == 0
+    change(folder)
+    done = run(f"bigload {command}")
+    assert (done.code, done.stdout) == (4, "")
+    assert "plan.json was made for another version of model" in done.stderr
+    assert CHANGES[change] in done.stderr
+    assert "hint: " in done.stderr
+    assert not (here / "out").exists()
+
+
+@pytest.mark.parametrize("suffix", [".safetensors", ".bin"])
+def test_a_plan_for_one_file_that_is_gone_is_stale(run, here, suffix):
+    if suffix == ".bin":
+        torch.save({"a.weight": torch.ones(4)}, here / "one.bin")
+    else:
+        write_shard(here / "one.safetensors", {"a.weight": ("U8", [2])})
+    assert run(f"bigload plan one{suffix} -m cpu=1GiB -o plan.json").code == 0
+    (here / f"one{suffix}").unlink()
+    done = run("bigload reshard plan.json out")
+    assert done.code == 4
+    assert f"one{suffix}   is gone" in done.stderr
+
+
+def test_a_file_that_the_system_refuses_to_read_makes_no_plan_stale(run, here, monkeypatch):
+    make_checkpoint(here / "model")
+    assert run("bigload plan model -m cpu=1GiB -o plan.json").code == 0
+
+    def refuse(path: Path, *, file: str):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr("bigload.checkpoint.source.read_header", refuse)
+    done = run("bigload reshard plan.json out")
+    assert done.code == 1
+    assert "Permission denied" in done.stderr
+
+
 # Files that are not right
 
 

@@ -6,11 +6,20 @@ from pathlib import Path
 import pytest
 from jsonschema import Draft202012Validator
 
+import bigload
 from bigload.checkpoint.source import open_checkpoint
-from bigload.errors import InvalidPlanError, OutputExistsError, PlanNotFoundError, StalePlanError, WriteError
+from bigload.errors import (
+    CheckpointNotFoundError,
+    InvalidPlanError,
+    OutputExistsError,
+    PlanNotFoundError,
+    StalePlanError,
+    WriteError,
+)
 from bigload.planning.plan_file import (
     SCHEMA,
     check_plan,
+    open_planned,
     plan_document,
     plan_from_json,
     plan_to_json,
@@ -507,3 +516,19 @@ def test_a_plan_that_leaves_out_what_a_forward_pass_runs_is_refused():
     row["weights_bytes"], row["free_bytes"] = row["weights_bytes"] - 3, row["free_bytes"] + 3
     with pytest.raises(InvalidPlanError, match="lm_head, which a forward pass runs"):
         check_plan(plan_from_json(json.dumps(document)), checkpoint)
+
+
+def test_a_load_by_a_plan_whose_shard_is_gone_says_that_the_plan_is_stale(tmp_path):
+    folder = make_checkpoint(tmp_path / "model")
+    made = plan(folder, {"cpu": "1GiB"})
+    (folder / "model-00002-of-00002.safetensors").unlink()
+    with pytest.raises(StalePlanError, match="model-00002-of-00002"):
+        bigload.load(folder, device=made)
+
+
+def test_a_checkpoint_that_was_moved_as_a_whole_makes_no_plan_stale(tmp_path):
+    made = plan(make_checkpoint(tmp_path / "model"), {"cpu": "1GiB"})
+    (tmp_path / "model").rename(tmp_path / "moved")
+    with pytest.raises(CheckpointNotFoundError):
+        open_planned(made)
+    assert open_planned(made, tmp_path / "moved").path == str(tmp_path / "moved")

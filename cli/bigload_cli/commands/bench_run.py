@@ -85,15 +85,16 @@ def bench_run(
 
     from bigload.bench.bench_run import bench_run as run_bench
     from bigload.bench.run_document import bench_run_document
-    from bigload.checkpoint.source import open_checkpoint
+    from bigload.planning.plan_file import open_planned, read_plan
 
     if threads is not None:
         torch.set_num_threads(threads)
-    checkpoint = open_checkpoint(path)
+    planned = None if plan is None else read_plan(plan)
+    checkpoint = open_planned(planned, path, source=str(plan))
     with output.status_line(quiet=quiet) as on_run:
         report = run_bench(
             checkpoint,
-            plan,
+            planned,
             tokens=tokens,
             new_tokens=new_tokens,
             rounds=rounds,

@@ -61,14 +61,15 @@ def run_stats(
     files.check()
     from bigload.bench.run_document import run_stats_document
     from bigload.bench.run_stats import run_forwards
-    from bigload.checkpoint.source import open_checkpoint
+    from bigload.planning.plan_file import open_planned, read_plan
     from bigload_cli.views import run_stats as view
 
-    checkpoint = open_checkpoint(path)
+    planned = None if plan is None else read_plan(plan)
+    checkpoint = open_planned(planned, path, source=str(plan))
     with output.status_line(quiet=quiet) as on_run:
         report = run_forwards(
             checkpoint,
-            plan,
+            planned,
             forwards=forwards,
             tokens=tokens,
             prefetch_bytes=prefetch,
