@@ -127,10 +127,6 @@ class Checkpoint:
     config: Mapping[str, object] | None
     warnings: tuple[CheckpointWarning, ...] = ()
 
-    def __getstate__(self) -> dict[str, object]:
-        config = None if self.config is None else dict(self.config)
-        return {**self.__dict__, "tensors": dict(self.tensors), "config": config}
-
     @property
     def format(self) -> Format | Literal["mixed"]:
         """The format of its files; `"mixed"` where an index names files of both."""

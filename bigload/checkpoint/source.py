@@ -7,7 +7,6 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 
 from bigload.checkpoint.index import (
     DEFAULT_INDEX,
@@ -194,7 +193,7 @@ def _open_files(
         root=root,
         index_file=index_file,
         shards=tuple(header.shard for header in headers),
-        tensors=MappingProxyType(tensors),
+        tensors=tensors,
         config=config,
         warnings=(
             *_total_size_warning(index, tensors),
@@ -282,4 +281,4 @@ def _read_config(root: Path) -> tuple[Mapping[str, object] | None, tuple[Checkpo
         return None, (
             CheckpointWarning(code="bad-config", text="config.json is not an object: tied weights are unknown"),
         )
-    return MappingProxyType(config), ()
+    return config, ()

@@ -18,7 +18,6 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
-from types import MappingProxyType
 from typing import TypeVar
 
 import xxhash
@@ -206,10 +205,8 @@ def _manifest(document: Mapping[str, object]) -> Manifest:
     source = _typed(document, "source", dict)
     return Manifest(
         layout=_typed(document, "layout", str),
-        files=MappingProxyType(
-            {_inside(file): _record(file, entry) for file, entry in _typed(document, "files", dict).items()}
-        ),
-        aliases=MappingProxyType({name: _text(name, to) for name, to in _typed(document, "aliases", dict).items()}),
+        files={_inside(file): _record(file, entry) for file, entry in _typed(document, "files", dict).items()},
+        aliases={name: _text(name, to) for name, to in _typed(document, "aliases", dict).items()},
         source=Source(
             path=_typed(source, "path", str),
             total_bytes=_size(source, "total_bytes"),
@@ -223,7 +220,7 @@ def _manifest(document: Mapping[str, object]) -> Manifest:
             ),
         ),
         version=_typed(document, "bigload_version", str),
-        options=MappingProxyType(_typed(document, "options", dict)),
+        options=_typed(document, "options", dict),
     )
 
 
@@ -233,9 +230,7 @@ def _record(file: str, entry: object) -> FileRecord:
     return FileRecord(
         num_bytes=_size(entry, "bytes"),
         digest=_digest(file, entry["digest"]),
-        tensors=MappingProxyType(
-            {name: _digest(name, digest) for name, digest in _typed(entry, "tensors", dict).items()}
-        ),
+        tensors={name: _digest(name, digest) for name, digest in _typed(entry, "tensors", dict).items()},
     )
 
 

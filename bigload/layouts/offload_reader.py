@@ -110,8 +110,8 @@ def _open_blocks(checkpoint: Checkpoint) -> OffloadFolder:
     return OffloadFolder(
         root=checkpoint.root,
         format=OffloadFormat.SAFETENSORS,
-        tensors=MappingProxyType({**tensors, **shared}),
-        aliases=MappingProxyType(aliases),
+        tensors={**tensors, **shared},
+        aliases=aliases,
     )
 
 
@@ -124,8 +124,8 @@ def _open_dat(root: Path) -> OffloadFolder:
     return OffloadFolder(
         root=root,
         format=OffloadFormat.DAT,
-        tensors=MappingProxyType(reading.tensors),
-        aliases=MappingProxyType(reading.aliases),
+        tensors=reading.tensors,
+        aliases=reading.aliases,
     )
 
 

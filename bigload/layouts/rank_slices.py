@@ -16,7 +16,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from types import MappingProxyType
 
 from bigload.checkpoint.model import Checkpoint, TensorInfo
 from bigload.checkpoint.source import open_checkpoint
@@ -197,8 +196,8 @@ def read_ranks(folder: str | Path) -> RanksFolder:
     return RanksFolder(
         root=Path(folder),
         tp=tp,
-        shapes=MappingProxyType(shapes),
-        divisions=MappingProxyType(divisions),
+        shapes=shapes,
+        divisions=divisions,
         notes=_notes(document.get("notes")),
     )
 

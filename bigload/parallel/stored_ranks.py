@@ -10,7 +10,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
-from types import MappingProxyType
 
 from bigload.checkpoint.model import Checkpoint, Span, TensorInfo
 from bigload.errors import InvalidCheckpointError, Problem
@@ -48,9 +47,9 @@ def open_ranks(folder: Path) -> tuple[Checkpoint, Mapping[str, StoredTensor]]:
         root=folder,
         index_file=None,
         shards=tuple(shard for rank in ranks for shard in rank.shards),
-        tensors=MappingProxyType({}),
+        tensors={},
     )
-    return checkpoint, MappingProxyType(tensors)
+    return checkpoint, tensors
 
 
 def _of_root(rank: Checkpoint, folder: str) -> Checkpoint:

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
 from pathlib import Path
-from types import MappingProxyType
 
 from bigload.checkpoint.model import Checkpoint
 from bigload.checkpoint.source import open_checkpoint
@@ -64,7 +63,7 @@ def open_stored(what: Checkpoint | str | Path) -> StoredTensors:
 
 def _of_checkpoint(checkpoint: Checkpoint) -> StoredTensors:
     tensors = {name: StoredTensor.of(tensor) for name, tensor in checkpoint.tensors.items()}
-    return StoredTensors(checkpoint=checkpoint, tensors=MappingProxyType(tensors))
+    return StoredTensors(checkpoint=checkpoint, tensors=tensors)
 
 
 def _of_parts(folder: Path, parts: Sequence[Checkpoint]) -> StoredTensors:
@@ -90,10 +89,10 @@ def _of_parts(folder: Path, parts: Sequence[Checkpoint]) -> StoredTensors:
         root=folder,
         index_file=None,
         shards=tuple(shard for part in parts for shard in part.shards),
-        tensors=MappingProxyType({}),
+        tensors={},
         config=None,
     )
-    return StoredTensors(checkpoint=checkpoint, tensors=MappingProxyType(tensors))
+    return StoredTensors(checkpoint=checkpoint, tensors=tensors)
 
 
 def _pieces(part: Checkpoint) -> Iterator[StoredPiece]:

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
 from pathlib import Path
-from types import MappingProxyType
 
 from bigload.checkpoint.fingerprint import ShardFingerprint
 from bigload.checkpoint.model import TensorInfo
@@ -114,10 +113,6 @@ class Plan:
     renamed: Mapping[str, Device] | None = None
     notes: tuple[PlanNote, ...] = ()
 
-    def __getstate__(self) -> dict[str, object]:
-        renamed = None if self.renamed is None else dict(self.renamed)
-        return {**self.__dict__, "homes": dict(self.homes), "token_bytes": dict(self.token_bytes), "renamed": renamed}
-
     @property
     def name(self) -> str:
         """What tables and messages call the checkpoint."""
@@ -127,15 +122,17 @@ class Plan:
     def policy(self) -> Policy:
         return self.options.policy
 
-    @cached_property
-    def device_map(self) -> Mapping[str, str | int]:
+    @property
+    def device_map(self) -> dict[str, str | int]:
         """Module to device, as accelerate and transformers take it, in the names that were asked for.
+
+        A new dict each time, which may be changed without changing the plan.
 
         CUDA devices are numbers: of names, `dispatch_model` takes any one to run offloaded modules on, and not always
         the same (accelerate 1.15).
         """
         named = self.homes if self.renamed is None else self.renamed
-        return MappingProxyType({module: _as_peers_say(device) for module, device in named.items()})
+        return {module: _as_peers_say(device) for module, device in named.items()}
 
     def device_of(self, tensor_name: str) -> Device:
         """Return the device of a tensor.

@@ -11,7 +11,6 @@ import os
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from types import MappingProxyType
 from typing import NoReturn, TypeVar
 
 from bigload.checkpoint.fingerprint import ShardFingerprint, changes, fingerprint
@@ -305,18 +304,18 @@ def _plan(document: dict[str, object]) -> Plan:
         ),
         options=_options(document),
         execution_device=execution,
-        homes=MappingProxyType(homes),
+        homes=homes,
         devices=tuple(uses),
         certificate=_certificate(_typed(document, "certificate", dict)),
         num_device_changes=_count(document["num_device_changes"], "num_device_changes"),
-        token_bytes=MappingProxyType(
-            {Device.parse(name): _count(size, name) for name, size in _typed(document, "token_bytes", dict).items()}
-        ),
+        token_bytes={
+            Device.parse(name): _count(size, name) for name, size in _typed(document, "token_bytes", dict).items()
+        },
         left_out=_names(document, "left_out"),
         shared=_names(document, "shared"),
         renamed=None
         if document["renamed_device_map"] is None
-        else MappingProxyType(_homes(_typed(document, "renamed_device_map", dict))),
+        else _homes(_typed(document, "renamed_device_map", dict)),
         notes=tuple(
             PlanNote(code=_typed(n, "code", str), text=_typed(n, "text", str)) for n in _typed(document, "notes", list)
         ),

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import MappingProxyType
 from typing import Unpack
 
 from bigload.checkpoint.fingerprint import fingerprint
@@ -148,11 +147,11 @@ def _plan(structure: ModelStructure, budget: MemoryBudget, options: PlanOptions,
         shards=fingerprint(structure.checkpoint),
         options=options,
         execution_device=placement.execution_device,
-        homes=MappingProxyType(homes),
+        homes=homes,
         devices=devices,
         certificate=certify(solution.problem, placement),
         num_device_changes=placement.num_device_changes,
-        token_bytes=MappingProxyType(_token_bytes(solution)),
+        token_bytes=_token_bytes(solution),
         left_out=structure.left_out,
         shared=structure.shared,
         renamed=renamed,
@@ -190,7 +189,7 @@ def _renamed(
     renaming = in_memory_names(tuple(homes), checkpoint.tensors, checkpoint.config)
     renamed = rename_device_map({module: str(device) for module, device in homes.items()}, renaming)
     notes = tuple(PlanNote(code="names", text=text) for text in renaming.notes)
-    return MappingProxyType({module: Device.parse(device) for module, device in renamed.items()}), notes
+    return {module: Device.parse(device) for module, device in renamed.items()}, notes
 
 
 def _audit(made: Plan, checkpoint: Checkpoint) -> None:

@@ -6,7 +6,6 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import MappingProxyType
 
 import torch
 
@@ -57,7 +56,7 @@ class Source:
         if plan is None:
             return cls(checkpoint=opened)
         kept = {name: tensor for name, tensor in opened.tensors.items() if not plan.leaves_out(name)}
-        planned = replace(opened, tensors=MappingProxyType(kept))
+        planned = replace(opened, tensors=kept)
         return cls(checkpoint=planned, device_map=plan.device_map, dtype=plan.options.workload.load_dtype)
 
     @property
