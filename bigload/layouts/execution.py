@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,6 +12,7 @@ from pathlib import Path
 from bigload.checkpoint.fingerprint import fingerprint
 from bigload.errors import RankError, ReadError, WriteError
 from bigload.layouts.choices import Verify
+from bigload.layouts.documents import check_file, write_file
 from bigload.layouts.filling import Filler
 from bigload.layouts.manifest import (
     MANIFEST_FILE,
@@ -32,7 +33,6 @@ from bigload.layouts.staging import (
     keep_only,
     staged,
     tidy,
-    write_file,
 )
 from bigload.layouts.writer import FileToWrite, Writer, window_bytes
 from bigload.loading.events import OnProgress, Tally
@@ -208,7 +208,7 @@ class Run:
         for name, content in documents:
             path = staging.folder / name
             path.parent.mkdir(parents=True, exist_ok=True)
-            write_file(path, content)
+            self._write_small(path, [content])
             records[name] = record_of(content)
         for alias, name in prepared.output.links.items():
             records[alias] = _link(staging.folder, alias, name, records)
@@ -224,8 +224,23 @@ class Run:
             version=__version__,
             options={**prepared.options, "recipe": prepared.recipe},
         )
-        lines = (line.encode(errors="surrogateescape") for line in manifest_lines(manifest))
-        write_file(staging.folder / MANIFEST_FILE, lines)
+        self._write_small(staging.folder / MANIFEST_FILE, _ManifestLines(manifest))
+
+    def _write_small(self, path: Path, content: Iterable[bytes]) -> None:
+        """Write `content`, which can be iterated over twice, and read it back."""
+        write_file(path, content)
+        if self.verify is Verify.FULL:
+            check_file(path, content)
+
+
+@dataclass(frozen=True, slots=True)
+class _ManifestLines:
+    """The text of a manifest, made anew each time: for 90 000 tensors it takes much memory as a whole."""
+
+    manifest: Manifest
+
+    def __iter__(self) -> Iterator[bytes]:
+        return (line.encode(errors="surrogateescape") for line in manifest_lines(self.manifest))
 
 
 def _united(shares: Iterable[Share]) -> Share:

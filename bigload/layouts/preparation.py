@@ -157,7 +157,7 @@ def _recipe(chosen: Chosen, identities: Mapping[str, Identity]) -> str:
     """Return a digest of everything that decides which bytes are written, the state of the source files included."""
     digest = hashlib.sha256()
     for name, identity in sorted(identities.items()):
-        digest.update(json.dumps([name, *identity[1:]]).encode())  # another inode is another copy of the same
+        digest.update(json.dumps([name, *identity[1:]]).encode())  # the inode may differ between hosts
     for output in chosen.output.files:
         digest.update(json.dumps([output.file, output.num_bytes]).encode() + output.header)
         for tensor in output.tensors:

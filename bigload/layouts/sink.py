@@ -28,7 +28,7 @@ class Sink:
     """An output file that is open for writing. Threads may write and read different blocks of it at once.
 
     Args:
-        path: The file; made if it is not there.
+        path: The file. Unless part of it is kept, it is created, in place of any older file or link of this name.
         num_bytes: How large it will be.
         kept_bytes: What of an older file at this path is kept; the rest is dropped.
         alignment: Of addresses, offsets and lengths that go past the page cache, in bytes; `None` to go through it.
@@ -37,7 +37,7 @@ class Sink:
         has_failed: The system refused something. It says once that it lost a page: later flushes prove nothing.
 
     Raises:
-        WriteError: it cannot be made.
+        WriteError: it cannot be made, or what is to be kept is a link, or a file with a further hard link.
     """
 
     def __init__(self, path: Path, *, num_bytes: int, alignment: int | None, kept_bytes: int = 0) -> None:
@@ -45,11 +45,16 @@ class Sink:
         self.has_failed = False
         self._num_bytes = num_bytes
         self._is_direct = alignment is not None
-        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | (os.O_DIRECT if self._is_direct else 0)
+        flags = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | (os.O_DIRECT if self._is_direct else 0)
         self.descriptor = -1
         try:
             with write_errors(path):
+                if not kept_bytes:
+                    _unlink(path)
+                    flags |= os.O_CREAT | os.O_EXCL
                 self.descriptor = os.open(path, flags, 0o666)
+                if os.fstat(self.descriptor).st_nlink > 1:
+                    raise OSError(errno.EMLINK, "it is a hard link, expected a file without another name")
                 os.ftruncate(self.descriptor, kept_bytes)
                 # One block too long until it is finished: readers of safetensors refuse that, and would else take a
                 # file that a crash left for whole, because its header is there and its size would be right.
@@ -175,7 +180,9 @@ def direct_write_alignment(folder: Path, *, rank: int = 0) -> int | None:
     """
     probe = folder / f".bigload-probe-{rank}"
     with write_errors(probe):
-        probe.write_bytes(bytes(BLOCK_BYTES))
+        _unlink(probe)
+        with probe.open("xb") as file:
+            file.write(bytes(BLOCK_BYTES))
         try:
             alignment = direct_alignment(probe)
         except ReadError:
@@ -183,6 +190,12 @@ def direct_write_alignment(folder: Path, *, rank: int = 0) -> int | None:
         finally:
             probe.unlink()
     return alignment if alignment is not None and BLOCK_BYTES % alignment == 0 else None
+
+
+def _unlink(path: Path) -> None:
+    """Remove what has this name: writing into it would write into what a link leads to, hard links included."""
+    with suppress(FileNotFoundError):
+        path.unlink()
 
 
 @contextmanager

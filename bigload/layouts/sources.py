@@ -18,8 +18,9 @@ from bigload.loading.cache_first import CacheFirstReader
 from bigload.loading.direct import direct_alignment
 from bigload.loading.huge_pages import BlockPool
 
-Identity = tuple[int, int, int]
-"""What changes when a file is written or replaced: inode, size, time of the last change in nanoseconds."""
+Identity = tuple[int, int, int, int]
+"""What changes when a file is written or replaced: inode, size, times of the last changes of content and of inode, in
+nanoseconds. A program can set the former back (`touch -r`, `cp -p`), but not the latter."""
 
 
 class Sources(Mapping[str, ByteSource]):
@@ -135,4 +136,4 @@ class Sources(Mapping[str, ByteSource]):
             status = path.stat()
         except OSError as error:
             raise ReadError(path, error.strerror or str(error)) from error
-        return status.st_ino, status.st_size, status.st_mtime_ns
+        return status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns

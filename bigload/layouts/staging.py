@@ -13,7 +13,7 @@ import fcntl
 import os
 import shutil
 import time
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -65,7 +65,8 @@ def check_output(out: Path, *, resume: bool = False, force: bool = False) -> Non
     Raises:
         OutputExistsError: `out` is a file, or a folder with something in it that is not to be replaced (`force`) or
             was not written by bigload; or its staging folder is not ours, or holds work that is neither to be gone on
-            with (`resume`) nor to be thrown away (`force`); or what `force` would move aside has no place to go.
+            with (`resume`) nor to be thrown away (`force`); or another process is writing there now; or what `force`
+            would move aside has no place to go.
     """
     if out.is_symlink() or (out.exists() and not out.is_dir()):
         raise OutputExistsError(out, "it exists", hint="choose another folder, or remove this one yourself")
@@ -77,9 +78,10 @@ def check_output(out: Path, *, resume: bool = False, force: bool = False) -> Non
             _check_room_for_replaced(out, "it was not put there by an interrupted run: move it away, or remove it")
         return
     is_folder = staging.is_dir() and not staging.is_symlink()
-    if not is_folder or (any(staging.iterdir()) and not _is_regular(staging / journal_name(0))):
-        hint = "move it away; bigload only clears folders that it began itself"
-        raise OutputExistsError(staging, "it is needed for writing and was not made by bigload", hint=hint)
+    if not is_folder or (any(staging.iterdir()) and not _is_only_name(staging / journal_name(0))):
+        raise _foreign(staging)
+    if _is_locked_by_others(staging):
+        raise _taken(out)
     progress = read_progress(staging)
     if progress is not None and not progress.is_empty and not (resume or force):
         hint = "--resume goes on with it, --force throws it away and begins anew"
@@ -117,7 +119,7 @@ def staged(out: Path, recipe: str, *, resume: bool = False, force: bool = False)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock = _open_journal(folder, rank=0)
-        if not _is_ours(lock, folder) or _is_shared(folder):
+        if not _is_ours(lock, folder) or _is_locked_by_others(folder, own=journal_name(0)):
             raise _taken(out)
         progress = read_progress(folder) if resume else None
         if progress is not None and progress.recipe != recipe:
@@ -186,9 +188,10 @@ def _await_sign(sign: Path, rank: int) -> None:
 
 
 def keep_only(folder: Path, files: Collection[str]) -> None:
-    """Remove from a folder that is gone on with all but its journals and the regular files named in `files`.
+    """Remove from a folder that is resumed all but its journals and the regular files named in `files`.
 
-    So no index stands there while a file that it names is written again, and nothing is published that nobody wrote.
+    So no index exists while a file that it names is written again, and nothing is published that bigload did not write.
+    A file with a further hard link is removed as well: resuming it would write into what the other name stands for.
 
     Raises:
         OSError: the system refused.
@@ -202,23 +205,8 @@ def keep_only(folder: Path, files: Collection[str]) -> None:
                     path.rmdir()
             elif not (is_known and _is_regular(path)):
                 path.unlink()
-
-
-def write_file(path: Path, content: bytes | Iterable[bytes]) -> None:
-    """Write a small file, over one that an interrupted run left, and wait until the disk has it.
-
-    Raises:
-        WriteError: the system refused.
-    """
-    try:
-        with suppress(FileNotFoundError):
-            path.unlink()
-        with path.open("xb") as file:
-            file.writelines([content] if isinstance(content, bytes) else content)
-            file.flush()
-            os.fsync(file.fileno())
-    except OSError as error:
-        raise WriteError(path, error) from error
+    for path in [path for path in folder.rglob("*") if path.is_file() and not _is_only_name(path)]:
+        path.unlink()
 
 
 def _check_replaceable(out: Path, *, force: bool) -> None:
@@ -253,7 +241,11 @@ def _strays(out: Path) -> list[str]:
 
 def _open_journal(folder: Path, *, rank: int) -> int:
     flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
-    return os.open(folder / journal_name(rank), flags, 0o666)
+    descriptor = os.open(folder / journal_name(rank), flags, 0o666)
+    if os.fstat(descriptor).st_nlink > 1:  # a hard link: truncating it would destroy what the other name stands for
+        os.close(descriptor)
+        raise _foreign(folder)
+    return descriptor
 
 
 def _is_ours(lock: int, folder: Path) -> bool:
@@ -267,24 +259,28 @@ def _is_ours(lock: int, folder: Path) -> bool:
         return False
 
 
-def _is_locked(descriptor: int) -> bool:
+def _is_locked(descriptor: int, kind: int = fcntl.LOCK_EX) -> bool:
     """Lock the open journal; return `False` if another process has."""
     try:
         with _unless_unsupported():
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     return True
 
 
-def _is_shared(folder: Path) -> bool:
-    """Return whether another process of a team holds the lock of its journal in `folder`."""
+def _is_locked_by_others(folder: Path, *, own: str = "") -> bool:
+    """Return whether a process holds the lock of a journal in `folder`, other than the journal called `own`."""
     for path in folder.glob(f"{PREFIX}*.jsonl"):
-        if path.name == journal_name(0) or not _is_regular(path):
+        if path.name == own or not _is_regular(path):
             continue
-        descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:
-            if not _is_locked(descriptor):
+            descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except FileNotFoundError:  # the other process finished meanwhile
+            continue
+        try:
+            # Shared, so that ranks which look at the same moment do not take each other for a writer.
+            if not _is_locked(descriptor, fcntl.LOCK_SH):
                 return True
         finally:
             os.close(descriptor)
@@ -293,6 +289,11 @@ def _is_shared(folder: Path) -> bool:
 
 def _taken(out: Path) -> OutputExistsError:
     return OutputExistsError(out, "another process is writing it now", hint="wait for it, or choose another folder")
+
+
+def _foreign(staging: Path) -> OutputExistsError:
+    hint = "move it away; bigload only clears folders that it began itself"
+    return OutputExistsError(staging, "it is needed for writing and was not made by bigload", hint=hint)
 
 
 def _publish(folder: Path, out: Path, *, force: bool) -> None:
@@ -343,7 +344,7 @@ def _leave(folder: Path, lock: int, error: BaseException, *, is_void: bool) -> N
 def _is_shared_for(folder: Path, seconds: float) -> bool:
     """Return whether others are writing in `folder` for `seconds` still; they notice soon that the team has failed."""
     patience = time.monotonic() + seconds
-    while _is_shared(folder):
+    while _is_locked_by_others(folder, own=journal_name(0)):
         if time.monotonic() > patience:
             return True
         time.sleep(0.02)
@@ -359,6 +360,11 @@ def _amount(progress: Progress) -> str:
 
 def _is_regular(path: Path) -> bool:
     return path.is_file() and not path.is_symlink()
+
+
+def _is_only_name(path: Path) -> bool:
+    """Return whether `path` is a regular file without a further hard link."""
+    return _is_regular(path) and path.lstat().st_nlink <= 1
 
 
 def _clear(folder: Path) -> None:

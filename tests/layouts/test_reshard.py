@@ -24,8 +24,7 @@ from bigload.errors import (
     VerificationError,
     WriteError,
 )
-from bigload.layouts import execution
-from bigload.layouts import staging as staging_module
+from bigload.layouts import documents, execution
 from bigload.layouts.manifest import MANIFEST_FILE
 from bigload.layouts.preparation import prepare_reshard
 from bigload.layouts.reshard import reshard, run_reshard
@@ -630,9 +629,42 @@ def test_an_altered_byte_is_found_and_its_file_offset_and_tensor_are_named(tiny,
     assert f"in tensor {first.tensors[-1].name}" in str(caught.value)
 
 
+@pytest.mark.parametrize("name", ["config.json", INDEX, "plan.json", "cpu/" + INDEX, MANIFEST_FILE])
+def test_an_altered_byte_of_a_small_file_is_found(tiny, out, monkeypatch, name):
+    def write_spoilt(path, content):
+        text = bytearray(b"".join(content))
+        text[-2] ^= 4 if path == out.with_name("out.partial") / name else 0
+        documents.write_file(path, bytes(text))
+
+    monkeypatch.setattr(execution, "write_file", write_spoilt)
+    with pytest.raises(VerificationError) as caught:
+        reshard(planned(tiny), out)
+    assert caught.value.path == out.with_name("out.partial") / name
+    assert not out.exists()
+    assert reshard(planned(tiny), out.with_name("other"), verify="size").out.exists()
+
+
+def test_a_hard_link_in_what_is_resumed_is_not_written_through(tiny, out, monkeypatch):
+    """Seen: a shard, linked into OUT.partial, was cut off and overwritten."""
+    with monkeypatch.context() as patched:
+        patched.setattr(execution.Run, "_finish", lambda *_: pytest.fail("interrupted"))
+        with pytest.raises(pytest.fail.Exception, match="interrupted"):
+            reshard(planned(tiny), out)
+    other = make_checkpoint(out.with_name("other"), blocks=7, shards=3)
+    before = contents(other)
+    written = sorted(out.with_name("out.partial").rglob("*.safetensors"))
+    for file, linked in zip(written, sorted(other.glob("*.safetensors")), strict=True):
+        file.unlink()
+        os.link(linked, file)
+    assert reshard(planned(tiny), out, resume=True).kept_bytes == 0
+    assert contents(other) == before
+    assert all(file.stat().st_nlink == 1 for file in out.rglob("*") if file.is_file())
+
+
 @pytest.mark.parametrize("verify", ["none", "size"])
 def test_what_is_not_to_be_verified_is_not_read_back(tiny, out, monkeypatch, verify):
     monkeypatch.setattr(Sink, "read", None)
+    monkeypatch.setattr(execution, "check_file", None)
     assert not reshard(planned(tiny), out, verify=verify).verified
 
 
@@ -661,7 +693,7 @@ def test_an_interrupt_leaves_nothing(tiny, out):
 
 def written_until(monkeypatch, out, step):
     """Let the `step`-th small file fail; return what was in the staging folder at that moment."""
-    seen, calls, write_file = [], [], staging_module.write_file
+    seen, calls, write_file = [], [], documents.write_file
 
     def fail_at_step(path, content):
         calls.append(path)

@@ -4,6 +4,7 @@ import json
 import mmap
 import os
 import shutil
+import stat
 import subprocess
 from pathlib import Path
 
@@ -118,15 +119,45 @@ def test_a_system_without_reserving_is_good_enough_and_a_full_disk_is_an_error(t
     sink.close()
 
 
+@pytest.mark.parametrize("kept_bytes", [0, 1])
 @pytest.mark.parametrize("make", [Path.mkdir, os.mkfifo, lambda path: path.symlink_to("elsewhere")])
-def test_what_is_no_file_is_a_write_error_and_no_descriptor_stays_open(tmp_path, make):
+def test_what_is_no_file_is_a_write_error_or_replaced_and_no_descriptor_stays_open(tmp_path, make, kept_bytes):
     make(tmp_path / "out")
     before = open_descriptors()
-    with pytest.raises(WriteError) as caught:
-        Sink(tmp_path / "out", num_bytes=10, alignment=None)
-    assert caught.value.path == tmp_path / "out"
+    if kept_bytes or (tmp_path / "out").is_dir():
+        with pytest.raises(WriteError) as caught:
+            Sink(tmp_path / "out", num_bytes=10, alignment=None, kept_bytes=kept_bytes)
+        assert caught.value.path == tmp_path / "out"
+    else:
+        Sink(tmp_path / "out", num_bytes=10, alignment=None).close()
+        assert stat.S_ISREG((tmp_path / "out").lstat().st_mode)
     assert open_descriptors() == before
     assert not (tmp_path / "elsewhere").exists()
+
+
+@pytest.mark.parametrize("link", [os.link, os.symlink])
+@pytest.mark.parametrize("kept_bytes", [0, BLOCK_BYTES])
+def test_nothing_is_written_through_a_link(tmp_path, alignment, kept_bytes, link):
+    mine = tmp_path / "mine"
+    mine.write_bytes(b"x" * 2 * BLOCK_BYTES)
+    link(mine, tmp_path / "out")
+    if kept_bytes:
+        with pytest.raises(WriteError, match="link"):
+            Sink(tmp_path / "out", num_bytes=10, alignment=alignment, kept_bytes=kept_bytes)
+    else:
+        sink = Sink(tmp_path / "out", num_bytes=10, alignment=alignment)
+        sink.finish()
+        sink.close()
+    assert mine.read_bytes() == b"x" * 2 * BLOCK_BYTES
+
+
+@pytest.mark.parametrize("link", [os.link, os.symlink])
+def test_trying_for_direct_writes_writes_through_no_link(tmp_path, link):
+    mine = tmp_path / "mine"
+    mine.write_bytes(b"mine")
+    link(mine, tmp_path / ".bigload-probe-0")
+    direct_write_alignment(tmp_path)
+    assert mine.read_bytes() == b"mine"
 
 
 def test_ctrl_c_while_a_file_gets_its_size_leaves_no_descriptor_open(tmp_path, monkeypatch):

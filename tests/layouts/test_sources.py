@@ -88,11 +88,18 @@ def copy_over(path):
     other.rename(path)
 
 
+def overwrite_in_time(path):
+    """Write other bytes into the file, and give it back its time, as `touch -r` or a backup does."""
+    status = path.stat()
+    overwrite(path)
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+
+
 def remove(path):
     path.unlink()
 
 
-@pytest.mark.parametrize("change", [overwrite, grow, copy_over, remove])
+@pytest.mark.parametrize("change", [overwrite, overwrite_in_time, grow, copy_over, remove])
 def test_every_change_is_noticed(checkpoint, sources, change):
     before = sources.identities()
     change(path_of(checkpoint, 1))

@@ -11,17 +11,18 @@ from pathlib import Path
 import pytest
 
 from bigload.errors import OutputExistsError, WriteError
+from bigload.layouts.documents import write_file
 from bigload.layouts.journal import journal_name
 from bigload.layouts.manifest import MANIFEST_FILE, Manifest, Source, manifest_lines, record_of
 from bigload.layouts.staging import (
     check_output,
+    joined,
     keep_only,
     leftover,
     replaced_folder,
     staged,
     staging_folder,
     tidy,
-    write_file,
 )
 from builders import contents, open_descriptors
 
@@ -193,7 +194,8 @@ def test_another_process_that_writes_the_same_output_is_respected(tmp_path):
     program = (
         "import sys\n"
         "from pathlib import Path\n"
-        "from bigload.layouts.staging import staged, write_file\n"
+        "from bigload.layouts.documents import write_file\n"
+        "from bigload.layouts.staging import staged\n"
         "with staged(Path(sys.argv[1]), 'recipe') as staging:\n"
         "    write_file(staging.folder / 'a', b'theirs')\n"
         "    print('writing', flush=True)\n"
@@ -265,14 +267,6 @@ def test_a_flush_that_fails_is_a_write_error_and_nothing_is_left(tmp_path, monke
     with pytest.raises(WriteError, match="Input/output error"), staged(tmp_path / "out", "recipe"):
         pass
     assert entries(tmp_path) == []
-
-
-def test_a_small_file_takes_the_place_of_one_that_an_interrupted_run_left(tmp_path):
-    (tmp_path / "elsewhere").write_text("mine")
-    (tmp_path / "a").symlink_to("elsewhere")
-    write_file(tmp_path / "a", b"other")
-    assert contents(tmp_path) == {"a": b"other", "elsewhere": b"mine"}
-    assert not (tmp_path / "a").is_symlink()
 
 
 def test_no_descriptor_stays_open(tmp_path):
@@ -385,6 +379,54 @@ def test_before_a_folder_is_gone_on_with_all_goes_that_is_written_again(tmp_path
     keep_only(tmp_path, {"a", "cpu/b", "link", "folder", "empty"})
     assert sorted(contents(tmp_path)) == [JOURNAL, journal_name(3), "a", "cpu/b"]
     assert entries(tmp_path) == [JOURNAL, journal_name(3), "a", "cpu"]
+
+
+def test_what_is_gone_on_with_has_no_other_name(tmp_path):
+    """Who goes on writing in a file with two names writes into what the other name stands for."""
+    out, mine = tmp_path / "out", tmp_path / "mine"
+    interrupt(out)
+    mine.write_bytes(b"mine")
+    staging = staging_folder(out)
+    os.link(mine, staging / "b")
+    os.link(staging / "a", staging / "alias")
+    keep_only(staging, {"a", "b"})
+    assert contents(staging).keys() == {JOURNAL, "a"}
+    assert mine.read_bytes() == b"mine"
+
+
+@pytest.mark.parametrize("resume", [False, True])
+def test_a_journal_with_another_name_is_refused_and_untouched(tmp_path, resume):
+    staging = staging_folder(tmp_path / "out")
+    staging.mkdir()
+    (tmp_path / "mine").write_bytes(b"mine")
+    os.link(tmp_path / "mine", staging / JOURNAL)
+    with pytest.raises(OutputExistsError, match="not made by bigload"):
+        publish(tmp_path / "out", resume=resume)
+    assert (tmp_path / "mine").read_bytes() == b"mine"
+
+
+def test_a_journal_of_another_rank_with_another_name_is_refused_and_untouched(tmp_path):
+    with staged(tmp_path / "out", "recipe") as staging:
+        (staging.folder / "sign").touch()
+        (tmp_path / "mine").write_bytes(b"mine")
+        os.link(tmp_path / "mine", staging.folder / journal_name(1))
+        with (
+            pytest.raises(OutputExistsError, match="not made by bigload"),
+            joined(tmp_path / "out", "recipe", rank=1, sign="sign"),
+        ):
+            pass
+    assert (tmp_path / "mine").read_bytes() == b"mine"
+
+
+def test_an_output_that_is_being_written_is_said_to_be(tmp_path):
+    """Also where something is finished already: the other run was not interrupted."""
+    out = tmp_path / "out"
+    with staged(out, "recipe") as staging:
+        write_file(staging.folder / "a", b"a")
+        staging.journal.complete("a", {"tensor": "1" * 32}, "0" * 32)
+        for wishes in ({}, {"resume": True}, {"force": True}):
+            with pytest.raises(OutputExistsError, match="another process is writing it now"):
+                check_output(out, **wishes)
 
 
 # An older output
