@@ -14,7 +14,6 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
@@ -26,6 +25,7 @@ from bigload.checkpoint.fingerprint import ShardFingerprint
 from bigload.checkpoint.index import resolve_shard
 from bigload.errors import InvalidManifestError, ManifestNotFoundError
 from bigload.loading.bytesource import PositionalReader
+from bigload.unique_keys import unique_keys
 from bigload.units import MAX_SIZE, MIB
 
 MANIFEST_FILE = "bigload-manifest.json"
@@ -159,7 +159,7 @@ def manifest_from_json(text: str, *, source: str = "the manifest") -> Manifest:
         InvalidManifestError: see `read_manifest`.
     """
     try:
-        document = json.loads(text, object_pairs_hook=_unique)
+        document = json.loads(text, object_pairs_hook=unique_keys)
         if not isinstance(document, dict):
             raise TypeError("expected a JSON object")
         _check_schema(document.get("schema"))
@@ -269,15 +269,6 @@ def _typed(entry: object, key: str, kind: type[T]) -> T:
     if not isinstance(value, kind):
         raise TypeError(f"{key!r} is {value!r:.60}, expected {kind.__name__}")
     return value
-
-
-def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    """Return the object of `pairs`; which of two entries for one file would hold is for nobody to guess."""
-    unique = dict(pairs)
-    if len(unique) != len(pairs):
-        ((twice, _),) = Counter(name for name, _ in pairs).most_common(1)
-        raise ValueError(f"it has {twice!r:.100} twice")
-    return unique
 
 
 def _check_schema(schema: object) -> None:

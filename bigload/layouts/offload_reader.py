@@ -24,6 +24,7 @@ from bigload.dtypes import DTYPES, DType
 from bigload.errors import CheckpointNotFoundError, InvalidCheckpointError, Problem
 from bigload.layouts.choices import OffloadFormat
 from bigload.layouts.offload_folder import DAT_INDEX, DAT_SUFFIX
+from bigload.unique_keys import unique_keys
 
 _MAX_DIMS = 64
 """More no array of numpy has, so no folder of accelerate's."""
@@ -146,7 +147,7 @@ def read_dat_index(root: Path) -> dict[str, object]:
     if len(text) > MAX_HEADER_BYTES:
         raise _invalid(root, "index-too-large", f"more than {MAX_HEADER_BYTES} bytes")
     try:
-        index = json.loads(text, object_pairs_hook=_unique)
+        index = json.loads(text, object_pairs_hook=unique_keys)
     except (ValueError, RecursionError) as error:
         raise _invalid(root, "index-not-json", f"not valid JSON: {error}") from None
     if not isinstance(index, dict):
@@ -172,15 +173,6 @@ def dat_form(entry: Mapping[str, object]) -> tuple[DType, tuple[int, ...]] | Bad
         found = _shown(entry.get("shape"))
         return BadForm("bad-shape", f"shape {found}, expected a list of at most {_MAX_DIMS} sizes")
     return dtype, shape
-
-
-def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    found: dict[str, object] = {}
-    for key, value in pairs:
-        if key in found:
-            raise ValueError(f"{key!r:.100} is there twice")
-        found[key] = value
-    return found
 
 
 def _invalid(root: Path, code: str, text: str) -> InvalidCheckpointError:

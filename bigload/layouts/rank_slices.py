@@ -38,6 +38,7 @@ from bigload.planning.partition import MAX_RANKS, Division, Partition, Range, pa
 from bigload.planning.partition_rules import read_tp_rules
 from bigload.planning.plan import PlanNote
 from bigload.planning.tree import build_tree
+from bigload.unique_keys import unique_keys
 from bigload.units import MIB, format_size
 
 RANKS_FILE = "ranks.json"
@@ -213,7 +214,7 @@ def _read(path: Path) -> Mapping[str, object]:
     if len(text) > MAX_DOCUMENT_BYTES:
         raise _invalid(path, [("bad-ranks", f"it has more than {format_size(MAX_DOCUMENT_BYTES)}")])
     try:
-        document = json.loads(text, object_pairs_hook=_once)
+        document = json.loads(text, object_pairs_hook=unique_keys)
     except (ValueError, RecursionError) as error:
         raise _invalid(path, [("not-json", f"not valid JSON: {error!s:.200}")]) from None
     schema = document.get("schema") if isinstance(document, dict) else None
@@ -223,13 +224,6 @@ def _read(path: Path) -> Mapping[str, object]:
     if version.partition(".")[0] != str(_MAJOR):
         raise _invalid(path, [("bad-ranks", f"version {version!r:.20} is not known, expected {SCHEMA!r}")])
     return document  # type: ignore[no-any-return]
-
-
-def _once(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    table = dict(pairs)
-    if len(table) != len(pairs):
-        raise ValueError("a key occurs twice")
-    return table
 
 
 def _parsed(entry: object, tp: int) -> tuple[tuple[int, ...], Division]:

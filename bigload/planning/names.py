@@ -12,9 +12,12 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from bigload.checkpoint.model import TensorInfo
 from bigload.errors import NamesUnknownError
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,13 +67,13 @@ def in_memory_names(
     )
 
 
-def rename_device_map(device_map: Mapping[str, str], renaming: Renaming) -> dict[str, str]:
+def rename_device_map(device_map: Mapping[str, T], renaming: Renaming) -> dict[str, T]:
     """Return `device_map` in the names of `renaming`: without what it leaves out, with what it adds.
 
     Raises:
         NamesUnknownError: modules that are one in memory are on several devices.
     """
-    renamed: dict[str, str] = {}
+    renamed: dict[str, T] = {}
     for key, device in device_map.items():
         name = renaming.keys.get(key)
         if name is not None and renamed.setdefault(name, device) != device:

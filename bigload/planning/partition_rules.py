@@ -17,6 +17,7 @@ from types import MappingProxyType
 
 from bigload.errors import PartitionError
 from bigload.planning.model_config import ModelConfig
+from bigload.unique_keys import unique_keys
 from bigload.units import MIB, format_size
 
 MAX_FILE_BYTES = 1 * MIB
@@ -189,12 +190,7 @@ def _text(path: Path) -> str:
 
 
 def _json(text: str) -> object:
-    def once(pairs: list[tuple[str, object]]) -> dict[str, object]:
-        if len(dict(pairs)) != len(pairs):
-            raise ValueError("a pattern stands in it twice")
-        return dict(pairs)
-
-    return json.loads(text, object_pairs_hook=once)
+    return json.loads(text, object_pairs_hook=unique_keys)
 
 
 def _toml(text: str) -> object:

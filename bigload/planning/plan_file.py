@@ -30,9 +30,12 @@ from bigload.errors import (
 )
 from bigload.planning.certificate import Certificate, Verdict
 from bigload.planning.extra_layers import extra_layers
+from bigload.planning.names import in_memory_names, rename_device_map
 from bigload.planning.options import PlanOptions, options_of
 from bigload.planning.plan import TERMS, DeviceUse, Plan, PlanNote, recount
+from bigload.planning.ties import find_ties
 from bigload.planning.tree import build_tree
+from bigload.unique_keys import unique_keys
 from bigload.units import MAX_SIZE
 
 SCHEMA = "bigload.plan/1.1"
@@ -183,7 +186,7 @@ def is_plan(path: Path) -> bool:
 def plan_from_json(text: str, *, source: str = "the plan") -> Plan:
     """Return the plan that `text` describes; `source` names it in errors."""
     try:
-        document = json.loads(text)
+        document = json.loads(text, object_pairs_hook=unique_keys)
     except (ValueError, RecursionError) as error:
         _refuse(source, f"not valid JSON: {error}")
     if not isinstance(document, dict):
@@ -262,6 +265,7 @@ def check_plan(plan: Plan, checkpoint: Checkpoint, *, source: str = "the plan") 
         wrong = [name for name in plan.left_out if name not in extra]
         if wrong:
             _refuse(source, f"it leaves out {', '.join(wrong)}, which a forward pass runs")
+    _check_names(plan, checkpoint, source)
     counted = recount(plan, checkpoint.tensors.values())
     for use in plan.devices:
         if counted[use.device] != use.weights_bytes:
@@ -269,6 +273,24 @@ def check_plan(plan: Plan, checkpoint: Checkpoint, *, source: str = "the plan") 
                 source,
                 f"it gives {use.device} {use.weights_bytes} bytes of weights, its device map {counted[use.device]}",
             )
+
+
+def _check_names(plan: Plan, checkpoint: Checkpoint, source: str) -> None:
+    """Raise if a key of the device map is no module of the model, or the renamed map is not the same map renamed."""
+    tied = find_ties(checkpoint, are_equal=lambda _checkpoint, _names: False)  # absent modules depend on no bytes
+    known = {module for tie in tied for module in tie.absent_modules}
+    for tensor in checkpoint.tensors:
+        name = tensor
+        while name and name not in known:
+            known.add(name)
+            name = name.rpartition(".")[0]
+    unknown = [module for module in plan.homes if module not in known]
+    if unknown:
+        _refuse(source, f"its device map has {', '.join(unknown[:3])}, no module of {checkpoint.name}")
+    if plan.renamed is not None:
+        renaming = in_memory_names(tuple(plan.homes), checkpoint.tensors, checkpoint.config)
+        if rename_device_map(plan.homes, renaming) != plan.renamed:
+            _refuse(source, "its renamed device map is not its device map in other names")
 
 
 def _new_plan_hint(checkpoint: str, source: str) -> str:

@@ -187,9 +187,9 @@ def _renamed(
         return None, ()
     checkpoint = structure.checkpoint
     renaming = in_memory_names(tuple(homes), checkpoint.tensors, checkpoint.config)
-    renamed = rename_device_map({module: str(device) for module, device in homes.items()}, renaming)
+    renamed = rename_device_map(homes, renaming)
     notes = tuple(PlanNote(code="names", text=text) for text in renaming.notes)
-    return {module: Device.parse(device) for module, device in renamed.items()}, notes
+    return renamed, notes
 
 
 def _audit(made: Plan, checkpoint: Checkpoint) -> None:

@@ -532,3 +532,37 @@ def test_a_checkpoint_that_was_moved_as_a_whole_makes_no_plan_stale(tmp_path):
     with pytest.raises(CheckpointNotFoundError):
         open_planned(made)
     assert open_planned(made, tmp_path / "moved").path == str(tmp_path / "moved")
+
+
+@pytest.mark.parametrize(("key", "value"), [("model.layers.0", "cpu"), ("policy", "sequential"), ("budget_bytes", 1)])
+def test_a_key_that_occurs_twice_is_refused(checkpoint, key, value):
+    """The last value would count, a reader of the file may see the first."""
+    text = plan_to_json(made_of(checkpoint, {"cuda:0": 2500, "cpu": 9000}))
+    doubled = text.replace(f'"{key}":', f'"{key}": {json.dumps(value)}, "{key}":', 1)
+    assert f"{key!r} occurs twice" in refused(doubled)
+
+
+@pytest.mark.parametrize("module", ["model.layers.4", "model.layers.0.mlp.gone", "lm_heads", "model.layer"])
+def test_a_device_map_with_a_module_that_the_model_has_not_is_refused(checkpoint, module):
+    document = plan_document(made_of(checkpoint, {"cuda:0": 2500, "cpu": 9000}))
+    document["device_map"][module] = "cpu"
+    with pytest.raises(InvalidPlanError, match=f"its device map has {module}, no module of"):
+        check_plan(plan_from_json(json.dumps(document)), checkpoint)
+
+
+def test_a_head_that_is_not_stored_is_a_module_of_the_model():
+    tied = checkpoint_of(llama_tensors(tied=True), config=llama_config(tied=True))
+    made = made_of(tied, {"cpu": 9000})
+    assert "lm_head" in made.homes
+    check_plan(plan_from_json(plan_to_json(made)), tied)
+
+
+@pytest.mark.parametrize(
+    "edit", [{"model.layers.0": "cpu"}, {"model.layers.9": "cpu"}], ids=["another device", "an unknown module"]
+)
+def test_a_renamed_map_that_is_not_the_device_map_is_refused(edit):
+    checkpoint = checkpoint_of(llama_tensors(), config=llama_config())
+    document = plan_document(made_of(checkpoint, {"cuda:0": 9000, "cpu": 9000}, names="transformers"))
+    document["renamed_device_map"] |= edit
+    with pytest.raises(InvalidPlanError, match="its renamed device map is not its device map"):
+        check_plan(plan_from_json(json.dumps(document)), checkpoint)
