@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from bigload.runtime.blocks import joined
+from bigload.runtime.call_weights import bring_before_calls
 from bigload.runtime.hooks import ModelHook, add_hook_to_module, within
 from bigload.runtime.module_tensors import is_packed_by_device, set_module_tensor_to_device
 from bigload.runtime.offload_store import PrefixedDataset, source_of
@@ -144,6 +145,8 @@ class AlignDevicesHook(ModelHook):
         except BaseException:
             self._restore(module)
             raise
+        if self.offload:
+            bring_before_calls(module)
         return module
 
     def _tensors(self, module: nn.Module) -> list[list[Slot]]:
@@ -196,7 +199,7 @@ class AlignDevicesHook(ModelHook):
             raise
 
     def _begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self._comes_and_goes:
+        if self._comes_and_goes and not self._forwards.in_call:
             self._load(module)
         if self.counts_for is not None:
             self._note_begin()
@@ -237,9 +240,26 @@ class AlignDevicesHook(ModelHook):
         device = self._pop_input_device()
         if self.counts_for is not None:
             self._note_end()
-        if self._comes_and_goes:
+        if self._comes_and_goes and not self._forwards.in_call:
             self._unload()
         return device
+
+    def begin_call(self, module: nn.Module) -> bool:
+        """Bring the weights in for a call of `module`, its forward hooks included.
+
+        Returns:
+            Whether this call has brought them: then `end_call` has to follow, and its forward brings nothing.
+        """
+        if not self._comes_and_goes or self._forwards.in_call:
+            return False
+        self._load(module)
+        self._forwards.in_call = True
+        return True
+
+    def end_call(self) -> None:
+        """Send away what `begin_call` brought."""
+        self._forwards.in_call = False
+        self._unload()
 
     def detach_hook(self, module: nn.Module) -> nn.Module:
         """Bring offloaded weights back to where they were before the hook; what was on the meta device stays there."""
@@ -462,6 +482,15 @@ class _Forwards:
         """The devices that the forwards of this thread were called from, the innermost last."""
         devices: list[torch.device | None] = self._here.__dict__.setdefault("devices", [])
         return devices
+
+    @property
+    def in_call(self) -> bool:
+        """Whether this thread is in a call for all of which the weights are there."""
+        return bool(self._here.__dict__.get("in_call"))
+
+    @in_call.setter
+    def in_call(self, is_in: bool) -> None:
+        self._here.in_call = is_in
 
     def at_home(self, slot: Slot) -> Tensor:
         """Return what is in `slot` when no forward is under way."""

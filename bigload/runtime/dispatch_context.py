@@ -14,12 +14,12 @@ from bigload.planning.plan import Plan
 from bigload.runtime.checkpoint_source import Source
 from bigload.runtime.dispatch import dispatch_model
 from bigload.runtime.dispatched_loading import StrPath, load_and_dispatch, plan_for, streaming_of
-from bigload.runtime.hooks import MOVING_METHODS, remove_hook_from_submodules
+from bigload.runtime.hooks import OWN_METHODS, remove_hook_from_submodules
 from bigload.runtime.module_tensors import as_parameter
 from bigload.runtime.slots import Slot, assign, shared_tensors
 from bigload.runtime.streaming.attach import stream
 
-_ATTRIBUTES = ("forward", "_old_forward", "_hf_hook", "hf_device_map", "bigload_stats", *MOVING_METHODS)
+_ATTRIBUTES = ("forward", "_old_forward", "_hf_hook", "hf_device_map", *OWN_METHODS)
 """What a dispatched module may have of its own."""
 
 

@@ -16,7 +16,13 @@ import torch
 from torch import fx, nn
 
 MOVING_METHODS = ("to", "cpu", "cuda", "npu", "xpu", "mlu", "sdaa", "musa")
-"""Methods that a dispatched model has of its own, to say that it must not be moved. They go with the hook."""
+"""Methods of a dispatched model that refuse to move it."""
+
+CASTING_METHODS = ("half", "bfloat16", "float", "double", "type")
+"""Methods of a dispatched model that refuse to cast it; so does `to`."""
+
+OWN_METHODS = (*MOVING_METHODS, *CASTING_METHODS, "_load_from_state_dict", "_call_impl", "bigload_stats")
+"""What a hooked module may have in place of its class's methods, besides `forward`. It goes with the hook."""
 
 
 class ModelHook:
@@ -191,7 +197,7 @@ def remove_hook_from_module(module: nn.Module, recurse: bool = False) -> nn.Modu
         own.pop("forward", None)
         if not isinstance(module, fx.GraphModule) and old_forward != module.forward:
             module.forward = old_forward  # somebody else had replaced it before
-    for name in (*MOVING_METHODS, "bigload_stats"):
+    for name in OWN_METHODS:
         own.pop(name, None)
     if recurse:
         for child in module.children():

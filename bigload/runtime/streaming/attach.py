@@ -7,6 +7,7 @@ from functools import partial
 from torch import nn
 
 from bigload.runtime.align_devices import AlignDevicesHook
+from bigload.runtime.call_weights import bring_before_calls
 from bigload.runtime.hooks import add_hook_to_module, hooks_of
 from bigload.runtime.streaming.cutting import Cut, cut
 from bigload.runtime.streaming.options import StreamOptions
@@ -49,6 +50,7 @@ def _stream_block(part: Cut, streamer: Streamer) -> None:
     own[-1].block = StreamedBlock(
         part.name, part.module, members, device=devices.pop(), is_routed=part.is_routed, streamer=streamer
     )
+    bring_before_calls(part.module)
 
 
 def _hooks(module: nn.Module) -> list[AlignDevicesHook]:

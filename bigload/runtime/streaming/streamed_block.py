@@ -138,7 +138,7 @@ class StreamedBlock:
         self._others: list[Slot] = []  # places with values of their own
         self._stepping_aside: list[Member] = []
         self._held: list[AlignDevicesHook] = []
-        self._aside: list[tuple[dict[str, Any], object]] = []
+        self._aside: list[tuple[dict[str, Any], object, object]] = []
         streamer.add(self)
 
     def __repr__(self) -> str:
@@ -247,7 +247,7 @@ class StreamedBlock:
             own = module.__dict__
             around = own.get("forward")
             if own.get("_hf_hook") is hook and module is not self.module and calls_hook(around):
-                self._aside.append((own, around))
+                self._aside.append((own, around, own.pop("_call_impl", None)))
                 _call_directly(own)
 
     def arrive(self) -> None:
@@ -264,9 +264,11 @@ class StreamedBlock:
         """Put everything back in its place, unless somebody else still needs it there."""
         self._is_shown = False
         while self._aside:
-            own, around = self._aside.pop()
+            own, around, call = self._aside.pop()
             if "_old_forward" in own and own.get("forward") in (None, own["_old_forward"]):  # nobody has changed it
                 own["forward"] = around
+            if call is not None and "_old_forward" in own:
+                own["_call_impl"] = call
         while self._held:
             self._held.pop().release()
 
