@@ -22,21 +22,20 @@ from bigload.errors import (
     InvalidCheckpointError,
     InvalidPlanError,
     LegacyPickleError,
-    OutputExistsError,
     PlanNotFoundError,
     PlanOptionError,
     StalePlanError,
-    WriteError,
 )
 from bigload.planning.certificate import Certificate, Verdict
 from bigload.planning.extra_layers import extra_layers
 from bigload.planning.names import in_memory_names, rename_device_map
 from bigload.planning.options import PlanOptions, options_of
 from bigload.planning.plan import TERMS, DeviceUse, Plan, PlanNote, recount
+from bigload.planning.result_file import PATH_ERRORS, check_replaceable, write_whole
 from bigload.planning.ties import find_ties
 from bigload.planning.tree import build_tree
 from bigload.unique_keys import unique_keys
-from bigload.units import MAX_SIZE
+from bigload.units import MAX_SIZE, MIB
 
 SCHEMA = "bigload.plan/1.1"
 _FAMILY, _MAJOR = "bigload.plan", 1
@@ -45,8 +44,8 @@ _BOUNDS = ("offloaded_bytes", "least_offloaded_bytes", "disk_bytes", "least_disk
 
 _HOW = "make one with: bigload plan PATH -m DEVICE=SIZE -o plan.json"
 
-_PATHS = "surrogateescape"
-"""A path need not be text; this is how Python itself carries the bytes of one that is not (PEP 383)."""
+MAX_PLAN_BYTES = 256 * MIB
+"""No plan is larger: one of 100,000 modules takes 10 MiB."""
 
 T = TypeVar("T")
 
@@ -130,7 +129,7 @@ def read_plan(path: str | Path) -> Plan:
         InvalidPlanError: no plan, another major version, or figures that contradict each other.
     """
     try:
-        text = Path(path).read_text(encoding="utf-8", errors=_PATHS)
+        text = Path(path).read_text(encoding="utf-8", errors=PATH_ERRORS)
     except OSError as error:
         inside = Path(path) / "plan.json"
         hint = f"name the file in it: {inside}" if isinstance(error, IsADirectoryError) and inside.is_file() else _HOW
@@ -146,38 +145,23 @@ def read_plan(path: str | Path) -> Plan:
 def write_plan(plan: Plan, path: str | Path) -> None:
     """Write the plan file at `path`, whole or not at all; replaces another plan, and nothing else.
 
+    A character device or a pipe takes the plan as a stream.
+
     Raises:
         OutputExistsError: something that is not a plan stands there.
         WriteError: the system refused.
     """
     target = Path(path)
-    if target.exists() and not is_plan(target):
-        raise OutputExistsError(target, "it is not a plan file", hint="choose another name")
+    check_replaceable(target, is_plan, reason="it is not a plan file")
     write_whole(target, plan_to_json(plan))
 
 
-def write_whole(target: Path, content: str | bytes) -> None:
-    """Write a file that is there with all of `content` or not at all; replaces what stands there.
-
-    Raises:
-        WriteError: the system refused.
-    """
-    partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
-    try:
-        with partial.open("xb") as file:
-            file.write(content if isinstance(content, bytes) else content.encode("utf-8", _PATHS))
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(target)
-    except OSError as error:
-        partial.unlink(missing_ok=True)
-        raise WriteError(target, error) from error
-
-
 def is_plan(path: Path) -> bool:
-    """Return whether `path` is a file that says it is a plan, of whatever version."""
+    """Return whether `path` is a file that says it is a plan, of whatever version; devices are not read."""
     try:
-        document = json.loads(path.read_text(encoding="utf-8", errors=_PATHS))
+        if not path.is_file() or path.stat().st_size > MAX_PLAN_BYTES:
+            return False
+        document = json.loads(path.read_text(encoding="utf-8", errors=PATH_ERRORS))
     except (OSError, ValueError, RecursionError):
         return False
     return isinstance(document, dict) and str(document.get("schema")).startswith(_FAMILY)

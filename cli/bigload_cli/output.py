@@ -134,15 +134,32 @@ def _folded(text: str, stream: TextIO | None) -> str:
     return "\n".join(lines)
 
 
+def print_bytes(content: bytes) -> None:
+    """Print a file that is the answer, byte for byte."""
+    stream = sys.stdout
+    if stream is None:
+        return
+    with _write_errors(stream):
+        stream.flush()
+        stream.buffer.write(content)
+        stream.buffer.flush()
+
+
 def _write(text: str, stream: TextIO | None) -> None:
     if stream is None:  # closed by whoever started us
         return
     encoding = stream.encoding or "ascii"
     if not can_draw(stream):
         text = text.translate(_ASCII)
-    try:
+    with _write_errors(stream):
         stream.write(text.encode(encoding, "backslashreplace").decode(encoding))
         stream.flush()
+
+
+@contextmanager
+def _write_errors(stream: TextIO) -> Iterator[None]:
+    try:
+        yield
     except OSError as error:
         # Python would complain again when it flushes at exit.
         _silence(stream)

@@ -6,6 +6,7 @@ import re
 import shlex
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -334,6 +335,8 @@ def test_json_is_one_line_in_a_pipe_and_indented_on_a_terminal(run, run_on_termi
         ("bigload inspect llama-70b --quiet", "141107412992"),
         ("bigload inspect tiny.json -q", "15278592"),
         ("bigload plan tiny-llama -m cpu=1GiB -o made.json -q", "made.json"),
+        ("bigload plan tiny-llama -m cpu=1GiB --html made.html -q", "made.html"),
+        ("bigload plan tiny-llama --overhead 0 -m 0=6MiB,cpu=8MiB -q", "cuda:0=4194816,cpu=6927360,disk=4156416"),
         ("bigload reshard tiny.json out -q", "out"),
         ("bigload reshard tiny.json out -q --dry-run", "out"),
     ],
@@ -354,7 +357,7 @@ def test_quiet_bench_load_gives_the_best_thread_count(run):
 def test_quiet_is_quiet_on_a_terminal_too(run, run_on_terminal):
     assert run(TINY).code == 0
     assert run_on_terminal("bigload reshard tiny.json out -q").stdout == "out\n"
-    assert run_on_terminal("bigload plan tiny-llama -m cpu=1GiB -q").stdout == ""
+    assert run_on_terminal("bigload plan tiny-llama -m cpu=1GiB -q").stdout == "cpu=15278592\n"
 
 
 @pytest.mark.parametrize(
@@ -372,3 +375,109 @@ def test_json_and_quiet_together_still_print_one_json_document(run, command):
     assert done.code == 0
     assert json.loads(done.stdout)["schema"].startswith("bigload.")
     assert done.stderr == ""
+
+
+# Results that an option sends to a file
+
+OUTPUT_OPTIONS = [
+    "plan tiny-llama -m cpu=1GiB -o",
+    "plan tiny-llama -m cpu=1GiB --html",
+    "bench-load tiny-llama --runs 1 --threads 1 --export-markdown",
+    "bench-load tiny-llama --runs 1 --threads 1 --trace",
+]
+RUN_OPTIONS = [
+    "bench-run tiny-llama --rounds 1 --no-peers -o",
+    "bench-run tiny-llama --rounds 1 --no-peers --trace",
+    "run-stats tiny-llama --forwards 1 --trace",
+]
+
+
+WITHOUT_TRANSFORMERS = pytest.mark.skipif(find_spec("transformers") is None, reason="transformers is not installed")
+ALL_OUTPUT_OPTIONS = [
+    *OUTPUT_OPTIONS,
+    *(pytest.param(line, marks=[pytest.mark.peers, pytest.mark.slow, WITHOUT_TRANSFORMERS]) for line in RUN_OPTIONS),
+]
+
+
+@pytest.mark.parametrize("name", ["-", "/dev/stdout"])
+@pytest.mark.parametrize("command", ALL_OUTPUT_OPTIONS)
+def test_a_result_for_stdout_is_the_whole_answer(run, here, command, name):
+    before = sorted(here.iterdir())
+    done = run(f"bigload {command} {name} -q")
+    assert (done.code, done.stderr) == (0, "")
+    beginnings = {"--html": "<!doctype html>", "--export-markdown": ""}
+    asked = command.split()[-1]
+    if asked in beginnings:
+        assert done.stdout.lower().startswith(beginnings[asked])
+        assert "HOLDS" not in done.stdout
+    else:
+        json.loads(done.stdout)
+    assert sorted(here.iterdir()) == before
+
+
+def test_the_plan_on_stdout_is_the_plan_file(run, here):
+    assert run("bigload plan tiny-llama -m cpu=1GiB -o made.json").code == 0
+    done = run("bigload plan tiny-llama -m cpu=1GiB -o -")
+    assert (done.stdout, done.stderr) == ((here / "made.json").read_text(), "")
+
+
+@pytest.mark.parametrize("command", ["plan tiny-llama -m cpu=1GiB", *ALL_OUTPUT_OPTIONS[4:5]])
+def test_a_result_on_stdout_beside_the_same_document_is_printed_once(run, command):
+    option = "" if command.endswith("-o") else " -o"
+    assert json.loads(run(f"bigload {command}{option} - --json").stdout)["schema"].startswith("bigload.")
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "plan tiny-llama -m cpu=1GiB --html - --json",
+        "plan tiny-llama -m cpu=1GiB --html - -o /dev/stdout",
+        "bench-load tiny-llama --trace - --json",
+        "bench-load tiny-llama --trace - --export-markdown -",
+        "bench-run tiny-llama --trace - --json",
+        "run-stats tiny-llama --trace - --json",
+    ],
+)
+def test_two_answers_on_stdout_are_refused(run, command):
+    done = run(f"bigload {command}")
+    assert done.code == 2
+    assert "two results cannot go into one file" in done.stderr
+
+
+@pytest.mark.parametrize("command", ALL_OUTPUT_OPTIONS)
+def test_a_device_takes_a_result_as_a_stream_and_stays_a_device(run, command):
+    before = os.lstat("/dev/zero")
+    done = run(f"bigload {command} /dev/zero")
+    assert done.code == 0
+    assert "Wrote /dev/zero." in done.stderr
+    assert os.lstat("/dev/zero") == before
+
+
+@pytest.mark.parametrize("command", ALL_OUTPUT_OPTIONS)
+def test_a_device_that_refuses_a_result_is_named(run, command):
+    done = run(f"bigload {command} /dev/full")
+    assert done.code == 1
+    assert "cannot write /dev/full: No space left on device" in done.stderr
+
+
+def test_a_pipe_takes_a_result_and_stays_a_pipe(here, environment):
+    script = f"PATH={PROGRAM.parent}:$PATH; bigload plan tiny-llama -m cpu=1GiB -q -o >(cat > taken.json); wait $!"
+    subprocess.run(["bash", "-c", script], check=True, env=environment(), timeout=60, capture_output=True)
+    assert json.loads((here / "taken.json").read_text())["schema"].startswith("bigload.plan/")
+
+
+def test_a_link_stays_and_the_plan_that_it_names_is_replaced(run, here):
+    (here / "link.json").symlink_to("real.json")
+    for limit in ("1GiB", "2GiB"):
+        assert run(f"bigload plan tiny-llama -m cpu={limit} -o link.json").code == 0
+        assert (here / "link.json").is_symlink()
+    assert json.loads((here / "real.json").read_text())["devices"][0]["budget_bytes"] == 2 * 2**30
+
+
+def test_a_file_too_large_for_a_plan_is_not_read_and_not_replaced(run, here):
+    (here / "huge.json").touch()
+    os.truncate(here / "huge.json", 2**40)
+    done = run("bigload plan tiny-llama -m cpu=1GiB -o huge.json")
+    assert done.code == 2
+    assert "it is not a plan file" in done.stderr
+    assert (here / "huge.json").stat().st_size == 2**40

@@ -85,10 +85,11 @@ def bench_load(
 
     counts, ways = thread_counts(threads), methods(method)
     inflight = None if max_inflight is None else size_option("--max-inflight", max_inflight)
+    from bigload_cli.result_files import say_written
     from bigload_cli.views import bench_files
 
     files = bench_files.Exports(markdown=export_markdown, plot=plot, trace=trace)
-    files.check()
+    on_stdout = files.check(as_json=as_json)
     from bigload.bench.bench_load import bench_load as run_bench
     from bigload.checkpoint.source import open_checkpoint
     from bigload.errors import LoadError
@@ -113,10 +114,10 @@ def bench_load(
             "the strategies loaded different bytes", hint="the files changed meanwhile, or memory is faulty"
         )
     written = files.write(report, name=checkpoint.name)
-    _show(report, name=checkpoint.name, as_json=as_json, quiet=quiet, color=color)
+    if not on_stdout:
+        _show(report, name=checkpoint.name, as_json=as_json, quiet=quiet, color=color)
     if not quiet:
-        for file in written:
-            output.say(f"Wrote {file}.")
+        say_written(written)
 
 
 def methods(text: str) -> tuple[Method, ...]:

@@ -64,7 +64,8 @@ def bench_run(
         typer.Option("--trace", metavar="FILE", help="Write what bigload did, for chrome://tracing or Perfetto."),
     ] = None,
     output_file: Annotated[
-        Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write the JSON document to a file as well.")
+        Path | None,
+        typer.Option("--output", "-o", metavar="FILE", help="Write the JSON document to a file as well; - is stdout."),
     ] = None,
     as_json: JsonOption = False,
     quiet: QuietOption = False,
@@ -75,12 +76,13 @@ def bench_run(
     PATH is the folder of a model of transformers, which has to be installed.
     """
     from bigload_cli import output
+    from bigload_cli.result_files import say_written
     from bigload_cli.views.run_files import RunFiles
 
     prefetch = None if prefetch_bytes is None else size_option("--prefetch-bytes", prefetch_bytes, at_least=0)
     resident = None if resident_bytes is None else size_option("--resident-bytes", resident_bytes, at_least=0)
     files = RunFiles(document=output_file, trace=trace)
-    files.check()
+    on_stdout = files.check(as_json=as_json)
     import torch
 
     from bigload.bench.bench_run import bench_run as run_bench
@@ -106,15 +108,16 @@ def bench_run(
         )
     document = bench_run_document(report)
     written = files.write(document, report.stats, name=checkpoint.name)
-    if as_json:
+    if on_stdout:
+        pass  # the answer is there
+    elif as_json:
         output.print_json(document)
     elif quiet:
         output.print_text(f"{report.result_of_bigload.median_seconds:.6f}")
     else:
         _show(report, name=checkpoint.name, color=color)
     if not quiet:
-        for file in written:
-            output.say(f"Wrote {file}.")
+        say_written(written)
 
 
 def _show(report: RunReport, *, name: str, color: ColorMode) -> None:

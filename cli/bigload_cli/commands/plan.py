@@ -24,6 +24,10 @@ Examples:
   bigload plan ./llama-70b -m auto --context 8192 --explain layers.37
   bigload plan ./llama-70b -m 0=22GiB,1=22GiB,cpu=128GiB --no-disk --html plan.html
   bigload plan ./llama-70b --fits --context 8192
+
+\b
+-q prints the name of the file that -o or --html wrote; without one the bytes
+of weights on each device, as cuda:0=20930740224,cpu=66749005824.
 """
 
 
@@ -37,7 +41,9 @@ class Tier(StrEnum):
 def plan(
     path: CheckpointArgument,
     max_memory: MaxMemoryOption = None,
-    out: Annotated[Path | None, typer.Option("--out", "-o", metavar="FILE", help="Write the plan file.")] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", metavar="FILE", help="Write the plan file; - is stdout.")
+    ] = None,
     html: Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Write a page with a picture.")] = None,
     context: Annotated[
         int, typer.Option("--context", metavar="TOKENS", help="Leave room for a KV cache of so many tokens.")
@@ -143,29 +149,36 @@ def _budget(max_memory: list[str] | None, *, use_disk: bool) -> MemoryBudget:
 
 def _deliver(made: Draft, out: Path | None, html: Path | None, *, as_json: bool, quiet: bool, color: ColorMode) -> None:
     """Write the files that were asked for, show the plan, and say what comes next."""
-    from bigload.planning.plan_file import write_plan
+    from bigload.planning.plan_file import plan_to_json, write_plan
     from bigload_cli.output import print_text, say
+    from bigload_cli.result_files import answers_on_stdout, is_stdout, say_written, write_result
 
-    if out is not None:
+    # --json and `-o -` are the same document.
+    on_stdout = answers_on_stdout((out, html), as_json=as_json and not is_stdout(out))
+    if out is not None and is_stdout(out):
+        write_result(out, plan_to_json(made.plan))
+    elif out is not None:
         write_plan(made.plan, out)
     if html is not None:
         from bigload_cli.views.html_report import write_report
 
-        write_report(made, html, plan_file=out)
-    if quiet and not as_json:
-        written = out or html
-        if written is not None:
-            print_text(str(written))
-        return
-    show(made.plan, as_json=as_json, quiet=False, color=color)
+        write_report(made, html, plan_file=None if is_stdout(out) else out)
+    if quiet and not as_json and not on_stdout:
+        print_text(str(out or html or _weights_by_device(made.plan)))
+    elif not on_stdout:
+        show(made.plan, as_json=as_json, quiet=False, color=color)
     if quiet:
         return
-    if html is not None:
-        say(f"Wrote {html}.")
-    if out is not None:
+    say_written([path for path in (html, out) if path is not None])
+    if out is not None and not on_stdout:
         from bigload_cli.views.plan import next_command
 
-        say(f"Wrote {out}.\n{next_command(made.plan, out)}")
+        say(next_command(made.plan, out))
+
+
+def _weights_by_device(plan: Plan) -> str:
+    """Return the bytes of weights on each device in the form of -m: `cuda:0=5242880,cpu=8388608,disk=1048576`."""
+    return ",".join(f"{use.device}={use.weights_bytes}" for use in plan.used_devices)
 
 
 def show(made: Plan, *, as_json: bool, quiet: bool, color: ColorMode) -> None:

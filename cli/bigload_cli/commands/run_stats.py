@@ -53,12 +53,13 @@ def run_stats(
     PATH is the folder of a model of transformers, which has to be installed.
     """
     from bigload_cli import output
+    from bigload_cli.result_files import say_written
     from bigload_cli.views.run_files import RunFiles
 
     prefetch = None if prefetch_bytes is None else size_option("--prefetch-bytes", prefetch_bytes, at_least=0)
     resident = None if resident_bytes is None else size_option("--resident-bytes", resident_bytes, at_least=0)
     files = RunFiles(trace=trace)
-    files.check()
+    on_stdout = files.check(as_json=as_json)
     from bigload.bench.run_document import run_stats_document
     from bigload.bench.run_stats import run_forwards
     from bigload.planning.plan_file import open_planned, read_plan
@@ -78,7 +79,9 @@ def run_stats(
         )
     document = run_stats_document(report)
     written = files.write(document, report.stats, name=checkpoint.name)
-    if as_json:
+    if on_stdout:
+        pass  # the answer is there
+    elif as_json:
         output.print_json(document)
     elif quiet:
         output.print_text(f"{report.median_seconds:.6f}")
@@ -87,5 +90,4 @@ def run_stats(
         output.print_table(view.forwards(report), color=color)
         output.print_text("\n".join(["", *view.closing(report)]))
     if not quiet:
-        for file in written:
-            output.say(f"Wrote {file}.")
+        say_written(written)

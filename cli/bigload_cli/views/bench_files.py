@@ -12,8 +12,9 @@ from pathlib import Path
 
 from bigload.bench.phases import MADE_BY, chrome_trace
 from bigload.bench.report import BenchReport
-from bigload.errors import BenchOptionError, MissingPackageError, OutputExistsError, WriteError
-from bigload.planning.plan_file import write_whole
+from bigload.errors import BenchOptionError, MissingPackageError, WriteError
+from bigload.planning.result_file import check_replaceable, takes_a_stream
+from bigload_cli.result_files import answers_on_stdout, is_stdout, write_result
 
 _PICTURES = (".png", ".svg")
 _BEGINNING_BYTES = 4096
@@ -27,8 +28,11 @@ class Exports:
     plot: Path | None = None
     trace: Path | None = None
 
-    def check(self) -> None:
+    def check(self, *, as_json: bool = False) -> bool:
         """Raise for what could not be written in the end, before minutes are spent on measuring.
+
+        Returns:
+            Whether one of them goes to stdout, in place of the table.
 
         Raises:
             BenchOptionError: two results for one file, or a picture of another kind.
@@ -37,8 +41,7 @@ class Exports:
             WriteError: the folder is not there, or may not be written to.
         """
         wanted = [path for path in (self.markdown, self.plot, self.trace) if path is not None]
-        if len({path.resolve() for path in wanted}) < len(wanted):
-            raise BenchOptionError("two results cannot go into one file", hint="name a file for each")
+        on_stdout = answers_on_stdout(wanted, as_json=as_json)
         if self.plot is not None:
             if self.plot.suffix.lower() not in _PICTURES:
                 raise BenchOptionError(f"--plot {self.plot}: a picture ends with {' or '.join(_PICTURES)}")
@@ -46,6 +49,7 @@ class Exports:
                 raise MissingPackageError("--plot", "matplotlib", extra="plot")
         for path in wanted:
             check_writable(path)
+        return on_stdout
 
     def write(self, report: BenchReport, *, name: str) -> list[Path]:
         """Write what was asked for; return the files in the order in which they were written.
@@ -64,7 +68,7 @@ class Exports:
         written = []
         for path, make in makers:
             if path is not None:
-                write_whole(path, make(path))
+                write_result(path, make(path))
                 written.append(path)
         return written
 
@@ -80,13 +84,14 @@ def check_writable(path: Path, *, made_by: str = MADE_BY) -> None:
         OutputExistsError: something stands there that was not made by that.
         WriteError: the folder is not there, or may not be written to.
     """
+    if is_stdout(path) or takes_a_stream(path):
+        return
     folder = path.parent
     if not folder.is_dir():
         raise WriteError(path, NotADirectoryError(errno.ENOENT, f"there is no folder {folder}"))
     if not os.access(folder, os.W_OK | os.X_OK):
         raise WriteError(path, PermissionError(errno.EACCES, os.strerror(errno.EACCES)))
-    if path.exists() and not _is_ours(path, made_by):
-        raise OutputExistsError(path, f"it was not made by {made_by}", hint="choose another name")
+    check_replaceable(path, lambda file: _is_ours(file, made_by), reason=f"it was not made by {made_by}")
 
 
 def _is_ours(path: Path, made_by: str) -> bool:

@@ -14,12 +14,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from bigload.devices import CPU, DISK
-from bigload.errors import OutputExistsError
 from bigload.planning.certificate import Verdict
 from bigload.planning.plan import TERMS, DeviceUse, Plan
-from bigload.planning.plan_file import write_whole
 from bigload.planning.planner import Draft
+from bigload.planning.result_file import check_replaceable
 from bigload.units import format_size
+from bigload_cli.result_files import is_stdout, write_result
 from bigload_cli.views.html_figures import (
     LOOKS,
     TERM_NAMES,
@@ -79,14 +79,16 @@ def html_report(draft: Draft, *, plan_file: Path | None = None) -> str:
 def write_report(draft: Draft, path: str | Path, *, plan_file: Path | None = None) -> None:
     """Write the page at `path`, whole or not at all; replaces another such page, and nothing else.
 
+    `-` is stdout.
+
     Raises:
         OutputExistsError: something that is not such a page stands there.
         WriteError: the system refused.
     """
     target = Path(path)
-    if target.exists() and not _is_report(target):
-        raise OutputExistsError(target, "it is not a report of bigload", hint="choose another name")
-    write_whole(target, html_report(draft, plan_file=plan_file))
+    if not is_stdout(target):
+        check_replaceable(target, _is_report, reason="it is not a report of bigload")
+    write_result(target, html_report(draft, plan_file=plan_file))
 
 
 def _is_report(path: Path) -> bool:

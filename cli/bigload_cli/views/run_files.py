@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from bigload.errors import BenchOptionError
-from bigload.planning.plan_file import write_whole
+from bigload_cli.result_files import answers_on_stdout, is_stdout, write_result
 from bigload_cli.views.bench_files import check_writable
 
 if TYPE_CHECKING:
@@ -25,20 +24,24 @@ class RunFiles:
     document: Path | None = None
     trace: Path | None = None
 
-    def check(self) -> None:
+    def check(self, *, as_json: bool = False) -> bool:
         """Raise for what could not be written in the end, before minutes are spent on measuring.
+
+        Returns:
+            Whether one of them goes to stdout, in place of the table.
 
         Raises:
             BenchOptionError: two results for one file.
             OutputExistsError: something stands there that is not such a file of bigload's.
             WriteError: the folder is not there, or may not be written to.
         """
-        if self.document is not None and self.trace is not None and self.document.resolve() == self.trace.resolve():
-            raise BenchOptionError("two results cannot go into one file", hint="name a file for each")
+        # --json and `--output -` are the same document.
+        on_stdout = answers_on_stdout((self.document, self.trace), as_json=as_json and not is_stdout(self.document))
         if self.document is not None:
             check_writable(self.document, made_by=_SCHEMA)
         if self.trace is not None:
             check_writable(self.trace, made_by='"made_by": "bigload run"')
+        return on_stdout
 
     def write(self, document: Mapping[str, object], stats: RunStats | None, *, name: str) -> list[Path]:
         """Write what was asked for; return the files in the order in which they were written.
@@ -48,11 +51,11 @@ class RunFiles:
         """
         written = []
         if self.document is not None:
-            write_whole(self.document, json.dumps(document, indent=2) + "\n")
+            write_result(self.document, json.dumps(document, indent=2) + "\n")
             written.append(self.document)
         if self.trace is not None:
             from bigload.bench.run_trace import run_trace
 
-            write_whole(self.trace, json.dumps(run_trace({} if stats is None else {name: stats})))
+            write_result(self.trace, json.dumps(run_trace({} if stats is None else {name: stats})))
             written.append(self.trace)
         return written
