@@ -189,7 +189,7 @@ class DoesNotFitError(PlanError):
     """No assignment keeps every device within its budget.
 
     `shortfalls` maps a device to the bytes it lacks: a device that cannot hold the workspace it needs, or `"total"`
-    for weights that found no device at all.
+    for what found no device at all, which is `needed_bytes - usable_bytes`.
     """
 
     def __init__(

@@ -33,7 +33,8 @@ MaxMemory = (
 class MemoryBudget:
     """Bytes per device: accelerators in the order given, then `cpu`, then `disk`; `None` means unbounded.
 
-    A device that is not named gets nothing. The disk takes what is left over unless it is forbidden.
+    A device that is not named, or has a limit of 0, gets nothing and is not in `limits`. The disk takes what is left
+    over unless it is forbidden or has a limit.
 
     `detected` holds what was found on the devices whose limits come from there, in the order of `limits`, and `notes`
     holds sentences about what could not be known. Budgets with the same limits are equal, wherever they come from.
@@ -48,7 +49,8 @@ class MemoryBudget:
         """Return the budget that `{"cuda:0": "22GiB", "cpu": 64 * 2**30}` or `"auto"` describes.
 
         Keys are device names, whole numbers are CUDA devices. Values are bytes, sizes as `units.parse_size` reads,
-        `"90%"` of what is free on the device now, or `"auto"` for all of that. A text is read as `parse` does.
+        `"90%"` of what is free on the device now, or `"auto"` for all of that; 0 gives a device nothing. A text is read
+        as `parse` does.
 
         `machine` says what is free, by default this one; it is asked only for what the budget needs.
 
@@ -85,6 +87,10 @@ class MemoryBudget:
             detected=tuple(memory for memory in self.detected if memory.device != device),
         )
 
+    def without_disk(self) -> MemoryBudget:
+        """Return this budget with nothing for the disk."""
+        return replace(self, limits=tuple(limit for limit in self.limits if limit[0] != DISK))
+
     def without_accelerators(self) -> MemoryBudget:
         """Return this budget for the host alone."""
         return replace(self, limits=tuple(limit for limit in self.limits if not limit[0].is_accelerator))
@@ -111,7 +117,7 @@ class MemoryBudget:
 
 def _budget(wishes: Sequence[Wish], *, use_disk: bool, machine: Machine | None) -> MemoryBudget:
     named = _by_device(wishes)
-    if DISK in named and not use_disk:
+    if DISK in named and named[DISK].gives_something and not use_disk:
         raise BudgetError("disk has a limit and is forbidden", hint="drop --no-disk or the disk limit")
     detected: tuple[DetectedMemory, ...] = ()
     notes: tuple[str, ...] = ()
@@ -121,10 +127,10 @@ def _budget(wishes: Sequence[Wish], *, use_disk: bool, machine: Machine | None) 
         sizes, detected, notes = fulfil(wishes, named, machine)
     else:
         sizes = {device: wish.num_bytes for device, wish in named.items()}
-    if not sizes.keys() - {DISK}:
+    limits: dict[Device, int | None] = {device: size for device, size in sizes.items() if size}
+    if not limits.keys() - {DISK}:
         raise BudgetError("no device that computes has memory", hint="add a limit, for example -m cpu=64GiB")
-    limits: dict[Device, int | None] = {**sizes}
-    if use_disk:
+    if use_disk and DISK not in sizes:
         limits.setdefault(DISK, None)
     in_order = tuple(sorted(detected, key=lambda memory: _rank(memory.device)))
     return MemoryBudget(_in_order(limits), detected=in_order, notes=notes)

@@ -29,14 +29,19 @@ from bigload.units import format_size
 
 
 def plan(
-    checkpoint: Checkpoint | str | Path, max_memory: MemoryBudget | MaxMemory, **wishes: Unpack[PlanWishes]
+    checkpoint: Checkpoint | str | Path,
+    max_memory: MemoryBudget | MaxMemory,
+    *,
+    disk: bool = True,
+    **wishes: Unpack[PlanWishes],
 ) -> Plan:
     """Assign every module of `checkpoint` to one device of `max_memory`.
 
-    `max_memory` maps devices to sizes, `{"cuda:0": "22GiB", "cpu": "64GiB"}`, or is `"auto"`; what finds no room goes
-    to disk, unless `MemoryBudget.of(..., use_disk=False)` forbids that. Keywords are those of the command line, with
-    the same defaults: `policy`, `context`, `batch`, `dtype`, `kv_dtype`, `overhead`, `balance`, `order`, `experts`,
-    `prefetch`, `no_split`, `mtp`, `names`, `disk_bandwidth`, `link_bandwidth` (`PlanOptions` says what they mean).
+    `max_memory` maps devices to sizes, `{"cuda:0": "22GiB", "cpu": "64GiB"}`, or is `"auto"`. What finds no room goes
+    to disk, unless `disk=False` (`--no-disk`) or a limit of 0 forbids that. Other keywords are those of the command
+    line, with the same defaults: `policy`, `context`, `batch`, `dtype`, `kv_dtype`, `overhead`, `balance`, `order`,
+    `experts`, `prefetch`, `no_split`, `mtp`, `names`, `disk_bandwidth`, `link_bandwidth` (`PlanOptions` says what they
+    mean).
 
     Raises:
         DoesNotFitError: the policy found no placement that keeps every limit; the error says what is short where.
@@ -46,8 +51,8 @@ def plan(
         CheckpointError: the checkpoint cannot be opened.
     """
     opened = checkpoint if isinstance(checkpoint, Checkpoint) else open_checkpoint(checkpoint)
-    budget = max_memory if isinstance(max_memory, MemoryBudget) else MemoryBudget.of(max_memory)
-    return draft(opened, budget, options_of(**wishes)).plan
+    budget = max_memory if isinstance(max_memory, MemoryBudget) else MemoryBudget.of(max_memory, use_disk=disk)
+    return draft(opened, budget if disk else budget.without_disk(), options_of(**wishes)).plan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -209,7 +214,7 @@ def does_not_fit(
 ) -> DoesNotFitError:
     """Return the error that says what is short where, and what would do."""
     problem = problem_of(structure, budget, replace(options, experts=Experts.BLOCK))
-    rows, usable = [], 0
+    rows, room = [], 0
     width = max(len(str(device)) for device, _ in budget)
     for device, limit in budget:
         if limit is None:
@@ -220,13 +225,18 @@ def does_not_fit(
         }
         taken = {name: size for name, size in terms.items() if size}
         left = limit - sum(taken.values())
-        usable += max(left, 0)
+        room += max(left, 0)
         minus = "".join(f" - {format_size(size)} {name}" for name, size in taken.items())
         rows.append(f"{device!s:<{width}}  {format_size(limit):>12}{minus}" + (f" = {_signed(left)}" if minus else ""))
     shortfalls = {str(device): lacking for device, lacking in misfit.too_small.items()}
     if misfit.unplaced_bytes:
         shortfalls["total"] = misfit.unplaced_bytes
     beside = sum(unit.run_bytes for unit in problem.units)
+    # RAM that runs the model may lack room for caches, overhead and activations too.
+    needed = max(sum(unit.num_bytes for unit in problem.units) + beside, misfit.unplaced_bytes)
+    usable = needed - misfit.unplaced_bytes if misfit.unplaced_bytes else room
+    if room > usable and not beside:
+        rows.append(f"modules stay whole, which leaves {format_size(room - usable)} of that unused")
     if beside:
         rows.append(f"caches and logits take {format_size(beside)} where the blocks run")
     biggest = max(problem.units, key=lambda unit: unit.num_bytes, default=None)
@@ -237,7 +247,7 @@ def does_not_fit(
         rows.append("--max-context says what context the memory holds")
     return DoesNotFitError(
         structure.checkpoint.name,
-        needed_bytes=sum(unit.num_bytes for unit in problem.units),
+        needed_bytes=needed,
         usable_bytes=usable,
         shortfalls=shortfalls,
         details=rows,
@@ -260,4 +270,5 @@ def _hint(problem: PlacementProblem, misfit: Misfit, policy: Policy) -> str | No
     with_disk = replace(problem, budget=replace(budget, limits=(*budget.limits, (DISK, None))))
     if budget.has_disk or isinstance(solve(with_disk, policy), Misfit):
         return would_do
-    return f"{would_do}, or drop --no-disk" if would_do else "drop --no-disk"
+    allow = "allow the disk (drop --no-disk or disk=0)"
+    return f"{would_do}, or {allow}" if would_do else allow

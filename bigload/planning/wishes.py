@@ -26,6 +26,8 @@ _MAX_SHOWN = 100
 class Wish:
     """Either `num_bytes` or `percent` of what is free on `device`; without a device, on every one that there is.
 
+    0 bytes give the device nothing.
+
     `text` is what was written and where, for errors.
     """
 
@@ -33,6 +35,10 @@ class Wish:
     device: Device | None = None
     num_bytes: int = 0
     percent: Decimal | None = None
+
+    @property
+    def gives_something(self) -> bool:
+        return bool(self.num_bytes or self.percent)
 
 
 def wishes_in_words(words: Iterable[str]) -> Iterator[Wish]:
@@ -81,13 +87,16 @@ def _wish(key: str | int, value: str | int, text: str) -> Wish:
     if limit.lower() == _AUTO:
         return Wish(text=text, device=device, percent=ALL)
     if limit.endswith("%"):
-        return Wish(text=text, device=device, percent=_percent(limit, device, text))
+        percent = _percent(limit, device, text)
+        return Wish(text=text, device=device, percent=percent or None)
     if len(limit) > _MAX_SHOWN:
         raise BudgetError(f"{text}: {len(limit)} characters are not a size")
     try:
         num_bytes = parse_size(limit)
     except ValueError as error:
         raise BudgetError(f"{text}: {error}") from None
+    if num_bytes == 0 and re.search("[1-9]", limit):
+        raise BudgetError(f"{text}: less than one byte", hint=f"{device}=0 gives it nothing")
     return _of_bytes(device, num_bytes, text)
 
 
@@ -101,8 +110,8 @@ def _device(key: str | int, text: str) -> Device:
 
 
 def _of_bytes(device: Device, num_bytes: int, text: str) -> Wish:
-    if num_bytes <= 0:
-        raise _nothing(device, text)
+    if num_bytes < 0:
+        raise BudgetError(f"{text}: a limit is at least 0 bytes", hint=f"{device}=0 gives it nothing")
     if num_bytes > MAX_SIZE:
         raise BudgetError(f"{text}: more than any device has")
     return Wish(text=text, device=device, num_bytes=num_bytes)
@@ -115,13 +124,7 @@ def _percent(limit: str, device: Device, text: str) -> Decimal:
     percent = Decimal(match["number"])
     if percent > ALL:
         raise BudgetError(f"{text}: more than all of what is free on {device}", hint=f"write at most {device}=100%")
-    if percent == 0:
-        raise _nothing(device, text)
     return percent
-
-
-def _nothing(device: Device, text: str) -> BudgetError:
-    return BudgetError(f"{text}: a limit is more than 0 bytes", hint=f"leave {device} out to give it nothing")
 
 
 def _shown(value: object) -> str:

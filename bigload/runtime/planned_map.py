@@ -47,9 +47,8 @@ def _place(policy: str, units: Sequence[Unit], budget: MemoryBudget) -> Placemen
 
 
 def _budget(limits: Mapping[DeviceKey, Size]) -> MemoryBudget:
-    """Return limits as policies take them: a device without memory is left out, and no limit is the largest one."""
-    room = {str(key): MAX_SIZE if limit == math.inf else int(limit) for key, limit in limits.items() if limit >= 1}
-    return MemoryBudget.of(room, use_disk=bool(limits.get("disk", math.inf)))
+    """Return limits as policies take them: no limit is the largest one."""
+    return MemoryBudget.of({str(key): MAX_SIZE if limit == math.inf else int(limit) for key, limit in limits.items()})
 
 
 def _key(device: Device) -> DeviceKey:
@@ -69,7 +68,7 @@ def _does_not_fit(name: str, units: Sequence[Unit], budget: MemoryBudget, misfit
     return DoesNotFitError(
         name,
         needed_bytes=needed,
-        usable_bytes=sum(limits.values()) - sum(misfit.workspace.values()),
+        usable_bytes=needed - misfit.unplaced_bytes,
         shortfalls=shortfalls,
         details=rows,
     )

@@ -58,7 +58,7 @@ USAGE = [
     ("bigload plan tiny-llama -m cuda:0=22Gb", '"Gb" means gigabits', "22GiB", "22GB (20.49 GiB)"),
     ("bigload plan tiny-llama -m cuda:0=22G", '"G" has two readings', "22GiB"),
     ("bigload plan tiny-llama -m cuda:0=many", "many", "22GiB"),
-    ("bigload plan tiny-llama -m cuda:0=0", "cuda:0=0", "more than 0"),
+    ("bigload plan tiny-llama -m cuda:0=0", "no device that computes"),
     ("bigload plan tiny-llama -m cuda:0=-1GiB", "-1GiB"),
     ("bigload plan tiny-llama -m cuda:0", '"cuda:0"', "DEVICE=SIZE"),
     ("bigload plan tiny-llama -m gpu0=1GiB", '"gpu0"', "cuda:N"),
@@ -133,6 +133,7 @@ NO = [
     ("bigload plan tiny-llama --overhead 0 -m cuda:0=4MiB,cpu=8MiB --no-disk", "does not fit", "short by", "--no-disk"),
     ("bigload plan llama-70b -m cpu=64GiB,disk=1GiB", "does not fit", "131.42 GiB", "short by"),
     ("bigload plan llama-70b -m cuda:0=1GiB", "does not fit", "cuda:0"),
+    ("bigload plan llama-70b -m 0=1GiB,cpu=64GiB,disk=0", "does not fit", "cuda:0"),
     ("bigload plan tiny-llama --overhead 0 -m cuda:0=6MiB,cpu=8MiB --fail-if disk", "--fail-if disk", "on disk"),
     ("bigload plan tiny-llama --overhead 0 -m cuda:0=6MiB,cpu=1GiB --fail-if offload", "--fail-if offload", "on cpu"),
     ("bigload plan tiny-llama -m cpu=1GiB --fail-if offload", "--fail-if offload", "on cpu"),
@@ -146,6 +147,14 @@ def test_the_answer_no_is_3_and_writes_no_plan(run, here, command, words):
     for word in words:
         assert word in done.stderr, word
     assert not (here / "no.json").exists()
+
+
+@pytest.mark.parametrize("form", ["", "--json", "-q"])
+def test_gpus_that_no_number_of_is_enough_are_3(run, form):
+    done = run(f"bigload plan tiny-llama --gpus 1KiB {form}")
+    assert done.code == 3
+    assert "no number of GPUs of 1.0 KiB holds it" in done.stdout + done.stderr
+    assert "the largest module that stays whole is" in done.stdout + done.stderr
 
 
 @pytest.mark.parametrize(

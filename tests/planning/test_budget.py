@@ -66,12 +66,27 @@ def test_a_size_that_cannot_be_read_is_refused(size):
         MemoryBudget.of({"cuda:0": size})
 
 
-@pytest.mark.parametrize("size", [0, -1, "0", "0GiB", "0.5"])
-def test_a_limit_of_nothing_is_refused(size):
-    with pytest.raises(BudgetError, match="more than 0 bytes") as raised:
+@pytest.mark.parametrize(("size", "reason"), [(-1, "at least 0 bytes"), ("0.5", "less than one byte")])
+def test_a_limit_below_nothing_or_one_byte_is_refused(size, reason):
+    with pytest.raises(BudgetError, match=reason) as raised:
         MemoryBudget.of({"cuda:0": size})
     assert raised.value.message.count("--max-memory") == 1
-    assert raised.value.hint == "leave cuda:0 out to give it nothing"
+    assert raised.value.hint == "cuda:0=0 gives it nothing"
+
+
+@pytest.mark.parametrize("nothing", [0, "0", "0GiB", "0%", "0.0"])
+@pytest.mark.parametrize("device", ["cuda:0", "cpu", "disk"])
+def test_a_device_with_a_limit_of_nothing_gets_nothing(device, nothing):
+    """As with accelerate, whose `max_memory` says `{0: 0, "cpu": ...}` for a device that is not to be used."""
+    budget = MemoryBudget.of({"cuda:0": 1, "cpu": 1, device: nothing})
+    whole = {"cuda:0": 1, "cpu": 1, "disk": None}
+    assert limits(budget) == {name: limit for name, limit in whole.items() if name != device}
+    assert limits(MemoryBudget.of({"cuda:1": 1, "disk": nothing}, use_disk=False)) == {"cuda:1": 1}
+
+
+def test_nothing_on_every_device_that_computes_is_refused():
+    with pytest.raises(BudgetError, match="no device that computes"):
+        MemoryBudget.of({"cuda:0": 0, "cpu": "0%", "disk": 5})
 
 
 @pytest.mark.parametrize("device", ["gpu", "cuda:x", "", -1, "cpu:0", None, ("cuda", 0)])

@@ -240,8 +240,6 @@ def test_a_gpu_whose_memory_is_not_known_can_be_given_a_limit_beside_auto():
         ("xpu:0=auto", "how much memory xpu:0 has cannot be looked up"),
         ("disk=50%", "takes what is left"),
         ("disk=auto", "takes what is left"),
-        ("cuda:1=0.0000%", "more than 0 bytes"),
-        ("cuda:1=0%", "leave cuda:1 out"),
         ("cuda:1=100.1%", "more than all of what is free on cuda:1"),
         ("cuda:1=150%", "more than all"),
         ("cuda:1=-5%", "not a percentage"),
@@ -261,6 +259,12 @@ def test_a_share_that_cannot_be_had_is_refused_with_the_reason(word, reason):
     refused = Asked(gpu(1, GIB), unknown=[unknown(0)]).refuses(word, "cuda:5=1GiB")
     assert word.partition("=")[0] in refused.message
     assert reason in str(refused)
+
+
+@pytest.mark.parametrize("nothing", ["0", "0%", "0.000%"])
+def test_a_device_can_be_kept_out_of_auto(nothing):
+    machine = Asked(gpu(0, GIB), gpu(1, GIB), cpu=ram(GIB))
+    assert machine.limits("auto", f"cuda:1={nothing}") == {"cuda:0": GIB, "cpu": GIB}
 
 
 def test_a_share_of_a_gpu_says_why_there_are_none():

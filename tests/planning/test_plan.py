@@ -35,9 +35,9 @@ def rows(made):
     }
 
 
-def refusal(tensors, max_memory, *, use_disk=True):
+def refusal(tensors, max_memory, **wishes):
     with pytest.raises(DoesNotFitError) as caught:
-        planned(tensors, max_memory, use_disk=use_disk)
+        planned(tensors, max_memory, **wishes)
     return caught.value
 
 
@@ -331,6 +331,37 @@ def test_what_does_not_fit_says_what_is_needed_and_what_there_is():
     assert error.needed_bytes == 15
     assert error.usable_bytes == (8 - 4) + 4
     assert error.shortfalls == {"total": 7}
+
+
+def test_a_shortfall_is_what_is_needed_less_what_finds_room():
+    """Blocks of experts leave gaps that no whole block fills: 6 of the 46 bytes that are free."""
+    moe = {f"layers.{i}.{part}.w": size for i in range(4) for part, size in (("attn", 2), ("mlp.experts", 8))}
+    error = refusal({"embed.w": 4, **moe, "norm.w": 1, "lm_head.w": 4}, {0: 26, 1: 17, "cpu": 7}, use_disk=False)
+    assert error.needed_bytes - error.usable_bytes == error.shortfalls["total"]
+    lines = [line.split() for line in error.details]
+    rooms = [int(line[-2]) if "=" in line else int(line[1]) for line in lines if line[0] in ("cuda:0", "cuda:1", "cpu")]
+    (unused,) = [int(line[line.index("leaves") + 1]) for line in lines if "leaves" in line]
+    assert error.usable_bytes == sum(rooms) - unused
+    assert unused > 0
+
+
+def test_a_cpu_too_small_for_the_caches_is_short_by_these_too():
+    config = {**llama_config(), "num_attention_heads": 2, "hidden_size": 8, "num_hidden_layers": 4, "vocab_size": 32}
+    error = refusal(llama_tensors(), {"cpu": 100}, use_disk=False, config=config, context=64)
+    assert error.needed_bytes - error.usable_bytes == error.shortfalls["total"]
+
+
+@pytest.mark.parametrize(("limits", "disk"), [({"cpu": 8}, False), ({"cpu": 8, "disk": 0}, True)])
+def test_without_the_disk_what_finds_no_room_does_not_fit(limits, disk):
+    with pytest.raises(DoesNotFitError) as caught:
+        plan(checkpoint_of(BLOCKS), limits, disk=disk)
+    assert "allow the disk" in caught.value.hint
+    assert plan(checkpoint_of(BLOCKS), {"cpu": 8}).weights_on(DISK) > 0
+
+
+def test_a_budget_with_a_disk_is_planned_without_it_when_it_is_forbidden():
+    with pytest.raises(DoesNotFitError):
+        plan(checkpoint_of(BLOCKS), MemoryBudget.of({"cpu": 8}), disk=False)
 
 
 def test_what_does_not_fit_names_the_device_that_is_too_small_to_stream():

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from bigload.planning.choices import Policy
+from bigload_cli.failures import AnswerIsNoError
 
 if TYPE_CHECKING:
     from bigload.checkpoint.model import Checkpoint
@@ -131,6 +132,8 @@ def _about_need(question: Question, checkpoint: Checkpoint, options: PlanOptions
         )
     size = size_option("--gpus", question.gpus)
     needs = sizing.gpus(read_structure(checkpoint, options), options, size)
+    if needs.without_offload is None and not needs.with_ram:
+        raise AnswerIsNoError("; ".join(view.gpu_needs(needs)))
     return Answer(
         shown=view.gpu_needs(needs),
         value="none" if needs.without_offload is None else str(needs.without_offload),
