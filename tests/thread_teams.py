@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Callable
 from typing import TypeVar
 
 from bigload.errors import RankError
+from bigload.loading.team import to_json
 
 T = TypeVar("T")
 
@@ -47,7 +49,7 @@ class ThreadTeam:
             if len(meeting.rounds) <= number:
                 meeting.rounds.append({})
             said = meeting.rounds[number]
-            said[self.rank] = value
+            said[self.rank] = json.loads(to_json(value))  # as between processes
             meeting.changed.notify_all()
 
             def missing() -> set[int]:

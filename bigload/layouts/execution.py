@@ -6,8 +6,9 @@ import os
 import secrets
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 from bigload.checkpoint.fingerprint import fingerprint
 from bigload.errors import RankError, ReadError, WriteError
@@ -50,6 +51,12 @@ class Share:
     kept_bytes: int = 0
     overflows: dict[str, int] = field(default_factory=dict)
 
+    @classmethod
+    def from_json(cls, found: dict[str, Any]) -> Share:
+        """Return what `asdict` said of a share, after JSON."""
+        records = {name: FileRecord(**record) for name, record in found["records"].items()}
+        return cls(**{**found, "records": records})
+
 
 class Run:
     """One reshard while it is carried out, in this process and those of its team."""
@@ -87,7 +94,7 @@ class Run:
             except RankError:
                 self._check_unchanged(staging, sources)  # where that is why another failed, nothing is worth keeping
                 raise
-            whole = _united(self._team.share(share))
+            whole = _united(map(Share.from_json, self._team.share(asdict(share))))
             together(self._team, lambda: self._finish(staging, whole) if self._is_first else None)
             published = opened.pop_all()  # leaving it publishes: a failure there has to reach the others as well
             together(self._team, published.close)
@@ -114,12 +121,12 @@ class Run:
             "whether the output is there already": prepared.is_finished,
             "the version of bigload": __version__,
         }
-        told = self._team.share((facts, f".bigload-team-{secrets.token_hex(8)}"))
-        for rank, (theirs, _) in enumerate(told):
-            differing = [what for what, value in told[0][0].items() if theirs.get(what) != value]
+        told: list[dict[str, Any]] = self._team.share({"facts": facts, "sign": f".bigload-team-{secrets.token_hex(8)}"})
+        for rank, theirs in enumerate(told):
+            differing = [what for what, value in told[0]["facts"].items() if theirs["facts"].get(what) != value]
             if differing:
                 raise RankError(rank, f"it differs from process 0 in {', '.join(differing)}")
-        return told[0][1]
+        return str(told[0]["sign"])
 
     def _enter(self, opened: ExitStack, sign: str) -> Staging:
         prepared, team = self._prepared, self._team

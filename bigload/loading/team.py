@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -13,8 +14,8 @@ from bigload.errors import BigloadError, ProcessControlError, RankError
 
 T = TypeVar("T")
 
-_Failure = tuple[int | None, str]
-"""In which process, and what it says."""
+_Failure = list[int | str | None]
+"""Rank of the process that failed, if known, and the error's text: a list, as JSON has it."""
 
 LISTENER = "bigload-team-"
 """How the names of threads begin that wait for other processes. There are none when a team has ended, or failed."""
@@ -40,9 +41,26 @@ class Team(Protocol):
     def share(self, value: T) -> list[T]:
         """Return what all processes gave, in the order of their numbers; waits until all have, for days if need be.
 
+        Args:
+            value: What JSON can say and gives back equal: no tuples, and text as the keys of dicts. It travels as JSON
+                because unpickling a message would run whatever its sender put into it.
+
         Raises:
+            TypeError: JSON does not give `value` back.
             RankError: one of them is gone, which is noticed at once.
         """
+
+
+def to_json(value: object) -> bytes:
+    """Return `value` as JSON.
+
+    Raises:
+        TypeError: it would come back as something else: tuples as lists, numbers that are keys as text.
+    """
+    said = json.dumps(value).encode()
+    if json.loads(said) != value:
+        raise TypeError(f"{type(value).__name__} that JSON gives back as something else: {value!r:.200}")
+    return said
 
 
 class Alone:
@@ -116,13 +134,14 @@ def together(team: Team, step: Callable[[], T]) -> T:
     for failure in team.share(nothing):
         if failure is not None:
             rank, reason = failure
-            raise RankError(rank, reason)
+            assert rank is None or isinstance(rank, int)
+            raise RankError(rank, str(reason))
     return result
 
 
 def _told(error: Exception, team: Team) -> _Failure:
     """Return what the other processes are told of `error`: in which it came up, and what it was."""
     if isinstance(error, RankError):
-        return error.rank, error.reason
+        return [error.rank, error.reason]
     reason = error.message if isinstance(error, BigloadError) else str(error)
-    return team.rank, f"{type(error).__name__}: {reason}"
+    return [team.rank, f"{type(error).__name__}: {reason}"]

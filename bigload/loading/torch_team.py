@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import os
-import pickle
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from queue import SimpleQueue
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from bigload.errors import RankError
-from bigload.loading.team import LISTENER
+from bigload.loading.team import LISTENER, to_json
 
 T = TypeVar("T")
 
@@ -51,9 +51,10 @@ class TorchTeam:
         """Return what all ranks gave, in their order. A signal ends the wait, after which the team is of no more use.
 
         Raises:
+            TypeError: JSON does not give `value` back.
             RankError: one of them is gone.
         """
-        said = pickle.dumps(value)
+        said = to_json(value)
         news: SimpleQueue[tuple[int, bytes | Exception]] = SimpleQueue()
         peers = [rank for rank in range(self.size) if rank != self.rank]
         for peer in peers:
@@ -61,7 +62,7 @@ class TorchTeam:
             listener = threading.Thread(target=self._listen, args=arguments, name=f"{LISTENER}{peer}", daemon=True)
             listener.start()
             self._listeners[peer] = listener
-        heard = {peer: pickle.loads(answer) for peer, answer in _from_each(peers, news)}
+        heard = {peer: _from_json(peer, answer) for peer, answer in _from_each(peers, news)}
         # Nobody goes on before all have heard all. So whoever waits is listened to until then, and missed if it dies.
         done = [dist.isend(torch.zeros(1, dtype=torch.uint8), peer, group=self._group) for peer in peers]
         _from_each(peers, news)
@@ -150,6 +151,14 @@ def _finish(
         work.wait(_PATIENCE)
     except RuntimeError as error:
         raise _gone(peer, error) from error
+
+
+def _from_json(peer: int, answer: bytes) -> Any:  # noqa: ANN401 - what `to_json` took
+    try:
+        return json.loads(answer)
+    except (ValueError, RecursionError) as error:
+        hint = "all processes of a job need the same version of bigload"
+        raise RankError(peer, f"it sent {len(answer)} bytes that are not JSON", hint=hint) from error
 
 
 def _gone(peer: int, error: Exception) -> RankError:

@@ -1,18 +1,25 @@
-"""Where the workers of one model find each other: a store that the process that started them has."""
+"""How the workers of one model find each other: by a store in memory that only they have.
+
+The store is a file without a name (memfd_create(2)) whose descriptor the workers inherit. Other users cannot open it,
+whereas a TCPStore serves every user of the host. It is gone when the last worker has ended.
+
+By what the store says, workers connect over the loopback interface. gloo and NCCL do not authenticate there: another
+user of the host can connect to the port of a worker and make a start fail. What comes over these connections becomes
+elements of tensors, and is never unpickled.
+"""
 
 from __future__ import annotations
 
-import ipaddress
-import socket
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch.distributed import TCPStore  # type: ignore[attr-defined]  # which torch documents
+from torch.distributed import FileStore  # type: ignore[attr-defined]  # which torch documents
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-
-from bigload.errors import ParallelOptionError
 
 _PATIENCE = timedelta(days=30)
 """For collectives: who waits too long, or for a process that is gone, is ended by the process that started it."""
@@ -20,10 +27,9 @@ _PATIENCE = timedelta(days=30)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Meeting:
-    """What a worker has to know to join the others."""
+    """What a worker has to know to join the others; `store` is a descriptor that it inherits."""
 
-    address: str
-    port: int
+    store: int
     backend: str
     size: int
     timeout_seconds: float
@@ -34,50 +40,26 @@ class Meeting:
         return "cpu" if self.backend == "gloo" else "cuda"
 
 
-def open_store(address: str, port: int | None) -> TCPStore:
-    """Return a store that answers at `address`, and nowhere else, as long as it is referred to.
-
-    Args:
-        address: Of this host.
-        port: Which; `None` for one that the kernel knows to be free.
-
-    Raises:
-        ParallelOptionError: it is taken, or the address is not of this host.
-    """
+@contextmanager
+def open_store() -> Iterator[int]:
+    """Give the descriptor of a new store for workers to inherit; theirs stays open when this one is closed."""
+    descriptor = os.memfd_create("bigload-store", os.MFD_CLOEXEC)
     try:
-        family = socket.getaddrinfo(address, port or 0, type=socket.SOCK_STREAM)[0][0]
-        listener = socket.create_server((address, port or 0), family=family)
-    except OSError as error:
-        name, value = ("master_addr", address) if port is None else ("master_port", port)
-        raise ParallelOptionError(
-            name,
-            value,
-            f"an address and a port of this host that are free ({error.strerror or error})",
-            hint="leave master_port out: the kernel then chooses a free one",
-        ) from None
-    found = listener.getsockname()[1]
-    return TCPStore(address, found, None, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+        yield descriptor
+    finally:
+        os.close(descriptor)
 
 
-def environment(address: str, backend: str, size: int, num_threads: int) -> dict[str, str]:
-    """Return the variables that workers have beside those of this process, as torchrun would set them."""
-    found = {
+def environment(size: int, num_threads: int) -> dict[str, str]:
+    """Return the variables that workers have beside those of this process."""
+    return {
         "WORLD_SIZE": str(size),
         "LOCAL_WORLD_SIZE": str(size),
-        "MASTER_ADDR": address,
         "OMP_NUM_THREADS": str(num_threads),
+        # All are on this host. And gloo would look up the name of the host otherwise, which need not resolve.
+        "GLOO_SOCKET_IFNAME": "lo",
+        "NCCL_SOCKET_IFNAME": os.environ.get("NCCL_SOCKET_IFNAME", "lo"),
     }
-    if backend == "gloo" and is_loopback(address):
-        found["GLOO_SOCKET_IFNAME"] = "lo"  # else gloo looks up the name of the host, which need not resolve
-    return found
-
-
-def is_loopback(address: str) -> bool:
-    """Return whether `address` is of this host alone."""
-    try:
-        return ipaddress.ip_address(address).is_loopback
-    except ValueError:
-        return address == "localhost"
 
 
 def join(meeting: Meeting, rank: int) -> tuple[DeviceMesh, torch.device]:
@@ -87,6 +69,7 @@ def join(meeting: Meeting, rank: int) -> tuple[DeviceMesh, torch.device]:
         device = torch.device("cuda", rank)
         torch.cuda.set_device(device)
     seconds = timedelta(seconds=meeting.timeout_seconds)
-    store = TCPStore(meeting.address, meeting.port, None, is_master=False, timeout=seconds)
+    store = FileStore(f"/proc/self/fd/{meeting.store}")
+    store.set_timeout(seconds)
     dist.init_process_group(meeting.backend, store=store, rank=rank, world_size=meeting.size, timeout=_PATIENCE)
     return init_device_mesh(meeting.device_type, (meeting.size,)), device

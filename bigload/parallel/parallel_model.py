@@ -55,13 +55,11 @@ class ParallelModel:
         *,
         methods: Sequence[str],
         timeout: float | None,
-        resources: object,
     ) -> None:
         self.model = model
         self.report = report
         self._pool = pool
         self._timeout = timeout
-        self._resources = resources
         self._handles = HandleTable()
         self._turn = threading.Lock()
         self._before = self._attach(methods)
@@ -95,7 +93,6 @@ class ParallelModel:
             else:
                 vars(self.model)[name] = value
         self._before = {}
-        self._resources = None
         self._pool.close()
 
     def memory_allocated(self) -> dict[str, int]:

@@ -39,7 +39,7 @@ def parallelize(
     num_gpus: int,
     fp16: bool = False,
     custom_policies: object = None,
-    master_addr: str = "127.0.0.1",
+    master_addr: str = "127.0.0.1",  # noqa: ARG001 - see below
     master_port: int | None = None,
     backend: str = "nccl",
     verbose: str | None = None,
@@ -79,8 +79,8 @@ def parallelize(
         fp16: Whether parameters, and buffers that are stored, become float16 in the workers; the model here stays.
         custom_policies: How to divide the model, instead of what is found for it: words by patterns of names, as
             `plan_tensor_parallel` takes them.
-        master_addr: The address of this host at which workers meet.
-        master_port: The port; by default one that the kernel knows to be free.
+        master_addr: Taken for programs that give it. Workers are on this host, and meet in memory that only they have.
+        master_port: As `master_addr`: no port is opened.
         backend: `nccl` for accelerators of CUDA, `gloo` for the CPU.
         verbose: `simple` logs what each worker holds, `detail` also how each parameter is divided, at the level INFO of
             the logger `bigload.parallel`. `None` or `none` logs nothing.
@@ -127,8 +127,6 @@ def parallelize(
         method=method,
         dtype=torch.float16 if fp16 else None,
         backend=backend,
-        address=master_addr,
-        port=master_port,
         daemon=daemon,
         timeout_seconds=start_timeout,
     )
@@ -136,10 +134,10 @@ def parallelize(
     if wanted.checkpoint is not None:
         _check_has_all(skeleton, wanted.checkpoint, type(model).__name__)
     del weights
-    pool, store, workers = start_workers(wanted, shared)
+    pool, workers = start_workers(wanted, shared)
     report = ParallelReport(workers=workers, notes=plan.notes, seconds=time.perf_counter() - began)
     _tell(report, plan, verbose)
-    return ParallelModel(model, pool, report, methods=called, timeout=timeout, resources=store)
+    return ParallelModel(model, pool, report, methods=called, timeout=timeout)
 
 
 def _check_options(num_gpus: int, backend: str, *, verbose: str | None, init_method: str, port: int | None) -> None:
@@ -155,7 +153,7 @@ def _check_options(num_gpus: int, backend: str, *, verbose: str | None, init_met
             "init_method", init_method, "spawn", hint="workers are fresh interpreters, which forks are not"
         )
     if port is not None and not (isinstance(port, int) and 1 <= port <= 65535):
-        raise ParallelOptionError("master_port", port, "1 to 65535, or None for one that is free")
+        raise ParallelOptionError("master_port", port, "1 to 65535, or None")
     num_accelerators = torch.cuda.device_count() if backend == "nccl" else num_gpus
     if num_accelerators < num_gpus:
         raise ParallelOptionError(

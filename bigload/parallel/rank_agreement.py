@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from hashlib import sha256
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -13,8 +14,8 @@ from torch.distributed.tensor import DTensor
 from bigload.errors import LoadOptionError
 from bigload.loading.team import Team
 
-_Mesh = tuple[tuple[int, ...], tuple[int, ...]]
-"""The ranks of a mesh, and its shape."""
+_Mesh = str
+"""The ranks of a mesh and its shape, as JSON."""
 
 _Form = str
 """The whole shape of a tensor, its dtype and its placements."""
@@ -32,19 +33,18 @@ def check_agreement(team: Team, arguments: Mapping[str, object], model: nn.Modul
     if team.size == 1:
         return
     forms = _forms(model)
-    digests = {mesh: sha256(repr(sorted(tensors.items())).encode()).digest() for mesh, tensors in forms.items()}
-    told = team.share((dict(arguments), digests))
-    for name, value in told[0][0].items():
-        for rank, (theirs, _) in enumerate(told):
-            if theirs[name] != value:
-                expected = (
-                    f"the same in all ranks: it is {value!r:.40} in rank 0 and {theirs[name]!r:.40} in rank {rank}"
-                )
-                raise LoadOptionError(name, arguments[name], expected)
-    for mesh in sorted({mesh for _, theirs in told for mesh in theirs}):
-        if len({told[rank][1].get(mesh) for rank in mesh[0]}) > 1:
+    digests = {mesh: sha256(repr(sorted(tensors.items())).encode()).hexdigest() for mesh, tensors in forms.items()}
+    told: list[dict[str, Any]] = team.share({"arguments": dict(arguments), "digests": digests})
+    for name, value in told[0]["arguments"].items():
+        for rank, theirs in enumerate(told):
+            if theirs["arguments"][name] != value:
+                found = f"it is {value!r:.40} in rank 0 and {theirs['arguments'][name]!r:.40} in rank {rank}"
+                raise LoadOptionError(name, arguments[name], f"the same in all ranks: {found}")
+    for mesh in sorted({mesh for theirs in told for mesh in theirs["digests"]}):
+        ranks, _ = json.loads(mesh)
+        if len({told[rank]["digests"].get(mesh) for rank in ranks}) > 1:
             everybody = team.share(forms.get(mesh, {}))
-            _raise_difference({rank: everybody[rank] for rank in mesh[0]})
+            _raise_difference({rank: everybody[rank] for rank in ranks})
 
 
 def _raise_difference(members: Mapping[int, Mapping[str, _Form]]) -> NoReturn:
@@ -66,7 +66,7 @@ def _forms(model: nn.Module) -> dict[_Mesh, dict[str, _Form]]:
             if isinstance(tensor, DTensor):
                 on = tensor.device_mesh
                 if on not in meshes:
-                    meshes[on] = (tuple(on.mesh.flatten().tolist()), tuple(on.shape))
+                    meshes[on] = json.dumps([on.mesh.flatten().tolist(), list(on.shape)])
                 form = f"{list(tensor.shape)} {tensor.dtype} {tensor.placements}"
                 forms.setdefault(meshes[on], {})[name] = form
     return forms

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
@@ -26,7 +27,7 @@ from bigload.parallel.local_spans import check_divisions, of_division
 from bigload.parallel.model_part import ModelPart, assign_local, check_parts, described
 from bigload.parallel.rank_agreement import check_agreement
 from bigload.parallel.rank_report import RankLoadReport
-from bigload.parallel.sending_out import send_out, without_places
+from bigload.parallel.sending_out import send_out, stored_elsewhere, without_places
 from bigload.parallel.stored_lines import StoredTensor
 from bigload.parallel.stored_tensors import StoredTensors, open_stored
 from bigload.planning.load_dtype import as_dtype
@@ -130,7 +131,7 @@ def load_sharded(
         parts = [part for _, part in places]
         tensors, report = together(team, lambda: _loaded(stored, parts, fill, team.rank, began))
         assign_local(module, [assignment for assignment, _ in places], tensors)
-        return tuple(team.share(report))
+        return tuple(map(RankLoadReport.from_json, team.share(asdict(report))))
 
 
 def _module(model: nn.Module) -> nn.Module:
@@ -152,7 +153,7 @@ def _told_by_rank_0(checkpoint: Checkpoint | str | Path, team: TorchTeam) -> Sto
     opened = together(team, lambda: open_stored(checkpoint) if team.rank == 0 else None)
     told = team.share(None if opened is None else without_places(opened))[0]
     assert told is not None, "rank 0 has opened it, or raised"
-    return told if opened is None else opened
+    return stored_elsewhere(told) if opened is None else opened
 
 
 def _wanted_by_any(

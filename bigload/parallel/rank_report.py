@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from bigload.loading.methods import Method
 
@@ -30,3 +31,9 @@ class RankLoadReport:
     method: Method | None
     reason: str
     threads: int
+
+    @classmethod
+    def from_json(cls, found: dict[str, Any]) -> RankLoadReport:
+        """Return what `asdict` said of a report, after JSON."""
+        method = found["method"]
+        return cls(**{**found, "method": None if method is None else Method(method)})

@@ -96,12 +96,25 @@ def _replaced(value: Any, tensors: Iterator[Tensor]) -> Any:  # noqa: ANN401 - n
 
 
 def _gathered(tensors: list[Tensor], totals: set[int]) -> list[Tensor]:
-    of_ranks: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(of_ranks, [tensor.detach().cpu() for tensor in tensors])
-    return [
-        tensor if _is_whole(parts, totals) else torch.cat(parts, 1).to(tensor.device)
-        for tensor, parts in zip(tensors, zip(*of_ranks, strict=True), strict=True)
-    ]
+    """Return `tensors` with the heads of all ranks; ranks differ in nothing but how many heads each has."""
+    num_heads = torch.tensor([tensor.shape[1] for tensor in tensors], device=tensors[0].device)
+    of_ranks = [torch.empty_like(num_heads) for _ in range(dist.get_world_size())]
+    dist.all_gather(of_ranks, num_heads)
+    found = []
+    for tensor, counts in zip(tensors, torch.stack(of_ranks, 1).tolist(), strict=True):
+        parts = tuple(_broadcast(tensor, rank, count) for rank, count in enumerate(counts))
+        found.append(tensor if _is_whole(parts, totals) else torch.cat(parts, 1))
+    return found
+
+
+def _broadcast(tensor: Tensor, rank: int, num_heads: int) -> Tensor:
+    """Return the `tensor` of `rank`: a tensor and not an object, which torch would pickle and unpickle."""
+    if rank == dist.get_rank():
+        part = tensor.detach().contiguous()
+    else:
+        part = tensor.new_empty((tensor.shape[0], num_heads, *tensor.shape[2:]))
+    dist.broadcast(part, rank)
+    return part
 
 
 def _is_whole(parts: tuple[Tensor, ...], totals: set[int]) -> bool:

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -86,10 +88,21 @@ def batches(tensors: Sequence[StoredTensor]) -> Iterator[list[Rows]]:
         yield batch
 
 
-def without_places(stored: StoredTensors) -> StoredTensors:
-    """Return `stored` as it is told to who cannot see the files: names, dtypes and shapes."""
-    tensors = {name: replace(tensor, pieces=()) for name, tensor in stored.tensors.items()}
-    checkpoint = replace(stored.checkpoint, shards=(), tensors={})
+def without_places(stored: StoredTensors) -> dict[str, Any]:
+    """Return, for JSON, what ranks that cannot see the files need of `stored`: names, dtypes and shapes."""
+    tensors = {name: [tensor.dtype.name, list(tensor.shape)] for name, tensor in stored.tensors.items()}
+    return {"path": stored.checkpoint.path, "root": str(stored.checkpoint.root.resolve()), "tensors": tensors}
+
+
+def stored_elsewhere(told: Mapping[str, Any]) -> StoredTensors:
+    """Return the tensors of a checkpoint of which rank 0 has told what `without_places` returned."""
+    tensors = {
+        name: StoredTensor(name=name, dtype=DTYPES[dtype], shape=tuple(shape), pieces=())
+        for name, (dtype, shape) in told["tensors"].items()
+    }
+    checkpoint = Checkpoint(
+        path=told["path"], root=Path(told["root"]), index_file=None, shards=(), tensors={}, config=None
+    )
     return StoredTensors(checkpoint=checkpoint, tensors=tensors)
 
 

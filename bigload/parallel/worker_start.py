@@ -30,40 +30,36 @@ class WantedWorkers:
     method: Method | str | None
     dtype: torch.dtype | None
     backend: str
-    address: str
-    port: int | None
     daemon: bool
     timeout_seconds: float
 
 
 def start_workers(
     wanted: WantedWorkers, shared: Mapping[int, torch.Tensor]
-) -> tuple[WorkerPool, object, tuple[WorkerReport, ...]]:
-    """Return workers that are ready, the store by which they met, and how they started. If one fails, none is left.
+) -> tuple[WorkerPool, tuple[WorkerReport, ...]]:
+    """Return workers that are ready, and how they started. If one fails, none is left.
 
     `shared` are weights that they get from this process, by number; they move into memory that all have.
 
     Raises:
-        ParallelOptionError: the address or the port is not to be had.
         WorkerError, WorkerDiedError, WorkerTimeoutError: a worker failed.
     """
     num_threads = max(1, torch.get_num_threads() // wanted.num_workers)
     with ExitStack() as undo:
-        store = open_store(wanted.address, wanted.port)
+        store = undo.enter_context(open_store())
         sharing = WeightSharing()
         undo.callback(sharing.close)
         pool = WorkerPool(
             wanted.num_workers,
-            environment=environment(wanted.address, wanted.backend, wanted.num_workers, num_threads),
-            inherit=(sharing.descriptor,),
+            environment=environment(wanted.num_workers, num_threads),
+            inherit=(sharing.descriptor, store),
             daemon=wanted.daemon,
         )
         undo_pool = undo.enter_context(ExitStack())
         undo_pool.callback(pool.end, "they could not be started")
         start = Start(
             meeting=Meeting(
-                address=wanted.address,
-                port=store.port,
+                store=store,
                 backend=wanted.backend,
                 size=wanted.num_workers,
                 timeout_seconds=wanted.timeout_seconds,
@@ -80,4 +76,4 @@ def start_workers(
         )
         answers = pool.ask(pack(start), "starting", timeout=wanted.timeout_seconds)
         undo_pool.pop_all()
-    return pool, store, tuple(each for each in answers if isinstance(each, WorkerReport))
+    return pool, tuple(each for each in answers if isinstance(each, WorkerReport))

@@ -52,6 +52,22 @@ def test_no_error_is_swallowed_whole(path):
             assert not (catches_all and all(isinstance(statement, ast.Pass) for statement in node.body))
 
 
+PICKLES = {"parallel/messages.py", "parallel/skeleton.py", "loading/legacy.py"}
+"""Modules that may import pickle: for socket pairs of this process, and for the errors of torch's own unpickler."""
+
+
+@every_module
+def test_nothing_is_unpickled_that_came_over_a_network(path):
+    imported = [node for node in ast.walk(parsed(path)) if isinstance(node, ast.Import | ast.ImportFrom)]
+    modules = {alias.name for node in imported for alias in node.names} | {
+        getattr(node, "module", "") for node in imported
+    }
+    assert "pickle" not in modules or name_of(path) in PICKLES
+    names = {node.attr for node in ast.walk(parsed(path)) if isinstance(node, ast.Attribute)} | modules
+    assert not {name for name in names if name and name.endswith(("_object", "_object_list")) and "gather" in name}
+    assert not names & {"broadcast_object_list", "scatter_object_list", "send_object_list", "recv_object_list"}
+
+
 @pytest.mark.parametrize("path", sorted(ROOT.glob("*/**/__init__.py")), ids=name_of)
 def test_a_package_holds_a_docstring_and_imports_only(path):
     assert all(isinstance(node, ast.Expr | ast.Import | ast.ImportFrom) for node in parsed(path).body)

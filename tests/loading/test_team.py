@@ -2,6 +2,7 @@
 
 import json
 import os
+import pickle
 import signal
 import socket
 import subprocess
@@ -13,7 +14,8 @@ import pytest
 
 import bigload
 from bigload.errors import RankError, ReadError
-from bigload.loading.team import Alone, launched_team, present_team, together
+from bigload.loading.team import Alone, launched_team, present_team, to_json, together
+from bigload.loading.torch_team import _from_json
 from thread_teams import outcomes
 
 SCENES = """
@@ -23,15 +25,23 @@ from bigload.errors import RankError
 from bigload.loading.team import LISTENER, launched_team, present_team, together
 from bigload.loading.torch_team import TorchTeam
 
+class Loaded:
+    def __reduce__(self):
+        return os._exit, (99,)  # what unpickling would run, in all others
+
 said = {}
 with launched_team() as team:
     rank = team.rank
     said["shared"] = team.share({"rank": rank, "padding": "x" * 100_000 * rank})[1]["rank"]
     said["none"] = team.share(None)
     try:
+        team.share(Loaded())
+    except TypeError:
+        said["refused"] = True
+    try:
         together(team, lambda: 1 // (1 - rank))
     except RankError as error:
-        said["error"] = (error.rank, error.reason)
+        said["error"] = [error.rank, error.reason]
     except ZeroDivisionError:
         said["error"] = "mine"
     said["after"] = team.share(rank)
@@ -40,7 +50,7 @@ said["ours is gone"] = not dist.is_initialized()
 store = dist.TCPStore("127.0.0.1", int(sys.argv[1]), 2, rank == 0)
 dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
 with present_team() as team:
-    said["present"] = (type(team) is TorchTeam, team.share(rank))
+    said["present"] = [type(team) is TorchTeam, team.share(rank)]
 everybody = [None, None]
 dist.all_gather_object(everybody, rank)
 said["theirs works"] = everybody
@@ -194,6 +204,17 @@ def test_the_own_error_is_raised_also_if_nobody_is_left_to_hear_it():
     assert isinstance(outcomes(2, work)[1], ZeroDivisionError)
 
 
+@pytest.mark.parametrize("value", [(1, 2), {1: "x"}, {"x"}, b"x", object()])
+def test_what_json_would_change_is_not_shared(value):
+    with pytest.raises(TypeError):
+        to_json({"value": value})
+
+
+def test_what_a_peer_sends_is_not_unpickled():
+    with pytest.raises(RankError, match="process 1 failed: it sent 5 bytes that are not JSON"):
+        _from_json(1, pickle.dumps(None) + b".")
+
+
 @pytest.mark.slow
 def test_real_processes_share_fail_together_and_notice_a_kill():
     with started(SCENES, 2, free_port()) as (first, second):
@@ -210,6 +231,7 @@ def test_real_processes_share_fail_together_and_notice_a_kill():
     assert heard == {
         "shared": 1,
         "none": [None, None],
+        "refused": True,
         "after": [0, 1],
         "ours is gone": True,
         "present": [True, [0, 1]],

@@ -9,6 +9,7 @@ import pickle
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -27,7 +28,6 @@ from bigload.errors import (
     WorkersDisagreeError,
     WorkersEndedError,
 )
-from bigload.parallel.meeting import open_store
 from bigload.parallel.parallelize import _warn_of_too_many
 from process_census import census, is_running, settled
 from worker_models import Differing, TwoLayers, WithCaches
@@ -199,7 +199,6 @@ def saved(tmp_path_factory):
 @pytest.mark.slow
 def test_a_model_without_weights_runs_from_its_checkpoint_and_ends_without_a_trace(saved, tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    open_store("127.0.0.1", None)  # torch keeps a pipe from the first one on
     gc.collect()
     before, environment = census(), dict(os.environ)
     plain = two_layers()
@@ -231,8 +230,8 @@ def test_a_model_without_weights_runs_from_its_checkpoint_and_ends_without_a_tra
 
 
 @pytest.mark.slow
-def test_a_model_that_nobody_refers_to_takes_its_workers_along():
-    open_store("127.0.0.1", None)  # torch keeps a pipe from the first one on
+def test_a_model_that_nobody_refers_to_takes_its_workers_along(tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     gc.collect()
     before = census()
     parallel = bigload.parallelize(two_layers(), 2, backend="gloo", example=EXAMPLE)
@@ -298,16 +297,23 @@ def test_what_is_told_goes_to_the_log(caplog):
 
 
 @pytest.mark.slow
-def test_a_port_that_is_asked_for_is_taken(saved):
-    import socket
-
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        with pytest.raises(ParallelOptionError, match=r"master_port is \d+; .* in use"):
-            bigload.parallelize(two_layers(), 2, backend="gloo", master_port=port, example=EXAMPLE)
+def test_no_port_is_opened_here_and_workers_listen_to_this_host_alone():
+    before = listening_addresses(os.getpid())
+    address = {"master_addr": "203.0.113.7", "master_port": 1}  # parallelformers' arguments; nothing listens there
     model = two_layers()
-    with bigload.parallelize(model, 2, backend="gloo", master_port=port, example=EXAMPLE), torch.no_grad():
+    with bigload.parallelize(model, 2, backend="gloo", example=EXAMPLE, **address) as parallel, torch.no_grad():
+        assert listening_addresses(os.getpid()) == before
+        heard = [address for process_id in parallel.process_ids for address in listening_addresses(process_id)]
+        assert heard, "gloo listens"
+        assert all(address.startswith("0100007F:") for address in heard)  # 127.0.0.1
         torch.testing.assert_close(model(torch.ones(8)), two_layers()(torch.ones(8)))
+
+
+def listening_addresses(process_id):
+    """Return the TCP addresses at which a process listens, as proc_net_tcp(5) writes them."""
+    open_files = {str(link.readlink()) for link in Path(f"/proc/{process_id}/fd").iterdir() if link.is_symlink()}
+    lines = [line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").read_text().splitlines()]
+    return [line[1] for line in lines if line[3] == "0A" and f"socket:[{line[9]}]" in open_files]
 
 
 OPTIONS = [
@@ -324,7 +330,6 @@ OPTIONS = [
     ({"example": torch.ones(1)}, "expected arguments of a forward by name"),
     ({"example": {1: 2}}, "expected arguments of a forward by name"),
     ({"methods": ["sing"]}, "methods is 'sing'; expected a method of TwoLayers"),
-    ({"master_addr": "203.0.113.7"}, "master_addr is '203.0.113.7'; expected an address and a port of this host"),
     ({"master_port": 70000}, "master_port is 70000"),
 ]
 

@@ -15,7 +15,6 @@ from safetensors.torch import save_file
 import bigload
 from bigload.errors import WorkerDiedError, WorkerError, WorkersEndedError, WorkerTimeoutError
 from bigload.parallel import pool
-from bigload.parallel.meeting import open_store
 from process_census import census, is_running, settled
 from worker_models import Deadly, Unbuildable
 
@@ -29,7 +28,6 @@ def spread(tmp_path, monkeypatch):
     """A function that gives a model with workers; after the test, nothing of them may be left."""
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     monkeypatch.setattr(pool, "GRACE_SECONDS", 1.0)
-    open_store("127.0.0.1", None)  # torch keeps a pipe from the first one on
     gc.collect()
     before = census()
     made = []
