@@ -60,6 +60,7 @@ if TYPE_CHECKING:  # `as` marks them as public to type checkers
     from bigload.errors import NotEnoughMemoryError as NotEnoughMemoryError
     from bigload.errors import NotEnoughSpaceError as NotEnoughSpaceError
     from bigload.errors import NotOffloadableError as NotOffloadableError
+    from bigload.errors import OffloadedEditError as OffloadedEditError
     from bigload.errors import OffloadedTrainingError as OffloadedTrainingError
     from bigload.errors import OutputExistsError as OutputExistsError
     from bigload.errors import ParallelCopyError as ParallelCopyError
@@ -253,6 +254,7 @@ _HOMES = {
         "NotEnoughMemoryError",
         "NotEnoughSpaceError",
         "NotOffloadableError",
+        "OffloadedEditError",
         "OffloadedTrainingError",
         "OutputExistsError",
         "ParallelCopyError",

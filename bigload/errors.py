@@ -36,6 +36,7 @@
     │   ├── NoOffloadFolderError         weights for the disk, and no place there (ValueError)
     │   ├── AlreadyDispatchedError       a model that has hooks is to get others (RuntimeError)
     │   ├── DispatchedModelError         a model that hooks hold in its places (RuntimeError)
+    │   ├── OffloadedEditError           values for offloaded weights, which would be lost (RuntimeError)
     │   └── OffloadedTrainingError       a gradient for a weight that does not stay (RuntimeError)
     ├── RankError                        another process of a team failed
     │   └── MainProcessFailedError       in what it does before the others
@@ -63,6 +64,7 @@ import errno
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from bigload.units import counted, format_size
 
@@ -634,14 +636,34 @@ class NoOffloadFolderError(LoadError, ValueError):
 
 
 class DispatchedModelError(LoadError, RuntimeError):
-    """A model cannot be moved by `method`, because the values of `parameters` are elsewhere between forwards."""
+    """A model cannot be moved, or cast, by `method`: the values of `parameters` are elsewhere between forwards."""
 
-    def __init__(self, model: str, method: str, parameters: Sequence[str]) -> None:
+    def __init__(
+        self, model: str, method: str, parameters: Sequence[str], *, verb: Literal["move", "cast"] = "move"
+    ) -> None:
+        hints = {
+            "move": "dispatch it anew with another device map, or take bigload.get_state_dict_offloaded_model(model)",
+            "cast": "cast it before it is dispatched, or load it with bigload.load_checkpoint_and_dispatch(dtype=...)",
+        }
         super().__init__(
-            f"You can't move a model that has some modules offloaded to cpu or disk: {model}.{method}() would have "
-            f"nothing to move of {counted(len(parameters), 'parameter')}, which hooks bring in for each forward",
+            f"You can't {verb} a model that has some modules offloaded to cpu or disk: {model}.{method}() would have "
+            f"nothing to {verb} of {counted(len(parameters), 'parameter')}, which hooks bring in for each forward",
             details=parameters,
-            hint="dispatch it anew with another device map, or take bigload.get_state_dict_offloaded_model(model)",
+            hint=hints[verb],
+        )
+        self.parameters = tuple(parameters)
+
+
+class OffloadedEditError(LoadError, RuntimeError):
+    """Values for `parameters`, which are offloaded, would be lost: `by` changes placeholders, which hold none."""
+
+    def __init__(self, parameters: Sequence[str], *, by: str) -> None:
+        super().__init__(
+            f"{by} would change {counted(len(parameters), 'weight')} that hooks bring in for each forward, and the new "
+            "values would be lost: between forwards only a placeholder without memory is in the module",
+            details=parameters,
+            hint="remove the hooks with bigload.remove_hook_from_submodules(model), change the model and dispatch it "
+            "again; or give weights memory of their own with load_state_dict(..., assign=True)",
         )
         self.parameters = tuple(parameters)
 

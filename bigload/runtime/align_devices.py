@@ -22,7 +22,9 @@ from bigload.runtime.call_weights import bring_before_calls
 from bigload.runtime.hooks import ModelHook, add_hook_to_module, within
 from bigload.runtime.module_tensors import is_packed_by_device, set_module_tensor_to_device
 from bigload.runtime.offload_store import PrefixedDataset, source_of
+from bigload.runtime.placeholder_edits import PlaceholderEdits
 from bigload.runtime.refused_gradients import refuse_gradients
+from bigload.runtime.refused_methods import refuse_loading
 from bigload.runtime.sending import DeviceLike, find_device, send_to_device
 from bigload.runtime.slots import Slot, assign, called_modules, has_no_forward, shared_tensors
 from bigload.runtime.streaming.streamed_block import StreamedBlock
@@ -98,6 +100,7 @@ class AlignDevicesHook(ModelHook):
         self.input_device: torch.device | None = None
         self.original_devices: dict[str, torch.device] = {}
         self._pointers: dict[str, int] = {}
+        self._edits = PlaceholderEdits()
         self._made_weights_map = False
         self._brings_uncalled = False
         self._forwards = _Forwards()
@@ -147,6 +150,7 @@ class AlignDevicesHook(ModelHook):
             raise
         if self.offload:
             bring_before_calls(module)
+            refuse_loading(module)
         return module
 
     def _tensors(self, module: nn.Module) -> list[list[Slot]]:
@@ -159,7 +163,9 @@ class AlignDevicesHook(ModelHook):
             self.weights_map = {slot.name: slots[0].tensor.detach().to("cpu") for slots in leaving for slot in slots}
         for slots in leaving:
             self._pointers.update((slot.name, _pointer(slot.tensor)) for slot in slots)
-            _put(slots, _META)
+            placeholder = _put(slots, _META)
+            for slot in slots:
+                self._edits.note(slot.name, placeholder)
         if self._device is not None:
             for slots in shared:
                 if not self._is_offloaded(slots[0]):
@@ -328,6 +334,8 @@ class AlignDevicesHook(ModelHook):
         at_home = slot.tensor
         if not at_home.is_meta and self._device in (None, at_home.device):
             return
+        if at_home.is_meta:
+            self._edits.check(slot.name, at_home, prefix=self._prefix)
         forwards.away.append((slots, at_home))
         on_devices = self._tied_copies(self._pointers.get(slot.name, 0) if at_home.is_meta else 0)
         if self._device is not None and _take(slots, on_devices.get(self._device)):
@@ -336,12 +344,20 @@ class AlignDevicesHook(ModelHook):
         device = value.device if self._device is None else self._device
         brought = on_devices[device] = _put(slots, device, value, statistics)
         forwards.lent.append((on_devices, device))
-        refuse_gradients(brought, f"{getattr(self.weights_map, 'prefix', '')}{slot.name}")
+        refuse_gradients(brought, f"{self._prefix}{slot.name}")
+
+    @property
+    def _prefix(self) -> str:
+        """What comes before the names of weights in the model, as far as the hook knows it."""
+        return str(getattr(self.weights_map, "prefix", ""))
 
     def offloaded_weights(self, module: nn.Module) -> list[Weight] | None:
         """Return what `pre_forward` loads; `None` if that takes more than knowing where values are.
 
         Values may be made when they are asked for, and parameters of bitsandbytes are packed on their way.
+
+        Raises:
+            OffloadedEditError: a placeholder was edited.
         """
         weights: list[Weight] = []
         weights_map = self.weights_map
@@ -350,6 +366,7 @@ class AlignDevicesHook(ModelHook):
         for slots in self._tensors(module):
             placeholder = self._forwards.at_home(slots[0])
             if self._is_offloaded(slots[0]) and placeholder.is_meta:
+                self._edits.check(slots[0].name, placeholder, prefix=self._prefix)
                 found = [source_of(weights_map, slot.name) for slot in slots]
                 source = next((each for each in found if each is not None), None)
                 if source is None or is_packed_by_device(placeholder) or source.dtype == torch.int8:

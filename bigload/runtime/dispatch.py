@@ -26,9 +26,9 @@ from bigload.runtime.device_maps import check_device_map
 from bigload.runtime.hooks import add_hook_to_module
 from bigload.runtime.module_sizes import prefixes
 from bigload.runtime.module_tensors import set_module_tensor_to_device
-from bigload.runtime.moving import warn_of_moves
 from bigload.runtime.offload_store import OffloadedWeightsLoader, PrefixedDataset, offloaded
 from bigload.runtime.offload_writer import Entry
+from bigload.runtime.refused_methods import refuse_changes
 from bigload.runtime.streaming.attach import stream
 from bigload.runtime.streaming.options import StreamOptions
 from bigload.runtime.tied_parameters import find_tied_parameters
@@ -226,7 +226,7 @@ class Spread:
         if isinstance(model._hf_hook, AlignDevicesHook):
             model._hf_hook.io_same_device = True
         tie_on_devices(model, self.tied, runs_on)
-        warn_of_moves(model)
+        refuse_changes(model)
 
     def _runs_on(self, name: str) -> DeviceLike:
         device = device_of(name, self.device_map)
@@ -346,7 +346,7 @@ def _offload_all(
         tied_params_map=tied_params_map,
     )
     tie_on_devices(model, tied, {name: _resolved(device) for group in tied for name in group})
-    warn_of_moves(model)
+    refuse_changes(model)
     model.hf_device_map = {"": place}  # type: ignore[assignment]  # by which transformers knows how to save the model
 
 

@@ -131,41 +131,6 @@ def test_a_map_that_leaves_something_out_is_refused():
         dispatch_model(Model(), {"scale": "cpu", "first": "cpu", "norm": "cpu"})
 
 
-@pytest.mark.parametrize("move", [lambda model: model.to("cpu"), lambda model: model.cpu(), lambda model: model.cuda()])
-@pytest.mark.parametrize(
-    "offloaded",
-    [
-        lambda folder: dispatch_model(Model(), HALF, offload_dir=folder),
-        lambda folder: disk_offload(Model(), folder),
-        lambda folder: cpu_offload(Model()),
-    ],
-)
-def test_moving_an_offloaded_model_says_why_not(offloaded, move, tmp_path, caplog):
-    model = offloaded(tmp_path)
-    with (
-        caplog.at_level(logging.WARNING, "bigload"),
-        pytest.raises(DispatchedModelError, match=r"first\.weight") as error,
-    ):
-        move(model)
-    assert "remove_hook_from_submodules" in caplog.text
-    assert isinstance(error.value, RuntimeError)
-
-
-@pytest.mark.parametrize(
-    "offloaded",
-    [
-        lambda folder: dispatch_model(Model(), HALF, offload_dir=folder),
-        lambda folder: disk_offload(Model(), folder),
-        lambda folder: cpu_offload(Model()),
-    ],
-)
-def test_an_offloaded_model_can_be_cast(offloaded, tmp_path, caplog):
-    model = offloaded(tmp_path)
-    with caplog.at_level(logging.WARNING, "bigload"):
-        assert torch.equal(model.to(torch.float64)(INPUT.double()), Model().double()(INPUT.double()))
-    assert not caplog.records
-
-
 def test_a_model_can_be_moved_again_when_its_hooks_are_gone(tmp_path, caplog):
     model, expected = dispatch_model(Model(), HALF, offload_dir=tmp_path), Model().double()(INPUT.double())
     bigload.remove_hook_from_submodules(model)

@@ -48,20 +48,21 @@ class _Loan:
         held: What the places get: a parameter of the placeholder's class, or the buffer that it is.
     """
 
-    __slots__ = ("_dtype", "_keys", "_tensor", "held", "name", "weight")
+    __slots__ = ("_dtype", "_keys", "_tensor", "_version", "held", "name", "weight")
 
     def __init__(self, name: str, weight: Weight) -> None:
         self.name = name
         self.weight = weight
         self.held = weight.placeholder
         self._dtype = weight.placeholder.dtype
+        self._version = None if weight.placeholder.is_inference() else weight.placeholder._version
         self._keys = [(slot.table, slot.key) for slot in weight.slots]
         self._tensor: torch.Tensor | None = None
 
     def is_current(self) -> bool:
-        """Return whether all places hold what they did when this was made, or values of their own."""
+        """Return whether all places hold what they did when this was made, untouched, or values of their own."""
         placeholder = self.weight.placeholder
-        if placeholder.dtype != self._dtype:
+        if placeholder.dtype != self._dtype or (self._version is not None and placeholder._version != self._version):
             return False
         for table, key in self._keys:
             tensor = table.get(key)
@@ -274,9 +275,11 @@ class StreamedBlock:
 
     def drop(self, *, forget: bool) -> None:
         """Let go of the weights; see `Supply.drop`."""
-        for supply in self.supplies:
+        for supply in self._supplies or ():
             supply.drop(forget=forget)
-        if not self.is_in_place:  # of pages, the same tensors come again
+        if not all(
+            isinstance(supply, InPlace) for supply in self._supplies or ()
+        ):  # of pages, the same tensors come again
             for loan in self._loans:
                 loan.forget()
 
