@@ -21,7 +21,7 @@ from bigload.planning.choices import Policy
 from bigload.planning.load_dtype import as_loaded
 from bigload.planning.options import PlanOptions
 from bigload.planning.tree import is_index
-from bigload.units import common_unit, format_size
+from bigload.units import common_unit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -204,16 +204,10 @@ class Plan:
         return tuple("-" if size is None else f"{size / factor:.{digits}f}" for size in sizes)
 
     def __str__(self) -> str:
-        header = ("DEVICE", "BUDGET", *(term.upper() for term in self.table_terms), "FREE", "HOLDS")
-        rows: list[tuple[str, ...]] = [header]
-        rows += [(str(use.device), *self.table_figures(use), summarize(use.modules)) for use in self.used_devices]
-        widths = [max(len(row[column]) for row in rows) for column in range(len(header) - 1)]
-        lines = []
-        for row in rows:
-            figures = (cell.rjust(width) for cell, width in zip(row[1:-1], widths[1:], strict=True))
-            lines.append("  ".join([row[0].ljust(widths[0]), *figures, row[-1]]).rstrip())
-        title = f"{self.name}, {format_size(self.total_bytes)}, {self.policy} policy, {self.table_unit[0]}"
-        return "\n".join([title, *lines])
+        """Return the table that `bigload plan` prints."""
+        from bigload.planning.plan_text import text_of  # it reads plans
+
+        return text_of(self)
 
 
 def _as_peers_say(device: Device) -> str | int:

@@ -28,8 +28,8 @@ from bigload.errors import (
     StalePlanError,
     abridged,
 )
+from bigload.plain_text import printable
 from bigload_cli.output import say
-from bigload_cli.views.text import printable
 
 FAILED, BAD_USAGE, ANSWER_IS_NO, STALE_PLAN, INTERRUPTED, TERMINATED = 1, 2, 3, 4, 130, 143
 

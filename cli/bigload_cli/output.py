@@ -18,7 +18,7 @@ from bigload_cli.options import ColorMode
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from bigload_cli.views.table import PlainTable
+    from bigload.plain_text import PlainTable
 
 _UNLIMITED_WIDTH = 10_000
 _BLANKS_AT_LINE_END = re.compile(r"[ ]+((?:\x1b\[[0-9;]*m)*)$", re.MULTILINE)
@@ -108,10 +108,12 @@ def can_draw_on_stdout() -> bool:
 def _drawn(table: PlainTable, stream: TextIO | None, color: ColorMode) -> str:
     if stream is None:
         return ""
-    if table.has_many_rows or not (stream.isatty() or has_color(stream, color)):
+    from bigload_cli.views.table import for_terminal, has_many_rows
+
+    if has_many_rows(table) or not (stream.isatty() or has_color(stream, color)):
         return table.as_text()
     terminal_width = shutil.get_terminal_size().columns if stream.isatty() else _UNLIMITED_WIDTH
-    drawing, width = table.for_terminal(terminal_width)
+    drawing, width = for_terminal(table, terminal_width)
     console = make_console(stream, color, width=width)
     with console.capture() as capture:
         console.print(drawing)

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from bigload.loading.events import OnProgress, Progress, ignore_progress
+from bigload.plain_text import printable
 from bigload.units import format_rate, format_size
 from bigload_cli.output import make_console, say
-from bigload_cli.views.text import printable
 
 _LINE_EVERY_SECONDS = 30
 _LINE_EVERY_PART = 0.1

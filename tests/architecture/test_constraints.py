@@ -1,4 +1,4 @@
-"""constraints.txt pins every package that an extra asks for, so that pip has nothing to search; CI resolves them all."""
+"""constraints.txt pins every package that an extra asks for, so that pip has nothing to search; CI resolves them."""
 
 import tomllib
 from pathlib import Path

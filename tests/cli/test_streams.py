@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+import bigload
 from builders import make_checkpoint, write_raw
 
 PROGRAM = Path(sys.executable).with_name("bigload")
@@ -464,6 +465,11 @@ def test_a_pipe_takes_a_result_and_stays_a_pipe(here, environment):
     script = f"PATH={PROGRAM.parent}:$PATH; bigload plan tiny-llama -m cpu=1GiB -q -o >(cat > taken.json); wait $!"
     subprocess.run(["bash", "-c", script], check=True, env=environment(), timeout=60, capture_output=True)
     assert json.loads((here / "taken.json").read_text())["schema"].startswith("bigload.plan/")
+
+
+@pytest.mark.parametrize("limits", ["0=22GiB,1=22GiB,cpu=64GiB", "0=80GiB,1=80GiB", "cpu=192GiB"])
+def test_printing_a_plan_in_python_shows_what_the_command_line_prints(run, limits):
+    assert run(f"bigload plan llama-70b -m {limits} -o made.json").stdout == f"{bigload.read_plan('made.json')}\n"
 
 
 def test_a_link_stays_and_the_plan_that_it_names_is_replaced(run, here):

@@ -2,11 +2,12 @@
 
 from rich.console import Console
 
-from bigload_cli.views.table import MANY_ROWS, PlainTable, Styled
+from bigload.plain_text import PlainTable, Styled
+from bigload_cli.views.table import MANY_ROWS, for_terminal, has_many_rows
 
 
 def drawn(table, width):
-    drawing, least = table.for_terminal(width)
+    drawing, least = for_terminal(table, width)
     console = Console(width=least, color_system=None)
     with console.capture() as capture:
         console.print(drawing)
@@ -47,4 +48,4 @@ def test_a_list_that_nobody_looks_at_is_not_drawn():
     table = PlainTable(("TENSOR",))
     for number in range(MANY_ROWS + 1):
         table.add(str(number))
-    assert table.has_many_rows
+    assert has_many_rows(table)

@@ -144,8 +144,8 @@ def _show(report: BenchReport, *, name: str, as_json: bool, quiet: bool, color: 
         assert report.recommendation is not None, "a finished bench has one"
         output.print_text(str(report.recommendation.threads))
     else:
+        from bigload.plain_text import printable
         from bigload_cli.views import bench as view
-        from bigload_cli.views.text import printable
 
         output.print_text(view.headline(report, name=name) + "\n")
         output.print_table(view.strategies(report), color=color)

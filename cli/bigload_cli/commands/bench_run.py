@@ -121,9 +121,9 @@ def bench_run(
 
 
 def _show(report: RunReport, *, name: str, color: ColorMode) -> None:
+    from bigload.plain_text import printable
     from bigload_cli import output
     from bigload_cli.views import bench_run as view
-    from bigload_cli.views.text import printable
 
     output.print_text(view.headline(report, name=name) + "\n")
     output.print_table(view.runtimes(report), color=color)

@@ -32,10 +32,10 @@ def inspect(
     Reads the headers and checks them; weights are never read. PATH may also be a plan file.
     """
     from bigload.checkpoint.source import open_checkpoint
+    from bigload.plain_text import printable
     from bigload.planning.outline import outline, repeated_blocks
     from bigload.planning.tree import build_tree
     from bigload_cli import output
-    from bigload_cli.views.text import printable
 
     if _is_plan(path):
         from bigload.planning.plan_file import read_plan

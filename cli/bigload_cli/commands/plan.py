@@ -192,7 +192,7 @@ def show(made: Plan, *, as_json: bool, quiet: bool, color: ColorMode) -> None:
     elif quiet:
         output.print_text(str(made.total_bytes))
     else:
-        from bigload_cli.views import plan as view
+        from bigload.planning import plan_text as view
 
         output.print_text(view.headline(made) + "\n")
         output.print_table(view.devices(made, blocks=output.can_draw_on_stdout()), color=color)

@@ -12,10 +12,10 @@ from bigload_cli.failures import AnswerIsNoError
 
 if TYPE_CHECKING:
     from bigload.checkpoint.model import Checkpoint
+    from bigload.plain_text import PlainTable
     from bigload.planning.budget import MemoryBudget
     from bigload.planning.options import PlanOptions
     from bigload_cli.options import ColorMode
-    from bigload_cli.views.table import PlainTable
 
 ExplainOption = Annotated[
     str | None, typer.Option("--explain", metavar="MODULE", help="Say why a module is where it is.")

@@ -38,9 +38,9 @@ def verify(
     from bigload.bench.peak_memory import peak_bytes
     from bigload.layouts.verify import Level
     from bigload.layouts.verify import verify as compare
+    from bigload.plain_text import printable
     from bigload_cli import output
     from bigload_cli.progress import shown_progress
-    from bigload_cli.views.text import printable
 
     level = Level.SIZE if size_only else Level.FULL
     with shown_progress(quiet=quiet or size_only) as on_progress:

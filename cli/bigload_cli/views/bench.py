@@ -11,10 +11,9 @@ from bigload.bench.report import BenchReport, RawResult, StrategyResult
 from bigload.bench.runner import Measured
 from bigload.bench.statistics import summarize
 from bigload.loading.methods import Method
+from bigload.plain_text import PlainTable, Styled, printable
 from bigload.units import GIB, MIB, counted, format_size
 from bigload_cli.views.bars import bar
-from bigload_cli.views.table import PlainTable, Styled
-from bigload_cli.views.text import printable
 
 _BAR_WIDTH = 20
 CACHE_WORDS = {

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from bigload.bench.phases import MADE_BY
 from bigload.bench.report import BenchReport
 from bigload.bench.runner import Measured
+from bigload.plain_text import printable
 from bigload_cli.views import bench as view
-from bigload_cli.views.text import printable
 
 _HEADINGS = ("Strategy", "Memory", "Time ± σ, {unit}", "Min … max, {unit}", "GiB/s", "Of raw", "Private", "File")
 

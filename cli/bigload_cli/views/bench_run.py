@@ -6,10 +6,9 @@ from collections.abc import Iterable
 from statistics import fmean
 
 from bigload.bench.run_report import RunReport, RunResult
+from bigload.plain_text import PlainTable, Styled, printable
 from bigload.units import counted, format_size
 from bigload_cli.views.bench import CACHE_WORDS, RAW_WORDS, short_size
-from bigload_cli.views.table import PlainTable, Styled
-from bigload_cli.views.text import printable
 
 
 def headline(report: RunReport, *, name: str) -> str:

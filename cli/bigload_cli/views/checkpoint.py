@@ -6,13 +6,13 @@ from collections import Counter
 from collections.abc import Sequence
 
 from bigload.checkpoint.model import Checkpoint, TensorInfo
+from bigload.plain_text import PlainTable, Styled, printable
 from bigload.planning.outline import OutlineRow
 from bigload.planning.tree import ModuleNode
 from bigload.units import counted, format_count, format_size
 from bigload_cli.views.bars import bar
 from bigload_cli.views.documents import bytes_by_dtype
-from bigload_cli.views.table import PlainTable, Styled
-from bigload_cli.views.text import argument, printable
+from bigload_cli.views.text import argument
 
 _BAR_WIDTH = 16
 _FORMATS = {"safetensors": "safetensors", "torch": "torch archive", "mixed": "safetensors and torch archives"}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from html import escape
 
-from bigload_cli.views.text import printable
+from bigload.plain_text import printable
 
 _VOID = ("meta", "wbr")
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from bigload.devices import CPU, DISK
 from bigload.planning.certificate import Verdict
 from bigload.planning.plan import TERMS, DeviceUse, Plan
+from bigload.planning.plan_text import duration, streaming, subject, whereabouts
 from bigload.planning.planner import Draft
 from bigload.planning.result_file import check_replaceable
 from bigload.units import format_size
@@ -33,7 +34,7 @@ from bigload_cli.views.html_figures import (
 )
 from bigload_cli.views.html_markup import Markup, tag, together
 from bigload_cli.views.html_style import SCRIPT, STYLE
-from bigload_cli.views.plan import duration, next_command, streaming, subject, whereabouts
+from bigload_cli.views.plan import next_command
 from bigload_cli.views.plan_runs import Piece, Run, pieces_of, runs_of
 
 _BEGINNING = '<!doctype html>\n<html lang="en" data-made-by="bigload plan">'

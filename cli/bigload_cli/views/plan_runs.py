@@ -8,11 +8,11 @@ from enum import StrEnum
 from itertools import groupby
 
 from bigload.devices import Device
+from bigload.plain_text import printable
 from bigload.planning.outline import ranges
 from bigload.planning.planner import Draft
 from bigload.planning.tree import execution_order, is_index
 from bigload.planning.units import Part, Unit, UnitKind
-from bigload_cli.views.text import printable
 
 MAX_RUNS = 120
 """Of one device; a model has a handful, and a file of 92 000 modules without any blocks is still to have a picture."""

@@ -6,14 +6,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 
 from bigload.devices import Device
+from bigload.plain_text import PlainTable, printable
 from bigload.planning.compare import PolicyOutcome
 from bigload.planning.explain import Explanation, Neighbour
 from bigload.planning.max_context import MaxContext
 from bigload.planning.sizing import Fits, GpuNeeds, LargestUnit
 from bigload.planning.workload import Workload
 from bigload.units import format_size
-from bigload_cli.views.table import PlainTable
-from bigload_cli.views.text import printable
 
 
 def explanation(answer: Explanation) -> list[str]:

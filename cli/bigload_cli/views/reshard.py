@@ -12,9 +12,9 @@ from bigload.layouts.manifest import MANIFEST_FILE
 from bigload.layouts.preparation import PreparedReshard
 from bigload.layouts.reshard import ReshardReport
 from bigload.layouts.staging import leftover, staging_folder
+from bigload.plain_text import PlainTable, printable
 from bigload.units import counted, format_rate, format_size
-from bigload_cli.views.table import PlainTable
-from bigload_cli.views.text import argument, printable
+from bigload_cli.views.text import argument
 
 SPARSE = 0.99
 """A checkpoint that stores less than this part of its size has holes worth a word."""

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from bigload.bench.run_stats import RunStatsReport
+from bigload.plain_text import PlainTable, Styled, printable
 from bigload.runtime.streaming.run_log import ForwardStats
 from bigload.units import counted, format_rate, format_size
-from bigload_cli.views.table import PlainTable, Styled
-from bigload_cli.views.text import printable
 
 _COLUMNS = ("SECONDS", "FROM DISK", "FROM RAM", "WAITED", "OVERLAP", "WEIGHTS")
 
