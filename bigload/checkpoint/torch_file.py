@@ -1,6 +1,6 @@
 """Read what `torch.save` wrote, without torch: names, dtypes, shapes, and where the bytes of each tensor are.
 
-The file is a zip archive of stored records (`torch_zip.py`), all below one folder: `data.pkl`, the pickled
+The file is a zip archive of stored records (`zip_records.py`), all below one folder: `data.pkl`, the pickled
 object (`restricted_unpickler.py`); `data/0`, `data/1` ..., the bytes of the storages that tensors are views of;
 `byteorder`; and some that say nothing about tensors. The layout is that of torch 1.6 to 2.13 (`torch/serialization.py`,
 `_save`). Files of older versions are bare pickles, data and all in one: only torch can read them.
@@ -13,6 +13,7 @@ import os
 import stat
 import zlib
 from collections.abc import Iterable, Mapping
+from functools import cache
 from math import prod
 from pathlib import Path
 from typing import TypeGuard
@@ -29,7 +30,7 @@ from bigload.checkpoint.restricted_unpickler import (
     unpickle,
 )
 from bigload.checkpoint.state_dict import find_state_dict
-from bigload.checkpoint.torch_zip import LOCAL_SIGNATURE, Archive, Record, read_archive
+from bigload.checkpoint.zip_records import LOCAL_SIGNATURE, Archive, Record, read_archive
 from bigload.dtypes import DTYPES, DType
 from bigload.errors import InvalidCheckpointError, Problem
 from bigload.units import counted
@@ -165,15 +166,14 @@ def _tensor(
     (offset,) = _numbers((tensor.offset,), "offset")
     shape, strides = _form(tensor)
     width = dtype.alignment  # torch counts bytes where several elements are packed into one
-    if 0 in shape:  # without elements, an offset means nothing, and torch lets it be anything
-        span = Span(file, record.start, record.start)
-    else:
-        last = sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
-        span = Span(file, record.start + offset * width, record.start + (offset + last + 1) * width)
+    is_plain = _is_row_by_row(shape, strides)
+    reach = prod(shape) if is_plain else 1 + sum((size - 1) * step for size, step in zip(shape, strides, strict=True))
+    if not reach:
+        offset = 0  # without elements it means nothing, and torch lets it be anything
+    span = Span(file, record.start + offset * width, record.start + (offset + reach) * width)
     if span.stop > record.stop:
         text = f"it reaches to byte {span.stop - record.start} of a storage of {record.stop - record.start}"
         raise Refusal("out-of-storage", text)
-    is_plain = _is_row_by_row(shape, strides)
     if dtype.bits < 8:
         if not is_plain or not shape:
             raise Refusal("unsupported-tensor", f"it is a view of packed {dtype} elements, expected them row by row")
@@ -187,7 +187,7 @@ def _record(storage: StorageRef, records: Mapping[str, Record], data_folder: str
     if record is None:
         raise Refusal("storage-missing", f"its data, record {data_folder + storage.key!r:.200}, is not in the archive")
     num_bytes = record.stop - record.start
-    if storage.num_elements != num_bytes // _element_bytes(storage):
+    if storage.num_elements != num_bytes // _element_bytes(storage.kind):
         text = f"its storage has {storage.num_elements} elements by the pickle, but {num_bytes} bytes in the archive"
         raise Refusal("size-mismatch", text)
     return record
@@ -215,10 +215,11 @@ def _dtype(storage: StorageRef, given: object) -> DType:
     return dtype
 
 
-def _element_bytes(storage: StorageRef) -> int:
-    torch_name = STORAGE_DTYPES.get(storage.kind)
+@cache  # of the few kinds that the unpickler lets pass
+def _element_bytes(kind: str) -> int:
+    torch_name = STORAGE_DTYPES.get(kind)
     if torch_name is None:
-        raise Refusal("unknown-dtype", f"its storage is a {storage.kind}, which holds no plain numbers")
+        raise Refusal("unknown-dtype", f"its storage is a {kind}, which holds no plain numbers")
     return 16 if torch_name == "complex128" else _BY_TORCH_NAME[torch_name].alignment
 
 

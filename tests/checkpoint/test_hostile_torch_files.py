@@ -5,7 +5,7 @@ import os
 import pickle
 import struct
 import subprocess
-import sys
+import tracemalloc
 import zipfile
 from pathlib import Path
 
@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bigload.checkpoint import restricted_unpickler as unpickler_module
-from bigload.checkpoint import torch_zip as zip_module
+from bigload.checkpoint import zip_records as zip_module
 from bigload.checkpoint.refusal import Refusal
 from bigload.checkpoint.restricted_unpickler import unpickle
 from bigload.checkpoint.source import open_checkpoint
@@ -116,6 +116,7 @@ def test_a_forbidden_name_is_told_with_the_key_that_it_is_under(tmp_path):
         state(b"X\2\0\0\0osX\6\0\0\0system\x93X\1\0\0\0a\x85R"),
         state(b"ctorch\n_utils._rebuild_tensor_v2\n)R"),  # a dotted name reaches through attributes elsewhere
         state(b"ctorch._utils\n_rebuild_tensor_v2.__globals__\n)R"),
+        state(b"ctorch._utils\n" + b"x" * 5000),
     ],
 )
 def test_names_in_every_spelling_are_looked_up_in_the_list_alone(pickled):
@@ -143,7 +144,10 @@ def test_names_in_every_spelling_are_looked_up_in_the_list_alone(pickled):
         state(b"X\xff\xff\xff\xffabc"),
         state(b"\x8d\xff\xff\xff\xff\xff\xff\xff\xffabc"),
         state(b"X\1\0\0\0\xff"),
-        state(b"ctorch._utils\n" + b"x" * 5000),
+        state(REBUILD + b"N}X\x0c\0\0\0__defaults__)s\x86b"),  # attributes of a function
+        state(b"ctorch\nTensor\nN}X\4\0\0\0namecos\n)s\x86b"),
+        state(b"X\3\0\0\0\xed\xa0\x80"),  # half of a surrogate pair
+        b"\x95" + b"\xff" * 8 + b"N",
     ],
 )
 def test_broken_and_unknown_steps_are_refused(pickled):
@@ -190,6 +194,10 @@ def test_only_text_and_small_numbers_are_keys(key):
     assert refusal(b"\x80\2}" + key[2:-1] + b"Ns.") == "bad-pickle"
 
 
+def test_a_key_is_refused_before_it_is_hashed():
+    assert refusal(DOUBLED[:-1] + b"}h\0Ns.") == "bad-pickle"  # its hash takes 2^60 steps
+
+
 def test_what_many_keys_share_is_looked_into_once(tmp_path):
     keys = b"".join(b"X\4\0\0\0" + b"%04x" % key + b"h\0" for key in range(20_000))
     shared = b"](" + b"N" * 200_000 + b"eq\0"
@@ -220,10 +228,15 @@ def test_a_directory_that_lists_more_than_its_end_says_is_refused(good):
     assert problem(patched(good, end + 8, "<2H", 1, 1))[0] == "bad-zip"
 
 
-def test_the_steps_of_a_pickle_are_counted(monkeypatch):
-    monkeypatch.setattr(unpickler_module, "MAX_STEPS", 1000)
-    assert refusal(b"\x80\2" + b"N" * 1000 + b".") == "pickle-too-large"
-    assert unpickle(b"\x80\2" + b"N" * 990 + b".") is None
+@pytest.mark.parametrize("opcode", [b"}", b"]", b"(", b"\x85", b"\x94"])
+def test_the_objects_of_a_pickle_are_counted_before_it_is_read(monkeypatch, opcode):
+    monkeypatch.setattr(unpickler_module, "MAX_OBJECTS", 100)
+    assert refusal(b"\x80\2N" + opcode * 101 + b".") == "pickle-too-large"
+    assert refusal(b"\x80\2N" + opcode * 100) == "bad-pickle"  # reads it, and finds no end
+
+
+def test_a_place_of_the_memo_takes_no_memory_for_those_before_it():
+    assert unpickle(b"\x80\2Nr\xff\xff\xff\xff.") is None
 
 
 def test_a_pickle_that_is_too_large_is_not_read(tmp_path, monkeypatch):
@@ -231,22 +244,27 @@ def test_a_pickle_that_is_too_large_is_not_read(tmp_path, monkeypatch):
     assert problem(archive(tmp_path / "a.bin", state(tensor())))[0] == "record-too-large"
 
 
-def test_a_step_takes_less_than_100_bytes_whatever_it_is():
-    program = """
-import resource
-from bigload.checkpoint.refusal import Refusal
-from bigload.checkpoint.restricted_unpickler import unpickle
-steps = 300_000
-taken = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
-resource.setrlimit(resource.RLIMIT_AS, (taken + 100 * steps, -1))
-for bomb, size in ((b"}", 1), (b"(", 1), (b"]\\x94", 2), (b"}NX\\1\\0\\0\\0aNs", 5)):
+PLACES = b"".join(b"r" + place.to_bytes(4, "little") for place in range(30_000))
+
+
+@pytest.mark.parametrize(
+    ("bomb", "objects"),
+    [
+        *((bomb, 1) for bomb in (b"}", b"(", b"]", b")\x85", b"N\x94", b"}K\1Ns", b"](", b"])R")),
+        *((bomb, 0) for bomb in (b"NN\x86", b"NNN\x87", b"J\xff\xff\0\1", b"\x8c\2ab", b"C\2ab", b"h\0)R", b"N")),
+        *((bomb, 0) for bomb in (b"h\0h\0\x86", b"\x8a\2\xff\x7f", b"G" + b"\1" * 8, PLACES)),
+    ],
+)
+def test_an_object_takes_less_than_250_bytes_and_anything_else_25_for_each_byte(bomb, objects):
+    count = 150_000 // len(bomb) + 1
+    pickled = b"ccollections\nOrderedDict\nq\0" + bomb * count
+    tracemalloc.start()
     try:
-        unpickle(b"\\x80\\2" + bomb * (steps // size))
-    except Refusal as refusal:
-        print(refusal.code)
-"""
-    done = subprocess.run([sys.executable, "-c", program], check=False, capture_output=True, text=True)
-    assert done.stdout.split() == ["bad-pickle"] * 4, done.stderr
+        assert refusal(pickled) == "bad-pickle"
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 250 * objects * count + 25 * len(pickled)
 
 
 @pytest.mark.parametrize(
@@ -408,9 +426,11 @@ def test_a_64_bit_size_that_is_missing_is_refused(good):
     assert problem(patched(good, central(good, b"a/data/0") + 20, "<2L", 2**32 - 1, 2**32 - 1))[0] == "bad-zip"
 
 
-def test_records_and_directories_are_counted(good, monkeypatch):
-    monkeypatch.setattr(zip_module, "MAX_ENTRIES", 1)
+def test_a_directory_that_is_too_large_is_not_read(good, monkeypatch):
+    monkeypatch.setattr(zip_module, "MAX_DIRECTORY_BYTES", 2 * 54)
     assert problem(good)[0] == "zip-too-large"
+    monkeypatch.setattr(zip_module, "MAX_DIRECTORY_BYTES", 2 * 55)
+    assert list(open_checkpoint(good).tensors) == ["w"]
 
 
 def test_an_archive_of_more_than_4_gib_is_read(tmp_path):
