@@ -1,10 +1,17 @@
-"""What a failure looks like: exit code, text and hint. Nothing is printed to stdout when a command fails."""
+"""What a failure looks like: exit code, text and hint on stderr.
+
+stdout stays empty when a command fails, unless `--json` asked for a document: then one that says why is the answer.
+"""
 
 from __future__ import annotations
 
 import os
+import re
 import sys
 import traceback
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import takewhile
 
 import typer
 
@@ -45,6 +52,7 @@ _CODES: tuple[tuple[type[BigloadError], int], ...] = (
     (ManifestNotFoundError, BAD_USAGE),
     (OutputExistsError, BAD_USAGE),
     (PartitionError, BAD_USAGE),
+    (ReshardOptionError, BAD_USAGE),
     (NotOffloadableError, BAD_USAGE),
     (DoesNotFitError, ANSWER_IS_NO),
     (StalePlanError, STALE_PLAN),
@@ -78,57 +86,114 @@ class StoppedError(Exception):
         self.hint = hint
 
 
+class AnsweredError(Exception):
+    """The command failed by `error`, and has said so in a JSON document of its own."""
+
+    def __init__(self, error: BigloadError) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failure:
+    """A failure as it is shown: `code` is a stable word for programs, `word` begins the line for people."""
+
+    exit_code: int
+    code: str
+    message: str
+    details: tuple[str, ...] = ()
+    hint: str | None = None
+    word: str = "error"
+
+
 def report(error: BaseException) -> int:
-    """Print `error` to stderr and return the exit code that stands for it."""
+    """Show `error` on stderr, with `--json` also as a document on stdout; return the exit code that stands for it."""
     match error:
-        case KeyboardInterrupt():
-            return report(StoppedError(INTERRUPTED, NOTHING_IS_LEFT))
         case typer.Exit():
             return int(error.exit_code)
         case SystemExit():  # shell completion ends this way
             return error.code if isinstance(error.code, int) else 0 if error.code is None else FAILED
-        case StoppedError():
-            _say("interrupted" if error.code == INTERRUPTED else "terminated", error.message, (), error.hint)
-            code = error.code
-        case ReshardOptionError():
-            option = _RESHARD_OPTIONS.get(error.name, f"--{error.name.replace('_', '-')}")
-            _say("error", error.told_as(option), error.details, error.hint)
-            code = BAD_USAGE
-        case BigloadError():
-            _say("error", error.message, error.details, error.hint)
-            code = next((code for kind, code in _CODES if isinstance(error, kind)), FAILED)
-        case AnswerIsNoError():
-            _say("error", str(error), (), None)
-            code = ANSWER_IS_NO
-        case _ if hasattr(error, "format_message"):  # Typer's usage errors, whose classes it keeps to itself
-            code = _report_usage(error)
-        case _:
-            _say(
-                "error",
-                f"unexpected {type(error).__name__}: {error}",
-                (),
-                "BIGLOAD_DEBUG=1 shows where; please report it",
-            )
-            code = FAILED
+        case _ if type(error).__name__ == "NoArgsIsHelpError":  # nothing was asked: its message is the help
+            say(error.format_message())  # type: ignore[attr-defined]
+            return BAD_USAGE
+    is_answered = isinstance(error, AnsweredError)
+    cause = error.error if isinstance(error, AnsweredError) else error
+    failure = _failure_of(cause)
+    _say(failure)
+    if _asks_for_json(sys.argv[1:]) and not is_answered and _speaks_for_all():
+        _print_document(cause, failure)
     if os.environ.get("BIGLOAD_DEBUG") == "1":
         traceback.print_exc(file=sys.stderr)
-    return code
+    return failure.exit_code
 
 
-def _report_usage(error: BaseException) -> int:
+def _failure_of(error: BaseException) -> Failure:
+    match error:
+        case KeyboardInterrupt():
+            return _failure_of(StoppedError(INTERRUPTED, NOTHING_IS_LEFT))
+        case StoppedError():
+            word = {INTERRUPTED: "interrupted", TERMINATED: "terminated"}.get(error.code, "stopped")
+            return Failure(exit_code=error.code, code=word, message=error.message, hint=error.hint, word=word)
+        case BigloadError():
+            message = error.message
+            if isinstance(error, ReshardOptionError):
+                message = error.told_as(_RESHARD_OPTIONS.get(error.name, f"--{error.name.replace('_', '-')}"))
+            return Failure(
+                exit_code=next((code for kind, code in _CODES if isinstance(error, kind)), FAILED),
+                code=_code_of(error),
+                message=message,
+                details=error.details,
+                hint=error.hint,
+            )
+        case AnswerIsNoError():
+            return Failure(exit_code=ANSWER_IS_NO, code="answer-is-no", message=str(error))
+        case _ if hasattr(error, "format_message"):  # Typer's usage errors, whose classes it keeps to itself
+            return _usage_failure(error)
+    return Failure(
+        exit_code=FAILED,
+        code="unexpected",
+        message=f"unexpected {type(error).__name__}: {error}",
+        hint="BIGLOAD_DEBUG=1 shows where; please report it",
+    )
+
+
+def _code_of(error: BigloadError) -> str:
+    """Return the name of the error's class as a word: `does-not-fit` of DoesNotFitError."""
+    return re.sub(r"(?<=[a-z])(?=[A-Z])", "-", type(error).__name__.removesuffix("Error")).lower()
+
+
+def _usage_failure(error: BaseException) -> Failure:
     message: str = error.format_message()  # type: ignore[attr-defined]
-    if type(error).__name__ == "NoArgsIsHelpError":  # nothing was asked: its message is the help
-        say(message)
-        return BAD_USAGE
     context = getattr(error, "ctx", None)
     command = context.command_path if context is not None else "bigload"
     sentence = (message[:1].lower() + message[1:]).rstrip(".").replace(". Did you mean", "; did you mean")
-    _say("error", sentence, (), f"{command} --help lists what there is")
-    return BAD_USAGE
+    return Failure(exit_code=BAD_USAGE, code="usage", message=sentence, hint=f"{command} --help lists what there is")
 
 
-def _say(kind: str, message: str, details: tuple[str, ...], hint: str | None) -> None:
-    lines = [f"{kind}: {printable(message)}", *(f"  {printable(line)}" for line in abridged(details))]
-    if hint is not None:
-        lines.append(f"hint: {printable(hint)}")
+def _asks_for_json(arguments: list[str]) -> bool:
+    """Return whether `--json` or `-j` is among the arguments, which may be too wrong to be parsed."""
+    options = takewhile(lambda argument: argument != "--", arguments)
+    return any(option == "--json" or re.match("-[qy]*j", option) is not None for option in options)
+
+
+def _speaks_for_all() -> bool:
+    """Return whether this is the process that prints answers, of those that a launcher started."""
+    return os.environ.get("WORLD_SIZE", "1") == "1" or os.environ.get("RANK", "0") == "0"
+
+
+def _print_document(error: BaseException, failure: Failure) -> None:
+    from bigload_cli.output import print_json
+    from bigload_cli.views.error_document import of_failure
+
+    with suppress(BigloadError, typer.Exit):  # stdout is full or closed: the words on stderr have to do
+        print_json(of_failure(error, failure))
+
+
+def _say(failure: Failure) -> None:
+    lines = [
+        f"{failure.word}: {printable(failure.message)}",
+        *(f"  {printable(line)}" for line in abridged(failure.details)),
+    ]
+    if failure.hint is not None:
+        lines.append(f"hint: {printable(failure.hint)}")
     say("\n".join(lines))

@@ -78,7 +78,9 @@ IoThreadsOption = Annotated[
     ),
 ]
 YesOption = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask whether to replace anything.")]
-JsonOption = Annotated[bool, typer.Option("--json", "-j", help="One JSON document instead of a table.")]
+JsonOption = Annotated[
+    bool, typer.Option("--json", "-j", help="One JSON document instead of a table, also of a failure.")
+]
 QuietOption = Annotated[
     bool, typer.Option("--quiet", "-q", help="Only the one value that a script wants; no progress.")
 ]

@@ -10,7 +10,7 @@ from jsonschema import Draft202012Validator
 
 from bigload.checkpoint.fingerprint import ShardFingerprint
 from bigload.layouts.manifest import FileRecord, Manifest, Source, manifest_lines, record_of
-from builders import make_split, write_shard
+from builders import make_checkpoint, make_split, write_shard
 
 VERSIONS = {"plan": "1.1", "inspect": "1.1", "reshard": "1.1", "bench-load": "1.1"}
 SCHEMAS = Path(__file__).parents[2] / "docs" / "schemas"
@@ -26,6 +26,7 @@ NAMES = [
     "bench-load",
     "bench-run",
     "run-stats",
+    "error",
     *QUESTIONS,
 ]
 
@@ -168,6 +169,96 @@ def test_what_is_printed_of_a_run_is_what_its_schema_describes(run, command):
     verb = command.split()[1]
     assert document["schema"] == f"bigload.{verb}/1.0"
     Draft202012Validator(strict(schema(verb))).validate(document)
+
+
+FAILURES = {
+    "inspect nowhere": (2, "checkpoint-not-found"),
+    "inspect broken": (1, "invalid-checkpoint"),
+    "inspect tiny-llama --depth 0": (2, "usage"),
+    "inspect newer.json": (4, "invalid-plan"),
+    "plan": (2, "usage"),
+    "plan tiny-llama": (2, "budget"),
+    "plan tiny-llama -m cpu=22Gb": (2, "budget"),
+    "plan tiny-llama -m cpu=1KiB --no-disk": (3, "does-not-fit"),
+    "plan llama-70b -m cuda:0=1GiB": (3, "does-not-fit"),
+    "plan tiny-llama --overhead 0 -m cpu=8MiB --fail-if disk": (3, "answer-is-no"),
+    "plan tiny-llama --gpus 1KiB": (3, "answer-is-no"),
+    "plan tiny-llama -m cpu=1GiB --html - ": (2, "bench-option"),
+    "reshard stale.json out": (4, "stale-plan"),
+    "reshard gone.json out": (4, "stale-plan"),
+    "reshard nowhere.json out": (2, "plan-not-found"),
+    "reshard tiny-llama out --dtype int9": (2, "reshard-option"),
+    "reshard tiny-llama tiny-llama": (2, None),
+    "verify nowhere": (2, "manifest-not-found"),
+    "bench-load tiny-llama --threads many": (2, "usage"),
+    "bench-load nowhere": (2, "checkpoint-not-found"),
+    "bench-run nowhere": (2, "checkpoint-not-found"),
+    "run-stats tiny-llama --plan stale.json": (4, "stale-plan"),
+    "isnpect tiny-llama": (2, "usage"),
+}
+
+
+@pytest.fixture
+def spoiled(run, here):
+    """Return the current folder, with plans that do not hold and a checkpoint that is none."""
+    for name in ("stale", "gone"):
+        make_checkpoint(here / name)
+        assert run(f"bigload plan {name} -m cpu=1GiB -o {name}.json").code == 0
+    make_checkpoint(here / "stale", hidden=16)
+    for file in ("stale/model-00002-of-00002.safetensors", "gone/model-00001-of-00002.safetensors"):
+        (here / file).unlink()
+    make_checkpoint(here / "broken")
+    (here / "broken" / "model-00002-of-00002.safetensors").write_bytes(b"short")
+    (here / "newer.json").write_text('{"schema": "bigload.plan/2.0"}')
+    return here
+
+
+@pytest.mark.parametrize("option", ["--json", "-j", "-qj"])
+@pytest.mark.parametrize("command", FAILURES)
+@pytest.mark.usefixtures("spoiled")
+def test_with_json_a_failure_is_one_document_that_its_schema_describes(run, command, option):
+    plain, done = run(f"bigload {command}"), run(f"bigload {command} {option}")
+    exit_code, code = FAILURES[command]
+    document = parsed(done.stdout)
+    Draft202012Validator(strict(schema("error"))).validate(document)
+    assert done.code == document["exit_code"] == exit_code
+    assert code in (None, document["code"])
+    if "--html" not in command:  # without --json, that one is no failure
+        assert (plain.code, plain.stdout, plain.stderr) == (done.code, "", done.stderr)
+    assert f"error: {document['message']}" in done.stderr
+
+
+def test_the_document_of_a_failure_has_its_facts(run, spoiled):
+    short = parsed(run("bigload plan llama-70b -m cuda:0=20GiB --no-disk --json").stdout)
+    assert short["needed_bytes"] > short["usable_bytes"]
+    assert sum(shortfall["lacking_bytes"] for shortfall in short["shortfalls"]) > 0
+    assert (short["problems"], short["changes"]) == (None, None)
+    broken = parsed(run("bigload inspect broken --json").stdout)
+    assert [problem["file"] for problem in broken["problems"]] == ["model-00002-of-00002.safetensors"]
+    assert parsed(run("bigload reshard gone.json out --json").stdout)["changes"]
+
+
+def test_an_interrupted_command_says_so_in_json(run, monkeypatch):
+    def interrupt(*_arguments: object):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("bigload.checkpoint.source.open_checkpoint", interrupt)
+    done = run("bigload inspect tiny-llama --json")
+    document = parsed(done.stdout)
+    Draft202012Validator(strict(schema("error"))).validate(document)
+    assert (done.code, document["code"]) == (130, "interrupted")
+
+
+@pytest.mark.parametrize(("rank", "num_documents"), [("0", 1), ("1", 0)])
+def test_of_several_processes_the_first_alone_prints_the_document(run, rank, num_documents):
+    done = run("bigload reshard tiny-llama out --json --tp 0", env={"WORLD_SIZE": "2", "RANK": rank})
+    assert done.code == 2
+    assert done.stdout.count("\n") == num_documents
+
+
+def test_what_is_no_option_asks_for_no_json(run):
+    done = run("bigload inspect -- --json")
+    assert (done.code, done.stdout) == (2, "")
 
 
 def test_a_plan_file_is_what_its_schema_describes(run, here):

@@ -34,7 +34,7 @@ ANSWERS = [
 FAILURES = [
     "bigload inspect nowhere",
     "bigload plan tiny-llama -m cpu=1KiB --no-disk",
-    "bigload plan tiny-llama --overhead 0 -m cpu=8MiB --fail-if disk --json",
+    "bigload plan tiny-llama --overhead 0 -m cpu=8MiB --fail-if disk",
     "bigload plan tiny-llama -m cpu=22Gb -q",
     "bigload reshard nowhere.json out",
     "bigload verify nowhere",

@@ -182,10 +182,9 @@ def _confirm(prepared: PreparedReshard, *, yes: bool, may_ask: bool) -> None:
 
     Raises:
         OutputExistsError: nobody is there to be asked, and `--yes` was not given.
-        typer.Exit: the answer was no.
+        StoppedError: the answer was no.
     """
     from bigload.errors import OutputExistsError
-    from bigload_cli.output import say
     from bigload_cli.views.reshard import destroyed
 
     what = destroyed(prepared)
@@ -198,8 +197,7 @@ def _confirm(prepared: PreparedReshard, *, yes: bool, may_ask: bool) -> None:
     except typer.Abort:  # Ctrl-C or Ctrl-D
         raise KeyboardInterrupt from None
     if not is_agreed:
-        say("nothing was changed")
-        raise typer.Exit(FAILED)
+        raise StoppedError(FAILED, "nothing was changed")
 
 
 def _run(

@@ -36,10 +36,12 @@ def verify(
     listed, down to the tensor; any of them ends with exit code 1.
     """
     from bigload.bench.peak_memory import peak_bytes
+    from bigload.errors import DamagedOutputError
     from bigload.layouts.verify import Level
     from bigload.layouts.verify import verify as compare
     from bigload.plain_text import printable
     from bigload_cli import output
+    from bigload_cli.failures import AnsweredError
     from bigload_cli.progress import shown_progress
 
     level = Level.SIZE if size_only else Level.FULL
@@ -52,7 +54,12 @@ def verify(
         from bigload_cli.views import documents
 
         output.print_json(documents.of_verify(report, peak_bytes=peak))
-    report.check()
+    try:
+        report.check()
+    except DamagedOutputError as error:
+        if as_json:
+            raise AnsweredError(error) from error
+        raise
     if quiet and not as_json:
         output.print_text(str(folder))
     elif not as_json:
