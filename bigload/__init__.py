@@ -117,6 +117,8 @@ if TYPE_CHECKING:  # `as` marks them as public to type checkers
     from bigload.parallel.parallel_model import ParallelModel as ParallelModel
     from bigload.parallel.parallel_model import ParallelReport as ParallelReport
     from bigload.parallel.parallelize import parallelize as parallelize
+    from bigload.parallel.process_state import Accelerator as Accelerator
+    from bigload.parallel.process_state import PartialState as PartialState
     from bigload.parallel.processes import is_last_process as is_last_process
     from bigload.parallel.processes import is_local_main_process as is_local_main_process
     from bigload.parallel.processes import is_main_process as is_main_process
@@ -305,6 +307,7 @@ _HOMES = {
     ),
     "bigload.parallel.parallel_model": ("ParallelModel", "ParallelReport"),
     "bigload.parallel.parallelize": ("parallelize",),
+    "bigload.parallel.process_state": ("Accelerator", "PartialState"),
     "bigload.parallel.processes": (
         "is_last_process",
         "is_local_main_process",

@@ -8,10 +8,15 @@ from __future__ import annotations
 
 import builtins
 import sys
+from collections.abc import Callable
+from functools import update_wrapper
 from types import ModuleType
+from typing import Generic, TypeVar
 
 from bigload.errors import ProcessControlError
 from bigload.parallel.launchers import launched_place, local_place
+
+T = TypeVar("T")
 
 
 def process_group() -> ModuleType | None:
@@ -22,6 +27,35 @@ def process_group() -> ModuleType | None:
     return distributed
 
 
+class _Answer(Generic[T]):
+    """A function whose answer is not the function itself: where one is tested or compared, the call was forgotten."""
+
+    def __init__(self, function: Callable[[], T]) -> None:
+        update_wrapper(self, function)
+        self._function = function
+
+    def __call__(self) -> T:
+        return self._function()
+
+    def __bool__(self) -> bool:
+        raise self._forgotten("has no truth value")
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, int):
+            raise self._forgotten(f"cannot be compared with {other!r}")
+        return self is other
+
+    __hash__ = object.__hash__
+
+    def _forgotten(self, what: str) -> ProcessControlError:
+        name = self._function.__name__
+        return ProcessControlError(
+            f"bigload.{name} is a function, and {what}",
+            hint=f"call it, bigload.{name}(), or ask the property bigload.PartialState().{name}",
+        )
+
+
+@_Answer
 def num_processes() -> int:
     """Return how many processes there are: those of the default process group, else those that were launched, else 1.
 
@@ -35,6 +69,7 @@ def num_processes() -> int:
     return 1 if place is None else place.size
 
 
+@_Answer
 def process_index() -> int:
     """Return the number of this process among all of them, from 0 on."""
     group = process_group()
@@ -44,6 +79,7 @@ def process_index() -> int:
     return 0 if place is None else place.rank
 
 
+@_Answer
 def local_process_index() -> int:
     """Return the number of this process among those of its host, from 0 on.
 
@@ -70,16 +106,19 @@ def local_process_index() -> int:
     return roll_call().num_before()
 
 
+@_Answer
 def is_main_process() -> bool:
     """Return whether this is process 0 of all; true where there is one alone."""
     return process_index() == 0
 
 
+@_Answer
 def is_local_main_process() -> bool:
     """Return whether this is process 0 of its host; see `local_process_index`, whose errors it raises."""
     return local_process_index() == 0
 
 
+@_Answer
 def is_last_process() -> bool:
     """Return whether this is the process with the highest number; true where there is one alone."""
     return process_index() == num_processes() - 1

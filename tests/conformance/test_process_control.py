@@ -1,13 +1,14 @@
-"""accelerate's own checks of process control, in real processes, with bigload's functions in place of accelerate's.
+"""accelerate's own checks of process control, in real processes, with bigload's `Accelerator` in place of accelerate's.
 
 They are functions of its launch script, `accelerate.test_utils.scripts.test_script`, that ask an `Accelerator` or a
-state. Here they get an object that has nothing but bigload's functions.
+state. Here they get bigload's.
 """
 
 import inspect
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -110,21 +111,24 @@ def test_every_method_of_process_control_that_accelerate_has_is_here():
     assert public - elsewhere <= {*PROPERTIES, *METHODS}
 
 
-class Processes:
-    """What the checks ask: bigload's functions under the names of accelerate's properties and methods, and no more."""
+GUIDE = {
+    *(*PROPERTIES, *METHODS),
+    *("unwrap_model", "save", "device", "state", "use_distributed"),
+}
+"""Members of the guide to deferred execution, and those of process control beside them."""
 
-    for _name in PROPERTIES:
-        locals()[_name] = property(lambda _self, _name=_name: getattr(bigload, _name)())
-    for _name in METHODS:
-        locals()[_name] = staticmethod(getattr(bigload, _name))
 
-    @property
-    def state(self):
-        return self
-
-    @property
-    def device(self):
-        return "cpu"
+def test_objects_have_the_members_of_accelerates_and_properties_where_it_has_them():
+    accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed")
+    for ours, theirs in (
+        (bigload.Accelerator, accelerate.Accelerator),
+        (bigload.PartialState, accelerate.PartialState),
+    ):
+        names = {name for name in GUIDE if hasattr(theirs, name)}
+        assert {name for name in names if not hasattr(ours, name)} == set()
+        for name in names:
+            is_property = isinstance(inspect.getattr_static(theirs, name), property)
+            assert isinstance(inspect.getattr_static(ours, name), property) == is_property, name
 
 
 class Rows:
@@ -152,11 +156,9 @@ def main(who):
     from accelerate.test_utils.scripts import test_script
 
     if who == "bigload":
-        dist.init_process_group("gloo")
-        test_script.Accelerator = test_script.AcceleratorState = Processes
+        test_script.Accelerator = test_script.AcceleratorState = partial(bigload.Accelerator, cpu=True)
         test_script.gather_object = gathered
-    else:
-        test_script.Accelerator()
+    test_script.Accelerator()
     for name in CHECKS:
         check = getattr(test_script, name)
         if is_checked(name, who, dist.get_world_size()):

@@ -6,7 +6,7 @@ from pathlib import Path
 import bigload
 
 PAGE = (Path(__file__).parents[2] / "docs" / "accelerate.md").read_text()
-HOMES = ("barriers", "main_first", "one_process", "processes", "saving", "splitting")
+HOMES = ("barriers", "main_first", "one_process", "process_state", "processes", "saving", "splitting")
 
 
 def test_the_page_names_all_functions_of_process_control_and_no_others():

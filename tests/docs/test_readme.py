@@ -1,6 +1,7 @@
 """What the README shows works: its Python blocks and its bigload commands run, in order, on a real checkpoint."""
 
 import gc
+import os
 import re
 import shlex
 import subprocess
@@ -8,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from bigload.checkpoint.source import open_checkpoint
 from bigload_cli.app import main as bigload_main
@@ -33,6 +35,27 @@ def test_the_python_of_the_readme_runs(folder, capsys):
         exec(compile(block, "README.md", "exec"), names)
     assert "cuda:0" in capsys.readouterr().out
     assert set(names["tensors"]) < set(names["checkpoint"].tensors)
+
+
+@pytest.mark.slow
+def test_the_program_for_several_processes_runs_as_printed(tmp_path):
+    (program,) = re.findall(r"```python\n# prompts.py\n(.*?)```", README, re.DOTALL)
+    (command,) = re.findall(r"^torchrun .* prompts.py$", README, re.MULTILINE)
+    (tmp_path / "prompts.py").write_text(program)
+    _, *words = shlex.split(command)
+    paths = {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", *words],
+        cwd=tmp_path,
+        env={**os.environ, **paths},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == ["one line per host, of 2 processes", "process 0 has ['a', 'b']"]
+    assert torch.load(tmp_path / "prompts.pt") == {"prompts": ["a", "b"]}
 
 
 def test_the_commands_of_the_readme_run(folder):
