@@ -18,6 +18,8 @@ INDEX_SUFFIX = ".safetensors.index.json"
 DEFAULT_INDEX = "model" + INDEX_SUFFIX
 TORCH_INDEX_SUFFIX = ".bin.index.json"
 DEFAULT_TORCH_INDEX = "pytorch_model" + TORCH_INDEX_SUFFIX
+TORCH_SUFFIXES = (".bin", ".pt", ".pth")
+"""Of the files that torch.save writes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

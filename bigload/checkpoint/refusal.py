@@ -10,3 +10,7 @@ class Refusal(Exception):  # noqa: N818 - the reader that knows the file's name 
         super().__init__(code, text)
         self.code = code
         self.text = text
+
+
+class LegacyFile(Exception):  # noqa: N818 - no fault of the file
+    """The file is a bare pickle, as torch before 1.6 wrote them."""

@@ -13,13 +13,14 @@ from bigload.checkpoint.index import (
     DEFAULT_TORCH_INDEX,
     INDEX_SUFFIX,
     TORCH_INDEX_SUFFIX,
+    TORCH_SUFFIXES,
     ShardIndex,
     read_index,
     resolve_shard,
 )
 from bigload.checkpoint.model import Checkpoint, CheckpointWarning, ShardHeader, TensorInfo
+from bigload.checkpoint.refusal import LegacyFile
 from bigload.checkpoint.safetensors import read_header
-from bigload.checkpoint.torch_file import SUFFIXES, LegacyFile, read_torch_header
 from bigload.errors import (
     CheckpointError,
     CheckpointNotFoundError,
@@ -65,7 +66,7 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
 def checkpoint_root(path: str | Path) -> Path | None:
     """Return the folder that the files of a checkpoint at `path` are in, also where they are gone; None without one."""
     place = Path(path).expanduser()
-    root = place.parent if place.suffix in (".json", ".safetensors", *SUFFIXES) and not place.is_dir() else place
+    root = place.parent if place.suffix in (".json", ".safetensors", *TORCH_SUFFIXES) and not place.is_dir() else place
     return root if root.is_dir() else None
 
 
@@ -115,7 +116,7 @@ class _Form:
 
 _FORMS = (
     _Form(SINGLE_FILE, DEFAULT_INDEX, INDEX_SUFFIX, (".safetensors",)),
-    _Form(SINGLE_TORCH_FILE, DEFAULT_TORCH_INDEX, TORCH_INDEX_SUFFIX, SUFFIXES),
+    _Form(SINGLE_TORCH_FILE, DEFAULT_TORCH_INDEX, TORCH_INDEX_SUFFIX, TORCH_SUFFIXES),
 )
 
 
@@ -216,9 +217,7 @@ def _read_headers(
             )
             continue
         try:
-            # By the name and not by the place: in a cache, places are called by digests.
-            reader = read_torch_header if file.endswith(SUFFIXES) else read_header
-            headers.append(reader(place, file=file))
+            headers.append(_read_header(place, file))
         except LegacyFile:
             legacy.append(file)
         except InvalidCheckpointError as error:
@@ -229,6 +228,15 @@ def _read_headers(
         except OSError as error:
             problems.append(Problem(code="unreadable", file=file, text=f"cannot be read: {error.strerror or error}"))
     return headers, problems, legacy
+
+
+def _read_header(place: Path, file: str) -> ShardHeader:
+    # By the name and not by the place: in a cache, places are called by digests.
+    if not file.endswith(TORCH_SUFFIXES):
+        return read_header(place, file=file)
+    from bigload.checkpoint.torch_file import read_torch_header  # zipfile and pickle, which safetensors do not need
+
+    return read_torch_header(place, file=file)
 
 
 def _contradictions(index: ShardIndex, tensors: Mapping[str, TensorInfo], read: set[str]) -> Iterator[Problem]:

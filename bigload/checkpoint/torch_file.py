@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TypeGuard
 
 from bigload.checkpoint.model import CheckpointWarning, Shard, ShardHeader, Span, TensorInfo
-from bigload.checkpoint.refusal import Refusal
+from bigload.checkpoint.refusal import LegacyFile, Refusal
 from bigload.checkpoint.restricted_unpickler import (
     MAX_PICKLE_BYTES,
     STORAGE_DTYPES,
@@ -35,17 +35,12 @@ from bigload.dtypes import DTYPES, DType
 from bigload.errors import InvalidCheckpointError, Problem
 from bigload.units import counted
 
-SUFFIXES = (".bin", ".pt", ".pth")
 MAX_DIMENSIONS = 64
 """As many as torch allows (`dim_bitset_size`)."""
 
 MAX_ELEMENTS = 2**63 - 1
 _MAX_NAMED = 5
 _BY_TORCH_NAME = {dtype.torch_name: dtype for dtype in DTYPES.values() if dtype.torch_name is not None}
-
-
-class LegacyFile(Exception):  # noqa: N818 - no fault of the file
-    """The file is a bare pickle, as torch before 1.6 wrote them."""
 
 
 def read_torch_header(path: Path, *, file: str) -> ShardHeader:

@@ -106,7 +106,13 @@ def test_a_torch_file_is_inspected_planned_and_resharded_without_torch(tmp_path,
         ("plan", "model.bin", "-m", "cpu=1GiB", "-o", "plan.json"),
         ("reshard", "plan.json", "out"),
     ):
-        assert {"torch", "numpy", "pickle"}.isdisjoint(modules_after(*arguments)), arguments
+        assert {"torch", "numpy"}.isdisjoint(modules_after(*arguments)), arguments
+
+
+@pytest.mark.parametrize("arguments", QUIET, ids=" ".join)
+def test_pickle_is_imported_for_torch_files_only(tiny, monkeypatch, arguments):
+    monkeypatch.chdir(tiny)
+    assert {"pickle", "zipfile"}.isdisjoint(modules_after(*arguments))
 
 
 @pytest.mark.parametrize("arguments", QUIET, ids=" ".join)

@@ -52,8 +52,10 @@ def test_no_error_is_swallowed_whole(path):
             assert not (catches_all and all(isinstance(statement, ast.Pass) for statement in node.body))
 
 
-PICKLES = {"parallel/messages.py", "parallel/skeleton.py", "loading/legacy.py"}
-"""Modules that may import pickle: for socket pairs of this process, and for the errors of torch's own unpickler."""
+UNPICKLER = "checkpoint/restricted_unpickler.py"
+PICKLES = {"parallel/messages.py", "parallel/skeleton.py", "loading/legacy.py", UNPICKLER}
+"""Modules that may import pickle: for socket pairs of this process, for the errors of torch's own unpickler, and for
+the unpickler that imports nothing."""
 
 
 @every_module
@@ -66,6 +68,19 @@ def test_nothing_is_unpickled_that_came_over_a_network(path):
     names = {node.attr for node in ast.walk(parsed(path)) if isinstance(node, ast.Attribute)} | modules
     assert not {name for name in names if name and name.endswith(("_object", "_object_list")) and "gather" in name}
     assert not names & {"broadcast_object_list", "scatter_object_list", "send_object_list", "recv_object_list"}
+
+
+def test_the_restricted_unpickler_takes_opcodes_and_one_class_of_pickle():
+    taken = {
+        node.attr
+        for node in ast.walk(parsed(ROOT / UNPICKLER))
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "pickle"
+    }
+    assert "_Unpickler" in taken
+    assert {name for name in taken if not name.isupper() and not name[-1].isdigit()} == {
+        "_Unpickler",
+        "UnpicklingError",
+    }
 
 
 @pytest.mark.parametrize("path", sorted(ROOT.glob("*/**/__init__.py")), ids=name_of)
