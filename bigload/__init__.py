@@ -35,6 +35,7 @@ if TYPE_CHECKING:  # `as` marks them as public to type checkers
     from bigload.checkpoint.source import open_checkpoint as open_checkpoint
     from bigload.devices import Device as Device
     from bigload.dtypes import DType as DType
+    from bigload.errors import AbsentWeightError as AbsentWeightError
     from bigload.errors import AlreadyDispatchedError as AlreadyDispatchedError
     from bigload.errors import BenchOptionError as BenchOptionError
     from bigload.errors import BigloadError as BigloadError
@@ -44,6 +45,7 @@ if TYPE_CHECKING:  # `as` marks them as public to type checkers
     from bigload.errors import DamagedOutputError as DamagedOutputError
     from bigload.errors import DispatchedModelError as DispatchedModelError
     from bigload.errors import DoesNotFitError as DoesNotFitError
+    from bigload.errors import IncompleteDeviceMapError as IncompleteDeviceMapError
     from bigload.errors import InvalidCheckpointError as InvalidCheckpointError
     from bigload.errors import InvalidManifestError as InvalidManifestError
     from bigload.errors import InvalidPlanError as InvalidPlanError
@@ -54,6 +56,7 @@ if TYPE_CHECKING:  # `as` marks them as public to type checkers
     from bigload.errors import MainProcessFailedError as MainProcessFailedError
     from bigload.errors import ManifestNotFoundError as ManifestNotFoundError
     from bigload.errors import MissingPackageError as MissingPackageError
+    from bigload.errors import MissingWeightsError as MissingWeightsError
     from bigload.errors import ModelNotSendableError as ModelNotSendableError
     from bigload.errors import NamesUnknownError as NamesUnknownError
     from bigload.errors import NoOffloadFolderError as NoOffloadFolderError
@@ -231,6 +234,7 @@ _HOMES = {
     "bigload.devices": ("Device",),
     "bigload.dtypes": ("DType",),
     "bigload.errors": (
+        "AbsentWeightError",
         "AlreadyDispatchedError",
         "BenchOptionError",
         "BigloadError",
@@ -240,6 +244,7 @@ _HOMES = {
         "DamagedOutputError",
         "DispatchedModelError",
         "DoesNotFitError",
+        "IncompleteDeviceMapError",
         "InvalidCheckpointError",
         "InvalidManifestError",
         "InvalidPlanError",
@@ -250,6 +255,7 @@ _HOMES = {
         "MainProcessFailedError",
         "ManifestNotFoundError",
         "MissingPackageError",
+        "MissingWeightsError",
         "ModelNotSendableError",
         "NamesUnknownError",
         "NoOffloadFolderError",

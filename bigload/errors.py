@@ -11,6 +11,7 @@
     │   ├── PlanNotFoundError            no file at that path             (FileNotFoundError)
     │   ├── PlanOptionError              wishes that cannot be met together, or a bad value (ValueError)
     │   ├── InvalidPlanError             a plan file that is not one      (ValueError)
+    │   ├── IncompleteDeviceMapError     tensors of a model without a device (ValueError)
     │   ├── NamesUnknownError            what a model calls its modules is not known
     │   ├── PartitionError               tensors that ranks cannot divide as asked (ValueError)
     │   └── StalePlanError               made for another version of the checkpoint
@@ -33,6 +34,8 @@
     │   ├── NotEnoughMemoryError         the tensors exceed free memory   (MemoryError)
     │   ├── QuantisedParameterError      a parameter that packs its values itself (TypeError)
     │   ├── StateDictMismatchError       module and checkpoint disagree   (ValueError)
+    │   ├── MissingWeightsError          a model that would run without some weights (ValueError)
+    │   ├── AbsentWeightError            an operation on a weight that is not there (NotImplementedError)
     │   ├── NoOffloadFolderError         weights for the disk, and no place there (ValueError)
     │   ├── AlreadyDispatchedError       a model that has hooks is to get others (RuntimeError)
     │   ├── DispatchedModelError         a model that hooks hold in its places (RuntimeError)
@@ -111,11 +114,11 @@ def _restored(kind: type[BigloadError], message: str, fields: dict[str, object])
     return error
 
 
-def abridged(lines: Sequence[str]) -> list[str]:
-    """Return at most `MAX_LISTED` of `lines`, the last one counting what was left out."""
-    if len(lines) <= MAX_LISTED:
+def abridged(lines: Sequence[str], most: int = MAX_LISTED) -> list[str]:
+    """Return at most `most` of `lines`, the last one counting what was left out."""
+    if len(lines) <= most:
         return list(lines)
-    return [*lines[: MAX_LISTED - 1], f"… and {len(lines) - MAX_LISTED + 1} more"]
+    return [*lines[: most - 1], f"… and {len(lines) - most + 1} more"]
 
 
 class CheckpointError(BigloadError):
@@ -225,6 +228,19 @@ class PlanNotFoundError(PlanError, FileNotFoundError):
 
 class InvalidPlanError(PlanError, ValueError):
     """A plan file cannot be read, has another major schema version, or contradicts itself."""
+
+
+class IncompleteDeviceMapError(PlanError, ValueError):
+    """A device map has no device for `names`, which a model has."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        super().__init__(
+            "The device_map provided does not give any device for the following parameters: "
+            + ", ".join(abridged(names)),
+            hint='give a device for "" to cover all that no other key does; a plan covers models with the names of the '
+            "checkpoint that it was made for",
+        )
+        self.names = tuple(names)
 
 
 class NamesUnknownError(PlanError):
@@ -611,11 +627,15 @@ class StateDictMismatchError(LoadError, ValueError):
         super().__init__(
             f"the checkpoint does not match {module}: {len(missing)} missing, {len(unexpected)} unexpected, "
             f"{len(misshapen)} of another shape",
-            details=(
-                *(f"missing from the checkpoint: {name}" for name in missing),
-                *(f"not in the module: {name}" for name in unexpected),
-                *(f"other shape: {name}" for name in misshapen),
-            ),
+            details=[
+                f"{what}: {name}"
+                for what, names in (
+                    ("missing from the checkpoint", missing),
+                    ("not in the module", unexpected),
+                    ("other shape", misshapen),
+                )
+                for name in abridged(names, MAX_LISTED // 3)  # so that there is room for each kind
+            ],
             hint=hint,
         )
         self.missing = tuple(missing)
@@ -678,6 +698,27 @@ class AlreadyDispatchedError(LoadError, RuntimeError):
             hint="leave the `with` statement that dispatched it, or call bigload.remove_hook_from_submodules(model)",
         )
         self.hooked = tuple(hooked)
+
+
+class AbsentWeightError(LoadError, NotImplementedError):
+    """`operation` needs values of the weights `names`, which are not in memory at that moment."""
+
+    def __init__(self, names: Sequence[str], operation: str, *, reason: str, hint: str) -> None:
+        super().__init__(f"cannot compute {operation} with {', '.join(abridged(names))}, which {reason}", hint=hint)
+        self.names = tuple(names)
+        self.operation = operation
+
+
+class MissingWeightsError(LoadError, ValueError):
+    """Tensors of a model, `missing`, are on the meta device, and nothing would bring their values when it runs."""
+
+    def __init__(self, model: str, missing: Sequence[str], *, hint: str) -> None:
+        super().__init__(
+            f"{model} cannot run: nothing gives values to {counted(len(missing), 'tensor')} on the meta device",
+            details=missing,
+            hint=hint,
+        )
+        self.missing = tuple(missing)
 
 
 class OffloadedTrainingError(LoadError, RuntimeError):

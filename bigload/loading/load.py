@@ -65,7 +65,8 @@ def load(
         checkpoint: What `open_checkpoint` takes, or what it returned.
         into: A module to fill as well. Parameters on the meta device become the loaded tensors, without a second copy;
             others keep their memory, dtype and device and are copied into. Tied parameters stay tied. What a plan keeps
-            on disk stays as it is.
+            on disk stays as it is. What is on the meta device afterwards raises `AbsentWeightError` when it is computed
+            with.
         only: Names of the tensors to read; all when left out.
         slices: Parts of tensors, by name: rows, columns or whatever lies along one dimension. Only their bytes are
             read, as far as pieces are not so small and close together that a read each would take longer.
@@ -169,10 +170,12 @@ class _Wishes:
 
     def assign(self, assignments: tuple[Assignment, ...], tensors: Mapping[str, torch.Tensor]) -> None:
         """Put `tensors` into the module, if there is one."""
+        from bigload.loading.absent_weights import LOAD_OR_DISPATCH, NOT_LOADED, mark_absent
         from bigload.loading.assign import assign
 
         if self.into is not None:
             assign(self.into, assignments, tensors)
+            mark_absent(self.into, reason=NOT_LOADED, hint=LOAD_OR_DISPATCH)
 
 
 def _report(schedule: Schedule, selection: Selection, approach: Approach, recorder: Recorder) -> LoadReport:

@@ -17,12 +17,12 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
+from bigload.loading.absent_weights import Absence, absent, form_of
 from bigload.runtime.blocks import joined
 from bigload.runtime.call_weights import bring_before_calls
 from bigload.runtime.hooks import ModelHook, add_hook_to_module, within
 from bigload.runtime.module_tensors import is_packed_by_device, set_module_tensor_to_device
 from bigload.runtime.offload_store import PrefixedDataset, source_of
-from bigload.runtime.placeholder_edits import PlaceholderEdits
 from bigload.runtime.refused_gradients import refuse_gradients
 from bigload.runtime.refused_methods import refuse_loading
 from bigload.runtime.sending import DeviceLike, find_device, send_to_device
@@ -35,6 +35,14 @@ TiedParams = dict[int, dict[torch.device, Tensor]]
 """By the address that a tied weight had before hooks came, what it is on each device where it is right now."""
 
 _META = torch.device("meta")
+
+_OFFLOADED = "is offloaded: it is there only while the module that owns it runs"
+_PRELOAD = (
+    "call that module instead of reading its weight; or name the class of the module that reads it in "
+    "preload_module_classes, or keep both on a device by the device map. Outside of a forward, "
+    "bigload.align_module_device(module) brings it to look at; to change it, remove the hooks with "
+    "bigload.remove_hook_from_submodules(model) and dispatch the model again"
+)
 
 
 def _eager(function: Callable[..., None]) -> Callable[..., None]:
@@ -100,7 +108,6 @@ class AlignDevicesHook(ModelHook):
         self.input_device: torch.device | None = None
         self.original_devices: dict[str, torch.device] = {}
         self._pointers: dict[str, int] = {}
-        self._edits = PlaceholderEdits()
         self._made_weights_map = False
         self._brings_uncalled = False
         self._forwards = _Forwards()
@@ -163,13 +170,15 @@ class AlignDevicesHook(ModelHook):
             self.weights_map = {slot.name: slots[0].tensor.detach().to("cpu") for slots in leaving for slot in slots}
         for slots in leaving:
             self._pointers.update((slot.name, _pointer(slot.tensor)) for slot in slots)
-            placeholder = _put(slots, _META)
-            for slot in slots:
-                self._edits.note(slot.name, placeholder)
+            assign(slots, absent(_put(slots, _META), Absence(self._full_name(slots[0]), _OFFLOADED, _PRELOAD)))
         if self._device is not None:
             for slots in shared:
                 if not self._is_offloaded(slots[0]):
                     self._place(slots, self._device)
+
+    def _full_name(self, slot: Slot) -> str:
+        """Return the name in the model, as far as it is known."""
+        return f"{getattr(self.weights_map, 'prefix', '')}{slot.name}"
 
     def _is_offloaded(self, slot: Slot) -> bool:
         return not slot.is_buffer or (self.offload_buffers and slot.is_persistent)
@@ -285,6 +294,8 @@ class AlignDevicesHook(ModelHook):
             on_devices = self._tied_copies(self._pointers.get(slot.name, 0))
             if device not in (_META, slot.tensor.device) and not _take(slots, on_devices.get(device)):
                 on_devices[device] = _put(slots, device, *self._value(slots))
+            elif device == _META:
+                assign(slots, form_of(slot.tensor))
         if self._made_weights_map:  # values that may be others when the hook is attached again
             self.weights_map, self._made_weights_map = None, False
 
@@ -334,8 +345,6 @@ class AlignDevicesHook(ModelHook):
         at_home = slot.tensor
         if not at_home.is_meta and self._device in (None, at_home.device):
             return
-        if at_home.is_meta:
-            self._edits.check(slot.name, at_home, prefix=self._prefix)
         forwards.away.append((slots, at_home))
         on_devices = self._tied_copies(self._pointers.get(slot.name, 0) if at_home.is_meta else 0)
         if self._device is not None and _take(slots, on_devices.get(self._device)):
@@ -344,20 +353,12 @@ class AlignDevicesHook(ModelHook):
         device = value.device if self._device is None else self._device
         brought = on_devices[device] = _put(slots, device, value, statistics)
         forwards.lent.append((on_devices, device))
-        refuse_gradients(brought, f"{self._prefix}{slot.name}")
-
-    @property
-    def _prefix(self) -> str:
-        """What comes before the names of weights in the model, as far as the hook knows it."""
-        return str(getattr(self.weights_map, "prefix", ""))
+        refuse_gradients(brought, self._full_name(slot))
 
     def offloaded_weights(self, module: nn.Module) -> list[Weight] | None:
         """Return what `pre_forward` loads; `None` if that takes more than knowing where values are.
 
         Values may be made when they are asked for, and parameters of bitsandbytes are packed on their way.
-
-        Raises:
-            OffloadedEditError: a placeholder was edited.
         """
         weights: list[Weight] = []
         weights_map = self.weights_map
@@ -366,7 +367,6 @@ class AlignDevicesHook(ModelHook):
         for slots in self._tensors(module):
             placeholder = self._forwards.at_home(slots[0])
             if self._is_offloaded(slots[0]) and placeholder.is_meta:
-                self._edits.check(slots[0].name, placeholder, prefix=self._prefix)
                 found = [source_of(weights_map, slot.name) for slot in slots]
                 source = next((each for each in found if each is not None), None)
                 if source is None or is_packed_by_device(placeholder) or source.dtype == torch.int8:

@@ -11,7 +11,6 @@ stays in the checkpoint is not loaded. So beside the module there are a batch an
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -22,12 +21,9 @@ from torch import nn
 
 from bigload.checkpoint.model import Checkpoint, TensorInfo
 from bigload.dtypes import DType
-from bigload.errors import (
-    MAX_LISTED,
-    LoadOptionError,
-    StateDictMismatchError,
-)
-from bigload.loading.assign import Assignment, Comparison, compare, held
+from bigload.errors import LoadOptionError
+from bigload.loading.absent_weights import LOAD_OR_DISPATCH, NOT_LOADED, mark_absent
+from bigload.loading.assign import Assignment, held
 from bigload.loading.tensors import parsed_dtype, torch_dtype
 from bigload.planning.load_dtype import as_dtype
 from bigload.planning.plan import Plan
@@ -43,6 +39,7 @@ from bigload.runtime.module_filling import (
     set_by_torch,
 )
 from bigload.runtime.module_sizes import prefixes
+from bigload.runtime.name_matching import Matched, matched
 from bigload.runtime.offload_store import AtHand, OffloadedWeightsLoader, source_of
 from bigload.runtime.offload_writer import OffloadWriter
 from bigload.runtime.stored_weights import Place, StoredWeights
@@ -51,7 +48,6 @@ from bigload.runtime.tied_parameters import check_tied_parameters_on_same_device
 DISK = "disk"
 
 _CPU = torch.device("cpu")
-_logger = logging.getLogger(__name__)
 
 
 def load_state_dict(
@@ -92,7 +88,9 @@ def load_checkpoint_in_model(
 
     Weights on disk are on the meta device in `model`; give what is returned to whatever brings them in. Tied
     parameters stay tied. What the checkpoint lacks, what `model` lacks and, with `strict`, both, is reported in every
-    case: as a warning of this module's logger, or as an error before anything is read.
+    case: as a warning of bigload's logger, or as an error before anything is read. What `model` has no values for after
+    that, because the checkpoint lacks it or because it stays on disk, raises `AbsentWeightError` when it is computed
+    with, until it is loaded or brought by a hook.
 
     Args:
         model: On the meta device, in memory, or partly.
@@ -127,10 +125,36 @@ def load_checkpoint_in_model(
     """
     if offload_8bit_bnb:
         raise LoadOptionError("offload_8bit_bnb", offload_8bit_bnb, "False: weights are not quantised while they load")
-    source = Source.open(checkpoint)
+    on_disk = load_matched(
+        model,
+        matched(model, checkpoint, strict=strict),
+        device_map=device_map,
+        offload_folder=offload_folder,
+        dtype=dtype,
+        offload_buffers=offload_buffers,
+        keep_in_fp32_modules=keep_in_fp32_modules,
+        full_state_dict=full_state_dict,
+        broadcast_from_rank0=broadcast_from_rank0,
+    )
+    mark_absent(model, reason=NOT_LOADED, hint=LOAD_OR_DISPATCH)
+    return on_disk
+
+
+def load_matched(
+    model: nn.Module,
+    found: Matched,
+    *,
+    device_map: DeviceMap | None,
+    offload_folder: str | os.PathLike[str] | None = None,
+    dtype: str | torch.dtype | None = None,
+    offload_buffers: bool = False,
+    keep_in_fp32_modules: Iterable[str] | None = None,
+    full_state_dict: bool = True,
+    broadcast_from_rank0: bool = False,
+) -> Mapping[str, torch.Tensor]:
+    """Do what `load_checkpoint_in_model` does, with what was found to correspond."""
+    source, comparison = found.source, found.comparison
     device_map = source.device_map if device_map is None else device_map
-    comparison = compare(model, source.tensors)
-    _report(model, source, comparison, strict=strict)
     if device_map is None and (broadcast_from_rank0 or is_distributed(model)):
         names = [assignment.tensor_name for assignment in comparison.assignments]
         set_by_torch(model, source, names, full=full_state_dict, is_broadcast=broadcast_from_rank0)
@@ -149,29 +173,6 @@ def load_checkpoint_in_model(
     on_disk = _offload(model, source, [each for each in placed if each.device is None], offload_folder)
     fill(model, source, [each for each in placed if each.device is not None])
     return on_disk
-
-
-def _report(model: nn.Module, source: Source, found: Comparison, *, strict: bool) -> None:
-    """Say what does not correspond, or refuse it. Shapes have to be equal in any case, as for torch and accelerate."""
-    name, path = type(model).__name__, source.checkpoint.path
-    if found.misshapen or (strict and (found.missing or found.unexpected)):
-        hint = "strict=False loads what does match; nothing was assigned"
-        if found.misshapen:
-            hint = "make the model by the config of this checkpoint; nothing was assigned"
-        raise StateDictMismatchError(
-            name, missing=found.missing, unexpected=found.unexpected, misshapen=found.misshapen, hint=hint
-        )
-    if found.unexpected:
-        text = "Some weights of the checkpoint at %s were not used when filling %s, which does not have them: %s"
-        _logger.warning(text, path, name, _listed(found.unexpected))
-    if found.missing:
-        text = "Some weights of %s are not in the checkpoint at %s and stay as they were: %s"
-        _logger.warning(text, name, path, _listed(found.missing))
-
-
-def _listed(names: tuple[str, ...]) -> str:
-    more = f" and {len(names) - MAX_LISTED} more" if len(names) > MAX_LISTED else ""
-    return ", ".join(names[:MAX_LISTED]) + more
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,6 +14,7 @@ from typing import TypeVar
 import torch
 from torch import nn
 
+from bigload.errors import IncompleteDeviceMapError
 from bigload.runtime.module_sizes import prefixes
 
 Place = TypeVar("Place", bound=int | str | torch.device)
@@ -25,7 +26,7 @@ def check_device_map(model: nn.Module, device_map: Mapping[str, int | str | torc
     Keys that name nothing in the model, a typo for example, get a `UserWarning`.
 
     Raises:
-        ValueError: something has no device; the text lists it all.
+        IncompleteDeviceMapError: something has no device.
     """
     entries = dict.fromkeys(model.state_dict())
     unknown = [name for name in device_map if name not in entries and not _exists(model, name)]
@@ -34,9 +35,7 @@ def check_device_map(model: nn.Module, device_map: Mapping[str, int | str | torc
         warnings.warn(text, UserWarning, stacklevel=2)
     missing = [name for name in entries if not any(prefix in device_map for prefix in prefixes(name))]
     if missing:
-        raise ValueError(
-            f"The device_map provided does not give any device for the following parameters: {', '.join(missing)}"
-        )
+        raise IncompleteDeviceMapError(missing)
 
 
 def _exists(model: nn.Module, name: str) -> bool:

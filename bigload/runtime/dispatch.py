@@ -31,6 +31,7 @@ from bigload.runtime.offload_writer import Entry
 from bigload.runtime.refused_methods import refuse_changes
 from bigload.runtime.streaming.attach import stream
 from bigload.runtime.streaming.options import StreamOptions
+from bigload.runtime.supplied_weights import check_supplied, with_tied_names
 from bigload.runtime.tied_parameters import find_tied_parameters
 
 StrPath = str | os.PathLike[str]
@@ -84,6 +85,7 @@ def dispatch_model(
 
     Raises:
         ValueError: the map does not cover the model, or no such size.
+        MissingWeightsError: a tensor is on the meta device, and nothing that was given has its value.
         NoOffloadFolderError: something goes to disk, and neither `offload_dir` nor `offload_index` is given.
         NotOffloadableError: a weight for the disk has no values, and the folder does not hold it either.
         WriteError: the system refused to write.
@@ -106,6 +108,7 @@ def dispatch_model(
         if streaming is not None:
             stream(model, streaming)
     else:
+        check_supplied(model, {})
         model.to(next(iter(device_map.values()), "cpu"))
     model.hf_device_map = dict(device_map)  # type: ignore[assignment]
     return model
@@ -130,9 +133,8 @@ def dispatch_loaded(
         if streaming is not None:
             stream(model, streaming)
     else:
-        device = torch.device(next(iter(device_map.values()), "cpu"))
-        # what no checkpoint has comes along, what this one lacks stays without values
-        model._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))  # type: ignore[no-untyped-call]
+        check_supplied(model, {})
+        model.to(next(iter(device_map.values()), "cpu"))  # what no checkpoint has comes along
     model.hf_device_map = dict(device_map)  # type: ignore[assignment]
     return model
 
@@ -174,7 +176,7 @@ class Spread:
 
         Where `stored` says what is on disk, that is all else: a weight for the disk may be tied to one that is not.
         """
-        offloaded = {block.name: block.is_whole for block in self.blocks if block.is_offloaded(self.main_device)}
+        offloaded = self._offloaded()
         return {
             name: tensor.detach().to("cpu")
             for name, tensor in model.state_dict().items()
@@ -197,7 +199,14 @@ class Spread:
         skip_keys: str | list[str] | None,
         preload_module_classes: list[str] | None,
     ) -> None:
-        """Give `model` the hooks that make it run so, with `weights` the values of what is offloaded."""
+        """Give `model` the hooks that make it run so, with `weights` the values of what is offloaded.
+
+        Raises:
+            MissingWeightsError: see `check_supplied`; the model is as it was.
+        """
+        weights = with_tied_names(weights, self.tied)
+        offloaded = self._offloaded()
+        check_supplied(model, weights, lambda name: "." not in name or _is_in(name, offloaded))
         main, whole = self.main_device, [block for block in self.blocks if block.is_whole]
         tied_params_map = _addresses(model, self.tied)
         runs_on = {name: _resolved(self._runs_on(name)) for group in self.tied for name in group}
@@ -227,6 +236,10 @@ class Spread:
             model._hf_hook.io_same_device = True
         tie_on_devices(model, self.tied, runs_on)
         refuse_changes(model)
+
+    def _offloaded(self) -> dict[str, bool]:
+        """Return the names of blocks that are brought in for each forward, with whether they are whole."""
+        return {block.name: block.is_whole for block in self.blocks if block.is_offloaded(self.main_device)}
 
     def _runs_on(self, name: str) -> DeviceLike:
         device = device_of(name, self.device_map)
@@ -261,7 +274,7 @@ def cpu_offload(
     """
     streaming = StreamOptions.of(prefetch, prefetch_bytes, resident_bytes)
     if state_dict is None:
-        state_dict = {name: tensor.to("cpu") for name, tensor in model.state_dict().items()}
+        state_dict = {name: tensor.to("cpu") for name, tensor in model.state_dict().items() if not tensor.is_meta}
     _offload_all(model, "cpu", state_dict, execution_device, offload_buffers, preload_module_classes)
     if streaming is not None:
         stream(model, streaming)
@@ -334,6 +347,8 @@ def _offload_all(
 ) -> None:
     device = _first_device(model) if execution_device is None else execution_device
     tied = find_tied_parameters(model)
+    weights = with_tied_names(weights, tied)
+    check_supplied(model, weights)
     tied_params_map = _addresses(model, tied)
     add_hook_to_module(model, AlignDevicesHook(io_same_device=True), append=True)
     attach_align_device_hook(

@@ -13,7 +13,7 @@ from bigload.errors import AlreadyDispatchedError
 from bigload.planning.plan import Plan
 from bigload.runtime.checkpoint_source import Source
 from bigload.runtime.dispatch import dispatch_model
-from bigload.runtime.dispatched_loading import StrPath, load_and_dispatch, plan_for, streaming_of
+from bigload.runtime.dispatched_loading import StrPath, load_and_dispatch, map_for, opened_plan, streaming_of
 from bigload.runtime.hooks import OWN_METHODS, remove_hook_from_submodules
 from bigload.runtime.module_tensors import as_parameter
 from bigload.runtime.slots import Slot, assign, shared_tensors
@@ -84,7 +84,8 @@ def dispatch(
                 resident_bytes=resident_bytes,
             )
         else:
-            made, placed = plan_for(model, plan)
+            made = opened_plan(plan)
+            placed = map_for(model, made)
             dispatch_model(
                 model,
                 {name: "cpu" if device == "disk" else device for name, device in placed.items()},
@@ -111,7 +112,7 @@ def _hide_from_loading(model: nn.Module, plan: Plan | StrPath) -> None:
     valued = [slots for slots in shared_tensors(model, recurse=True) if not slots[0].tensor.is_meta]
     persistent = [slots for slots in valued if any(slot.is_persistent for slot in slots)]
     if persistent:
-        stored = Source.open(plan_for(model, plan)[0]).tensors
+        stored = Source.open(opened_plan(plan)).tensors
         for slots in persistent:
             if any(slot.name in stored for slot in slots):
                 tensor = slots[0].tensor

@@ -20,12 +20,14 @@ from bigload.planning.plan import Plan
 from bigload.planning.plan_file import read_plan
 from bigload.runtime.auto_device_map import infer_auto_device_map
 from bigload.runtime.blocks import DeviceLike
-from bigload.runtime.checkpoints import load_checkpoint_in_model
+from bigload.runtime.checkpoints import load_matched
 from bigload.runtime.device_maps import check_device_map
 from bigload.runtime.device_memory import MaxMemoryLike, get_balanced_memory
 from bigload.runtime.dispatch import dispatch_loaded
 from bigload.runtime.module_sizes import prefixes
+from bigload.runtime.name_matching import matched
 from bigload.runtime.streaming.options import StreamOptions
+from bigload.runtime.supplied_weights import check_supplied
 from bigload.runtime.tied_parameters import find_tied_parameters
 
 StrPath = str | os.PathLike[str]
@@ -93,18 +95,18 @@ def load_checkpoint_and_dispatch(
         check_device_map(model, placed)
         if offload_folder is None:
             _check_readable_in_place(checkpoint, placed)
-    on_disk = load_checkpoint_in_model(
+    on_disk = load_matched(
         model,
-        checkpoint,
+        matched(model, checkpoint, strict=strict, is_complete=True),
         device_map=placed,
         offload_folder=offload_folder,
         dtype=dtype,
         offload_buffers=offload_buffers,
-        strict=strict,
         full_state_dict=full_state_dict,
         broadcast_from_rank0=broadcast_from_rank0,
     )
     if placed is None:
+        check_supplied(model, {})
         return model
     return dispatch_loaded(
         model,
@@ -155,11 +157,11 @@ def load_and_dispatch(
         StateDictMismatchError: model and checkpoint disagree.
         BigloadError: see `load_checkpoint_in_model`.
     """
-    made, placed = plan_for(model, plan)
+    made = opened_plan(plan)
+    found = matched(model, made, strict=strict, is_complete=True)  # before the map, of which a mismatch says less
+    placed = map_for(model, made)
     streaming = streaming_of(made, prefetch, prefetch_bytes, resident_bytes)
-    on_disk = load_checkpoint_in_model(
-        model, made, device_map=placed, dtype=dtype, offload_buffers=offload_buffers, strict=strict
-    )
+    on_disk = load_matched(model, found, device_map=placed, dtype=dtype, offload_buffers=offload_buffers)
     return dispatch_loaded(
         model,
         placed,
@@ -172,17 +174,27 @@ def load_and_dispatch(
     )
 
 
-def plan_for(model: nn.Module, plan: Plan | StrPath) -> tuple[Plan, dict[str, DeviceLike]]:
-    """Return the plan, read if it is a path, and the device map that it is for `model`.
+def opened_plan(plan: Plan | StrPath) -> Plan:
+    """Return the plan, read if it is the path of a plan file or of a resharded folder.
 
     Raises:
         PlanError: there is no such plan, or it is none.
-        ValueError: it does not cover the model.
     """
-    made = plan if isinstance(plan, Plan) else _read(Path(plan))
-    placed = _with_ties(model, replace(made, renamed=None).device_map)
+    if isinstance(plan, Plan):
+        return plan
+    path = Path(plan)
+    return read_plan(path / PLAN_FILE if path.is_dir() else path)
+
+
+def map_for(model: nn.Module, plan: Plan) -> dict[str, DeviceLike]:
+    """Return the device map that `plan` is for `model`.
+
+    Raises:
+        IncompleteDeviceMapError: it does not cover the model.
+    """
+    placed = _with_ties(model, replace(plan, renamed=None).device_map)
     check_device_map(model, placed)
-    return made, placed
+    return placed
 
 
 def streaming_of(
@@ -192,10 +204,6 @@ def streaming_of(
     options = StreamOptions.of(prefetch, prefetch_bytes, resident_bytes)
     reserved = sum(use.workspace_bytes for use in plan.devices if use.device == plan.execution_device)
     return replace(options, workspace_bytes=reserved) if options is not None and reserved else options
-
-
-def _read(path: Path) -> Plan:
-    return read_plan(path / PLAN_FILE if path.is_dir() else path)
 
 
 def _made_map(

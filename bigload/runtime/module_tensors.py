@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from bigload.errors import QuantisedParameterError
+from bigload.loading.absent_weights import AbsentParameter
 
 DeviceLike = int | str | torch.device
 """An index of the current accelerator, text such as `"cuda:0"`, or a device."""
@@ -240,7 +241,7 @@ def as_parameter(new: torch.Tensor, old: nn.Parameter) -> nn.Parameter:
     """Return `new` as a parameter of the class of `old`, with all that was noted on that."""
     can_train = new.is_floating_point() or new.is_complex()
     requires_grad = old.requires_grad and can_train
-    kind = type(old)
+    kind = nn.Parameter if isinstance(old, AbsentParameter) else type(old)
     if kind is nn.Parameter or nn.Parameter not in kind.__mro__:  # a tensor of another class can be a parameter, too
         parameter = nn.Parameter(new.detach(), requires_grad=requires_grad)
     else:  # not by its constructor, which may ask for more; what that made of it is in the attributes

@@ -32,7 +32,7 @@ def test_a_map_that_covers_the_state_dict_is_fine():
 
 
 def test_what_has_no_device_is_listed():
-    with pytest.raises(ValueError, match=r"following parameters: offset, _extra_state, inner\.bias$"):
+    with pytest.raises(ValueError, match=r"following parameters: offset, _extra_state, inner\.bias\n"):
         bigload.check_device_map(Scaled(), {"scale": 0, "inner.weight": 0})
 
 

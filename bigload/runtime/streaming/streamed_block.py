@@ -48,21 +48,20 @@ class _Loan:
         held: What the places get: a parameter of the placeholder's class, or the buffer that it is.
     """
 
-    __slots__ = ("_dtype", "_keys", "_tensor", "_version", "held", "name", "weight")
+    __slots__ = ("_dtype", "_keys", "_tensor", "held", "name", "weight")
 
     def __init__(self, name: str, weight: Weight) -> None:
         self.name = name
         self.weight = weight
         self.held = weight.placeholder
         self._dtype = weight.placeholder.dtype
-        self._version = None if weight.placeholder.is_inference() else weight.placeholder._version
         self._keys = [(slot.table, slot.key) for slot in weight.slots]
         self._tensor: torch.Tensor | None = None
 
     def is_current(self) -> bool:
-        """Return whether all places hold what they did when this was made, untouched, or values of their own."""
+        """Return whether all places hold what they did when this was made, or values of their own."""
         placeholder = self.weight.placeholder
-        if placeholder.dtype != self._dtype or (self._version is not None and placeholder._version != self._version):
+        if placeholder.dtype != self._dtype:
             return False
         for table, key in self._keys:
             tensor = table.get(key)
