@@ -5,6 +5,7 @@ It is started by `worker_process.py` as `main`, with the number of its end of a 
 
 from __future__ import annotations
 
+import ctypes
 import faulthandler
 import os
 import select
@@ -15,6 +16,9 @@ import threading
 import time
 import traceback
 
+_PR_SET_PDEATHSIG = 1
+"""Of linux/prctl.h."""
+
 _ORPHANED = 70
 """The exit code of a worker whose other side is gone (EX_SOFTWARE of sysexits.h). Nobody is there to see it."""
 
@@ -22,6 +26,7 @@ _ORPHANED = 70
 def main() -> None:
     """Answer requests; leave without the end of the interpreter, which might wait for threads of others."""
     began = time.perf_counter()
+    _die_with_parent()
     connection = socket.socket(fileno=int(sys.argv[2]))
     connection.set_inheritable(False)
     os.register_at_fork(after_in_child=connection.close)
@@ -37,6 +42,14 @@ def main() -> None:
         traceback.print_exc()
         os._exit(1)
     os._exit(0)
+
+
+def _die_with_parent() -> None:
+    """Have the kernel kill this process when its parent ends: of a stopped process, no thread sees a hang-up.
+
+    If the parent has ended already, the connection says so.
+    """
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL))
 
 
 def _end_with(connection: socket.socket) -> None:

@@ -11,9 +11,11 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from multiprocessing.spawn import get_executable
 
 from bigload.errors import ParallelError, WorkerDiedError
+from bigload.parallel.lasting_thread import in_lasting_thread
 
 _BOOT = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from bigload.parallel.worker import main; main()"
 _EXIT_SECONDS = 1.0
@@ -31,7 +33,8 @@ class WorkerProcess:
         try:
             # -P: no folder but those of this process goes before the standard library; -u: what is written is not lost.
             command = [_executable(), "-P", "-u", "-c", _BOOT, json.dumps(sys.path), str(theirs.fileno())]
-            self._process = subprocess.Popen(
+            start = partial(
+                subprocess.Popen[bytes],
                 command,
                 env={**os.environ, **environment},
                 pass_fds=(theirs.fileno(), *inherit),
@@ -40,6 +43,7 @@ class WorkerProcess:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
+            self._process = in_lasting_thread(start)
         except BaseException:
             self.connection.close()
             self._log.close()

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import bigload
+from bigload_cli.failures import NOTHING_IS_LEFT
 from builders import data_for, header_of, make_checkpoint, make_split, write_index, write_raw, write_shard
 
 PROGRAM = Path(sys.executable).with_name("bigload")
@@ -494,3 +495,27 @@ def test_sigint_while_loading_ends_with_130(run, monkeypatch):
     done = run("bigload inspect tiny-llama")
     assert (done.code, done.stdout) == (130, "")
     assert done.stderr.strip() == "interrupted: nothing half-written was left"
+
+
+INTERRUPTED_IMPORT = """
+import sys
+class Finder:
+    def find_spec(name, path=None, target=None):
+        if name == sys.argv[1]:
+            raise KeyboardInterrupt
+sys.meta_path.insert(0, Finder)
+from bigload_cli.app import main
+sys.argv = ["bigload", "inspect", sys.argv[2]]
+main()
+"""
+
+
+@pytest.mark.parametrize(
+    "module",
+    ["typer", "bigload.errors", "bigload_cli.failures", "bigload_cli.commands.plan", "bigload.checkpoint.source"],
+)
+def test_ctrl_c_during_imports_is_an_interrupt(module, tmp_path, environment):
+    command = [sys.executable, "-c", INTERRUPTED_IMPORT, module, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment(), check=False)
+    assert (done.returncode, done.stdout) == (130, "")
+    assert done.stderr == f"interrupted: {NOTHING_IS_LEFT}\n"

@@ -306,3 +306,55 @@ def test_the_folder_of_the_script_does_not_go_before_the_standard_library(tmp_pa
     pool = WorkerPool(1, environment={})
     assert ask(pool, "rank") == [0]
     pool.close()
+
+
+STOPPED = """
+import os, signal, sys
+from bigload.parallel import worker_process
+worker_process._BOOT = sys.argv[1]
+from bigload.parallel.messages import pack
+from bigload.parallel.pool import WorkerPool
+pool = WorkerPool(1, environment={})
+pool.ask(pack("rank"), "answering")
+(worker,) = pool.process_ids
+os.kill(worker, signal.SIGSTOP)
+print(worker, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.slow
+def test_a_stopped_worker_dies_with_its_parent():
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", STOPPED, BOOT]
+    parent = subprocess.run(command, check=False, capture_output=True, text=True, env=environment, timeout=60)
+    assert parent.returncode == -signal.SIGKILL, parent.stderr
+    worker = int(parent.stdout)
+    until = time.monotonic() + 10
+    while is_running(worker) and time.monotonic() < until:
+        time.sleep(0.01)
+    try:
+        assert not is_running(worker)
+    finally:
+        if is_running(worker):
+            os.kill(worker, signal.SIGKILL)
+
+
+def test_workers_outlive_the_thread_that_asked_for_them():
+    made = []
+    thread = threading.Thread(target=lambda: made.append(WorkerPool(2, environment={})))
+    thread.start()
+    thread.join()
+    (pool,) = made
+    assert ask(pool, "rank") == [0, 1]
+    pool.close()  # which raises if one was killed
+
+
+def test_a_forked_process_starts_workers_of_its_own(pool):
+    assert ask(pool, "rank") == [0, 1]
+    child = os.fork()
+    if child == 0:
+        signal.alarm(30)
+        other = WorkerPool(1, environment={})
+        os._exit(0 if ask(other, "rank") == [0] else 1)
+    assert os.waitpid(child, 0)[1] == 0
