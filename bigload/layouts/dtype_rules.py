@@ -11,11 +11,9 @@ from fnmatch import fnmatchcase
 from bigload.checkpoint.model import TensorInfo
 from bigload.dtypes import DTYPES, DType, parse_dtype
 from bigload.errors import ReshardOptionError
-from bigload.planning.load_dtype import as_dtype
+from bigload.planning.load_dtype import CASTABLE, EXPECTED_DTYPE, as_dtype
 
-_PLAIN = ("F64", "F32", "F16", "BF16")
-_FLOATS = (*_PLAIN, "F8_E5M2", "F8_E4M3", "F8_E4M3FNUZ", "F8_E5M2FNUZ")
-_TORCH_NAMES = {DTYPES[name].torch_name for name in _PLAIN}
+_TORCH_NAMES = {DTYPES[name].torch_name for name in CASTABLE}
 _FLOAT32 = DTYPES["F32"]
 _DTYPE_KEYS = ("dtype", "torch_dtype")
 _WILDCARDS = frozenset("*?[")
@@ -63,7 +61,7 @@ class DTypeRule:
         written = self(tensor)
         if self.dtype is None or written == self.dtype:
             return None
-        if tensor.dtype.name in _PLAIN:
+        if tensor.dtype.name in CASTABLE:
             keeps = any(matches(pattern, tensor.name) for pattern in self.keep_fp32)
             return Kept.AS_FLOAT32 if keeps and written == _FLOAT32 else Kept.SCALE
         return Kept.EIGHT_BIT if tensor.dtype.name.startswith(("F8", "F6", "F4")) else Kept.NOT_FLOATING
@@ -107,8 +105,8 @@ def dtype_rule(dtype: str | DType | None, *, keep_fp32: Sequence[str] = ()) -> D
         parsed = dtype if isinstance(dtype, DType) else parse_dtype(str(dtype))
     except ValueError as error:
         raise ReshardOptionError("dtype", str(dtype), f"the name of a dtype ({error})") from None
-    if parsed.name not in _FLOATS:
-        raise ReshardOptionError("dtype", str(dtype), "a floating-point dtype of 8 bits or more that weights can have")
+    if parsed.name not in CASTABLE:
+        raise ReshardOptionError("dtype", str(dtype), EXPECTED_DTYPE)
     return DTypeRule(dtype=parsed, keep_fp32=tuple(keep_fp32))
 
 

@@ -10,6 +10,7 @@ from bigload.dtypes import DType, parse_dtype
 from bigload.errors import LoadOptionError, UnsupportedDTypeError
 from bigload.loading.huge_pages import Buffer
 from bigload.loading.schedule import Schedule, Slot, Wanted
+from bigload.planning.load_dtype import CASTABLE, EXPECTED_DTYPE
 
 Memory = Buffer | memoryview | torch.Tensor
 """A buffer of the CPU, or the map of a file, which tensors share; or the bytes of one tensor on another device."""
@@ -38,8 +39,8 @@ def parsed_dtype(dtype: str | torch.dtype | None) -> DType | None:
     """Return the dtype that text or a torch dtype names.
 
     Raises:
-        LoadOptionError: neither safetensors nor torch has one of that name, or weights cannot be cast to it: integers
-            would lose them, and packed types need more than a cast.
+        LoadOptionError: neither safetensors nor torch has one of that name, or weights are not cast to it: see
+            `planning.load_dtype.CASTABLE`.
     """
     if dtype is None:
         return None
@@ -47,9 +48,8 @@ def parsed_dtype(dtype: str | torch.dtype | None) -> DType | None:
         parsed = parse_dtype(str(dtype))
     except ValueError as error:
         raise LoadOptionError("dtype", str(dtype), f"the name of a dtype ({error})") from None
-    found = torch_dtype(parsed)
-    if parsed.bits < 8 or (found is not None and not found.is_floating_point):
-        raise LoadOptionError("dtype", str(dtype), "a floating-point dtype of 8 bits or more")
+    if parsed.name not in CASTABLE:
+        raise LoadOptionError("dtype", str(dtype), EXPECTED_DTYPE)
     return parsed
 
 

@@ -8,7 +8,13 @@ from dataclasses import replace
 from bigload.checkpoint.model import Span, TensorInfo
 from bigload.dtypes import DType
 
-_CAST = ("F64", "F32", "F16", "BF16")
+CASTABLE = ("F64", "F32", "F16", "BF16")
+"""Dtypes that weights are cast from and to. With fewer bits come scales, and norms and embeddings stay as they are: that
+is quantisation, which no cast does."""
+
+EXPECTED_DTYPE = "floating-point of 16 bits or more (bf16, fp16, fp32, fp64): 8 bits need scales, which a cast does not make"
+"""For errors about a dtype that is not castable."""
+
 _SCALES = ("scale", "absmax", "zero", "quant", "bitmap")
 
 
@@ -24,7 +30,7 @@ def as_loaded(tensors: Iterable[TensorInfo], dtype: DType | None) -> Iterable[Te
 def as_dtype(tensor: TensorInfo, dtype: DType) -> TensorInfo:
     """Return one tensor as `as_loaded` does. Its span keeps its start, and is as long as the bytes in memory."""
     last = tensor.name.rpartition(".")[2].lower()
-    if tensor.dtype.name not in _CAST or any(word in last for word in _SCALES):
+    if tensor.dtype.name not in CASTABLE or any(word in last for word in _SCALES):
         return tensor
     num_bytes = -(-tensor.num_elements * dtype.bits // 8)
     span = Span(tensor.span.file, tensor.span.start, tensor.span.start + num_bytes)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from bigload.dtypes import DType
 from bigload.errors import PlanOptionError
+from bigload.planning.load_dtype import CASTABLE, EXPECTED_DTYPE
 
 MAX_CONTEXT = 2**30
 """Tokens; a hundred times what any model was trained for. A larger number is a slip of the keyboard."""
@@ -13,8 +14,7 @@ MAX_CONTEXT = 2**30
 MAX_BATCH = 2**20
 """Sequences."""
 
-_NUMBERS = ("F", "BF")
-_QUANTISED = ("I8", "U8")
+_CACHEABLE = ("F", "BF", "I8", "U8")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,12 +37,17 @@ class Workload:
         """Check the bounds.
 
         Raises:
-            PlanOptionError: a number out of bounds or not a number, a dtype that holds no keys and values.
+            PlanOptionError: a number out of bounds or not a number, a dtype that holds no keys and values, or that weights are not
+                cast to.
         """
         _check_count("context", self.context, at_least=0, at_most=MAX_CONTEXT, of="tokens")
         _check_count("batch", self.batch, at_least=1, at_most=MAX_BATCH, of="sequences")
-        _check_dtype("kv_dtype", self.kv_dtype, also=_QUANTISED)
+        _check_dtype("kv_dtype", self.kv_dtype)
         _check_dtype("load_dtype", self.load_dtype)
+        if self.kv_dtype is not None and not self.kv_dtype.name.startswith(_CACHEABLE):
+            raise PlanOptionError(f"kv_dtype has to be a floating-point type, not {self.kv_dtype}")
+        if self.load_dtype is not None and self.load_dtype.name not in CASTABLE:
+            raise PlanOptionError(f"load_dtype has to be {EXPECTED_DTYPE}; not {self.load_dtype}")
 
 
 def _check_count(name: str, value: object, *, at_least: int, at_most: int, of: str) -> None:
@@ -53,10 +58,6 @@ def _check_count(name: str, value: object, *, at_least: int, at_most: int, of: s
         raise PlanOptionError(f"{name} has to be {at_least} to {at_most} {of}, not {shown}")
 
 
-def _check_dtype(name: str, value: object, *, also: tuple[str, ...] = ()) -> None:
-    if value is None:
-        return
-    if not isinstance(value, DType):
+def _check_dtype(name: str, value: object) -> None:
+    if value is not None and not isinstance(value, DType):
         raise PlanOptionError(f"{name} has to be one of bigload's dtypes, not {value!r:.60}")
-    if not value.name.startswith(_NUMBERS) and value.name not in also:
-        raise PlanOptionError(f"{name} has to be a floating-point type, not {value}")

@@ -24,7 +24,7 @@ from bigload.dtypes import DType
 from bigload.errors import LoadOptionError
 from bigload.loading.absent_weights import LOAD_OR_DISPATCH, NOT_LOADED, mark_absent
 from bigload.loading.assign import Assignment, held
-from bigload.loading.tensors import parsed_dtype, torch_dtype
+from bigload.loading.tensors import dtype_of, parsed_dtype, torch_dtype
 from bigload.planning.load_dtype import as_dtype
 from bigload.planning.plan import Plan
 from bigload.runtime.checkpoint_source import DeviceMap, Source, loaded_dtype
@@ -223,7 +223,7 @@ class _Settling:
             return loaded_dtype(tensor, parsed_dtype("float32") if is_kept else self.dtype)
         if not old.is_floating_point() or not self._is_as_in_model(tensor, old):
             return tensor.dtype
-        return loaded_dtype(tensor, parsed_dtype(old.dtype))
+        return loaded_dtype(tensor, dtype_of(old.dtype))
 
     def _is_as_in_model(self, tensor: TensorInfo, old: torch.Tensor) -> bool:
         """Return whether the model decides on the dtype: if nobody else does, and torch has a cast that keeps values.

@@ -93,6 +93,8 @@ USAGE = [
     ("bigload reshard tiny-llama out --source tiny-llama", "--source", "the source is a checkpoint itself"),
     ("bigload reshard tiny-llama out --dtype int9", "--dtype", "int9"),
     ("bigload reshard tiny-llama out --dtype int8", "--dtype", "floating-point"),
+    ("bigload reshard tiny-llama out --dtype fp8", "--dtype", "8 bits need scales"),
+    ("bigload plan tiny-llama -m cpu=1GiB --dtype fp8", "dtype", "8 bits need scales"),
     ("bigload reshard tiny-llama out --keep-fp32 norm", "--keep-fp32", "a dtype"),
     ("bigload reshard tiny.json out --dtype bf16", "--dtype", "the plan counted", "bigload plan CHECKPOINT --dtype"),
     ("bigload reshard tiny-llama out --max-memory-in-flight 3", "--max-memory-in-flight 3", "768.0 KiB or more"),

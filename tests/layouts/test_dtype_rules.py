@@ -84,7 +84,7 @@ def test_patterns_are_whole_parts_of_a_name_or_wildcards_for_all_of_it(pattern, 
     assert matches(pattern, "layers.0.mlp.gate.weight") is is_match
 
 
-@pytest.mark.parametrize("asked", ["int8", "I64", "bool", "F4", "F8_E8M0", "complex64", "bf17", ""])
+@pytest.mark.parametrize("asked", ["int8", "I64", "bool", "F4", "F8_E8M0", "fp8", "F8_E5M2", "complex64", "bf17", ""])
 def test_no_other_dtype_is_accepted(asked):
     with pytest.raises(ReshardOptionError, match="dtype is"):
         dtype_rule(asked)

@@ -85,6 +85,13 @@ def test_integers_and_scales_keep_the_dtypes_they_mean_something_in(tmp_path):
     assert dtypes == dict(zip(tensors, expected, strict=True))
 
 
+@pytest.mark.parametrize("dtype", ["fp8", torch.float8_e5m2, "int8", "F4"])
+def test_weights_are_not_cast_to_what_needs_scales(tmp_path, dtype):
+    write_shard(tmp_path / "model.safetensors", {"norm.weight": ("F32", [2])})
+    with pytest.raises(bigload.LoadOptionError, match="8 bits need scales"):
+        bigload.load(tmp_path, dtype=dtype)
+
+
 def test_a_cast_of_many_blocks_is_right_in_every_element(tmp_path):
     from safetensors.torch import save_file
 

@@ -32,7 +32,8 @@ def test_keys_and_values_may_be_floating_point_or_quantised(dtype):
         ({"batch": None}, "batch has to be a whole number of sequences, not None"),
         ({"kv_dtype": "BF16"}, "kv_dtype has to be one of bigload's dtypes, not 'BF16'"),
         ({"kv_dtype": DTYPES["BOOL"]}, "kv_dtype has to be a floating-point type, not BOOL"),
-        ({"load_dtype": DTYPES["I8"]}, "load_dtype has to be a floating-point type, not I8"),
+        ({"load_dtype": DTYPES["F8_E4M3"]}, "load_dtype has to be floating-point of 16 bits or more"),
+        ({"load_dtype": DTYPES["I8"]}, "not I8"),
     ],
 )
 def test_what_no_model_can_run_is_refused(wrong, text):
