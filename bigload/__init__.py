@@ -65,6 +65,7 @@ if TYPE_CHECKING:  # `as` marks them as public to type checkers
     from bigload.errors import NotOffloadableError as NotOffloadableError
     from bigload.errors import OffloadedEditError as OffloadedEditError
     from bigload.errors import OffloadedTrainingError as OffloadedTrainingError
+    from bigload.errors import OtherWeightsError as OtherWeightsError
     from bigload.errors import OutputExistsError as OutputExistsError
     from bigload.errors import ParallelCopyError as ParallelCopyError
     from bigload.errors import ParallelError as ParallelError
@@ -264,6 +265,7 @@ _HOMES = {
         "NotOffloadableError",
         "OffloadedEditError",
         "OffloadedTrainingError",
+        "OtherWeightsError",
         "OutputExistsError",
         "ParallelCopyError",
         "ParallelError",

@@ -23,6 +23,7 @@
     │   ├── OutputExistsError            refuses to overwrite             (FileExistsError)
     │   ├── NotEnoughSpaceError          the disk is too small            (OSError)
     │   ├── NotOffloadableError          what an offload folder cannot hold (ValueError)
+    │   ├── OtherWeightsError            weight files beside a checkpoint that cannot be carried along (ValueError)
     │   ├── WriteError                   the system refused a write       (OSError)
     │   └── VerificationError            a written byte differs from its source
     ├── LoadError                        bytes to tensors
@@ -358,6 +359,20 @@ class NotOffloadableError(LayoutError, ValueError):
         super().__init__(f"cannot write an offload folder: {reason}", details=tensors, hint=hint)
 
 
+class OtherWeightsError(LayoutError, ValueError):
+    """The folder of a checkpoint has weight files that an output would lack: parts of the model, as far as is known.
+
+    `named` is the index or the file of the checkpoint alone, for the hint.
+    """
+
+    def __init__(self, root: Path, problems: Sequence[str], *, named: str) -> None:
+        super().__init__(
+            f"{root} has weight files beside the checkpoint that cannot be carried along",
+            details=problems,
+            hint=f"to write the checkpoint without them, name it instead of its folder: {root / named}",
+        )
+
+
 class WriteError(LayoutError, OSError):
     """The system refused to create, write or flush an output file (disk full, quota, I/O error)."""
 
@@ -371,12 +386,13 @@ class WriteError(LayoutError, OSError):
 
 
 class VerificationError(LayoutError):
-    """Bytes read back differ from the bytes of the source: first difference at `offset` of `path`."""
+    """Bytes read back differ from the bytes of the source; first at `offset` of `path`, where that is known."""
 
-    def __init__(self, path: Path, *, offset: int, tensor: str | None = None) -> None:
+    def __init__(self, path: Path, *, offset: int | None = None, tensor: str | None = None) -> None:
+        where = "" if offset is None else f" at byte {offset}"
         inside = f", in tensor {tensor}" if tensor else ""
         super().__init__(
-            f"{path} differs from its source at byte {offset}{inside}",
+            f"{path} differs from its source{where}{inside}",
             hint="the disk or the memory altered data, or the source changed while it was read; run again",
         )
         self.path = path

@@ -136,13 +136,13 @@ def _open_folder(root: Path, path: str) -> Checkpoint:
     indexes = [name for name in names if name.endswith(".index.json")]
     if len(indexes) == 1:
         return _open_sharded(root, indexes[0], path)
-    for form in _FORMS:
+    for form in _FORMS if (what_else := _what_else(root, names)) is None else ():
         files = [name for name in names if name.endswith(form.suffixes)]
         if len(files) == 1 and not _SHARD_OF_MANY.fullmatch(files[0]):
             return _open_files(root, None, files, path)
         if files:
             break  # a training leaves torch files beside safetensors, which are no checkpoints
-    raise CheckpointNotFoundError(path, _why_none(names), hint=_what_else(root, names))
+    raise CheckpointNotFoundError(path, _why_none(names), hint=what_else)
 
 
 def _why_none(names: list[str]) -> str:
@@ -217,7 +217,7 @@ def _read_headers(
             )
             continue
         try:
-            headers.append(_read_header(place, file))
+            headers.append(read_shard_header(place, file))
         except LegacyFile:
             legacy.append(file)
         except InvalidCheckpointError as error:
@@ -230,7 +230,14 @@ def _read_headers(
     return headers, problems, legacy
 
 
-def _read_header(place: Path, file: str) -> ShardHeader:
+def read_shard_header(place: Path, file: str) -> ShardHeader:
+    """Read and validate the header of the file at `place`, in the format that the name `file` stands for.
+
+    Raises:
+        InvalidCheckpointError: the file breaks the format.
+        LegacyFile: it is a bare pickle of torch before 1.6.
+        OSError: it cannot be opened or read.
+    """
     # By the name and not by the place: in a cache, places are called by digests.
     if not file.endswith(TORCH_SUFFIXES):
         return read_header(place, file=file)

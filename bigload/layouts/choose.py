@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 
+from bigload.checkpoint.index import TORCH_SUFFIXES
 from bigload.checkpoint.model import Checkpoint
 from bigload.checkpoint.source import open_checkpoint
 from bigload.dtypes import DType
@@ -19,7 +20,7 @@ from bigload.layouts.output_files import DEFAULT_MAX_SHARD_BYTES, Output, at_blo
 from bigload.planning.partition_rules import read_tp_rules
 from bigload.planning.plan import Plan
 from bigload.planning.plan_file import open_planned, read_plan
-from bigload.units import counted
+from bigload.units import counted, format_size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,6 +110,7 @@ def choose(
         output = rank_slices.lay_out(
             opened, tp=wishes.tp, rules=_rules(wishes.tp_rules), max_shard_bytes=limit, dtype_of=rule
         )
+    _check_change(wishes, plan, opened, output)
     if shares_blocks and layout in (Layout.OFFLOAD, Layout.SHARDS):
         output = replace(output, files=with_offsets(output.files, data_offset))
     return Chosen(
@@ -194,6 +196,22 @@ def _layout(wishes: Wishes, plan: Plan | None) -> Layout:
             "offload_format", str(wishes.offload_format), f"nothing: it is for the layout offload, not for {layout}"
         )
     return layout
+
+
+def _check_change(wishes: Wishes, plan: Plan | None, checkpoint: Checkpoint, output: Output) -> None:
+    """Raise if nothing was asked for and nothing would change: a copy of 131 GiB is rarely what was meant.
+
+    Files in another order, or a few more or less of them, are no change that anybody asked for; safetensors in place of
+    torch's files are.
+    """
+    asked = (wishes.layout, plan, wishes.dtype, wishes.tp)
+    is_default = all(wish is None for wish in asked) and wishes.max_shard_bytes == DEFAULT_MAX_SHARD_BYTES
+    before, after = len(checkpoint.shards), len(output.files)
+    if is_default and 5 * abs(after - before) <= after and not checkpoint.shards[0].file.endswith(TORCH_SUFFIXES):
+        hint = f"to write its {format_size(output.num_bytes)} again in the order of a load: --layout shards"
+        raise ReshardOptionError(
+            "layout", None, "what to change: a plan, a layout, a dtype or a size of files", hint=hint
+        )
 
 
 def _cast_to(wishes: Wishes, plan: Plan | None, layout: Layout) -> DType | None:

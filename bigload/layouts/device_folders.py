@@ -2,13 +2,17 @@
 
 out/cuda-0/model-00001-of-00004.safetensors ...   what lives on cuda:0
 out/cuda-0/model.safetensors.index.json
+out/cuda-0/config.json                            a copy of the model's
 out/cpu/ ...                                      what lives in RAM
 out/offload/ ...                                  what stays on disk
 out/plan.json                                     the plan, for this folder
 out/model.safetensors.index.json                  everything, by way of the folders
 
-Each device reads one stream. Readers: `bigload.open_checkpoint`, and whatever reads sharded safetensors, of the output
-or of one of its folders. Tied tensors are written under each of their names, as the plan counts them.
+Each device reads one stream. Readers: `bigload.open_checkpoint`, and whatever reads safetensors by an index, of the
+output or of one of its folders. What lists a folder for `*.safetensors` instead, as torch's HuggingFaceStorageReader
+does, finds the tensors of a device's folder, and none in the output: for those there is the layout `shards`.
+
+Tied tensors are written under each of their names, as the plan counts them.
 """
 
 from __future__ import annotations
@@ -28,6 +32,7 @@ from bigload.layouts.output_files import (
     OutputTensor,
     as_stored,
     at_block,
+    base_name,
     index_of,
     numbered,
     split,
@@ -62,14 +67,15 @@ def lay_out(
         if not plan.leaves_out(tensor.name):
             written = OutputTensor(source=tensor, dtype=dtype_of(tensor))
             by_device[plan.device_of(tensor.name)].append(written)
+    base = base_name(checkpoint)
     folders = [
-        with_offsets(numbered(device.folder, split(tensors, max_shard_bytes)), offset_of)
+        with_offsets(numbered(device.folder, split(tensors, max_shard_bytes), base=base), offset_of)
         for device, tensors in by_device.items()
     ]
     files = tuple(output for folder in folders for output in folder)
     documents = {PLAN_FILE: plan_to_json(plan_for(plan, files)).encode("utf-8", "surrogateescape")}
-    documents |= dict(index_of(folder, folder[0].folder) for folder in folders if folder)
-    documents |= dict([index_of(files)])
+    documents |= dict(index_of(folder, folder[0].folder, base=base) for folder in folders if folder)
+    documents |= dict([index_of(files, base=base)])
     return Output(layout=Layout.DEVICES, files=files, documents=documents)
 
 

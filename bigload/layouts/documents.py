@@ -1,4 +1,4 @@
-"""Small files of an output (config, tokenizer, index, plan, manifest): written, flushed, read back and compared."""
+"""Files of an output that are no shards (config, tokenizer, index, plan, manifest): written, read back, compared."""
 
 from __future__ import annotations
 
@@ -7,45 +7,54 @@ from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
-from bigload.errors import ReadError, VerificationError, WriteError
-from bigload.loading.bytesource import PositionalReader
+import xxhash
+
+from bigload.errors import ReadError, VerificationError
+from bigload.layouts.manifest import FileRecord
+from bigload.layouts.sink import write_errors
+from bigload.units import MIB
+
+_PIECE_BYTES = 4 * MIB
 
 
-def write_file(path: Path, content: bytes | Iterable[bytes]) -> None:
-    """Write a small file, in place of any older file or link of this name, and wait until the disk has it.
+def write_file(path: Path, content: Iterable[bytes]) -> FileRecord:
+    """Write a file, in place of any older file or link of this name, and wait until the disk has it.
+
+    Returns:
+        Its size and its digest, for the manifest and for `check_file`.
 
     Raises:
-        WriteError: the system refused.
+        WriteError: the system refused. What `content` raises is raised as it is.
     """
-    try:
+    digest, num_bytes = xxhash.xxh3_128(), 0
+    with write_errors(path):
         with suppress(FileNotFoundError):
             path.unlink()
         with path.open("xb") as file:
-            file.writelines([content] if isinstance(content, bytes) else content)
+            for piece in content:
+                digest.update(piece)
+                num_bytes += file.write(piece)
             file.flush()
             os.fsync(file.fileno())
-    except OSError as error:
-        raise WriteError(path, error) from error
+    return FileRecord(num_bytes=num_bytes, digest=digest.hexdigest())
 
 
-def check_file(path: Path, content: bytes | Iterable[bytes]) -> None:
-    """Read back a file that was written with `content`, from the disk where the system allows it, and compare.
+def check_file(path: Path, record: FileRecord) -> None:
+    """Read a file back, from the disk where the system allows it, and compare it with what was written.
 
     Raises:
-        VerificationError: a byte differs.
-        ReadError: the file has another size, or cannot be read.
+        VerificationError: it differs.
+        ReadError: the file cannot be read.
     """
-    position = 0
-    with PositionalReader(path) as reader:
-        with suppress(OSError):
-            os.posix_fadvise(reader.descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-        for expected in [content] if isinstance(content, bytes) else content:
-            found = bytearray(len(expected))
-            reader.read_into([memoryview(found)], position)
-            if found != expected:
-                first = next(index for index in range(len(found)) if found[index] != expected[index])
-                raise VerificationError(path, offset=position + first)
-            position += len(expected)
-        size = os.fstat(reader.descriptor).st_size
-        if size != position:
-            raise ReadError(path, f"it has {size} bytes on the disk, {position} were written")
+    digest, num_bytes = xxhash.xxh3_128(), 0
+    try:
+        with path.open("rb", buffering=0) as file:
+            with suppress(OSError):
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            while piece := file.read(_PIECE_BYTES):
+                digest.update(piece)
+                num_bytes += len(piece)
+    except OSError as error:
+        raise ReadError(path, error.strerror or str(error)) from error
+    if (num_bytes, digest.hexdigest()) != (record.num_bytes, record.digest):
+        raise VerificationError(path)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -21,7 +21,6 @@ from bigload.layouts.manifest import (
     Manifest,
     Source,
     manifest_lines,
-    record_of,
 )
 from bigload.layouts.output_files import OutputFile
 from bigload.layouts.preparation import PreparedReshard
@@ -211,12 +210,10 @@ class Run:
         """Write everything but the weights; an index comes after what it names, the manifest last of all."""
         prepared = self._prepared
         records = dict(share.records)
-        documents = [(file.name, file.read()) for file in prepared.side_files] + list(prepared.output.documents.items())
-        for name, content in documents:
-            path = staging.folder / name
-            path.parent.mkdir(parents=True, exist_ok=True)
-            self._write_small(path, [content])
-            records[name] = record_of(content)
+        for side_file in prepared.side_files:
+            records[side_file.name] = self._write_small(staging, side_file.name, side_file.content())
+        for name, content in prepared.output.documents.items():
+            records[name] = self._write_small(staging, name, [content])
         for alias, name in prepared.output.links.items():
             records[alias] = _link(staging.folder, alias, name, records)
         manifest = Manifest(
@@ -231,23 +228,16 @@ class Run:
             version=__version__,
             options={**prepared.options, "recipe": prepared.recipe},
         )
-        self._write_small(staging.folder / MANIFEST_FILE, _ManifestLines(manifest))
+        lines = (line.encode(errors="surrogateescape") for line in manifest_lines(manifest))
+        self._write_small(staging, MANIFEST_FILE, lines)
 
-    def _write_small(self, path: Path, content: Iterable[bytes]) -> None:
-        """Write `content`, which can be iterated over twice, and read it back."""
-        write_file(path, content)
+    def _write_small(self, staging: Staging, name: str, content: Iterable[bytes]) -> FileRecord:
+        path = staging.folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        record = write_file(path, content)
         if self.verify is Verify.FULL:
-            check_file(path, content)
-
-
-@dataclass(frozen=True, slots=True)
-class _ManifestLines:
-    """The text of a manifest, made anew each time: for 90 000 tensors it takes much memory as a whole."""
-
-    manifest: Manifest
-
-    def __iter__(self) -> Iterator[bytes]:
-        return (line.encode(errors="surrogateescape") for line in manifest_lines(self.manifest))
+            check_file(path, record)
+        return record
 
 
 def _united(shares: Iterable[Share]) -> Share:

@@ -7,6 +7,7 @@ tested and fingerprinted; `writer.py` carries it out whatever the layout.
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -14,8 +15,8 @@ from itertools import accumulate
 from math import prod
 
 from bigload.checkpoint.fingerprint import ShardFingerprint
-from bigload.checkpoint.index import DEFAULT_INDEX, encode_index
-from bigload.checkpoint.model import TensorInfo
+from bigload.checkpoint.index import INDEX_SUFFIX, TORCH_INDEX_SUFFIX, encode_index
+from bigload.checkpoint.model import Checkpoint, TensorInfo
 from bigload.checkpoint.safetensors import encode_header
 from bigload.dtypes import DType
 from bigload.layouts.choices import Layout
@@ -28,6 +29,9 @@ DATA_ALIGNMENT = 4 * KIB
 
 TENSOR_ALIGNMENT = 64
 _METADATA = {"format": "pt"}
+_NUMBER = re.compile(r"-\d+-of-\d+$")
+_LIBRARY_BASES = ("diffusion_pytorch_model", "adapter_model")
+"""Under which diffusers and PEFT look for weights, whatever the format."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -188,11 +192,25 @@ def aligned(tensors: Sequence[OutputTensor]) -> tuple[OutputTensor, ...]:
     return (*even, *sorted(odd, key=lambda tensor: -tensor.dtype.alignment))
 
 
-def numbered(folder: str, parts: Sequence[Sequence[OutputTensor]]) -> tuple[OutputFile, ...]:
+def base_name(checkpoint: Checkpoint) -> str:
+    """Return what the output's files are called before their numbers, which is what libraries look for.
+
+    Safetensors keep the name that they have, `diffusion_pytorch_model` for one. Torch files become `model`, as
+    transformers calls `pytorch_model.bin` in safetensors, unless diffusers or PEFT have their own name for them.
+    """
+    stored = (checkpoint.index_file or checkpoint.shards[0].file).rpartition("/")[2]
+    for suffix in (INDEX_SUFFIX, ".safetensors"):
+        if stored.endswith(suffix) and (base := _NUMBER.sub("", stored.removesuffix(suffix))):
+            return base
+    base = stored.removesuffix(TORCH_INDEX_SUFFIX).partition(".")[0]
+    return base if base in _LIBRARY_BASES else "model"
+
+
+def numbered(folder: str, parts: Sequence[Sequence[OutputTensor]], *, base: str = "model") -> tuple[OutputFile, ...]:
     """Return the files of `parts` below `folder` under the names that save_pretrained gives them."""
     prefix = f"{folder}/" if folder else ""
     return tuple(
-        OutputFile(file=f"{prefix}model-{number:05d}-of-{len(parts):05d}.safetensors", tensors=aligned(part))
+        OutputFile(file=f"{prefix}{base}-{number:05d}-of-{len(parts):05d}.safetensors", tensors=aligned(part))
         for number, part in enumerate(parts, start=1)
     )
 
@@ -213,7 +231,7 @@ def with_aliases(files: Iterable[OutputFile], aliases: Mapping[str, str]) -> tup
     )
 
 
-def index_of(files: Iterable[OutputFile], folder: str = "") -> tuple[str, bytes]:
+def index_of(files: Iterable[OutputFile], folder: str = "", *, base: str = "model") -> tuple[str, bytes]:
     """Return path and content of the index of `folder`, which maps the tensors of all `files` in it and below."""
     prefix = f"{folder}/" if folder else ""
     weight_map: dict[str, str] = {}
@@ -223,4 +241,4 @@ def index_of(files: Iterable[OutputFile], folder: str = "") -> tuple[str, bytes]
             for tensor in output.tensors:
                 weight_map[tensor.name] = output.file.removeprefix(prefix)
                 total_bytes += tensor.num_bytes
-    return f"{prefix}{DEFAULT_INDEX}", encode_index(weight_map, total_size=total_bytes)
+    return f"{prefix}{base}{INDEX_SUFFIX}", encode_index(weight_map, total_size=total_bytes)

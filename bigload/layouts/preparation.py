@@ -23,7 +23,7 @@ from bigload.layouts.manifest import (
     read_manifest,
 )
 from bigload.layouts.output_files import DEFAULT_MAX_SHARD_BYTES, Output
-from bigload.layouts.side_files import SideFile, is_single_file, side_files
+from bigload.layouts.side_files import Beside, SideFile, is_single_file, side_files
 from bigload.layouts.sink import BLOCK_BYTES, write_errors
 from bigload.layouts.sources import Identity, Sources
 from bigload.layouts.staging import (
@@ -117,12 +117,14 @@ def prepare_reshard(
     output = chosen.output
     with write_errors(target):
         _check_apart(opened, target)
-    beside = side_files(opened, output, dtype=chosen.cast_to) if _is_a_model(chosen) else ()
+    beside = side_files(opened, output, dtype=chosen.cast_to) if _is_a_model(chosen) else Beside()
     with Sources(opened) as sources:
         identities = sources.identities()  # before: what is written to meanwhile is noticed
         ranges = {file.file: data_ranges(file, sources.extents, block_bytes=BLOCK_BYTES) for file in output.files}
     recipe = _recipe(chosen, identities)
-    small_bytes = sum(len(content) for content in output.documents.values()) + sum(file.num_bytes for file in beside)
+    small_bytes = sum(len(content) for content in output.documents.values()) + sum(
+        file.num_bytes for file in beside.files
+    )
     stored = sum(found.num_bytes for found in ranges.values()) + small_bytes
     with write_errors(target):
         is_finished = resume and _is_published(target, recipe)
@@ -138,7 +140,7 @@ def prepare_reshard(
         out=target,
         output=output,
         ranges=ranges,
-        side_files=beside,
+        side_files=beside.files,
         stored_bytes=stored,
         free_bytes=free,
         kept_bytes=left if resume else 0,
@@ -149,7 +151,7 @@ def prepare_reshard(
         resume=resume,
         force=force,
         is_finished=is_finished,
-        notes=chosen.notes,
+        notes=(*chosen.notes, *beside.notes),
     )
 
 

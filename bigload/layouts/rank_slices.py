@@ -1,12 +1,13 @@
 """One folder per tensor-parallel rank, so that each rank reads its own file and nothing else.
 
-out/config.json ...                     of the model, which is none by itself: the root has no index
+out/config.json ...                     of the model; the root is no checkpoint, it has no index
+out/rank-0/config.json                  a copy of it
 out/rank-0/model.safetensors            what rank 0 holds, each tensor under its name; or numbered files and an index
 out/rank-1/model.safetensors
 out/ranks.json                          how every tensor is divided (docs/schemas/ranks-1.0.json); written last
 
-A rank's folder is a checkpoint for every reader of safetensors, of tensors that are slices: `config.json` describes the
-whole model, so it stays with the root, and no loader takes a rank for one.
+A rank's folder is a checkpoint for every reader of safetensors, of tensors that are slices. Its `config.json` is a copy
+of the model's, and describes the whole tensors.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from bigload.layouts.output_files import (
     OutputTensor,
     aligned,
     as_stored,
+    base_name,
     index_of,
     numbered,
     split,
@@ -76,11 +78,14 @@ def lay_out(
     tensors = list(build_tree(checkpoint.tensors.values()).all_tensors())
     # The first rank has the largest pieces (torch.chunk), so what fits into its files fits into those of all.
     groups = split([_part(tensor, divided, 0, dtype_of) for tensor in tensors], max_shard_bytes)
+    base = base_name(checkpoint)
     by_rank = [
-        _files(rank, [[_part(tensor.source, divided, rank, dtype_of) for tensor in group] for group in groups])
+        _files(rank, [[_part(tensor.source, divided, rank, dtype_of) for tensor in group] for group in groups], base)
         for rank in range(tp)
     ]
-    documents = dict(index_of(files, rank_folder(rank)) for rank, files in enumerate(by_rank) if len(files) > 1)
+    documents = dict(
+        index_of(files, rank_folder(rank), base=base) for rank, files in enumerate(by_rank) if len(files) > 1
+    )
     documents[RANKS_FILE] = _document(divided, checkpoint.tensors, dtype_of)
     files = tuple(file for same_number in zip(*by_rank, strict=True) for file in same_number)
     notes = tuple(note.text for note in divided.notes)
@@ -94,11 +99,11 @@ def _part(tensor: TensorInfo, divided: Partition, rank: int, dtype_of: DTypeOf) 
     return OutputTensor(source=tensor, dtype=dtype_of(tensor), parts=parts)
 
 
-def _files(rank: int, groups: Sequence[Sequence[OutputTensor]]) -> tuple[OutputFile, ...]:
+def _files(rank: int, groups: Sequence[Sequence[OutputTensor]], base: str) -> tuple[OutputFile, ...]:
     folder = rank_folder(rank)
     if len(groups) > 1:
-        return numbered(folder, groups)
-    return (OutputFile(file=f"{folder}/model.safetensors", tensors=aligned(groups[0] if groups else [])),)
+        return numbered(folder, groups, base=base)
+    return (OutputFile(file=f"{folder}/{base}.safetensors", tensors=aligned(groups[0] if groups else [])),)
 
 
 def _document(divided: Partition, tensors: Mapping[str, TensorInfo], dtype_of: DTypeOf) -> bytes:

@@ -3,6 +3,8 @@
 out/model-00001-of-00003.safetensors ...   or, where all fits into one, out/model.safetensors and no index
 out/model.safetensors.index.json
 
+Files keep the base of their name where a library looks for another one than `model` (`output_files.base_name`).
+
 Readers: `bigload.open_checkpoint`, transformers' `from_pretrained`, accelerate's `load_checkpoint_in_model`, anything
 that reads safetensors.
 """
@@ -10,7 +12,6 @@ that reads safetensors.
 from __future__ import annotations
 
 from bigload.checkpoint.model import Checkpoint
-from bigload.checkpoint.source import SINGLE_FILE
 from bigload.layouts.choices import Layout
 from bigload.layouts.output_files import (
     DEFAULT_MAX_SHARD_BYTES,
@@ -20,6 +21,7 @@ from bigload.layouts.output_files import (
     OutputTensor,
     aligned,
     as_stored,
+    base_name,
     index_of,
     numbered,
     split,
@@ -47,9 +49,11 @@ def lay_out(
     aliases = tied_by_config(checkpoint, dtype_of)
     tensors = build_tree(checkpoint.tensors.values()).all_tensors()
     written = [OutputTensor(source=one, dtype=dtype_of(one)) for one in tensors if one.name not in aliases]
-    parts = split(written, max_shard_bytes)
+    base = base_name(checkpoint)
+    # PEFT reads one file, and no index.
+    parts = split(written, None if base == "adapter_model" else max_shard_bytes)
     if len(parts) <= 1:
-        files = with_aliases([OutputFile(file=SINGLE_FILE, tensors=aligned(written))], aliases)
+        files = with_aliases([OutputFile(file=f"{base}.safetensors", tensors=aligned(written))], aliases)
         return Output(layout=Layout.SHARDS, files=files, aliases=aliases)
-    files = with_aliases(numbered("", parts), aliases)
-    return Output(layout=Layout.SHARDS, files=files, documents=dict([index_of(files)]), aliases=aliases)
+    files = with_aliases(numbered("", parts, base=base), aliases)
+    return Output(layout=Layout.SHARDS, files=files, documents=dict([index_of(files, base=base)]), aliases=aliases)

@@ -1,4 +1,7 @@
-"""What makes a folder of weights a model: config, tokenizer, code. They come along whatever the layout."""
+"""Files beside the weights that make a folder a model: config, tokenizer, code, weights of other parts.
+
+They come along whatever the layout.
+"""
 
 from __future__ import annotations
 
@@ -13,23 +16,26 @@ from bigload.checkpoint.index import resolve_shard
 from bigload.checkpoint.model import Checkpoint
 from bigload.dtypes import DType
 from bigload.errors import ReadError
+from bigload.layouts.choices import Layout
 from bigload.layouts.device_folders import PLAN_FILE
 from bigload.layouts.dtype_rules import config_with_dtype
 from bigload.layouts.manifest import MANIFEST_FILE
+from bigload.layouts.other_weights import OtherWeights, is_weight_file, other_weights
 from bigload.layouts.output_files import Output
 from bigload.units import MIB
 
 CONFIG_FILE = "config.json"
-_WEIGHT_SUFFIXES = {".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx", ".gguf", ".npz", ".dat"}
 _TELLING_NAMES = {CONFIG_FILE, "generation_config.json", "special_tokens_map.json", "chat_template.jinja"}
 _MAX_BYTES = 64 * MIB
 _MAX_FILES = 1000
 """Of a folder that comes along."""
 
+_PIECE_BYTES = 4 * MIB
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SideFile:
-    """A small file to copy, to `name` in the output.
+    """A file to copy, to `name` in the output.
 
     `dtype` is what a config shall say that the weights are now, if they were cast.
     """
@@ -39,35 +45,66 @@ class SideFile:
     num_bytes: int
     dtype: DType | None = None
 
-    def read(self) -> bytes:
-        """Return what the copy holds.
+    def content(self) -> Iterator[bytes]:
+        """Yield what the copy holds, in pieces.
 
         Raises:
-            ReadError: the system refused.
+            ReadError: the system refused, or the file was written to meanwhile.
         """
         try:
-            content = self.path.read_bytes()
+            if self.dtype is not None:
+                yield config_with_dtype(self.path.read_bytes(), self.dtype)
+                return
+            with self.path.open("rb", buffering=0) as file:
+                before = _state(file.fileno())
+                while piece := file.read(_PIECE_BYTES):
+                    yield piece
+                if _state(file.fileno()) != before:
+                    raise ReadError(self.path, "it was written to while it was read")
         except OSError as error:
+            if isinstance(error, ReadError):
+                raise
             raise ReadError(self.path, error.strerror or str(error)) from error
-        return content if self.dtype is None else config_with_dtype(content, self.dtype)
 
 
-def side_files(checkpoint: Checkpoint, output: Output, *, dtype: DType | None) -> tuple[SideFile, ...]:
-    """Return the small files that come along, by name; none that is called as something that is written.
+def _state(descriptor: int) -> tuple[int, int, int]:
+    status = os.fstat(descriptor)
+    return status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
-    So do folders without weights, such as those of the chat templates or of a pooling layer, if they are small as a
-    whole. Beside a file that was named by itself, and may lie among anything, only files with telling names come.
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Beside:
+    """What comes along: files by name, and what the user should know of them."""
+
+    files: tuple[SideFile, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+def side_files(checkpoint: Checkpoint, output: Output, *, dtype: DType | None) -> Beside:
+    """Return the files that come along, by name; none that is called as something that is written.
+
+    So do folders, such as those of the chat templates or of a pooling layer, if their small files are small as a whole,
+    and weights of other parts of the model (`other_weights.py`). Beside a file that was named by itself, and may lie
+    among anything, only files with telling names come. Each folder of a device or a rank gets the config too.
 
     Raises:
         ReadError: one may not be read. They are read last, and that would be late to learn it.
+        OtherWeightsError: weights of other parts cannot come along.
     """
-    found = []
-    for name, path in _small_files(checkpoint, _taken(output)):
+    taken = _taken(output)
+    weights = other_weights(checkpoint, taken=taken)
+    found = [*_small_files(checkpoint, taken, weights), *((name, checkpoint.root / name) for name in weights.carried)]
+    config = checkpoint.root / CONFIG_FILE
+    if output.layout in (Layout.DEVICES, Layout.RANKS) and (CONFIG_FILE, config) in found:
+        folders = dict.fromkeys(file.folder for file in output.files)
+        found += [(f"{folder}/{CONFIG_FILE}", config) for folder in folders]
+    files = []
+    for name, path in sorted(found):
         if not os.access(path, os.R_OK):
             raise ReadError(path, os.strerror(errno.EACCES))
-        config_dtype = dtype if name == CONFIG_FILE else None
-        found.append(SideFile(path=path, name=name, num_bytes=path.stat().st_size, dtype=config_dtype))
-    return tuple(found)
+        config_dtype = dtype if path == config else None
+        files.append(SideFile(path=path, name=name, num_bytes=path.stat().st_size, dtype=config_dtype))
+    return Beside(files=tuple(files), notes=tuple(weights.notes()))
 
 
 def _taken(output: Output) -> set[str]:
@@ -79,30 +116,41 @@ def is_single_file(checkpoint: Checkpoint) -> bool:
     return checkpoint.index_file is None and Path(checkpoint.path).is_file()
 
 
-def _small_files(checkpoint: Checkpoint, taken: Collection[str]) -> Iterator[tuple[str, Path]]:
-    """Yield name and path of each file that comes along."""
+def _small_files(checkpoint: Checkpoint, taken: Collection[str], weights: OtherWeights) -> Iterator[tuple[str, Path]]:
+    """Yield name and path of each file without weights that comes along."""
     is_alone = is_single_file(checkpoint)
+    carried = {name.partition("/")[0] for name in weights.carried}
     for entry in sorted(checkpoint.root.iterdir()):
         if entry.name in taken or entry.name.startswith(".") or entry.name in (PLAN_FILE, MANIFEST_FILE):
             continue
         if entry.is_file():
             is_telling = entry.name in _TELLING_NAMES or entry.name.startswith("tokenizer")
-            if (is_telling or not is_alone) and _comes_along(entry, checkpoint.root):
+            if (is_telling or not is_alone) and not _is_of_weights(entry) and _comes_along(entry, checkpoint.root):
                 yield entry.name, entry
         elif entry.is_dir() and not entry.is_symlink() and not is_alone:
-            yield from _small_folder(entry, checkpoint.root)
+            yield from _small_folder(entry, checkpoint.root, has_carried=entry.name in carried)
 
 
-def _small_folder(folder: Path, root: Path) -> Iterator[tuple[str, Path]]:
-    """Yield the files of a folder below `root`: all of them, or none if it is large or has weights."""
+def _small_folder(folder: Path, root: Path, *, has_carried: bool) -> Iterator[tuple[str, Path]]:
+    """Yield the files of a folder below `root` but for weights: all of them, or none if it is large.
+
+    None either if it has weights of which none is carried: it belongs to another form of the model.
+    """
     files = list(islice((path for path in folder.rglob("*") if not path.is_dir()), _MAX_FILES + 1))
-    are_side_files = len(files) <= _MAX_FILES and all(_comes_along(path, root) for path in files)
-    if are_side_files and sum(path.stat().st_size for path in files) <= _MAX_BYTES:
-        yield from ((path.relative_to(root).as_posix(), path) for path in sorted(files))
+    small = [path for path in files if not (is_weight_file(path) if has_carried else _is_of_weights(path))]
+    if len(files) > _MAX_FILES or (len(small) < len(files) and not has_carried):
+        return
+    are_side_files = all(_comes_along(path, root) for path in small)
+    if are_side_files and sum(path.stat().st_size for path in small) <= _MAX_BYTES:
+        yield from ((path.relative_to(root).as_posix(), path) for path in small)
+
+
+def _is_of_weights(path: Path) -> bool:
+    return is_weight_file(path) or path.name.endswith(".index.json")
 
 
 def _comes_along(path: Path, root: Path) -> bool:
-    if path.suffix in _WEIGHT_SUFFIXES or path.name.endswith(".index.json") or not path.is_file():
+    if not path.is_file():
         return False
     place = resolve_shard(root, path.relative_to(root).as_posix())  # text: it is a link that leaves the folder
     return not isinstance(place, str) and path.stat().st_size <= _MAX_BYTES

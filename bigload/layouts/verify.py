@@ -183,6 +183,8 @@ class _FileCheck:
         self._blocks = blocks
         self._tally = tally
         self._left_bytes = record.num_bytes
+        # What was copied unchanged has a digest as a whole, and none for each tensor.
+        self._has_header = file.endswith(".safetensors") and bool(record.tensors)
 
     def size(self) -> tuple[FileProblem, ...]:
         """Return why the file is not there, or not of its size."""
@@ -246,7 +248,7 @@ class _FileCheck:
         Raises:
             InvalidCheckpointError, OSError: its header is not one, or cannot be read.
         """
-        if self.file.endswith(".safetensors"):
+        if self._has_header:
             return {tensor.name: tensor.span for tensor in read_header(place, file=self.file).tensors}
         if len(self.record.tensors) == 1:  # a file of bare bytes
             return {name: Span(self.file, 0, self.record.num_bytes) for name in self.record.tensors}
@@ -254,7 +256,7 @@ class _FileCheck:
 
     def _other_names(self, spans: Mapping[str, Span]) -> Iterator[FileProblem]:
         """Yield that the header names other tensors than were written."""
-        differing = spans.keys() ^ self.record.tensors.keys() if self.file.endswith(".safetensors") else ()
+        differing = spans.keys() ^ self.record.tensors.keys() if self._has_header else ()
         if differing:
             name = min(differing)
             place = "has" if name in spans else "lacks"
@@ -262,7 +264,7 @@ class _FileCheck:
 
     def _elsewhere(self, spans: Mapping[str, Span]) -> FileProblem:
         """Return where the difference must be if no tensor has it."""
-        if not self.file.endswith(".safetensors"):
+        if not self._has_header:
             return self._problem("bytes", "its bytes differ", start=0, stop=self.record.num_bytes)
         stop = min((span.start for span in spans.values()), default=self.record.num_bytes)
         return self._problem("header", f"its header differs, somewhere in bytes 0 to {stop}", start=0, stop=stop)

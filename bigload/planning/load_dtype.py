@@ -9,10 +9,12 @@ from bigload.checkpoint.model import Span, TensorInfo
 from bigload.dtypes import DType
 
 CASTABLE = ("F64", "F32", "F16", "BF16")
-"""Dtypes that weights are cast from and to. With fewer bits come scales, and norms and embeddings stay as they are: that
-is quantisation, which no cast does."""
+"""Dtypes that weights are cast from and to. Fewer bits need scales, and leave out norms and embeddings: that is
+quantisation, not a cast."""
 
-EXPECTED_DTYPE = "floating-point of 16 bits or more (bf16, fp16, fp32, fp64): 8 bits need scales, which a cast does not make"
+EXPECTED_DTYPE = (
+    "floating-point of 16 bits or more (bf16, fp16, fp32, fp64): 8 bits need scales, which a cast does not make"
+)
 """For errors about a dtype that is not castable."""
 
 _SCALES = ("scale", "absmax", "zero", "quant", "bitmap")

@@ -37,8 +37,8 @@ class Workload:
         """Check the bounds.
 
         Raises:
-            PlanOptionError: a number out of bounds or not a number, a dtype that holds no keys and values, or that weights are not
-                cast to.
+            PlanOptionError: a number out of bounds or not a number, a dtype that holds no keys and values, or to which
+                weights are not cast.
         """
         _check_count("context", self.context, at_least=0, at_most=MAX_CONTEXT, of="tokens")
         _check_count("batch", self.batch, at_least=1, at_most=MAX_BATCH, of="sequences")

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
@@ -43,6 +44,7 @@ from builders import (
     open_descriptors,
     split,
     stored_tensors,
+    write_shard,
     write_sharded,
 )
 
@@ -65,6 +67,10 @@ def out(tmp_path):
 
 def planned(folder, budget=None):
     return bigload.plan(folder, BUDGET if budget is None else budget, overhead=0)
+
+
+def write_config(folder, **more):
+    (folder / "config.json").write_text(json.dumps(llama_config() | more))
 
 
 def weights_in(folder):
@@ -95,6 +101,31 @@ def test_the_output_has_a_folder_for_each_device_and_an_index_of_all(tiny, out):
     assert report.out == out
     assert report.verified
     assert report.num_bytes == sum(file.stat().st_size for file in out.rglob("model-*.safetensors"))
+
+
+def test_a_reshard_that_changes_nothing_is_refused_before_anything_is_written(tiny, out):
+    reshard(tiny, out)  # three files become one
+    again = out.with_name("again")
+    with nothing_left_of(again), pytest.raises(ReshardOptionError, match="what to change") as caught:
+        reshard(out, again)
+    assert "--layout shards" in caught.value.hint
+    for wishes in ({"layout": "shards"}, {"dtype": "fp32"}, {"max_shard_bytes": 1500}):
+        prepare_reshard(out, again, **wishes)
+    torch.save({"a.weight": torch.ones(2)}, tiny / "model.pt")
+    assert prepare_reshard(tiny / "model.pt", again).output.files
+
+
+@pytest.mark.parametrize("layout", ["devices", "ranks"])
+def test_each_folder_of_a_device_or_a_rank_has_the_config(tiny, out, layout):
+    write_config(tiny, num_attention_heads=2)
+    source, options = (planned(tiny), {}) if layout == "devices" else (tiny, {"tp": 1, "dtype": "fp16"})
+    reshard(source, out, layout=layout, **options)
+    folders = {path.parent for path in out.rglob("*.safetensors")}
+    assert len(folders) == (3 if layout == "devices" else 1)
+    for folder in folders:
+        assert (folder / "config.json").read_bytes() == (out / "config.json").read_bytes()
+        assert bigload.open_checkpoint(folder).config["model_type"] == "llama"
+    assert bigload.verify(out).ok
 
 
 def test_every_tensor_lies_in_the_folder_of_its_device(tiny, out):
@@ -188,7 +219,7 @@ def test_progress_grows_to_the_bytes_of_all_files(tiny, out, threads):
 
 def test_small_files_beside_the_weights_come_along(tiny, out):
     kept = {"tokenizer.json": b"{}", "modeling_tiny.py": b"pass\n", "README.md": b"# Tiny\n"}
-    dropped = ["old.bin", "model.gguf", "other.safetensors.index.json", ".hidden", "plan.json"]
+    dropped = ["training_args.bin", "model.gguf", "other.safetensors.index.json", ".hidden", "plan.json"]
     plan = planned(tiny)
     for name, content in kept.items():
         (tiny / name).write_bytes(content)
@@ -211,7 +242,9 @@ def test_small_folders_without_weights_come_along_whole_and_others_do_not(tiny, 
         (tiny / name).write_bytes(content)
     (tmp_path / "elsewhere").write_bytes(b"not to be copied")
     (tiny / "linked" / "link").symlink_to(tmp_path / "elsewhere")
-    (tiny / "folder").symlink_to(tmp_path)
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes" / "note.txt").write_bytes(b"not to be copied")
+    (tiny / "folder").symlink_to(tmp_path / "notes")
     (tiny / "large").mkdir()
     for name in ("large/a", "large/b"):
         with (tiny / name).open("wb") as file:
@@ -220,6 +253,100 @@ def test_small_folders_without_weights_come_along_whole_and_others_do_not(tiny, 
     assert contents(out).keys() == {"config.json", "model.safetensors", MANIFEST_FILE, *kept}
     assert {name: (out / name).read_bytes() for name in kept} == kept
     assert bigload.verify(out).ok
+
+
+# Weights of other parts of the model
+
+
+def add(folder, name, content=None):
+    """Write a file of weights that the checkpoint lacks, or other content."""
+    (folder / name).parent.mkdir(parents=True, exist_ok=True)
+    if content is not None:
+        (folder / name).write_bytes(content)
+    elif name.endswith(".safetensors"):
+        write_shard(folder / name, {"linear.weight": ("F32", [2, 2]), "linear.bias": ("F32", [2])})
+    else:
+        torch.save({"linear.weight": torch.ones(2, 2)}, folder / name)
+    return name
+
+
+@pytest.mark.parametrize("layout", ["devices", "shards", "ranks"])
+def test_weights_of_other_parts_come_along(tiny, out, layout):
+    """As sentence-transformers has them: `modules.json` names folders, of which some have weights."""
+    names = ["2_Dense/model.safetensors", "3_Dense/pytorch_model.bin", "head.safetensors", "adapter/deep/a.ckpt"]
+    write_config(tiny, num_attention_heads=2)
+    kept = [add(tiny, name, b"?" if name.endswith("ckpt") else None) for name in names]
+    kept += [add(tiny, name, b"{}") for name in ("2_Dense/config.json", "2_Dense/model.safetensors.index.json")]
+    source, options = (planned(tiny), {}) if layout == "devices" else (tiny, {"tp": 1} if layout == "ranks" else {})
+    reshard(source, out, layout=layout, **options)
+    assert {name: (out / name).read_bytes() for name in kept} == {name: (tiny / name).read_bytes() for name in kept}
+    assert bigload.verify(out).ok
+    if layout == "ranks":
+        with pytest.raises(bigload.CheckpointNotFoundError, match="name the folder of one of them"):
+            bigload.open_checkpoint(out)
+
+
+def test_other_forms_of_the_same_weights_stay_behind_and_are_named(tiny, out):
+    torch.save(dict(bigload.load(tiny)), tiny / "pytorch_model.bin")
+    shutil.copytree(tiny, tiny.with_name("copy"))
+    shutil.move(tiny.with_name("copy"), tiny / "checkpoint-500")
+    for name in ("tf_model.h5", "onnx/model.onnx", "checkpoint-500/optimizer.pt", "onnx/config.json"):
+        add(tiny, name, b"?")
+    prepared = prepare_reshard(tiny, out)
+    run_reshard(prepared)
+    assert contents(out).keys() == {"config.json", "model.safetensors", MANIFEST_FILE}
+    notes = "\n".join(prepared.notes)
+    assert "5 files not written: the same weights in another file, checkpoint-500/model-00001-of-00003" in notes
+    assert "2 files not written: weights in the format of another framework, onnx/model.onnx" in notes
+    assert "1 file not written: the state of a training, checkpoint-500/optimizer.pt" in notes
+
+
+def make_large(folder):
+    (folder / "original").mkdir()
+    with (folder / "original" / "consolidated.00.pth").open("wb") as file:
+        file.truncate(5 * 10**9 + 1)
+
+
+def make_link_out(folder):
+    (folder.parent / "elsewhere").mkdir()
+    add(folder.parent / "elsewhere", "model.safetensors")
+    (folder / "2_Dense").symlink_to(folder.parent / "elsewhere")
+
+
+def make_broken_link(folder):
+    (folder / "extra.safetensors").symlink_to("nowhere")
+
+
+def make_in_the_way(folder):
+    add(folder, "cpu/extra.safetensors")
+
+
+@pytest.mark.parametrize("make", [make_large, make_link_out, make_broken_link, make_in_the_way])
+def test_weights_that_cannot_come_along_are_refused_and_named(tiny, out, make):
+    make(tiny)
+    with nothing_left_of(out), pytest.raises(bigload.OtherWeightsError) as caught:
+        reshard(planned(tiny), out)
+    assert any(word in str(caught.value) for word in ("consolidated.00.pth", "2_Dense/model", "extra.safetensors"))
+    assert str(tiny / INDEX) in caught.value.hint
+    reshard(planned(tiny / INDEX), out)
+    assert bigload.open_checkpoint(out).tensors.keys() == bigload.open_checkpoint(tiny / INDEX).tensors.keys()
+
+
+def test_a_weight_file_that_is_written_to_while_it_is_copied_is_a_read_error(tiny, out, monkeypatch):
+    name = add(tiny, "2_Dense/model.safetensors")
+    write_file = documents.write_file
+
+    def written_to_meanwhile(path, content):
+        if path.name != "model.safetensors":
+            return write_file(path, content)
+        first = next(content)
+        os.utime(tiny / name, (1, 1))
+        return write_file(path, [first, *content])
+
+    monkeypatch.setattr(execution, "write_file", written_to_meanwhile)
+    with pytest.raises(ReadError, match="written to while it was read"):
+        reshard(planned(tiny), out)
+    assert not out.exists()
 
 
 def test_a_snapshot_of_links_becomes_files(tmp_path, out):
@@ -633,8 +760,11 @@ def test_an_altered_byte_is_found_and_its_file_offset_and_tensor_are_named(tiny,
 def test_an_altered_byte_of_a_small_file_is_found(tiny, out, monkeypatch, name):
     def write_spoilt(path, content):
         text = bytearray(b"".join(content))
-        text[-2] ^= 4 if path == out.with_name("out.partial") / name else 0
-        documents.write_file(path, bytes(text))
+        record = documents.write_file(path, [bytes(text)])
+        if path == out.with_name("out.partial") / name:
+            text[-2] ^= 4
+            path.write_bytes(text)
+        return record
 
     monkeypatch.setattr(execution, "write_file", write_spoilt)
     with pytest.raises(VerificationError) as caught:
@@ -700,15 +830,15 @@ def written_until(monkeypatch, out, step):
         if len(calls) == step + 1:
             seen.extend(contents(out.with_name("out.partial")))
             raise WriteError(path, OSError(28, "No space left on device"))
-        write_file(path, content)
+        return write_file(path, content)
 
     monkeypatch.setattr(execution, "write_file", fail_at_step)
     return seen, calls
 
 
-@pytest.mark.parametrize("step", range(7))
+@pytest.mark.parametrize("step", range(10))
 def test_a_failure_at_any_small_file_leaves_the_weights_to_go_on_with(tiny, out, monkeypatch, step):
-    """The steps are config.json, plan.json, the indexes of the folders, the index of all, and the manifest.
+    """The steps are config.json of all and of each folder, plan.json, all indexes, the root's last, and the manifest.
 
     The weights are kept, and gone on with.
     """
@@ -716,7 +846,7 @@ def test_a_failure_at_any_small_file_leaves_the_weights_to_go_on_with(tiny, out,
     with pytest.raises(WriteError, match="No space left") as caught:
         reshard(planned(tiny), out)
     assert len(calls) == step + 1
-    assert step == 6 or INDEX not in seen
+    assert step == 9 or INDEX not in seen
     assert MANIFEST_FILE not in seen
     assert not out.exists()
     assert "3 finished files" in caught.value.hint
@@ -729,7 +859,7 @@ def test_a_failure_at_any_small_file_leaves_the_weights_to_go_on_with(tiny, out,
 
 
 def test_the_index_of_all_is_the_last_file_that_is_written_but_for_the_manifest(tiny, out, monkeypatch):
-    seen, calls = written_until(monkeypatch, out, 6)
+    seen, calls = written_until(monkeypatch, out, 9)
     with pytest.raises(WriteError):
         reshard(planned(tiny), out)
     assert [path.relative_to(out.with_name("out.partial")) for path in calls[-2:]] == [Path(INDEX), Path(MANIFEST_FILE)]

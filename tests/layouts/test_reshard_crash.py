@@ -42,7 +42,7 @@ def place(tmp_path_factory):
     folder = tmp_path_factory.mktemp("crash")
     source = make_checkpoint(folder / "source", blocks=2, shards=2, hidden=64, vocab=256)
     write_plan(bigload.plan(source, {"cuda:0": "150KiB", "cpu": "100KiB"}, overhead=0), folder / "plan.json")
-    reshard(make_checkpoint(folder / "other", blocks=1, shards=1), folder / "older")
+    reshard(make_checkpoint(folder / "other", blocks=1, shards=1), folder / "older", layout="shards")
     return folder
 
 

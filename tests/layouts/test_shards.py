@@ -13,7 +13,15 @@ from bigload.checkpoint.source import open_checkpoint
 from bigload.dtypes import DTYPES
 from bigload.layouts.output_files import TENSOR_ALIGNMENT
 from bigload.layouts.shards import lay_out
-from builders import checkpoint_of, llama_config, llama_tensors, make_checkpoint, stored_tensors, write_output
+from builders import (
+    checkpoint_of,
+    llama_config,
+    llama_tensors,
+    make_checkpoint,
+    stored_tensors,
+    write_output,
+    write_sharded,
+)
 
 TIED = {"model.embed_tokens.weight", "lm_head.weight"}
 
@@ -116,3 +124,49 @@ def test_every_tensor_is_once_in_files_within_the_limit_that_both_readers_take(t
         reference = safetensors.deserialize(written.header + bytes(written.num_bytes - len(written.header)))
         assert {name for name, _ in reference} == {tensor.name for tensor in written.tensors}
     assert found == {name: (dtype, list(shape)) for name, (dtype, shape) in tensors.items()}
+
+
+# Names that libraries look for
+
+
+def files_of(folder, names, **options):
+    tensors = {f"layers.{number}.weight": ("F32", [4]) for number in range(2)}
+    if names[0].endswith(".safetensors"):
+        shards = {
+            name: dict(tensors.items() if len(names) == 1 else [each])
+            for name, each in zip(names, tensors.items(), strict=False)
+        }
+        write_sharded(folder, shards)
+        base = names[0].removesuffix(".safetensors").removesuffix("-00001-of-00002")
+        (folder / "model.safetensors.index.json").rename(folder / f"{base}.safetensors.index.json")
+        if len(names) == 1:
+            (folder / f"{base}.safetensors.index.json").unlink()
+    else:
+        folder.mkdir()
+        torch.save({name: torch.ones(4) for name in tensors}, folder / names[0])
+    output = lay_out(open_checkpoint(folder), **options)
+    return [*(file.file for file in output.files), *output.documents]
+
+
+@pytest.mark.parametrize(
+    ("names", "base"),
+    [
+        (["model.safetensors"], "model"),
+        (["diffusion_pytorch_model.safetensors"], "diffusion_pytorch_model"),
+        (["diffusion_pytorch_model.fp16.safetensors"], "diffusion_pytorch_model.fp16"),
+        ([f"diffusion_pytorch_model-0000{n}-of-00002.safetensors" for n in (1, 2)], "diffusion_pytorch_model"),
+        (["pytorch_lora_weights.safetensors"], "pytorch_lora_weights"),
+        (["diffusion_pytorch_model.bin"], "diffusion_pytorch_model"),
+        (["pytorch_model.bin"], "model"),
+        (["weights.pt"], "model"),
+    ],
+)
+def test_files_keep_the_names_that_libraries_look_for(tmp_path, names, base):
+    assert files_of(tmp_path / "one", names) == [f"{base}.safetensors"]
+    numbered = [f"{base}-0000{n}-of-00002.safetensors" for n in (1, 2)]
+    assert files_of(tmp_path / "two", names, max_shard_bytes=16) == [*numbered, f"{base}.safetensors.index.json"]
+
+
+@pytest.mark.parametrize("name", ["adapter_model.safetensors", "adapter_model.bin"])
+def test_an_adapter_stays_one_file_because_peft_reads_no_index(tmp_path, name):
+    assert files_of(tmp_path / "adapter", [name], max_shard_bytes=16) == ["adapter_model.safetensors"]

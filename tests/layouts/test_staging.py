@@ -38,8 +38,8 @@ def publish(out, files=("a",), **wishes):
     """Publish files that hold their names, and a manifest of them."""
     with staged(out, "recipe", **wishes) as staging:
         for name in files:
-            write_file(staging.folder / name, name.encode())
-        write_file(staging.folder / MANIFEST_FILE, manifest_of(files))
+            write_file(staging.folder / name, [name.encode()])
+        write_file(staging.folder / MANIFEST_FILE, [manifest_of(files)])
 
 
 def manifest_of(files):
@@ -60,7 +60,7 @@ def manifest_of(files):
 def interrupt(out, *, recipe="recipe", digest="0" * 32, **wishes):
     """Leave a staging folder with the finished file `a`, as a run that failed does."""
     with suppress(RuntimeError), staged(out, recipe, **wishes) as staging:
-        write_file(staging.folder / "a", b"a")
+        write_file(staging.folder / "a", [b"a"])
         staging.journal.complete("a", {"tensor": "1" * 32}, digest)
         raise RuntimeError
 
@@ -68,7 +68,7 @@ def interrupt(out, *, recipe="recipe", digest="0" * 32, **wishes):
 def test_the_folder_appears_whole(tmp_path):
     out = tmp_path / "out"
     with staged(out, "recipe") as staging:
-        write_file(staging.folder / "a", b"1")
+        write_file(staging.folder / "a", [b"1"])
         assert (staging.folder, out.exists()) == (tmp_path / "out.partial", False)
     assert contents(out) == {"a": b"1"}
     assert entries(tmp_path) == ["out"]
@@ -102,7 +102,7 @@ def test_an_error_in_the_block_is_raised_and_nothing_is_left(tmp_path, error):
     def write_and_fail():
         with staged(tmp_path / "out", "recipe") as staging:
             (staging.folder / "inside").mkdir()
-            write_file(staging.folder / "inside" / "a", b"1")
+            write_file(staging.folder / "inside" / "a", [b"1"])
             raise error
 
     with pytest.raises(type(error)) as caught:
@@ -183,7 +183,7 @@ def test_checking_an_output_touches_nothing(tmp_path):
 
 def test_the_same_output_cannot_be_written_twice_at_once(tmp_path):
     with staged(tmp_path / "out", "recipe") as staging:
-        write_file(staging.folder / "a", b"1")
+        write_file(staging.folder / "a", [b"1"])
         with pytest.raises(OutputExistsError, match="another process is writing it now"):
             publish(tmp_path / "out")
         assert entries(staging.folder) == [JOURNAL, "a"]
@@ -197,7 +197,7 @@ def test_another_process_that_writes_the_same_output_is_respected(tmp_path):
         "from bigload.layouts.documents import write_file\n"
         "from bigload.layouts.staging import staged\n"
         "with staged(Path(sys.argv[1]), 'recipe') as staging:\n"
-        "    write_file(staging.folder / 'a', b'theirs')\n"
+        "    write_file(staging.folder / 'a', [b'theirs'])\n"
         "    print('writing', flush=True)\n"
         "    sys.stdin.read()\n"
     )
@@ -252,7 +252,7 @@ def test_everything_is_flushed_before_the_folder_is_renamed(tmp_path, monkeypatc
     monkeypatch.setattr(os, "rename", record_rename)
     with staged(tmp_path / "out", "recipe") as staging:
         (staging.folder / "cpu").mkdir()
-        write_file(staging.folder / "cpu" / "a", b"1")
+        write_file(staging.folder / "cpu" / "a", [b"1"])
     staging = tmp_path / "out.partial"
     before, after = events[: events.index("rename")], events[events.index("rename") + 1 :]
     assert {str(staging / "cpu" / "a"), str(staging / "cpu"), str(staging)} <= set(before)
@@ -290,7 +290,7 @@ def test_a_file_system_without_locks_or_flushing_of_folders_is_good_enough(tmp_p
 
     monkeypatch.setattr(missing, unsupported)
     with staged(tmp_path / "out", "recipe") as staging:
-        write_file(staging.folder / "file", b"content")
+        write_file(staging.folder / "file", [b"content"])
     assert (tmp_path / "out" / "file").read_bytes() == b"content"
 
 
@@ -422,7 +422,7 @@ def test_an_output_that_is_being_written_is_said_to_be(tmp_path):
     """Also where something is finished already: the other run was not interrupted."""
     out = tmp_path / "out"
     with staged(out, "recipe") as staging:
-        write_file(staging.folder / "a", b"a")
+        write_file(staging.folder / "a", [b"a"])
         staging.journal.complete("a", {"tensor": "1" * 32}, "0" * 32)
         for wishes in ({}, {"resume": True}, {"force": True}):
             with pytest.raises(OutputExistsError, match="another process is writing it now"):
@@ -446,7 +446,7 @@ def test_an_older_output_stays_until_the_new_one_is_complete(older):
         raise RuntimeError
     assert contents(older) == before
     with staged(older, "recipe", force=True) as staging:
-        write_file(staging.folder / "a", b"a")
+        write_file(staging.folder / "a", [b"a"])
         assert contents(older) == before
     assert contents(older) == {"a": b"a"}
     assert entries(older.parent) == ["out"]

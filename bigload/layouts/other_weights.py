@@ -1,0 +1,132 @@
+"""Weight files beside a checkpoint that are none of its shards: carried along, left behind with a reason, or refused.
+
+Parts of a model may have files of their own: `2_Dense/model.safetensors` of sentence-transformers, `sparse_linear.pt`,
+an adapter. A reader of the output needs them, so none may get lost without a word.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from itertools import islice
+from pathlib import Path
+
+from bigload.checkpoint.index import TORCH_SUFFIXES, resolve_shard
+from bigload.checkpoint.model import Checkpoint
+from bigload.checkpoint.refusal import LegacyFile
+from bigload.checkpoint.source import read_shard_header
+from bigload.errors import InvalidCheckpointError, OtherWeightsError
+from bigload.units import counted, format_size
+
+WEIGHT_SUFFIXES = frozenset({".safetensors", *TORCH_SUFFIXES, ".ckpt"})
+FOREIGN_SUFFIXES = frozenset({".h5", ".msgpack", ".onnx", ".gguf", ".npz", ".dat", ".ot", ".tflite"})
+MAX_CARRIED_BYTES = 5 * 10**9
+"""Of all other weights together. More is rarely part of a model: `original/` of a llama is all of it once more."""
+
+_MAX_ENTRIES = 100_000
+"""Of one folder."""
+
+_TRAINING_STATE = ("optimizer", "scheduler", "scaler", "rng_state", "random_states", "training_args")
+
+
+class Left(StrEnum):
+    """Why a weight file stays behind."""
+
+    COPY = "the same weights in another file"
+    FOREIGN = "weights in the format of another framework"
+    TRAINING = "the state of a training"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OtherWeights:
+    """The weight files in the folder of a checkpoint that are none of its shards, by their paths in it.
+
+    Attributes:
+        carried: Files that the output needs: they are copied as they are.
+        left: Reasons of those that stay behind.
+    """
+
+    carried: tuple[str, ...] = ()
+    left: Mapping[str, Left] = field(default_factory=dict)
+
+    def notes(self) -> Iterator[str]:
+        """Yield a sentence for the files that are carried, and one for each reason for which files are left."""
+        if self.carried:
+            yield f"{counted(len(self.carried), 'other weight file')} copied unchanged, {self.carried[0]} for one"
+        for reason in Left:
+            names = [name for name, why in self.left.items() if why is reason]
+            if names:
+                yield f"{counted(len(names), 'file')} not written: {reason}, {names[0]} for one"
+
+
+def is_weight_file(path: Path) -> bool:
+    """Return whether the name of `path` is that of a file of weights, of whatever framework."""
+    return path.suffix in WEIGHT_SUFFIXES or path.suffix in FOREIGN_SUFFIXES
+
+
+def other_weights(checkpoint: Checkpoint, *, taken: Collection[str]) -> OtherWeights:
+    """Return which weight files of the checkpoint's folder are carried along; headers are read, data is not.
+
+    A file is a copy where at least half of its tensors are names of the checkpoint. Nothing is looked at where the
+    caller named a file or an index, and not the folder: then that file or index is all that is meant.
+
+    Args:
+        checkpoint: Whose folder.
+        taken: First parts of paths that the output has for itself.
+
+    Raises:
+        OtherWeightsError: files that are no copies cannot be carried: too large, links that lead out of the folder or
+            nowhere, or their place is taken.
+    """
+    if Path(checkpoint.path).is_file():
+        return OtherWeights()
+    own = {shard.file for shard in checkpoint.shards}
+    carried: dict[str, int] = {}
+    left: dict[str, Left] = {}
+    problems: list[str] = []
+    for path in _weight_files(checkpoint.root):
+        name = path.relative_to(checkpoint.root).as_posix()
+        if name in own:
+            continue
+        if path.suffix in FOREIGN_SUFFIXES or path.name.startswith(_TRAINING_STATE):
+            left[name] = Left.FOREIGN if path.suffix in FOREIGN_SUFFIXES else Left.TRAINING
+            continue
+        place = resolve_shard(checkpoint.root, name)
+        if isinstance(place, str) or not place.is_file():
+            problems.append(f"{name} {place if isinstance(place, str) else 'is no file that can be read'}")
+        elif _is_copy(place, name, checkpoint):
+            left[name] = Left.COPY
+        elif name.partition("/")[0] in taken:
+            problems.append(f"{name} is in the place of a file that the output needs")
+        else:
+            carried[name] = place.stat().st_size
+    total = sum(carried.values())
+    if total > MAX_CARRIED_BYTES:
+        limit = format_size(MAX_CARRIED_BYTES)
+        problems += [
+            f"{name} has {format_size(size)}, expected {limit} at most in all" for name, size in carried.items()
+        ]
+    if problems:
+        raise OtherWeightsError(checkpoint.root, problems, named=checkpoint.index_file or checkpoint.shards[0].file)
+    return OtherWeights(carried=tuple(carried), left=left)
+
+
+def _weight_files(root: Path) -> Iterator[Path]:
+    for entry in sorted(root.iterdir()):
+        if entry.name.startswith("."):
+            continue
+        if entry.is_dir():
+            # Of a linked folder too, which may lead to anything: resolve_shard says whether a file stays inside.
+            found = islice(entry.rglob("*"), _MAX_ENTRIES)
+            yield from sorted(path for path in found if is_weight_file(path) and not path.is_dir())
+        elif is_weight_file(entry):
+            yield entry
+
+
+def _is_copy(place: Path, name: str, checkpoint: Checkpoint) -> bool:
+    try:
+        names = {tensor.name for tensor in read_shard_header(place, name).tensors}
+    except (InvalidCheckpointError, LegacyFile):  # what it holds is not known, so it may be needed
+        return False
+    return bool(names) and 2 * len(names & checkpoint.tensors.keys()) >= len(names)
