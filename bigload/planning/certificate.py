@@ -18,7 +18,11 @@ class Verdict(StrEnum):
     OPTIMAL = "optimal"
     """No placement whatever streams fewer bytes per second of the estimate."""
     OPTIMAL_IN_ORDER = "optimal-in-order"
-    """None does that gives each accelerator its modules in the order in which they run."""
+    """None does that gives each accelerator its modules in the order in which they run, and streams to the first used.
+
+    accelerate and transformers stream to the first accelerator of a device map. Where another order or another device
+    to stream to would cost less, this verdict does not say.
+    """
     BOUNDED = "bounded"
     """Others may, by as much as the bound leaves open."""
 
@@ -49,7 +53,8 @@ class Certificate:
         least = format_size(self.least_offloaded_bytes)
         gap = f"within {counted(self.within_blocks, 'block')}" if self.within_blocks else "equal to the bound in bytes"
         bound = f"no plan at all offloads less than {least} ({gap})"
-        return f"optimal with modules in order; {bound}" if self.verdict is Verdict.OPTIMAL_IN_ORDER else bound
+        in_order = "optimal with modules in order, streamed to the first device used"
+        return f"{in_order}; {bound}" if self.verdict is Verdict.OPTIMAL_IN_ORDER else bound
 
 
 def certify(problem: PlacementProblem, placement: Placement) -> Certificate:

@@ -9,7 +9,7 @@ from bigload.devices import CPU, DISK, Device
 from bigload.planning.budget import MemoryBudget
 from bigload.planning.choices import Experts, Policy
 from bigload.planning.options import PlanOptions
-from bigload.planning.placement import Misfit, device_loads
+from bigload.planning.placement import Misfit, device_loads, num_device_changes
 from bigload.planning.planner import place
 from bigload.planning.policies.optimal import token_seconds
 from bigload.planning.policies.registry import Solution
@@ -90,7 +90,7 @@ def _outcome(policy: Policy, found: Solution | Misfit) -> PolicyOutcome:
         ram_bytes=loads[CPU].weights if CPU in loads else 0,
         disk_bytes=loads[DISK].weights if DISK in loads else 0,
         token_seconds=token_seconds(problem, placement),
-        num_device_changes=placement.num_device_changes,
+        num_device_changes=num_device_changes(problem, placement),
         fullest_share=max(shares, default=None),
         execution_device=placement.execution_device,
     )

@@ -176,8 +176,9 @@ class _Subject:
         ran_on: dict[Device, Device] = {}
         held: dict[Device, list[Part]] = {}
         for index, part in self.parts:
-            ran_on[self.placement.devices[index]] = running[index]
-            held.setdefault(self.placement.devices[index], []).append(part)
+            home = self.draft.plan.homes[part.name]
+            ran_on[home] = running[index]
+            held.setdefault(home, []).append(part)
         for key in self.keys:  # modules that are not stored have a device, but are in no unit
             held.setdefault(self.draft.plan.homes[key], [])
         for device in sorted(held, key=[device for device, _ in self.draft.budget].index):

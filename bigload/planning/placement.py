@@ -6,7 +6,7 @@ so that the next arrives while one computes. Weights that come from disk pass th
 of buffers for the largest of those. A unit in RAM runs in place when there is no accelerator.
 
 What a unit needs beside its weights, its KV cache above all, is on the device that runs it: the execution device for
-streamed units.
+streamed units. So are parameters that no hook would bring (`Part.is_held`).
 """
 
 from __future__ import annotations
@@ -54,6 +54,8 @@ class PlacementProblem:
         bandwidth: What streaming is estimated with.
         balance: How accelerators share what they hold.
         any_order: Whether accelerators may be used in another order than that of the budget.
+        visits: Indexes of `units` in the order in which a forward pass runs them, where it runs some of them several
+            times; `None` where it runs each once, in their order.
     """
 
     units: Sequence[Unit]
@@ -63,6 +65,7 @@ class PlacementProblem:
     bandwidth: Bandwidth = field(default_factory=Bandwidth)
     balance: Balance = Balance.SPREAD
     any_order: bool = False
+    visits: Sequence[int] | None = None
 
     @property
     def accelerators(self) -> list[tuple[Device, int]]:
@@ -80,7 +83,8 @@ class Placement:
     """A device for each unit, in the order of the units, and the device on which streamed units run.
 
     `num_in_flight` streamed units are there at a time: 2, or 1 where there is no room to fetch ahead. `is_proven` tells
-    that no placement with the units in order takes less time per token, or as much and fewer device changes.
+    that none takes less time per token, or as much and fewer device changes, of the placements with the units in order
+    that stream to the first accelerator used, as accelerate and transformers do.
     """
 
     devices: tuple[Device, ...]
@@ -95,7 +99,7 @@ class Placement:
 
     @property
     def num_device_changes(self) -> int:
-        """How often a forward pass moves on to another device."""
+        """Device changes with every unit run once: what policies compare, see `num_device_changes`."""
         return sum(one != other for one, other in pairwise(self.running))
 
 
@@ -113,6 +117,13 @@ class Misfit:
     host_bytes: int
     workspace: Mapping[Device, int]
     too_small: Mapping[Device, int] = field(default_factory=dict)
+
+
+def num_device_changes(problem: PlacementProblem, placement: Placement) -> int:
+    """Return how often a forward pass moves on to another device, tied and shared units run as often as they are."""
+    running = placement.running
+    visits = range(len(running)) if problem.visits is None else problem.visits
+    return sum(running[one] != running[other] for one, other in pairwise(visits))
 
 
 class PlacementPolicy(Protocol):
@@ -148,7 +159,7 @@ def device_loads(problem: PlacementProblem, placement: Placement) -> dict[Device
         held = [unit for unit, home in zip(problem.units, placement.devices, strict=True) if home == device]
         run = [unit for unit, home in zip(problem.units, running, strict=True) if home == device]
         loads[device] = DeviceLoad(
-            weights=sum(unit.num_bytes for unit in held),
+            weights=sum(unit.num_bytes for unit in held) + sum(unit.held_bytes for unit in run),
             cache=sum(unit.cache_bytes for unit in run),
             logits=sum(unit.logits_bytes for unit in run),
             fixed=problem.fixed_bytes.get(device, 0) if run else 0,

@@ -19,7 +19,14 @@ from bigload.planning.choices import Experts, NameScheme, Policy
 from bigload.planning.names import in_memory_names, rename_device_map
 from bigload.planning.notes import notes_on, tie_homes
 from bigload.planning.options import PlanOptions, PlanWishes, options_of
-from bigload.planning.placement import Misfit, Placement, PlacementProblem, device_loads, fetch_ahead
+from bigload.planning.placement import (
+    Misfit,
+    Placement,
+    PlacementProblem,
+    device_loads,
+    fetch_ahead,
+    num_device_changes,
+)
 from bigload.planning.plan import DeviceUse, Plan, PlanNote, recount
 from bigload.planning.policies.optimal import token_cost
 from bigload.planning.policies.registry import POLICIES, Solution, solve
@@ -87,14 +94,16 @@ def problem_of(
 ) -> PlacementProblem:
     """Return the question that a policy is asked."""
     activation = structure.memory.at(options.workload).activation_bytes
+    units = structure.units(options.workload, split_experts=split_experts)
     return PlacementProblem(
-        units=structure.units(options.workload, split_experts=split_experts),
+        units=units,
         budget=budget,
         fixed_bytes={device: activation + options.overhead_of(device) for device, _ in budget if device != DISK},
         num_in_flight=2 if options.prefetch else 1,
         bandwidth=options.bandwidth,
         balance=options.balance,
         any_order=options.any_order,
+        visits=structure.visits(units),
     )
 
 
@@ -139,11 +148,12 @@ def _token_bytes(solution: Solution) -> dict[Device, int]:
 def _plan(structure: ModelStructure, budget: MemoryBudget, options: PlanOptions, solution: Solution) -> Plan:
     placement = solution.placement
     homes = {
-        part.name: device
-        for unit, device in zip(solution.problem.units, placement.devices, strict=True)
+        part.name: runs_on if part.is_held else device
+        for unit, device, runs_on in zip(solution.problem.units, placement.devices, placement.running, strict=True)
         for part in unit.parts
     }
     homes |= tie_homes(structure.ties, homes)
+    homes = {name: homes[name] for name in structure.in_execution_order(homes)}
     devices = tuple(_device_uses(budget, options, solution, homes))
     renamed, naming = _renamed(structure, options, homes)
     return Plan(
@@ -155,7 +165,7 @@ def _plan(structure: ModelStructure, budget: MemoryBudget, options: PlanOptions,
         homes=homes,
         devices=devices,
         certificate=certify(solution.problem, placement),
-        num_device_changes=placement.num_device_changes,
+        num_device_changes=num_device_changes(solution.problem, placement),
         token_bytes=_token_bytes(solution),
         left_out=structure.left_out,
         shared=structure.shared,
@@ -231,11 +241,11 @@ def does_not_fit(
     shortfalls = {str(device): lacking for device, lacking in misfit.too_small.items()}
     if misfit.unplaced_bytes:
         shortfalls["total"] = misfit.unplaced_bytes
-    beside = sum(unit.run_bytes for unit in problem.units)
+    beside = sum(unit.cache_bytes + unit.logits_bytes for unit in problem.units)
     # RAM that runs the model may lack room for caches, overhead and activations too.
-    needed = max(sum(unit.num_bytes for unit in problem.units) + beside, misfit.unplaced_bytes)
+    needed = max(sum(unit.num_bytes + unit.run_bytes for unit in problem.units), misfit.unplaced_bytes)
     usable = needed - misfit.unplaced_bytes if misfit.unplaced_bytes else room
-    if room > usable and not beside:
+    if room > usable and not any(unit.run_bytes for unit in problem.units):
         rows.append(f"modules stay whole, which leaves {format_size(room - usable)} of that unused")
     if beside:
         rows.append(f"caches and logits take {format_size(beside)} where the blocks run")

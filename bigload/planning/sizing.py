@@ -186,7 +186,15 @@ def _fixed_bytes(structure: ModelStructure, options: PlanOptions) -> int:
 def _largest(structure: ModelStructure, options: PlanOptions) -> LargestUnit | None:
     units = structure.units(options.workload)
     found = max(units, key=lambda unit: unit.num_bytes + unit.run_bytes, default=None)
-    return None if found is None else LargestUnit(name=found.name, num_bytes=found.num_bytes, run_bytes=found.run_bytes)
+    return (
+        None
+        if found is None
+        else LargestUnit(
+            name=found.name,
+            num_bytes=found.num_bytes + found.held_bytes,
+            run_bytes=found.run_bytes - found.held_bytes,
+        )
+    )
 
 
 def _least_size(sizes: Sequence[int], fixed: int, count: int) -> int | None:

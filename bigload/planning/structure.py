@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import cached_property
@@ -10,6 +10,7 @@ from functools import cached_property
 from bigload.checkpoint.model import Checkpoint, TensorInfo
 from bigload.errors import PlanOptionError
 from bigload.planning.choices import NameScheme
+from bigload.planning.execution_order import execution_ranks, in_execution_order, visits
 from bigload.planning.experts import RoutedExperts, dense_parts, routed_experts
 from bigload.planning.extra_layers import extra_layers
 from bigload.planning.load_dtype import as_loaded
@@ -17,7 +18,7 @@ from bigload.planning.options import PlanOptions
 from bigload.planning.run_memory import HEADS, MemoryModel, RunMemory, memory_model
 from bigload.planning.ties import TiedGroup, find_ties
 from bigload.planning.tree import ModuleNode, build_tree, without
-from bigload.planning.units import Part, Unit, UnitKind, blocks_of, cut_into_units
+from bigload.planning.units import Part, Unit, UnitKind, blocks_of, cut_into_units, key_above
 from bigload.planning.workload import Workload
 
 
@@ -61,12 +62,24 @@ class ModelStructure:
     def _units(self) -> tuple[Unit, ...]:
         return cut_into_units(self.root, self.ties, no_split=self.no_split, shared=self.shared)
 
+    @cached_property
+    def _ranks(self) -> dict[str, int]:
+        return execution_ranks(self.root, self.ties, self.no_split)
+
+    def visits(self, units: Sequence[Unit]) -> tuple[int, ...]:
+        """Return the indexes of `units` in the order in which a forward pass runs them, some several times."""
+        return visits(units, self.ties, self._ranks)
+
+    def in_execution_order(self, names: Collection[str]) -> list[str]:
+        """Return keys of a device map in the order in which a forward pass runs them."""
+        return in_execution_order(names, self._ranks)
+
     def units(self, workload: Workload, *, split_experts: bool = False) -> tuple[Unit, ...]:
         """Return the units in execution order, with the bytes that `workload` needs beside their weights."""
         needs = self.memory.at(workload)
         units = self._units
         if needs.cache_bytes or needs.logits_bytes:
-            units = _with_needs(units, needs, self._head_part())
+            units = _with_needs(units, needs, self._head_part(), self.ties)
         return tuple(piece for unit in units for piece in self._pieces(unit, split_experts=split_experts))
 
     def _pieces(self, unit: Unit, *, split_experts: bool) -> Iterator[Unit]:
@@ -150,7 +163,13 @@ def _present(ties: Sequence[TiedGroup], left_out: tuple[str, ...]) -> tuple[Tied
     if not prefixes:
         return tuple(ties)
     trimmed = (
-        replace(tie, stored=kept(tie.stored), absent_modules=kept(tie.absent_modules), copies=kept(tie.copies))
+        replace(
+            tie,
+            stored=kept(tie.stored),
+            absent_modules=kept(tie.absent_modules),
+            copies=kept(tie.copies),
+            modules=kept(tie.modules),
+        )
         for tie in ties
     )
     return tuple(tie for tie in trimmed if tie.stored)
@@ -165,14 +184,19 @@ def _check_patterns(structure: ModelStructure) -> None:
             )
 
 
-def _with_needs(units: Sequence[Unit], needs: RunMemory, head: str | None) -> tuple[Unit, ...]:
-    """Return `units` with caches at the blocks that keep them, and the logits at the head."""
+def _with_needs(
+    units: Sequence[Unit], needs: RunMemory, head: str | None, ties: Sequence[TiedGroup]
+) -> tuple[Unit, ...]:
+    """Return `units` with caches at the blocks that keep them, and the logits at the head.
+
+    The cache of a block that is cut around a shared module is at that module, whose attention writes nearly all of it.
+    """
     names = {part.name for unit in units for part in unit.parts}
+    shared = {module: key_above(tie.stored[0], names) for tie in ties for module in tie.modules}
     caches: dict[str, int] = {}
     for block, num_bytes in needs.cache_bytes.items():
-        holder = block
-        while holder and holder not in names:
-            holder = holder.rpartition(".")[0]
+        inside = next((key for module, key in shared.items() if module.startswith(f"{block}.")), None)
+        holder = key_above(block, names) or inside or ""
         caches[holder] = caches.get(holder, 0) + num_bytes
 
     def needing(part: Part) -> Part:
@@ -190,11 +214,12 @@ def replace_parts(unit: Unit, parts: Sequence[Part]) -> Unit:
 def _dense(block: ModuleNode, experts: RoutedExperts, whole: Part) -> Iterator[Part]:
     """Yield what a block has beside routed experts; its cache is at the first of it."""
     for index, piece in enumerate(dense_parts(block, experts)):
-        kind = UnitKind.PARAMETER if isinstance(piece, TensorInfo) else UnitKind.MODULE
+        is_held = isinstance(piece, TensorInfo)
         yield Part(
             name=piece.name,
-            kind=kind,
+            kind=UnitKind.PARAMETER if is_held else UnitKind.MODULE,
             num_bytes=piece.num_bytes,
+            is_held=is_held,
             cache_bytes=whole.cache_bytes if index == 0 else 0,
             logits_bytes=whole.logits_bytes if index == 0 else 0,
         )

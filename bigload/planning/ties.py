@@ -63,6 +63,7 @@ class TiedGroup:
         differing: Tensors that the config calls tied to `stored`, but whose bytes are others: they are not tied.
         copies: Of `stored`, those with the bytes of the first, which need no memory of their own once it is loaded.
         is_sampled: Whether tensors of `stored` are so large that only samples of them were compared.
+        modules: Modules inside blocks that are one module in memory, in the order in which they run.
     """
 
     stored: tuple[str, ...]
@@ -70,6 +71,7 @@ class TiedGroup:
     differing: tuple[str, ...] = ()
     copies: tuple[str, ...] = ()
     is_sampled: bool = False
+    modules: tuple[str, ...] = ()
 
 
 def find_ties(checkpoint: Checkpoint, *, are_equal: AreEqual = stored_equal) -> tuple[TiedGroup, ...]:
@@ -224,4 +226,5 @@ def _shared_blocks(checkpoint: Checkpoint) -> Iterator[TiedGroup]:
         names = [name for layer in users for name in stored.get(layer, ())]
         absent = tuple(f"{layer}.{part}" for layer in users if layer not in stored)
         if names and len(users) > 1:
-            yield TiedGroup(stored=tuple(names), absent_modules=absent)
+            modules = tuple(f"{layer}.{part}" for layer in users)
+            yield TiedGroup(stored=tuple(names), absent_modules=absent, modules=modules)

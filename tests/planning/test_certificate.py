@@ -39,7 +39,8 @@ def test_a_gap_is_told_in_blocks_rounded_up(offloaded, least, largest, blocks):
         (certificate(offloaded=4), "no plan at all offloads less than 4.00 GiB (equal to the bound in bytes)"),
         (
             certificate(Verdict.OPTIMAL_IN_ORDER, offloaded=5),
-            "optimal with modules in order; no plan at all offloads less than 4.00 GiB (within 1 block)",
+            "optimal with modules in order, streamed to the first device used; "
+            "no plan at all offloads less than 4.00 GiB (within 1 block)",
         ),
     ],
 )

@@ -56,8 +56,8 @@ FAMILIES = {
             "lm_head.weight": TABLE,
         },
         config("t5", "T5ForConditionalGeneration", tie_word_embeddings=False),
-        "shared lm_head encoder.block.0 encoder.block.1 encoder.final_layer_norm "
-        "decoder.block.0 decoder.block.1 decoder.final_layer_norm encoder.embed_tokens decoder.embed_tokens",
+        "shared encoder.embed_tokens encoder.block.0 encoder.block.1 encoder.final_layer_norm "
+        "decoder.embed_tokens decoder.block.0 decoder.block.1 decoder.final_layer_norm lm_head",
     ),
     "bert": (
         {
@@ -69,7 +69,7 @@ FAMILIES = {
             "cls.predictions.transform.dense.weight": 8,
         },
         config("bert", "BertForMaskedLM"),
-        "bert.embeddings cls bert.encoder.layer.0 bert.encoder.layer.1 bert.pooler",
+        "bert.embeddings bert.encoder.layer.0 bert.encoder.layer.1 bert.pooler cls",
     ),
     "llava": (
         {
@@ -132,7 +132,7 @@ FAMILIES = {
             "mask_decoder.iou_token.weight": 8,
         },
         config("sam2", "Sam2Model"),
-        "vision_encoder.pos_embed memory_temporal_positional_encoding no_memory_embedding vision_encoder.patch_embed "
+        "memory_temporal_positional_encoding no_memory_embedding vision_encoder.pos_embed vision_encoder.patch_embed "
         "vision_encoder.layers.0 vision_encoder.layers.1 prompt_encoder mask_decoder.iou_token "
         "mask_decoder.transformer.layers.0 mask_decoder.transformer.layers.1",
     ),

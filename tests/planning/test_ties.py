@@ -1,3 +1,5 @@
+from itertools import pairwise
+
 import pytest
 
 from bigload.planning.planner import plan
@@ -183,6 +185,10 @@ def hybrid(number, *, shared):
     return {**parts, f"{prefix}.shared_transformer.self_attn.q_proj.weight": 8} if shared else parts
 
 
+TURNS = ((1, 5, 9), (3, 7))
+"""Layers that use the first and the second of two shared blocks."""
+
+
 def zamba(*stored, hybrids=(1, 3, 5, 7, 9), **config):
     tensors = {f"model.layers.{number}.mamba.in_proj.weight": 4 for number in range(10) if number not in hybrids}
     for number in hybrids:
@@ -205,11 +211,50 @@ def test_a_shared_block_of_zamba_that_is_stored_twice_is_still_one():
     assert tie.absent_modules == tuple(f"model.layers.{number}.shared_transformer" for number in (3, 5, 7))
 
 
-def test_layers_that_use_one_shared_block_are_on_one_device():
+def test_a_shared_block_is_on_one_device_and_the_layers_that_use_it_are_on_any():
     checkpoint = zamba(1, 3, num_mem_blocks=2)
-    made = plan(checkpoint, {"cuda:0": 60, "cuda:1": 60}, overhead=0)
-    homes = [{made.device_map[f"model.layers.{number}"] for number in users} for users in ((1, 5, 9), (3, 7))]
-    assert [len(home) for home in homes] == [1, 1]
+    made = plan(checkpoint, {"cuda:0": 38, "cuda:1": 60}, overhead=0)
+    shared = [{made.homes[f"model.layers.{number}.shared_transformer"] for number in users} for users in TURNS]
+    assert [len(home) for home in shared] == [1, 1]
+    rests = [[made.homes[f"model.layers.{number}.linear"] for number in users] for users in TURNS]
+    assert any(len(set(home)) == 2 for home in rests)
+    assert made.weights_bytes == checkpoint.total_bytes
+
+
+def test_a_device_map_goes_through_shared_blocks_and_tied_heads_in_execution_order():
+    made = plan(zamba(1, num_mem_blocks=1, hybrids=(1, 2)), {"cpu": 1000})
+    layers = [key.removeprefix("model.layers.") for key in made.device_map]
+    assert layers[:7] == [
+        *("0", "1.shared_transformer", "1.linear", "1.mamba_decoder"),
+        *("2.shared_transformer", "2.linear", "2.mamba_decoder"),
+    ]
+    tied = plan(checkpoint_of(llama_tensors(1, tied=True), config=causal()), {"cpu": 9999})
+    assert list(tied.device_map) == ["model.embed_tokens", "model.layers.0", "model.norm", "lm_head"]
+
+
+def passes(made, order):
+    """Return how often a pass through modules in that order, written out by hand, goes on to another device."""
+    homes = [made.homes[module] for module in order]
+    running = [home if home.is_accelerator else made.execution_device for home in homes]
+    return sum(one != other for one, other in pairwise(running))
+
+
+def test_going_back_to_a_tied_head_is_a_device_change():
+    tensors = {"model.embed_tokens.weight": TABLE, **{f"model.layers.{i}.a.b.w": 200 for i in range(4)}}
+    made = plan(checkpoint_of(tensors, config=causal()), {"cuda:0": 700, "cuda:1": 700}, overhead=0)
+    assert len(set(made.homes.values())) == 2
+    assert made.num_device_changes == 2
+    assert passes(made, ["model.embed_tokens", *(f"model.layers.{i}" for i in range(4)), "lm_head"]) == 2
+
+
+@pytest.mark.parametrize("limits", [{"cuda:0": 50, "cuda:1": 60}, {"cuda:0": 45, "cuda:1": 30, "cpu": 60}])
+def test_every_use_of_a_shared_block_counts_as_a_device_change(limits):
+    made = plan(zamba(1, 3, num_mem_blocks=2), limits, overhead=0)
+    order = []
+    for number in range(10):
+        name = f"model.layers.{number}"
+        order += [name] if name in made.homes else [f"{name}.shared_transformer", f"{name}.linear"]
+    assert made.num_device_changes == passes(made, order) > 1
 
 
 @pytest.mark.parametrize("count", [0, -1, True, "2", None, 10**30, 99])

@@ -48,9 +48,37 @@ def test_a_module_without_blocks_stays_whole():
     assert parts_of(cut({"projector.0.weight": 1, "projector.2.weight": 1})) == [["projector"]]
 
 
-def test_parameters_of_an_entered_module_come_first():
-    units = cut({"tower.layers.0.a.w": 1, "tower.patch.w": 1, "tower.class_token": 1, "token": 1, "embed.w": 1})
-    assert [unit.name for unit in units][:2] == ["tower.class_token", "token"]
+def test_parameters_of_an_entered_module_are_held_by_the_first_unit_inside_it():
+    """The hooks of accelerate and transformers bring the weights of modules on the map, and the owner is none."""
+    units = cut({"a.w": 1, "vision.layers.0.a.w": 2, "vision.patch_embed.w": 4, "vision.class_token": 8, "token": 16})
+    first, second, third = units
+    assert [part.name for part in first.parts] == ["token", "vision.class_token", "vision.patch_embed"]
+    assert [(unit.num_bytes, unit.held_bytes) for unit in units] == [(4, 24), (2, 0), (1, 0)]
+    assert (second.name, third.name) == ("vision.layers.0", "a")
+
+
+def test_parameters_of_a_model_without_modules_are_held_by_nothing():
+    assert [(unit.num_bytes, unit.held_bytes) for unit in cut({"a": 1, "b": 2})] == [(1, 0), (2, 0)]
+
+
+def test_what_is_held_is_on_the_device_that_runs_the_unit():
+    unit = cut({"token": 3, "layers.0.a.w": 5, "layers.1.a.w": 5})[0]
+    assert (unit.num_bytes, unit.stream_bytes, unit.token_bytes, unit.run_bytes) == (5, 5, 5, 3)
+
+
+def test_blocks_are_cut_around_a_module_that_they_share():
+    blocks = {f"layers.{i}.{part}.w": 3 for i in range(4) for part in ("mamba", "linear")}
+    shared = tuple(f"layers.{i}.shared" for i in (1, 3))
+    group = TiedGroup(stored=("layers.1.shared.a.w",), absent_modules=shared[1:], modules=shared)
+    units = cut({**blocks, "layers.1.shared.a.w": 50}, group)
+    assert parts_of(units) == [
+        ["layers.0"],
+        ["layers.1.shared"],
+        ["layers.1.linear", "layers.1.mamba"],
+        ["layers.2"],
+        ["layers.3.linear", "layers.3.mamba"],
+    ]
+    assert (units[1].num_bytes, units[1].token_bytes) == (50, 100)
 
 
 def test_a_module_beside_numbered_blocks_is_a_unit():

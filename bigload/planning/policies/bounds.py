@@ -70,10 +70,10 @@ def _missing(problem: PlacementProblem) -> int:
     if sum(filled) >= sum(run):
         return 0
     reserved = problem.num_in_flight * min((unit.stream_bytes for unit in problem.units), default=0)
-    has_caches = any(unit.run_bytes for unit in problem.units)
+    beside = sum(unit.run_bytes for unit in problem.units)
 
     def executing(room: int) -> int:  # caches of streamed units fill gaps that whole units leave
-        return max(room - reserved, 0) if has_caches else _largest_sum(run, room - reserved)
+        return min(max(room - reserved, 0), _largest_sum(run, room - reserved) + beside)
 
     total = max(sum(filled) - full + executing(room) for room, full in sums.items())
     return max(sum(run) - total, 0)

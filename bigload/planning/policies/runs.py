@@ -96,7 +96,7 @@ class Runs:
         it is full. Those many more ways are looked at last, when there is already something good to stay below.
         """
         best: Found | None = None
-        has_caches = any(unit.run_bytes for unit in self.units)
+        has_caches = any(unit.run_bytes for unit in self.units[1:])  # what the first one needs is never late
         for leaves_early in (False, True) if has_caches and len(rooms) > 1 else (False,):
             for first in range(len(rooms)):
                 for streamed in self.streams:

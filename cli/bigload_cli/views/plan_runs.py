@@ -163,7 +163,7 @@ def _merged(runs: Sequence[Run]) -> Run:
 def _pieces(unit: Unit, sparse: Container[str], *, home: Device, runs_on: Device, step: int) -> Iterator[Piece]:
     """Yield the pieces of a unit: parts of one block together, every other part alone."""
     placed = [(*_block_of(part.name, sparse), part) for part in unit.parts]
-    for (blocks, number), members in groupby(placed, key=lambda found: found[:2]):
+    for (blocks, number, is_held), members in groupby(placed, key=lambda found: (*found[:2], found[-1].is_held)):
         *_, rests, parts = zip(*members, strict=True)
         is_sparse = f"{blocks}.{number}" in sparse and not unit.rides
         yield Piece(
@@ -171,7 +171,7 @@ def _pieces(unit: Unit, sparse: Container[str], *, home: Device, runs_on: Device
             number=number,
             kind=Kind.EXPERTS if unit.rides else _kind(parts, is_sparse=is_sparse),
             num_bytes=sum(part.num_bytes for part in parts),
-            home=home,
+            home=runs_on if is_held else home,
             runs_on=runs_on,
             step=step,
         )
