@@ -4,6 +4,7 @@
     ├── CheckpointError                  what is on disk
     │   ├── CheckpointNotFoundError      nothing at that path             (FileNotFoundError)
     │   ├── InvalidCheckpointError       files that do not hold together  (ValueError)
+    │   ├── UnsupportedFormatError       weights in a format that is known and not read (ValueError)
     │   └── LegacyPickleError            bare pickles, which only torch reads
     ├── PlanError                        where weights go
     │   ├── BudgetError                  a memory budget that makes no sense (ValueError)
@@ -160,6 +161,14 @@ def _download_hint(problems: Sequence[Problem]) -> str | None:
     if "forbidden-global" in codes:
         return "if you trust where it comes from, load it with torch and save its state_dict() alone"
     return None
+
+
+class UnsupportedFormatError(CheckpointError, ValueError):
+    """What is at `path` is known, and is no checkpoint that bigload reads; the message says what it is."""
+
+    def __init__(self, path: Path | str, reason: str, *, hint: str) -> None:
+        super().__init__(f"{path} cannot be read: {reason}", hint=hint)
+        self.path = path
 
 
 class LegacyPickleError(CheckpointError):

@@ -19,6 +19,7 @@ from bigload.checkpoint.index import (
     resolve_shard,
 )
 from bigload.checkpoint.model import Checkpoint, CheckpointWarning, ShardHeader, TensorInfo
+from bigload.checkpoint.other_formats import adapter_warning, refuse_other_file, refuse_other_folder, refuse_pipeline
 from bigload.checkpoint.refusal import LegacyFile
 from bigload.checkpoint.safetensors import read_header
 from bigload.errors import (
@@ -46,6 +47,7 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
 
     Raises:
         CheckpointNotFoundError: nothing there, or nothing that is a checkpoint.
+        UnsupportedFormatError: weights in another format, or a pipeline of several models; it says what it is.
         InvalidCheckpointError: files break the format or contradict the index; `.problems` lists them all.
         LegacyPickleError: files of torch before 1.6, which have no parts that could be read by themselves.
         CheckpointError: a file cannot be read.
@@ -56,6 +58,7 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
             return _open_folder(place, str(path))
         if place.suffix == ".json":
             return _open_sharded(place.parent, place.name, str(path))
+        refuse_other_file(place)
         return _open_files(place.parent, None, [place.name], str(path))
     except OSError as error:
         if isinstance(error, CheckpointError):
@@ -133,16 +136,29 @@ def _open_folder(root: Path, path: str) -> Checkpoint:
         if indexes:
             hint = f"name the one you mean: {root / indexes[0]}"
             raise CheckpointNotFoundError(path, f"{len(indexes)} index files, which differ", details=indexes, hint=hint)
+    refuse_pipeline(root, path, names)
     indexes = [name for name in names if name.endswith(".index.json")]
     if len(indexes) == 1:
         return _open_sharded(root, indexes[0], path)
-    for form in _FORMS if (what_else := _what_else(root, names)) is None else ():
-        files = [name for name in names if name.endswith(form.suffixes)]
-        if len(files) == 1 and not _SHARD_OF_MANY.fullmatch(files[0]):
-            return _open_files(root, None, files, path)
-        if files:
-            break  # a training leaves torch files beside safetensors, which are no checkpoints
-    raise CheckpointNotFoundError(path, _why_none(names), hint=what_else)
+    what_else = _what_else(root, names)
+    files = _files_of_first_form(names)
+    if len(files) == 1 and what_else is None and not _SHARD_OF_MANY.fullmatch(files[0]):
+        return _open_files(root, None, files, path)
+    if not files and what_else is None:
+        refuse_other_folder(path, names)
+    raise CheckpointNotFoundError(path, _why_none(names), hint=what_else or _one_of(root, files))
+
+
+def _one_of(root: Path, files: list[str]) -> str | None:
+    """Return the advice to name a file, where some are checkpoints of their own."""
+    whole = [name for name in files if not _SHARD_OF_MANY.fullmatch(name)]
+    return f"name the one you mean: {root / whole[0]}" if whole else None
+
+
+def _files_of_first_form(names: list[str]) -> list[str]:
+    """Return the safetensors files among `names`; torch's without those, for a training leaves some beside them."""
+    found = ([name for name in names if name.endswith(form.suffixes)] for form in _FORMS)
+    return next((files for files in found if files), [])
 
 
 def _why_none(names: list[str]) -> str:
@@ -200,6 +216,7 @@ def _open_files(
             *_total_size_warning(index, tensors),
             *(warning for header in headers for warning in header.warnings),
             *config_warnings,
+            *adapter_warning(root),
         ),
     )
 

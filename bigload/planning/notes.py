@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
+from bigload.checkpoint.quantisation import quantisation_of
 from bigload.devices import CPU, DISK, Device
 from bigload.planning.advice import ram_without_disk
 from bigload.planning.budget import MemoryBudget
@@ -74,6 +75,10 @@ def _on_structure(structure: ModelStructure, options: PlanOptions) -> Iterator[P
             code="left-out",
             text=f"{names} ({number}, {size}) only predict further tokens and get no device; --mtp places them too",
         )
+    quantised = quantisation_of(structure.checkpoint)
+    if quantised is not None:
+        text = f"weights are quantised, {quantised}: counted as they are stored, without room to unpack them"
+        yield PlanNote(code="quantised", text=text)
     if structure.checkpoint.config is None:
         text = (
             "no config.json could be read: whether a head shares the embedding and how experts are chosen is not known"

@@ -34,6 +34,7 @@ from bigload.errors import (
     PlanOptionError,
     ReshardOptionError,
     StalePlanError,
+    UnsupportedFormatError,
     abridged,
 )
 from bigload.plain_text import printable
@@ -49,6 +50,7 @@ _CODES: tuple[tuple[type[BigloadError], int], ...] = (
     (MissingPackageError, BAD_USAGE),
     (NamesUnknownError, ANSWER_IS_NO),
     (CheckpointNotFoundError, BAD_USAGE),
+    (UnsupportedFormatError, BAD_USAGE),
     (PlanNotFoundError, BAD_USAGE),
     (ManifestNotFoundError, BAD_USAGE),
     (OutputExistsError, BAD_USAGE),

@@ -13,11 +13,13 @@ from typing import TYPE_CHECKING, TextIO
 
 import typer
 
+from bigload.plain_text import printable
 from bigload_cli.options import ColorMode
 
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from bigload.checkpoint.model import Checkpoint
     from bigload.plain_text import PlainTable
 
 _UNLIMITED_WIDTH = 10_000
@@ -44,6 +46,12 @@ def print_table(table: PlainTable, *, color: ColorMode) -> None:
 def say(text: str) -> None:
     """Print lines beside the answer: notes, warnings, progress."""
     _write(_folded(text, sys.stderr) + "\n", sys.stderr)
+
+
+def say_warnings(checkpoint: Checkpoint) -> None:
+    """Print what is odd about a checkpoint beside the answer."""
+    for warning in checkpoint.warnings:
+        say(f"warning: {printable(warning.text)}")
 
 
 def say_table(table: PlainTable, *, color: ColorMode) -> None:

@@ -12,7 +12,7 @@ from bigload.checkpoint.fingerprint import ShardFingerprint
 from bigload.layouts.manifest import FileRecord, Manifest, Source, manifest_lines, record_of
 from builders import make_checkpoint, make_split, write_shard
 
-VERSIONS = {"plan": "1.1", "inspect": "1.1", "reshard": "1.1", "bench-load": "1.1"}
+VERSIONS = {"plan": "1.1", "inspect": "1.2", "reshard": "1.1", "bench-load": "1.1"}
 SCHEMAS = Path(__file__).parents[2] / "docs" / "schemas"
 QUESTIONS = ["explain", "compare", "fits", "gpus", "max-context"]
 NAMES = [

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import bigload
-from builders import make_checkpoint, make_split, write_manifest
+from builders import make_checkpoint, make_split, write_manifest, write_shard
 
 PROGRAM = Path(sys.executable).with_name("bigload")
 PLAN = "bigload plan tiny-llama --overhead 0 -m cuda:0=6MiB,cpu=8MiB -o tiny.json"
@@ -489,3 +489,43 @@ def test_reading_and_planning_import_no_torch_no_numpy_and_no_safetensors(here, 
     assert "bigload_cli.app" in done.stderr.split()
     heavy = {"torch", "numpy", "safetensors", "huggingface_hub", "pydantic"}
     assert heavy & set(done.stderr.split()) == set()
+
+
+def quantised(folder: Path) -> Path:
+    folder.mkdir()
+    tensors = {
+        "model.embed_tokens.weight": ("F16", [1000, 64]),
+        "model.layers.0.q_proj.qweight": ("I32", [64, 8]),
+        "model.layers.0.q_proj.qzeros": ("I32", [1, 8]),
+        "model.layers.0.q_proj.scales": ("F16", [1, 64]),
+    }
+    write_shard(folder / "model.safetensors", tensors)
+    (folder / "config.json").write_text(json.dumps({"quantization_config": {"quant_method": "awq", "bits": 4}}))
+    return folder
+
+
+def test_a_quantised_checkpoint_is_named_by_inspect_and_plan(run, here):
+    quantised(here / "awq")
+    shown = run("bigload inspect awq").stdout
+    assert "64.58 K packed values, about 68.1 K parameters in 4 bits (AWQ), in 4 tensors" in shown
+    document = json.loads(run("bigload inspect awq --json").stdout)
+    assert document["quantisation"] == {"method": "AWQ", "bits": 4, "num_parameters": 68096}
+    assert "note: weights are quantised, 4 bits (AWQ)" in run("bigload plan awq -m cpu=1GiB").stdout
+
+
+@pytest.mark.parametrize("verb", ["inspect {}", "plan {} -m cpu=1GiB", "reshard {} out", "bench-load {}"])
+def test_every_verb_names_what_it_does_not_read(run, here, verb):
+    (here / "model.gguf").write_bytes(b"GGUF\x03\x00\x00\x00")
+    done = run(f"bigload {verb.format('model.gguf')}")
+    assert (done.code, done.stdout) == (2, "")
+    assert done.stderr.startswith("error: model.gguf cannot be read: it is a GGUF file of llama.cpp\nhint: ")
+
+
+@pytest.mark.parametrize("verb", ["inspect {}", "plan {} -m cpu=1GiB", "reshard {} out --dry-run --layout shards"])
+def test_every_verb_says_that_an_adapter_is_no_model(run, here, verb):
+    (here / "lora").mkdir()
+    write_shard(here / "lora" / "adapter_model.safetensors", {"q_proj.lora_A.weight": ("F32", [8, 4])})
+    (here / "lora" / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 8}')
+    done = run(f"bigload {verb.format('lora')}")
+    assert done.code == 0
+    assert "warning: this is a LORA adapter of rank 8 for a base model" in done.stderr

@@ -32,7 +32,6 @@ def inspect(
     Reads the headers and checks them; weights are never read. PATH may also be a plan file.
     """
     from bigload.checkpoint.source import open_checkpoint
-    from bigload.plain_text import printable
     from bigload.planning.outline import outline, repeated_blocks
     from bigload.planning.tree import build_tree
     from bigload_cli import output
@@ -44,8 +43,7 @@ def inspect(
         show(read_plan(path), as_json=as_json, quiet=quiet, color=color)
         return
     checkpoint = open_checkpoint(path)
-    for warning in checkpoint.warnings:
-        output.say(f"warning: {printable(warning.text)}")
+    output.say_warnings(checkpoint)
     if quiet and not as_json:
         output.print_text(str(checkpoint.total_bytes))
         return

@@ -104,6 +104,7 @@ def plan(
     from bigload.checkpoint.source import open_checkpoint
     from bigload.planning.options import options_of
     from bigload.planning.planner import draft
+    from bigload_cli.output import say_warnings
 
     options = options_of(
         policy=policy,
@@ -126,6 +127,7 @@ def plan(
     asked.check(writes=out is not None or html is not None, fail_if=fail_if is not None)
     budget = None if asked.needs_no_budget else _budget(max_memory, use_disk=use_disk)
     checkpoint = open_checkpoint(path)
+    say_warnings(checkpoint)
     if asked.is_any:
         questions.answer(asked, checkpoint, budget, options, as_json=as_json, quiet=quiet, color=color)
         return

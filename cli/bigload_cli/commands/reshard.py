@@ -119,7 +119,7 @@ def reshard(
     from bigload.layouts.preparation import prepare_reshard
     from bigload.layouts.writer import LEAST_BYTES_PER_THREAD
     from bigload.loading.team import launched_team, together
-    from bigload_cli.output import say
+    from bigload_cli.output import say, say_warnings
     from bigload_cli.progress import shown_progress
 
     in_flight = None
@@ -143,6 +143,8 @@ def reshard(
                 force=force,
             ),
         )
+        if team.rank == 0:
+            say_warnings(prepared.checkpoint)
         if team.rank == 0 and not as_json and not quiet:
             _announce(prepared, dry_run=dry_run, color=color)
             if team.size > 1 and not dry_run:

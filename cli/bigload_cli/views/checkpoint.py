@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from bigload.checkpoint.model import Checkpoint, TensorInfo
+from bigload.checkpoint.quantisation import Quantisation, quantisation_of
 from bigload.plain_text import PlainTable, Styled, printable
 from bigload.planning.outline import OutlineRow
 from bigload.planning.tree import ModuleNode
@@ -21,15 +22,33 @@ _FORMATS = {"safetensors": "safetensors", "torch": "torch archive", "mixed": "sa
 def headline(checkpoint: Checkpoint) -> str:
     """Return the two lines that say what this checkpoint is."""
     index = ", index complete" if checkpoint.index_file else ""
-    parameters = format_count(checkpoint.num_parameters)
+    quantised = quantisation_of(checkpoint)
+    parameters = f"{format_count(checkpoint.num_parameters)} parameters"
+    if quantised is not None:
+        parameters = _quantised(checkpoint, quantised)
     tensors, size = counted(len(checkpoint.tensors), "tensor"), format_size(checkpoint.total_bytes)
     shards = counted(len(checkpoint.shards), "shard")
     if checkpoint.stored_bytes < checkpoint.total_bytes:
         size += f", sharing {format_size(checkpoint.stored_bytes)} on disk"
     return (
         f"{printable(checkpoint.name)}   {_FORMATS[checkpoint.format]}, {shards}{index}, headers valid\n"
-        f"{parameters} parameters in {tensors}, {size}, {_dtypes(checkpoint)}"
+        f"{parameters} in {tensors}, {size}, {_dtypes(checkpoint)}"
     )
+
+
+def _quantised(checkpoint: Checkpoint, found: Quantisation) -> str:
+    """Return how many values are stored, and how many parameters they stand for."""
+    stored = format_count(checkpoint.num_parameters)
+    if found.num_parameters is None:
+        return f"{stored} values quantised by {printable(found.method)},"
+    parameters = f"about {_rounded(found.num_parameters)} parameters in {printable(str(found))},"
+    return f"{stored} packed values, {parameters}" if found.is_packed else parameters
+
+
+def _rounded(count: int) -> str:
+    """Return a count as an estimate: `71 B`."""
+    number, _, letter = format_count(count).partition(" ")
+    return f"{float(number):.3g} {letter}".strip()
 
 
 def modules(checkpoint: Checkpoint, rows: Sequence[OutlineRow], *, blocks: bool) -> PlainTable:

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from bigload.checkpoint.model import Checkpoint, TensorInfo
+from bigload.checkpoint.quantisation import Quantisation, quantisation_of
 from bigload.layouts.choices import Layout
 from bigload.layouts.manifest import DIGEST, MANIFEST_FILE
 from bigload.layouts.preparation import PreparedReshard
@@ -18,13 +19,14 @@ def of_checkpoint(checkpoint: Checkpoint, rows: Sequence[OutlineRow]) -> dict[st
     """Return what `--json` prints, without the lists of shards and tensors."""
     largest = max(checkpoint.tensors.values(), key=lambda tensor: tensor.num_bytes, default=None)
     return {
-        "schema": "bigload.inspect/1.1",
+        "schema": "bigload.inspect/1.2",
         "path": checkpoint.path,
         "format": checkpoint.format,
         "index_file": checkpoint.index_file,
         "num_shards": len(checkpoint.shards),
         "num_tensors": len(checkpoint.tensors),
         "num_parameters": checkpoint.num_parameters,
+        "quantisation": _of_quantisation(quantisation_of(checkpoint)),
         "total_bytes": checkpoint.total_bytes,
         "dtype_bytes": bytes_by_dtype(checkpoint),
         "largest_tensor": None if largest is None else of_tensor(largest),
@@ -41,6 +43,12 @@ def of_checkpoint(checkpoint: Checkpoint, rows: Sequence[OutlineRow]) -> dict[st
         ],
         "warnings": [{"code": warning.code, "text": warning.text} for warning in checkpoint.warnings],
     }
+
+
+def _of_quantisation(found: Quantisation | None) -> dict[str, object] | None:
+    if found is None:
+        return None
+    return {"method": found.method, "bits": found.bits, "num_parameters": found.num_parameters}
 
 
 def of_shards(checkpoint: Checkpoint) -> list[dict[str, object]]:

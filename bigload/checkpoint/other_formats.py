@@ -1,0 +1,141 @@
+"""Recognise files and folders of weights that bigload does not read, and name them with what to do."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from bigload.checkpoint.model import CheckpointWarning
+from bigload.errors import UnsupportedFormatError
+
+PIPELINE_FILE = "model_index.json"
+ADAPTER_FILE = "adapter_config.json"
+_MAX_CONFIG_BYTES = 16 * 1024 * 1024
+_ELSEWHERE = "use the repository that has the model as safetensors"
+
+
+@dataclass(frozen=True, slots=True)
+class _OtherFormat:
+    """A format by its suffixes and, where it has one, the bytes that it begins with."""
+
+    name: str
+    suffixes: tuple[str, ...]
+    magic: bytes | None
+    hint: str
+
+
+_FORMATS = (
+    _OtherFormat(
+        "a GGUF file of llama.cpp",
+        (".gguf",),
+        b"GGUF",
+        f"{_ELSEWHERE}, or convert it with transformers: "
+        'AutoModelForCausalLM.from_pretrained(FOLDER, gguf_file=NAME).save_pretrained("converted")',
+    ),
+    _OtherFormat(
+        "an ONNX graph",
+        (".onnx", ".onnx_data"),
+        None,
+        "use the checkpoint that it was exported from; ONNX is a program",
+    ),
+    _OtherFormat(
+        "an HDF5 file of Keras or TensorFlow",
+        (".h5", ".hdf5", ".keras"),
+        b"\x89HDF",
+        f"{_ELSEWHERE}, or convert with transformers 4: from_pretrained(FOLDER, from_tf=True).save_pretrained(OUT)",
+    ),
+    _OtherFormat(
+        "a NumPy archive",
+        (".npz", ".npy"),
+        b"\x93NUMPY",
+        'convert it: safetensors.numpy.save_file(dict(numpy.load(FILE)), "model.safetensors")',
+    ),
+    _OtherFormat(
+        "Flax weights in MessagePack",
+        (".msgpack",),
+        None,
+        f"{_ELSEWHERE}, or convert with transformers 4: from_pretrained(FOLDER, from_flax=True).save_pretrained(OUT)",
+    ),
+    _OtherFormat(
+        "a torch file under another suffix",
+        (".ckpt", ".pkl", ".pickle"),
+        None,
+        "if torch.save wrote it, rename it to end with .pt; bigload reads .bin, .pt and .pth",
+    ),
+)
+
+
+def refuse_other_file(path: Path) -> None:
+    """Raise if the file at `path` is in a format that is known and not read.
+
+    Raises:
+        UnsupportedFormatError: it is.
+        OSError: it cannot be read.
+    """
+    if not path.is_file():  # a device or a pipe; the reader says so
+        return
+    with path.open("rb") as file:
+        beginning = file.read(8)
+    for other in _FORMATS:
+        if path.suffix.lower() in other.suffixes or (other.magic is not None and beginning.startswith(other.magic)):
+            raise UnsupportedFormatError(path, f"it is {other.name}", hint=other.hint)
+
+
+def refuse_pipeline(folder: Path, shown: str, names: Sequence[str]) -> None:
+    """Raise if `folder` is a pipeline of diffusers, whose parts are checkpoints of their own.
+
+    Raises:
+        UnsupportedFormatError: it is.
+    """
+    if PIPELINE_FILE not in names:
+        return
+    parts = sorted(part.name for part in folder.iterdir() if part.is_dir() and _has_weights(part))
+    hint = f"name a part, for example: bigload inspect {Path(shown) / parts[0]}" if parts else _ELSEWHERE
+    listed = ", ".join(f"{part}/" for part in parts) or "not here"
+    raise UnsupportedFormatError(shown, f"it is a diffusers pipeline; its parts are {listed}", hint=hint)
+
+
+def refuse_other_folder(shown: str, names: Sequence[str]) -> None:
+    """Raise if a folder with the files `names` holds weights in a format that is known and not read.
+
+    Raises:
+        UnsupportedFormatError: it does.
+    """
+    for other in _FORMATS:
+        found = [name for name in names if name.lower().endswith(other.suffixes)]
+        if found:
+            more = f" and {len(found) - 1} more" if len(found) > 1 else ""
+            raise UnsupportedFormatError(shown, f"{found[0]}{more}: it is {other.name}", hint=other.hint)
+    if ADAPTER_FILE in names:
+        text = "it is an adapter whose weights (adapter_model.safetensors) are not here"
+        raise UnsupportedFormatError(shown, text, hint="download it whole, or name its base model")
+
+
+def adapter_warning(root: Path) -> tuple[CheckpointWarning, ...]:
+    """Return what to know if the checkpoint in `root` is an adapter of PEFT, which is no model by itself."""
+    config = _json_of(root / ADAPTER_FILE)
+    if config is None:
+        return ()
+    kind, rank, base = (config.get(key) for key in ("peft_type", "r", "base_model_name_or_path"))
+    what = f"{kind if isinstance(kind, str) else 'PEFT'} adapter"
+    if isinstance(rank, int):
+        what += f" of rank {rank}"
+    of = f"for {base:.200}" if isinstance(base, str) and base else "for a base model"
+    text = f"this is a {what} {of}, not a model: plan its base model, and load this on top of it (peft)"
+    return (CheckpointWarning(code="adapter", text=text),)
+
+
+def _has_weights(folder: Path) -> bool:
+    return any(file.suffix in (".safetensors", ".bin") for file in folder.iterdir())
+
+
+def _json_of(path: Path) -> dict[str, object] | None:
+    try:
+        if not path.is_file() or path.stat().st_size > _MAX_CONFIG_BYTES:
+            return None
+        document = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return None
+    return document if isinstance(document, dict) else None

@@ -1,0 +1,123 @@
+"""Recognise weights that are stored quantised, by the config and by the names of the tensors beside them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from bigload.checkpoint.model import Checkpoint, TensorInfo
+
+_NAMES = {
+    "awq": "AWQ",
+    "gptq": "GPTQ",
+    "bitsandbytes": "bitsandbytes",
+    "fp8": "FP8",
+    "fbgemm_fp8": "FP8",
+    "mxfp4": "MXFP4",
+    "compressed-tensors": "compressed-tensors",
+}
+_SIGNS = (
+    ("gptq", re.compile(r"\.g_idx$")),
+    ("awq", re.compile(r"\.qweight$")),
+    ("bitsandbytes", re.compile(r"\.quant_state\.bitsandbytes__|\.weight\.absmax$|\.SCB$")),
+    ("compressed-tensors", re.compile(r"\.weight_packed$")),
+    ("mxfp4", re.compile(r"_blocks$")),
+    ("fp8", re.compile(r"\.weight_scale(_inv)?$")),
+)
+"""Tensors that only one method writes, the first match decides: for a checkpoint without a config that names it."""
+
+_BITS = {"awq": 4, "gptq": 4, "fp8": 8, "fbgemm_fp8": 8, "mxfp4": 4}
+_HELPERS = re.compile(
+    r"\.(qzeros|scales|g_idx|zeros|absmax|nested_absmax|nested_quant_map|quant_map|SCB|weight_format|[kv]_scale"
+    r"|(weight|input|output)_(scale|scale_inv|scale_2|zero_point|shape|g_idx|global_scale))$|_scales$|\.quant_state\."
+)
+"""Tensors that say how to unpack others; they hold no parameters."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Quantisation:
+    """How weights are quantised.
+
+    Attributes:
+        method: Name of the method, such as `AWQ`.
+        bits: Bits of one quantised parameter; `None` where neither config nor names tell.
+        num_parameters: About how many parameters the model has once unpacked; `None` without `bits`.
+        is_packed: Whether one stored value holds several parameters.
+    """
+
+    method: str
+    bits: int | None
+    num_parameters: int | None
+    is_packed: bool
+
+    def __str__(self) -> str:
+        return self.method if self.bits is None else f"{self.bits} bits ({self.method})"
+
+
+def quantisation_of(checkpoint: Checkpoint) -> Quantisation | None:
+    """Return how the weights of `checkpoint` are quantised; `None` if they are not."""
+    settings = _settings(checkpoint.config)
+    tensors = checkpoint.tensors
+    method = (
+        settings.get("quant_method")
+        or (_bitsandbytes(settings) and "bitsandbytes")
+        or _method_by_names(tensors.values())
+    )
+    if not isinstance(method, str):
+        return None
+    bits = _bits(method, settings, tensors)
+    packed = {name for name, tensor in tensors.items() if bits is not None and _is_packed(tensor, bits)}
+    return Quantisation(
+        method=_NAMES.get(method, method[:40]),
+        bits=bits,
+        num_parameters=None if bits is None else _num_parameters(tensors.values(), packed, bits),
+        is_packed=bool(packed),
+    )
+
+
+def _settings(config: Mapping[str, object] | None) -> Mapping[str, object]:
+    sections = [config or {}, *(value for value in (config or {}).values() if isinstance(value, Mapping))]
+    found = (section.get(key) for section in sections for key in ("quantization_config", "compression_config"))
+    return next((settings for settings in found if isinstance(settings, Mapping)), {})
+
+
+def _bitsandbytes(settings: Mapping[str, object]) -> bool:
+    return bool(settings.get("load_in_4bit") or settings.get("load_in_8bit"))
+
+
+def _method_by_names(tensors: Iterable[TensorInfo]) -> str | None:
+    known = list(tensors)
+    if not any(tensor.dtype.name.startswith(("I", "U", "F8", "F4")) for tensor in known):
+        return None
+    found = {method for tensor in known for method, sign in _SIGNS if sign.search(tensor.name)}
+    return next((method for method, _ in _SIGNS if method in found), None)
+
+
+def _bits(method: str, settings: Mapping[str, object], names: Iterable[str]) -> int | None:
+    said = settings.get("bits") or settings.get("w_bit") or _bits_of_groups(settings.get("config_groups"))
+    if isinstance(said, int) and not isinstance(said, bool) and 1 <= said <= 8:
+        return said
+    if method == "bitsandbytes":
+        return 4 if settings.get("load_in_4bit") or any(".quant_state." in name for name in names) else 8
+    return _BITS.get(method)
+
+
+def _bits_of_groups(groups: object) -> object:
+    """Return the bits of the first group of layers that compressed-tensors describes."""
+    group = next(iter(groups.values()), None) if isinstance(groups, Mapping) else None
+    weights = group.get("weights") if isinstance(group, Mapping) else None
+    return weights.get("num_bits") if isinstance(weights, Mapping) else None
+
+
+def _is_packed(tensor: TensorInfo, bits: int) -> bool:
+    is_integer = tensor.dtype.name[0] in "IU"
+    return is_integer and tensor.dtype.bits > bits and not _HELPERS.search(tensor.name)
+
+
+def _num_parameters(tensors: Iterable[TensorInfo], packed: set[str], bits: int) -> int:
+    return sum(
+        tensor.num_elements * tensor.dtype.bits // bits if tensor.name in packed else tensor.num_elements
+        for tensor in tensors
+        if not _HELPERS.search(tensor.name)
+    )
