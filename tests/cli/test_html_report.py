@@ -5,6 +5,7 @@ import hashlib
 import re
 from collections import Counter
 from html.parser import HTMLParser
+from itertools import pairwise
 
 import pytest
 
@@ -14,9 +15,8 @@ from bigload.planning.budget import MemoryBudget
 from bigload.planning.options import options_of
 from bigload.planning.plan import TERMS
 from bigload.planning.planner import draft
-from bigload_cli.views.html_figures import MAX_CELLS
-from bigload_cli.views.html_markup import tag
-from bigload_cli.views.html_report import html_report, write_report
+from bigload_cli.views.html_report import MAX_CELLS, html_report, write_report
+from bigload_cli.views.html_template import breakable, fill
 from bigload_cli.views.plan_runs import MAX_RUNS, Kind, Piece, pieces_of, runs_of
 from builders import checkpoint_of, llama_tensors
 
@@ -219,6 +219,14 @@ def test_the_next_command_names_the_plan_file(tmp_path):
     ]
 
 
+def test_labels_of_the_axis_do_not_overlap(made):
+    axis = html_report(made).partition('<div class="axis">')[2].partition("<h2>")[0]
+    places = [(float(left), float(width)) for left, width in re.findall(r"left:([\d.]+)%;width:([\d.]+)%", axis)]
+    assert places
+    for (left, width), (following, _) in pairwise(places):
+        assert left + width <= following + 0.001
+
+
 def test_one_scale_is_drawn_where_devices_differ_only():
     assert 'class="scale"' in html_report(PLANS["two-gpus-ram-disk"]())
     assert 'class="scale"' not in html_report(PLANS["alike-gpus"]())
@@ -239,11 +247,21 @@ def test_hostile_names_are_text_and_nothing_else():
 
 @pytest.mark.parametrize("text", ["<", "&", '"', "'", "</script>", "\x00", "\u202e"])
 def test_text_and_attributes_are_escaped_where_they_enter(text):
-    element = tag("p", text, tag("b", text), title=text)
+    element = fill("segment", look="s", width="1", name=text, size=text, share=text, device=text)
+    element += fill("note", text=text)
     page = Page(element)
-    assert page.tags == {"p": 1, "b": 1}
+    assert page.tags == {"span": 1, "li": 1}
     assert "\x00" not in element
     assert "\u202e" not in element
+
+
+def test_a_name_folds_after_dots_and_underscores_and_is_escaped_too():
+    assert breakable("a.b_c<") == "a.<wbr>b_<wbr>c&lt;"
+
+
+def test_a_placeholder_without_a_value_is_an_error():
+    with pytest.raises(KeyError):
+        fill("note")
 
 
 def test_the_page_asks_for_nothing_and_forbids_what_it_does_not_hold(made):

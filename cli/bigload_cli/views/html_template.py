@@ -1,0 +1,56 @@
+"""Filler of `html_report.html`, whose text cannot be taken for markup: values are escaped where they enter."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from base64 import b64encode
+from collections.abc import Iterable
+from functools import cache
+from html import escape
+from importlib.resources import files
+from string import Template
+
+from bigload.plain_text import printable
+
+
+class Markup(str):
+    """Text that is HTML already."""
+
+    __slots__ = ()
+
+
+def fill(fragment: str, /, **values: object) -> Markup:
+    """Return a fragment of the template with its placeholders replaced; `""` is the page itself.
+
+    >>> fill("note", text="1 < 2")
+    '<li>1 &lt; 2</li>'
+    """
+    escaped = {
+        key: value if isinstance(value, Markup) else escape(printable(str(value))) for key, value in values.items()
+    }
+    return Markup(_fragments()[fragment].substitute(escaped))
+
+
+def join(parts: Iterable[Markup]) -> Markup:
+    """Return fragments one after the other."""
+    return Markup("".join(parts))
+
+
+def breakable(name: str) -> Markup:
+    """Return a name that a narrow page may fold after its dots and underscores."""
+    return Markup(re.sub(r"(?<=[._])", "<wbr>", escape(printable(name))))
+
+
+def script_hash() -> str:
+    """Return the digest of the page's script in base64, by which its policy lets it run."""
+    script = _fragments()[""].template.partition("<script>")[2].partition("</script>")[0]
+    return b64encode(hashlib.sha256(script.encode()).digest()).decode()
+
+
+@cache
+def _fragments() -> dict[str, Template]:
+    text = (files(__package__) / "html_report.html").read_text(encoding="utf-8")
+    page, *rest = re.split(r"<!-- fragment: (\w+) -->\n", text)
+    parts = dict(zip(rest[::2], rest[1::2], strict=True))
+    return {"": Template(page), **{name: Template(part.removesuffix("\n")) for name, part in parts.items()}}
