@@ -71,6 +71,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from bigload.plain_text import printable
 from bigload.units import counted, format_size
 
 MAX_LISTED = 20
@@ -86,7 +87,7 @@ class Problem:
     text: str
 
     def __str__(self) -> str:
-        return f"{self.file}: {self.text}"
+        return printable(f"{self.file}: {self.text}")
 
 
 class BigloadError(Exception):
@@ -106,7 +107,8 @@ class BigloadError(Exception):
         lines = [self.message, *(f"  {line}" for line in abridged(self.details))]
         if self.hint is not None:
             lines.append(f"hint: {self.hint}")
-        return "\n".join(lines)
+        # Names come from strangers, and a terminal that shows a traceback obeys them. Line feeds are of tracebacks.
+        return "\n".join(map(printable, "\n".join(lines).split("\n")))
 
 
 def _restored(kind: type[BigloadError], message: str, fields: dict[str, object]) -> BigloadError:

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
+from bigload.bounded_json import loads_bounded, read_bounded
 from bigload.errors import InvalidCheckpointError, Problem
 
 INDEX_SUFFIX = ".safetensors.index.json"
@@ -20,6 +21,10 @@ TORCH_INDEX_SUFFIX = ".bin.index.json"
 DEFAULT_TORCH_INDEX = "pytorch_model" + TORCH_INDEX_SUFFIX
 TORCH_SUFFIXES = (".bin", ".pt", ".pth")
 """Of the files that torch.save writes."""
+
+
+MAX_INDEX_BYTES = 100_000_000
+"""As a header may have; the index of 100 000 tensors has about 10 MB."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,13 +43,14 @@ def read_index(path: Path) -> ShardIndex:
     Raises:
         InvalidCheckpointError: not JSON, no `weight_map` of text to text, or a tensor listed twice.
     """
-    if not path.is_file():
-        raise _invalid(path, "not-a-file", "not a regular file")
+    text = read_beside(path, max_bytes=MAX_INDEX_BYTES)
     try:
-        document = json.loads(path.read_bytes(), object_pairs_hook=_Pairs)
+        document = loads_bounded(text, object_pairs_hook=_Pairs)
     except (ValueError, RecursionError) as error:
         raise _invalid(path, "index-not-json", f"not valid JSON: {error}") from None
     root = dict(document) if isinstance(document, _Pairs) else {}
+    if "weight_map" in root and isinstance(document, _Pairs) and len(root) != len(document):
+        raise _invalid(path, "duplicate-key", f"it has {len(document)} keys, of which {len(root)} differ")
     is_map = bool(root) and "weight_map" not in root and all(isinstance(file, str) for file in root.values())
     pairs = document if is_map else root.get("weight_map")
     if not isinstance(pairs, _Pairs):
@@ -60,6 +66,22 @@ def read_index(path: Path) -> ShardIndex:
     if problems:
         raise InvalidCheckpointError(path, problems)
     return ShardIndex(weight_map=weight_map, total_size=_total_size(root.get("metadata")))
+
+
+def read_beside(path: Path, *, max_bytes: int) -> bytes:
+    """Return the content of a small file in the folder of a checkpoint, which has to lie there as a shard has to.
+
+    Raises:
+        InvalidCheckpointError: it is a link that leaves the folder, no regular file, or larger than `max_bytes`.
+        OSError: the system refused.
+    """
+    place = resolve_shard(path.parent, path.name)
+    if isinstance(place, str):
+        raise _invalid(path, "unsafe-path", f"it {place}")
+    try:
+        return read_bounded(place, max_bytes=max_bytes)
+    except ValueError as error:
+        raise _invalid(path, "not-a-file" if "regular" in str(error) else "too-large", str(error)) from None
 
 
 def encode_index(weight_map: Mapping[str, str], *, total_size: int) -> bytes:

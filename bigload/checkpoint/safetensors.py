@@ -2,11 +2,13 @@
 
 The format (https://github.com/huggingface/safetensors, "Format"): 8 bytes little-endian length N, N bytes of JSON that
 begin with `{` and may end in blanks, then the data, which the tensors cover from first to last byte without holes or
-overlaps. The checks are those of the reference implementation (safetensors 0.8), with these differences:
+overlaps. The checks are those of the reference implementation (safetensors 0.8), except that it is stricter:
 
 - refused here, because the format's text asks for it: duplicate keys, blanks before `{`, an entry that is no object;
 - refused here, because readers that multiply in another order overflow: shapes such as `[0, 2**63, 2**63]`;
-- read here, because they harm nobody: `-0` for 0, and huge integers or deep nesting below keys the format ignores.
+- refused here, because they become many times as large in memory: headers of more than `MAX_VALUES` values.
+
+Of what is wrong, the first `MAX_PROBLEMS` are listed.
 """
 
 from __future__ import annotations
@@ -17,11 +19,14 @@ import math
 import os
 import stat
 import struct
+import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
+from itertools import islice
 from pathlib import Path
 from typing import NoReturn, TypeGuard
 
+from bigload.bounded_json import check_values
 from bigload.checkpoint.model import Shard, ShardHeader, Span, TensorInfo
 from bigload.dtypes import DTYPES, DType
 from bigload.errors import InvalidCheckpointError, Problem
@@ -30,6 +35,11 @@ MAX_HEADER_BYTES = 100_000_000
 """Cap of the reference implementation, against headers that exhaust memory."""
 
 MAX_ELEMENTS = 2**64 - 1
+MAX_PROBLEMS = 1000
+MAX_DEPTH = 125
+"""Of values below a tensor's entry, which has two levels above it: serde_json reads 127."""
+
+MAX_NUMBER = int(sys.float_info.max)
 METADATA_KEY = "__metadata__"
 _FIELDS = frozenset({"dtype", "shape", "data_offsets"})
 
@@ -52,15 +62,20 @@ def parse_header(raw: bytes, *, num_bytes: int, file: str) -> ShardHeader:
     """Validate `raw`, the length field and the header of a file of `num_bytes` bytes."""
     entries = _decode(raw[8:], file)
     metadata = _metadata(entries.pop(METADATA_KEY, None), file)
-    tensors, problems = [], []
+    tensors: list[TensorInfo] = []
+    problems: list[Problem] = []
     for name, entry in entries.items():
+        if len(problems) == MAX_PROBLEMS:
+            problems.append(Problem(code="more-problems", file=file, text="there is more, which is not listed"))
+            break
         parsed = _tensor(name, entry, file, data_start=len(raw))
         if isinstance(parsed, TensorInfo):
             tensors.append(parsed)
         else:
-            problems.append(Problem(code=parsed[0], file=file, text=f"tensor {name!r}: {parsed[1]}"))
+            problems.append(Problem(code=parsed[0], file=file, text=f"tensor {name!r:.200}: {parsed[1]}"))
     tensors.sort(key=lambda tensor: (tensor.span.start, tensor.span.stop))
-    problems.extend(_coverage(tensors, file, data_start=len(raw), num_bytes=num_bytes) if not problems else ())
+    if not problems:
+        problems += islice(_coverage(tensors, file, data_start=len(raw), num_bytes=num_bytes), MAX_PROBLEMS)
     if problems:
         raise _HeaderProblems(*problems)
     shard = Shard(
@@ -139,11 +154,19 @@ def _decode(text: bytes, file: str) -> dict[str, object]:
     if not text.startswith(b"{"):
         raise _HeaderProblems(Problem(code="header-not-json", file=file, text="the header does not begin with '{'"))
     try:
-        entries = json.loads(text.decode(), object_pairs_hook=_unique, parse_constant=_no_constant, parse_float=_finite)
+        check_values(text)
+        entries = json.loads(
+            text.decode(),
+            object_pairs_hook=_unique,
+            parse_constant=_no_constant,
+            parse_float=_finite,
+            parse_int=_whole if b"-0" in text else None,  # a function of Python is slow, and rarely needed
+        )
         if b"\\ud" in text.lower():
             json.dumps(entries, ensure_ascii=False).encode()  # a lone surrogate is no Unicode text
     except _DuplicateKeys as error:
-        texts = [f"key {key!r} occurs {count} times" for key, count in error.counts.items()]
+        twice = islice(error.counts.items(), MAX_PROBLEMS)
+        texts = [f"key {key!r:.200} occurs {count} times" for key, count in twice]
         raise _HeaderProblems(*(Problem(code="duplicate-key", file=file, text=text) for text in texts)) from None
     except (ValueError, RecursionError) as error:
         reason = f"the header is not valid JSON: {error}"
@@ -176,6 +199,27 @@ def _finite(text: str) -> float:
     return number
 
 
+def _whole(text: str) -> float:
+    """Return the number; -0 as the fraction that it is to the reference implementation, so that no size is -0."""
+    return -0.0 if text == "-0" else int(text)
+
+
+def _is_out_of_range(value: object) -> bool:
+    """Return whether an ignored value is nested deeper, or a number larger, than the reference implementation reads."""
+    level = [value]
+    for depth in range(MAX_DEPTH + 1):
+        inner: list[object] = []
+        for item in level:
+            if isinstance(item, dict | list):
+                if depth == MAX_DEPTH:
+                    return True
+                inner += item.values() if isinstance(item, dict) else item
+            elif isinstance(item, int) and abs(item) > MAX_NUMBER:
+                return True
+        level = inner
+    return False
+
+
 def _metadata(entry: object, file: str) -> Mapping[str, str]:
     if entry is None:
         return {}
@@ -186,10 +230,14 @@ def _metadata(entry: object, file: str) -> Mapping[str, str]:
     return entry
 
 
-def _tensor(name: str, entry: object, file: str, *, data_start: int) -> TensorInfo | tuple[str, str]:
+def _tensor(  # noqa: PLR0911 - one return for each thing that can be wrong
+    name: str, entry: object, file: str, *, data_start: int
+) -> TensorInfo | tuple[str, str]:
     """Return the tensor, or the code and the text of what is wrong with its entry."""
     if not isinstance(entry, dict) or not entry.keys() >= _FIELDS:
         return "bad-entry", "expected an object with dtype, shape and data_offsets"
+    if len(entry) > len(_FIELDS) and any(_is_out_of_range(entry[key]) for key in entry.keys() - _FIELDS):
+        return "header-not-json", f"an ignored value is nested deeper than {MAX_DEPTH} levels, or too large a number"
     dtype_name, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     dtype = DTYPES.get(dtype_name) if isinstance(dtype_name, str) else None
     if dtype is None:
@@ -235,7 +283,7 @@ def _coverage(tensors: list[TensorInfo], file: str, *, data_start: int, num_byte
         if start != position:
             code, word = ("hole", "a hole") if start > position else ("overlap", "an overlap with the tensor")
             found, expected = start - data_start, position - data_start
-            text = f"{word} before tensor {tensor.name!r}: it begins at {found}, expected {expected}"
+            text = f"{word} before tensor {tensor.name!r:.200}: it begins at {found}, expected {expected}"
             yield Problem(code=code, file=file, text=text)
         position = max(position, stop)
     if position > num_bytes:

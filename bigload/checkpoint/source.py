@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from bigload.bounded_json import MAX_CONFIG_BYTES, loads_bounded
 from bigload.checkpoint.index import (
     DEFAULT_INDEX,
     DEFAULT_TORCH_INDEX,
@@ -15,6 +15,7 @@ from bigload.checkpoint.index import (
     TORCH_INDEX_SUFFIX,
     TORCH_SUFFIXES,
     ShardIndex,
+    read_beside,
     read_index,
     resolve_shard,
 )
@@ -77,6 +78,10 @@ def _existing(path: str | Path) -> Path:
     try:
         place = Path(path).expanduser()
         exists = place.exists()
+        if exists and str(path).endswith("/") and not place.is_dir():  # Path drops the slash, the system would not
+            raise CheckpointNotFoundError(path, "not a folder")
+    except CheckpointNotFoundError:
+        raise
     except (RuntimeError, ValueError) as error:  # no such user; a NUL character
         raise CheckpointNotFoundError(path, str(error)) from None
     except OSError as error:
@@ -303,9 +308,9 @@ def _read_config(root: Path) -> tuple[Mapping[str, object] | None, tuple[Checkpo
     if not path.exists():
         return None, ()
     try:
-        if not path.is_file():
-            raise ValueError("not a regular file")
-        config = json.loads(path.read_bytes())
+        config = loads_bounded(read_beside(path, max_bytes=MAX_CONFIG_BYTES))
+    except InvalidCheckpointError:
+        raise
     except (OSError, ValueError, RecursionError) as error:
         reason = f"config.json cannot be read ({error}): tied weights are unknown"
         return None, (CheckpointWarning(code="bad-config", text=reason),)

@@ -21,6 +21,7 @@ from typing import TypeVar
 
 import xxhash
 
+from bigload.bounded_json import loads_bounded
 from bigload.checkpoint.fingerprint import ShardFingerprint
 from bigload.checkpoint.index import resolve_shard
 from bigload.errors import InvalidManifestError, ManifestNotFoundError
@@ -160,7 +161,7 @@ def manifest_from_json(text: str, *, source: str = "the manifest") -> Manifest:
         InvalidManifestError: see `read_manifest`.
     """
     try:
-        document = json.loads(text, object_pairs_hook=unique_keys)
+        document = loads_bounded(text, object_pairs_hook=unique_keys)
         if not isinstance(document, dict):
             raise TypeError("expected a JSON object")
         _check_schema(document.get("schema"))

@@ -6,7 +6,6 @@ Folders that bigload wrote, in both formats, and folders that accelerate wrote (
 
 from __future__ import annotations
 
-import json
 import os
 import stat
 from collections.abc import Mapping
@@ -16,6 +15,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
 
+from bigload.bounded_json import loads_bounded
 from bigload.checkpoint.index import DEFAULT_INDEX, resolve_shard
 from bigload.checkpoint.model import Checkpoint, Span, TensorInfo
 from bigload.checkpoint.safetensors import MAX_ELEMENTS, MAX_HEADER_BYTES, read_header
@@ -147,7 +147,7 @@ def read_dat_index(root: Path) -> dict[str, object]:
     if len(text) > MAX_HEADER_BYTES:
         raise _invalid(root, "index-too-large", f"more than {MAX_HEADER_BYTES} bytes")
     try:
-        index = json.loads(text, object_pairs_hook=unique_keys)
+        index = loads_bounded(text, object_pairs_hook=unique_keys)
     except (ValueError, RecursionError) as error:
         raise _invalid(root, "index-not-json", f"not valid JSON: {error}") from None
     if not isinstance(index, dict):

@@ -5,13 +5,13 @@ Code that lies in the folder is never run.
 
 from __future__ import annotations
 
-import json
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
+from bigload.bounded_json import MAX_CONFIG_BYTES, loads_bounded, read_bounded
 from bigload.errors import CheckpointNotFoundError, MissingPackageError, ParallelOptionError
 from bigload.runtime.meta import init_empty_weights
 
@@ -40,6 +40,10 @@ def model_of(folder: Path) -> nn.Module:
         model = made._from_config(made.config_class.from_pretrained(folder))  # in the dtype that the config names
     assert isinstance(model, nn.Module)
     if (folder / _GENERATION).is_file() and hasattr(model, "generation_config"):
+        try:
+            read_bounded(folder / _GENERATION, max_bytes=MAX_CONFIG_BYTES)  # transformers reads whatever size it has
+        except ValueError as error:
+            raise _unknown(folder, f"one with a readable {_GENERATION} ({error})") from None
         model.generation_config = transformers.GenerationConfig.from_pretrained(folder)
     return model
 
@@ -47,7 +51,7 @@ def model_of(folder: Path) -> nn.Module:
 def _class_name(folder: Path) -> str:
     path = folder / _CONFIG
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
+        config = loads_bounded(read_bounded(path, max_bytes=MAX_CONFIG_BYTES))
     except OSError as error:
         raise CheckpointNotFoundError(
             folder, f"{_CONFIG}: {error.strerror or error}", hint="give the model itself, and its folder as checkpoint"

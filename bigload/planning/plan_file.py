@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn, TypeVar
 
+from bigload.bounded_json import loads_bounded, read_bounded
 from bigload.checkpoint.fingerprint import ShardFingerprint, changes, fingerprint
 from bigload.checkpoint.model import Checkpoint
 from bigload.checkpoint.source import checkpoint_root, open_checkpoint
@@ -129,7 +130,9 @@ def read_plan(path: str | Path) -> Plan:
         InvalidPlanError: no plan, another major version, or figures that contradict each other.
     """
     try:
-        text = Path(path).read_text(encoding="utf-8", errors=PATH_ERRORS)
+        text = read_bounded(Path(path), max_bytes=MAX_PLAN_BYTES).decode("utf-8", PATH_ERRORS)
+    except ValueError as error:
+        _refuse(str(path), str(error))
     except OSError as error:
         inside = Path(path) / "plan.json"
         hint = f"name the file in it: {inside}" if isinstance(error, IsADirectoryError) and inside.is_file() else _HOW
@@ -170,7 +173,7 @@ def is_plan(path: Path) -> bool:
 def plan_from_json(text: str, *, source: str = "the plan") -> Plan:
     """Return the plan that `text` describes; `source` names it in errors."""
     try:
-        document = json.loads(text, object_pairs_hook=unique_keys)
+        document = loads_bounded(text, object_pairs_hook=unique_keys)
     except (ValueError, RecursionError) as error:
         _refuse(source, f"not valid JSON: {error}")
     if not isinstance(document, dict):

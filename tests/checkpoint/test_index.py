@@ -162,3 +162,19 @@ def test_a_loop_of_links_is_resolved_to_a_path_that_cannot_be_opened(tmp_path):
     (tmp_path / "a").symlink_to("a")
     with pytest.raises(OSError, match="symbolic links"):
         resolve_shard(tmp_path, "a").stat()
+
+
+def test_a_weight_map_that_occurs_twice_is_refused(tmp_path):
+    path = tmp_path / "model.safetensors.index.json"
+    path.write_text('{"weight_map": {"a": "one.safetensors"}, "weight_map": {"a": "two.safetensors"}}')
+    with pytest.raises(InvalidCheckpointError) as caught:
+        read_index(path)
+    assert [problem.code for problem in caught.value.problems] == ["duplicate-key"]
+
+
+def test_an_index_of_too_many_values_is_refused_before_it_is_parsed(tmp_path, monkeypatch):
+    path = tmp_path / "model.safetensors.index.json"
+    path.write_text('{"weight_map": {}, "more": [' + "[]," * 2**22 + "[]]}")
+    monkeypatch.setattr("bigload.bounded_json.json.loads", None)
+    with pytest.raises(InvalidCheckpointError, match="values, expected"):
+        read_index(path)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from bigload.bounded_json import MAX_VALUES, check_values
 from bigload.checkpoint.safetensors import MAX_HEADER_BYTES, encode_header, read_header
 from bigload.dtypes import DTYPES
 from bigload.errors import InvalidCheckpointError
@@ -404,3 +405,44 @@ def test_every_key_that_occurs_twice_is_named_however_many_there_are(tmp_path):
     with pytest.raises(InvalidCheckpointError) as caught:
         read_header(tmp_path / "model.safetensors", file="model.safetensors")
     assert [problem.text for problem in caught.value.problems] == ["key 't7' occurs 2 times", "key 't9' occurs 2 times"]
+
+
+@pytest.mark.parametrize("bomb", ["[],", "{},", "1,", '"",'])
+def test_a_header_of_too_many_values_is_refused_before_it_is_parsed(file, monkeypatch, bomb):
+    text = '{"a":{"x":[' + bomb * (MAX_VALUES + 1) + "0]}}"
+    monkeypatch.setattr("bigload.checkpoint.safetensors.json.loads", None)
+    assert codes(write_raw(file, text)) == ["header-not-json"]
+
+
+def test_a_header_of_100_000_tensors_is_far_from_the_bound(file):
+    names = [f"model.layers.{number}.mlp.experts.gate_proj.weight" for number in range(100_000)]
+    header = header_of({name: ("BF16", [4, 7, 2]) for name in names})
+    text = json.dumps(header)
+    assert 4 * (text.count("[") + text.count("{") + text.count(",")) < MAX_VALUES
+    check_values(text)
+
+
+def test_of_very_many_problems_the_first_are_listed(file):
+    entry = {"dtype": "F32", "shape": [1], "data_offsets": [0, 3]}
+    found = codes(write_raw(file, dict.fromkeys(map(str, range(5000)), entry)))
+    assert found == ["size-mismatch"] * 1000 + ["more-problems"]
+    long = codes_and_text(write_raw(file, {"n" * 10**6: entry}))
+    assert len(long) < 1000
+
+
+def codes_and_text(path):
+    with pytest.raises(InvalidCheckpointError) as caught:
+        read_header(path, file="a")
+    return str(caught.value)
+
+
+def test_what_a_terminal_would_obey_is_escaped_in_the_text_of_errors(tmp_path):
+    folder = tmp_path / "a\x1b[2Jb"
+    folder.mkdir()
+    path = write_raw(folder / "c\x1b]0;d.safetensors", {"e\x1b[31m\nhint: run": {"dtype": "F32"}})
+    with pytest.raises(InvalidCheckpointError) as caught:
+        read_header(path, file=path.name)
+    text = str(caught.value)
+    assert "\x1b" not in text
+    assert "\nhint" not in text
+    assert "c\\x1b]0;d.safetensors" in text

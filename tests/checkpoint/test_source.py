@@ -165,6 +165,59 @@ def test_a_folder_named_like_the_config_is_a_warning(tmp_path):
     assert [warning.code for warning in open_checkpoint(tmp_path).warnings] == ["bad-config"]
 
 
+def make_link_out(path):
+    outside = path.parent.parent / f"elsewhere-{path.parent.name}.json"
+    outside.write_text("{}")
+    path.unlink(missing_ok=True)
+    path.symlink_to(outside)
+
+
+def make_too_large(path):
+    path.touch()
+    os.truncate(path, 2**40)
+
+
+def make_device(path):
+    path.unlink(missing_ok=True)
+    path.symlink_to("/dev/zero")
+
+
+def make_fifo(path):
+    path.unlink(missing_ok=True)
+    os.mkfifo(path)
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors.index.json"])
+@pytest.mark.parametrize(
+    ("make", "codes"),
+    [
+        (make_link_out, {"unsafe-path"}),
+        (make_device, {"unsafe-path"}),
+        (make_too_large, {"too-large"}),
+        (make_fifo, {"not-a-file"}),
+    ],
+)
+def test_a_config_or_an_index_that_is_no_small_file_of_the_folder_is_refused(tmp_path, name, make, codes):
+    make(two_shards(tmp_path) / name)
+    with pytest.raises(InvalidCheckpointError) as caught:
+        open_checkpoint(tmp_path / name if name != "config.json" else tmp_path)
+    assert {problem.code for problem in caught.value.problems} == codes
+
+
+def test_a_slash_after_a_file_asks_for_a_folder(tmp_path):
+    folder = make_checkpoint(tmp_path, shards=1)
+    with pytest.raises(CheckpointNotFoundError, match="not a folder"):
+        open_checkpoint(f"{folder}/model.safetensors/")
+    assert open_checkpoint(f"{folder}/").tensors
+
+
+def test_a_link_inside_the_folder_may_be_the_config(tmp_path):
+    folder = make_checkpoint(tmp_path)
+    (folder / "config.json").rename(folder / "other.json")
+    (folder / "config.json").symlink_to("other.json")
+    assert open_checkpoint(folder).config == llama_config()
+
+
 @pytest.mark.parametrize("claim", [0, 4, 3.5, -1, float("nan"), 10**30])
 def test_a_wrong_total_size_is_a_warning_and_no_error(tmp_path, claim):
     two_shards(tmp_path)
