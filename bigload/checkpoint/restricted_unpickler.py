@@ -26,10 +26,11 @@ from typing import Any, ClassVar
 from bigload.checkpoint.refusal import Refusal
 
 MAX_PICKLE_BYTES = 16 * 2**20
-"""A tensor takes about 120, so this is more than 130 000 tensors. Beside objects, a byte takes 25 bytes of memory."""
+"""A tensor takes about 120, so this is more than 100 000 tensors. A byte takes up to 25 bytes of memory beside objects;
+a file can fill some 500 MB."""
 
 MAX_OBJECTS = 1_500_000
-"""A tensor takes about 5 of them, 12 with protocol 4. Each takes 250 bytes of memory at most."""
+"""A tensor takes about 5 of them, 12 with protocol 4. Each takes up to 250 bytes of memory."""
 
 MAX_KEY = 2**60
 """Larger whole numbers are no keys of dicts: their hashes can be made to collide."""

@@ -235,6 +235,20 @@ def test_the_objects_of_a_pickle_are_counted_before_it_is_read(monkeypatch, opco
     assert refusal(b"\x80\2N" + opcode * 100) == "bad-pickle"  # reads it, and finds no end
 
 
+@pytest.mark.parametrize("protocol", [2, 4, 5])
+def test_the_limits_leave_room_for_100_000_tensors(tmp_path, protocol):
+    names = (f"model.layers.77.mlp.experts.{number}.down_proj.weight" for number in range(1000, 1200))
+    path = tmp_path / "a.bin"
+    torch.save({name: torch.ones(1) for name in names}, path, pickle_protocol=protocol)
+    with zipfile.ZipFile(path) as file:
+        pickled = file.read("a/data.pkl")
+    counted = sum(pickled.count(opcode) for opcode in b"}](\x85\x94")
+    assert 500 * len(pickled) < unpickler_module.MAX_PICKLE_BYTES
+    assert 500 * counted < unpickler_module.MAX_OBJECTS
+    directory = len(path.read_bytes()) - open_checkpoint(path).shards[0].header_parts[1][0]
+    assert 500 * directory < zip_module.MAX_DIRECTORY_BYTES
+
+
 def test_a_place_of_the_memo_takes_no_memory_for_those_before_it():
     assert unpickle(b"\x80\2Nr\xff\xff\xff\xff.") is None
 
