@@ -127,6 +127,7 @@ def plan_wishes(draw) -> PlanWishes:
         batch=draw(st.integers(1, 3)),
         dtype=draw(st.sampled_from([None, "F16", "F32"])),
         kv_dtype=draw(st.sampled_from([None, "F8_E4M3", "F32"])),
+        attention=draw(st.sampled_from([None, "eager"])),
         overhead=draw(st.sampled_from([0, 0, 10, 300])),
         disk_bandwidth=3,
         link_bandwidth=draw(st.sampled_from([3, 4, 24])),

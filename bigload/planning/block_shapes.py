@@ -36,6 +36,10 @@ _EXPANDED_LATENTS = ("kv_b_proj",)
 _GATES = ("gate_proj", "w3", "wi_1")
 _FEED_FORWARD = ("up_proj", "fc1", "c_fc", "w1", "wi", "wi_0", "dense_h_to_4h", "fc_in", "lin1")
 _FUSED_FEED_FORWARD = ("gate_up_proj", "Wi")
+_INTERMEDIATE = ".intermediate"
+"""BERT's name for the first half of a feed-forward."""
+
+_GATED_UNIT = "rg_lru"
 _ROUTED = "experts"
 _INDEXER = "indexer"
 _FLOATS = ("F16", "BF16", "F32", "F64", "F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ", "I8")
@@ -48,22 +52,26 @@ class AttentionShapes:
     Attributes:
         is_cross: Whether keys and values come from another sequence, that of an encoder or of an image.
         query_width: Of all heads together.
+        output_width: Of what attention makes, without a gate that the projection of queries may make too.
         key_value_width: Of keys and values together, as projected; a cache may hold more (falcon).
         latent_width: Of the compressed keys and values of multi-head latent attention.
         expanded_width: Of keys and values of all query heads that are made of the latent.
         index_width: Of the extra keys by which sparse attention selects tokens.
         input_width: Of what the projections read: the width of the model.
+        is_fused: Whether one layer makes queries, keys and values.
         tensor: The weight that makes the keys, whose dtype is the one in which the block computes.
     """
 
     is_cross: bool = False
     is_latent: bool = False
     query_width: int | None = None
+    output_width: int | None = None
     key_value_width: int | None = None
     latent_width: int | None = None
     expanded_width: int | None = None
     index_width: int = 0
     input_width: int | None = None
+    is_fused: bool = False
     tensor: TensorInfo | None = None
 
 
@@ -79,6 +87,7 @@ class RecurrentShapes:
         state_size: Columns of state per channel, where the shapes tell (mamba 1).
         has_keys: Whether the state is a matrix of keys by values, as in linear attention.
         key_width: Of all keys together, where they have a projection of their own.
+        is_gated: Whether it is the gated linear unit of recurrentgemma.
     """
 
     conv_elements: int
@@ -88,7 +97,23 @@ class RecurrentShapes:
     state_size: int | None = None
     has_keys: bool = False
     key_width: int | None = None
+    is_gated: bool = False
     tensor: TensorInfo | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FeedForwardShapes:
+    """The widest feed-forward of each form that a block has; 0 where it has none.
+
+    Attributes:
+        plain: Width between two layers with nothing but an activation function between them.
+        gated: The same where a third layer makes a gate.
+        fused_gate: Of what one layer makes: gate and its counterpart together.
+    """
+
+    plain: int = 0
+    gated: int = 0
+    fused_gate: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,15 +121,14 @@ class BlockShapes:
     """What was found in a block.
 
     Attributes:
-        feed_forward_width: Numbers per token that its feed-forward holds at once: what goes in and comes out of the
-            activation function, and the product with the gate where there is one.
+        feed_forward: Its feed-forward, routed experts aside.
         has_two_input_norms: The mark of falcon's new decoder architecture.
         is_prediction: Whether the block predicts tokens further on (MTP).
     """
 
     attentions: tuple[AttentionShapes, ...]
     recurrences: tuple[RecurrentShapes, ...]
-    feed_forward_width: int
+    feed_forward: FeedForwardShapes
     has_two_input_norms: bool
     is_prediction: bool
 
@@ -113,18 +137,22 @@ def read_block(block: ModuleNode) -> BlockShapes:
     """Return what the names and shapes of a block's tensors say; routed experts are not looked at."""
     attentions: list[AttentionShapes] = []
     recurrences: list[RecurrentShapes] = []
-    widths = [0]
+    feed_forwards = [FeedForwardShapes()]
     for node in _walk_dense(block):
         if (recurrence := _recurrence(node)) is not None:
             recurrences.append(recurrence)
         elif (attention := _attention(node, path=node.name[len(block.name) :].lower())) is not None:
             attentions.append(attention)
         else:
-            widths.append(_feed_forward_width(node))
+            feed_forwards.append(_feed_forward(node))
     return BlockShapes(
         attentions=tuple(attentions),
         recurrences=tuple(recurrences),
-        feed_forward_width=max(widths),
+        feed_forward=FeedForwardShapes(
+            plain=max(found.plain for found in feed_forwards),
+            gated=max(found.gated for found in feed_forwards),
+            fused_gate=max(found.fused_gate for found in feed_forwards),
+        ),
         has_two_input_norms="ln_attn" in block.children and "ln_mlp" in block.children,
         is_prediction="eh_proj" in block.children,
     )
@@ -157,11 +185,13 @@ def _attention(node: ModuleNode, path: str) -> AttentionShapes | None:
         is_cross="cross" in path or "encdec" in path or "encoder_attn" in path,
         is_latent=latent is not None,
         query_width=query,
+        output_width=in_features(output),
         key_value_width=width,
         latent_width=out_features(latent),
         expanded_width=out_features(_first(parts, _EXPANDED_LATENTS)),
         index_width=_index_width(parts.get(_INDEXER)),
         input_width=in_features(made_by),
+        is_fused=made_by is fused,
         tensor=_weight(made_by),
     )
 
@@ -195,6 +225,7 @@ def _recurrence(node: ModuleNode) -> RecurrentShapes | None:
         state_size=sizes[1] if len(sizes) == 2 else None,
         has_keys=key is not None or any(name.startswith(("in_proj_qkv", "in_proj_b")) for name in node.children),
         key_width=out_features(key),
+        is_gated=_GATED_UNIT in node.children,
         tensor=convs[0],
     )
 
@@ -206,12 +237,14 @@ def _depthwise(node: ModuleNode) -> TensorInfo | None:
     return weight if is_one else None
 
 
-def _feed_forward_width(node: ModuleNode) -> int:
+def _feed_forward(node: ModuleNode) -> FeedForwardShapes:
     parts = node.children
-    single = max((out_features(parts.get(name)) or 0 for name in _FEED_FORWARD), default=0)
-    fused = max((out_features(parts.get(name)) or 0 for name in _FUSED_FEED_FORWARD), default=0)
-    is_gated = any(name in parts for name in _GATES)
-    return max(single * (3 if is_gated else 2), fused * 2)
+    names = ("dense",) if node.name.endswith(_INTERMEDIATE) else _FEED_FORWARD
+    single = max(out_features(parts.get(name)) or 0 for name in names)
+    fused = max(out_features(parts.get(name)) or 0 for name in _FUSED_FEED_FORWARD)
+    if any(name in parts for name in _GATES):
+        return FeedForwardShapes(gated=single, fused_gate=fused)
+    return FeedForwardShapes(plain=single, fused_gate=fused)
 
 
 def out_features(node: ModuleNode | None) -> int | None:

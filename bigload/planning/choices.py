@@ -47,6 +47,15 @@ class Experts(StrEnum):
     """Apart: attention, router and shared experts on the accelerator, routed experts where there is room."""
 
 
+class Attention(StrEnum):
+    """How attention is computed, which decides what it holds meanwhile."""
+
+    EAGER = "eager"
+    """By separate operations, which store a score for every head, query and key."""
+    SDPA = "sdpa"
+    """By a fused kernel, which stores none: torch's `scaled_dot_product_attention`, flash attention."""
+
+
 class NameScheme(StrEnum):
     """Whose names a device map speaks."""
 

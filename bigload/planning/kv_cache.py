@@ -4,7 +4,8 @@ The sizes are those that transformers 5 allocates with its default, dynamic cach
 
 - falcon with the new decoder architecture caches keys and values expanded to all query heads;
 - multi-head latent attention caches the latent and the shared rotary key, not heads;
-- a sliding window of w tokens keeps w - 1 of them, because the next token brings its own;
+- a sliding window of w tokens keeps w - 1 of them, because the next token brings its own; but they are a slice of the
+  tensor that the last chunk of a prompt was appended to, which stays in memory whole until the first new token;
 - convolutions keep all columns of their kernel, recurrent states are 32-bit whatever the model's dtype.
 
 Encoders, towers of images or sound, and blocks that only predict further tokens (MTP) keep nothing.
@@ -15,11 +16,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from bigload.checkpoint.model import TensorInfo
 from bigload.dtypes import DTYPES, DType
 from bigload.planning.block_shapes import AttentionShapes, BlockShapes, RecurrentShapes, read_block
 from bigload.planning.model_config import ModelConfig
 from bigload.planning.tree import ModuleNode, is_index
-from bigload.planning.workload import Workload
+from bigload.planning.workload import PREFILL_CHUNK, Workload
 from bigload.units import counted
 
 _WORDS_OF_TOWERS = ("encoder", "vision", "visual", "image", "audio", "speech", "tower", "resampler", "qformer")
@@ -75,7 +77,7 @@ class BlockCache:
 
     Attributes:
         per_token: Of the block's own sequence.
-        max_tokens: How many tokens are kept at most, `None` for all.
+        max_tokens: How many tokens later ones look at, `None` for all; a prompt leaves up to a chunk more in memory.
         per_source_token: Keys and values of cross-attention, per token of the encoder.
         state: Recurrent state in the dtype of the model, whatever the context.
         wide_state: Recurrent state in 32 bits.
@@ -95,7 +97,7 @@ class BlockCache:
         if workload.context == 0:
             return 0
         computing = workload.load_dtype or self.dtype
-        kept = workload.context if self.max_tokens is None else min(workload.context, self.max_tokens)
+        kept = workload.context if self.max_tokens is None else min(workload.context, self.max_tokens + PREFILL_CHUNK)
         source = workload.context if source_tokens is None else source_tokens
         keys_values = workload.batch * (self.per_token * kept + self.per_source_token * source)
         states = workload.batch * (self.state * computing.bits + self.wide_state * 32)
@@ -163,8 +165,13 @@ def _is_decoder(block: ModuleNode, config: ModelConfig) -> bool:
     return not any(_is_tower(part) for part in block.name.lower().split("."))
 
 
-def _is_tower(part: str) -> bool:
-    return part in _TOWERS or any(word in part for word in _WORDS_OF_TOWERS)
+def _is_tower(part: str, words: Sequence[str] = _WORDS_OF_TOWERS) -> bool:
+    return part in _TOWERS or any(word in part for word in words)
+
+
+def is_of_main_encoder(block: str) -> bool:
+    """Return whether a block that keeps no cache is of the encoder of the model's input, and not of a tower."""
+    return not any(_is_tower(part, _WORDS_OF_TOWERS[1:]) for part in block.lower().split("."))
 
 
 def _is_beyond(block: str, shapes: BlockShapes, config: ModelConfig, unknowns: _Unknowns) -> bool:
@@ -220,6 +227,17 @@ def _block_cache(
         wide_state=wide,
         dtype=_computing_dtype(shapes, config, block, unknowns),
     )
+
+
+def stored_dtype(shapes: BlockShapes) -> DType | None:
+    """Return the dtype in which a block computes by its stored weights, `None` for quantised ones."""
+    stored = next((tensor.dtype for tensor in _computing(shapes)), None)
+    return stored if stored is not None and stored.name in _COMPUTING else None
+
+
+def _computing(shapes: BlockShapes) -> list[TensorInfo]:
+    tensors = [part.tensor for part in shapes.attentions] + [part.tensor for part in shapes.recurrences]
+    return [tensor for tensor in tensors if tensor is not None]
 
 
 def _cached_width(attention: AttentionShapes, shapes: BlockShapes, config: ModelConfig) -> int | None:
@@ -327,11 +345,10 @@ def _key_columns(recurrence: RecurrentShapes, config: ModelConfig) -> int | None
 
 def _computing_dtype(shapes: BlockShapes, config: ModelConfig, block: str, unknowns: _Unknowns) -> DType:
     """Return the dtype of stored weights; of quantised ones that which the config gives."""
-    tensors = [part.tensor for part in shapes.attentions] + [part.tensor for part in shapes.recurrences]
-    stored = next((tensor.dtype for tensor in tensors if tensor is not None), None)
-    if stored is not None and stored.name in _COMPUTING:
+    stored = stored_dtype(shapes)
+    if stored is not None:
         return stored
     said = config.dtype
-    if said is None and stored is not None:
+    if said is None and _computing(shapes):
         unknowns.add("the config does not tell the dtype of computation; 16 bits are assumed", block)
     return said or DTYPES["BF16"]

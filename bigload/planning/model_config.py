@@ -24,7 +24,14 @@ _ALIASES: Mapping[str, tuple[str, ...]] = {
     "hidden_size": ("hidden_size", "n_embd", "n_embed", "d_model", "dim", "model_dim"),
     "num_layers": ("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
     "num_decoder_layers": ("num_decoder_layers", "decoder_layers"),
-    "num_heads": ("num_attention_heads", "n_head", "n_heads", "num_heads", "decoder_attention_heads"),
+    "num_heads": (
+        "num_attention_heads",
+        "n_head",
+        "n_heads",
+        "num_heads",
+        "decoder_attention_heads",
+        "attention_heads",
+    ),
     "num_kv_heads": (
         "num_key_value_heads",
         "num_kv_heads",
@@ -36,16 +43,19 @@ _ALIASES: Mapping[str, tuple[str, ...]] = {
     "head_dim": ("head_dim", "d_kv", "attention_head_dim", "kv_channels"),
     "ffn_size": ("intermediate_size", "n_inner", "ffn_dim", "d_ff", "ffn_hidden_size", "decoder_ffn_dim"),
     "expert_size": ("moe_intermediate_size", "expert_ffn_hidden_size"),
+    "num_experts": ("num_local_experts", "num_experts", "n_routed_experts"),
     "experts_per_token": ("num_experts_per_tok", "moe_top_k", "num_experts_per_token", "top_k_experts"),
     "window": ("sliding_window", "attention_window_size", "sliding_window_size"),
     "vocab_size": ("vocab_size",),
     "state_size": ("mamba_d_state", "ssm_state_size", "state_size"),
     "state_groups": ("mamba_n_groups", "mamba_ngroups", "n_groups"),
+    "scan_piece": ("mamba_chunk_size", "chunk_size"),
     "linear_key_dim": ("linear_key_head_dim", "linear_head_dim"),
     "linear_key_heads": ("linear_num_key_heads", "linear_num_heads"),
     "num_mtp_layers": ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers"),
 }
 
+_ACTIVATIONS = ("hidden_activation", "hidden_act", "activation_function", "mlp_hidden_act", "activation")
 _DTYPE_NAMES = {dtype.torch_name: dtype for dtype in DTYPES.values() if dtype.name in ("F16", "BF16", "F32", "F64")}
 
 
@@ -78,6 +88,14 @@ class ModelConfig:
         """The floating-point type in which the model is meant to be run."""
         name = self._first("torch_dtype", "dtype")
         return _DTYPE_NAMES.get(name.removeprefix("torch.")) if isinstance(name, str) else None
+
+    @property
+    def activation(self) -> str | None:
+        """Name of the activation function between the layers of the feed-forward."""
+        name = self._first(*_ACTIVATIONS)
+        if name is None and isinstance(name := self._first("feed_forward_proj"), str):  # T5
+            return "gelu_new" if name == "gated-gelu" else name.removeprefix("gated-")
+        return name if isinstance(name, str) else None
 
     @property
     def layer_types(self) -> tuple[str, ...] | None:

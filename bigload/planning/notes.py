@@ -86,6 +86,8 @@ def _on_structure(structure: ModelStructure, options: PlanOptions) -> Iterator[P
         yield PlanNote(code="unknown", text=text)
     for text in structure.memory.at(options.workload).unknown:
         yield PlanNote(code="unknown", text=text)
+    for code, text in structure.memory.assumptions(options.workload):
+        yield PlanNote(code=code, text=text)
 
 
 def _on_experts(options: PlanOptions, solution: Solution) -> Iterator[PlanNote]:

@@ -10,7 +10,7 @@ from typing import TypedDict, TypeVar, Unpack
 from bigload.devices import Device
 from bigload.dtypes import DType, parse_dtype
 from bigload.errors import PlanOptionError
-from bigload.planning.choices import Balance, Experts, NameScheme, Order, Policy
+from bigload.planning.choices import Attention, Balance, Experts, NameScheme, Order, Policy
 from bigload.planning.placement import Bandwidth
 from bigload.planning.workload import Workload
 from bigload.units import GIB, parse_size
@@ -25,7 +25,7 @@ class PlanOptions:
 
     Attributes:
         policy: Who chooses.
-        workload: Tokens and sequences to leave room for, and the dtypes of weights and cache.
+        workload: Tokens and sequences to leave room for, the dtypes of weights and cache, how attention is computed.
         overhead: Bytes on every accelerator for what is neither weight nor buffer; `None` for the default of its kind.
         bandwidth: What streaming is estimated with.
         balance: How accelerators share what they hold.
@@ -80,6 +80,7 @@ class PlanWishes(TypedDict, total=False):
     batch: int
     dtype: DType | str | None
     kv_dtype: DType | str | None
+    attention: Attention | str | None
     overhead: int | str | None
     disk_bandwidth: int | str
     link_bandwidth: int | str
@@ -104,7 +105,7 @@ def options_of(**wishes: Unpack[PlanWishes]) -> PlanOptions:
         raise TypeError(f"no option {', '.join(sorted(unknown))}; known are {', '.join(PlanWishes.__annotations__)}")
     default = PlanOptions()
     order = _word("order", wishes.get("order", "keep"), Order)
-    overhead = wishes.get("overhead")
+    overhead, attention = wishes.get("overhead"), wishes.get("attention")
     return PlanOptions(
         policy=_word("policy", wishes.get("policy", default.policy), Policy),
         workload=Workload(
@@ -112,6 +113,7 @@ def options_of(**wishes: Unpack[PlanWishes]) -> PlanOptions:
             batch=wishes.get("batch", 1),
             kv_dtype=_dtype("kv_dtype", wishes.get("kv_dtype")),
             load_dtype=_dtype("dtype", wishes.get("dtype")),
+            attention=None if attention is None else _word("attention", attention, Attention),
         ),
         overhead=None if overhead is None else _size("overhead", overhead),
         bandwidth=Bandwidth(

@@ -92,12 +92,13 @@ def plan_document(plan: Plan) -> dict[str, object]:
 
 def _options_document(options: PlanOptions) -> dict[str, object]:
     """Return the wishes that a plan answers, in the words of the command line."""
-    load, cache = options.workload.load_dtype, options.workload.kv_dtype
+    load, cache, attention = options.workload.load_dtype, options.workload.kv_dtype, options.workload.attention
     return {
         "context": options.workload.context,
         "batch": options.workload.batch,
         "dtype": None if load is None else load.name,
         "kv_dtype": None if cache is None else cache.name,
+        "attention": None if attention is None else str(attention),
         "overhead": options.overhead,
         "disk_bandwidth": options.bandwidth.disk,
         "link_bandwidth": options.bandwidth.link,
@@ -352,6 +353,8 @@ def _options(document: Mapping[str, object]) -> PlanOptions:
     wishes |= {key: _typed(entry, key, str) for key in words}
     wishes |= {key: _typed(entry, key, int) for key in sizes}
     wishes |= {key: None if entry[key] is None else _typed(entry, key, str) for key in ("dtype", "kv_dtype")}
+    # Plans made before there was a choice answer the default.
+    wishes["attention"] = None if entry.get("attention") is None else _typed(entry, "attention", str)
     wishes["overhead"] = None if entry["overhead"] is None else _typed(entry, "overhead", int)
     for key in flags:
         if not isinstance(entry[key], bool):

@@ -46,9 +46,9 @@ def plan(
 
     `max_memory` maps devices to sizes, `{"cuda:0": "22GiB", "cpu": "64GiB"}`, or is `"auto"`. What finds no room goes
     to disk, unless `disk=False` (`--no-disk`) or a limit of 0 forbids that. Other keywords are those of the command
-    line, with the same defaults: `policy`, `context`, `batch`, `dtype`, `kv_dtype`, `overhead`, `balance`, `order`,
-    `experts`, `prefetch`, `no_split`, `mtp`, `names`, `disk_bandwidth`, `link_bandwidth` (`PlanOptions` says what they
-    mean).
+    line, with the same defaults: `policy`, `context`, `batch`, `dtype`, `kv_dtype`, `attention`, `overhead`, `balance`,
+    `order`, `experts`, `prefetch`, `no_split`, `mtp`, `names`, `disk_bandwidth`, `link_bandwidth` (`PlanOptions` says
+    what they mean).
 
     Raises:
         DoesNotFitError: the policy found no placement that keeps every limit; the error says what is short where.

@@ -58,7 +58,7 @@ DOCUMENTS = {
     "compare what does not fit": lambda: compared(MemoryBudget.of({"cpu": 5}, use_disk=False)),
     "fits": lambda: sized(TINY),
     "fits, empty": lambda: sized(EMPTY),
-    "gpus": lambda: needs(TINY, 4096),
+    "gpus": lambda: needs(TINY, 4400),
     "gpus, too small": lambda: needs(TINY, 5),
     "gpus, empty": lambda: needs(EMPTY, 5),
     "max-context": lambda: longest(TINY, BUDGET),

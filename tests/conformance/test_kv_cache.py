@@ -17,7 +17,7 @@ import bigload
 from bigload.planning.run_memory import run_memory
 from bigload.planning.tree import build_tree
 from bigload.planning.units import UnitKind, cut_into_units
-from bigload.planning.workload import Workload
+from bigload.planning.workload import PREFILL_CHUNK, Workload
 from builders import checkpoint_of
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
@@ -45,11 +45,17 @@ def held_bytes(output):
     if isinstance(cache, transformers.EncoderDecoderCache):
         caches = [cache.self_attention_cache, cache.cross_attention_cache]
     layers = zip(*(part.layers for part in caches), strict=True)
-    held = [sum(tensor.nbytes for part in parts for tensor in tensors_of(part)) for parts in layers]
+    held = [stored_bytes(tensor for part in parts for tensor in tensors_of(part)) for parts in layers]
     for index, state in enumerate(getattr(cache, "linear_cache", ())):  # minimax keeps a list of its own
         if isinstance(state, torch.Tensor):
             held[index] += state.nbytes
     return [num_bytes for num_bytes in held if num_bytes]
+
+
+def stored_bytes(tensors):
+    """Return the bytes of the memory behind `tensors`, some of which are slices of more."""
+    storages = [tensor.untyped_storage() for tensor in tensors]
+    return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
 
 
 def tensors_of(layer):
@@ -60,7 +66,7 @@ def tensors_of(layer):
 
 
 def run(model, context, batch=1, **inputs):
-    """Run a forward pass over `context` tokens with the cache that `generate` would make."""
+    """Run a forward pass over `context` tokens, in chunks, with the cache that `generate` would make."""
     config = model.config
     ids = torch.zeros(batch, context, dtype=torch.long, device=model.device)
     if config.model_type == "whisper":
@@ -77,7 +83,11 @@ def run(model, context, batch=1, **inputs):
     elif config.model_type != "minimax":  # which makes a cache of its own
         inputs["past_key_values"] = transformers.DynamicCache(config=config)
     with torch.no_grad():
-        return model(use_cache=True, **inputs)
+        if not isinstance(inputs.get("past_key_values"), transformers.DynamicCache):
+            return model(use_cache=True, **inputs)
+        for chunk in inputs.pop("input_ids").split(PREFILL_CHUNK, dim=1):
+            output = model(use_cache=True, input_ids=chunk, **inputs)
+        return output
 
 
 SIZES = {
@@ -207,6 +217,15 @@ def test_every_block_keeps_what_transformers_keeps(saved, batch):
     found = counted_bytes(checkpoint, Workload(context=40, batch=batch))
     assert list(found.cache_bytes.values()) == held_bytes(run(model, context=40, batch=batch))
     assert found.unknown == ()
+
+
+@pytest.mark.parametrize("name", ["window everywhere", "every second", "every sixth", "fused", "window asked for"])
+def test_behind_a_window_the_last_chunk_of_a_long_prompt_is_kept(name, tmp_path):
+    model = transformers.AutoModelForCausalLM.from_config(TINY[name]).eval()
+    model.save_pretrained(tmp_path / "model")
+    context = 2 * PREFILL_CHUNK
+    found = counted_bytes(bigload.open_checkpoint(tmp_path / "model"), Workload(context=context))
+    assert list(found.cache_bytes.values()) == held_bytes(run(model.to("meta"), context))
 
 
 def test_a_vision_model_keeps_the_tokens_of_an_image_in_its_cross_attention(tmp_path):

@@ -12,10 +12,12 @@ from bigload.planning.kv_cache import block_caches, source_tokens
 from bigload.planning.model_config import ModelConfig
 from bigload.planning.tree import build_tree
 from bigload.planning.units import UnitKind, cut_into_units
-from bigload.planning.workload import Workload
+from bigload.planning.workload import PREFILL_CHUNK, Workload
 from builders import checkpoint_of
 
 HUNDRED = Workload(context=100)
+ALL = 3 * PREFILL_CHUNK
+LONG = Workload(context=ALL)
 
 
 class Found(NamedTuple):
@@ -178,13 +180,24 @@ def layers(num_layers):
     return stack(*[attention()] * num_layers)
 
 
-def tokens_of(tensors, config, workload=HUNDRED):
-    """Return how many tokens each block keeps: an element takes 2 bytes, a token 32 elements."""
+def tokens_of(tensors, config, workload=LONG):
+    """Return how many tokens each block keeps of `ALL`: an element takes 2 bytes, a token 32 elements."""
     return [num_bytes // 64 for num_bytes in cache_of(tensors, config, workload)]
 
 
-def test_a_window_keeps_one_token_less_than_it_reaches():
-    assert tokens_of(layers(2), {"model_type": "mistral", "sliding_window": 16}) == [15, 15]
+def behind(window):
+    """Return what a window keeps of a long prompt: a token less than it reaches, and the chunk that came last."""
+    return window - 1 + PREFILL_CHUNK
+
+
+def test_a_window_keeps_one_token_less_than_it_reaches_and_the_last_chunk():
+    assert tokens_of(layers(2), {"model_type": "mistral", "sliding_window": 16}) == [behind(16)] * 2
+
+
+@pytest.mark.parametrize("context", [100, PREFILL_CHUNK, PREFILL_CHUNK + 15])
+def test_a_window_keeps_a_prompt_of_one_chunk_whole(context):
+    found = tokens_of(layers(1), {"model_type": "mistral", "sliding_window": 16}, Workload(context=context))
+    assert found == [context]
 
 
 def test_a_window_that_is_not_full_keeps_all():
@@ -194,24 +207,33 @@ def test_a_window_that_is_not_full_keeps_all():
 def test_listed_layers_decide_which_have_a_window():
     listed = ["full_attention", "sliding_attention", "chunked_attention"]
     config = {"model_type": "x", "layer_types": listed, "sliding_window": 16, "attention_chunk_size": 32}
-    assert tokens_of(layers(3), config) == [100, 15, 31]
+    assert tokens_of(layers(3), config) == [ALL, behind(16), behind(32)]
 
 
 @pytest.mark.parametrize(
     ("config", "tokens"),
     [
-        ({"model_type": "gemma2", "sliding_window": 16}, [15, 100, 15, 100]),
-        ({"model_type": "gemma3_text", "sliding_window": 16, "sliding_window_pattern": 3}, [15, 15, 100, 15]),
-        ({"model_type": "llama4", "attention_chunk_size": 16}, [15, 15, 15, 100]),
-        ({"model_type": "exaone4", "sliding_window": 16, "sliding_window_pattern": "LLLG"}, [15, 15, 15, 100]),
-        ({"model_type": "qwen2", "sliding_window": 16}, [100] * 4),
-        ({"model_type": "qwen2", "sliding_window": 16, "use_sliding_window": False}, [100] * 4),
+        ({"model_type": "gemma2", "sliding_window": 16}, [behind(16), ALL, behind(16), ALL]),
+        (
+            {"model_type": "gemma3_text", "sliding_window": 16, "sliding_window_pattern": 3},
+            [behind(16), behind(16), ALL, behind(16)],
+        ),
+        ({"model_type": "llama4", "attention_chunk_size": 16}, [behind(16), behind(16), behind(16), ALL]),
+        (
+            {"model_type": "exaone4", "sliding_window": 16, "sliding_window_pattern": "LLLG"},
+            [behind(16), behind(16), behind(16), ALL],
+        ),
+        ({"model_type": "qwen2", "sliding_window": 16}, [ALL] * 4),
+        ({"model_type": "qwen2", "sliding_window": 16, "use_sliding_window": False}, [ALL] * 4),
         (
             {"model_type": "qwen2", "sliding_window": 16, "use_sliding_window": True, "max_window_layers": 3},
-            [100, 100, 100, 15],
+            [ALL, ALL, ALL, behind(16)],
         ),
-        ({"model_type": "mixtral", "sliding_window": None}, [100] * 4),
-        ({"model_type": "llava", "text_config": {"model_type": "gemma2", "sliding_window": 16}}, [15, 100, 15, 100]),
+        ({"model_type": "mixtral", "sliding_window": None}, [ALL] * 4),
+        (
+            {"model_type": "llava", "text_config": {"model_type": "gemma2", "sliding_window": 16}},
+            [behind(16), ALL, behind(16), ALL],
+        ),
     ],
 )
 def test_families_that_do_not_list_their_layers_have_rules(config, tokens):
@@ -394,7 +416,7 @@ def test_blocks_past_the_layers_of_the_config_are_pointed_out():
 
 def test_layers_that_share_the_cache_of_another_keep_nothing():
     config = {"model_type": "gemma3n_text", "num_hidden_layers": 3, "num_kv_shared_layers": 1}
-    assert tokens_of(layers(3), config) == [100, 100]
+    assert tokens_of(layers(3), config) == [ALL, ALL]
 
 
 def test_values_made_of_keys_are_cached_beside_them():

@@ -86,11 +86,11 @@ def test_every_policy_has_an_answer_of_its_own(policy):
     assert cost(STRUCTURE, budget, options, answer.most_tokens + 1) is None
 
 
-def test_two_sequences_have_half_as_much_room():
+def test_two_sequences_have_at_most_half_as_much_room():
     budget = MemoryBudget.of({"cuda:0": 60 * TOTAL}, use_disk=False)
     one = max_context(STRUCTURE, budget, OPTIONS).most_tokens
     two = max_context(STRUCTURE, budget, options_of(overhead=0, batch=2)).most_tokens
-    assert two == pytest.approx(one / 2, rel=0.01)
+    assert 0 < two <= one // 2  # they may be padded, which takes a mask
 
 
 def test_no_room_for_a_token_is_0():

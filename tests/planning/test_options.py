@@ -3,7 +3,7 @@ import pytest
 from bigload.devices import Device
 from bigload.dtypes import DTYPES
 from bigload.errors import PlanError
-from bigload.planning.choices import Balance, Experts, NameScheme, Policy
+from bigload.planning.choices import Attention, Balance, Experts, NameScheme, Policy
 from bigload.planning.options import PlanOptions, options_of
 from bigload.planning.placement import Bandwidth
 from bigload.planning.workload import Workload
@@ -23,6 +23,7 @@ def test_every_word_is_understood():
         batch=2,
         dtype="bfloat16",
         kv_dtype="F8_E4M3",
+        attention="eager",
         overhead="300MiB",
         disk_bandwidth="2GiB",
         link_bandwidth="9GiB",
@@ -35,7 +36,13 @@ def test_every_word_is_understood():
         names="transformers",
     ) == PlanOptions(
         policy=Policy.BALANCED,
-        workload=Workload(context=100, batch=2, load_dtype=DTYPES["BF16"], kv_dtype=DTYPES["F8_E4M3"]),
+        workload=Workload(
+            context=100,
+            batch=2,
+            load_dtype=DTYPES["BF16"],
+            kv_dtype=DTYPES["F8_E4M3"],
+            attention=Attention.EAGER,
+        ),
         overhead=300 * MIB,
         bandwidth=Bandwidth(disk=2 * GIB, link=9 * GIB),
         balance=Balance.FILL,
@@ -75,6 +82,7 @@ def test_one_pattern_does_for_a_list_of_one():
         ({"dtype": "fp8"}, "8 bits need scales"),
         ({"dtype": 16}, "dtype: "),
         ({"kv_dtype": "word"}, "kv_dtype: "),
+        ({"attention": "flash"}, "no attention 'flash'"),
         ({"kv_dtype": "I64"}, "kv_dtype has to be a floating-point type"),
         ({"overhead": -1}, "less than nothing"),
         ({"overhead": "some"}, "overhead: "),

@@ -39,6 +39,7 @@ WISHES = [
         {"experts": "block", "no_split": ["model.layers.*"], "disk_bandwidth": 5, "link_bandwidth": 9},
     ),
     ({"cpu": "1GiB"}, {"names": "transformers", "mtp": True}),
+    ({"cpu": "1GiB"}, {"context": 100, "attention": "eager"}),
 ]
 SCHEMA_FILE = Path(__file__).parents[2] / "docs" / "schemas" / "plan-1.1.json"
 
@@ -231,7 +232,7 @@ def test_a_plan_without_a_fact_of_its_checkpoint_is_refused(document, key):
     assert key in refused(document)
 
 
-@pytest.mark.parametrize("key", list(plan_document(A_PLAN)["options"]))
+@pytest.mark.parametrize("key", plan_document(A_PLAN)["options"].keys() - {"attention"})
 def test_a_plan_without_one_of_its_options_is_refused(document, key):
     del document["options"][key]
     assert key in refused(document)
@@ -302,6 +303,8 @@ def test_a_value_of_the_wrong_kind_is_refused(document, key, value):
         ("dtype", 3),
         ("dtype", "I64"),
         ("kv_dtype", "I64"),
+        ("attention", "flash"),
+        ("attention", 1),
         ("overhead", -1),
         ("overhead", "1GiB"),
         ("disk_bandwidth", 0),
@@ -321,6 +324,11 @@ def test_a_value_of_the_wrong_kind_is_refused(document, key, value):
 def test_an_option_that_no_plan_can_have_is_refused(document, key, value):
     document["options"][key] = value
     refused(document)
+
+
+def test_a_plan_of_before_attention_was_asked_for_is_read(document):
+    del document["options"]["attention"]
+    assert plan_from_json(json.dumps(document)).options.workload.attention is None
 
 
 @pytest.mark.parametrize("key", BOUNDS)

@@ -1,7 +1,10 @@
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bigload.planning.choices import Attention
 from bigload.planning.run_memory import RunMemory, memory_model, run_memory
 from bigload.planning.tree import build_tree
 from bigload.planning.workload import Workload
@@ -30,7 +33,7 @@ def test_the_parts_of_a_small_llama():
     assert memory_of(llama_tensors(blocks=2), llama_config(), Workload(context=100, batch=3)) == RunMemory(
         cache_bytes={f"model.layers.{index}": 3 * 100 * (8 + 8) * 2 for index in range(2)},
         logits_bytes=3 * 32 * 4,
-        activation_bytes=3 * 100 * (4 * 8 + 2 * (8 + 16)) * 2,
+        activation_bytes=3 * 100 * ((5 * 8 + 3 * 8 + 100) * 2 + 100),  # a mask of numbers, made of one of booleans
         unknown=(),
     )
 
@@ -68,8 +71,68 @@ def test_a_model_that_makes_no_words_has_no_logits():
 
 def test_activations_are_those_of_the_block_that_needs_most():
     wide = {"model.layers.1.mlp.up_proj.weight": ("BF16", [64, 8])}
-    assert memory_of(llama_tensors(), llama_config()).activation_bytes == 100 * (4 * 8 + 2 * (8 + 16)) * 2
-    assert memory_of(llama_tensors() | wide, llama_config()).activation_bytes == 100 * (4 * 8 + 2 * 64) * 2
+    assert memory_of(llama_tensors(), llama_config()).activation_bytes == 100 * (5 * 8 + 6 * 8) * 2
+    assert memory_of(llama_tensors() | wide, llama_config()).activation_bytes == 100 * (5 * 8 + 2 * 64) * 2
+
+
+def memory_model_of(forms, config):
+    tensors = checkpoint_of(forms).tensors
+    return memory_model(blocks_of(tensors), tensors, config)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "attention", "default"),
+    [
+        ("llama", None, "sdpa"),
+        ("gpt_oss", None, "eager"),
+        ("llama", Attention.EAGER, "eager"),
+        ("gpt_oss", Attention.SDPA, "sdpa"),
+    ],
+)
+def test_attention_is_the_one_asked_for_or_the_one_that_transformers_chooses(model_type, attention, default):
+    config = llama_config() | {"model_type": model_type, "num_attention_heads": 4}
+    long = Workload(context=2000, attention=attention)
+    scores = 4 * 2000 * 2000 * 2
+    assert (memory_of(llama_tensors(), config, long).activation_bytes > scores) == (default == "eager")
+
+
+def codes_of(config, workload, forms=None):
+    return dict(memory_model_of(forms or llama_tensors(), llama_config() | config).assumptions(workload))
+
+
+def test_eager_attention_that_nobody_asked_for_is_said():
+    assert "counted as eager" in codes_of({"model_type": "gpt_oss"}, HUNDRED)["attention"]
+    assert "no sdpa" in codes_of({"model_type": "gpt_oss"}, replace(HUNDRED, attention=Attention.SDPA))["attention"]
+    assert codes_of({"model_type": "gpt_oss"}, replace(HUNDRED, attention=Attention.EAGER)) == {}
+    assert codes_of({}, HUNDRED) == codes_of({"model_type": "gpt_oss"}, Workload()) == {}
+
+
+def test_the_cache_and_the_chunks_that_are_counted_are_said():
+    window = {"model_type": "mistral", "sliding_window": 50}
+    assert codes_of(window, HUNDRED)["cache"].endswith(
+        "layers with a window hold the last chunk of a prompt until the next token"
+    )
+    assert codes_of({}, Workload(context=10_000))["cache"].endswith("fed in chunks of 2048 tokens (prefill_chunk_size)")
+    assert "cache" not in codes_of(window, Workload(context=40))
+
+
+def test_a_scan_without_kernels_is_said():
+    mixer = {"conv1d": [16, 1, 4], "in_proj": [32, 8], "out_proj": [8, 16]}
+    forms = {
+        f"layers.{index}.mixer.{name}.weight": ("BF16", shape) for index in range(2) for name, shape in mixer.items()
+    }
+    forms |= {f"layers.{index}.mixer.A_log": ("F32", [16, 4]) for index in range(2)}
+    assert "without the kernels" in codes_of({"model_type": "mamba"}, HUNDRED, forms)["scan"]
+
+
+def test_an_encoder_of_text_is_counted_and_one_of_images_is_not():
+    forms = {name.replace("model.layers", "bert.encoder.layer"): form for name, form in llama_tensors().items()}
+    bert = {"model_type": "bert", "architectures": ["BertForMaskedLM"]}
+    assert memory_of(forms, bert).activation_bytes == 100 * (5 * 8 + 6 * 8) * 2
+    vit = {
+        name.replace("embed_tokens", "patches").replace("lm_head", "classifier"): form for name, form in forms.items()
+    }
+    assert memory_of(vit, {"model_type": "vit", "architectures": ["ViTModel"]}).activation_bytes == 0
 
 
 def test_widths_that_nothing_tells_are_said_to_be_unknown():

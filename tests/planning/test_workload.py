@@ -6,7 +6,7 @@ from bigload.planning.workload import MAX_BATCH, MAX_CONTEXT, Workload
 
 
 def test_without_words_a_workload_is_weights_only():
-    assert Workload() == Workload(context=0, batch=1, kv_dtype=None, load_dtype=None)
+    assert Workload() == Workload(context=0, batch=1, kv_dtype=None, load_dtype=None, attention=None)
 
 
 def test_the_bounds_themselves_are_allowed():
@@ -32,6 +32,7 @@ def test_keys_and_values_may_be_floating_point_or_quantised(dtype):
         ({"batch": None}, "batch has to be a whole number of sequences, not None"),
         ({"kv_dtype": "BF16"}, "kv_dtype has to be one of bigload's dtypes, not 'BF16'"),
         ({"kv_dtype": DTYPES["BOOL"]}, "kv_dtype has to be a floating-point type, not BOOL"),
+        ({"attention": "eager"}, "attention has to be one of eager, sdpa, not 'eager'"),
         ({"load_dtype": DTYPES["F8_E4M3"]}, "load_dtype has to be floating-point of 16 bits or more"),
         ({"load_dtype": DTYPES["I8"]}, "not I8"),
     ],

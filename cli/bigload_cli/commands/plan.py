@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from bigload.planning.choices import Balance, Experts, NameScheme, Order, Policy
+from bigload.planning.choices import Attention, Balance, Experts, NameScheme, Order, Policy
 from bigload_cli.commands import questions
 from bigload_cli.failures import AnswerIsNoError
 from bigload_cli.options import CheckpointArgument, ColorMode, ColorOption, JsonOption, MaxMemoryOption, QuietOption
@@ -50,6 +50,13 @@ def plan(
     ] = 0,
     batch: Annotated[int, typer.Option("--batch", metavar="N", help="Sequences that are run together.")] = 1,
     kv_dtype: Annotated[str | None, typer.Option("--kv-dtype", metavar="DTYPE", help="Of the KV cache: fp8.")] = None,
+    attention: Annotated[
+        Attention | None,
+        typer.Option(
+            "--attention",
+            help="Count eager attention or a fused kernel. Default: what transformers runs for the model.",
+        ),
+    ] = None,
     dtype: Annotated[
         str | None, typer.Option("--dtype", metavar="DTYPE", help="Load weights as bf16, fp16 or fp32.")
     ] = None,
@@ -112,6 +119,7 @@ def plan(
         batch=batch,
         dtype=dtype,
         kv_dtype=kv_dtype,
+        attention=attention,
         overhead=overhead,
         disk_bandwidth=disk_bandwidth,
         link_bandwidth=link_bandwidth,
