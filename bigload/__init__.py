@@ -40,6 +40,7 @@ if TYPE_CHECKING:  # `as` marks them as public to type checkers
     from bigload.errors import BenchOptionError as BenchOptionError
     from bigload.errors import BigloadError as BigloadError
     from bigload.errors import BudgetError as BudgetError
+    from bigload.errors import ChangedShapeError as ChangedShapeError
     from bigload.errors import CheckpointError as CheckpointError
     from bigload.errors import CheckpointNotFoundError as CheckpointNotFoundError
     from bigload.errors import DamagedOutputError as DamagedOutputError
@@ -55,6 +56,7 @@ if TYPE_CHECKING:  # `as` marks them as public to type checkers
     from bigload.errors import LoadOptionError as LoadOptionError
     from bigload.errors import MainProcessFailedError as MainProcessFailedError
     from bigload.errors import ManifestNotFoundError as ManifestNotFoundError
+    from bigload.errors import MetaTensorError as MetaTensorError
     from bigload.errors import MissingPackageError as MissingPackageError
     from bigload.errors import MissingWeightsError as MissingWeightsError
     from bigload.errors import ModelNotSendableError as ModelNotSendableError
@@ -240,6 +242,7 @@ _HOMES = {
         "BenchOptionError",
         "BigloadError",
         "BudgetError",
+        "ChangedShapeError",
         "CheckpointError",
         "CheckpointNotFoundError",
         "DamagedOutputError",
@@ -255,6 +258,7 @@ _HOMES = {
         "LoadOptionError",
         "MainProcessFailedError",
         "ManifestNotFoundError",
+        "MetaTensorError",
         "MissingPackageError",
         "MissingWeightsError",
         "ModelNotSendableError",

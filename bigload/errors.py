@@ -38,6 +38,8 @@
     │   ├── StateDictMismatchError       module and checkpoint disagree   (ValueError)
     │   ├── MissingWeightsError          a model that would run without some weights (ValueError)
     │   ├── AbsentWeightError            an operation on a weight that is not there (NotImplementedError)
+    │   ├── ChangedShapeError            an offloaded weight whose form was changed (ValueError)
+    │   ├── MetaTensorError              an argument or output without values (NotImplementedError)
     │   ├── NoOffloadFolderError         weights for the disk, and no place there (ValueError)
     │   ├── AlreadyDispatchedError       a model that has hooks is to get others (RuntimeError)
     │   ├── DispatchedModelError         a model that hooks hold in its places (RuntimeError)
@@ -734,6 +736,31 @@ class AbsentWeightError(LoadError, NotImplementedError):
         super().__init__(f"cannot compute {operation} with {', '.join(abridged(names))}, which {reason}", hint=hint)
         self.names = tuple(names)
         self.operation = operation
+
+
+class ChangedShapeError(LoadError, ValueError):
+    """The values of the weight `name` have the shape `found`, and the module wants `expected`."""
+
+    def __init__(self, name: str, *, expected: Sequence[int], found: Sequence[int]) -> None:
+        super().__init__(
+            f"{name} has the shape {list(expected)} in the model; its values have {list(found)}",
+            hint="offloaded weights keep their shape: change the model (as by resize_token_embeddings) before dispatch",
+        )
+        self.name = name
+
+
+class MetaTensorError(LoadError, NotImplementedError):
+    """A tensor without values was to be sent to `device`, for `module` if that is known."""
+
+    def __init__(self, device: str, module: str | None = None) -> None:
+        what = "an argument or output" if module is None else f"an argument or output of {module}"
+        super().__init__(
+            f"{what} is on the meta device, where it has no values, and cannot be sent to {device}",
+            hint="code such as x.to(child.weight.device) sends x to the meta device while that child is offloaded: "
+            "keep the child on a device by the device map",
+        )
+        self.device = device
+        self.module = module
 
 
 class MissingWeightsError(LoadError, ValueError):

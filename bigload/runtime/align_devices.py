@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
+from bigload.errors import ChangedShapeError, MetaTensorError
 from bigload.loading.absent_weights import Absence, absent, form_of
 from bigload.runtime.blocks import joined
 from bigload.runtime.call_weights import bring_before_calls
@@ -209,6 +210,10 @@ class AlignDevicesHook(ModelHook):
                     args = send_to_device(args, device, skip_keys=self.skip_keys)
                     break
             return args, send_to_device(kwargs, device, skip_keys=self.skip_keys) if kwargs else kwargs
+        except MetaTensorError as error:
+            self.abort_forward(module)
+            name = getattr(self.weights_map, "prefix", "").rstrip(".")
+            raise MetaTensorError(error.device, f"{name} ({type(module).__name__})".lstrip()) from None
         except BaseException:
             self.abort_forward(module)
             raise
@@ -350,6 +355,8 @@ class AlignDevicesHook(ModelHook):
         if self._device is not None and _take(slots, on_devices.get(self._device)):
             return
         value, statistics = self._value(slots)
+        if value.shape != at_home.shape and not is_packed_by_device(at_home):
+            raise ChangedShapeError(self._full_name(slot), expected=at_home.shape, found=value.shape)
         device = value.device if self._device is None else self._device
         brought = on_devices[device] = _put(slots, device, value, statistics)
         forwards.lent.append((on_devices, device))

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from bigload.errors import MetaTensorError
+
 DeviceLike = int | str | torch.device
 
 _WITHOUT_TENSORS = frozenset([type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size])
@@ -36,6 +38,9 @@ def send_to_device(
         device: A number is an accelerator of this machine's kind.
         non_blocking: Do not wait for copies that can go on by themselves.
         skip_keys: Keys of mappings and fields of dataclasses whose values stay as they are.
+
+    Raises:
+        MetaTensorError: a tensor is on the meta device and `device` is another one.
     """
     if device is None:
         return tensor
@@ -64,7 +69,11 @@ def find_device(data: Any) -> torch.device | None:
 
 def _sent(value: Any, device: torch.device, non_blocking: bool, skip: Container[str]) -> Any:  # noqa: PLR0911
     if isinstance(value, torch.Tensor):
-        return value if value.device == device else value.to(device, non_blocking=non_blocking)
+        if value.device == device:
+            return value
+        if value.is_meta and type(value) is torch.Tensor:  # absent weights say more themselves
+            raise MetaTensorError(str(device))
+        return value.to(device, non_blocking=non_blocking)
     if type(value) in _WITHOUT_TENSORS or isinstance(value, nn.Module | type):
         return value
     if callable(getattr(value, "to", None)):

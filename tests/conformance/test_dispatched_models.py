@@ -118,3 +118,27 @@ def test_the_state_dict_of_a_dispatched_model_is_that_of_the_plain_one(plain):
     expected = model.state_dict()
     assert list(found) == list(expected)
     assert all(torch.equal(found[name], weight) for name, weight in expected.items())
+
+
+RESIZED = {
+    "LlamaForCausalLM": {"model": "cpu", "model.embed_tokens": "cpu", "lm_head": "disk"},
+    "GPT2LMHeadModel": {"transformer": "cpu", "transformer.wte": "disk", "lm_head": "disk"},
+}
+
+
+@pytest.mark.parametrize("mean_resizing", [False, True])
+@pytest.mark.parametrize("where", ["cpu", "parts", "disk"])
+@pytest.mark.parametrize("family", RESIZED)
+def test_resized_embeddings_of_a_dispatched_model_are_right_or_refused(family, where, mean_resizing, tmp_path):
+    ids = torch.arange(3, 9).reshape(1, 6)
+    model = make(transformers, family)
+    expected = model(ids).logits
+    device_map = RESIZED[family] if where == "parts" else {"": where}
+    bigload.dispatch_model(model, device_map, offload_dir=tmp_path)
+    if where == "cpu":
+        model.resize_token_embeddings(100, mean_resizing=mean_resizing)
+    else:
+        with pytest.raises(bigload.AbsentWeightError, match=r"lm_head\.weight|embed_tokens\.weight|wte\.weight"):
+            model.resize_token_embeddings(100, mean_resizing=mean_resizing)
+    for _ in range(2):
+        assert torch.equal(model(ids).logits[..., :96], expected)

@@ -334,6 +334,35 @@ def test_without_its_hook_a_weight_on_the_meta_device_is_an_ordinary_one(checkpo
     assert torch.equal(model(X), seeded(Net)(X))
 
 
+class AsksForADevice(Net):
+    """Sends its input to where the weight of a module is, as some models of transformers do."""
+
+    def forward(self, x):
+        return self.head(self.body(x.to(self.body.weight.device)))
+
+
+class SendsAnswersAway(Net):
+    def forward(self, x):
+        return super().forward(x).to(self.head.weight.device)
+
+
+@pytest.mark.parametrize("prefetch", [False, True])
+@pytest.mark.parametrize(("kind", "module"), [(AsksForADevice, r"body \(Linear\)"), (SendsAnswersAway, "output")])
+def test_inputs_sent_to_the_device_of_an_absent_weight_are_refused(kind, module, prefetch):
+    model = cpu_offload(seeded(kind), "cpu", prefetch=prefetch)
+    for _ in range(2):
+        with pytest.raises(bigload.MetaTensorError, match=module):
+            model(X)
+
+
+@pytest.mark.parametrize("prefetch", [False, True])
+def test_an_offloaded_weight_of_another_shape_is_refused(prefetch):
+    model = cpu_offload(seeded(Net), "cpu", prefetch=prefetch)
+    model.head.weight = nn.Parameter(torch.empty(6, 4, device="meta"))
+    with pytest.raises(bigload.ChangedShapeError, match=r"head\.weight has the shape \[6, 4\].*\[4, 4\]"):
+        model(X)
+
+
 # After a load that left something out
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import nn
 
+from bigload.errors import ChangedShapeError
 from bigload.runtime.blocks import joined
 from bigload.runtime.hooks import calls_hook, hooks_of
 from bigload.runtime.module_tensors import as_parameter
@@ -75,8 +76,7 @@ class _Loan:
         if tensor is self._tensor and self.held.requires_grad == placeholder.requires_grad:
             return
         if tensor.shape != placeholder.shape:
-            shapes = f"{list(placeholder.shape)} in the model; its values have {list(tensor.shape)}"
-            raise ValueError(f"{self.name} has the shape {shapes}")
+            raise ChangedShapeError(self.name, expected=placeholder.shape, found=tensor.shape)
         with torch.inference_mode(mode=False):
             held = tensor.to(device=device, dtype=placeholder.dtype)
             if isinstance(placeholder, nn.Parameter):
