@@ -36,7 +36,7 @@ def spans():
 
 
 def result(name, *seconds, **changes):
-    given = {"name": name, "seconds": seconds, "is_identical": True, "max_difference": 0.0}
+    given = {"name": name, "seconds": seconds, "is_identical": True, "is_within_rounding": True, "max_difference": 0.0}
     return RunResult(**(given | changes))
 
 
@@ -82,6 +82,7 @@ def full_run_report(**changes):
             package="transformers",
             version="5.23.0",
             is_identical=False,
+            is_within_rounding=False,
             max_difference=0.25,
         ),
         RunResult(name="other", package="other", problem="not installed"),

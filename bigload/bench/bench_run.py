@@ -17,6 +17,7 @@ from pathlib import Path
 
 import torch
 
+from bigload.bench.answers import compare_answers
 from bigload.bench.bench_load import load_average, short_problem
 from bigload.bench.bench_warnings import BenchWarning, Conditions, warnings_for
 from bigload.bench.page_cache_state import CacheState
@@ -208,11 +209,13 @@ class _Bench:
             result = RunResult(name=one.name, package=one.package, version=one.version, problem=absent.get(one.name))
             if one in ready:
                 first, turns = ready[one].first, seen[one.name]
+                compared = compare_answers(first.answer, expected)
                 result = replace(
                     result,
                     seconds=tuple(turns.seconds) if turns.failure is None else (),
-                    is_identical=torch.equal(first.answer, expected),
-                    max_difference=_difference(first.answer, expected),
+                    is_identical=compared.is_identical,
+                    is_within_rounding=compared.is_within_rounding,
+                    max_difference=compared.max_difference,
                     private_bytes=first.private_bytes,
                     file_bytes=first.file_bytes,
                     problem=None if turns.failure is None else short_problem(turns.failure),
@@ -235,12 +238,6 @@ def _num_cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
-def _difference(answer: torch.Tensor, expected: torch.Tensor) -> float | None:
-    if answer.shape != expected.shape:
-        return None
-    return float((answer.double() - expected.double()).abs().max()) if answer.numel() else 0.0
-
-
 def _warnings(report: RunReport) -> tuple[BenchWarning, ...]:
     conditions = Conditions(
         seconds={result.name: result.seconds for result in report.results if result.seconds},
@@ -255,7 +252,7 @@ def _warnings(report: RunReport) -> tuple[BenchWarning, ...]:
 
 
 def _about_the_answers(report: RunReport) -> tuple[BenchWarning, ...]:
-    others = [result.name for result in report.results if result.is_identical is False]
+    others = [result.name for result in report.results if result.is_within_rounding is False]
     first = next(result.name for result in report.results if result.is_identical is not None)
     if not others:
         return ()

@@ -74,6 +74,7 @@ def _of_result(report: RunReport, result: RunResult) -> dict[str, object]:
         "version": result.version,
         "problem": result.problem,
         "identical": result.is_identical,
+        "identical_within_rounding": result.is_within_rounding,
         "max_difference": result.max_difference,
         "run_seconds": list(result.seconds),
         "median_seconds": median,

@@ -22,6 +22,7 @@ class RunResult:
         version: `None` where it is not installed.
         seconds: Of every timed run; empty together with a `problem`.
         is_identical: Whether it gave the same answer as the first of all, to the last bit.
+        is_within_rounding: Whether it gave the same answer but for the last bits, which depend on the order of sums.
         max_difference: The largest difference of two numbers in the answers; `None` where they cannot be compared.
         private_bytes: The most memory of its own above what was held before the model was made.
         file_bytes: The most pages of files above what was mapped before.
@@ -32,6 +33,7 @@ class RunResult:
     version: str | None = None
     seconds: tuple[float, ...] = ()
     is_identical: bool | None = None
+    is_within_rounding: bool | None = None
     max_difference: float | None = None
     private_bytes: int = 0
     file_bytes: int = 0

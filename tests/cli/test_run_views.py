@@ -14,6 +14,7 @@ from bigload.bench.page_cache_state import CacheState
 from bigload.bench.raw_limit import RawKind
 from bigload.errors import BenchOptionError, OutputExistsError, WriteError
 from bigload_cli.views import bench_run, run_stats
+from bigload_cli.views.bench_run import proof
 from bigload_cli.views.run_files import RunFiles
 from run_reports import GIB, forward, full_run_report, reads, result, run_report, spans, stats_of, stats_report
 
@@ -156,6 +157,15 @@ def test_no_plan_is_told(run, here, plan):
     done = run(f"bigload run-stats tiny-llama --plan {plan}")
     assert done.code in (2, 4)
     assert Path(plan).name in done.stderr
+
+
+def test_a_difference_in_the_last_bit_is_told_from_another_answer():
+    rounded = result("b", 1.0, is_identical=False, is_within_rounding=True, max_difference=1e-6)
+    other = result("c", 1.0, is_identical=False, is_within_rounding=False, max_difference=0.5)
+    assert proof([result("plain", 1.0), rounded, other]) == [
+        "b answered as plain, equal but for the last bit: numbers differ by up to 1e-06.",
+        "c gave ANOTHER ANSWER than plain: numbers differ by up to 0.5.",
+    ]
 
 
 @pytest.mark.peers

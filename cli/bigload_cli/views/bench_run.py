@@ -91,10 +91,16 @@ def proof(results: Iterable[RunResult]) -> list[str]:
     if not others:
         return [f"All {len(ran)} answered alike, to the last bit." if len(ran) > 1 else "Nobody else ran."]
     return [
-        f"{printable(result.name)} gave ANOTHER ANSWER than {ran[0].name}"
+        f"{printable(result.name)} {_verdict(result, ran[0].name)}"
         + ("." if result.max_difference is None else f": numbers differ by up to {result.max_difference:.3g}.")
         for result in others
     ]
+
+
+def _verdict(result: RunResult, first: str) -> str:
+    if result.is_within_rounding:
+        return f"answered as {first}, equal but for the last bit"
+    return f"gave ANOTHER ANSWER than {first}"
 
 
 def notes(results: Iterable[RunResult]) -> list[str]:
