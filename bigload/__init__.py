@@ -44,6 +44,7 @@ if TYPE_CHECKING:  # `as` marks them as public to type checkers
     from bigload.errors import CheckpointError as CheckpointError
     from bigload.errors import CheckpointNotFoundError as CheckpointNotFoundError
     from bigload.errors import DamagedOutputError as DamagedOutputError
+    from bigload.errors import DeviceNotPresentError as DeviceNotPresentError
     from bigload.errors import DispatchedModelError as DispatchedModelError
     from bigload.errors import DoesNotFitError as DoesNotFitError
     from bigload.errors import IncompleteDeviceMapError as IncompleteDeviceMapError
@@ -246,6 +247,7 @@ _HOMES = {
         "CheckpointError",
         "CheckpointNotFoundError",
         "DamagedOutputError",
+        "DeviceNotPresentError",
         "DispatchedModelError",
         "DoesNotFitError",
         "IncompleteDeviceMapError",

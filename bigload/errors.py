@@ -31,6 +31,7 @@
     │   ├── LoadOptionError              an argument or variable that cannot be (ValueError)
     │   ├── UnknownTensorError           asked for by a name that is not there (KeyError)
     │   ├── ReadError                    a read failed or came back short (OSError)
+    │   ├── DeviceNotPresentError        a map's device is not here       (RuntimeError)
     │   ├── UnsupportedDTypeError        torch has no such dtype          (TypeError)
     │   ├── UnsupportedMethodError       files cannot be read that way    (ValueError)
     │   ├── NotEnoughMemoryError         the tensors exceed free memory   (MemoryError)
@@ -589,6 +590,26 @@ class WorkersEndedError(ParallelError, RuntimeError):
     def __init__(self, reason: str) -> None:
         super().__init__(f"the workers have ended: {reason}", hint="deparallelize the model, and parallelize it again")
         self.reason = reason
+
+
+class DeviceNotPresentError(LoadError, RuntimeError):
+    """A device map, a plan's for example, names a device that torch cannot use on this machine.
+
+    Attributes:
+        device: As the map names it.
+        modules: What the map places there.
+    """
+
+    def __init__(self, device: str, modules: Sequence[str], reason: str) -> None:
+        name = f"accelerator {device}" if device.isdigit() else device
+        super().__init__(
+            f"{counted(len(modules), 'module')} of the device map cannot go to {name}: torch cannot use it, {reason}",
+            details=[module or "the whole model" for module in modules],
+            hint="plan for the devices of this machine (bigload plan -m auto; bigload.plan(..., 'auto') in Python), "
+            "or run on the machine that the plan is for",
+        )
+        self.device = device
+        self.modules = tuple(modules)
 
 
 class UnsupportedDTypeError(LoadError, TypeError):

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 _ROUNDING = {torch.float64: 1e-7, torch.float32: 1.3e-6, torch.bfloat16: 1.6e-2, torch.float16: 1e-3}
-"""Relative differences that rounding makes in a model, which adds many products: those of torch.testing.assert_close."""
+"""Relative differences that rounding makes where many products are added: those of torch.testing.assert_close."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,7 +26,7 @@ class AnswerComparison:
 
 
 def compare_answers(answer: torch.Tensor, expected: torch.Tensor) -> AnswerComparison:
-    """Compare `answer` with `expected`: a processor that adds the same numbers in another order changes the last bit."""
+    """Compare `answer` with `expected`; where the same numbers are added in another order, the last bits differ."""
     is_identical = torch.equal(answer, expected)
     difference = _difference(answer, expected)
     is_within = is_identical

@@ -42,6 +42,7 @@ from bigload.runtime.module_sizes import prefixes
 from bigload.runtime.name_matching import Matched, matched
 from bigload.runtime.offload_store import AtHand, OffloadedWeightsLoader, source_of
 from bigload.runtime.offload_writer import OffloadWriter
+from bigload.runtime.present_devices import check_devices_present
 from bigload.runtime.stored_weights import Place, StoredWeights
 from bigload.runtime.tied_parameters import check_tied_parameters_on_same_device, device_of, find_tied_parameters
 
@@ -160,6 +161,7 @@ def load_matched(
         set_by_torch(model, source, names, full=full_state_dict, is_broadcast=broadcast_from_rank0)
         return {}
     if device_map is not None:
+        check_devices_present(device_map)
         ties = [[name for name in group if _covered(name, device_map)] for group in find_tied_parameters(model)]
         check_tied_parameters_on_same_device(ties, device_map)
     settle = _Settling(

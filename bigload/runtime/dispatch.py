@@ -28,6 +28,7 @@ from bigload.runtime.module_sizes import prefixes
 from bigload.runtime.module_tensors import set_module_tensor_to_device
 from bigload.runtime.offload_store import OffloadedWeightsLoader, PrefixedDataset, offloaded
 from bigload.runtime.offload_writer import Entry
+from bigload.runtime.present_devices import check_devices_present
 from bigload.runtime.refused_methods import refuse_changes
 from bigload.runtime.streaming.attach import stream
 from bigload.runtime.streaming.options import StreamOptions
@@ -92,6 +93,7 @@ def dispatch_model(
     """
     streaming = StreamOptions.of(prefetch, prefetch_bytes, resident_bytes)
     check_device_map(model, device_map)
+    check_devices_present(device_map)
     if needs_hooks(device_map) or force_hooks:
         on_disk = [name for name, device in device_map.items() if device == "disk"]
         if on_disk and offload_dir is None and offload_index is None:
@@ -346,6 +348,7 @@ def _offload_all(
     preload_module_classes: list[str] | None,
 ) -> None:
     device = _first_device(model) if execution_device is None else execution_device
+    check_devices_present({"": device})
     tied = find_tied_parameters(model)
     weights = with_tied_names(weights, tied)
     check_supplied(model, weights)
