@@ -31,6 +31,7 @@ from bigload.runtime.slots import Slot, assign, called_modules, has_no_forward, 
 from bigload.runtime.streaming.streamed_block import StreamedBlock
 from bigload.runtime.streaming.streamer import Streamer
 from bigload.runtime.streaming.supply import Weight
+from bigload.runtime.wrapped_modules import DeviceMap, end_wrapping, watch_wrapping
 
 TiedParams = dict[int, dict[torch.device, Tensor]]
 """By the address that a tied weight had before hooks came, what it is on each device where it is right now."""
@@ -109,6 +110,7 @@ class AlignDevicesHook(ModelHook):
         self.input_device: torch.device | None = None
         self.original_devices: dict[str, torch.device] = {}
         self._pointers: dict[str, int] = {}
+        self.device_map: DeviceMap | None = None
         self._made_weights_map = False
         self._brings_uncalled = False
         self._forwards = _Forwards()
@@ -116,13 +118,23 @@ class AlignDevicesHook(ModelHook):
         self.counts_for: Streamer | None = None
 
     @property
+    def offload(self) -> bool:
+        """Whether weights go to the meta device between forwards."""
+        return self._offload  # under another name: PEFT copies what `vars` has, for trained copies of a module
+
+    @offload.setter
+    def offload(self, is_offloaded: bool) -> None:
+        self._offload = is_offloaded
+
+    @property
     def execution_device(self) -> DeviceLike | None:
         """The device as it was given."""
-        return self._given_device
+        device: DeviceLike | None = self.__dict__["execution_device"]
+        return device
 
     @execution_device.setter
     def execution_device(self, device: DeviceLike | None) -> None:
-        self._given_device = device
+        self.__dict__["execution_device"] = device
         self._device = None if device is None else torch.device(device)
 
     @property
@@ -159,6 +171,7 @@ class AlignDevicesHook(ModelHook):
         if self.offload:
             bring_before_calls(module)
             refuse_loading(module)
+            watch_wrapping()
         return module
 
     def _tensors(self, module: nn.Module) -> list[list[Slot]]:
@@ -307,9 +320,13 @@ class AlignDevicesHook(ModelHook):
     @_eager
     def _load(self, module: nn.Module) -> None:
         """Bring offloaded weights to the execution device, unless a forward that is under way has done so."""
+        end_wrapping()
         if self.block is not None and self._device in (None, self.block.device):  # it may be another one for a while
             self.block.streamer.enter(self.block)
             return
+        self._load_own(module)
+
+    def _load_own(self, module: nn.Module) -> None:
         forwards = self._forwards
         with forwards.lock:
             if not forwards.num_under_way:
@@ -321,6 +338,20 @@ class AlignDevicesHook(ModelHook):
                     forwards.put_back()
                     raise
             forwards.num_under_way += 1
+
+    def hold_own(self, module: nn.Module) -> None:
+        """Have the weights of `module` there until `end_hold`, for who looks at them without a forward."""
+        self._load_own(module)
+        self._forwards.note_brought()
+
+    def end_hold(self) -> None:
+        """Send away what `hold_own` brought, but for weights that got other values meanwhile: these stay.
+
+        Whether gradients are wanted of a weight may be changed meanwhile, too.
+        """
+        with self._forwards.lock:
+            self._forwards.keep_changed()
+        self.release()
 
     def hold(self, loans: Iterable[Loan]) -> None:
         """Have one more forward under way: of a block, that lends what this hook would otherwise bring.
@@ -361,6 +392,11 @@ class AlignDevicesHook(ModelHook):
         brought = on_devices[device] = _put(slots, device, value, statistics)
         forwards.lent.append((on_devices, device))
         refuse_gradients(brought, self._full_name(slot))
+
+    @property
+    def module_name(self) -> str:
+        """The name that the module had in the model when it was dispatched; empty if the hook was not told."""
+        return str(getattr(self.weights_map, "prefix", "")).removesuffix(".")
 
     def offloaded_weights(self, module: nn.Module) -> list[Weight] | None:
         """Return what `pre_forward` loads; `None` if that takes more than knowing where values are.
@@ -462,6 +498,11 @@ def _pointer(tensor: Tensor) -> int:
         return 0
 
 
+def _version(tensor: Tensor) -> int:
+    """Return how often `tensor` was edited in place, 0 where torch does not count (inference mode)."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
 def _found(weights_map: Mapping[str, Tensor], name: str) -> Tensor | None:
     """Return the value of `name`, if there is one. Asking whether there is may read it, so it is not asked first."""
     try:
@@ -497,6 +538,7 @@ class _Forwards:
         self.away: list[tuple[Sequence[Slot], Tensor]] = []
         self.lent: list[tuple[dict[torch.device, Tensor], torch.device]] = []
         self._here = threading.local()
+        self._brought: list[tuple[Tensor, int, int]] = []
 
     def __reduce__(self) -> tuple[type[_Forwards], tuple[()]]:
         return _Forwards, ()
@@ -522,6 +564,21 @@ class _Forwards:
             if any(each.module is slot.module and each.key == slot.key for each in slots):
                 return tensor
         return slot.tensor
+
+    def note_brought(self) -> None:
+        """Note the weights that are there now, to know later which of them got other values."""
+        brought = [slots[0].tensor for slots, _ in self.away]
+        self._brought = [(tensor, _pointer(tensor), _version(tensor)) for tensor in brought]
+
+    def keep_changed(self) -> None:
+        """Have weights that got other values since they were noted stay when all else is put back."""
+        unchanged = {id(tensor) for tensor, *noted in self._brought if noted == [_pointer(tensor), _version(tensor)]}
+        for slots, placeholder in self.away:
+            tensor = slots[0].table.get(slots[0].key)
+            if tensor is not None and id(tensor) in unchanged and placeholder.is_leaf:
+                placeholder.requires_grad_(tensor.requires_grad)
+        self.away = [(slots, home) for slots, home in self.away if id(slots[0].table.get(slots[0].key)) in unchanged]
+        self._brought = []
 
     def put_back(self) -> None:
         """Put everything back in its place."""

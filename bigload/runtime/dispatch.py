@@ -6,7 +6,6 @@ Names and signatures are those of `accelerate.big_modeling` 1.15.
 from __future__ import annotations
 
 import os
-from collections import ChainMap
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -23,10 +22,10 @@ from bigload.runtime.align_devices import (
 from bigload.runtime.blocks import OFFLOADED, Block, DeviceLike, blocks_of, device_of, main_device_of, place_of
 from bigload.runtime.cpu_offload_hooks import CpuOffload, UserCpuOffloadHook
 from bigload.runtime.device_maps import check_device_map
-from bigload.runtime.hooks import add_hook_to_module
+from bigload.runtime.hooks import add_hook_to_module, hooks_of
 from bigload.runtime.module_sizes import prefixes
 from bigload.runtime.module_tensors import set_module_tensor_to_device
-from bigload.runtime.offload_store import OffloadedWeightsLoader, PrefixedDataset, offloaded
+from bigload.runtime.offload_store import LayeredWeights, OffloadedWeightsLoader, PrefixedDataset, offloaded
 from bigload.runtime.offload_writer import Entry
 from bigload.runtime.present_devices import check_devices_present
 from bigload.runtime.refused_methods import refuse_changes
@@ -112,7 +111,7 @@ def dispatch_model(
     else:
         check_supplied(model, {})
         model.to(next(iter(device_map.values()), "cpu"))
-    model.hf_device_map = dict(device_map)  # type: ignore[assignment]
+    _note_device_map(model, device_map)
     return model
 
 
@@ -130,14 +129,14 @@ def dispatch_loaded(
     """Dispatch a model of which all is where `device_map` has it, and what is on disk is in `stored`, by name."""
     if needs_hooks(device_map) or force_hooks:
         spread = Spread.over(model, device_map, None)
-        weights = ChainMap(spread.in_ram(model, stored), stored)  # type: ignore[arg-type]  # nobody writes to it
+        weights = LayeredWeights(spread.in_ram(model, stored), stored)  # type: ignore[arg-type]  # nobody writes to it
         spread.attach(model, weights, offload_buffers, skip_keys, preload_module_classes)
         if streaming is not None:
             stream(model, streaming)
     else:
         check_supplied(model, {})
         model.to(next(iter(device_map.values()), "cpu"))  # what no checkpoint has comes along
-    model.hf_device_map = dict(device_map)  # type: ignore[assignment]
+    _note_device_map(model, device_map)
     return model
 
 
@@ -277,7 +276,8 @@ def cpu_offload(
     streaming = StreamOptions.of(prefetch, prefetch_bytes, resident_bytes)
     if state_dict is None:
         state_dict = {name: tensor.to("cpu") for name, tensor in model.state_dict().items() if not tensor.is_meta}
-    _offload_all(model, "cpu", state_dict, execution_device, offload_buffers, preload_module_classes)
+    weights = OffloadedWeightsLoader(state_dict=state_dict)
+    _offload_all(model, "cpu", weights, execution_device, offload_buffers, preload_module_classes)
     if streaming is not None:
         stream(model, streaming)
     return model
@@ -365,7 +365,17 @@ def _offload_all(
     )
     tie_on_devices(model, tied, {name: _resolved(device) for group in tied for name in group})
     refuse_changes(model)
-    model.hf_device_map = {"": place}  # type: ignore[assignment]  # by which transformers knows how to save the model
+    _note_device_map(model, {"": place})
+
+
+def _note_device_map(model: nn.Module, device_map: Mapping[str, DeviceLike]) -> None:
+    """Give `model` the map by which transformers and others see how it is dispatched, and its hooks the same one."""
+    noted = dict(device_map)
+    model.hf_device_map = noted  # type: ignore[assignment]
+    for module in model.modules():
+        for hook in hooks_of(module):
+            if isinstance(hook, AlignDevicesHook):
+                hook.device_map = noted
 
 
 def tie_on_devices(model: nn.Module, tied_params: Sequence[Sequence[str]], runs_on: Mapping[str, torch.device]) -> None:

@@ -10,6 +10,7 @@ import os
 from collections import ChainMap
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
@@ -177,6 +178,23 @@ class PrefixedDataset(Mapping[str, torch.Tensor]):
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
+
+
+class LayeredWeights(ChainMap[str, torch.Tensor]):
+    """Weights in memory and weights that are stored, by name; the first map that has a name gives it."""
+
+    @cached_property
+    def index(self) -> Mapping[str, Entry]:
+        """What is stored and where, in the form of an offload folder's index; files by absolute paths."""
+        places = {name: source_of(self, name) for name in self}
+        return {name: _entry(place) for name, place in places.items() if isinstance(place, Place)}
+
+
+def _entry(place: Place) -> Entry:
+    dtype = str(place.dtype).removeprefix("torch.")
+    if place.path.suffix == ".safetensors":
+        return {"safetensors_file": str(place.path.absolute()), "weight_name": place.tensor.name, "dtype": dtype}
+    return {"dtype": dtype, "shape": list(place.tensor.shape)}
 
 
 class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from bigload.errors import DispatchedModelError, OffloadedEditError
-from bigload.runtime.hooks import CASTING_METHODS, MOVING_METHODS
+from bigload.runtime.hooks import CASTING_METHODS, MOVING_METHODS, hooks_of
 
 _logger = logging.getLogger(__name__)
 
@@ -40,6 +40,8 @@ def refuse_loading(module: nn.Module) -> None:
 def _move_or_cast(model: nn.Module, name: str, /, *args: Any, **kwargs: Any) -> nn.Module:
     device, dtype = _target(name, *args, **kwargs)
     offloaded = [(key, value) for key, value in model.named_parameters() if value.is_meta]
+    if offloaded and not _is_dispatched(model):
+        offloaded = []
     if name in MOVING_METHODS and (name != "to" or device is not None):
         _logger.warning(
             "%s is dispatched: its hooks expect each part on the device that it has now. Remove them first, with "
@@ -54,6 +56,11 @@ def _move_or_cast(model: nn.Module, name: str, /, *args: Any, **kwargs: Any) -> 
             raise DispatchedModelError(type(model).__name__, name, cast, verb="cast")
     changed: nn.Module = getattr(type(model), name)(model, *args, **kwargs)
     return changed
+
+
+def _is_dispatched(module: nn.Module) -> bool:
+    """Return whether hooks offload anything of `module`: accelerate's functions remove those, but not these methods."""
+    return any(getattr(hook, "offload", False) for each in module.modules() for hook in hooks_of(each))
 
 
 def _target(name: str, *args: Any, **kwargs: Any) -> tuple[torch.device | None, object]:
@@ -83,6 +90,6 @@ def _load(
         tensors = (*module.named_parameters(prefix[:-1]), *module.named_buffers(prefix[:-1]))
         offloaded = [name for name, tensor in tensors if tensor.is_meta]
         lost = [name for name in offloaded if not getattr(state_dict.get(name), "is_meta", True)]
-        if lost:
+        if lost and _is_dispatched(module):
             raise OffloadedEditError(lost, by="load_state_dict()")
     type(module)._load_from_state_dict(module, state_dict, prefix, local_metadata, *args, **kwargs)
