@@ -11,6 +11,7 @@ into memory need it; opening, planning and resharding never do.
 
 from __future__ import annotations
 
+import warnings
 from importlib import import_module
 from typing import TYPE_CHECKING
 
@@ -88,6 +89,7 @@ if TYPE_CHECKING:  # `as` marks them as public to type checkers
     from bigload.errors import StateDictMismatchError as StateDictMismatchError
     from bigload.errors import UnknownTensorError as UnknownTensorError
     from bigload.errors import UnsupportedDTypeError as UnsupportedDTypeError
+    from bigload.errors import UnsupportedFormatError as UnsupportedFormatError
     from bigload.errors import UnsupportedMethodError as UnsupportedMethodError
     from bigload.errors import VerificationError as VerificationError
     from bigload.errors import WorkerDiedError as WorkerDiedError
@@ -291,6 +293,7 @@ _HOMES = {
         "StateDictMismatchError",
         "UnknownTensorError",
         "UnsupportedDTypeError",
+        "UnsupportedFormatError",
         "UnsupportedMethodError",
         "VerificationError",
         "WorkerDiedError",
@@ -412,6 +415,10 @@ _HOMES = {
     ),
     "bigload.runtime.trees": ("units_of_model",),
 }
+
+# torch warns of a missing numpy whenever it is imported; bigload never asks torch for numpy's arrays.
+warnings.filterwarnings("ignore", message="Failed to initialize NumPy", category=UserWarning)
+
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
 # `from bigload import *` is not to change what a program prints with.

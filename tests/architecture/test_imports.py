@@ -131,3 +131,22 @@ def test_the_names_of_the_package_are_there_before_their_modules_are():
         "assert loaded == ['bigload.devices', 'bigload.version']\n"
     )
     assert run_python(program).stdout == ""
+
+
+WITHOUT_NUMPY = """
+import sys
+sys.modules["numpy"] = None
+"""
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        "import bigload; assert bigload.load('tiny')",
+        "from bigload_cli import app; sys.argv[1:] = ['bench-load', 'tiny', '--runs', '1', '--threads', '1']; app.main()",
+    ],
+)
+def test_torch_does_not_warn_of_a_missing_numpy(tiny, program):
+    command = [sys.executable, "-c", WITHOUT_NUMPY + program]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=tiny)
+    assert "NumPy" not in done.stderr
