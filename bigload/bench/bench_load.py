@@ -26,6 +26,7 @@ from bigload.bench.raw_limit import RawKind, RawRead, can_read_direct, kind_for,
 from bigload.bench.recommendation import Recommendation, best_of, measure_sizes, whole
 from bigload.bench.report import BenchReport, PeerResult, RawResult, StrategyResult
 from bigload.bench.runner import Clock, Contender, OnRun, Outcome, run_rounds
+from bigload.bench.steps import Steps
 from bigload.bench.touch import finish
 from bigload.checkpoint.model import Checkpoint
 from bigload.checkpoint.source import open_checkpoint
@@ -86,7 +87,7 @@ def bench_load(
         raw: Time raw reads of the same bytes by turns with the loads: the limit of this machine.
         trace: Load once more with each strategy, to see where the time goes.
         sizes: Load parts of the checkpoint, to see from which size on threads pay.
-        on_run: Called with a few words before each run.
+        on_run: Called with a few words before each run, and how much is left where that takes long.
         clock: Seconds that only go forward.
 
     Raises:
@@ -101,12 +102,18 @@ def bench_load(
     if peers and dtype is not None:
         raise BenchOptionError("peers are compared as the checkpoint is stored", hint="leave out --dtype or --peers")
     opened = checkpoint if isinstance(checkpoint, Checkpoint) else open_checkpoint(checkpoint)
-    bench = _Bench(opened, cache, on_run, clock)
+    steps = Steps(
+        on_run,
+        total_bytes=opened.stored_bytes * len(cases) * (1 + runs + trace),
+        step_bytes=opened.stored_bytes,
+    )
+    bench = _Bench(opened, cache, steps, clock)
     busy = load_average()
     checked = [bench.check(case) for case in cases]
     with ExitStack() as made:
         ready, absent = bench.ready_peers(device, checked[0].sha256, made) if peers else ({}, ())
         reads = bench.raw_reads(cases, ready) if raw else ()
+        steps.total_bytes += opened.stored_bytes * (len(reads) * runs + len(ready) * (1 + runs))
         outcome = run_rounds(
             [
                 *(Contender(name=case.name, run=bench.loading(case)) for case in cases),
@@ -117,7 +124,7 @@ def bench_load(
             files=bench.files,
             cache=cache,
             renewed_bytes=max(opened.total_bytes, *(bench.tensor_bytes(case) for case in cases)),
-            on_run=on_run,
+            on_run=steps.begin,
             clock=clock,
         )
     raw_results = tuple(RawResult(read=read, measured=outcome.measured[read.name]) for read in reads)
@@ -153,12 +160,12 @@ class _ReadyPeer:
 class _Bench:
     """What all steps of one bench share, and the steps."""
 
-    def __init__(self, checkpoint: Checkpoint, cache: CacheState, on_run: OnRun, clock: Clock) -> None:
+    def __init__(self, checkpoint: Checkpoint, cache: CacheState, steps: Steps, clock: Clock) -> None:
         self.checkpoint = checkpoint
         self.files = [checkpoint.root / shard.file for shard in checkpoint.shards]
         self.num_cores = len(os.sched_getaffinity(0))
         self._cache = cache
-        self._on_run = on_run
+        self._on_run = steps.begin
         self._clock = clock
         self._reports: dict[str, LoadReport] = {}
 

@@ -27,6 +27,7 @@ from bigload.bench.run_model import ModelMaker, Work
 from bigload.bench.run_report import ReadResult, RunReport, RunResult
 from bigload.bench.run_turns import FirstRun, Racer, Run, Turns, first_run, take_turns
 from bigload.bench.runner import Clock, OnRun
+from bigload.bench.steps import Steps
 from bigload.checkpoint.model import Checkpoint
 from bigload.planning.plan import Plan
 from bigload.planning.plan_file import open_planned, read_plan
@@ -60,7 +61,7 @@ def bench_run(
         prefetch_bytes: For bigload: see `dispatch_model`.
         resident_bytes: See there. With `cold`, models are new in every run: then nothing is resident when it begins.
         peers: Time accelerate and transformers too, where they are installed.
-        on_run: Called with a few words before each turn.
+        on_run: Called with a few words before each turn, and how much is left where that takes long.
         clock: Seconds that only go forward.
 
     Raises:
@@ -125,7 +126,8 @@ class _Bench:
     def __init__(self, target: RunTarget, run: Run, on_run: OnRun, clock: Clock) -> None:
         self.target = target
         self._run = run
-        self._on_run = on_run
+        num_bytes = target.checkpoint.stored_bytes
+        self._steps = Steps(on_run, total_bytes=num_bytes * len(CONTENDERS), step_bytes=num_bytes)
         self._clock = clock
         names = set(target.on_disk)
         tensors = {name: tensor for name, tensor in target.checkpoint.tensors.items() if name in names}
@@ -138,6 +140,8 @@ class _Bench:
         ready, absent = self._ready(peers=peers)
         files = tuple(dict.fromkeys(file for each in ready.values() for file in each.prepared.files))
         reads = self._raw_reads(cache)
+        num_steps = len(ready) + (len(ready) + len(reads)) * rounds
+        self._steps.total_bytes = self.target.checkpoint.stored_bytes * num_steps
         seen, left = take_turns(
             [
                 *(Racer(name=one.name, prepared=each.prepared, may_fail=True) for one, each in ready.items()),
@@ -148,7 +152,7 @@ class _Bench:
             forwards_per_run=work.num_forwards,
             files=files,
             cache=cache,
-            on_run=self._on_run,
+            on_run=self._steps.begin,
             clock=self._clock,
         )
         own = seen[BIGLOAD]
@@ -188,7 +192,7 @@ class _Bench:
             if one.package is not None and one.version is None:
                 absent[one.name] = "not installed"
                 continue
-            self._on_run(f"{one.name}: first run")
+            self._steps.begin(f"{one.name}: first run")
             try:
                 prepared = one.prepare(self.target)
                 ready[one] = _Ready(prepared, first_run(prepared, self._run))

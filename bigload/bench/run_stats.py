@@ -15,6 +15,7 @@ from bigload.bench.run_contenders import ours
 from bigload.bench.run_model import Work
 from bigload.bench.run_turns import stats_of
 from bigload.bench.runner import OnRun
+from bigload.bench.steps import Steps
 from bigload.checkpoint.model import Checkpoint
 from bigload.planning.plan import Plan
 from bigload.runtime.streaming.run_log import RunStats
@@ -93,7 +94,9 @@ def run_forwards(
             resident_bytes=resident_bytes,
             opened=opened,
         )
-        on_run("loading")
+        num_bytes = target.checkpoint.stored_bytes
+        steps = Steps(on_run, total_bytes=num_bytes * (1 + forwards), step_bytes=num_bytes)
+        steps.begin("loading")
         began = time.perf_counter()
         model = ours(target).make()
         load_seconds = time.perf_counter() - began
@@ -101,7 +104,7 @@ def run_forwards(
         inputs = work.inputs(target.maker, target.device)
         seconds = []
         for number in range(forwards):
-            on_run(f"forward {number + 1} of {forwards}")
+            steps.begin(f"forward {number + 1} of {forwards}")
             began = time.perf_counter()
             work.run(model, inputs)
             seconds.append(time.perf_counter() - began)

@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, TextIO
@@ -21,6 +22,9 @@ if TYPE_CHECKING:
 
     from bigload.checkpoint.model import Checkpoint
     from bigload.plain_text import PlainTable
+
+LINE_EVERY_SECONDS = 30
+"""Of progress, where stderr is no terminal."""
 
 _UNLIMITED_WIDTH = 10_000
 _BLANKS_AT_LINE_END = re.compile(r"[ ]+((?:\x1b\[[0-9;]*m)*)$", re.MULTILINE)
@@ -61,12 +65,37 @@ def say_table(table: PlainTable, *, color: ColorMode) -> None:
 
 @contextmanager
 def status_line(*, quiet: bool) -> Iterator[Callable[[str], None]]:
-    """Give what shows a few words on stderr: in one place on a terminal, a line each elsewhere, nothing when quiet."""
-    if quiet or not sys.stderr.isatty():
-        yield (lambda _words: None) if quiet else say
-        return
-    with make_console(sys.stderr).status("") as status:
-        yield status.update
+    """Give what shows a few words on stderr: one line on a terminal, now and then a line elsewhere, none when quiet.
+
+    No thread draws: what is shown between two calls stays as it is, and takes no time of what is measured there.
+    """
+    if quiet:
+        yield lambda _words: None
+    elif not sys.stderr.isatty():
+        yield _occasionally(say)
+    else:
+        try:
+            yield lambda words: _write(f"\r{_fitting(words)}\x1b[K", sys.stderr)
+        finally:
+            _write("\r\x1b[K", sys.stderr)
+
+
+def _fitting(words: str) -> str:
+    return printable(words)[: max(shutil.get_terminal_size().columns - 1, 1)]
+
+
+def _occasionally(show: Callable[[str], None]) -> Callable[[str], None]:
+    """Return what shows the first words, and then words of at most every half minute."""
+    shown_at = None
+
+    def show_if_due(words: str) -> None:
+        nonlocal shown_at
+        now = time.monotonic()
+        if shown_at is None or now - shown_at >= LINE_EVERY_SECONDS:
+            shown_at = now
+            show(words)
+
+    return show_if_due
 
 
 def make_console(stream: TextIO, color: ColorMode = ColorMode.AUTO, *, width: int | None = None) -> Console:

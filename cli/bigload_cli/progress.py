@@ -10,9 +10,8 @@ from contextlib import contextmanager
 from bigload.loading.events import OnProgress, Progress, ignore_progress
 from bigload.plain_text import printable
 from bigload.units import format_rate, format_size
-from bigload_cli.output import make_console, say
+from bigload_cli.output import LINE_EVERY_SECONDS, make_console, say
 
-_LINE_EVERY_SECONDS = 30
 _LINE_EVERY_PART = 0.1
 _LINE_AT_MOST_EVERY_SECONDS = 1
 
@@ -69,7 +68,7 @@ def _lines() -> OnProgress:
         now, part = time.monotonic(), progress.done_bytes / (progress.total_bytes or 1)
         words = rate.of(progress)
         is_due = part - shown_part >= _LINE_EVERY_PART and now - shown_at >= _LINE_AT_MOST_EVERY_SECONDS
-        if not is_due and now - shown_at < _LINE_EVERY_SECONDS:
+        if not is_due and now - shown_at < LINE_EVERY_SECONDS:
             return
         shown_at, shown_part = now, part
         say(f"{part:4.0%}  {_amount(progress)}  {words}  {_what(progress)}")

@@ -143,7 +143,7 @@ sys.modules["numpy"] = None
     "program",
     [
         "import bigload; assert bigload.load('tiny')",
-        "from bigload_cli import app; sys.argv[1:] = ['bench-load', 'tiny', '--runs', '1', '--threads', '1']; app.main()",
+        "from bigload_cli import app; sys.argv[1:] = 'bench-load tiny --runs 1 --threads 1'.split(); app.main()",
     ],
 )
 def test_torch_does_not_warn_of_a_missing_numpy(tiny, program):

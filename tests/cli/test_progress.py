@@ -1,9 +1,12 @@
 """Progress on stderr, without a clock that runs: what is said, how often, and how fast that was."""
 
+import sys
+import threading
+
 import pytest
 
 from bigload.loading.events import Progress
-from bigload_cli import progress
+from bigload_cli import output, progress
 from bigload_cli.progress import shown_progress
 
 MIB = 1 << 20
@@ -65,3 +68,29 @@ def test_quiet_says_nothing(clock, capsys):
         clock[0] = 40.0
         on_progress(told(100))
     assert capsys.readouterr().err.splitlines() == []
+
+
+def test_a_status_line_that_is_no_terminal_says_the_first_words_and_then_some_every_half_minute(monkeypatch, capsys):
+    now = [0.0]
+    monkeypatch.setattr(output.time, "monotonic", lambda: now[0])
+    with output.status_line(quiet=False) as show:
+        for second in range(0, 100, 10):
+            now[0] = second
+            show(f"run at {second}")
+    assert capsys.readouterr().err.splitlines() == ["run at 0", "run at 30", "run at 60", "run at 90"]
+
+
+def test_a_status_line_on_a_terminal_is_drawn_by_no_thread_and_wiped(monkeypatch, capsys):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    monkeypatch.setenv("COLUMNS", "20")
+    before = threading.active_count()
+    with output.status_line(quiet=False) as show:
+        show("serial: run 1 of 3, 1.00 GiB of 3.00 GiB")
+        assert threading.active_count() == before
+    assert capsys.readouterr().err == "\rserial: run 1 of 3,\x1b[K\r\x1b[K"
+
+
+def test_a_quiet_status_line_says_nothing(capsys):
+    with output.status_line(quiet=True) as show:
+        show("words")
+    assert capsys.readouterr().err == ""

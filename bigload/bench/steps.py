@@ -1,0 +1,54 @@
+"""Say before each step of a bench how much of it is through and how long the rest takes; nothing is said in a step."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from bigload.units import GIB, format_size
+
+WORTH_TELLING_BYTES = GIB
+"""A bench of less is over in seconds."""
+
+Clock = Callable[[], float]
+
+
+class Steps:
+    """Adds the bytes that are through, and the time left, to the words before each step.
+
+    Args:
+        on_run: Called with the words.
+        total_bytes: Bytes of all steps; may be set anew once more is known.
+        step_bytes: Bytes of one step.
+        clock: Seconds that only go forward; not the one that takes times.
+    """
+
+    def __init__(
+        self, on_run: Callable[[str], None], *, total_bytes: int, step_bytes: int, clock: Clock = time.monotonic
+    ) -> None:
+        self.total_bytes = total_bytes
+        self._on_run = on_run
+        self._step_bytes = step_bytes
+        self._clock = clock
+        self._began = clock()
+        self._done_bytes = 0
+
+    def begin(self, words: str) -> None:
+        """Say that a step begins; those before it are through."""
+        done, total = self._done_bytes, self.total_bytes
+        self._done_bytes += self._step_bytes
+        if total < WORTH_TELLING_BYTES or done >= total:
+            self._on_run(words)
+        elif not done:
+            self._on_run(f"{words}, {format_size(total)} to go")
+        else:
+            left = (self._clock() - self._began) * (total - done) / done
+            self._on_run(f"{words}, {format_size(done)} of {format_size(total)}, {_duration(left)} left")
+
+
+def _duration(seconds: float) -> str:
+    """Return a time as people estimate it: `about 40 s`, `about 3 min`, `about 2 h 10 min`."""
+    if seconds < 90:
+        return f"about {max(round(seconds), 1)} s"
+    minutes = round(seconds / 60)
+    return f"about {minutes} min" if minutes < 90 else f"about {minutes // 60} h {minutes % 60} min"
