@@ -20,14 +20,21 @@ class KeptValue:
     def __init__(self, owner: HandleTable, number: int) -> None:
         self._owner = owner
         self.number = number
-        self.length = 0
+        self.length: int | None = 0
 
     def get_seq_length(self, *_: object) -> int:
-        """Return how many positions are in it: of the first layer, as transformers says it without a layer."""
+        """Return how many positions are in it: of the first layer, as transformers says it without a layer.
+
+        Raises:
+            ValueError: it has no attention layers, as caches of transformers raise it: states have no positions.
+        """
+        if self.length is None:
+            raise ValueError("this cache has states of one size and no positions: none of its layers is attention")
         return self.length
 
     def __repr__(self) -> str:
-        return f"<cache of {self.length} positions, kept by workers>"
+        what = "states" if self.length is None else f"{self.length} positions"
+        return f"<cache of {what}, kept by workers>"
 
 
 class HandleTable:
@@ -80,14 +87,17 @@ class Keeper:
         self._count = itertools.count()
 
     def number_of(self, value: object) -> object | None:
-        """Return number and length of `value` if it is one that stays."""
+        """Return number and length of `value` if it is one that stays; `None` for the length of states (mamba)."""
         if not type(value).__name__.endswith("Cache") or not callable(length := getattr(value, "get_seq_length", None)):
             return None
         number = self._numbers.get(id(value))
         if number is None:
             number = self._numbers[id(value)] = next(self._count)
             self._values[number] = value
-        return number, int(length())
+        try:
+            return number, int(length())
+        except ValueError:  # what transformers raises for a cache without attention layers
+            return number, None
 
     def value(self, number: object) -> object:
         """Return the value that has `number`."""

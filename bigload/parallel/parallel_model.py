@@ -22,6 +22,7 @@ from bigload.parallel.skeleton import refuse_main
 from bigload.planning.plan import PlanNote
 
 _ABSENT = object()
+_MOVES = ("to", "cpu", "cuda")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,10 +128,17 @@ class ParallelModel:
         replaced: dict[str, object] = {name: self._remote(name) for name in methods}
         own = ("deparallelize", "memory_allocated", "memory_reserved", "memory_cached", "memory_chached")
         replaced.update((name, getattr(self, name)) for name in own)
+        replaced.update((name, partial(self._end_and_move, name)) for name in _MOVES)
         attributes = vars(self.model)
         before = {name: attributes.get(name, _ABSENT) for name in replaced}
         attributes.update(replaced)
         return before
+
+    def _end_and_move(self, method: str, *args: object, **kwargs: object) -> nn.Module:
+        """Give the model back, and then call its own `to`, `cpu` or `cuda`, as parallelformers does."""
+        self.deparallelize()
+        moved: nn.Module = getattr(self.model, method)(*args, **kwargs)
+        return moved
 
     def _remote(self, method: str) -> _RemoteMethod:
         return _RemoteMethod(partial(self._run, method), getattr(self.model, method))

@@ -6,8 +6,10 @@ import logging
 import multiprocessing
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import wraps
 from pathlib import Path
+from typing import Any, ParamSpec
 
 import torch
 from torch import nn
@@ -28,12 +30,32 @@ from bigload.units import format_size
 
 StrPath = str | os.PathLike[str]
 
+P = ParamSpec("P")
+
 _BACKENDS = ("nccl", "gloo")
 _METHODS = ("forward", "generate")
 _VERBOSE = (None, "none", "simple", "detail")
 _log = logging.getLogger("bigload.parallel")
 
 
+def _in_either_order(function: Callable[P, ParallelModel]) -> Callable[P, ParallelModel]:
+    """Take `(model, fp16, num_gpus, ...)` too, as parallelformers does: a bool in the second place is `fp16`."""
+
+    @wraps(function)
+    def reordered(*args: P.args, **kwargs: P.kwargs) -> ParallelModel:
+        given: list[Any] = list(args)
+        if len(given) > 1 and isinstance(given[1], bool):
+            fp16 = given.pop(1)
+            if len(given) > 1:
+                given.insert(2, fp16)
+            else:  # num_gpus is given by name
+                kwargs["fp16"] = fp16
+        return function(*given, **kwargs)
+
+    return reordered
+
+
+@_in_either_order
 def parallelize(
     model: nn.Module | StrPath,
     num_gpus: int,
@@ -45,6 +67,7 @@ def parallelize(
     verbose: str | None = None,
     init_method: str = "spawn",
     daemon: bool = True,
+    seed: int | None = None,
     *,
     checkpoint: StrPath | None = None,
     method: Method | str | None = None,
@@ -65,7 +88,8 @@ def parallelize(
     transformers `generation_config`, how attention is computed, and `use_cache`, `output_attentions`,
     `output_hidden_states` and `return_dict` of the config.
 
-    Arguments up to `daemon` are those of parallelformers. Without a checkpoint the weights of the model move, once,
+    Arguments up to `seed` are those of parallelformers, also in its order `(model, fp16, num_gpus, ...)`. As there, the
+    model's `to`, `cpu` and `cuda` end the workers first. Without a checkpoint the weights of the model move, once,
     into memory that workers share with this process; the model keeps them, and whoever writes to one gets a copy of
     that page. A model that a checkpoint fills is not filled here: each worker reads its part.
 
@@ -86,6 +110,7 @@ def parallelize(
             the logger `bigload.parallel`. `None` or `none` logs nothing.
         init_method: `spawn`, and nothing else: workers are fresh interpreters.
         daemon: Whether the end of this interpreter ends the workers at once, or asks them to stop first.
+        seed: What torch's generators are seeded with here, after whose state workers draw.
         checkpoint: Where the weights are: a file or folder that `open_checkpoint` takes, or a folder of ranks.
         method: How workers read the checkpoint, as for `bigload.load`.
         example: Arguments of a forward by name, to plan by; models of transformers need none.
@@ -134,6 +159,8 @@ def parallelize(
     if wanted.checkpoint is not None:
         _check_has_all(skeleton, wanted.checkpoint, type(model).__name__)
     del weights
+    if seed is not None:
+        torch.manual_seed(seed)
     pool, workers = start_workers(wanted, shared)
     report = ParallelReport(workers=workers, notes=plan.notes, seconds=time.perf_counter() - began)
     _tell(report, plan, verbose)

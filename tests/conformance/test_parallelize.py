@@ -177,3 +177,22 @@ def test_a_class_that_transformers_does_not_have_is_told(tmp_path):
     (tmp_path / "config.json").write_text('{"architectures": ["NoSuchModel"], "auto_map": {"AutoModel": "evil.Model"}}')
     with pytest.raises(bigload.ParallelOptionError, match="whose class transformers has, not 'NoSuchModel'"):
         bigload.parallelize(tmp_path, 2, backend="gloo")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["Mamba", "FalconMamba"])
+def test_caches_of_states_stay_in_workers_and_go_on(kind):
+    config = getattr(transformers, f"{kind}Config")(vocab_size=64, hidden_size=32, num_hidden_layers=2, state_size=4)
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
+    tokens = torch.arange(5)[None]
+    with torch.no_grad():
+        first = model(tokens, use_cache=True)
+        expected = model(tokens[:, :1], cache_params=first.cache_params, use_cache=True).logits
+        generated = model.generate(tokens, **LENGTH, do_sample=False)
+        with bigload.parallelize(model, 2, backend="gloo"):
+            found = model(tokens, use_cache=True)
+            torch.testing.assert_close(found.logits, first.logits)
+            again = model(tokens[:, :1], cache_params=found.cache_params, use_cache=True).logits
+            torch.testing.assert_close(again, expected)
+            assert torch.equal(model.generate(tokens, **LENGTH, do_sample=False), generated)

@@ -51,3 +51,19 @@ def test_other_values_travel():
     assert Keeper().number_of({"a": 1}) is None
     assert Keeper().number_of("DynamicCache") is None
     assert HandleTable().number_of(object()) is None
+
+
+def test_a_cache_of_states_is_kept_though_it_has_no_length():
+    class StatesCache:
+        def get_seq_length(self):
+            raise ValueError("`get_seq_length` can only be called on Attention layers")
+
+    keeper, handles = Keeper(), HandleTable()
+    cache = StatesCache()
+    stored = keeper.number_of(cache)
+    handle = handles.handle(stored)
+    assert keeper.value(handles.number_of(handle)) is cache
+    assert keeper.number_of(cache) == stored
+    assert repr(handle) == "<cache of states, kept by workers>"
+    with pytest.raises(ValueError, match="no positions"):
+        handle.get_seq_length()

@@ -296,6 +296,31 @@ def test_what_is_told_goes_to_the_log(caplog):
     assert "up.weight: ((" in caplog.text
 
 
+def test_a_bool_in_the_second_place_is_fp16_as_parallelformers_has_it():
+    options = {"backend": "gloo", "example": EXAMPLE}
+    for arguments, by_name in (((True, 5000), {}), ((5000, True), {}), ((True,), {"num_gpus": 5000})):
+        with pytest.raises(ParallelOptionError, match="num_gpus is 5000; expected 1 to 1024"):
+            bigload.parallelize(two_layers(), *arguments, **by_name, **options)
+    with pytest.raises(ParallelOptionError, match="num_gpus is True"):
+        bigload.parallelize(two_layers(), False, True, **options)
+
+
+@pytest.mark.slow
+def test_a_call_written_for_parallelformers_runs_and_moving_the_model_ends_it():
+    model = two_layers()
+    arguments = (True, 2, None, "127.0.0.1", 29500, "gloo", None, "spawn", True, 7)
+    parallel = bigload.parallelize(model, *arguments, example=EXAMPLE)
+    process_ids = parallel.process_ids
+    assert torch.initial_seed() == 7
+    whole = sum(tensor.nbytes for tensor in model.state_dict().values())
+    assert all(worker.weight_bytes < whole / 3 for worker in parallel.report.workers)  # a half, in half of the bytes
+    assert set(model.memory_chached()) == {"cpu:0", "cpu:1"}
+    assert model.cpu() is model
+    assert not any(map(is_running, process_ids))
+    with torch.no_grad():
+        torch.testing.assert_close(model(torch.ones(8)), two_layers()(torch.ones(8)))
+
+
 @pytest.mark.slow
 def test_no_port_is_opened_here_and_workers_listen_to_this_host_alone():
     before = listening_addresses(os.getpid())
