@@ -386,10 +386,13 @@ class AlignDevicesHook(ModelHook):
         if self._device is not None and _take(slots, on_devices.get(self._device)):
             return
         value, statistics = self._value(slots)
-        if value.shape != at_home.shape and not is_packed_by_device(at_home):
-            raise ChangedShapeError(self._full_name(slot), expected=at_home.shape, found=value.shape)
         device = value.device if self._device is None else self._device
-        brought = on_devices[device] = _put(slots, device, value, statistics)
+        try:
+            brought = on_devices[device] = _put(slots, device, value, statistics)
+        except ValueError as error:
+            if value.shape == at_home.shape:
+                raise
+            raise ChangedShapeError(self._full_name(slot), expected=at_home.shape, found=value.shape) from error
         forwards.lent.append((on_devices, device))
         refuse_gradients(brought, self._full_name(slot))
 

@@ -214,9 +214,10 @@ def _owner(module: nn.Module, tensor_name: str) -> tuple[nn.Module, str]:
 def _check(value: torch.Tensor, old: torch.Tensor, name: str) -> None:
     if is_packed_by_device(old):
         raise QuantisedParameterError(name, type(old).__name__)
-    if old.shape != value.shape:
+    shape = old.form.shape if type(old) is AbsentParameter else old.shape  # ten times as fast: attributes of subclasses
+    if shape != value.shape:
         raise ValueError(
-            f'Trying to set a tensor of shape {value.shape} in "{name}" (which has shape {old.shape}), '
+            f'Trying to set a tensor of shape {value.shape} in "{name}" (which has shape {shape}), '
             "this looks incorrect."
         )
 
