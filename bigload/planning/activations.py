@@ -125,8 +125,10 @@ def block_activations(
         return None
     # Code that can run attention beside the feed-forward keeps both norms, whichever way the config chooses.
     keeps_both = config.flag("use_parallel_residual") is not None
+    # Gemma 3n and 4 embed words once more for every layer, and keep that beside its projection.
+    per_layer = 2 * (config.number("hidden_size_per_layer_input") or 0) * (config.number("num_layers") or 0)
     return BlockActivations(
-        stream=(_STREAM + has_positions + keeps_both) * hidden,
+        stream=(_STREAM + has_positions + keeps_both) * hidden + per_layer,
         feed_forward=feed_forward,
         attentions=attentions,
         scans=tuple(scan_memory(part, state, config) for part in shapes.recurrences),
@@ -177,7 +179,7 @@ def _feed_forward(shapes: FeedForwardShapes, config: ModelConfig) -> int:
 
 def _routed(hidden: int, config: ModelConfig) -> int:
     """Return what routed experts make of a token: a copy of it for each that is chosen, in 32 bits when weighted."""
-    top_k = config.number("experts_per_token") or 0
+    top_k = 0 if config.flag("is_moe") is False else config.number("experts_per_token") or 0
     if any(kind in _EVERY_EXPERT for kind in config.model_types):
         top_k = max(top_k, config.number("num_experts") or 0)
     size = config.number("expert_size") or config.number("ffn_size") or 0

@@ -45,6 +45,17 @@ _USUAL_SCORES = (1, 2)
 _WIDE_QUERIES = ("codegen", "gpt_neo", "gptj")
 """Families whose eager attention multiplies copies of queries and keys in 32 bits."""
 
+_WIDE_ROTATION: Mapping[str, tuple[int, int]] = {
+    "cohere": (4, 1),
+    "cohere2": (4, 1),
+    "cohere2_moe": (4, 1),
+    "ernie4_5": (3, 0),
+    "ernie4_5_moe": (3, 0),
+    "modernbert": (3, 0),
+    "modernbert-decoder": (3, 0),
+}
+"""Copies of queries and of keys in 32 bits, of families that rotate them so."""
+
 _BROADCASTING = ("falcon", "RefinedWeb", "RefinedWebModel")
 """Families that hand fused attention one head of keys for all queries. No kernel of torch takes that: it computes with
 two tensors of scores in 32 bits instead."""
@@ -73,6 +84,8 @@ class AttentionMemory:
         cached: Of cached keys and values together.
         is_cross: Whether keys are those of the encoder.
         scores: Tensors of scores that eager attention holds, in the dtype of the model and in 32 bits.
+        num_index_heads: Heads of an indexer that chooses keys, whose scores are stored twice in 32 bits.
+        rotated_wide: Copies of queries and of keys in 32 bits while they are rotated; 0 where that is not done.
         has_wide_queries: Whether eager attention copies queries and keys in 32 bits.
         is_broadcast: Whether fused attention stores scores, as no kernel broadcasts the only head of keys.
         is_biased: Whether there is a bias for every head, query and key.
@@ -88,6 +101,8 @@ class AttentionMemory:
     cached: int
     is_cross: bool
     scores: tuple[int, int]
+    num_index_heads: int
+    rotated_wide: tuple[int, int]
     has_wide_queries: bool
     is_broadcast: bool
     is_biased: bool
@@ -104,13 +119,19 @@ class AttentionMemory:
         """
         is_eager = attention is Attention.EAGER
         kept = self.query + self.key_value if self.is_fused else 0
-        rotated = tokens * (self.projected + 3 * self.query + max(self.key_value, self.query))
+        rotated = tokens * (self.projected + 3 * self.query + max(self.key_value, self.query)) * width
+        if any(self.rotated_wide):
+            queries, keys = self.rotated_wide
+            copied = queries * self.query + keys * self.key_value // 2
+            rotated = tokens * ((self.projected + self.key_value) * width + copied * 4)
         grown = tokens * (self.projected + self.key_value + kept) + max(reach - tokens, 0) * self.cached // 2
         is_repeated = is_eager or mask or self.is_latent
         read = tokens * (self.projected + 2 * self.query + kept) + (reach * self.repeated if is_repeated else 0)
         wide = tokens * self.query + reach * self.cached // 2 if is_eager and self.has_wide_queries else 0
-        pairs = tokens * reach * self.num_heads * self._pair_bytes(width, is_eager=is_eager)
-        return max(rotated * width, grown * width, read * width + wide * 4 + pairs + (0 if is_eager else mask))
+        pairs = (
+            tokens * reach * (self.num_heads * self._pair_bytes(width, is_eager=is_eager) + self.num_index_heads * 8)
+        )
+        return max(rotated, grown * width, read * width + wide * 4 + pairs + (0 if is_eager else mask))
 
     def held_after(self, tokens: int, reach: int, width: int, attention: Attention) -> int:
         """Return the bytes that live on while the feed-forward runs: weights that eager attention returns, the bias."""
@@ -152,6 +173,8 @@ def attention_memory(shapes: AttentionShapes, cached: int, config: ModelConfig, 
         cached=cached,
         is_cross=shapes.is_cross,
         scores=_SCORES.get(model_type, _USUAL_SCORES),
+        num_index_heads=(config.number("index_n_heads") or 0) if shapes.index_width else 0,
+        rotated_wide=_WIDE_ROTATION.get(model_type, (0, 0)),
         has_wide_queries=model_type in _WIDE_QUERIES,
         is_broadcast=is_broadcast,
         is_biased=is_biased,

@@ -57,7 +57,8 @@ def scan_memory(shapes: RecurrentShapes, state: int, config: ModelConfig) -> Sca
         # products of the keys of a piece with one another.
         wide = 10 * inner + 3 * _DELTA_RULE_PIECE * heads
         return ScanMemory(narrow=2 * (channels + inner), wide=wide, piece=_DELTA_RULE_PIECE, is_scan=True)
-    # Mamba 2: as above; B and C of every head, decayed; decay, product and both together within a piece.
+    # Mamba 2: as above; B and C of every head, decayed; decay, product and both together within a piece. Then the
+    # output, or a copy of the states that it is made of.
     piece = config.number("scan_piece") or _MAMBA2_PIECE
-    wide = 7 * inner + heads * 3 * (columns + piece)
+    wide = heads * 3 * (columns + piece) + max(7 * inner, 4 * inner + heads * columns)
     return ScanMemory(narrow=inner + 2 * channels, wide=wide, piece=piece, is_scan=True)

@@ -79,7 +79,8 @@ DENSE = {
     "phi3": {**SIZES, "hidden_size": 3072, "intermediate_size": 8192},
     "olmo2": {**SIZES, "hidden_size": 4096, "intermediate_size": 11008},
     "stablelm": {**SIZES, "hidden_size": 2560, "intermediate_size": 6912},
-    "cohere": {**SIZES, "hidden_size": 4096, "intermediate_size": 11008, "num_key_value_heads": 8},
+    "cohere": {**SIZES, "hidden_size": 4096, "intermediate_size": 11008, "num_key_value_heads": 32},
+    "ernie4_5": {**SIZES, "hidden_size": 4096, "intermediate_size": 11008, "num_key_value_heads": 32},
     "t5": {
         "d_model": 1024, "d_ff": 2816, "d_kv": 64, "num_layers": 2, "num_heads": 16, "vocab_size": 512,
         "feed_forward_proj": "gated-gelu",

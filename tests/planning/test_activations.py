@@ -153,6 +153,21 @@ def test_fused_attention_with_a_bias_stores_it_and_a_copy():
     assert plain < biased
 
 
+def test_a_rotation_in_32_bits_holds_queries_four_times_and_keys_once():
+    rotated = (8 + 4) * 2 + (4 * 8 + 2) * 4
+    assert bytes_of(GROUPED, config={"model_type": "cohere"}) == 100 * (STREAM * 2 + rotated)
+
+
+def test_gemma_embeds_words_for_every_layer_too():
+    config = {"hidden_size_per_layer_input": 16, "num_hidden_layers": 3}
+    assert bytes_of(GROUPED, config=config) - bytes_of(GROUPED) == 100 * 2 * 3 * 16 * 2
+
+
+def test_a_model_that_says_it_has_no_experts_copies_nothing_for_them():
+    config = {"is_moe": False, "num_experts_per_tok": 64, "moe_intermediate_size": 16}
+    assert bytes_of(GROUPED, config=config) == bytes_of(GROUPED)
+
+
 def test_no_kernel_broadcasts_the_only_head_of_keys_of_falcon():
     config = {"model_type": "falcon", "num_attention_heads": 4}
     assert bytes_of(GROUPED, Workload(context=1000), config=config) == 1000 * (STREAM + 3 * 8) * 2 + 4 * 1000 * 1000 * 8
@@ -195,7 +210,7 @@ def test_mamba_without_a_kernel_holds_the_states_of_every_token_three_times():
 @pytest.mark.parametrize(("config", "piece"), [({}, 256), ({"chunk_size": 128}, 128)])
 def test_mamba_2_without_a_kernel_holds_products_within_pieces_of_a_chunk(config, piece):
     convolved = {"mixer.conv1d": [32, 1, 4]}
-    wide = 7 * 16 + 2 * 3 * (8 + piece)
+    wide = 2 * 3 * (8 + piece) + 7 * 16
     assert scan_bytes([2], 16 * 8, config, **convolved) == 512 * ((STREAM + 16 + 2 * 32) * 2 + wide * 4)
     padded = 512 + piece - 512 % piece
     found = scan_bytes([2], 16 * 8, config, tokens=513, **convolved)
