@@ -13,6 +13,7 @@ from torch import nn
 
 from bigload.runtime.hooks import ModelHook, remove_hook_from_module
 from bigload.runtime.sending import DeviceLike, send_to_device
+from bigload.runtime.tied_parameters import move_tied
 
 _CPU = torch.device("cpu")
 
@@ -44,7 +45,7 @@ class CpuOffload(ModelHook):
 
     def init_hook(self, module: nn.Module) -> nn.Module:
         """Move `module` to the CPU."""
-        return module.to(_CPU)
+        return move_tied(module, _CPU)
 
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Move the model before away, then `module` and the arguments here. If there is no room, `module` goes back."""
@@ -54,9 +55,9 @@ class CpuOffload(ModelHook):
         device = torch.device(self.execution_device)
         if not _is_on(module, device):
             try:
-                module.to(device)
+                move_tied(module, device)
             except BaseException:
-                module.to(_CPU)
+                move_tied(module, _CPU)
                 raise
         return send_to_device(args, device), send_to_device(kwargs, device)
 

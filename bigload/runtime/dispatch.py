@@ -32,7 +32,7 @@ from bigload.runtime.refused_methods import refuse_changes
 from bigload.runtime.streaming.attach import stream
 from bigload.runtime.streaming.options import StreamOptions
 from bigload.runtime.supplied_weights import check_supplied, with_tied_names
-from bigload.runtime.tied_parameters import find_tied_parameters
+from bigload.runtime.tied_parameters import find_tied_parameters, move_tied
 
 StrPath = str | os.PathLike[str]
 Weights = Mapping[str, torch.Tensor]
@@ -110,7 +110,7 @@ def dispatch_model(
             stream(model, streaming)
     else:
         check_supplied(model, {})
-        model.to(next(iter(device_map.values()), "cpu"))
+        move_tied(model, next(iter(device_map.values()), "cpu"))
     _note_device_map(model, device_map)
     return model
 
@@ -135,7 +135,7 @@ def dispatch_loaded(
             stream(model, streaming)
     else:
         check_supplied(model, {})
-        model.to(next(iter(device_map.values()), "cpu"))  # what no checkpoint has comes along
+        move_tied(model, next(iter(device_map.values()), "cpu"))  # what no checkpoint has comes along
     _note_device_map(model, device_map)
     return model
 

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from bigload.runtime.module_sizes import Size, prefixes
+from bigload.runtime.module_tensors import retie_parameters
 
 _logger = logging.getLogger(__name__)
 
@@ -31,6 +32,18 @@ def find_tied_parameters(model: nn.Module, **_: object) -> list[list[str]]:
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
     return [sorted(group) for group in names.values() if len(group) > 1]
+
+
+def move_tied(model: nn.Module, device: int | str | torch.device) -> nn.Module:
+    """Move `model` to `device`, with tied parameters still tied, and return it.
+
+    `Module.to` makes new parameters where the data of one cannot be set to that of another kind of device: then each
+    name of a tied parameter gets its own.
+    """
+    tied = find_tied_parameters(model)
+    model.to(device)
+    retie_parameters(model, tied)
+    return model
 
 
 def check_tied_parameters_in_config(model: nn.Module) -> bool:

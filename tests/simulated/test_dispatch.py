@@ -11,6 +11,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 import bigload
+import simulated_accelerator
 from bigload import dispatch_model, load_and_dispatch, load_checkpoint_and_dispatch
 from bigload.errors import DispatchedModelError
 from bigload.units import MIB
@@ -98,6 +99,30 @@ def test_a_model_on_one_device_is_moved_there(simulation):
     model = dispatch_model(chain(), dict.fromkeys(NAMES, 1))
     assert {parameter.device for parameter in model.parameters()} == {SIM[1]}
     assert not hasattr(model, "_hf_hook")
+
+
+@pytest.fixture
+def makes_new_parameters(simulation, monkeypatch):
+    """A kind of device on which `Module.to` makes new parameters: data of the CPU's cannot become data there."""
+    monkeypatch.setattr(nn.Module, "_apply", simulated_accelerator._apply_elsewhere)
+    plain = tied_chain("one", "three").to("sim:0")
+    assert plain.one.weight is not plain.three.weight, "what is to be faked"
+
+
+@pytest.mark.parametrize("places", [[0, 0, 0, 0], [0, 1, 0, 1], ["cpu", 0, 0, 0]], ids=str)
+def test_tied_weights_are_one_parameter_where_moving_makes_new_ones(makes_new_parameters, places):
+    model = dispatch_model(tied_chain("one", "three"), dict(zip(NAMES, places, strict=True)))
+    assert model.one.weight is model.three.weight
+    given = INPUT.to("sim:0")
+    assert_same(model(given), tied_chain("one", "three")(INPUT).detach(), device="sim:0")
+
+
+def test_a_model_that_comes_when_it_runs_stays_tied(makes_new_parameters):
+    model, hook = bigload.cpu_offload_with_hook(tied_chain("one", "three"), 0)
+    assert_same(model(INPUT), tied_chain("one", "three")(INPUT).detach(), device="sim:0")
+    assert model.one.weight is model.three.weight
+    hook.offload()
+    assert model.one.weight is model.three.weight
 
 
 def test_moving_a_model_on_two_devices_warns(simulation, caplog):
