@@ -44,6 +44,7 @@ if TYPE_CHECKING:  # `as` marks them as public to type checkers
     from bigload.errors import ChangedShapeError as ChangedShapeError
     from bigload.errors import CheckpointError as CheckpointError
     from bigload.errors import CheckpointNotFoundError as CheckpointNotFoundError
+    from bigload.errors import CompiledModuleError as CompiledModuleError
     from bigload.errors import DamagedOutputError as DamagedOutputError
     from bigload.errors import DeviceNotPresentError as DeviceNotPresentError
     from bigload.errors import DispatchedModelError as DispatchedModelError
@@ -248,6 +249,7 @@ _HOMES = {
         "ChangedShapeError",
         "CheckpointError",
         "CheckpointNotFoundError",
+        "CompiledModuleError",
         "DamagedOutputError",
         "DeviceNotPresentError",
         "DispatchedModelError",

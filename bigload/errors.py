@@ -44,6 +44,7 @@
     │   ├── NoOffloadFolderError         weights for the disk, and no place there (ValueError)
     │   ├── AlreadyDispatchedError       a model that has hooks is to get others (RuntimeError)
     │   ├── DispatchedModelError         a model that hooks hold in its places (RuntimeError)
+    │   ├── CompiledModuleError          torch.jit has compiled modules that hooks should serve (ValueError)
     │   ├── OffloadedEditError           values for offloaded weights, which would be lost (RuntimeError)
     │   └── OffloadedTrainingError       a gradient for a weight that does not stay (RuntimeError)
     ├── RankError                        another process of a team failed
@@ -736,6 +737,19 @@ class OffloadedEditError(LoadError, RuntimeError):
             "again; or give weights memory of their own with load_state_dict(..., assign=True)",
         )
         self.parameters = tuple(parameters)
+
+
+class CompiledModuleError(LoadError, ValueError):
+    """A model to be dispatched has `modules` that `torch.jit` has compiled: no hook can replace their weights."""
+
+    def __init__(self, model: str, modules: Sequence[str]) -> None:
+        super().__init__(
+            f"{model} cannot be dispatched: torch.jit compiled {counted(len(modules), 'module')} of it, and no hook "
+            "can replace the weights in there",
+            details=modules,
+            hint="dispatch the model with the plain modules in it; torch.compile works with hooks, torch.jit does not",
+        )
+        self.modules = tuple(modules)
 
 
 class AlreadyDispatchedError(LoadError, RuntimeError):

@@ -22,6 +22,7 @@ from bigload.runtime.align_devices import (
 from bigload.runtime.blocks import OFFLOADED, Block, DeviceLike, blocks_of, device_of, main_device_of, place_of
 from bigload.runtime.cpu_offload_hooks import CpuOffload, UserCpuOffloadHook
 from bigload.runtime.device_maps import check_device_map
+from bigload.runtime.execution_device import name_execution_device
 from bigload.runtime.hooks import add_hook_to_module, hooks_of
 from bigload.runtime.module_sizes import prefixes
 from bigload.runtime.module_tensors import set_module_tensor_to_device
@@ -29,6 +30,7 @@ from bigload.runtime.offload_store import LayeredWeights, OffloadedWeightsLoader
 from bigload.runtime.offload_writer import Entry
 from bigload.runtime.present_devices import check_devices_present
 from bigload.runtime.refused_methods import refuse_changes
+from bigload.runtime.slots import refuse_compiled
 from bigload.runtime.streaming.attach import stream
 from bigload.runtime.streaming.options import StreamOptions
 from bigload.runtime.supplied_weights import check_supplied, with_tied_names
@@ -165,6 +167,7 @@ class Spread:
     @classmethod
     def over(cls, model: nn.Module, device_map: Mapping[str, DeviceLike], main_device: DeviceLike | None) -> Spread:
         """Return how `device_map` spreads `model`, whose parameters are still tied."""
+        refuse_compiled(model)
         return cls(
             device_map=device_map,
             main_device=main_device_of(device_map) if main_device is None else main_device,
@@ -347,6 +350,7 @@ def _offload_all(
     offload_buffers: bool,
     preload_module_classes: list[str] | None,
 ) -> None:
+    refuse_compiled(model)
     device = _first_device(model) if execution_device is None else execution_device
     check_devices_present({"": device})
     tied = find_tied_parameters(model)
@@ -370,6 +374,7 @@ def _offload_all(
 
 def _note_device_map(model: nn.Module, device_map: Mapping[str, DeviceLike]) -> None:
     """Give `model` the map by which transformers and others see how it is dispatched, and its hooks the same one."""
+    name_execution_device(model)
     noted = dict(device_map)
     model.hf_device_map = noted  # type: ignore[assignment]
     for module in model.modules():

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
+import torch
 from torch import Tensor, nn
 
+from bigload.errors import CompiledModuleError
 from bigload.runtime.blocks import joined
 
 
@@ -47,6 +49,22 @@ def shared_tensors(module: nn.Module, recurse: bool, uncalled: bool = False) -> 
                     slot = Slot(f"{prefix}.{key}" if prefix else key, owner, key, is_buffer)
                     found.setdefault(id(tensor), []).append(slot)
     return list(found.values())
+
+
+def refuse_compiled(model: nn.Module) -> None:
+    """Raise if `model` has tensors in modules that `torch.jit` has compiled: nobody can replace them.
+
+    Raises:
+        CompiledModuleError: it has.
+    """
+    compiled = [
+        name or type(model).__name__
+        for name, module in model.named_modules()
+        if isinstance(module, torch.jit.ScriptModule)
+        and (*module.parameters(recurse=False), *module.buffers(recurse=False))
+    ]
+    if compiled:
+        raise CompiledModuleError(type(model).__name__, compiled)
 
 
 def uncalled_modules(module: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Module]]:

@@ -142,3 +142,31 @@ def test_resized_embeddings_of_a_dispatched_model_are_right_or_refused(family, w
             model.resize_token_embeddings(100, mean_resizing=mean_resizing)
     for _ in range(2):
         assert torch.equal(model(ids).logits[..., :96], expected)
+
+
+@pytest.mark.parametrize("offload", [bigload.cpu_offload, bigload.disk_offload])
+def test_a_fully_offloaded_model_generates_from_what_is_on_its_device(offload, tmp_path):
+    plain = make(transformers, "WhisperForConditionalGeneration")
+    model = offload(copy.deepcopy(plain), *([tmp_path] if offload is bigload.disk_offload else ()))
+    assert model.device == model.get_encoder().device == torch.device("cpu")
+    features = torch.linspace(-1, 1, 8 * 32).reshape(1, 8, 32)
+    assert torch.equal(model.generate(features, max_new_tokens=4), plain.generate(features, max_new_tokens=4))
+
+
+def test_an_offloaded_model_assists_another(tmp_path):
+    plain = make(transformers, "LlamaForCausalLM")
+    model, assistant = bigload.disk_offload(copy.deepcopy(plain), tmp_path), bigload.cpu_offload(copy.deepcopy(plain))
+    ids = torch.arange(3, 9).reshape(1, 6)
+    expected = plain.generate(ids, max_new_tokens=5, do_sample=False)
+    assert torch.equal(model.generate(ids, assistant_model=assistant, max_new_tokens=5, do_sample=False), expected)
+
+
+def test_a_pipeline_takes_a_model_that_is_offloaded_to_the_cpu():
+    model = make(transformers, "ViTForImageClassification")
+    processor = transformers.ViTImageProcessor(size={"height": 8, "width": 8})
+    images = pytest.importorskip("PIL.Image").new("RGB", (8, 8), (200, 10, 60))
+    answered = [
+        transformers.pipeline("image-classification", model=each, image_processor=processor)(images)
+        for each in (copy.deepcopy(model), bigload.cpu_offload(model))
+    ]
+    assert answered[0] == answered[1]

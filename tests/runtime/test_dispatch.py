@@ -10,7 +10,13 @@ from torch import nn
 
 import bigload
 from bigload import cpu_offload, disk_offload, dispatch_model
-from bigload.errors import DispatchedModelError, NoOffloadFolderError, NotOffloadableError, ReadError
+from bigload.errors import (
+    CompiledModuleError,
+    DispatchedModelError,
+    NoOffloadFolderError,
+    NotOffloadableError,
+    ReadError,
+)
 
 INPUT = torch.linspace(-1, 1, 8).reshape(2, 4)
 
@@ -302,3 +308,40 @@ def test_lists_of_parameters_come_with_the_module_that_uses_them(offloaded, is_n
     bigload.remove_hook_from_submodules(model)
     assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
     assert torch.equal(model(INPUT), expected)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("compiled", [torch.jit.script, lambda module: torch.jit.trace(module, INPUT)])
+@pytest.mark.parametrize(
+    "offloaded",
+    [
+        lambda model, folder: dispatch_model(model, HALF, offload_dir=folder),
+        disk_offload,
+        lambda model, _: cpu_offload(model),
+    ],
+)
+def test_modules_of_torch_jit_are_refused_before_anything_changes(offloaded, compiled, tmp_path):
+    model = Model()
+    model.last = compiled(model.last)
+    with pytest.raises(CompiledModuleError, match=r"(?s)torch\.jit.*last"):
+        offloaded(model, tmp_path)
+    assert torch.equal(model(INPUT), Model()(INPUT))
+    assert not hasattr(model, "_hf_hook")
+
+
+class Located(Model):
+    @property
+    def device(self):
+        return next(parameter.device for parameter in self.parameters())
+
+
+@pytest.mark.parametrize("prefetch", [False, True])
+def test_an_offloaded_model_names_the_device_where_it_runs(prefetch, tmp_path):
+    model = disk_offload(Located(), tmp_path, prefetch=prefetch)
+    assert model.scale.is_meta
+    for each in (model, copy.deepcopy(model)):
+        assert each.device == torch.device("cpu")
+    assert Located().to("meta").device == torch.device("meta"), "nothing of it is offloaded"
+    assert Located().device == torch.device("cpu")
+    bigload.remove_hook_from_submodules(model)
+    assert model.device == torch.device("cpu")

@@ -140,6 +140,20 @@ def test_moving_a_model_with_offloaded_parts_says_why_not(simulation):
         model.to(0)
 
 
+class Located(nn.Sequential):
+    @property
+    def device(self):
+        return next(parameter.device for parameter in self.parameters())
+
+
+@pytest.mark.parametrize("prefetch", [False, True])
+def test_an_offloaded_model_names_the_device_where_it_runs(simulation, prefetch):
+    model = Located(chain())
+    bigload.cpu_offload(model, 1, prefetch=prefetch)
+    assert model.device == SIM[1]
+    assert_same(model(INPUT.to(model.device)), device="sim:1")
+
+
 def test_copies_of_a_dispatched_model_are_dispatched(simulation):
     model = dispatch_model(chain(), {"one": 0, "two": "cpu", "three": 1, "four": 0})
     copied = copy.deepcopy(model)
