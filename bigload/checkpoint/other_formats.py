@@ -119,7 +119,8 @@ def adapter_warning(root: Path) -> tuple[CheckpointWarning, ...]:
     if config is None:
         return ()
     kind, rank, base = (config.get(key) for key in ("peft_type", "r", "base_model_name_or_path"))
-    what = f"{kind if isinstance(kind, str) else 'PEFT'} adapter"
+    word = "LoRA" if kind == "LORA" else kind if isinstance(kind, str) else "PEFT"
+    what = f"{word:.20} adapter"
     if isinstance(rank, int):
         what += f" of rank {rank}"
     of = f"for {base:.200}" if isinstance(base, str) and base else "for a base model"

@@ -91,7 +91,7 @@ def test_an_adapter_is_read_and_says_what_it_is(tmp_path):
     config = {"peft_type": "LORA", "r": 8, "base_model_name_or_path": "meta-llama/Llama-3.1-8B"}
     (warning,) = open_checkpoint(make_adapter(tmp_path / "lora", config)).warnings
     assert warning.code == "adapter"
-    assert "LORA adapter of rank 8 for meta-llama/Llama-3.1-8B" in warning.text
+    assert "LoRA adapter of rank 8 for meta-llama/Llama-3.1-8B" in warning.text
     assert "plan its base model" in warning.text
 
 

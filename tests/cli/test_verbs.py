@@ -528,4 +528,5 @@ def test_every_verb_says_that_an_adapter_is_no_model(run, here, verb):
     (here / "lora" / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 8}')
     done = run(f"bigload {verb.format('lora')}")
     assert done.code == 0
-    assert "warning: this is a LORA adapter of rank 8 for a base model" in done.stderr
+    assert "warning: this is a LoRA adapter of rank 8 for a base model" in done.stderr
+    assert "bigload plan lora" not in done.stdout

@@ -100,6 +100,8 @@ def closing(checkpoint: Checkpoint, repeated: Sequence[ModuleNode]) -> str:
     if tensor is not None:
         size = format_size(tensor.num_bytes)
         pieces.append(f"Largest tensor: {printable(tensor.name)} {list(tensor.shape)}, {size}.")
+    if any(warning.code == "adapter" for warning in checkpoint.warnings):  # its base model is what to plan
+        return "\n".join(pieces)
     next_command = f"Next: bigload plan {argument(checkpoint.path)} -m cuda:0=24GiB -m cpu=64GiB -o plan.json"
     return "\n".join([*pieces, next_command])
 
