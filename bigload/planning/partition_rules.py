@@ -183,6 +183,8 @@ def _text(path: Path) -> str:
         if len(content) > MAX_FILE_BYTES:
             raise PartitionError(f"{path} is no file of rules: more than {format_size(MAX_FILE_BYTES)}", hint=HOW)
         return content.decode("utf-8-sig")
+    except PartitionError:  # a ValueError, too
+        raise
     except OSError as error:
         raise PartitionError(f"cannot read rules {path}: {error.strerror}", hint=HOW) from None
     except (ValueError, RuntimeError) as error:  # not UTF-8; a null byte in the name; a home folder of nobody

@@ -521,3 +521,11 @@ def test_ctrl_c_during_imports_is_an_interrupt(module, tmp_path, environment):
     done = subprocess.run(command, capture_output=True, text=True, env=environment(), check=False)
     assert (done.returncode, done.stdout) == (130, "")
     assert done.stderr == f"interrupted: {NOTHING_IS_LEFT}\n"
+
+
+def test_rules_that_are_too_long_get_one_hint(run, here):
+    (here / "rules.toml").write_text("# " + "x" * 2_000_000)
+    done = run("bigload reshard tiny-llama out --tp 2 --tp-rules rules.toml")
+    assert done.code == 2
+    assert done.stderr.startswith("error: rules.toml is no file of rules: more than 1.00 MiB\nhint: ")
+    assert done.stderr.count("hint: ") == 1
