@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from bigload.checkpoint.model import Checkpoint
-from bigload.errors import LegacyPickleError
+from bigload.checkpoint.quantisation import quantisation_of
+from bigload.errors import LegacyPickleError, StateDictMismatchError
 from bigload.loading.approach import Approach, OpenSource, settle
 from bigload.loading.events import OnProgress, ignore_progress
 from bigload.loading.guards import check_memory, check_ram
@@ -161,7 +162,16 @@ class _Wishes:
         selection = select(checkpoint, only=self.only, slices=self.slices, dtype=dtype, device=self.device)
         assignments: tuple[Assignment, ...] = ()
         if self.into is not None:
-            assignments = match(self.into, selection, strict=self.strict)
+            try:
+                assignments = match(self.into, selection, strict=self.strict)
+            except StateDictMismatchError as error:
+                quantised = quantisation_of(checkpoint)
+                if quantised is not None:
+                    error.hint = (
+                        f"the checkpoint is quantised, {quantised}: let transformers make the model "
+                        "(from_pretrained), with the layers that its library unpacks; nothing was assigned"
+                    )
+                raise
             selection = selection.of({assignment.tensor_name for assignment in assignments})
         check_dtypes(selection.wanted)
         for place in selection.places:

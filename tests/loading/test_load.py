@@ -362,3 +362,12 @@ def test_tensors_are_on_the_cpu_whatever_the_default_device_of_torch(tmp_path, m
         loaded = bigload.load(tmp_path, method=method, threads=2)
         cast = bigload.load(tmp_path, method=method, dtype="bf16")
     assert {tensor.device.type for tensors in (loaded, cast) for tensor in tensors.values()} == {"cpu"}
+
+
+def test_a_quantised_checkpoint_for_a_plain_module_is_named(tmp_path):
+    tensors = {"qweight": ("I32", [64, 8]), "qzeros": ("I32", [1, 8]), "scales": ("F16", [1, 64])}
+    write_shard(tmp_path / "model.safetensors", {f"0.{name}": form for name, form in tensors.items()})
+    module = torch.nn.Sequential(torch.nn.Linear(64, 64, bias=False))
+    with pytest.raises(StateDictMismatchError) as refused:
+        bigload.load(tmp_path, into=module)
+    assert "the checkpoint is quantised, 4 bits (AWQ)" in refused.value.hint
