@@ -13,7 +13,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from itertools import groupby, pairwise
+from operator import itemgetter
 from typing import Protocol
 
 from bigload.devices import CPU, DISK, Device
@@ -70,7 +71,11 @@ class PlacementProblem:
     @property
     def accelerators(self) -> list[tuple[Device, int]]:
         """Accelerators with the bytes that units may take there; fewer than none where not even `fixed_bytes` fit."""
-        return [(device, self.room(device) or 0) for device in self.budget.accelerators]
+        return [
+            (device, (limit or 0) - self.fixed_bytes.get(device, 0))
+            for device, limit in self.budget
+            if device.is_accelerator
+        ]
 
     def room(self, device: Device) -> int | None:
         """Return the bytes that a device which runs units has for them; `None` when it is unbounded."""
@@ -153,11 +158,11 @@ def device_loads(problem: PlacementProblem, placement: Placement) -> dict[Device
     This is the one place where a placement is counted; policies search by sums of their own and are checked by it.
     """
     reserved = workspace(problem, placement)
-    running = placement.running
+    at_home = _gathered(problem.units, placement.devices)
+    running = _gathered(problem.units, placement.running)
     loads = {}
     for device, _ in problem.budget:
-        held = [unit for unit, home in zip(problem.units, placement.devices, strict=True) if home == device]
-        run = [unit for unit, home in zip(problem.units, running, strict=True) if home == device]
+        held, run = at_home.get(device, ()), running.get(device, ())
         loads[device] = DeviceLoad(
             weights=sum(unit.num_bytes for unit in held) + sum(unit.held_bytes for unit in run),
             cache=sum(unit.cache_bytes for unit in run),
@@ -166,6 +171,14 @@ def device_loads(problem: PlacementProblem, placement: Placement) -> dict[Device
             workspace=reserved.get(device, 0),
         )
     return loads
+
+
+def _gathered(units: Sequence[Unit], devices: Sequence[Device]) -> dict[Device, list[Unit]]:
+    """Return the units of each device; by runs, because comparing devices one by one is slow for many units."""
+    found: dict[Device, list[Unit]] = {}
+    for device, members in groupby(zip(units, devices, strict=True), key=itemgetter(1)):
+        found.setdefault(device, []).extend(unit for unit, _ in members)
+    return found
 
 
 def keeps_limits(problem: PlacementProblem, placement: Placement) -> bool:
@@ -181,9 +194,9 @@ def workspace(problem: PlacementProblem, placement: Placement) -> dict[Device, i
     keeps 2 x 3.
     """
     execution = placement.execution_device
-    placed = list(zip(problem.units, placement.devices, strict=True))
-    from_ram = max((unit.stream_bytes for unit, device in placed if device == CPU), default=0)
-    from_disk = max((unit.stream_bytes for unit, device in placed if device == DISK), default=0)
+    placed = _gathered(problem.units, placement.devices)
+    from_ram = max((unit.stream_bytes for unit in placed.get(CPU, ())), default=0)
+    from_disk = max((unit.stream_bytes for unit in placed.get(DISK, ())), default=0)
     needs = {execution: from_disk if execution == CPU else max(from_disk, from_ram)}
     if execution != CPU and problem.budget.has_cpu:
         needs[CPU] = from_disk

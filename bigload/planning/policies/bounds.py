@@ -14,6 +14,9 @@ from bigload.planning.placement import PlacementProblem
 from bigload.planning.policies.knapsack import Bin, Kind, choose
 from bigload.planning.policies.tiers import Host
 
+MAX_UNLIKE_ROOMS = 64
+"""With accelerators of more sizes than this, gaps that whole units leave are not counted."""
+
 
 @dataclass(frozen=True, slots=True)
 class LowerBound:
@@ -65,7 +68,11 @@ def _missing(problem: PlacementProblem) -> int:
     """Return the bytes of weights that find no room on the accelerators, at least."""
     run = [unit.num_bytes + unit.run_bytes for unit in problem.units]
     rooms = [room for _, room in problem.accelerators]
-    sums = {room: _largest_sum(run, room) for room in set(rooms)}
+    unlike = set(rooms)
+    if len(unlike) > MAX_UNLIKE_ROOMS:
+        sums = {room: min(max(room, 0), sum(run)) for room in unlike}
+    else:
+        sums = {room: _largest_sum(run, room) for room in unlike}
     filled = [sums[room] for room in rooms]
     if sum(filled) >= sum(run):
         return 0

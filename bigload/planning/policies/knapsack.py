@@ -39,6 +39,7 @@ class Choice:
     second: tuple[int, ...]
     worth: int
     exact: bool
+    steps: int = 0
 
 
 def choose(kinds: Sequence[Kind], first: Bin, second: Bin, *, least: int = 0) -> Choice | None:
@@ -54,7 +55,7 @@ def choose(kinds: Sequence[Kind], first: Bin, second: Bin, *, least: int = 0) ->
     if search.best is None:
         return None
     firsts, seconds, worth = search.best
-    return Choice(firsts, seconds, worth, exact=search.steps <= MAX_STEPS)
+    return Choice(firsts, seconds, worth, exact=search.steps <= MAX_STEPS, steps=search.steps)
 
 
 def upper_bound(kinds: Sequence[Kind], first: Bin, second: Bin) -> int:

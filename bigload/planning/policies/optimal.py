@@ -57,6 +57,7 @@ class _Search:
 
     def answer(self) -> Placement | Misfit:
         found = self._best_stretches(self.orders)
+        self.has_all_orders = self.has_all_orders and not self.stretches.gave_up
         if found is None:
             found = _sequential(self.problem)
         proven = found is not None and self._is_best_by_stretches(found)
@@ -83,6 +84,8 @@ class _Search:
             found = self.stretches.best(rooms, at_most=at_most if best is None else best.rank)
             if found is not None and (best is None or found.rank < best.rank):
                 best = found
+            if self.stretches.gave_up:
+                break
         return best
 
     def _is_best_by_stretches(self, found: Found) -> bool:
@@ -97,13 +100,24 @@ class _Search:
     def _spread(self, found: Found) -> Found:
         """Return a placement of the same rank whose fullest accelerator is as empty as possible."""
         problem = self.problem
+        self.stretches.steps = 0  # a search of its own
+        limits = dict(problem.budget.limits)
         # Who changes device no more often than the accelerators in use require runs one stretch on each of them.
         fewest = least_accelerators(problem, found.cost) - 1
         is_elsewhere = found.cost > 0 and self._may_stream_anywhere and found.num_device_changes > fewest
 
         def below(level: Fraction, *, strictly: bool) -> Found | None:
             orders = [
-                [(device, min(room, _most(problem, device, level, strictly=strictly))) for device, room in rooms]
+                [
+                    (
+                        device,
+                        min(
+                            room,
+                            _most(limits[device] or 0, level, strictly=strictly) - problem.fixed_bytes.get(device, 0),
+                        ),
+                    )
+                    for device, room in rooms
+                ]
                 for rooms in self.orders
             ]
             better = self._best_stretches(orders, at_most=found.rank)
@@ -161,7 +175,7 @@ def _sequential(problem: PlacementProblem) -> Found | None:
         devices.append(devices[-1] if unit.rides else next(homes))
     placement = replace(placement, devices=tuple(devices))
     cost = token_cost(problem, placement)
-    return Found(placement.devices, placement.execution_device, cost, placement.num_device_changes)
+    return Found(placement.devices, placement.execution_device, cost, placement.num_device_changes, exact=False)
 
 
 def token_cost(problem: PlacementProblem, placement: Placement) -> int:
@@ -177,18 +191,15 @@ def token_seconds(problem: PlacementProblem, placement: Placement) -> float:
     return token_cost(problem, placement) / (problem.bandwidth.disk * problem.bandwidth.link)
 
 
-def _most(problem: PlacementProblem, device: Device, level: Fraction, *, strictly: bool) -> int:
-    """Return the room for units on a device whose share of its limit is at most `level`, or less."""
-    limit = problem.budget.get(device) or 0
-    total = ceil(level * limit) - 1 if strictly else floor(level * limit)
-    return total - problem.fixed_bytes.get(device, 0)
+def _most(limit: int, level: Fraction, *, strictly: bool) -> int:
+    """Return the bytes that are a share of a limit of at most `level`, or less."""
+    return ceil(level * limit) - 1 if strictly else floor(level * limit)
 
 
 def _peak(problem: PlacementProblem, found: Found) -> Fraction:
     loads = device_loads(problem, _placement(problem, found))
-    shares = [
-        Fraction(load.total, problem.budget.get(device) or 1) for device, load in loads.items() if device.is_accelerator
-    ]
+    limits = dict(problem.budget.limits)
+    shares = [Fraction(load.total, limits[device] or 1) for device, load in loads.items() if device.is_accelerator]
     return max(shares, default=Fraction(0))
 
 

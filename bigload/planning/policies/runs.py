@@ -14,11 +14,11 @@ from typing import NamedTuple
 
 from bigload.devices import CPU, DISK
 from bigload.planning.policies.kinds import Counts, UnitKinds
-from bigload.planning.policies.stretches import Found, Rooms, Stretches
+from bigload.planning.policies.stretches import Found, Rooms, Stretches, roomier
 from bigload.planning.policies.tiers import Tier
 
-MAX_LABELS = 15_000
-"""Labels looked at before the search gives up; its answer is then not proven to be the best."""
+MAX_LABELS = 40_000
+"""Labels and steps towards them looked at before the search gives up; its answer is then not proven to be the best."""
 
 _COST_OF_A_DIVISION = 25
 """How many labels one division of streamed units among RAM and disk counts for: it takes about as long as some."""
@@ -64,7 +64,10 @@ class _Limits:
     ) -> None:
         self.capacities, self.streamed, self.below = capacities, streamed, below
         self.leaves_early = leaves_early
-        self.later = [sum(max(room, 0) for room in capacities[index + 1 :]) for index in range(len(capacities))]
+        self.later = [0]
+        for room in reversed(capacities[1:]):
+            self.later.append(self.later[-1] + max(room, 0))
+        self.later.reverse()
 
     def room(self, label: _Label) -> int:
         """Return the bytes left on the accelerator that `label` fills and on those after it."""
@@ -82,7 +85,8 @@ class Runs:
         self.rest = [0]
         for kind, count in reversed(self.runs):
             example = kinds.examples[kind]
-            self.rest.insert(0, self.rest[0] + count * (example.num_bytes + example.run_bytes))
+            self.rest.append(self.rest[-1] + count * (example.num_bytes + example.run_bytes))
+        self.rest.reverse()
         self.steps = 0
 
     @property
@@ -98,7 +102,7 @@ class Runs:
         best: Found | None = None
         has_caches = any(unit.run_bytes for unit in self.units[1:])  # what the first one needs is never late
         for leaves_early in (False, True) if has_caches and len(rooms) > 1 else (False,):
-            for first in range(len(rooms)):
+            for first in roomier(rooms):
                 for streamed in self.streams:
                     if self.gave_up:
                         return best
@@ -128,8 +132,8 @@ class Runs:
                             self.steps += 1
                             if not self._hopeless(reached, new, index + 1, limits):
                                 _add(following.setdefault(reached, []), new)
-                    if self.gave_up:
-                        return None
+                        if self.gave_up:
+                            return None
             labels = following
         return self._cheapest(labels, rooms, below)
 
@@ -140,6 +144,7 @@ class Runs:
         room = max(limits.room(label) for label in group)
         least = max(-(-(count * size - room) // size), 0) if size else 0
         for number in range(least, (count if unit.stream_bytes <= limits.streamed else 0) + 1):
+            self.steps += 1
             cost = self.kinds.least_cost(self.kinds.more(counts, kind, number), 0)
             if limits.below is not None and cost > limits.below[0]:
                 return
@@ -195,7 +200,8 @@ class Runs:
             return
         capacities = limits.capacities
         pending = [(label, number)]
-        while pending:
+        while pending and not self.gave_up:
+            self.steps += 1
             here, rest = pending.pop()
             room = capacities[here.current] - here.used
             fitting = min(rest, room // size) if size else rest

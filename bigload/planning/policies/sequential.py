@@ -134,8 +134,8 @@ def fill(sizes: Sequence[int], capacities: Capacities) -> list[Device]:
     placed: list[Device] = []
     for device, capacity in capacities:
         used = 0
-        for size in sizes[len(placed) :]:
-            used += size
+        for index in range(len(placed), len(sizes)):
+            used += sizes[index]
             if capacity is not None and used > capacity:
                 break
             placed.append(device)

@@ -8,15 +8,20 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
+from operator import neg
 
 from bigload.devices import CPU, DISK, Device
 from bigload.planning.placement import PlacementProblem
-from bigload.planning.policies.tiers import Divider, Division, Host, Tier
+from bigload.planning.policies.tiers import KNAPSACK_STEP, Divider, Division, Host, Tier
 
 Rooms = Sequence[tuple[Device, int]]
 """Accelerators, in the order in which they run, with the bytes that units may take on each."""
+
+
+MAX_STEPS = 2_000_000
+"""Units looked at before the best placement so far is taken. Real models on a few accelerators stay far below."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +37,19 @@ class Found:
     @property
     def rank(self) -> tuple[int, int]:
         return self.cost, self.num_device_changes
+
+
+def roomier(rooms: Rooms) -> list[int]:
+    """Return the indexes of accelerators with more room than every one before them.
+
+    Only these need to be tried as the first that is used: in place of another, an earlier one holds no less, and no
+    fewer come after it.
+    """
+    found: list[int] = []
+    for index, (_, room) in enumerate(rooms):
+        if not found or room > rooms[found[-1]][1]:
+            found.append(index)
+    return found
 
 
 class Stretches:
@@ -52,6 +70,12 @@ class Stretches:
         self.last = len(self.ends) - 1
         self.least_stream = min((unit.stream_bytes for unit in units), default=0)
         self._dividers: dict[int, Divider] = {}
+        self.steps = 0
+
+    @property
+    def gave_up(self) -> bool:
+        """Whether the steps are used up: from then on only what is found at once is found."""
+        return self.steps > MAX_STEPS
 
     def best(self, rooms: Rooms, *, at_most: tuple[int, int] | None = None) -> Found | None:
         """Return the placement of least cost, then fewest device changes; `None` without one.
@@ -60,15 +84,18 @@ class Stretches:
         """
         if not rooms:
             return self._on_host(at_most)
-        whole = self._resident(rooms)
+        starts = self.starts(rooms)
+        whole = self._resident(rooms, starts)
         if whole is not None:
             return whole if at_most is None or whole.rank <= at_most else None
         best: Found | None = None
-        for index in range(len(rooms)):
+        for index in roomier(rooms):
             limit = at_most if best is None else best.rank
-            found = self._streaming(rooms[index], rooms[index + 1 :], limit)
+            found = self._streaming(rooms, index, starts, limit)
             if found is not None and (best is None or found.rank < best.rank):
                 best = found
+            if self.gave_up:
+                return None if best is None else replace(best, exact=False)
         return best
 
     def divider(self, position: int) -> Divider:
@@ -83,32 +110,34 @@ class Stretches:
             return None
         return Found(self._devices(division, CPU), CPU, division.cost, 0, division.exact)
 
-    def _resident(self, rooms: Rooms) -> Found | None:
+    def _resident(self, rooms: Rooms, starts: list[list[int]]) -> Found | None:
         """Place everything on the fewest accelerators that hold it."""
-        starts = self.starts(rooms)
         number = next((number for number, row in enumerate(starts) if row[0] == 0), None)
         if number is None:
             return None
-        devices = self.filled(0, rooms, starts, number)
+        devices = self.filled(0, rooms, starts, number, first=0)
         return Found(devices, devices[0] if devices else rooms[0][0], 0, max(number - 1, 0))
 
     def starts(self, rooms: Rooms) -> list[list[int]]:
         """Return `starts[m][g]`: the first position from which `m` of `rooms[g:]` hold everything to the end."""
-        beyond = self.last
-        rows = [[beyond] * (len(rooms) + 1)]
-        for _ in rooms:
-            row = [beyond] * (len(rooms) + 1)
-            for index in reversed(range(len(rooms))):
+        rows = [[self.last] * (len(rooms) + 1)]
+        for number in range(1, len(rooms) + 1):
+            row = list(rows[-1])  # where fewer than `number` are left, that is all of them
+            for index in reversed(range(len(rooms) - number + 1)):
                 row[index] = min(row[index + 1], self._start(rows[-1][index + 1], rooms[index][1]))
+            self.steps += len(row) - number
             rows.append(row)
         return rows
 
-    def filled(self, position: int, rooms: Rooms, starts: list[list[int]], number: int) -> tuple[Device, ...]:
-        """Return devices for the units from `position`: `number` of `rooms`, each as full as it goes, in order."""
+    def filled(
+        self, position: int, rooms: Rooms, starts: list[list[int]], number: int, *, first: int
+    ) -> tuple[Device, ...]:
+        """Return devices for the units from `position`: `number` of `rooms[first:]`, in order, each filled up."""
         devices: list[Device] = []
-        for index, (device, room) in enumerate(rooms):
+        for index in range(first, len(rooms)):
             if number == 0:
                 break
+            device, room = rooms[index]
             end = self._end(position, room)
             if end > position and end >= starts[number - 1][index + 1]:
                 devices += [device] * (self.ends[end] - self.ends[position])
@@ -121,25 +150,31 @@ class Stretches:
     def _end(self, start: int, room: int) -> int:
         return start if room < 0 else bisect_right(self.sizes, self.sizes[start] + room, start) - 1
 
-    def _streaming(self, execution: tuple[Device, int], others: Rooms, at_most: tuple[int, int] | None) -> Found | None:
-        """Place the first units on or off the execution device, and what follows on the other accelerators."""
-        device, room = execution
-        starts = self.starts(others)
+    def _streaming(
+        self, rooms: Rooms, index: int, starts: list[list[int]], at_most: tuple[int, int] | None
+    ) -> Found | None:
+        """Place the first units on or off the accelerator number `index`, and what follows on those after it."""
+        device, room = rooms[index]
+        following = [row[index + 1] for row in starts[: len(rooms) - index]]
         best: Found | None = None
-        for position in range(starts[-1][0], self.last + 1):
+        for position in range(following[-1], self.last + 1):
+            if self.gave_up:
+                break
             limit = at_most if best is None else best.rank
             left = room - self.beside[position]
             divider = self.divider(position)
+            self.steps += KNAPSACK_STEP * len(divider.members)
             if left < 0 or (limit is not None and divider.least_cost(left, self.least_stream) > limit[0]):
                 break  # with a longer stretch, more is streamed
-            number = next(number for number, row in enumerate(starts) if row[0] <= position)
+            number = bisect_left(following, -position, key=neg)
             if limit is not None and (divider.least_cost(left, self.least_stream), number) > limit:
                 continue
             division = divider.divide(left, below=None if limit is None else limit[0] + 1)
+            self.steps += divider.steps
             if division is None or (number and Tier.ACCELERATOR not in division.tiers):
                 continue  # streamed units run on the accelerator that comes first in the device map
             if limit is None or (division.cost, number) < limit or (best is None and (division.cost, number) == limit):
-                rest = self.filled(position, others, starts, number)
+                rest = self.filled(position, rooms, starts, number, first=index + 1)
                 best = Found((*self._devices(division, device), *rest), device, division.cost, number, division.exact)
         return best
 

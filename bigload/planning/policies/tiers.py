@@ -15,6 +15,9 @@ from bigload.planning.placement import PlacementProblem
 from bigload.planning.policies.knapsack import Bin, Choice, Kind, choose, upper_bound
 from bigload.planning.units import Unit
 
+KNAPSACK_STEP = 10
+"""How many units looked at one step of the knapsack counts for."""
+
 
 class Tier(IntEnum):
     """Where weights are, the fastest first."""
@@ -70,7 +73,10 @@ class Division:
 
 
 class Divider:
-    """Divides one list of units; made once, asked for several sizes of the accelerator."""
+    """Divides one list of units; made once, asked for several sizes of the accelerator.
+
+    `steps` is what the last division took: units looked at.
+    """
 
     def __init__(self, units: Sequence[Unit], host: Host) -> None:
         self.units, self.host = units, host
@@ -80,6 +86,7 @@ class Divider:
         self.total_cost = sum(unit.token_bytes for unit in units) * host.disk_cost
         self.num_bytes = sum(unit.num_bytes for unit in units)
         self.streams = sorted({stream for _, _, stream in self.members})
+        self.steps = 0
 
     def least_cost(self, room: int, least_stream: int) -> int:
         """Return a cost that no division is below, with `room` bytes on the accelerator.
@@ -98,6 +105,7 @@ class Divider:
         """
         best: Division | None = None
         exact = True
+        self.steps = len(self.units)
         for streamed, from_disk in self._workspaces(room):
             if best is not None:
                 below = best.cost
@@ -122,6 +130,7 @@ class Divider:
 
     def _with_workspace(self, room: int | None, streamed: int, from_disk: int, below: int | None) -> Division | None:
         host, count = self.host, self.host.num_in_flight
+        self.steps += KNAPSACK_STEP * len(self.members)
         left = 0 if room is None else room - count * streamed
         spare = host.ram_room - (count * from_disk if host.has_ram else 0)
         kinds: list[Kind] = []
@@ -143,6 +152,7 @@ class Divider:
         flexible = sum(kind.size * kind.count for kind in kinds)
         least = 0 if host.disk_room is None else flexible - host.disk_room
         choice = choose(kinds, *bins, least=least)
+        self.steps += len(self.units) + KNAPSACK_STEP * (len(kinds) if choice is None else choice.steps)
         return None if choice is None else self._division(choice, kept)
 
     def _bins(self, room: int, ram_room: int) -> tuple[Bin, Bin]:
