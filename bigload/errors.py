@@ -642,10 +642,9 @@ class NotEnoughMemoryError(LoadError, MemoryError):
     """The tensors are larger than the free memory, which is found before anything is read, or the system refused it."""
 
     def __init__(self, name: str, *, needed_bytes: int, available_bytes: int, hint: str) -> None:
+        needed = f"{format_size(needed_bytes)} to load, " if needed_bytes else ""
         super().__init__(
-            f"{name} does not fit into memory: "
-            f"{format_size(needed_bytes)} to load, {format_size(available_bytes)} available",
-            hint=hint,
+            f"{name} does not fit into memory: {needed}{format_size(available_bytes)} available", hint=hint
         )
         self.needed_bytes = needed_bytes
         self.available_bytes = available_bytes

@@ -81,8 +81,8 @@ def address_of(buffer: Buffer | memoryview) -> int:
     return ctypes.addressof(ctypes.c_char.from_buffer(buffer))
 
 
-def no_memory(what: str, num_bytes: int) -> NotEnoughMemoryError:
-    """Return the error for memory that the system refused, whatever it seems to have left."""
+def no_memory(what: str, num_bytes: int = 0) -> NotEnoughMemoryError:
+    """Return the error for memory that the system refused, whatever it seems to have left; 0 where no size is known."""
     return NotEnoughMemoryError(
         what,
         needed_bytes=num_bytes,

@@ -12,6 +12,7 @@ from bigload.checkpoint.refusal import Refusal
 from bigload.checkpoint.state_dict import find_state_dict
 from bigload.dtypes import DTYPES
 from bigload.errors import InvalidCheckpointError, Problem, ReadError, UnsupportedDTypeError
+from bigload.loading.memory_errors import memory_errors
 from bigload.loading.schedule import Wanted
 
 if TYPE_CHECKING:
@@ -71,7 +72,8 @@ def _load(path: Path) -> dict[str, torch.Tensor]:
     import torch
 
     try:
-        loaded = torch.load(path, map_location="cpu", weights_only=True)
+        with memory_errors(str(path)):
+            loaded = torch.load(path, map_location="cpu", weights_only=True)
     except OSError as error:
         raise ReadError(path, error.strerror or str(error)) from error
     except MemoryError:

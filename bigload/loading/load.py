@@ -14,6 +14,7 @@ from bigload.loading.approach import Approach, OpenSource, settle
 from bigload.loading.events import OnProgress, ignore_progress
 from bigload.loading.guards import check_memory, check_ram
 from bigload.loading.memory import filled
+from bigload.loading.memory_errors import memory_errors
 from bigload.loading.methods import Method
 from bigload.loading.report import LoadReport, Phase, Recorder
 from bigload.loading.schedule import CPU, Schedule, schedule_reads
@@ -40,6 +41,7 @@ class LoadedTensors(dict[str, "torch.Tensor"]):
         self.report = report
 
 
+@memory_errors("the checkpoint")
 def load(
     checkpoint: Checkpoint | str | Path,
     *,

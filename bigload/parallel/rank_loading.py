@@ -16,6 +16,7 @@ from bigload.errors import LoadOptionError, UnknownTensorError, UnsupportedDType
 from bigload.loading.accelerators import check_present
 from bigload.loading.approach import Approach
 from bigload.loading.assign import Assignment
+from bigload.loading.memory_errors import memory_errors
 from bigload.loading.methods import Method
 from bigload.loading.settings import settings
 from bigload.loading.team import Team, present_team, together
@@ -47,6 +48,7 @@ class LoadedParts(dict[str, torch.Tensor]):
         self.report = report
 
 
+@memory_errors("the part of this rank")
 def load_sharded(
     model: nn.Module,
     checkpoint: Checkpoint | str | Path,
@@ -189,6 +191,7 @@ def _loaded(
     return tensors, report
 
 
+@memory_errors("the part of this rank")
 def load_parts(
     checkpoint: Checkpoint | str | Path,
     divisions: Mapping[str, Division],

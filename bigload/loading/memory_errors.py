@@ -1,0 +1,29 @@
+"""Memory that the system refuses as bigload's own error, whoever asked for it: Python, torch, or a new thread."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from bigload.errors import BigloadError
+from bigload.loading.huge_pages import no_memory
+
+_REFUSALS = ("can't allocate memory", "not enough memory", "can't start new thread")
+"""In RuntimeErrors of torch's allocator for the CPU, and of Python's threads, whose stacks are memory."""
+
+
+@contextmanager
+def memory_errors(what: str) -> Iterator[None]:
+    """Turn a refusal of memory into an error that names `what` was loaded; for `with`, and as a decorator.
+
+    Raises:
+        NotEnoughMemoryError: the block raised MemoryError, or a RuntimeError that says the same.
+    """
+    try:
+        yield
+    except BigloadError:
+        raise
+    except (MemoryError, RuntimeError) as error:
+        if isinstance(error, MemoryError) or any(words in str(error) for words in _REFUSALS):
+            raise no_memory(what) from error
+        raise
