@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from queue import SimpleQueue
 from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore
+from torch.distributed.distributed_c10d import _get_default_store
 
 from bigload.errors import RankError
+from bigload.loading.lost_connections import PROBE_SECONDS, has_left
 from bigload.loading.team import LISTENER, to_json
 
 T = TypeVar("T")
@@ -28,6 +34,39 @@ _PATIENCE = timedelta(days=30)
 
 _NEVER_SENT = 1
 """A tag that no message has."""
+
+
+_numbers: WeakKeyDictionary[dist.ProcessGroup, Iterator[int]] = WeakKeyDictionary()
+
+
+@contextmanager
+def _all_present(rank: int, size: int) -> Iterator[None]:
+    """Wait until all ranks have come here: making a group, which the block does, waits minutes for a rank that is gone.
+
+    Raises:
+        RankError: one of them has ended, or has not come in time.
+    """
+    group = dist.group.WORLD
+    assert group is not None
+    number = next(_numbers.setdefault(group, itertools.count()))
+    store = PrefixStore(f"bigload-team-{number}", _get_default_store())
+    store.set(str(rank), "")
+    missing = [each for each in range(size) if each != rank]
+    start = probed = time.monotonic()
+    while missing := [each for each in missing if not store.check([str(each)])]:
+        now = time.monotonic()
+        if now - probed > PROBE_SECONDS:
+            probed = now
+            for each in missing:
+                if has_left(each) and not store.check([str(each)]):
+                    raise RankError(each, "it has ended, and has not come to what all processes do together")
+        if now - start > _MEETING.total_seconds():
+            raise RankError(
+                missing[0], f"it has not come in {now - start:.0f} s", hint="all processes have to call this"
+            )
+        time.sleep(min((now - start) / 8 + 0.0005, 0.25))
+    yield
+    store.delete_key(str(rank))  # all have read it: they have made the group
 
 
 class TorchTeam:
@@ -44,7 +83,8 @@ class TorchTeam:
     def __init__(self) -> None:
         self.rank = dist.get_rank()
         self.size = dist.get_world_size()
-        self._group = dist.new_group(backend="gloo", timeout=_MEETING)
+        with _all_present(self.rank, self.size):
+            self._group = dist.new_group(backend="gloo", timeout=_MEETING)
         self._listeners: dict[int, threading.Thread] = {}
 
     def share(self, value: T) -> list[T]:
@@ -203,6 +243,10 @@ def torch_team() -> Iterator[TorchTeam]:
         if is_ours:
             dist.init_process_group("gloo", timeout=_MEETING)
         team = TorchTeam()
+    except RankError:
+        if is_ours:
+            dist.destroy_process_group()
+        raise
     except (RuntimeError, ValueError) as error:
         if is_ours and dist.is_initialized():
             dist.destroy_process_group()

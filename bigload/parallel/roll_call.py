@@ -24,6 +24,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed.distributed_c10d import _get_default_store
 
 from bigload.errors import RankError
+from bigload.loading.lost_connections import PROBE_SECONDS, has_left
 from bigload.parallel.launchers import local_place
 
 _LONGEST_NAP_SECONDS = 0.25
@@ -115,6 +116,11 @@ class RollCall:
                     self._known[rank] = Presence(**json.loads(store().get(_said_by(rank))))
         return self._known.get(rank)
 
+    def has_ended(self, rank: int, *, may_probe: bool) -> bool:
+        """Return whether a process is known to have ended, by its connection if it has not said where it is."""
+        presence = self.of(rank)
+        return (may_probe and has_left(rank)) if presence is None else presence.has_ended()
+
     def num_before(self) -> int:
         """Return how many processes of this host have a lower rank; waits until all such have said where they are.
 
@@ -151,14 +157,16 @@ class RollCall:
         """
         limit = patience_seconds() if limit_seconds is None else limit_seconds
         missing = dict(keys)
+        probed = 0.0
         for waited in naps():
             missing = {rank: key for rank, key in missing.items() if not _has(key)}
             if not missing:
                 return
+            is_time_to_probe = waited > probed + PROBE_SECONDS
             for rank, key in missing.items():
-                presence = self.of(rank)
-                if presence is not None and presence.has_ended() and not _has(key):
+                if self.has_ended(rank, may_probe=is_time_to_probe) and not _has(key):
                     raise RankError(rank, f"it has ended, and {reason}")
+            probed = waited if is_time_to_probe else probed
             if waited > limit:
                 raise late(next(iter(missing)), reason, waited)
 

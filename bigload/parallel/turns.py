@@ -8,6 +8,7 @@ from dataclasses import asdict
 from typing import Any, TypedDict
 
 from bigload.errors import MainProcessFailedError, ProcessControlError, RankError
+from bigload.loading.lost_connections import PROBE_SECONDS
 from bigload.parallel.roll_call import Presence, late, naps, patience_seconds, roll_call, store, store_errors
 
 _END_SECONDS = 1.0
@@ -101,10 +102,13 @@ class Turn:
             )
 
     def _awaited_word(self) -> _Word:
+        probed = 0.0
         for waited in naps():
             word = self._word()
             if word is None:
-                self._check_coming(waited)
+                is_time_to_probe = waited > probed + PROBE_SECONDS
+                probed = waited if is_time_to_probe else probed
+                self._check_coming(waited, may_probe=is_time_to_probe)
             elif word["is_done"]:
                 return word
             elif self._first is not None and self._first.has_ended() and word == self._word():
@@ -119,12 +123,11 @@ class Turn:
         self._first = Presence(**word["first"])
         return word
 
-    def _check_coming(self, waited_seconds: float) -> None:
+    def _check_coming(self, waited_seconds: float, *, may_probe: bool) -> None:
         """See whether the first, of whom nothing was heard yet in this block, may still come."""
         rank = None if self._is_local else 0
-        presence = None if rank is None else self._call.of(rank)
-        if presence is not None and presence.has_ended() and self._word() is None:
-            raise self._ended(presence.rank)
+        if rank is not None and self._call.has_ended(rank, may_probe=may_probe) and self._word() is None:
+            raise self._ended(rank)
         if waited_seconds > patience_seconds():
             raise late(rank, f"has not come to {self.function}", waited_seconds)
 

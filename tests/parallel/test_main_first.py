@@ -567,3 +567,54 @@ def test_errors_cross_processes():
     again = pickle.loads(pickle.dumps(error))
     assert isinstance(again, RankError)
     assert (str(again), again.rank, again.function) == (str(error), 0, "main_process_first")
+
+
+# A process that ends before its first call has not said where it is.
+
+
+def ends_before_its_first_call(rank, size, folder):
+    join(rank, size, folder)
+    if rank == 1:
+        os._exit(0)
+    acts = {"wait_for_everyone": bigload.wait_for_everyone, "reshard": share}
+    return {
+        "first": raised(go_first) if rank == 0 else None,
+        **{name: raised(act) for name, act in acts.items()},
+    }
+
+
+def first_ends_before_its_first_call(rank, size, folder):
+    join(rank, size, folder)
+    if rank == 0:
+        os._exit(0)
+    return raised(go_first)
+
+
+def go_first():
+    with bigload.main_process_first():
+        pass
+
+
+def share():
+    from bigload.loading.team import present_team
+
+    with present_team():
+        pass
+
+
+@pytest.mark.slow
+def test_a_process_that_ended_before_its_first_call_is_missed(tmp_path):
+    first, gone, last = run(__file__, "ends_before_its_first_call", 3, tmp_path)
+    assert (first.status, gone.status, last.status) == (0, 0, 0), first.errors + last.errors
+    for end in (first, last):
+        assert {end.returned[name]["kind"] for name in ("wait_for_everyone", "reshard")} == {"RankError"}
+        assert end.returned["reshard"]["rank"] == 1
+    assert (first.returned["first"]["kind"], first.returned["first"]["rank"]) == ("RankError", 1)
+
+
+@pytest.mark.slow
+def test_a_first_process_that_ended_before_its_first_call_is_missed(tmp_path):
+    _, *others = run(__file__, "first_ends_before_its_first_call", 3, tmp_path)
+    for end in others:
+        assert end.returned is not None, end.errors
+        assert (end.returned["kind"], end.returned["rank"]) == ("MainProcessFailedError", 0)
