@@ -48,32 +48,6 @@ NAMES = """
     unispeech unispeech-sat vaultgemma visual_bert vit vit_mae vit_msn vitdet voxtral_encoder voxtral_realtime_encoder
     wav2vec2 wav2vec2-conformer wavlm whisper xglm xlm xlm-roberta xlm-roberta-xl xlnet yolos yoso zaya
 """
-TYPES = 128
-NAMES = """
-    afmoe aimv2_vision_model albert apertus arcee aria_text bamba bart beam beit bert bert-generation big_bird
-    bigbird_pegasus biogpt bitnet blenderbot blenderbot-small bloom camembert canine chinese_clip_vision_model
-    clip_text_model clip_vision_model cohere cohere2 cohere2_moe convbert cpmant ctrl cwm data2vec-audio data2vec-text
-    data2vec-vision deberta deberta-v2 deepseek_v3 deepseek_v32 deepseek_v4 deit diffllama dinov2 dinov2_with_registers
-    dinov3_vit distilbert doge dpr dpt electra ernie ernie4_5 ernie4_5_moe eurobert exaone4 exaone_moe falcon falcon_h1
-    falcon_mamba fastspeech2_conformer flaubert flava flex_olmo flint fnet focalnet fsmt gemma gemma2 gemma3_text
-    gemma4_audio git glm glm4 glm4_moe glm4_moe_lite glmasr_encoder gpt- sw3 gpt2 gpt_bigcode gpt_neo gpt_neox
-    gpt_neox_japanese gpt_oss gptj granite granite_docling_text granite_swa granitemoe granitemoe_swa granitemoeshared
-    gte helium hiera higgs_audio_v2 hrm_text hubert hy_v3 hy_v4 hyperclovax ibert ijepa imagegpt inkling2_text
-    inkling_text internlm3 internvl_vision iquestcoder jais2 jamba jetmoe jina_embeddings_v3 kolibri1 kosmos-2.5 laguna
-    layoutlm led lfm2 llama llama4_text longformer longt5 luke m2m_100 mamba mamba2 marian markuplm mbart megatron-bert
-    mellum mgp-str mimo_v2_flash minimax minimax_m2 minimax_m3_vl minimax_m3_vl_text ministral3 mistral mixtral mlcd
-    mlcd_vision_model mllama mobilebert mobilenet_v1 mobilenet_v2 mobilevit modernbert modernbert-decoder molmo2_text
-    moonshine moss_transcribe_diarize_audio mpnet mpt mra mt5 muse_glimmer_text muse_spark_text mvp nanochat nemotron_h
-    nllb-moe nomic_bert nystromformer olmo olmo2 olmo3 olmo_hybrid olmoe openai-gpt openai_privacy_filter opt pegasus
-    pegasus_x persimmon phi phi3 phimoe pixio pixtral plbart prophetnet pvt_v2 qianfan_ocr_vision qwen2 qwen2_5_vl
-    qwen2_5_vl_text qwen2_audio_encoder qwen2_moe qwen2_vl qwen2_vl_text qwen3 qwen3_5_moe_text qwen3_5_text qwen3_moe
-    qwen3_next qwen3_vl qwen3_vl_moe qwen3_vl_moe_text qwen3_vl_text radio recurrent_gemma reformer rembert roberta
-    roberta-prelayernorm roformer rwkv sam3_vit_model sam_hq_vision_model sam_vision_model sapiens2 seamless_m4t
-    seamless_m4t_v2 seed_oss sew sew-d siglip_vision_model smollm3 solar_open splinter squeezebert stablelm starcoder2
-    swiftformer switch_transformers t5 t5gemma tapas tipsv2 tipsv2_text_model tipsv2_vision_model trocr ultrabert umt5
-    unispeech unispeech-sat vaultgemma visual_bert vit vit_mae vit_msn vitdet voxtral_encoder voxtral_realtime_encoder
-    wav2vec2 wav2vec2-conformer wavlm whisper xglm xlm xlm-roberta xlm-roberta-xl xlnet yolos yoso zaya
-"""
 TYPES = NAMES.split()
 
 
