@@ -171,6 +171,10 @@ if TYPE_CHECKING:  # `as` marks them as public to type checkers
     from bigload.runtime.checkpoints import load_state_dict as load_state_dict
     from bigload.runtime.cpu_offload_hooks import CpuOffload as CpuOffload
     from bigload.runtime.cpu_offload_hooks import UserCpuOffloadHook as UserCpuOffloadHook
+    from bigload.runtime.data_batches import skip_first_batches as skip_first_batches
+    from bigload.runtime.device_cache import clear_device_cache as clear_device_cache
+    from bigload.runtime.device_cache import find_executable_batch_size as find_executable_batch_size
+    from bigload.runtime.device_cache import release_memory as release_memory
     from bigload.runtime.device_maps import check_device_map as check_device_map
     from bigload.runtime.device_maps import clean_device_map as clean_device_map
     from bigload.runtime.device_memory import get_balanced_memory as get_balanced_memory
@@ -182,6 +186,7 @@ if TYPE_CHECKING:  # `as` marks them as public to type checkers
     from bigload.runtime.dispatch_context import dispatch as dispatch
     from bigload.runtime.dispatched_loading import load_and_dispatch as load_and_dispatch
     from bigload.runtime.dispatched_loading import load_checkpoint_and_dispatch as load_checkpoint_and_dispatch
+    from bigload.runtime.environment import patch_environment as patch_environment
     from bigload.runtime.fallback import fallback_allocate as fallback_allocate
     from bigload.runtime.hooks import ModelHook as ModelHook
     from bigload.runtime.hooks import SequentialHook as SequentialHook
@@ -192,6 +197,7 @@ if TYPE_CHECKING:  # `as` marks them as public to type checkers
     from bigload.runtime.layerwise_casting import attach_layerwise_casting_hooks as attach_layerwise_casting_hooks
     from bigload.runtime.meta import init_empty_weights as init_empty_weights
     from bigload.runtime.meta import init_on_device as init_on_device
+    from bigload.runtime.module_sizes import CustomDtype as CustomDtype
     from bigload.runtime.module_sizes import calculate_maximum_sizes as calculate_maximum_sizes
     from bigload.runtime.module_sizes import compute_module_sizes as compute_module_sizes
     from bigload.runtime.module_sizes import compute_module_total_buffer_size as compute_module_total_buffer_size
@@ -227,6 +233,8 @@ if TYPE_CHECKING:  # `as` marks them as public to type checkers
     from bigload.runtime.tied_parameters import find_tied_parameters as find_tied_parameters
     from bigload.runtime.tied_parameters import get_module_size_with_ties as get_module_size_with_ties
     from bigload.runtime.trees import units_of_model as units_of_model
+    from bigload.runtime.unwrapping import extract_model_from_parallel as extract_model_from_parallel
+    from bigload.runtime.unwrapping import get_module_class_from_name as get_module_class_from_name
 
 
 _HOMES = {
@@ -359,11 +367,14 @@ _HOMES = {
     "bigload.runtime.auto_device_map": ("infer_auto_device_map",),
     "bigload.runtime.checkpoints": ("load_checkpoint_in_model", "load_state_dict"),
     "bigload.runtime.cpu_offload_hooks": ("CpuOffload", "UserCpuOffloadHook"),
+    "bigload.runtime.data_batches": ("skip_first_batches",),
+    "bigload.runtime.device_cache": ("clear_device_cache", "find_executable_batch_size", "release_memory"),
     "bigload.runtime.device_maps": ("check_device_map", "clean_device_map"),
     "bigload.runtime.device_memory": ("get_balanced_memory", "get_max_memory"),
     "bigload.runtime.dispatch": ("cpu_offload", "cpu_offload_with_hook", "disk_offload", "dispatch_model"),
     "bigload.runtime.dispatch_context": ("dispatch",),
     "bigload.runtime.dispatched_loading": ("load_and_dispatch", "load_checkpoint_and_dispatch"),
+    "bigload.runtime.environment": ("patch_environment",),
     "bigload.runtime.fallback": ("fallback_allocate",),
     "bigload.runtime.hooks": (
         "ModelHook",
@@ -375,6 +386,7 @@ _HOMES = {
     "bigload.runtime.layerwise_casting": ("LayerwiseCastingHook", "attach_layerwise_casting_hooks"),
     "bigload.runtime.meta": ("init_empty_weights", "init_on_device"),
     "bigload.runtime.module_sizes": (
+        "CustomDtype",
         "calculate_maximum_sizes",
         "compute_module_sizes",
         "compute_module_total_buffer_size",
@@ -416,6 +428,7 @@ _HOMES = {
         "get_module_size_with_ties",
     ),
     "bigload.runtime.trees": ("units_of_model",),
+    "bigload.runtime.unwrapping": ("extract_model_from_parallel", "get_module_class_from_name"),
 }
 
 # torch warns of a missing numpy whenever it is imported; bigload never asks torch for numpy's arrays.

@@ -26,6 +26,14 @@ _WITHOUT_TORCH_DTYPE = {"fp8": 1.0, "int4": 1 / 2, "int2": 1 / 4}
 _NARROW = re.compile(r"torch\.u?int([1-7])")
 
 
+class CustomDtype(Enum):
+    """Dtypes that torch has no type for, by which a model may be counted before it is quantised."""
+
+    FP8 = "fp8"
+    INT4 = "int4"
+    INT2 = "int2"
+
+
 def dtype_byte_size(dtype: DTypeLike) -> Size:
     """Return the bytes of one element of `dtype`, a fraction for types of less than a byte. A bool counts as one bit.
 

@@ -2,6 +2,7 @@ import ast
 import builtins
 import inspect
 import re
+from enum import EnumType
 from importlib import import_module
 from inspect import Parameter, signature
 from pathlib import Path
@@ -47,6 +48,8 @@ def test_the_table_of_homes_is_sorted():
 @pytest.mark.parametrize("name", [name for name in PUBLIC if bigload._HOME_OF[name].startswith("bigload.runtime.")])
 def test_what_has_many_arguments_explains_each(name):
     found = getattr(bigload, name)
+    if isinstance(found, EnumType):  # whose members are named, not made
+        return
     named = [each.name for each in signature(found).parameters.values() if each.kind is not Parameter.VAR_KEYWORD]
     silent = [each for each in named if not re.search(rf"`{each}\b|^ +{each}: ", found.__doc__, re.MULTILINE)]
     assert len(named) < 3 or silent == []
