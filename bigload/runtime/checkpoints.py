@@ -24,6 +24,7 @@ from bigload.dtypes import DType
 from bigload.errors import LoadOptionError
 from bigload.loading.absent_weights import LOAD_OR_DISPATCH, NOT_LOADED, mark_absent
 from bigload.loading.assign import Assignment, held
+from bigload.loading.memory_errors import memory_errors
 from bigload.loading.tensors import dtype_of, parsed_dtype, torch_dtype
 from bigload.planning.load_dtype import as_dtype
 from bigload.planning.plan import Plan
@@ -71,6 +72,7 @@ def load_state_dict(
     return source.load(places, None)
 
 
+@memory_errors("the checkpoint")
 def load_checkpoint_in_model(
     model: nn.Module,
     checkpoint: str | os.PathLike[str] | Checkpoint | Plan,

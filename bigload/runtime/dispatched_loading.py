@@ -16,6 +16,7 @@ from torch import nn
 from bigload.checkpoint.source import open_checkpoint
 from bigload.errors import CheckpointError, LegacyPickleError, NoOffloadFolderError, PlanOptionError
 from bigload.layouts.device_folders import PLAN_FILE
+from bigload.loading.memory_errors import memory_errors
 from bigload.planning.plan import Plan
 from bigload.planning.plan_file import read_plan
 from bigload.runtime.auto_device_map import infer_auto_device_map
@@ -35,6 +36,7 @@ StrPath = str | os.PathLike[str]
 _NAMED_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
 
 
+@memory_errors("the checkpoint")
 def load_checkpoint_and_dispatch(
     model: nn.Module,
     checkpoint: StrPath,
@@ -120,6 +122,7 @@ def load_checkpoint_and_dispatch(
     )
 
 
+@memory_errors("the checkpoint")
 def load_and_dispatch(
     model: nn.Module,
     plan: Plan | StrPath,

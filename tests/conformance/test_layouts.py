@@ -15,6 +15,7 @@ from bigload.checkpoint.source import open_checkpoint
 from bigload.dtypes import DTYPES
 from bigload.layouts import device_folders, offload_folder, shards
 from bigload.layouts.offload_reader import OffloadFolder
+from bigload.layouts.reshard import reshard
 from bigload.planning.planner import plan
 from builders import write_output, write_shard
 
@@ -207,3 +208,28 @@ def test_what_huggingface_hub_says_of_shared_tensors_in_a_header_is_read(tmp_pat
     opened = OffloadFolder.open(tmp_path)
     assert opened.tensors.keys() == {"a.weight", "b.weight"}
     assert len(opened.aliases) == 1
+
+
+def test_a_lora_adapter_is_found_by_peft_after_a_reshard(tmp_path):
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    config = transformers.LlamaConfig(
+        hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2, vocab_size=16
+    )
+    base = transformers.LlamaForCausalLM(config).eval()
+    adapted = peft.get_peft_model(base, peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)).eval()
+    expected = adapted(torch.arange(8)[None]).logits
+    adapted.save_pretrained(tmp_path / "adapter")
+    out = reshard(tmp_path / "adapter", tmp_path / "out", layout="shards", max_shard_bytes=64).out
+    again = peft.PeftModel.from_pretrained(adapted.unload(), out).eval()
+    assert torch.equal(again(torch.arange(8)[None]).logits, expected)
+
+
+@pytest.mark.parametrize("max_shard_bytes", [None, 300_000])
+def test_a_model_of_diffusers_is_found_by_it_after_a_reshard(tmp_path, max_shard_bytes):
+    diffusers = pytest.importorskip("diffusers", reason="diffusers is not installed")
+    blocks = {"down_block_types": ("DownBlock2D",), "up_block_types": ("UpBlock2D",), "block_out_channels": (32,)}
+    model = diffusers.UNet2DModel(sample_size=8, layers_per_block=1, norm_num_groups=8, **blocks)
+    model.save_pretrained(tmp_path / "unet")
+    reshard(tmp_path / "unet", tmp_path / "out", layout="shards", max_shard_bytes=max_shard_bytes)
+    again = diffusers.UNet2DModel.from_pretrained(tmp_path / "out")
+    assert all(torch.equal(tensor, again.state_dict()[name]) for name, tensor in model.state_dict().items())

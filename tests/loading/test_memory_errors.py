@@ -99,3 +99,14 @@ def test_memory_that_a_header_takes_too_much_of_is_told_as_such(tmp_path, monkey
     monkeypatch.setattr("bigload.checkpoint.safetensors.parse_header", fail)
     with pytest.raises(NotEnoughMemoryError):
         bigload.load(folder)
+
+
+@pytest.mark.parametrize("load", ["load_checkpoint_in_model", "load_checkpoint_and_dispatch"])
+def test_memory_that_filling_a_model_is_refused_is_told_as_such(tmp_path, monkeypatch, load):
+    def fail(*_arguments, **_options):
+        raise RuntimeError(REFUSED_BY_TORCH)
+
+    folder = make_checkpoint(tmp_path)
+    monkeypatch.setattr("bigload.checkpoint.safetensors.parse_header", fail)
+    with pytest.raises(NotEnoughMemoryError):
+        getattr(bigload, load)(torch.nn.Linear(2, 2), folder, device_map={"": "cpu"})
