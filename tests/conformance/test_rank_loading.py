@@ -48,7 +48,7 @@ def test_the_lines_of_the_readme_fill_a_model_on_one_host_and_on_two(tmp_path):
         said = [process.communicate(timeout=300) for process in running]
         assert [process.returncode for process in running] == [0] * len(running), said
         reports = [line for out, _ in said for line in out.splitlines() if line.startswith("rank ")]
-        assert len(reports) == 16  # each of four ranks has those of all
+        assert len(reports) == 16, said  # each of four ranks has those of all
         read = [int(line.split()[3]) for line in sorted(set(reports))]
         total = int(reports[0].split()[5])
         assert len(read) == 4
