@@ -6,7 +6,7 @@ import shlex
 import pytest
 import typer.main
 
-from bigload_cli import app as program
+from bigload_cli import verbs as program
 
 VERBS = ["inspect", "plan", "reshard", "verify", "bench-load", "bench-run", "run-stats"]
 EPILOGS = {verb: getattr(program, verb.replace("-", "_")).EPILOG for verb in VERBS}
