@@ -278,6 +278,8 @@ def _is_locked_by_others(folder: Path, *, own: str = "") -> bool:
             descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
         except FileNotFoundError:  # the other process finished meanwhile
             continue
+        except OSError as error:
+            raise WriteError(path, error) from error
         try:
             # Shared, so that ranks which look at the same moment do not take each other for a writer.
             if not _is_locked(descriptor, fcntl.LOCK_SH):
