@@ -35,6 +35,27 @@ if TYPE_CHECKING:  # `as` marks them as public to type checkers
     from bigload.checkpoint.model import TensorInfo as TensorInfo
     from bigload.checkpoint.source import open_checkpoint as open_checkpoint
     from bigload.devices import Device as Device
+    from bigload.distributed.barriers import check_trigger as check_trigger
+    from bigload.distributed.barriers import set_trigger as set_trigger
+    from bigload.distributed.barriers import wait_for_everyone as wait_for_everyone
+    from bigload.distributed.main_process_first import local_main_process_first as local_main_process_first
+    from bigload.distributed.main_process_first import main_process_first as main_process_first
+    from bigload.distributed.on_process import on_last_process as on_last_process
+    from bigload.distributed.on_process import on_local_main_process as on_local_main_process
+    from bigload.distributed.on_process import on_local_process as on_local_process
+    from bigload.distributed.on_process import on_main_process as on_main_process
+    from bigload.distributed.on_process import on_process as on_process
+    from bigload.distributed.process_index import is_last_process as is_last_process
+    from bigload.distributed.process_index import is_local_main_process as is_local_main_process
+    from bigload.distributed.process_index import is_main_process as is_main_process
+    from bigload.distributed.process_index import local_process_index as local_process_index
+    from bigload.distributed.process_index import num_processes as num_processes
+    from bigload.distributed.process_index import print as print  # noqa: A004
+    from bigload.distributed.process_index import process_index as process_index
+    from bigload.distributed.process_state import Accelerator as Accelerator
+    from bigload.distributed.process_state import PartialState as PartialState
+    from bigload.distributed.saving import save as save
+    from bigload.distributed.splitting import split_between_processes as split_between_processes
     from bigload.dtypes import DType as DType
     from bigload.errors import AbsentWeightError as AbsentWeightError
     from bigload.errors import AlreadyDispatchedError as AlreadyDispatchedError
@@ -99,140 +120,125 @@ if TYPE_CHECKING:  # `as` marks them as public to type checkers
     from bigload.errors import WorkersEndedError as WorkersEndedError
     from bigload.errors import WorkerTimeoutError as WorkerTimeoutError
     from bigload.errors import WriteError as WriteError
+    from bigload.layouts.kinds.rank_slices import RanksFolder as RanksFolder
+    from bigload.layouts.kinds.rank_slices import read_ranks as read_ranks
     from bigload.layouts.offload_reader import OffloadFolder as OffloadFolder
-    from bigload.layouts.rank_slices import RanksFolder as RanksFolder
-    from bigload.layouts.rank_slices import read_ranks as read_ranks
     from bigload.layouts.reshard import ReshardReport as ReshardReport
     from bigload.layouts.reshard import reshard as reshard
-    from bigload.layouts.verify import FileProblem as FileProblem
-    from bigload.layouts.verify import VerifyReport as VerifyReport
-    from bigload.layouts.verify import verify as verify
-    from bigload.loading.bytesource import ByteSource as ByteSource
-    from bigload.loading.events import Progress as Progress
+    from bigload.layouts.verification.verify import FileProblem as FileProblem
+    from bigload.layouts.verification.verify import VerifyReport as VerifyReport
+    from bigload.layouts.verification.verify import verify as verify
     from bigload.loading.load import LoadedTensors as LoadedTensors
     from bigload.loading.load import load as load
     from bigload.loading.methods import Method as Method
+    from bigload.loading.progress import Progress as Progress
+    from bigload.loading.readers.byte_source import ByteSource as ByteSource
     from bigload.loading.report import LoadReport as LoadReport
     from bigload.loading.slices import Slice as Slice
-    from bigload.parallel.barriers import check_trigger as check_trigger
-    from bigload.parallel.barriers import set_trigger as set_trigger
-    from bigload.parallel.barriers import wait_for_everyone as wait_for_everyone
-    from bigload.parallel.main_first import local_main_process_first as local_main_process_first
-    from bigload.parallel.main_first import main_process_first as main_process_first
-    from bigload.parallel.one_process import on_last_process as on_last_process
-    from bigload.parallel.one_process import on_local_main_process as on_local_main_process
-    from bigload.parallel.one_process import on_local_process as on_local_process
-    from bigload.parallel.one_process import on_main_process as on_main_process
-    from bigload.parallel.one_process import on_process as on_process
-    from bigload.parallel.parallel_model import ParallelModel as ParallelModel
-    from bigload.parallel.parallel_model import ParallelReport as ParallelReport
-    from bigload.parallel.parallelize import parallelize as parallelize
-    from bigload.parallel.process_state import Accelerator as Accelerator
-    from bigload.parallel.process_state import PartialState as PartialState
-    from bigload.parallel.processes import is_last_process as is_last_process
-    from bigload.parallel.processes import is_local_main_process as is_local_main_process
-    from bigload.parallel.processes import is_main_process as is_main_process
-    from bigload.parallel.processes import local_process_index as local_process_index
-    from bigload.parallel.processes import num_processes as num_processes
-    from bigload.parallel.processes import print as print  # noqa: A004
-    from bigload.parallel.processes import process_index as process_index
-    from bigload.parallel.rank_loading import LoadedParts as LoadedParts
-    from bigload.parallel.rank_loading import load_parts as load_parts
-    from bigload.parallel.rank_loading import load_sharded as load_sharded
-    from bigload.parallel.rank_report import RankLoadReport as RankLoadReport
-    from bigload.parallel.requests import WorkerReport as WorkerReport
-    from bigload.parallel.saving import save as save
-    from bigload.parallel.splitting import split_between_processes as split_between_processes
-    from bigload.parallel.tensor_parallel import apply_tensor_parallel as apply_tensor_parallel
-    from bigload.parallel.tensor_parallel import plan_tensor_parallel as plan_tensor_parallel
-    from bigload.parallel.tensor_parallel_plan import LocalArgument as LocalArgument
-    from bigload.parallel.tensor_parallel_plan import TensorParallelPlan as TensorParallelPlan
-    from bigload.planning.budget import MemoryBudget as MemoryBudget
-    from bigload.planning.certificate import Certificate as Certificate
-    from bigload.planning.certificate import Verdict as Verdict
+    from bigload.parallel.sharded_loading.load_sharded import LoadedParts as LoadedParts
+    from bigload.parallel.sharded_loading.load_sharded import load_parts as load_parts
+    from bigload.parallel.sharded_loading.load_sharded import load_sharded as load_sharded
+    from bigload.parallel.sharded_loading.report import RankLoadReport as RankLoadReport
+    from bigload.parallel.tensor_parallel.apply import apply_tensor_parallel as apply_tensor_parallel
+    from bigload.parallel.tensor_parallel.apply import plan_tensor_parallel as plan_tensor_parallel
+    from bigload.parallel.tensor_parallel.plan import LocalArgument as LocalArgument
+    from bigload.parallel.tensor_parallel.plan import TensorParallelPlan as TensorParallelPlan
+    from bigload.parallel.workers.parallel_model import ParallelModel as ParallelModel
+    from bigload.parallel.workers.parallel_model import ParallelReport as ParallelReport
+    from bigload.parallel.workers.parallelize import parallelize as parallelize
+    from bigload.parallel.workers.requests import WorkerReport as WorkerReport
+    from bigload.planning.budget.budget import MemoryBudget as MemoryBudget
     from bigload.planning.choices import Balance as Balance
     from bigload.planning.choices import Experts as Experts
     from bigload.planning.choices import NameScheme as NameScheme
     from bigload.planning.choices import Order as Order
     from bigload.planning.choices import Policy as Policy
-    from bigload.planning.partition import Division as Division
+    from bigload.planning.placement.optimality import Certificate as Certificate
+    from bigload.planning.placement.optimality import Verdict as Verdict
     from bigload.planning.plan import DeviceUse as DeviceUse
     from bigload.planning.plan import Plan as Plan
     from bigload.planning.plan import PlanNote as PlanNote
     from bigload.planning.plan_file import read_plan as read_plan
     from bigload.planning.plan_file import write_plan as write_plan
     from bigload.planning.planner import plan as plan
-    from bigload.runtime.align_devices import AlignDevicesHook as AlignDevicesHook
-    from bigload.runtime.align_devices import attach_align_device_hook as attach_align_device_hook
-    from bigload.runtime.align_devices import attach_align_device_hook_on_blocks as attach_align_device_hook_on_blocks
-    from bigload.runtime.align_devices import attach_execution_device_hook as attach_execution_device_hook
-    from bigload.runtime.auto_device_map import infer_auto_device_map as infer_auto_device_map
-    from bigload.runtime.checkpoints import load_checkpoint_in_model as load_checkpoint_in_model
-    from bigload.runtime.checkpoints import load_state_dict as load_state_dict
-    from bigload.runtime.cpu_offload_hooks import CpuOffload as CpuOffload
-    from bigload.runtime.cpu_offload_hooks import UserCpuOffloadHook as UserCpuOffloadHook
+    from bigload.planning.tensor_parallel.partition import Division as Division
     from bigload.runtime.data_batches import skip_first_batches as skip_first_batches
     from bigload.runtime.device_cache import clear_device_cache as clear_device_cache
     from bigload.runtime.device_cache import find_executable_batch_size as find_executable_batch_size
     from bigload.runtime.device_cache import release_memory as release_memory
-    from bigload.runtime.device_maps import check_device_map as check_device_map
-    from bigload.runtime.device_maps import clean_device_map as clean_device_map
-    from bigload.runtime.device_memory import get_balanced_memory as get_balanced_memory
-    from bigload.runtime.device_memory import get_max_memory as get_max_memory
-    from bigload.runtime.dispatch import cpu_offload as cpu_offload
-    from bigload.runtime.dispatch import cpu_offload_with_hook as cpu_offload_with_hook
-    from bigload.runtime.dispatch import disk_offload as disk_offload
-    from bigload.runtime.dispatch import dispatch_model as dispatch_model
-    from bigload.runtime.dispatch_context import dispatch as dispatch
-    from bigload.runtime.dispatched_loading import load_and_dispatch as load_and_dispatch
-    from bigload.runtime.dispatched_loading import load_checkpoint_and_dispatch as load_checkpoint_and_dispatch
-    from bigload.runtime.environment import patch_environment as patch_environment
-    from bigload.runtime.fallback import fallback_allocate as fallback_allocate
-    from bigload.runtime.hooks import ModelHook as ModelHook
-    from bigload.runtime.hooks import SequentialHook as SequentialHook
-    from bigload.runtime.hooks import add_hook_to_module as add_hook_to_module
-    from bigload.runtime.hooks import remove_hook_from_module as remove_hook_from_module
-    from bigload.runtime.hooks import remove_hook_from_submodules as remove_hook_from_submodules
-    from bigload.runtime.layerwise_casting import LayerwiseCastingHook as LayerwiseCastingHook
-    from bigload.runtime.layerwise_casting import attach_layerwise_casting_hooks as attach_layerwise_casting_hooks
-    from bigload.runtime.meta import init_empty_weights as init_empty_weights
-    from bigload.runtime.meta import init_on_device as init_on_device
-    from bigload.runtime.module_sizes import CustomDtype as CustomDtype
-    from bigload.runtime.module_sizes import calculate_maximum_sizes as calculate_maximum_sizes
-    from bigload.runtime.module_sizes import compute_module_sizes as compute_module_sizes
-    from bigload.runtime.module_sizes import compute_module_total_buffer_size as compute_module_total_buffer_size
-    from bigload.runtime.module_sizes import convert_file_size_to_int as convert_file_size_to_int
-    from bigload.runtime.module_sizes import dtype_byte_size as dtype_byte_size
-    from bigload.runtime.module_sizes import get_max_layer_size as get_max_layer_size
-    from bigload.runtime.module_sizes import get_module_leaves as get_module_leaves
-    from bigload.runtime.module_sizes import get_non_persistent_buffers as get_non_persistent_buffers
-    from bigload.runtime.module_sizes import id_tensor_storage as id_tensor_storage
-    from bigload.runtime.module_sizes import named_module_tensors as named_module_tensors
-    from bigload.runtime.module_tensors import align_module_device as align_module_device
-    from bigload.runtime.module_tensors import check_device_same as check_device_same
-    from bigload.runtime.module_tensors import has_offloaded_params as has_offloaded_params
-    from bigload.runtime.module_tensors import retie_parameters as retie_parameters
-    from bigload.runtime.module_tensors import set_module_tensor_to_device as set_module_tensor_to_device
-    from bigload.runtime.offload_store import OffloadedWeightsLoader as OffloadedWeightsLoader
-    from bigload.runtime.offload_store import PrefixedDataset as PrefixedDataset
-    from bigload.runtime.offload_store import extract_submodules_state_dict as extract_submodules_state_dict
-    from bigload.runtime.offload_store import load_offloaded_weight as load_offloaded_weight
-    from bigload.runtime.offload_store import offload_state_dict as offload_state_dict
-    from bigload.runtime.offload_store import offload_weight as offload_weight
-    from bigload.runtime.offload_store import save_offload_index as save_offload_index
-    from bigload.runtime.offloaded_state import get_state_dict_from_offload as get_state_dict_from_offload
-    from bigload.runtime.offloaded_state import get_state_dict_offloaded_model as get_state_dict_offloaded_model
-    from bigload.runtime.offloaded_state import load_offloaded_weights as load_offloaded_weights
-    from bigload.runtime.sending import find_device as find_device
-    from bigload.runtime.sending import send_to_device as send_to_device
-    from bigload.runtime.stored_weights import StoredWeights as StoredWeights
-    from bigload.runtime.tied_parameters import check_tied_parameters_in_config as check_tied_parameters_in_config
-    from bigload.runtime.tied_parameters import (
+    from bigload.runtime.device_map.auto_device_map import infer_auto_device_map as infer_auto_device_map
+    from bigload.runtime.device_map.checks import check_device_map as check_device_map
+    from bigload.runtime.device_map.checks import clean_device_map as clean_device_map
+    from bigload.runtime.device_map.device_memory import get_balanced_memory as get_balanced_memory
+    from bigload.runtime.device_map.device_memory import get_max_memory as get_max_memory
+    from bigload.runtime.device_map.first_fit_fallback import fallback_allocate as fallback_allocate
+    from bigload.runtime.device_map.model_units import units_of_model as units_of_model
+    from bigload.runtime.device_map.module_sizes import CustomDtype as CustomDtype
+    from bigload.runtime.device_map.module_sizes import calculate_maximum_sizes as calculate_maximum_sizes
+    from bigload.runtime.device_map.module_sizes import compute_module_sizes as compute_module_sizes
+    from bigload.runtime.device_map.module_sizes import (
+        compute_module_total_buffer_size as compute_module_total_buffer_size,
+    )
+    from bigload.runtime.device_map.module_sizes import convert_file_size_to_int as convert_file_size_to_int
+    from bigload.runtime.device_map.module_sizes import dtype_byte_size as dtype_byte_size
+    from bigload.runtime.device_map.module_sizes import get_max_layer_size as get_max_layer_size
+    from bigload.runtime.device_map.module_sizes import get_module_leaves as get_module_leaves
+    from bigload.runtime.device_map.module_sizes import get_non_persistent_buffers as get_non_persistent_buffers
+    from bigload.runtime.device_map.module_sizes import id_tensor_storage as id_tensor_storage
+    from bigload.runtime.device_map.module_sizes import named_module_tensors as named_module_tensors
+    from bigload.runtime.device_map.tied_parameters import (
+        check_tied_parameters_in_config as check_tied_parameters_in_config,
+    )
+    from bigload.runtime.device_map.tied_parameters import (
         check_tied_parameters_on_same_device as check_tied_parameters_on_same_device,
     )
-    from bigload.runtime.tied_parameters import find_tied_parameters as find_tied_parameters
-    from bigload.runtime.tied_parameters import get_module_size_with_ties as get_module_size_with_ties
-    from bigload.runtime.trees import units_of_model as units_of_model
+    from bigload.runtime.device_map.tied_parameters import find_tied_parameters as find_tied_parameters
+    from bigload.runtime.device_map.tied_parameters import get_module_size_with_ties as get_module_size_with_ties
+    from bigload.runtime.dispatch.dispatch import cpu_offload as cpu_offload
+    from bigload.runtime.dispatch.dispatch import cpu_offload_with_hook as cpu_offload_with_hook
+    from bigload.runtime.dispatch.dispatch import disk_offload as disk_offload
+    from bigload.runtime.dispatch.dispatch import dispatch_model as dispatch_model
+    from bigload.runtime.dispatch.dispatch_context import dispatch as dispatch
+    from bigload.runtime.dispatch.load_and_dispatch import load_and_dispatch as load_and_dispatch
+    from bigload.runtime.dispatch.load_and_dispatch import load_checkpoint_and_dispatch as load_checkpoint_and_dispatch
+    from bigload.runtime.dispatch.load_checkpoint import load_checkpoint_in_model as load_checkpoint_in_model
+    from bigload.runtime.dispatch.load_checkpoint import load_state_dict as load_state_dict
+    from bigload.runtime.environment import patch_environment as patch_environment
+    from bigload.runtime.hooks.align_devices import AlignDevicesHook as AlignDevicesHook
+    from bigload.runtime.hooks.align_devices import attach_align_device_hook as attach_align_device_hook
+    from bigload.runtime.hooks.align_devices import (
+        attach_align_device_hook_on_blocks as attach_align_device_hook_on_blocks,
+    )
+    from bigload.runtime.hooks.align_devices import attach_execution_device_hook as attach_execution_device_hook
+    from bigload.runtime.hooks.cpu_offload_hooks import CpuOffload as CpuOffload
+    from bigload.runtime.hooks.cpu_offload_hooks import UserCpuOffloadHook as UserCpuOffloadHook
+    from bigload.runtime.hooks.hooks import ModelHook as ModelHook
+    from bigload.runtime.hooks.hooks import SequentialHook as SequentialHook
+    from bigload.runtime.hooks.hooks import add_hook_to_module as add_hook_to_module
+    from bigload.runtime.hooks.hooks import remove_hook_from_module as remove_hook_from_module
+    from bigload.runtime.hooks.hooks import remove_hook_from_submodules as remove_hook_from_submodules
+    from bigload.runtime.hooks.layerwise_casting import LayerwiseCastingHook as LayerwiseCastingHook
+    from bigload.runtime.hooks.layerwise_casting import attach_layerwise_casting_hooks as attach_layerwise_casting_hooks
+    from bigload.runtime.hooks.module_tensors import align_module_device as align_module_device
+    from bigload.runtime.hooks.module_tensors import check_device_same as check_device_same
+    from bigload.runtime.hooks.module_tensors import has_offloaded_params as has_offloaded_params
+    from bigload.runtime.hooks.module_tensors import retie_parameters as retie_parameters
+    from bigload.runtime.hooks.module_tensors import set_module_tensor_to_device as set_module_tensor_to_device
+    from bigload.runtime.hooks.send_to_device import find_device as find_device
+    from bigload.runtime.hooks.send_to_device import send_to_device as send_to_device
+    from bigload.runtime.init_empty_weights import init_empty_weights as init_empty_weights
+    from bigload.runtime.init_empty_weights import init_on_device as init_on_device
+    from bigload.runtime.offload.offload_store import OffloadedWeightsLoader as OffloadedWeightsLoader
+    from bigload.runtime.offload.offload_store import PrefixedDataset as PrefixedDataset
+    from bigload.runtime.offload.offload_store import extract_submodules_state_dict as extract_submodules_state_dict
+    from bigload.runtime.offload.offload_store import load_offloaded_weight as load_offloaded_weight
+    from bigload.runtime.offload.offload_store import offload_state_dict as offload_state_dict
+    from bigload.runtime.offload.offload_store import offload_weight as offload_weight
+    from bigload.runtime.offload.offload_store import save_offload_index as save_offload_index
+    from bigload.runtime.offload.offloaded_state import get_state_dict_from_offload as get_state_dict_from_offload
+    from bigload.runtime.offload.offloaded_state import get_state_dict_offloaded_model as get_state_dict_offloaded_model
+    from bigload.runtime.offload.offloaded_state import load_offloaded_weights as load_offloaded_weights
+    from bigload.runtime.offload.stored_weights import StoredWeights as StoredWeights
     from bigload.runtime.unwrapping import extract_model_from_parallel as extract_model_from_parallel
     from bigload.runtime.unwrapping import get_module_class_from_name as get_module_class_from_name
 
@@ -247,6 +253,27 @@ _HOMES = {
     "bigload.checkpoint.model": ("Checkpoint", "CheckpointWarning", "Shard", "Span", "TensorInfo"),
     "bigload.checkpoint.source": ("open_checkpoint",),
     "bigload.devices": ("Device",),
+    "bigload.distributed.barriers": ("check_trigger", "set_trigger", "wait_for_everyone"),
+    "bigload.distributed.main_process_first": ("local_main_process_first", "main_process_first"),
+    "bigload.distributed.on_process": (
+        "on_last_process",
+        "on_local_main_process",
+        "on_local_process",
+        "on_main_process",
+        "on_process",
+    ),
+    "bigload.distributed.process_index": (
+        "is_last_process",
+        "is_local_main_process",
+        "is_main_process",
+        "local_process_index",
+        "num_processes",
+        "print",
+        "process_index",
+    ),
+    "bigload.distributed.process_state": ("Accelerator", "PartialState"),
+    "bigload.distributed.saving": ("save",),
+    "bigload.distributed.splitting": ("split_between_processes",),
     "bigload.dtypes": ("DType",),
     "bigload.errors": (
         "AbsentWeightError",
@@ -313,79 +340,38 @@ _HOMES = {
         "WorkersEndedError",
         "WriteError",
     ),
+    "bigload.layouts.kinds.rank_slices": ("RanksFolder", "read_ranks"),
     "bigload.layouts.offload_reader": ("OffloadFolder",),
-    "bigload.layouts.rank_slices": ("RanksFolder", "read_ranks"),
     "bigload.layouts.reshard": ("ReshardReport", "reshard"),
-    "bigload.layouts.verify": ("FileProblem", "VerifyReport", "verify"),
-    "bigload.loading.bytesource": ("ByteSource",),
-    "bigload.loading.events": ("Progress",),
+    "bigload.layouts.verification.verify": ("FileProblem", "VerifyReport", "verify"),
     "bigload.loading.load": ("LoadedTensors", "load"),
     "bigload.loading.methods": ("Method",),
+    "bigload.loading.progress": ("Progress",),
+    "bigload.loading.readers.byte_source": ("ByteSource",),
     "bigload.loading.report": ("LoadReport",),
     "bigload.loading.slices": ("Slice",),
-    "bigload.parallel.barriers": ("check_trigger", "set_trigger", "wait_for_everyone"),
-    "bigload.parallel.main_first": ("local_main_process_first", "main_process_first"),
-    "bigload.parallel.one_process": (
-        "on_last_process",
-        "on_local_main_process",
-        "on_local_process",
-        "on_main_process",
-        "on_process",
-    ),
-    "bigload.parallel.parallel_model": ("ParallelModel", "ParallelReport"),
-    "bigload.parallel.parallelize": ("parallelize",),
-    "bigload.parallel.process_state": ("Accelerator", "PartialState"),
-    "bigload.parallel.processes": (
-        "is_last_process",
-        "is_local_main_process",
-        "is_main_process",
-        "local_process_index",
-        "num_processes",
-        "print",
-        "process_index",
-    ),
-    "bigload.parallel.rank_loading": ("LoadedParts", "load_parts", "load_sharded"),
-    "bigload.parallel.rank_report": ("RankLoadReport",),
-    "bigload.parallel.requests": ("WorkerReport",),
-    "bigload.parallel.saving": ("save",),
-    "bigload.parallel.splitting": ("split_between_processes",),
-    "bigload.parallel.tensor_parallel": ("apply_tensor_parallel", "plan_tensor_parallel"),
-    "bigload.parallel.tensor_parallel_plan": ("LocalArgument", "TensorParallelPlan"),
-    "bigload.planning.budget": ("MemoryBudget",),
-    "bigload.planning.certificate": ("Certificate", "Verdict"),
+    "bigload.parallel.sharded_loading.load_sharded": ("LoadedParts", "load_parts", "load_sharded"),
+    "bigload.parallel.sharded_loading.report": ("RankLoadReport",),
+    "bigload.parallel.tensor_parallel.apply": ("apply_tensor_parallel", "plan_tensor_parallel"),
+    "bigload.parallel.tensor_parallel.plan": ("LocalArgument", "TensorParallelPlan"),
+    "bigload.parallel.workers.parallel_model": ("ParallelModel", "ParallelReport"),
+    "bigload.parallel.workers.parallelize": ("parallelize",),
+    "bigload.parallel.workers.requests": ("WorkerReport",),
+    "bigload.planning.budget.budget": ("MemoryBudget",),
     "bigload.planning.choices": ("Balance", "Experts", "NameScheme", "Order", "Policy"),
-    "bigload.planning.partition": ("Division",),
+    "bigload.planning.placement.optimality": ("Certificate", "Verdict"),
     "bigload.planning.plan": ("DeviceUse", "Plan", "PlanNote"),
     "bigload.planning.plan_file": ("read_plan", "write_plan"),
     "bigload.planning.planner": ("plan",),
-    "bigload.runtime.align_devices": (
-        "AlignDevicesHook",
-        "attach_align_device_hook",
-        "attach_align_device_hook_on_blocks",
-        "attach_execution_device_hook",
-    ),
-    "bigload.runtime.auto_device_map": ("infer_auto_device_map",),
-    "bigload.runtime.checkpoints": ("load_checkpoint_in_model", "load_state_dict"),
-    "bigload.runtime.cpu_offload_hooks": ("CpuOffload", "UserCpuOffloadHook"),
+    "bigload.planning.tensor_parallel.partition": ("Division",),
     "bigload.runtime.data_batches": ("skip_first_batches",),
     "bigload.runtime.device_cache": ("clear_device_cache", "find_executable_batch_size", "release_memory"),
-    "bigload.runtime.device_maps": ("check_device_map", "clean_device_map"),
-    "bigload.runtime.device_memory": ("get_balanced_memory", "get_max_memory"),
-    "bigload.runtime.dispatch": ("cpu_offload", "cpu_offload_with_hook", "disk_offload", "dispatch_model"),
-    "bigload.runtime.dispatch_context": ("dispatch",),
-    "bigload.runtime.dispatched_loading": ("load_and_dispatch", "load_checkpoint_and_dispatch"),
-    "bigload.runtime.environment": ("patch_environment",),
-    "bigload.runtime.fallback": ("fallback_allocate",),
-    "bigload.runtime.hooks": (
-        "ModelHook",
-        "SequentialHook",
-        "add_hook_to_module",
-        "remove_hook_from_module",
-        "remove_hook_from_submodules",
-    ),
-    "bigload.runtime.layerwise_casting": ("LayerwiseCastingHook", "attach_layerwise_casting_hooks"),
-    "bigload.runtime.meta": ("init_empty_weights", "init_on_device"),
-    "bigload.runtime.module_sizes": (
+    "bigload.runtime.device_map.auto_device_map": ("infer_auto_device_map",),
+    "bigload.runtime.device_map.checks": ("check_device_map", "clean_device_map"),
+    "bigload.runtime.device_map.device_memory": ("get_balanced_memory", "get_max_memory"),
+    "bigload.runtime.device_map.first_fit_fallback": ("fallback_allocate",),
+    "bigload.runtime.device_map.model_units": ("units_of_model",),
+    "bigload.runtime.device_map.module_sizes": (
         "CustomDtype",
         "calculate_maximum_sizes",
         "compute_module_sizes",
@@ -398,14 +384,42 @@ _HOMES = {
         "id_tensor_storage",
         "named_module_tensors",
     ),
-    "bigload.runtime.module_tensors": (
+    "bigload.runtime.device_map.tied_parameters": (
+        "check_tied_parameters_in_config",
+        "check_tied_parameters_on_same_device",
+        "find_tied_parameters",
+        "get_module_size_with_ties",
+    ),
+    "bigload.runtime.dispatch.dispatch": ("cpu_offload", "cpu_offload_with_hook", "disk_offload", "dispatch_model"),
+    "bigload.runtime.dispatch.dispatch_context": ("dispatch",),
+    "bigload.runtime.dispatch.load_and_dispatch": ("load_and_dispatch", "load_checkpoint_and_dispatch"),
+    "bigload.runtime.dispatch.load_checkpoint": ("load_checkpoint_in_model", "load_state_dict"),
+    "bigload.runtime.environment": ("patch_environment",),
+    "bigload.runtime.hooks.align_devices": (
+        "AlignDevicesHook",
+        "attach_align_device_hook",
+        "attach_align_device_hook_on_blocks",
+        "attach_execution_device_hook",
+    ),
+    "bigload.runtime.hooks.cpu_offload_hooks": ("CpuOffload", "UserCpuOffloadHook"),
+    "bigload.runtime.hooks.hooks": (
+        "ModelHook",
+        "SequentialHook",
+        "add_hook_to_module",
+        "remove_hook_from_module",
+        "remove_hook_from_submodules",
+    ),
+    "bigload.runtime.hooks.layerwise_casting": ("LayerwiseCastingHook", "attach_layerwise_casting_hooks"),
+    "bigload.runtime.hooks.module_tensors": (
         "align_module_device",
         "check_device_same",
         "has_offloaded_params",
         "retie_parameters",
         "set_module_tensor_to_device",
     ),
-    "bigload.runtime.offload_store": (
+    "bigload.runtime.hooks.send_to_device": ("find_device", "send_to_device"),
+    "bigload.runtime.init_empty_weights": ("init_empty_weights", "init_on_device"),
+    "bigload.runtime.offload.offload_store": (
         "OffloadedWeightsLoader",
         "PrefixedDataset",
         "extract_submodules_state_dict",
@@ -414,20 +428,12 @@ _HOMES = {
         "offload_weight",
         "save_offload_index",
     ),
-    "bigload.runtime.offloaded_state": (
+    "bigload.runtime.offload.offloaded_state": (
         "get_state_dict_from_offload",
         "get_state_dict_offloaded_model",
         "load_offloaded_weights",
     ),
-    "bigload.runtime.sending": ("find_device", "send_to_device"),
-    "bigload.runtime.stored_weights": ("StoredWeights",),
-    "bigload.runtime.tied_parameters": (
-        "check_tied_parameters_in_config",
-        "check_tied_parameters_on_same_device",
-        "find_tied_parameters",
-        "get_module_size_with_ties",
-    ),
-    "bigload.runtime.trees": ("units_of_model",),
+    "bigload.runtime.offload.stored_weights": ("StoredWeights",),
     "bigload.runtime.unwrapping": ("extract_model_from_parallel", "get_module_class_from_name"),
 }
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from itertools import permutations, product
 
 from bigload.devices import CPU
-from bigload.planning.placement import Placement, PlacementProblem, keeps_limits
+from bigload.planning.placement.problem import Placement, PlacementProblem, keeps_limits
 
 
 def placements_in_order(problem: PlacementProblem) -> Iterator[Placement]:

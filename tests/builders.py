@@ -20,10 +20,10 @@ import xxhash
 
 from bigload.checkpoint.model import Checkpoint, Shard, Span, TensorInfo
 from bigload.dtypes import DTYPES
-from bigload.layouts.output_files import Output
-from bigload.planning.budget import MemoryBudget
-from bigload.planning.placement import PlacementProblem
-from bigload.planning.units import Part, Unit, UnitKind
+from bigload.layouts.output import Output
+from bigload.planning.budget.budget import MemoryBudget
+from bigload.planning.model.units import Part, Unit, UnitKind
+from bigload.planning.placement.problem import PlacementProblem
 
 DTYPE_BITS = {
     **dict.fromkeys(("BOOL", "U8", "I8", "F8_E5M2", "F8_E4M3", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"), 8),

@@ -21,9 +21,9 @@ from pathlib import Path
 
 from bigload.errors import BigloadError
 from bigload.layouts import execution
-from bigload.layouts import sink as sink_module
-from bigload.layouts import writer as writer_module
 from bigload.layouts.reshard import reshard
+from bigload.layouts.writing import output_file_writer as sink_module
+from bigload.layouts.writing import writer as writer_module
 from builders import contents
 
 CALLS = (

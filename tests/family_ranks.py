@@ -5,7 +5,7 @@ from torch.distributed import get_world_size
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from bigload.parallel.tensor_parallel import apply_tensor_parallel, plan_tensor_parallel
+from bigload.parallel.tensor_parallel.apply import apply_tensor_parallel, plan_tensor_parallel
 from parallel_families import inputs_of, logits_of, make
 
 WAYS = {

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 
-from bigload.parallel import worker
+from bigload.parallel.workers import worker_main as worker
 
-REQUESTS = "bigload.parallel.requests"
+REQUESTS = "bigload.parallel.workers.requests"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

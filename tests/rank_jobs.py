@@ -6,8 +6,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from bigload.errors import PartitionError
-from bigload.parallel.draft import sliced
-from bigload.parallel.tensor_parallel import apply_tensor_parallel, placed, plan_tensor_parallel
+from bigload.parallel.tensor_parallel.apply import apply_tensor_parallel, placed, plan_tensor_parallel
+from bigload.parallel.tensor_parallel.plan_draft import sliced
 from parallel_models import MODELS, example
 
 

@@ -42,7 +42,7 @@ def main() -> None:
     import torch.distributed.fsdp
     import torch.distributed.tensor.parallel
 
-    import bigload.parallel.rank_loading  # noqa: F401
+    import bigload.parallel.sharded_loading.load_sharded  # noqa: F401
 
     spec = importlib.util.spec_from_file_location("asked", asked["file"])
     assert spec is not None

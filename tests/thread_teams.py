@@ -7,8 +7,8 @@ import threading
 from collections.abc import Callable
 from typing import TypeVar
 
+from bigload.distributed.process_group import to_json
 from bigload.errors import RankError
-from bigload.loading.team import to_json
 
 T = TypeVar("T")
 

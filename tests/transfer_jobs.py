@@ -2,7 +2,7 @@
 
 import torch
 
-from bigload.loading.workers import run_jobs
+from bigload.machine.thread_pool import run_jobs
 
 
 def cut(num_bytes, most):

@@ -7,7 +7,7 @@ import hashlib
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from bigload.loading.workers import default_threads, run_jobs
+from bigload.machine.thread_pool import default_threads, run_jobs
 
 if TYPE_CHECKING:
     import torch

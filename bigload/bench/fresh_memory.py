@@ -6,9 +6,9 @@ per GiB at worst, and that is no property of a loader. On a machine of its own t
 
 from __future__ import annotations
 
-from bigload.loading.huge_pages import Buffer, allocate, prefault
-from bigload.loading.workers import default_threads, run_jobs
-from bigload.planning.probe import available_memory
+from bigload.machine.huge_pages import Buffer, allocate, prefault
+from bigload.machine.memory import available_memory
+from bigload.machine.thread_pool import default_threads, run_jobs
 from bigload.units import GIB, MIB
 
 _PIECE_BYTES = 64 * MIB

@@ -23,13 +23,13 @@ from bigload.bench.run_model import ModelMaker
 from bigload.checkpoint.model import Checkpoint
 from bigload.errors import NotEnoughMemoryError, NotEnoughSpaceError
 from bigload.loading.tensors import torch_dtype
+from bigload.machine.memory import available_memory
 from bigload.planning.plan import Plan
-from bigload.planning.probe import available_memory
-from bigload.runtime.blocks import DeviceLike, main_device_of, place_of
-from bigload.runtime.checkpoints import load_checkpoint_in_model
-from bigload.runtime.dispatched_loading import load_and_dispatch, load_checkpoint_and_dispatch
-from bigload.runtime.stored_weights import StoredWeights
-from bigload.runtime.tied_parameters import device_of
+from bigload.runtime.device_map.blocks import DeviceLike, main_device_of, place_of
+from bigload.runtime.device_map.tied_parameters import device_of
+from bigload.runtime.dispatch.load_and_dispatch import load_and_dispatch, load_checkpoint_and_dispatch
+from bigload.runtime.dispatch.load_checkpoint import load_checkpoint_in_model
+from bigload.runtime.offload.stored_weights import StoredWeights
 from bigload.units import MIB, format_size
 
 _ALL_ON_DISK: Mapping[str, DeviceLike] = {"": "disk"}

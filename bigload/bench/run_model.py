@@ -13,7 +13,7 @@ from torch import nn
 from bigload.checkpoint.model import Checkpoint
 from bigload.errors import BenchOptionError, MissingPackageError
 from bigload.loading.tensors import torch_dtype
-from bigload.runtime.meta import init_empty_weights
+from bigload.runtime.init_empty_weights import init_empty_weights
 
 _SEED = 0
 

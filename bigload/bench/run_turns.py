@@ -16,11 +16,11 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from bigload.bench.memory_sampler import MemorySampler, memory_use
 from bigload.bench.page_cache_state import CacheState, LeftInCache, evict_verified
 from bigload.bench.run_contenders import Prepared
 from bigload.bench.runner import Clock, OnRun, rotated
-from bigload.loading.page_cache import cached_fraction
+from bigload.machine.memory_sampler import MemorySampler, memory_use
+from bigload.machine.page_cache import cached_fraction
 from bigload.runtime.streaming.run_log import RunStats
 
 Run = Callable[[nn.Module], torch.Tensor]

@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import TypeVar
 
 from bigload.bench.fresh_memory import renew
-from bigload.bench.memory_sampler import MemorySampler, MemoryUse
 from bigload.bench.page_cache_state import CacheState, LeftInCache, prepare
-from bigload.bench.peak_memory import peak_bytes, reset_peak
-from bigload.loading.page_cache import cached_fraction
+from bigload.machine.memory_sampler import MemorySampler, MemoryUse
+from bigload.machine.page_cache import cached_fraction
+from bigload.machine.peak_memory import peak_bytes, reset_peak
 
 Item = TypeVar("Item")
 

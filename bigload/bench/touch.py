@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from bigload.bench.memory import MemoryKind
-from bigload.loading.workers import default_threads, run_jobs
+from bigload.machine.thread_pool import default_threads, run_jobs
 from bigload.units import MIB
 
 if TYPE_CHECKING:

@@ -8,6 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bigload.bounded_json import MAX_CONFIG_BYTES, loads_bounded
+from bigload.checkpoint.formats.format_error import LegacyFile
+from bigload.checkpoint.formats.safetensors import read_header
+from bigload.checkpoint.formats.unsupported import (
+    adapter_warning,
+    refuse_other_file,
+    refuse_other_folder,
+    refuse_pipeline,
+)
 from bigload.checkpoint.index import (
     DEFAULT_INDEX,
     DEFAULT_TORCH_INDEX,
@@ -20,9 +28,6 @@ from bigload.checkpoint.index import (
     resolve_shard,
 )
 from bigload.checkpoint.model import Checkpoint, CheckpointWarning, ShardHeader, TensorInfo
-from bigload.checkpoint.other_formats import adapter_warning, refuse_other_file, refuse_other_folder, refuse_pipeline
-from bigload.checkpoint.refusal import LegacyFile
-from bigload.checkpoint.safetensors import read_header
 from bigload.errors import (
     CheckpointError,
     CheckpointNotFoundError,
@@ -263,7 +268,9 @@ def read_shard_header(place: Path, file: str) -> ShardHeader:
     # By the name and not by the place: in a cache, places are called by digests.
     if not file.endswith(TORCH_SUFFIXES):
         return read_header(place, file=file)
-    from bigload.checkpoint.torch_file import read_torch_header  # zipfile and pickle, which safetensors do not need
+    from bigload.checkpoint.formats.torch_archive import (
+        read_torch_header,  # zipfile and pickle, which safetensors do not need
+    )
 
     return read_torch_header(place, file=file)
 

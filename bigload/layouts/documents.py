@@ -10,8 +10,8 @@ from pathlib import Path
 import xxhash
 
 from bigload.errors import ReadError, VerificationError
-from bigload.layouts.manifest import FileRecord
-from bigload.layouts.sink import write_errors
+from bigload.layouts.verification.manifest import FileRecord
+from bigload.layouts.writing.output_file_writer import write_errors
 from bigload.units import MIB
 
 _PIECE_BYTES = 4 * MIB

@@ -11,33 +11,33 @@ from pathlib import Path
 from typing import Any
 
 from bigload.checkpoint.fingerprint import fingerprint
+from bigload.distributed.process_group import Team, together
 from bigload.errors import RankError, ReadError, WriteError
 from bigload.layouts.choices import Verify
 from bigload.layouts.documents import check_file, write_file
-from bigload.layouts.filling import Filler
-from bigload.layouts.manifest import (
+from bigload.layouts.output import OutputFile
+from bigload.layouts.preparation import PreparedReshard
+from bigload.layouts.verification.manifest import (
     MANIFEST_FILE,
     FileRecord,
     Manifest,
     Source,
     manifest_lines,
 )
-from bigload.layouts.output_files import OutputFile
-from bigload.layouts.preparation import PreparedReshard
-from bigload.layouts.recheck import Rechecked, recheck
-from bigload.layouts.sink import direct_write_alignment
-from bigload.layouts.sources import Sources
-from bigload.layouts.staging import (
+from bigload.layouts.writing.output_file_writer import direct_write_alignment
+from bigload.layouts.writing.resume_check import Rechecked, recheck
+from bigload.layouts.writing.source_files import Sources
+from bigload.layouts.writing.staging import (
     Staging,
     joined,
     keep_only,
     staged,
     tidy,
 )
-from bigload.layouts.writer import FileToWrite, Writer, window_bytes
-from bigload.loading.events import OnProgress, Tally
-from bigload.loading.huge_pages import BlockPool, return_freed
-from bigload.loading.team import Team, together
+from bigload.layouts.writing.window_reader import Filler
+from bigload.layouts.writing.writer import FileToWrite, Writer, window_bytes
+from bigload.loading.progress import OnProgress, Tally
+from bigload.machine.huge_pages import BlockPool, return_freed
 from bigload.version import __version__
 
 

@@ -16,14 +16,14 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from bigload.bounded_json import loads_bounded
+from bigload.checkpoint.formats.safetensors import MAX_ELEMENTS, MAX_HEADER_BYTES, read_header
 from bigload.checkpoint.index import DEFAULT_INDEX, resolve_shard
 from bigload.checkpoint.model import Checkpoint, Span, TensorInfo
-from bigload.checkpoint.safetensors import MAX_ELEMENTS, MAX_HEADER_BYTES, read_header
 from bigload.checkpoint.source import open_checkpoint
 from bigload.dtypes import DTYPES, DType
 from bigload.errors import CheckpointNotFoundError, InvalidCheckpointError, Problem
 from bigload.layouts.choices import OffloadFormat
-from bigload.layouts.offload_folder import DAT_INDEX, DAT_SUFFIX
+from bigload.layouts.kinds.offload_folder import DAT_INDEX, DAT_SUFFIX
 from bigload.unique_keys import unique_keys
 
 _MAX_DIMS = 64
@@ -94,7 +94,7 @@ class OffloadFolder:
 def aliases_in(checkpoint: Checkpoint) -> dict[str, str]:
     """Return the names that the metadata of safetensors files gives to a tensor of the same file, to that one's name.
 
-    So write `layouts/offload_folder.py` and `save_model` of safetensors.
+    So write `layouts/kinds/offload_folder.py` and `save_model` of safetensors.
     """
     tensors = checkpoint.tensors
     return {

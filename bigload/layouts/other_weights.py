@@ -12,9 +12,9 @@ from enum import StrEnum
 from itertools import islice
 from pathlib import Path
 
+from bigload.checkpoint.formats.format_error import LegacyFile
 from bigload.checkpoint.index import TORCH_SUFFIXES, resolve_shard
 from bigload.checkpoint.model import Checkpoint
-from bigload.checkpoint.refusal import LegacyFile
 from bigload.checkpoint.source import read_shard_header
 from bigload.errors import InvalidCheckpointError, OtherWeightsError
 from bigload.units import counted, format_size

@@ -15,25 +15,25 @@ from bigload.checkpoint.model import Checkpoint
 from bigload.dtypes import DType
 from bigload.errors import NotEnoughSpaceError, OutputExistsError, ReshardOptionError, WriteError
 from bigload.layouts.choices import Layout, OffloadFormat
-from bigload.layouts.choose import Chosen, Wishes, choose
-from bigload.layouts.in_kernel import KernelCopy, kernel_copy
-from bigload.layouts.manifest import (
+from bigload.layouts.output import DEFAULT_MAX_SHARD_BYTES, Output
+from bigload.layouts.selection import Chosen, Wishes, choose
+from bigload.layouts.side_files import Beside, SideFile, is_single_file, side_files
+from bigload.layouts.verification.manifest import (
     MANIFEST_FILE,
     STAGING_SUFFIX,
     read_manifest,
 )
-from bigload.layouts.output_files import DEFAULT_MAX_SHARD_BYTES, Output
-from bigload.layouts.side_files import Beside, SideFile, is_single_file, side_files
-from bigload.layouts.sink import BLOCK_BYTES, write_errors
-from bigload.layouts.sources import Identity, Sources
-from bigload.layouts.staging import (
+from bigload.layouts.verification.verify import Level
+from bigload.layouts.verification.verify import verify as verify_folder
+from bigload.layouts.writing.kernel_copy import KernelCopy, kernel_copy
+from bigload.layouts.writing.output_file_writer import BLOCK_BYTES, write_errors
+from bigload.layouts.writing.source_files import Identity, Sources
+from bigload.layouts.writing.staging import (
     check_output,
     replaced_folder,
     staging_folder,
 )
-from bigload.layouts.verify import Level
-from bigload.layouts.verify import verify as verify_folder
-from bigload.layouts.windows import Ranges, data_ranges
+from bigload.layouts.writing.windows import Ranges, data_ranges
 from bigload.planning.plan import Plan
 from bigload.units import parse_size
 

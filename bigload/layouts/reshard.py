@@ -13,16 +13,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from bigload.checkpoint.model import Checkpoint
+from bigload.distributed.process_group import Team, present_team, together
 from bigload.dtypes import DType
 from bigload.errors import ReshardOptionError
 from bigload.layouts.choices import Layout, OffloadFormat, Verify
 from bigload.layouts.execution import Run
-from bigload.layouts.output_files import DEFAULT_MAX_SHARD_BYTES, Output
+from bigload.layouts.output import DEFAULT_MAX_SHARD_BYTES, Output
 from bigload.layouts.preparation import PreparedReshard, bytes_wished, prepare_reshard
-from bigload.layouts.writer import DEFAULT_MAX_INFLIGHT, LEAST_BYTES_PER_THREAD
-from bigload.loading.events import OnProgress, ignore_progress
-from bigload.loading.settings import MAX_THREADS
-from bigload.loading.team import Team, present_team, together
+from bigload.layouts.writing.writer import DEFAULT_MAX_INFLIGHT, LEAST_BYTES_PER_THREAD
+from bigload.loading.progress import OnProgress, ignore_progress
+from bigload.loading.strategy.settings import MAX_THREADS
 from bigload.planning.plan import Plan
 from bigload.units import format_size
 

@@ -17,11 +17,11 @@ from bigload.checkpoint.model import Checkpoint
 from bigload.dtypes import DType
 from bigload.errors import ReadError
 from bigload.layouts.choices import Layout
-from bigload.layouts.device_folders import PLAN_FILE
 from bigload.layouts.dtype_rules import config_with_dtype
-from bigload.layouts.manifest import MANIFEST_FILE
+from bigload.layouts.kinds.device_folders import PLAN_FILE
 from bigload.layouts.other_weights import OtherWeights, is_weight_file, other_weights
-from bigload.layouts.output_files import Output
+from bigload.layouts.output import Output
+from bigload.layouts.verification.manifest import MANIFEST_FILE
 from bigload.units import MIB
 
 CONFIG_FILE = "config.json"

@@ -9,14 +9,14 @@ from contextlib import ExitStack, contextmanager, suppress
 from typing import TYPE_CHECKING, Protocol
 
 from bigload.errors import NotEnoughMemoryError
-from bigload.loading.bytesource import ByteSource
-from bigload.loading.events import OnProgress, Tally, ignore_progress
-from bigload.loading.huge_pages import prefault
-from bigload.loading.inflight import InflightBytes
-from bigload.loading.mapped import MappedFile
+from bigload.loading.inflight_bytes import InflightBytes
+from bigload.loading.progress import OnProgress, Tally, ignore_progress
+from bigload.loading.readers.byte_source import ByteSource
+from bigload.loading.readers.mapped import MappedFile
 from bigload.loading.report import Phase, Recorder
 from bigload.loading.schedule import BLOCK_BYTES, CPU, Piece, ReadJob, Schedule, Way
-from bigload.loading.workers import run_jobs
+from bigload.machine.huge_pages import prefault
+from bigload.machine.thread_pool import run_jobs
 from bigload.units import MIB
 
 if TYPE_CHECKING:

@@ -10,17 +10,17 @@ from typing import TYPE_CHECKING
 from bigload.checkpoint.model import Checkpoint
 from bigload.checkpoint.quantisation import quantisation_of
 from bigload.errors import LegacyPickleError, StateDictMismatchError
-from bigload.loading.approach import Approach, OpenSource, settle
-from bigload.loading.events import OnProgress, ignore_progress
-from bigload.loading.guards import check_memory, check_ram
-from bigload.loading.memory import filled
+from bigload.loading.buffers import filled
+from bigload.loading.checks import check_memory, check_ram
 from bigload.loading.memory_errors import memory_errors
 from bigload.loading.methods import Method
+from bigload.loading.progress import OnProgress, ignore_progress
 from bigload.loading.report import LoadReport, Phase, Recorder
 from bigload.loading.schedule import CPU, Schedule, schedule_reads
 from bigload.loading.selection import Selection, select
-from bigload.loading.settings import settings
 from bigload.loading.slices import Slice
+from bigload.loading.strategy.read_strategy import Approach, OpenSource, settle
+from bigload.loading.strategy.settings import settings
 from bigload.planning.plan import Plan
 from bigload.planning.plan_file import open_planned
 
@@ -122,7 +122,7 @@ def load(
 
 def _load_legacy(old: LegacyPickleError, wishes: _Wishes, recorder: Recorder) -> LoadedTensors:
     """Have torch load everything, then take what is wanted of it: such files cannot be read in part."""
-    from bigload.loading.legacy import described, load_legacy, taken
+    from bigload.loading.legacy_torch import described, load_legacy, taken
 
     check_ram(Path(old.path).name, str(old.path), sum(path.stat().st_size for path in old.paths))
     whole = load_legacy(old.paths)
@@ -156,8 +156,8 @@ class _Wishes:
 
     def of(self, checkpoint: Checkpoint) -> tuple[Selection, tuple[Assignment, ...]]:
         """Return what is wanted of `checkpoint` and where in the module it goes, all checked before a byte is read."""
-        from bigload.loading.accelerators import check_present
         from bigload.loading.assign import match
+        from bigload.loading.staging.accelerators import check_present
         from bigload.loading.tensors import check_dtypes, parsed_dtype
 
         dtype = parsed_dtype(self.dtype)

@@ -7,9 +7,9 @@ from dataclasses import replace
 
 from bigload.devices import CPU, DISK, Device
 from bigload.planning.choices import Policy
-from bigload.planning.placement import Misfit, PlacementProblem
-from bigload.planning.policies.bounds import lower_bound
-from bigload.planning.policies.registry import Solution, solve
+from bigload.planning.placement.policies.bounds import lower_bound
+from bigload.planning.placement.policies.registry import Solution, solve
+from bigload.planning.placement.problem import Misfit, PlacementProblem
 from bigload.units import GIB, KIB, MIB
 
 _STEPS = 8

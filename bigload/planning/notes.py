@@ -7,13 +7,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from bigload.checkpoint.quantisation import quantisation_of
 from bigload.devices import CPU, DISK, Device
 from bigload.planning.advice import ram_without_disk
-from bigload.planning.budget import MemoryBudget
+from bigload.planning.budget.budget import MemoryBudget
 from bigload.planning.choices import NameScheme
+from bigload.planning.model.structure import ModelStructure
+from bigload.planning.model.ties import TiedGroup
 from bigload.planning.options import PlanOptions
+from bigload.planning.placement.policies.registry import Solution
 from bigload.planning.plan import DeviceUse, PlanNote
-from bigload.planning.policies.registry import Solution
-from bigload.planning.structure import ModelStructure
-from bigload.planning.ties import TiedGroup
 from bigload.units import counted, format_size
 
 

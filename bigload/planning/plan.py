@@ -16,11 +16,11 @@ from bigload.checkpoint.fingerprint import ShardFingerprint
 from bigload.checkpoint.model import TensorInfo
 from bigload.devices import CPU, DISK, Device
 from bigload.errors import InvalidPlanError
-from bigload.planning.certificate import Certificate
 from bigload.planning.choices import Policy
-from bigload.planning.load_dtype import as_loaded
+from bigload.planning.model.load_dtype import as_loaded
+from bigload.planning.model.module_tree import is_index
 from bigload.planning.options import PlanOptions
-from bigload.planning.tree import is_index
+from bigload.planning.placement.optimality import Certificate
 from bigload.units import common_unit
 
 

@@ -27,14 +27,14 @@ from bigload.errors import (
     PlanOptionError,
     StalePlanError,
 )
-from bigload.planning.certificate import Certificate, Verdict
-from bigload.planning.extra_layers import extra_layers
-from bigload.planning.names import in_memory_names, rename_device_map
+from bigload.planning.model.module_tree import build_tree
+from bigload.planning.model.mtp_layers import extra_layers
+from bigload.planning.model.ties import find_ties
+from bigload.planning.module_names import in_memory_names, rename_device_map
 from bigload.planning.options import PlanOptions, options_of
+from bigload.planning.placement.optimality import Certificate, Verdict
 from bigload.planning.plan import TERMS, DeviceUse, Plan, PlanNote, recount
 from bigload.planning.result_file import PATH_ERRORS, check_replaceable, write_whole
-from bigload.planning.ties import find_ties
-from bigload.planning.tree import build_tree
 from bigload.unique_keys import unique_keys
 from bigload.units import MAX_SIZE, MIB
 

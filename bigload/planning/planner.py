@@ -13,13 +13,17 @@ from bigload.checkpoint.source import open_checkpoint
 from bigload.devices import CPU, DISK, Device
 from bigload.errors import DoesNotFitError, InvalidPlanError
 from bigload.planning.advice import limits_that_fit
-from bigload.planning.budget import MaxMemory, MemoryBudget
-from bigload.planning.certificate import certify
+from bigload.planning.budget.budget import MaxMemory, MemoryBudget
 from bigload.planning.choices import Experts, NameScheme, Policy
-from bigload.planning.names import in_memory_names, rename_device_map
+from bigload.planning.model.structure import ModelStructure, read_structure
+from bigload.planning.model.units import with_dense_held
+from bigload.planning.module_names import in_memory_names, rename_device_map
 from bigload.planning.notes import notes_on, tie_homes
 from bigload.planning.options import PlanOptions, PlanWishes, options_of
-from bigload.planning.placement import (
+from bigload.planning.placement.optimality import certify
+from bigload.planning.placement.policies.optimal import token_cost
+from bigload.planning.placement.policies.registry import POLICIES, Solution, solve
+from bigload.planning.placement.problem import (
     Misfit,
     Placement,
     PlacementProblem,
@@ -28,10 +32,6 @@ from bigload.planning.placement import (
     num_device_changes,
 )
 from bigload.planning.plan import DeviceUse, Plan, PlanNote, recount
-from bigload.planning.policies.optimal import token_cost
-from bigload.planning.policies.registry import POLICIES, Solution, solve
-from bigload.planning.structure import ModelStructure, read_structure
-from bigload.planning.units import with_dense_held
 from bigload.units import format_size
 
 

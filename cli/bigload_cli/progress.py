@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from bigload.loading.events import OnProgress, Progress, ignore_progress
+from bigload.loading.progress import OnProgress, Progress, ignore_progress
 from bigload.plain_text import printable
 from bigload.units import format_rate, format_size
 from bigload_cli.output import LINE_EVERY_SECONDS, make_console, say

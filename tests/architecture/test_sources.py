@@ -52,8 +52,8 @@ def test_no_error_is_swallowed_whole(path):
             assert not (catches_all and all(isinstance(statement, ast.Pass) for statement in node.body))
 
 
-UNPICKLER = "checkpoint/restricted_unpickler.py"
-PICKLES = {"parallel/messages.py", "parallel/skeleton.py", "loading/legacy.py", UNPICKLER}
+UNPICKLER = "checkpoint/formats/restricted_unpickler.py"
+PICKLES = {"parallel/workers/messages.py", "parallel/workers/model_skeleton.py", "loading/legacy_torch.py", UNPICKLER}
 """Modules that may import pickle: for socket pairs of this process, for the errors of torch's own unpickler, and for
 the unpickler that imports nothing."""
 

@@ -15,10 +15,10 @@ from bigload.bench.page_cache_state import evict_verified
 from bigload.bench.raw_limit import RawKind
 from bigload.bench.recommendation import measure_sizes
 from bigload.errors import BenchOptionError, CheckpointNotFoundError, NotEnoughMemoryError
-from bigload.loading import guards
+from bigload.loading import checks as guards
 from bigload.loading.methods import Method
-from bigload.loading.page_cache import cached_fraction
 from bigload.loading.report import Phase
+from bigload.machine.page_cache import cached_fraction
 from builders import make_checkpoint, stored_tensors, write_shard
 
 QUICK = {"raw": False, "trace": False, "sizes": False}

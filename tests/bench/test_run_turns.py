@@ -9,7 +9,7 @@ from torch import nn
 from bigload.bench.page_cache_state import CacheState
 from bigload.bench.run_contenders import Prepared
 from bigload.bench.run_turns import WARM_RUNS_PER_TURN, Racer, first_run, take_turns
-from bigload.loading.page_cache import cached_fraction
+from bigload.machine.page_cache import cached_fraction
 
 
 class Clock:

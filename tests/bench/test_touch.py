@@ -21,7 +21,7 @@ def test_large_tensors_of_any_dtype_are_touched_in_pieces():
 
 
 def test_touching_a_map_makes_its_pages_part_of_this_process(tmp_path):
-    from bigload.bench.memory_sampler import memory_use
+    from bigload.machine.memory_sampler import memory_use
 
     size = 16 * 2**20
     (tmp_path / "file").write_bytes(b"\1" * size)

@@ -14,10 +14,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bigload.checkpoint import restricted_unpickler as unpickler_module
-from bigload.checkpoint import zip_records as zip_module
-from bigload.checkpoint.refusal import Refusal
-from bigload.checkpoint.restricted_unpickler import unpickle
+from bigload.checkpoint.formats import restricted_unpickler as unpickler_module
+from bigload.checkpoint.formats import zip_records as zip_module
+from bigload.checkpoint.formats.format_error import Refusal
+from bigload.checkpoint.formats.restricted_unpickler import unpickle
 from bigload.checkpoint.source import open_checkpoint
 from bigload.errors import BigloadError, InvalidCheckpointError, LegacyPickleError
 
@@ -254,7 +254,7 @@ def test_a_place_of_the_memo_takes_no_memory_for_those_before_it():
 
 
 def test_a_pickle_that_is_too_large_is_not_read(tmp_path, monkeypatch):
-    monkeypatch.setattr("bigload.checkpoint.torch_file.MAX_PICKLE_BYTES", 10)
+    monkeypatch.setattr("bigload.checkpoint.formats.torch_archive.MAX_PICKLE_BYTES", 10)
     assert problem(archive(tmp_path / "a.bin", state(tensor())))[0] == "record-too-large"
 
 

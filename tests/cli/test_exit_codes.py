@@ -453,7 +453,12 @@ def test_a_signal_in_the_midst_of_writing_keeps_what_is_finished(large, environm
 
 
 # Where an interruption comes, and how many of the three files are then kept.
-STAGES = {"staging._clear": 0, "sources.Sources.check_headers": 0, "writer.run_jobs": 3, "execution.write_file": 3}
+STAGES = {
+    "writing.staging._clear": 0,
+    "writing.source_files.Sources.check_headers": 0,
+    "writing.writer.run_jobs": 3,
+    "execution.write_file": 3,
+}
 
 
 @pytest.mark.parametrize("stage", STAGES)

@@ -11,7 +11,7 @@ import pytest
 
 from bigload.devices import CPU, Device
 from bigload.errors import OutputExistsError, WriteError
-from bigload.planning.budget import MemoryBudget
+from bigload.planning.budget.budget import MemoryBudget
 from bigload.planning.options import options_of
 from bigload.planning.plan import TERMS
 from bigload.planning.planner import draft

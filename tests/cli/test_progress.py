@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from bigload.loading.events import Progress
+from bigload.loading.progress import Progress
 from bigload_cli import output, progress
 from bigload_cli.progress import shown_progress
 

@@ -6,15 +6,15 @@ from pathlib import Path
 import pytest
 from jsonschema import Draft202012Validator
 
-from bigload.planning.budget import MemoryBudget
+from bigload.planning.budget.budget import MemoryBudget
 from bigload.planning.choices import Policy
-from bigload.planning.compare import compare
-from bigload.planning.explain import explain
-from bigload.planning.max_context import max_context
+from bigload.planning.model.structure import read_structure
 from bigload.planning.options import options_of
 from bigload.planning.planner import draft
-from bigload.planning.sizing import fits, gpus
-from bigload.planning.structure import read_structure
+from bigload.planning.questions.compare import compare
+from bigload.planning.questions.explain import explain
+from bigload.planning.questions.max_context import max_context
+from bigload.planning.questions.sizing import fits, gpus
 from bigload_cli.views import questions
 from builders import checkpoint_of, llama_config, llama_tensors
 

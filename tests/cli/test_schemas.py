@@ -9,7 +9,7 @@ import torch
 from jsonschema import Draft202012Validator
 
 from bigload.checkpoint.fingerprint import ShardFingerprint
-from bigload.layouts.manifest import FileRecord, Manifest, Source, manifest_lines, record_of
+from bigload.layouts.verification.manifest import FileRecord, Manifest, Source, manifest_lines, record_of
 from builders import make_checkpoint, make_split, write_shard
 
 VERSIONS = {"plan": "1.1", "inspect": "1.2", "reshard": "1.1", "bench-load": "1.1"}

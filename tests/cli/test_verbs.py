@@ -346,7 +346,7 @@ def test_of_a_team_of_processes_the_first_speaks(run, monkeypatch):
         def share(self, value):
             return [value, value]
 
-    monkeypatch.setattr("bigload.loading.team.launched_team", lambda: contextlib.nullcontext(Second()))
+    monkeypatch.setattr("bigload.distributed.process_group.launched_team", lambda: contextlib.nullcontext(Second()))
     for options in ("", "--json", "-q"):
         done = run(f"bigload reshard tiny-llama out --dry-run {options}")
         assert (done.code, done.stdout, done.stderr) == (0, "", "")

@@ -13,13 +13,13 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from bigload.planning.attention_memory import default_attention
 from bigload.planning.choices import Attention
-from bigload.planning.model_config import ModelConfig
-from bigload.planning.run_memory import run_memory
-from bigload.planning.tree import build_tree
-from bigload.planning.units import blocks_of
-from bigload.planning.workload import PREFILL_CHUNK, Workload
+from bigload.planning.model.attention_memory import default_attention
+from bigload.planning.model.config import ModelConfig
+from bigload.planning.model.module_tree import build_tree
+from bigload.planning.model.run_memory import run_memory
+from bigload.planning.model.units import blocks_of
+from bigload.planning.model.workload import PREFILL_CHUNK, Workload
 from builders import checkpoint_of
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")

@@ -13,12 +13,12 @@ from pathlib import Path
 
 import pytest
 
-from bigload.planning.experts import dense_parts, routed_experts
-from bigload.planning.extra_layers import extra_layers
-from bigload.planning.outline import repeated_blocks
-from bigload.planning.ties import find_ties
-from bigload.planning.tree import build_tree
-from bigload.planning.units import UnitKind, cut_into_units
+from bigload.planning.model.experts import dense_parts, routed_experts
+from bigload.planning.model.module_tree import build_tree
+from bigload.planning.model.mtp_layers import extra_layers
+from bigload.planning.model.ties import find_ties
+from bigload.planning.model.units import UnitKind, cut_into_units
+from bigload.planning.module_table import repeated_blocks
 from builders import checkpoint_of
 
 FOLDER = os.environ.get("BIGLOAD_CATALOGUES")

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from bigload.checkpoint.source import open_checkpoint
 from bigload.dtypes import DTYPES
-from bigload.layouts import device_folders, offload_folder, shards
+from bigload.layouts.kinds import device_folders, offload_folder, shards
 from bigload.layouts.offload_reader import OffloadFolder
 from bigload.layouts.reshard import reshard
 from bigload.planning.planner import plan

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 import bigload
-from bigload.planning.names import _FAMILIES, in_memory_names, rename_device_map
-from bigload.planning.tree import build_tree
-from bigload.planning.units import cut_into_units
+from bigload.planning.model.module_tree import build_tree
+from bigload.planning.model.units import cut_into_units
+from bigload.planning.module_names import _FAMILIES, in_memory_names, rename_device_map
 from builders import checkpoint_of
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")

@@ -9,8 +9,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from bigload.planning.partition import partition
-from bigload.planning.partition_rules import FAMILIES, WORDS
+from bigload.planning.tensor_parallel.partition import partition
+from bigload.planning.tensor_parallel.rules import FAMILIES, WORDS
 from builders import checkpoint_of
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")

@@ -1,6 +1,6 @@
 """The safetensors package as the judge of what a valid file is.
 
-bigload may be stricter in the ways that `bigload.checkpoint.safetensors` names, and differs in no other.
+bigload may be stricter in the ways that `bigload.checkpoint.formats.safetensors` names, and differs in no other.
 """
 
 import json
@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bigload.checkpoint.safetensors import encode_header, read_header
+from bigload.checkpoint.formats.safetensors import encode_header, read_header
 from bigload.dtypes import DTYPES
 from bigload.errors import InvalidCheckpointError
 from builders import DTYPE_BITS, data_for, num_bytes_of, write_raw, write_shard

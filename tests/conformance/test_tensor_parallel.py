@@ -6,8 +6,8 @@ import pytest
 
 from bigload.checkpoint.source import open_checkpoint
 from bigload.errors import PartitionError
-from bigload.parallel.tensor_parallel import plan_tensor_parallel
-from bigload.planning.partition import WHOLE, partition
+from bigload.parallel.tensor_parallel.apply import plan_tensor_parallel
+from bigload.planning.tensor_parallel.partition import WHOLE, partition
 from family_ranks import WAYS, compare
 from parallel_families import FAMILIES, make
 from rank_processes import run_ranks

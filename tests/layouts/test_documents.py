@@ -2,7 +2,7 @@ import pytest
 
 from bigload.errors import ReadError, VerificationError, WriteError
 from bigload.layouts.documents import check_file, write_file
-from bigload.layouts.manifest import record_of
+from bigload.layouts.verification.manifest import record_of
 from builders import contents
 
 

@@ -26,12 +26,12 @@ from bigload.errors import (
     WriteError,
 )
 from bigload.layouts import documents, execution
-from bigload.layouts.manifest import MANIFEST_FILE
 from bigload.layouts.preparation import prepare_reshard
 from bigload.layouts.reshard import reshard, run_reshard
-from bigload.layouts.sink import Sink
-from bigload.layouts.writer import Writer
-from bigload.loading.settings import MAX_THREADS
+from bigload.layouts.verification.manifest import MANIFEST_FILE
+from bigload.layouts.writing.output_file_writer import Sink
+from bigload.layouts.writing.writer import Writer
+from bigload.loading.strategy.settings import MAX_THREADS
 from bigload.planning.plan_file import write_plan
 from builders import (
     DTYPE_BITS,

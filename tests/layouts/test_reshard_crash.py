@@ -18,8 +18,8 @@ import pytest
 
 import bigload
 from bigload.errors import OutputExistsError, WriteError
-from bigload.layouts import writer as writer_module
 from bigload.layouts.reshard import reshard
+from bigload.layouts.writing import writer as writer_module
 from bigload.planning.plan_file import write_plan
 from builders import contents, make_checkpoint, open_descriptors
 

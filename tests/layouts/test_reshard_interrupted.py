@@ -17,7 +17,7 @@ from builders import contents, make_checkpoint, stored_tensors
 
 RESHARD = """
 import os, sys
-from bigload.layouts import writer
+from bigload.layouts.writing import writer
 from bigload.layouts.reshard import reshard
 
 plan, out, threads, resume, force, answers = sys.argv[1], sys.argv[2], *map(int, sys.argv[3:])

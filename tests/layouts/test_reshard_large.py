@@ -12,11 +12,11 @@ import pytest
 
 import bigload
 import make as fixtures
-from bigload.layouts import writer as writer_module
-from bigload.layouts.digests import digest_of
-from bigload.layouts.manifest import read_manifest
 from bigload.layouts.preparation import prepare_reshard
 from bigload.layouts.reshard import reshard, run_reshard
+from bigload.layouts.verification.digests import digest_of
+from bigload.layouts.verification.manifest import read_manifest
+from bigload.layouts.writing import writer as writer_module
 from bigload.planning.plan_file import write_plan
 from builders import make_checkpoint, stored_tensors
 
@@ -24,7 +24,7 @@ MIB = 1 << 20
 
 RESHARD = """
 import json, sys
-from bigload.bench.peak_memory import peak_bytes  # VmHWM: ru_maxrss is inherited from the process that starts this one
+from bigload.machine.peak_memory import peak_bytes  # VmHWM: ru_maxrss is inherited from the starter
 from bigload.layouts.reshard import reshard
 
 report = reshard(sys.argv[1], sys.argv[2])
@@ -79,7 +79,7 @@ def test_space_is_asked_for_what_is_stored_only(resharded, tmp_path):
 
 COUNTED = """
 import json, os, sys, threading
-from bigload.bench.peak_memory import peak_bytes
+from bigload.machine.peak_memory import peak_bytes
 from bigload.layouts.reshard import reshard
 
 before, descriptors, threads = peak_bytes(), [], []

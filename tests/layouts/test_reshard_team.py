@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 
 import bigload
+from bigload.distributed.process_group import Alone
 from bigload.errors import BigloadError, OutputExistsError, RankError, ReadError, WriteError
 from bigload.layouts import execution
-from bigload.layouts import staging as staging_module
 from bigload.layouts.reshard import reshard
-from bigload.loading.team import Alone
+from bigload.layouts.writing import staging as staging_module
 from builders import contents, make_checkpoint
 from thread_teams import GoneError, outcomes
 

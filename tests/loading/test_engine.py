@@ -5,11 +5,11 @@ import pytest
 
 from bigload.checkpoint.source import open_checkpoint
 from bigload.errors import ReadError
-from bigload.loading.bytesource import PositionalReader
 from bigload.loading.engine import opened_sources, read
-from bigload.loading.huge_pages import allocate
+from bigload.loading.readers.byte_source import PositionalReader
 from bigload.loading.report import Phase, Recorder
 from bigload.loading.schedule import Wanted, schedule_reads
+from bigload.machine.huge_pages import allocate
 from builders import data_for, make_checkpoint, num_bytes_of, open_descriptors
 
 MIB = 2**20

@@ -11,8 +11,8 @@ from torch import nn
 import bigload
 import make as fixtures
 from bigload.errors import LoadOptionError, ReadError, StalePlanError, StateDictMismatchError, UnsupportedMethodError
-from bigload.loading.bytesource import PositionalReader
 from bigload.loading.methods import Method
+from bigload.loading.readers.byte_source import PositionalReader
 from bigload.loading.report import Phase
 from bigload.loading.slices import Slice
 from builders import make_checkpoint, open_descriptors, write_shard

@@ -81,7 +81,7 @@ def test_the_old_form_goes_through_torch_and_takes_every_wish(tmp_path, tensors)
 
 
 def test_the_old_form_without_memory_for_it_is_refused_before_torch_sees_it(tmp_path, tensors, monkeypatch):
-    from bigload.loading import guards
+    from bigload.loading import checks as guards
 
     folder = saved(tmp_path / "old", tensors, _use_new_zipfile_serialization=False)
     monkeypatch.setattr(guards, "available_memory", lambda: 100)

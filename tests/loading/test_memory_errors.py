@@ -20,7 +20,7 @@ REFUSED_BY_TORCH = (
 SWEEP = """
 import gc, os, resource, sys
 import torch, bigload
-import bigload.loading.host_staging, bigload.loading.legacy, bigload.checkpoint.torch_file
+import bigload.loading.staging.host_blocks, bigload.loading.legacy_torch, bigload.checkpoint.formats.torch_archive
 from bigload.errors import NotEnoughMemoryError
 
 for _ in range(2):  # whatever is imported or made once
@@ -96,7 +96,7 @@ def test_memory_that_a_header_takes_too_much_of_is_told_as_such(tmp_path, monkey
         raise MemoryError
 
     folder = make_checkpoint(tmp_path)
-    monkeypatch.setattr("bigload.checkpoint.safetensors.parse_header", fail)
+    monkeypatch.setattr("bigload.checkpoint.formats.safetensors.parse_header", fail)
     with pytest.raises(NotEnoughMemoryError):
         bigload.load(folder)
 
@@ -107,6 +107,6 @@ def test_memory_that_filling_a_model_is_refused_is_told_as_such(tmp_path, monkey
         raise RuntimeError(REFUSED_BY_TORCH)
 
     folder = make_checkpoint(tmp_path)
-    monkeypatch.setattr("bigload.checkpoint.safetensors.parse_header", fail)
+    monkeypatch.setattr("bigload.checkpoint.formats.safetensors.parse_header", fail)
     with pytest.raises(NotEnoughMemoryError):
         getattr(bigload, load)(torch.nn.Linear(2, 2), folder, device_map={"": "cpu"})

@@ -7,9 +7,9 @@ import torch
 from bigload.checkpoint.model import Span, TensorInfo
 from bigload.dtypes import DTYPES
 from bigload.errors import LoadOptionError, UnsupportedDTypeError
-from bigload.loading.huge_pages import allocate
 from bigload.loading.schedule import ALIGNMENT, Wanted, schedule_reads
 from bigload.loading.tensors import as_tensors, check_dtypes, parsed_dtype, torch_dtype, torch_shape
+from bigload.machine.huge_pages import allocate
 from builders import num_bytes_of
 
 SIX_BITS = ("F6_E2M3", "F6_E3M2")

@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 from bigload.errors import PartitionError
-from bigload.parallel.tensor_parallel import plan_tensor_parallel
-from bigload.planning.partition import WHOLE, Division
+from bigload.parallel.tensor_parallel.apply import plan_tensor_parallel
+from bigload.planning.tensor_parallel.partition import WHOLE, Division
 from parallel_models import (
     HEADS,
     ROWS,

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 
 import bigload
 from bigload.errors import WorkerDiedError, WorkerError, WorkersEndedError, WorkerTimeoutError
-from bigload.parallel import pool
+from bigload.parallel.workers import pool
 from process_census import census, is_running, settled
 from worker_models import Deadly, Unbuildable
 

@@ -2,10 +2,10 @@
 
 import pytest
 
+from bigload.planning.model.module_tree import build_tree
+from bigload.planning.model.units import cut_into_units
 from bigload.planning.plan import recount
 from bigload.planning.planner import plan
-from bigload.planning.tree import build_tree
-from bigload.planning.units import cut_into_units
 from builders import checkpoint_of, llama_config, llama_tensors
 
 TABLE = ("BF16", [32, 4])

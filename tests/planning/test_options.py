@@ -4,9 +4,9 @@ from bigload.devices import Device
 from bigload.dtypes import DTYPES
 from bigload.errors import PlanError
 from bigload.planning.choices import Attention, Balance, Experts, NameScheme, Policy
+from bigload.planning.model.workload import Workload
 from bigload.planning.options import PlanOptions, options_of
-from bigload.planning.placement import Bandwidth
-from bigload.planning.workload import Workload
+from bigload.planning.placement.problem import Bandwidth
 from bigload.units import GIB, MIB
 
 CUDA, XPU, CPU = Device("cuda", 0), Device("xpu", 0), Device("cpu")

@@ -6,7 +6,7 @@ import pytest
 
 from bigload.devices import CPU, DISK, Device
 from bigload.errors import BudgetError, CheckpointNotFoundError, DoesNotFitError, InvalidPlanError, PlanError
-from bigload.planning.budget import MemoryBudget
+from bigload.planning.budget.budget import MemoryBudget
 from bigload.planning.plan import recount, summarize
 from bigload.planning.plan_file import plan_from_json, plan_to_json
 from bigload.planning.planner import plan

@@ -9,13 +9,13 @@ from hypothesis import strategies as st
 from strategies import problems
 
 from bigload.devices import CPU, DISK, Device
-from bigload.planning.certificate import Verdict, certify
 from bigload.planning.choices import Balance, Policy
-from bigload.planning.placement import Misfit, Placement, device_loads, keeps_limits
-from bigload.planning.policies import optimal
-from bigload.planning.policies.bounds import least_accelerators, lower_bound
-from bigload.planning.policies.optimal import place_optimally, token_cost
-from bigload.planning.policies.registry import POLICIES
+from bigload.planning.placement.optimality import Verdict, certify
+from bigload.planning.placement.policies import optimal
+from bigload.planning.placement.policies.bounds import least_accelerators, lower_bound
+from bigload.planning.placement.policies.optimal import place_optimally, token_cost
+from bigload.planning.placement.policies.registry import POLICIES
+from bigload.planning.placement.problem import Misfit, Placement, device_loads, keeps_limits
 from builders import problem_of, unit_of
 
 

@@ -10,17 +10,17 @@ from strategies import budgets, checkpoints, models, problems, questions
 from bigload.devices import CPU, DISK
 from bigload.errors import DoesNotFitError
 from bigload.planning.choices import Experts, Policy
-from bigload.planning.load_dtype import as_loaded
-from bigload.planning.names import in_memory_names
+from bigload.planning.model.load_dtype import as_loaded
+from bigload.planning.model.ties import find_ties
+from bigload.planning.module_names import in_memory_names
 from bigload.planning.options import options_of
-from bigload.planning.placement import Misfit, Placement, fetch_ahead, keeps_limits
+from bigload.planning.placement.policies.optimal import place_optimally, token_cost
+from bigload.planning.placement.policies.registry import POLICIES, solve
+from bigload.planning.placement.policies.sequential import place_sequentially
+from bigload.planning.placement.problem import Misfit, Placement, fetch_ahead, keeps_limits
 from bigload.planning.plan import recount
 from bigload.planning.plan_file import check_plan, plan_from_json, plan_to_json
 from bigload.planning.planner import draft, plan
-from bigload.planning.policies.optimal import place_optimally, token_cost
-from bigload.planning.policies.registry import POLICIES, solve
-from bigload.planning.policies.sequential import place_sequentially
-from bigload.planning.ties import find_ties
 from builders import checkpoint_of, problem_of, unit_of
 
 sizes = st.lists(st.integers(0, 30), max_size=16)

@@ -15,7 +15,7 @@ LAYER_BYTES = SIZE * SIZE * 4
 
 LOAD = """
 import json, sys
-import torch, bigload, bigload.runtime.dispatched_loading, bigload.loading.load
+import torch, bigload, bigload.runtime.dispatch.load_and_dispatch, bigload.loading.load
 
 path, device_map = sys.argv[1], json.loads(sys.argv[2])
 with bigload.init_empty_weights():

@@ -44,8 +44,8 @@ def main(folder: Path, kind: str) -> None:
     from torch.distributed.fsdp import fully_shard
 
     from bigload import load_checkpoint_in_model
-    from bigload.runtime import module_filling
-    from bigload.runtime.checkpoint_source import Source
+    from bigload.runtime.dispatch.dispatch import module_filling
+    from bigload.runtime.dispatch.weight_source import Source
 
     module_filling._BATCH_BYTES = 64  # several batches
     reads = []

@@ -1,4 +1,5 @@
-"""Tests on simulated accelerators. They want a process of their own: `tests/loading/test_transfers.py` starts it.
+"""Tests on simulated accelerators. They want a process of their own, which
+`tests/loading/staging/test_device_transfers.py` starts.
 
 BIGLOAD_SIMULATED=1 pytest tests/simulated    # by hand
 """

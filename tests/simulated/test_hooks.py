@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import bigload
-from bigload.runtime.cpu_offload_hooks import CpuOffload, UserCpuOffloadHook
+from bigload.runtime.hooks.cpu_offload_hooks import CpuOffload, UserCpuOffloadHook
 
 SIM = [torch.device("sim", index) for index in range(2)]
 

@@ -7,7 +7,7 @@ from torch import nn
 import bigload
 import make as fixtures
 from bigload.errors import LoadOptionError, NotEnoughMemoryError, ReadError
-from bigload.loading.bytesource import PositionalReader
+from bigload.loading.readers.byte_source import PositionalReader
 from bigload.loading.slices import Slice
 
 SIM = [torch.device("sim", index) for index in range(4)]

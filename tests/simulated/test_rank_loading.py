@@ -6,8 +6,8 @@ from safetensors.torch import save_file
 from torch import nn
 
 from bigload.errors import LoadOptionError
-from bigload.parallel.rank_loading import load_parts, load_sharded
-from bigload.planning.partition import Division
+from bigload.parallel.sharded_loading.load_sharded import load_parts, load_sharded
+from bigload.planning.tensor_parallel.partition import Division
 
 WHOLE = torch.arange(300 * 5000, dtype=torch.float32).view(300, 5000)
 

@@ -13,8 +13,8 @@ from torch import nn
 
 import bigload
 from bigload.errors import NotEnoughMemoryError, ReadError
-from bigload.loading.transfers import Transfers
-from bigload.runtime.streaming import reads
+from bigload.loading.staging.device_transfers import Transfers
+from bigload.runtime.streaming import weight_reads as reads
 
 WIDTH, NUM_BLOCKS = 32, 5
 BLOCK_BYTES = 2 * (WIDTH * WIDTH + WIDTH) * 4

@@ -6,10 +6,10 @@ from functools import partial
 
 from torch import nn
 
-from bigload.runtime.align_devices import AlignDevicesHook
-from bigload.runtime.call_weights import bring_before_calls
-from bigload.runtime.hooks import add_hook_to_module, hooks_of
-from bigload.runtime.streaming.cutting import Cut, cut
+from bigload.runtime.hooks.align_devices import AlignDevicesHook
+from bigload.runtime.hooks.call_weights import bring_before_calls
+from bigload.runtime.hooks.hooks import add_hook_to_module, hooks_of
+from bigload.runtime.streaming.blocks import Cut, cut
 from bigload.runtime.streaming.options import StreamOptions
 from bigload.runtime.streaming.run_log import RunStats
 from bigload.runtime.streaming.streamed_block import Member, StreamedBlock

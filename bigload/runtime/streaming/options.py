@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from bigload.runtime.module_sizes import convert_file_size_to_int
+from bigload.runtime.device_map.module_sizes import convert_file_size_to_int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

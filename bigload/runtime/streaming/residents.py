@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from bigload.planning.probe import available_memory
+from bigload.machine.memory import available_memory
 from bigload.runtime.streaming.options import StreamOptions
 from bigload.runtime.streaming.streamed_block import StreamedBlock
 

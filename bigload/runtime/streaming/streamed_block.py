@@ -11,16 +11,16 @@ import torch
 from torch import nn
 
 from bigload.errors import ChangedShapeError
-from bigload.runtime.blocks import joined
-from bigload.runtime.hooks import calls_hook, hooks_of
-from bigload.runtime.module_tensors import as_parameter
-from bigload.runtime.refused_gradients import refuse_gradients
-from bigload.runtime.slots import Slot
-from bigload.runtime.streaming.in_place import InPlace
+from bigload.runtime.device_map.blocks import joined
+from bigload.runtime.hooks.gradient_guard import refuse_gradients
+from bigload.runtime.hooks.hooks import calls_hook, hooks_of
+from bigload.runtime.hooks.module_tensors import as_parameter
+from bigload.runtime.hooks.tensor_slots import Slot
+from bigload.runtime.streaming.mapped_weights import InPlace
 from bigload.runtime.streaming.supply import Supply, Weight
 
 if TYPE_CHECKING:
-    from bigload.runtime.align_devices import AlignDevicesHook
+    from bigload.runtime.hooks.align_devices import AlignDevicesHook
     from bigload.runtime.streaming.streamer import Streamer
 
 

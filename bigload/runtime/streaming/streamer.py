@@ -16,14 +16,14 @@ from itertools import islice
 import torch
 
 from bigload.errors import NotEnoughMemoryError
-from bigload.runtime.streaming.carriers import Carriers, tied_among
-from bigload.runtime.streaming.fetcher import Fetcher
 from bigload.runtime.streaming.options import StreamOptions
+from bigload.runtime.streaming.prefetch_thread import Fetcher
 from bigload.runtime.streaming.residents import Room, chosen_evenly, room_for
 from bigload.runtime.streaming.run_log import RunLog
 from bigload.runtime.streaming.run_order import RunOrder
 from bigload.runtime.streaming.streamed_block import Stay, StreamedBlock
 from bigload.runtime.streaming.supply import Supply, Weight
+from bigload.runtime.streaming.supply_choice import Carriers, tied_among
 
 _living: weakref.WeakSet[Streamer] = weakref.WeakSet()
 

@@ -8,9 +8,9 @@ from typing import Protocol
 
 import torch
 
-from bigload.runtime.offload_store import AtHand
-from bigload.runtime.slots import Slot
-from bigload.runtime.stored_weights import MappedFiles, Place
+from bigload.runtime.hooks.tensor_slots import Slot
+from bigload.runtime.offload.offload_store import AtHand
+from bigload.runtime.offload.stored_weights import MappedFiles, Place
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

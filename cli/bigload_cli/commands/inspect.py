@@ -32,8 +32,8 @@ def inspect(
     Reads the headers and checks them; weights are never read. PATH may also be a plan file.
     """
     from bigload.checkpoint.source import open_checkpoint
-    from bigload.planning.outline import outline, repeated_blocks
-    from bigload.planning.tree import build_tree
+    from bigload.planning.model.module_tree import build_tree
+    from bigload.planning.module_table import outline, repeated_blocks
     from bigload_cli import output
 
     if _is_plan(path):

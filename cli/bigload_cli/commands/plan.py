@@ -14,7 +14,7 @@ from bigload_cli.failures import AnswerIsNoError
 from bigload_cli.options import CheckpointArgument, ColorMode, ColorOption, JsonOption, MaxMemoryOption, QuietOption
 
 if TYPE_CHECKING:
-    from bigload.planning.budget import MemoryBudget
+    from bigload.planning.budget.budget import MemoryBudget
     from bigload.planning.plan import Plan
     from bigload.planning.planner import Draft
 
@@ -148,7 +148,7 @@ def plan(
 
 def _budget(max_memory: list[str] | None, *, use_disk: bool) -> MemoryBudget:
     from bigload.errors import BudgetError
-    from bigload.planning import budget
+    from bigload.planning.budget import budget
 
     if not max_memory:
         raise BudgetError(

@@ -13,7 +13,7 @@ from bigload_cli.failures import AnswerIsNoError
 if TYPE_CHECKING:
     from bigload.checkpoint.model import Checkpoint
     from bigload.plain_text import PlainTable
-    from bigload.planning.budget import MemoryBudget
+    from bigload.planning.budget.budget import MemoryBudget
     from bigload.planning.options import PlanOptions
     from bigload_cli.options import ColorMode
 
@@ -118,8 +118,8 @@ def answer(
 
 def _about_need(question: Question, checkpoint: Checkpoint, options: PlanOptions) -> Answer:
     """Answer what memory a model would need."""
-    from bigload.planning import sizing
-    from bigload.planning.structure import read_structure
+    from bigload.planning.model.structure import read_structure
+    from bigload.planning.questions import sizing
     from bigload_cli.options import size_option
     from bigload_cli.views import questions as view
 
@@ -143,11 +143,11 @@ def _about_need(question: Question, checkpoint: Checkpoint, options: PlanOptions
 
 def _about_budget(question: Question, checkpoint: Checkpoint, budget: MemoryBudget, options: PlanOptions) -> Answer:
     """Answer what a plan for this memory does, and why."""
-    from bigload.planning.compare import compare
-    from bigload.planning.explain import explain
-    from bigload.planning.max_context import max_context
+    from bigload.planning.model.structure import read_structure
     from bigload.planning.planner import draft
-    from bigload.planning.structure import read_structure
+    from bigload.planning.questions.compare import compare
+    from bigload.planning.questions.explain import explain
+    from bigload.planning.questions.max_context import max_context
     from bigload_cli.views import questions as view
 
     if question.explain is not None:

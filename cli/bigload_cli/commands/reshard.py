@@ -13,10 +13,10 @@ from bigload_cli.failures import FAILED, INTERRUPTED, NOTHING_IS_LEFT, TERMINATE
 from bigload_cli.options import ColorMode, ColorOption, IoThreadsOption, JsonOption, QuietOption, YesOption, size_option
 
 if TYPE_CHECKING:
+    from bigload.distributed.process_group import Team
     from bigload.layouts.preparation import PreparedReshard
     from bigload.layouts.reshard import ReshardReport
-    from bigload.loading.events import OnProgress
-    from bigload.loading.team import Team
+    from bigload.loading.progress import OnProgress
 
 EPILOG = """\b
 Layouts:
@@ -116,9 +116,9 @@ def reshard(
     max_shard_bytes = (
         None if max_shard_size.strip().lower() == "none" else size_option("--max-shard-size", max_shard_size)
     )
+    from bigload.distributed.process_group import launched_team, together
     from bigload.layouts.preparation import prepare_reshard
-    from bigload.layouts.writer import LEAST_BYTES_PER_THREAD
-    from bigload.loading.team import launched_team, together
+    from bigload.layouts.writing.writer import LEAST_BYTES_PER_THREAD
     from bigload_cli.output import say, say_warnings
     from bigload_cli.progress import shown_progress
 
@@ -238,7 +238,7 @@ def _stopped(prepared: PreparedReshard, code: int) -> StoppedError:
 
 
 def _deliver(prepared: PreparedReshard, report: ReshardReport | None, *, as_json: bool, quiet: bool) -> None:
-    from bigload.bench.peak_memory import peak_bytes
+    from bigload.machine.peak_memory import peak_bytes
     from bigload_cli import output
 
     peak = peak_bytes()

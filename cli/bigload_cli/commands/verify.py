@@ -35,10 +35,10 @@ def verify(
     Every byte is read: the manifest in the folder has a digest of every file and of every tensor. All differences are
     listed, down to the tensor; any of them ends with exit code 1.
     """
-    from bigload.bench.peak_memory import peak_bytes
     from bigload.errors import DamagedOutputError
-    from bigload.layouts.verify import Level
-    from bigload.layouts.verify import verify as compare
+    from bigload.layouts.verification.verify import Level
+    from bigload.layouts.verification.verify import verify as compare
+    from bigload.machine.peak_memory import peak_bytes
     from bigload.plain_text import printable
     from bigload_cli import output
     from bigload_cli.failures import AnsweredError

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from bigload.checkpoint.model import Checkpoint, TensorInfo
 from bigload.checkpoint.quantisation import Quantisation, quantisation_of
 from bigload.plain_text import PlainTable, Styled, printable
-from bigload.planning.outline import OutlineRow
-from bigload.planning.tree import ModuleNode
+from bigload.planning.model.module_tree import ModuleNode
+from bigload.planning.module_table import OutlineRow
 from bigload.units import counted, format_count, format_size
 from bigload_cli.views.bars import bar
 from bigload_cli.views.documents import bytes_by_dtype

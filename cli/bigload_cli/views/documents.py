@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from bigload.checkpoint.model import Checkpoint, TensorInfo
 from bigload.checkpoint.quantisation import Quantisation, quantisation_of
 from bigload.layouts.choices import Layout
-from bigload.layouts.manifest import DIGEST, MANIFEST_FILE
 from bigload.layouts.preparation import PreparedReshard
 from bigload.layouts.reshard import ReshardReport
-from bigload.layouts.verify import FileProblem, VerifyReport
-from bigload.planning.outline import OutlineRow
+from bigload.layouts.verification.manifest import DIGEST, MANIFEST_FILE
+from bigload.layouts.verification.verify import FileProblem, VerifyReport
+from bigload.planning.module_table import OutlineRow
 
 
 def of_checkpoint(checkpoint: Checkpoint, rows: Sequence[OutlineRow]) -> dict[str, object]:

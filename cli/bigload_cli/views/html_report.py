@@ -12,7 +12,7 @@ from itertools import groupby
 from pathlib import Path
 
 from bigload.devices import CPU, DISK, Device
-from bigload.planning.certificate import Verdict
+from bigload.planning.placement.optimality import Verdict
 from bigload.planning.plan import TERMS, DeviceUse, Plan
 from bigload.planning.plan_text import duration, streaming, subject, whereabouts
 from bigload.planning.planner import Draft

@@ -9,10 +9,10 @@ from itertools import groupby
 
 from bigload.devices import Device
 from bigload.plain_text import printable
-from bigload.planning.outline import ranges
+from bigload.planning.model.module_tree import execution_order, is_index
+from bigload.planning.model.units import Part, Unit, UnitKind
+from bigload.planning.module_table import ranges
 from bigload.planning.planner import Draft
-from bigload.planning.tree import execution_order, is_index
-from bigload.planning.units import Part, Unit, UnitKind
 
 MAX_RUNS = 120
 """Of one device; a model has a handful, and a file of 92 000 modules without any blocks is still to have a picture."""

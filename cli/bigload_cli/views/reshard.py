@@ -7,11 +7,11 @@ from pathlib import Path
 
 from bigload.errors import abridged
 from bigload.layouts.choices import Layout, Verify
-from bigload.layouts.journal import read_progress
-from bigload.layouts.manifest import MANIFEST_FILE
 from bigload.layouts.preparation import PreparedReshard
 from bigload.layouts.reshard import ReshardReport
-from bigload.layouts.staging import leftover, staging_folder
+from bigload.layouts.verification.manifest import MANIFEST_FILE
+from bigload.layouts.writing.journal import read_progress
+from bigload.layouts.writing.staging import leftover, staging_folder
 from bigload.plain_text import PlainTable, printable
 from bigload.units import counted, format_rate, format_size
 from bigload_cli.views.text import argument

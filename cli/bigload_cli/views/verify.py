@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from bigload.layouts.manifest import DIGEST
-from bigload.layouts.verify import Level, VerifyReport
+from bigload.layouts.verification.manifest import DIGEST
+from bigload.layouts.verification.verify import Level, VerifyReport
 from bigload.units import counted, format_rate, format_size
 from bigload_cli.views.reshard import SPARSE
 

@@ -412,7 +412,7 @@ def test_autocast_gives_what_it_gives_the_plain_model(plain, model):
 
 
 def test_nothing_is_left_of_a_model_that_is_let_go_of(plain, folder, monkeypatch):
-    monkeypatch.setattr("bigload.runtime.streaming.fetcher._IDLE_SECONDS", 0.05)
+    monkeypatch.setattr("bigload.runtime.streaming.prefetch_thread._IDLE_SECONDS", 0.05)
     gc.collect()
     before, others = maps(folder), set(fetchers())
     model = streamed(folder, **SMALL)
@@ -435,7 +435,7 @@ def maps(folder):
 
 
 def test_a_thread_that_waited_for_long_ends_and_the_next_forward_has_another(plain, folder, monkeypatch):
-    monkeypatch.setattr("bigload.runtime.streaming.fetcher._IDLE_SECONDS", 0.02)
+    monkeypatch.setattr("bigload.runtime.streaming.prefetch_thread._IDLE_SECONDS", 0.02)
     model = streamed(folder, **SMALL)
     others = set(fetchers())
     for _ in range(2):

@@ -1,0 +1,250 @@
+"""Read what `torch.save` wrote, without torch: names, dtypes, shapes, and where the bytes of each tensor are.
+
+The file is a zip archive of stored records (`zip_records.py`), all below one folder: `data.pkl`, the pickled
+object (`restricted_unpickler.py`); `data/0`, `data/1` ..., the bytes of the storages that tensors are views of;
+`byteorder`; and some that say nothing about tensors. The layout is that of torch 1.6 to 2.13 (`torch/serialization.py`,
+`_save`). Files of older versions are bare pickles, data and all in one: only torch can read them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import stat
+import zlib
+from collections.abc import Iterable, Mapping
+from functools import cache
+from math import prod
+from pathlib import Path
+from typing import TypeGuard
+
+from bigload.checkpoint.formats.format_error import LegacyFile, Refusal
+from bigload.checkpoint.formats.restricted_unpickler import (
+    MAX_PICKLE_BYTES,
+    STORAGE_DTYPES,
+    Global,
+    Opaque,
+    StorageRef,
+    TensorRef,
+    unpickle,
+)
+from bigload.checkpoint.formats.state_dict import find_state_dict
+from bigload.checkpoint.formats.zip_records import LOCAL_SIGNATURE, Archive, Record, read_archive
+from bigload.checkpoint.model import CheckpointWarning, Shard, ShardHeader, Span, TensorInfo
+from bigload.dtypes import DTYPES, DType
+from bigload.errors import InvalidCheckpointError, Problem
+from bigload.units import counted
+
+MAX_DIMENSIONS = 64
+"""As many as torch allows (`dim_bitset_size`)."""
+
+MAX_ELEMENTS = 2**63 - 1
+_MAX_NAMED = 5
+_BY_TORCH_NAME = {dtype.torch_name: dtype for dtype in DTYPES.values() if dtype.torch_name is not None}
+
+
+def read_torch_header(path: Path, *, file: str) -> ShardHeader:
+    """Read and check the archive at `path`, which the checkpoint calls `file`. Reads no tensor; executes nothing.
+
+    Raises:
+        LegacyFile: it is a bare pickle.
+        InvalidCheckpointError: it breaks the format, or asks for what is no part of a state dict.
+        OSError: it cannot be opened or read.
+    """
+    # O_NONBLOCK: opening a FIFO must not wait for a writer that never comes.
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    try:
+        return _read(descriptor, path, file)
+    except Refusal as refusal:
+        raise InvalidCheckpointError(path, [Problem(code=refusal.code, file=file, text=refusal.text)]) from None
+    finally:
+        os.close(descriptor)
+
+
+def _read(descriptor: int, path: Path, file: str) -> ShardHeader:
+    status = os.fstat(descriptor)
+    num_bytes = status.st_size
+    if not stat.S_ISREG(status.st_mode):
+        raise Refusal("not-a-file", "not a regular file")
+    _check_kind(os.pread(descriptor, 512, 0), num_bytes)
+    archive = read_archive(descriptor, num_bytes)
+    folder = next(iter(archive.records), "").partition("/")[0]
+    pickled = _check_contents(archive, folder)
+    if (byteorder := archive.records.get(f"{folder}/byteorder")) is not None:
+        order = _checked(descriptor, byteorder, "byteorder", max_bytes=16)
+        if order != b"little":
+            raise Refusal("byte-order", f"its numbers are stored in the byte order {order!r}, expected b'little'")
+    raw = _checked(descriptor, pickled, "data.pkl", max_bytes=MAX_PICKLE_BYTES)
+    found = find_state_dict(unpickle(raw), _is_tensor)
+    tensors, problems = [], []
+    for name, tensor in found.tensors.items():
+        try:
+            tensors.append(_tensor(name, tensor, archive.records, f"{folder}/data/", file))
+        except Refusal as refusal:
+            problems.append(Problem(code=refusal.code, file=file, text=f"tensor {name!r:.200}: {refusal.text}"))
+    if problems:
+        raise InvalidCheckpointError(path, problems)
+    directory = os.pread(descriptor, num_bytes - archive.directory_start, archive.directory_start)
+    shard = Shard(
+        file=file,
+        num_bytes=num_bytes,
+        header_parts=((pickled.start, pickled.stop), (archive.directory_start, num_bytes)),
+        header_sha256=hashlib.sha256(raw + directory).hexdigest(),
+        metadata={},
+        format="torch",
+    )
+    tensors.sort(key=lambda tensor: (tensor.span.start, tensor.span.stop))
+    return ShardHeader(shard=shard, tensors=tuple(tensors), warnings=_left_out(file, found.left_out))
+
+
+def _check_kind(head: bytes, num_bytes: int) -> None:
+    """Raise unless a file that begins with `head` is a zip archive; the text says what it is instead."""
+    if not head:
+        raise Refusal("file-empty", "the file is empty")
+    if head.startswith(LOCAL_SIGNATURE):
+        return
+    if head[:1] == b"\x80" and head[1:2] in b"\2\3\4\5":
+        raise LegacyFile
+    if head.startswith(b"version https://git-lfs"):
+        raise Refusal("git-lfs-pointer", "a pointer of Git LFS, not the file itself; fetch it with git lfs pull")
+    if head[257:262] == b"ustar":
+        raise Refusal("not-a-torch-file", "a tar archive, as torch before 0.1.10 wrote; load and save it with torch")
+    text = (
+        f"no file that torch.save wrote: it begins with {head[:4]!r}, expected {LOCAL_SIGNATURE!r}; {num_bytes} bytes"
+    )
+    raise Refusal("not-a-torch-file", text)
+
+
+def _check_contents(archive: Archive, folder: str) -> Record:
+    """Return the record of the pickle, if the archive is one of `torch.save`."""
+    records = archive.records
+    if f"{folder}/constants.pkl" in records or any(name.startswith(f"{folder}/code/") for name in records):
+        text = "a TorchScript program, not a state dict; save its state_dict() with torch.save"
+        raise Refusal("torchscript", text)
+    pickled = records.get(f"{folder}/data.pkl")
+    if pickled is None:
+        raise Refusal("not-a-torch-file", "a zip archive without the data.pkl that torch.save writes")
+    if archive.compressed:
+        text = f"record {min(archive.compressed)!r:.200} is compressed; torch.save stores records as they are"
+        raise Refusal("compressed-record", text)
+    return pickled
+
+
+def _checked(descriptor: int, record: Record, name: str, *, max_bytes: int) -> bytes:
+    num_bytes = record.stop - record.start
+    if num_bytes > max_bytes:
+        raise Refusal("record-too-large", f"{name} has {num_bytes} bytes, at most {max_bytes} are read")
+    data = os.pread(descriptor, num_bytes, record.start)
+    if zlib.crc32(data) != record.crc32:
+        raise Refusal("bad-checksum", f"{name} is damaged: its checksum is not the one in the archive's directory")
+    return data
+
+
+def _is_tensor(value: object) -> TypeGuard[TensorRef | Opaque]:
+    return isinstance(value, TensorRef) or (isinstance(value, Opaque) and value.tensor_kind is not None)
+
+
+def _tensor(
+    name: str, tensor: TensorRef | Opaque, records: Mapping[str, Record], data_folder: str, file: str
+) -> TensorInfo:
+    """Return where `tensor` is, having checked that this is inside its storage and the storage inside its record."""
+    if isinstance(tensor, Opaque):
+        raise Refusal("unsupported-tensor", f"it is {tensor.tensor_kind}, which cannot be read as plain bytes")
+    if tensor.flags:
+        text = "it is stored conjugated or negated; save it with resolve_conj() or resolve_neg()"
+        raise Refusal("unsupported-tensor", text)
+    storage = tensor.storage
+    if not isinstance(storage, StorageRef):
+        raise Refusal("bad-tensor", "it is no view of a storage")
+    dtype = _dtype(storage, tensor.dtype)
+    record = _record(storage, records, data_folder)
+    (offset,) = _numbers((tensor.offset,), "offset")
+    shape, strides = _form(tensor)
+    width = dtype.alignment  # torch counts bytes where several elements are packed into one
+    is_plain = _is_row_by_row(shape, strides)
+    reach = prod(shape) if is_plain else 1 + sum((size - 1) * step for size, step in zip(shape, strides, strict=True))
+    if not reach:
+        offset = 0  # without elements it means nothing, and torch lets it be anything
+    span = Span(file, record.start + offset * width, record.start + (offset + reach) * width)
+    if span.stop > record.stop:
+        text = f"it reaches to byte {span.stop - record.start} of a storage of {record.stop - record.start}"
+        raise Refusal("out-of-storage", text)
+    if dtype.bits < 8:
+        if not is_plain or not shape:
+            raise Refusal("unsupported-tensor", f"it is a view of packed {dtype} elements, expected them row by row")
+        shape = (*shape[:-1], shape[-1] * 8 // dtype.bits)
+    return TensorInfo(name, dtype, shape, span, None if is_plain else strides)
+
+
+def _record(storage: StorageRef, records: Mapping[str, Record], data_folder: str) -> Record:
+    """Return the record that holds `storage`, if it is as long as the pickle says."""
+    record = records.get(data_folder + storage.key)
+    if record is None:
+        raise Refusal("storage-missing", f"its data, record {data_folder + storage.key!r:.200}, is not in the archive")
+    num_bytes = record.stop - record.start
+    if storage.num_elements != num_bytes // _element_bytes(storage.kind):
+        text = f"its storage has {storage.num_elements} elements by the pickle, but {num_bytes} bytes in the archive"
+        raise Refusal("size-mismatch", text)
+    return record
+
+
+def _form(tensor: TensorRef) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    shape, strides = _numbers(tensor.shape, "shape"), _numbers(tensor.strides, "strides")
+    if len(shape) != len(strides):
+        raise Refusal("bad-shape", f"{counted(len(shape), 'dimension')}, but {counted(len(strides), 'stride')}")
+    if prod(filter(None, shape)) > MAX_ELEMENTS:
+        raise Refusal("bad-shape", f"shape {shape}, expected sizes whose product fits 63 bits")
+    return shape, strides
+
+
+def _dtype(storage: StorageRef, given: object) -> DType:
+    """Return the dtype of a tensor in `storage`; `given` is the one that the tensor names itself, if it does."""
+    torch_name = (
+        given.name if isinstance(given, Global) else STORAGE_DTYPES.get(storage.kind) if given is None else None
+    )
+    dtype = _BY_TORCH_NAME.get(torch_name) if torch_name is not None else None
+    if dtype is None:
+        raise Refusal(
+            "unknown-dtype", f"elements of type {torch_name or storage.kind}, which safetensors does not have"
+        )
+    return dtype
+
+
+@cache  # of the few kinds that the unpickler lets pass
+def _element_bytes(kind: str) -> int:
+    torch_name = STORAGE_DTYPES.get(kind)
+    if torch_name is None:
+        raise Refusal("unknown-dtype", f"its storage is a {kind}, which holds no plain numbers")
+    return 16 if torch_name == "complex128" else _BY_TORCH_NAME[torch_name].alignment
+
+
+def _numbers(values: object, what: str) -> tuple[int, ...]:
+    if not isinstance(values, tuple) or len(values) > MAX_DIMENSIONS:
+        raise Refusal("bad-shape", f"its {what} is no list of at most {MAX_DIMENSIONS} numbers")
+    for value in values:
+        if type(value) is not int or not 0 <= value <= MAX_ELEMENTS:
+            found = value if type(value) is int else f"a {type(value).__name__}"
+            raise Refusal("bad-shape", f"its {what} has {found!s:.30}, expected whole numbers from 0 to 2^63 - 1")
+    return values
+
+
+def _is_row_by_row(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
+    """Return whether elements lie one after the other, the last dimension running fastest. Sizes of 1 do not matter."""
+    if 0 in shape:
+        return True
+    expected = 1
+    for size, stride in zip(reversed(shape), reversed(strides), strict=True):
+        if size != 1 and stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def _left_out(file: str, keys: Iterable[str]) -> tuple[CheckpointWarning, ...]:
+    names = list(keys)
+    if not names:
+        return ()
+    more = ", …" if len(names) > _MAX_NAMED else ""
+    listed = ", ".join(f"{name!r:.50}" for name in names[:_MAX_NAMED])
+    text = f"{file} also holds {counted(len(names), 'value')} that are no weights: {listed}{more}"
+    return (CheckpointWarning(code="not-weights", text=text),)

@@ -1,0 +1,98 @@
+"""Functions that run in one process: asked when they are called, not when they are defined.
+
+So a module may be imported before the processes know each other. What a function returns elsewhere is `None`; where a
+process is alone, it runs, whatever number was asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, ParamSpec, Protocol, TypeVar, overload
+
+from bigload.distributed.process_index import (
+    is_last_process,
+    is_local_main_process,
+    is_main_process,
+    local_process_index,
+    num_processes,
+)
+from bigload.distributed.process_index import process_index as process_index_of_this
+from bigload.errors import ProcessOptionError
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class _Decorator(Protocol):
+    def __call__(self, function: Callable[P, T], /) -> Callable[P, T | None]: ...
+
+
+def on_main_process(function: Callable[P, T]) -> Callable[P, T | None]:
+    """Have `function` run in process 0 alone; a decorator."""
+    return _where(is_main_process, function)
+
+
+def on_local_main_process(function: Callable[P, T]) -> Callable[P, T | None]:
+    """Have `function` run in process 0 of each host; a decorator."""
+    return _where(is_local_main_process, function)
+
+
+def on_last_process(function: Callable[P, T]) -> Callable[P, T | None]:
+    """Have `function` run in the process with the highest number; a decorator."""
+    return _where(is_last_process, function)
+
+
+@overload
+def on_process(function: Callable[P, T], process_index: int | None = None) -> Callable[P, T | None]: ...
+@overload
+def on_process(function: None = None, process_index: int | None = None) -> _Decorator: ...
+def on_process(function: Callable[..., Any] | None = None, process_index: int | None = None) -> Callable[..., Any]:
+    """Have `function` run in process `process_index` alone: `on_process(work, 2)`, or `@on_process(process_index=2)`.
+
+    Raises:
+        ProcessOptionError: `process_index` is no number of a process.
+    """
+    number = _checked("process_index", process_index)
+    return _decorated(lambda: process_index_of_this() == number, function)
+
+
+@overload
+def on_local_process(function: Callable[P, T], local_process_index: int | None = None) -> Callable[P, T | None]: ...
+@overload
+def on_local_process(function: None = None, local_process_index: int | None = None) -> _Decorator: ...
+def on_local_process(
+    function: Callable[..., Any] | None = None, local_process_index: int | None = None
+) -> Callable[..., Any]:
+    """Have `function` run in process `local_process_index` of each host; called as `on_process`.
+
+    Raises:
+        ProcessOptionError: `local_process_index` is no number of a process.
+    """
+    number = _checked("local_process_index", local_process_index)
+    return _decorated(lambda: _local_process_index() == number, function)
+
+
+_local_process_index = local_process_index
+
+
+def _checked(name: str, number: int | None) -> int:
+    if not isinstance(number, int) or isinstance(number, bool) or number < 0:
+        raise ProcessOptionError(name, number, "the number of the process that runs it, from 0 on")
+    return number
+
+
+def _decorated(is_here: Callable[[], bool], function: Callable[..., Any] | None) -> Callable[..., Any]:
+    if function is None:
+        return lambda decorated: _where(is_here, decorated)
+    return _where(is_here, function)
+
+
+def _where(is_here: Callable[[], bool], function: Callable[P, T]) -> Callable[P, T | None]:
+    @wraps(function)
+    def runs_or_not(*arguments: P.args, **options: P.kwargs) -> T | None:
+        if num_processes() == 1 or is_here():
+            return function(*arguments, **options)
+        return None
+
+    return runs_or_not

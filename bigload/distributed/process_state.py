@@ -1,0 +1,193 @@
+"""`PartialState` and `Accelerator`: which process this is, what it alone does, and waiting, as properties and methods.
+
+They have the members of accelerate's deferred-execution guide, under the same names. Their state is the process
+group, so all objects agree with each other and with functions such as `bigload.is_main_process()`.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from datetime import timedelta
+from typing import IO, TYPE_CHECKING, Any, cast
+
+from bigload.distributed import barriers, saving, splitting
+from bigload.distributed import main_process_first as main_first
+from bigload.distributed import on_process as one_process
+from bigload.distributed import process_index as processes
+from bigload.distributed.launchers import Place, launched_place
+from bigload.errors import ProcessControlError
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+
+class PartialState:
+    """This process among those of its job.
+
+    If a launcher such as torchrun started several processes and none has initialised `torch.distributed`, the first
+    object joins them: with gloo, and on accelerators with their backend too. A process group that is there is used as
+    it is. A process that is alone does not import torch for it.
+    """
+
+    def __init__(
+        self, cpu: bool = False, *, backend: str | None = None, timeout: timedelta | float | None = None
+    ) -> None:
+        """Join the processes of this job, where they are launched and have no process group yet.
+
+        Args:
+            cpu: Compute on the CPU, even if there are accelerators.
+            backend: Of the process group, if it is made here; by default gloo, with `cuda:nccl` on CUDA.
+            timeout: Of the process group, if it is made here, in seconds or as a timedelta; by default that of torch.
+
+        Raises:
+            ProcessControlError: the others cannot be joined.
+            ProcessOptionError: a launcher's variable makes no sense.
+        """
+        self._cpu = cpu
+        place = launched_place()
+        if place is not None and place.size > 1 and processes.process_group() is None:
+            _join(place, backend=backend, timeout=timeout, device=self.device)
+
+    wait_for_everyone = staticmethod(barriers.wait_for_everyone)
+    main_process_first = staticmethod(main_first.main_process_first)
+    local_main_process_first = staticmethod(main_first.local_main_process_first)
+    on_main_process = staticmethod(one_process.on_main_process)
+    on_local_main_process = staticmethod(one_process.on_local_main_process)
+    on_last_process = staticmethod(one_process.on_last_process)
+    on_process = staticmethod(one_process.on_process)
+    on_local_process = staticmethod(one_process.on_local_process)
+    split_between_processes = staticmethod(splitting.split_between_processes)
+    print = staticmethod(processes.print)
+
+    @property
+    def num_processes(self) -> int:
+        """How many processes there are."""
+        return processes.num_processes()
+
+    @property
+    def process_index(self) -> int:
+        """The number of this process among all of them, from 0 on."""
+        return processes.process_index()
+
+    @property
+    def local_process_index(self) -> int:
+        """The number of this process among those of its host, from 0 on; see `bigload.local_process_index`."""
+        return processes.local_process_index()
+
+    @property
+    def is_main_process(self) -> bool:
+        """Whether this is process 0 of all."""
+        return processes.is_main_process()
+
+    @property
+    def is_local_main_process(self) -> bool:
+        """Whether this is process 0 of its host."""
+        return processes.is_local_main_process()
+
+    @property
+    def is_last_process(self) -> bool:
+        """Whether this is the process with the highest number."""
+        return processes.is_last_process()
+
+    @property
+    def use_distributed(self) -> bool:
+        """Whether there is more than one process."""
+        return processes.num_processes() > 1
+
+    @property
+    def device(self) -> torch.device:
+        """Where this process computes: its accelerator, by its number on the host, or the CPU."""
+        import torch
+
+        if self._cpu or not torch.accelerator.is_available():
+            return torch.device("cpu")
+        kind = torch.accelerator.current_accelerator()
+        assert kind is not None
+        return torch.device(kind.type, processes.local_process_index() % torch.accelerator.device_count())
+
+    def destroy_process_group(self) -> None:
+        """Leave the process group, if there is one. Call it in all processes when they are done."""
+        group = processes.process_group()
+        if group is not None:
+            group.destroy_process_group()
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(process {self.process_index} of {self.num_processes})"
+
+
+class Accelerator(PartialState):
+    """`PartialState`, and what accelerate's `Accelerator` has besides of process control. It is not for training."""
+
+    set_trigger = staticmethod(barriers.set_trigger)
+    check_trigger = staticmethod(barriers.check_trigger)
+
+    @property
+    def state(self) -> PartialState:
+        """This object."""
+        return self
+
+    def save(self, obj: object, f: str | os.PathLike[str] | IO[bytes], *, safe_serialization: bool = False) -> None:
+        """Write `obj` to the file `f` in process 0, whole or not at all; see `bigload.save`."""
+        saving.save(obj, f, safe_serialization=safe_serialization)
+
+    def unwrap_model(
+        self,
+        model: nn.Module,
+        keep_fp32_wrapper: bool = True,  # noqa: ARG002 - see below
+        keep_torch_compile: bool = True,
+    ) -> nn.Module:
+        """Return the model within wrappers of torch: `DistributedDataParallel`, `DataParallel`, FSDP, `torch.compile`.
+
+        Args:
+            model: A model, wrapped or not. It stays as it is.
+            keep_fp32_wrapper: Taken as accelerate takes it; bigload wraps no forward.
+            keep_torch_compile: Return a compiled model compiled.
+        """
+        compiled = _class("torch._dynamo.eval_frame", "OptimizedModule")
+        wrappers = (
+            *_class("torch.nn.parallel", "DataParallel"),
+            *_class("torch.nn.parallel", "DistributedDataParallel"),
+            *_class("torch.distributed.fsdp", "FullyShardedDataParallel"),
+        )
+        inner: Any = model
+        outermost_compiled: Any = None
+        while isinstance(inner, (*wrappers, *compiled)):
+            if isinstance(inner, compiled):
+                outermost_compiled = outermost_compiled or inner
+                inner = inner._orig_mod
+            else:
+                inner = cast(Any, inner).module
+        found: nn.Module = inner
+        if outermost_compiled is not None and keep_torch_compile:
+            found = outermost_compiled
+            if found._orig_mod is not inner:  # a new one: accelerate puts the inner model into the one that it is given
+                found = type(outermost_compiled)(inner, outermost_compiled.dynamo_ctx)
+        return found
+
+
+def _class(module: str, name: str) -> tuple[type[Any], ...]:
+    """Return a class for `isinstance`, if its module is imported: else nothing is of it."""
+    found = sys.modules.get(module)
+    return () if found is None else (getattr(found, name),)
+
+
+def _join(place: Place, *, backend: str | None, timeout: timedelta | float | None, device: torch.device) -> None:
+    import torch
+    import torch.distributed as dist
+
+    if device.type != "cpu":
+        torch.accelerator.set_device_index(device)
+    if backend is None:
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    limit = timedelta(seconds=timeout) if isinstance(timeout, int | float) else timeout
+    try:
+        dist.init_process_group(backend, rank=place.rank, world_size=place.size, timeout=limit)
+    except (RuntimeError, ValueError) as error:
+        first_line = next(iter(str(error).splitlines()), type(error).__name__)
+        raise ProcessControlError(
+            f"process {place.rank} cannot join the {place.size} of this job: {first_line:.300}",
+            hint="start all of them with torchrun, or set MASTER_ADDR and MASTER_PORT in each; "
+            "GLOO_SOCKET_IFNAME names the network between hosts",
+        ) from error

@@ -1,0 +1,199 @@
+"""Write a file in one process of many, and whole or not at all."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import stat
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import IO, TYPE_CHECKING
+
+from bigload.distributed.process_index import is_local_main_process, is_main_process
+from bigload.errors import ProcessOptionError, WriteError
+
+if TYPE_CHECKING:
+    import torch
+
+_WRITE_BYTES = 1 << 26
+"""What one write has at most, so that a Ctrl-C is heard in between."""
+
+_log = logging.getLogger("bigload")
+
+
+def save(
+    obj: object,
+    f: str | os.PathLike[str] | IO[bytes],
+    save_on_each_node: bool = False,
+    safe_serialization: bool = False,
+) -> None:
+    """Write `obj` in the main process alone; the others go on at once, and `wait_for_everyone` lets them see the file.
+
+    Args:
+        obj: What to save; with `safe_serialization`, tensors by name.
+        f: The file. It is there when all of it is on the disk, and until then, an older one stays. A link is followed.
+            What is no ordinary file, an open file for one, is written to as it is.
+        save_on_each_node: Write it in process 0 of each host, for disks that hosts do not share.
+        safe_serialization: Write safetensors, else what `torch.save` writes. Names that are one tensor are written
+            once, which is logged; views that only share memory are written each by itself.
+
+    Raises:
+        ProcessOptionError: `obj` cannot be written as safetensors.
+        WriteError: the system refused a write, or there is no such folder.
+    """
+    if not (is_local_main_process() if save_on_each_node else is_main_process()):
+        return
+    write = _write_safetensors if safe_serialization else _write_pickle
+    if not isinstance(f, str | os.PathLike):
+        write(obj, f)
+        return
+    path = Path(os.path.realpath(f))
+    try:
+        with _whole(path) as place:
+            write(obj, place)
+    except OSError as error:
+        raise WriteError(Path(f), error) from error
+
+
+def _write_pickle(obj: object, place: Path | IO[bytes]) -> None:
+    import torch
+
+    if not isinstance(place, Path):
+        torch.save(obj, place)
+        return
+    with place.open("wb", buffering=0) as file:
+        noting = _NotingFile(file)
+        try:
+            torch.save(obj, noting)  # type: ignore[arg-type]  # all that it asks for is there
+        except RuntimeError as error:
+            if noting.refusal is None:
+                raise
+            raise noting.refusal from error
+
+
+class _NotingFile:
+    """A file that keeps what the system refused: torch tells only that something was."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self.refusal: OSError | None = None
+        self._file = file
+
+    def write(self, data: memoryview | bytes) -> int:
+        view = memoryview(data).cast("B")
+        try:
+            for start in range(0, len(view), _WRITE_BYTES):
+                part = view[start : start + _WRITE_BYTES]
+                while part:
+                    part = part[self._file.write(part) :]
+        except OSError as error:
+            self.refusal = error
+            raise
+        return len(view)
+
+    def flush(self) -> None:
+        """Nothing is kept back."""
+
+
+def _write_safetensors(obj: object, place: Path | IO[bytes]) -> None:
+    from safetensors import SafetensorError
+    from safetensors.torch import save as to_bytes
+    from safetensors.torch import save_file
+
+    tensors = _apart(_checked(obj))
+    metadata = {"format": "pt"}  # by which transformers knows whose tensors they are
+    if isinstance(place, Path):
+        try:
+            save_file(tensors, place, metadata=metadata)
+        except SafetensorError as error:  # of what can be wrong, the tensors are known to be right
+            raise OSError(str(error)) from error
+    else:
+        place.write(to_bytes(tensors, metadata=metadata))
+
+
+def _checked(obj: object) -> Mapping[str, torch.Tensor]:
+    import torch
+
+    if not isinstance(obj, Mapping):
+        raise ProcessOptionError("obj", type(obj).__name__, "tensors by name, as safetensors holds them")
+    for name, value in obj.items():
+        if not isinstance(name, str):
+            raise ProcessOptionError("obj", f"a dict with the key {name!r:.60}", "names as its keys")
+        if not isinstance(value, torch.Tensor) or value.is_meta or value.layout is not torch.strided:
+            kind = f"{name}: {type(value).__name__}"
+            if isinstance(value, torch.Tensor):
+                kind += " on the meta device, without values" if value.is_meta else f" with the layout {value.layout}"
+            raise ProcessOptionError("obj", kind, "dense tensors with values, as safetensors holds them")
+    return obj
+
+
+def _apart(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return `tensors` row by row, each with memory of its own; what is one tensor stays under its first name."""
+    kept: dict[tuple[object, ...], str] = {}
+    owners = set[tuple[object, int]]()
+    apart = {}
+    for name, tensor in tensors.items():
+        view = _view(tensor)
+        if view is not None and view in kept:
+            _log.warning("%s is not written: it is the same tensor as %s", name, kept[view])
+            continue
+        value = tensor.detach().resolve_conj().resolve_neg().contiguous()
+        owner = (value.device, value.untyped_storage().data_ptr())
+        is_shared = view is not None and owner in owners
+        apart[name] = value.clone() if is_shared else value
+        if view is not None:
+            kept[view] = name
+            owners.add(owner)
+    return apart
+
+
+def _view(tensor: torch.Tensor) -> tuple[object, ...] | None:
+    """Return what tells which bytes a tensor is, `None` if it has none."""
+    if not tensor.numel():
+        return None
+    where = (tensor.device, tensor.data_ptr(), tensor.dtype)
+    return (*where, tuple(tensor.shape), tensor.stride(), tensor.is_conj(), tensor.is_neg())
+
+
+@contextmanager
+def _whole(path: Path) -> Iterator[Path | IO[bytes]]:
+    """Give a place to write to, and put what was written there at `path` when it is on the disk.
+
+    Raises:
+        OSError: the system refused something. Nothing is left behind.
+    """
+    try:
+        mode = path.stat().st_mode
+    except FileNotFoundError:
+        mode = None
+    if mode is not None and not stat.S_ISREG(mode):
+        with path.open("wb") as file:  # a pipe, or /dev/null; a folder is refused
+            yield file
+        return
+    staged = path.with_name(f".bigload-{os.getpid()}-{os.urandom(4).hex()}.partial")
+    descriptor = os.open(staged, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    try:
+        yield staged
+        if mode is not None:
+            os.fchmod(descriptor, stat.S_IMODE(mode))
+        os.fsync(descriptor)
+        staged.replace(path)
+    except BaseException:  # Ctrl-C, too
+        with suppress(FileNotFoundError):
+            staged.unlink()
+        raise
+    finally:
+        os.close(descriptor)
+    _flush_folder(path.parent)
+
+
+def _flush_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in {errno.EINVAL, errno.ENOTSUP}:  # some file systems have none of it
+            raise
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,1 @@
+"""Digests, the manifest, and the comparison of a folder with its manifest."""

@@ -1,0 +1,1 @@
+"""The writing side of a reshard: windows, output files, staging folder, journal, resume."""

@@ -1,0 +1,129 @@
+"""Ranges of files that the kernel copies by itself: shared blocks on file systems that have them, or on the server.
+
+XFS, Btrfs and bcachefs let two files share blocks until one of them is written (FICLONERANGE of ioctl_ficlonerange(2)):
+nothing is read or written, but offsets in both files have to be equal within a block. Network file systems copy on the
+server (copy_file_range(2)), without sending a byte. On other file systems the kernel reads and writes like everybody
+else, and slower than `writer.py`, so it is not asked.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import struct
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+
+from bigload.checkpoint.model import Span
+from bigload.layouts.output import DATA_ALIGNMENT, OutputFile, OutputTensor
+from bigload.layouts.writing.windows import Ranges
+from bigload.machine.file_systems import file_system_of
+from bigload.units import MIB
+
+_FICLONERANGE = 0x4020940D
+_CLONING = frozenset(("bcachefs", "btrfs", "xfs"))
+_COPYING = frozenset(("ceph", "cifs", "nfs", "nfs4", "smb3"))
+_LEAST_BYTES = MIB  # for less, a read and a write are as quick
+_NOT_HERE = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EXDEV, errno.EINVAL, errno.ENOTTY, errno.EPERM, errno.ETXTBSY)
+
+
+class KernelCopy(Enum):
+    """What the kernel can do between two folders."""
+
+    NOTHING = "nothing"
+    CLONE = "share blocks"
+    COPY = "copy on the server"
+
+
+def kernel_copy(source: Path, target: Path) -> KernelCopy:
+    """Return what the kernel can do between files below two existing folders, by the kind of their file system."""
+    system = file_system_of(target)
+    if system is None or source.stat().st_dev != target.stat().st_dev:
+        return KernelCopy.NOTHING
+    if system.kind in _CLONING:
+        return KernelCopy.CLONE
+    return KernelCopy.COPY if system.kind in _COPYING else KernelCopy.NOTHING
+
+
+def data_offset(tensors: Sequence[OutputTensor]) -> int:
+    """Return where in a block the data of a file has to start so that most of it lies in blocks as in the source."""
+    weights: Counter[int] = Counter()
+    for run in _runs(tensors, 0):
+        weights[(run.source.start - run.at) % DATA_ALIGNMENT] += run.source.num_bytes
+    fitting = [(num_bytes, offset) for offset, num_bytes in weights.items() if offset % 8 == 0]
+    return max(fitting)[1] if fitting else 0
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Bytes of a source that stay together, and where in the output file they go."""
+
+    source: Span
+    at: int
+
+
+def copy_in_kernel(
+    output: OutputFile, descriptor: int, source_of: dict[str, int], way: KernelCopy, *, block_bytes: int
+) -> Ranges:
+    """Have the kernel put into the open file `descriptor` what it can of `output`; return what is there now.
+
+    Where it refuses, it is not asked again: nothing is lost but the attempt. Results are whole blocks.
+    """
+    done: list[tuple[int, int]] = []
+    if way is KernelCopy.NOTHING:
+        return Ranges(())
+    for run in _runs(output.tensors, output.header_bytes):
+        begin = -(-run.at // block_bytes) * block_bytes
+        end = (run.at + run.source.num_bytes) // block_bytes * block_bytes
+        if end - begin < _LEAST_BYTES:
+            continue
+        start = run.source.start + begin - run.at
+        if way is KernelCopy.CLONE and start % block_bytes:
+            continue
+        try:
+            if way is KernelCopy.CLONE:
+                _clone(source_of[run.source.file], start, descriptor, begin, end - begin)
+            else:
+                _copy(source_of[run.source.file], start, descriptor, begin, end - begin)
+        except OSError as error:
+            if error.errno in _NOT_HERE:
+                break
+            raise
+        done.append((begin, end))
+    return Ranges(tuple(done))
+
+
+def _runs(tensors: Sequence[OutputTensor], at: int) -> Iterator[Run]:
+    """Yield what is written as it is stored, neighbours that stay neighbours merged."""
+    last: Run | None = None
+    for tensor in tensors:
+        span = tensor.source.span
+        if tensor.is_cast or tensor.parts or tensor.source.strides is not None:
+            if last is not None:
+                yield last
+            last = None
+        elif last is not None and (last.source.file, last.source.stop) == (span.file, span.start):
+            last = Run(Span(span.file, last.source.start, span.stop), last.at)
+        else:
+            if last is not None:
+                yield last
+            last = Run(span, at)
+        at += tensor.num_bytes
+    if last is not None:
+        yield last
+
+
+def _clone(source: int, start: int, target: int, at: int, num_bytes: int) -> None:
+    fcntl.ioctl(target, _FICLONERANGE, struct.pack("=qQQQ", source, start, num_bytes, at))
+
+
+def _copy(source: int, start: int, target: int, at: int, num_bytes: int) -> None:
+    while num_bytes:
+        count = os.copy_file_range(source, target, num_bytes, start, at)
+        if count == 0:
+            raise OSError(errno.EINVAL, "the source ended")
+        start, at, num_bytes = start + count, at + count, num_bytes - count

@@ -1,0 +1,209 @@
+"""An output file while it is written: past the page cache where the file system offers that, through it elsewhere.
+
+Written bytes are read only once, by whoever compares them. In the page cache they would push out what others need, and
+on the way there cost a copy and, on many machines, fresh memory for every page.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from bigload.errors import BigloadError, ReadError, WriteError
+from bigload.loading.readers.byte_source import fill
+from bigload.loading.readers.direct import direct_alignment
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc_fallocate = getattr(_libc, "fallocate", None)
+_libc_sync_file_range = getattr(_libc, "sync_file_range", None)
+_START, _START_AND_WAIT = 2, 1 | 2 | 4
+_LOST = (errno.EIO, errno.ENOSPC, errno.EDQUOT)
+
+
+class Sink:
+    """An output file that is open for writing. Threads may write and read different blocks of it at once.
+
+    Args:
+        path: The file. Unless part of it is kept, it is created, in place of any older file or link of this name.
+        num_bytes: How large it will be.
+        kept_bytes: What of an older file at this path is kept; the rest is dropped.
+        alignment: Of addresses, offsets and lengths that go past the page cache, in bytes; `None` to go through it.
+
+    Attributes:
+        has_failed: The system refused something. It says once that it lost a page: later flushes prove nothing.
+
+    Raises:
+        WriteError: it cannot be made, or what is to be kept is a link, or a file with a further hard link.
+    """
+
+    def __init__(self, path: Path, *, num_bytes: int, alignment: int | None, kept_bytes: int = 0) -> None:
+        self.path = path
+        self.has_failed = False
+        self._num_bytes = num_bytes
+        self._is_direct = alignment is not None
+        flags = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | (os.O_DIRECT if self._is_direct else 0)
+        self.descriptor = -1
+        try:
+            with write_errors(path):
+                if not kept_bytes:
+                    _unlink(path)
+                    flags |= os.O_CREAT | os.O_EXCL
+                self.descriptor = os.open(path, flags, 0o666)
+                if os.fstat(self.descriptor).st_nlink > 1:
+                    raise OSError(errno.EMLINK, "it is a hard link, expected a file without another name")
+                os.ftruncate(self.descriptor, kept_bytes)
+                # One block too long until it is finished: readers of safetensors refuse that, and would else take a
+                # file that a crash left for whole, because its header is there and its size would be right.
+                os.ftruncate(self.descriptor, self._up(num_bytes) + BLOCK_BYTES)
+        except BaseException:  # Ctrl-C, too
+            self.close()
+            raise
+
+    def reserve(self, start: int, stop: int) -> None:
+        """Take disk space for these bytes: blocks are then written in place, by several threads at once.
+
+        Raises:
+            WriteError: there is none left.
+        """
+        if _libc_fallocate is None or start >= stop:
+            return
+        stop = self._up(stop)
+        with self._writing():
+            if _libc_fallocate(self.descriptor, 0, ctypes.c_int64(start), ctypes.c_int64(stop - start)):
+                number = ctypes.get_errno()
+                if number not in (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.EINTR):
+                    raise OSError(number, os.strerror(number))
+
+    def write(self, view: memoryview, offset: int) -> None:
+        """Write `view`, whole blocks of memory and of the file.
+
+        Raises:
+            WriteError: the system refused (disk full, quota, I/O error).
+        """
+        start, num_bytes = offset, len(view)
+        with self._writing():
+            while view:
+                count = os.pwrite(self.descriptor, view, offset)
+                view, offset = view[count:], offset + count
+            if not self._is_direct:
+                # Left alone, dirty pages pile up in memory, and the flush at the end waits for all of them.
+                self._sync_range(start, num_bytes, _START)
+
+    def read(self, view: memoryview, offset: int) -> None:
+        """Fill `view`, whole blocks, with what the disk has of them.
+
+        Raises:
+            WriteError: what was written could not be brought to the disk.
+            ReadError: the system refused.
+        """
+        if not self._is_direct:
+            self._settle(offset, len(view))
+        fill([view], self.descriptor, offset, self.path)
+
+    def flush(self) -> None:
+        """Wait until the disk has all that was written.
+
+        Raises:
+            WriteError: it could not be brought there.
+        """
+        with self._writing():
+            os.fdatasync(self.descriptor)
+
+    def finish(self) -> None:
+        """Give the file its size, wait until the disk has it, and check that it has this size there.
+
+        Raises:
+            WriteError: it could not be brought there.
+        """
+        with self._writing():
+            os.ftruncate(self.descriptor, self._num_bytes)
+            os.fsync(self.descriptor)
+        with suppress(OSError):
+            os.posix_fadvise(self.descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+
+    def close(self) -> None:
+        """Give the file back. Safe to repeat."""
+        descriptor, self.descriptor = self.descriptor, -1
+        if descriptor >= 0:
+            os.close(descriptor)
+
+    def padded(self, num_bytes: int) -> int:
+        """Return how many bytes have to be written or read for `num_bytes` at the end of the file."""
+        return self._up(num_bytes) if self._is_direct else num_bytes
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            with write_errors(self.path):
+                yield
+        except WriteError:
+            self.has_failed = True
+            raise
+
+    def _up(self, num_bytes: int) -> int:
+        return -(-num_bytes // BLOCK_BYTES) * BLOCK_BYTES if self._is_direct else num_bytes
+
+    def _settle(self, start: int, num_bytes: int) -> None:
+        """Wait until the disk has these bytes, and forget the cached pages: what is read next comes from the disk."""
+        with self._writing():
+            if not self._sync_range(start, num_bytes, _START_AND_WAIT):
+                os.fdatasync(self.descriptor)
+        os.posix_fadvise(self.descriptor, start, num_bytes, os.POSIX_FADV_DONTNEED)
+
+    def _sync_range(self, offset: int, num_bytes: int, flags: int) -> bool:
+        """Write these pages to the disk now (sync_file_range(2)); return whether the system can do that."""
+        if _libc_sync_file_range is None:
+            return False
+        if not _libc_sync_file_range(self.descriptor, ctypes.c_int64(offset), ctypes.c_int64(num_bytes), flags):
+            return True
+        number = ctypes.get_errno()
+        if number in _LOST:  # the system says so once: a flush that follows would succeed
+            raise OSError(number, os.strerror(number))
+        return False
+
+
+BLOCK_BYTES = 4096
+"""What windows are multiples of, and what disks can write at once; see `direct_write_alignment`."""
+
+
+def direct_write_alignment(folder: Path, *, rank: int = 0) -> int | None:
+    """Return the alignment of writes past the page cache into files of `folder`; `None` if it has none up to a block.
+
+    Tried out with a small file; `rank` keeps the processes of a team apart.
+
+    Raises:
+        WriteError: no file can be made there.
+    """
+    probe = folder / f".bigload-probe-{rank}"
+    with write_errors(probe):
+        _unlink(probe)
+        with probe.open("xb") as file:
+            file.write(bytes(BLOCK_BYTES))
+        try:
+            alignment = direct_alignment(probe)
+        except ReadError:
+            alignment = None
+        finally:
+            probe.unlink()
+    return alignment if alignment is not None and BLOCK_BYTES % alignment == 0 else None
+
+
+def _unlink(path: Path) -> None:
+    """Remove what has this name: writing into it would write into what a link leads to, hard links included."""
+    with suppress(FileNotFoundError):
+        path.unlink()
+
+
+@contextmanager
+def write_errors(path: Path) -> Iterator[None]:
+    """Turn what the system says into a WriteError for `path`; errors of ours stay what they are."""
+    try:
+        yield
+    except OSError as error:
+        if isinstance(error, BigloadError):
+            raise
+        raise WriteError(path, error) from error

@@ -1,0 +1,139 @@
+"""The files of a checkpoint, open for a reshard: each is opened when it is first needed, and watched for changes."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from types import TracebackType
+from typing import Self
+
+from bigload.checkpoint.fingerprint import changes, current_fingerprint, fingerprint
+from bigload.checkpoint.model import Checkpoint, Span
+from bigload.errors import ReadError, StalePlanError
+from bigload.loading.readers.byte_source import ByteSource, PositionalReader
+from bigload.loading.readers.cache_first import CacheFirstReader
+from bigload.loading.readers.direct import direct_alignment
+from bigload.machine.huge_pages import BlockPool
+from bigload.machine.sparse_files import data_extents
+
+Identity = tuple[int, int, int, int]
+"""What changes when a file is written or replaced: inode, size, times of the last changes of content and of inode, in
+nanoseconds. A program can set the former back (`touch -r`, `cp -p`), but not the latter."""
+
+
+class Sources(Mapping[str, ByteSource]):
+    """Readers for the files of `checkpoint`. Threads may share them.
+
+    Args:
+        checkpoint: Whose files.
+        pool: Memory for reads past the page cache.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, *, pool: BlockPool | None = None) -> None:
+        self._checkpoint = checkpoint
+        self._pool = pool
+        self._readers: dict[tuple[str, bool], ByteSource] = {}
+        self._lock = threading.Lock()
+        self._opened = ExitStack()
+
+    def __getitem__(self, file: str) -> ByteSource:
+        """Return the reader for bytes that are wanted once: see `past_cache`."""
+        return self.past_cache(file)
+
+    def __iter__(self) -> Iterator[str]:
+        return (shard.file for shard in self._checkpoint.shards)
+
+    def __len__(self) -> int:
+        return len(self._checkpoint.shards)
+
+    def past_cache(self, file: str) -> ByteSource:
+        """Return a reader that takes what the page cache has from there, and the rest from the disk, leaving no trace.
+
+        Raises:
+            ReadError: the file cannot be opened.
+        """
+        return self._reader(file, past_cache=True)
+
+    def through_cache(self, file: str) -> PositionalReader:
+        """Return a reader for bytes that will be wanted again soon.
+
+        Raises:
+            ReadError: the file cannot be opened.
+        """
+        reader = self._reader(file, past_cache=False)
+        assert isinstance(reader, PositionalReader)
+        return reader
+
+    def extents(self, span: Span) -> Iterator[tuple[int, int]]:
+        """Yield the parts of `span` that hold data; the rest are holes.
+
+        Raises:
+            ReadError: the file cannot be opened, or has become shorter.
+        """
+        descriptor = self.through_cache(span.file).descriptor
+        size = os.fstat(descriptor).st_size
+        if size < span.stop:  # past the end of a file there is a hole, too, to those who ask for data
+            raise ReadError(span.file, f"the file ended at byte {size}, {span.stop - size} bytes too early")
+        yield from data_extents(descriptor, span.start, span.stop)
+
+    def identities(self) -> dict[str, Identity]:
+        """Return what each file is now, at its path.
+
+        Raises:
+            ReadError: one is gone.
+        """
+        return {shard.file: self._identity(shard.file) for shard in self._checkpoint.shards}
+
+    def check_headers(self) -> None:
+        """Raise StalePlanError unless the files have the headers and sizes that the checkpoint was opened with."""
+        now = []
+        for shard in self._checkpoint.shards:
+            with PositionalReader(self._checkpoint.root / shard.file) as reader:
+                now.append(current_fingerprint(reader.descriptor, shard))
+        differences = changes(fingerprint(self._checkpoint), now)
+        if differences:
+            hint = "something replaced them since they were opened; make a new plan"
+            raise StalePlanError("the plan", self._checkpoint.path, differences, hint=hint)
+
+    def check_unchanged(self, before: Mapping[str, Identity]) -> None:
+        """Raise ReadError if a file is not what it was at the time of `before`."""
+        for file, identity in before.items():
+            if self._identity(file) != identity:
+                path = self._checkpoint.root / file
+                raise ReadError(path, "it was written to while it was read; nothing was kept")
+
+    def close(self) -> None:
+        """Close all files."""
+        self._readers.clear()
+        self._opened.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _reader(self, file: str, *, past_cache: bool) -> ByteSource:
+        with self._lock:
+            reader = self._readers.get((file, past_cache))
+            if reader is None:
+                path = self._checkpoint.root / file
+                if past_cache and direct_alignment(path) is not None:
+                    reader = CacheFirstReader(path, pool=self._pool)
+                else:
+                    reader = PositionalReader(path)
+                self._opened.callback(reader.close)
+                self._readers[file, past_cache] = reader
+            return reader
+
+    def _identity(self, file: str) -> Identity:
+        path = self._checkpoint.root / file
+        try:
+            status = path.stat()
+        except OSError as error:
+            raise ReadError(path, error.strerror or str(error)) from error
+        return status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns

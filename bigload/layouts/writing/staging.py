@@ -1,0 +1,406 @@
+"""A folder that appears complete or not at all, and whose writing can be gone on with.
+
+Everything is written below `<out>.partial` and the whole folder is renamed at the end, so that at no moment, not after
+a SIGKILL nor a power cut, something incomplete stands under the final name. The first file in it is the journal;
+holding a lock on that file is what it means to be the one who writes. Of processes that share the work each has a
+journal, and a lock on it: nobody begins anew while one of them, whose first has died, is still writing.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import shutil
+import time
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from bigload.errors import BigloadError, OutputExistsError, RankError, WriteError
+from bigload.layouts.verification.manifest import MANIFEST_FILE, STAGING_SUFFIX, read_manifest
+from bigload.layouts.writing.journal import PREFIX, Journal, Progress, journal_name, read_progress
+from bigload.layouts.writing.output_file_writer import write_errors
+from bigload.units import counted
+
+_SIGHT_SECONDS = 60.0
+"""How long a folder that another host made may stay unseen here: by default NFS remembers for so long what is not there
+(nfs(5), acdirmax)."""
+
+_LEAVE_SECONDS = 2.0
+"""How long others of a team that has failed are given to stop writing before the folder is kept because of them."""
+
+
+def staging_folder(out: Path) -> Path:
+    """Return where the files of `out` are written until they are all there."""
+    return out.with_name(out.name + STAGING_SUFFIX)
+
+
+def replaced_folder(out: Path) -> Path:
+    """Return where an older `out` goes before the new one takes its place; it is removed then."""
+    return out.with_name(out.name + ".replaced")
+
+
+@dataclass(slots=True)
+class Staging:
+    """A folder to write into, and the journal of what is finished there.
+
+    Attributes:
+        folder: Where to write.
+        journal: To be told of everything that the disk has.
+        progress: What an interrupted run finished; to be read back before it is believed.
+        is_void: Nothing in it is worth keeping, whatever the journal says.
+    """
+
+    folder: Path
+    journal: Journal
+    progress: Progress | None
+    is_void: bool = False
+
+
+def check_output(out: Path, *, resume: bool = False, force: bool = False) -> None:
+    """Raise unless `out` can come into being without touching anything that nobody said may be touched.
+
+    Raises:
+        OutputExistsError: `out` is a file, or a folder with something in it that is not to be replaced (`force`) or
+            was not written by bigload; or its staging folder is not ours, or holds work that is neither to be gone on
+            with (`resume`) nor to be thrown away (`force`); or another process is writing there now; or what `force`
+            would move aside has no place to go.
+    """
+    if out.is_symlink() or (out.exists() and not out.is_dir()):
+        raise OutputExistsError(out, "it exists", hint="choose another folder, or remove this one yourself")
+    if out.is_dir() and any(out.iterdir()):
+        _check_replaceable(out, force=force)
+    staging = staging_folder(out)
+    if not (staging.exists() or staging.is_symlink()):
+        if force:  # no run was interrupted while it moved an older output aside
+            _check_room_for_replaced(out, "it was not put there by an interrupted run: move it away, or remove it")
+        return
+    is_folder = staging.is_dir() and not staging.is_symlink()
+    if not is_folder or (any(staging.iterdir()) and not _is_only_name(staging / journal_name(0))):
+        raise _foreign(staging)
+    if _is_locked_by_others(staging):
+        raise _taken(out)
+    progress = read_progress(staging)
+    if progress is not None and not progress.is_empty and not (resume or force):
+        hint = "--resume goes on with it, --force throws it away and begins anew"
+        raise OutputExistsError(staging, f"an interrupted run left {_amount(progress)} there", hint=hint)
+
+
+def leftover(out: Path) -> str | None:
+    """Return in words what an interrupted run has finished of `out`, or `None` where there is nothing to go on with."""
+    progress = read_progress(staging_folder(out))
+    return None if progress is None or progress.is_empty else _amount(progress)
+
+
+@contextmanager
+def staged(out: Path, recipe: str, *, resume: bool = False, force: bool = False) -> Iterator[Staging]:
+    """Give a folder to write into; publish it as `out` when the block ends well.
+
+    When it raises, what the journal lists is kept for a later run to go on with; without any, the folder is removed.
+
+    Args:
+        out: Where it shall appear.
+        recipe: What is written, as a digest: only the same is gone on with.
+        resume: Keep what an interrupted run of the same recipe left.
+        force: Replace an `out` that bigload wrote, and throw away what an interrupted run left.
+
+    Raises:
+        OutputExistsError: see `check_output`; or another process is writing the same output now; or what shall be gone
+            on with was begun as something else.
+        WriteError: the folder cannot be made or flushed.
+    """
+    check_output(out, resume=resume, force=force)
+    folder = staging_folder(out)
+    lock = -1
+    is_ours = False
+    staging: Staging | None = None
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = _open_journal(folder, rank=0)
+        if not _is_ours(lock, folder) or _is_locked_by_others(folder, own=journal_name(0)):
+            raise _taken(out)
+        progress = read_progress(folder) if resume else None
+        if progress is not None and progress.recipe != recipe:
+            hint = "run it with the options and the source it was begun with, or throw its work away with --force"
+            raise OutputExistsError(folder, "what was begun there is another reshard than this", hint=hint)
+        is_ours = True
+        if progress is None:
+            os.ftruncate(lock, 0)
+            _clear(folder)
+        staging = Staging(folder, Journal.begin(folder / journal_name(0), lock, recipe), progress)
+        yield staging
+        _flush_folders(folder)
+        _publish(folder, out, force=force)
+    except BaseException as error:
+        if lock < 0:
+            with suppress(OSError):
+                folder.rmdir()
+        elif is_ours:
+            _leave(folder, lock, error, is_void=staging is not None and staging.is_void)
+        if isinstance(error, OSError) and not isinstance(error, BigloadError):
+            raise WriteError(folder, error) from error
+        raise
+    finally:
+        if lock >= 0:
+            os.close(lock)
+
+
+@contextmanager
+def joined(out: Path, recipe: str, *, rank: int, sign: str) -> Iterator[Staging]:
+    """Give the folder that process 0 has made for all: to write some of its files, with a journal of one's own.
+
+    Args:
+        out: Where it shall appear.
+        recipe: What is written, as a digest.
+        rank: Number of this process.
+        sign: Name of a file that process 0 has put there: a folder without it is another.
+
+    Raises:
+        RankError: the folder cannot be seen from here.
+        OutputExistsError: a process of an earlier team is still writing there.
+        WriteError: the journal cannot be written there.
+    """
+    folder = staging_folder(out)
+    _await_sign(folder / sign, rank)
+    descriptor = -1
+    try:
+        with write_errors(folder):
+            descriptor = _open_journal(folder, rank=rank)
+            if not _is_locked(descriptor):
+                raise _taken(out)
+            yield Staging(folder, Journal.begin(folder / journal_name(rank), descriptor, recipe), read_progress(folder))
+    finally:
+        if descriptor >= 0:
+            os.close(descriptor)
+
+
+def _await_sign(sign: Path, rank: int) -> None:
+    patience = time.monotonic() + _SIGHT_SECONDS
+    while not sign.exists():
+        if time.monotonic() > patience:
+            reason = f"on {os.uname().nodename} it does not see {sign.parent.absolute()}, which process 0 has made"
+            raise RankError(rank, reason, hint="the output has to be on a file system that all hosts share")
+        time.sleep(0.1)
+        with suppress(OSError):
+            any(sign.parents[1].iterdir())  # has a client of NFS ask its server
+
+
+def keep_only(folder: Path, files: Collection[str]) -> None:
+    """Remove from a folder that is resumed all but its journals and the regular files named in `files`.
+
+    So no index exists while a file that it names is written again, and nothing is published that bigload did not write.
+    A file with a further hard link is removed as well: resuming it would write into what the other name stands for.
+
+    Raises:
+        OSError: the system refused.
+    """
+    for root, folders, names in os.walk(folder, topdown=False):
+        for path in (Path(root, name) for name in (*names, *folders)):
+            name = path.relative_to(folder).as_posix()
+            is_known = name in files or path.name.startswith(PREFIX)
+            if path.is_dir() and not path.is_symlink():
+                with suppress(OSError):  # it is not empty
+                    path.rmdir()
+            elif not (is_known and _is_regular(path)):
+                path.unlink()
+    for path in [path for path in folder.rglob("*") if path.is_file() and not _is_only_name(path)]:
+        path.unlink()
+
+
+def _check_replaceable(out: Path, *, force: bool) -> None:
+    if not _is_regular(out / MANIFEST_FILE):
+        raise OutputExistsError(out, "it exists", hint="choose another folder, or remove this one yourself")
+    if not force:
+        raise OutputExistsError(out, "it exists", hint="choose another folder, or replace this one with --force")
+    strays = _strays(out)
+    if strays:
+        reason = f"bigload did not write {counted(len(strays), 'file')} in it, {strays[0]!r} for one"
+        raise OutputExistsError(out, reason, hint="move away what is yours, or remove the folder yourself")
+    _check_room_for_replaced(out, "an interrupted run moved the older output there: move it back, or remove it")
+
+
+def _check_room_for_replaced(out: Path, hint: str) -> None:
+    replaced = replaced_folder(out)
+    if replaced.is_symlink() or (replaced.exists() and not _is_empty_folder(replaced)):
+        raise OutputExistsError(replaced, "it is needed for replacing the output", hint=hint)
+
+
+def _is_empty_folder(path: Path) -> bool:
+    return path.is_dir() and not any(path.iterdir())
+
+
+def _strays(out: Path) -> list[str]:
+    """Return what lies in an output beside what its manifest lists."""
+    known = {MANIFEST_FILE, *read_manifest(out).files}
+    found = (path for path in out.rglob("*") if path.is_symlink() or not path.is_dir())
+    names = (path.relative_to(out).as_posix() for path in found if not path.name.startswith(PREFIX))
+    return sorted(name for name in names if name not in known)
+
+
+def _open_journal(folder: Path, *, rank: int) -> int:
+    flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
+    descriptor = os.open(folder / journal_name(rank), flags, 0o666)
+    if os.fstat(descriptor).st_nlink > 1:  # a hard link: truncating it would destroy what the other name stands for
+        os.close(descriptor)
+        raise _foreign(folder)
+    return descriptor
+
+
+def _is_ours(lock: int, folder: Path) -> bool:
+    """Lock the open journal if nobody else has; return whether it is locked by us and still the one in `folder`.
+
+    It is not the one there if another process finished, and published or removed the folder, while we opened it.
+    """
+    try:
+        return _is_locked(lock) and os.path.samestat(os.fstat(lock), (folder / journal_name(0)).stat())
+    except FileNotFoundError:
+        return False
+
+
+def _is_locked(descriptor: int, kind: int = fcntl.LOCK_EX) -> bool:
+    """Lock the open journal; return `False` if another process has."""
+    try:
+        with _unless_unsupported():
+            fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _is_locked_by_others(folder: Path, *, own: str = "") -> bool:
+    """Return whether a process holds the lock of a journal in `folder`, other than the journal called `own`."""
+    for path in folder.glob(f"{PREFIX}*.jsonl"):
+        if path.name == own or not _is_regular(path):
+            continue
+        try:
+            descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except FileNotFoundError:  # the other process finished meanwhile
+            continue
+        except OSError as error:
+            raise WriteError(path, error) from error
+        try:
+            # Shared, so that ranks which look at the same moment do not take each other for a writer.
+            if not _is_locked(descriptor, fcntl.LOCK_SH):
+                return True
+        finally:
+            os.close(descriptor)
+    return False
+
+
+def _taken(out: Path) -> OutputExistsError:
+    return OutputExistsError(out, "another process is writing it now", hint="wait for it, or choose another folder")
+
+
+def _foreign(staging: Path) -> OutputExistsError:
+    hint = "move it away; bigload only clears folders that it began itself"
+    return OutputExistsError(staging, "it is needed for writing and was not made by bigload", hint=hint)
+
+
+def _publish(folder: Path, out: Path, *, force: bool) -> None:
+    parent, replaced = out.resolve().parent, replaced_folder(out)
+    is_taken = force and out.is_dir() and any(out.iterdir())
+    if is_taken:
+        _check_replaceable(out, force=force)  # what is there now need not be what was there at the beginning
+    try:
+        if is_taken:
+            out.rename(replaced)
+        folder.rename(out)
+    except BaseException:  # Ctrl-C, too; where it came after both, the one back is refused
+        if is_taken:
+            with suppress(OSError):
+                replaced.rename(out)
+        raise
+    _flush_folder(parent)
+    tidy(out, force=force)
+
+
+def tidy(out: Path, *, force: bool) -> None:
+    """Remove what the published `out` no longer needs: journals, and with `force` the older output that it replaced."""
+    replaced = replaced_folder(out)
+    with suppress(OSError, BigloadError):  # of what it replaced: its manifest is none
+        for journal in out.glob(f"{PREFIX}*.jsonl"):
+            journal.unlink()
+        if force and _is_regular(replaced / MANIFEST_FILE) and not _strays(replaced):
+            for entry in list(replaced.iterdir()):
+                if entry.name != MANIFEST_FILE:  # last: without it nobody would know that the rest is ours
+                    _remove(entry)
+            _remove(replaced / MANIFEST_FILE)
+        if force and replaced.is_dir():
+            replaced.rmdir()  # also what a crash emptied and no more
+
+
+def _leave(folder: Path, lock: int, error: BaseException, *, is_void: bool) -> None:
+    """Keep what can be gone on with, and say so in the hint of `error`; remove the folder where there is nothing."""
+    if not _is_ours(lock, folder):
+        return  # it is published
+    progress = None if is_void else read_progress(folder)
+    if progress is None or progress.is_empty:
+        if not _is_shared_for(folder, _LEAVE_SECONDS):
+            shutil.rmtree(folder, ignore_errors=True)
+    elif isinstance(error, BigloadError):
+        error.hint = f"mend the cause and go on with --resume: {folder} keeps {_amount(progress)}"
+
+
+def _is_shared_for(folder: Path, seconds: float) -> bool:
+    """Return whether others are writing in `folder` for `seconds` still; they notice soon that the team has failed."""
+    patience = time.monotonic() + seconds
+    while _is_locked_by_others(folder, own=journal_name(0)):
+        if time.monotonic() > patience:
+            return True
+        time.sleep(0.02)
+    return False
+
+
+def _amount(progress: Progress) -> str:
+    num_tensors = sum(len(file.tensors) for file in progress.files.values())
+    if not progress.num_complete:
+        return f"{counted(num_tensors, 'tensor')} of unfinished files"
+    return f"{counted(progress.num_complete, 'finished file')} ({counted(num_tensors, 'tensor')})"
+
+
+def _is_regular(path: Path) -> bool:
+    return path.is_file() and not path.is_symlink()
+
+
+def _is_only_name(path: Path) -> bool:
+    """Return whether `path` is a regular file without a further hard link."""
+    return _is_regular(path) and path.lstat().st_nlink <= 1
+
+
+def _clear(folder: Path) -> None:
+    for entry in folder.iterdir():
+        if entry.name != journal_name(0):
+            _remove(entry)
+
+
+def _remove(entry: Path) -> None:
+    if entry.is_dir() and not entry.is_symlink():
+        shutil.rmtree(entry)
+    else:
+        entry.unlink()
+
+
+def _flush_folders(root: Path) -> None:
+    for folder, _, _ in os.walk(root):
+        _flush_folder(Path(folder))
+
+
+def _flush_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        with _unless_unsupported():
+            os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def _unless_unsupported() -> Iterator[None]:
+    """Go on without what a file system does not have: locks on some clusters, flushing of folders in user space."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSYS, errno.ENOTSUP, errno.EINVAL, errno.ENOLCK):
+            raise

@@ -1,0 +1,218 @@
+"""Fill memory with any bytes of the tensors of an output, as they shall be written: the way from sources to windows.
+
+What is written is cut at places that mean nothing to tensors: the middle of a row of columns, one element of a cast.
+So each request is a `Portion`: bytes of the written form of one tensor. Reads are merged over all portions of a window
+and go straight to where the bytes are written from. Between columns lies what nobody asked for: the system puts it
+aside in the same call. Only what has to be computed, casts and views that are not stored row by row, takes torch.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import groupby
+from typing import TYPE_CHECKING
+
+from bigload.layouts.output import OutputTensor
+from bigload.loading.readers.byte_source import NO_RECORDER, ByteSource
+from bigload.loading.schedule import BLOCK_BYTES, Cast, ReadJob, Stretch, Way, jobs_of, stretches
+from bigload.loading.slices import Rows, rows_between
+from bigload.loading.strided_views import view_pieces
+from bigload.units import MIB
+
+if TYPE_CHECKING:
+    from bigload.loading.staging.host_blocks import HostStager
+
+_MAX_BUFFERS = os.sysconf("SC_IOV_MAX")
+_ARRANGED_BYTES = 8 * MIB
+"""Elements of a view that are put in order at one time: the more, the longer are the runs to read."""
+
+
+@dataclass(frozen=True, slots=True)
+class Portion:
+    """Bytes `start` to `stop` of what is written of `tensor`, wanted at byte `at` of the memory to fill.
+
+    No element is cut through where the tensor is cast or is not stored row by row.
+    """
+
+    tensor: OutputTensor
+    start: int
+    stop: int
+    at: int
+
+    @property
+    def is_view(self) -> bool:
+        """Whether the tensor is not stored row by row."""
+        return self.tensor.source.strides is not None
+
+    @property
+    def is_computed(self) -> bool:
+        """Whether its bytes are not simply some of the source's, one row after the other."""
+        return self.is_view or self.tensor.is_cast
+
+
+def jobs_for(portions: Sequence[Portion]) -> Iterator[ReadJob]:
+    """Yield the reads that bring those of `portions` that are stored row by row where they are wanted.
+
+    Neighbours are merged. Buffer `i` of their pieces is the memory of `portions[i]`, and begins at its `at`. What is
+    cast is `STAGED`, in blocks that stay in a cache; all else is `SCATTERED`.
+    """
+    numbered = ((number, portion) for number, portion in enumerate(portions) if not portion.is_view)
+    for file, members in groupby(numbered, key=lambda member: member[1].tensor.source.span.file):
+        run = (stretch for number, portion in members for stretch in _stretches_of(portion, number))
+        yield from jobs_of(file, run, BLOCK_BYTES)
+
+
+def _stretches_of(portion: Portion, buffer: int) -> Iterator[Stretch]:
+    tensor = portion.tensor
+    stored, wanted = tensor.source.dtype, tensor.dtype
+    cast = Cast(stored, wanted) if tensor.is_cast else None
+    start, stop = (edge * stored.bits // wanted.bits for edge in (portion.start, portion.stop))
+    filled = 0
+    for rows in _joined(rows_between(tensor.source, tensor.parts, start, stop)):
+        way = Way.STAGED if cast is not None else Way.SCATTERED
+        yield from stretches(rows, buffer, filled * wanted.bits // stored.bits, cast=cast, way=way)
+        filled += rows.num_bytes
+
+
+def _joined(several: Iterable[Rows]) -> Iterator[Rows]:
+    """Make one of single rows that follow each other without a gap: parts that are neighbours in the file."""
+    last: Rows | None = None
+    for rows in several:
+        if last is not None and last.count == rows.count == 1 and last.start + last.num_bytes == rows.start:
+            num_bytes = last.num_bytes + rows.num_bytes
+            last = Rows(last.start, num_bytes, 1, num_bytes)
+            continue
+        if last is not None:
+            yield last
+        last = rows
+    if last is not None:
+        yield last
+
+
+class Filler:
+    """Fills memory with portions of tensors, from open `sources` by file; several threads may share one.
+
+    Memory of its own: two blocks of 2 MiB for each thread that casts, and one of 16 MiB for each that puts views in
+    order; otherwise next to none.
+
+    Args:
+        sources: For what is wanted once.
+        shared: For rows of which only some columns are wanted here: the others will be, soon, for another rank. The
+            same when left out.
+    """
+
+    def __init__(self, sources: Mapping[str, ByteSource], *, shared: Callable[[str], ByteSource] | None = None) -> None:
+        self._sources = sources
+        self._shared = sources.__getitem__ if shared is None else shared
+        self._lock = threading.Lock()
+        self._stager: HostStager | None = None
+        self._overflows: Counter[str] = Counter()
+
+    @property
+    def overflows(self) -> Mapping[str, int]:
+        """How many finite values of each tensor lie beyond the largest of its new dtype; none for most, and not named.
+
+        They became infinite, or no number, or that largest value.
+        """
+        with self._lock:
+            return dict(self._overflows)
+
+    def fill(self, view: memoryview, portions: Sequence[Portion]) -> None:
+        """Fill `view`, writable bytes, with `portions`; what lies between them stays as it is.
+
+        Raises:
+            ReadError: a source could not be read to the end of what is wanted.
+        """
+        views = [view[portion.at : portion.at + portion.stop - portion.start] for portion in portions]
+        if any(portion.is_computed for portion in portions):
+            self._compute(views, portions)
+            return
+        for job in jobs_for(portions):
+            _scatter(job, views, self._source(job))
+
+    def _source(self, job: ReadJob) -> ByteSource:
+        has_gaps = sum(piece.num_bytes for piece in job.pieces) < job.num_bytes
+        return self._shared(job.file) if has_gaps else self._sources[job.file]
+
+    def _compute(self, views: Sequence[memoryview], portions: Sequence[Portion]) -> None:
+        """Fill a window in which something is computed, which takes torch."""
+        from bigload.loading.staging.host_blocks import HostStager
+
+        with self._lock:
+            stager = self._stager = self._stager or HostStager([], NO_RECORDER)
+        beyond = [0] * len(views)
+        for job in jobs_for(portions):
+            if job.way is Way.STAGED:
+                stager.carry_to(views, job, self._source(job), beyond=beyond)
+            else:
+                _scatter(job, views, self._source(job))
+        for number, portion in enumerate(portions):
+            if portion.is_view:
+                beyond[number] += self._arrange(portion, views[number], stager)
+        with self._lock:
+            for portion, count in zip(portions, beyond, strict=True):
+                if count:
+                    self._overflows[portion.tensor.name] += count
+
+    def _arrange(self, portion: Portion, view: memoryview, stager: HostStager) -> int:
+        tensor = portion.tensor
+        source, cast = self._sources[tensor.source.span.file], Cast(tensor.source.dtype, tensor.dtype)
+        stored_bytes, wanted_bytes = cast.stored.alignment, cast.wanted.alignment
+        beyond, step = 0, _ARRANGED_BYTES // stored_bytes
+        first, last = portion.start // wanted_bytes, portion.stop // wanted_bytes
+        for start in range(first, last, step):
+            memory = view[(start - first) * wanted_bytes :]
+            for piece in view_pieces(tensor.source, tensor.parts, start, min(start + step, last)):
+                beyond += stager.arrange(piece, memory, cast, partial(_read_rows, piece.rows, source))
+        return beyond
+
+
+def _read_rows(several: Iterable[Rows], source: ByteSource, view: memoryview) -> None:
+    """Read rows, one after the other, into `view`."""
+    for job in jobs_of("", _one_after_the_other(several), BLOCK_BYTES):
+        _scatter(job, [view], source)
+
+
+def _one_after_the_other(several: Iterable[Rows]) -> Iterator[Stretch]:
+    filled = 0
+    for rows in several:
+        yield from stretches(rows, 0, filled)
+        filled += rows.num_bytes
+
+
+def _scatter(job: ReadJob, views: Sequence[memoryview], source: ByteSource) -> None:
+    for buffers, offset in _scattered(job, views):
+        source.read_into(buffers, offset)
+
+
+def _scattered(job: ReadJob, views: Sequence[memoryview]) -> Iterator[tuple[list[memoryview], int]]:
+    """Yield the reads of `job` as buffers and offsets: its pieces in their places, what lies between in one scratch."""
+    scratch = memoryview(bytearray(_widest_gap(job)))
+    buffers: list[memoryview] = []
+    begin = end = 0
+    for piece in job.pieces:
+        view, length = views[piece.buffer], piece.row_bytes
+        for row in range(piece.rows):
+            source, start = piece.source + row * piece.stride, piece.start + row * length
+            if source > end:
+                buffers.append(scratch[: source - end])
+            buffers.append(view[start : start + length])
+            end = source + length
+            if len(buffers) > _MAX_BUFFERS - 2:  # as many as one call of the system takes
+                yield buffers, job.offset + begin
+                buffers, begin = [], end
+    if buffers:
+        yield buffers, job.offset + begin
+
+
+def _widest_gap(job: ReadJob) -> int:
+    widest = end = 0
+    for piece in job.pieces:
+        widest = max(widest, piece.source - end, piece.stride - piece.row_bytes)
+        end = piece.source + (piece.rows - 1) * piece.stride + piece.row_bytes
+    return widest

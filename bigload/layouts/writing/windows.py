@@ -1,0 +1,146 @@
+"""Cut output files into windows: the stretches of bytes that are filled, digested, written and compared as one.
+
+Windows begin and end at blocks of the disk, so they can be written past the page cache; only the end of a file is
+uneven. What comes from holes of sparse sources is in no window, and stays a hole.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+from bigload.checkpoint.model import Span
+from bigload.layouts.output import OutputFile, OutputTensor
+from bigload.layouts.writing.window_reader import Portion
+from bigload.loading.slices import Rows, rows_of
+from bigload.units import MIB
+
+WINDOW_BYTES = 8 * MIB
+"""Large enough for the disk, small enough that many threads have one each."""
+
+Extents = Callable[[Span], Iterable[tuple[int, int]]]
+"""Which parts of a span of a source file hold data; the rest is a hole."""
+
+_NEVER_ZERO = "F8_E8M0"
+"""The one dtype in which zero bytes are not the number zero, so a hole does not stay one when it is cast."""
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """Bytes `start` to `stop` of a file; `number` counts those of the file.
+
+    Bytes that `header` and `portions` leave open are zeros: the rim of a hole.
+    """
+
+    number: int
+    start: int
+    stop: int
+    header: bytes
+    portions: tuple[Portion, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return self.stop - self.start
+
+
+@dataclass(frozen=True, slots=True)
+class Ranges:
+    """Bytes of an output file that hold data, as sorted pairs of start and stop; what lies between is a hole."""
+
+    pairs: tuple[tuple[int, int], ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(stop - start for start, stop in self.pairs)
+
+    def without(self, other: Ranges) -> Ranges:
+        """Return what is in these and not in `other`."""
+        left: list[tuple[int, int]] = []
+        for start, stop in self.pairs:
+            position = start
+            for begin, end in other.pairs:
+                if end <= position or begin >= stop:
+                    continue
+                if begin > position:
+                    left.append((position, begin))
+                position = end
+            if position < stop:
+                left.append((position, stop))
+        return Ranges(tuple(left))
+
+
+def data_ranges(output: OutputFile, extents: Extents, *, block_bytes: int) -> Ranges:
+    """Return what of `output` is data, in whole blocks; the last may be cut short by the end of the file."""
+    pairs = [(0, output.header_bytes)]
+    for tensor, start in zip(output.tensors, output.starts(), strict=True):
+        pairs += ((start + begin, start + end) for begin, end in _data_of(tensor, extents))
+    merged: list[tuple[int, int]] = []
+    for first, last in pairs:
+        if first == last:
+            continue
+        begin = first // block_bytes * block_bytes
+        end = min(-(-last // block_bytes) * block_bytes, output.num_bytes)
+        if merged and begin <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(merged[-1][1], end))
+        else:
+            merged.append((begin, end))
+    return Ranges(tuple(merged))
+
+
+def windows(
+    output: OutputFile, ranges: Ranges, *, begin: int = 0, window_bytes: int = WINDOW_BYTES
+) -> Iterator[Window]:
+    """Yield the windows of `ranges` of `output` in file order, from the block at or before byte `begin` on."""
+    starts = output.starts()
+    number = 0
+    for start, stop in ranges.pairs:
+        for left in range(start, stop, window_bytes):
+            right = min(left + window_bytes, stop)
+            if right > begin:
+                header = output.header[left:right] if left < output.header_bytes else b""
+                yield Window(number, left, right, header, tuple(_portions(output, starts, left, right)))
+                number += 1
+
+
+def _data_of(tensor: OutputTensor, extents: Extents) -> Iterator[tuple[int, int]]:
+    """Yield the bytes of the written tensor that come from data."""
+    span, num_bytes = tensor.source.span, tensor.num_bytes
+    if not num_bytes:
+        return
+    found = list(extents(span))
+    if tensor.is_cast and _NEVER_ZERO in (tensor.source.dtype.name, tensor.dtype.name):
+        found = [(span.start, span.stop)]
+    if len(tensor.parts) > 1 or tensor.source.strides is not None:
+        # Rearranged: where there is any data, take it for everywhere.
+        if found:
+            yield 0, num_bytes
+        return
+    rows = rows_of(tensor.source, tensor.parts[0] if tensor.parts else None)
+    stored, written = tensor.source.dtype.bits, tensor.dtype.bits
+    for begin, end in found:
+        start, stop = _touched(rows, begin, end)
+        if start < stop:
+            yield start * written // stored, min(-(-stop * written // stored), num_bytes)
+
+
+def _touched(rows: Rows, begin: int, end: int) -> tuple[int, int]:
+    """Return which bytes of `rows`, put one after the other, lie between these of the file; of several, whole rows."""
+    if rows.count == 1:
+        return max(begin - rows.start, 0), min(end - rows.start, rows.row_bytes)
+    first, last = (
+        max((begin - rows.start) // rows.stride, 0),
+        min((end - 1 - rows.start) // rows.stride, rows.count - 1),
+    )
+    return first * rows.row_bytes, (last + 1) * rows.row_bytes
+
+
+def _portions(output: OutputFile, starts: list[int], left: int, right: int) -> Iterator[Portion]:
+    index = max(bisect_right(starts, left) - 1, 0)
+    for position in range(index, len(starts)):
+        tensor, start = output.tensors[position], starts[position]
+        if start >= right:
+            return
+        begin, end = max(left, start), min(right, start + tensor.num_bytes)
+        if begin < end:
+            yield Portion(tensor, begin - start, end - start, begin - left)

@@ -1,0 +1,326 @@
+"""Write output files: windows are filled from the sources, digested, written, read back and compared.
+
+Windows of a file are taken in order by a few threads, each with a window or two of memory; while one waits for the
+disk, others fill or compare. What the disk has is noted in the journal every so often, so that an interrupted run can
+be gone on with. Memory is bounded whatever the size of files, checkpoint and tensors.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import groupby, zip_longest
+from pathlib import Path
+
+from bigload.errors import BigloadError, VerificationError
+from bigload.layouts.choices import Verify
+from bigload.layouts.output import OutputFile
+from bigload.layouts.verification.digests import DigestLane, FileDigest
+from bigload.layouts.verification.manifest import FileRecord
+from bigload.layouts.writing.journal import Journal
+from bigload.layouts.writing.kernel_copy import KernelCopy, copy_in_kernel
+from bigload.layouts.writing.output_file_writer import BLOCK_BYTES, Sink
+from bigload.layouts.writing.resume_check import Rechecked
+from bigload.layouts.writing.source_files import Sources
+from bigload.layouts.writing.window_reader import Filler
+from bigload.layouts.writing.windows import WINDOW_BYTES, Ranges, Window, windows
+from bigload.loading.progress import Tally
+from bigload.machine.huge_pages import BlockPool, address_of
+from bigload.machine.thread_pool import run_jobs
+from bigload.units import GIB, KIB
+
+DEFAULT_MAX_INFLIGHT = 12 * WINDOW_BYTES
+MIN_WINDOW_BYTES = 256 * KIB
+LEAST_BYTES_PER_THREAD = 3 * MIN_WINDOW_BYTES
+NOTE_EVERY_BYTES = GIB
+"""How much of a file may have to be written again after a crash."""
+
+_libc = ctypes.CDLL(None)
+_libc.memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+_libc.memset.argtypes = (ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileToWrite:
+    """An output file, what of it is data, and what an interrupted run left of it."""
+
+    output: OutputFile
+    ranges: Ranges
+    kept: Rechecked | None = None
+
+
+class Writer:
+    """Writes files below `folder`.
+
+    Args:
+        folder: Where; the folders of the files are made.
+        sources: Where their bytes come from.
+        filler: Puts them into windows.
+        verify: How they are checked.
+        journal: Told of what the disk has.
+        tally: Told of every window.
+        alignment: Of writes past the page cache; `None` to go through it.
+        kernel: What the kernel can copy by itself.
+        threads: Threads that fill and write.
+        max_inflight: Bytes of memory for windows of all threads together; windows become smaller to fit.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        sources: Sources,
+        filler: Filler,
+        *,
+        verify: Verify,
+        journal: Journal,
+        tally: Tally,
+        alignment: int | None,
+        kernel: KernelCopy,
+        threads: int,
+        max_inflight: int,
+    ) -> None:
+        self._folder = folder
+        self._sources = sources
+        self._filler = filler
+        self._verify = verify
+        self._journal = journal
+        self._tally = tally
+        self._alignment = alignment
+        self._kernel = kernel
+        self._threads = threads
+        # Each thread fills one window, compares with another, and lends a third to a read past the page cache.
+        self.window_bytes = window_bytes(threads, max_inflight)
+        num_blocks = threads * (2 if verify is Verify.FULL else 1)
+        self._memory = BlockPool(num_blocks, block_bytes=self.window_bytes, is_prefaulted=False)
+        self._under_way: list[_FileUnderWay] = []
+
+    def write(self, files: Iterable[FileToWrite]) -> dict[str, FileRecord]:
+        """Write `files`, and return what is now on the disk of each.
+
+        Files with the same tensors, one after the other (slices for ranks), are written side by side: what they need of
+        the source is read while it is at hand.
+
+        Raises:
+            WriteError: the system refused a write (disk full, quota, I/O error).
+            ReadError: a source could not be read to the end.
+            VerificationError: a byte that was read back is not the one that was written.
+        """
+        records: dict[str, FileRecord] = {}
+        try:
+            run_jobs(self._do, self._jobs(files, records), threads=self._threads)
+        finally:
+            for file in self._under_way:
+                file.abandon()
+            self._memory.close()
+        return records
+
+    def _jobs(self, files: Iterable[FileToWrite], records: dict[str, FileRecord]) -> Iterator[_Job]:
+        for _, siblings in groupby(files, key=lambda file: [tensor.name for tensor in file.output.tensors]):
+            for jobs in zip_longest(*(self._jobs_of(file, records) for file in siblings)):
+                yield from (job for job in jobs if job is not None)
+
+    def _jobs_of(self, file: FileToWrite, records: dict[str, FileRecord]) -> Iterator[_Job]:
+        output = file.output
+        if file.kept is not None and file.kept.record is not None:
+            records[output.file] = file.kept.record
+            self._tally.add(output.header_bytes, phase="check", file=output.file)
+            return
+        path = self._folder / output.file
+        path.parent.mkdir(parents=True, exist_ok=True)
+        begin = 0 if file.kept is None else file.kept.digest.position // BLOCK_BYTES * BLOCK_BYTES
+        sink = Sink(path, num_bytes=output.num_bytes, alignment=self._alignment, kept_bytes=begin)
+        under_way = _FileUnderWay(
+            output, sink, journal=self._journal, tally=self._tally, records=records, kept=file.kept
+        )
+        # Those that are finished are let go of: what they know of 90 000 tensors is memory.
+        self._under_way = [*(other for other in self._under_way if other.sink.descriptor >= 0), under_way]
+        copied = self._copy_in_kernel(output, sink) if not begin else Ranges(())
+        rest = file.ranges.without(copied)
+        for start, stop in rest.pairs:
+            sink.reserve(max(start, begin), stop)
+        if copied.pairs and self._verify is not Verify.FULL:
+            under_way.leave_undigested()
+            copied_windows: list[Window] = []
+        else:
+            copied_windows = list(windows(output, copied, window_bytes=self.window_bytes))
+        written = list(windows(output, rest, begin=begin, window_bytes=self.window_bytes))
+        jobs = [_Job(under_way, window, is_copied=False) for window in written]
+        jobs += [_Job(under_way, window, is_copied=True) for window in copied_windows]
+        jobs.sort(key=lambda job: job.window.start)
+        under_way.expect([job.window for job in jobs])
+        if not jobs:
+            under_way.finish()
+        for number, job in enumerate(jobs):
+            job.number = number
+            yield job
+
+    def _copy_in_kernel(self, output: OutputFile, sink: Sink) -> Ranges:
+        if self._kernel is KernelCopy.NOTHING:
+            return Ranges(())
+        names = {tensor.source.span.file for tensor in output.tensors}
+        descriptors = {name: self._sources.through_cache(name).descriptor for name in names}
+        return copy_in_kernel(output, sink.descriptor, descriptors, self._kernel, block_bytes=BLOCK_BYTES)
+
+    def _do(self, job: _Job) -> None:
+        try:
+            self._carry(job)
+        except BaseException:
+            for file in self._under_way:
+                file.lane.abort()
+            raise
+
+    def _carry(self, job: _Job) -> None:
+        window, file = job.window, job.file
+        with self._memory.lend() as block:
+            num_bytes = window.num_bytes
+            padded = file.sink.padded(num_bytes)
+            view = memoryview(block)[:padded]
+            if len(window.header) + sum(portion.stop - portion.start for portion in window.portions) < padded:
+                _libc.memset(address_of(block), 0, padded)
+            view[: len(window.header)] = window.header
+            self._filler.fill(view[:num_bytes], window.portions)
+            if file.is_digested and not file.lane.add(job.number, window.start, view[:num_bytes]):
+                return
+            if not job.is_copied:
+                file.sink.write(view, window.start)
+            if self._verify is Verify.FULL:
+                with self._memory.lend() as other:
+                    back = memoryview(other)[:padded]
+                    file.sink.read(back, window.start)
+                    if _libc.memcmp(address_of(block), address_of(other), num_bytes):
+                        difference = next(index for index in range(num_bytes) if view[index] != back[index])
+                        raise file.verification_error(window.start + difference)
+        file.done(job.number)
+
+
+@dataclass(slots=True)
+class _Job:
+    """A window of a file; `is_copied` says that the kernel has put its bytes there already."""
+
+    file: _FileUnderWay
+    window: Window
+    is_copied: bool
+    number: int = 0
+
+
+class _FileUnderWay:
+    """An output file while several threads write it; finished by the one that ends its last window."""
+
+    def __init__(
+        self,
+        output: OutputFile,
+        sink: Sink,
+        *,
+        journal: Journal,
+        tally: Tally,
+        records: dict[str, FileRecord],
+        kept: Rechecked | None,
+    ) -> None:
+        self.output = output
+        self.sink = sink
+        self.lane = DigestLane(FileDigest(output) if kept is None else kept.digest)
+        self.is_digested = True
+        self._journal = journal
+        self._tally = tally
+        self._records = records
+        self._num_told = 0 if kept is None else kept.digest.position - output.header_bytes
+        self._told_stop = self.lane.digest.position
+        self._lock = threading.Lock()
+        self._noting = threading.Lock()
+        self._windows: Sequence[Window] = ()
+        self._done: set[int] = set()
+        self._num_in_order = 0
+        self._noted_stop = self.lane.digest.position
+        self._num_noted = len(self.lane.digest.tensors)
+
+    def expect(self, all_windows: Sequence[Window]) -> None:
+        """Be told of all windows that there will be."""
+        self._windows = all_windows
+
+    def leave_undigested(self) -> None:
+        """Have no digests: some of the bytes are not read."""
+        self.is_digested = False
+
+    def done(self, number: int) -> None:
+        """Note that window `number` is on its way to the disk, or there if it was compared; finish after the last."""
+        window = self._windows[number]
+        self._tell(max(window.stop - max(window.start, self._told_stop), 0))
+        with self._lock:
+            self._done.add(number)
+            while self._num_in_order in self._done:
+                self._done.remove(self._num_in_order)
+                self._num_in_order += 1
+            is_last = self._num_in_order == len(self._windows)
+            stop = self._windows[self._num_in_order - 1].stop if self._num_in_order else 0
+        if is_last:
+            self.finish()
+        elif stop - self._noted_stop >= NOTE_EVERY_BYTES and self._noting.acquire(blocking=False):
+            try:
+                self._note(stop)
+            finally:
+                self._noting.release()
+
+    def finish(self) -> None:
+        """Bring everything to the disk, note it, and close the file."""
+        with self._noting:
+            if self.sink.has_failed:
+                return  # in another thread, which raises; the flush to come would succeed
+            tensors: Mapping[str, str | None] = dict.fromkeys((tensor.name for tensor in self.output.tensors), None)
+            digest = None
+            if self.is_digested:
+                digest = self.lane.digest.finish()
+                tensors = self.lane.digest.tensors
+            self.sink.finish()
+            noted = list(self.lane.digest.tensors.items())[self._num_noted :] if self.is_digested else []
+            self._journal.complete(self.output.file, dict(noted), digest)
+            self._num_noted = len(self.output.tensors)  # a thread that is late has nothing to add
+            record = FileRecord(num_bytes=self.output.num_bytes, digest=digest, tensors=tensors)
+            self._records[self.output.file] = record
+            self.sink.close()
+        self._tell(self.output.num_bytes - self._num_told)  # holes, and what lies before the windows
+
+    def abandon(self) -> None:
+        """After an error or an interruption, when no thread works any more: note what is there, and close the file."""
+        if self.sink.descriptor < 0:
+            return
+        with suppress(BigloadError):
+            if self._num_in_order and not self.sink.has_failed:
+                self._note(self._windows[self._num_in_order - 1].stop)
+        self.sink.close()
+
+    def verification_error(self, offset: int) -> VerificationError:
+        """Return the error for a difference at byte `offset`."""
+        holder = None
+        for tensor, start in zip(self.output.tensors, self.output.starts(), strict=True):
+            if start <= offset < start + tensor.num_bytes:
+                holder = tensor.name
+        return VerificationError(self.sink.path, offset=offset, tensor=holder)
+
+    def _tell(self, num_bytes: int) -> None:
+        if num_bytes:
+            with self._lock:
+                self._num_told += num_bytes
+            self._tally.add(num_bytes, phase="write", file=self.output.file)
+
+    def _note(self, stop: int) -> None:
+        """Bring what is written to the disk, and note the tensors that end at or before byte `stop`."""
+        if not self.is_digested:
+            return
+        ends = [
+            start + tensor.num_bytes for tensor, start in zip(self.output.tensors, self.output.starts(), strict=True)
+        ]
+        closed = list(self.lane.digest.tensors.items())
+        count = sum(end <= stop for end in ends[: len(closed)])
+        if count > self._num_noted:
+            self.sink.flush()
+            self._journal.note(self.output.file, dict(closed[self._num_noted : count]))
+            self._num_noted, self._noted_stop = count, stop
+
+
+def window_bytes(threads: int, max_inflight: int) -> int:
+    """Return how large windows can be if every thread has three of them."""
+    share = max_inflight // (3 * threads) // BLOCK_BYTES * BLOCK_BYTES
+    return min(max(share, MIN_WINDOW_BYTES), WINDOW_BYTES)

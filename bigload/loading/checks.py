@@ -1,0 +1,90 @@
+"""What is checked before a load, and once more after it: the files are the same, and the memory suffices."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from bigload.checkpoint.fingerprint import changes, current_fingerprint, of_shard
+from bigload.checkpoint.model import Checkpoint
+from bigload.errors import NotEnoughMemoryError, ReadError
+from bigload.loading.methods import Method
+from bigload.loading.readers.byte_source import OpenFile
+from bigload.loading.schedule import CPU, Schedule, Way
+from bigload.loading.strategy.read_strategy import Approach
+from bigload.machine.memory import available_memory
+
+
+def check_unchanged(checkpoint: Checkpoint, files: set[str]) -> None:
+    """Raise if a file is no longer the one whose header told where the tensors are.
+
+    Raises:
+        ReadError: it is not, or it cannot be read.
+    """
+    for shard in checkpoint.shards:
+        if shard.file not in files:
+            continue
+        path = checkpoint.root / shard.file
+        with OpenFile(path) as file:
+            try:
+                now = current_fingerprint(file.descriptor, shard)
+            except OSError as error:
+                raise ReadError(path, error.strerror or str(error)) from error
+        if differences := changes([of_shard(shard)], [now]):
+            raise ReadError(path, f"it changed since the checkpoint was opened: {differences[0]}")
+
+
+@contextmanager
+def unchanged(checkpoint: Checkpoint, files: Sequence[str]) -> Iterator[None]:
+    """Read `files` of `checkpoint` in this context: they are those that were opened, and are the same at its end.
+
+    Raises:
+        ReadError: one is another than was opened, or changed meanwhile, or cannot be read.
+    """
+    signatures = [signature(checkpoint.root / file) for file in files]
+    check_unchanged(checkpoint, set(files))
+    yield
+    for file, before in zip(files, signatures, strict=True):
+        if signature(checkpoint.root / file) != before:
+            raise ReadError(checkpoint.root / file, "it changed while it was being loaded")
+
+
+def signature(path: Path) -> tuple[int, int, int] | None:
+    """Return what changes when a file is replaced, cut off or written to; `None` when it is gone."""
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_ino, found.st_size, found.st_mtime_ns
+
+
+def check_memory(checkpoint: Checkpoint, schedule: Schedule, approach: Approach) -> None:
+    """Raise if a device has too little free memory, before anything is taken or read.
+
+    Raises:
+        NotEnoughMemoryError: the first device that is short, RAM before accelerators.
+    """
+    is_staged = any(job.way is Way.STAGED for job in schedule.jobs) or approach.method is Method.DIRECT
+    staged = min(approach.max_inflight_bytes, 2 * approach.threads * approach.block_bytes) if is_staged else 0
+    check_ram(checkpoint.name, checkpoint.path, schedule.bytes_on(CPU) + staged)
+    for place in sorted({buffer.place for buffer in schedule.buffers} - {CPU}):
+        from bigload.loading.staging.accelerators import free_bytes
+
+        part = f"the part of {checkpoint.name} for {place}"
+        _require(part, checkpoint.path, place, schedule.bytes_on(place), free_bytes(place))
+
+
+def check_ram(name: str, path: str, num_bytes: int) -> None:
+    """Raise if this process cannot get `num_bytes` of RAM: what the machine has free, and what its groups may take.
+
+    Raises:
+        NotEnoughMemoryError: it cannot.
+    """
+    _require(name, path, CPU, num_bytes, available_memory())
+
+
+def _require(name: str, path: str, place: str, needed: int, available: int | None) -> None:
+    if needed and available is not None and needed > available:
+        hint = f"plan it over several devices: bigload plan {path} -m {place}={available // 2**30}GiB"
+        raise NotEnoughMemoryError(name, needed_bytes=needed, available_bytes=available, hint=hint)

@@ -1,0 +1,1 @@
+"""Byte sources: buffered, direct, partly cached and memory-mapped reads of a file."""

@@ -1,0 +1,195 @@
+"""Reads past the page cache (O_DIRECT): the disk writes into memory of this process, and nothing is kept of it.
+
+Disk and memory have to meet at multiples of a block (512 bytes to 4 KiB). Tensors rarely begin at one, so the blocks
+around the wanted bytes are read into memory that is lent for it, and the bytes are copied from there; the middle of a
+buffer that happens to lie right is read in place.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from bigload.errors import ReadError, UnsupportedMethodError
+from bigload.loading.readers.byte_source import NO_RECORDER, OpenFile, ended_early, read_once
+from bigload.loading.report import Phase, Recorder
+from bigload.machine.huge_pages import BlockPool, address_of
+from bigload.units import KIB, MIB
+
+_MIN_IN_PLACE_BYTES = MIB  # less than this is read together with its neighbours: a read is a trip to the disk
+MAX_ALIGNMENT = 64 * KIB
+_OWN_BLOCKS = 4  # of a reader that was given no pool
+_AT_FDCWD, _STATX_DIOALIGN = -100, 0x2000
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+class _Statx(ctypes.Structure):
+    """The parts of `struct statx` that matter here (linux/stat.h; the two figures came with Linux 6.1)."""
+
+    _fields_ = (
+        ("stx_mask", ctypes.c_uint32),
+        ("before", ctypes.c_byte * 148),
+        ("stx_dio_mem_align", ctypes.c_uint32),
+        ("stx_dio_offset_align", ctypes.c_uint32),
+        ("after", ctypes.c_byte * 96),
+    )
+
+
+def direct_alignment(path: Path) -> int | None:
+    """Return of what number of bytes addresses, offsets and lengths of direct reads of `path` have to be multiples.
+
+    `None` if its file system offers none. Asked of the system (statx(2)) where it can say, and tried out elsewhere.
+
+    Raises:
+        ReadError: the file cannot be opened.
+    """
+    with OpenFile(path):
+        told = _told_alignment(path)
+        alignment = _tried_alignment(path) if told is None else told
+    return alignment if 0 < alignment <= MAX_ALIGNMENT else None
+
+
+class DirectReader(OpenFile):
+    """Reads any bytes of a file by direct reads of the blocks around them.
+
+    Args:
+        path: The file.
+        pool: Where the memory for those blocks is borrowed; share one among the files of a load, and with as many
+            blocks as there are threads none of them waits.
+        recorder: Told of reads and copies.
+
+    Raises:
+        UnsupportedMethodError: the file system offers no direct reads.
+        ReadError: the file cannot be opened.
+    """
+
+    def __init__(self, path: Path, *, pool: BlockPool | None = None, recorder: Recorder = NO_RECORDER) -> None:
+        alignment = direct_alignment(path)
+        if alignment is None:
+            raise UnsupportedMethodError(path, "direct", "its file system offers no reads past the page cache")
+        super().__init__(path, flags=os.O_DIRECT, recorder=recorder)
+        self._alignment = alignment
+        self._pool = BlockPool(_OWN_BLOCKS) if pool is None else pool
+
+    def read_into(self, buffers: Sequence[memoryview], offset: int) -> None:
+        """Fill all of `buffers`; see `ByteSource`."""
+        stop = offset + sum(buffer.nbytes for buffer in buffers)
+        run: list[_Piece] = []
+        for piece in _pieces(buffers, offset):
+            head, body, tail = self._split(piece)
+            run.append(head)
+            if body.num_bytes:
+                self._read_copying(run, stop)
+                self._read_in_place(body, stop)
+                run = [tail]
+        self._read_copying(run, stop)
+
+    def _split(self, piece: _Piece) -> tuple[_Piece, _Piece, _Piece]:
+        """Return the beginning, the part that can be read in place, and the rest; each may be empty."""
+        begin, end = self._up(piece.start), self._down(piece.stop)
+        if (piece.address - piece.start) % self._alignment or end - begin < _MIN_IN_PLACE_BYTES:
+            begin = end = piece.stop
+        return piece.part(piece.start, begin), piece.part(begin, end), piece.part(end, piece.stop)
+
+    def _read_in_place(self, piece: _Piece, wanted: int) -> None:
+        """Fill `piece`; `wanted` is where the whole request ends, which is what an error is about."""
+        position = piece.start
+        while position < piece.stop:
+            count = self._read(piece.part(position, piece.stop).view, position)
+            position += count
+            if position < piece.stop and (count == 0 or count % self._alignment):  # only the end of a file is uneven
+                raise ended_early(self._path, position, missing=wanted - position)
+
+    def _read_copying(self, run: Sequence[_Piece], wanted: int) -> None:
+        """Fill `run`, pieces that follow each other, by way of a lent block."""
+        run = [piece for piece in run if piece.num_bytes]
+        if not run:
+            return
+        position, stop = run[0].start, run[-1].stop
+        with self._pool.lend() as block, memoryview(block) as view:
+            while position < stop:
+                begin = self._down(position)
+                end = begin + self._read(view[: self._up(stop) - begin], begin)
+                if end <= position:
+                    raise ended_early(self._path, position, missing=wanted - position)
+                end = min(end, stop)
+                with self._recorder.span(Phase.COPY, num_bytes=end - position, file=self._path.name):
+                    _copy(address_of(block) - begin, run, position, end)
+                position = end
+
+    def _read(self, view: memoryview, offset: int) -> int:
+        with self._recorder.span(Phase.READ, num_bytes=view.nbytes, file=self._path.name):
+            return read_once([view], self.descriptor, offset, self._path)
+
+    def _down(self, position: int) -> int:
+        return position // self._alignment * self._alignment
+
+    def _up(self, position: int) -> int:
+        return -(-position // self._alignment) * self._alignment
+
+
+class _Piece(NamedTuple):
+    """Bytes `start` to `stop` of the file, and the memory they belong into."""
+
+    view: memoryview
+    address: int
+    start: int
+
+    @property
+    def num_bytes(self) -> int:
+        return self.view.nbytes
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.view.nbytes
+
+    def part(self, start: int, stop: int) -> _Piece:
+        skipped = start - self.start
+        return _Piece(self.view[skipped : stop - self.start], self.address + skipped, start)
+
+
+def _pieces(buffers: Sequence[memoryview], offset: int) -> Iterator[_Piece]:
+    for buffer in buffers:
+        if buffer.nbytes:
+            yield _Piece(buffer, address_of(buffer), offset)
+            offset += buffer.nbytes
+
+
+def _copy(origin: int, run: Sequence[_Piece], start: int, stop: int) -> None:
+    """Copy bytes `start` to `stop` of the file into `run`; byte 0 of the file would lie at the address `origin`.
+
+    By memmove, which lets other threads of Python run meanwhile; an assignment to a view does not.
+    """
+    for piece in run:
+        begin, end = max(piece.start, start), min(piece.stop, stop)
+        if begin < end:
+            ctypes.memmove(piece.address + begin - piece.start, origin + begin, end - begin)
+
+
+def _told_alignment(path: Path) -> int | None:
+    """Return what the system says: 0 where there are no direct reads, `None` where it cannot say."""
+    statx = getattr(_libc, "statx", None)
+    found = _Statx()
+    if statx is None or statx(_AT_FDCWD, os.fsencode(path), 0, _STATX_DIOALIGN, ctypes.byref(found)):
+        return None
+    if not found.stx_mask & _STATX_DIOALIGN:
+        return None
+    return int(max(found.stx_dio_mem_align, found.stx_dio_offset_align))
+
+
+def _tried_alignment(path: Path) -> int:
+    """Return the size of a page, which suits every disk, if a page can be read directly, and otherwise 0."""
+    try:
+        with (
+            OpenFile(path, flags=os.O_DIRECT) as opened,
+            mmap.mmap(-1, mmap.PAGESIZE) as page,
+            memoryview(page) as view,
+        ):
+            read_once([view], opened.descriptor, 0, path)
+    except ReadError:
+        return 0
+    return mmap.PAGESIZE

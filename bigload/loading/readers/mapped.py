@@ -1,0 +1,198 @@
+"""Files as memory: pages of the page cache that become part of this process, read when they are first touched.
+
+The maps are private and writable: whoever writes to a tensor gets a copy of that page, and the file never changes.
+A page that was not written to is the file's own, so a file that another process cuts short or overwrites in place
+changes under the tensors; touching what is no longer there ends the process with SIGBUS. `populate` finds out in time
+what is missing by then; what happens later nobody can, other than by not using maps.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import mmap
+import os
+import time
+import weakref
+from collections.abc import Sequence
+from pathlib import Path
+
+from bigload.errors import ReadError
+from bigload.loading.readers.byte_source import NO_RECORDER, OpenFile, ended_early, fill
+from bigload.loading.report import Phase, Recorder
+from bigload.machine.huge_pages import address_of, no_memory
+from bigload.machine.thread_pool import run_jobs
+from bigload.units import GIB, MIB
+
+_MADV_POPULATE_READ = 22
+_MAP_NORESERVE = 0x4000
+_MAP_FAILED = ctypes.c_void_p(-1).value
+_STEP_BYTES = 8 * MIB
+_DISK_BYTES_PER_SECOND = 8 * GIB
+"""Pages that come slower than this are not only entered into a table: they are read."""
+_DISK_THREADS = 2
+"""Threads that have pages read at a time: two keep a disk busy, more get into the way of those who compute."""
+_PAGES_PER_TOUCH = 512  # bytes in a pipe: fewer than it holds (65536, or 4096 for a user with very many)
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *(ctypes.c_int,) * 3, ctypes.c_int64)
+_libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+
+
+class MappedFile(OpenFile):
+    """The first `num_bytes` of a file (all of it when left out) as memory.
+
+    `buffer` is what tensors are made of. The map lives as long as it, or anything made of it, does; `close()` ends what
+    this class can do, not the map. Python's own `mmap` would keep a descriptor open for as long, one per file.
+
+    Raises:
+        ReadError: the file cannot be opened or mapped, or is shorter than `num_bytes`.
+        NotEnoughMemoryError: the process has no such piece of address space.
+    """
+
+    def __init__(self, path: Path, num_bytes: int | None = None, *, recorder: Recorder = NO_RECORDER) -> None:
+        super().__init__(path, recorder=recorder)
+        try:
+            size = os.fstat(self.descriptor).st_size
+            self._num_bytes = size if num_bytes is None else num_bytes
+            self._check_size(self._num_bytes)
+            self._buffer: memoryview | None = memoryview(self._map()).cast("B") if self._num_bytes else _NO_BYTES
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def buffer(self) -> memoryview:
+        """The bytes of the file, writable; pages are read when they are touched, or by `populate` before."""
+        if self._buffer is None:
+            raise ValueError(f"{self._path} is closed")
+        return self._buffer
+
+    def populate(self, start: int, stop: int) -> None:
+        """Bring bytes `start` to `stop` into the page cache and into this process's page table.
+
+        May be called from several threads; the other threads of Python run on. What was written to the map stays.
+
+        Raises:
+            ReadError: the file has become shorter, or the disk does not give the bytes.
+            NotEnoughMemoryError: there is no memory for the page table.
+        """
+        begin, stop = start // mmap.PAGESIZE * mmap.PAGESIZE, min(stop, self._num_bytes)
+        if start >= stop:
+            return
+        with self._recorder.span(Phase.FAULT, num_bytes=stop - start, file=self._path.name):
+            reason = make_present(self.buffer, begin, stop)
+        self._check_size(stop)  # also without an error: a file cut short within a page reads as zeros up to its end
+        if reason == errno.ENOMEM:
+            raise no_memory(f"the map of {self._path}", stop - start)
+        if reason:
+            raise ReadError(self._path, f"the disk did not give all of bytes {start} to {stop} ({os.strerror(reason)})")
+
+    def read_into(self, buffers: Sequence[memoryview], offset: int) -> None:
+        """Fill all of `buffers`; see `ByteSource`.
+
+        Not out of the map but by reads: that copies once as well, and leaves no pages that count as this process's.
+        """
+        num_bytes = sum(buffer.nbytes for buffer in buffers)
+        with self._recorder.span(Phase.READ, num_bytes=num_bytes, file=self._path.name):
+            fill(buffers, self.descriptor, offset, self._path)
+
+    def close(self) -> None:
+        """Close the file and let go of the map, which lives on in those who hold a part of `buffer`."""
+        self._buffer = None
+        super().close()
+
+    def _check_size(self, stop: int) -> None:
+        size = os.fstat(self.descriptor).st_size
+        if size < stop:
+            raise ended_early(self._path, size, missing=stop - size)
+
+    def _map(self) -> ctypes.Array[ctypes.c_char]:
+        # Without the reservation that a writable private map otherwise gets, a file may be larger than the memory.
+        flags = mmap.MAP_PRIVATE | _MAP_NORESERVE
+        protection = mmap.PROT_READ | mmap.PROT_WRITE
+        address = _libc.mmap(None, self._num_bytes, protection, flags, self.descriptor, 0)
+        if address == _MAP_FAILED:
+            reason = ctypes.get_errno()
+            if reason == errno.ENOMEM:
+                raise no_memory(f"the map of {self._path}", self._num_bytes)
+            raise ReadError(self._path, f"it cannot be mapped ({os.strerror(reason)})")
+        array = (ctypes.c_char * self._num_bytes).from_address(address)
+        # Not at exit: whoever still uses a tensor then is better off with the map, and the system takes it anyway.
+        weakref.finalize(array, _libc.munmap, address, self._num_bytes).atexit = False
+        return array
+
+
+def make_present(buffer: memoryview, start: int, stop: int) -> int:
+    """Bring bytes `start`, where a page begins, to `stop` of the map `buffer` into this process's page table.
+
+    Returns 0, or the number of the system's error for what is not to be had.
+    """
+    reason = 0
+    if _libc.madvise(address_of(buffer) + start, stop - start, _MADV_POPULATE_READ):
+        reason = ctypes.get_errno()
+    if reason == errno.EINVAL:  # before Linux 5.14
+        reason = _touch(buffer[start:stop])
+    return reason
+
+
+def in_huge_pages(buffer: memoryview) -> None:
+    """Ask that the map `buffer` of a file be read and shown in huge pages, where the system has them for files.
+
+    What is read through the map from then on is cached in pieces of 2 MiB. These come from a disk with fewer requests,
+    enter the page table in a hundredth of the time, and cost a processor fewer misses when it computes with them.
+    """
+    if buffer:
+        _libc.madvise(address_of(buffer), len(buffer), mmap.MADV_HUGEPAGE)
+
+
+def make_present_in_parallel(buffer: memoryview, start: int, stop: int) -> int:
+    """Do what `make_present` does, on some threads as soon as it turns out that a disk has to be waited for."""
+    first = min(start + _STEP_BYTES, stop)
+    began = time.perf_counter()
+    reason = make_present(buffer, start, first)
+    if reason or first == stop:
+        return reason
+    steps = [(begin, min(begin + _STEP_BYTES, stop)) for begin in range(first, stop, _STEP_BYTES)]
+    waits_for_disk = (first - start) / (time.perf_counter() - began) < _DISK_BYTES_PER_SECOND
+    reasons: list[int] = []
+    run_jobs(
+        lambda step: reasons.append(make_present(buffer, *step)), steps, threads=_DISK_THREADS if waits_for_disk else 1
+    )
+    return next(filter(None, reasons), 0)
+
+
+def let_go(buffer: memoryview, start: int, stop: int) -> None:
+    """Take the pages that lie between bytes `start` and `stop` of the map `buffer` out of this process's page table.
+
+    They come back from the page cache when they are touched, as they are in the file: what was written to them is lost.
+    """
+    begin, end = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE, stop // mmap.PAGESIZE * mmap.PAGESIZE
+    if begin < end:
+        _libc.madvise(address_of(buffer) + begin, end - begin, mmap.MADV_DONTNEED)
+
+
+_NO_BYTES = memoryview(bytearray())
+
+
+def _touch(view: memoryview) -> int:
+    """Touch every page of `view`, which starts at one; return 0, or the error number of a page that is not to be had.
+
+    The kernel does it, writing a byte of each into a pipe: where a touch of our own would end the process, it gets an
+    error back.
+    """
+    step = _PAGES_PER_TOUCH * mmap.PAGESIZE
+    try:
+        reader, writer = os.pipe2(os.O_CLOEXEC)
+        with os.fdopen(reader, "rb", buffering=0) as emptied, os.fdopen(writer, "wb", buffering=0):
+            for start in range(0, len(view), step):
+                pages = range(start, min(start + step, len(view)), mmap.PAGESIZE)
+                written = os.writev(writer, [view[page : page + 1] for page in pages])
+                emptied.read(written)
+                if written < len(pages):  # some pages in front of one that is not to be had
+                    return errno.EFAULT
+    except OSError as error:
+        return error.errno or errno.EIO
+    return 0

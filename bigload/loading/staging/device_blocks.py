@@ -1,0 +1,70 @@
+"""Bring staged jobs to an accelerator: read into a block of pinned memory, and have it copied while others are read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from bigload.loading.readers.byte_source import ByteSource
+from bigload.loading.schedule import Piece, ReadJob
+from bigload.loading.staging.device_transfers import Block, Transfers
+from bigload.loading.tensors import Memory, torch_dtype
+
+
+class DeviceStager:
+    """Delivers staged jobs to one accelerator by `transfers`, which it closes at the end (`engine.Stager`)."""
+
+    def __init__(self, memory: Sequence[Memory], transfers: Transfers) -> None:
+        self._memory = memory
+        self._transfers = transfers
+
+    def carry(self, job: ReadJob, source: ByteSource) -> None:
+        """Read the bytes of `job` into a block and enqueue the copies of its pieces."""
+        block = self._transfers.take()
+        try:
+            source.read_into([block.memory[: job.num_bytes]], job.offset)
+            for piece in job.pieces:
+                self._send(piece, block)
+        finally:
+            self._transfers.release(block)
+
+    def finish(self) -> None:
+        """Wait until everything has arrived."""
+        self._transfers.finish()
+
+    def close(self) -> None:
+        """Wait for copies that still run, and give the blocks back."""
+        self._transfers.close()
+
+    def _send(self, piece: Piece, block: Block) -> None:
+        memory = self._memory[piece.buffer]
+        assert isinstance(memory, torch.Tensor), "a job for a device has pieces for that device"
+        target = memory[piece.start : piece.start + piece.memory_bytes]
+        stored = None
+        if piece.cast is not None:
+            wanted, stored = torch_dtype(piece.cast.wanted), torch_dtype(piece.cast.stored)
+            assert wanted is not None, "check_dtypes() comes first"
+            target = target.view(wanted)
+        if piece.rows == 1:
+            self._transfers.send(block, piece.source, piece.source + piece.row_bytes, target, dtype=stored)
+        else:
+            self._transfers.send_rows(
+                block,
+                piece.source,
+                target,
+                num_rows=piece.rows,
+                row_bytes=piece.row_bytes,
+                stride_bytes=piece.stride,
+                dtype=stored,
+            )
+
+
+class PassingStager(DeviceStager):
+    """Delivers staged jobs by transfers that others use as well: what it sent has arrived when `mark` says so."""
+
+    def finish(self) -> None:
+        """Wait for nothing."""
+
+    def close(self) -> None:
+        """Leave the transfers to the others."""

@@ -1,0 +1,201 @@
+"""Cast and gather on the CPU: read a small block, and while it is in the cache write it where it belongs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import chain, starmap
+
+import torch
+
+from bigload.loading.readers.byte_source import ByteSource
+from bigload.loading.report import Phase, Recorder
+from bigload.loading.schedule import STAGED_BLOCK_BYTES, Cast, Piece, ReadJob
+from bigload.loading.strided_views import ViewPiece
+from bigload.loading.tensors import Memory, torch_dtype
+from bigload.machine.huge_pages import Buffer, allocate
+from bigload.units import KIB
+
+_Blocks = dict[str, tuple[memoryview, torch.Tensor]]
+"""Memory that one job is staged in, by use; each block twice, for those who read and for torch."""
+
+_MOVED_AS = {8: torch.uint8, 16: torch.int16, 32: torch.int32, 64: torch.int64}
+"""What elements are taken for that only move, by their width: integers stay what they are, bit by bit."""
+
+_STEP_ELEMENTS = 32 * KIB - 64
+"""What torch is given at a time: from 32768 elements on it calls its own threads to help. Those wait for each other at
+every step, spinning, which costs many times the work itself where other threads want the cores, as ours do."""
+
+
+class HostStager:
+    """Delivers staged jobs into memory of the CPU (`engine.Stager`).
+
+    There are as many blocks as jobs were under way at one moment, which bytes in flight bound, not one per thread. The
+    one that came back last is lent first: most often to the same thread, whose cache still holds it.
+    """
+
+    def __init__(self, memory: Sequence[Memory], recorder: Recorder) -> None:
+        self._memory = [_bytes_of(buffer) for buffer in memory]
+        self._recorder = recorder
+        self._idle: list[_Blocks] = []
+
+    def carry(self, job: ReadJob, source: ByteSource) -> None:
+        """Read the bytes of `job` into a block, and write its pieces to their buffers."""
+        self.carry_to(self._memory, job, source)
+
+    def carry_to(
+        self,
+        memory: Sequence[torch.Tensor | memoryview | None],
+        job: ReadJob,
+        source: ByteSource,
+        *,
+        beyond: list[int] | None = None,
+    ) -> None:
+        """Do it for buffers that are given now, as bytes.
+
+        Where `beyond` has a number for each of them, count there the finite values that lie beyond the largest of the
+        dtype that they are cast to: they become infinite, or no number, or that largest one.
+        """
+        with self._lent() as blocks:
+            view, staged = _block(blocks, "staged", job.num_bytes)
+            source.read_into([view[: job.num_bytes]], job.offset)
+            for piece in job.pieces:
+                target = memory[piece.buffer]
+                assert target is not None, "a job for the CPU has pieces for the CPU"
+                target = bytes_in(target) if isinstance(target, memoryview) else target
+                phase = Phase.COPY if piece.cast is None else Phase.CAST
+                with self._recorder.span(phase, num_bytes=piece.num_bytes, file=job.file):
+                    count = _deliver(piece, staged, target, blocks, counts=beyond is not None)
+                    if beyond is not None:
+                        beyond[piece.buffer] += count
+
+    def arrange(self, piece: ViewPiece, target: memoryview, cast: Cast, read: Callable[[memoryview], None]) -> int:
+        """Have `read` fill a block with the bytes of `piece`, and write its elements where they belong in `target`.
+
+        Returns how many finite ones lie beyond the dtype that they are cast to.
+        """
+        stored, wanted = torch_dtype(cast.stored), torch_dtype(cast.wanted)
+        if cast.stored == cast.wanted:
+            stored = wanted = _MOVED_AS[cast.stored.bits]
+        assert stored is not None, "check_dtypes() comes first"
+        assert wanted is not None, "check_dtypes() comes first"
+        with self._lent() as blocks:
+            view, staged = _block(blocks, "staged", piece.rows.num_bytes)
+            read(view[: piece.rows.num_bytes])
+            values = staged.view(stored).as_strided(piece.shape, piece.strides)
+            written = bytes_in(target).view(wanted).as_strided(piece.shape, piece.target_strides, piece.start)
+            return _cast(values, written, blocks, counts=True)
+
+    def finish(self) -> None:
+        """Do nothing: what was carried has arrived."""
+
+    def close(self) -> None:
+        """Let go of the memory."""
+        self._memory = []
+        self._idle = []
+
+    @contextmanager
+    def _lent(self) -> Iterator[_Blocks]:
+        try:
+            blocks = self._idle.pop()  # pop and append are atomic: no lock
+        except IndexError:
+            blocks = {}
+        try:
+            yield blocks
+        finally:
+            self._idle.append(blocks)
+
+
+def _deliver(piece: Piece, staged: torch.Tensor, target: torch.Tensor, blocks: _Blocks, *, counts: bool) -> int:
+    """Write one piece to its place in `target`; return how many values lie beyond its dtype, if it `counts`."""
+    target = target[piece.start : piece.start + piece.memory_bytes].view(piece.rows, -1)
+    rows = torch.as_strided(staged, (piece.rows, piece.row_bytes), (piece.stride, 1), piece.source)
+    if piece.cast is None:
+        for source, part in _steps(rows, target):
+            part.copy_(source)
+        return 0
+    stored, wanted = torch_dtype(piece.cast.stored), torch_dtype(piece.cast.wanted)
+    assert stored is not None, "check_dtypes() comes first"
+    assert wanted is not None, "check_dtypes() comes first"
+    if piece.source % stored.itemsize or piece.stride % stored.itemsize:
+        rows = rows.clone(memory_format=torch.contiguous_format)  # elements across the borders of the block's
+    return _cast(rows.view(stored), target.view(wanted), blocks, counts=counts)
+
+
+def _cast(values: torch.Tensor, target: torch.Tensor, blocks: _Blocks, *, counts: bool) -> int:
+    """Write `values` to `target` in its dtype; return how many finite ones lie beyond it, if it `counts`."""
+    edge = _edge(values.dtype, target.dtype) if counts else None
+    scratch = None
+    if {values.dtype, target.dtype} == {torch.float16, torch.bfloat16}:
+        # torch converts each of them from and to float32 several times as fast as to the other, and float32
+        # holds both without rounding.
+        scratch = _block(blocks, "scratch", 4 * _STEP_ELEMENTS)[1].view(torch.float32)
+    beyond = 0
+    for stored, part in _steps(values, target):
+        source = stored
+        if scratch is not None:
+            source = scratch[: stored.numel()].view(stored.shape).copy_(stored)
+        part.copy_(source)
+        if edge is not None:
+            beyond += _num_beyond(source, part, edge)
+    return beyond
+
+
+def _steps(values: torch.Tensor, target: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Return both in parts that belong together, of at most `_STEP_ELEMENTS`, and compact where the shape allows it."""
+    if values.numel() <= _STEP_ELEMENTS:
+        return iter([(values, target)])
+    if values.is_contiguous() and target.is_contiguous():
+        flat = (torch.split(each.view(-1), _STEP_ELEMENTS) for each in (values, target))
+        return zip(*flat, strict=True)
+    dim = max(range(values.dim()), key=lambda dim: values.shape[dim])
+    size = -(-values.shape[dim] // 2)
+    halves = zip(torch.split(values, size, dim), torch.split(target, size, dim), strict=True)
+    return chain.from_iterable(starmap(_steps, halves))
+
+
+def _edge(stored: torch.dtype, wanted: torch.dtype) -> float | None:
+    """Return from where on values of `stored` are no longer rounded to one of `wanted`, if finite ones can be there."""
+    if not (stored.is_floating_point and wanted.is_floating_point):
+        return None
+    limit = torch.finfo(wanted)
+    if limit.max >= torch.finfo(stored).max:
+        return None
+    _, exponent = math.frexp(limit.max)
+    return limit.max + math.ldexp(limit.eps, exponent - 1) / 2  # half a step on
+
+
+def _num_beyond(values: torch.Tensor, cast: torch.Tensor, edge: float) -> int:
+    """Return how many of `values` are finite and at `edge` or beyond it, on either side; `cast` is what they became."""
+    # Nearly always none, which a sum tells in one pass: it is finite only if all of them are. 8-bit floats have no sum,
+    # and some of them become the largest one instead of infinite.
+    if cast.itemsize > 1:
+        wide = torch.float32 if cast.itemsize == 2 else torch.float64
+        if math.isfinite(float(cast.sum(dtype=wide))):
+            return 0
+    else:
+        values = values.float() if values.itemsize == 1 else values  # 8-bit floats have no order in torch
+        if values.numel() == 0 or max(float(values.amax()), -float(values.amin())) < edge:
+            return 0
+    return int((values.isfinite() & (values.abs() >= edge)).sum())
+
+
+def _block(blocks: _Blocks, use: str, num_bytes: int) -> tuple[memoryview, torch.Tensor]:
+    """Return the block for one `use`, kept for the next job: fresh memory for each would cost more than the cast."""
+    block = blocks.get(use)
+    if block is None or block[0].nbytes < num_bytes:
+        memory = allocate(max(num_bytes, STAGED_BLOCK_BYTES))
+        blocks[use] = block = memoryview(memory), torch.frombuffer(memory, dtype=torch.uint8)
+    return block
+
+
+def _bytes_of(memory: Memory) -> torch.Tensor | None:
+    if isinstance(memory, torch.Tensor) or not len(memory):
+        return None  # another device's, or nothing
+    return bytes_in(memory)
+
+
+def bytes_in(memory: Buffer | memoryview) -> torch.Tensor:
+    """Return writable `memory` as a tensor of bytes that shares it."""
+    return torch.frombuffer(memory, dtype=torch.uint8) if len(memory) else torch.empty(0, dtype=torch.uint8)

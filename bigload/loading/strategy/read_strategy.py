@@ -1,0 +1,145 @@
+"""How a load goes about it: which way of reading, how many threads, how large a read."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from bigload.checkpoint.model import Checkpoint
+from bigload.loading.methods import Method
+from bigload.loading.readers.byte_source import ByteSource, PositionalReader
+from bigload.loading.readers.cache_first import CacheFirstReader
+from bigload.loading.readers.direct import MAX_ALIGNMENT, DirectReader
+from bigload.loading.readers.mapped import MappedFile
+from bigload.loading.report import Phase, Recorder
+from bigload.loading.schedule import BLOCK_BYTES, CPU, Wanted
+from bigload.loading.slices import rows_of
+from bigload.loading.strategy.io_method import Choice, choose_method
+from bigload.loading.strategy.settings import LoadSettings
+from bigload.loading.strategy.throughput_samples import FileRanges
+from bigload.machine.huge_pages import LENT_BLOCK_BYTES, BlockPool
+from bigload.machine.memory import available_memory
+from bigload.machine.thread_pool import default_threads
+from bigload.units import MIB
+
+PARALLEL_BYTES = 64 * MIB
+"""Less than this is read by one thread, if nobody says how many."""
+
+DISK_THREADS = 8
+"""Threads that wait for a disk need no core: more of them than cores keep its queue filled."""
+
+OpenSource = Callable[[Path], ByteSource]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Approach:
+    """How this load goes about it, all settled."""
+
+    method: Method
+    reason: str
+    threads: int
+    max_inflight_bytes: int
+    open_source: OpenSource
+
+    @property
+    def block_bytes(self) -> int:
+        """The size of a read."""
+        return _block_bytes(self.threads, self.max_inflight_bytes)
+
+
+def settle(
+    checkpoint: Checkpoint,
+    wanted: Sequence[Wanted],
+    chosen: LoadSettings,
+    open_source: OpenSource | None,
+    recorder: Recorder,
+) -> Approach:
+    """Return how the bytes of `wanted` are best read under the settings in `chosen`.
+
+    Raises:
+        UnsupportedMethodError: direct reads were asked for where there are none.
+        ReadError: a file cannot be opened.
+    """
+    files = _files(checkpoint, wanted)
+    num_bytes = sum(file.num_bytes for file in files)
+    if open_source is not None:
+        choice = Choice(method=Method.READ, reason="the caller opens the files")
+    else:
+        with recorder.span(Phase.WAIT):
+            choice = choose_method(
+                files,
+                asked=chosen.method,
+                threads=_threads(chosen, num_bytes, usual=DISK_THREADS),
+                memory_bytes=sum(want.num_bytes for want in wanted if want.place == CPU),
+                available_bytes=available_memory(),
+            )
+    waits_for_disk = choice.is_measured or choice.method is Method.DIRECT
+    is_cast = any(want.is_cast for want in wanted)
+    threads = DISK_THREADS if waits_for_disk else usual_threads(is_cast=is_cast)
+    threads = _threads(chosen, num_bytes, usual=threads)
+    return Approach(
+        method=choice.method,
+        reason=choice.reason,
+        threads=threads,
+        max_inflight_bytes=chosen.max_inflight_bytes,
+        open_source=open_source or _opener(choice, threads, chosen.max_inflight_bytes, recorder),
+    )
+
+
+def usual_threads(*, is_cast: bool) -> int:
+    """Return how many threads read what is cached, if nobody says: two per core, for each waits for fresh memory.
+
+    Casting keeps a core busy by itself.
+    """
+    return default_threads() if is_cast else min(2 * len(os.sched_getaffinity(0)), DISK_THREADS)
+
+
+def _threads(chosen: LoadSettings, num_bytes: int, *, usual: int) -> int:
+    """Return how many threads read: starting them for a few megabytes takes longer than reading those."""
+    if chosen.threads is not None:
+        return chosen.threads
+    return 1 if num_bytes < PARALLEL_BYTES else usual
+
+
+def _files(checkpoint: Checkpoint, wanted: Sequence[Wanted]) -> list[FileRanges]:
+    """Return the bytes that will be read, by file; of columns, those from the first to the last."""
+    spans: dict[str, list[tuple[int, int]]] = {}
+    for want in wanted:
+        rows = rows_of(want.tensor, want.part)
+        stop = rows.start + (rows.count - 1) * rows.stride + rows.row_bytes
+        spans.setdefault(want.tensor.span.file, []).append((rows.start, stop))
+    return [
+        FileRanges(path=checkpoint.root / file, ranges=tuple(_merged(ranges))) for file, ranges in sorted(spans.items())
+    ]
+
+
+def _merged(ranges: list[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+    begin = end = 0
+    for start, stop in sorted(ranges):
+        if start > end and begin < end:
+            yield begin, end
+        if start > end or begin == end:
+            begin, end = start, stop
+        end = max(end, stop)
+    if begin < end:
+        yield begin, end
+
+
+def _block_bytes(threads: int, max_inflight_bytes: int) -> int:
+    """Return the size of a read: smaller than usual where the bound would leave threads without one."""
+    return min(BLOCK_BYTES, max(max_inflight_bytes // threads, MIB))
+
+
+def _opener(choice: Choice, threads: int, max_inflight_bytes: int, recorder: Recorder) -> OpenSource:
+    if choice.method is Method.MMAP:
+        return partial(MappedFile, recorder=recorder)
+    if choice.method is Method.READ:
+        return partial(PositionalReader, recorder=recorder)
+    reader = CacheFirstReader if choice.cache_first else DirectReader
+    # No larger than a read of this load with the disk's blocks around it, nor more of them than may be under way.
+    block_bytes = min(LENT_BLOCK_BYTES, _block_bytes(threads, max_inflight_bytes) + 2 * MAX_ALIGNMENT)
+    num_blocks = max(min(threads, max_inflight_bytes // block_bytes), 1)
+    return partial(reader, pool=BlockPool(num_blocks, block_bytes=block_bytes), recorder=recorder)

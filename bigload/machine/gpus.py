@@ -1,0 +1,229 @@
+"""The NVIDIA GPUs of this machine and their memory, from `nvidia-smi` and the environment; no torch, no driver calls.
+
+Who sees what under which number is CUDA's business, and follows three variables and one mode:
+
+- `CUDA_VISIBLE_DEVICES` lists indices or UUIDs (their beginnings will do); what it lists is numbered in its order, and
+  the first item that names no GPU ends it (CUDA programming guide, "CUDA environment variables"). An index is what the
+  item begins with, as strtoul(3) reads, and a GPU listed twice hides all: so the driver does (pytorch/pytorch#92315).
+- Without `CUDA_DEVICE_ORDER=PCI_BUS_ID` CUDA puts the fastest GPU first, by a rule that it keeps to itself, while
+  `nvidia-smi` counts along the bus. Between GPUs of one kind that makes no difference; between others it is said.
+- With MIG a program sees one slice and no other GPU (MIG user guide, "CUDA device enumeration"). What a slice has, the
+  query does not tell.
+
+GPUs of other makers are not looked for: their tools say nothing of the numbers that torch gives their devices.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from bigload.devices import Device
+from bigload.machine.memory import DetectedGpus, DetectedMemory, UnknownMemory
+from bigload.units import MIB
+
+if TYPE_CHECKING:
+    import subprocess
+
+_QUERY = ("--query-gpu=index,uuid,memory.total,memory.free,mig.mode.current,name", "--format=csv,noheader,nounits")
+_NUM_FIELDS = 6
+
+_PATIENCE_SECONDS = 10
+"""Without its persistence daemon the driver first wakes every GPU, which takes seconds; broken, it never answers."""
+
+_NO_DEVICES = "No devices were found"
+"""What it says, with an exit code or without, when the driver is fine and there is no GPU, or none for a container."""
+
+_FIGURE = re.compile(r"[0-9]{1,9}")
+_LEADING_NUMBER = re.compile(r"\s*\+?([0-9]{1,9})")
+
+
+class _NoAnswerError(Exception):
+    """`nvidia-smi` is there and lists no GPUs; the text says what happened."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Gpu:
+    """A line of `nvidia-smi`; where a size is no figure, `free_bytes` is `None` and `told` has what stands there."""
+
+    index: int
+    uuid: str
+    name: str
+    total_bytes: int
+    free_bytes: int | None
+    told: str
+    has_mig: bool
+
+    def __str__(self) -> str:
+        return f"GPU {self.index} ({self.name})"
+
+
+def detect_gpus(
+    *, environ: Mapping[str, str] = os.environ, patience_seconds: float = _PATIENCE_SECONDS
+) -> DetectedGpus:
+    """Return the GPUs that a CUDA program with these variables would see, and what is free on each.
+
+    Never raises: a tool that is missing, fails or does not answer in time is a reason why there are none.
+    """
+    import shutil  # here, because a start that asks for no GPU should not pay for it
+
+    program = shutil.which("nvidia-smi", path=environ.get("PATH"))
+    if program is None:
+        return DetectedGpus(missing="nvidia-smi is not installed, and GPUs of other makers are not looked for")
+    try:
+        return read_gpus(_ask(program, environ, patience_seconds), environ)
+    except _NoAnswerError as error:
+        return DetectedGpus(missing=str(error), notes=(f"GPUs could not be looked for: {error}",))
+
+
+def read_gpus(text: str, environ: Mapping[str, str]) -> DetectedGpus:
+    """Return what `text`, the answer of `nvidia-smi` to the query of this module, means under these variables."""
+    lines = [line.strip() for line in text.splitlines() if line.strip() and _NO_DEVICES not in line]
+    gpus = [gpu for line in lines if (gpu := _gpu(line)) is not None]
+    # It may warn among its lines, of a corrupted infoROM or of a GPU that was lost; the others are still there.
+    said = tuple(f"nvidia-smi also says: {line:.200}" for line in lines if _gpu(line) is None)
+    if not gpus:
+        return DetectedGpus(missing="nvidia-smi finds no GPU", notes=said)
+    listed = environ.get("CUDA_VISIBLE_DEVICES")
+    visible = list(gpus) if listed is None else _visible(gpus, listed)
+    sliced = _slice(visible, listed)
+    if sliced is not None:
+        part = UnknownMemory(device=Device("cuda", 0), reason=sliced)
+        return DetectedGpus(unknown=(part,), missing=sliced, notes=said)
+    numbered = [(Device("cuda", number), gpu) for number, gpu in enumerate(visible)]
+    return DetectedGpus(
+        memory=tuple(_memory(numbered)),
+        unknown=tuple(_unknown(numbered)),
+        missing="" if visible else f'CUDA_VISIBLE_DEVICES="{listed:.100}" hides every GPU',
+        notes=(*_doubts(gpus, numbered, environ), *said),
+    )
+
+
+def _gpu(line: str) -> _Gpu | None:
+    fields = [field.strip() for field in line.split(",", _NUM_FIELDS - 1)]  # the name is last: it may hold a comma
+    if len(fields) != _NUM_FIELDS or _FIGURE.fullmatch(fields[0]) is None:
+        return None
+    index, uuid, total, free, mig, name = fields
+    # Both sizes or none: a total without what is free would still leave the limit to be guessed.
+    is_told = all(_FIGURE.fullmatch(size) for size in (total, free)) and 0 < int(total) >= int(free)
+    return _Gpu(
+        index=int(index),
+        uuid=uuid,
+        name=name,
+        total_bytes=int(total) * MIB if is_told else 0,
+        free_bytes=int(free) * MIB if is_told else None,
+        told=f'"{free:.40}" free of "{total:.40}"',
+        has_mig=mig == "Enabled",
+    )
+
+
+def _visible(gpus: Sequence[_Gpu], listed: str) -> list[_Gpu]:
+    find = _by_uuid if listed.strip().startswith("GPU-") else _by_index
+    visible: list[_Gpu] = []
+    for item in listed.split(","):
+        gpu = find(gpus, item)
+        if gpu is None:
+            break
+        if gpu in visible:
+            return []
+        visible.append(gpu)
+    return visible
+
+
+def _by_uuid(gpus: Sequence[_Gpu], item: str) -> _Gpu | None:
+    named = [gpu for gpu in gpus if item.strip() and gpu.uuid.startswith(item.strip())]
+    return named[0] if len(named) == 1 else None
+
+
+def _by_index(gpus: Sequence[_Gpu], item: str) -> _Gpu | None:
+    number = _LEADING_NUMBER.match(item)
+    return next((gpu for gpu in gpus if number is not None and gpu.index == int(number[1])), None)
+
+
+def _slice(visible: Sequence[_Gpu], listed: str | None) -> str | None:
+    """Return why `cuda:0` is a part of a GPU of unknown size, or `None` when GPUs are whole."""
+    if listed is not None and listed.strip().startswith("MIG-"):
+        return "CUDA_VISIBLE_DEVICES names a MIG slice, and nvidia-smi does not list what a slice has"
+    split = next((gpu for gpu in visible if gpu.has_mig), None)
+    if split is None:
+        return None
+    return f"{split} is split by MIG: a program sees one slice, and nvidia-smi does not list what a slice has"
+
+
+def _memory(numbered: Sequence[tuple[Device, _Gpu]]) -> Iterator[DetectedMemory]:
+    for device, gpu in numbered:
+        if gpu.free_bytes is not None:
+            yield DetectedMemory(
+                device=device, total_bytes=gpu.total_bytes, free_bytes=gpu.free_bytes, source="nvidia-smi"
+            )
+
+
+def _unknown(numbered: Sequence[tuple[Device, _Gpu]]) -> Iterator[UnknownMemory]:
+    for device, gpu in numbered:
+        if gpu.free_bytes is None:
+            # GPUs that share the machine's RAM (GB10, Jetson) say N/A. To take it for both would be to take it twice.
+            shared = ", which may be RAM that the cpu counts too" if "N/A" in gpu.told else ""
+            yield UnknownMemory(device=device, reason=f"nvidia-smi says {gpu.told} for {gpu}{shared}")
+
+
+def _doubts(gpus: Sequence[_Gpu], numbered: Sequence[tuple[Device, _Gpu]], environ: Mapping[str, str]) -> Iterator[str]:
+    """Yield a sentence when CUDA may number unlike GPUs otherwise than `nvidia-smi` does."""
+    is_certain = (
+        environ.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID"
+        or environ.get("CUDA_VISIBLE_DEVICES", "").strip().startswith("GPU-")
+        or len({(gpu.name, gpu.total_bytes) for gpu in gpus}) == 1
+    )
+    if numbered and not is_certain:
+        taken = ", ".join(f"{device} is {gpu.name}" for device, gpu in numbered)
+        yield (
+            "the GPUs are unlike, and CUDA numbers the fastest first unless CUDA_DEVICE_ORDER=PCI_BUS_ID is set; "
+            f"this goes by nvidia-smi, where {taken}"
+        )
+
+
+def _ask(program: str, environ: Mapping[str, str], patience_seconds: float) -> str:
+    """Return what `nvidia-smi` prints.
+
+    Raises:
+        _NoAnswerError: it cannot be started, fails without listing a GPU, or takes too long.
+    """
+    import subprocess  # here, because it takes longer to import than all of this package's planning
+
+    command = [program, *_QUERY]
+    pipe, nothing = subprocess.PIPE, subprocess.DEVNULL
+    try:
+        process = subprocess.Popen(command, stdin=nothing, stdout=pipe, stderr=pipe, env={**environ, "LC_ALL": "C"})
+    except OSError as error:
+        raise _NoAnswerError(f"nvidia-smi cannot be started: {error.strerror}") from None
+    try:
+        output, complaint = (
+            stream.decode("utf-8", "replace") for stream in process.communicate(timeout=patience_seconds)
+        )
+    except subprocess.TimeoutExpired:
+        raise _NoAnswerError(f"nvidia-smi did not answer within {patience_seconds:g} seconds") from None
+    finally:
+        _let_go(process)
+    is_empty = not any(map(_gpu, output.splitlines()))
+    if process.returncode != 0 and is_empty and _NO_DEVICES not in output + complaint:
+        words = (complaint + output).split("\n")[0].strip()
+        raise _NoAnswerError(f"nvidia-smi ended with {process.returncode}: {words or 'it does not say why':.200}")
+    return output
+
+
+def _let_go(process: subprocess.Popen[bytes]) -> None:
+    """End the process if it still runs, and do not wait for one that a broken driver holds: nothing can kill that."""
+    from subprocess import TimeoutExpired
+
+    for stream in (process.stdout, process.stderr):
+        if stream is not None:
+            stream.close()
+    for end in (process.terminate, process.kill):
+        if process.poll() is not None:
+            return
+        end()
+        with suppress(TimeoutExpired):
+            process.wait(timeout=1)

@@ -1,0 +1,130 @@
+"""Fresh memory for many bytes: taken in huge pages, made ready before it is needed, or lent and taken back.
+
+Fresh memory is what costs a loader most: every page is zeroed and entered in a table when it is first touched. A huge
+page (2 MiB) does that once where ordinary ones do it 512 times.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import mmap
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from queue import Empty, LifoQueue
+
+from bigload.errors import NotEnoughMemoryError
+from bigload.machine.memory import available_memory
+from bigload.units import MIB
+
+Buffer = mmap.mmap | bytearray
+
+HUGE_PAGE_BYTES = 2 * MIB
+LENT_BLOCK_BYTES = 8 * MIB
+
+_MADV_POPULATE_WRITE = 23
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+
+
+def allocate(num_bytes: int) -> Buffer:
+    """Return writable, zeroed memory of at least `num_bytes`, in huge pages where the system has them.
+
+    The memory goes back to the system when its last user (a tensor, a view) is gone. From 2 MiB on the size is rounded
+    up to whole huge pages: Linux starts a map at a huge page only if it is as long as some (since 6.7; before, up to
+    2 MiB at both ends are ordinary pages).
+
+    Raises:
+        NotEnoughMemoryError: the system has no such piece of address space for this process.
+    """
+    if num_bytes == 0:
+        return bytearray()  # the system maps no empty memory
+    if num_bytes >= HUGE_PAGE_BYTES:
+        num_bytes = -(-num_bytes // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
+    try:
+        buffer = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except (OSError, OverflowError) as error:
+        raise no_memory("a buffer", num_bytes) from error
+    with suppress(OSError):  # a system without huge pages: slower, not wrong
+        buffer.madvise(mmap.MADV_HUGEPAGE)
+    return buffer
+
+
+def prefault(buffer: Buffer, start: int, stop: int) -> bool:
+    """Make bytes `start` to `stop` of a buffer of `allocate` ready to be written, and change none of them.
+
+    May be called from any thread, also while others read into the same bytes; the other threads of Python run on.
+    Returns whether the system did it: before Linux 5.14 it cannot, and the first touch does it, as ever.
+
+    Raises:
+        NotEnoughMemoryError: there is no memory for it.
+    """
+    if start >= stop:
+        return True
+    begin = start // mmap.PAGESIZE * mmap.PAGESIZE
+    if not _libc.madvise(address_of(buffer) + begin, stop - begin, _MADV_POPULATE_WRITE):
+        return True
+    if ctypes.get_errno() == errno.ENOMEM:
+        raise no_memory("a buffer", stop - start)
+    return False
+
+
+def return_freed() -> None:
+    """Give memory that was freed, and is kept for the next who asks, back to the system (malloc_trim(3))."""
+    trim = getattr(_libc, "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+
+
+def address_of(buffer: Buffer | memoryview) -> int:
+    """Return where a writable, non-empty `buffer` begins in memory; good for as long as the caller holds it."""
+    return ctypes.addressof(ctypes.c_char.from_buffer(buffer))
+
+
+def no_memory(what: str, num_bytes: int = 0) -> NotEnoughMemoryError:
+    """Return the error for memory that the system refused, whatever it seems to have left; 0 where no size is known."""
+    return NotEnoughMemoryError(
+        what,
+        needed_bytes=num_bytes,
+        available_bytes=available_memory() or 0,
+        hint="the system refused the memory; if it has enough, look at ulimit -v and vm.overcommit_memory",
+    )
+
+
+class BlockPool:
+    """Blocks of page-aligned memory that are lent to threads and taken back: `num_blocks` at most, all of one size.
+
+    A thread that finds all of them lent waits. Blocks are made when they are first needed, down to their pages unless
+    not all of each may be used (`is_prefaulted`), and the one that came back last is lent first, because a processor's
+    cache may still hold parts of it.
+    """
+
+    def __init__(self, num_blocks: int, *, block_bytes: int = LENT_BLOCK_BYTES, is_prefaulted: bool = True) -> None:
+        self._is_prefaulted = is_prefaulted
+        self.block_bytes = -(-block_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        self._free: LifoQueue[Buffer | None] = LifoQueue()
+        for _ in range(num_blocks):
+            self._free.put(None)
+
+    @contextmanager
+    def lend(self) -> Iterator[Buffer]:
+        """Lend a block for as long as the context lasts. What it holds is what its last user left there."""
+        block = self._free.get()
+        try:
+            if block is None:
+                block = allocate(self.block_bytes)
+                if self._is_prefaulted:
+                    prefault(block, 0, self.block_bytes)
+            yield block
+        finally:
+            self._free.put(block)
+
+    def close(self) -> None:
+        """Give the memory of all blocks that are not lent back to the system; the pool can be used again."""
+        emptied = 0
+        with suppress(Empty):
+            while True:
+                self._free.get_nowait()
+                emptied += 1
+        for _ in range(emptied):
+            self._free.put(None)

@@ -1,0 +1,1 @@
+"""Loading of local shards: each rank reads the byte ranges of its own part of every tensor."""

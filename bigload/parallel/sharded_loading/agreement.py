@@ -1,0 +1,72 @@
+"""Ranks that load together have to mean the same: they compare what each was told, and how each divides its model."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from hashlib import sha256
+from typing import Any, NoReturn
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from bigload.distributed.process_group import Team
+from bigload.errors import LoadOptionError
+
+_Mesh = str
+"""The ranks of a mesh and its shape, as JSON."""
+
+_Form = str
+"""The whole shape of a tensor, its dtype and its placements."""
+
+
+def check_agreement(team: Team, arguments: Mapping[str, object], model: nn.Module) -> None:
+    """Compare, in all ranks of `team`, the `arguments` of each and the `DTensor`s that it shares with others.
+
+    Every rank of a mesh has to have the same tensors on it. What is on no mesh, or on another one, may differ: ranks
+    can hold different stages of a model.
+
+    Raises:
+        LoadOptionError: (in all ranks) two of them disagree; about which argument or tensor, and what they say.
+    """
+    if team.size == 1:
+        return
+    forms = _forms(model)
+    digests = {mesh: sha256(repr(sorted(tensors.items())).encode()).hexdigest() for mesh, tensors in forms.items()}
+    told: list[dict[str, Any]] = team.share({"arguments": dict(arguments), "digests": digests})
+    for name, value in told[0]["arguments"].items():
+        for rank, theirs in enumerate(told):
+            if theirs["arguments"][name] != value:
+                found = f"it is {value!r:.40} in rank 0 and {theirs['arguments'][name]!r:.40} in rank {rank}"
+                raise LoadOptionError(name, arguments[name], f"the same in all ranks: {found}")
+    for mesh in sorted({mesh for theirs in told for mesh in theirs["digests"]}):
+        ranks, _ = json.loads(mesh)
+        if len({told[rank]["digests"].get(mesh) for rank in ranks}) > 1:
+            everybody = team.share(forms.get(mesh, {}))
+            _raise_difference({rank: everybody[rank] for rank in ranks})
+
+
+def _raise_difference(members: Mapping[int, Mapping[str, _Form]]) -> NoReturn:
+    first = min(members)
+    rank = next(rank for rank, tensors in members.items() if tensors != members[first])
+    names = sorted(members[first].keys() | members[rank].keys())
+    name = next(name for name in names if members[first].get(name) != members[rank].get(name))
+    here, there = (members[each].get(name, "not there") for each in (first, rank))
+    expected = f"the same in all ranks of its mesh: it is {here} in rank {first} and {there} in rank {rank}"
+    raise LoadOptionError(f"{name} of the model", here, expected)
+
+
+def _forms(model: nn.Module) -> dict[_Mesh, dict[str, _Form]]:
+    """Return what `model` has on each mesh, by name."""
+    forms: dict[_Mesh, dict[str, _Form]] = {}
+    meshes: dict[DeviceMesh, _Mesh] = {}
+    for tensors in (model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False)):
+        for name, tensor in tensors:
+            if isinstance(tensor, DTensor):
+                on = tensor.device_mesh
+                if on not in meshes:
+                    meshes[on] = json.dumps([on.mesh.flatten().tolist(), list(on.shape)])
+                form = f"{list(tensor.shape)} {tensor.dtype} {tensor.placements}"
+                forms.setdefault(meshes[on], {})[name] = form
+    return forms

@@ -1,0 +1,204 @@
+"""One rank reads a checkpoint, and all get what they need of it: for files that only one host has.
+
+Rank 0 reads rows of some tensors at a time, as many as are sent at once, and each process takes from them what it
+holds. What is sent looks to it like one file that holds those rows, so the same arithmetic finds what goes where.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bigload.checkpoint.model import Checkpoint, Span, TensorInfo
+from bigload.distributed.torch_process_group import TorchTeam
+from bigload.dtypes import DTYPES
+from bigload.errors import RankError
+from bigload.loading.strategy.read_strategy import Approach
+from bigload.loading.strategy.settings import LoadSettings
+from bigload.loading.tensors import torch_dtype
+from bigload.parallel.sharded_loading.byte_ranges import StoredPiece, StoredTensor, lines_of
+from bigload.parallel.sharded_loading.local_reads import fill_local
+from bigload.parallel.sharded_loading.local_tensors import LocalPart, LocalTensor, local_tensors
+from bigload.parallel.sharded_loading.shard_spec import Spans, whole
+from bigload.parallel.sharded_loading.stored_tensors import StoredTensors
+from bigload.units import MIB
+
+BATCH_BYTES = 64 * MIB
+"""How much is read and sent at once, but for a single row that is larger."""
+
+_DATA, _NO_MORE = 1, 0
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Rows `start` to `stop` of a stored tensor, of one number the number itself; they lie `at` a byte of a batch."""
+
+    stored: StoredTensor
+    start: int
+    stop: int
+    at: int
+
+    @property
+    def spans(self) -> Spans:
+        if not self.stored.shape:
+            return ()
+        return (((self.start, self.stop),), *whole(self.stored.shape[1:]))
+
+    @property
+    def num_bytes(self) -> int:
+        count = self.stored.shape[0] if self.stored.shape else 1
+        return self.stored.num_bytes // count * (self.stop - self.start)
+
+    def as_sent(self) -> StoredTensor:
+        """Return the tensor of which a batch, as if it were a file, holds these rows."""
+        shape = (self.stop - self.start, *self.stored.shape[1:]) if self.stored.shape else ()
+        begin = (self.start, *(0 for _ in self.stored.shape[1:])) if self.stored.shape else ()
+        dtype = self.stored.dtype if self.stored.dtype.bits >= 8 else DTYPES["U8"]
+        sent = TensorInfo(self.stored.name, dtype, shape, Span("", self.at, self.at + self.num_bytes))
+        return replace(self.stored, dtype=dtype, pieces=(StoredPiece(start=begin, tensor=sent),))
+
+
+def batches(tensors: Sequence[StoredTensor]) -> Iterator[list[Rows]]:
+    """Yield all rows of `tensors`, some `BATCH_BYTES` at a time; those of a tensor begin at a multiple of 64 bytes."""
+    batch: list[Rows] = []
+    end = 0
+    for stored in tensors:
+        if not stored.num_bytes:
+            continue
+        count = stored.shape[0] if stored.shape else 1
+        row_bytes = stored.num_bytes // count
+        start = 0
+        while start < count:
+            at = -(-end // 64) * 64
+            room = (BATCH_BYTES - at) // row_bytes
+            if batch and not room:
+                yield batch
+                batch, end = [], 0
+                continue
+            stop = min(start + max(room, 1), count)
+            batch.append(Rows(stored, start, stop, at))
+            end = at + batch[-1].num_bytes
+            start = stop
+    if batch:
+        yield batch
+
+
+def without_places(stored: StoredTensors) -> dict[str, Any]:
+    """Return, for JSON, what ranks that cannot see the files need of `stored`: names, dtypes and shapes."""
+    tensors = {name: [tensor.dtype.name, list(tensor.shape)] for name, tensor in stored.tensors.items()}
+    return {"path": stored.checkpoint.path, "root": str(stored.checkpoint.root.resolve()), "tensors": tensors}
+
+
+def stored_elsewhere(told: Mapping[str, Any]) -> StoredTensors:
+    """Return the tensors of a checkpoint of which rank 0 has told what `without_places` returned."""
+    tensors = {
+        name: StoredTensor(name=name, dtype=DTYPES[dtype], shape=tuple(shape), pieces=())
+        for name, (dtype, shape) in told["tensors"].items()
+    }
+    checkpoint = Checkpoint(
+        path=told["path"], root=Path(told["root"]), index_file=None, shards=(), tensors={}, config=None
+    )
+    return StoredTensors(checkpoint=checkpoint, tensors=tensors)
+
+
+def send_out(
+    team: TorchTeam,
+    checkpoint: Checkpoint,
+    how: LoadSettings,
+    sent: Sequence[StoredTensor],
+    tensors: Sequence[LocalTensor],
+) -> tuple[Approach | None, int]:
+    """Read `sent` in rank 0, send them to all and put what each holds into its `tensors`; to be called by all.
+
+    Returns how this process read, if it did, and how many bytes.
+
+    Raises:
+        ReadError, NotEnoughMemoryError: rank 0 could not read. The others go on: `together` tells them.
+        RankError: a process is gone.
+    """
+    places: dict[str, list[LocalTensor]] = {}
+    for tensor in tensors:
+        places.setdefault(tensor.part.stored.name, []).append(tensor)
+    failure: Exception | None = None
+    approach, read_bytes = None, 0
+    planned = [(batch, batch[-1].at + batch[-1].num_bytes) for batch in batches(sent)]
+    block = torch.empty(max((size for _, size in planned), default=0), dtype=torch.uint8, device="cpu")
+    for batch, num_bytes in planned:
+        memory = block[:num_bytes]
+        if team.rank == 0:
+            try:
+                approach, count = _read(checkpoint, batch, memory, how)
+                read_bytes += count
+            except Exception:
+                with suppress(RankError):
+                    team.send_out(torch.tensor([_NO_MORE]))
+                raise
+        if not _all_have(team, memory):
+            break
+        if failure is None:
+            try:
+                _take(batch, memory, places)
+            except Exception as error:  # the others are to hear of it when all is sent: they are in the middle of that
+                failure = error
+    if failure is not None:
+        raise failure
+    return approach, read_bytes
+
+
+def _all_have(team: TorchTeam, memory: torch.Tensor) -> bool:
+    """Make `memory` that of rank 0, and return whether rank 0 had something to send.
+
+    When rank 0 misses another one, it tells the others that no more will come.
+    """
+    word = torch.tensor([_DATA])
+    gone = None
+    for values in (word, memory):
+        try:
+            team.send_out(values)
+        except RankError as error:
+            if team.rank:
+                raise
+            gone = error
+        if int(word) == _NO_MORE:
+            return False
+    if gone is not None:
+        with suppress(RankError):
+            team.send_out(torch.tensor([_NO_MORE]))
+        raise gone
+    return True
+
+
+def _read(
+    checkpoint: Checkpoint, batch: Sequence[Rows], memory: torch.Tensor, how: LoadSettings
+) -> tuple[Approach, int]:
+    parts = []
+    for rows in batch:
+        dtype = torch_dtype(rows.stored.dtype)
+        assert dtype is not None, "torch has the dtypes of all that is loaded"
+        there = memory[rows.at : rows.at + rows.num_bytes].view(dtype)
+        part = LocalPart(stored=rows.stored, spans=rows.spans, dtype=dtype, device=torch.device("cpu"))
+        parts.append(replace(part, there=there.view(part.shape)))
+    return fill_local(checkpoint, how, local_tensors(checkpoint.name, checkpoint.path, parts))
+
+
+def _take(batch: Sequence[Rows], memory: torch.Tensor, tensors: Mapping[str, Sequence[LocalTensor]]) -> None:
+    """Copy what this process holds of `batch` to its places."""
+    for rows in batch:
+        sent = rows.as_sent()
+        values = torch_dtype(sent.dtype)
+        assert values is not None
+        for local in tensors.get(rows.stored.name, ()):
+            is_packed = rows.stored.dtype.bits < 8
+            target = local.tensor.view(torch.uint8) if is_packed else local.tensor
+            for lines in lines_of(sent, local.part.spans):
+                form = (lines.count, lines.run_bytes // sent.item_bytes)
+                source = memory[lines.start : lines.start + lines.reach].view(values)
+                into = target.as_strided(
+                    form, (lines.target_stride, lines.target_step), target.storage_offset() + lines.target
+                )
+                into.copy_(source.as_strided(form, (lines.stride // sent.item_bytes, 1), source.storage_offset()))

@@ -1,0 +1,245 @@
+"""Checkpoints into models that several processes hold together: each reads the bytes of its own part, and no others."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from bigload.checkpoint.model import Checkpoint
+from bigload.distributed.process_group import Team, present_team, together
+from bigload.distributed.torch_process_group import TorchTeam
+from bigload.errors import LoadOptionError, UnknownTensorError, UnsupportedDTypeError
+from bigload.loading.assign import Assignment
+from bigload.loading.memory_errors import memory_errors
+from bigload.loading.methods import Method
+from bigload.loading.staging.accelerators import check_present
+from bigload.loading.strategy.read_strategy import Approach
+from bigload.loading.strategy.settings import settings
+from bigload.loading.tensors import parsed_dtype, torch_dtype
+from bigload.parallel.sharded_loading.agreement import check_agreement
+from bigload.parallel.sharded_loading.broadcast import send_out, stored_elsewhere, without_places
+from bigload.parallel.sharded_loading.byte_ranges import StoredTensor
+from bigload.parallel.sharded_loading.local_model import ModelPart, assign_local, check_parts, described
+from bigload.parallel.sharded_loading.local_reads import fill_local
+from bigload.parallel.sharded_loading.local_tensors import LocalPart, LocalTensor, local_tensors
+from bigload.parallel.sharded_loading.report import RankLoadReport
+from bigload.parallel.sharded_loading.shard_spec import check_divisions, of_division
+from bigload.parallel.sharded_loading.stored_tensors import StoredTensors, open_stored
+from bigload.planning.model.load_dtype import as_dtype
+from bigload.planning.tensor_parallel.partition import Division
+
+_Fill = Callable[[Sequence[LocalTensor]], tuple[Approach | None, int]]
+"""Fills local tensors; returns how files were read for it, if this process did, and how many bytes."""
+
+
+class LoadedParts(dict[str, torch.Tensor]):
+    """What a rank holds, by name, and the `report` of how it was loaded."""
+
+    report: RankLoadReport
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor], report: RankLoadReport) -> None:
+        super().__init__(tensors)
+        self.report = report
+
+
+@memory_errors("the part of this rank")
+def load_sharded(
+    model: nn.Module,
+    checkpoint: Checkpoint | str | Path,
+    *,
+    divisions: Mapping[str, Division] | None = None,
+    rank: int | None = None,
+    names: Mapping[str, str] | None = None,
+    device: str | torch.device | None = None,
+    strict: bool = True,
+    broadcast_from_rank0: bool = False,
+    method: Method | str | None = None,
+    threads: int | None = None,
+    max_inflight: int | str | None = None,
+) -> tuple[RankLoadReport, ...]:
+    """Fill this process's part of `model`, and return what each rank read, in the order of the ranks.
+
+    All ranks of the default process group call it, with the same `strict`, `broadcast_from_rank0` and `method`, each
+    with its own part: a model whose parameters torch has divided
+    (`fully_shard`, `parallelize_module`, `distribute_tensor`), or `divisions` describe. A rank reads the byte ranges
+    of what it holds, and what every rank holds is read by each of them: from the page cache, which is faster than
+    sending it. Without a process group it works for one process.
+
+    A tensor on the meta device gets memory; others keep theirs, and bytes are read straight into it. All get the dtype
+    that they have in `model`. Tied parameters stay tied. If it fails in one rank it fails in all, before anything in
+    `model` is replaced; memory that it has may have been written to.
+
+    Args:
+        model: What this process has of it: `DTensor`s, tensors that every rank has as a whole, and parts that
+            `divisions` describe. Of a `DistributedDataParallel`, its module.
+        checkpoint: What `open_checkpoint` takes, or the folder of parts that torch.distributed.checkpoint's
+            `HuggingFaceStorageWriter(save_distributed=True)` wrote, from any number of ranks.
+        divisions: By names in `model`, what ranks hold of tensors for which torch has no placement, such as queries,
+            keys and values in one. In `model` there is a `DTensor` of the whole shape, or a tensor of the local one.
+        rank: The number of this process in `divisions`; by default that in the default process group.
+        names: What tensors are called in the checkpoint, by names in `model`, where they differ.
+        device: Where to put what is on the meta device and no `DTensor`: by default to the CPU. A `DTensor` goes to
+            the device of its mesh.
+        strict: Refuse, before a byte is read, a model that wants other names or shapes than the checkpoint has. Else
+            what does not match stays as it is, which is logged.
+        broadcast_from_rank0: Only the process of rank 0 opens the checkpoint and reads it, and sends to the others what
+            they need: for files that they cannot see.
+        method: As for `bigload.load`.
+        threads: Threads that read in each process, as for `bigload.load`.
+        max_inflight: As for `bigload.load`, for each process.
+
+    Raises:
+        CheckpointError: the checkpoint cannot be opened.
+        LoadOptionError: an argument or an environment variable that cannot be; values that are yet to be summed up;
+            ranks that were told different things, or do not have the same tensors on a mesh.
+        ProcessControlError: the others wait for this rank to leave `main_process_first`.
+        StateDictMismatchError: `model` and the checkpoint disagree.
+        UnsupportedDTypeError: torch lacks a dtype.
+        NotEnoughMemoryError: a device has too little for this rank's part.
+        ReadError: a file could not be read to the end, or changed meanwhile.
+        RankError: it failed in another process, or that is gone.
+    """
+    began = time.perf_counter()
+    with present_team() as team:
+        how, place, module = together(
+            team, lambda: (settings(threads, method, max_inflight), _device(device), _module(model))
+        )
+        asked = {"broadcast_from_rank0": broadcast_from_rank0, "strict": strict, "method": method and str(method)}
+        check_agreement(team, asked, module)
+        plan = ModelPart(
+            model=module,
+            divisions=divisions or {},
+            rank=team.rank if rank is None else rank,
+            names=names or {},
+            device=place,
+            strict=strict,
+            is_alone=team.size == 1,
+        )
+        fill: _Fill
+        if broadcast_from_rank0 and isinstance(team, TorchTeam):
+            stored = _told_by_rank_0(checkpoint, team)
+            places = together(team, lambda: plan.parts(stored))
+            sent = _wanted_by_any(stored, places, team)
+            fill = partial(send_out, team, stored.checkpoint, how, sent)
+        else:
+            stored, places = together(team, lambda: _opened(checkpoint, plan))
+            fill = partial(fill_local, stored.checkpoint, how)
+        parts = [part for _, part in places]
+        tensors, report = together(team, lambda: _loaded(stored, parts, fill, team.rank, began))
+        assign_local(module, [assignment for assignment, _ in places], tensors)
+        return tuple(map(RankLoadReport.from_json, team.share(asdict(report))))
+
+
+def _module(model: nn.Module) -> nn.Module:
+    """Return the model that holds parameters by the names that a checkpoint has for them."""
+    if not isinstance(model, nn.Module):
+        raise LoadOptionError("model", type(model).__name__, "a module")  # not its repr: tensors
+    return model.module if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)) else model
+
+
+def _device(device: str | torch.device | None) -> torch.device:
+    try:
+        return torch.device("cpu" if device is None else device)
+    except (RuntimeError, TypeError) as error:
+        raise LoadOptionError("device", str(device), f"a device ({str(error).splitlines()[0]:.200})") from None
+
+
+def _told_by_rank_0(checkpoint: Checkpoint | str | Path, team: TorchTeam) -> StoredTensors:
+    """Return what rank 0 has opened, and in the others what it tells of it."""
+    opened = together(team, lambda: open_stored(checkpoint) if team.rank == 0 else None)
+    told = team.share(None if opened is None else without_places(opened))[0]
+    assert told is not None, "rank 0 has opened it, or raised"
+    return stored_elsewhere(told) if opened is None else opened
+
+
+def _wanted_by_any(
+    stored: StoredTensors, places: Sequence[tuple[Assignment, LocalPart]], team: Team
+) -> list[StoredTensor]:
+    """Return what any rank wants a part of, in one order for all."""
+    wanted = {name for names in team.share([part.stored.name for _, part in places]) for name in names}
+    return [tensor for tensor in stored.tensors.values() if tensor.name in wanted]
+
+
+def _opened(
+    checkpoint: Checkpoint | str | Path, plan: ModelPart
+) -> tuple[StoredTensors, list[tuple[Assignment, LocalPart]]]:
+    stored = open_stored(checkpoint)
+    return stored, plan.parts(stored)
+
+
+def _loaded(
+    stored: StoredTensors, parts: Sequence[LocalPart], fill: _Fill, rank: int, began: float
+) -> tuple[list[LocalTensor], RankLoadReport]:
+    tensors = local_tensors(stored.checkpoint.name, stored.checkpoint.path, parts)
+    approach, read_bytes = fill(tensors)
+    report = RankLoadReport(
+        rank=rank,
+        needed_bytes=sum(part.stored_bytes for part in parts),
+        read_bytes=read_bytes,
+        stored_bytes=stored.num_bytes,
+        seconds=time.perf_counter() - began,
+        method=None if approach is None else approach.method,
+        reason="rank 0 reads" if approach is None else approach.reason,
+        threads=0 if approach is None else approach.threads,
+    )
+    return tensors, report
+
+
+@memory_errors("the part of this rank")
+def load_parts(
+    checkpoint: Checkpoint | str | Path,
+    divisions: Mapping[str, Division],
+    rank: int,
+    *,
+    dtype: str | torch.dtype | None = None,
+    device: str | torch.device = "cpu",
+    method: Method | str | None = None,
+    threads: int | None = None,
+    max_inflight: int | str | None = None,
+) -> LoadedParts:
+    """Return what `rank` holds of each tensor in `divisions`, by name; no other process is asked or needed.
+
+    Args:
+        checkpoint: What `load_sharded` takes.
+        divisions: How ranks divide tensors, by their names in the checkpoint; `Division()` is a whole one. See
+            `bigload.read_ranks` and `bigload.planning.tensor_parallel.partition.partition` for where to get them from.
+        rank: Which of them, from 0 on.
+        dtype: What plain floating-point tensors become; others stay as they are.
+        device: Where to.
+        method: As for `bigload.load`.
+        threads: As for `bigload.load`.
+        max_inflight: As for `bigload.load`.
+
+    Raises:
+        CheckpointError, LoadError: see `load_sharded`.
+        LoadOptionError: an argument that cannot be.
+        UnknownTensorError: the checkpoint lacks one of the names.
+    """
+    began = time.perf_counter()
+    how, wanted = settings(threads, method, max_inflight), parsed_dtype(dtype)
+    place = _device(device)
+    check_present(str(place))
+    check_divisions(divisions, rank)
+    stored = open_stored(checkpoint)
+    if unknown := [name for name in divisions if name not in stored.tensors]:
+        raise UnknownTensorError(stored.checkpoint.name, unknown)
+    parts = []
+    for name, division in divisions.items():
+        tensor = stored.tensors[name]
+        loaded = tensor.dtype if wanted is None else as_dtype(described(tensor), wanted).dtype
+        kind = torch_dtype(loaded if tensor.dtype.bits >= 8 else tensor.dtype)
+        if kind is None:
+            raise UnsupportedDTypeError(loaded.name, [name])
+        spans = of_division(name, tensor.shape, division, rank)
+        is_whole = division.dim is None
+        parts.append(LocalPart(stored=tensor, spans=spans, dtype=kind, device=place, is_shared=is_whole))
+    check_parts(parts)
+    tensors, report = _loaded(stored, parts, partial(fill_local, stored.checkpoint, how), rank, began)
+    found = {part.stored.name: each.tensor for part, each in zip(parts, tensors, strict=True)}
+    return LoadedParts(found, report)

@@ -1,0 +1,207 @@
+"""What one process has of a model, tensor by tensor: which elements, in which dtype, where; and its filling."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, Replicate
+
+from bigload.checkpoint.model import Span, TensorInfo
+from bigload.dtypes import DTYPES, parse_dtype
+from bigload.errors import LoadOptionError, StateDictMismatchError, abridged
+from bigload.loading.assign import Assignment, compare, held
+from bigload.loading.schedule import CPU, Wanted
+from bigload.loading.staging.accelerators import check_present
+from bigload.loading.tensors import check_dtypes
+from bigload.parallel.sharded_loading.byte_ranges import StoredTensor
+from bigload.parallel.sharded_loading.local_tensors import LocalPart, LocalTensor
+from bigload.parallel.sharded_loading.shard_spec import Spans, check_divisions, of_division, of_dtensor, shape_of, whole
+from bigload.parallel.sharded_loading.stored_tensors import StoredTensors
+from bigload.planning.tensor_parallel.partition import Division
+
+_logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelPart:
+    """A model of which this process holds its part, and what its caller said of it; see `load_sharded`."""
+
+    model: nn.Module
+    divisions: Mapping[str, Division]
+    rank: int
+    names: Mapping[str, str]
+    device: torch.device
+    strict: bool
+    is_alone: bool
+
+    def parts(self, stored: StoredTensors) -> list[tuple[Assignment, LocalPart]]:
+        """Return what goes where of `stored`; all that can be wrong with it is found here, before a byte is read.
+
+        Raises:
+            StateDictMismatchError, UnsupportedDTypeError, LoadOptionError: see `load_sharded`.
+        """
+        self._check_names()
+        tensors = self._by_names_in_model(stored)
+        found = compare(
+            self.model, {name: described(tensor, self._shape(name, tensor)) for name, tensor in tensors.items()}
+        )
+        if self.strict and (found.missing or found.unexpected or found.misshapen):
+            raise StateDictMismatchError(
+                type(self.model).__name__,
+                missing=found.missing,
+                unexpected=found.unexpected,
+                misshapen=found.misshapen,
+                hint=self._hint(stored),
+            )
+        if found.missing or found.misshapen:
+            text = "Some weights of %s are not in the checkpoint at %s and stay as they were: %s"
+            names = "; ".join(abridged((*found.missing, *found.misshapen)))
+            _logger.warning(text, type(self.model).__name__, stored.checkpoint.path, names)
+        places = [(each, self._part(each, tensors[each.tensor_name])) for each in found.assignments]
+        check_parts([part for _, part in places])
+        return places
+
+    def _by_names_in_model(self, stored: StoredTensors) -> dict[str, StoredTensor]:
+        renamed = set(self.names.values())
+        tensors = {name: tensor for name, tensor in stored.tensors.items() if name not in renamed}
+        for name, theirs in self.names.items():
+            tensors.pop(name, None)
+            if theirs in stored.tensors:
+                tensors[name] = stored.tensors[theirs]
+        return tensors
+
+    def _hint(self, stored: StoredTensors) -> str:
+        unknown = next((pair for pair in self.names.items() if pair[1] not in stored.tensors), None)
+        if unknown is None:
+            return "strict=False loads what does match; nothing was assigned"
+        return f'names has "{unknown[1]}" for {unknown[0]}, and the checkpoint has not; nothing was assigned'
+
+    def _check_names(self) -> None:
+        check_divisions(self.divisions, self.rank)
+        if not isinstance(self.names, Mapping):
+            raise LoadOptionError(
+                "names", type(self.names).__name__, "a mapping with the checkpoint's name for each name in the model"
+            )
+        known = {
+            name
+            for name, _ in (
+                *self.model.named_parameters(remove_duplicate=False),
+                *self.model.named_buffers(remove_duplicate=False),
+            )
+        }
+        for argument, told in (("divisions", self.divisions), ("names", self.names)):
+            if unknown := [name for name in told if name not in known]:
+                raise LoadOptionError(
+                    argument, unknown[0], f"names of parameters and buffers of {type(self.model).__name__}"
+                )
+
+    def _shape(self, name: str, tensor: StoredTensor) -> tuple[int, ...]:
+        """Return the shape that a tensor has in the model: of a plain tensor that is divided, the local one."""
+        division = self.divisions.get(name)
+        if division is None or isinstance(held(self.model, name), DTensor):
+            return tensor.shape
+        return shape_of(of_division(name, tensor.shape, division, self.rank))
+
+    def _part(self, assignment: Assignment, tensor: StoredTensor) -> LocalPart:
+        name = assignment.places[0]
+        old = held(self.model, name).detach()
+        division = next((self.divisions[each] for each in assignment.places if each in self.divisions), None)
+        spans = self._spans(name, old, tensor, division)
+        local = old.to_local() if isinstance(old, DTensor) else old
+        if old.device.type != "meta" and local.numel() and tuple(local.shape) != shape_of(spans):
+            found, expected = list(local.shape), list(shape_of(spans))
+            text = f"{name} is {found} on this rank, expected {expected}: {_placed(old, division)}"
+            raise StateDictMismatchError(type(self.model).__name__, missing=(), unexpected=(), misshapen=(text,))
+        is_meta = old.device.type == "meta"
+        return LocalPart(
+            stored=tensor,
+            spans=spans,
+            dtype=old.dtype,
+            device=self._device(old) if is_meta else local.device,
+            there=None if is_meta else local,
+            is_shared=not self.is_alone and _is_shared(old, spans, tensor),
+        )
+
+    def _spans(self, name: str, old: torch.Tensor, tensor: StoredTensor, division: Division | None) -> Spans:
+        if division is not None:
+            return of_division(name, tensor.shape, division, self.rank)
+        return of_dtensor(name, old) if isinstance(old, DTensor) else whole(tensor.shape)
+
+    def _device(self, old: torch.Tensor) -> torch.device:
+        if not isinstance(old, DTensor):
+            return self.device
+        kind = old.device_mesh.device_type
+        return torch.device(kind) if kind == CPU else torch.device(kind, torch.get_device_module(kind).current_device())
+
+
+def _is_shared(old: torch.Tensor, spans: Spans, tensor: StoredTensor) -> bool:
+    """Return whether another process holds the same elements, as far as can be told."""
+    if spans == whole(tensor.shape):
+        return True
+    if not isinstance(old, DTensor):
+        return False
+    return any(
+        size > 1 and isinstance(placement, Replicate)
+        for placement, size in zip(old.placements, old.device_mesh.shape, strict=True)
+    )
+
+
+def _placed(old: torch.Tensor, division: Division | None) -> str:
+    if division is not None:
+        return f"its division is {division!r:.200}"
+    return f"its placements are {old.placements}" if isinstance(old, DTensor) else "it is not divided"
+
+
+def described(tensor: StoredTensor, shape: tuple[int, ...] | None = None) -> TensorInfo:
+    """Return `tensor`, of `shape` if that is given, in the form that modules are compared with."""
+    dtype = tensor.dtype if tensor.dtype.bits >= 8 else DTYPES["U8"]  # its shape is torch's already
+    return TensorInfo(tensor.name, dtype, tensor.shape if shape is None else shape, Span("", 0, 0))
+
+
+def check_parts(parts: Sequence[LocalPart]) -> None:
+    """Raise before anything is read if a dtype is none of torch's, or cannot become the one that is wanted.
+
+    Raises:
+        UnsupportedDTypeError: torch has no such dtype.
+        LoadOptionError: there is no cast to the dtype in the model, or no such device.
+    """
+    for part in parts:
+        check_dtypes(Wanted(tensor=piece.tensor, dtype=part.stored.dtype) for piece in part.stored.pieces)
+        try:
+            wanted = parse_dtype(str(part.dtype))
+            is_castable = wanted == part.stored.dtype or min(wanted.bits, part.stored.dtype.bits) >= 8
+        except ValueError:  # none that files have
+            is_castable = False
+        if not is_castable:
+            expected = f"a dtype that {part.stored.dtype}, which it has in the checkpoint, can be cast to"
+            raise LoadOptionError(f"the dtype of {part.stored.name} in the model", str(part.dtype), expected)
+    for place in sorted({part.place for part in parts}):
+        check_present(place)
+
+
+def assign_local(model: nn.Module, assignments: Sequence[Assignment], tensors: Sequence[LocalTensor]) -> None:
+    """Put `tensors` into `model`, each at its places there; what was read in place is there already."""
+    for assignment, local in zip(assignments, tensors, strict=True):
+        if local.part.there is None:
+            _replace(model, assignment, local.tensor)
+        elif local.tensor is not local.part.there:
+            local.part.there.copy_(local.tensor)
+
+
+def _replace(model: nn.Module, assignment: Assignment, local: torch.Tensor) -> None:
+    old = held(model, assignment.places[0])
+    new = local
+    if isinstance(old, DTensor):
+        with torch.no_grad():
+            new = DTensor.from_local(
+                local, old.device_mesh, old.placements, run_check=False, shape=old.shape, stride=old.stride()
+            )
+    if isinstance(old, nn.Parameter):
+        new = nn.Parameter(new, requires_grad=old.requires_grad)
+    for place in assignment.places:
+        parent, _, leaf = place.rpartition(".")
+        setattr(model.get_submodule(parent), leaf, new)

@@ -1,0 +1,114 @@
+"""A folder that was resharded for tensor-parallel ranks, as whole tensors that lie there in pieces.
+
+So it is loaded by any division: by its own each rank reads its own file and nothing else, by another one, or by another
+number of ranks, what it needs of several files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+from bigload.checkpoint.model import Checkpoint, Span, TensorInfo
+from bigload.errors import InvalidCheckpointError, Problem
+from bigload.layouts.kinds.rank_slices import RANKS_FILE, rank_folder, read_ranks
+from bigload.parallel.sharded_loading.byte_ranges import StoredPiece, StoredTensor
+from bigload.planning.tensor_parallel.partition import Division, Range
+
+
+def is_for_ranks(folder: Path) -> bool:
+    """Return whether `folder` is one of the layout `ranks`."""
+    return (folder / RANKS_FILE).is_file()
+
+
+def open_ranks(folder: Path) -> tuple[Checkpoint, Mapping[str, StoredTensor]]:
+    """Open all ranks of `folder`; return a checkpoint of their files and the whole tensors by name.
+
+    Raises:
+        CheckpointNotFoundError, InvalidCheckpointError: see `read_ranks` and `RanksFolder.checkpoint`.
+        InvalidCheckpointError: a tensor is divided among ranks along its columns by more than one range each.
+    """
+    described = read_ranks(folder)
+    ranks = [_of_root(described.checkpoint(rank), rank_folder(rank)) for rank in range(described.tp)]
+    tensors, problems = {}, []
+    for name, shape in described.shapes.items():
+        parts = [rank.tensors[name] for rank in ranks]
+        try:
+            tensors[name] = _joined(parts, shape, described.divisions[name])
+        except ValueError as error:
+            problems.append(Problem(code="scattered", file=RANKS_FILE, text=f"tensor {name!r:.200}: {error}"))
+    if problems:
+        raise InvalidCheckpointError(folder, problems, hint="load the checkpoint that it was made of")
+    checkpoint = replace(
+        ranks[0],
+        path=str(folder),
+        root=folder,
+        index_file=None,
+        shards=tuple(shard for rank in ranks for shard in rank.shards),
+        tensors={},
+    )
+    return checkpoint, tensors
+
+
+def _of_root(rank: Checkpoint, folder: str) -> Checkpoint:
+    """Return the checkpoint of a rank with the names that its files have from the root on."""
+    tensors = {
+        name: replace(tensor, span=replace(tensor.span, file=f"{folder}/{tensor.span.file}"))
+        for name, tensor in rank.tensors.items()
+    }
+    shards = tuple(replace(shard, file=f"{folder}/{shard.file}") for shard in rank.shards)
+    return replace(rank, tensors=tensors, shards=shards)
+
+
+def _joined(parts: Sequence[TensorInfo], shape: tuple[int, ...], division: Division) -> StoredTensor:
+    """Return the tensor of which each rank holds one of `parts`.
+
+    Raises:
+        ValueError: a part does not consist of boxes that lie in one stretch each.
+    """
+    whole = StoredTensor.of(replace(parts[0], shape=shape))
+    dim = division.dim
+    if dim is None:
+        return replace(whole, pieces=StoredTensor.of(parts[0]).pieces)
+    pieces = tuple(
+        StoredPiece(start=tuple(start if d == dim else 0 for d in range(len(shape))), tensor=tensor)
+        for start, tensor in _pieces(parts, division.ranges, dim)
+    )
+    return replace(whole, pieces=pieces)
+
+
+def _pieces(
+    parts: Sequence[TensorInfo], ranges: Sequence[Sequence[Range]], dim: int
+) -> Iterator[tuple[int, TensorInfo]]:
+    """Yield what makes up the tensor along `dim`, each element once: where it begins, and the stored part of it."""
+    edges = sorted({edge for held in ranges for part in held for edge in part})
+    for start, stop in pairwise(edges):
+        found = next(
+            ((rank, at) for rank, held in enumerate(ranges) if (at := _position(held, start)) is not None), None
+        )
+        assert found is not None  # `read_ranks` has seen that every element is held
+        rank, first = found
+        yield start, _cut(parts[rank], dim, first, first + stop - start)
+
+
+def _position(held: Sequence[Range], element: int) -> int | None:
+    """Return which of the elements `held` one is, if it is among them."""
+    before = 0
+    for start, stop in held:
+        if start <= element < stop:
+            return before + element - start
+        before += stop - start
+    return None
+
+
+def _cut(part: TensorInfo, dim: int, start: int, stop: int) -> TensorInfo:
+    if (start, stop) == (0, part.shape[dim]):
+        return part
+    if dim != 0 or part.dtype.bits < 8:
+        raise ValueError(f"ranks hold several ranges of its dimension {dim}, which do not lie in one stretch")
+    row_bytes = part.span.num_bytes // part.shape[0]
+    begin = part.span.start
+    span = Span(part.span.file, begin + start * row_bytes, begin + stop * row_bytes)
+    return replace(part, shape=(stop - start, *part.shape[1:]), span=span)

@@ -1,0 +1,143 @@
+"""Which elements of a tensor a rank holds: for each dimension, ranges of it.
+
+Of torch's placements (https://docs.pytorch.org/docs/stable/distributed.tensor.html) `Shard` cuts as `torch.chunk` does:
+into pieces of ceil(size / ranks), the last ones shorter or empty. `_StridedShard`, which FSDP makes of what tensor
+parallelism has divided already, cuts into `split_factor` pieces first, and then each of these. Placements apply from
+the left to the right.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from math import prod
+
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from bigload.errors import LoadOptionError
+from bigload.planning.tensor_parallel.partition import Division, Range
+
+Spans = tuple[tuple[Range, ...], ...]
+"""For each dimension the ranges of it that are held, in the order in which they follow each other; their product is."""
+
+
+def whole(shape: Sequence[int]) -> Spans:
+    """Return the spans of all of a tensor."""
+    return tuple(((0, size),) if size else () for size in shape)
+
+
+def shape_of(spans: Spans) -> tuple[int, ...]:
+    """Return the shape of what is held."""
+    return tuple(sum(stop - start for start, stop in ranges) for ranges in spans)
+
+
+def check_divisions(divisions: Mapping[str, Division], rank: int) -> None:
+    """Raise if `divisions` are not what they should be, or there cannot be such a rank.
+
+    Raises:
+        LoadOptionError: so it is.
+    """
+    if not isinstance(divisions, Mapping):
+        raise LoadOptionError("divisions", type(divisions).__name__, "a mapping with a division for each name")
+    for name, division in divisions.items():
+        if not isinstance(division, Division):
+            raise LoadOptionError(f"the division of {name}", division, "a bigload.Division")
+    if not isinstance(rank, int) or rank < 0:
+        raise LoadOptionError("rank", rank, "a number from 0 on")
+
+
+def of_division(name: str, shape: Sequence[int], division: Division, rank: int) -> Spans:
+    """Return what `rank` holds of the tensor `name` of `shape` by `division`.
+
+    Raises:
+        LoadOptionError: the division has no such rank, or the tensor no such elements.
+    """
+    spans = list(whole(shape))
+    if division.dim is not None:
+        if not (0 <= division.dim < len(shape) and 0 <= rank < len(division.ranges)):
+            expected = f"one along a dimension of {list(shape)}, with ranges for rank {rank}"
+            raise LoadOptionError(f"the division of {name}", division, expected)
+        ranges = division.ranges[rank]
+        if not all(0 <= start <= stop <= shape[division.dim] for start, stop in ranges):
+            expected = f"ranges of the {shape[division.dim]} elements along dimension {division.dim}"
+            raise LoadOptionError(f"the division of {name}", ranges, expected)
+        spans[division.dim] = tuple((start, stop) for start, stop in ranges if start < stop)
+    return tuple(spans)
+
+
+def of_dtensor(name: str, tensor: DTensor) -> Spans:
+    """Return what this process holds of `tensor`; nothing, if it is not in its mesh.
+
+    Raises:
+        LoadOptionError: a placement that is neither `Shard` nor `Replicate`: values that are yet to be added up
+            (`Partial`) are stored nowhere.
+    """
+    coordinate = tensor.device_mesh.get_coordinate()
+    if coordinate is None:
+        return tuple(() for _ in tensor.shape)
+    return of_placements(name, tensor.shape, tensor.placements, tensor.device_mesh.shape, coordinate)
+
+
+def of_placements(
+    name: str,
+    shape: Sequence[int],
+    placements: Sequence[Placement],
+    mesh_shape: Sequence[int],
+    coordinate: Sequence[int],
+) -> Spans:
+    """Return what the rank at `coordinate` of a mesh holds of a tensor; see `of_dtensor`."""
+    spans = list(whole(shape))
+    for placement, size, index in zip(placements, mesh_shape, coordinate, strict=True):
+        if isinstance(placement, Replicate):
+            continue
+        if isinstance(placement, _StridedShard):  # first: in some releases of torch it is a Shard as well
+            factor = int(placement.split_factor)
+        elif isinstance(placement, Shard):
+            factor = 1
+        else:
+            raise LoadOptionError(f"the placement of {name}", placement, "Shard or Replicate, which files can hold")
+        spans[placement.dim] = _cut(spans[placement.dim], factor, size, index)
+    return tuple(spans)
+
+
+def _cut(ranges: tuple[Range, ...], factor: int, size: int, index: int) -> tuple[Range, ...]:
+    """Return, of each of `factor` pieces of `ranges`, piece `index` of `size`."""
+    total = sum(stop - start for start, stop in ranges)
+    taken: list[Range] = []
+    for number in range(factor):
+        begin, end = _chunk(total, factor, number)
+        start, stop = _chunk(end - begin, size, index)
+        taken += _between(ranges, begin + start, begin + stop)
+    return _merged(taken)
+
+
+def _chunk(total: int, count: int, index: int) -> Range:
+    step = -(-total // count)
+    return min(index * step, total), min((index + 1) * step, total)
+
+
+def _between(ranges: Sequence[Range], begin: int, end: int) -> list[Range]:
+    """Return elements `begin` to `end` of those in `ranges`."""
+    found = []
+    position = 0
+    for start, stop in ranges:
+        low, high = max(begin - position, 0), min(end - position, stop - start)
+        if low < high:
+            found.append((start + low, start + high))
+        position += stop - start
+    return found
+
+
+def _merged(ranges: Sequence[Range]) -> tuple[Range, ...]:
+    merged: list[Range] = []
+    for start, stop in ranges:
+        if merged and merged[-1][1] == start:
+            merged[-1] = (merged[-1][0], stop)
+        else:
+            merged.append((start, stop))
+    return tuple(merged)
+
+
+def num_elements(spans: Spans) -> int:
+    """Return how many elements are held."""
+    return prod(shape_of(spans))

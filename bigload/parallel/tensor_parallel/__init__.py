@@ -1,0 +1,1 @@
+"""Tensor-parallel plans of a model in memory: inference, validation and application."""

@@ -1,0 +1,127 @@
+"""Tensor parallelism of a model: a plan of who holds what, and its application to the modules of one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.parallel import parallelize_module
+
+from bigload.errors import PartitionError
+from bigload.parallel.tensor_parallel.inference import drafted
+from bigload.parallel.tensor_parallel.placements import placed
+from bigload.parallel.tensor_parallel.plan import TensorParallelPlan
+from bigload.parallel.tensor_parallel.plan_draft import sliced
+from bigload.parallel.tensor_parallel.styles import STYLES
+from bigload.parallel.tensor_parallel.user_policies import read_policies
+from bigload.parallel.tensor_parallel.validation import cut_arguments
+from bigload.planning.tensor_parallel.partition import MAX_RANKS, WHOLE
+
+__all__ = ["apply_tensor_parallel", "placed", "plan_tensor_parallel"]
+
+
+def plan_tensor_parallel(
+    model: nn.Module,
+    size: int,
+    *,
+    custom_policies: object = None,
+    example: Mapping[str, object] | None = None,
+) -> TensorParallelPlan:
+    """Return how `size` ranks divide `model`, which may be on the meta device; no value of it is read.
+
+    The plan is made of the first of these that says something: `custom_policies`; the tensor-parallel plan that the
+    model has of its own, as transformers' models do; what flows between layers in a forward without weights. Large
+    layers that are left are divided one by one. All of it is tried in such forwards, as the first and the last rank.
+
+    Args:
+        model: What is to be divided.
+        size: How many ranks there are.
+        custom_policies: Words by patterns of names, instead of those of the model (see `plan_patterns`):
+            `{"attention.self.query": "colwise", "attention.output.dense": "rowwise"}`. Or a policy as parallelformers
+            has them, or a list of such (see `user_policies`). What they leave out is divided as it is found.
+        example: Arguments of a forward of `model`, by name; where they are not given, what models of transformers take
+            is known from their class and config.
+
+    Raises:
+        PartitionError: the policies do not suit the model, or so many ranks.
+    """
+    if not 1 <= size <= MAX_RANKS:
+        raise PartitionError(f"cannot divide among {size} ranks", hint=f"choose 1 to {MAX_RANKS}")
+    words, numbers = read_policies(model, custom_policies, size)
+    with torch.device("cpu"), _one_thread():
+        return drafted(model, size, words, numbers, example)
+
+
+def apply_tensor_parallel(model: nn.Module, plan: TensorParallelPlan, mesh: DeviceMesh) -> None:
+    """Make `model` the part that this process, a rank of the one-dimensional `mesh`, has of it by `plan`.
+
+    What it then returns is what the whole model returns, on every rank; it is for inference, without gradients. Weights
+    of attention that it may return beside are those of the rank's own heads.
+
+    Args:
+        model: On the meta device, or with full values, of which each rank keeps its own. A parameter becomes a
+            `DTensor`, or a tensor of its local shape where torch has no placement for its division (`placed`), or
+            stays what it is if every rank has all of it.
+        plan: Made for this model.
+        mesh: The ranks, as many as the plan has.
+
+    Raises:
+        PartitionError: the plan is for another model or another number of ranks.
+    """
+    _check(model, plan, mesh)
+    rank = mesh.get_local_rank()
+    styles = _styles(model, plan)
+    _divide_parameters(model, plan, mesh, rank)
+    for name, value in plan.attributes.items():
+        path, _, last = name.rpartition(".")
+        setattr(model.get_submodule(path), last, value)
+    for name, arguments in plan.arguments.items():
+        cut_arguments(model.get_submodule(name), arguments, rank, plan.size)
+    parallelize_module(model, mesh, styles)  # type: ignore[arg-type]
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Let torch compute in this thread alone: what is computed here is too little for waiting for others."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _check(model: nn.Module, plan: TensorParallelPlan, mesh: DeviceMesh) -> None:
+    if mesh.ndim != 1 or mesh.size() != plan.size:
+        shape = tuple(mesh.shape)
+        raise PartitionError(f"a plan for {plan.size} ranks, and a mesh of shape {shape}", hint="plan for these ranks")
+    found = {name: tuple(value.shape) for name, value in model.named_parameters(remove_duplicate=False)}
+    if found != plan.shapes:
+        names = [name for name in {**found, **plan.shapes} if found.get(name) != plan.shapes.get(name)]
+        raise PartitionError(
+            "the plan was made for another model",
+            details=[f"{name}: expected {plan.shapes.get(name)}, found {found.get(name)}" for name in names],
+        )
+
+
+def _styles(model: nn.Module, plan: TensorParallelPlan) -> dict[str, object]:
+    """Return the style of each module, once for modules with several names."""
+    by_module = {id(model.get_submodule(name)): name for name in reversed(list(plan.styles))}
+    return {name: STYLES[plan.styles[name]](plan.division(f"{name}.weight")) for name in by_module.values()}
+
+
+def _divide_parameters(model: nn.Module, plan: TensorParallelPlan, mesh: DeviceMesh, rank: int) -> None:
+    done: dict[int, nn.Parameter] = {}
+    for name, parameter in list(model.named_parameters(remove_duplicate=False)):
+        division = plan.division(name)
+        if division == WHOLE:
+            continue
+        if id(parameter) not in done:
+            part = sliced(parameter.detach(), division, rank).clone()  # lets go of the rest
+            tensor = placed(part.contiguous(), name, plan, mesh)
+            done[id(parameter)] = nn.Parameter(tensor, requires_grad=parameter.requires_grad)
+        path, _, last = name.rpartition(".")
+        model.get_submodule(path)._parameters[last] = done[id(parameter)]

@@ -1,0 +1,160 @@
+"""Numbers of heads and widths that modules remember, and that have to be a rank's own once their layers are divided.
+
+Which they are is found by trying: a region of layers runs as one rank has it, and all that its layers get must be the
+rank's part of what they would get undivided. Attributes that are called heads are tried first and together, so that
+code which this forward does not reach (caches, say) finds them right as well.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from fractions import Fraction
+from inspect import signature
+from itertools import combinations, islice
+from typing import Any
+
+from torch import Tensor, nn
+
+from bigload.parallel.tensor_parallel.coupled_layers import Region
+from bigload.parallel.tensor_parallel.plan import LocalArgument
+from bigload.parallel.tensor_parallel.plan_draft import Draft
+from bigload.parallel.tensor_parallel.validation import Reference, misfit
+from bigload.parallel.tensor_parallel.weightless_model import WeightlessModel
+
+_MAX_TRIES = 60
+_HEADS = re.compile(r"heads?$")
+_WIDTHS = ("embed_dim", "split_size", "all_head_size", "inner_dim")
+"""What widths of all heads are called, beside other things that have nothing to do with heads."""
+
+_Changes = Mapping[str, int]
+
+
+def localised(
+    weightless: WeightlessModel, reference: Reference, decided: Draft, kind: Sequence[Region], size: int
+) -> Draft | None:
+    """Return the draft of the regions of one `kind`, with the numbers that become local; `None` if it cannot work.
+
+    `decided` is the draft of what is divided besides. Only the first two regions are tried.
+    """
+    base = Draft()
+    for region in kind:
+        base = base | region.draft
+    whole, until = decided | base, kind[:2][-1].row
+
+    owners = [_owners(weightless.module, region) for region in kind]
+    candidates = _candidates(weightless.module, owners, _ratios(weightless, kind[0], size))
+    heads = {place: value for place, value in candidates.items() if _is_heads(place[1])}
+    for changes in islice(_tries(candidates), _MAX_TRIES):
+        addition = Draft(attributes=_spread(owners, changes))
+        if misfit(weightless, reference, whole | addition, size, until) is None:
+            return base | addition
+    attributes = Draft(attributes=_spread(owners, {place: values[0] for place, values in heads.items()}))
+    for arguments in _arguments(weightless, reference, owners, heads):
+        addition = attributes | Draft(arguments=arguments)
+        if misfit(weightless, reference, whole | addition, size, until) is None:
+            return base | addition
+    return None
+
+
+_Place = tuple[str, str]
+"""A module, by its name below the smallest one that has a whole region, and an attribute."""
+
+
+def _owners(module: nn.Module, region: Region) -> dict[str, str]:
+    """Return the modules whose code a region runs in: names below the one that has it all, and their full names."""
+    parts = [name.split(".") for name in (region.row, *region.columns)]
+    depth = next(
+        (depth for depth in range(min(map(len, parts))) if len({tuple(part[: depth + 1]) for part in parts}) > 1), 0
+    )
+    while depth and isinstance(module.get_submodule(".".join(parts[0][:depth])), (nn.ModuleList, nn.ModuleDict)):
+        depth -= 1
+    return {".".join(part[depth:stop]): ".".join(part[:stop]) for part in parts for stop in range(depth, len(part))}
+
+
+def _ratios(weightless: WeightlessModel, region: Region, size: int) -> list[Fraction]:
+    """Return by what numbers may shrink: with queries, with keys that ranks share, with the quotient of both."""
+    shares = {Fraction(1, number) for number in range(2, size + 1) if size % number == 0}
+    for name in region.columns:
+        division = region.draft.divisions[f"{name}.weight"]
+        weight = weightless.module.get_submodule(name)._parameters["weight"]
+        assert weight is not None
+        assert division.dim is not None
+        shares.add(Fraction(sum(stop - start for start, stop in division.ranges[0]), weight.shape[division.dim]))
+    shares |= {one / other for one in shares for other in shares if one < other}
+    return sorted(shares)
+
+
+def _candidates(
+    module: nn.Module, owners: Sequence[Mapping[str, str]], ratios: Sequence[Fraction]
+) -> dict[_Place, list[int]]:
+    """Return which numbers might shrink, and to what."""
+    candidates = {}
+    for path in owners[0]:
+        found = [vars(module.get_submodule(names[path])) for names in owners if path in names]
+        for name, value in found[0].items():
+            if type(value) is not int or value < 2 or name.startswith("_") or name.endswith("_idx"):
+                continue
+            local = [int(value * ratio) for ratio in ratios if (value * ratio).denominator == 1]
+            if local and len(found) == len(owners) and all(numbers.get(name) == value for numbers in found):
+                candidates[path, name] = local
+    return candidates
+
+
+def _is_heads(name: str) -> bool:
+    return _HEADS.search(name) is not None
+
+
+def _tries(candidates: Mapping[_Place, list[int]]) -> Iterator[dict[_Place, int]]:
+    known = {place: values[0] for place, values in candidates.items() if _is_heads(place[1]) or place[1] in _WIDTHS}
+    if any(_is_heads(name) for _, name in known):
+        yield known
+    yield {}
+    choices = [(place, value) for place, values in candidates.items() for value in values]
+    choices.sort(key=lambda choice: choice[0] not in known)
+    for number in range(1, 5):
+        for chosen in combinations(choices, number):
+            if len(dict(chosen)) == number:
+                yield dict(chosen)
+                if not known.keys() <= dict(chosen).keys():
+                    yield known | dict(chosen)
+
+
+def _spread(owners: Sequence[Mapping[str, str]], changes: Mapping[_Place, int]) -> dict[str, int]:
+    """Return `changes` for every region of the kind, by qualified names."""
+    return {f"{names[path]}.{name}".lstrip("."): value for names in owners for (path, name), value in changes.items()}
+
+
+def _arguments(
+    weightless: WeightlessModel,
+    reference: Reference,
+    owners: Sequence[Mapping[str, str]],
+    heads: Mapping[_Place, list[int]],
+) -> Iterator[dict[str, tuple[LocalArgument, ...]]]:
+    """Yield arguments of the modules that might have something for each head, for all regions of the kind at once."""
+    module = weightless.module.get_submodule(owners[0][""])
+    given = _given(weightless, reference, module)
+    counts = sorted({getattr(weightless.module.get_submodule(f"{owners[0][path]}"), name) for path, name in heads})
+    for name, value in given.items():
+        if not isinstance(value, Tensor) or not value.is_floating_point():
+            continue
+        for dim, length in enumerate(value.shape):
+            for count in counts:
+                if length % count == 0:
+                    argument = LocalArgument(name=name, dim=dim, count=count)
+                    yield {names[""]: (argument,) for names in owners}
+
+
+def _given(weightless: WeightlessModel, reference: Reference, module: nn.Module) -> dict[str, Any]:
+    """Return the arguments of the first call of `module` in a forward."""
+    found: list[dict[str, Any]] = []
+
+    def keep(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        found.append(dict(signature(module.forward).bind_partial(*args, **kwargs).arguments))
+
+    handle = module.register_forward_pre_hook(keep, with_kwargs=True)
+    try:
+        weightless.run(reference.example, lambda _name, _number, _inputs, noise: noise())
+    finally:
+        handle.remove()
+    return found[0] if found else {}

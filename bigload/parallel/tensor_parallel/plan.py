@@ -1,0 +1,67 @@
+"""The tensor-parallel plan of a model: what each rank holds of every parameter, and what its modules do about it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from math import prod
+from typing import Literal
+
+from bigload.planning.plan import PlanNote
+from bigload.planning.tensor_parallel.partition import WHOLE, Division
+
+Source = Literal["custom", "tp_plan", "inferred"]
+"""Where most of a plan is from: the caller, the model's own words, the flow of data in a forward."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocalArgument:
+    """A tensor that a module is called with, and of which each rank takes its heads only.
+
+    Attributes:
+        name: The parameter of the module's `forward`.
+        dim: Which dimension; it may hold `count` for each example of a batch, one after the other.
+        count: How many heads all ranks have together.
+    """
+
+    name: str
+    dim: int
+    count: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorParallelPlan:
+    """How `size` ranks divide a model. It is data: it can be pickled, and holds no tensor.
+
+    Attributes:
+        size: How many ranks there are.
+        source: Where it is from; what that leaves out is found as in the last case.
+        shapes: The shape of every parameter as a single process has it, by each of its names.
+        divisions: For every parameter, by each of its names, what the ranks hold of it.
+        styles: By module, a word for what its forward does (see `styles.STYLES`). What is not named runs as it is.
+        attributes: Numbers that count what is now local, by their qualified names (`h.0.attn.num_heads`), and their
+            values on every rank.
+        arguments: By module, arguments that each rank cuts to its own part before the module sees them.
+        notes: What is not divided, and why; what costs more than it might.
+    """
+
+    size: int
+    source: Source
+    shapes: Mapping[str, tuple[int, ...]]
+    divisions: Mapping[str, Division]
+    styles: Mapping[str, str]
+    attributes: Mapping[str, int] = field(default_factory=dict)
+    arguments: Mapping[str, tuple[LocalArgument, ...]] = field(default_factory=dict)
+    notes: tuple[PlanNote, ...] = ()
+
+    def division(self, name: str) -> Division:
+        """Return what ranks hold of the parameter or buffer `name`: all of it, where nothing else is known."""
+        return self.divisions.get(name, WHOLE)
+
+    def local_shape(self, name: str, rank: int) -> tuple[int, ...]:
+        """Return the shape of what `rank` holds of the parameter `name`."""
+        return self.division(name).shape(self.shapes[name], rank)
+
+    def num_elements(self, rank: int) -> int:
+        """Return how many numbers `rank` holds, a parameter with several names once for each of them."""
+        return sum(prod(self.local_shape(name, rank)) for name in self.shapes)

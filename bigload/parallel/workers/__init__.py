@@ -1,0 +1,1 @@
+"""Worker processes that run one model together: start, requests, caches, shutdown."""

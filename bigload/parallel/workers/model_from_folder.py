@@ -1,0 +1,73 @@
+"""The model that the config of a folder describes, without its weights: of a class that transformers has.
+
+Code that lies in the folder is never run.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from bigload.bounded_json import MAX_CONFIG_BYTES, loads_bounded, read_bounded
+from bigload.errors import CheckpointNotFoundError, MissingPackageError, ParallelOptionError
+from bigload.runtime.init_empty_weights import init_empty_weights
+
+_CONFIG = "config.json"
+_GENERATION = "generation_config.json"
+
+
+def model_of(folder: Path) -> nn.Module:
+    """Return the model of `folder` with its parameters on the meta device, and its settings for generation.
+
+    Raises:
+        CheckpointNotFoundError: there is no `config.json`, or it cannot be read.
+        ParallelOptionError: it names no class of the transformers that is installed.
+        MissingPackageError: transformers is not installed.
+    """
+    name = _class_name(folder)
+    try:
+        transformers = import_module("transformers")
+    except ImportError:
+        raise MissingPackageError("parallelize of a folder", "transformers", extra="peers") from None
+    kind = getattr(transformers, name, None)
+    if not (isinstance(kind, type) and issubclass(kind, nn.Module) and hasattr(kind, "config_class")):
+        raise _unknown(folder, f"one of a model whose class transformers has, not {name!r:.100}")
+    made: Any = kind
+    with init_empty_weights():
+        model = made._from_config(made.config_class.from_pretrained(folder))  # in the dtype that the config names
+    assert isinstance(model, nn.Module)
+    if (folder / _GENERATION).is_file() and hasattr(model, "generation_config"):
+        try:
+            read_bounded(folder / _GENERATION, max_bytes=MAX_CONFIG_BYTES)  # transformers reads whatever size it has
+        except ValueError as error:
+            raise _unknown(folder, f"one with a readable {_GENERATION} ({error})") from None
+        model.generation_config = transformers.GenerationConfig.from_pretrained(folder)
+    return model
+
+
+def _class_name(folder: Path) -> str:
+    path = folder / _CONFIG
+    try:
+        config = loads_bounded(read_bounded(path, max_bytes=MAX_CONFIG_BYTES))
+    except OSError as error:
+        raise CheckpointNotFoundError(
+            folder, f"{_CONFIG}: {error.strerror or error}", hint="give the model itself, and its folder as checkpoint"
+        ) from None
+    except (ValueError, RecursionError) as error:
+        raise _unknown(folder, f"one with a readable {_CONFIG} ({error!s:.100})") from None
+    names = config.get("architectures") if isinstance(config, dict) else None
+    if not isinstance(names, list) or not names or not isinstance(names[0], str):
+        raise _unknown(folder, f'one whose {_CONFIG} names a class under "architectures"')
+    return names[0]
+
+
+def _unknown(folder: Path, expected: str) -> ParallelOptionError:
+    return ParallelOptionError(
+        "model",
+        str(folder),
+        f"a folder, {expected}",
+        hint="make the model yourself under init_empty_weights, and give the folder as checkpoint",
+    )

@@ -1,0 +1,198 @@
+"""A model whose methods run in workers, until it is given back as it was."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial, update_wrapper
+from types import TracebackType
+from typing import Any, NoReturn, SupportsIndex
+
+from torch import nn
+
+from bigload.errors import ModelNotSendableError, ParallelCopyError, WorkersDisagreeError
+from bigload.parallel.workers.call_settings import settings_of
+from bigload.parallel.workers.messages import Message, pack, unpack
+from bigload.parallel.workers.model_skeleton import refuse_main
+from bigload.parallel.workers.pool import WorkerPool
+from bigload.parallel.workers.requests import Answer, Call, Measure, MemoryUse, WorkerReport
+from bigload.parallel.workers.worker_caches import HandleTable
+from bigload.parallel.workers.worker_model import random_states, set_random_states
+from bigload.planning.plan import PlanNote
+
+_ABSENT = object()
+_MOVES = ("to", "cpu", "cuda")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParallelReport:
+    """How a model was spread over workers.
+
+    Attributes:
+        workers: Of each how it started, in the order of their ranks.
+        notes: What is not divided and why, and what else is worth knowing about the division.
+        seconds: From the call of `parallelize` until all workers were ready.
+    """
+
+    workers: tuple[WorkerReport, ...]
+    notes: tuple[PlanNote, ...]
+    seconds: float
+
+
+class ParallelModel:
+    """A model of which workers have the parts; `parallelize` makes it, and says what it does.
+
+    Attributes:
+        model: What was given, or made for a folder; its methods run in the workers.
+        report: How they started.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        pool: WorkerPool,
+        report: ParallelReport,
+        *,
+        methods: Sequence[str],
+        timeout: float | None,
+    ) -> None:
+        self.model = model
+        self.report = report
+        self._pool = pool
+        self._timeout = timeout
+        self._handles = HandleTable()
+        self._turn = threading.Lock()
+        self._before = self._attach(methods)
+
+    def __call__(self, *args: object, **kwargs: object) -> Any:  # noqa: ANN401 - what the model returns
+        """Call the model."""
+        return self.model(*args, **kwargs)
+
+    def __enter__(self) -> ParallelModel:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.deparallelize()
+
+    @property
+    def process_ids(self) -> tuple[int, ...]:
+        """Of the workers, in the order of their ranks; none after they have ended."""
+        return self._pool.process_ids
+
+    def deparallelize(self) -> None:
+        """Give the model its own methods back, and end the workers. Calling it again does nothing.
+
+        Raises:
+            WorkerDiedError: one of them ended by itself since the last call. All the same the model is as it was.
+        """
+        for name, value in self._before.items():
+            if value is _ABSENT:
+                vars(self.model).pop(name, None)
+            else:
+                vars(self.model)[name] = value
+        self._before = {}
+        self._pool.close()
+
+    def memory_allocated(self) -> dict[str, int]:
+        """Return the bytes of each worker in tensors: on the CPU those of its weights. Keys are `cuda:0` or `cpu:0`.
+
+        On the CPU the number is that of the worker.
+        """
+        return {each.device: each.allocated_bytes for each in self._memory()}
+
+    def memory_reserved(self) -> dict[str, int]:
+        """Return the bytes that torch holds on the device of each worker; on the CPU all that its process alone has."""
+        return {each.device: each.reserved_bytes for each in self._memory()}
+
+    def memory_cached(self) -> dict[str, int]:
+        """Return what `memory_reserved` does, under torch's older name for it."""
+        return self.memory_reserved()
+
+    def memory_chached(self) -> dict[str, int]:
+        """Return what `memory_reserved` does, under the name that parallelformers has for it."""
+        return self.memory_reserved()
+
+    def logs(self) -> tuple[str, ...]:
+        """Return the last 64 KiB that each worker wrote to its standard output and error; none after they ended."""
+        return self._pool.logs()
+
+    def _memory(self) -> list[MemoryUse]:
+        found = self._pool.ask(pack(Measure()), "measuring memory", timeout=self._timeout)
+        return [each for each in found if isinstance(each, MemoryUse)]
+
+    def _attach(self, methods: Sequence[str]) -> dict[str, object]:
+        """Replace methods of the model by those that run in workers, and return what it had of its own."""
+        replaced: dict[str, object] = {name: self._remote(name) for name in methods}
+        own = ("deparallelize", "memory_allocated", "memory_reserved", "memory_cached", "memory_chached")
+        replaced.update((name, getattr(self, name)) for name in own)
+        replaced.update((name, partial(self._end_and_move, name)) for name in _MOVES)
+        attributes = vars(self.model)
+        before = {name: attributes.get(name, _ABSENT) for name in replaced}
+        attributes.update(replaced)
+        return before
+
+    def _end_and_move(self, method: str, *args: object, **kwargs: object) -> nn.Module:
+        """Give the model back, and then call its own `to`, `cpu` or `cuda`, as parallelformers does."""
+        self.deparallelize()
+        moved: nn.Module = getattr(self.model, method)(*args, **kwargs)
+        return moved
+
+    def _remote(self, method: str) -> _RemoteMethod:
+        return _RemoteMethod(partial(self._run, method), getattr(self.model, method))
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        raise ParallelCopyError  # a copy would have no workers, or the same ones
+
+    def _run(self, method: str, args: tuple[object, ...], kwargs: Mapping[str, object]) -> object:
+        with self._turn:  # numbers are drawn by one call after the other
+            arguments = _packed((args, kwargs), method, self._handles)
+            call = Call(
+                method=method,
+                arguments=arguments,
+                random_states=random_states(),
+                settings=settings_of(self.model),
+                released=self._handles.take_released(),
+            )
+            answers = self._pool.ask(pack(call), f"running {method}", timeout=self._timeout)
+            first, *others = (answer for answer in answers if isinstance(answer, Answer))
+            if any(other.outline != first.outline for other in others):
+                raise WorkersDisagreeError(f"running {method}", [first.outline, *(each.outline for each in others)])
+            set_random_states(first.random_states)
+            assert first.value is not None
+            return unpack(first.value, find=self._handles.handle)
+
+
+class _RemoteMethod:
+    """A method that runs in workers, in place of `own` of the model."""
+
+    def __init__(
+        self, run: Callable[[tuple[object, ...], Mapping[str, object]], object], own: Callable[..., Any]
+    ) -> None:
+        update_wrapper(self, own)
+        self._run = run
+
+    def __call__(self, *args: object, **kwargs: object) -> Any:  # noqa: ANN401 - what the model returns
+        return self._run(args, kwargs)
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        raise ParallelCopyError  # a copy would have no workers, or the same ones
+
+
+def _packed(arguments: object, method: str, handles: HandleTable) -> Message:
+    def reduce(value: object) -> object:
+        refuse_main(value, f"an argument of {method}")
+        return NotImplemented
+
+    try:
+        return pack(arguments, keep=handles.number_of, reduce=reduce)
+    except ModelNotSendableError:
+        raise
+    except Exception as error:  # whatever the classes of the arguments raise
+        raise ModelNotSendableError(
+            f"an argument of {method}",
+            f"it cannot be pickled ({str(error) or type(error).__name__})",
+            hint="workers are other processes: streamers, open files, lambdas and locks cannot go there",
+        ) from error

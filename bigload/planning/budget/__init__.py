@@ -1,0 +1,1 @@
+"""Memory budgets: limit specifications, files of limits, and limits detected on this machine."""

@@ -1,0 +1,225 @@
+"""What a checkpoint is to a planner: units with all that they need, ties, and what is left out."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from functools import cached_property
+
+from bigload.checkpoint.model import Checkpoint, TensorInfo
+from bigload.errors import PlanOptionError
+from bigload.planning.choices import NameScheme
+from bigload.planning.model.execution_order import execution_ranks, in_execution_order, visits
+from bigload.planning.model.experts import RoutedExperts, dense_parts, routed_experts
+from bigload.planning.model.load_dtype import as_loaded
+from bigload.planning.model.module_tree import ModuleNode, build_tree, without
+from bigload.planning.model.mtp_layers import extra_layers
+from bigload.planning.model.run_memory import HEADS, MemoryModel, RunMemory, memory_model
+from bigload.planning.model.ties import TiedGroup, find_ties
+from bigload.planning.model.units import Part, Unit, UnitKind, blocks_of, cut_into_units, key_above
+from bigload.planning.model.workload import Workload
+from bigload.planning.options import PlanOptions
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelStructure:
+    """A model as names, sizes and config tell of it; read once, asked for several workloads.
+
+    Attributes:
+        checkpoint: Where it was read.
+        root: The module tree, without what is left out, with the sizes that tensors have in memory.
+        ties: Tensors that share memory.
+        left_out: Modules, of `left_out_bytes` in all, that no ordinary forward pass runs, and that get no device.
+        no_split: Patterns of modules to keep whole, instead of blocks.
+        is_fused_in_memory: Whether the runtime streams all experts of a block together.
+    """
+
+    checkpoint: Checkpoint
+    root: ModuleNode
+    ties: tuple[TiedGroup, ...]
+    left_out: tuple[str, ...]
+    left_out_bytes: int
+    no_split: tuple[str, ...] = ()
+    is_fused_in_memory: bool = False
+
+    @property
+    def shared(self) -> tuple[str, ...]:
+        """Stored tensors that take no memory of their own, because they are copies of others."""
+        return tuple(name for tie in self.ties for name in tie.copies)
+
+    @cached_property
+    def memory(self) -> MemoryModel:
+        return memory_model(blocks_of(self.root), self.checkpoint.tensors, self.checkpoint.config)
+
+    @cached_property
+    def experts(self) -> Mapping[str, tuple[ModuleNode, RoutedExperts]]:
+        """The blocks that have routed experts, by name."""
+        found = ((block, routed_experts(block, self.checkpoint.config)) for block in blocks_of(self.root))
+        return {block.name: (block, experts) for block, experts in found if experts is not None}
+
+    @cached_property
+    def _units(self) -> tuple[Unit, ...]:
+        return cut_into_units(self.root, self.ties, no_split=self.no_split, shared=self.shared)
+
+    @cached_property
+    def _ranks(self) -> dict[str, int]:
+        return execution_ranks(self.root, self.ties, self.no_split)
+
+    def visits(self, units: Sequence[Unit]) -> tuple[int, ...]:
+        """Return the indexes of `units` in the order in which a forward pass runs them, some several times."""
+        return visits(units, self.ties, self._ranks)
+
+    def in_execution_order(self, names: Collection[str]) -> list[str]:
+        """Return keys of a device map in the order in which a forward pass runs them."""
+        return in_execution_order(names, self._ranks)
+
+    def units(self, workload: Workload, *, split_experts: bool = False) -> tuple[Unit, ...]:
+        """Return the units in execution order, with the bytes that `workload` needs beside their weights."""
+        needs = self.memory.at(workload)
+        units = self._units
+        if needs.cache_bytes or needs.logits_bytes:
+            units = _with_needs(units, needs, self._head_part(), self.ties)
+        return tuple(piece for unit in units for piece in self._pieces(unit, split_experts=split_experts))
+
+    def _pieces(self, unit: Unit, *, split_experts: bool) -> Iterator[Unit]:
+        """Yield `unit`, or the dense part of its block and the routed experts that ride on it."""
+        sparse = [part for part in unit.parts if part.name in self.experts]
+        if not sparse:
+            yield unit
+        elif split_experts and len(sparse) == 1:
+            block, experts = self.experts[sparse[0].name]
+            dense = list(_dense(block, experts, sparse[0]))
+            yield Unit(parts=tuple(p for part in unit.parts for p in (dense if part is sparse[0] else [part])))
+            yield Unit(parts=tuple(self._routed(block, experts)), rides=True)
+        else:
+            yield Unit(parts=tuple(self._weighted(part) for part in unit.parts))
+
+    def _weighted(self, part: Part) -> Part:
+        """Return a whole block whose tokens need only some of its experts."""
+        if part.name not in self.experts or self.is_fused_in_memory:
+            return part
+        _, experts = self.experts[part.name]
+        return replace(part, token_bytes=part.num_bytes - experts.num_bytes + experts.active_bytes)
+
+    def _routed(self, block: ModuleNode, experts: RoutedExperts) -> Iterator[Part]:
+        """Yield the modules of routed experts; separate ones are streamed one by one, as tokens choose them."""
+        for name in experts.modules:
+            node = block
+            for key in name.removeprefix(f"{block.name}.").split("."):
+                node = node.children[key]
+            num_bytes = node.num_bytes
+            active = -(-num_bytes * experts.active_bytes // max(experts.num_bytes, 1))
+            yield Part(
+                name=name,
+                kind=UnitKind.MODULE,
+                num_bytes=num_bytes,
+                token_bytes=None if self.is_fused_in_memory else active,
+                stream_bytes=active if experts.are_separate and not self.is_fused_in_memory else None,
+            )
+
+    def _head_part(self) -> str | None:
+        """Return the name of the part that returns the logits: the head, or the embedding that it shares."""
+        names = [part.name for unit in self._units for part in unit.parts]
+        tensors = [name for name in self.checkpoint.tensors if name.endswith(HEADS)]
+        shared = [tie.stored[0] for tie in self.ties if any(f"{m}.weight".endswith(HEADS) for m in tie.absent_modules)]
+        for tensor in (*tensors, *shared):
+            found = next((name for name in names if f"{tensor}.".startswith(f"{name}.")), None)
+            if found is not None:
+                return found
+        return names[-1] if names else None
+
+
+def read_structure(checkpoint: Checkpoint, options: PlanOptions) -> ModelStructure:
+    """Read the structure of a checkpoint from its names, shapes and config.
+
+    Raises:
+        PlanOptionError: a pattern of `options.no_split` matches no module.
+        CheckpointError: tied tensors cannot be compared.
+    """
+    root = build_tree(as_loaded(checkpoint.tensors.values(), options.workload.load_dtype))
+    left_out = () if options.keep_extra_layers else extra_layers(root, checkpoint.config)
+    kept = without(root, left_out)
+    structure = ModelStructure(
+        checkpoint=checkpoint,
+        root=kept,
+        ties=_present(find_ties(checkpoint), left_out),
+        left_out=left_out,
+        left_out_bytes=root.num_bytes - kept.num_bytes,
+        no_split=options.no_split,
+        is_fused_in_memory=options.names is NameScheme.TRANSFORMERS,
+    )
+    _check_patterns(structure)
+    return structure
+
+
+def _present(ties: Sequence[TiedGroup], left_out: tuple[str, ...]) -> tuple[TiedGroup, ...]:
+    """Return `ties` without tensors of modules that are left out."""
+    prefixes = tuple(f"{name}." for name in left_out)
+
+    def kept(names: Iterable[str]) -> tuple[str, ...]:
+        return tuple(name for name in names if not f"{name}.".startswith(prefixes))
+
+    if not prefixes:
+        return tuple(ties)
+    trimmed = (
+        replace(
+            tie,
+            stored=kept(tie.stored),
+            absent_modules=kept(tie.absent_modules),
+            copies=kept(tie.copies),
+            modules=kept(tie.modules),
+        )
+        for tie in ties
+    )
+    return tuple(tie for tie in trimmed if tie.stored)
+
+
+def _check_patterns(structure: ModelStructure) -> None:
+    for pattern in structure.no_split:
+        if not any(node.name and fnmatchcase(node.name, pattern) for node in structure.root.walk()):
+            raise PlanOptionError(
+                f"--no-split {pattern}: no module has such a name",
+                hint="bigload inspect --depth 9 lists the modules; a pattern is, for example, 'model.layers.*'",
+            )
+
+
+def _with_needs(
+    units: Sequence[Unit], needs: RunMemory, head: str | None, ties: Sequence[TiedGroup]
+) -> tuple[Unit, ...]:
+    """Return `units` with caches at the blocks that keep them, and the logits at the head.
+
+    The cache of a block that is cut around a shared module is at that module, whose attention writes nearly all of it.
+    """
+    names = {part.name for unit in units for part in unit.parts}
+    shared = {module: key_above(tie.stored[0], names) for tie in ties for module in tie.modules}
+    caches: dict[str, int] = {}
+    for block, num_bytes in needs.cache_bytes.items():
+        inside = next((key for module, key in shared.items() if module.startswith(f"{block}.")), None)
+        holder = key_above(block, names) or inside or ""
+        caches[holder] = caches.get(holder, 0) + num_bytes
+
+    def needing(part: Part) -> Part:
+        cache, logits = caches.get(part.name, 0), needs.logits_bytes if part.name == head else 0
+        return replace(part, cache_bytes=cache, logits_bytes=logits) if cache or logits else part
+
+    return tuple(replace_parts(unit, [needing(part) for part in unit.parts]) for unit in units)
+
+
+def replace_parts(unit: Unit, parts: Sequence[Part]) -> Unit:
+    """Return `unit` with other parts; its sums are made anew."""
+    return Unit(parts=tuple(parts), rides=unit.rides)
+
+
+def _dense(block: ModuleNode, experts: RoutedExperts, whole: Part) -> Iterator[Part]:
+    """Yield what a block has beside routed experts; its cache is at the first of it."""
+    for index, piece in enumerate(dense_parts(block, experts)):
+        is_held = isinstance(piece, TensorInfo)
+        yield Part(
+            name=piece.name,
+            kind=UnitKind.PARAMETER if is_held else UnitKind.MODULE,
+            num_bytes=piece.num_bytes,
+            is_held=is_held,
+            cache_bytes=whole.cache_bytes if index == 0 else 0,
+            logits_bytes=whole.logits_bytes if index == 0 else 0,
+        )

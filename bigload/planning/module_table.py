@@ -1,0 +1,147 @@
+"""A model in a screenful: the module tree with repeated blocks folded into one row, "80 alike"."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from bigload.checkpoint.model import TensorInfo
+from bigload.planning.model.module_tree import ModuleNode, is_index
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OutlineRow:
+    """One row: a module, or `num_alike` modules of the same form taken together. `depth` is 0 at the top.
+
+    `is_last` says for every level down to the row's own whether it is the last there; tables draw branches from it.
+    """
+
+    label: str
+    depth: int
+    num_alike: int
+    num_tensors: int
+    num_parameters: int
+    num_bytes: int
+    is_last: tuple[bool, ...]
+
+
+def outline(root: ModuleNode, *, max_depth: int) -> tuple[OutlineRow, ...]:
+    """Return the rows of the tree below `root`, at most `max_depth` levels, in execution order.
+
+    Numbered children of one form become one row. When all of a module's children are of one form, that row is the
+    module's own, and what follows are the parts of one of them, added up over all.
+    """
+    return tuple(_below([root], max_depth=max_depth, ancestors=()))
+
+
+def repeated_blocks(root: ModuleNode) -> Iterator[ModuleNode]:
+    """Yield the blocks of every outermost block list below `root`."""
+    if root.is_block_list:
+        yield from (child for key, child in root.children.items() if is_index(key))
+        return
+    for child in root.children.values():
+        yield from repeated_blocks(child)
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """Modules shown as one row; `parts` are those whose children the rows below show."""
+
+    label: str
+    members: Sequence[ModuleNode]
+    parts: Sequence[ModuleNode]
+    num_alike: int
+
+
+def _below(nodes: Sequence[ModuleNode], *, max_depth: int, ancestors: tuple[bool, ...]) -> Iterator[OutlineRow]:
+    if len(ancestors) == max_depth:
+        return
+    groups = list(_groups(nodes))
+    for index, group in enumerate(groups):
+        is_last = (*ancestors, index == len(groups) - 1)
+        yield OutlineRow(
+            label=group.label,
+            depth=len(ancestors),
+            num_alike=group.num_alike,
+            num_tensors=sum(node.num_tensors for node in group.members),
+            num_parameters=sum(tensor.num_elements for node in group.members for tensor in node.all_tensors()),
+            num_bytes=sum(node.num_bytes for node in group.members),
+            is_last=is_last,
+        )
+        yield from _below(group.parts, max_depth=max_depth, ancestors=is_last)
+
+
+def _groups(nodes: Sequence[ModuleNode]) -> Iterator[_Group]:
+    """Yield the rows directly below `nodes`, which are alike and are shown as one."""
+    keys = dict.fromkeys(key for node in nodes for key in node.children)
+    numbered = [key for key in keys if is_index(key)]
+    norms = [key for key in keys if _is_norm(key) and not any(node.children[key].children for node in nodes)]
+    for key in keys:
+        members = [node.children[key] for node in nodes if key in node.children]
+        if key in numbered and len(numbered) > 1:
+            if key == numbered[0]:
+                yield from _numbered_groups(nodes, numbered)
+        elif key in norms and len(norms) > 1:
+            if key == norms[0]:
+                merged = [node.children[norm] for norm in norms for node in nodes if norm in node.children]
+                yield _Group(f"{len(norms)} norms", merged, (), 1)
+        else:
+            yield _named_group(key, members)
+    for name, tensors in _own_tensors(nodes).items():
+        node = ModuleNode(name, tuple(tensors), {}, len(tensors), sum(tensor.num_bytes for tensor in tensors))
+        if not nodes[0].name or nodes[0].children:
+            yield _Group(name, [node], (), 1)
+
+
+def _named_group(key: str, members: Sequence[ModuleNode]) -> _Group:
+    numbered = [child for name, child in members[0].children.items() if is_index(name)]
+    is_all_alike = len(numbered) == len(members[0].children) > 1 and len({_form(child) for child in numbered}) == 1
+    if is_all_alike:
+        blocks = [child for member in members for child in member.children.values()]
+        return _Group(f"{key} ({len(numbered)} alike)", members, blocks, len(numbered))
+    return _Group(key, members, members, 1)
+
+
+def _numbered_groups(nodes: Sequence[ModuleNode], keys: Sequence[str]) -> Iterator[_Group]:
+    by_form: dict[int, list[str]] = {}
+    for key in keys:
+        first = next(node.children[key] for node in nodes if key in node.children)
+        by_form.setdefault(_form(first), []).append(key)
+    for alike in by_form.values():
+        members = [node.children[key] for node in nodes for key in alike if key in node.children]
+        suffix = f" ({len(alike)} alike)" if len(alike) > 1 else ""
+        yield _Group(ranges([int(key) for key in alike]) + suffix, members, members, len(alike))
+
+
+def ranges(numbers: Sequence[int], *, max_runs: int = 3) -> str:
+    """Return ascending numbers as runs.
+
+    >>> ranges([0, 1, 2, 5, 7, 8]), ranges([0, 2, 4, 6, 8])
+    ('0-2, 5, 7-8', '0, 2, 4, …')
+    """
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and runs[-1][-1] + 1 == number:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    texts = [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs]
+    return ", ".join([*texts[:max_runs], "…"] if len(texts) > max_runs else texts)
+
+
+def _form(node: ModuleNode) -> int:
+    """Return a number that modules of the same parts, dtypes and shapes have in common within this process."""
+    own = tuple((tensor.name.rpartition(".")[2], tensor.dtype.name, tensor.shape) for tensor in node.tensors)
+    return hash((own, tuple((key, _form(child)) for key, child in node.children.items())))
+
+
+def _own_tensors(nodes: Sequence[ModuleNode]) -> dict[str, list[TensorInfo]]:
+    own: dict[str, list[TensorInfo]] = {}
+    for node in nodes:
+        for tensor in node.tensors:
+            own.setdefault(tensor.name.rpartition(".")[2], []).append(tensor)
+    return own
+
+
+def _is_norm(key: str) -> bool:
+    return "norm" in key or key.startswith("ln_")

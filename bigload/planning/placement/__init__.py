@@ -1,0 +1,1 @@
+"""Placement of units on devices: the problem, its policies, and proofs of optimality."""

@@ -1,0 +1,184 @@
+"""Place units so that every accelerator runs one stretch of the model: the fewest device changes there can be.
+
+Streamed units run on the execution device, so they are part of its stretch, the first. Where that stretch ends decides
+nearly everything: what follows has to fit on the other accelerators whole, and within the stretch only sizes matter.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from operator import neg
+
+from bigload.devices import CPU, DISK, Device
+from bigload.planning.placement.policies.memory_tiers import KNAPSACK_STEP, Divider, Division, Host, Tier
+from bigload.planning.placement.problem import PlacementProblem
+
+Rooms = Sequence[tuple[Device, int]]
+"""Accelerators, in the order in which they run, with the bytes that units may take on each."""
+
+
+MAX_STEPS = 2_000_000
+"""Units looked at before the best placement so far is taken. Real models on a few accelerators stay far below."""
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A placement with what it costs: `cost` per token in the unit of `tiers.Host`, then device changes."""
+
+    devices: tuple[Device, ...]
+    execution_device: Device
+    cost: int
+    num_device_changes: int
+    exact: bool = True
+
+    @property
+    def rank(self) -> tuple[int, int]:
+        return self.cost, self.num_device_changes
+
+
+def roomier(rooms: Rooms) -> list[int]:
+    """Return the indexes of accelerators with more room than every one before them.
+
+    Only these need to be tried as the first that is used: in place of another, an earlier one holds no less, and no
+    fewer come after it.
+    """
+    found: list[int] = []
+    for index, (_, room) in enumerate(rooms):
+        if not found or room > rooms[found[-1]][1]:
+            found.append(index)
+    return found
+
+
+class Stretches:
+    """The units of a problem, prepared for asking where a stretch that fits a device ends.
+
+    A stretch may end before any unit but one that rides on the unit before it. Positions are those of such ends.
+    """
+
+    def __init__(self, problem: PlacementProblem) -> None:
+        units = problem.units
+        self.problem, self.units = problem, units
+        self.host = Host.of(problem)
+        self.ends = [index for index in range(len(units) + 1) if index == len(units) or not units[index].rides]
+        run = [0, *accumulate(unit.num_bytes + unit.run_bytes for unit in units)]
+        self.sizes = [run[end] for end in self.ends]
+        beside = [0, *accumulate(unit.run_bytes for unit in units)]
+        self.beside = [beside[end] for end in self.ends]
+        self.last = len(self.ends) - 1
+        self.least_stream = min((unit.stream_bytes for unit in units), default=0)
+        self._dividers: dict[int, Divider] = {}
+        self.steps = 0
+
+    @property
+    def gave_up(self) -> bool:
+        """Whether the steps are used up: from then on only what is found at once is found."""
+        return self.steps > MAX_STEPS
+
+    def best(self, rooms: Rooms, *, at_most: tuple[int, int] | None = None) -> Found | None:
+        """Return the placement of least cost, then fewest device changes; `None` without one.
+
+        With `at_most` only placements of no higher rank are looked for.
+        """
+        if not rooms:
+            return self._on_host(at_most)
+        starts = self.starts(rooms)
+        whole = self._resident(rooms, starts)
+        if whole is not None:
+            return whole if at_most is None or whole.rank <= at_most else None
+        best: Found | None = None
+        for index in roomier(rooms):
+            limit = at_most if best is None else best.rank
+            found = self._streaming(rooms, index, starts, limit)
+            if found is not None and (best is None or found.rank < best.rank):
+                best = found
+            if self.gave_up:
+                return None if best is None else replace(best, exact=False)
+        return best
+
+    def divider(self, position: int) -> Divider:
+        """Return the divider of the units before a position."""
+        if position not in self._dividers:
+            self._dividers[position] = Divider(self.units[: self.ends[position]], self.host)
+        return self._dividers[position]
+
+    def _on_host(self, at_most: tuple[int, int] | None) -> Found | None:
+        division = self.divider(self.last).divide(None)
+        if division is None or (at_most is not None and division.cost > at_most[0]):
+            return None
+        return Found(self._devices(division, CPU), CPU, division.cost, 0, division.exact)
+
+    def _resident(self, rooms: Rooms, starts: list[list[int]]) -> Found | None:
+        """Place everything on the fewest accelerators that hold it."""
+        number = next((number for number, row in enumerate(starts) if row[0] == 0), None)
+        if number is None:
+            return None
+        devices = self.filled(0, rooms, starts, number, first=0)
+        return Found(devices, devices[0] if devices else rooms[0][0], 0, max(number - 1, 0))
+
+    def starts(self, rooms: Rooms) -> list[list[int]]:
+        """Return `starts[m][g]`: the first position from which `m` of `rooms[g:]` hold everything to the end."""
+        rows = [[self.last] * (len(rooms) + 1)]
+        for number in range(1, len(rooms) + 1):
+            row = list(rows[-1])  # where fewer than `number` are left, that is all of them
+            for index in reversed(range(len(rooms) - number + 1)):
+                row[index] = min(row[index + 1], self._start(rows[-1][index + 1], rooms[index][1]))
+            self.steps += len(row) - number
+            rows.append(row)
+        return rows
+
+    def filled(
+        self, position: int, rooms: Rooms, starts: list[list[int]], number: int, *, first: int
+    ) -> tuple[Device, ...]:
+        """Return devices for the units from `position`: `number` of `rooms[first:]`, in order, each filled up."""
+        devices: list[Device] = []
+        for index in range(first, len(rooms)):
+            if number == 0:
+                break
+            device, room = rooms[index]
+            end = self._end(position, room)
+            if end > position and end >= starts[number - 1][index + 1]:
+                devices += [device] * (self.ends[end] - self.ends[position])
+                position, number = end, number - 1
+        return tuple(devices)
+
+    def _start(self, end: int, room: int) -> int:
+        return end if room < 0 else bisect_left(self.sizes, self.sizes[end] - room, 0, end + 1)
+
+    def _end(self, start: int, room: int) -> int:
+        return start if room < 0 else bisect_right(self.sizes, self.sizes[start] + room, start) - 1
+
+    def _streaming(
+        self, rooms: Rooms, index: int, starts: list[list[int]], at_most: tuple[int, int] | None
+    ) -> Found | None:
+        """Place the first units on or off the accelerator number `index`, and what follows on those after it."""
+        device, room = rooms[index]
+        following = [row[index + 1] for row in starts[: len(rooms) - index]]
+        best: Found | None = None
+        for position in range(following[-1], self.last + 1):
+            if self.gave_up:
+                break
+            limit = at_most if best is None else best.rank
+            left = room - self.beside[position]
+            divider = self.divider(position)
+            self.steps += KNAPSACK_STEP * len(divider.members)
+            if left < 0 or (limit is not None and divider.least_cost(left, self.least_stream) > limit[0]):
+                break  # with a longer stretch, more is streamed
+            number = bisect_left(following, -position, key=neg)
+            if limit is not None and (divider.least_cost(left, self.least_stream), number) > limit:
+                continue
+            division = divider.divide(left, below=None if limit is None else limit[0] + 1)
+            self.steps += divider.steps
+            if division is None or (number and Tier.ACCELERATOR not in division.tiers):
+                continue  # streamed units run on the accelerator that comes first in the device map
+            if limit is None or (division.cost, number) < limit or (best is None and (division.cost, number) == limit):
+                rest = self.filled(position, rooms, starts, number, first=index + 1)
+                best = Found((*self._devices(division, device), *rest), device, division.cost, number, division.exact)
+        return best
+
+    @staticmethod
+    def _devices(division: Division, device: Device) -> tuple[Device, ...]:
+        homes = {Tier.ACCELERATOR: device, Tier.RAM: CPU, Tier.DISK: DISK}
+        return tuple(homes[tier] for tier in division.tiers)

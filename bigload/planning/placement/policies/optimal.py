@@ -1,0 +1,219 @@
+"""The exact policy: of all placements that keep every limit, the one that is best by a list of wishes, in this order.
+
+1. the least estimated time per token: bytes from disk by its bandwidth, bytes from RAM by that of the link, of routed
+   experts only those that a token chooses;
+2. the fewest changes of device in a forward pass;
+3. the emptiest fullest accelerator, or the first ones full (`Balance`);
+4. earlier units on earlier devices, so that the answer is always the same.
+
+Looked at are all placements that fill the accelerators in their order, each with units in theirs; any unit may be off
+them. Stretches (`stretches.py`) answer most questions at once, and a bound tells when they do. Where they may not, all
+other placements are searched (`runs.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from fractions import Fraction
+from itertools import islice
+from math import ceil, floor
+
+from bigload.devices import CPU, DISK, Device
+from bigload.planning.choices import Balance
+from bigload.planning.model.units import joined
+from bigload.planning.placement.policies.bounds import least_accelerators, lower_bound
+from bigload.planning.placement.policies.contiguous_ranges import Found, Rooms, Stretches
+from bigload.planning.placement.policies.interleaved_streaming import Runs
+from bigload.planning.placement.policies.memory_tiers import Host
+from bigload.planning.placement.policies.sequential import place_sequentially
+from bigload.planning.placement.problem import Misfit, Placement, PlacementProblem, device_loads
+
+MAX_ORDERS = 1_000
+"""Orders of unlike accelerators that are tried; eight cards of three types have 560."""
+
+_NEAR = Fraction(1, 1_000)
+
+
+def place_optimally(problem: PlacementProblem) -> Placement | Misfit:
+    """Place `units` as well as can be.
+
+    Example: blocks of 2, 2, 2 and 3 bytes, cuda:0=7 and cpu=20. `sequential` sees that the block of 3 finds no room
+    and needs 3 bytes of workspace, which leaves room for two blocks of 2. Here the block of 3 stays with one of 2, and
+    the workspace is 2: 4 bytes are streamed instead of 5.
+    """
+    return _Search(problem).answer()
+
+
+class _Search:
+    """One problem, with what the questions about it share."""
+
+    def __init__(self, problem: PlacementProblem) -> None:
+        self.problem = problem
+        self.orders = list(orders_of(problem.accelerators, any_order=problem.any_order))
+        self.has_all_orders = len(self.orders) < MAX_ORDERS
+        self.stretches = Stretches(problem)
+        self.runs = Runs(self.stretches)
+
+    def answer(self) -> Placement | Misfit:
+        found = self._best_stretches(self.orders)
+        self.has_all_orders = self.has_all_orders and not self.stretches.gave_up
+        if found is None:
+            found = _sequential(self.problem)
+        proven = found is not None and self._is_best_by_stretches(found)
+        if not proven and self._may_stream_anywhere:
+            for rooms in self.orders:
+                found = self.runs.best(rooms, None if found is None else found.rank) or found
+            proven = not self.runs.gave_up and self.has_all_orders
+            if not proven:
+                found = min(filter(None, (found, _sequential(self.problem))), key=lambda one: one.rank, default=None)
+        if found is None:
+            return _misfit(self.problem)
+        if self.problem.balance is Balance.SPREAD and self.problem.accelerators:
+            found = self._spread(found)
+        return _placement(self.problem, replace(found, exact=proven))
+
+    @property
+    def _may_stream_anywhere(self) -> bool:
+        """Whether streamed units can be outside of the first stretch; experts cannot leave their block."""
+        return len(self.problem.accelerators) > 1 and not any(unit.rides for unit in self.problem.units)
+
+    def _best_stretches(self, orders: Sequence[Rooms], at_most: tuple[int, int] | None = None) -> Found | None:
+        best: Found | None = None
+        for rooms in orders:
+            found = self.stretches.best(rooms, at_most=at_most if best is None else best.rank)
+            if found is not None and (best is None or found.rank < best.rank):
+                best = found
+            if self.stretches.gave_up:
+                break
+        return best
+
+    def _is_best_by_stretches(self, found: Found) -> bool:
+        """Return whether it is known without a search that no placement with the units in order ranks below `found`."""
+        if len(self.problem.accelerators) < 2:
+            return found.exact  # there is but one stretch
+        if found.cost == 0 and self.has_all_orders and all(unit.token_bytes for unit in self.problem.units):
+            return True  # nothing is streamed, and stretches are the only way to hold all
+        bound = lower_bound(self.problem)
+        return found.rank <= (bound.cost, least_accelerators(self.problem, found.cost) - 1)
+
+    def _spread(self, found: Found) -> Found:
+        """Return a placement of the same rank whose fullest accelerator is as empty as possible."""
+        problem = self.problem
+        self.stretches.steps = 0  # a search of its own
+        limits = dict(problem.budget.limits)
+        # Who changes device no more often than the accelerators in use require runs one stretch on each of them.
+        fewest = least_accelerators(problem, found.cost) - 1
+        is_elsewhere = found.cost > 0 and self._may_stream_anywhere and found.num_device_changes > fewest
+
+        def below(level: Fraction, *, strictly: bool) -> Found | None:
+            orders = [
+                [
+                    (
+                        device,
+                        min(
+                            room,
+                            _most(limits[device] or 0, level, strictly=strictly) - problem.fixed_bytes.get(device, 0),
+                        ),
+                    )
+                    for device, room in rooms
+                ]
+                for rooms in self.orders
+            ]
+            better = self._best_stretches(orders, at_most=found.rank)
+            if better is None and is_elsewhere:
+                limit = (found.cost, found.num_device_changes + 1)
+                better = next(filter(None, (self.runs.best(rooms, limit) for rooms in orders)), None)
+            return better
+
+        lowest, highest = Fraction(0), _peak(problem, found)
+        better = below(highest, strictly=True)
+        while better is not None and highest:  # what holds nothing cannot be emptier
+            found, highest = better, _peak(problem, better)
+            while highest - lowest > _NEAR:
+                middle = (lowest + highest) / 2
+                better = below(middle, strictly=False)
+                if better is None:
+                    lowest = middle
+                else:
+                    found, highest = better, _peak(problem, better)
+            better = below(highest, strictly=True)
+        return found
+
+
+def orders_of(rooms: Rooms, *, any_order: bool) -> Iterator[Rooms]:
+    """Yield the orders in which accelerators may be used, the given one first; like ones are not exchanged."""
+    if not any_order:
+        yield rooms
+        return
+    alike: dict[int, list[tuple[Device, int]]] = {}
+    for device, room in rooms:
+        alike.setdefault(room, []).append((device, room))
+    for arrangement in islice(_arrangements([room for _, room in rooms]), MAX_ORDERS):
+        members = {room: iter(devices) for room, devices in alike.items()}
+        yield [next(members[room]) for room in arrangement]
+
+
+def _arrangements(preferred: Sequence[int]) -> Iterator[tuple[int, ...]]:
+    if not preferred:
+        yield ()
+        return
+    for room in dict.fromkeys(preferred):
+        rest = list(preferred)
+        rest.remove(room)
+        yield from ((room, *others) for others in _arrangements(rest))
+
+
+def _sequential(problem: PlacementProblem) -> Found | None:
+    """Return what filling the devices in order gives, experts with their blocks."""
+    placement = place_sequentially(replace(problem, units=joined(problem.units)))
+    if isinstance(placement, Misfit):
+        return None
+    homes = iter(placement.devices)
+    devices: list[Device] = []
+    for unit in problem.units:
+        devices.append(devices[-1] if unit.rides else next(homes))
+    placement = replace(placement, devices=tuple(devices))
+    cost = token_cost(problem, placement)
+    return Found(placement.devices, placement.execution_device, cost, placement.num_device_changes, exact=False)
+
+
+def token_cost(problem: PlacementProblem, placement: Placement) -> int:
+    """Return what a token costs, in units of 1 / (disk bandwidth x link bandwidth) seconds."""
+    host = Host.of(problem)
+    each = {CPU: host.ram_cost, DISK: host.disk_cost}
+    homes = zip(problem.units, placement.devices, strict=True)
+    return sum(unit.token_bytes * each.get(device, 0) for unit, device in homes)
+
+
+def token_seconds(problem: PlacementProblem, placement: Placement) -> float:
+    """Return the seconds in which the bytes that one token needs arrive."""
+    return token_cost(problem, placement) / (problem.bandwidth.disk * problem.bandwidth.link)
+
+
+def _most(limit: int, level: Fraction, *, strictly: bool) -> int:
+    """Return the bytes that are a share of a limit of at most `level`, or less."""
+    return ceil(level * limit) - 1 if strictly else floor(level * limit)
+
+
+def _peak(problem: PlacementProblem, found: Found) -> Fraction:
+    loads = device_loads(problem, _placement(problem, found))
+    limits = dict(problem.budget.limits)
+    shares = [Fraction(load.total, limits[device] or 1) for device, load in loads.items() if device.is_accelerator]
+    return max(shares, default=Fraction(0))
+
+
+def _placement(problem: PlacementProblem, found: Found) -> Placement:
+    return Placement(
+        devices=found.devices,
+        execution_device=found.execution_device,
+        num_in_flight=problem.num_in_flight,
+        is_proven=found.exact,
+    )
+
+
+def _misfit(problem: PlacementProblem) -> Misfit:
+    """Return what is short, as far as filling the devices in order tells."""
+    whole = replace(problem, units=joined(problem.units))
+    found = place_sequentially(whole)
+    return found if isinstance(found, Misfit) else Misfit(unplaced_bytes=0, host_bytes=0, workspace={})

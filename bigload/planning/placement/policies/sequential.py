@@ -1,0 +1,142 @@
+"""Fill the devices one after the other, in execution order, and never go back.
+
+What makes this more than a loop is the workspace: it has to be kept free before it is known which units are streamed
+through it. A larger workspace leaves room for fewer units, so what the rest needs only grows with what is reserved;
+starting at nothing and reserving what was found missing therefore ends at the least workspace that is enough.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from bigload.devices import CPU, DISK, Device
+from bigload.planning.model.units import Unit
+from bigload.planning.placement.problem import Misfit, Placement, PlacementProblem
+
+
+def place_sequentially(problem: PlacementProblem) -> Placement | Misfit:
+    """Place units on accelerators first, then in RAM, then on disk.
+
+    Example: four blocks of 2 bytes. With cuda:0=8 all fit. With cuda:0=5 and cpu=6, streaming takes 2 bytes of
+    workspace on cuda:0, which leaves room for one block; three go to the cpu. With cpu=5, the cpu keeps 2 bytes for
+    what comes from disk, which leaves room for one there; two go to disk.
+    """
+    accelerators = problem.accelerators
+    if not accelerators:
+        return _run_on_host(problem)
+    misfits = []
+    for first in range(len(accelerators)):
+        found = _place_from(problem, accelerators[first:])
+        if isinstance(found, Placement):
+            return found
+        misfits.append(found)
+    return min(misfits, key=lambda misfit: (bool(misfit.too_small), misfit.unplaced_bytes))
+
+
+def _place_from(problem: PlacementProblem, accelerators: Capacities) -> Placement | Misfit:
+    """Place units, streaming through the first of `accelerators`.
+
+    Offloaded units run on the device that the first unit is on, as with accelerate. So if the first accelerator can
+    hold nothing beside the workspace, while another holds something, this is no answer; the caller goes on without it.
+    """
+    units = problem.units
+    execution, room = accelerators[0]
+    assert room is not None, "only the disk is unbounded"
+    placed, reserve = _fill_beside_streamed(problem, accelerators)
+    if reserve > room or (placed and placed[0] != execution):
+        # Enough for sure: all units streamed, and the first one here rather than on the next accelerator.
+        enough = _streaming(problem, units)
+        enough += units[0].num_bytes if len(accelerators) > 1 else 0
+        return Misfit(unplaced_bytes=0, host_bytes=0, workspace={}, too_small={execution: enough - room})
+    host = _place_on_host(problem, units[len(placed) :], problem.budget.get(CPU) or 0)
+    if isinstance(host, Misfit):
+        return replace(host, workspace={execution: reserve, **host.workspace})
+    return replace(host, devices=(*placed, *host.devices), execution_device=execution)
+
+
+def _run_on_host(problem: PlacementProblem) -> Placement | Misfit:
+    """Place units in RAM, beside what they need to run there, and on disk."""
+    limit = problem.budget.get(CPU) or 0
+    room = (problem.room(CPU) or 0) - sum(unit.run_bytes for unit in problem.units)
+    found = _place_on_host(problem, problem.units, room)
+    if isinstance(found, Placement) or found.too_small:
+        return found
+    lacking = max(-room, 0)  # for the caches, before any weight
+    return replace(found, unplaced_bytes=found.unplaced_bytes + lacking, host_bytes=found.host_bytes + limit - room)
+
+
+def _place_on_host(problem: PlacementProblem, units: Sequence[Unit], ram: int) -> Placement | Misfit:
+    """Place units in RAM, of which `ram` bytes are for weights, and on disk; what comes from there passes through RAM.
+
+    Without accelerators RAM runs what is on disk, and its buffers are the workspace.
+    """
+    budget = problem.budget
+    if budget.has_disk and budget.has_cpu:
+        placed, reserve = _fill_beside_passing(problem, units, ram)
+        if reserve > ram:
+            enough = problem.num_in_flight * max((unit.stream_bytes for unit in units), default=0)
+            return Misfit(unplaced_bytes=0, host_bytes=0, workspace={}, too_small={CPU: enough - ram})
+    else:
+        placed, reserve = fill([unit.num_bytes for unit in units], [(CPU, ram)]), 0
+    on_disk = fill([unit.num_bytes for unit in units[len(placed) :]], [(DISK, budget.get(DISK))])
+    unplaced = units[len(placed) + len(on_disk) :]
+    if unplaced:
+        return Misfit(
+            unplaced_bytes=sum(unit.num_bytes for unit in unplaced),
+            host_bytes=sum(unit.num_bytes for unit in units),
+            workspace={CPU: reserve} if reserve else {},
+        )
+    return Placement(devices=(*placed, *on_disk), execution_device=CPU, num_in_flight=problem.num_in_flight)
+
+
+def _fill_beside_streamed(problem: PlacementProblem, devices: Capacities) -> tuple[list[Device], int]:
+    """Fill accelerators, the first of which also streams what is left over; return the devices and what that takes."""
+    sizes = [unit.num_bytes + unit.run_bytes for unit in problem.units]
+    (first, room), *others = devices
+    assert room is not None, "only the disk is unbounded"
+    reserve = 0
+    while True:
+        placed = fill(sizes, [(first, room - reserve), *others])
+        needed = _streaming(problem, problem.units[len(placed) :])
+        if needed <= reserve or reserve > room:
+            return placed, reserve
+        reserve = needed
+
+
+def _streaming(problem: PlacementProblem, units: Sequence[Unit]) -> int:
+    """Return the bytes that streaming `units` takes on the device that runs them: buffers, and their caches."""
+    largest = max((unit.stream_bytes for unit in units), default=0)
+    return problem.num_in_flight * largest + sum(unit.run_bytes for unit in units)
+
+
+def _fill_beside_passing(problem: PlacementProblem, units: Sequence[Unit], ram: int) -> tuple[list[Device], int]:
+    """Fill RAM, through which passes what is left over; return the devices and the room for passing."""
+    reserve = 0
+    while True:
+        placed = fill([unit.num_bytes for unit in units], [(CPU, ram - reserve)])
+        left = units[len(placed) :]
+        needed = problem.num_in_flight * max((unit.stream_bytes for unit in left), default=0)
+        if needed <= reserve or reserve > ram:
+            return placed, reserve
+        reserve = needed
+
+
+Capacities = Sequence[tuple[Device, int | None]]
+"""Room on devices, in the order in which they are filled; `None` is unbounded."""
+
+
+def fill(sizes: Sequence[int], capacities: Capacities) -> list[Device]:
+    """Return the devices of the things that fit when devices are filled in order; those past them are left over.
+
+    No other assignment in this order, with things in theirs, places more of them.
+    """
+    placed: list[Device] = []
+    for device, capacity in capacities:
+        used = 0
+        for index in range(len(placed), len(sizes)):
+            used += sizes[index]
+            if capacity is not None and used > capacity:
+                break
+            placed.append(device)
+    return placed

@@ -1,0 +1,96 @@
+"""What each policy would make of the same model and budget."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from bigload.devices import CPU, DISK, Device
+from bigload.planning.budget.budget import MemoryBudget
+from bigload.planning.choices import Experts, Policy
+from bigload.planning.model.structure import ModelStructure
+from bigload.planning.options import PlanOptions
+from bigload.planning.placement.policies.optimal import token_seconds
+from bigload.planning.placement.policies.registry import Solution
+from bigload.planning.placement.problem import Misfit, device_loads, num_device_changes
+from bigload.planning.planner import place
+from bigload.units import counted, format_size
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyOutcome:
+    """The plan of one policy in figures; where it found none, they are 0 and `lacking_bytes` says what is short.
+
+    Attributes:
+        policy: Whose plan it is.
+        fits: Whether it found one that keeps every limit.
+        accelerator_bytes: Weights on accelerators.
+        ram_bytes: Weights in RAM.
+        disk_bytes: Weights on disk.
+        token_seconds: In which the bytes that one token needs from RAM and disk arrive.
+        num_device_changes: How often a forward pass moves on to another device.
+        fullest_share: Of its limit that the fullest accelerator takes, 0 to 1; `None` where none is used.
+        execution_device: Where streamed modules run.
+        lacking_bytes: Bytes without any room, or that a device lacks for what is streamed through it.
+    """
+
+    policy: Policy
+    fits: bool
+    accelerator_bytes: int = 0
+    ram_bytes: int = 0
+    disk_bytes: int = 0
+    token_seconds: float = 0.0
+    num_device_changes: int = 0
+    fullest_share: float | None = None
+    execution_device: Device | None = None
+    lacking_bytes: int = 0
+
+    def __str__(self) -> str:
+        if not self.fits:
+            short = f", short by {format_size(self.lacking_bytes)}" if self.lacking_bytes else ""
+            return f"{self.policy}: does not fit{short}"
+        held = {"on accelerators": self.accelerator_bytes, "in RAM": self.ram_bytes, "on disk": self.disk_bytes}
+        where = ", ".join(f"{format_size(size)} {place}" for place, size in held.items() if size) or "nothing to place"
+        seconds = (
+            f"{self.token_seconds * 1000:.1f} ms per token to stream" if self.token_seconds else "nothing streamed"
+        )
+        full = "" if self.fullest_share is None else f", fullest accelerator {self.fullest_share:.0%}"
+        return f"{self.policy}: {where}; {seconds}, {counted(self.num_device_changes, 'device change')}{full}"
+
+
+def compare(
+    structure: ModelStructure, budget: MemoryBudget, options: PlanOptions, policies: Sequence[Policy]
+) -> tuple[PolicyOutcome, ...]:
+    """Return what the policy of `options`, and then each of `policies`, makes of the same question.
+
+    Only the exact policy knows experts apart from their blocks; the others keep them there whatever `options` say.
+    """
+    asked = dict.fromkeys((options.policy, *policies))
+    return tuple(_outcome(policy, place(structure, budget, _options_for(policy, options))) for policy in asked)
+
+
+def _options_for(policy: Policy, options: PlanOptions) -> PlanOptions:
+    may_split = policy is Policy.OPTIMAL or options.experts is not Experts.SPLIT
+    return replace(options, policy=policy, experts=options.experts if may_split else Experts.BLOCK)
+
+
+def _outcome(policy: Policy, found: Solution | Misfit) -> PolicyOutcome:
+    if isinstance(found, Misfit):
+        lacking = found.unplaced_bytes or sum(found.too_small.values())
+        return PolicyOutcome(policy=policy, fits=False, lacking_bytes=lacking)
+    problem, placement = found.problem, found.placement
+    loads = device_loads(problem, placement)
+    shares = [
+        loads[device].total / limit for device, limit in problem.budget if device.is_accelerator and limit is not None
+    ]
+    return PolicyOutcome(
+        policy=policy,
+        fits=True,
+        accelerator_bytes=sum(load.weights for device, load in loads.items() if device.is_accelerator),
+        ram_bytes=loads[CPU].weights if CPU in loads else 0,
+        disk_bytes=loads[DISK].weights if DISK in loads else 0,
+        token_seconds=token_seconds(problem, placement),
+        num_device_changes=num_device_changes(problem, placement),
+        fullest_share=max(shares, default=None),
+        execution_device=placement.execution_device,
+    )

@@ -1,0 +1,475 @@
+"""Why a module is where it is.
+
+Nothing here remembers how a policy went about it. A reason is what the bytes say, or what a trial shows: the plan with
+one module elsewhere is counted anew, as every plan is, and judged by the wishes of the exact policy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from itertools import pairwise
+
+from bigload.devices import CPU, DISK, Device
+from bigload.planning.choices import Balance, Policy
+from bigload.planning.model.units import Part, UnitKind
+from bigload.planning.placement.policies.bounds import lower_bound
+from bigload.planning.placement.policies.optimal import token_cost, token_seconds
+from bigload.planning.placement.problem import DeviceLoad, Placement, device_loads
+from bigload.planning.planner import Draft
+from bigload.planning.questions.name_lookup import name_in_checkpoint
+from bigload.units import counted, format_size
+
+_OUT_OF_ORDER = ", but modules would not be in order on the accelerators"
+"""What is said of a trial that is better, but that no policy looks for."""
+
+_MAX_UNITS = 2
+"""A name that covers more units than this, two for a block and its experts, is described but not tried elsewhere."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Home:
+    """What a device holds of the modules asked about: bytes of weights, and of what they need where they run."""
+
+    device: Device
+    runs_on: Device
+    num_bytes: int
+    cache_bytes: int
+    logits_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Neighbour:
+    """The module that runs just before, or just after."""
+
+    name: str
+    device: Device
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reason:
+    """A stable `code` and one sentence."""
+
+    code: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Alternative:
+    """The same plan with a module elsewhere.
+
+    Attributes:
+        module: What was moved; what has to go with it went along.
+        device: Where to.
+        keeps_limits: Whether every device then keeps its limit, and experts run where their block does.
+        lacking_bytes: What devices lack, by device; empty when limits are kept.
+        more_seconds: That a token would take longer, less than 0 for shorter.
+        more_device_changes: That a forward pass would make, less than 0 for fewer.
+        text: One sentence.
+    """
+
+    module: str
+    device: Device
+    keeps_limits: bool
+    lacking_bytes: Mapping[Device, int]
+    more_seconds: float
+    more_device_changes: int
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Explanation:
+    """Why a module or tensor is where it is.
+
+    Attributes:
+        name: Its name in the checkpoint.
+        modules: The keys of the device map, in the names of the checkpoint, that it is, covers, or is a part of.
+        homes: Where it is; none for a module that is left out.
+        before: What runs just before it, `None` at the beginning.
+        after: What runs just after it, `None` at the end.
+        reasons: What the bytes say.
+        alternatives: What trials say, in the order of the budget; none where it covers many modules.
+    """
+
+    name: str
+    modules: tuple[str, ...]
+    homes: tuple[Home, ...]
+    before: Neighbour | None
+    after: Neighbour | None
+    reasons: tuple[Reason, ...]
+    alternatives: tuple[Alternative, ...]
+
+    @property
+    def headline(self) -> str:
+        """Return where it is, in a sentence."""
+        if not self.homes:
+            return f"{self.name} is on no device"
+        places = []
+        for home in self.homes:
+            beside = {"cache": home.cache_bytes, "logits": home.logits_bytes}
+            sizes = [f"{format_size(home.num_bytes)} of weights"]
+            sizes += [f"{format_size(size)} of {what}" for what, size in beside.items() if size]
+            runs = "" if home.runs_on == home.device else f" and runs on {home.runs_on}"
+            places.append(f"on {home.device}{runs} ({', '.join(sizes)})")
+        around = [
+            f"{word} {near.name} on {near.device}"
+            for word, near in (("after", self.before), ("before", self.after))
+            if near is not None
+        ]
+        return f"{self.name} is {', '.join(places)}{', ' if around else ''}{' and '.join(around)}"
+
+    def __str__(self) -> str:
+        texts = [*(reason.text for reason in self.reasons), *(other.text for other in self.alternatives)]
+        return "\n".join([self.headline, *(f"  {text}" for text in texts)])
+
+
+def explain(draft: Draft, name: str) -> Explanation:
+    """Return why a module is where it is.
+
+    `name` is a key of the device map, a module above or below one, a tensor, or the end of such a name that only one
+    has, `layers.37` for example.
+
+    Raises:
+        PlanOptionError: nothing has such a name, or several things do; the hint names some.
+    """
+    subject = _Subject(draft, name_in_checkpoint(draft, name))
+    trials = _Trials(draft)
+    return Explanation(
+        name=subject.name,
+        modules=subject.keys,
+        homes=tuple(subject.homes()),
+        before=subject.neighbour(-1),
+        after=subject.neighbour(1),
+        reasons=tuple(_reasons(subject, trials)),
+        alternatives=tuple(_alternatives(subject, trials)),
+    )
+
+
+class _Subject:
+    """What a name stands for in a plan."""
+
+    def __init__(self, draft: Draft, name: str) -> None:
+        self.draft, self.name = draft, name
+        homes = draft.plan.homes
+        below = [key for key in homes if f"{key}.".startswith(f"{name}.")]
+        above = [key for key in homes if f"{name}.".startswith(f"{key}.")]
+        self.is_part = not below and bool(above)
+        self.keys = tuple(below or above)
+        self.units = draft.solution.problem.units
+        wanted = frozenset(self.keys)
+        self.indexes = [i for i, unit in enumerate(self.units) if any(part.name in wanted for part in unit.parts)]
+        self.parts = [(i, part) for i in self.indexes for part in self.units[i].parts if part.name in wanted]
+
+    @property
+    def placement(self) -> Placement:
+        return self.draft.solution.placement
+
+    @property
+    def companions(self) -> list[str]:
+        """Return the other keys that are one unit with those asked about."""
+        return [part.name for i in self.indexes for part in self.units[i].parts if part.name not in self.keys]
+
+    def homes(self) -> Iterator[Home]:
+        """Yield one home per device, in the order of the budget."""
+        running = self.placement.running
+        ran_on: dict[Device, Device] = {}
+        held: dict[Device, list[Part]] = {}
+        for index, part in self.parts:
+            home = self.draft.plan.homes[part.name]
+            ran_on[home] = running[index]
+            held.setdefault(home, []).append(part)
+        for key in self.keys:  # modules that are not stored have a device, but are in no unit
+            held.setdefault(self.draft.plan.homes[key], [])
+        for device in sorted(held, key=[device for device, _ in self.draft.budget].index):
+            parts = [] if self.is_part else held[device]
+            num_bytes = sum(part.num_bytes for part in parts)
+            yield Home(
+                device=device,
+                runs_on=ran_on.get(device, device if device.is_accelerator else self.placement.execution_device),
+                num_bytes=self._own_bytes() if self.is_part else num_bytes,
+                cache_bytes=sum(part.cache_bytes for part in parts),
+                logits_bytes=sum(part.logits_bytes for part in parts),
+            )
+
+    def _own_bytes(self) -> int:
+        shared = frozenset(self.draft.structure.shared)
+        tensors = self.draft.structure.root.all_tensors()
+        return sum(
+            tensor.num_bytes
+            for tensor in tensors
+            if tensor.name not in shared and f"{tensor.name}.".startswith(f"{self.name}.")
+        )
+
+    def neighbour(self, step: int) -> Neighbour | None:
+        if not self.indexes:
+            return None
+        index = (self.indexes[0] if step < 0 else self.indexes[-1]) + step
+        if not 0 <= index < len(self.units):
+            return None
+        part = self.units[index].parts[-1 if step < 0 else 0]
+        return Neighbour(name=part.name, device=self.placement.devices[index])
+
+
+class _Trials:
+    """A plan, and what becomes of it when units are elsewhere.
+
+    Counted is with as many units in flight as were asked for: a second one is there only where room was left over.
+    """
+
+    def __init__(self, draft: Draft) -> None:
+        self.draft, self.problem = draft, draft.solution.problem
+        self.base = replace(draft.solution.placement, num_in_flight=self.problem.num_in_flight)
+        self.loads = device_loads(self.problem, self.base)
+        self.seconds = token_seconds(self.problem, self.base)
+
+    def moved(self, homes: Mapping[int, Device]) -> Placement:
+        """Return the placement with some units elsewhere; streamed ones run on the first accelerator that holds any."""
+        devices = tuple(homes.get(index, device) for index, device in enumerate(self.base.devices))
+        first = next((device for device in devices if device.is_accelerator), self.base.execution_device)
+        return replace(self.base, devices=devices, execution_device=first)
+
+    def free(self, device: Device) -> int | None:
+        limit = self.problem.budget.get(device)
+        return None if limit is None else limit - self.loads[device].total
+
+    def lacking(self, loads: Mapping[Device, DeviceLoad]) -> dict[Device, int]:
+        limits = {device: limit for device, limit in self.problem.budget if limit is not None}
+        return {device: loads[device].total - limit for device, limit in limits.items() if loads[device].total > limit}
+
+    def peak(self, loads: Mapping[Device, DeviceLoad]) -> Fraction:
+        limits = [(device, limit) for device, limit in self.problem.budget if device.is_accelerator and limit]
+        return max((Fraction(loads[device].total, limit) for device, limit in limits), default=Fraction(0))
+
+    def saves(self, trial: Placement) -> float:
+        """Return the seconds per token that a placement saves, 0 for one that does not keep limits."""
+        if self.lacking(device_loads(self.problem, trial)) or not self.keeps_riders(trial):
+            return 0.0
+        return self.seconds - token_seconds(self.problem, trial)
+
+    def keeps_riders(self, trial: Placement) -> bool:
+        running = trial.running
+        return all(running[i] == running[i - 1] for i, unit in enumerate(self.problem.units) if unit.rides)
+
+    def keeps_order(self, trial: Placement) -> bool:
+        """Return whether every accelerator holds one stretch of what is not streamed, in the order of the budget."""
+        held = [device for device in trial.devices if device.is_accelerator]
+        stretches = [device for i, device in enumerate(held) if i == 0 or held[i - 1] != device]
+        accelerators = self.problem.budget.accelerators
+        order = [accelerators.index(device) for device in stretches]
+        return len(set(order)) == len(order) and (self.problem.any_order or all(a < b for a, b in pairwise(order)))
+
+
+def _reasons(subject: _Subject, trials: _Trials) -> Iterator[Reason]:
+    yield from _on_structure(subject)
+    if not subject.keys:
+        return
+    budget = subject.draft.budget
+    if budget.accelerators and not trials.problem.budget.accelerators:
+        text = "the cpu runs the model: no placement was found in which accelerators hold what is streamed to them"
+        yield Reason(code="runs-on-cpu", text=text)
+    if len(subject.indexes) > _MAX_UNITS:
+        number = counted(len(subject.keys), "module")
+        text = f"it is {number} of the device map; ask for one, {subject.keys[0]} for example"
+        yield Reason(code="many", text=text)
+    streamed = [i for i in subject.indexes if trials.base.devices[i] != trials.base.running[i]]
+    if streamed:
+        yield from _on_streaming(streamed, trials)
+
+
+def _on_structure(subject: _Subject) -> Iterator[Reason]:
+    structure, keys = subject.draft.structure, subject.keys
+    prefixes = [name for name in structure.left_out if f"{subject.name}.".startswith(f"{name}.")]
+    covered = [name for name in structure.left_out if f"{name}.".startswith(f"{subject.name}.")]
+    if prefixes or (covered and not keys):
+        text = "left out: it only predicts further tokens, which no ordinary forward pass runs (--mtp places it)"
+        yield Reason(code="left-out", text=text)
+    elif covered:
+        yield Reason(code="left-out", text=f"without {', '.join(covered)}: left out, only to predict further tokens")
+    if subject.name in structure.shared:
+        yield Reason(code="copy", text="a copy of a tensor that it is tied to, so it takes no memory of its own")
+    if subject.is_part:
+        whole = next((part for _, part in subject.parts), None)
+        never = ", a repeated block, which is never split" if whole and whole.kind is UnitKind.BLOCK else ""
+        yield Reason(code="part", text=f"part of {keys[0]}{never}")
+    tied = [key for key in _tied_to(subject) if key not in keys]
+    if tied:
+        yield Reason(code="tied", text=f"tied to {', '.join(tied)}: one memory, so one device")
+    small = [key for key in subject.companions if key not in tied]
+    if small and len(subject.indexes) <= _MAX_UNITS:
+        yield Reason(code="together", text=f"placed together with {', '.join(small)}, because one of them is tiny")
+    yield from _on_experts(subject)
+
+
+def _tied_to(subject: _Subject) -> Iterator[str]:
+    homes = subject.draft.plan.homes
+    for tie in subject.draft.structure.ties:
+        names = (*tie.stored, *tie.absent_modules)
+        members = list(dict.fromkeys(key for name in names for key in homes if f"{name}.".startswith(f"{key}.")))
+        if any(key in subject.keys for key in members):
+            yield from members
+
+
+def _on_experts(subject: _Subject) -> Iterator[Reason]:
+    units = subject.units
+    if len(subject.indexes) > _MAX_UNITS:
+        return
+    for index in subject.indexes:
+        if units[index].rides:
+            block = units[index - 1].name
+            text = (
+                f"routed experts, placed apart from the rest of their block ({block} is on {_home(subject, index - 1)})"
+            )
+            yield Reason(code="experts", text=text)
+        elif index + 1 < len(units) and units[index + 1].rides and index + 1 not in subject.indexes:
+            text = f"its routed experts are placed apart, {units[index + 1].name} on {_home(subject, index + 1)}"
+            yield Reason(code="experts", text=text)
+
+
+def _home(subject: _Subject, index: int) -> Device:
+    return subject.placement.devices[index]
+
+
+def _on_streaming(streamed: Sequence[int], trials: _Trials) -> Iterator[Reason]:
+    problem, base = trials.problem, trials.base
+    tokens = {source: _token_bytes(streamed, trials, source) for source in (CPU, DISK)}
+    speeds = {CPU: problem.bandwidth.link, DISK: problem.bandwidth.disk}
+    seconds = sum(tokens[source] / speeds[source] for source in tokens)
+    used = [source for source, size in tokens.items() if size]
+    rates = " and ".join(f"{format_size(tokens[source])} at {format_size(speeds[source])}/s" for source in used)
+    text = f"it is streamed: a token needs {rates or 'none of it'}, {seconds * 1000:.1f} ms"
+    yield Reason(code="streamed", text=text)
+    yield from _on_room(trials)
+    if len(streamed) <= _MAX_UNITS and problem.budget.accelerators:
+        yield from _on_exchange(streamed[0], trials, base)
+
+
+def _token_bytes(indexes: Sequence[int], trials: _Trials, source: Device) -> int:
+    return sum(trials.problem.units[i].token_bytes for i in indexes if trials.base.devices[i] == source)
+
+
+def _on_room(trials: _Trials) -> Iterator[Reason]:
+    """Say why anything at all is streamed."""
+    problem = trials.problem
+    needed = sum(unit.num_bytes + unit.run_bytes for unit in problem.units)
+    if not problem.budget.accelerators:
+        lacking = needed - (problem.room(CPU) or 0)
+        if lacking > 0:
+            yield Reason(code="no-room", text=f"the cpu lacks {format_size(lacking)} to hold the model")
+        return
+    room = sum(max(room, 0) for _, room in problem.accelerators)
+    least = lower_bound(problem).offloaded_bytes
+    if needed > room:
+        text = f"all accelerators together have room for {format_size(room)}, and the model takes {format_size(needed)}"
+        yield Reason(code="no-room", text=f"{text}: they lack {format_size(needed - room)}, and what streaming takes")
+    elif least:
+        text = f"of whole modules, at least {format_size(least)} find no room on the accelerators"
+        yield Reason(code="no-room", text=text)
+
+
+def _on_exchange(index: int, trials: _Trials, base: Placement) -> Iterator[Reason]:
+    """Say whether it would help to stream another unit instead."""
+    others = [i for i, device in enumerate(base.devices) if device.is_accelerator]
+    exchanges = {i: trials.moved({index: base.devices[i], i: base.devices[index]}) for i in others}
+    saved = {i: seconds for i, trial in exchanges.items() if (seconds := trials.saves(trial)) > 0}
+    # The first of those that save most; one that breaks the order only where no other saves anything.
+    other = max(saved, key=lambda i: (trials.keeps_order(exchanges[i]), saved[i], -i), default=None)
+    if other is not None:
+        where = f"{trials.problem.units[other].name} on {base.devices[other]}"
+        why = _blame(trials) if trials.keeps_order(exchanges[other]) else _OUT_OF_ORDER
+        text = f"exchanged with {where}, it would save {saved[other] * 1000:.1f} ms a token{why}"
+        yield Reason(code="exchange", text=text)
+    elif others:
+        number = counted(len(others), "module")
+        text = f"exchanging it with any one of the {number} on accelerators would not save time"
+        yield Reason(code="exchange", text=text)
+
+
+def _blame(trials: _Trials) -> str:
+    """Say why a plan is not the best."""
+    policy = trials.draft.options.policy
+    return "" if policy is Policy.OPTIMAL else f"; the {policy} policy does not look for that"
+
+
+def _alternatives(subject: _Subject, trials: _Trials) -> Iterator[Alternative]:
+    if len(subject.indexes) > _MAX_UNITS:
+        return
+    for index in subject.indexes:
+        for device, _ in trials.problem.budget:
+            if device != trials.base.devices[index]:
+                yield _tried(index, device, trials, named=len(subject.indexes) > 1)
+
+
+def _tried(index: int, device: Device, trials: _Trials, *, named: bool) -> Alternative:
+    unit = trials.problem.units[index]
+    trial = trials.moved(_going_along(index, device, trials))
+    loads = device_loads(trials.problem, trial)
+    lacking = trials.lacking(loads)
+    rides_well = trials.keeps_riders(trial)
+    seconds = token_seconds(trials.problem, trial) - trials.seconds
+    changes = trial.num_device_changes - trials.base.num_device_changes
+    if lacking:
+        text = "; ".join(_shortage(short, device, trial, loads, trials) for short in lacking)
+    elif not rides_well:
+        text = f"on {device} it would run elsewhere than the rest of its block"
+    else:
+        text = _effect(device, trial, loads, trials)
+    return Alternative(
+        module=unit.name,
+        device=device,
+        keeps_limits=not lacking and rides_well,
+        lacking_bytes=lacking,
+        more_seconds=seconds,
+        more_device_changes=changes,
+        text=f"{unit.name}: {text}" if named else text,
+    )
+
+
+def _going_along(index: int, device: Device, trials: _Trials) -> dict[int, Device]:
+    """Return where units go when one does: experts on the accelerator that their block leaves go along."""
+    units, homes = trials.problem.units, trials.base.devices
+    moved = {index: device}
+    for rider in range(index + 1, len(units)):
+        if not units[rider].rides or not homes[rider].is_accelerator:
+            break
+        if device.is_accelerator or trials.moved(moved).running[index] != homes[rider]:
+            moved[rider] = device
+    return moved
+
+
+def _shortage(
+    short: Device, device: Device, trial: Placement, loads: Mapping[Device, DeviceLoad], trials: _Trials
+) -> str:
+    needed = loads[short].total - trials.loads[short].total
+    free, more = format_size(trials.free(short) or 0), format_size(needed)
+    if short != device:
+        return f"on {device} it would be streamed, for which {short} has {free} free and needs {more}"
+    runs = "" if trial.execution_device == trials.base.execution_device else ", because it would run what is streamed"
+    return f"{short} has {free} free, it needs {more}{runs}"
+
+
+def _effect(device: Device, trial: Placement, loads: Mapping[Device, DeviceLoad], trials: _Trials) -> str:
+    """Say what a trial that keeps all limits would change, by the first wish that tells them apart."""
+    cost = token_cost(trials.problem, trial) - token_cost(trials.problem, trials.base)
+    changes = trial.num_device_changes - trials.base.num_device_changes
+    milliseconds = abs(token_seconds(trials.problem, trial) - trials.seconds) * 1000
+    if cost > 0:
+        return f"on {device} it would cost {milliseconds:.1f} ms more per token"
+    if changes > 0 and cost == 0:
+        return f"on {device} it would take {counted(changes, 'more device change')}"
+    if cost < 0 or changes < 0:
+        gain = f"save {milliseconds:.1f} ms per token" if cost < 0 else f"save {counted(-changes, 'device change')}"
+        order = "" if trials.keeps_order(trial) else _OUT_OF_ORDER
+        return f"on {device} it would {gain}{order or _blame(trials)}"
+    return f"on {device} it would run as fast; {_balance(loads, trials)}"
+
+
+def _balance(loads: Mapping[Device, DeviceLoad], trials: _Trials) -> str:
+    before, after = trials.peak(trials.loads), trials.peak(loads)
+    if before == after:
+        return "neither time, nor device changes, nor the fullest accelerator would change"
+    shares = f"the fullest accelerator would be {float(after):.1%} full instead of {float(before):.1%}"
+    fills = after < before and (
+        trials.problem.balance is Balance.FILL or trials.draft.options.policy is Policy.SEQUENTIAL
+    )
+    return f"{shares}; earlier ones are filled first" if fills else shares

@@ -1,0 +1,73 @@
+"""Find what someone means by a name: a module, a tensor, or the end of such a name that only one has."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from difflib import get_close_matches
+
+from bigload.errors import PlanOptionError
+from bigload.planning.choices import NameScheme
+from bigload.planning.module_names import in_memory_names
+from bigload.planning.planner import Draft
+
+_MAX_SHOWN = 100
+_NUM_SUGGESTED = 5
+
+
+def name_in_checkpoint(draft: Draft, asked: str) -> str:
+    """Return the module or tensor of the checkpoint that `asked` names.
+
+    A whole name is taken as it is, one in the names of the device map is translated, and the end of a name, such as
+    `layers.37`, stands for the only module or tensor that ends so.
+
+    Raises:
+        PlanOptionError: nothing has such a name, or several things do; the hint names some.
+    """
+    name = asked.strip().strip(".")
+    known = dict.fromkeys(_known(draft))
+    if name in known:
+        return name
+    translated = _translated(draft)
+    if name in translated:
+        return translated[name]
+    ending = [other for other in known if other.endswith(f".{name}")] if name else []
+    if len(ending) == 1:
+        return ending[0]
+    if ending:
+        raise PlanOptionError(
+            f"{name:.{_MAX_SHOWN}} is the end of {len(ending)} names",
+            hint=f"say which one, for example {', '.join(ending[:_NUM_SUGGESTED])}",
+        )
+    close = _close(name, [*draft.plan.homes, *translated])
+    raise PlanOptionError(
+        f"no module or tensor is called {name:.{_MAX_SHOWN}}",
+        hint=f"close to it are {', '.join(close)}" if close else "bigload inspect --depth 9 lists the modules",
+    )
+
+
+def _known(draft: Draft) -> Iterator[str]:
+    yield from draft.plan.homes
+    yield from (node.name for node in draft.structure.root.walk() if node.name)
+    yield from draft.structure.checkpoint.tensors
+    yield from draft.structure.left_out
+
+
+def _translated(draft: Draft) -> dict[str, str]:
+    """Return the checkpoint's names by those that the device map speaks, where they are others."""
+    if draft.options.names is NameScheme.CHECKPOINT:
+        return {}
+    checkpoint = draft.structure.checkpoint
+    renaming = in_memory_names(tuple(draft.plan.homes), checkpoint.tensors, checkpoint.config)
+    return {name: key for key, name in reversed(tuple(renaming.keys.items()))}
+
+
+def _close(name: str, keys: list[str]) -> list[str]:
+    """Return keys like `name`, compared as a whole and by as many parts at the end as it has."""
+    depth = name.count(".") + 1
+    ends: dict[str, str] = {}
+    for key in keys:
+        ends.setdefault(key, key)
+        ends.setdefault(".".join(key.split(".")[-depth:]), key)
+    found = get_close_matches(name[:_MAX_SHOWN], ends, n=_NUM_SUGGESTED)
+    holding = [key for key in keys if name and name in key]
+    return list(dict.fromkeys([*(ends[end] for end in found), *holding]))[:_NUM_SUGGESTED]

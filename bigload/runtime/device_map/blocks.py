@@ -1,0 +1,104 @@
+"""The blocks of a device map: which modules are placed or offloaded as a whole, and which tensors stand between them.
+
+A device map may name a module and, with another device, something inside of it. Its blocks never lie in each other:
+what a map says of a module that has other keys inside holds for the blocks and tensors below that have none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from bigload.runtime.device_map.module_sizes import prefixes
+
+DeviceLike = int | str | torch.device
+
+OFFLOADED = ("cpu", "disk")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Block:
+    """A part of a model that gets one hook, or one for each of its modules.
+
+    Attributes:
+        name: The module's name in the model; `""` is the model.
+        devices: Where its tensors live: one device for all of a whole block, those of each tensor otherwise.
+        is_whole: Whether all modules inside belong to it. If not, it is the tensors that a split module owns itself.
+    """
+
+    name: str
+    devices: tuple[DeviceLike, ...]
+    is_whole: bool = True
+
+    def is_offloaded(self, main_device: DeviceLike) -> bool:
+        """Return whether any tensor of it is brought in for each forward, if offloaded ones run on `main_device`.
+
+        Tensors that the model owns itself never are: all of a forward would be their stay.
+        """
+        away = ("disk",) if kind_of(main_device) in ("cpu", "mps") else OFFLOADED
+        return any(place_of(device) in away for device in self.devices) and (self.is_whole or bool(self.name))
+
+    def runs_on(self, main_device: DeviceLike) -> DeviceLike:
+        """Return the device that it computes on."""
+        return next((device for device in self.devices if place_of(device) not in OFFLOADED), main_device)
+
+
+def place_of(device: DeviceLike) -> str:
+    """Return a device as text: `cpu` and `disk` are always these."""
+    return "cpu" if device != "disk" and kind_of(device) == "cpu" else str(device)
+
+
+def kind_of(device: DeviceLike) -> str:
+    """Return the kind of a device that is not the disk; a number is an accelerator of this machine's kind."""
+    return torch.device(device).type
+
+
+def main_device_of(device_map: Mapping[str, DeviceLike]) -> DeviceLike:
+    """Return where offloaded modules run: the first device of the map that is an accelerator, else the CPU."""
+    return next((device for device in device_map.values() if place_of(device) not in OFFLOADED), "cpu")
+
+
+def device_of(name: str, device_map: Mapping[str, DeviceLike]) -> DeviceLike:
+    """Return the device of the innermost module around the tensor `name` that the map has.
+
+    Raises:
+        IndexError: there is none.
+    """
+    return device_map[[prefix for prefix in prefixes(name) if prefix in device_map][-1]]
+
+
+def blocks_of(model: nn.Module, device_map: Mapping[str, DeviceLike]) -> tuple[Block, ...]:
+    """Return the blocks of `device_map` in the order of `model`.
+
+    Example: of a map `{"h": 0, "h.1": "cpu"}`, where the module `h` has the children 0, 1 and 2 and a bias, the blocks
+    are the bias (`h`, not whole), `h.0`, `h.1` and `h.2`.
+    """
+    split = {prefix for name in device_map for prefix in prefixes(name) if prefix != name}
+    return tuple(_blocks(model, "", None, device_map, split))
+
+
+def _blocks(
+    module: nn.Module, name: str, around: DeviceLike | None, device_map: Mapping[str, DeviceLike], split: set[str]
+) -> Iterator[Block]:
+    device = device_map.get(name, around)
+    if name not in split:
+        if device is not None:
+            yield Block(name=name, devices=(device,))
+        return
+    owned = [
+        key for table in (module._parameters, module._buffers) for key, value in table.items() if value is not None
+    ]
+    places = [device_map.get(joined(name, key), device) for key in owned]
+    known = tuple(place for place in places if place is not None)
+    if known:
+        yield Block(name=name, devices=known, is_whole=False)
+    for key, child in module.named_children():
+        yield from _blocks(child, joined(name, key), device, device_map, split)
+
+
+def joined(module_name: str, name: str) -> str:
+    """Return the name in the model of what a module calls `name`."""
+    return f"{module_name}.{name}" if module_name else name

@@ -1,0 +1,80 @@
+"""Device maps as dicts: whether one covers a model, and the shortest form of one.
+
+A device map gives modules, and tensors that a split module owns itself, a device each. What it says of a module holds
+for everything inside that it does not name. Names and signatures are those of `accelerate.utils.modeling` 1.15.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from collections.abc import Mapping
+from typing import TypeVar
+
+import torch
+from torch import nn
+
+from bigload.errors import IncompleteDeviceMapError
+from bigload.runtime.device_map.module_sizes import prefixes
+
+Place = TypeVar("Place", bound=int | str | torch.device)
+
+
+def check_device_map(model: nn.Module, device_map: Mapping[str, int | str | torch.device]) -> None:
+    """Check that `device_map` has a device for everything in the state dict of `model`.
+
+    Keys that name nothing in the model, a typo for example, get a `UserWarning`.
+
+    Raises:
+        IncompleteDeviceMapError: something has no device.
+    """
+    entries = dict.fromkeys(model.state_dict())
+    unknown = [name for name in device_map if name not in entries and not _exists(model, name)]
+    if unknown:
+        text = f"The following device_map keys do not match any submodules in the model: {unknown}"
+        warnings.warn(text, UserWarning, stacklevel=2)
+    missing = [name for name in entries if not any(prefix in device_map for prefix in prefixes(name))]
+    if missing:
+        raise IncompleteDeviceMapError(missing)
+
+
+def _exists(model: nn.Module, name: str) -> bool:
+    """Return whether `name` is a module, a parameter or a buffer of `model`; `""` is the model."""
+    module: nn.Module | None = model
+    *around, last = name.split(".")
+    for key in around:
+        module = module._modules.get(key) if module is not None else None
+    if module is None:
+        return False
+    kinds = (module._modules, module._parameters, module._buffers)
+    return not name or any(found.get(last) is not None for found in kinds)
+
+
+def clean_device_map(device_map: dict[str, Place], module_name: str = "") -> dict[str, Place]:
+    """Shorten `device_map` in place and return it: siblings on one device become their parent, all of a model `""`.
+
+    With `module_name` only what lies inside that module is shortened. A single key is left as it is, and so is a
+    parent with a device of its own that differs. What is put together takes the place of its first key.
+
+    >>> clean_device_map({"a.x": 0, "a.y": 0, "b.x": 1, "b.y": "cpu", "c.z": 1})
+    {'a': 0, 'b.x': 1, 'b.y': 'cpu', 'c.z': 1}
+    """
+    inside = {name: _from(module_name, name) for name in device_map}
+    places: dict[str, set[Place]] = {}
+    num_keys: Counter[str] = Counter()
+    for name, around in inside.items():
+        for prefix in around:
+            places.setdefault(prefix, set()).add(device_map[name])
+            num_keys[prefix] += 1
+    cleaned = {
+        next((prefix for prefix in around if num_keys[prefix] > 1 and len(places[prefix]) == 1), name): device_map[name]
+        for name, around in inside.items()
+    }
+    device_map.clear()
+    device_map.update(cleaned)
+    return device_map
+
+
+def _from(module_name: str, name: str) -> list[str]:
+    """Return the modules around `name` from `module_name` on, and `name` itself; none if it lies elsewhere."""
+    return [prefix for prefix in prefixes(name) if f"{prefix}.".startswith(f"{module_name}.") or not module_name]

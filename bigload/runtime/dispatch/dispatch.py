@@ -1,0 +1,438 @@
+"""Spread a model over devices, RAM and disk: each part runs where its device map says, whatever it is called with.
+
+Names and signatures are those of `accelerate.big_modeling` 1.15.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from bigload.errors import NoOffloadFolderError
+from bigload.runtime.device_map.blocks import (
+    OFFLOADED,
+    Block,
+    DeviceLike,
+    blocks_of,
+    device_of,
+    main_device_of,
+    place_of,
+)
+from bigload.runtime.device_map.checks import check_device_map
+from bigload.runtime.device_map.module_sizes import prefixes
+from bigload.runtime.device_map.present_devices import check_devices_present
+from bigload.runtime.device_map.tied_parameters import find_tied_parameters, move_tied
+from bigload.runtime.dispatch.supplied_weights import check_supplied, with_tied_names
+from bigload.runtime.hooks.align_devices import (
+    AlignDevicesHook,
+    TiedParams,
+    attach_align_device_hook,
+    attach_align_device_hook_on_blocks,
+)
+from bigload.runtime.hooks.cpu_offload_hooks import CpuOffload, UserCpuOffloadHook
+from bigload.runtime.hooks.execution_device import name_execution_device
+from bigload.runtime.hooks.hooks import add_hook_to_module, hooks_of
+from bigload.runtime.hooks.module_tensors import set_module_tensor_to_device
+from bigload.runtime.hooks.refused_methods import refuse_changes
+from bigload.runtime.hooks.tensor_slots import refuse_compiled
+from bigload.runtime.offload.offload_store import LayeredWeights, OffloadedWeightsLoader, PrefixedDataset, offloaded
+from bigload.runtime.offload.offload_writer import Entry
+from bigload.runtime.streaming.attach import stream
+from bigload.runtime.streaming.options import StreamOptions
+
+StrPath = str | os.PathLike[str]
+Weights = Mapping[str, torch.Tensor]
+
+_USING_WEIGHTS_OF_CHILDREN = ("MultiheadAttention",)
+"""Classes of torch whose forward takes weights of modules inside without calling these."""
+
+
+def dispatch_model(
+    model: nn.Module,
+    device_map: Mapping[str, DeviceLike],
+    main_device: DeviceLike | None = None,
+    state_dict: Weights | None = None,
+    offload_dir: StrPath | None = None,
+    offload_index: Mapping[str, Entry] | None = None,
+    offload_buffers: bool = False,
+    skip_keys: str | list[str] | None = None,
+    preload_module_classes: list[str] | None = None,
+    force_hooks: bool = False,
+    *,
+    prefetch: bool = True,
+    prefetch_bytes: int | str | None = None,
+    resident_bytes: int | str | None = None,
+) -> nn.Module:
+    """Put every part of `model` on its device in `device_map`, and return the model, which then takes any input.
+
+    What is on `cpu` or `disk` is brought to the main device for each forward, unless that is the CPU itself: then `cpu`
+    is where it stays. Tensors that the model itself owns stay on the main device. Tied weights stay tied, with one copy
+    on each device that runs them. A model with one device, other than the disk, is moved there and gets no hooks.
+
+    Args:
+        model: With values, or on the meta device where `state_dict` or the disk have them.
+        device_map: Module or tensor to device; a number is an accelerator of this machine's kind. Kept as
+            `model.hf_device_map`.
+        main_device: Where offloaded parts run: by default the first accelerator of the map, else the CPU.
+        state_dict: Values of what is on `cpu`, by name; the model's own when left out.
+        offload_dir: The folder of what is on `disk`. Values that the model has are written there unless they are there
+            already, whatever else it holds.
+        offload_index: Where each weight is on disk, as the `index.json` of such a folder says it; nothing is written.
+        offload_buffers: Whether buffers of offloaded modules are offloaded too.
+        skip_keys: See `AlignDevicesHook`.
+        preload_module_classes: See `attach_align_device_hook`.
+        force_hooks: Attach hooks for a single device as well.
+        prefetch: Bring offloaded weights block by block, the next ones while one computes. Without, each module loads
+            its own when it runs.
+        prefetch_bytes: The most of weights that are there, or on their way, before their block runs, in bytes or as
+            text (`2GiB`). By default twice the largest block.
+        resident_bytes: The most of offloaded weights that stay once they are there. By default, on the CPU, pages of
+            files stay if all of them fit into the memory that is free; nothing does on other devices.
+
+    Raises:
+        ValueError: the map does not cover the model, or no such size.
+        MissingWeightsError: a tensor is on the meta device, and nothing that was given has its value.
+        NoOffloadFolderError: something goes to disk, and neither `offload_dir` nor `offload_index` is given.
+        NotOffloadableError: a weight for the disk has no values, and the folder does not hold it either.
+        WriteError: the system refused to write.
+    """
+    streaming = StreamOptions.of(prefetch, prefetch_bytes, resident_bytes)
+    check_device_map(model, device_map)
+    check_devices_present(device_map)
+    if needs_hooks(device_map) or force_hooks:
+        on_disk = [name for name, device in device_map.items() if device == "disk"]
+        if on_disk and offload_dir is None and offload_index is None:
+            raise NoOffloadFolderError("offload_dir", on_disk, reason="their weights have no place")
+        spread = Spread.over(model, device_map, main_device)
+        in_ram = spread.in_ram(model) if state_dict is None else state_dict
+        if on_disk and offload_index is None:
+            assert offload_dir is not None, "asked for above"
+            weights = offloaded(offload_dir, spread.on_disk(model), in_ram)
+        else:
+            folder = offload_dir if on_disk else None
+            weights = OffloadedWeightsLoader(state_dict=in_ram, save_folder=folder, index=offload_index)
+        spread.attach(model, weights, offload_buffers, skip_keys, preload_module_classes)
+        if streaming is not None:
+            stream(model, streaming)
+    else:
+        check_supplied(model, {})
+        move_tied(model, next(iter(device_map.values()), "cpu"))
+    _note_device_map(model, device_map)
+    return model
+
+
+def dispatch_loaded(
+    model: nn.Module,
+    device_map: Mapping[str, DeviceLike],
+    stored: Weights,
+    *,
+    offload_buffers: bool,
+    skip_keys: str | list[str] | None,
+    preload_module_classes: list[str] | None,
+    force_hooks: bool,
+    streaming: StreamOptions | None,
+) -> nn.Module:
+    """Dispatch a model of which all is where `device_map` has it, and what is on disk is in `stored`, by name."""
+    if needs_hooks(device_map) or force_hooks:
+        spread = Spread.over(model, device_map, None)
+        weights = LayeredWeights(spread.in_ram(model, stored), stored)  # type: ignore[arg-type]  # nobody writes to it
+        spread.attach(model, weights, offload_buffers, skip_keys, preload_module_classes)
+        if streaming is not None:
+            stream(model, streaming)
+    else:
+        check_supplied(model, {})
+        move_tied(model, next(iter(device_map.values()), "cpu"))  # what no checkpoint has comes along
+    _note_device_map(model, device_map)
+    return model
+
+
+def needs_hooks(device_map: Mapping[str, DeviceLike]) -> bool:
+    """Return whether inputs, or weights, have to be brought to where a model runs."""
+    places = {place_of(device) for device in device_map.values()}
+    return len(places) > 1 or "disk" in places
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spread:
+    """Where each part of a model lives and runs.
+
+    Attributes:
+        device_map: As it was given.
+        main_device: Where offloaded parts run.
+        blocks: The parts.
+        tied: Names of each tied parameter.
+    """
+
+    device_map: Mapping[str, DeviceLike]
+    main_device: DeviceLike
+    blocks: tuple[Block, ...]
+    tied: Sequence[Sequence[str]]
+
+    @classmethod
+    def over(cls, model: nn.Module, device_map: Mapping[str, DeviceLike], main_device: DeviceLike | None) -> Spread:
+        """Return how `device_map` spreads `model`, whose parameters are still tied."""
+        refuse_compiled(model)
+        return cls(
+            device_map=device_map,
+            main_device=main_device_of(device_map) if main_device is None else main_device,
+            blocks=blocks_of(model, device_map),
+            tied=find_tied_parameters(model),
+        )
+
+    def in_ram(self, model: nn.Module, stored: Container[str] | None = None) -> dict[str, torch.Tensor]:
+        """Return what hooks bring in from RAM, on the CPU: what is there already is not copied.
+
+        Where `stored` says what is on disk, that is all else: a weight for the disk may be tied to one that is not.
+        """
+        offloaded = self._offloaded()
+        return {
+            name: tensor.detach().to("cpu")
+            for name, tensor in model.state_dict().items()
+            if not tensor.is_meta
+            and _is_in(name, offloaded)
+            and (device_of(name, self.device_map) != "disk" if stored is None else name not in stored)
+        }
+
+    def on_disk(self, model: nn.Module) -> dict[str, torch.Tensor]:
+        """Return what lives on disk, as the model has it."""
+        return {
+            name: tensor for name, tensor in model.state_dict().items() if device_of(name, self.device_map) == "disk"
+        }
+
+    def attach(
+        self,
+        model: nn.Module,
+        weights: Weights,
+        offload_buffers: bool,
+        skip_keys: str | list[str] | None,
+        preload_module_classes: list[str] | None,
+    ) -> None:
+        """Give `model` the hooks that make it run so, with `weights` the values of what is offloaded.
+
+        Raises:
+            MissingWeightsError: see `check_supplied`; the model is as it was.
+        """
+        weights = with_tied_names(weights, self.tied)
+        offloaded = self._offloaded()
+        check_supplied(model, weights, lambda name: "." not in name or _is_in(name, offloaded))
+        main, whole = self.main_device, [block for block in self.blocks if block.is_whole]
+        tied_params_map = _addresses(model, self.tied)
+        runs_on = {name: _resolved(self._runs_on(name)) for group in self.tied for name in group}
+        _bring_own_tensors(model, main, weights)
+        attach_align_device_hook_on_blocks(
+            model,
+            execution_device={"": main, **{block.name: block.runs_on(main) for block in whole}},
+            offload={block.name: block.is_offloaded(main) for block in whole},
+            weights_map=weights,
+            offload_buffers=offload_buffers,
+            skip_keys=skip_keys,
+            preload_module_classes=[*_USING_WEIGHTS_OF_CHILDREN, *(preload_module_classes or ())],
+            tied_params_map=tied_params_map,
+        )
+        for block in self.blocks:
+            if block.name and not block.is_whole:
+                hook = AlignDevicesHook(
+                    execution_device=block.runs_on(main),
+                    offload=block.is_offloaded(main),
+                    weights_map=PrefixedDataset(weights, f"{block.name}."),
+                    offload_buffers=offload_buffers,
+                    skip_keys=skip_keys,
+                    tied_params_map=tied_params_map,
+                )
+                add_hook_to_module(model.get_submodule(block.name), hook, append=True)
+        if isinstance(model._hf_hook, AlignDevicesHook):
+            model._hf_hook.io_same_device = True
+        tie_on_devices(model, self.tied, runs_on)
+        refuse_changes(model)
+
+    def _offloaded(self) -> dict[str, bool]:
+        """Return the names of blocks that are brought in for each forward, with whether they are whole."""
+        return {block.name: block.is_whole for block in self.blocks if block.is_offloaded(self.main_device)}
+
+    def _runs_on(self, name: str) -> DeviceLike:
+        device = device_of(name, self.device_map)
+        return self.main_device if place_of(device) in OFFLOADED else device
+
+
+def cpu_offload(
+    model: nn.Module,
+    execution_device: DeviceLike | None = None,
+    offload_buffers: bool = False,
+    state_dict: Weights | None = None,
+    preload_module_classes: list[str] | None = None,
+    *,
+    prefetch: bool = True,
+    prefetch_bytes: int | str | None = None,
+    resident_bytes: int | str | None = None,
+) -> nn.Module:
+    """Keep the weights of `model` on the CPU, bring those of each module in when it runs, and return the model.
+
+    Args:
+        model: With values, or on the meta device where `state_dict` has them.
+        execution_device: Where it runs; by default where its first parameter is.
+        offload_buffers: Whether buffers are offloaded too.
+        state_dict: Its values by name; its own when left out, not copied if they are on the CPU.
+        preload_module_classes: See `attach_align_device_hook`.
+        prefetch: See `dispatch_model`.
+        prefetch_bytes: See there.
+        resident_bytes: See there.
+
+    Raises:
+        ValueError: no such size.
+    """
+    streaming = StreamOptions.of(prefetch, prefetch_bytes, resident_bytes)
+    if state_dict is None:
+        state_dict = {name: tensor.to("cpu") for name, tensor in model.state_dict().items() if not tensor.is_meta}
+    weights = OffloadedWeightsLoader(state_dict=state_dict)
+    _offload_all(model, "cpu", weights, execution_device, offload_buffers, preload_module_classes)
+    if streaming is not None:
+        stream(model, streaming)
+    return model
+
+
+def disk_offload(
+    model: nn.Module,
+    offload_dir: StrPath,
+    execution_device: DeviceLike | None = None,
+    offload_buffers: bool = False,
+    preload_module_classes: list[str] | None = None,
+    *,
+    prefetch: bool = True,
+    prefetch_bytes: int | str | None = None,
+    resident_bytes: int | str | None = None,
+) -> nn.Module:
+    """Keep the weights of `model` in the folder `offload_dir`, as `cpu_offload` does on the CPU, and return the model.
+
+    Args:
+        model: With values, or on the meta device where the folder has them.
+        offload_dir: The folder. What it holds already, by name and digest, is not written again.
+        execution_device: Where the model runs; by default where its first parameter is.
+        offload_buffers: Whether buffers are offloaded too.
+        preload_module_classes: See `attach_align_device_hook`.
+        prefetch: See `dispatch_model`.
+        prefetch_bytes: See there.
+        resident_bytes: See there.
+
+    Raises:
+        ValueError: no such size.
+        NotOffloadableError: a weight has no values, and the folder does not hold it either.
+        WriteError: the system refused to write.
+    """
+    streaming = StreamOptions.of(prefetch, prefetch_bytes, resident_bytes)
+    weights = offloaded(offload_dir, model.state_dict())
+    _offload_all(model, "disk", weights, execution_device, offload_buffers, preload_module_classes)
+    if streaming is not None:
+        stream(model, streaming)
+    return model
+
+
+def cpu_offload_with_hook(
+    model: nn.Module,
+    execution_device: DeviceLike | None = None,
+    prev_module_hook: UserCpuOffloadHook | None = None,
+) -> tuple[nn.Module, UserCpuOffloadHook]:
+    """Keep `model` on the CPU until it runs; then it goes to `execution_device` as a whole and stays.
+
+    Args:
+        model: With values.
+        execution_device: By default the first accelerator, or the CPU without one.
+        prev_module_hook: What this function returned for another model, which goes back when this one runs.
+
+    Returns:
+        The model, and a hook: its `offload()` sends the model back, its `remove()` ends it all.
+    """
+    hook = CpuOffload(execution_device=execution_device, prev_module_hook=prev_module_hook)
+    add_hook_to_module(model, hook, append=True)
+    return model, UserCpuOffloadHook(model, hook)
+
+
+def _offload_all(
+    model: nn.Module,
+    place: str,
+    weights: Weights,
+    execution_device: DeviceLike | None,
+    offload_buffers: bool,
+    preload_module_classes: list[str] | None,
+) -> None:
+    refuse_compiled(model)
+    device = _first_device(model) if execution_device is None else execution_device
+    check_devices_present({"": device})
+    tied = find_tied_parameters(model)
+    weights = with_tied_names(weights, tied)
+    check_supplied(model, weights)
+    tied_params_map = _addresses(model, tied)
+    add_hook_to_module(model, AlignDevicesHook(io_same_device=True), append=True)
+    attach_align_device_hook(
+        model,
+        execution_device=device,
+        offload=True,
+        weights_map=weights,
+        offload_buffers=offload_buffers,
+        preload_module_classes=[*_USING_WEIGHTS_OF_CHILDREN, *(preload_module_classes or ())],
+        tied_params_map=tied_params_map,
+    )
+    tie_on_devices(model, tied, {name: _resolved(device) for group in tied for name in group})
+    refuse_changes(model)
+    _note_device_map(model, {"": place})
+
+
+def _note_device_map(model: nn.Module, device_map: Mapping[str, DeviceLike]) -> None:
+    """Give `model` the map by which transformers and others see how it is dispatched, and its hooks the same one."""
+    name_execution_device(model)
+    noted = dict(device_map)
+    model.hf_device_map = noted  # type: ignore[assignment]
+    for module in model.modules():
+        for hook in hooks_of(module):
+            if isinstance(hook, AlignDevicesHook):
+                hook.device_map = noted
+
+
+def tie_on_devices(model: nn.Module, tied_params: Sequence[Sequence[str]], runs_on: Mapping[str, torch.device]) -> None:
+    """Make names of each group one parameter again, as far as they are on one device.
+
+    A name that is offloaded becomes the parameter that stays where its module runs, if the group has one there.
+    """
+    for group in tied_params:
+        slots = {name: (model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]) for name in group}
+        there: dict[torch.device, nn.Parameter] = {}
+        for owner, key in slots.values():
+            parameter = getattr(owner, key)
+            there.setdefault(parameter.device, parameter)
+        for name, (owner, key) in slots.items():
+            parameter = getattr(owner, key)
+            wanted = there.get(runs_on[name], there[parameter.device]) if parameter.is_meta else there[parameter.device]
+            if wanted is not parameter:
+                setattr(owner, key, wanted)
+
+
+def _addresses(model: nn.Module, tied: Sequence[Sequence[str]]) -> TiedParams:
+    """Return the map in which the hooks of `model` find tied weights that are on their device already."""
+    parameters = (model.get_parameter(group[0]) for group in tied)
+    return {parameter.data_ptr(): {} for parameter in parameters if not parameter.is_meta}
+
+
+def _bring_own_tensors(model: nn.Module, device: DeviceLike, weights: Weights) -> None:
+    """Give tensors that the model owns itself the values that only `weights` have: they are never offloaded."""
+    for key in (*model._parameters, *model._buffers):
+        tensor = model._parameters.get(key, model._buffers.get(key))
+        if tensor is not None and tensor.is_meta and key in weights:
+            set_module_tensor_to_device(model, key, device, value=weights[key])
+
+
+def _is_in(name: str, blocks: Mapping[str, bool]) -> bool:
+    """Return whether the tensor `name` belongs to one of `blocks`, given with whether they are whole."""
+    *around, owner, _ = prefixes(name)
+    return owner in blocks or any(blocks.get(module) for module in around)
+
+
+def _first_device(model: nn.Module) -> torch.device:
+    return next((parameter.device for parameter in model.parameters() if not parameter.is_meta), torch.device("cpu"))
+
+
+def _resolved(device: DeviceLike) -> torch.device:
+    """Return `device` as tensors on it say it: `cuda` is one with a number."""
+    return torch.empty(0, device=device).device

@@ -1,0 +1,143 @@
+"""A model dispatched for as long as a `with` statement lasts, and afterwards what it was before."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from bigload.errors import AlreadyDispatchedError
+from bigload.planning.plan import Plan
+from bigload.runtime.dispatch.dispatch import dispatch_model
+from bigload.runtime.dispatch.load_and_dispatch import StrPath, load_and_dispatch, map_for, opened_plan, streaming_of
+from bigload.runtime.dispatch.weight_source import Source
+from bigload.runtime.hooks.hooks import OWN_METHODS, remove_hook_from_submodules
+from bigload.runtime.hooks.module_tensors import as_parameter
+from bigload.runtime.hooks.tensor_slots import Slot, assign, shared_tensors
+from bigload.runtime.streaming.attach import stream
+
+_ATTRIBUTES = ("forward", "_old_forward", "_hf_hook", "hf_device_map", *OWN_METHODS)
+"""What a dispatched module may have of its own."""
+
+
+@contextmanager
+def dispatch(
+    model: nn.Module,
+    plan: Plan | StrPath,
+    *,
+    offload_buffers: bool = False,
+    dtype: str | torch.dtype | None = None,
+    skip_keys: str | list[str] | None = None,
+    preload_module_classes: list[str] | None = None,
+    strict: bool = True,
+    prefetch: bool = True,
+    prefetch_bytes: int | str | None = None,
+    resident_bytes: int | str | None = None,
+) -> Iterator[nn.Module]:
+    """Have `model` run as `plan` says inside of a `with` statement, and be what it was before after it.
+
+    If anything of the model is on the meta device, weights are those of the checkpoint that the plan was made for, as
+    with `load_and_dispatch`, also in place of values that the model has under the same names. Else they are the model's
+    own: what the plan has on disk comes from where they are.
+
+    Afterwards, also after an error, each place of the model holds the object that it held before, hooks and what they
+    added are gone, and what was on the meta device is there again. Changes stay where they were made to these objects
+    in place; a tensor that was put on another device for the time is a copy, whose changes are lost.
+
+    Args:
+        model: With values or without, with names as in the checkpoint.
+        plan: A plan, a plan file, or a folder that `reshard` wrote in the layout `devices`.
+        offload_buffers: See `load_and_dispatch`.
+        dtype: See there; only for weights of the checkpoint.
+        skip_keys: See `AlignDevicesHook`.
+        preload_module_classes: See `attach_align_device_hook`.
+        strict: See `load_and_dispatch`.
+        prefetch: See `dispatch_model`.
+        prefetch_bytes: See there. By default what the plan has reserved for streamed weights, less the largest block.
+        resident_bytes: See there.
+
+    Raises:
+        AlreadyDispatchedError: the model has hooks: it is dispatched already, or is offloaded.
+        PlanError: see `load_and_dispatch`, as for all others.
+    """
+    hooked = [name for name, module in model.named_modules() if "_hf_hook" in module.__dict__]
+    if hooked:
+        raise AlreadyDispatchedError(type(model).__name__, hooked)
+    before = [_Before.of(module) for module in model.modules()]
+    try:
+        if any(tensor.is_meta for each in before for _, tensor in each.tensors):
+            _hide_from_loading(model, plan)
+            load_and_dispatch(
+                model,
+                plan,
+                offload_buffers=offload_buffers,
+                dtype=dtype,
+                skip_keys=skip_keys,
+                preload_module_classes=preload_module_classes,
+                force_hooks=True,
+                strict=strict,
+                prefetch=prefetch,
+                prefetch_bytes=prefetch_bytes,
+                resident_bytes=resident_bytes,
+            )
+        else:
+            made = opened_plan(plan)
+            placed = map_for(model, made)
+            dispatch_model(
+                model,
+                {name: "cpu" if device == "disk" else device for name, device in placed.items()},
+                offload_buffers=offload_buffers,
+                skip_keys=skip_keys,
+                preload_module_classes=preload_module_classes,
+                force_hooks=True,
+                prefetch=False,
+            )
+            options = streaming_of(made, prefetch, prefetch_bytes, resident_bytes)
+            if options is not None:
+                stream(model, options)
+        yield model
+    finally:
+        try:
+            remove_hook_from_submodules(model)
+        finally:
+            for each in before:
+                each.restore()
+
+
+def _hide_from_loading(model: nn.Module, plan: Plan | StrPath) -> None:
+    """Put forms in the places of values that the checkpoint has as well, so that nothing is written into these."""
+    valued = [slots for slots in shared_tensors(model, recurse=True) if not slots[0].tensor.is_meta]
+    persistent = [slots for slots in valued if any(slot.is_persistent for slot in slots)]
+    if persistent:
+        stored = Source.open(opened_plan(plan)).tensors
+        for slots in persistent:
+            if any(slot.name in stored for slot in slots):
+                tensor = slots[0].tensor
+                form = torch.empty_like(tensor, device="meta")
+                assign(slots, as_parameter(form, tensor) if isinstance(tensor, nn.Parameter) else form)
+
+
+class _Before(NamedTuple):
+    """What a module was before."""
+
+    module: nn.Module
+    attributes: dict[str, Any]
+    tensors: list[tuple[Slot, torch.Tensor]]
+
+    @classmethod
+    def of(cls, module: nn.Module) -> _Before:
+        slots = [slot for shared in shared_tensors(module, recurse=False) for slot in shared]
+        attributes = {name: module.__dict__[name] for name in _ATTRIBUTES if name in module.__dict__}
+        return cls(module, attributes, [(slot, slot.tensor) for slot in slots])
+
+    def restore(self) -> None:
+        """Let it be that again. What the user has added to it stays, what was taken from it stays away."""
+        for name in _ATTRIBUTES:
+            self.module.__dict__.pop(name, None)
+        self.module.__dict__.update(self.attributes)
+        for slot, tensor in self.tensors:
+            if slot.key in slot.table:
+                assign([slot], tensor)

@@ -1,0 +1,254 @@
+"""Load a checkpoint to where its parts run, and dispatch the model; what is on disk stays where it is.
+
+`load_checkpoint_and_dispatch` has the signature of accelerate 1.15; `load_and_dispatch` carries out a plan.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from bigload.checkpoint.source import open_checkpoint
+from bigload.errors import CheckpointError, LegacyPickleError, NoOffloadFolderError, PlanOptionError
+from bigload.layouts.kinds.device_folders import PLAN_FILE
+from bigload.loading.memory_errors import memory_errors
+from bigload.planning.plan import Plan
+from bigload.planning.plan_file import read_plan
+from bigload.runtime.device_map.auto_device_map import infer_auto_device_map
+from bigload.runtime.device_map.blocks import DeviceLike
+from bigload.runtime.device_map.checks import check_device_map
+from bigload.runtime.device_map.device_memory import MaxMemoryLike, get_balanced_memory
+from bigload.runtime.device_map.module_sizes import prefixes
+from bigload.runtime.device_map.tied_parameters import find_tied_parameters
+from bigload.runtime.dispatch.dispatch import dispatch_loaded
+from bigload.runtime.dispatch.load_checkpoint import load_matched
+from bigload.runtime.dispatch.name_matching import matched
+from bigload.runtime.dispatch.supplied_weights import check_supplied
+from bigload.runtime.streaming.options import StreamOptions
+
+StrPath = str | os.PathLike[str]
+
+_NAMED_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
+
+
+@memory_errors("the checkpoint")
+def load_checkpoint_and_dispatch(
+    model: nn.Module,
+    checkpoint: StrPath,
+    device_map: str | Mapping[str, DeviceLike] | None = None,
+    max_memory: MaxMemoryLike | None = None,
+    no_split_module_classes: list[str] | None = None,
+    offload_folder: StrPath | None = None,
+    offload_buffers: bool = False,
+    dtype: str | torch.dtype | None = None,
+    offload_state_dict: bool | None = None,  # noqa: ARG001 - accelerate's signature
+    skip_keys: str | list[str] | None = None,
+    preload_module_classes: list[str] | None = None,
+    force_hooks: bool = False,
+    strict: bool = False,
+    full_state_dict: bool = True,
+    broadcast_from_rank0: bool = False,
+    *,
+    prefetch: bool = True,
+    prefetch_bytes: int | str | None = None,
+    resident_bytes: int | str | None = None,
+) -> nn.Module:
+    """Fill `model` from `checkpoint`, dispatch it by `device_map`, and return it.
+
+    Make the model under `init_empty_weights`: then its weights are in memory once, and beside them only what is being
+    read. Weights on disk are read in the checkpoint itself for each forward, unless `offload_folder` is given.
+
+    Args:
+        model: On the meta device or in memory.
+        checkpoint: What `load_checkpoint_in_model` takes.
+        device_map: What `dispatch_model` takes; `auto` or `balanced`, `balanced_low_0`, `sequential` to have one made.
+            Without one, the checkpoint is loaded and the model gets no hooks.
+        max_memory: For making a map: device to bytes or text such as `20GiB`.
+        no_split_module_classes: For making a map: classes whose modules stay whole.
+        offload_folder: Where to write weights on disk, as accelerate does. Only checkpoints in the form of torch before
+            1.6 need it.
+        offload_buffers: Whether buffers of offloaded modules are offloaded too.
+        dtype: What floating-point tensors become, on disk as well; what they are in `model` when left out.
+        offload_state_dict: Ignored: nothing is held in RAM that would have to be put aside.
+        skip_keys: See `AlignDevicesHook`.
+        preload_module_classes: See `attach_align_device_hook`.
+        force_hooks: Attach hooks for a single device as well.
+        strict: Refuse a checkpoint that lacks something or has more, before anything is read.
+        full_state_dict: See `load_checkpoint_in_model`.
+        broadcast_from_rank0: See there.
+        prefetch: See `dispatch_model`.
+        prefetch_bytes: See there.
+        resident_bytes: See there.
+
+    Raises:
+        ValueError: the map does not cover the model.
+        PlanOptionError: no map of that name can be made.
+        NoOffloadFolderError: a checkpoint in an old form is to be on disk, and there is no `offload_folder`.
+        BigloadError: see `load_checkpoint_in_model` and `dispatch_model`.
+    """
+    streaming = StreamOptions.of(prefetch, prefetch_bytes, resident_bytes)
+    placed = _made_map(device_map, model, max_memory, no_split_module_classes, dtype, offload_buffers)
+    if placed is not None:
+        check_device_map(model, placed)
+        if offload_folder is None:
+            _check_readable_in_place(checkpoint, placed)
+    on_disk = load_matched(
+        model,
+        matched(model, checkpoint, strict=strict, is_complete=True),
+        device_map=placed,
+        offload_folder=offload_folder,
+        dtype=dtype,
+        offload_buffers=offload_buffers,
+        full_state_dict=full_state_dict,
+        broadcast_from_rank0=broadcast_from_rank0,
+    )
+    if placed is None:
+        check_supplied(model, {})
+        return model
+    return dispatch_loaded(
+        model,
+        placed,
+        on_disk,
+        offload_buffers=offload_buffers,
+        skip_keys=skip_keys,
+        preload_module_classes=preload_module_classes,
+        force_hooks=force_hooks,
+        streaming=streaming,
+    )
+
+
+@memory_errors("the checkpoint")
+def load_and_dispatch(
+    model: nn.Module,
+    plan: Plan | StrPath,
+    *,
+    offload_buffers: bool = False,
+    dtype: str | torch.dtype | None = None,
+    skip_keys: str | list[str] | None = None,
+    preload_module_classes: list[str] | None = None,
+    force_hooks: bool = False,
+    strict: bool = True,
+    prefetch: bool = True,
+    prefetch_bytes: int | str | None = None,
+    resident_bytes: int | str | None = None,
+) -> nn.Module:
+    """Fill `model` as `plan` says from the checkpoint it was made for, dispatch it, and return it.
+
+    What the plan has on disk is read there for each forward. CUDA devices of the plan are accelerators of this
+    machine's kind. From a folder that was resharded by a plan each device's own folder is read once, in file order.
+
+    Args:
+        model: Made under `init_empty_weights`, with names as in the checkpoint.
+        plan: A plan, a plan file, or a folder that `reshard` wrote in the layout `devices`.
+        offload_buffers: Whether buffers of offloaded modules are offloaded too.
+        dtype: What floating-point tensors become; by default what the plan counted with, else what they are in `model`.
+        skip_keys: See `AlignDevicesHook`.
+        preload_module_classes: See `attach_align_device_hook`.
+        force_hooks: Attach hooks for a single device as well.
+        strict: Refuse a model that lacks a tensor of the plan or has more, before anything is read.
+        prefetch: See `dispatch_model`.
+        prefetch_bytes: See there. By default what the plan has reserved for streamed weights, less the largest block.
+        resident_bytes: See `dispatch_model`.
+
+    Raises:
+        PlanError: there is no such plan, it is none, or it was made for another version of the checkpoint.
+        StateDictMismatchError: model and checkpoint disagree.
+        BigloadError: see `load_checkpoint_in_model`.
+    """
+    made = opened_plan(plan)
+    found = matched(model, made, strict=strict, is_complete=True)  # before the map, of which a mismatch says less
+    placed = map_for(model, made)
+    streaming = streaming_of(made, prefetch, prefetch_bytes, resident_bytes)
+    on_disk = load_matched(model, found, device_map=placed, dtype=dtype, offload_buffers=offload_buffers)
+    return dispatch_loaded(
+        model,
+        placed,
+        on_disk,
+        offload_buffers=offload_buffers,
+        skip_keys=skip_keys,
+        preload_module_classes=preload_module_classes,
+        force_hooks=force_hooks,
+        streaming=streaming,
+    )
+
+
+def opened_plan(plan: Plan | StrPath) -> Plan:
+    """Return the plan, read if it is the path of a plan file or of a resharded folder.
+
+    Raises:
+        PlanError: there is no such plan, or it is none.
+    """
+    if isinstance(plan, Plan):
+        return plan
+    path = Path(plan)
+    return read_plan(path / PLAN_FILE if path.is_dir() else path)
+
+
+def map_for(model: nn.Module, plan: Plan) -> dict[str, DeviceLike]:
+    """Return the device map that `plan` is for `model`.
+
+    Raises:
+        IncompleteDeviceMapError: it does not cover the model.
+    """
+    placed = _with_ties(model, replace(plan, renamed=None).device_map)
+    check_device_map(model, placed)
+    return placed
+
+
+def streaming_of(
+    plan: Plan, prefetch: bool, prefetch_bytes: int | str | None, resident_bytes: int | str | None
+) -> StreamOptions | None:
+    """Return what was asked for, within what `plan` has reserved for streamed weights; see `StreamOptions.of`."""
+    options = StreamOptions.of(prefetch, prefetch_bytes, resident_bytes)
+    reserved = sum(use.workspace_bytes for use in plan.devices if use.device == plan.execution_device)
+    return replace(options, workspace_bytes=reserved) if options is not None and reserved else options
+
+
+def _made_map(
+    device_map: str | Mapping[str, DeviceLike] | None,
+    model: nn.Module,
+    max_memory: MaxMemoryLike | None,
+    no_split_module_classes: list[str] | None,
+    dtype: str | torch.dtype | None,
+    offload_buffers: bool,
+) -> Mapping[str, DeviceLike] | None:
+    if not isinstance(device_map, str):
+        return device_map
+    if device_map not in _NAMED_MAPS:
+        raise PlanOptionError(
+            f"no device map {device_map!r}", hint=f"known are {', '.join(_NAMED_MAPS)}, or give a dict"
+        )
+    if device_map != "sequential":
+        low_zero = device_map == "balanced_low_0"
+        max_memory = get_balanced_memory(model, max_memory, no_split_module_classes, dtype, low_zero=low_zero)
+    return infer_auto_device_map(
+        model, max_memory, no_split_module_classes, dtype=dtype, offload_buffers=offload_buffers
+    )
+
+
+def _check_readable_in_place(checkpoint: StrPath, device_map: Mapping[str, DeviceLike]) -> None:
+    on_disk = [name for name, device in device_map.items() if device == "disk"]
+    if not on_disk:
+        return
+    try:
+        open_checkpoint(Path(checkpoint))
+    except LegacyPickleError as error:
+        raise NoOffloadFolderError("offload_folder", on_disk, reason=error.message) from error
+    except CheckpointError:
+        return  # a plan, or something that loading says better
+
+
+def _with_ties(model: nn.Module, device_map: Mapping[str, DeviceLike]) -> dict[str, DeviceLike]:
+    """Return `device_map` with devices for tied names that are not in the checkpoint: those of the stored ones."""
+    placed = dict(device_map)
+    for group in find_tied_parameters(model):
+        known = {name: [prefix for prefix in prefixes(name) if prefix in placed] for name in group}
+        device = next((placed[found[-1]] for found in known.values() if found), None)
+        if device is not None:
+            placed.update((name.rpartition(".")[0], device) for name, found in known.items() if not found)
+    return placed

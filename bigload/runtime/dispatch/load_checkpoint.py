@@ -1,0 +1,338 @@
+"""Checkpoints into modules, spread over devices. Names and signatures are those of `accelerate.utils.modeling` 1.15.
+
+A checkpoint is whatever `open_checkpoint` takes, and also a plan, the file of one, or the folder that was resharded by
+one. Names and shapes are held against the module before a byte is read.
+
+Memory: a tensor on the meta device becomes the loaded one. What has memory is filled in batches, and so is an offload
+folder, by rows where tensors are large; what is replaced is loaded in batches too, a larger tensor as a whole; what
+stays in the checkpoint is not loaded. So beside the module there are a batch and what is being read (`max_inflight` of
+`bigload.load`), however large the files are.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+from torch import nn
+
+from bigload.checkpoint.model import Checkpoint, TensorInfo
+from bigload.dtypes import DType
+from bigload.errors import LoadOptionError
+from bigload.loading.absent_weights import LOAD_OR_DISPATCH, NOT_LOADED, mark_absent
+from bigload.loading.assign import Assignment, held
+from bigload.loading.memory_errors import memory_errors
+from bigload.loading.tensors import dtype_of, parsed_dtype, torch_dtype
+from bigload.planning.model.load_dtype import as_dtype
+from bigload.planning.plan import Plan
+from bigload.runtime.device_map.module_sizes import prefixes
+from bigload.runtime.device_map.present_devices import check_devices_present
+from bigload.runtime.device_map.tied_parameters import (
+    check_tied_parameters_on_same_device,
+    device_of,
+    find_tied_parameters,
+)
+from bigload.runtime.dispatch.module_filling import (
+    Placed,
+    fill,
+    goes_in_rows,
+    in_batches,
+    in_rows,
+    is_distributed,
+    replace_tensor,
+    set_by_torch,
+)
+from bigload.runtime.dispatch.name_matching import Matched, matched
+from bigload.runtime.dispatch.weight_source import DeviceMap, Source, loaded_dtype
+from bigload.runtime.offload.offload_store import AtHand, OffloadedWeightsLoader, source_of
+from bigload.runtime.offload.offload_writer import OffloadWriter
+from bigload.runtime.offload.stored_weights import Place, StoredWeights
+
+DISK = "disk"
+
+_CPU = torch.device("cpu")
+
+
+def load_state_dict(
+    checkpoint_file: str | os.PathLike[str], device_map: DeviceMap | None = None
+) -> dict[str, torch.Tensor]:
+    """Return the tensors of a checkpoint by name, each on its device.
+
+    Args:
+        checkpoint_file: What `load_checkpoint_in_model` takes; accelerate takes one file.
+        device_map: Modules to devices. What it does not cover, and what it has on disk, goes to the CPU, where
+            everything goes without it.
+
+    Raises:
+        CheckpointError: it cannot be opened, or was not saved for torch.
+        LoadError: it cannot be loaded; see `bigload.load`.
+    """
+    source = Source.open(checkpoint_file)
+    found = {name: device_of(name, device_map) for name in source.tensors if device_map and _covered(name, device_map)}
+    places = {name: _CPU if found.get(name, DISK) == DISK else _resolved(found[name]) for name in source.tensors}
+    return source.load(places, None)
+
+
+@memory_errors("the checkpoint")
+def load_checkpoint_in_model(
+    model: nn.Module,
+    checkpoint: str | os.PathLike[str] | Checkpoint | Plan,
+    device_map: DeviceMap | None = None,
+    offload_folder: str | os.PathLike[str] | None = None,
+    dtype: str | torch.dtype | None = None,
+    offload_state_dict: bool = False,  # noqa: ARG001 - accelerate's signature
+    offload_buffers: bool = False,
+    keep_in_fp32_modules: Iterable[str] | None = None,
+    offload_8bit_bnb: bool = False,
+    strict: bool = False,
+    full_state_dict: bool = True,
+    broadcast_from_rank0: bool = False,
+) -> Mapping[str, torch.Tensor]:
+    """Fill `model` from `checkpoint`, and return the weights that stay on disk, by the names they have in `model`.
+
+    Weights on disk are on the meta device in `model`; give what is returned to whatever brings them in. Tied
+    parameters stay tied. What the checkpoint lacks, what `model` lacks and, with `strict`, both, is reported in every
+    case: as a warning of bigload's logger, or as an error before anything is read. What `model` has no values for after
+    that, because the checkpoint lacks it or because it stays on disk, raises `AbsentWeightError` when it is computed
+    with, until it is loaded or brought by a hook.
+
+    Args:
+        model: On the meta device, in memory, or partly.
+        checkpoint: A folder, an index, a file, safetensors or what `torch.save` wrote; a plan or its file; a folder
+            that was resharded by a plan.
+        device_map: Modules to devices. Without one, that of the plan; without a plan, every tensor goes where it is in
+            `model`, to the CPU from the meta device. Of tied names one is enough.
+        offload_folder: Where weights on disk are written to, as accelerate does. When left out they stay in the
+            checkpoint and are read there.
+        dtype: What plain floating-point tensors become, on every device and on disk; by default what the plan counted
+            with. Without either, all tensors get the dtype that they have in `model`, as torch and accelerate have it;
+            without a device map, too, those on the meta device keep that of the checkpoint. DTensors and what is
+            broadcast get that of `model` in any case.
+        offload_state_dict: Ignored: nothing is held that would have to be put aside.
+        offload_buffers: Whether buffers of modules on disk stay there too. If not they are loaded to the CPU.
+        keep_in_fp32_modules: Modules whose weights become float32 where `dtype` is float16.
+        offload_8bit_bnb: Not supported: weights are not quantised on the way.
+        strict: Refuse a checkpoint that lacks something or has more.
+        full_state_dict: For models of DTensors: whether the checkpoint holds whole tensors. See
+            `torch.distributed.checkpoint.state_dict.StateDictOptions`.
+        broadcast_from_rank0: Only the process of rank 0 reads, and sends to the others; needs a process group.
+
+    Raises:
+        CheckpointError: the checkpoint cannot be opened, or was not saved for torch.
+        PlanError: the plan is none, or was made for another version of the checkpoint.
+        StateDictMismatchError: shapes differ; or `strict`, and something is missing or unexpected.
+        ValueError: the device map has no device for a tensor.
+        LoadOptionError: no such dtype; quantisation was asked for; files of torch before 1.6 cannot stay on disk, where
+            they have no parts.
+        LoadError: it cannot be loaded; see `bigload.load`.
+        LayoutError: the offload folder cannot be written.
+    """
+    if offload_8bit_bnb:
+        raise LoadOptionError("offload_8bit_bnb", offload_8bit_bnb, "False: weights are not quantised while they load")
+    on_disk = load_matched(
+        model,
+        matched(model, checkpoint, strict=strict),
+        device_map=device_map,
+        offload_folder=offload_folder,
+        dtype=dtype,
+        offload_buffers=offload_buffers,
+        keep_in_fp32_modules=keep_in_fp32_modules,
+        full_state_dict=full_state_dict,
+        broadcast_from_rank0=broadcast_from_rank0,
+    )
+    mark_absent(model, reason=NOT_LOADED, hint=LOAD_OR_DISPATCH)
+    return on_disk
+
+
+def load_matched(
+    model: nn.Module,
+    found: Matched,
+    *,
+    device_map: DeviceMap | None,
+    offload_folder: str | os.PathLike[str] | None = None,
+    dtype: str | torch.dtype | None = None,
+    offload_buffers: bool = False,
+    keep_in_fp32_modules: Iterable[str] | None = None,
+    full_state_dict: bool = True,
+    broadcast_from_rank0: bool = False,
+) -> Mapping[str, torch.Tensor]:
+    """Do what `load_checkpoint_in_model` does, with what was found to correspond."""
+    source, comparison = found.source, found.comparison
+    device_map = source.device_map if device_map is None else device_map
+    if device_map is None and (broadcast_from_rank0 or is_distributed(model)):
+        names = [assignment.tensor_name for assignment in comparison.assignments]
+        set_by_torch(model, source, names, full=full_state_dict, is_broadcast=broadcast_from_rank0)
+        return {}
+    if device_map is not None:
+        check_devices_present(device_map)
+        ties = [[name for name in group if _covered(name, device_map)] for group in find_tied_parameters(model)]
+        check_tied_parameters_on_same_device(ties, device_map)
+    settle = _Settling(
+        model=model,
+        device_map=device_map,
+        dtype=parsed_dtype(dtype) or source.dtype,
+        kept_whole=tuple(keep_in_fp32_modules or ()),
+        offload_buffers=offload_buffers,
+    )
+    placed = [settle.place(assignment, source.tensors[assignment.tensor_name]) for assignment in comparison.assignments]
+    on_disk = _offload(model, source, [each for each in placed if each.device is None], offload_folder)
+    fill(model, source, [each for each in placed if each.device is not None])
+    return on_disk
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Settling:
+    """Which device and dtype each tensor gets."""
+
+    model: nn.Module
+    device_map: DeviceMap | None
+    dtype: DType | None
+    kept_whole: tuple[str, ...]
+    offload_buffers: bool
+
+    def place(self, assignment: Assignment, tensor: TensorInfo) -> Placed:
+        old = held(self.model, assignment.places[0])
+        device = self._device(assignment, old)
+        dtype = self._dtype(assignment, tensor, old)
+        kind = old.dtype if self._is_as_in_model(tensor, old) else torch_dtype(dtype)
+        assert kind is not None, "torch has the dtypes of all that is loaded"
+        stays = not old.is_meta and old.device == device and kind == old.dtype and not _is_repeated(old)
+        cast = None if stays or dtype == tensor.dtype else dtype
+        return Placed(
+            name=assignment.tensor_name,
+            places=assignment.places,
+            device=device,
+            cast=cast,
+            dtype=kind,
+            num_bytes=tensor.num_bytes if cast is None else as_dtype(tensor, cast).num_bytes,
+            is_fresh=old.is_meta,
+            stays=stays,
+        )
+
+    def _device(self, assignment: Assignment, old: torch.Tensor) -> torch.device | None:
+        """Return the device of the first of tied names that has memory: on disk they are only where all of them are.
+
+        Of tied names one in the map is enough: a plan knows those that are stored.
+        """
+        if self.device_map is None:
+            return _CPU if old.is_meta else old.device
+        covered = [name for name in assignment.places if _covered(name, self.device_map)]
+        found = [device_of(name, self.device_map) for name in covered or assignment.places]
+        device = next((_resolved(each) for each in found if each != DISK), None)
+        is_buffer = not isinstance(old, nn.Parameter)
+        return _CPU if device is None and is_buffer and not self.offload_buffers else device
+
+    def _dtype(self, assignment: Assignment, tensor: TensorInfo, old: torch.Tensor) -> DType:
+        if self.dtype is not None:
+            is_kept = self.dtype.name == "F16" and any(map(self._is_kept_whole, assignment.places))
+            return loaded_dtype(tensor, parsed_dtype("float32") if is_kept else self.dtype)
+        if not old.is_floating_point() or not self._is_as_in_model(tensor, old):
+            return tensor.dtype
+        return loaded_dtype(tensor, dtype_of(old.dtype))
+
+    def _is_as_in_model(self, tensor: TensorInfo, old: torch.Tensor) -> bool:
+        """Return whether the model decides on the dtype: if nobody else does, and torch has a cast that keeps values.
+
+        Other than on the way, where only plain floats are cast, this is about integers and quantised weights, too.
+        """
+        if self.dtype is not None or (old.is_meta and self.device_map is None):
+            return False
+        stored = torch_dtype(tensor.dtype)
+        is_packed = tensor.dtype.bits < 8 or str(old.dtype).endswith("_x2")  # which torch casts nothing to
+        is_halved = stored is not None and stored.is_complex and not old.is_complex()
+        return stored == old.dtype or not (is_packed or is_halved)
+
+    def _is_kept_whole(self, name: str) -> bool:
+        return any(key == name or f"{key}." in name for key in self.kept_whole)
+
+
+def _resolved(device: int | str | torch.device) -> torch.device:
+    """Return `device` as torch has it, with the number of the current one if it has none, as tensors' devices do."""
+    found = torch.device(device)
+    is_whole = found.index is not None or found.type in {"cpu", "meta"} or not torch.accelerator.is_available()
+    return found if is_whole else torch.device(found.type, torch.accelerator.current_device_index())
+
+
+def _is_repeated(tensor: torch.Tensor) -> bool:
+    """Return whether elements of `tensor` share memory, as those of an expanded one do."""
+    is_strided = tensor.layout is torch.strided
+    return is_strided and any(
+        size > 1 and not stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+    )
+
+
+def _covered(name: str, device_map: DeviceMap) -> bool:
+    return any(prefix in device_map for prefix in prefixes(name))
+
+
+class WeightsOnDisk(Mapping[str, torch.Tensor]):
+    """Weights by a module's names, read where they are stored when they are asked for, in the dtype that each gets."""
+
+    def __init__(self, stored: Mapping[str, torch.Tensor], dtypes: Mapping[str, torch.dtype]) -> None:
+        self.stored = stored
+        self.dtypes = dict(dtypes)
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        dtype = self.dtypes[name]
+        return self.stored[name].to(dtype)
+
+    def source(self, name: str) -> Place | AtHand | None:
+        """Return where the weight `name` is; see `source_of`."""
+        if name not in self.dtypes:
+            return None
+        source = source_of(self.stored, name)
+        return replace(source, dtype=self.dtypes[name]) if isinstance(source, Place) else None
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.dtypes
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.dtypes)
+
+    def __len__(self) -> int:
+        return len(self.dtypes)
+
+
+def _offload(
+    model: nn.Module, source: Source, placed: list[Placed], folder: str | os.PathLike[str] | None
+) -> Mapping[str, torch.Tensor]:
+    """Leave `placed` on disk, in `folder` if there is one, and nothing of them in the module but their form."""
+    if not placed:
+        return {}
+    on_disk = _on_disk(source, placed, folder)
+    for each in placed:
+        first, dtype = each.places[0], on_disk.dtypes[each.places[0]]
+        replace_tensor(model, each.places, torch.empty_like(held(model, first), device="meta", dtype=dtype))
+    return on_disk
+
+
+def _on_disk(source: Source, placed: list[Placed], folder: str | os.PathLike[str] | None) -> WeightsOnDisk:
+    dtypes = {place: each.dtype for each in placed for place in each.places}
+    if folder is not None:
+        return WeightsOnDisk(_written(source, placed, folder), dtypes)
+    if source.legacy is not None:
+        expected = "a folder: files of torch before 1.6 have no parts that could be read where they are"
+        raise LoadOptionError("offload_folder", folder, expected)
+    aliases = {place: each.name for each in placed for place in each.places if place != each.name}
+    return WeightsOnDisk(StoredWeights(source.checkpoint, aliases=aliases), dtypes)
+
+
+def _written(source: Source, placed: list[Placed], folder: str | os.PathLike[str]) -> OffloadedWeightsLoader:
+    """Write `placed` to `folder`, and return what reads it, opened before another writer has its turn."""
+    with OffloadWriter(folder) as writer:
+        for each in placed:
+            if goes_in_rows(source, each):
+                shape = source.tensors[each.name].shape
+                writer.add_parts(each.places[0], each.dtype, shape, partial(in_rows, source, each))
+        for each, _, tensor in in_batches(source, [each for each in placed if not goes_in_rows(source, each)]):
+            writer.add(each.places[0], tensor.to(each.dtype))
+            del tensor  # before the next ones are loaded
+        for each in placed:
+            first, *others = each.places
+            for place in others:
+                writer.link(place, first)
+        writer.finish()
+        return OffloadedWeightsLoader(save_folder=folder)

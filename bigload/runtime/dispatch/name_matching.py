@@ -1,0 +1,121 @@
+"""What of a checkpoint goes where in a model, and the refusal of a checkpoint whose names are others."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from bigload.checkpoint.model import Checkpoint
+from bigload.errors import StateDictMismatchError, abridged
+from bigload.loading.assign import Comparison, compare, held
+from bigload.planning.plan import Plan
+from bigload.runtime.dispatch.weight_source import Source
+
+_EXPERT = re.compile(r"experts\.\d+\.")
+_HEADS = ("head", "classifier", "score", "embed_out", "cls", "pooler", "qa_outputs", "proj_out")
+_logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Matched:
+    """An opened checkpoint, and what it has in common with a model."""
+
+    source: Source
+    comparison: Comparison
+
+
+def matched(
+    model: nn.Module,
+    checkpoint: str | os.PathLike[str] | Checkpoint | Plan,
+    *,
+    strict: bool,
+    is_complete: bool = False,
+) -> Matched:
+    """Open `checkpoint` and return what of it goes where in `model`. Nothing is read but headers.
+
+    What does not correspond is logged, if it is not refused. Shapes have to be equal in any case, as for torch.
+
+    Args:
+        model: What is to be filled.
+        checkpoint: What `load_checkpoint_in_model` takes.
+        strict: Refuse a checkpoint that lacks something or has more.
+        is_complete: Refuse a checkpoint that lacks something for which `model` has no values either.
+
+    Raises:
+        CheckpointError: the checkpoint cannot be opened.
+        StateDictMismatchError: as said above.
+    """
+    source = Source.open(checkpoint)
+    found = compare(model, source.tensors)
+    without_values = is_complete and any(held(model, name).is_meta for name in found.missing)
+    if found.misshapen or without_values or (strict and (found.missing or found.unexpected)):
+        hint = _likely_reason(found.missing, found.unexpected) or "strict=False loads what does match"
+        if found.misshapen:
+            hint = "make the model by the config of this checkpoint"
+        raise StateDictMismatchError(
+            type(model).__name__,
+            missing=found.missing,
+            unexpected=found.unexpected,
+            misshapen=found.misshapen,
+            hint=f"{hint}; nothing was assigned",
+        )
+    _log(type(model).__name__, source, found)
+    return Matched(source=source, comparison=found)
+
+
+def _log(name: str, source: Source, found: Comparison) -> None:
+    path = source.checkpoint.path
+    if found.unexpected:
+        text = "Some weights of the checkpoint at %s were not used when filling %s, which does not have them: %s"
+        _logger.warning(text, path, name, ", ".join(abridged(found.unexpected)))
+    if found.missing:
+        text = "Some weights of %s are not in the checkpoint at %s and stay as they were: %s"
+        _logger.warning(text, name, path, ", ".join(abridged(found.missing)))
+
+
+def _likely_reason(missing: Sequence[str], unexpected: Sequence[str]) -> str | None:
+    """Return why names differ, as far as the names tell, and what to do."""
+    prefix = _prefix(missing, unexpected)
+    if prefix:
+        return (
+            f"the names differ by the prefix {prefix!r}: one of both is a base model without head. Make the model by "
+            "the class that saved the checkpoint (see architectures in config.json)"
+        )
+    from_pretrained = (
+        "its from_pretrained(folder, device_map=...) converts them while loading, and takes a plan's device_map"
+    )
+    if any(_EXPERT.search(name) for name in missing) != any(_EXPERT.search(name) for name in unexpected):
+        reason = "of checkpoint and model one has experts one by one, the other has them fused, as in transformers 5"
+        return f"{reason}; {from_pretrained}"
+    if missing and unexpected:
+        return (
+            "names were renamed, or tensors fused or split, since the checkpoint was saved, as transformers 5 does for "
+            f"many models; {from_pretrained}"
+        )
+    if missing and all(any(head in name for head in _HEADS) for name in missing):
+        return (
+            "the checkpoint is that of a base model, without this head. Make the model by the class that saved it, or "
+            "give these weights values before it is loaded"
+        )
+    return None
+
+
+def _prefix(missing: Sequence[str], unexpected: Sequence[str]) -> str | None:
+    """Return what is before most of the missing names, and not before the unexpected ones, or the other way round."""
+    return _added(missing, unexpected) or _added(unexpected, missing)
+
+
+def _added(longer: Sequence[str], shorter: Iterable[str]) -> str | None:
+    known = set(shorter)
+    for name in longer:
+        head, _, tail = name.partition(".")
+        prefix = f"{head}."
+        if tail in known:
+            found = sum(each.startswith(prefix) and each[len(prefix) :] in known for each in longer)
+            return prefix if 2 * found > len(known) else None
+    return None

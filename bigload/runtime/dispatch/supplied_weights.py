@@ -1,0 +1,112 @@
+"""Check that every tensor of a model has a value, or a hook that brings it, before the model is dispatched."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import torch
+from torch import nn
+
+from bigload.errors import MissingWeightsError
+from bigload.runtime.device_map.blocks import joined
+from bigload.runtime.hooks.module_tensors import has_offloaded_params
+from bigload.runtime.offload.offload_store import AtHand, source_of
+from bigload.runtime.offload.stored_weights import Place
+
+_META = torch.device("meta")
+
+
+def check_supplied(
+    model: nn.Module, weights: Mapping[str, torch.Tensor], is_brought: Callable[[str], bool] = lambda _: True
+) -> None:
+    """Raise unless `weights` has a value for each tensor of `model` on the meta device, and a hook brings it.
+
+    A value under one name of a tied tensor is enough. Tensors for which a hook of the model cares already are left out.
+
+    Args:
+        model: Before it gets its hooks.
+        weights: Values by name.
+        is_brought: Whether the tensor of a name will have a hook that takes its value from `weights`.
+
+    Raises:
+        MissingWeightsError: a parameter or persistent buffer has no value, or is on the meta device where no hook
+            brings it; or a buffer that no checkpoint holds is on the meta device.
+    """
+    groups = _without_values(model)
+    if not groups:
+        return
+    known = frozenset(weights)
+    lacking = {
+        name: is_saved
+        for places in groups
+        for name, is_saved in places.items()
+        if not (is_saved and is_brought(name) and any(each in known or each in weights for each in places))
+    }
+    if lacking:
+        raise MissingWeightsError(type(model).__name__, tuple(lacking), hint=_hint(all(lacking.values())))
+
+
+def _hint(are_saved: bool) -> str:
+    if are_saved:
+        return (
+            "load the checkpoint into the model first (load_checkpoint_and_dispatch does both), or give values as "
+            "state_dict; weights in an offload_index serve modules on disk"
+        )
+    return (
+        "buffers that no checkpoint holds get their values where the model is made: make it under "
+        "init_empty_weights(include_buffers=False), which leaves buffers in memory"
+    )
+
+
+def _without_values(model: nn.Module) -> list[dict[str, bool]]:
+    """Return the names of each tensor on the meta device that no hook brings yet, with whether checkpoints hold it."""
+    found: dict[int, dict[str, bool]] = {}
+    for prefix, owner in _unhooked("", model):
+        for key, tensor in (*owner._parameters.items(), *owner._buffers.items()):
+            if tensor is not None and tensor.device == _META:
+                is_saved = key not in owner._non_persistent_buffers_set
+                found.setdefault(id(tensor), {})[joined(prefix, key)] = is_saved
+    return list(found.values())
+
+
+def _unhooked(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    if not has_offloaded_params(module):
+        yield name, module
+        for key, child in module.named_children():
+            yield from _unhooked(joined(name, key), child)
+
+
+class WeightsByTiedName(Mapping[str, torch.Tensor]):
+    """Weights under the names that they have, and under names of the model that are tied to these."""
+
+    def __init__(self, weights: Mapping[str, torch.Tensor], stored: Mapping[str, str]) -> None:
+        self.weights = weights
+        self.stored = stored
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return self.weights[self.stored.get(name, name)]
+
+    def source(self, name: str) -> Place | AtHand | None:
+        """Return where the weight `name` is; see `source_of`."""
+        return source_of(self.weights, self.stored.get(name, name))
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.stored or name in self.weights
+
+    def __iter__(self) -> Iterator[str]:
+        yield from self.weights
+        yield from self.stored
+
+    def __len__(self) -> int:
+        return len(self.weights) + len(self.stored)
+
+
+def with_tied_names(weights: Mapping[str, torch.Tensor], tied: Sequence[Sequence[str]]) -> Mapping[str, torch.Tensor]:
+    """Return `weights` with a value for all names of each tied group of which it has one."""
+    known = frozenset(weights) if tied else frozenset()
+    stored: dict[str, str] = {}
+    for group in tied:
+        first = next((name for name in group if name in known), None)
+        if first is not None:
+            stored.update((name, first) for name in group if name not in known)
+    return WeightsByTiedName(weights, stored) if stored else weights

@@ -1,0 +1,1 @@
+"""Hooks around module forwards that bring weights and arguments to a device."""

@@ -1,0 +1,48 @@
+"""Weights that are present for a whole call of a module: before its forward pre-hooks run and until its hooks are done.
+
+torch runs forward pre-hooks before `forward`, where weights are otherwise brought in. Hooks that compute with weights,
+as those of `torch.nn.utils.weight_norm` and `spectral_norm` do, need them earlier.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from functools import partial
+from typing import Any, Protocol, runtime_checkable
+
+from torch import nn
+from torch.nn.modules import module as torch_module
+
+from bigload.runtime.hooks.hooks import hooks_of
+
+
+@runtime_checkable
+class BringsWeights(Protocol):
+    """A hook that brings weights in for a forward."""
+
+    def begin_call(self, module: nn.Module) -> bool:
+        """Bring the weights in; return whether `end_call` has to follow."""
+
+    def end_call(self) -> None:
+        """Send them away."""
+
+
+def bring_before_calls(module: nn.Module) -> None:
+    """Have hooks of `module` that bring weights do so around each call, where it has forward hooks of its own."""
+    module.__dict__["_call_impl"] = partial(_call, module)
+
+
+def _call(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+    call = type(module)._call_impl
+    if not (
+        module._forward_pre_hooks
+        or module._forward_hooks
+        or torch_module._global_forward_pre_hooks
+        or torch_module._global_forward_hooks
+    ):
+        return call(module, *args, **kwargs)  # type: ignore[no-untyped-call]
+    with ExitStack() as ends:
+        for hook in hooks_of(module):
+            if isinstance(hook, BringsWeights) and hook.begin_call(module):
+                ends.callback(hook.end_call)
+        return call(module, *args, **kwargs)  # type: ignore[no-untyped-call]

@@ -1,0 +1,102 @@
+"""The places of modules that hold tensors, and which modules bring those of others along."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from bigload.errors import CompiledModuleError
+from bigload.runtime.device_map.blocks import joined
+
+
+class Slot(NamedTuple):
+    """A place in a module that holds a tensor."""
+
+    name: str
+    module: nn.Module
+    key: str
+    is_buffer: bool
+
+    @property
+    def table(self) -> dict[str, Tensor | None]:
+        return self.module._buffers if self.is_buffer else self.module._parameters  # type: ignore[return-value]
+
+    @property
+    def tensor(self) -> Tensor:
+        tensor = self.table[self.key]
+        assert tensor is not None, "slots are those that hold something"
+        return tensor
+
+    @property
+    def is_persistent(self) -> bool:
+        return self.key not in self.module._non_persistent_buffers_set
+
+
+def shared_tensors(module: nn.Module, recurse: bool, uncalled: bool = False) -> list[list[Slot]]:
+    """Return the tensors of `module`, each as the places that hold it, in their order.
+
+    Those of all modules below come as well with `recurse`, and with `uncalled` those that `uncalled_modules` gives.
+    """
+    found: dict[int, list[Slot]] = {}
+    below = module.named_modules() if recurse else (("", module), *(uncalled_modules(module) if uncalled else ()))
+    for prefix, owner in below:
+        for is_buffer, table in ((False, owner._parameters), (True, owner._buffers)):
+            for key, tensor in table.items():
+                if tensor is not None:
+                    slot = Slot(f"{prefix}.{key}" if prefix else key, owner, key, is_buffer)
+                    found.setdefault(id(tensor), []).append(slot)
+    return list(found.values())
+
+
+def refuse_compiled(model: nn.Module) -> None:
+    """Raise if `model` has tensors in modules that `torch.jit` has compiled: nobody can replace them.
+
+    Raises:
+        CompiledModuleError: it has.
+    """
+    compiled = [
+        name or type(model).__name__
+        for name, module in model.named_modules()
+        if isinstance(module, torch.jit.ScriptModule)
+        and (*module.parameters(recurse=False), *module.buffers(recurse=False))
+    ]
+    if compiled:
+        raise CompiledModuleError(type(model).__name__, compiled)
+
+
+def uncalled_modules(module: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """Yield the modules below that have no forward, such as lists of parameters: who is around them uses their tensors.
+
+    What lies inside of a module that has one is not looked at.
+    """
+    for key, child in module.named_children():
+        if has_no_forward(child):
+            yield joined(name, key), child
+            yield from uncalled_modules(child, joined(name, key))
+
+
+def has_no_forward(module: nn.Module) -> bool:
+    """Return whether `module` cannot be called, as a list of modules cannot; hooks do not count."""
+    own = module.__dict__  # where a hook puts its own
+    forward = own.get("_old_forward") or own.get("forward") or getattr(type(module), "forward", None)
+    return getattr(forward, "__func__", forward) is nn.Module.forward
+
+
+def called_modules(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the modules right below, or below those of them that have no forward, which do."""
+    for key, child in module.named_children():
+        if has_no_forward(child):
+            yield from ((joined(key, name), inner) for name, inner in called_modules(child))
+        else:
+            yield key, child
+
+
+def assign(slots: Iterable[Slot], tensor: Tensor) -> None:
+    """Let all of `slots` hold `tensor`."""
+    for slot in slots:
+        slot.table[slot.key] = tensor
+        if isinstance(slot.module, nn.RNNBase):  # which computes with a list of its own
+            slot.module._flat_weights[slot.module._flat_weights_names.index(slot.key)] = tensor

@@ -1,0 +1,385 @@
+"""Weights in an offload folder, under the names, signatures and semantics of `accelerate.utils.offload` 1.15.
+
+A folder has a `.dat` file per tensor and an `index.json`; `layouts/kinds/offload_folder.py` describes the format, and
+`offload_writer.py` what is written beside it and in which order.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import ChainMap
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Protocol, runtime_checkable
+
+import torch
+
+from bigload.checkpoint.formats.safetensors import read_header
+from bigload.checkpoint.model import TensorInfo
+from bigload.errors import CheckpointNotFoundError, InvalidCheckpointError, NotOffloadableError, Problem, ReadError
+from bigload.layouts.kinds.offload_folder import DAT_INDEX, DAT_SUFFIX
+from bigload.layouts.offload_reader import IndexReading
+from bigload.loading.checks import signature
+from bigload.loading.schedule import Wanted
+from bigload.loading.tensors import check_dtypes, torch_dtype
+from bigload.runtime.device_map.module_sizes import prefixes
+from bigload.runtime.offload.offload_writer import (
+    Entry,
+    OffloadWriter,
+    entry_of,
+    has_memory,
+    index_of,
+    on_cpu,
+    read_dat,
+    write_dat,
+    write_index,
+)
+from bigload.runtime.offload.stored_weights import MappedFiles, Place, Signature
+
+StrPath = str | os.PathLike[str]
+
+
+def offload_weight(
+    weight: torch.Tensor, weight_name: str, offload_folder: StrPath, index: MutableMapping[str, Entry] | None = None
+) -> MutableMapping[str, Entry] | None:
+    """Write `weight` into `offload_folder` as `weight_name`, enter its form in `index` if given, and return that.
+
+    Raises:
+        NotOffloadableError: the tensor has no values or no form that a `.dat` file has, or the name cannot be a file's.
+        WriteError: the system refused to write.
+    """
+    entry = entry_of(weight_name, weight)
+    write_dat(Path(offload_folder), weight_name, [on_cpu(weight)])
+    if index is not None:
+        index[weight_name] = entry
+    return index
+
+
+def load_offloaded_weight(weight_file: StrPath, weight_info: Mapping[str, object]) -> torch.Tensor:
+    """Return the tensor in `weight_file`, whose entry in the index is `weight_info`, in memory of its own.
+
+    Raises:
+        InvalidCheckpointError: no such dtype or shape, or the file has another size.
+        ReadError: the file cannot be read.
+    """
+    return read_dat(Path(weight_file), weight_info)
+
+
+def save_offload_index(index: Mapping[str, Entry] | None, offload_folder: StrPath) -> None:
+    """Add `index` to the `index.json` of `offload_folder`; nothing is done without entries.
+
+    Raises:
+        InvalidCheckpointError: there is one that is none.
+        WriteError: the system refused to write.
+    """
+    if index:
+        folder = Path(offload_folder)
+        write_index(folder, {**index_of(folder), **index})
+
+
+def offload_state_dict(save_dir: StrPath, state_dict: Mapping[str, torch.Tensor]) -> None:
+    """Bring the folder `save_dir` to hold the tensors of `state_dict`; it is made where there is none.
+
+    What it holds already, by name, form and digest, is not written again, and other names in it stay. Tensors that are
+    one in memory are one file with several names. Of a tensor on the meta device nothing is known but its shape: it
+    has to be in the folder.
+
+    Raises:
+        NotOffloadableError: see `offload_weight`; or a tensor on the meta device is not in the folder.
+        WriteError: the system refused to write. The folder then has no index, or the one from before.
+    """
+    offloaded(save_dir, state_dict)
+
+
+def offloaded(
+    save_dir: StrPath, state_dict: Mapping[str, torch.Tensor], in_memory: Mapping[str, torch.Tensor] | None = None
+) -> OffloadedWeightsLoader:
+    """Do what `offload_state_dict` does, and return what gives the weights in the folder and those `in_memory`.
+
+    That is opened before another writer has its turn, so it never gives weights of others.
+    """
+    with OffloadWriter(save_dir) as writer:
+        first: dict[object, str] = {}
+        for name, tensor in state_dict.items():
+            if not isinstance(tensor, torch.Tensor):
+                found = type(tensor).__name__
+                raise NotOffloadableError(f"{name} is no tensor but a {found}", hint="leave it out of the state dict")
+            if tensor.is_meta:
+                writer.keep(name, tensor.shape)
+            elif (same := first.setdefault(_memory(name, tensor), name)) != name and isinstance(state_dict, dict):
+                writer.link(name, same)  # only a dict holds its tensors, so that equal addresses are one memory
+            else:
+                writer.add(name, tensor)
+        writer.finish()
+        return OffloadedWeightsLoader(state_dict=in_memory, save_folder=save_dir)
+
+
+@dataclass(frozen=True, slots=True)
+class AtHand:
+    """A weight in memory: the value that a dict has for it."""
+
+    values: dict[str, torch.Tensor]
+    name: str
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """The value as it is now."""
+        return self.values[self.name]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Its dtype."""
+        return self.tensor.dtype
+
+
+@runtime_checkable
+class KnowsSources(Protocol):
+    """A map of weights that can tell where each is."""
+
+    def source(self, name: str) -> Place | AtHand | None:
+        """Return where the weight `name` is; `None` if it is not there, or who knows where."""
+
+
+def source_of(weights: Mapping[str, torch.Tensor], name: str) -> Place | AtHand | None:
+    """Return where `weights` has the weight `name`; `None` if it has none, or who knows where from."""
+    if isinstance(weights, KnowsSources):
+        return weights.source(name)
+    if isinstance(weights, ChainMap):
+        return next((source_of(each, name) for each in weights.maps if name in each), None)
+    if isinstance(weights, dict) and isinstance(weights.get(name), torch.Tensor):
+        return AtHand(weights, name)
+    return None
+
+
+class PrefixedDataset(Mapping[str, torch.Tensor]):
+    """The part of `dataset` whose keys start with `prefix`, under what follows it.
+
+    Unlike accelerate's, iterating it gives the keys that it takes, and its length is theirs.
+    """
+
+    def __init__(self, dataset: Mapping[str, torch.Tensor], prefix: str) -> None:
+        self.dataset = dataset
+        self.prefix = prefix
+
+    def __getitem__(self, key: str) -> torch.Tensor:
+        return self.dataset[f"{self.prefix}{key}"]
+
+    def source(self, name: str) -> Place | AtHand | None:
+        """Return where the weight `name` is; see `source_of`."""
+        return source_of(self.dataset, f"{self.prefix}{name}")
+
+    def __contains__(self, key: object) -> bool:
+        return isinstance(key, str) and f"{self.prefix}{key}" in self.dataset
+
+    def __iter__(self) -> Iterator[str]:
+        return (key[len(self.prefix) :] for key in self.dataset if key.startswith(self.prefix))
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+
+class LayeredWeights(ChainMap[str, torch.Tensor]):
+    """Weights in memory and weights that are stored, by name; the first map that has a name gives it."""
+
+    @cached_property
+    def index(self) -> Mapping[str, Entry]:
+        """What is stored and where, in the form of an offload folder's index; files by absolute paths."""
+        places = {name: source_of(self, name) for name in self}
+        return {name: _entry(place) for name, place in places.items() if isinstance(place, Place)}
+
+
+def _entry(place: Place) -> Entry:
+    dtype = str(place.dtype).removeprefix("torch.")
+    if place.path.suffix == ".safetensors":
+        return {"safetensors_file": str(place.path.absolute()), "weight_name": place.tensor.name, "dtype": dtype}
+    return {"dtype": dtype, "shape": list(place.tensor.shape)}
+
+
+class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
+    """Weights in memory and on disk, by name; those in memory go first.
+
+    What is on disk is read where it is: see `stored_weights.py` for the tensors that this gives. May be used from
+    several threads at once.
+
+    Args:
+        state_dict: Weights in memory.
+        save_folder: The folder that has a `.dat` file for every entry of the index that names no other file.
+        index: What is on disk; the `index.json` of `save_folder` when left out. An entry is `{"dtype", "shape"}`, or
+            `{"safetensors_file", "weight_name", "dtype"}` where the last two may be missing: the name in that file is
+            then the entry's own, the dtype the stored one. Files that an `index.json` names have to lie in its folder.
+        device: Where weights from safetensors files go, the CPU when left out. All others stay where they are.
+
+    Raises:
+        ValueError: nothing was given.
+        CheckpointNotFoundError: `save_folder` has no `index.json`.
+        InvalidCheckpointError: it is no index. What is wrong with an entry is found when its weight is asked for.
+    """
+
+    def __init__(
+        self,
+        state_dict: Mapping[str, torch.Tensor] | None = None,
+        save_folder: StrPath | None = None,
+        index: Mapping[str, Entry] | None = None,
+        device: int | str | torch.device | None = None,
+    ) -> None:
+        if state_dict is None and save_folder is None and index is None:
+            raise ValueError("Need weights: a `state_dict`, a `save_folder` or an `index` of what is on disk.")
+        self.state_dict = {} if state_dict is None else state_dict
+        self.save_folder = save_folder
+        self._start = _working_folder()  # what relative paths are relative to, wherever the process goes
+        self._may_leave_folder = index is not None
+        if index is None and save_folder is not None:
+            if not os.path.lexists(Path(save_folder) / DAT_INDEX):
+                raise CheckpointNotFoundError(Path(save_folder), f"it has no {DAT_INDEX} of offloaded weights")
+            index = index_of(Path(save_folder))
+        self.index: Mapping[str, Entry] = {} if index is None else index
+        self.all_keys = list(dict.fromkeys([*self.state_dict, *self.index]))
+        self.device = device
+        self._files = MappedFiles()
+        self._signatures = {} if save_folder is None else _signatures(Path(save_folder))
+        self._places: dict[str, tuple[Path, TensorInfo]] = {}
+        self._headers: dict[Path, tuple[Signature, Mapping[str, TensorInfo]]] = {}
+
+    def __getitem__(self, key: str) -> torch.Tensor:
+        """Return the weight `key`.
+
+        Raises:
+            KeyError: there is none.
+            InvalidCheckpointError: its entry in the index and its file do not go together.
+            ReadError: the file cannot be read, or is not the one that was there when the loader was made.
+        """
+        if key in self.state_dict:
+            return self.state_dict[key]
+        entry = self.index[key]
+        if not isinstance(entry, Mapping):
+            raise _bad("index", key, f"a {type(entry).__name__}, expected an object")
+        path, tensor = self._places.get(key) or self._places.setdefault(key, self._place(key, entry))
+        header = self._headers.get(path)
+        if header is None:
+            file = tensor.span.file
+            expected = self._signatures.get(file) or self._signatures.setdefault(file, signature(path))
+            return self._files.tensor(path, tensor, expected=expected)
+        weight = self._files.tensor(path, tensor, expected=header[0])
+        dtype = _dtype_named(entry["dtype"], key) if "dtype" in entry else weight.dtype
+        return weight.to(device="cpu" if self.device is None else self.device, dtype=dtype)
+
+    def source(self, name: str) -> Place | AtHand | None:
+        """Return where the weight `name` is; `None` if it is not there, or who knows where.
+
+        Raises:
+            InvalidCheckpointError: its entry in the index and its file do not go together.
+            ReadError: the file cannot be read.
+        """
+        if name in self.state_dict:
+            return source_of(self.state_dict, name)
+        entry = self.index.get(name)
+        if not isinstance(entry, Mapping):
+            return None
+        path, tensor = self._places.get(name) or self._places.setdefault(name, self._place(name, entry))
+        header = self._headers.get(path)
+        stored = torch_dtype(tensor.dtype)
+        if stored is None:
+            return None
+        if header is None:
+            file = tensor.span.file
+            expected = self._signatures.get(file) or self._signatures.setdefault(file, signature(path))
+            return Place(path=path, tensor=tensor, dtype=stored, files=self._files, expected=expected)
+        dtype = _dtype_named(entry["dtype"], name) if "dtype" in entry else stored
+        return Place(path=path, tensor=tensor, dtype=dtype, files=self._files, expected=header[0])
+
+    def __contains__(self, key: object) -> bool:
+        return key in self.state_dict or key in self.index
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.all_keys)
+
+    def __len__(self) -> int:
+        return len(self.all_keys)
+
+    def _place(self, key: str, entry: Entry) -> tuple[Path, TensorInfo]:
+        """Return which bytes of which file are the weight `key`."""
+        file, name = entry.get("safetensors_file"), str(entry.get("weight_name", key))
+        if file is not None and self._may_leave_folder:
+            return self._place_in(self._start / str(file), name)
+        if self.save_folder is None:
+            raise _bad("index", key, "neither a safetensors_file nor a folder that has its .dat file")
+        folder = self._start / self.save_folder
+        reading = IndexReading(folder)
+        reading.add(key, {said: value for said, value in entry.items() if file is None or said != "dtype"})
+        if reading.problems:
+            raise InvalidCheckpointError(folder, reading.problems)
+        tensor = reading.tensors[key]
+        path = folder / tensor.span.file
+        return (path, tensor) if file is None else self._place_in(path, name)
+
+    def _place_in(self, path: Path, name: str) -> tuple[Path, TensorInfo]:
+        if path not in self._headers:
+            try:
+                found = signature(path)
+                header = read_header(path, file=path.name)
+            except OSError as error:
+                raise ReadError(path, error.strerror or str(error)) from error
+            except ValueError:  # NUL, or half of a surrogate pair
+                raise _bad("index", name, f"{str(path)!r:.200} cannot be the name of a file") from None
+            self._headers[path] = found, {tensor.name: tensor for tensor in header.tensors}
+        tensor = self._headers[path][1].get(name)
+        if tensor is None:
+            raise _bad(path, name, "no such tensor in this file")
+        check_dtypes([Wanted(tensor=tensor, dtype=tensor.dtype)])
+        return path, tensor
+
+
+def extract_submodules_state_dict(
+    state_dict: Mapping[str, torch.Tensor], submodule_names: Iterable[str]
+) -> dict[str, torch.Tensor]:
+    """Return what of `state_dict` belongs to modules in `submodule_names`, or bears such a name; `""` is all of it.
+
+    In the order of the modules. Names that only begin alike are no part of each other: `layers.1` and `layers.10`.
+
+    >>> extract_submodules_state_dict({"a.1.w": 0, "a.10.w": 1, "b": 2}, ["b", "a.1"])
+    {'b': 2, 'a.1.w': 0}
+    """
+    found: dict[str, list[str]] = {name: [] for name in submodule_names}
+    for key in state_dict:
+        for prefix in prefixes(key):
+            if prefix in found:
+                found[prefix].append(key)
+    return {key: state_dict[key] for keys in found.values() for key in keys}
+
+
+def _working_folder() -> Path:
+    try:
+        return Path.cwd()
+    except OSError:  # removed, and nothing is relative to it
+        return Path()
+
+
+def _signatures(folder: Path) -> dict[str, Signature]:
+    """Return the signatures of all `.dat` files in `folder`, so that it is noticed when they become others."""
+    try:
+        with os.scandir(folder) as entries:
+            return {entry.name: signature(Path(entry)) for entry in entries if entry.name.endswith(DAT_SUFFIX)}
+    except OSError:  # what is not there is told when a weight is asked for
+        return {}
+
+
+def _memory(name: str, tensor: torch.Tensor) -> object:
+    """Return what tensors have in common that are one in memory, down to their shape."""
+    if not tensor.numel() or tensor.layout is not torch.strided or not has_memory(tensor):
+        return name
+    flags = tensor.is_conj(), tensor.is_neg()
+    return tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), flags
+
+
+def _dtype_named(name: object, key: str) -> torch.dtype:
+    found = getattr(torch, str(name).removeprefix("torch."), None)
+    if not isinstance(found, torch.dtype):
+        raise _bad("index", key, f"dtype {name!r:.100}, which is none")
+    return found
+
+
+def _bad(source: StrPath, name: str, text: str) -> InvalidCheckpointError:
+    problem = Problem(code="bad-entry", file=DAT_INDEX, text=f"tensor {name!r:.200}: {text}")
+    return InvalidCheckpointError(Path(source), [problem])

@@ -1,0 +1,444 @@
+"""Offload folders as they are written: tensor by tensor, nothing twice, and complete or without an index.
+
+Beside accelerate's files lies `bigload-offload.json`, which accelerate does not look at: the digest of each weight, and
+which file that was known of (inode, size, time of change), in the form of docs/schemas/offload-1.0.json. A file that is
+another one by now is digested again when that matters, so whoever else writes to the folder does no harm.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import json
+import os
+import re
+import shutil
+import uuid
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import torch
+import xxhash
+
+from bigload.dtypes import DType
+from bigload.errors import InvalidCheckpointError, NotOffloadableError, Problem, ReadError, WriteError
+from bigload.layouts.kinds.offload_folder import DAT_INDEX, DAT_SUFFIX
+from bigload.layouts.offload_reader import DAT_DTYPES, BadForm, IndexReading, dat_form, read_dat_index
+from bigload.loading.checks import signature
+from bigload.loading.readers.byte_source import OpenFile, PositionalReader
+from bigload.loading.tensors import torch_dtype
+from bigload.machine.huge_pages import allocate
+from bigload.runtime.offload.stored_weights import Signature
+from bigload.units import MIB
+
+Entry = dict[str, object]
+"""What an `index.json` says of a tensor: its dtype and shape, or the safetensors file that it is in."""
+
+RECORDS_FILE = "bigload-offload.json"
+_SCHEMA = "bigload.offload/1.0"
+_MAX_RECORDS_BYTES = 64 * MIB
+_BLOCK_BYTES = 8 * MIB
+_MAX_NAME_BYTES = 255
+_EMPTY = b"\0"
+"""What accelerate writes for a tensor without elements: nobody can map a file without bytes."""
+
+
+class OffloadWriter:
+    """Writes an offload folder tensor by tensor, as `offload_state_dict` does; the index when the context ends well.
+
+    Writers of one folder, also those of other processes, wait for each other: two models would be mixed in it.
+
+    Args:
+        folder: Made where there is none. What it holds stays, unless it is written again.
+        dtype: What floating-point tensors become on disk.
+
+    Raises:
+        InvalidCheckpointError: the folder has an `index.json` that is none.
+        WriteError: the system refused to write.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str], *, dtype: torch.dtype | None = None) -> None:
+        self._folder = Path(folder)
+        self._dtype = dtype
+        self._index: dict[str, Entry] = {}
+        self._records: dict[str, _Record] = {}
+        self._has_index = self._is_changed = False
+        self._turn = ExitStack()
+
+    def add(self, name: str, tensor: torch.Tensor) -> None:
+        """Have the folder hold `tensor` as `name`. It is written unless it is there.
+
+        Raises:
+            NotOffloadableError: see `offload_weight`.
+            WriteError: the system refused to write.
+        """
+        if self._dtype is not None and tensor.is_floating_point():
+            tensor = tensor.to(self._dtype)
+        entry = entry_of(name, tensor)
+        values = on_cpu(tensor)
+        self._add(name, entry, lambda: [values])
+
+    def add_parts(
+        self, name: str, dtype: torch.dtype, shape: Sequence[int], parts: Callable[[], Iterable[torch.Tensor]]
+    ) -> None:
+        """Have the folder hold as `name` a tensor that is never held as a whole. It is written unless it is there.
+
+        Args:
+            name: Of the weight.
+            dtype: Of all parts.
+            shape: Of the tensor.
+            parts: Gives its rows, some at a time and in order. Called twice if the folder has another tensor of that
+                form, as what is there has to be compared first.
+
+        Raises:
+            NotOffloadableError: see `offload_weight`.
+            WriteError: the system refused to write.
+        """
+        self._add(name, _entry(name, dtype, shape), lambda: map(on_cpu, parts()))
+
+    def _add(self, name: str, entry: Entry, parts: Callable[[], Iterable[torch.Tensor]]) -> None:
+        digest = self._held(name, entry)
+        if digest is None or digest != _digest_of(parts()):
+            self._take_index_away(name)
+            digest = write_dat(self._folder, name, parts())
+        self._note(name, entry, digest)
+
+    def link(self, name: str, stored: str) -> None:
+        """Have the folder hold what was added as `stored` as `name`, too: one file, where the file system has links.
+
+        Raises:
+            NotOffloadableError: `name` cannot be a file's.
+            WriteError: the system refused to write.
+        """
+        _check_name(name)
+        source, target = self._path(stored), self._path(name)
+        if not _is_one_file(source, target):
+            self._take_index_away(name)
+            _link(source, target)
+        self._note(name, dict(self._index[stored]), self._records[stored].digest)
+
+    def keep(self, name: str, shape: Sequence[int]) -> None:
+        """Have the folder hold what it holds as `name`.
+
+        Raises:
+            NotOffloadableError: it holds no such tensor, or one of another shape.
+        """
+        reading = IndexReading(self._folder)
+        if name in self._index:
+            reading.add(name, self._index[name])
+        found = reading.tensors.get(name)
+        if found is None or found.shape != tuple(shape):
+            raise NotOffloadableError(
+                f"tensors on the meta device have no values, and {self._folder} does not have them",
+                tensors=[f"{name} {list(shape)}", *map(str, reading.problems)],
+                hint="name the folder that the weights were offloaded to, or load them first",
+            )
+
+    def finish(self) -> None:
+        """Write what makes the folder complete.
+
+        Raises:
+            WriteError: the system refused to write.
+        """
+        if self._is_changed:
+            _write_records(self._folder, self._records)
+            write_index(self._folder, self._index)
+            self._is_changed, self._has_index = False, True
+
+    def __enter__(self) -> Self:
+        with ExitStack() as stack:
+            stack.enter_context(_only_writer(self._folder))
+            self._index = index_of(self._folder)
+            self._records = _read_records(self._folder)
+            self._has_index = (self._folder / DAT_INDEX).exists()
+            self._is_changed = not self._has_index
+            self._turn = stack.pop_all()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with self._turn:
+            if error is None:
+                self.finish()
+
+    def _path(self, name: str) -> Path:
+        return self._folder / f"{name}{DAT_SUFFIX}"
+
+    def _held(self, name: str, entry: Entry) -> str | None:
+        """Return the digest of what the folder has as `name`; `None` if that is of another form or not there."""
+        path, record = self._path(name), self._records.get(name)
+        if path.is_symlink():
+            return None
+        if record is not None and record.file == signature(path):
+            return record.digest if record.entry == entry else None
+        return _digest_in(path, entry) if self._index.get(name) == entry else None
+
+    def _take_index_away(self, name: str) -> None:
+        """See to it that no index tells of a file that is about to be another one, should the writer die now."""
+        if self._has_index and name in self._index:
+            with suppress(FileNotFoundError):
+                (self._folder / DAT_INDEX).unlink()
+            self._has_index = False
+        self._is_changed = True
+
+    def _note(self, name: str, entry: Entry, digest: str) -> None:
+        record = _Record(entry=entry, digest=digest, file=signature(self._path(name)))
+        self._is_changed |= self._index.get(name) != entry or self._records.get(name) != record
+        self._index[name] = entry
+        self._records[name] = record
+
+
+@contextmanager
+def _only_writer(folder: Path) -> Iterator[None]:
+    """Make `folder` if there is none, and keep other writers waiting, where the file system has locks."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError as error:
+        raise WriteError(folder, error) from error
+    try:
+        with suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def read_dat(path: Path, entry: Mapping[str, object]) -> torch.Tensor:
+    """Return the tensor in the `.dat` file at `path`, which the index gives `entry`, in memory of its own.
+
+    Raises:
+        InvalidCheckpointError: no such dtype or shape, or the file has another size.
+        ReadError: the file cannot be read.
+    """
+    with _open_dat(path, entry) as (file, dtype, shape, num_bytes):
+        kind = torch_dtype(dtype)
+        assert kind is not None, "numpy and torch call it the same"
+        if not num_bytes:
+            return torch.empty(shape, dtype=kind, device="cpu")
+        memory = allocate(num_bytes)
+        file.read_into([memoryview(memory)[:num_bytes]], 0)
+    return torch.frombuffer(memory, dtype=torch.uint8, count=num_bytes).view(kind).view(shape)
+
+
+@contextmanager
+def _open_dat(
+    path: Path, entry: Mapping[str, object]
+) -> Iterator[tuple[PositionalReader, DType, tuple[int, ...], int]]:
+    """Open a `.dat` file; give it, its dtype, its shape, and how many of its bytes are elements."""
+    form = dat_form(entry)
+    if isinstance(form, BadForm):
+        raise InvalidCheckpointError(path, [Problem(code=form.code, file=path.name, text=form.text)])
+    dtype, shape = form
+    num_bytes = prod(shape) * dtype.bits // 8
+    with PositionalReader(path) as file:
+        found = os.fstat(file.descriptor).st_size
+        if found != max(num_bytes, 1) and found != num_bytes:
+            text = f"it has {found} bytes, {dtype.torch_name} {list(shape)!r:.100} has {num_bytes}"
+            raise InvalidCheckpointError(path, [Problem(code="file-size", file=path.name, text=text)])
+        yield file, dtype, shape, num_bytes
+
+
+def entry_of(name: str, tensor: torch.Tensor) -> Entry:
+    """Return what the index says of `tensor`.
+
+    Raises:
+        NotOffloadableError: it has no values or no form that a `.dat` file has, or the name cannot be a file's.
+    """
+    entry = _entry(name, tensor.dtype, tensor.shape)
+    if tensor.is_meta:
+        raise _not_offloadable(name, "it is on the meta device and has no values")
+    if tensor.layout is not torch.strided:
+        layout = str(tensor.layout).removeprefix("torch.")
+        raise _not_offloadable(name, f"accelerate's .dat files cannot hold tensors of the layout {layout}")
+    if tensor.numel() and not has_memory(tensor):
+        raise _not_offloadable(name, f"a {type(tensor).__name__} has no memory of its own that could be written")
+    return entry
+
+
+def _entry(name: str, dtype: torch.dtype, shape: Sequence[int]) -> Entry:
+    _check_name(name)
+    named = str(dtype).removeprefix("torch.")
+    if named not in DAT_DTYPES:
+        raise _not_offloadable(name, f"accelerate's .dat files cannot hold {named}")
+    return {"dtype": named, "shape": list(shape)}
+
+
+def _not_offloadable(name: str, reason: str) -> NotOffloadableError:
+    return NotOffloadableError(reason, tensors=[name], hint="keep it on a device, or save it as safetensors")
+
+
+def has_memory(tensor: torch.Tensor) -> bool:
+    """Return whether the values of `tensor` lie somewhere; wrappers around other tensors have none, nor known zeros."""
+    try:
+        return tensor.data_ptr() != 0
+    except (NotImplementedError, RuntimeError):
+        return False
+
+
+def _check_name(name: str) -> None:
+    is_odd = any(character in "/\\\0" or "\ud800" <= character <= "\udfff" for character in name)
+    if is_odd or len(f"{name}{DAT_SUFFIX}".encode()) > _MAX_NAME_BYTES:
+        raise NotOffloadableError("this cannot be the name of a file", tensors=[f"{name!r:.300}"], hint="rename it")
+
+
+def on_cpu(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the values of `tensor` row by row in the memory of the CPU, in its own where they are that already."""
+    return tensor.detach().to("cpu").resolve_conj().resolve_neg().contiguous()
+
+
+def _bytes_of(values: torch.Tensor) -> memoryview:
+    """Return the bytes of a contiguous tensor of the CPU, good for as long as the caller holds it."""
+    if not values.nbytes:
+        return memoryview(b"")
+    return memoryview((ctypes.c_char * values.nbytes).from_address(values.data_ptr())).cast("B")
+
+
+def write_dat(folder: Path, name: str, parts: Iterable[torch.Tensor]) -> str:
+    """Write what `on_cpu` returned, one after the other, as the `.dat` file of the weight `name`; return the digest.
+
+    Raises:
+        WriteError: the system refused to write; what was there before still is.
+    """
+    digest = xxhash.xxh3_128()
+
+    def content() -> Iterator[memoryview]:
+        num_bytes = 0
+        for values in parts:
+            digest.update(part := _bytes_of(values))
+            num_bytes += len(part)
+            yield part
+        if not num_bytes:
+            yield memoryview(_EMPTY)
+
+    _write(folder / f"{name}{DAT_SUFFIX}", content())
+    return digest.hexdigest()
+
+
+def write_index(folder: Path, index: Mapping[str, Entry]) -> None:
+    """Write `index` as accelerate does.
+
+    Raises:
+        WriteError: the system refused to write; what was there before still is.
+    """
+    _write(folder / DAT_INDEX, [memoryview(json.dumps(index, indent=2).encode())])
+
+
+def _write(path: Path, contents: Iterable[memoryview]) -> None:
+    """Have `path` hold `contents`, one after the other, and until then what it held before."""
+    try:
+        with _staged(path) as staged, staged.open("xb", buffering=0) as file:
+            for content in contents:
+                pending = content
+                while pending:
+                    pending = pending[file.write(pending) :]
+    except OSError as error:
+        raise WriteError(path, error) from error
+
+
+def _link(source: Path, target: Path) -> None:
+    """Have `target` be `source`, or a copy of it where the file system has no links."""
+    try:
+        with _staged(target) as staged:
+            staged.hardlink_to(source)
+    except OSError:
+        try:
+            with _staged(target) as staged:
+                shutil.copyfile(source, staged)
+        except OSError as error:
+            raise WriteError(target, error) from error
+
+
+@contextmanager
+def _staged(path: Path) -> Iterator[Path]:
+    """Give the name of a file that becomes `path` when the context ends well, and is gone when it does not."""
+    staged = path.with_name(f".{uuid.uuid4().hex}.partial")
+    try:
+        yield staged
+        staged.replace(path)
+    finally:
+        staged.unlink(missing_ok=True)
+
+
+def _is_one_file(first: Path, second: Path) -> bool:
+    try:
+        return first.samefile(second)
+    except OSError:
+        return False
+
+
+def _digest_of(parts: Iterable[torch.Tensor]) -> str:
+    digest = xxhash.xxh3_128()
+    for values in parts:
+        digest.update(_bytes_of(values))
+    return digest.hexdigest()
+
+
+def _digest_in(path: Path, entry: Entry) -> str | None:
+    """Return the digest of the values in a `.dat` file; `None` if it is not one of that form."""
+    digest = xxhash.xxh3_128()
+    try:
+        with _open_dat(path, entry) as (file, _, _, num_bytes):
+            block = memoryview(bytearray(min(num_bytes, _BLOCK_BYTES)))
+            for start in range(0, num_bytes, _BLOCK_BYTES):
+                part = block[: num_bytes - start]
+                file.read_into([part], start)
+                digest.update(part)
+    except (InvalidCheckpointError, ReadError):
+        return None
+    return digest.hexdigest()
+
+
+def index_of(folder: Path) -> dict[str, Entry]:
+    """Return the `index.json` of `folder`, whose entries may be anything; nothing if there is none.
+
+    Raises:
+        InvalidCheckpointError: it is no index.
+    """
+    if not os.path.lexists(folder / DAT_INDEX):
+        return {}
+    return read_dat_index(folder)  # type: ignore[return-value]  # entries are looked at when they are used
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Record:
+    """What a weight was when it was written: its form, its digest, and the file that this is known of."""
+
+    entry: Entry
+    digest: str
+    file: Signature
+
+
+def _read_records(folder: Path) -> dict[str, _Record]:
+    """Return what is remembered of the weights; nothing where that cannot be read: it only saves looking at them.
+
+    Clocks of files tick slowly. A file as young as the records may have been written to once more in the same tick, so
+    what they say of it counts for nothing, as in the index of git ("racy git" in its documentation).
+    """
+    try:
+        with OpenFile(folder / RECORDS_FILE) as file:  # which waits for no writer of what is no regular file
+            written = os.fstat(file.descriptor).st_mtime_ns
+            with open(file.descriptor, "rb", closefd=False) as content:
+                document = json.loads(content.read(_MAX_RECORDS_BYTES))
+        weights = document["weights"] if document["schema"] == _SCHEMA else {}
+        return {
+            name: _Record(
+                entry={"dtype": one["dtype"], "shape": one["shape"]}, digest=one["digest"], file=tuple(one["file"])
+            )
+            for name, one in weights.items()
+            if re.fullmatch("[0-9a-f]{32}", one["digest"]) and one["file"][2] < written
+        }
+    except (ReadError, OSError, ValueError, RecursionError, TypeError, LookupError, AttributeError):
+        return {}
+
+
+def _write_records(folder: Path, records: Mapping[str, _Record]) -> None:
+    weights = {name: {**one.entry, "digest": one.digest, "file": one.file} for name, one in records.items()}
+    document = {"schema": _SCHEMA, "digest": "xxh3-128", "weights": weights}
+    _write(folder / RECORDS_FILE, [memoryview(json.dumps(document, indent=1).encode())])

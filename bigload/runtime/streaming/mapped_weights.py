@@ -1,0 +1,120 @@
+"""Weights used where they are: in the pages of their file, or in RAM, by blocks that run on the CPU.
+
+Nothing is copied. To bring weights is to have their pages read into the page cache and entered into the page table of
+this process, ahead of the block that would otherwise stumble over each of them; to drop them is to take them out of the
+table. They stay in the page cache as long as the system likes. Tensors that somebody kept stay good: pages come back.
+"""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from typing import NamedTuple
+
+import torch
+
+from bigload.errors import ReadError
+from bigload.loading.readers.mapped import let_go, make_present_in_parallel
+from bigload.machine.huge_pages import no_memory
+from bigload.machine.page_cache import forget
+from bigload.runtime.offload.offload_store import AtHand
+from bigload.runtime.offload.stored_weights import Place
+from bigload.runtime.streaming.supply import Weight
+
+_NEIGHBOURS_BYTES = 64 * 1024
+"""Tensors that lie as near as this in a file are brought as one: what lies between is padding, or little."""
+
+
+def is_in_place(weight: Weight, device: torch.device) -> bool:
+    """Return whether `weight` can be used on `device` where it is, as it is."""
+    source = weight.source
+    if isinstance(source, Place):
+        return device.type == "cpu" and source.is_as_wanted and source.dtype == weight.placeholder.dtype
+    return source.tensor.device == device and source.dtype == weight.placeholder.dtype
+
+
+class InPlace:
+    """Weights of a block in mapped files, and those that are in RAM already (`Supply`)."""
+
+    def __init__(self, weights: Sequence[Weight]) -> None:
+        self.weights = weights
+        self._tensors = [
+            weight.source.view() if isinstance(weight.source, Place) else weight.source.tensor for weight in weights
+        ]
+        self._at_hand = [
+            (number, weight.source) for number, weight in enumerate(weights) if isinstance(weight.source, AtHand)
+        ]
+        self._files = {weight.source.path: weight.source for weight in weights if isinstance(weight.source, Place)}
+        self._stretches = _merged(weight.source for weight in weights if isinstance(weight.source, Place))
+        self.num_bytes = self.num_page_bytes = sum(stretch.stop - stretch.start for stretch in self._stretches)
+
+    def reserve(self) -> None:
+        """Do nothing: the page cache is the system's."""
+
+    def fetch(self) -> None:
+        """Have all pages present.
+
+        Raises:
+            ReadError: the disk does not give all of it.
+            NotEnoughMemoryError: there is no memory for the page table.
+        """
+        for place, buffer, start, stop in self._stretches:
+            reason = make_present_in_parallel(buffer, start // mmap.PAGESIZE * mmap.PAGESIZE, stop)
+            if reason == errno.ENOMEM:
+                raise no_memory(f"the map of {place.path}", stop - start)
+            if reason:
+                raise ReadError(place.path, f"the disk did not give bytes {start} to {stop} ({os.strerror(reason)})")
+
+    def arrive(self) -> Sequence[torch.Tensor]:
+        """Return the weights: the same tensors each time, as long as the values in memory are the same.
+
+        Raises:
+            ReadError: a file is no longer the one that was opened.
+        """
+        for place in self._files.values():  # also those whose pages stay: they are still the file's
+            place.check()
+        for number, source in self._at_hand:
+            self._tensors[number] = source.tensor
+        return self._tensors
+
+    def depart(self) -> None:
+        """Do nothing: the CPU has computed what it was asked for."""
+
+    def drop(self, *, forget: bool) -> None:
+        """Take the pages out of the page table; with `forget` out of the page cache, too."""
+        for place, buffer, start, stop in self._stretches:
+            let_go(buffer, start, stop)
+            if forget:
+                _forget(place, start, stop)
+
+
+class _Stretch(NamedTuple):
+    """Bytes `start` to `stop` of a mapped file."""
+
+    place: Place
+    buffer: memoryview
+    start: int
+    stop: int
+
+
+def _merged(places: Iterable[Place]) -> list[_Stretch]:
+    """Return the bytes of `places`, by file and offset, neighbours as one."""
+    stretches: list[_Stretch] = []
+    for place in sorted(places, key=lambda place: (place.path, place.tensor.span.start)):
+        span = place.tensor.span
+        if not span.num_bytes:
+            continue
+        last = stretches[-1] if stretches else None
+        if last is not None and last.place.path == place.path and span.start <= last.stop + _NEIGHBOURS_BYTES:
+            stretches[-1] = last._replace(stop=max(last.stop, span.stop))
+        else:
+            stretches.append(_Stretch(place, place.map(), span.start, span.stop))
+    return stretches
+
+
+def _forget(place: Place, start: int, stop: int) -> None:
+    with suppress(OSError):  # gone meanwhile: the next fetch says so
+        forget(place.path, [(start, stop)])

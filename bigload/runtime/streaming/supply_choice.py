@@ -1,0 +1,86 @@
+"""What brings which weights: in place, copied, or moved by torch; and once for all blocks that share them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Container, Iterable, Iterator, Sequence
+
+import torch
+
+from bigload.runtime.offload.stored_weights import MappedFiles
+from bigload.runtime.streaming.device_buffers import DeviceCopies
+from bigload.runtime.streaming.device_copy_stream import Courier
+from bigload.runtime.streaming.host_buffers import HostCopies, Workshop
+from bigload.runtime.streaming.mapped_weights import InPlace, is_in_place
+from bigload.runtime.streaming.shared_supply import Pool, SharedSupply
+from bigload.runtime.streaming.supply import Supply, Weight
+from bigload.runtime.streaming.torch_moves import Moves
+from bigload.runtime.streaming.weight_reads import can_be_read
+
+
+class Carriers:
+    """Makes the supplies of one model's blocks, and keeps what these have in common."""
+
+    def __init__(self) -> None:
+        self._workshop = Workshop()
+        self._couriers: dict[torch.device, Courier] = {}
+        self._files = MappedFiles()  # its own: pages that others have written to are not dropped here
+        self._pools: dict[tuple[int, torch.device], tuple[Weight, Pool]] = {}
+
+    def supplies_for(
+        self, weights: Sequence[Weight], device: torch.device, *, tied: Container[int]
+    ) -> tuple[Supply, ...]:
+        """Return what brings `weights`, all of one block, to `device`; those whose placeholders' ids are `tied` alone.
+
+        Blocks of one device that hold the same placeholder share a copy while they are both there.
+        """
+        if device.type != "cpu":
+            device = torch.empty(0, device=device).device  # "cuda" has no index, its tensors have
+        in_place = [weight.mapped_by(self._files) for weight in weights if is_in_place(weight, device)]
+        copied = [weight for weight in weights if not is_in_place(weight, device)]
+        alone = [weight for weight in copied if id(weight.placeholder) not in tied]
+        supplies: list[Supply] = [InPlace(in_place)] if in_place else []
+        supplies += self._copies(alone, device)
+        shared: dict[int, list[Weight]] = {}
+        for weight in copied:
+            if id(weight.placeholder) in tied:
+                shared.setdefault(id(weight.placeholder), []).append(weight)
+        supplies += [SharedSupply(each, self._pool(each[0], device)) for each in shared.values()]
+        return tuple(supplies)
+
+    def close(self) -> None:
+        """Let go of memory that nobody uses."""
+        for courier in self._couriers.values():
+            courier.close()
+        self._pools.clear()
+        self._workshop.memory.clear()
+        self._files = MappedFiles()
+
+    def _copies(self, weights: Sequence[Weight], device: torch.device) -> Iterator[Supply]:
+        readable = [weight for weight in weights if can_be_read(weight)]
+        others = [weight for weight in weights if not can_be_read(weight)]
+        if device.type == "cpu":
+            if readable:
+                yield HostCopies(readable, self._workshop)
+            if others:
+                yield Moves(others, device, lambda: None)
+            return
+        courier = self._couriers.get(device) or self._couriers.setdefault(device, Courier(device))
+        if readable:
+            yield DeviceCopies(readable, courier)
+        if others:
+            yield Moves(others, device, courier.current_stream)
+
+    def _pool(self, weight: Weight, device: torch.device) -> Pool:
+        key = id(weight.placeholder), device  # good as long as the entry, which holds the placeholder
+        known = self._pools.get(key)
+        if known is None:
+            (supply,) = self._copies([weight], device)
+            known = self._pools[key] = weight, Pool(supply)
+        return known[1]
+
+
+def tied_among(blocks: Iterable[Iterable[Weight]]) -> frozenset[int]:
+    """Return the ids of the placeholders that weights of more than one of `blocks` have."""
+    counts = Counter(key for weights in blocks for key in {id(weight.placeholder) for weight in weights})
+    return frozenset(key for key, count in counts.items() if count > 1)

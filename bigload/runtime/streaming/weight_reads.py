@@ -1,0 +1,218 @@
+"""The reads that bring the bytes of some weights, which are in files or in RAM, to one device, again and again."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from bigload.checkpoint.model import Span, TensorInfo
+from bigload.dtypes import DType
+from bigload.loading.engine import Stager, opened_sources, read
+from bigload.loading.readers.byte_source import NO_RECORDER, ByteSource, PositionalReader
+from bigload.loading.schedule import Wanted, schedule_reads
+from bigload.loading.strategy.read_strategy import usual_threads
+from bigload.loading.strategy.settings import settings
+from bigload.loading.tensors import Memory, as_tensors, dtype_of, torch_dtype, torch_shape
+from bigload.machine.huge_pages import address_of
+from bigload.machine.page_cache import forget
+from bigload.runtime.offload.offload_store import AtHand
+from bigload.runtime.offload.stored_weights import Place
+from bigload.runtime.streaming.supply import Weight
+
+BLOCK_BYTES = 8 * 2**20
+"""The size of a read: a block has few of them, and threads share them."""
+
+
+def can_be_read(weight: Weight) -> bool:
+    """Return whether the bytes of `weight` are all that it takes: it is cast once at most, and plain where it is."""
+    source, held = weight.source, weight.placeholder
+    wanted = dtype_of(held.dtype)
+    if isinstance(source, Place):
+        stored: DType | None = source.tensor.dtype
+        is_plain = source.dtype in (torch_dtype(source.tensor.dtype), held.dtype)
+        shape = torch_shape(source.tensor.dtype, source.tensor.shape)
+    else:
+        stored, is_plain, shape = dtype_of(source.dtype), _is_plain(source.tensor), source.tensor.shape
+    if stored is None or wanted is None or not is_plain or tuple(shape) != tuple(held.shape):
+        return False
+    return stored == wanted or min(stored.bits, wanted.bits) >= 8
+
+
+class Reads:
+    """What to read for some weights, and in what order: found out once, done for each stay.
+
+    Args:
+        weights: Those for which `can_be_read`.
+        place: The device that they go to.
+
+    Attributes:
+        schedule: The memory that a stay takes, and the reads that fill it.
+        num_file_bytes: What is read from files.
+    """
+
+    def __init__(self, weights: Sequence[Weight], place: str) -> None:
+        first: dict[int, int] = {}  # tied weights are one, by what holds them between forwards
+        self._numbers = [first.setdefault(id(weight.placeholder), number) for number, weight in enumerate(weights)]
+        each = [(str(number), weights[number]) for number in first.values()]
+        stored = {name: _stored(name, weight.source) for name, weight in each}
+        self._sources = {stored[name].span.file: weight.source for name, weight in each}
+        self._planned = {info.span.file: info for info in stored.values()}
+        schedule = schedule_reads(
+            (Wanted(tensor=stored[name], dtype=_wanted(stored[name], weight), place=place) for name, weight in each),
+            block_bytes=BLOCK_BYTES,
+        )
+        self._pinned = [schedule.slots[name] for name, weight in each if place != "cpu" and _is_pinned(weight.source)]
+        apart = {slot.wanted.tensor.span.file for slot in self._pinned}
+        self.schedule = replace(schedule, jobs=tuple(job for job in schedule.jobs if job.file not in apart))
+        self._ranges: dict[str, list[tuple[int, int]]] = {}
+        for job in self.schedule.jobs:
+            if isinstance(self._sources[job.file], Place):
+                self._ranges.setdefault(job.file, []).append((job.offset, job.offset + job.num_bytes))
+        self.num_file_bytes = sum(stop - start for ranges in self._ranges.values() for start, stop in ranges)
+        self._seen: dict[str, tuple[torch.Tensor, int]] = {}
+        self._settings = settings()
+        is_cast = place == "cpu" and any(slot.wanted.is_cast for slot in schedule.slots.values())
+        usual = usual_threads(is_cast=is_cast) if self.schedule.num_bytes >= 2 * BLOCK_BYTES else 1
+        self._threads = self._settings.threads or usual
+
+    def tensors(self, memory: Sequence[Memory]) -> list[torch.Tensor]:
+        """Return the weights, in their order, as views into `memory`, of which each schedule's buffer has one."""
+        found = as_tensors(self.schedule, memory)
+        return [found[str(number)] for number in self._numbers]
+
+    def pinned(self) -> Iterator[tuple[torch.Tensor, int, torch.dtype]]:
+        """Yield values that a device may copy from where they are, for which there are no reads.
+
+        With each, the number of the schedule's buffer that it goes to, and its dtype there.
+        """
+        self._note_values()
+        for slot in self._pinned:
+            wanted = torch_dtype(slot.wanted.dtype)
+            assert wanted is not None, "can_be_read() comes first"
+            yield self._value(slot.wanted.tensor.span.file), slot.buffer, wanted
+
+    def carry_out(self, memory: Sequence[Memory], stagers: Mapping[str, Stager]) -> None:
+        """Fill `memory`, as `loading.engine.read` does.
+
+        Raises:
+            ReadError: a file does not give its bytes, or is no longer the one that was opened.
+        """
+        self._note_values()
+        self._check_files()
+        files = sorted({job.file for job in self.schedule.jobs})
+        with opened_sources(files, self._open) as sources:
+            read(
+                self.schedule,
+                memory,
+                sources,
+                stagers,
+                threads=self._threads,
+                max_inflight_bytes=self._settings.max_inflight_bytes,
+                recorder=NO_RECORDER,
+            )
+        self._check_files()
+
+    def is_stale(self) -> bool:
+        """Return whether a value in RAM is another one now, or was written to, since it was read."""
+        return any(
+            (now := source.tensor) is not self._seen[file][0] or _version(now) != self._seen[file][1]
+            for file, source in self._sources.items()
+            if isinstance(source, AtHand) and file in self._seen
+        )
+
+    def forget(self) -> None:
+        """Drop what the page cache has of the files."""
+        for file, ranges in self._ranges.items():
+            source = self._sources[file]
+            if isinstance(source, Place):
+                with suppress(OSError):  # gone meanwhile: the next read says so
+                    forget(source.path, ranges)
+
+    def _note_values(self) -> None:
+        for file, source in self._sources.items():
+            if isinstance(source, AtHand):
+                value = source.tensor
+                self._seen[file] = (value, _version(value))
+
+    def _value(self, file: str) -> torch.Tensor:
+        """Return a value in RAM in the form that it had when the reads were planned."""
+        value, planned = self._seen[file][0].detach(), self._planned[file]
+        if tuple(value.shape) != planned.shape:
+            raise ValueError(f"a weight in RAM of shape {planned.shape} has become one of {tuple(value.shape)}")
+        return value.to(device="cpu", dtype=torch_dtype(planned.dtype)).contiguous()
+
+    def _check_files(self) -> None:
+        for file in self._ranges:
+            source = self._sources[file]
+            assert isinstance(source, Place), "only files have ranges"
+            source.check()
+
+    def _open(self, file: str) -> ByteSource:
+        source = self._sources[file]
+        if isinstance(source, AtHand):
+            return TensorSource(self._value(file))
+        reader = PositionalReader(source.path)
+        reader.expect(self._ranges[file])
+        return reader
+
+
+class TensorSource:
+    """A contiguous tensor of the CPU, read as if it were a file (`ByteSource`)."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor = tensor
+
+    def read_into(self, buffers: Sequence[memoryview], offset: int) -> None:
+        """Fill all of `buffers`. By memmove, which lets other threads of Python run meanwhile."""
+        num_bytes = sum(buffer.nbytes for buffer in buffers)
+        if offset + num_bytes > self._tensor.nbytes:
+            raise ValueError(f"bytes {offset} to {offset + num_bytes} of a tensor of {self._tensor.nbytes}")
+        address = self._tensor.data_ptr() + offset
+        for buffer in buffers:
+            if buffer.nbytes:
+                ctypes.memmove(address_of(buffer), address, buffer.nbytes)
+                address += buffer.nbytes
+
+    def close(self) -> None:
+        """Do nothing: the tensor goes with its last user."""
+
+
+def _stored(name: str, source: Place | AtHand) -> TensorInfo:
+    """Return the form of a weight where it is, under a name of its own and that of a file as this machine has it."""
+    if isinstance(source, Place):
+        span = source.tensor.span
+        return replace(source.tensor, name=name, span=Span(str(source.path), span.start, span.stop))
+    value, dtype = source.tensor, dtype_of(source.dtype)
+    assert dtype is not None, "can_be_read() comes first"
+    return TensorInfo(name, dtype, tuple(value.shape), Span(f"{name} in RAM", 0, value.nbytes))
+
+
+def _wanted(stored: TensorInfo, weight: Weight) -> DType:
+    held = weight.placeholder.dtype
+    wanted = stored.dtype if torch_dtype(stored.dtype) == held else dtype_of(held)
+    assert wanted is not None, "can_be_read() comes first"
+    return wanted
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Return whether `tensor` is its elements and nothing else."""
+    is_dense = tensor.layout is torch.strided and not tensor.is_quantized and not tensor.is_meta
+    return type(tensor) in (torch.Tensor, nn.Parameter) and is_dense and not tensor.is_conj() and not tensor.is_neg()
+
+
+def _is_pinned(source: Place | AtHand) -> bool:
+    if isinstance(source, Place) or source.tensor.device.type != "cpu" or not source.tensor.is_contiguous():
+        return False
+    try:
+        return source.tensor.is_pinned()
+    except RuntimeError:  # nothing here pins
+        return False
+
+
+def _version(tensor: torch.Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version

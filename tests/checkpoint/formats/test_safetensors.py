@@ -1,0 +1,448 @@
+import hashlib
+import json
+import os
+import tempfile
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from bigload.bounded_json import MAX_VALUES, check_values
+from bigload.checkpoint.formats.safetensors import MAX_HEADER_BYTES, encode_header, read_header
+from bigload.dtypes import DTYPES
+from bigload.errors import InvalidCheckpointError
+from builders import DTYPE_BITS, data_for, header_of, num_bytes_of, write_raw, write_shard
+
+A_FLOAT = {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}
+FOUR = b"abcd"
+
+
+def problems(path):
+    with pytest.raises(InvalidCheckpointError) as caught:
+        read_header(path, file=path.name)
+    return caught.value.problems
+
+
+def codes(path):
+    return [problem.code for problem in problems(path)]
+
+
+def spoilt(path, **changes):
+    """Write one F32 tensor whose entry has `changes`."""
+    return write_raw(path, {"a": {**A_FLOAT, **changes}}, FOUR)
+
+
+@pytest.fixture
+def file(tmp_path):
+    return tmp_path / "a.safetensors"
+
+
+def test_the_builders_know_the_dtypes_that_bigload_knows():
+    assert {name: dtype.bits for name, dtype in DTYPES.items()} == DTYPE_BITS
+
+
+@pytest.mark.parametrize("dtype", DTYPE_BITS)
+def test_every_dtype_is_read_with_its_name_shape_and_bytes(file, dtype):
+    write_shard(file, {"a": (dtype, [4, 2]), "b": (dtype, [4])})
+    first, second = read_header(file, file="a").tensors
+    assert (first.name, first.dtype.name, first.shape) == ("a", dtype, (4, 2))
+    assert (first.num_bytes, second.num_bytes) == (DTYPE_BITS[dtype], DTYPE_BITS[dtype] // 2)
+
+
+@pytest.mark.parametrize("dtype", DTYPE_BITS)
+def test_every_dtype_round_trips_through_a_file(file, dtype):
+    forms = {"x.weight": (dtype, (2, 4)), "y.weight": (dtype, (8,))}
+    listed = [(name, DTYPES[dtype], shape, num_bytes_of(dtype, shape)) for name, (_, shape) in forms.items()]
+    data = b"".join(data_for(name, num_bytes_of(*form), dtype=dtype) for name, form in forms.items())
+    file.write_bytes(encode_header(listed, metadata={"format": "pt"}) + data)
+    header = read_header(file, file="a")
+    assert {tensor.name: (tensor.dtype.name, tensor.shape) for tensor in header.tensors} == forms
+    raw = file.read_bytes()
+    for tensor in header.tensors:
+        assert raw[tensor.span.start : tensor.span.stop] == data_for(tensor.name, tensor.num_bytes, dtype=dtype)
+
+
+def test_spans_count_from_the_start_of_the_file(file):
+    write_shard(file, {"a": ("U8", [3]), "b": ("U8", [5])})
+    raw = file.read_bytes()
+    spans = {tensor.name: raw[tensor.span.start : tensor.span.stop] for tensor in read_header(file, file="a").tensors}
+    assert spans == {"a": data_for("a", 3), "b": data_for("b", 5)}
+
+
+def test_tensors_come_in_the_order_of_the_file_not_of_the_header(file):
+    header = header_of({"a": ("U8", [2]), "b": ("U8", [2])})
+    write_raw(file, dict(reversed(header.items())), FOUR)
+    assert [tensor.name for tensor in read_header(file, file="a").tensors] == ["a", "b"]
+
+
+def test_the_digest_is_of_length_field_and_header(file):
+    write_shard(file, {"a": ("U8", [3])})
+    shard = read_header(file, file="a").shard
+    raw = file.read_bytes()
+    assert shard.header_sha256 == hashlib.sha256(raw[:-3]).hexdigest()
+    assert (shard.header_bytes, shard.num_bytes) == (len(raw) - 3, len(raw))
+
+
+def test_metadata_is_kept(file):
+    write_shard(file, {"a": ("U8", [3])}, metadata={"format": "pt", "é": "ü"})
+    assert read_header(file, file="a").shard.metadata == {"format": "pt", "é": "ü"}
+
+
+def test_metadata_null_is_no_metadata(file):
+    write_raw(file, {"__metadata__": None, "a": A_FLOAT}, FOUR)
+    assert read_header(file, file="a").shard.metadata == {}
+
+
+def test_a_scalar_holds_one_element(file):
+    write_shard(file, {"a": ("F32", [])})
+    assert read_header(file, file="a").tensors[0].num_elements == 1
+
+
+def test_an_empty_tensor_holds_no_bytes(file):
+    write_shard(file, {"a": ("F32", [0, 7]), "b": ("U8", [2]), "c": ("F64", [3, 0])})
+    assert [tensor.num_bytes for tensor in read_header(file, file="a").tensors] == [0, 2, 0]
+
+
+def test_a_file_without_tensors_is_valid(file):
+    assert read_header(write_raw(file, "{}"), file="a").tensors == ()
+
+
+def test_blanks_after_the_header_are_padding(file):
+    write_raw(file, json.dumps({"a": A_FLOAT}) + " " * 31, FOUR)
+    assert len(read_header(file, file="a").tensors) == 1
+
+
+def test_unknown_keys_of_an_entry_are_ignored(file):
+    assert read_header(spoilt(file, comment={"deep": [1, 2.5, None]}), file="a").tensors[0].shape == (1,)
+
+
+@pytest.mark.parametrize("name", ["", "é", "a b", "a\u2028b", "\0", "😀", ".", "a/b", "../a"])
+def test_any_text_is_a_tensor_name(file, name):
+    write_shard(file, {name: ("U8", [1])})
+    assert read_header(file, file="a").tensors[0].name == name
+
+
+def test_an_empty_file_is_refused(file):
+    file.touch()
+    assert codes(file) == ["file-empty"]
+
+
+@pytest.mark.parametrize("length", [1, 3, 7])
+def test_a_file_shorter_than_the_length_field_is_refused(file, length):
+    file.write_bytes(b"\1" * length)
+    assert codes(file) == ["file-truncated"]
+
+
+def test_a_file_cut_off_in_its_header_is_refused(file):
+    write_shard(file, {"a": ("F32", [100])})
+    os.truncate(file, 20)
+    assert codes(file) == ["file-truncated"]
+
+
+@pytest.mark.parametrize("missing", [1, 399, 400])
+def test_a_file_cut_off_in_its_data_is_refused(file, missing):
+    write_shard(file, {"a": ("F32", [100])})
+    os.truncate(file, file.stat().st_size - missing)
+    assert codes(file) == ["file-truncated"]
+
+
+@pytest.mark.parametrize("length", [MAX_HEADER_BYTES + 1, 2**63, 2**64 - 1])
+def test_a_header_past_the_cap_is_refused_before_it_is_read(file, length):
+    assert codes(write_raw(file, b"{}", length=length)) == ["header-too-large"]
+
+
+def test_a_header_length_past_the_end_of_the_file_is_refused(file):
+    assert codes(write_raw(file, b"{}", length=MAX_HEADER_BYTES)) == ["file-truncated"]
+
+
+def test_a_header_length_that_ends_early_is_refused(file):
+    assert codes(write_raw(file, json.dumps({"a": A_FLOAT}), FOUR, length=20)) == ["header-not-json"]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        b"",
+        b"null",
+        b"[]",
+        b"1",
+        b'"a"',
+        b"{",
+        b"{]",
+        b"{'a': 1}",
+        b'{"a":1,}',
+        b"{}{}",
+        b"{}\0",
+        b"{} x",
+        b'{"a": "\xff"}',
+        b'{"a": "\x01"}',
+        b" {}",
+        b"\n{}",
+        b"\xef\xbb\xbf{}",
+        b"PK\3\4",
+    ],
+)
+def test_a_header_that_is_no_json_object_is_refused(file, text):
+    assert codes(write_raw(file, text)) == ["header-not-json"]
+
+
+@pytest.mark.parametrize("constant", ["NaN", "Infinity", "-Infinity"])
+def test_a_constant_that_only_python_reads_is_refused(file, constant):
+    text = json.dumps({"a": A_FLOAT}).replace("[1]", f"[{constant}]")
+    assert codes(write_raw(file, text, FOUR)) == ["header-not-json"]
+
+
+def test_a_header_nested_thousands_deep_is_refused(file):
+    assert codes(write_raw(file, '{"a":' + "[" * 100_000 + "]" * 100_000 + "}")) == ["header-not-json"]
+
+
+@pytest.mark.parametrize("number", ["9" * 5000, "-" + "9" * 5000])
+def test_a_number_of_thousands_of_digits_is_refused(file, number):
+    text = json.dumps({"a": A_FLOAT}).replace("[1]", f"[{number}]")
+    assert codes(write_raw(file, text, FOUR)) == ["header-not-json"]
+
+
+@pytest.mark.parametrize("name", ["\\ud800", "\\udc80", "a\\ude00\\ud83d"])
+def test_a_name_that_is_no_unicode_text_is_refused(file, name):
+    assert codes(write_raw(file, json.dumps({"NAME": A_FLOAT}).replace("NAME", name), FOUR)) == ["header-not-json"]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"a":ENTRY,"a":ENTRY}',
+        '{"__metadata__":{"k":"v","k":"w"},"a":ENTRY}',
+        '{"__metadata__":{},"__metadata__":{},"a":ENTRY}',
+        '{"a":{"dtype":"F32","dtype":"F32","shape":[1],"data_offsets":[0,4]}}',
+        '{"a":{"dtype":"F32","shape":[1],"shape":[1],"data_offsets":[0,4]}}',
+        '{"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4],"data_offsets":[0,4]}}',
+    ],
+)
+def test_a_key_that_occurs_twice_is_refused(file, text):
+    assert codes(write_raw(file, text.replace("ENTRY", json.dumps(A_FLOAT)), FOUR)) == ["duplicate-key"]
+
+
+@pytest.mark.parametrize("metadata", [[], "text", 1, True, {"a": 1}, {"a": None}, {"a": {"b": "c"}}, {"a": ["b"]}])
+def test_metadata_other_than_text_to_text_is_refused(file, metadata):
+    assert codes(write_raw(file, {"__metadata__": metadata, "a": A_FLOAT}, FOUR)) == ["bad-metadata"]
+
+
+@pytest.mark.parametrize("entry", [None, 1, "F32", [], {}, ["F32", [1], [0, 4]]])
+def test_an_entry_that_is_no_object_with_the_three_keys_is_refused(file, entry):
+    assert codes(write_raw(file, {"a": entry}, FOUR)) == ["bad-entry"]
+
+
+@pytest.mark.parametrize("key", A_FLOAT)
+def test_an_entry_without_one_of_its_keys_is_refused(file, key):
+    entry = {name: value for name, value in A_FLOAT.items() if name != key}
+    assert codes(write_raw(file, {"a": entry}, FOUR)) == ["bad-entry"]
+
+
+@pytest.mark.parametrize("dtype", ["F33", "f32", "float32", "", "\ud800", 17, None, True, ["F32"], {"F32": None}])
+def test_an_unknown_dtype_is_refused(file, dtype):
+    assert set(codes(spoilt(file, dtype=dtype))) <= {"unknown-dtype", "header-not-json"}
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [None, 1, "1", {}, [-1], [1.0], [True], ["1"], [None], [[1]], [2**64], [2**63, 2], [2**63, 2**63, 0], [-1, -1]],
+)
+def test_a_shape_other_than_whole_numbers_within_64_bits_is_refused(file, shape):
+    assert codes(spoilt(file, shape=shape)) == ["bad-shape"]
+
+
+@pytest.mark.parametrize(
+    "offsets",
+    [None, 4, "04", {}, [], [4], [0, 4, 8], [4, 0], [-4, 0], [0.0, 4.0], [False, 4], [0, None], ["0", "4"], [0, 2**64]],
+)
+def test_offsets_other_than_begin_and_end_are_refused(file, offsets):
+    assert codes(spoilt(file, data_offsets=offsets)) == ["bad-offsets"]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "shape"), [("F32", [2]), ("F32", [0]), ("F16", [1]), ("F4", [7]), ("F6_E2M3", [5]), ("F32", [2**62])]
+)
+def test_a_shape_that_takes_other_bytes_than_the_offsets_give_is_refused(file, dtype, shape):
+    assert codes(spoilt(file, dtype=dtype, shape=shape)) == ["size-mismatch"]
+
+
+def test_the_largest_shape_with_a_zero_holds_no_bytes(file):
+    write_raw(file, {"a": {"dtype": "F64", "shape": [2**64 - 1, 0], "data_offsets": [0, 0]}})
+    assert read_header(file, file="a").tensors[0].num_bytes == 0
+
+
+def two_bytes(start):
+    return {"dtype": "U8", "shape": [2], "data_offsets": [start, start + 2]}
+
+
+def test_a_hole_before_the_first_tensor_is_refused(file):
+    assert codes(write_raw(file, {"a": two_bytes(1)}, b"123")) == ["hole"]
+
+
+def test_a_hole_between_tensors_is_refused(file):
+    assert codes(write_raw(file, {"a": two_bytes(0), "b": two_bytes(3)}, b"12345")) == ["hole"]
+
+
+def test_an_overlap_is_refused(file):
+    assert codes(write_raw(file, {"a": two_bytes(0), "b": two_bytes(1)}, b"123")) == ["overlap"]
+
+
+def test_two_tensors_in_one_place_are_refused(file):
+    assert codes(write_raw(file, {"a": two_bytes(0), "b": two_bytes(0)}, b"12")) == ["overlap"]
+
+
+def test_a_tensor_inside_another_is_refused_once(file):
+    header = {"a": {"dtype": "U8", "shape": [6], "data_offsets": [0, 6]}, "b": two_bytes(2), "c": two_bytes(6)}
+    assert codes(write_raw(file, header, b"12345678")) == ["overlap"]
+
+
+def test_an_empty_tensor_inside_another_is_refused(file):
+    header = {"a": two_bytes(0), "b": {"dtype": "U8", "shape": [0], "data_offsets": [1, 1]}}
+    assert codes(write_raw(file, header, b"12")) == ["overlap"]
+
+
+@pytest.mark.parametrize("more", [1, 4096])
+def test_bytes_after_the_last_tensor_are_refused(file, more):
+    assert codes(write_raw(file, {"a": A_FLOAT}, FOUR + b"\0" * more)) == ["trailing-bytes"]
+
+
+def test_bytes_after_a_header_without_tensors_are_refused(file):
+    assert codes(write_raw(file, "{}", b"1")) == ["trailing-bytes"]
+
+
+def test_every_broken_entry_is_reported(file):
+    header = {"a": {**A_FLOAT, "dtype": "F33"}, "b": {**A_FLOAT, "shape": [-1]}, "c": None}
+    found = problems(write_raw(file, header, FOUR))
+    assert [problem.code for problem in found] == ["unknown-dtype", "bad-shape", "bad-entry"]
+    assert ["'a'" in found[0].text, "'b'" in found[1].text, "'c'" in found[2].text] == [True] * 3
+
+
+def test_holes_and_missing_bytes_are_reported_together(file):
+    header = {"a": two_bytes(0), "b": two_bytes(3)}
+    assert codes(write_raw(file, header, b"123")) == ["hole", "file-truncated"]
+
+
+def test_a_problem_names_the_file_as_the_checkpoint_calls_it(file):
+    file.touch()
+    with pytest.raises(InvalidCheckpointError) as caught:
+        read_header(file, file="shards/first")
+    assert caught.value.problems[0].file == "shards/first"
+
+
+def test_a_long_shape_is_not_printed_in_full(file):
+    assert len(problems(spoilt(file, shape=[1] * 10_000 + [-1]))[0].text) < 300
+
+
+def test_a_fifo_is_refused_without_waiting_for_a_writer(file):
+    os.mkfifo(file)
+    assert codes(file) == ["not-a-file"]
+
+
+def test_a_folder_in_place_of_a_file_is_refused(file):
+    file.mkdir()
+    assert codes(file) == ["not-a-file"]
+
+
+def test_a_missing_file_is_an_os_error(file):
+    with pytest.raises(FileNotFoundError):
+        read_header(file, file="a")
+
+
+@contextmanager
+def no_longer_root():
+    """Give up root's right to read everything, for as long as the block runs."""
+    nobody, root = 65534, os.geteuid()
+    if root != 0:
+        yield
+        return
+    try:
+        os.seteuid(nobody)
+    except OSError as error:
+        pytest.skip(f"cannot act as another user: {error}")
+    try:
+        yield
+    finally:
+        os.seteuid(root)
+
+
+def test_a_file_without_permission_is_an_os_error():
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder).chmod(0o755)
+        file = write_shard(Path(folder, "a.safetensors"), {"a": ("U8", [1])})
+        file.chmod(0)
+        with no_longer_root(), pytest.raises(PermissionError):
+            read_header(file, file="a")
+
+
+def test_the_data_of_a_written_file_begins_at_a_multiple_of_the_alignment():
+    for length in range(1, 70):
+        header = encode_header([("x" * length, DTYPES["F32"], (1,), 4)], metadata={})
+        assert len(header) % 64 == 0
+
+
+def test_an_alignment_may_be_asked_for():
+    assert len(encode_header([("a", DTYPES["F32"], (1,), 4)], metadata={}, alignment=4096)) == 4096
+
+
+def test_a_header_is_the_same_for_any_order_of_metadata():
+    tensors = [("a", DTYPES["F32"], (1,), 4)]
+    one, other = {"a": "1", "b": "2"}, {"b": "2", "a": "1"}
+    assert encode_header(tensors, metadata=one) == encode_header(tensors, metadata=other)
+
+
+def test_a_written_header_lists_tensors_in_the_order_given():
+    tensors = [("b", DTYPES["U8"], (1,), 1), ("a", DTYPES["U8"], (2,), 2)]
+    header = json.loads(encode_header(tensors, metadata={})[8:])
+    assert list(header) == ["b", "a"]
+    assert header["a"]["data_offsets"] == [1, 3]
+
+
+def test_every_key_that_occurs_twice_is_named_however_many_there_are(tmp_path):
+    entry = '{"dtype":"U8","shape":[0],"data_offsets":[0,0]}'
+    names = [f"t{number}" for number in range(20_000)]
+    header = "{" + ",".join(f'"{name}":{entry}' for name in [*names, "t7", "t9"]) + "}"
+    write_raw(tmp_path / "model.safetensors", header.encode(), b"")
+    with pytest.raises(InvalidCheckpointError) as caught:
+        read_header(tmp_path / "model.safetensors", file="model.safetensors")
+    assert [problem.text for problem in caught.value.problems] == ["key 't7' occurs 2 times", "key 't9' occurs 2 times"]
+
+
+@pytest.mark.parametrize("bomb", ["[],", "{},", "1,", '"",'])
+def test_a_header_of_too_many_values_is_refused_before_it_is_parsed(file, monkeypatch, bomb):
+    text = '{"a":{"x":[' + bomb * (MAX_VALUES + 1) + "0]}}"
+    monkeypatch.setattr("bigload.checkpoint.formats.safetensors.json.loads", None)
+    assert codes(write_raw(file, text)) == ["header-not-json"]
+
+
+def test_a_header_of_100_000_tensors_is_far_from_the_bound(file):
+    names = [f"model.layers.{number}.mlp.experts.gate_proj.weight" for number in range(100_000)]
+    header = header_of({name: ("BF16", [4, 7, 2]) for name in names})
+    text = json.dumps(header)
+    assert 4 * (text.count("[") + text.count("{") + text.count(",")) < MAX_VALUES
+    check_values(text)
+
+
+def test_of_very_many_problems_the_first_are_listed(file):
+    entry = {"dtype": "F32", "shape": [1], "data_offsets": [0, 3]}
+    found = codes(write_raw(file, dict.fromkeys(map(str, range(5000)), entry)))
+    assert found == ["size-mismatch"] * 1000 + ["more-problems"]
+    long = codes_and_text(write_raw(file, {"n" * 10**6: entry}))
+    assert len(long) < 1000
+
+
+def codes_and_text(path):
+    with pytest.raises(InvalidCheckpointError) as caught:
+        read_header(path, file="a")
+    return str(caught.value)
+
+
+def test_what_a_terminal_would_obey_is_escaped_in_the_text_of_errors(tmp_path):
+    folder = tmp_path / "a\x1b[2Jb"
+    folder.mkdir()
+    path = write_raw(folder / "c\x1b]0;d.safetensors", {"e\x1b[31m\nhint: run": {"dtype": "F32"}})
+    with pytest.raises(InvalidCheckpointError) as caught:
+        read_header(path, file=path.name)
+    text = str(caught.value)
+    assert "\x1b" not in text
+    assert "\nhint" not in text
+    assert "c\\x1b]0;d.safetensors" in text

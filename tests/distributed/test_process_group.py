@@ -1,0 +1,256 @@
+"""Processes that work together: what each says all hear, and no failure leaves another waiting."""
+
+import json
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import pytest
+
+import bigload
+from bigload.distributed.process_group import Alone, launched_team, present_team, to_json, together
+from bigload.distributed.torch_process_group import _from_json
+from bigload.errors import RankError, ReadError
+from thread_teams import outcomes
+
+SCENES = """
+import json, os, signal, sys, threading
+import torch.distributed as dist
+from bigload.errors import RankError
+from bigload.distributed.process_group import LISTENER, launched_team, present_team, together
+from bigload.distributed.torch_process_group import TorchTeam
+
+class Loaded:
+    def __reduce__(self):
+        return os._exit, (99,)  # what unpickling would run, in all others
+
+said = {}
+with launched_team() as team:
+    rank = team.rank
+    said["shared"] = team.share({"rank": rank, "padding": "x" * 100_000 * rank})[1]["rank"]
+    said["none"] = team.share(None)
+    try:
+        team.share(Loaded())
+    except TypeError:
+        said["refused"] = True
+    try:
+        together(team, lambda: 1 // (1 - rank))
+    except RankError as error:
+        said["error"] = [error.rank, error.reason]
+    except ZeroDivisionError:
+        said["error"] = "mine"
+    said["after"] = team.share(rank)
+said["ours is gone"] = not dist.is_initialized()
+
+store = dist.TCPStore("127.0.0.1", int(sys.argv[1]), 2, rank == 0)
+dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+with present_team() as team:
+    said["present"] = [type(team) is TorchTeam, team.share(rank)]
+everybody = [None, None]
+dist.all_gather_object(everybody, rank)
+said["theirs works"] = everybody
+
+def interrupt():  # what a Ctrl-C does to who waits for an answer
+    signal.signal(signal.SIGALRM, signal.default_int_handler)
+    signal.setitimer(signal.ITIMER_REAL, 0.2)
+
+try:
+    with present_team() as team:
+        if rank == 0:
+            interrupt()
+        else:
+            store.wait(["interrupted"])
+        team.share(rank)
+except KeyboardInterrupt:
+    store.set("interrupted", "yes")
+    said["interrupted"] = True
+except RankError as error:
+    said["interrupted"] = error.rank == 0
+said["threads"] = [thread.name for thread in threading.enumerate() if thread.name.startswith(LISTENER)]
+with present_team() as team:
+    said["again"] = team.share(rank)
+
+with present_team() as team:
+    if rank == 1:
+        print(json.dumps(said), flush=True)
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        team.share(rank)
+    except RankError as error:
+        said["gone"] = (error.rank, error.reason)
+print(json.dumps(said), flush=True)
+"""
+
+INTERRUPTED = """
+import sys
+from bigload.distributed.process_group import launched_team
+
+with launched_team() as team:
+    team.share(None)
+    print("waiting", flush=True)
+    if team.rank == 0:
+        sys.stdin.readline()  # busy with its share
+        sys.exit()
+    try:
+        team.share(None)
+    except KeyboardInterrupt:
+        sys.exit(130)
+"""
+
+
+def free_port():
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        return server.getsockname()[1]
+
+
+@contextmanager
+def started(program, size, *arguments):
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join((str(Path(bigload.__file__).parents[1]), os.environ.get("PYTHONPATH", ""))),
+        "WORLD_SIZE": str(size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+    }
+    command = [sys.executable, "-c", program, *map(str, arguments)]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with ExitStack() as opened:
+        processes = []
+        for rank in range(size):
+            process = subprocess.Popen(command, env={**environment, "RANK": str(rank)}, **pipes)
+            processes.append(opened.enter_context(process))
+            opened.callback(process.kill)
+        yield processes
+
+
+@pytest.fixture
+def no_launcher(monkeypatch):
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def test_without_a_launcher_one_works_alone(no_launcher):
+    with launched_team() as team:
+        assert (team.rank, team.size, team.share("x")) == (0, 1, ["x"])
+
+
+@pytest.mark.parametrize("environment", [{"WORLD_SIZE": "1", "RANK": "0"}, {"WORLD_SIZE": "4"}])
+def test_one_rank_and_a_size_without_a_rank_are_alone(no_launcher, monkeypatch, environment):
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    with launched_team() as team:
+        assert isinstance(team, Alone)
+
+
+def test_a_launcher_that_says_nonsense_is_named(no_launcher, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    with pytest.raises(RankError, match=r"cannot join the 2 of this job: .*MASTER_ADDR") as caught, launched_team():
+        pass
+    assert "torchrun" in caught.value.hint
+
+
+def test_without_a_process_group_a_library_call_is_alone():
+    with present_team() as team:
+        assert isinstance(team, Alone)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_together_returns_what_each_did_itself(size):
+    assert outcomes(size, lambda team: together(team, lambda: team.rank)) == list(range(size))
+
+
+@pytest.mark.parametrize(("size", "failing"), [(1, 0), (2, 0), (2, 1), (3, 1)])
+def test_a_failure_is_raised_where_it_was_and_named_elsewhere(size, failing):
+    def work(team):
+        def step():
+            if team.rank == failing:
+                raise ReadError("model.safetensors", "it ended")
+
+        together(team, step)
+
+    for rank, outcome in enumerate(outcomes(size, work)):
+        if rank == failing:
+            assert isinstance(outcome, ReadError)
+        else:
+            assert isinstance(outcome, RankError)
+            assert (outcome.rank, outcome.reason) == (failing, "ReadError: cannot read model.safetensors: it ended")
+
+
+def test_an_error_about_another_process_goes_on_naming_that_one():
+    def work(team):
+        def step():
+            if team.rank == 0:
+                raise RankError(2, "it is on fire")
+
+        together(team, step)
+
+    assert [(error.rank, error.reason) for error in outcomes(3, work)] == [(2, "it is on fire")] * 3
+
+
+def test_the_own_error_is_raised_also_if_nobody_is_left_to_hear_it():
+    def work(team):
+        if team.rank == 0:
+            return
+        together(team, lambda: 1 // 0)
+
+    assert isinstance(outcomes(2, work)[1], ZeroDivisionError)
+
+
+@pytest.mark.parametrize("value", [(1, 2), {1: "x"}, {"x"}, b"x", object()])
+def test_what_json_would_change_is_not_shared(value):
+    with pytest.raises(TypeError):
+        to_json({"value": value})
+
+
+def test_what_a_peer_sends_is_not_unpickled():
+    with pytest.raises(RankError, match="process 1 failed: it sent 5 bytes that are not JSON"):
+        _from_json(1, pickle.dumps(None) + b".")
+
+
+@pytest.mark.slow
+def test_real_processes_share_fail_together_and_notice_a_kill():
+    with started(SCENES, 2, free_port()) as (first, second):
+        output, errors = first.communicate(timeout=120)
+        other_output, other_errors = second.communicate(timeout=120)
+    assert (first.returncode, second.returncode) == (0, -signal.SIGKILL), errors + other_errors
+    heard, other = json.loads(output), json.loads(other_output)
+    rank, reason = heard.pop("gone")
+    assert rank == 1
+    assert "can no longer be reached" in reason
+    assert heard.pop("error")[0] == 1
+    assert other.pop("error") == "mine"
+    assert heard == other
+    assert heard == {
+        "shared": 1,
+        "none": [None, None],
+        "refused": True,
+        "after": [0, 1],
+        "ours is gone": True,
+        "present": [True, [0, 1]],
+        "theirs works": [0, 1],
+        "interrupted": True,
+        "threads": [],
+        "again": [0, 1],
+    }
+
+
+@pytest.mark.slow
+def test_ctrl_c_ends_who_waits_and_then_the_others_although_one_is_busy():
+    with started(INTERRUPTED, 4) as processes:
+        for process in processes:
+            assert process.stdout.readline() == "waiting\n"
+        processes[1].send_signal(signal.SIGINT)
+        assert processes[1].wait(60) == 130
+        for process in processes[2:]:  # not neighbours of it, and the first still works
+            _, errors = process.communicate(timeout=60)
+            assert process.returncode != 0
+            assert "process 1 failed: it can no longer be reached" in errors
+        assert processes[0].poll() is None

@@ -1,0 +1,125 @@
+import os
+import threading
+
+import pytest
+
+from bigload.checkpoint.model import Span
+from bigload.checkpoint.source import open_checkpoint
+from bigload.errors import ReadError, StalePlanError
+from bigload.layouts.writing import source_files as sources_module
+from bigload.layouts.writing.source_files import Sources
+from builders import make_checkpoint, open_descriptors
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    return open_checkpoint(make_checkpoint(tmp_path / "tiny", shards=2))
+
+
+@pytest.fixture(params=["direct", "through the page cache"])
+def sources(checkpoint, monkeypatch, request):
+    if request.param != "direct":
+        monkeypatch.setattr(sources_module, "direct_alignment", lambda path: None)
+    with Sources(checkpoint) as opened:
+        yield opened
+
+
+def path_of(checkpoint, index=0):
+    return checkpoint.root / checkpoint.shards[index].file
+
+
+def test_the_files_are_those_of_the_checkpoint_and_read_as_they_are(checkpoint, sources):
+    assert list(sources) == [shard.file for shard in checkpoint.shards]
+    assert len(sources) == 2
+    for file in sources:
+        content = (checkpoint.root / file).read_bytes()
+        for reader in (sources[file], sources.past_cache(file), sources.through_cache(file)):
+            found = bytearray(len(content) - 7)
+            reader.read_into([memoryview(found)], 7)
+            assert found == content[7:]
+
+
+def test_a_file_is_opened_once_whoever_asks_and_closed_in_the_end(checkpoint):
+    before = open_descriptors()
+    with Sources(checkpoint) as sources:
+        assert open_descriptors() == before
+        found = []
+        workers = [threading.Thread(target=lambda: found.append(sources[checkpoint.shards[0].file])) for _ in range(8)]
+        for worker in workers:
+            worker.start()
+        for worker in workers:
+            worker.join()
+        assert len(set(map(id, found))) == 1
+        sources.through_cache(checkpoint.shards[0].file)
+        assert len(open_descriptors()) <= len(before) + 3
+    assert open_descriptors() == before
+
+
+def test_extents_are_those_of_the_file(checkpoint, sources):
+    file = checkpoint.shards[0].file
+    assert list(sources.extents(Span(file, 10, 20))) == [(10, 20)]
+    os.truncate(path_of(checkpoint), 15)
+    with pytest.raises(ReadError, match="ended at byte 15, 5 bytes too early"):
+        list(sources.extents(Span(file, 10, 20)))
+
+
+def test_files_that_nobody_touched_are_unchanged(checkpoint, sources):
+    before = sources.identities()
+    sources.check_unchanged(before)
+    sources.check_headers()
+
+
+def overwrite(path):
+    with path.open("r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        file.write(b"\0")
+
+
+def grow(path):
+    with path.open("ab") as file:
+        file.write(b"\0")
+
+
+def copy_over(path):
+    other = path.with_name("other")
+    other.write_bytes(path.read_bytes())
+    status = path.stat()
+    os.utime(other, ns=(status.st_atime_ns, status.st_mtime_ns))
+    other.rename(path)
+
+
+def overwrite_in_time(path):
+    """Write other bytes into the file, and give it back its time, as `touch -r` or a backup does."""
+    status = path.stat()
+    overwrite(path)
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+
+
+def remove(path):
+    path.unlink()
+
+
+@pytest.mark.parametrize("change", [overwrite, overwrite_in_time, grow, copy_over, remove])
+def test_every_change_is_noticed(checkpoint, sources, change):
+    before = sources.identities()
+    change(path_of(checkpoint, 1))
+    with pytest.raises(ReadError, match=checkpoint.shards[1].file):
+        sources.check_unchanged(before)
+
+
+def test_a_header_that_changed_makes_the_checkpoint_stale(checkpoint, sources):
+    with path_of(checkpoint).open("r+b") as file:
+        file.seek(8)
+        content = file.read(100).replace(b"BF16", b"I16 ", 1)
+        file.seek(8)
+        file.write(content)
+    with pytest.raises(StalePlanError):
+        sources.check_headers()
+
+
+def test_what_cannot_be_opened_is_a_read_error(checkpoint, sources):
+    path_of(checkpoint).unlink()
+    with pytest.raises(ReadError):
+        sources[checkpoint.shards[0].file]
+    with pytest.raises(ReadError):
+        sources.identities()

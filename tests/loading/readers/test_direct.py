@@ -1,0 +1,287 @@
+import errno
+import mmap
+import os
+import threading
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from bigload.errors import ReadError, UnsupportedMethodError
+from bigload.loading.readers import direct
+from bigload.loading.readers.direct import DirectReader, direct_alignment
+from bigload.loading.report import Phase, Recorder
+from bigload.machine.huge_pages import BlockPool, address_of, allocate
+from builders import open_descriptors
+
+UNIT = 64 * 1024
+SIZE = 3 * UNIT + 1234  # the end is no multiple of any block
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _small_pieces_in_place():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(direct, "_MIN_IN_PLACE_BYTES", UNIT)
+        yield
+
+
+@pytest.fixture(scope="module")
+def stored(tmp_path_factory):
+    """A file that can be read directly, and its bytes."""
+    path = tmp_path_factory.mktemp("direct") / "file"
+    content = os.urandom(SIZE)
+    path.write_bytes(content)
+    if direct_alignment(path) is None:
+        pytest.skip("the tests' file system offers no direct reads")
+    return path, content
+
+
+def read(path, offset, sizes, *, pool=None, shift=0):
+    """Return what a direct reader puts into buffers of `sizes`, and check that nothing beside them is touched."""
+    memory = allocate(sum(sizes) + len(sizes) + shift + 1)
+    view, start, views = memoryview(memory), shift, []
+    for size in sizes:
+        views.append(view[start : start + size])
+        start += size + 1
+    with DirectReader(path, pool=pool) as reader:
+        reader.read_into(views, offset)
+    got = b"".join(views)
+    for buffer in views:
+        buffer[:] = bytes(len(buffer))
+    assert bytes(view) == bytes(len(view))
+    return got
+
+
+@st.composite
+def requests(draw):
+    """Any offset, and any split of what follows into buffers, some of them large enough to be read in place."""
+    offset = draw(st.one_of(st.integers(0, SIZE), st.sampled_from([0, 512, 4096, UNIT, SIZE - 1234])))
+    sizes, left = [], SIZE - offset
+    for size in draw(st.lists(st.sampled_from([0, 1, 63, 512, 4096, 5000, UNIT + 700, 2 * UNIT]), max_size=6)):
+        sizes.append(min(size, left))
+        left -= sizes[-1]
+    return offset, sizes
+
+
+@settings(suppress_health_check=list(HealthCheck), max_examples=30)
+@given(request=requests(), shift=st.sampled_from([0, 1, 64, 512, 1000]), block=st.sampled_from([4096, UNIT, 8 * UNIT]))
+def test_any_bytes_into_any_buffers_are_those_of_the_file(stored, request, shift, block):
+    path, content = stored
+    offset, sizes = request
+    got = read(path, offset, sizes, pool=BlockPool(1, block_bytes=block), shift=shift)
+    assert got == content[offset : offset + sum(sizes)]
+
+
+def test_what_lies_right_is_read_in_place_and_only_its_ends_are_copied(stored):
+    path, content = stored
+    recorder = Recorder(is_tracing=True)
+    memory = allocate(2 * UNIT)
+    target = memoryview(memory)[100 : 100 + UNIT + 4096 * 2]
+    assert address_of(memory) % mmap.PAGESIZE == 0
+    with DirectReader(path, recorder=recorder) as reader:
+        reader.read_into([target], 100)
+    assert target == content[100 : 100 + len(target)]
+    copied = sum(activity.num_bytes for activity in recorder.activities() if activity.phase is Phase.COPY)
+    assert 0 < copied < 2 * mmap.PAGESIZE
+
+
+def test_reads_and_copies_are_told_apart_and_name_the_file(stored):
+    path, _ = stored
+    recorder = Recorder(is_tracing=True)
+    with DirectReader(path, recorder=recorder) as reader:
+        reader.read_into([memoryview(bytearray(1000))], 7)
+    assert [(activity.phase, activity.file) for activity in recorder.activities()] == [
+        (Phase.READ, "file"),
+        (Phase.COPY, "file"),
+    ]
+    assert recorder.activities()[1].num_bytes == 1000
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+@pytest.mark.parametrize("beyond", [1, 512, 4096, 2 * UNIT])
+def test_a_file_that_ends_early_says_where_and_how_much_is_missing(stored, monkeypatch, in_place, beyond):
+    path, _ = stored
+    whole, alignment = os.preadv, direct_alignment(path)
+
+    def strict(descriptor, buffers, offset):  # some file systems look at the offset before they look for the end
+        assert offset % alignment == 0
+        return whole(descriptor, buffers, offset)
+
+    monkeypatch.setattr(os, "preadv", strict)
+    num_bytes = SIZE - UNIT + beyond
+    memory = allocate(num_bytes + 64)
+    start = 0 if in_place else 64
+    with DirectReader(path) as reader, pytest.raises(ReadError) as caught:
+        reader.read_into([memoryview(memory)[start : start + num_bytes]], UNIT)
+    assert f"ended at byte {SIZE}, {beyond} bytes too early" in str(caught.value)
+    assert caught.value.path == path
+
+
+def test_bytes_past_the_end_are_a_read_error(stored):
+    path, _ = stored
+    with DirectReader(path) as reader, pytest.raises(ReadError, match="10 bytes too early"):
+        reader.read_into([memoryview(bytearray(10))], 10 * SIZE)
+
+
+def test_a_file_cut_short_while_it_is_open_is_a_read_error(stored, tmp_path):
+    path = tmp_path / "file"
+    path.write_bytes(bytes(3 * UNIT))
+    with DirectReader(path) as reader:
+        os.truncate(path, UNIT + 5)
+        with pytest.raises(ReadError, match=f"ended at byte {UNIT + 5}"):
+            reader.read_into([memoryview(bytearray(3 * UNIT))], 0)
+
+
+def test_a_file_replaced_while_it_is_open_is_read_as_it_was(stored, tmp_path):
+    path, other = tmp_path / "file", tmp_path / "other"
+    path.write_bytes(b"old" * 1000)
+    other.write_bytes(b"new" * 1000)
+    buffer = bytearray(300)
+    with DirectReader(path) as reader:
+        other.rename(path)
+        reader.read_into([memoryview(buffer)], 3)
+    assert buffer == b"old" * 100
+
+
+@pytest.mark.parametrize("most", [1, 100, 512, 4096, 70_000])
+def test_reads_that_come_back_short_are_continued(stored, monkeypatch, most):
+    path, content = stored
+    whole = os.preadv
+    least = direct_alignment(path)
+    most = max(most // least, 1) * least
+
+    def short(descriptor, buffers, offset):
+        return whole(descriptor, [memoryview(buffers[0])[:most]], offset)
+
+    monkeypatch.setattr(os, "preadv", short)
+    assert read(path, 10, [30_000]) == content[10:30_010]
+
+
+@pytest.mark.parametrize("code", [errno.EIO, errno.EINVAL])
+def test_an_error_in_the_middle_names_the_file_and_the_place(stored, monkeypatch, code):
+    path, _ = stored
+    whole = os.preadv
+
+    def failing(descriptor, buffers, offset):
+        if offset >= UNIT:
+            raise OSError(code, os.strerror(code))
+        return whole(descriptor, buffers, offset)
+
+    reader = DirectReader(path, pool=BlockPool(1, block_bytes=UNIT))
+    monkeypatch.setattr(os, "preadv", failing)
+    with reader, pytest.raises(ReadError, match=rf"{os.strerror(code)} at byte {UNIT}"):
+        reader.read_into([memoryview(bytearray(3 * UNIT))], 5)
+
+
+def test_many_threads_share_a_reader_and_its_memory(stored):
+    path, content = stored
+    pool, lent, most = BlockPool(2, block_bytes=8192), [], []
+    lend = pool.lend
+    failures = []
+
+    def counting():
+        context = lend()
+        enter, leave = context.__enter__, context.__exit__
+
+        class Counted:
+            def __enter__(self):
+                block = enter()
+                lent.append(id(block))
+                most.append(len(lent))
+                return block
+
+            def __exit__(self, *error):
+                lent.pop()
+                return leave(*error)
+
+        return Counted()
+
+    pool.lend = counting
+    with DirectReader(path, pool=pool) as reader:
+
+        def work(number):
+            for start in range(number * 1000, SIZE - 20_000, 30_000):
+                buffer = bytearray(20_000)
+                reader.read_into([memoryview(buffer)[:77], memoryview(buffer)[77:]], start)
+                if buffer != content[start : start + 20_000]:
+                    failures.append(start)
+
+        threads = [threading.Thread(target=work, args=(number,)) for number in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert not failures
+    assert 1 <= max(most) <= 2
+
+
+def test_nothing_to_fill_reads_nothing(stored):
+    path, _ = stored
+    recorder = Recorder(is_tracing=True)
+    with DirectReader(path, recorder=recorder) as reader:
+        reader.read_into([], 10 * SIZE)
+        reader.read_into([memoryview(bytearray())], 10 * SIZE)
+    assert recorder.activities() == ()
+
+
+def test_read_only_memory_is_refused(stored):
+    path, _ = stored
+    with DirectReader(path) as reader, pytest.raises((TypeError, BufferError)):
+        reader.read_into([memoryview(bytes(10))], 0)
+
+
+def test_what_the_system_says_of_alignment_is_a_power_of_two(stored):
+    alignment = direct_alignment(stored[0])
+    assert alignment & (alignment - 1) == 0
+
+
+def test_where_the_system_cannot_say_it_is_tried(stored, monkeypatch):
+    path, content = stored
+    monkeypatch.setattr(direct, "_told_alignment", lambda path: None)
+    assert direct_alignment(path) == mmap.PAGESIZE
+    assert read(path, 4001, [10_000]) == content[4001:14_001]
+
+
+@pytest.mark.parametrize("refuses", ["open", "preadv"])
+def test_a_file_system_that_refuses_has_no_alignment_and_is_told(tmp_path, monkeypatch, refuses):
+    path = tmp_path / "file"
+    path.write_bytes(b"x" * 5000)
+    whole = getattr(os, refuses)
+
+    def refusing(first, second, *rest):
+        if refuses == "preadv" or second & os.O_DIRECT:
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        return whole(first, second, *rest)
+
+    monkeypatch.setattr(direct, "_told_alignment", lambda path: None)
+    monkeypatch.setattr(os, refuses, refusing)
+    before = open_descriptors()
+    assert direct_alignment(path) is None
+    with pytest.raises(UnsupportedMethodError, match="offers no reads past the page cache") as caught:
+        DirectReader(path)
+    assert caught.value.path == path
+    assert open_descriptors() == before
+
+
+@pytest.mark.parametrize("told", [0, 2**20])
+def test_alignments_that_nobody_can_use_are_none(stored, monkeypatch, told):
+    monkeypatch.setattr(direct, "_told_alignment", lambda path: told)
+    assert direct_alignment(stored[0]) is None
+
+
+def test_a_missing_file_is_a_read_error_that_names_it(tmp_path):
+    with pytest.raises(ReadError, match="No such file") as caught:
+        DirectReader(tmp_path / "gone")
+    assert caught.value.path == tmp_path / "gone"
+
+
+def test_no_descriptor_stays_open_whatever_happens(stored):
+    path, _ = stored
+    before = open_descriptors()
+    reader = DirectReader(path)
+    with pytest.raises(ReadError):
+        reader.read_into([memoryview(bytearray(10))], SIZE)
+    assert len(open_descriptors()) == len(before) + 1
+    reader.close()
+    reader.close()
+    assert open_descriptors() == before

@@ -1,0 +1,34 @@
+"""The blocks in which bytes are cast and gathered on the CPU."""
+
+import threading
+
+from bigload.loading.report import Recorder
+from bigload.loading.schedule import Piece, ReadJob, Way
+from bigload.loading.staging import host_blocks as host_staging
+from bigload.machine.huge_pages import allocate
+
+
+class Letters:
+    def read_into(self, buffers, offset):
+        for buffer in buffers:
+            buffer[:] = b"abcdefgh"[offset : offset + buffer.nbytes]
+
+
+def test_blocks_are_as_many_as_jobs_at_one_moment_not_as_threads(monkeypatch):
+    taken = []
+
+    def counted(num_bytes):
+        taken.append(num_bytes)
+        return allocate(num_bytes)
+
+    monkeypatch.setattr(host_staging, "allocate", counted)
+    memory = allocate(4)
+    stager = host_staging.HostStager([memory], Recorder(is_tracing=False))
+    for column in range(4):  # each in a thread of its own, one after the other
+        job = ReadJob("file", 2 * column, 1, (Piece(0, 1, 0, column),), Way.STAGED)
+        thread = threading.Thread(target=stager.carry, args=(job, Letters()))
+        thread.start()
+        thread.join()
+    stager.close()
+    assert memory[:4] == b"aceg"
+    assert len(taken) == 1

@@ -1,0 +1,160 @@
+import ctypes
+import errno
+import mmap
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from bigload.errors import NotEnoughMemoryError
+from bigload.machine import huge_pages
+from bigload.machine.huge_pages import HUGE_PAGE_BYTES, BlockPool, address_of, allocate, prefault
+
+MIB = 2**20
+
+
+@pytest.mark.parametrize("num_bytes", [1, 4096, HUGE_PAGE_BYTES, HUGE_PAGE_BYTES + 1, 5 * MIB])
+def test_memory_is_writable_zeroed_and_large_enough(num_bytes):
+    buffer = allocate(num_bytes)
+    assert len(buffer) >= num_bytes
+    assert not any(buffer[:num_bytes])
+    buffer[num_bytes - 1] = 7
+    assert buffer[num_bytes - 1] == 7
+
+
+def test_no_bytes_need_no_memory():
+    assert len(allocate(0)) == 0
+
+
+def test_large_memory_is_whole_huge_pages_long_and_small_memory_is_not():
+    assert len(allocate(HUGE_PAGE_BYTES + 1)) == 2 * HUGE_PAGE_BYTES
+    assert len(allocate(HUGE_PAGE_BYTES - 1)) == HUGE_PAGE_BYTES - 1
+
+
+@pytest.mark.parametrize("num_bytes", [2**50, 2**70])
+def test_more_than_there_is_is_an_error_that_says_so(num_bytes):
+    with pytest.raises(NotEnoughMemoryError, match="does not fit into memory") as caught:
+        allocate(num_bytes)
+    assert caught.value.needed_bytes >= num_bytes
+
+
+def test_a_limit_of_address_space_is_an_error_with_a_hint():
+    program = f"""
+import resource
+from bigload.errors import NotEnoughMemoryError
+from bigload.machine.huge_pages import allocate
+resource.setrlimit(resource.RLIMIT_AS, ({512 * MIB}, resource.RLIM_INFINITY))
+try:
+    allocate({1024 * MIB})
+except NotEnoughMemoryError as error:
+    print(error)
+"""
+    shown = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
+    assert "ulimit -v" in shown
+
+
+def test_a_system_without_huge_pages_gives_ordinary_ones(monkeypatch):
+    class Refusing(mmap.mmap):
+        def madvise(self, *arguments):
+            raise OSError(errno.EINVAL, "no huge pages")
+
+    monkeypatch.setattr(mmap, "mmap", Refusing)
+    buffer = allocate(3 * MIB)
+    buffer[-1] = 1
+    assert buffer[-1] == 1
+
+
+def resident(buffer):
+    """Return how many bytes of `buffer` have memory behind them."""
+    pages = ctypes.create_string_buffer(len(buffer) // mmap.PAGESIZE)
+    assert not ctypes.CDLL(None).mincore(ctypes.c_void_p(address_of(buffer)), ctypes.c_size_t(len(buffer)), pages)
+    return sum(byte & 1 for byte in pages.raw) * mmap.PAGESIZE
+
+
+def test_prefaulting_makes_memory_ready_and_changes_no_byte():
+    buffer = allocate(8 * MIB)
+    buffer[4 * MIB] = 9
+    before = resident(buffer)
+    if not prefault(buffer, 2 * MIB + 5, 6 * MIB):
+        pytest.skip("this kernel cannot (before 5.14)")
+    assert before <= 2 * MIB
+    assert 4 * MIB <= resident(buffer) <= 4 * MIB + HUGE_PAGE_BYTES
+    assert buffer[4 * MIB] == 9
+    assert not any(buffer[: 4 * MIB])
+
+
+def test_nothing_to_prefault_is_no_work():
+    assert prefault(bytearray(), 0, 0)
+    assert prefault(allocate(10), 5, 5)
+
+
+class FakeLibc:
+    def __init__(self, code):
+        self.code = code
+
+    def madvise(self, *arguments):
+        ctypes.set_errno(self.code)
+        return -1
+
+
+def test_a_kernel_that_cannot_prefault_is_no_error(monkeypatch):
+    monkeypatch.setattr(huge_pages, "_libc", FakeLibc(errno.EINVAL))
+    assert not prefault(allocate(4096), 0, 4096)
+
+
+def test_no_memory_to_prefault_is_an_error(monkeypatch):
+    monkeypatch.setattr(huge_pages, "_libc", FakeLibc(errno.ENOMEM))
+    with pytest.raises(NotEnoughMemoryError):
+        prefault(allocate(4096), 0, 4096)
+
+
+def test_a_pool_lends_what_came_back_and_never_more_than_it_may():
+    pool = BlockPool(2, block_bytes=5000)
+    assert pool.block_bytes == 2 * mmap.PAGESIZE
+    with pool.lend() as first:
+        with pool.lend() as second:
+            assert first is not second
+            assert len(first) == len(second) == pool.block_bytes
+            third = []
+            waiter = threading.Thread(target=lambda: third.append(pool.lend().__enter__()))
+            waiter.start()
+            assert not third
+        waiter.join()
+        assert third == [second]
+
+
+def test_a_block_comes_back_from_a_user_that_fails():
+    pool = BlockPool(1, block_bytes=4096)
+    with pytest.raises(RuntimeError), pool.lend() as block:
+        raise RuntimeError
+    with pool.lend() as again:
+        assert again is block
+
+
+def test_a_pool_that_gets_no_memory_is_as_it_was(monkeypatch):
+    pool = BlockPool(1, block_bytes=4096)
+    with monkeypatch.context() as patch:
+        patch.setattr(huge_pages, "_libc", FakeLibc(errno.ENOMEM))
+        with pytest.raises(NotEnoughMemoryError), pool.lend():
+            pass
+    with pool.lend() as block:
+        assert len(block) == 4096
+
+
+def test_closing_a_pool_gives_its_memory_back():
+    before = mapped_bytes()
+    pool = BlockPool(3, block_bytes=8 * MIB)
+    with pool.lend(), pool.lend(), pool.lend():
+        during = mapped_bytes()
+    pool.close()
+    assert during >= before + 24 * MIB
+    assert mapped_bytes() <= during - 24 * MIB
+    with pool.lend() as block:
+        assert len(block) == 8 * MIB
+
+
+def mapped_bytes():
+    """Return the bytes of address space that this process has mapped."""
+    return int(Path("/proc/self/statm").read_text().split()[0]) * mmap.PAGESIZE

@@ -1,0 +1,52 @@
+import mmap
+import threading
+
+import pytest
+
+from bigload.machine.memory_sampler import MemorySampler, MemoryUse, memory_use
+
+MIB = 1 << 20
+
+
+def test_private_memory_and_pages_of_a_file_are_told_apart(tmp_path):
+    (tmp_path / "file").write_bytes(b"x" * 32 * MIB)
+    with mmap.mmap(-1, 64 * MIB, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory, MemorySampler() as private:
+        for offset in range(0, 64 * MIB, mmap.PAGESIZE):
+            memory[offset] = 1
+    mapped = MemorySampler()
+    with (tmp_path / "file").open("rb") as file:
+        content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    with mapped:
+        for offset in range(0, 32 * MIB, mmap.PAGESIZE):
+            assert content[offset]
+    content.close()
+    assert private.peak.private_bytes >= 60 * MIB
+    assert private.peak.file_bytes < 8 * MIB
+    assert mapped.peak.file_bytes >= 30 * MIB
+    assert mapped.peak.private_bytes < 8 * MIB
+
+
+def test_what_is_held_at_the_end_is_seen_however_short_it_took():
+    sampler = MemorySampler()
+    with sampler:
+        memory = mmap.mmap(-1, 32 * MIB, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        memory.write(b"x" * 32 * MIB)
+    memory.close()
+    assert sampler.peak.private_bytes >= 30 * MIB
+
+
+def test_no_thread_is_left_behind_also_after_an_error():
+    before = threading.active_count()
+    with pytest.raises(ZeroDivisionError), MemorySampler():
+        raise ZeroDivisionError
+    assert threading.active_count() == before
+
+
+def test_kilobytes_of_the_kernel_become_bytes_and_shared_memory_counts_as_pages_of_files(tmp_path):
+    (tmp_path / "status").write_text("VmRSS:\t 99 kB\nRssAnon:\t  2 kB\nRssFile:\t 3 kB\nRssShmem:\t   4 kB\n")
+    assert memory_use(tmp_path / "status") == MemoryUse(2048, 7 * 1024)
+
+
+def test_a_system_that_does_not_tell_gives_nothing(tmp_path):
+    (tmp_path / "status").write_text("Name:\tpython\n")
+    assert memory_use(tmp_path / "status") == MemoryUse(0, 0)

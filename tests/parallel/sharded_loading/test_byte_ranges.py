@@ -1,0 +1,93 @@
+"""Lines bring every element of a part to its place, whatever the pieces it is stored in."""
+
+from itertools import pairwise
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bigload.checkpoint.model import Span, TensorInfo
+from bigload.dtypes import DTYPES
+from bigload.parallel.sharded_loading.byte_ranges import StoredPiece, StoredTensor, lines_of
+from bigload.parallel.sharded_loading.shard_spec import shape_of
+
+
+@st.composite
+def edges(draw, size):
+    """Where to cut a dimension: from 0 to its size, in order."""
+    return [0, *sorted(draw(st.sets(st.integers(0, size), max_size=3)) - {0, size}), size]
+
+
+@st.composite
+def stored_tensors(draw):
+    """A 2-byte tensor of random shape, cut into boxes in several files; and the bytes of each file."""
+    shape = tuple(draw(st.lists(st.integers(1, 5), max_size=4)))
+    values = torch.arange(torch.Size(shape).numel(), dtype=torch.int16).view(shape)
+    boxes = [()]
+    for size in shape:
+        cuts = draw(edges(size))
+        boxes = [(*box, cut) for box in boxes for cut in pairwise(cuts)]
+    files, pieces = {}, []
+    for number, box in enumerate(draw(st.permutations(boxes))):
+        part = values[tuple(slice(start, stop) for start, stop in box)]
+        strides = None
+        stored = part
+        if draw(st.booleans()) and part.dim() == 2:  # as a torch file stores a transposed matrix
+            stored, strides = part.t(), (1, part.shape[0])
+        lead = draw(st.integers(0, 3))
+        file = f"{number}.safetensors"
+        files[file] = b"?" * lead + bytes(
+            stored.reshape(-1).clone(memory_format=torch.contiguous_format).view(torch.uint8).tolist()
+        )
+        span = Span(file, lead, len(files[file]))
+        tensor = TensorInfo("a", DTYPES["I16"], tuple(part.shape), span, strides)
+        pieces.append(StoredPiece(start=tuple(start for start, _ in box), tensor=tensor))
+    return StoredTensor(name="a", dtype=DTYPES["I16"], shape=shape, pieces=tuple(pieces)), values, files
+
+
+@given(stored_tensors(), st.data())
+def test_every_element_of_a_part_gets_to_its_place(drawn, data):
+    stored, values, files = drawn
+    spans, expected = [], values
+    for dim, size in enumerate(stored.shape):
+        cuts = list(pairwise(data.draw(edges(size))))
+        ranges = sorted(data.draw(st.sets(st.sampled_from(cuts))))
+        spans.append(tuple(ranges))
+        indices = [index for start, stop in ranges for index in range(start, stop)]
+        expected = expected.index_select(dim, torch.tensor(indices, dtype=torch.long))
+    local = torch.full((torch.Size(shape_of(spans)).numel(),), -1, dtype=torch.int16)
+    num_bytes = 0
+    for lines in lines_of(stored, tuple(spans)):
+        num_bytes += lines.num_bytes
+        for run in range(lines.count):
+            first = lines.start + run * lines.stride
+            read = torch.frombuffer(bytearray(files[lines.file][first : first + lines.run_bytes]), dtype=torch.int16)
+            target = lines.target + run * lines.target_stride
+            local.as_strided((len(read),), (lines.target_step,), target).copy_(read)
+    assert torch.equal(local.view(shape_of(spans)), expected)
+    assert num_bytes == expected.nbytes
+
+
+def whole(dtype, shape, num_bytes):
+    return StoredTensor.of(TensorInfo("a", DTYPES[dtype], shape, Span("f", 100, 100 + num_bytes)))
+
+
+def test_rows_are_one_run_and_columns_one_in_each_row():
+    stored = whole("F32", (6, 8), 192)
+    (rows,) = lines_of(stored, (((2, 4),), ((0, 8),)))
+    assert (rows.start, rows.run_bytes, rows.count, rows.target) == (164, 64, 1, 0)
+    (columns,) = lines_of(stored, (((0, 6),), ((2, 4),)))
+    assert (columns.start, columns.run_bytes, columns.count, columns.stride) == (108, 8, 6, 32)
+
+
+def test_packed_elements_are_counted_as_torch_does():
+    stored = whole("F4", (4, 6), 12)
+    assert stored.shape == (4, 3)
+    (lines,) = lines_of(stored, (((1, 2),), ((0, 3),)))
+    assert (lines.start, lines.run_bytes, lines.count) == (103, 3, 1)
+
+
+def test_one_number_is_one_run_and_nothing_is_none():
+    (lines,) = lines_of(whole("F64", (), 8), ())
+    assert (lines.start, lines.run_bytes, lines.count, lines.target) == (100, 8, 1, 0)
+    assert list(lines_of(whole("F64", (0, 3), 0), ((), ((0, 3),)))) == []
