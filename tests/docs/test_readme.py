@@ -1,4 +1,4 @@
-"""What the README shows works: its Python blocks and its bigload commands run, in order, on a real checkpoint."""
+"""The README and the guides in docs/ show what works: Python blocks and commands run in order on a real checkpoint."""
 
 import gc
 import os
@@ -17,7 +17,9 @@ from make import load_recipe, make
 from make import main as make_main
 
 ROOT = Path(__file__).parents[2]
-README = (ROOT / "README.md").read_text()
+GUIDES = ("README.md", "docs/loading.md", "docs/processes.md", "docs/resharding.md", "docs/running.md")
+TEXTS = {name: (ROOT / name).read_text() for name in GUIDES}
+README = TEXTS["README.md"]
 
 
 @pytest.fixture
@@ -27,20 +29,20 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
-def test_the_python_of_the_readme_runs(folder, capsys):
+@pytest.mark.parametrize("guide", [name for name in GUIDES if "```python" in TEXTS[name]])
+def test_the_python_of_a_guide_runs(folder, capsys, guide):
     names: dict[str, object] = {}
-    blocks = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
-    assert len(blocks) >= 2
-    for block in blocks:
-        exec(compile(block, "README.md", "exec"), names)
-    assert "cuda:0" in capsys.readouterr().out
-    assert set(names["tensors"]) < set(names["checkpoint"].tensors)
+    for block in re.findall(r"```python\n(.*?)```", TEXTS[guide], re.DOTALL):
+        exec(compile(block, guide, "exec"), names)
+    if guide == "README.md":
+        assert "cuda:0" in capsys.readouterr().out
+        assert set(names["tensors"]) < set(names["checkpoint"].tensors)
 
 
 @pytest.mark.slow
 def test_the_program_for_several_processes_runs_as_printed(tmp_path):
-    (program,) = re.findall(r"```python\n# prompts.py\n(.*?)```", README, re.DOTALL)
-    (command,) = re.findall(r"^torchrun .* prompts.py$", README, re.MULTILINE)
+    (program,) = re.findall(r"```python\n# prompts.py\n(.*?)```", TEXTS["docs/processes.md"], re.DOTALL)
+    (command,) = re.findall(r"^torchrun .* prompts.py$", TEXTS["docs/processes.md"], re.MULTILINE)
     (tmp_path / "prompts.py").write_text(program)
     _, *words = shlex.split(command)
     paths = {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]), "OMP_NUM_THREADS": "1"}
@@ -58,8 +60,9 @@ def test_the_program_for_several_processes_runs_as_printed(tmp_path):
     assert torch.load(tmp_path / "prompts.pt") == {"prompts": ["a", "b"]}
 
 
-def test_the_commands_of_the_readme_run(folder):
-    commands = [line for line in re.findall(r"^bigload .*$", README, re.MULTILINE) if "model" in line]
+@pytest.mark.parametrize("guide", ["README.md", "docs/resharding.md"])
+def test_the_commands_of_a_guide_run(folder, guide):
+    commands = [line for line in re.findall(r"^bigload .*$", TEXTS[guide], re.MULTILINE) if "model" in line]
     assert len(commands) >= 5
     for command in commands:
         program, *words = shlex.split(command)
@@ -71,7 +74,7 @@ def test_the_commands_of_the_readme_run(folder):
 
 @pytest.mark.slow
 def test_the_case_of_transformers_documents_can_be_made_and_timed(folder, monkeypatch, capsys):
-    making, timing = re.findall(r"^(?:python|bigload) .*opt-4gb.*$", README, re.MULTILINE)
+    making, timing = re.findall(r"^(?:python|bigload) .*opt-4gb.*$", TEXTS["docs/loading.md"], re.MULTILINE)
     _, _, *words = shlex.split(making.replace("random", "sparse"))  # 4 GB of holes: this is about the words
     assert make_main(words) == 0
     assert len(open_checkpoint("opt-4gb").shards) == 8
