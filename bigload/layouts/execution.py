@@ -21,12 +21,12 @@ from bigload.layouts.verification.manifest import (
     MANIFEST_FILE,
     FileRecord,
     Manifest,
-    Source,
+    ManifestSource,
     manifest_lines,
 )
 from bigload.layouts.writing.output_file_writer import direct_write_alignment
-from bigload.layouts.writing.resume_check import Rechecked, recheck
-from bigload.layouts.writing.source_files import Sources
+from bigload.layouts.writing.resume_check import ReusableFile, recheck
+from bigload.layouts.writing.source_files import SourceFiles
 from bigload.layouts.writing.staging import (
     Staging,
     joined,
@@ -34,7 +34,7 @@ from bigload.layouts.writing.staging import (
     staged,
     tidy,
 )
-from bigload.layouts.writing.window_reader import Filler
+from bigload.layouts.writing.window_reader import WindowReader
 from bigload.layouts.writing.writer import FileToWrite, Writer, window_bytes
 from bigload.loading.progress import OnProgress, Tally
 from bigload.machine.huge_pages import BlockPool, return_freed
@@ -42,7 +42,7 @@ from bigload.version import __version__
 
 
 @dataclass(slots=True)
-class Share:
+class ProcessResult:
     """What one process has done of a reshard."""
 
     records: dict[str, FileRecord] = field(default_factory=dict)
@@ -51,13 +51,13 @@ class Share:
     overflows: dict[str, int] = field(default_factory=dict)
 
     @classmethod
-    def from_json(cls, found: dict[str, Any]) -> Share:
+    def from_json(cls, found: dict[str, Any]) -> ProcessResult:
         """Return what `asdict` said of a share, after JSON."""
         records = {name: FileRecord(**record) for name, record in found["records"].items()}
         return cls(**{**found, "records": records})
 
 
-class Run:
+class ReshardRun:
     """One reshard while it is carried out, in this process and those of its team."""
 
     def __init__(
@@ -77,7 +77,7 @@ class Run:
         self._on_progress = on_progress
         self._team = team
 
-    def carry_out(self) -> Share:
+    def carry_out(self) -> ProcessResult:
         """Write this process's files, and wait for those of the others; number 0 does the rest, and publishes."""
         sign = self._agree()
         if self._prepared.is_finished:
@@ -87,13 +87,13 @@ class Run:
             staging = self._enter(opened, sign)
             pool = BlockPool(self._threads, block_bytes=window_bytes(self._threads, self._max_inflight))
             opened.callback(pool.close)
-            sources = opened.enter_context(Sources(self._prepared.checkpoint, pool=pool))
+            sources = opened.enter_context(SourceFiles(self._prepared.checkpoint, pool=pool))
             try:
                 share = together(self._team, lambda: self._write(staging, sources, pool))
             except RankError:
                 self._check_unchanged(staging, sources)  # where that is why another failed, nothing is worth keeping
                 raise
-            whole = _united(map(Share.from_json, self._team.share(asdict(share))))
+            whole = _united(map(ProcessResult.from_json, self._team.share(asdict(share))))
             together(self._team, lambda: self._finish(staging, whole) if self._is_first else None)
             published = opened.pop_all()  # leaving it publishes: a failure there has to reach the others as well
             together(self._team, published.close)
@@ -103,11 +103,11 @@ class Run:
     def _is_first(self) -> bool:
         return self._team.rank == 0
 
-    def _nothing_to_do(self) -> Share:
+    def _nothing_to_do(self) -> ProcessResult:
         """Return what there is where an interrupted run had published everything, after tidying up behind it."""
         if self._is_first:
             tidy(self._prepared.out, force=self._prepared.force)
-        return Share(kept_files=len(self._prepared.output.files), kept_bytes=self._prepared.num_bytes)
+        return ProcessResult(kept_files=len(self._prepared.output.files), kept_bytes=self._prepared.num_bytes)
 
     def _agree(self) -> str:
         """Raise unless all processes are about to do the same; return a name that nothing has had before."""
@@ -147,7 +147,7 @@ class Run:
         (staging.folder / sign).touch()
         return staging
 
-    def _write(self, staging: Staging, sources: Sources, pool: BlockPool) -> Share:
+    def _write(self, staging: Staging, sources: SourceFiles, pool: BlockPool) -> ProcessResult:
         sources.check_headers()
         sources.check_unchanged(self._prepared.identities)
         mine = _assigned(self._prepared.output.files, self._team)
@@ -156,10 +156,10 @@ class Run:
             FileToWrite(output=output, ranges=self._prepared.ranges[output.file], kept=kept)
             for output, kept in zip(mine, self._recheck(mine, staging, pool, tally), strict=True)
         ]
-        share = Share()
+        share = ProcessResult()
         share.kept_files = sum(file.kept is not None and file.kept.record is not None for file in files)
         share.kept_bytes = sum(file.kept.digest.position for file in files if file.kept is not None)
-        filler = Filler(sources, shared=sources.through_cache)
+        filler = WindowReader(sources, shared=sources.through_cache)
         writer = Writer(
             staging.folder,
             sources,
@@ -181,7 +181,7 @@ class Run:
 
     def _recheck(
         self, files: Sequence[OutputFile], staging: Staging, pool: BlockPool, tally: Tally
-    ) -> list[Rechecked | None]:
+    ) -> list[ReusableFile | None]:
         if staging.progress is None:
             return [None] * len(files)
         progress = staging.progress.files
@@ -192,7 +192,7 @@ class Run:
             for output in files
         ]
 
-    def _check_unchanged(self, staging: Staging, sources: Sources) -> None:
+    def _check_unchanged(self, staging: Staging, sources: SourceFiles) -> None:
         try:
             sources.check_unchanged(self._prepared.identities)
         except ReadError:
@@ -206,7 +206,7 @@ class Run:
                 reason = f"it has {found} bytes on the disk, {output.num_bytes} were written"
                 raise ReadError(staging.folder / output.file, reason)
 
-    def _finish(self, staging: Staging, share: Share) -> None:
+    def _finish(self, staging: Staging, share: ProcessResult) -> None:
         """Write everything but the weights; an index comes after what it names, the manifest last of all."""
         prepared = self._prepared
         records = dict(share.records)
@@ -220,7 +220,7 @@ class Run:
             layout=prepared.output.layout.value,
             files=records,
             aliases=prepared.output.aliases,
-            source=Source(
+            source=ManifestSource(
                 path=prepared.checkpoint.path,
                 total_bytes=prepared.checkpoint.total_bytes,
                 shards=fingerprint(prepared.checkpoint),
@@ -240,8 +240,8 @@ class Run:
         return record
 
 
-def _united(shares: Iterable[Share]) -> Share:
-    whole = Share()
+def _united(shares: Iterable[ProcessResult]) -> ProcessResult:
+    whole = ProcessResult()
     for share in shares:
         whole.records |= share.records
         whole.kept_files += share.kept_files

@@ -16,8 +16,8 @@ from bigload.dtypes import DType
 from bigload.errors import NotEnoughSpaceError, OutputExistsError, ReshardOptionError, WriteError
 from bigload.layouts.choices import Layout, OffloadFormat
 from bigload.layouts.output import DEFAULT_MAX_SHARD_BYTES, Output
-from bigload.layouts.selection import Chosen, Wishes, choose
-from bigload.layouts.side_files import Beside, SideFile, is_single_file, side_files
+from bigload.layouts.selection import Selection, Wishes, choose
+from bigload.layouts.side_files import SideFile, SideFiles, is_single_file, side_files
 from bigload.layouts.verification.manifest import (
     MANIFEST_FILE,
     STAGING_SUFFIX,
@@ -27,13 +27,13 @@ from bigload.layouts.verification.verify import Level
 from bigload.layouts.verification.verify import verify as verify_folder
 from bigload.layouts.writing.kernel_copy import KernelCopy, kernel_copy
 from bigload.layouts.writing.output_file_writer import BLOCK_BYTES, write_errors
-from bigload.layouts.writing.source_files import Identity, Sources
+from bigload.layouts.writing.source_files import Identity, SourceFiles
 from bigload.layouts.writing.staging import (
     check_output,
     replaced_folder,
     staging_folder,
 )
-from bigload.layouts.writing.windows import Ranges, data_ranges
+from bigload.layouts.writing.windows import DataRanges, data_ranges
 from bigload.planning.plan import Plan
 from bigload.units import parse_size
 
@@ -65,7 +65,7 @@ class PreparedReshard:
     plan: Plan | None
     out: Path
     output: Output
-    ranges: Mapping[str, Ranges]
+    ranges: Mapping[str, DataRanges]
     side_files: tuple[SideFile, ...]
     stored_bytes: int
     free_bytes: int
@@ -117,8 +117,8 @@ def prepare_reshard(
     output = chosen.output
     with write_errors(target):
         _check_apart(opened, target)
-    beside = side_files(opened, output, dtype=chosen.cast_to) if _is_a_model(chosen) else Beside()
-    with Sources(opened) as sources:
+    beside = side_files(opened, output, dtype=chosen.cast_to) if _is_a_model(chosen) else SideFiles()
+    with SourceFiles(opened) as sources:
         identities = sources.identities()  # before: what is written to meanwhile is noticed
         ranges = {file.file: data_ranges(file, sources.extents, block_bytes=BLOCK_BYTES) for file in output.files}
     recipe = _recipe(chosen, identities)
@@ -155,7 +155,7 @@ def prepare_reshard(
     )
 
 
-def _recipe(chosen: Chosen, identities: Mapping[str, Identity]) -> str:
+def _recipe(chosen: Selection, identities: Mapping[str, Identity]) -> str:
     """Return a digest of everything that decides which bytes are written, the state of the source files included."""
     digest = hashlib.sha256()
     for name, identity in sorted(identities.items()):
@@ -229,7 +229,7 @@ def _stored_in(folder: Path) -> int:
     return sum(path.lstat().st_blocks * 512 for path in folder.rglob("*") if path.is_file())
 
 
-def _is_a_model(chosen: Chosen) -> bool:
+def _is_a_model(chosen: Selection) -> bool:
     """Return whether all of the model is written: a config beside a part of it would have it taken for the whole."""
     plan, output = chosen.plan, chosen.output
     if plan is None or output.layout is not Layout.OFFLOAD:

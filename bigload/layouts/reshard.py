@@ -17,7 +17,7 @@ from bigload.distributed.process_group import Team, present_team, together
 from bigload.dtypes import DType
 from bigload.errors import ReshardOptionError
 from bigload.layouts.choices import Layout, OffloadFormat, Verify
-from bigload.layouts.execution import Run
+from bigload.layouts.execution import ReshardRun
 from bigload.layouts.output import DEFAULT_MAX_SHARD_BYTES, Output
 from bigload.layouts.preparation import PreparedReshard, bytes_wished, prepare_reshard
 from bigload.layouts.writing.writer import DEFAULT_MAX_INFLIGHT, LEAST_BYTES_PER_THREAD
@@ -171,7 +171,7 @@ def run_reshard(
     in_flight = bytes_wished("max_inflight", max_inflight)
     bound = _at_least("max_inflight", in_flight, LEAST_BYTES_PER_THREAD, default=DEFAULT_MAX_INFLIGHT)
     wished = _at_least("threads", threads, 1, default=DEFAULT_THREADS)
-    run = Run(
+    run = ReshardRun(
         prepared,
         verify=_verify(verify),
         threads=min(wished, bound // LEAST_BYTES_PER_THREAD, MAX_THREADS),

@@ -38,7 +38,7 @@ class Wishes:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Chosen:
+class Selection:
     """What will be written.
 
     Attributes:
@@ -62,7 +62,7 @@ class Chosen:
 
 def choose(
     source: Plan | Checkpoint | str | Path, wishes: Wishes, *, kernel_between: Callable[[Path], KernelCopy]
-) -> Chosen:
+) -> Selection:
     """Open what `source` names, and return what is to be written.
 
     Args:
@@ -113,7 +113,7 @@ def choose(
     _check_change(wishes, plan, opened, output)
     if shares_blocks and layout in (Layout.OFFLOAD, Layout.SHARDS):
         output = replace(output, files=with_offsets(output.files, data_offset))
-    return Chosen(
+    return Selection(
         checkpoint=opened,
         plan=plan,
         output=output,

@@ -73,14 +73,14 @@ def _state(descriptor: int) -> tuple[int, int, int]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Beside:
+class SideFiles:
     """What comes along: files by name, and what the user should know of them."""
 
     files: tuple[SideFile, ...] = ()
     notes: tuple[str, ...] = ()
 
 
-def side_files(checkpoint: Checkpoint, output: Output, *, dtype: DType | None) -> Beside:
+def side_files(checkpoint: Checkpoint, output: Output, *, dtype: DType | None) -> SideFiles:
     """Return the files that come along, by name; none that is called as something that is written.
 
     So do folders, such as those of the chat templates or of a pooling layer, if their small files are small as a whole,
@@ -104,7 +104,7 @@ def side_files(checkpoint: Checkpoint, output: Output, *, dtype: DType | None) -
             raise ReadError(path, os.strerror(errno.EACCES))
         config_dtype = dtype if path == config else None
         files.append(SideFile(path=path, name=name, num_bytes=path.stat().st_size, dtype=config_dtype))
-    return Beside(files=tuple(files), notes=tuple(weights.notes()))
+    return SideFiles(files=tuple(files), notes=tuple(weights.notes()))
 
 
 def _taken(output: Output) -> set[str]:

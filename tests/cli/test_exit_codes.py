@@ -455,7 +455,7 @@ def test_a_signal_in_the_midst_of_writing_keeps_what_is_finished(large, environm
 # Where an interruption comes, and how many of the three files are then kept.
 STAGES = {
     "writing.staging._clear": 0,
-    "writing.source_files.Sources.check_headers": 0,
+    "writing.source_files.SourceFiles.check_headers": 0,
     "writing.writer.run_jobs": 3,
     "execution.write_file": 3,
 }

@@ -9,7 +9,7 @@ import torch
 from jsonschema import Draft202012Validator
 
 from bigload.checkpoint.fingerprint import ShardFingerprint
-from bigload.layouts.verification.manifest import FileRecord, Manifest, Source, manifest_lines, record_of
+from bigload.layouts.verification.manifest import FileRecord, Manifest, ManifestSource, manifest_lines, record_of
 from builders import make_checkpoint, make_split, write_shard
 
 VERSIONS = {"plan": "1.1", "inspect": "1.2", "reshard": "1.1", "bench-load": "1.1"}
@@ -290,7 +290,7 @@ def test_a_manifest_is_what_its_schema_describes(here):
         layout="devices",
         files={"a": record_of(b""), "b": FileRecord(num_bytes=9, digest=None, tensors={"w": None, "v": "0" * 32})},
         aliases={"head": "w"},
-        source=Source(path="model", total_bytes=9, shards=(shard,)),
+        source=ManifestSource(path="model", total_bytes=9, shards=(shard,)),
         version="0.1.0",
         options={"dtype": "BF16"},
     )

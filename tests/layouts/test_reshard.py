@@ -29,7 +29,7 @@ from bigload.layouts import documents, execution
 from bigload.layouts.preparation import prepare_reshard
 from bigload.layouts.reshard import reshard, run_reshard
 from bigload.layouts.verification.manifest import MANIFEST_FILE
-from bigload.layouts.writing.output_file_writer import Sink
+from bigload.layouts.writing.output_file_writer import OutputFileWriter
 from bigload.layouts.writing.writer import Writer
 from bigload.loading.strategy.settings import MAX_THREADS
 from bigload.planning.plan_file import write_plan
@@ -735,7 +735,7 @@ def test_a_side_file_that_is_called_like_a_device_is_in_nobodys_way(tiny, out):
 
 @pytest.mark.parametrize("way", ["read", "write"])
 def test_an_altered_byte_is_found_and_its_file_offset_and_tensor_are_named(tiny, out, monkeypatch, way):
-    original = getattr(Sink, way)
+    original = getattr(OutputFileWriter, way)
 
     def spoil(self, view, offset):
         if way == "write":
@@ -745,7 +745,7 @@ def test_an_altered_byte_is_found_and_its_file_offset_and_tensor_are_named(tiny,
         if way == "read":
             view[self._num_bytes - 1 - offset] ^= 4
 
-    monkeypatch.setattr(Sink, way, spoil)
+    monkeypatch.setattr(OutputFileWriter, way, spoil)
     monkeypatch.setattr(execution, "direct_write_alignment", lambda folder, *, rank=0: None)
     prepared = prepare_reshard(planned(tiny), out)
     with pytest.raises(VerificationError) as caught, nothing_left_of(out):
@@ -777,7 +777,7 @@ def test_an_altered_byte_of_a_small_file_is_found(tiny, out, monkeypatch, name):
 def test_a_hard_link_in_what_is_resumed_is_not_written_through(tiny, out, monkeypatch):
     """Seen: a shard, linked into OUT.partial, was cut off and overwritten."""
     with monkeypatch.context() as patched:
-        patched.setattr(execution.Run, "_finish", lambda *_: pytest.fail("interrupted"))
+        patched.setattr(execution.ReshardRun, "_finish", lambda *_: pytest.fail("interrupted"))
         with pytest.raises(pytest.fail.Exception, match="interrupted"):
             reshard(planned(tiny), out)
     other = make_checkpoint(out.with_name("other"), blocks=7, shards=3)
@@ -793,20 +793,20 @@ def test_a_hard_link_in_what_is_resumed_is_not_written_through(tiny, out, monkey
 
 @pytest.mark.parametrize("verify", ["none", "size"])
 def test_what_is_not_to_be_verified_is_not_read_back(tiny, out, monkeypatch, verify):
-    monkeypatch.setattr(Sink, "read", None)
+    monkeypatch.setattr(OutputFileWriter, "read", None)
     monkeypatch.setattr(execution, "check_file", None)
     assert not reshard(planned(tiny), out, verify=verify).verified
 
 
 @pytest.mark.parametrize("verify", ["size", "full"])
 def test_a_file_that_has_another_size_in_the_end_is_found(tiny, out, monkeypatch, verify):
-    finish = Sink.finish
+    finish = OutputFileWriter.finish
 
     def cut_off(self):
         finish(self)
         os.ftruncate(self.descriptor, self._num_bytes - 1)
 
-    monkeypatch.setattr(Sink, "finish", cut_off)
+    monkeypatch.setattr(OutputFileWriter, "finish", cut_off)
     with pytest.raises(ReadError, match="bytes on the disk"):
         reshard(planned(tiny), out, verify=verify)
     assert not out.exists()

@@ -183,12 +183,13 @@ def test_what_is_published_is_not_done_again(place, tmp_path):
 # A cut of the power
 
 
-def test_what_later_steps_rely_on_is_flushed_before_them(place, tmp_path, monkeypatch):
+@pytest.mark.parametrize("threads", [1, 3])
+def test_what_later_steps_rely_on_is_flushed_before_them(place, tmp_path, monkeypatch, threads):
     """Bytes before the journal and the documents, documents before the manifest, folders before the rename."""
     events = recorded(monkeypatch)
     monkeypatch.setattr(writer_module, "WINDOW_BYTES", 16384)
     monkeypatch.setattr(writer_module, "NOTE_EVERY_BYTES", 32768)
-    report = reshard(place / "plan.json", tmp_path / "out", threads=3)
+    report = reshard(place / "plan.json", tmp_path / "out", threads=threads)
     partial = f"{tmp_path}/out.partial"
     rename = events.index(("rename", f"{partial} -> {tmp_path}/out"))
     journal = f"{partial}/.bigload-journal-0.jsonl"
@@ -200,7 +201,9 @@ def test_what_later_steps_rely_on_is_flushed_before_them(place, tmp_path, monkey
             unflushed.add(path)
         elif call in ("fsync", "fdatasync"):
             unflushed.discard(path)
-    assert noted > len(weights) + 2
+    # A line for the recipe, one for each finished file, and one for each part of a file. Several threads may finish a
+    # file before its windows in order reach the next part, so only one thread writes a known number of lines.
+    assert noted > len(weights) + (2 if threads == 1 else 0)
     assert {journal, *weights} <= {path for _, path in events}
     assert not unflushed
     last = {path: max(n for n, event in enumerate(events) if event == ("fsync", path)) for path in flushed(events)}

@@ -110,7 +110,7 @@ def test_the_last_share_is_the_last_place_to_die_at(source, tmp_path):
 def test_an_error_in_one_is_told_by_all_and_the_work_is_gone_on_with(  # noqa: PLR0917
     source, expected, out, monkeypatch, step, failing
 ):
-    original = getattr(execution.Run, step)
+    original = getattr(execution.ReshardRun, step)
 
     def refused(self, *arguments):
         result = original(self, *arguments)
@@ -119,7 +119,7 @@ def test_an_error_in_one_is_told_by_all_and_the_work_is_gone_on_with(  # noqa: P
         return result
 
     with monkeypatch.context() as patched:
-        patched.setattr(execution.Run, step, refused)
+        patched.setattr(execution.ReshardRun, step, refused)
         ends = outcomes(2, lambda team: run(source, out, team))
     if failing == 1 and step != "_write":  # which only the first does
         assert contents(out) == expected
@@ -199,14 +199,14 @@ def test_nobody_begins_while_a_process_of_a_team_that_failed_still_writes(source
 
 def test_a_source_that_changed_voids_the_work_of_all(source, tmp_path, monkeypatch):
     mine = shutil.copytree(source, tmp_path / "source")
-    original = execution.Run._check_unchanged
+    original = execution.ReshardRun._check_unchanged
 
     def changed_meanwhile(self, *arguments):
         if self._team.rank == 1:
             os.utime(next(mine.glob("*.safetensors")), (1, 1))
         original(self, *arguments)
 
-    monkeypatch.setattr(execution.Run, "_check_unchanged", changed_meanwhile)
+    monkeypatch.setattr(execution.ReshardRun, "_check_unchanged", changed_meanwhile)
     ends = outcomes(2, lambda team: run(mine, tmp_path / "out", team))
     assert all(isinstance(end, BigloadError) for end in ends)
     assert isinstance(ends[1], ReadError)

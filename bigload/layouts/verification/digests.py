@@ -110,7 +110,7 @@ def _digest_of_zeros(num_bytes: int) -> str:
     return digest.hexdigest()
 
 
-class DigestLane:
+class InOrderDigest:
     """Lets threads that fill windows of a file digest them one after the other, in file order.
 
     Windows are handed to threads in that order, so the one whose turn it is is always being filled, and waits for none.

@@ -63,7 +63,7 @@ class FileRecord:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Source:
+class ManifestSource:
     """The checkpoint that was read: its path as the user named it, its shards, and the bytes of its tensors."""
 
     path: str
@@ -87,7 +87,7 @@ class Manifest:
     layout: str
     files: Mapping[str, FileRecord]
     aliases: Mapping[str, str]
-    source: Source
+    source: ManifestSource
     version: str
     options: Mapping[str, object] = field(default_factory=dict)
 
@@ -209,7 +209,7 @@ def _manifest(document: Mapping[str, object]) -> Manifest:
         layout=_typed(document, "layout", str),
         files={_inside(file): _record(file, entry) for file, entry in _typed(document, "files", dict).items()},
         aliases={name: _text(name, to) for name, to in _typed(document, "aliases", dict).items()},
-        source=Source(
+        source=ManifestSource(
             path=_typed(source, "path", str),
             total_bytes=_size(source, "total_bytes"),
             shards=tuple(

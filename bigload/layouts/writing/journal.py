@@ -37,7 +37,7 @@ class FileProgress:
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
+class JournalState:
     """What the journals of a folder say: of which reshard (`recipe`), and how far each file is."""
 
     recipe: str
@@ -98,7 +98,7 @@ class Journal:
             raise WriteError(self._path, error) from error
 
 
-def read_progress(folder: Path) -> Progress | None:
+def read_progress(folder: Path) -> JournalState | None:
     """Return what the journals in `folder` say together; `None` without any, or if they are of different reshards."""
     found = [progress for path in sorted(folder.glob(f"{PREFIX}*.jsonl")) if (progress := _read(path)[0]) is not None]
     if not found or len({progress.recipe for progress in found}) != 1:
@@ -111,10 +111,10 @@ def read_progress(folder: Path) -> Progress | None:
             mine.tensors.update(file.tensors)
             mine.digest = mine.digest or file.digest
             mine.is_complete = mine.is_complete or file.is_complete
-    return Progress(found[0].recipe, files)
+    return JournalState(found[0].recipe, files)
 
 
-def _read(path: Path) -> tuple[Progress | None, int]:
+def _read(path: Path) -> tuple[JournalState | None, int]:
     """Return what `path` says, and where its last whole line ends."""
     try:
         if not path.is_file() or path.stat().st_size > MAX_JOURNAL_BYTES:
@@ -136,7 +136,7 @@ def _read(path: Path) -> tuple[Progress | None, int]:
         elif not _take(entry, files):
             break
         stop += len(line) + 1
-    return (None, 0) if recipe is None else (Progress(recipe, files), stop)
+    return (None, 0) if recipe is None else (JournalState(recipe, files), stop)
 
 
 def _entry(line: bytes) -> dict[str, object] | None:

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from bigload.checkpoint.model import Span
 from bigload.layouts.output import DATA_ALIGNMENT, OutputFile, OutputTensor
-from bigload.layouts.writing.windows import Ranges
+from bigload.layouts.writing.windows import DataRanges
 from bigload.machine.file_systems import file_system_of
 from bigload.units import MIB
 
@@ -52,14 +52,14 @@ def kernel_copy(source: Path, target: Path) -> KernelCopy:
 def data_offset(tensors: Sequence[OutputTensor]) -> int:
     """Return where in a block the data of a file has to start so that most of it lies in blocks as in the source."""
     weights: Counter[int] = Counter()
-    for run in _runs(tensors, 0):
+    for run in _copyable_ranges(tensors, 0):
         weights[(run.source.start - run.at) % DATA_ALIGNMENT] += run.source.num_bytes
     fitting = [(num_bytes, offset) for offset, num_bytes in weights.items() if offset % 8 == 0]
     return max(fitting)[1] if fitting else 0
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class CopyableRange:
     """Bytes of a source that stay together, and where in the output file they go."""
 
     source: Span
@@ -68,15 +68,15 @@ class Run:
 
 def copy_in_kernel(
     output: OutputFile, descriptor: int, source_of: dict[str, int], way: KernelCopy, *, block_bytes: int
-) -> Ranges:
+) -> DataRanges:
     """Have the kernel put into the open file `descriptor` what it can of `output`; return what is there now.
 
     Where it refuses, it is not asked again: nothing is lost but the attempt. Results are whole blocks.
     """
     done: list[tuple[int, int]] = []
     if way is KernelCopy.NOTHING:
-        return Ranges(())
-    for run in _runs(output.tensors, output.header_bytes):
+        return DataRanges(())
+    for run in _copyable_ranges(output.tensors, output.header_bytes):
         begin = -(-run.at // block_bytes) * block_bytes
         end = (run.at + run.source.num_bytes) // block_bytes * block_bytes
         if end - begin < _LEAST_BYTES:
@@ -94,12 +94,12 @@ def copy_in_kernel(
                 break
             raise
         done.append((begin, end))
-    return Ranges(tuple(done))
+    return DataRanges(tuple(done))
 
 
-def _runs(tensors: Sequence[OutputTensor], at: int) -> Iterator[Run]:
+def _copyable_ranges(tensors: Sequence[OutputTensor], at: int) -> Iterator[CopyableRange]:
     """Yield what is written as it is stored, neighbours that stay neighbours merged."""
-    last: Run | None = None
+    last: CopyableRange | None = None
     for tensor in tensors:
         span = tensor.source.span
         if tensor.is_cast or tensor.parts or tensor.source.strides is not None:
@@ -107,11 +107,11 @@ def _runs(tensors: Sequence[OutputTensor], at: int) -> Iterator[Run]:
                 yield last
             last = None
         elif last is not None and (last.source.file, last.source.stop) == (span.file, span.start):
-            last = Run(Span(span.file, last.source.start, span.stop), last.at)
+            last = CopyableRange(Span(span.file, last.source.start, span.stop), last.at)
         else:
             if last is not None:
                 yield last
-            last = Run(span, at)
+            last = CopyableRange(span, at)
         at += tensor.num_bytes
     if last is not None:
         yield last

@@ -24,7 +24,7 @@ _START, _START_AND_WAIT = 2, 1 | 2 | 4
 _LOST = (errno.EIO, errno.ENOSPC, errno.EDQUOT)
 
 
-class Sink:
+class OutputFileWriter:
     """An output file that is open for writing. Threads may write and read different blocks of it at once.
 
     Args:

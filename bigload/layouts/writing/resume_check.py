@@ -19,7 +19,7 @@ from bigload.machine.sparse_files import data_extents
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rechecked:
+class ReusableFile:
     """What of a file can be kept: its digests up to `digest.position`, and its record if all of it can."""
 
     digest: FileDigest
@@ -28,7 +28,7 @@ class Rechecked:
 
 def recheck(
     folder: Path, output: OutputFile, progress: FileProgress, *, pool: BlockPool, tally: Tally
-) -> Rechecked | None:
+) -> ReusableFile | None:
     """Read back what `progress` says is there of `output` below `folder`; `None` if nothing of it can be kept.
 
     Everything up to the first tensor that is missing, or not what was noted, is kept.
@@ -46,7 +46,7 @@ def recheck(
         return None  # what cannot be read is written again
 
 
-def _compared(output: OutputFile, progress: FileProgress, content: _Bytes, tally: Tally) -> Rechecked | None:
+def _compared(output: OutputFile, progress: FileProgress, content: _Bytes, tally: Tally) -> ReusableFile | None:
     digest = FileDigest(output)
     header = bytearray()
     for chunk in content.read(0, output.header_bytes):
@@ -68,7 +68,7 @@ def _compared(output: OutputFile, progress: FileProgress, content: _Bytes, tally
         tally.add(tensor.num_bytes, phase="check", file=output.file)
         good = digest.mark()
     digest.rewind(good)
-    return Rechecked(digest=digest, record=_record(output, progress, digest))
+    return ReusableFile(digest=digest, record=_record(output, progress, digest))
 
 
 def _record(output: OutputFile, progress: FileProgress, digest: FileDigest) -> FileRecord | None:

@@ -23,7 +23,7 @@ Identity = tuple[int, int, int, int]
 nanoseconds. A program can set the former back (`touch -r`, `cp -p`), but not the latter."""
 
 
-class Sources(Mapping[str, ByteSource]):
+class SourceFiles(Mapping[str, ByteSource]):
     """Readers for the files of `checkpoint`. Threads may share them.
 
     Args:

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from bigload.errors import BigloadError, OutputExistsError, RankError, WriteError
 from bigload.layouts.verification.manifest import MANIFEST_FILE, STAGING_SUFFIX, read_manifest
-from bigload.layouts.writing.journal import PREFIX, Journal, Progress, journal_name, read_progress
+from bigload.layouts.writing.journal import PREFIX, Journal, JournalState, journal_name, read_progress
 from bigload.layouts.writing.output_file_writer import write_errors
 from bigload.units import counted
 
@@ -55,7 +55,7 @@ class Staging:
 
     folder: Path
     journal: Journal
-    progress: Progress | None
+    progress: JournalState | None
     is_void: bool = False
 
 
@@ -353,7 +353,7 @@ def _is_shared_for(folder: Path, seconds: float) -> bool:
     return False
 
 
-def _amount(progress: Progress) -> str:
+def _amount(progress: JournalState) -> str:
     num_tensors = sum(len(file.tensors) for file in progress.files.values())
     if not progress.num_complete:
         return f"{counted(num_tensors, 'tensor')} of unfinished files"

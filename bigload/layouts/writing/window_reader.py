@@ -94,7 +94,7 @@ def _joined(several: Iterable[Rows]) -> Iterator[Rows]:
         yield last
 
 
-class Filler:
+class WindowReader:
     """Fills memory with portions of tensors, from open `sources` by file; several threads may share one.
 
     Memory of its own: two blocks of 2 MiB for each thread that casts, and one of 16 MiB for each that puts views in

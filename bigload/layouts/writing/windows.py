@@ -45,7 +45,7 @@ class Window:
 
 
 @dataclass(frozen=True, slots=True)
-class Ranges:
+class DataRanges:
     """Bytes of an output file that hold data, as sorted pairs of start and stop; what lies between is a hole."""
 
     pairs: tuple[tuple[int, int], ...]
@@ -54,7 +54,7 @@ class Ranges:
     def num_bytes(self) -> int:
         return sum(stop - start for start, stop in self.pairs)
 
-    def without(self, other: Ranges) -> Ranges:
+    def without(self, other: DataRanges) -> DataRanges:
         """Return what is in these and not in `other`."""
         left: list[tuple[int, int]] = []
         for start, stop in self.pairs:
@@ -67,10 +67,10 @@ class Ranges:
                 position = end
             if position < stop:
                 left.append((position, stop))
-        return Ranges(tuple(left))
+        return DataRanges(tuple(left))
 
 
-def data_ranges(output: OutputFile, extents: Extents, *, block_bytes: int) -> Ranges:
+def data_ranges(output: OutputFile, extents: Extents, *, block_bytes: int) -> DataRanges:
     """Return what of `output` is data, in whole blocks; the last may be cut short by the end of the file."""
     pairs = [(0, output.header_bytes)]
     for tensor, start in zip(output.tensors, output.starts(), strict=True):
@@ -85,11 +85,11 @@ def data_ranges(output: OutputFile, extents: Extents, *, block_bytes: int) -> Ra
             merged[-1] = (merged[-1][0], max(merged[-1][1], end))
         else:
             merged.append((begin, end))
-    return Ranges(tuple(merged))
+    return DataRanges(tuple(merged))
 
 
 def windows(
-    output: OutputFile, ranges: Ranges, *, begin: int = 0, window_bytes: int = WINDOW_BYTES
+    output: OutputFile, ranges: DataRanges, *, begin: int = 0, window_bytes: int = WINDOW_BYTES
 ) -> Iterator[Window]:
     """Yield the windows of `ranges` of `output` in file order, from the block at or before byte `begin` on."""
     starts = output.starts()

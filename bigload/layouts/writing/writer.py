@@ -18,15 +18,15 @@ from pathlib import Path
 from bigload.errors import BigloadError, VerificationError
 from bigload.layouts.choices import Verify
 from bigload.layouts.output import OutputFile
-from bigload.layouts.verification.digests import DigestLane, FileDigest
+from bigload.layouts.verification.digests import FileDigest, InOrderDigest
 from bigload.layouts.verification.manifest import FileRecord
 from bigload.layouts.writing.journal import Journal
 from bigload.layouts.writing.kernel_copy import KernelCopy, copy_in_kernel
-from bigload.layouts.writing.output_file_writer import BLOCK_BYTES, Sink
-from bigload.layouts.writing.resume_check import Rechecked
-from bigload.layouts.writing.source_files import Sources
-from bigload.layouts.writing.window_reader import Filler
-from bigload.layouts.writing.windows import WINDOW_BYTES, Ranges, Window, windows
+from bigload.layouts.writing.output_file_writer import BLOCK_BYTES, OutputFileWriter
+from bigload.layouts.writing.resume_check import ReusableFile
+from bigload.layouts.writing.source_files import SourceFiles
+from bigload.layouts.writing.window_reader import WindowReader
+from bigload.layouts.writing.windows import WINDOW_BYTES, DataRanges, Window, windows
 from bigload.loading.progress import Tally
 from bigload.machine.huge_pages import BlockPool, address_of
 from bigload.machine.thread_pool import run_jobs
@@ -48,8 +48,8 @@ class FileToWrite:
     """An output file, what of it is data, and what an interrupted run left of it."""
 
     output: OutputFile
-    ranges: Ranges
-    kept: Rechecked | None = None
+    ranges: DataRanges
+    kept: ReusableFile | None = None
 
 
 class Writer:
@@ -71,8 +71,8 @@ class Writer:
     def __init__(
         self,
         folder: Path,
-        sources: Sources,
-        filler: Filler,
+        sources: SourceFiles,
+        filler: WindowReader,
         *,
         verify: Verify,
         journal: Journal,
@@ -131,13 +131,13 @@ class Writer:
         path = self._folder / output.file
         path.parent.mkdir(parents=True, exist_ok=True)
         begin = 0 if file.kept is None else file.kept.digest.position // BLOCK_BYTES * BLOCK_BYTES
-        sink = Sink(path, num_bytes=output.num_bytes, alignment=self._alignment, kept_bytes=begin)
+        sink = OutputFileWriter(path, num_bytes=output.num_bytes, alignment=self._alignment, kept_bytes=begin)
         under_way = _FileUnderWay(
             output, sink, journal=self._journal, tally=self._tally, records=records, kept=file.kept
         )
         # Those that are finished are let go of: what they know of 90 000 tensors is memory.
         self._under_way = [*(other for other in self._under_way if other.sink.descriptor >= 0), under_way]
-        copied = self._copy_in_kernel(output, sink) if not begin else Ranges(())
+        copied = self._copy_in_kernel(output, sink) if not begin else DataRanges(())
         rest = file.ranges.without(copied)
         for start, stop in rest.pairs:
             sink.reserve(max(start, begin), stop)
@@ -157,9 +157,9 @@ class Writer:
             job.number = number
             yield job
 
-    def _copy_in_kernel(self, output: OutputFile, sink: Sink) -> Ranges:
+    def _copy_in_kernel(self, output: OutputFile, sink: OutputFileWriter) -> DataRanges:
         if self._kernel is KernelCopy.NOTHING:
-            return Ranges(())
+            return DataRanges(())
         names = {tensor.source.span.file for tensor in output.tensors}
         descriptors = {name: self._sources.through_cache(name).descriptor for name in names}
         return copy_in_kernel(output, sink.descriptor, descriptors, self._kernel, block_bytes=BLOCK_BYTES)
@@ -212,16 +212,16 @@ class _FileUnderWay:
     def __init__(
         self,
         output: OutputFile,
-        sink: Sink,
+        sink: OutputFileWriter,
         *,
         journal: Journal,
         tally: Tally,
         records: dict[str, FileRecord],
-        kept: Rechecked | None,
+        kept: ReusableFile | None,
     ) -> None:
         self.output = output
         self.sink = sink
-        self.lane = DigestLane(FileDigest(output) if kept is None else kept.digest)
+        self.lane = InOrderDigest(FileDigest(output) if kept is None else kept.digest)
         self.is_digested = True
         self._journal = journal
         self._tally = tally

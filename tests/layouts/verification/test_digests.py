@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from bigload.checkpoint.model import Span, TensorInfo
 from bigload.dtypes import DTYPES
 from bigload.layouts.output import OutputFile, OutputTensor
-from bigload.layouts.verification.digests import DigestLane, FileDigest, digest_of
+from bigload.layouts.verification.digests import FileDigest, InOrderDigest, digest_of
 
 
 def file_of(sizes, *, is_raw=False):
@@ -92,7 +92,7 @@ def test_what_went_in_since_a_mark_is_forgotten(shape, index, more):
 def test_a_lane_takes_windows_in_file_order_whichever_is_ready_first(threads):
     output = file_of([1000], is_raw=True)
     content = content_of(output)
-    lane = DigestLane(FileDigest(output))
+    lane = InOrderDigest(FileDigest(output))
     everyone = threading.Barrier(threads)
 
     def add(number):
@@ -113,14 +113,14 @@ def test_a_lane_leaves_out_what_the_digest_has_already():
     content = content_of(output)
     digest = FileDigest(output)
     digest.update(memoryview(content)[:37])
-    lane = DigestLane(digest)
+    lane = InOrderDigest(digest)
     assert lane.add(0, 20, memoryview(content)[20:60])
     assert lane.add(1, 60, memoryview(content)[60:])
     assert digest.finish() == digest_of(content)
 
 
 def test_an_aborted_lane_lets_everybody_go():
-    lane = DigestLane(FileDigest(file_of([100], is_raw=True)))
+    lane = InOrderDigest(FileDigest(file_of([100], is_raw=True)))
     results = []
     waiting = threading.Thread(target=lambda: results.append(lane.add(1, 50, memoryview(bytes(50)))))
     waiting.start()

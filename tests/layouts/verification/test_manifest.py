@@ -13,7 +13,7 @@ from bigload.layouts.verification.manifest import (
     MANIFEST_FILE,
     FileRecord,
     Manifest,
-    Source,
+    ManifestSource,
     manifest_from_json,
     manifest_lines,
     read_manifest,
@@ -38,7 +38,7 @@ manifests = st.builds(
     ),
     aliases=st.dictionaries(texts, texts, max_size=3),
     source=st.builds(
-        Source,
+        ManifestSource,
         path=texts,
         total_bytes=sizes,
         shards=st.lists(st.builds(ShardFingerprint, file=texts, num_bytes=sizes, header_sha256=texts), max_size=2).map(
@@ -51,7 +51,7 @@ manifests = st.builds(
 
 
 def manifest_of(files, **fields):
-    source = Source(path="model", total_bytes=0, shards=())
+    source = ManifestSource(path="model", total_bytes=0, shards=())
     return Manifest(**{"layout": "shards", "aliases": {}, "source": source, "version": "0.1.0", **fields}, files=files)
 
 
@@ -92,7 +92,7 @@ def test_the_bytes_of_a_folder_are_those_of_all_its_files():
 
 
 def test_the_path_of_the_source_need_not_be_text(tmp_path):
-    source = Source(path=os.fsdecode(b"mod\xffel"), total_bytes=0, shards=())
+    source = ManifestSource(path=os.fsdecode(b"mod\xffel"), total_bytes=0, shards=())
     written = manifest_of({}, source=source)
     (tmp_path / MANIFEST_FILE).write_text("".join(manifest_lines(written)), encoding="utf-8", errors="surrogateescape")
     assert read_manifest(tmp_path) == written

@@ -20,7 +20,7 @@ from bigload.layouts.reshard import reshard, run_reshard
 from bigload.layouts.verification.manifest import read_manifest
 from bigload.layouts.writing import kernel_copy as in_kernel_module
 from bigload.layouts.writing.kernel_copy import KernelCopy, copy_in_kernel, data_offset, kernel_copy
-from bigload.layouts.writing.windows import Ranges
+from bigload.layouts.writing.windows import DataRanges
 from bigload.loading.slices import Slice
 from bigload.machine.file_systems import FileSystem
 from builders import contents, make_checkpoint, stored_tensors
@@ -147,7 +147,7 @@ def test_the_server_copies_what_it_is_asked_for_in_pieces(tmp_path, monkeypatch)
     with (tmp_path / "source").open("rb") as source, (tmp_path / "out").open("r+b") as target:
         descriptors = {"source": source.fileno()}
         found = copy_in_kernel(output, target.fileno(), descriptors, KernelCopy.COPY, block_bytes=BLOCK)
-        assert found == Ranges(((0, 3 * BLOCK),))
+        assert found == DataRanges(((0, 3 * BLOCK),))
         assert (tmp_path / "out").read_bytes() == content[77 : 77 + 3 * BLOCK]
         os.truncate(tmp_path / "source", BLOCK)
         assert copy_in_kernel(output, target.fileno(), descriptors, KernelCopy.COPY, block_bytes=BLOCK).pairs == ()

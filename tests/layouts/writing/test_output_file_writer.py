@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 
 from bigload.errors import WriteError
 from bigload.layouts.writing import output_file_writer as sink_module
-from bigload.layouts.writing.output_file_writer import BLOCK_BYTES, Sink, direct_write_alignment
+from bigload.layouts.writing.output_file_writer import BLOCK_BYTES, OutputFileWriter, direct_write_alignment
 from builders import open_descriptors
 
 
@@ -38,7 +38,7 @@ def test_blocks_are_written_in_any_order_and_read_back(tmp_path, alignment):
     num_bytes = 3 * BLOCK_BYTES + 5
     content = bytes(range(1, 256)) * 50
     content = content[:num_bytes]
-    sink = Sink(tmp_path / "out", num_bytes=num_bytes, alignment=alignment)
+    sink = OutputFileWriter(tmp_path / "out", num_bytes=num_bytes, alignment=alignment)
     padded = content + bytes(sink.padded(num_bytes) - num_bytes)
     for start in (2 * BLOCK_BYTES, 0):
         view = aligned(padded[start : start + 2 * BLOCK_BYTES])
@@ -60,7 +60,7 @@ def test_until_it_is_finished_a_file_is_too_long_for_what_its_header_says(tmp_pa
     content = len(header).to_bytes(8, "little") + header + b"a" * BLOCK_BYTES
     path = tmp_path / "out.safetensors"
     for kept_bytes in (0, BLOCK_BYTES):
-        sink = Sink(path, num_bytes=len(content), alignment=alignment, kept_bytes=kept_bytes)
+        sink = OutputFileWriter(path, num_bytes=len(content), alignment=alignment, kept_bytes=kept_bytes)
         sink.write(aligned(content[:BLOCK_BYTES]), 0)
         assert path.stat().st_size > len(content)
         with pytest.raises(SafetensorError):
@@ -74,7 +74,7 @@ def test_until_it_is_finished_a_file_is_too_long_for_what_its_header_says(tmp_pa
 
 def test_the_file_has_its_size_at_the_end_whatever_was_padded(tmp_path, alignment):
     for num_bytes in (0, 1, BLOCK_BYTES, BLOCK_BYTES + 1):
-        sink = Sink(tmp_path / "out", num_bytes=num_bytes, alignment=alignment)
+        sink = OutputFileWriter(tmp_path / "out", num_bytes=num_bytes, alignment=alignment)
         assert sink.padded(num_bytes) == (-(-num_bytes // BLOCK_BYTES) * BLOCK_BYTES if alignment else num_bytes)
         sink.finish()
         sink.close()
@@ -83,14 +83,14 @@ def test_the_file_has_its_size_at_the_end_whatever_was_padded(tmp_path, alignmen
 
 def test_what_is_kept_of_an_older_file_stays_and_the_rest_reads_as_zeros(tmp_path, alignment):
     (tmp_path / "out").write_bytes(b"x" * 5 * BLOCK_BYTES)
-    sink = Sink(tmp_path / "out", num_bytes=3 * BLOCK_BYTES, alignment=alignment, kept_bytes=BLOCK_BYTES)
+    sink = OutputFileWriter(tmp_path / "out", num_bytes=3 * BLOCK_BYTES, alignment=alignment, kept_bytes=BLOCK_BYTES)
     sink.finish()
     sink.close()
     assert (tmp_path / "out").read_bytes() == b"x" * BLOCK_BYTES + bytes(2 * BLOCK_BYTES)
 
 
 def test_reserved_space_is_taken_and_reads_as_zeros(tmp_path, alignment):
-    sink = Sink(tmp_path / "out", num_bytes=1 << 20, alignment=alignment)
+    sink = OutputFileWriter(tmp_path / "out", num_bytes=1 << 20, alignment=alignment)
     sink.reserve(0, 1 << 19)
     sink.reserve(1 << 19, 1 << 19)
     sink.flush()
@@ -105,7 +105,7 @@ def test_a_system_without_reserving_is_good_enough_and_a_full_disk_is_an_error(t
         ctypes.set_errno(number)
         return -1
 
-    sink = Sink(tmp_path / "out", num_bytes=BLOCK_BYTES, alignment=None)
+    sink = OutputFileWriter(tmp_path / "out", num_bytes=BLOCK_BYTES, alignment=None)
     monkeypatch.setattr(sink_module, "_libc_fallocate", refuse)
     if number == errno.ENOSPC:
         with pytest.raises(WriteError, match="No space left"):
@@ -126,10 +126,10 @@ def test_what_is_no_file_is_a_write_error_or_replaced_and_no_descriptor_stays_op
     before = open_descriptors()
     if kept_bytes or (tmp_path / "out").is_dir():
         with pytest.raises(WriteError) as caught:
-            Sink(tmp_path / "out", num_bytes=10, alignment=None, kept_bytes=kept_bytes)
+            OutputFileWriter(tmp_path / "out", num_bytes=10, alignment=None, kept_bytes=kept_bytes)
         assert caught.value.path == tmp_path / "out"
     else:
-        Sink(tmp_path / "out", num_bytes=10, alignment=None).close()
+        OutputFileWriter(tmp_path / "out", num_bytes=10, alignment=None).close()
         assert stat.S_ISREG((tmp_path / "out").lstat().st_mode)
     assert open_descriptors() == before
     assert not (tmp_path / "elsewhere").exists()
@@ -143,9 +143,9 @@ def test_nothing_is_written_through_a_link(tmp_path, alignment, kept_bytes, link
     link(mine, tmp_path / "out")
     if kept_bytes:
         with pytest.raises(WriteError, match="link"):
-            Sink(tmp_path / "out", num_bytes=10, alignment=alignment, kept_bytes=kept_bytes)
+            OutputFileWriter(tmp_path / "out", num_bytes=10, alignment=alignment, kept_bytes=kept_bytes)
     else:
-        sink = Sink(tmp_path / "out", num_bytes=10, alignment=alignment)
+        sink = OutputFileWriter(tmp_path / "out", num_bytes=10, alignment=alignment)
         sink.finish()
         sink.close()
     assert mine.read_bytes() == b"x" * 2 * BLOCK_BYTES
@@ -167,7 +167,7 @@ def test_ctrl_c_while_a_file_gets_its_size_leaves_no_descriptor_open(tmp_path, m
     monkeypatch.setattr(os, "ftruncate", interrupt)
     before = open_descriptors()
     with pytest.raises(KeyboardInterrupt):
-        Sink(tmp_path / "out", num_bytes=1, alignment=None)
+        OutputFileWriter(tmp_path / "out", num_bytes=1, alignment=None)
     assert open_descriptors() == before
 
 
@@ -176,7 +176,7 @@ def test_a_flush_that_is_refused_is_a_write_error_and_remembered(tmp_path, monke
     def refuse(*_):
         raise OSError(errno.EIO, "Input/output error")
 
-    sink = Sink(tmp_path / "out", num_bytes=10, alignment=None)
+    sink = OutputFileWriter(tmp_path / "out", num_bytes=10, alignment=None)
     assert not sink.has_failed
     monkeypatch.setattr(os, call, refuse)
     with pytest.raises(WriteError, match="Input/output error"):
@@ -192,7 +192,7 @@ def test_pages_that_the_system_lost_are_an_error_though_a_later_flush_succeeds(t
         return -1
 
     monkeypatch.setattr(sink_module, "_libc_sync_file_range", refuse)
-    sink = Sink(tmp_path / "out", num_bytes=10, alignment=None)
+    sink = OutputFileWriter(tmp_path / "out", num_bytes=10, alignment=None)
     with pytest.raises(WriteError):
         sink.write(memoryview(b"0123456789"), 0)
     assert sink.has_failed
@@ -208,7 +208,7 @@ def test_a_system_without_sync_file_range_flushes_by_other_means(tmp_path, monke
     flushed, fdatasync = [], os.fdatasync
     monkeypatch.setattr(os, "fdatasync", lambda descriptor: flushed.append(1) or fdatasync(descriptor))
     monkeypatch.setattr(sink_module, "_libc_sync_file_range", None if missing == "no such function" else refuse)
-    sink = Sink(tmp_path / "out", num_bytes=10, alignment=None)
+    sink = OutputFileWriter(tmp_path / "out", num_bytes=10, alignment=None)
     sink.write(memoryview(b"0123456789"), 0)
     back = bytearray(10)
     sink.read(memoryview(back), 0)
@@ -239,7 +239,7 @@ def test_a_full_disk_is_a_write_error(tmp_path):
     except FileNotFoundError:
         pytest.skip("there is no mount here")
     try:
-        sink = Sink(place / "out", num_bytes=1 << 20, alignment=None)
+        sink = OutputFileWriter(place / "out", num_bytes=1 << 20, alignment=None)
         with pytest.raises(WriteError, match="No space left"):
             sink.reserve(0, 1 << 20)
         with pytest.raises(WriteError, match="No space left"):

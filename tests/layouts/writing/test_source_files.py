@@ -7,7 +7,7 @@ from bigload.checkpoint.model import Span
 from bigload.checkpoint.source import open_checkpoint
 from bigload.errors import ReadError, StalePlanError
 from bigload.layouts.writing import source_files as sources_module
-from bigload.layouts.writing.source_files import Sources
+from bigload.layouts.writing.source_files import SourceFiles
 from builders import make_checkpoint, open_descriptors
 
 
@@ -20,7 +20,7 @@ def checkpoint(tmp_path):
 def sources(checkpoint, monkeypatch, request):
     if request.param != "direct":
         monkeypatch.setattr(sources_module, "direct_alignment", lambda path: None)
-    with Sources(checkpoint) as opened:
+    with SourceFiles(checkpoint) as opened:
         yield opened
 
 
@@ -41,7 +41,7 @@ def test_the_files_are_those_of_the_checkpoint_and_read_as_they_are(checkpoint, 
 
 def test_a_file_is_opened_once_whoever_asks_and_closed_in_the_end(checkpoint):
     before = open_descriptors()
-    with Sources(checkpoint) as sources:
+    with SourceFiles(checkpoint) as sources:
         assert open_descriptors() == before
         found = []
         workers = [threading.Thread(target=lambda: found.append(sources[checkpoint.shards[0].file])) for _ in range(8)]

@@ -12,7 +12,7 @@ import pytest
 
 from bigload.errors import OutputExistsError, WriteError
 from bigload.layouts.documents import write_file
-from bigload.layouts.verification.manifest import MANIFEST_FILE, Manifest, Source, manifest_lines, record_of
+from bigload.layouts.verification.manifest import MANIFEST_FILE, Manifest, ManifestSource, manifest_lines, record_of
 from bigload.layouts.writing.journal import journal_name
 from bigload.layouts.writing.staging import (
     check_output,
@@ -49,7 +49,7 @@ def manifest_of(files):
                 layout="shards",
                 files={name: record_of(name.encode()) for name in files},
                 aliases={},
-                source=Source(path="source", total_bytes=1, shards=()),
+                source=ManifestSource(path="source", total_bytes=1, shards=()),
                 version="0",
                 options={},
             )

@@ -18,7 +18,7 @@ from bigload.checkpoint.model import Span, TensorInfo
 from bigload.dtypes import DTYPES
 from bigload.errors import ReadError
 from bigload.layouts.output import OutputTensor
-from bigload.layouts.writing.window_reader import Filler, Portion
+from bigload.layouts.writing.window_reader import Portion, WindowReader
 from bigload.loading.readers.byte_source import PositionalReader
 from bigload.loading.slices import Slice
 from bigload.machine.huge_pages import allocate
@@ -101,7 +101,7 @@ def test_windows_hold_what_torch_makes_of_the_tensors(tmp_path_factory, drawn):
     path.write_bytes(data)
     written = bytearray()
     with PositionalReader(path) as source:
-        filler = Filler({"f": source})
+        filler = WindowReader({"f": source})
         for portions, num_bytes in _windows(tensors, choose):
             window = bytearray(num_bytes)
             filler.fill(memoryview(window), portions)
@@ -158,7 +158,7 @@ class _Source:
 
 def _filled(source, portions):
     window = bytearray(sum(portion.stop - portion.start for portion in portions))
-    filler = Filler({"f": source})
+    filler = WindowReader({"f": source})
     filler.fill(memoryview(window), portions)
     return bytes(window), filler
 
@@ -199,7 +199,7 @@ def test_nothing_outside_of_the_portions_is_written():
     source = _Source(bytes([7] * 64))
     window = bytearray(32)
     columns = _output(_plain("U8", (8, 8)), parts=(Slice(1, 2, 4),))
-    Filler({"f": source}).fill(memoryview(window), [Portion(columns, 3, 11, at=5)])
+    WindowReader({"f": source}).fill(memoryview(window), [Portion(columns, 3, 11, at=5)])
     assert window == bytes(5) + bytes([7] * 8) + bytes(19)
 
 
@@ -288,7 +288,7 @@ def test_threads_share_a_filler_without_threads_or_descriptors_of_its_own(tmp_pa
     windows = [bytearray(step) for _ in range(0, tensor.num_bytes, step)]
     tasks = []
     with PositionalReader(path) as source:
-        filler = Filler({"f": source})
+        filler = WindowReader({"f": source})
         before = open_descriptors()
 
         def work(number):
@@ -312,7 +312,7 @@ from pathlib import Path
 from bigload.checkpoint.model import Span, TensorInfo
 from bigload.dtypes import DTYPES
 from bigload.layouts.dtype_rules import config_with_dtype, dtype_rule
-from bigload.layouts.writing.window_reader import Filler, Portion
+from bigload.layouts.writing.window_reader import WindowReader, Portion
 from bigload.layouts.output import OutputTensor
 from bigload.loading.readers.byte_source import PositionalReader
 from bigload.loading.slices import Slice
@@ -321,7 +321,7 @@ info = TensorInfo("w", DTYPES["BF16"], (4, 8), Span("f", 0, 64))
 tensor = OutputTensor(source=info, dtype=dtype_rule("bf16")(info), parts=(Slice(1, 0, 2), Slice(1, 4, 6)))
 window = bytearray(tensor.num_bytes)
 with PositionalReader(Path(sys.argv[1])) as source:
-    Filler({"f": source}).fill(memoryview(window), [Portion(tensor, 0, tensor.num_bytes, 0)])
+    WindowReader({"f": source}).fill(memoryview(window), [Portion(tensor, 0, tensor.num_bytes, 0)])
 config_with_dtype(b"{}", tensor.dtype)
 assert window[4:8] == bytes([8, 9, 10, 11]), window
 assert not {"torch", "numpy"} & set(sys.modules)

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from bigload.checkpoint.model import Span, TensorInfo
 from bigload.dtypes import DTYPES
 from bigload.layouts.output import OutputFile, OutputTensor
-from bigload.layouts.writing.windows import Ranges, data_ranges, windows
+from bigload.layouts.writing.windows import DataRanges, data_ranges, windows
 from bigload.loading.slices import Slice
 
 BLOCK = 16
@@ -119,7 +119,7 @@ def bytes_in(pairs):
 
 @given(sorted_pairs, sorted_pairs)
 def test_without_is_the_difference_of_sets(these, those):
-    left = Ranges(tuple(these)).without(Ranges(tuple(those)))
+    left = DataRanges(tuple(these)).without(DataRanges(tuple(those)))
     assert bytes_in(left.pairs) == bytes_in(these) - bytes_in(those)
     assert left.num_bytes == len(bytes_in(left.pairs)) * BLOCK
     assert all(start < stop for start, stop in left.pairs)

@@ -13,10 +13,10 @@ from bigload.layouts.writing import kernel_copy as in_kernel_module
 from bigload.layouts.writing import writer as writer_module
 from bigload.layouts.writing.journal import Journal, journal_name, read_progress
 from bigload.layouts.writing.kernel_copy import KernelCopy
-from bigload.layouts.writing.output_file_writer import BLOCK_BYTES, Sink, direct_write_alignment
+from bigload.layouts.writing.output_file_writer import BLOCK_BYTES, OutputFileWriter, direct_write_alignment
 from bigload.layouts.writing.resume_check import recheck
-from bigload.layouts.writing.source_files import Sources
-from bigload.layouts.writing.window_reader import Filler
+from bigload.layouts.writing.source_files import SourceFiles
+from bigload.layouts.writing.window_reader import WindowReader
 from bigload.layouts.writing.windows import data_ranges
 from bigload.layouts.writing.writer import FileToWrite, Verify, Writer, window_bytes
 from bigload.loading.progress import Tally
@@ -48,11 +48,11 @@ class Job:
         with ExitStack() as opened:
             opened.callback(os.close, lock)
             pool = BlockPool(threads, block_bytes=window_bytes(threads, 1 << 20))
-            sources = opened.enter_context(Sources(self.checkpoint, pool=pool))
+            sources = opened.enter_context(SourceFiles(self.checkpoint, pool=pool))
             writer = Writer(
                 self.out,
                 sources,
-                Filler(sources),
+                WindowReader(sources),
                 verify=verify,
                 journal=Journal.begin(self.out / journal_name(0), lock, "recipe"),
                 tally=Tally(sum(output.num_bytes for output in self.files), self.seen.append),
@@ -151,7 +151,7 @@ def test_what_was_written_is_not_written_again(job, threads, monkeypatch):
 
 def spoil_at(monkeypatch, path, position):
     """Flip a bit at byte `position` of `path` after it was written and before it is compared."""
-    write = Sink.write
+    write = OutputFileWriter.write
 
     def spoilt(self, view, offset):
         write(self, view, offset)
@@ -164,7 +164,7 @@ def spoil_at(monkeypatch, path, position):
                 file.seek(position)
                 file.write(bytes([byte ^ 0x10]))
 
-    monkeypatch.setattr(Sink, "write", spoilt)
+    monkeypatch.setattr(OutputFileWriter, "write", spoilt)
 
 
 @thread_counts
@@ -208,12 +208,12 @@ def test_after_an_error_what_is_good_is_noted_and_all_is_given_back(job, monkeyp
 @thread_counts
 def test_a_source_that_ends_early_is_a_read_error_that_names_it(job, threads, monkeypatch):
     shard = job.checkpoint.shards[1]
-    extents = Sources.extents
-    monkeypatch.setattr(Sources, "extents", lambda self, span: [(span.start, span.stop)])
+    extents = SourceFiles.extents
+    monkeypatch.setattr(SourceFiles, "extents", lambda self, span: [(span.start, span.stop)])
     os.truncate(job.checkpoint.root / shard.file, shard.num_bytes - 1)
     with pytest.raises(ReadError, match=f"{shard.file}: the file ended .* 1 bytes too early"):
         job.write(threads=threads)
-    monkeypatch.setattr(Sources, "extents", extents)
+    monkeypatch.setattr(SourceFiles, "extents", extents)
     with pytest.raises(ReadError, match=f"{shard.file}: the file ended .* 1 bytes too early"):
         job.write(threads=threads)
 
