@@ -162,10 +162,6 @@ if TYPE_CHECKING:  # `as` marks them as public to type checkers
     from bigload.planning.plan_file import write_plan as write_plan
     from bigload.planning.planner import plan as plan
     from bigload.planning.tensor_parallel.partition import Division as Division
-    from bigload.runtime.data_batches import skip_first_batches as skip_first_batches
-    from bigload.runtime.device_cache import clear_device_cache as clear_device_cache
-    from bigload.runtime.device_cache import find_executable_batch_size as find_executable_batch_size
-    from bigload.runtime.device_cache import release_memory as release_memory
     from bigload.runtime.device_map.auto_device_map import infer_auto_device_map as infer_auto_device_map
     from bigload.runtime.device_map.checks import check_device_map as check_device_map
     from bigload.runtime.device_map.checks import clean_device_map as clean_device_map
@@ -203,7 +199,6 @@ if TYPE_CHECKING:  # `as` marks them as public to type checkers
     from bigload.runtime.dispatch.load_and_dispatch import load_checkpoint_and_dispatch as load_checkpoint_and_dispatch
     from bigload.runtime.dispatch.load_checkpoint import load_checkpoint_in_model as load_checkpoint_in_model
     from bigload.runtime.dispatch.load_checkpoint import load_state_dict as load_state_dict
-    from bigload.runtime.environment import patch_environment as patch_environment
     from bigload.runtime.hooks.align_devices import AlignDevicesHook as AlignDevicesHook
     from bigload.runtime.hooks.align_devices import attach_align_device_hook as attach_align_device_hook
     from bigload.runtime.hooks.align_devices import (
@@ -219,15 +214,15 @@ if TYPE_CHECKING:  # `as` marks them as public to type checkers
     from bigload.runtime.hooks.hooks import remove_hook_from_submodules as remove_hook_from_submodules
     from bigload.runtime.hooks.layerwise_casting import LayerwiseCastingHook as LayerwiseCastingHook
     from bigload.runtime.hooks.layerwise_casting import attach_layerwise_casting_hooks as attach_layerwise_casting_hooks
-    from bigload.runtime.hooks.module_tensors import align_module_device as align_module_device
-    from bigload.runtime.hooks.module_tensors import check_device_same as check_device_same
-    from bigload.runtime.hooks.module_tensors import has_offloaded_params as has_offloaded_params
-    from bigload.runtime.hooks.module_tensors import retie_parameters as retie_parameters
-    from bigload.runtime.hooks.module_tensors import set_module_tensor_to_device as set_module_tensor_to_device
     from bigload.runtime.hooks.send_to_device import find_device as find_device
     from bigload.runtime.hooks.send_to_device import send_to_device as send_to_device
     from bigload.runtime.init_empty_weights import init_empty_weights as init_empty_weights
     from bigload.runtime.init_empty_weights import init_on_device as init_on_device
+    from bigload.runtime.modules.module_tensors import align_module_device as align_module_device
+    from bigload.runtime.modules.module_tensors import check_device_same as check_device_same
+    from bigload.runtime.modules.module_tensors import has_offloaded_params as has_offloaded_params
+    from bigload.runtime.modules.module_tensors import retie_parameters as retie_parameters
+    from bigload.runtime.modules.module_tensors import set_module_tensor_to_device as set_module_tensor_to_device
     from bigload.runtime.offload.offload_store import OffloadedWeightsLoader as OffloadedWeightsLoader
     from bigload.runtime.offload.offload_store import PrefixedDataset as PrefixedDataset
     from bigload.runtime.offload.offload_store import extract_submodules_state_dict as extract_submodules_state_dict
@@ -239,8 +234,13 @@ if TYPE_CHECKING:  # `as` marks them as public to type checkers
     from bigload.runtime.offload.offloaded_state import get_state_dict_offloaded_model as get_state_dict_offloaded_model
     from bigload.runtime.offload.offloaded_state import load_offloaded_weights as load_offloaded_weights
     from bigload.runtime.offload.stored_weights import StoredWeights as StoredWeights
-    from bigload.runtime.unwrapping import extract_model_from_parallel as extract_model_from_parallel
-    from bigload.runtime.unwrapping import get_module_class_from_name as get_module_class_from_name
+    from bigload.runtime.utilities.data_batches import skip_first_batches as skip_first_batches
+    from bigload.runtime.utilities.device_cache import clear_device_cache as clear_device_cache
+    from bigload.runtime.utilities.device_cache import find_executable_batch_size as find_executable_batch_size
+    from bigload.runtime.utilities.device_cache import release_memory as release_memory
+    from bigload.runtime.utilities.environment import patch_environment as patch_environment
+    from bigload.runtime.utilities.unwrapping import extract_model_from_parallel as extract_model_from_parallel
+    from bigload.runtime.utilities.unwrapping import get_module_class_from_name as get_module_class_from_name
 
 
 _HOMES = {
@@ -364,8 +364,6 @@ _HOMES = {
     "bigload.planning.plan_file": ("read_plan", "write_plan"),
     "bigload.planning.planner": ("plan",),
     "bigload.planning.tensor_parallel.partition": ("Division",),
-    "bigload.runtime.data_batches": ("skip_first_batches",),
-    "bigload.runtime.device_cache": ("clear_device_cache", "find_executable_batch_size", "release_memory"),
     "bigload.runtime.device_map.auto_device_map": ("infer_auto_device_map",),
     "bigload.runtime.device_map.checks": ("check_device_map", "clean_device_map"),
     "bigload.runtime.device_map.device_memory": ("get_balanced_memory", "get_max_memory"),
@@ -394,7 +392,6 @@ _HOMES = {
     "bigload.runtime.dispatch.dispatch_context": ("dispatch",),
     "bigload.runtime.dispatch.load_and_dispatch": ("load_and_dispatch", "load_checkpoint_and_dispatch"),
     "bigload.runtime.dispatch.load_checkpoint": ("load_checkpoint_in_model", "load_state_dict"),
-    "bigload.runtime.environment": ("patch_environment",),
     "bigload.runtime.hooks.align_devices": (
         "AlignDevicesHook",
         "attach_align_device_hook",
@@ -410,15 +407,15 @@ _HOMES = {
         "remove_hook_from_submodules",
     ),
     "bigload.runtime.hooks.layerwise_casting": ("LayerwiseCastingHook", "attach_layerwise_casting_hooks"),
-    "bigload.runtime.hooks.module_tensors": (
+    "bigload.runtime.hooks.send_to_device": ("find_device", "send_to_device"),
+    "bigload.runtime.init_empty_weights": ("init_empty_weights", "init_on_device"),
+    "bigload.runtime.modules.module_tensors": (
         "align_module_device",
         "check_device_same",
         "has_offloaded_params",
         "retie_parameters",
         "set_module_tensor_to_device",
     ),
-    "bigload.runtime.hooks.send_to_device": ("find_device", "send_to_device"),
-    "bigload.runtime.init_empty_weights": ("init_empty_weights", "init_on_device"),
     "bigload.runtime.offload.offload_store": (
         "OffloadedWeightsLoader",
         "PrefixedDataset",
@@ -434,7 +431,10 @@ _HOMES = {
         "load_offloaded_weights",
     ),
     "bigload.runtime.offload.stored_weights": ("StoredWeights",),
-    "bigload.runtime.unwrapping": ("extract_model_from_parallel", "get_module_class_from_name"),
+    "bigload.runtime.utilities.data_batches": ("skip_first_batches",),
+    "bigload.runtime.utilities.device_cache": ("clear_device_cache", "find_executable_batch_size", "release_memory"),
+    "bigload.runtime.utilities.environment": ("patch_environment",),
+    "bigload.runtime.utilities.unwrapping": ("extract_model_from_parallel", "get_module_class_from_name"),
 }
 
 # torch warns of a missing numpy whenever it is imported; bigload never asks torch for numpy's arrays.

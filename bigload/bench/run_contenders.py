@@ -25,8 +25,7 @@ from bigload.errors import NotEnoughMemoryError, NotEnoughSpaceError
 from bigload.loading.tensors import torch_dtype
 from bigload.machine.memory import available_memory
 from bigload.planning.plan import Plan
-from bigload.runtime.device_map.blocks import DeviceLike, main_device_of, place_of
-from bigload.runtime.device_map.tied_parameters import device_of
+from bigload.runtime.device_map.blocks import DeviceLike, device_of, main_device_of, place_of
 from bigload.runtime.dispatch.load_and_dispatch import load_and_dispatch, load_checkpoint_and_dispatch
 from bigload.runtime.dispatch.load_checkpoint import load_checkpoint_in_model
 from bigload.runtime.offload.stored_weights import StoredWeights

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from bigload.runtime.device_map.module_sizes import prefixes
+from bigload.runtime.modules.module_names import joined, prefixes
 
 DeviceLike = int | str | torch.device
 
@@ -65,9 +65,12 @@ def device_of(name: str, device_map: Mapping[str, DeviceLike]) -> DeviceLike:
     """Return the device of the innermost module around the tensor `name` that the map has.
 
     Raises:
-        IndexError: there is none.
+        ValueError: there is none.
     """
-    return device_map[[prefix for prefix in prefixes(name) if prefix in device_map][-1]]
+    found = [prefix for prefix in prefixes(name) if prefix in device_map]
+    if not found:
+        raise ValueError(f"The device_map has no device for {name}")
+    return device_map[found[-1]]
 
 
 def blocks_of(model: nn.Module, device_map: Mapping[str, DeviceLike]) -> tuple[Block, ...]:
@@ -97,8 +100,3 @@ def _blocks(
         yield Block(name=name, devices=known, is_whole=False)
     for key, child in module.named_children():
         yield from _blocks(child, joined(name, key), device, device_map, split)
-
-
-def joined(module_name: str, name: str) -> str:
-    """Return the name in the model of what a module calls `name`."""
-    return f"{module_name}.{name}" if module_name else name

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from bigload.errors import IncompleteDeviceMapError
-from bigload.runtime.device_map.module_sizes import prefixes
+from bigload.runtime.modules.module_names import prefixes
 
 Place = TypeVar("Place", bound=int | str | torch.device)
 

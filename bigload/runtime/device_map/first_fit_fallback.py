@@ -8,7 +8,8 @@ import torch
 from torch import nn
 
 from bigload.runtime.device_map.module_queue import Cutter, Held, Item, WorkList
-from bigload.runtime.device_map.module_sizes import Size, class_names, convert_file_size_to_int, prefixes
+from bigload.runtime.device_map.module_sizes import Size, class_names, convert_file_size_to_int
+from bigload.runtime.modules.module_names import prefixes
 
 
 class Ties:

@@ -17,14 +17,9 @@ from bigload.dtypes import DTYPES, DType
 from bigload.planning.model.module_tree import build_tree
 from bigload.planning.model.units import Part, Unit, UnitKind, blocks_of, without_crumbs
 from bigload.runtime.device_map.module_queue import direct_parts
-from bigload.runtime.device_map.module_sizes import (
-    DTypeLike,
-    class_names,
-    compute_module_sizes,
-    named_module_tensors,
-    prefixes,
-)
+from bigload.runtime.device_map.module_sizes import DTypeLike, class_names, compute_module_sizes, named_module_tensors
 from bigload.runtime.device_map.tied_parameters import find_tied_parameters
+from bigload.runtime.modules.module_names import prefixes
 
 _DTYPE_OF = {dtype.torch_name: dtype for dtype in DTYPES.values()}
 

@@ -13,7 +13,8 @@ from collections.abc import Container, Iterable, Iterator, Mapping
 import torch
 from torch import nn
 
-from bigload.runtime.device_map.module_sizes import Size, prefixes
+from bigload.runtime.device_map.module_sizes import Size
+from bigload.runtime.modules.module_names import prefixes
 
 Held = nn.Module | torch.Tensor | None
 """What stands behind a name: `None` for the state that a module saves beside its tensors."""

@@ -14,6 +14,7 @@ from functools import lru_cache
 import torch
 from torch import nn
 
+from bigload.runtime.modules.module_names import prefixes
 from bigload.units import MAX_SIZE, parse_size
 
 Size = int | float
@@ -148,20 +149,6 @@ def _loaded_byte_size(dtype: torch.dtype, limit: Size | None) -> Size:
     size = _byte_size(dtype)
     is_kept = str(dtype).startswith(("torch.int", "torch.uint", "torch.bool"))
     return size if is_kept or limit is None else min(size, limit)
-
-
-def prefixes(name: str) -> Iterator[str]:
-    """Yield the names of all modules around a tensor or module, from the root on, and its own name last.
-
-    >>> list(prefixes("layers.0.weight"))
-    ['', 'layers', 'layers.0', 'layers.0.weight']
-    """
-    yield ""
-    stop = name.find(".")
-    while stop != -1:
-        yield name[:stop]
-        stop = name.find(".", stop + 1)
-    yield name
 
 
 def compute_module_total_buffer_size(

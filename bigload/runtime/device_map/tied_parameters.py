@@ -11,8 +11,10 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import nn
 
-from bigload.runtime.device_map.module_sizes import Size, prefixes
-from bigload.runtime.hooks.module_tensors import retie_parameters
+from bigload.runtime.device_map.blocks import device_of
+from bigload.runtime.device_map.module_sizes import Size
+from bigload.runtime.modules.module_names import prefixes
+from bigload.runtime.modules.module_tensors import retie_parameters
 
 _logger = logging.getLogger(__name__)
 
@@ -77,14 +79,6 @@ def check_tied_parameters_on_same_device(
                 "together, give their modules one device in the map.",
                 devices,
             )
-
-
-def device_of(name: str, device_map: Mapping[str, int | str | torch.device]) -> int | str | torch.device:
-    """Return the device of the innermost module around `name` that the map has."""
-    found = [prefix for prefix in prefixes(name) if prefix in device_map]
-    if not found:
-        raise ValueError(f"The device_map has no device for {name}")
-    return device_map[found[-1]]
 
 
 def get_module_size_with_ties(

@@ -23,7 +23,6 @@ from bigload.runtime.device_map.blocks import (
     place_of,
 )
 from bigload.runtime.device_map.checks import check_device_map
-from bigload.runtime.device_map.module_sizes import prefixes
 from bigload.runtime.device_map.present_devices import check_devices_present
 from bigload.runtime.device_map.tied_parameters import find_tied_parameters, move_tied
 from bigload.runtime.dispatch.supplied_weights import check_supplied, with_tied_names
@@ -36,9 +35,10 @@ from bigload.runtime.hooks.align_devices import (
 from bigload.runtime.hooks.cpu_offload_hooks import CpuOffload, UserCpuOffloadHook
 from bigload.runtime.hooks.execution_device import name_execution_device
 from bigload.runtime.hooks.hooks import add_hook_to_module, hooks_of
-from bigload.runtime.hooks.module_tensors import set_module_tensor_to_device
 from bigload.runtime.hooks.refused_methods import refuse_changes
-from bigload.runtime.hooks.tensor_slots import refuse_compiled
+from bigload.runtime.modules.module_names import prefixes
+from bigload.runtime.modules.module_tensors import set_module_tensor_to_device
+from bigload.runtime.modules.tensor_slots import refuse_compiled
 from bigload.runtime.offload.offload_store import LayeredWeights, OffloadedWeightsLoader, PrefixedDataset, offloaded
 from bigload.runtime.offload.offload_writer import Entry
 from bigload.runtime.streaming.attach import stream

@@ -15,8 +15,8 @@ from bigload.runtime.dispatch.dispatch import dispatch_model
 from bigload.runtime.dispatch.load_and_dispatch import StrPath, load_and_dispatch, map_for, opened_plan, streaming_of
 from bigload.runtime.dispatch.weight_source import Source
 from bigload.runtime.hooks.hooks import OWN_METHODS, remove_hook_from_submodules
-from bigload.runtime.hooks.module_tensors import as_parameter
-from bigload.runtime.hooks.tensor_slots import Slot, assign, shared_tensors
+from bigload.runtime.modules.module_tensors import as_parameter
+from bigload.runtime.modules.tensor_slots import Slot, assign, shared_tensors
 from bigload.runtime.streaming.attach import stream
 
 _ATTRIBUTES = ("forward", "_old_forward", "_hf_hook", "hf_device_map", *OWN_METHODS)

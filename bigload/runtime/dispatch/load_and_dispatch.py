@@ -23,12 +23,12 @@ from bigload.runtime.device_map.auto_device_map import infer_auto_device_map
 from bigload.runtime.device_map.blocks import DeviceLike
 from bigload.runtime.device_map.checks import check_device_map
 from bigload.runtime.device_map.device_memory import MaxMemoryLike, get_balanced_memory
-from bigload.runtime.device_map.module_sizes import prefixes
 from bigload.runtime.device_map.tied_parameters import find_tied_parameters
 from bigload.runtime.dispatch.dispatch import dispatch_loaded
 from bigload.runtime.dispatch.load_checkpoint import load_matched
 from bigload.runtime.dispatch.name_matching import matched
 from bigload.runtime.dispatch.supplied_weights import check_supplied
+from bigload.runtime.modules.module_names import prefixes
 from bigload.runtime.streaming.options import StreamOptions
 
 StrPath = str | os.PathLike[str]

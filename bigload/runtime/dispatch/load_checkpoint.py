@@ -28,13 +28,9 @@ from bigload.loading.memory_errors import memory_errors
 from bigload.loading.tensors import dtype_of, parsed_dtype, torch_dtype
 from bigload.planning.model.load_dtype import as_dtype
 from bigload.planning.plan import Plan
-from bigload.runtime.device_map.module_sizes import prefixes
+from bigload.runtime.device_map.blocks import device_of
 from bigload.runtime.device_map.present_devices import check_devices_present
-from bigload.runtime.device_map.tied_parameters import (
-    check_tied_parameters_on_same_device,
-    device_of,
-    find_tied_parameters,
-)
+from bigload.runtime.device_map.tied_parameters import check_tied_parameters_on_same_device, find_tied_parameters
 from bigload.runtime.dispatch.module_filling import (
     Placed,
     fill,
@@ -47,6 +43,7 @@ from bigload.runtime.dispatch.module_filling import (
 )
 from bigload.runtime.dispatch.name_matching import Matched, matched
 from bigload.runtime.dispatch.weight_source import DeviceMap, Source, loaded_dtype
+from bigload.runtime.modules.module_names import prefixes
 from bigload.runtime.offload.offload_store import AtHand, OffloadedWeightsLoader, source_of
 from bigload.runtime.offload.offload_writer import OffloadWriter
 from bigload.runtime.offload.stored_weights import Place, StoredWeights

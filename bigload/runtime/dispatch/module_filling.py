@@ -15,7 +15,7 @@ from bigload.dtypes import DType
 from bigload.loading.assign import held
 from bigload.loading.slices import Slice
 from bigload.runtime.dispatch.weight_source import Source
-from bigload.runtime.hooks.module_tensors import set_module_tensor_to_device
+from bigload.runtime.modules.module_tensors import set_module_tensor_to_device
 from bigload.units import MIB
 
 _BATCH_BYTES = 64 * MIB

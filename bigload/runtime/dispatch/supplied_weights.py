@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from bigload.errors import MissingWeightsError
-from bigload.runtime.device_map.blocks import joined
-from bigload.runtime.hooks.module_tensors import has_offloaded_params
+from bigload.runtime.modules.module_names import joined
+from bigload.runtime.modules.module_tensors import has_offloaded_params
 from bigload.runtime.offload.offload_store import AtHand, source_of
 from bigload.runtime.offload.stored_weights import Place
 

@@ -19,15 +19,15 @@ from torch import Tensor, nn
 
 from bigload.errors import ChangedShapeError, MetaTensorError
 from bigload.loading.absent_weights import Absence, absent, form_of
-from bigload.runtime.device_map.blocks import joined
 from bigload.runtime.hooks.call_weights import bring_before_calls
 from bigload.runtime.hooks.gradient_guard import refuse_gradients
 from bigload.runtime.hooks.hooks import ModelHook, add_hook_to_module, within
-from bigload.runtime.hooks.module_tensors import is_packed_by_device, set_module_tensor_to_device
 from bigload.runtime.hooks.refused_methods import refuse_loading
 from bigload.runtime.hooks.send_to_device import DeviceLike, find_device, send_to_device
-from bigload.runtime.hooks.tensor_slots import Slot, assign, called_modules, has_no_forward, shared_tensors
 from bigload.runtime.hooks.wrapped_modules import DeviceMap, end_wrapping, watch_wrapping
+from bigload.runtime.modules.module_names import joined
+from bigload.runtime.modules.module_tensors import is_packed_by_device, set_module_tensor_to_device
+from bigload.runtime.modules.tensor_slots import Slot, assign, called_modules, has_no_forward, shared_tensors
 from bigload.runtime.offload.offload_store import PrefixedDataset, source_of
 from bigload.runtime.streaming.streamed_block import StreamedBlock
 from bigload.runtime.streaming.streamer import Streamer

@@ -17,9 +17,9 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 
-from bigload.runtime.device_map.blocks import joined
-from bigload.runtime.device_map.tied_parameters import device_of
+from bigload.runtime.device_map.blocks import device_of
 from bigload.runtime.hooks.hooks import hooks_of
+from bigload.runtime.modules.module_names import joined
 
 DeviceMap = MutableMapping[str, int | str | torch.device]
 

@@ -24,7 +24,7 @@ from bigload.layouts.offload_reader import IndexReading
 from bigload.loading.checks import signature
 from bigload.loading.schedule import Wanted
 from bigload.loading.tensors import check_dtypes, torch_dtype
-from bigload.runtime.device_map.module_sizes import prefixes
+from bigload.runtime.modules.module_names import prefixes
 from bigload.runtime.offload.offload_writer import (
     Entry,
     OffloadWriter,

@@ -17,7 +17,7 @@ from torch import nn
 from bigload.errors import InvalidCheckpointError
 from bigload.layouts.kinds.offload_folder import DAT_SUFFIX
 from bigload.layouts.offload_reader import IndexReading
-from bigload.runtime.hooks.module_tensors import (
+from bigload.runtime.modules.module_tensors import (
     DeviceLike,
     align_module_device,
     has_offloaded_params,

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from bigload.runtime.device_map.blocks import joined
 from bigload.runtime.device_map.module_sizes import class_names
-from bigload.runtime.hooks.tensor_slots import called_modules
+from bigload.runtime.modules.module_names import joined
+from bigload.runtime.modules.tensor_slots import called_modules
 from bigload.runtime.streaming.uncalled_weights import modules_read
 
 

@@ -11,11 +11,11 @@ import torch
 from torch import nn
 
 from bigload.errors import ChangedShapeError
-from bigload.runtime.device_map.blocks import joined
 from bigload.runtime.hooks.gradient_guard import refuse_gradients
 from bigload.runtime.hooks.hooks import calls_hook, hooks_of
-from bigload.runtime.hooks.module_tensors import as_parameter
-from bigload.runtime.hooks.tensor_slots import Slot
+from bigload.runtime.modules.module_names import joined
+from bigload.runtime.modules.module_tensors import as_parameter
+from bigload.runtime.modules.tensor_slots import Slot
 from bigload.runtime.streaming.mapped_weights import InPlace
 from bigload.runtime.streaming.supply import Supply, Weight
 

@@ -8,7 +8,7 @@ from typing import Protocol
 
 import torch
 
-from bigload.runtime.hooks.tensor_slots import Slot
+from bigload.runtime.modules.tensor_slots import Slot
 from bigload.runtime.offload.offload_store import AtHand
 from bigload.runtime.offload.stored_weights import MappedFiles, Place
 

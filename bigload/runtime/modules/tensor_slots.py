@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from bigload.errors import CompiledModuleError
-from bigload.runtime.device_map.blocks import joined
+from bigload.runtime.modules.module_names import joined
 
 
 class Slot(NamedTuple):

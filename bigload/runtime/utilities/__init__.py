@@ -1,0 +1,1 @@
+"""Small functions of accelerate that transformers, diffusers and peft import."""
