@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from bigload.planning.result_file import write_whole
+from bigload.documents import write_whole
 from bigload.runtime.streaming.run_log import RunStats
 
 TRACED_BY = "bigload run"

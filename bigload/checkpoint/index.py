@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-from bigload.bounded_json import loads_bounded, read_bounded
+from bigload.documents import DocumentError, parse_json, read_file
 from bigload.errors import InvalidCheckpointError, Problem
 
 INDEX_SUFFIX = ".safetensors.index.json"
@@ -45,9 +45,9 @@ def read_index(path: Path) -> ShardIndex:
     """
     text = read_beside(path, max_bytes=MAX_INDEX_BYTES)
     try:
-        document = loads_bounded(text, object_pairs_hook=_Pairs)
-    except (ValueError, RecursionError) as error:
-        raise _invalid(path, "index-not-json", f"not valid JSON: {error}") from None
+        document = parse_json(text, object_pairs_hook=_Pairs)
+    except DocumentError as error:
+        raise _invalid(path, "index-not-json", str(error)) from None
     root = dict(document) if isinstance(document, _Pairs) else {}
     if "weight_map" in root and isinstance(document, _Pairs) and len(root) != len(document):
         raise _invalid(path, "duplicate-key", f"it has {len(document)} keys, of which {len(root)} differ")
@@ -79,9 +79,9 @@ def read_beside(path: Path, *, max_bytes: int) -> bytes:
     if isinstance(place, str):
         raise _invalid(path, "unsafe-path", f"it {place}")
     try:
-        return read_bounded(place, max_bytes=max_bytes)
-    except ValueError as error:
-        raise _invalid(path, "not-a-file" if "regular" in str(error) else "too-large", str(error)) from None
+        return read_file(place, max_bytes=max_bytes)
+    except DocumentError as error:
+        raise _invalid(path, error.code, str(error)) from None
 
 
 def encode_index(weight_map: Mapping[str, str], *, total_size: int) -> bytes:

@@ -7,7 +7,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from bigload.bounded_json import MAX_CONFIG_BYTES, loads_bounded
 from bigload.checkpoint.formats.format_error import LegacyFile
 from bigload.checkpoint.formats.safetensors import read_header
 from bigload.checkpoint.formats.unsupported import (
@@ -28,6 +27,7 @@ from bigload.checkpoint.index import (
     resolve_shard,
 )
 from bigload.checkpoint.model import Checkpoint, CheckpointWarning, ShardHeader, TensorInfo
+from bigload.documents import MAX_CONFIG_BYTES, parse_json
 from bigload.errors import (
     CheckpointError,
     CheckpointNotFoundError,
@@ -315,10 +315,10 @@ def _read_config(root: Path) -> tuple[Mapping[str, object] | None, tuple[Checkpo
     if not path.exists():
         return None, ()
     try:
-        config = loads_bounded(read_beside(path, max_bytes=MAX_CONFIG_BYTES))
+        config = parse_json(read_beside(path, max_bytes=MAX_CONFIG_BYTES), object_pairs_hook=None)
     except InvalidCheckpointError:
         raise
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, ValueError) as error:
         reason = f"config.json cannot be read ({error}): tied weights are unknown"
         return None, (CheckpointWarning(code="bad-config", text=reason),)
     if not isinstance(config, dict):

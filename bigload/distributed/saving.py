@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import errno
 import logging
 import os
-import stat
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
 from bigload.distributed.process_index import is_local_main_process, is_main_process
-from bigload.errors import ProcessOptionError, WriteError
+from bigload.documents import atomic_file
+from bigload.errors import ProcessOptionError
 
 if TYPE_CHECKING:
     import torch
@@ -49,12 +47,8 @@ def save(
     if not isinstance(f, str | os.PathLike):
         write(obj, f)
         return
-    path = Path(os.path.realpath(f))
-    try:
-        with _whole(path) as place:
-            write(obj, place)
-    except OSError as error:
-        raise WriteError(Path(f), error) from error
+    with atomic_file(Path(f)) as place:
+        write(obj, place)
 
 
 def _write_pickle(obj: object, place: Path | IO[bytes]) -> None:
@@ -154,46 +148,3 @@ def _view(tensor: torch.Tensor) -> tuple[object, ...] | None:
         return None
     where = (tensor.device, tensor.data_ptr(), tensor.dtype)
     return (*where, tuple(tensor.shape), tensor.stride(), tensor.is_conj(), tensor.is_neg())
-
-
-@contextmanager
-def _whole(path: Path) -> Iterator[Path | IO[bytes]]:
-    """Give a place to write to, and put what was written there at `path` when it is on the disk.
-
-    Raises:
-        OSError: the system refused something. Nothing is left behind.
-    """
-    try:
-        mode = path.stat().st_mode
-    except FileNotFoundError:
-        mode = None
-    if mode is not None and not stat.S_ISREG(mode):
-        with path.open("wb") as file:  # a pipe, or /dev/null; a folder is refused
-            yield file
-        return
-    staged = path.with_name(f".bigload-{os.getpid()}-{os.urandom(4).hex()}.partial")
-    descriptor = os.open(staged, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-    try:
-        yield staged
-        if mode is not None:
-            os.fchmod(descriptor, stat.S_IMODE(mode))
-        os.fsync(descriptor)
-        staged.replace(path)
-    except BaseException:  # Ctrl-C, too
-        with suppress(FileNotFoundError):
-            staged.unlink()
-        raise
-    finally:
-        os.close(descriptor)
-    _flush_folder(path.parent)
-
-
-def _flush_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    except OSError as error:
-        if error.errno not in {errno.EINVAL, errno.ENOTSUP}:  # some file systems have none of it
-            raise
-    finally:
-        os.close(descriptor)

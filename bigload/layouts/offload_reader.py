@@ -15,16 +15,15 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
 
-from bigload.bounded_json import loads_bounded
 from bigload.checkpoint.formats.safetensors import MAX_ELEMENTS, MAX_HEADER_BYTES, read_header
 from bigload.checkpoint.index import DEFAULT_INDEX, resolve_shard
 from bigload.checkpoint.model import Checkpoint, Span, TensorInfo
 from bigload.checkpoint.source import open_checkpoint
+from bigload.documents import DocumentError, parse_json, read_file
 from bigload.dtypes import DTYPES, DType
 from bigload.errors import CheckpointNotFoundError, InvalidCheckpointError, Problem
 from bigload.layouts.choices import OffloadFormat
 from bigload.layouts.kinds.offload_folder import DAT_INDEX, DAT_SUFFIX
-from bigload.unique_keys import unique_keys
 
 _MAX_DIMS = 64
 """More no array of numpy has, so no folder of accelerate's."""
@@ -137,19 +136,15 @@ def read_dat_index(root: Path) -> dict[str, object]:
         InvalidCheckpointError: it is no JSON object of different names, too large, or cannot be read.
     """
     path = root / DAT_INDEX
-    if not path.is_file():
-        raise _invalid(root, "not-a-file", "not a regular file")
     try:
-        with path.open("rb") as file:
-            text = file.read(MAX_HEADER_BYTES + 1)
+        index = parse_json(read_file(path, max_bytes=MAX_HEADER_BYTES))
+    except (FileNotFoundError, IsADirectoryError):
+        raise _invalid(root, "not-a-file", "not a regular file") from None
     except OSError as error:
         raise _invalid(root, "unreadable", f"cannot be read: {error.strerror or error}") from error
-    if len(text) > MAX_HEADER_BYTES:
-        raise _invalid(root, "index-too-large", f"more than {MAX_HEADER_BYTES} bytes")
-    try:
-        index = loads_bounded(text, object_pairs_hook=unique_keys)
-    except (ValueError, RecursionError) as error:
-        raise _invalid(root, "index-not-json", f"not valid JSON: {error}") from None
+    except DocumentError as error:
+        code = error.code if error.code == "not-a-file" else f"index-{error.code}"
+        raise _invalid(root, code, str(error)) from None
     if not isinstance(index, dict):
         raise _invalid(root, "bad-index", 'expected an object: {name: {"dtype": ..., "shape": [...]}, ...}')
     return index

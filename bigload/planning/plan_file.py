@@ -13,11 +13,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn, TypeVar
 
-from bigload.bounded_json import loads_bounded, read_bounded
 from bigload.checkpoint.fingerprint import ShardFingerprint, changes, fingerprint
 from bigload.checkpoint.model import Checkpoint
 from bigload.checkpoint.source import checkpoint_root, open_checkpoint
 from bigload.devices import DISK, Device
+from bigload.documents import PATH_ERRORS, DocumentError, check_replaceable, parse_json, read_file, write_whole
 from bigload.errors import (
     CheckpointNotFoundError,
     InvalidCheckpointError,
@@ -34,8 +34,6 @@ from bigload.planning.module_names import in_memory_names, rename_device_map
 from bigload.planning.options import PlanOptions, options_of
 from bigload.planning.placement.optimality import Certificate, Verdict
 from bigload.planning.plan import TERMS, DeviceUse, Plan, PlanNote, recount
-from bigload.planning.result_file import PATH_ERRORS, check_replaceable, write_whole
-from bigload.unique_keys import unique_keys
 from bigload.units import MAX_SIZE, MIB
 
 SCHEMA = "bigload.plan/1.1"
@@ -131,7 +129,7 @@ def read_plan(path: str | Path) -> Plan:
         InvalidPlanError: no plan, another major version, or figures that contradict each other.
     """
     try:
-        text = read_bounded(Path(path), max_bytes=MAX_PLAN_BYTES).decode("utf-8", PATH_ERRORS)
+        text = read_file(Path(path), max_bytes=MAX_PLAN_BYTES).decode("utf-8", PATH_ERRORS)
     except ValueError as error:
         _refuse(str(path), str(error))
     except OSError as error:
@@ -163,10 +161,8 @@ def write_plan(plan: Plan, path: str | Path) -> None:
 def is_plan(path: Path) -> bool:
     """Return whether `path` is a file that says it is a plan, of whatever version; devices are not read."""
     try:
-        if not path.is_file() or path.stat().st_size > MAX_PLAN_BYTES:
-            return False
-        document = json.loads(path.read_text(encoding="utf-8", errors=PATH_ERRORS))
-    except (OSError, ValueError, RecursionError):
+        document = parse_json(read_file(path, max_bytes=MAX_PLAN_BYTES).decode("utf-8", PATH_ERRORS))
+    except (OSError, ValueError):
         return False
     return isinstance(document, dict) and str(document.get("schema")).startswith(_FAMILY)
 
@@ -174,9 +170,9 @@ def is_plan(path: Path) -> bool:
 def plan_from_json(text: str, *, source: str = "the plan") -> Plan:
     """Return the plan that `text` describes; `source` names it in errors."""
     try:
-        document = loads_bounded(text, object_pairs_hook=unique_keys)
-    except (ValueError, RecursionError) as error:
-        _refuse(source, f"not valid JSON: {error}")
+        document = parse_json(text)
+    except DocumentError as error:
+        _refuse(source, str(error))
     if not isinstance(document, dict):
         _refuse(source, "expected a JSON object")
     _check_schema(document.get("schema"), source)

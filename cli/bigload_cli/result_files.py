@@ -43,7 +43,7 @@ def write_result(path: Path, content: str | bytes) -> None:
 
         print_bytes(content if isinstance(content, bytes) else content.encode("utf-8", "surrogateescape"))
         return
-    from bigload.planning.result_file import write_whole
+    from bigload.documents import write_whole
 
     write_whole(path, content)
 

@@ -175,6 +175,6 @@ def test_a_weight_map_that_occurs_twice_is_refused(tmp_path):
 def test_an_index_of_too_many_values_is_refused_before_it_is_parsed(tmp_path, monkeypatch):
     path = tmp_path / "model.safetensors.index.json"
     path.write_text('{"weight_map": {}, "more": [' + "[]," * 2**22 + "[]]}")
-    monkeypatch.setattr("bigload.bounded_json.json.loads", None)
+    monkeypatch.setattr("bigload.documents.json.loads", None)
     with pytest.raises(InvalidCheckpointError, match="values, expected"):
         read_index(path)

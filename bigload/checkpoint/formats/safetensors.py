@@ -26,8 +26,8 @@ from itertools import islice
 from pathlib import Path
 from typing import NoReturn, TypeGuard
 
-from bigload.bounded_json import check_values
 from bigload.checkpoint.model import Shard, ShardHeader, Span, TensorInfo
+from bigload.documents import check_values
 from bigload.dtypes import DTYPES, DType
 from bigload.errors import InvalidCheckpointError, Problem
 

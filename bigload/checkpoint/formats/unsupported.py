@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from bigload.checkpoint.model import CheckpointWarning
+from bigload.documents import MAX_CONFIG_BYTES, parse_json, read_file
 from bigload.errors import UnsupportedFormatError
 
 PIPELINE_FILE = "model_index.json"
 ADAPTER_FILE = "adapter_config.json"
-_MAX_CONFIG_BYTES = 16 * 1024 * 1024
 _ELSEWHERE = "use the repository that has the model as safetensors"
 
 
@@ -134,9 +133,7 @@ def _has_weights(folder: Path) -> bool:
 
 def _json_of(path: Path) -> dict[str, object] | None:
     try:
-        if not path.is_file() or path.stat().st_size > _MAX_CONFIG_BYTES:
-            return None
-        document = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError):
+        document = parse_json(read_file(path, max_bytes=MAX_CONFIG_BYTES), object_pairs_hook=None)
+    except (OSError, ValueError):
         return None
     return document if isinstance(document, dict) else None

@@ -20,6 +20,7 @@ from pathlib import Path
 
 from bigload.checkpoint.model import Checkpoint, TensorInfo
 from bigload.checkpoint.source import open_checkpoint
+from bigload.documents import DocumentError, parse_json, read_file
 from bigload.errors import CheckpointNotFoundError, InvalidCheckpointError, Problem
 from bigload.layouts.choices import Layout
 from bigload.layouts.output import (
@@ -40,8 +41,7 @@ from bigload.planning.model.module_tree import build_tree
 from bigload.planning.plan import PlanNote
 from bigload.planning.tensor_parallel.partition import MAX_RANKS, Division, Partition, Range, partition
 from bigload.planning.tensor_parallel.rules import read_tp_rules
-from bigload.unique_keys import unique_keys
-from bigload.units import MIB, format_size
+from bigload.units import MIB
 
 RANKS_FILE = "ranks.json"
 SCHEMA = "bigload.ranks/1.0"
@@ -209,26 +209,24 @@ def read_ranks(folder: str | Path) -> RanksFolder:
 
 
 def _read(path: Path) -> Mapping[str, object]:
-    if path.exists() and not path.is_file():
-        raise _invalid(path, [("not-a-file", "not a regular file")])
     try:
-        with path.open("rb") as file:
-            text = file.read(MAX_DOCUMENT_BYTES + 1)
+        document = parse_json(read_file(path, max_bytes=MAX_DOCUMENT_BYTES))
+    except IsADirectoryError:
+        raise _invalid(path, [("not-a-file", "not a regular file")]) from None
     except OSError as error:
         raise CheckpointNotFoundError(path, error.strerror or str(error), hint=_HOW) from None
-    if len(text) > MAX_DOCUMENT_BYTES:
-        raise _invalid(path, [("bad-ranks", f"it has more than {format_size(MAX_DOCUMENT_BYTES)}")])
-    try:
-        document = json.loads(text, object_pairs_hook=unique_keys)
-    except (ValueError, RecursionError) as error:
-        raise _invalid(path, [("not-json", f"not valid JSON: {error!s:.200}")]) from None
-    schema = document.get("schema") if isinstance(document, dict) else None
+    except DocumentError as error:
+        code = "bad-ranks" if error.code == "too-large" else error.code
+        raise _invalid(path, [(code, str(error))]) from None
+    if not isinstance(document, dict):
+        raise _invalid(path, [("bad-ranks", "expected a JSON object")])
+    schema = document.get("schema")
     family, _, version = schema.partition("/") if isinstance(schema, str) else ("", "", "")
     if family != _FAMILY:
         raise _invalid(path, [("bad-ranks", f'"schema" is {schema!r:.50}, expected {SCHEMA!r}')])
     if version.partition(".")[0] != str(_MAJOR):
         raise _invalid(path, [("bad-ranks", f"version {version!r:.20} is not known, expected {SCHEMA!r}")])
-    return document  # type: ignore[no-any-return]
+    return document
 
 
 def _parsed(entry: object, tp: int) -> tuple[tuple[int, ...], Division]:

@@ -21,12 +21,11 @@ from typing import TypeVar
 
 import xxhash
 
-from bigload.bounded_json import loads_bounded
 from bigload.checkpoint.fingerprint import ShardFingerprint
 from bigload.checkpoint.index import resolve_shard
+from bigload.documents import parse_json
 from bigload.errors import InvalidManifestError, ManifestNotFoundError
 from bigload.loading.readers.byte_source import PositionalReader
-from bigload.unique_keys import unique_keys
 from bigload.units import MAX_SIZE, MIB
 
 MANIFEST_FILE = "bigload-manifest.json"
@@ -161,15 +160,11 @@ def manifest_from_json(text: str, *, source: str = "the manifest") -> Manifest:
         InvalidManifestError: see `read_manifest`.
     """
     try:
-        document = loads_bounded(text, object_pairs_hook=unique_keys)
+        document = parse_json(text)
         if not isinstance(document, dict):
             raise TypeError("expected a JSON object")
         _check_schema(document.get("schema"))
         return _manifest(document)
-    except RecursionError:
-        raise InvalidManifestError(source, "not valid JSON: nested too deeply") from None
-    except json.JSONDecodeError as error:
-        raise InvalidManifestError(source, f"not valid JSON: {error}") from None
     except KeyError as error:
         raise InvalidManifestError(source, f"it has no {error}") from None
     except (TypeError, ValueError) as error:

@@ -18,6 +18,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from bigload.documents import flush_folder
 from bigload.errors import BigloadError, OutputExistsError, RankError, WriteError
 from bigload.layouts.verification.manifest import MANIFEST_FILE, STAGING_SUFFIX, read_manifest
 from bigload.layouts.writing.journal import PREFIX, Journal, JournalState, journal_name, read_progress
@@ -312,7 +313,7 @@ def _publish(folder: Path, out: Path, *, force: bool) -> None:
             with suppress(OSError):
                 replaced.rename(out)
         raise
-    _flush_folder(parent)
+    flush_folder(parent)
     tidy(out, force=force)
 
 
@@ -384,16 +385,7 @@ def _remove(entry: Path) -> None:
 
 def _flush_folders(root: Path) -> None:
     for folder, _, _ in os.walk(root):
-        _flush_folder(Path(folder))
-
-
-def _flush_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        with _unless_unsupported():
-            os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        flush_folder(Path(folder))
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from bigload.bounded_json import MAX_CONFIG_BYTES, loads_bounded, read_bounded
+from bigload.documents import MAX_CONFIG_BYTES, DocumentError, parse_json, read_file
 from bigload.errors import CheckpointNotFoundError, MissingPackageError, ParallelOptionError
 from bigload.runtime.init_empty_weights import init_empty_weights
 
@@ -41,7 +41,7 @@ def model_of(folder: Path) -> nn.Module:
     assert isinstance(model, nn.Module)
     if (folder / _GENERATION).is_file() and hasattr(model, "generation_config"):
         try:
-            read_bounded(folder / _GENERATION, max_bytes=MAX_CONFIG_BYTES)  # transformers reads whatever size it has
+            read_file(folder / _GENERATION, max_bytes=MAX_CONFIG_BYTES)  # transformers reads whatever size it has
         except ValueError as error:
             raise _unknown(folder, f"one with a readable {_GENERATION} ({error})") from None
         model.generation_config = transformers.GenerationConfig.from_pretrained(folder)
@@ -51,12 +51,12 @@ def model_of(folder: Path) -> nn.Module:
 def _class_name(folder: Path) -> str:
     path = folder / _CONFIG
     try:
-        config = loads_bounded(read_bounded(path, max_bytes=MAX_CONFIG_BYTES))
+        config = parse_json(read_file(path, max_bytes=MAX_CONFIG_BYTES), object_pairs_hook=None)
     except OSError as error:
         raise CheckpointNotFoundError(
             folder, f"{_CONFIG}: {error.strerror or error}", hint="give the model itself, and its folder as checkpoint"
         ) from None
-    except (ValueError, RecursionError) as error:
+    except DocumentError as error:
         raise _unknown(folder, f"one with a readable {_CONFIG} ({error!s:.100})") from None
     names = config.get("architectures") if isinstance(config, dict) else None
     if not isinstance(names, list) or not names or not isinstance(names[0], str):

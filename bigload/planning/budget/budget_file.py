@@ -11,14 +11,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from bigload.documents import DocumentError, parse_toml, read_text
 from bigload.errors import BudgetError
-from bigload.units import KIB, format_size
+from bigload.units import KIB
 
 MAX_FILE_BYTES = 16 * KIB
 """Some 500 devices."""
-
-MAX_LINE = 1000
-"""Characters. The TOML reader takes quadratic time on a dotted key: seconds, if one filled the file."""
 
 _TABLE = "max-memory"
 _KINDS = {
@@ -38,41 +36,20 @@ def read_budget_file(path: str) -> list[tuple[str, str | int]]:
     Raises:
         BudgetError: the file cannot be read, is not TOML, or holds something else than a table of texts and numbers.
     """
-    table = _limits(_parsed(_text(path), path), path)
+    table = _limits(_parsed(path), path)
     if not table:
         raise BudgetError(f"{path} names no device", hint=_EXAMPLE)
     return [(key, _limit(key, value, path)) for key, value in table.items()]
 
 
-def _text(path: str) -> str:
+def _parsed(path: str) -> dict[str, object]:
     try:
-        with Path(path).expanduser().open("rb") as file:
-            content = file.read(MAX_FILE_BYTES + 1)
+        return parse_toml(read_text(Path(path), max_bytes=MAX_FILE_BYTES))
     except OSError as error:
         raise BudgetError(f"cannot read budget file {path}: {error.strerror}", hint=_EXAMPLE) from None
-    except (ValueError, RuntimeError) as error:  # a null byte in the name; a home folder of nobody
-        raise BudgetError(f"cannot read budget file {path}: {error}") from None
-    if len(content) > MAX_FILE_BYTES:
-        raise BudgetError(f"{path} is no budget: it has more than {format_size(MAX_FILE_BYTES)}", hint=_EXAMPLE)
-    try:
-        text = content.decode("utf-8-sig")  # editors on Windows put a mark in front
-    except UnicodeDecodeError as error:
-        raise BudgetError(f"{path} is not TOML: byte {error.start} is not UTF-8", hint=_EXAMPLE) from None
-    for number, line in enumerate(text.split("\n"), start=1):
-        if len(line) > MAX_LINE:
-            raise BudgetError(f"{path} is no budget: line {number} has {len(line)} characters", hint=_EXAMPLE)
-    return text
-
-
-def _parsed(text: str, path: str) -> dict[str, object]:
-    import tomllib  # here, because only budgets from a file need it
-
-    try:
-        return tomllib.loads(text)
-    except RecursionError:
-        raise BudgetError(f"{path} is no budget: it is nested too deeply", hint=_EXAMPLE) from None
-    except ValueError as error:  # of which TOMLDecodeError is one; Python's own is for numbers of thousands of digits
-        raise BudgetError(f"{path} is not TOML: {error!s:.200}", hint=f"{_EXAMPLE}; a colon needs quotes") from None
+    except DocumentError as error:
+        colon = "; a colon needs quotes" if error.code == "not-toml" else ""
+        raise BudgetError(f"cannot read budget file {path}: {error}", hint=_EXAMPLE + colon) from None
 
 
 def _limits(document: dict[str, object], path: str) -> dict[str, object]:

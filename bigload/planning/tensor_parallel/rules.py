@@ -8,20 +8,18 @@ GPT-2, which are stored inputs first.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 from types import MappingProxyType
 
+from bigload.documents import DocumentError, parse_json, parse_toml, read_text
 from bigload.errors import PartitionError
 from bigload.planning.model.config import ModelConfig
-from bigload.unique_keys import unique_keys
-from bigload.units import MIB, format_size
+from bigload.units import MIB
 
 MAX_FILE_BYTES = 1 * MIB
-MAX_LINE = 1000
 """Characters of a line of TOML, whose reader takes quadratic time on a dotted key."""
 
 HOW = 'a rules file holds lines such as "layers.*.self_attn.q_proj" = "colwise"; see docs/tp-rules.md'
@@ -160,13 +158,13 @@ def read_tp_rules(path: str | Path) -> Mapping[str, str]:
     Raises:
         PartitionError: the file cannot be read, or holds something else than texts by text.
     """
-    text = _text(Path(path))
     try:
-        document = _json(text) if str(path).endswith(".json") else _toml(text)
-    except RecursionError:
-        raise PartitionError(f"{path}: it is nested too deeply", hint=HOW) from None
-    except ValueError as error:  # of which the errors of both readers are kinds
-        raise PartitionError(f"cannot read rules {path}: {error!s:.200}", hint=HOW) from None
+        text = read_text(Path(path), max_bytes=MAX_FILE_BYTES)
+        document = parse_json(text) if str(path).endswith(".json") else parse_toml(text)
+    except OSError as error:
+        raise PartitionError(f"cannot read rules {path}: {error.strerror}", hint=HOW) from None
+    except DocumentError as error:
+        raise PartitionError(f"cannot read rules {path}: {error}", hint=HOW) from None
     table = document.get("rules", document) if isinstance(document, dict) else None
     if not isinstance(table, dict) or not table:
         raise PartitionError(f"{path} holds no rules", hint=HOW)
@@ -174,33 +172,6 @@ def read_tp_rules(path: str | Path) -> Mapping[str, str]:
     if wrong:
         raise PartitionError(f"{path}: every rule is a pattern and a word", details=wrong, hint=HOW)
     return table
-
-
-def _text(path: Path) -> str:
-    try:
-        with path.expanduser().open("rb") as file:
-            content = file.read(MAX_FILE_BYTES + 1)
-        if len(content) > MAX_FILE_BYTES:
-            raise PartitionError(f"{path} is no file of rules: more than {format_size(MAX_FILE_BYTES)}", hint=HOW)
-        return content.decode("utf-8-sig")
-    except PartitionError:  # a ValueError, too
-        raise
-    except OSError as error:
-        raise PartitionError(f"cannot read rules {path}: {error.strerror}", hint=HOW) from None
-    except (ValueError, RuntimeError) as error:  # not UTF-8; a null byte in the name; a home folder of nobody
-        raise PartitionError(f"cannot read rules {path}: {error}", hint=HOW) from None
-
-
-def _json(text: str) -> object:
-    return json.loads(text, object_pairs_hook=unique_keys)
-
-
-def _toml(text: str) -> object:
-    import tomllib  # here, because only rules from a file need it
-
-    if any(len(line) > MAX_LINE for line in text.split("\n")):
-        raise ValueError(f"a line has more than {MAX_LINE} characters")
-    return tomllib.loads(text)
 
 
 def _layer(attention: str, out: str = "o_proj") -> dict[str, str]:

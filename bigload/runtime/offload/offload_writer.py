@@ -13,7 +13,6 @@ import json
 import os
 import re
 import shutil
-import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
@@ -25,6 +24,7 @@ from typing import Self
 import torch
 import xxhash
 
+from bigload.documents import staged_file
 from bigload.dtypes import DType
 from bigload.errors import InvalidCheckpointError, NotOffloadableError, Problem, ReadError, WriteError
 from bigload.layouts.kinds.offload_folder import DAT_INDEX, DAT_SUFFIX
@@ -333,7 +333,7 @@ def write_index(folder: Path, index: Mapping[str, Entry]) -> None:
 def _write(path: Path, contents: Iterable[memoryview]) -> None:
     """Have `path` hold `contents`, one after the other, and until then what it held before."""
     try:
-        with _staged(path) as staged, staged.open("xb", buffering=0) as file:
+        with staged_file(path) as staged, staged.open("xb", buffering=0) as file:
             for content in contents:
                 pending = content
                 while pending:
@@ -345,25 +345,14 @@ def _write(path: Path, contents: Iterable[memoryview]) -> None:
 def _link(source: Path, target: Path) -> None:
     """Have `target` be `source`, or a copy of it where the file system has no links."""
     try:
-        with _staged(target) as staged:
+        with staged_file(target) as staged:
             staged.hardlink_to(source)
     except OSError:
         try:
-            with _staged(target) as staged:
+            with staged_file(target) as staged:
                 shutil.copyfile(source, staged)
         except OSError as error:
             raise WriteError(target, error) from error
-
-
-@contextmanager
-def _staged(path: Path) -> Iterator[Path]:
-    """Give the name of a file that becomes `path` when the context ends well, and is gone when it does not."""
-    staged = path.with_name(f".{uuid.uuid4().hex}.partial")
-    try:
-        yield staged
-        staged.replace(path)
-    finally:
-        staged.unlink(missing_ok=True)
 
 
 def _is_one_file(first: Path, second: Path) -> bool:

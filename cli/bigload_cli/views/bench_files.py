@@ -12,8 +12,8 @@ from pathlib import Path
 
 from bigload.bench.phases import MADE_BY, chrome_trace
 from bigload.bench.report import BenchReport
+from bigload.documents import check_replaceable, is_stream
 from bigload.errors import BenchOptionError, MissingPackageError, WriteError
-from bigload.planning.result_file import check_replaceable, takes_a_stream
 from bigload_cli.result_files import answers_on_stdout, is_stdout, write_result
 
 _PICTURES = (".png", ".svg")
@@ -84,7 +84,7 @@ def check_writable(path: Path, *, made_by: str = MADE_BY) -> None:
         OutputExistsError: something stands there that was not made by that.
         WriteError: the folder is not there, or may not be written to.
     """
-    if is_stdout(path) or takes_a_stream(path):
+    if is_stdout(path) or is_stream(path):
         return
     folder = path.parent
     if not folder.is_dir():

@@ -12,11 +12,11 @@ from itertools import groupby
 from pathlib import Path
 
 from bigload.devices import CPU, DISK, Device
+from bigload.documents import check_replaceable
 from bigload.planning.placement.optimality import Verdict
 from bigload.planning.plan import TERMS, DeviceUse, Plan
 from bigload.planning.plan_text import duration, streaming, subject, whereabouts
 from bigload.planning.planner import Draft
-from bigload.planning.result_file import check_replaceable
 from bigload.units import counted, format_size
 from bigload_cli.result_files import is_stdout, write_result
 from bigload_cli.views.html_template import Markup, breakable, fill, join, script_hash

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from bigload.bounded_json import MAX_VALUES, check_values
 from bigload.checkpoint.formats.safetensors import MAX_HEADER_BYTES, encode_header, read_header
+from bigload.documents import MAX_VALUES, check_values
 from bigload.dtypes import DTYPES
 from bigload.errors import InvalidCheckpointError
 from builders import DTYPE_BITS, data_for, header_of, num_bytes_of, write_raw, write_shard

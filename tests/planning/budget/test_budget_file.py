@@ -5,9 +5,10 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from bigload.devices import CPU, DISK
+from bigload.documents import MAX_TOML_LINE
 from bigload.errors import BudgetError
 from bigload.planning.budget.budget import MemoryBudget
-from bigload.planning.budget.budget_file import MAX_FILE_BYTES, MAX_LINE, read_budget_file
+from bigload.planning.budget.budget_file import MAX_FILE_BYTES, read_budget_file
 
 GIB = 1024**3
 
@@ -76,9 +77,9 @@ def test_a_pipe_will_do(tmp_path):
         ('cuda:0 = "22GiB"\n', "a colon needs quotes"),
         ('cpu = "1GiB"\ncpu = "2GiB"\n', "line 2"),
         ('"cuda" = "1GiB"\n"cuda:0" = "1GiB"\n', "cuda:0 has two limits"),
-        ('{"cpu": "1GiB"}', "not TOML"),
+        ('{"cpu": "1GiB"}', "not valid TOML"),
         (b"\xff\xfe", "byte 0 is not UTF-8"),
-        (b"cpu = 'a\x00'", "not TOML"),
+        (b"cpu = 'a\x00'", "not valid TOML"),
         ('gpu0 = "1GiB"', 'unknown device "gpu0"'),
         ('[max_memory]\ncpu = "1GiB"', '"max_memory" is a table'),
         ('cpu = "1GiB"\n[max-memory]\n"cuda:0" = "1GiB"', '"cpu" stands outside of [max-memory]'),
@@ -103,10 +104,10 @@ def test_a_pipe_will_do(tmp_path):
         ("cpu = " + "9" * 900, "more than any device has"),
         ("cpu = '''\n" + "9\n" * 4400 + "'''", "not a size"),
         ("cpu = " + "[" * 990, "nested too deeply"),
-        ("cpu = \n" + "[\n" * 5000, "not TOML"),
+        ("cpu = \n" + "[\n" * 5000, "not valid TOML"),
         ("a = [" + "\n[" * 5000, "nested too deeply"),
         ("a." * 4000 + "cpu = 1", f"line 1 has {8000 + 7} characters"),
-        ("#" * (MAX_LINE + 1), "line 1 has"),
+        ("#" * (MAX_TOML_LINE + 1), "line 1 has"),
         ("#\n" * MAX_FILE_BYTES, "more than 16.0 KiB"),
         ('"' + "x" * 500 + '" = 1', "unknown device"),
     ],
