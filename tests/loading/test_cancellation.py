@@ -1,7 +1,7 @@
-"""A load that is stopped in its middle, by Ctrl-C or by who watches it, leaves nothing behind: seen in a real process.
+"""Loads stopped half-way, by Ctrl-C, a progress callback or a read error, leave nothing behind: in a real process.
 
-One program goes through all cases, one after the other, so that it pays for importing torch once. It counts its
-threads, descriptors and memory before and after each; who sends Ctrl-C is the test.
+One program runs all cases, one after the other, so that torch is imported once. It counts its threads, descriptors and
+memory before and after each; the test sends Ctrl-C.
 """
 
 import json
@@ -29,12 +29,12 @@ lock = threading.Lock()
 
 
 class Source:
-    '''Reads as usual; says when the third read has begun, and then fails or waits for Ctrl-C as `how` asks.
+    '''Reads as usual; reports when the third read has begun, and then fails or waits for Ctrl-C as `how` asks.
 
-    The reads after it take until that has happened, and a little longer: on a busy machine, others would be done.
+    It and the reads after it go on only once the load has been stopped: `is_stopped` is observed, not timed.
     '''
 
-    how, begun, num_bytes, heard = "", 0, 0, False
+    how, begun, num_bytes, is_stopped = "", 0, 0, lambda: True
 
     def __init__(self, path):
         self.path, self.reader = path, PositionalReader(path)
@@ -44,25 +44,33 @@ class Source:
             Source.begun += 1
             number = Source.begun
         self.reader.read_into(buffers, offset)
-        Source.num_bytes += sum(buffer.nbytes for buffer in buffers)
+        with lock:
+            Source.num_bytes += sum(buffer.nbytes for buffer in buffers)
         if Source.how == "error" and number == 3:
-            Source.heard = True
+            failed = threading.current_thread()
+            Source.is_stopped = lambda: not failed.is_alive()  # a thread ends after it has stopped the others
             raise ReadError(self.path, "this disk is broken")
         if Source.how in ("signal", "error") and number >= 3:
             if Source.how == "signal" and number == 3:
                 print("reading", flush=True)
             give_up = time.monotonic() + 60
-            while not Source.heard and time.monotonic() < give_up:
+            while not Source.is_stopped() and time.monotonic() < give_up:
                 time.sleep(0.005)
-            time.sleep(0.05)  # a read that is under way when the load is stopped
 
     def close(self):
         self.reader.close()
 
 
-def hear(*_):
-    Source.heard = True
+def interrupt(*_):
+    sys.setprofile(note_waiting)
     raise KeyboardInterrupt
+
+
+def note_waiting(frame, event, function):
+    # The main thread stops its workers first, and then waits for them.
+    if event == "c_call" and function.__name__ == "get":
+        sys.setprofile(None)
+        Source.is_stopped = lambda: True
 
 
 class Unwatchable(Exception):
@@ -82,7 +90,7 @@ def held():
 
 
 def stopped(how, threads, folder):
-    Source.how, Source.begun, Source.num_bytes, Source.heard = how, 0, 0, False
+    Source.how, Source.begun, Source.num_bytes, Source.is_stopped = how, 0, 0, lambda: False
     with torch.device("meta"):
         model = torch.nn.Module()
         for name, tensor in bigload.open_checkpoint(folder).tensors.items():
@@ -93,6 +101,7 @@ def stopped(how, threads, folder):
         bigload.load(folder, into=model, threads=threads, open_source=Source, **watch)
     except (KeyboardInterrupt, Unwatchable, ReadError) as error:
         ended_with = type(error).__name__
+    sys.setprofile(None)
     begun = Source.begun
     for _ in range(100):  # a thread that was joined is on the kernel's list for a moment longer
         if len(os.listdir("/proc/self/task")) <= before["threads"]:
@@ -112,7 +121,7 @@ def stopped(how, threads, folder):
     }
 
 
-signal.signal(signal.SIGINT, hear)
+signal.signal(signal.SIGINT, interrupt)
 folder = sys.argv[1]
 bigload.load(folder, only=["w0"])  # whatever is imported or allocated once
 gc.collect()
