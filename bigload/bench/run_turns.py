@@ -19,8 +19,8 @@ from torch import nn
 from bigload.bench.page_cache_state import CacheState, LeftInCache, evict_verified
 from bigload.bench.run_contenders import Prepared
 from bigload.bench.runner import Clock, OnRun, rotated
-from bigload.machine.memory_sampler import MemorySampler, memory_use
 from bigload.machine.page_cache import cached_fraction
+from bigload.machine.process_memory import MemorySampler, resident_memory
 from bigload.runtime.streaming.run_log import RunStats
 
 Run = Callable[[nn.Module], torch.Tensor]
@@ -76,11 +76,11 @@ class FirstRun:
 def first_run(prepared: Prepared, run: Run) -> FirstRun:
     """Make a model, have it run twice and let go of it; errors are those of whoever made it."""
     gc.collect()
-    before = memory_use()
+    before = resident_memory()
     model = prepared.make()
     answer = run(model).detach().to("cpu", copy=True)
     gc.collect()
-    held = memory_use()
+    held = resident_memory()
     with MemorySampler() as sampler:
         run(model)
     del model

@@ -15,9 +15,8 @@ from typing import TypeVar
 
 from bigload.bench.fresh_memory import renew
 from bigload.bench.page_cache_state import CacheState, LeftInCache, prepare
-from bigload.machine.memory_sampler import MemorySampler, MemoryUse
 from bigload.machine.page_cache import cached_fraction
-from bigload.machine.peak_memory import peak_bytes, reset_peak
+from bigload.machine.process_memory import MemorySampler, ResidentMemory, peak_bytes, reset_peak
 
 Item = TypeVar("Item")
 
@@ -84,7 +83,7 @@ class _Notes:
     private_bytes: int = 0
     file_bytes: int = 0
 
-    def add(self, seconds: float, cached: float | None, peak: int, use: MemoryUse) -> None:
+    def add(self, seconds: float, cached: float | None, peak: int, use: ResidentMemory) -> None:
         self.seconds.append(seconds)
         self.cached += (0.0, 1.0) if cached is None else (cached,)
         self.peak_bytes = max(self.peak_bytes, peak)

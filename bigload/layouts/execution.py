@@ -37,7 +37,8 @@ from bigload.layouts.writing.staging import (
 from bigload.layouts.writing.window_reader import WindowReader
 from bigload.layouts.writing.writer import FileToWrite, Writer, window_bytes
 from bigload.loading.progress import OnProgress, Tally
-from bigload.machine.huge_pages import BlockPool, return_freed
+from bigload.machine.huge_pages import BlockPool
+from bigload.machine.process_memory import trim_heap
 from bigload.version import __version__
 
 
@@ -82,7 +83,7 @@ class ReshardRun:
         sign = self._agree()
         if self._prepared.is_finished:
             return self._nothing_to_do()
-        return_freed()  # what headers and plans took while they were read
+        trim_heap()  # what headers and plans took while they were read
         with ExitStack() as opened:
             staging = self._enter(opened, sign)
             pool = BlockPool(self._threads, block_bytes=window_bytes(self._threads, self._max_inflight))

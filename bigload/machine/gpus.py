@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from bigload.devices import Device
-from bigload.machine.memory import DetectedGpus, DetectedMemory, UnknownMemory
+from bigload.machine.detected import DetectedGpus, DetectedMemory, UnknownMemory
 from bigload.units import MIB
 
 if TYPE_CHECKING:

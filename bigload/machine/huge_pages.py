@@ -1,7 +1,7 @@
-"""Fresh memory for many bytes: taken in huge pages, made ready before it is needed, or lent and taken back.
+"""Buffers in huge pages: allocated, prefaulted, and recycled through a pool of blocks.
 
-Fresh memory is what costs a loader most: every page is zeroed and entered in a table when it is first touched. A huge
-page (2 MiB) does that once where ordinary ones do it 512 times.
+Fresh memory is the largest cost of a load: the kernel zeroes every page and enters it in the page table at its first
+touch. A huge page (2 MiB) takes one fault where ordinary pages take 512.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from contextlib import contextmanager, suppress
 from queue import Empty, LifoQueue
 
 from bigload.errors import NotEnoughMemoryError
+from bigload.machine.libc import libc as _libc
 from bigload.machine.memory import available_memory
 from bigload.units import MIB
 
@@ -23,8 +24,6 @@ HUGE_PAGE_BYTES = 2 * MIB
 LENT_BLOCK_BYTES = 8 * MIB
 
 _MADV_POPULATE_WRITE = 23
-_libc = ctypes.CDLL(None, use_errno=True)
-_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
 def allocate(num_bytes: int) -> Buffer:
@@ -51,10 +50,10 @@ def allocate(num_bytes: int) -> Buffer:
 
 
 def prefault(buffer: Buffer, start: int, stop: int) -> bool:
-    """Make bytes `start` to `stop` of a buffer of `allocate` ready to be written, and change none of them.
+    """Fault in bytes `start` to `stop` of a buffer of `allocate` without changing them.
 
-    May be called from any thread, also while others read into the same bytes; the other threads of Python run on.
-    Returns whether the system did it: before Linux 5.14 it cannot, and the first touch does it, as ever.
+    May be called from any thread, also while others read into the same bytes; it releases the GIL.
+    Returns `False` before Linux 5.14, which cannot: the first touch then faults, as usual.
 
     Raises:
         NotEnoughMemoryError: there is no memory for it.
@@ -67,13 +66,6 @@ def prefault(buffer: Buffer, start: int, stop: int) -> bool:
     if ctypes.get_errno() == errno.ENOMEM:
         raise no_memory("a buffer", stop - start)
     return False
-
-
-def return_freed() -> None:
-    """Give memory that was freed, and is kept for the next who asks, back to the system (malloc_trim(3))."""
-    trim = getattr(_libc, "malloc_trim", None)
-    if trim is not None:
-        trim(0)
 
 
 def address_of(buffer: Buffer | memoryview) -> int:
@@ -92,11 +84,10 @@ def no_memory(what: str, num_bytes: int = 0) -> NotEnoughMemoryError:
 
 
 class BlockPool:
-    """Blocks of page-aligned memory that are lent to threads and taken back: `num_blocks` at most, all of one size.
+    """Pool of at most `num_blocks` page-aligned blocks of one size, lent to threads; a thread waits while none is free.
 
-    A thread that finds all of them lent waits. Blocks are made when they are first needed, down to their pages unless
-    not all of each may be used (`is_prefaulted`), and the one that came back last is lent first, because a processor's
-    cache may still hold parts of it.
+    Blocks are allocated at their first use, and faulted in unless parts of them may stay unused (`is_prefaulted`). The
+    block returned last is lent first: a processor's cache may still hold it.
     """
 
     def __init__(self, num_blocks: int, *, block_bytes: int = LENT_BLOCK_BYTES, is_prefaulted: bool = True) -> None:

@@ -1,60 +1,15 @@
-"""What memory this machine has: its RAM here, its GPUs by way of `nvidia.py`. It needs no torch.
-
-These two files are all of planning that looks outside. Everything is asked for only when a budget says `auto` or a
-percentage, and comes back as values, so that a budget can as well be made for a `Machine` that was written down.
-"""
+"""RAM of this machine that this process can still take: the kernel's figure and the limits of control groups."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
 
-from bigload.devices import CPU, Device
-from bigload.units import format_size
+from bigload.devices import CPU
+from bigload.machine.detected import DetectedMemory
 
 _PROC = Path("/proc")
 _CGROUP = Path("/sys/fs/cgroup")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DetectedMemory:
-    """What one device has, and what of it could be taken when it was asked.
-
-    `source` says who told: `nvidia-smi`, `MemAvailable` (the kernel) or `cgroup` (the limit of a control group).
-
-    >>> print(DetectedMemory(device=CPU, total_bytes=32 * 2**30, free_bytes=20 * 2**30, source="cgroup"))
-    cpu 20.00 GiB free of 32.00 GiB (cgroup)
-    """
-
-    device: Device
-    total_bytes: int
-    free_bytes: int
-    source: str
-
-    def __str__(self) -> str:
-        return f"{self.device} {format_size(self.free_bytes)} free of {format_size(self.total_bytes)} ({self.source})"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class UnknownMemory:
-    """A device that is there and does not say what memory it has; `reason` is why, without a full stop."""
-
-    device: Device
-    reason: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DetectedGpus:
-    """The GPUs that a CUDA program started now would see, in its numbering.
-
-    `missing` says why there are no others. `notes` are sentences about what may be otherwise than it looks.
-    """
-
-    memory: tuple[DetectedMemory, ...] = ()
-    unknown: tuple[UnknownMemory, ...] = ()
-    missing: str = ""
-    notes: tuple[str, ...] = ()
 
 
 def detect_ram(*, proc: Path = _PROC, cgroup: Path = _CGROUP) -> DetectedMemory | None:
@@ -78,22 +33,6 @@ def available_memory(*, proc: Path = _PROC, cgroup: Path = _CGROUP) -> int | Non
     """Return the bytes of RAM that this process can still take, as `detect_ram` finds them."""
     ram = detect_ram(proc=proc, cgroup=cgroup)
     return None if ram is None else ram.free_bytes
-
-
-def _ask_nvidia() -> DetectedGpus:
-    from bigload.machine.gpus import (
-        detect_gpus,
-    )  # most budgets never need it, and it has an import of its own to pay
-
-    return detect_gpus()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Machine:
-    """Where budgets get figures from: each is asked at most once per budget, and only for a device that needs it."""
-
-    ram: Callable[[], DetectedMemory | None] = detect_ram
-    gpus: Callable[[], DetectedGpus] = _ask_nvidia
 
 
 def _meminfo(proc: Path) -> dict[str, int]:

@@ -1,6 +1,6 @@
-"""Which pages of a file the kernel holds in memory, and how to make it let go of them.
+"""Page cache: count the cached bytes of a file (mincore(2)), and evict them (posix_fadvise(2)).
 
-Without this a benchmark of loading does not know whether it measured the disk or the memory.
+The choice between reads through and past the cache, and the cold runs of benchmarks, depend on it.
 """
 
 from __future__ import annotations
@@ -12,12 +12,9 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-_libc = ctypes.CDLL(None, use_errno=True)
-_libc.mmap.restype = ctypes.c_void_p
-_libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *(ctypes.c_int,) * 3, ctypes.c_int64)
-_libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
-_libc.mincore.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
-_MAP_FAILED = ctypes.c_void_p(-1).value
+from bigload.machine.libc import MAP_FAILED
+from bigload.machine.libc import libc as _libc
+
 _CAP_FOWNER = 3
 _NOBODY = 65534
 
@@ -108,7 +105,7 @@ def _capabilities() -> int:
 
 def _count(path: Path, descriptor: int, size: int, ranges: list[tuple[int, int]]) -> int:
     address = _libc.mmap(None, size, mmap.PROT_READ, mmap.MAP_SHARED, descriptor, 0)
-    if address == _MAP_FAILED:
+    if address == MAP_FAILED:
         raise OSError(ctypes.get_errno(), "cannot map", str(path))
     try:
         return sum(_count_range(path, address, start, stop) for start, stop in ranges)

@@ -21,11 +21,11 @@ def test_large_tensors_of_any_dtype_are_touched_in_pieces():
 
 
 def test_touching_a_map_makes_its_pages_part_of_this_process(tmp_path):
-    from bigload.machine.memory_sampler import memory_use
+    from bigload.machine.process_memory import resident_memory
 
     size = 16 * 2**20
     (tmp_path / "file").write_bytes(b"\1" * size)
     mapped = torch.from_file(str(tmp_path / "file"), size=size, dtype=torch.uint8)
-    before = memory_use().file_bytes
+    before = resident_memory().file_bytes
     touch([mapped])
-    assert memory_use().file_bytes - before >= size * 0.9
+    assert resident_memory().file_bytes - before >= size * 0.9

@@ -24,7 +24,7 @@ MIB = 1 << 20
 
 RESHARD = """
 import json, sys
-from bigload.machine.peak_memory import peak_bytes  # VmHWM: ru_maxrss is inherited from the starter
+from bigload.machine.process_memory import peak_bytes  # VmHWM: ru_maxrss is inherited from the starter
 from bigload.layouts.reshard import reshard
 
 report = reshard(sys.argv[1], sys.argv[2])
@@ -79,7 +79,7 @@ def test_space_is_asked_for_what_is_stored_only(resharded, tmp_path):
 
 COUNTED = """
 import json, os, sys, threading
-from bigload.machine.peak_memory import peak_bytes
+from bigload.machine.process_memory import peak_bytes
 from bigload.layouts.reshard import reshard
 
 before, descriptors, threads = peak_bytes(), [], []

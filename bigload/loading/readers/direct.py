@@ -18,13 +18,13 @@ from bigload.errors import ReadError, UnsupportedMethodError
 from bigload.loading.readers.byte_source import NO_RECORDER, OpenFile, ended_early, read_once
 from bigload.loading.report import Phase, Recorder
 from bigload.machine.huge_pages import BlockPool, address_of
+from bigload.machine.libc import libc as _libc
 from bigload.units import KIB, MIB
 
 _MIN_IN_PLACE_BYTES = MIB  # less than this is read together with its neighbours: a read is a trip to the disk
 MAX_ALIGNMENT = 64 * KIB
 _OWN_BLOCKS = 4  # of a reader that was given no pool
 _AT_FDCWD, _STATX_DIOALIGN = -100, 0x2000
-_libc = ctypes.CDLL(None, use_errno=True)
 
 
 class _Statx(ctypes.Structure):

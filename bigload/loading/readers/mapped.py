@@ -21,24 +21,19 @@ from bigload.errors import ReadError
 from bigload.loading.readers.byte_source import NO_RECORDER, OpenFile, ended_early, fill
 from bigload.loading.report import Phase, Recorder
 from bigload.machine.huge_pages import address_of, no_memory
+from bigload.machine.libc import MAP_FAILED
+from bigload.machine.libc import libc as _libc
 from bigload.machine.thread_pool import run_jobs
 from bigload.units import GIB, MIB
 
 _MADV_POPULATE_READ = 22
 _MAP_NORESERVE = 0x4000
-_MAP_FAILED = ctypes.c_void_p(-1).value
 _STEP_BYTES = 8 * MIB
 _DISK_BYTES_PER_SECOND = 8 * GIB
 """Pages that come slower than this are not only entered into a table: they are read."""
 _DISK_THREADS = 2
 """Threads that have pages read at a time: two keep a disk busy, more get into the way of those who compute."""
 _PAGES_PER_TOUCH = 512  # bytes in a pipe: fewer than it holds (65536, or 4096 for a user with very many)
-
-_libc = ctypes.CDLL(None, use_errno=True)
-_libc.mmap.restype = ctypes.c_void_p
-_libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *(ctypes.c_int,) * 3, ctypes.c_int64)
-_libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
-_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
 class MappedFile(OpenFile):
@@ -114,7 +109,7 @@ class MappedFile(OpenFile):
         flags = mmap.MAP_PRIVATE | _MAP_NORESERVE
         protection = mmap.PROT_READ | mmap.PROT_WRITE
         address = _libc.mmap(None, self._num_bytes, protection, flags, self.descriptor, 0)
-        if address == _MAP_FAILED:
+        if address == MAP_FAILED:
             reason = ctypes.get_errno()
             if reason == errno.ENOMEM:
                 raise no_memory(f"the map of {self._path}", self._num_bytes)

@@ -17,7 +17,7 @@ from torch import nn
 from bigload.errors import ParallelError, ParallelOptionError, StateDictMismatchError
 from bigload.loading.methods import Method
 from bigload.loading.strategy.settings import settings
-from bigload.machine.heap_trim import give_back
+from bigload.machine.process_memory import trim_heap
 from bigload.parallel.sharded_loading.stored_tensors import open_stored
 from bigload.parallel.tensor_parallel.apply import plan_tensor_parallel
 from bigload.parallel.tensor_parallel.plan import TensorParallelPlan
@@ -142,7 +142,7 @@ def parallelize(
     _warn_of_too_many(num_gpus, backend)
     with torch.inference_mode(mode=False), torch.enable_grad():  # the plan is found by what flows back
         plan = plan_tensor_parallel(model, num_gpus, custom_policies=custom_policies, example=example)
-    give_back()
+    trim_heap(collect_garbage=True)
     skeleton, weights = skeleton_of(model)
     wanted = WantedWorkers(
         num_workers=num_gpus,

@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from bigload.machine.heap_trim import give_back
+from bigload.machine.process_memory import trim_heap
 from bigload.parallel.sharded_loading.load_sharded import load_sharded
 from bigload.parallel.tensor_parallel.apply import apply_tensor_parallel
 from bigload.parallel.workers.call_settings import applied
@@ -46,7 +46,7 @@ class HostedModel:
         self._model.to(self._device)
         agree_on_stopping(self._model)
         register_outputs(self._model)
-        give_back()
+        trim_heap(collect_garbage=True)
         dist.barrier()
         self.report = WorkerReport(
             rank=rank,

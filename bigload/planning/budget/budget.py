@@ -16,7 +16,8 @@ from bigload.errors import BudgetError
 from bigload.planning.budget.limit_specs import Wish, wishes_in_pairs, wishes_in_words
 
 if TYPE_CHECKING:
-    from bigload.machine.memory import DetectedMemory, Machine
+    from bigload.machine.detected import DetectedMemory
+    from bigload.machine.machine import Machine
 
 MaxMemory = (
     Mapping[str, str | int]

@@ -12,7 +12,8 @@ from typing import NamedTuple
 
 from bigload.devices import CPU, DISK, Device
 from bigload.errors import BudgetError
-from bigload.machine.memory import DetectedGpus, DetectedMemory, Machine
+from bigload.machine.detected import DetectedGpus, DetectedMemory
+from bigload.machine.machine import Machine
 from bigload.planning.budget.limit_specs import Wish
 
 

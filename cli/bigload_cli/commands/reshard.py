@@ -238,7 +238,7 @@ def _stopped(prepared: PreparedReshard, code: int) -> StoppedError:
 
 
 def _deliver(prepared: PreparedReshard, report: ReshardReport | None, *, as_json: bool, quiet: bool) -> None:
-    from bigload.machine.peak_memory import peak_bytes
+    from bigload.machine.process_memory import peak_bytes
     from bigload_cli import output
 
     peak = peak_bytes()

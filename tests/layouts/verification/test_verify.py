@@ -312,7 +312,7 @@ def test_files_larger_than_a_block_are_read_to_the_last_byte_past_the_page_cache
 
 PEAK = """
 import sys
-from bigload.machine.peak_memory import peak_bytes, reset_peak
+from bigload.machine.process_memory import peak_bytes, reset_peak
 from bigload.layouts.verification.verify import verify
 reset_peak()
 before = peak_bytes()

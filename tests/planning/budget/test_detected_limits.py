@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from bigload.devices import CPU, Device
 from bigload.errors import BudgetError
-from bigload.machine.memory import DetectedGpus, DetectedMemory, Machine, UnknownMemory
+from bigload.machine.detected import DetectedGpus, DetectedMemory, UnknownMemory
+from bigload.machine.machine import Machine
 from bigload.planning.budget.budget import MemoryBudget
 
 GIB = 1024**3

@@ -3,7 +3,7 @@ import threading
 
 import pytest
 
-from bigload.machine.memory_sampler import MemorySampler, MemoryUse, memory_use
+from bigload.machine.process_memory import MemorySampler, ResidentMemory, peak_bytes, reset_peak, resident_memory
 
 MIB = 1 << 20
 
@@ -43,10 +43,25 @@ def test_no_thread_is_left_behind_also_after_an_error():
 
 
 def test_kilobytes_of_the_kernel_become_bytes_and_shared_memory_counts_as_pages_of_files(tmp_path):
-    (tmp_path / "status").write_text("VmRSS:\t 99 kB\nRssAnon:\t  2 kB\nRssFile:\t 3 kB\nRssShmem:\t   4 kB\n")
-    assert memory_use(tmp_path / "status") == MemoryUse(2048, 7 * 1024)
+    lines = ("VmPeak:	 99 kB", "VmHWM:	 1024 kB", "RssAnon:	 2 kB", "RssFile:	 3 kB", "RssShmem:	 4 kB")
+    (tmp_path / "status").write_text("\n".join(lines) + "\n")
+    assert resident_memory(tmp_path) == ResidentMemory(2048, 7 * 1024)
+    assert peak_bytes(tmp_path) == MIB
 
 
 def test_a_system_that_does_not_tell_gives_nothing(tmp_path):
-    (tmp_path / "status").write_text("Name:\tpython\n")
-    assert memory_use(tmp_path / "status") == MemoryUse(0, 0)
+    (tmp_path / "status").write_text("Name:\tpython\nThreads:\t1\n")
+    assert resident_memory(tmp_path) == ResidentMemory(0, 0)
+    assert peak_bytes(tmp_path) == 0
+
+
+def test_memory_that_was_held_shows_in_the_peak_until_the_reset():
+    reset_peak()
+    before = peak_bytes()
+    with mmap.mmap(-1, 64 * MIB) as memory:
+        memory.write(b"x" * 1 * MIB * 64)
+        during = peak_bytes()
+    assert during - before >= 64 * MIB
+    assert peak_bytes() >= during
+    reset_peak()
+    assert peak_bytes() < during

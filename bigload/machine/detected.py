@@ -1,0 +1,48 @@
+"""Memory found on this machine, as values: RAM and GPUs, also those that do not report theirs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from bigload.devices import Device
+from bigload.units import format_size
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DetectedMemory:
+    """Memory of one device, and how much of it was free when it was queried.
+
+    `source` is `nvidia-smi`, `MemAvailable` (the kernel) or `cgroup` (the limit of a control group).
+
+    >>> print(DetectedMemory(device=CPU, total_bytes=32 * 2**30, free_bytes=20 * 2**30, source="cgroup"))
+    cpu 20.00 GiB free of 32.00 GiB (cgroup)
+    """
+
+    device: Device
+    total_bytes: int
+    free_bytes: int
+    source: str
+
+    def __str__(self) -> str:
+        return f"{self.device} {format_size(self.free_bytes)} free of {format_size(self.total_bytes)} ({self.source})"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnknownMemory:
+    """A device that does not report its memory; `reason` is why, without a full stop."""
+
+    device: Device
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DetectedGpus:
+    """The GPUs that a CUDA program started now would see, in its numbering.
+
+    `missing` is the reason why there are no others. `notes` are sentences about doubts in the numbering.
+    """
+
+    memory: tuple[DetectedMemory, ...] = ()
+    unknown: tuple[UnknownMemory, ...] = ()
+    missing: str = ""
+    notes: tuple[str, ...] = ()

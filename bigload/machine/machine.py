@@ -1,0 +1,18 @@
+"""Memory detectors of a machine, replaceable in tests and for machines that were written down."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from bigload.machine.detected import DetectedGpus, DetectedMemory
+from bigload.machine.gpus import detect_gpus
+from bigload.machine.memory import detect_ram
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """Detectors that a memory budget calls: each at most once, and only for a device that needs it."""
+
+    ram: Callable[[], DetectedMemory | None] = detect_ram
+    gpus: Callable[[], DetectedGpus] = detect_gpus
