@@ -11,28 +11,24 @@ import pytest
 
 import bigload
 
-PUBLIC = list(bigload._HOME_OF)
+PUBLIC = list(bigload._MODULE_OF)
 
 
-def type_checking_imports():
-    """Return home and name of every import below `if TYPE_CHECKING` of the package, and the names they are given."""
-    tree = ast.parse(Path(bigload.__file__).read_text())
-    block = next(node for node in tree.body if isinstance(node, ast.If) and isinstance(node.test, ast.Name))
-    return [(statement.module, alias.name, alias.asname) for statement in block.body for alias in statement.names]
+def test_the_stub_for_type_checkers_has_the_names_of_the_table():
+    tree = ast.parse(Path(bigload.__file__).with_suffix(".pyi").read_text())
+    imports = [statement for statement in tree.body if isinstance(statement, ast.ImportFrom)]
+    stub = [(statement.module, alias.name, alias.asname) for statement in imports for alias in statement.names]
+    listed = [(module, name, name) for name, module in bigload._MODULE_OF.items()]
+    assert sorted(stub) == sorted([*listed, ("bigload.version", "__version__", "__version__")])
 
 
-def test_the_table_of_homes_and_the_imports_for_type_checkers_agree():
-    listed = [(home, name, name) for home, names in bigload._HOMES.items() for name in names]
-    assert sorted(type_checking_imports()) == sorted(listed)
-
-
-def test_no_name_has_two_homes():
-    assert len(PUBLIC) == len(set(PUBLIC)) == sum(map(len, bigload._HOMES.values()))
+def test_no_name_is_listed_twice():
+    assert len(PUBLIC) == sum(len(names.split()) for names in bigload._MODULES.values())
 
 
 @pytest.mark.parametrize("name", PUBLIC)
 def test_a_public_name_resolves_to_what_its_home_defines_and_has_a_docstring(name):
-    found, home = getattr(bigload, name), import_module(bigload._HOME_OF[name])
+    found, home = getattr(bigload, name), import_module(bigload._MODULE_OF[name])
     assert found is getattr(home, name)
     assert found.__module__ == home.__name__
     own = vars(found).get("__doc__") if inspect.isclass(found) else found.__doc__
@@ -40,12 +36,12 @@ def test_a_public_name_resolves_to_what_its_home_defines_and_has_a_docstring(nam
     assert not own.startswith(f"{name}(")  # what a dataclass without one writes for itself
 
 
-def test_the_table_of_homes_is_sorted():
-    assert list(bigload._HOMES) == sorted(bigload._HOMES)
-    assert [names for names in bigload._HOMES.values() if list(names) != sorted(names)] == []
+def test_the_table_of_names_is_sorted():
+    assert list(bigload._MODULES) == sorted(bigload._MODULES)
+    assert [names for names in bigload._MODULES.values() if names.split() != sorted(names.split())] == []
 
 
-@pytest.mark.parametrize("name", [name for name in PUBLIC if bigload._HOME_OF[name].startswith("bigload.runtime.")])
+@pytest.mark.parametrize("name", [name for name in PUBLIC if bigload._MODULE_OF[name].startswith("bigload.runtime.")])
 def test_what_has_many_arguments_explains_each(name):
     found = getattr(bigload, name)
     if isinstance(found, EnumType):  # whose members are named, not made
@@ -67,7 +63,7 @@ def test_every_public_error_is_a_bigload_error_and_every_error_is_public():
         for name, value in vars(errors).items()
         if inspect.isclass(value) and issubclass(value, Exception) and value.__module__ == errors.__name__
     }
-    assert defined == set(bigload._HOMES["bigload.errors"]) - {"Problem"}
+    assert defined == set(bigload._MODULES["bigload.errors"].split()) - {"Problem"}
     assert all(issubclass(getattr(bigload, name), bigload.BigloadError) for name in defined)
 
 

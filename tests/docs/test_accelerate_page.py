@@ -26,8 +26,8 @@ WITH_MORE_ARGUMENTS = {"infer_auto_device_map": {"policy"}, **dict.fromkeys(DISP
 
 
 def test_the_page_names_all_that_the_runtime_has_and_nothing_else():
-    homes = {home: names for home, names in bigload._HOMES.items() if home.startswith("bigload.runtime.")}
-    assert sorted(NAMES + SECTIONS["Only here"]) == sorted(name for names in homes.values() for name in names)
+    runtime = [name for name, module in bigload._MODULE_OF.items() if module.startswith("bigload.runtime.")]
+    assert sorted(NAMES + SECTIONS["Only here"]) == sorted(runtime)
 
 
 def test_the_tests_that_the_page_names_are_there():
