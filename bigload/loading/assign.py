@@ -10,7 +10,7 @@ from torch import nn
 
 from bigload.checkpoint.model import TensorInfo
 from bigload.errors import StateDictMismatchError
-from bigload.loading.schedule import Wanted
+from bigload.loading.schedule import RequestedTensor
 from bigload.loading.selection import Selection
 from bigload.loading.tensors import torch_shape
 
@@ -57,7 +57,7 @@ def match(module: nn.Module, selection: Selection, *, strict: bool) -> tuple[Ass
 
 
 def compare(
-    module: nn.Module, tensors: Mapping[str, Wanted] | Mapping[str, TensorInfo], ignored: Collection[str] = ()
+    module: nn.Module, tensors: Mapping[str, RequestedTensor] | Mapping[str, TensorInfo], ignored: Collection[str] = ()
 ) -> Comparison:
     """Return which of `tensors` goes where in `module`, and what does not correspond.
 

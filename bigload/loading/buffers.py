@@ -14,8 +14,8 @@ from bigload.loading.progress import OnProgress
 from bigload.loading.readers.byte_source import ByteSource
 from bigload.loading.readers.mapped import MappedFile
 from bigload.loading.report import Recorder
-from bigload.loading.schedule import CPU, BufferSpec, Schedule, Way
-from bigload.loading.strategy.read_strategy import Approach
+from bigload.loading.schedule import CPU, BufferSpec, Delivery, Schedule
+from bigload.loading.strategy.read_strategy import ReadStrategy
 from bigload.machine.huge_pages import allocate
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 def filled(
     checkpoint: Checkpoint,
     schedule: Schedule,
-    approach: Approach,
+    strategy: ReadStrategy,
     recorder: Recorder,
     on_progress: OnProgress,
     *,
@@ -42,20 +42,20 @@ def filled(
     files = sorted({buffer.file for buffer in schedule.buffers} | {job.file for job in schedule.jobs})
     with (
         unchanged(checkpoint, files),
-        opened_sources(files, lambda file: approach.open_source(checkpoint.root / file)) as sources,
+        opened_sources(files, lambda file: strategy.open_source(checkpoint.root / file)) as sources,
     ):
         if memory is None:
             memory = [_take(buffer, sources) for buffer in schedule.buffers]
-        with _stagers(schedule, memory, approach, recorder) as stagers:
+        with _stagers(schedule, memory, strategy, recorder) as stagers:
             read(
                 schedule,
                 memory,
                 sources,
                 stagers,
-                threads=approach.threads,
-                max_inflight_bytes=approach.max_inflight_bytes,
+                threads=strategy.threads,
+                max_inflight_bytes=strategy.max_inflight_bytes,
                 recorder=recorder,
-                faults_ahead=approach.method is Method.DIRECT,
+                faults_ahead=strategy.method is Method.DIRECT,
                 on_progress=on_progress,
             )
     return memory
@@ -66,29 +66,31 @@ def _take(buffer: BufferSpec, sources: Mapping[str, ByteSource]) -> Memory:
         source = sources[buffer.file]
         assert isinstance(source, MappedFile), "slots are in a map only where files are mapped"
         return source.buffer
-    if buffer.place == CPU:
+    if buffer.device == CPU:
         return allocate(buffer.num_bytes)
     from bigload.loading.staging.accelerators import take_memory
 
-    return take_memory(buffer.place, buffer.num_bytes)
+    return take_memory(buffer.device, buffer.num_bytes)
 
 
 @contextmanager
 def _stagers(
-    schedule: Schedule, memory: Sequence[Memory], approach: Approach, recorder: Recorder
+    schedule: Schedule, memory: Sequence[Memory], strategy: ReadStrategy, recorder: Recorder
 ) -> Iterator[dict[str, Stager]]:
     """Give a stager for each device that needs one, and close them, however this ends."""
-    places = sorted({job.place for job in schedule.jobs if job.way is Way.STAGED})
+    devices = sorted({job.device for job in schedule.jobs if job.delivery is Delivery.STAGED})
     with ExitStack() as stack:
         stagers: dict[str, Stager] = {}
-        for place in places:
-            stagers[place] = _stager(place, memory, approach, recorder, num_places=len(places))
-            stack.callback(stagers[place].close)
+        for device in devices:
+            stagers[device] = _stager(device, memory, strategy, recorder, num_devices=len(devices))
+            stack.callback(stagers[device].close)
         yield stagers
 
 
-def _stager(place: str, memory: Sequence[Memory], approach: Approach, recorder: Recorder, *, num_places: int) -> Stager:
-    if place == CPU:
+def _stager(
+    device: str, memory: Sequence[Memory], strategy: ReadStrategy, recorder: Recorder, *, num_devices: int
+) -> Stager:
+    if device == CPU:
         from bigload.loading.staging.host_blocks import HostStager
 
         return HostStager(memory, recorder)
@@ -97,8 +99,8 @@ def _stager(place: str, memory: Sequence[Memory], approach: Approach, recorder: 
     from bigload.loading.staging.device_blocks import DeviceStager
     from bigload.loading.staging.device_transfers import Transfers
 
-    num_blocks = max(min(2 * approach.threads, approach.max_inflight_bytes // num_places // approach.block_bytes), 1)
+    num_blocks = max(min(2 * strategy.threads, strategy.max_inflight_bytes // num_devices // strategy.block_bytes), 1)
     transfers = Transfers(
-        torch.device(place), block_bytes=approach.block_bytes, num_blocks=num_blocks, recorder=recorder
+        torch.device(device), block_bytes=strategy.block_bytes, num_blocks=num_blocks, recorder=recorder
     )
     return DeviceStager(memory, transfers)

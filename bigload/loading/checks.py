@@ -11,8 +11,8 @@ from bigload.checkpoint.model import Checkpoint
 from bigload.errors import NotEnoughMemoryError, ReadError
 from bigload.loading.methods import Method
 from bigload.loading.readers.byte_source import OpenFile
-from bigload.loading.schedule import CPU, Schedule, Way
-from bigload.loading.strategy.read_strategy import Approach
+from bigload.loading.schedule import CPU, Delivery, Schedule
+from bigload.loading.strategy.read_strategy import ReadStrategy
 from bigload.machine.memory import available_memory
 
 
@@ -59,20 +59,20 @@ def signature(path: Path) -> tuple[int, int, int] | None:
     return found.st_ino, found.st_size, found.st_mtime_ns
 
 
-def check_memory(checkpoint: Checkpoint, schedule: Schedule, approach: Approach) -> None:
+def check_memory(checkpoint: Checkpoint, schedule: Schedule, strategy: ReadStrategy) -> None:
     """Raise if a device has too little free memory, before anything is taken or read.
 
     Raises:
         NotEnoughMemoryError: the first device that is short, RAM before accelerators.
     """
-    is_staged = any(job.way is Way.STAGED for job in schedule.jobs) or approach.method is Method.DIRECT
-    staged = min(approach.max_inflight_bytes, 2 * approach.threads * approach.block_bytes) if is_staged else 0
+    is_staged = any(job.delivery is Delivery.STAGED for job in schedule.jobs) or strategy.method is Method.DIRECT
+    staged = min(strategy.max_inflight_bytes, 2 * strategy.threads * strategy.block_bytes) if is_staged else 0
     check_ram(checkpoint.name, checkpoint.path, schedule.bytes_on(CPU) + staged)
-    for place in sorted({buffer.place for buffer in schedule.buffers} - {CPU}):
+    for device in sorted({buffer.device for buffer in schedule.buffers} - {CPU}):
         from bigload.loading.staging.accelerators import free_bytes
 
-        part = f"the part of {checkpoint.name} for {place}"
-        _require(part, checkpoint.path, place, schedule.bytes_on(place), free_bytes(place))
+        part = f"the part of {checkpoint.name} for {device}"
+        _require(part, checkpoint.path, device, schedule.bytes_on(device), free_bytes(device))
 
 
 def check_ram(name: str, path: str, num_bytes: int) -> None:
@@ -84,7 +84,7 @@ def check_ram(name: str, path: str, num_bytes: int) -> None:
     _require(name, path, CPU, num_bytes, available_memory())
 
 
-def _require(name: str, path: str, place: str, needed: int, available: int | None) -> None:
+def _require(name: str, path: str, device: str, needed: int, available: int | None) -> None:
     if needed and available is not None and needed > available:
-        hint = f"plan it over several devices: bigload plan {path} -m {place}={available // 2**30}GiB"
+        hint = f"plan it over several devices: bigload plan {path} -m {device}={available // 2**30}GiB"
         raise NotEnoughMemoryError(name, needed_bytes=needed, available_bytes=available, hint=hint)

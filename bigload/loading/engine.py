@@ -14,7 +14,7 @@ from bigload.loading.progress import OnProgress, Tally, ignore_progress
 from bigload.loading.readers.byte_source import ByteSource
 from bigload.loading.readers.mapped import MappedFile
 from bigload.loading.report import Phase, Recorder
-from bigload.loading.schedule import BLOCK_BYTES, CPU, Piece, ReadJob, Schedule, Way
+from bigload.loading.schedule import BLOCK_BYTES, CPU, Delivery, Destination, ReadJob, Schedule
 from bigload.machine.huge_pages import prefault
 from bigload.machine.thread_pool import run_jobs
 from bigload.units import MIB
@@ -29,7 +29,7 @@ class Stager(Protocol):
     """Brings bytes to one device by way of blocks that are used again and again. Called from several threads."""
 
     def carry(self, job: ReadJob, source: ByteSource) -> None:
-        """Read the bytes of `job` and deliver its pieces; they may arrive later, but before `finish` returns."""
+        """Read the bytes of `job` and deliver its destinations; they may arrive later, but before `finish` returns."""
 
     def finish(self) -> None:
         """Wait until everything has arrived."""
@@ -88,7 +88,7 @@ def _batches(jobs: Sequence[ReadJob]) -> Iterator[list[ReadJob]]:
     """
     batch: list[ReadJob] = []
     for job in jobs:
-        is_small = job.way is Way.STAGED and job.place == CPU
+        is_small = job.delivery is Delivery.STAGED and job.device == CPU
         if batch and not (is_small and _may_join(job, batch)):
             yield batch
             batch = []
@@ -99,7 +99,7 @@ def _batches(jobs: Sequence[ReadJob]) -> Iterator[list[ReadJob]]:
 
 def _may_join(job: ReadJob, batch: list[ReadJob]) -> bool:
     last = batch[-1]
-    is_alike = (last.file, last.way, last.place) == (job.file, job.way, job.place)
+    is_alike = (last.file, last.delivery, last.device) == (job.file, job.delivery, job.device)
     return is_alike and sum(each.num_bytes for each in batch) + job.num_bytes <= BLOCK_BYTES
 
 
@@ -110,30 +110,30 @@ def _carry(
     stagers: Mapping[str, Stager],
     recorder: Recorder,
 ) -> None:
-    if job.way is Way.STAGED:
-        stagers[job.place].carry(job, source)
+    if job.delivery is Delivery.STAGED:
+        stagers[job.device].carry(job, source)
         return
-    if job.way is Way.POPULATED:
+    if job.delivery is Delivery.POPULATED:
         assert isinstance(source, MappedFile), "only maps have pages to populate"
         source.populate(job.offset, job.offset + job.num_bytes)
         return
     if recorder.is_tracing:
         _fault_in(job, memory, recorder)
-    source.read_into([_view(memory, piece) for piece in job.pieces], job.offset)
+    source.read_into([_view(memory, destination) for destination in job.destinations], job.offset)
 
 
-def _view(memory: Sequence[Memory], piece: Piece) -> memoryview:
-    buffer = memory[piece.buffer]
+def _view(memory: Sequence[Memory], destination: Destination) -> memoryview:
+    buffer = memory[destination.buffer]
     assert isinstance(buffer, mmap.mmap | bytearray | memoryview), "what goes elsewhere is staged"
-    return memoryview(buffer)[piece.start : piece.start + piece.num_bytes]
+    return memoryview(buffer)[destination.start : destination.start + destination.num_bytes]
 
 
 def _fault_in(job: ReadJob, memory: Sequence[Memory], recorder: Recorder) -> None:
     with recorder.span(Phase.FAULT, num_bytes=job.num_bytes, file=job.file):
-        for piece in job.pieces:
-            buffer = memory[piece.buffer]
+        for destination in job.destinations:
+            buffer = memory[destination.buffer]
             assert isinstance(buffer, mmap.mmap | bytearray)
-            prefault(buffer, piece.start, piece.start + piece.num_bytes)
+            prefault(buffer, destination.start, destination.start + destination.num_bytes)
 
 
 @contextmanager
@@ -146,7 +146,7 @@ def _faulted_ahead(schedule: Schedule, memory: Sequence[Memory], recorder: Recor
 
     def fault() -> None:
         for spec, buffer in zip(schedule.buffers, memory, strict=True):
-            if spec.place != CPU or spec.is_map or not isinstance(buffer, mmap.mmap):
+            if spec.device != CPU or spec.is_map or not isinstance(buffer, mmap.mmap):
                 continue
             for start in range(0, spec.num_bytes, _PREFAULT_BYTES):
                 if stop.is_set():

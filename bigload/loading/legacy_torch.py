@@ -13,7 +13,7 @@ from bigload.checkpoint.model import Checkpoint, Span, TensorInfo
 from bigload.dtypes import DTYPES
 from bigload.errors import InvalidCheckpointError, Problem, ReadError, UnsupportedDTypeError
 from bigload.loading.memory_errors import memory_errors
-from bigload.loading.schedule import Wanted
+from bigload.loading.schedule import RequestedTensor
 
 if TYPE_CHECKING:
     import torch
@@ -58,14 +58,14 @@ def described(path: str, tensors: Mapping[str, torch.Tensor]) -> Checkpoint:
     return Checkpoint(path=path, root=Path(path), index_file=None, shards=(), tensors=infos, config=None)
 
 
-def taken(want: Wanted, tensor: torch.Tensor) -> torch.Tensor:
+def taken(want: RequestedTensor, tensor: torch.Tensor) -> torch.Tensor:
     """Return `tensor`, or the part, dtype and device of it that is wanted; itself where that is all of it."""
     from bigload.loading.tensors import torch_dtype
 
     part = want.part
     if part is not None:  # a copy, or the rest would stay in memory with it
         tensor = tensor.narrow(part.dim, part.start, part.stop - part.start).clone()
-    return tensor.to(device=want.place, dtype=torch_dtype(want.dtype))
+    return tensor.to(device=want.device, dtype=torch_dtype(want.dtype))
 
 
 def _load(path: Path) -> dict[str, torch.Tensor]:

@@ -19,7 +19,7 @@ from bigload.loading.report import LoadReport, Phase, Recorder
 from bigload.loading.schedule import CPU, Schedule, schedule_reads
 from bigload.loading.selection import Selection, select
 from bigload.loading.slices import Slice
-from bigload.loading.strategy.read_strategy import Approach, OpenSource, settle
+from bigload.loading.strategy.read_strategy import OpenSource, ReadStrategy, choose_strategy
 from bigload.loading.strategy.settings import settings
 from bigload.planning.plan import Plan
 from bigload.planning.plan_file import open_planned
@@ -101,34 +101,34 @@ def load(
     from bigload.loading.tensors import as_tensors
 
     recorder = Recorder(is_tracing=trace)
-    wishes = _Wishes(into=into, only=only, slices=slices, dtype=dtype, device=device, strict=strict)
+    request = _Request(into=into, only=only, slices=slices, dtype=dtype, device=device, strict=strict)
     chosen = settings(threads, method, max_inflight)
     try:
         opened = open_planned(device if isinstance(device, Plan) else None, checkpoint)
     except LegacyPickleError as error:
-        return _load_legacy(error, wishes, recorder)
-    selection, assignments = wishes.of(opened)
-    approach = settle(opened, selection.wanted, chosen, open_source, recorder)
-    is_mapped = approach.method is Method.MMAP
-    schedule = schedule_reads(selection.wanted, block_bytes=approach.block_bytes, in_map=is_mapped, populate=populate)
-    check_memory(opened, schedule, approach)
-    memory = filled(opened, schedule, approach, recorder, on_progress)
+        return _load_legacy(error, request, recorder)
+    selection, assignments = request.of(opened)
+    strategy = choose_strategy(opened, selection.wanted, chosen, open_source, recorder)
+    is_mapped = strategy.method is Method.MMAP
+    schedule = schedule_reads(selection.wanted, block_bytes=strategy.block_bytes, in_map=is_mapped, populate=populate)
+    check_memory(opened, schedule, strategy)
+    memory = filled(opened, schedule, strategy, recorder, on_progress)
     with recorder.span(Phase.ASSIGN):
         tensors = as_tensors(schedule, memory)
-        wishes.assign(assignments, tensors)
+        request.assign(assignments, tensors)
     ordered = {want.name: tensors[want.name] for want in selection.wanted}
-    return LoadedTensors(ordered, _report(schedule, selection, approach, recorder))
+    return LoadedTensors(ordered, _report(schedule, selection, strategy, recorder))
 
 
-def _load_legacy(old: LegacyPickleError, wishes: _Wishes, recorder: Recorder) -> LoadedTensors:
+def _load_legacy(old: LegacyPickleError, request: _Request, recorder: Recorder) -> LoadedTensors:
     """Have torch load everything, then take what is wanted of it: such files cannot be read in part."""
     from bigload.loading.legacy_torch import described, load_legacy, taken
 
     check_ram(Path(old.path).name, str(old.path), sum(path.stat().st_size for path in old.paths))
     whole = load_legacy(old.paths)
-    selection, assignments = wishes.of(described(str(old.path), whole))
+    selection, assignments = request.of(described(str(old.path), whole))
     tensors = {want.name: taken(want, whole[want.name]) for want in selection.wanted}
-    wishes.assign(assignments, tensors)
+    request.assign(assignments, tensors)
     num_bytes = sum(tensor.nbytes for tensor in whole.values())
     report = LoadReport(
         method=Method.READ,
@@ -144,7 +144,7 @@ def _load_legacy(old: LegacyPickleError, wishes: _Wishes, recorder: Recorder) ->
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Wishes:
+class _Request:
     """What the caller of `load` wants, as it was said."""
 
     into: nn.Module | None
@@ -176,8 +176,8 @@ class _Wishes:
                 raise
             selection = selection.of({assignment.tensor_name for assignment in assignments})
         check_dtypes(selection.wanted)
-        for place in selection.places:
-            check_present(place)
+        for device in selection.devices:
+            check_present(device)
         return selection, assignments
 
     def assign(self, assignments: tuple[Assignment, ...], tensors: Mapping[str, torch.Tensor]) -> None:
@@ -190,12 +190,12 @@ class _Wishes:
             mark_absent(self.into, reason=NOT_LOADED, hint=LOAD_OR_DISPATCH)
 
 
-def _report(schedule: Schedule, selection: Selection, approach: Approach, recorder: Recorder) -> LoadReport:
+def _report(schedule: Schedule, selection: Selection, strategy: ReadStrategy, recorder: Recorder) -> LoadReport:
     return LoadReport(
-        method=approach.method,
-        reason=approach.reason,
-        threads=approach.threads,
-        max_inflight_bytes=approach.max_inflight_bytes,
+        method=strategy.method,
+        reason=strategy.reason,
+        threads=strategy.threads,
+        max_inflight_bytes=strategy.max_inflight_bytes,
         read_bytes=schedule.num_bytes,
         tensor_bytes=sum(want.num_bytes for want in selection.wanted),
         seconds=recorder.seconds,

@@ -2,11 +2,11 @@
 
 The CPU's memory is taken in one large buffer per file, not in one allocation per tensor: a page fault for every 4 KiB
 of every tensor is what makes naive loading slow. Tensors lie in their buffer at multiples of 64 bytes whatever their
-place in the file, because arithmetic on misaligned elements is slow where it works at all. Accelerators have no such
+position in the file, because arithmetic on misaligned elements is slow where it works at all. Accelerators have no such
 faults, and an allocator of their own that cuts large blocks up: there each tensor has a buffer.
 
 Most bytes are read straight to where they stay. Three kinds are staged, in small blocks of memory that are used again
-and again: what becomes another dtype, what goes to an accelerator, and columns, which lie in the file in pieces.
+and again: what becomes another dtype, what goes to an accelerator, and columns, which lie in the file in destinations.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from math import prod
 
 from bigload.checkpoint.model import TensorInfo
 from bigload.dtypes import DType
-from bigload.loading.slices import Rows, Slice, rows_of, sliced_shape
+from bigload.loading.slices import Slice, StridedRange, rows_of, sliced_shape
 from bigload.units import KIB, MIB
 
 ALIGNMENT = 64
@@ -42,13 +42,13 @@ _PAGE_BYTES = 4 * KIB
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wanted:
+class RequestedTensor:
     """A stored tensor, or a part of it, and what it shall be in memory: its dtype and its device (`cpu`, `cuda:0`)."""
 
     tensor: TensorInfo
     dtype: DType
     part: Slice | None = None
-    place: str = CPU
+    device: str = CPU
 
     @property
     def name(self) -> str:
@@ -73,25 +73,25 @@ class Wanted:
 
 @dataclass(frozen=True, slots=True)
 class BufferSpec:
-    """Memory to take: `num_bytes` on `place`, for tensors of `file`; or that file's own pages, mapped."""
+    """Memory to take: `num_bytes` on `device`, for tensors of `file`; or that file's own pages, mapped."""
 
-    place: str
+    device: str
     file: str
     num_bytes: int
     is_map: bool = False
 
 
 @dataclass(frozen=True, slots=True)
-class Slot:
+class BufferSlot:
     """Where a tensor lies in memory: `buffer` is a position in `Schedule.buffers`."""
 
-    wanted: Wanted
+    wanted: RequestedTensor
     buffer: int
     start: int
 
 
 @dataclass(frozen=True, slots=True)
-class Cast:
+class DTypeCast:
     """From the dtype in the file to the one in memory."""
 
     stored: DType
@@ -99,7 +99,7 @@ class Cast:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class Destination:
     """Bytes of a read that belong together: `rows` times `row_bytes`, `stride` apart, the first at byte `source`.
 
     They go, without gaps, to byte `start` of a buffer and on; `cast` on the way, if that is not `None`.
@@ -111,7 +111,7 @@ class Piece:
     start: int
     rows: int = 1
     stride: int = 0
-    cast: Cast | None = None
+    cast: DTypeCast | None = None
 
     @property
     def num_bytes(self) -> int:
@@ -124,7 +124,7 @@ class Piece:
         return self.num_bytes if self.cast is None else self.num_bytes * self.cast.wanted.bits // self.cast.stored.bits
 
 
-class Way(Enum):
+class Delivery(Enum):
     """How the bytes of a read get to their buffers."""
 
     STRAIGHT = "read into them"
@@ -140,9 +140,9 @@ class ReadJob:
     file: str
     offset: int
     num_bytes: int
-    pieces: tuple[Piece, ...]
-    way: Way = Way.STRAIGHT
-    place: str = CPU
+    destinations: tuple[Destination, ...]
+    delivery: Delivery = Delivery.STRAIGHT
+    device: str = CPU
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,7 +150,7 @@ class Schedule:
     """Memory to take, where each tensor will lie in it, and the reads that fill it, in order."""
 
     buffers: tuple[BufferSpec, ...]
-    slots: Mapping[str, Slot]
+    slots: Mapping[str, BufferSlot]
     jobs: tuple[ReadJob, ...]
 
     @property
@@ -158,17 +158,17 @@ class Schedule:
         """Bytes to read."""
         return sum(job.num_bytes for job in self.jobs)
 
-    def bytes_on(self, place: str) -> int:
-        """Return the bytes of memory to take on `place`; pages of files are not counted."""
-        return sum(buffer.num_bytes for buffer in self.buffers if buffer.place == place and not buffer.is_map)
+    def bytes_on(self, device: str) -> int:
+        """Return the bytes of memory to take on `device`; pages of files are not counted."""
+        return sum(buffer.num_bytes for buffer in self.buffers if buffer.device == device and not buffer.is_map)
 
 
 def schedule_reads(
-    wanted: Iterable[Wanted], *, block_bytes: int = BLOCK_BYTES, in_map: bool = False, populate: bool = True
+    wanted: Iterable[RequestedTensor], *, block_bytes: int = BLOCK_BYTES, in_map: bool = False, populate: bool = True
 ) -> Schedule:
     """Return the reads that bring `wanted` into memory: by file and offset, neighbours merged, cut into blocks.
 
-    Tensors that lie in the same bytes (tied weights) and are wanted alike share one place in memory. Those whose bytes
+    Tensors that lie in the same bytes (tied weights) and are wanted alike share their memory. Those whose bytes
     overlap otherwise, views of one storage in a torch file, do not.
 
     Args:
@@ -179,67 +179,68 @@ def schedule_reads(
         populate: Make those pages present before the load ends; otherwise each is read when it is first touched.
 
     Example: 1-byte tensors of 10, 6 and 40 elements at offsets 100, 110 and 200 of one file, blocks of 32: a read of 16
-    bytes at 100 in two pieces, one of 32 at 200 and one of 8 at 232; the tensors start at 0, 64 and 128 of one buffer.
+    bytes at 100 to two destinations, one of 32 at 200 and one of 8 at 232; the tensors start at 0, 64 and 128 of one
+    buffer.
     """
-    by_file: dict[str, list[Wanted]] = {}
+    by_file: dict[str, list[RequestedTensor]] = {}
     for want in sorted(wanted, key=lambda want: (want.tensor.span.file, want.tensor.span.start, want.name)):
         by_file.setdefault(want.tensor.span.file, []).append(want)
-    memory = _Memory()
+    layout = _BufferLayout()
     jobs: list[ReadJob] = []
     for file, members in by_file.items():
-        stretches: list[Stretch] = []
+        requests: list[ReadRequest] = []
         for want in members:
             stays = in_map and _can_stay_in_map(want)
-            if memory.place(want, in_map=stays) and want.num_bytes and (populate or not stays):
-                stretches += _stretches_of(want, memory.slots[want.name], stays=stays)
-        jobs += jobs_of(file, stretches, block_bytes)
-    return Schedule(buffers=memory.buffers(), slots=memory.slots, jobs=tuple(jobs))
+            if layout.add(want, in_map=stays) and want.num_bytes and (populate or not stays):
+                requests += _requests_of(want, layout.slots[want.name], stays=stays)
+        jobs += jobs_of(file, requests, block_bytes)
+    return Schedule(buffers=layout.buffers(), slots=layout.slots, jobs=tuple(jobs))
 
 
-def _can_stay_in_map(want: Wanted) -> bool:
+def _can_stay_in_map(want: RequestedTensor) -> bool:
     rows = rows_of(want.tensor, want.part)
     is_aligned = rows.start % max(want.dtype.bits // 8, 1) == 0
-    return want.place == CPU and not want.is_cast and rows.count == 1 and is_aligned
+    return want.device == CPU and not want.is_cast and rows.count == 1 and is_aligned
 
 
-class _Memory:
-    """Gives every wanted tensor its place in a buffer."""
+class _BufferLayout:
+    """Assigns every requested tensor a slot in a buffer."""
 
     def __init__(self) -> None:
-        self.slots: dict[str, Slot] = {}
+        self.slots: dict[str, BufferSlot] = {}
         self._numbers: dict[tuple[str, str, bool, str], int] = {}
         self._sizes: list[int] = []
-        self._shared: dict[tuple[object, ...], Slot] = {}
+        self._shared: dict[tuple[object, ...], BufferSlot] = {}
 
-    def place(self, want: Wanted, *, in_map: bool) -> bool:
+    def add(self, want: RequestedTensor, *, in_map: bool) -> bool:
         """Give `want` a slot; return whether its bytes have to be read: not if another one has the same."""
-        same = (want.tensor.span, want.tensor.dtype, want.part, want.dtype, want.place)
+        same = (want.tensor.span, want.tensor.dtype, want.part, want.dtype, want.device)
         twin = self._shared.get(same)
         if twin is not None and want.num_bytes:
-            self.slots[want.name] = Slot(want, twin.buffer, twin.start)
+            self.slots[want.name] = BufferSlot(want, twin.buffer, twin.start)
             return False
-        key = (want.tensor.span.file, want.place, in_map, "" if want.place == CPU else want.name)
+        key = (want.tensor.span.file, want.device, in_map, "" if want.device == CPU else want.name)
         number = self._numbers.setdefault(key, len(self._numbers))
         if number == len(self._sizes):
-            self._sizes.append(0 if in_map or want.place != CPU else _first_start(want))
+            self._sizes.append(0 if in_map or want.device != CPU else _first_start(want))
         if in_map:
             rows = rows_of(want.tensor, want.part)
             start = rows.start
             self._sizes[number] = max(self._sizes[number], rows.start + rows.num_bytes)
         else:
             start = self._sizes[number]
-            self._sizes[number] += want.num_bytes if want.place != CPU else -(-want.num_bytes // ALIGNMENT) * ALIGNMENT
-        self.slots[want.name] = self._shared[same] = Slot(want, number, start)
+            self._sizes[number] += want.num_bytes if want.device != CPU else -(-want.num_bytes // ALIGNMENT) * ALIGNMENT
+        self.slots[want.name] = self._shared[same] = BufferSlot(want, number, start)
         return True
 
     def buffers(self) -> tuple[BufferSpec, ...]:
         return tuple(
-            BufferSpec(place, file, num_bytes, is_map)
-            for (file, place, is_map, _), num_bytes in zip(self._numbers, self._sizes, strict=True)
+            BufferSpec(device, file, num_bytes, is_map)
+            for (file, device, is_map, _), num_bytes in zip(self._numbers, self._sizes, strict=True)
         )
 
 
-def _first_start(want: Wanted) -> int:
+def _first_start(want: RequestedTensor) -> int:
     """Return where the first tensor of a file begins in its buffer: as far into a page as in the file, if aligned.
 
     Most tensors are a multiple of 64 bytes long, so those after it lie like it, and direct reads can go in place.
@@ -249,74 +250,83 @@ def _first_start(want: Wanted) -> int:
 
 
 @dataclass(slots=True)
-class Stretch:
+class ReadRequest:
     """Bytes of a file that are delivered alike, and may be cut between rows, or between units of a single row."""
 
     offset: int
-    piece: Piece
-    way: Way
-    place: str
+    destination: Destination
+    delivery: Delivery
+    device: str
     unit: int
 
     @property
     def num_bytes(self) -> int:
         """Bytes from the first to the last, those between the rows included."""
-        return (self.piece.rows - 1) * self.piece.stride + self.piece.row_bytes
+        return (self.destination.rows - 1) * self.destination.stride + self.destination.row_bytes
 
     @property
     def least_bytes(self) -> int:
         """The smallest part that can be cut off."""
-        return self.unit if self.piece.rows == 1 else self.piece.row_bytes
+        return self.unit if self.destination.rows == 1 else self.destination.row_bytes
 
-    def cut(self, room: int) -> tuple[Stretch, Stretch | None]:
+    def cut(self, room: int) -> tuple[ReadRequest, ReadRequest | None]:
         """Return as much as fits into `room` bytes, but at least the smallest part, and the rest."""
-        piece = self.piece
+        to = self.destination
         if self.num_bytes <= room:
             return self, None
-        if piece.rows == 1:
+        if to.rows == 1:
             taken = max(room // self.unit, 1) * self.unit
-            if taken >= piece.row_bytes:
+            if taken >= to.row_bytes:
                 return self, None
-            return self._split(taken, head=(1, taken), tail=(1, piece.row_bytes - taken))
-        rows = max((room - piece.row_bytes) // piece.stride + 1, 1)
-        return self._split(rows * piece.stride, head=(rows, piece.row_bytes), tail=(piece.rows - rows, piece.row_bytes))
+            return self._split(taken, head=(1, taken), tail=(1, to.row_bytes - taken))
+        rows = max((room - to.row_bytes) // to.stride + 1, 1)
+        return self._split(rows * to.stride, head=(rows, to.row_bytes), tail=(to.rows - rows, to.row_bytes))
 
-    def _split(self, step: int, *, head: tuple[int, int], tail: tuple[int, int]) -> tuple[Stretch, Stretch]:
-        piece = self.piece
-        first = Piece(0, head[1], piece.buffer, piece.start, head[0], piece.stride if head[0] > 1 else 0, piece.cast)
-        start = piece.start + first.memory_bytes
-        second = Piece(0, tail[1], piece.buffer, start, tail[0], piece.stride if tail[0] > 1 else 0, piece.cast)
+    def _split(self, step: int, *, head: tuple[int, int], tail: tuple[int, int]) -> tuple[ReadRequest, ReadRequest]:
+        to = self.destination
+        first = Destination(0, head[1], to.buffer, to.start, head[0], to.stride if head[0] > 1 else 0, to.cast)
+        start = to.start + first.memory_bytes
+        second = Destination(0, tail[1], to.buffer, start, tail[0], to.stride if tail[0] > 1 else 0, to.cast)
         return (
-            Stretch(self.offset, first, self.way, self.place, self.unit),
-            Stretch(self.offset + step, second, self.way, self.place, self.unit),
+            ReadRequest(self.offset, first, self.delivery, self.device, self.unit),
+            ReadRequest(self.offset + step, second, self.delivery, self.device, self.unit),
         )
 
 
-def _stretches_of(want: Wanted, slot: Slot, *, stays: bool) -> Iterator[Stretch]:
-    cast = Cast(want.tensor.dtype, want.dtype) if want.is_cast else None
-    way = Way.POPULATED if stays else Way.STRAIGHT if cast is None and want.place == CPU else Way.STAGED
+def _requests_of(want: RequestedTensor, slot: BufferSlot, *, stays: bool) -> Iterator[ReadRequest]:
+    cast = DTypeCast(want.tensor.dtype, want.dtype) if want.is_cast else None
+    straight = Delivery.POPULATED if stays else Delivery.STRAIGHT
+    delivery = straight if cast is None and want.device == CPU else Delivery.STAGED
     rows = rows_of(want.tensor, want.part)
-    for stretch in stretches(rows, slot.buffer, slot.start, cast=cast, way=way, place=want.place):
-        if stretch.piece.rows > 1:
-            stretch.way = Way.STAGED
-        yield stretch
+    for request in requests_for(rows, slot.buffer, slot.start, cast=cast, delivery=delivery, device=want.device):
+        if request.destination.rows > 1:
+            request.delivery = Delivery.STAGED
+        yield request
 
 
-def stretches(
-    rows: Rows, buffer: int, start: int, *, cast: Cast | None = None, way: Way = Way.SCATTERED, place: str = CPU
-) -> Iterator[Stretch]:
-    """Yield what delivers `rows` to byte `start` of a buffer and on: all rows as one stretch, or each by itself."""
+def requests_for(
+    rows: StridedRange,
+    buffer: int,
+    start: int,
+    *,
+    cast: DTypeCast | None = None,
+    delivery: Delivery = Delivery.SCATTERED,
+    device: str = CPU,
+) -> Iterator[ReadRequest]:
+    """Yield what delivers `rows` to byte `start` of a buffer and on: all rows as one request, or each by itself."""
     unit = max(cast.stored.bits // 8, 1) if cast is not None else 1
     gap = rows.stride - rows.row_bytes
     is_gathered = rows.count > 1 and gap <= MAX_GAP_BYTES and rows.stride <= MAX_GATHERED_ROW_BYTES
     if rows.count == 1 or is_gathered:
         stride = rows.stride if rows.count > 1 else 0
-        yield Stretch(rows.start, Piece(0, rows.row_bytes, buffer, start, rows.count, stride, cast), way, place, unit)
+        yield ReadRequest(
+            rows.start, Destination(0, rows.row_bytes, buffer, start, rows.count, stride, cast), delivery, device, unit
+        )
         return
     for row in range(rows.count):
-        piece = Piece(0, rows.row_bytes, buffer, start, cast=cast)
-        yield Stretch(rows.start + row * rows.stride, piece, way, place, unit)
-        start += piece.memory_bytes
+        destination = Destination(0, rows.row_bytes, buffer, start, cast=cast)
+        yield ReadRequest(rows.start + row * rows.stride, destination, delivery, device, unit)
+        start += destination.memory_bytes
 
 
 @dataclass(slots=True)
@@ -325,44 +335,52 @@ class _OpenJob:
 
     file: str
     offset: int
-    way: Way
-    place: str
+    delivery: Delivery
+    device: str
     num_bytes: int = 0
-    pieces: list[Piece] = field(default_factory=list)
+    destinations: list[Destination] = field(default_factory=list)
 
-    def takes(self, stretch: Stretch, block_bytes: int) -> bool:
-        gap = stretch.offset - self.offset - self.num_bytes
-        is_neighbour = 0 <= gap <= (MAX_GAP_BYTES if self.way is Way.SCATTERED else 0)
-        is_alike = stretch.way is self.way and stretch.place == self.place
-        if self.way is Way.SCATTERED and len(self.pieces) >= MAX_SCATTERED_PIECES:
+    def takes(self, request: ReadRequest, block_bytes: int) -> bool:
+        gap = request.offset - self.offset - self.num_bytes
+        is_neighbour = 0 <= gap <= (MAX_GAP_BYTES if self.delivery is Delivery.SCATTERED else 0)
+        is_alike = request.delivery is self.delivery and request.device == self.device
+        if self.delivery is Delivery.SCATTERED and len(self.destinations) >= MAX_SCATTERED_PIECES:
             return False
-        return is_neighbour and is_alike and self.num_bytes + gap + min(stretch.least_bytes, block_bytes) <= block_bytes
+        return is_neighbour and is_alike and self.num_bytes + gap + min(request.least_bytes, block_bytes) <= block_bytes
 
-    def add(self, stretch: Stretch) -> None:
-        piece, source = stretch.piece, stretch.offset - self.offset
-        self.pieces.append(
-            Piece(source, piece.row_bytes, piece.buffer, piece.start, piece.rows, piece.stride, piece.cast)
+    def add(self, request: ReadRequest) -> None:
+        destination, source = request.destination, request.offset - self.offset
+        self.destinations.append(
+            Destination(
+                source,
+                destination.row_bytes,
+                destination.buffer,
+                destination.start,
+                destination.rows,
+                destination.stride,
+                destination.cast,
+            )
         )
-        self.num_bytes = source + stretch.num_bytes
+        self.num_bytes = source + request.num_bytes
 
     def closed(self) -> ReadJob:
         # Nothing has to be delivered of pages that stay where they are.
-        pieces = () if self.way is Way.POPULATED else tuple(self.pieces)
-        return ReadJob(self.file, self.offset, self.num_bytes, pieces, self.way, self.place)
+        destinations = () if self.delivery is Delivery.POPULATED else tuple(self.destinations)
+        return ReadJob(self.file, self.offset, self.num_bytes, destinations, self.delivery, self.device)
 
 
-def jobs_of(file: str, stretches: Iterable[Stretch], block_bytes: int) -> Iterator[ReadJob]:
-    """Yield the reads of `stretches` of `file`, in their order: neighbours merged, cut into blocks."""
+def jobs_of(file: str, requests: Iterable[ReadRequest], block_bytes: int) -> Iterator[ReadJob]:
+    """Yield the reads of `requests` of `file`, in their order: neighbours merged, cut into blocks."""
     job: _OpenJob | None = None
-    for stretch in stretches:
-        rest: Stretch | None = stretch
-        is_staged_here = stretch.way is Way.STAGED and stretch.place == CPU
+    for request in requests:
+        rest: ReadRequest | None = request
+        is_staged_here = request.delivery is Delivery.STAGED and request.device == CPU
         size = min(block_bytes, STAGED_BLOCK_BYTES) if is_staged_here else block_bytes
         while rest is not None:
             if job is None or not job.takes(rest, size):
                 if job is not None:
                     yield job.closed()
-                job = _OpenJob(file, rest.offset, rest.way, rest.place)
+                job = _OpenJob(file, rest.offset, rest.delivery, rest.device)
             part, rest = rest.cut(size - (rest.offset - job.offset))
             job.add(part)
     if job is not None:

@@ -9,7 +9,7 @@ from bigload.checkpoint.model import Checkpoint, TensorInfo
 from bigload.devices import DISK, Device
 from bigload.dtypes import DType
 from bigload.errors import LoadOptionError, UnknownTensorError
-from bigload.loading.schedule import CPU, Wanted
+from bigload.loading.schedule import CPU, RequestedTensor
 from bigload.loading.slices import Slice, rows_of
 from bigload.planning.model.load_dtype import as_dtype
 from bigload.planning.plan import Plan
@@ -23,13 +23,13 @@ DeviceLike = object
 class Selection:
     """The tensors to bring into memory, and the names of those that stay on disk; what a plan leaves out is neither."""
 
-    wanted: tuple[Wanted, ...]
+    wanted: tuple[RequestedTensor, ...]
     left_on_disk: tuple[str, ...]
 
     @property
-    def places(self) -> tuple[str, ...]:
+    def devices(self) -> tuple[str, ...]:
         """The devices that something is wanted on."""
-        return tuple(sorted({want.place for want in self.wanted}))
+        return tuple(sorted({want.device for want in self.wanted}))
 
     def of(self, names: Collection[str]) -> Selection:
         """Return those of the wanted tensors that go by one of `names`."""
@@ -58,15 +58,15 @@ def select(
     if isinstance(device, Plan):
         check_plan(device, checkpoint)
         dtype = dtype or device.options.workload.load_dtype
-    places = dict(_places(names, device))
+    devices = dict(_devices(names, device))
     wanted = []
-    for name, place in places.items():
+    for name, target in devices.items():
         tensor = checkpoint.tensors[name]
-        if place != str(DISK):
+        if target != str(DISK):
             loaded = as_dtype(tensor, dtype).dtype if dtype else tensor.dtype
             part = _checked(tensor, (slices or {}).get(name))
-            wanted.append(Wanted(tensor=tensor, dtype=loaded, part=part, place=place))
-    left_on_disk = tuple(name for name, place in places.items() if place == str(DISK))
+            wanted.append(RequestedTensor(tensor=tensor, dtype=loaded, part=part, device=target))
+    left_on_disk = tuple(name for name, target in devices.items() if target == str(DISK))
     return Selection(wanted=tuple(wanted), left_on_disk=left_on_disk)
 
 
@@ -93,32 +93,32 @@ def _checked(tensor: TensorInfo, part: Slice | None) -> Slice | None:
     return part
 
 
-def _places(names: list[str], device: Plan | Mapping[str, DeviceLike] | DeviceLike) -> Iterator[tuple[str, str]]:
+def _devices(names: list[str], device: Plan | Mapping[str, DeviceLike] | DeviceLike) -> Iterator[tuple[str, str]]:
     if isinstance(device, Plan):
         for name in names:
             if not device.leaves_out(name):
                 yield name, str(device.device_of(name))
     elif isinstance(device, Mapping):
-        parsed = {module: _place(value) for module, value in device.items()}
+        parsed = {module: _parse_device(value) for module, value in device.items()}
         for name in names:
             yield name, _nearest(name, parsed)
     else:
-        place = _place(device)
+        target = _parse_device(device)
         for name in names:
-            yield name, place
+            yield name, target
 
 
-def _nearest(name: str, places: Mapping[str, str]) -> str:
+def _nearest(name: str, devices: Mapping[str, str]) -> str:
     """Return the device of the longest key of a device map that is `name` or a module around it; `""` is the model."""
     module = name
-    while module not in places:
+    while module not in devices:
         if not module:
-            raise LoadOptionError("device", dict(places), f"a device for every tensor; {name!r} has none")
+            raise LoadOptionError("device", dict(devices), f"a device for every tensor; {name!r} has none")
         module = module.rpartition(".")[0]
-    return places[module]
+    return devices[module]
 
 
-def _place(device: DeviceLike) -> str:
+def _parse_device(device: DeviceLike) -> str:
     text = f"cuda:{device}" if isinstance(device, int) else str(device)
     text = CPU if text == "cpu:0" else text  # torch numbers the one there is
     try:

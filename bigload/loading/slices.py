@@ -1,6 +1,6 @@
 """A part of a tensor along one dimension, and the bytes that hold it: pure arithmetic on row-major layouts.
 
-Rows of a matrix are one stretch of bytes. Columns are many: one in each row, all of one length, one row's length apart.
+Rows of a matrix are one byte range. Columns are many: one in each row, all of one length, one row's length apart.
 So is a part along any dimension of any tensor, with the dimensions before it taken together as rows.
 """
 
@@ -27,7 +27,7 @@ class Slice:
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class StridedRange:
     """`count` stretches of `row_bytes` bytes of a file: the first begins at `start`, each `stride` after the last."""
 
     start: int
@@ -39,13 +39,13 @@ class Rows:
     def num_bytes(self) -> int:
         return self.row_bytes * self.count
 
-    def between(self, start: int, stop: int) -> Iterator[Rows]:
+    def between(self, start: int, stop: int) -> Iterator[StridedRange]:
         """Yield what holds bytes `start` to `stop` of these rows: the end of one, whole ones, the beginning of one."""
         while start < stop:
             row, skipped = divmod(start, self.row_bytes)
             whole = 0 if skipped else (stop - start) // self.row_bytes
             length = self.row_bytes if whole else min(self.row_bytes - skipped, stop - start)
-            yield Rows(
+            yield StridedRange(
                 self.start + row * self.stride + skipped, length, whole or 1, self.stride if whole > 1 else length
             )
             start += length * (whole or 1)
@@ -66,7 +66,7 @@ def sliced_shape(tensor: TensorInfo, part: Slice | None) -> tuple[int, ...]:
     return (*tensor.shape[: part.dim], part.stop - part.start, *tensor.shape[part.dim + 1 :])
 
 
-def rows_of(tensor: TensorInfo, part: Slice | None) -> Rows:
+def rows_of(tensor: TensorInfo, part: Slice | None) -> StridedRange:
     """Return which bytes of the file hold `part` of `tensor`, in the order in which they lie in memory afterwards.
 
     Columns 2 and 3 of a [3, 8] matrix of 2-byte elements at byte 100: 4 bytes from 104, 120 and 136 on.
@@ -75,7 +75,7 @@ def rows_of(tensor: TensorInfo, part: Slice | None) -> Rows:
         ValueError: there is no such part, or it begins or ends inside a byte (packed 4-bit elements).
     """
     if part is None:
-        return Rows(tensor.span.start, tensor.span.num_bytes, 1, tensor.span.num_bytes)
+        return StridedRange(tensor.span.start, tensor.span.num_bytes, 1, tensor.span.num_bytes)
     shape = sliced_shape(tensor, part)
     inner_bits = prod(tensor.shape[part.dim + 1 :]) * tensor.dtype.bits
     edges = (part.start * inner_bits, part.stop * inner_bits, tensor.shape[part.dim] * inner_bits)
@@ -84,11 +84,11 @@ def rows_of(tensor: TensorInfo, part: Slice | None) -> Rows:
     start, stop, stride = (edge // 8 for edge in edges)
     count, row_bytes = prod(shape[: part.dim]), stop - start
     if count <= 1 or row_bytes == stride:  # rows without gaps are one stretch
-        return Rows(tensor.span.start + start, row_bytes * count, 1, row_bytes * count)
-    return Rows(tensor.span.start + start, row_bytes, count, stride)
+        return StridedRange(tensor.span.start + start, row_bytes * count, 1, row_bytes * count)
+    return StridedRange(tensor.span.start + start, row_bytes, count, stride)
 
 
-def rows_between(tensor: TensorInfo, parts: Sequence[Slice], start: int, stop: int) -> Iterator[Rows]:
+def rows_between(tensor: TensorInfo, parts: Sequence[Slice], start: int, stop: int) -> Iterator[StridedRange]:
     """Yield which bytes of the file hold bytes `start` to `stop` of `parts` along one dimension, joined along it.
 
     Without parts, of the whole tensor. In the order in which they lie in memory afterwards: of parts that are columns,
@@ -111,5 +111,5 @@ def rows_between(tensor: TensorInfo, parts: Sequence[Slice], start: int, stop: i
         for first, length in columns:
             begin, end = max(start, position), min(stop, position + length)
             if begin < end:
-                yield Rows(first + row * stride + begin - position, end - begin, 1, end - begin)
+                yield StridedRange(first + row * stride + begin - position, end - begin, 1, end - begin)
             position += length

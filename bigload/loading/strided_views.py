@@ -13,7 +13,7 @@ from itertools import product
 from math import prod
 
 from bigload.checkpoint.model import TensorInfo
-from bigload.loading.slices import Rows, Slice
+from bigload.loading.slices import Slice, StridedRange
 
 Box = tuple[tuple[int, int], ...]
 """First and last (exclusive) index along each dimension."""
@@ -23,7 +23,7 @@ _MAX_SPREAD = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ViewPiece:
+class ViewPart:
     """Some elements of a view: how to read them, and from where to where each of them goes.
 
     Attributes:
@@ -32,7 +32,7 @@ class ViewPiece:
         start: Number of the first one in what was asked for, row by row, where they have `target_strides`.
     """
 
-    rows: _Runs
+    rows: _NestedRanges
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     start: int
@@ -40,7 +40,7 @@ class ViewPiece:
 
 
 @dataclass(frozen=True, slots=True)
-class _Runs:
+class _NestedRanges:
     """Runs of `run_bytes`, the first at byte `start`: one for each index of `outer`, pairs of size and bytes apart."""
 
     start: int
@@ -51,14 +51,14 @@ class _Runs:
     def num_bytes(self) -> int:
         return self.run_bytes * prod(size for size, _ in self.outer)
 
-    def __iter__(self) -> Iterator[Rows]:
+    def __iter__(self) -> Iterator[StridedRange]:
         *slow, (count, stride) = self.outer or ((1, self.run_bytes),)
         for indices in product(*(range(size) for size, _ in slow)):
             skipped = sum(index * step for index, (_, step) in zip(indices, slow, strict=True))
-            yield Rows(self.start + skipped, self.run_bytes, count, stride)
+            yield StridedRange(self.start + skipped, self.run_bytes, count, stride)
 
 
-def view_pieces(tensor: TensorInfo, parts: Sequence[Slice], start: int, stop: int) -> Iterator[ViewPiece]:
+def view_parts(tensor: TensorInfo, parts: Sequence[Slice], start: int, stop: int) -> Iterator[ViewPart]:
     """Yield what makes elements `start` to `stop`, row by row, of `parts` of a view, joined along their dimension.
 
     Without parts, of all of it. The dtype fills whole bytes.
@@ -78,7 +78,7 @@ def view_pieces(tensor: TensorInfo, parts: Sequence[Slice], start: int, stop: in
                 shift = part.start - position
                 taken = (*box[:dim], (low + shift, high + shift), *box[dim + 1 :])
                 skipped = (low - box[dim][0]) * target_strides[dim]
-                yield _piece(tensor, taken, first - start + skipped, target_strides)
+                yield _part(tensor, taken, first - start + skipped, target_strides)
             position += part.stop - part.start
 
 
@@ -101,7 +101,7 @@ def _boxes(sizes: tuple[int, ...], start: int, stop: int) -> Iterator[tuple[Box,
         start = end
 
 
-def _piece(tensor: TensorInfo, box: Box, start: int, target_strides: tuple[int, ...]) -> ViewPiece:
+def _part(tensor: TensorInfo, box: Box, start: int, target_strides: tuple[int, ...]) -> ViewPart:
     stored = tensor.strides or (1,)
     width = tensor.dtype.bits // 8
     shape = tuple(high - low for low, high in box)
@@ -121,9 +121,9 @@ def _piece(tensor: TensorInfo, box: Box, start: int, target_strides: tuple[int, 
     for axis in outer:
         strides[axis] = step
         step *= shape[axis]
-    runs = _Runs(
+    runs = _NestedRanges(
         start=tensor.span.start + offset * width,
         run_bytes=extent * width,
         outer=tuple((shape[axis], stored[axis] * width) for axis in reversed(outer)),
     )
-    return ViewPiece(rows=runs, shape=shape, strides=tuple(strides), start=start, target_strides=target_strides)
+    return ViewPart(rows=runs, shape=shape, strides=tuple(strides), start=start, target_strides=target_strides)

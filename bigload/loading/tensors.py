@@ -8,7 +8,7 @@ import torch
 
 from bigload.dtypes import DType, parse_dtype
 from bigload.errors import LoadOptionError, UnsupportedDTypeError
-from bigload.loading.schedule import Schedule, Slot, Wanted
+from bigload.loading.schedule import BufferSlot, RequestedTensor, Schedule
 from bigload.machine.huge_pages import Buffer
 from bigload.planning.model.load_dtype import CASTABLE, EXPECTED_DTYPE
 
@@ -53,7 +53,7 @@ def parsed_dtype(dtype: str | torch.dtype | None) -> DType | None:
     return parsed
 
 
-def check_dtypes(wanted: Iterable[Wanted]) -> None:
+def check_dtypes(wanted: Iterable[RequestedTensor]) -> None:
     """Raise before anything is read if torch cannot represent one of `wanted`.
 
     Raises:
@@ -78,7 +78,7 @@ def as_tensors(schedule: Schedule, memory: Sequence[Memory]) -> dict[str, torch.
     return {name: _view(slot, memory[slot.buffer]) for name, slot in schedule.slots.items()}
 
 
-def _view(slot: Slot, memory: Memory) -> torch.Tensor:
+def _view(slot: BufferSlot, memory: Memory) -> torch.Tensor:
     want, dtype = slot.wanted, torch_dtype(slot.wanted.dtype)
     assert dtype is not None, "check_dtypes() comes first"
     shape = torch_shape(want.dtype, want.shape)

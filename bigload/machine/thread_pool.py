@@ -1,4 +1,4 @@
-"""Do independent jobs on several threads, and stop all of them when one fails or the user interrupts."""
+"""Thread pool that runs independent jobs, and stops all threads when one fails or the user interrupts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Job = TypeVar("Job")
 
 
 def default_threads() -> int:
-    """Return the threads used when nobody says: one per core that this process may use, four at most."""
+    """Return the default number of threads: one per core that this process may use, four at most."""
     return min(len(os.sched_getaffinity(0)), MAX_DEFAULT_THREADS)
 
 
@@ -31,35 +31,35 @@ def run_jobs(work: Callable[[Job], None], jobs: Iterable[Job], *, threads: int) 
         for job in jobs:
             work(job)
         return
-    crew = _Crew(work, iter(jobs))
-    workers = [threading.Thread(target=crew.run, name=f"bigload-{number}", daemon=True) for number in range(threads)]
+    state = _PoolState(work, iter(jobs))
+    workers = [threading.Thread(target=state.run, name=f"bigload-{number}", daemon=True) for number in range(threads)]
     try:
         for worker in workers:
             worker.start()
-        while crew.num_ended < threads:
-            crew.ended.get()
+        while state.num_ended < threads:
+            state.ended.get()
     finally:
-        crew.stop()
+        state.stop()
         # Not by join(): when Ctrl-C hits it, CPython takes the thread it waits for as ended (bpo-45274).
-        while crew.num_active:
+        while state.num_active:
             with suppress(KeyboardInterrupt):
-                crew.ended.get()
+                state.ended.get()
         for worker in workers:
             if worker.ident is not None:
                 worker.join()
-    if crew.error is not None:
-        error, crew.error = crew.error, None
+    if state.error is not None:
+        error, state.error = state.error, None
         try:
             raise error
         finally:
-            del error  # it holds this frame and the crew's, with all their buffers: a cycle would keep them
+            del error  # it holds this frame and the thread's, with all their buffers: a cycle would keep them
 
 
-class _Crew(Generic[Job]):
+class _PoolState(Generic[Job]):
     """The state that the threads of one `run_jobs` share.
 
-    A thread that ends first counts itself in `num_ended`, then puts a token into `ended`; so whoever finds threads
-    missing from the count can wait for a token, and will not wait for one that has been taken.
+    A thread that ends first counts itself in `num_ended`, then puts a token into `ended`; a thread
+    missing from the count thus has a token still to come.
     """
 
     def __init__(self, work: Callable[[Job], None], jobs: Iterator[Job]) -> None:

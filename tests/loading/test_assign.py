@@ -6,7 +6,7 @@ from bigload.checkpoint.model import Span, TensorInfo
 from bigload.dtypes import DTYPES
 from bigload.errors import StateDictMismatchError
 from bigload.loading.assign import Assignment, assign, match
-from bigload.loading.schedule import Wanted
+from bigload.loading.schedule import RequestedTensor
 from bigload.loading.selection import Selection
 from builders import num_bytes_of
 
@@ -30,7 +30,7 @@ def infos(**forms):
         TensorInfo(name, DTYPES[dtype], tuple(shape), Span("file", 8, 8 + num_bytes_of(dtype, shape)))
         for name, (dtype, shape) in {name.replace("__", "."): form for name, form in forms.items()}.items()
     ]
-    wanted = tuple(Wanted(tensor=tensor, dtype=tensor.dtype) for tensor in tensors)
+    wanted = tuple(RequestedTensor(tensor=tensor, dtype=tensor.dtype) for tensor in tensors)
     return Selection(wanted=wanted, left_on_disk=())
 
 

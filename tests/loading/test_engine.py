@@ -8,7 +8,7 @@ from bigload.errors import ReadError
 from bigload.loading.engine import opened_sources, read
 from bigload.loading.readers.byte_source import PositionalReader
 from bigload.loading.report import Phase, Recorder
-from bigload.loading.schedule import Wanted, schedule_reads
+from bigload.loading.schedule import RequestedTensor, schedule_reads
 from bigload.machine.huge_pages import allocate
 from builders import data_for, make_checkpoint, num_bytes_of, open_descriptors
 
@@ -22,7 +22,9 @@ def checkpoint(tmp_path):
 
 def scheduled(checkpoint, *, block_bytes=16 * MIB, file=None):
     tensors = [tensor for tensor in checkpoint.tensors.values() if file in (None, tensor.span.file)]
-    return schedule_reads([Wanted(tensor=tensor, dtype=tensor.dtype) for tensor in tensors], block_bytes=block_bytes)
+    return schedule_reads(
+        [RequestedTensor(tensor=tensor, dtype=tensor.dtype) for tensor in tensors], block_bytes=block_bytes
+    )
 
 
 def filled(checkpoint, schedule, *, source=PositionalReader, threads=2, inflight=256 * MIB, trace=False, **options):

@@ -13,11 +13,11 @@ from bigload.loading.schedule import (
     MAX_GAP_BYTES,
     STAGED_BLOCK_BYTES,
     BufferSpec,
-    Cast,
-    Piece,
+    Delivery,
+    Destination,
+    DTypeCast,
     ReadJob,
-    Wanted,
-    Way,
+    RequestedTensor,
     schedule_reads,
 )
 from bigload.loading.slices import Slice
@@ -29,10 +29,10 @@ def tensor(name, start, num_bytes, file=FILE):
     return stored(name, start, (num_bytes,), file=file)
 
 
-def stored(name, start, shape, *, dtype="U8", file=FILE, wanted=None, part=None, place="cpu"):
+def stored(name, start, shape, *, dtype="U8", file=FILE, wanted=None, part=None, device="cpu"):
     num_bytes = prod(shape) * DTYPES[dtype].bits // 8
     info = TensorInfo(name, DTYPES[dtype], tuple(shape), Span(file, start, start + num_bytes))
-    return Wanted(tensor=info, dtype=DTYPES[wanted or dtype], part=part, place=place)
+    return RequestedTensor(tensor=info, dtype=DTYPES[wanted or dtype], part=part, device=device)
 
 
 def sizes(schedule):
@@ -64,9 +64,9 @@ def test_the_example_of_the_docstring_holds():
     tensors = [tensor("a", 100, 10), tensor("b", 110, 6), tensor("c", 200, 40)]
     schedule = schedule_reads(tensors, block_bytes=32)
     assert schedule.jobs == (
-        ReadJob(FILE, 100, 16, (Piece(0, 10, 0, 0), Piece(10, 6, 0, 64))),
-        ReadJob(FILE, 200, 32, (Piece(0, 32, 0, 128),)),
-        ReadJob(FILE, 232, 8, (Piece(0, 8, 0, 160),)),
+        ReadJob(FILE, 100, 16, (Destination(0, 10, 0, 0), Destination(10, 6, 0, 64))),
+        ReadJob(FILE, 200, 32, (Destination(0, 32, 0, 128),)),
+        ReadJob(FILE, 232, 8, (Destination(0, 8, 0, 160),)),
     )
     assert starts(schedule) == {"a": (0, 0), "b": (0, 64), "c": (0, 128)}
     assert schedule.buffers == (BufferSpec("cpu", FILE, 192),)
@@ -91,8 +91,8 @@ def test_a_read_ends_at_the_size_of_a_block():
 def test_a_block_may_end_inside_the_second_of_two_neighbours():
     schedule = schedule_reads([tensor("a", 8, 30), tensor("b", 38, 30)], block_bytes=40)
     assert schedule.jobs == (
-        ReadJob(FILE, 8, 40, (Piece(0, 30, 0, 0), Piece(30, 10, 0, 64))),
-        ReadJob(FILE, 48, 20, (Piece(0, 20, 0, 74),)),
+        ReadJob(FILE, 8, 40, (Destination(0, 30, 0, 0), Destination(30, 10, 0, 64))),
+        ReadJob(FILE, 48, 20, (Destination(0, 20, 0, 74),)),
     )
 
 
@@ -124,10 +124,13 @@ def test_every_byte_of_every_tensor_is_read_once_and_into_its_slot(tensors, bloc
     schedule = schedule_reads(tensors, block_bytes=block_bytes)
     came_from = {}
     for job in schedule.jobs:
-        for piece in job.pieces:
-            for index in range(piece.num_bytes):
-                assert (piece.buffer, piece.start + index) not in came_from
-                came_from[piece.buffer, piece.start + index] = (job.file, job.offset + piece.source + index)
+        for destination in job.destinations:
+            for index in range(destination.num_bytes):
+                assert (destination.buffer, destination.start + index) not in came_from
+                came_from[destination.buffer, destination.start + index] = (
+                    job.file,
+                    job.offset + destination.source + index,
+                )
     expected = {
         (slot.buffer, slot.start + index): (slot.wanted.tensor.span.file, slot.wanted.tensor.span.start + index)
         for slot in schedule.slots.values()
@@ -152,7 +155,7 @@ def test_slots_are_aligned_inside_their_buffer_and_never_overlap(tensors, block_
 def test_no_read_is_longer_than_a_block_and_none_is_empty(tensors, block_bytes):
     schedule = schedule_reads(tensors, block_bytes=block_bytes)
     assert all(0 < job.num_bytes <= block_bytes for job in schedule.jobs)
-    assert all(piece.num_bytes for job in schedule.jobs for piece in job.pieces)
+    assert all(destination.num_bytes for job in schedule.jobs for destination in job.destinations)
 
 
 @given(spread_tensors())
@@ -173,13 +176,13 @@ def carried_out(schedule, files):
     for job in schedule.jobs:
         read = files[job.file][job.offset : job.offset + job.num_bytes]
         assert len(read) == job.num_bytes
-        for piece in job.pieces:
-            starts = [piece.source + row * piece.stride for row in range(piece.rows)]
-            content = b"".join(read[start : start + piece.row_bytes] for start in starts)
-            assert len(content) == piece.num_bytes
-            content = content if piece.cast is None else bytes(byte for byte in content for _ in range(2))
-            assert len(content) == piece.memory_bytes
-            memory[piece.buffer][piece.start : piece.start + piece.memory_bytes] = content
+        for destination in job.destinations:
+            starts = [destination.source + row * destination.stride for row in range(destination.rows)]
+            content = b"".join(read[start : start + destination.row_bytes] for start in starts)
+            assert len(content) == destination.num_bytes
+            content = content if destination.cast is None else bytes(byte for byte in content for _ in range(2))
+            assert len(content) == destination.memory_bytes
+            memory[destination.buffer][destination.start : destination.start + destination.memory_bytes] = content
     return {
         name: bytes(memory[slot.buffer][slot.start : slot.start + slot.wanted.num_bytes])
         for name, slot in schedule.slots.items()
@@ -202,7 +205,7 @@ def test_parts_casts_and_devices_end_up_with_the_right_bytes_in_their_slots(want
     content = bytes(range(1, 256)) * 20
     position, tensors, expected = 3, [], {}
     for number, (shape, part, is_cast, place) in enumerate(wanted):
-        want = stored(str(number), position, shape, part=part, place=place, wanted="I16" if is_cast else None)
+        want = stored(str(number), position, shape, part=part, device=place, wanted="I16" if is_cast else None)
         tensors.append(want)
         numbers = torch.tensor(list(content[position : position + prod(shape)])).view(shape)
         chosen = numbers if part is None else numbers.narrow(part.dim, part.start, part.stop - part.start)
@@ -215,21 +218,21 @@ def test_parts_casts_and_devices_end_up_with_the_right_bytes_in_their_slots(want
 def test_columns_close_together_are_read_with_what_lies_between_and_gathered():
     columns = stored("a", 100, (4, 10), part=Slice(1, 2, 5))
     (job,) = schedule_reads([columns]).jobs
-    assert (job.offset, job.num_bytes, job.way) == (102, 33, Way.STAGED)
-    assert job.pieces == (Piece(0, 3, 0, 0, rows=4, stride=10),)
+    assert (job.offset, job.num_bytes, job.delivery) == (102, 33, Delivery.STAGED)
+    assert job.destinations == (Destination(0, 3, 0, 0, rows=4, stride=10),)
 
 
 def test_columns_far_apart_are_read_one_by_one_and_in_place():
     width = MAX_GAP_BYTES + 10
     schedule = schedule_reads([stored("a", 0, (3, width), part=Slice(1, 0, 8))])
     assert reads(schedule) == [(FILE, 0, 8), (FILE, width, 8), (FILE, 2 * width, 8)]
-    assert {job.way for job in schedule.jobs} == {Way.STRAIGHT}
+    assert {job.delivery for job in schedule.jobs} == {Delivery.STRAIGHT}
     assert schedule.num_bytes == 24
 
 
 def test_rows_are_one_read_of_their_own_bytes():
     (job,) = schedule_reads([stored("a", 100, (4, 10), part=Slice(0, 1, 3))]).jobs
-    assert (job.offset, job.num_bytes, job.way) == (110, 20, Way.STRAIGHT)
+    assert (job.offset, job.num_bytes, job.delivery) == (110, 20, Delivery.STRAIGHT)
 
 
 def test_what_is_cast_comes_in_small_blocks_that_end_between_elements():
@@ -237,32 +240,32 @@ def test_what_is_cast_comes_in_small_blocks_that_end_between_elements():
     assert [job.num_bytes for job in schedule.jobs] == [STAGED_BLOCK_BYTES] * 2
     odd = schedule_reads([stored("a", 8, (9,), dtype="BF16", wanted="F32")], block_bytes=5)
     assert [job.num_bytes for job in odd.jobs] == [4, 4, 4, 4, 2]
-    assert [piece.start for job in odd.jobs for piece in job.pieces] == [0, 8, 16, 24, 32]
-    assert odd.jobs[0].pieces[0].cast == Cast(DTYPES["BF16"], DTYPES["F32"])
+    assert [destination.start for job in odd.jobs for destination in job.destinations] == [0, 8, 16, 24, 32]
+    assert odd.jobs[0].destinations[0].cast == DTypeCast(DTYPES["BF16"], DTYPES["F32"])
 
 
 def test_jobs_never_mix_devices_or_ways():
     schedule = schedule_reads(
         [
             stored("a", 0, (8,)),
-            stored("b", 8, (8,), place="cuda:0"),
-            stored("c", 16, (8,), place="cuda:1"),
+            stored("b", 8, (8,), device="cuda:0"),
+            stored("c", 16, (8,), device="cuda:1"),
             stored("d", 24, (4,), dtype="BF16", wanted="F32"),
             stored("e", 32, (8,)),
         ]
     )
-    assert [(job.place, job.way) for job in schedule.jobs] == [
-        ("cpu", Way.STRAIGHT),
-        ("cuda:0", Way.STAGED),
-        ("cuda:1", Way.STAGED),
-        ("cpu", Way.STAGED),
-        ("cpu", Way.STRAIGHT),
+    assert [(job.device, job.delivery) for job in schedule.jobs] == [
+        ("cpu", Delivery.STRAIGHT),
+        ("cuda:0", Delivery.STAGED),
+        ("cuda:1", Delivery.STAGED),
+        ("cpu", Delivery.STAGED),
+        ("cpu", Delivery.STRAIGHT),
     ]
     assert [schedule.bytes_on(place) for place in ("cpu", "cuda:0", "cuda:1")] == [192, 8, 8]
 
 
 def test_on_an_accelerator_every_tensor_has_memory_of_its_own():
-    schedule = schedule_reads([stored(name, 8 * index, (8,), place="cuda:0") for index, name in enumerate("abc")])
+    schedule = schedule_reads([stored(name, 8 * index, (8,), device="cuda:0") for index, name in enumerate("abc")])
     assert schedule.buffers == (BufferSpec("cuda:0", FILE, 8),) * 3
     assert len(schedule.jobs) == 1
 
@@ -282,7 +285,7 @@ def test_in_a_map_whole_tensors_and_rows_stay_where_they_are():
         stored("columns", 72, (4, 2), dtype="F32", part=Slice(1, 0, 1)),
         stored("cast", 104, (4, 2), dtype="BF16", wanted="F32"),
         stored("astray", 121, (2,), dtype="F32"),
-        stored("away", 132, (2,), dtype="F32", place="cuda:0"),
+        stored("away", 132, (2,), dtype="F32", device="cuda:0"),
     ]
     schedule = schedule_reads(wanted, in_map=True)
     places = {name: (schedule.buffers[slot.buffer].is_map, slot.start) for name, slot in schedule.slots.items()}
@@ -294,11 +297,14 @@ def test_in_a_map_whole_tensors_and_rows_stay_where_they_are():
         "astray": (False, 128),
         "away": (False, 0),
     }
-    assert [(job.offset, job.num_bytes) for job in schedule.jobs if job.way is Way.POPULATED] == [(8, 32), (48, 16)]
+    assert [(job.offset, job.num_bytes) for job in schedule.jobs if job.delivery is Delivery.POPULATED] == [
+        (8, 32),
+        (48, 16),
+    ]
     assert schedule.bytes_on("cpu") == 192
 
 
 def test_a_lazy_map_reads_nothing_of_what_stays_in_it():
     wanted = [stored("a", 0, (8,)), stored("b", 8, (4,), dtype="BF16", wanted="F32")]
     schedule = schedule_reads(wanted, in_map=True, populate=False)
-    assert [(job.offset, job.way) for job in schedule.jobs] == [(8, Way.STAGED)]
+    assert [(job.offset, job.delivery) for job in schedule.jobs] == [(8, Delivery.STAGED)]

@@ -4,7 +4,7 @@ from hypothesis import strategies as st
 
 from bigload.checkpoint.model import Span, TensorInfo
 from bigload.dtypes import DTYPES
-from bigload.loading.slices import Rows, Slice, rows_of, sliced_shape
+from bigload.loading.slices import Slice, StridedRange, rows_of, sliced_shape
 from builders import num_bytes_of
 
 
@@ -14,16 +14,16 @@ def info(dtype, *shape, start=0):
 
 def test_the_example_of_the_docstring_holds():
     rows = rows_of(info("BF16", 3, 8, start=100), Slice(1, 2, 4))
-    assert rows == Rows(104, 4, 3, 16)
+    assert rows == StridedRange(104, 4, 3, 16)
     assert [rows.start + row * rows.stride for row in range(rows.count)] == [104, 120, 136]
 
 
 def test_all_of_a_tensor_and_its_rows_are_one_stretch():
     matrix = info("F32", 4, 8, start=8)
-    assert rows_of(matrix, None) == Rows(8, 128, 1, 128)
-    assert rows_of(matrix, Slice(0, 1, 3)) == Rows(40, 64, 1, 64)
+    assert rows_of(matrix, None) == StridedRange(8, 128, 1, 128)
+    assert rows_of(matrix, Slice(0, 1, 3)) == StridedRange(40, 64, 1, 64)
     assert rows_of(matrix, Slice(1, 0, 8)).count == 1
-    assert rows_of(info("F32", 1, 8), Slice(1, 2, 4)) == Rows(8, 8, 1, 8)
+    assert rows_of(info("F32", 1, 8), Slice(1, 2, 4)) == StridedRange(8, 8, 1, 8)
 
 
 def test_an_empty_part_has_no_bytes():
@@ -68,7 +68,7 @@ def test_a_part_that_this_tensor_lacks_is_refused(part, words):
 
 def test_packed_elements_are_cut_between_bytes_only():
     packed = info("F4", 4, 8)
-    assert rows_of(packed, Slice(1, 2, 6)) == Rows(1, 2, 4, 4)
+    assert rows_of(packed, Slice(1, 2, 6)) == StridedRange(1, 2, 4, 4)
     assert rows_of(packed, Slice(0, 1, 2)).row_bytes == 4
     with pytest.raises(ValueError, match="cuts through bytes of packed F4"):
         rows_of(packed, Slice(1, 1, 4))

@@ -7,7 +7,7 @@ import torch
 from bigload.checkpoint.model import Span, TensorInfo
 from bigload.dtypes import DTYPES
 from bigload.errors import LoadOptionError, UnsupportedDTypeError
-from bigload.loading.schedule import ALIGNMENT, Wanted, schedule_reads
+from bigload.loading.schedule import ALIGNMENT, RequestedTensor, schedule_reads
 from bigload.loading.tensors import as_tensors, check_dtypes, parsed_dtype, torch_dtype, torch_shape
 from bigload.machine.huge_pages import allocate
 from builders import num_bytes_of
@@ -17,7 +17,7 @@ SIX_BITS = ("F6_E2M3", "F6_E3M2")
 
 def info(dtype, shape, *, name="a", start=8):
     span = Span("file", start, start + num_bytes_of(dtype, shape))
-    return Wanted(tensor=TensorInfo(name, DTYPES[dtype], tuple(shape), span), dtype=DTYPES[dtype])
+    return RequestedTensor(tensor=TensorInfo(name, DTYPES[dtype], tuple(shape), span), dtype=DTYPES[dtype])
 
 
 def memory_of(schedule):

@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING
 
 from bigload.layouts.output import OutputTensor
 from bigload.loading.readers.byte_source import NO_RECORDER, ByteSource
-from bigload.loading.schedule import BLOCK_BYTES, Cast, ReadJob, Stretch, Way, jobs_of, stretches
-from bigload.loading.slices import Rows, rows_between
-from bigload.loading.strided_views import view_pieces
+from bigload.loading.schedule import BLOCK_BYTES, Delivery, DTypeCast, ReadJob, ReadRequest, jobs_of, requests_for
+from bigload.loading.slices import StridedRange, rows_between
+from bigload.loading.strided_views import view_parts
 from bigload.units import MIB
 
 if TYPE_CHECKING:
@@ -58,34 +58,34 @@ class Portion:
 def jobs_for(portions: Sequence[Portion]) -> Iterator[ReadJob]:
     """Yield the reads that bring those of `portions` that are stored row by row where they are wanted.
 
-    Neighbours are merged. Buffer `i` of their pieces is the memory of `portions[i]`, and begins at its `at`. What is
-    cast is `STAGED`, in blocks that stay in a cache; all else is `SCATTERED`.
+    Neighbours are merged. Buffer `i` of their destinations is the memory of `portions[i]`, and begins at its `at`.
+    What is cast is `STAGED`, in blocks that stay in a cache; all else is `SCATTERED`.
     """
     numbered = ((number, portion) for number, portion in enumerate(portions) if not portion.is_view)
     for file, members in groupby(numbered, key=lambda member: member[1].tensor.source.span.file):
-        run = (stretch for number, portion in members for stretch in _stretches_of(portion, number))
+        run = (request for number, portion in members for request in _requests_of(portion, number))
         yield from jobs_of(file, run, BLOCK_BYTES)
 
 
-def _stretches_of(portion: Portion, buffer: int) -> Iterator[Stretch]:
+def _requests_of(portion: Portion, buffer: int) -> Iterator[ReadRequest]:
     tensor = portion.tensor
     stored, wanted = tensor.source.dtype, tensor.dtype
-    cast = Cast(stored, wanted) if tensor.is_cast else None
+    cast = DTypeCast(stored, wanted) if tensor.is_cast else None
     start, stop = (edge * stored.bits // wanted.bits for edge in (portion.start, portion.stop))
     filled = 0
     for rows in _joined(rows_between(tensor.source, tensor.parts, start, stop)):
-        way = Way.STAGED if cast is not None else Way.SCATTERED
-        yield from stretches(rows, buffer, filled * wanted.bits // stored.bits, cast=cast, way=way)
+        delivery = Delivery.STAGED if cast is not None else Delivery.SCATTERED
+        yield from requests_for(rows, buffer, filled * wanted.bits // stored.bits, cast=cast, delivery=delivery)
         filled += rows.num_bytes
 
 
-def _joined(several: Iterable[Rows]) -> Iterator[Rows]:
+def _joined(several: Iterable[StridedRange]) -> Iterator[StridedRange]:
     """Make one of single rows that follow each other without a gap: parts that are neighbours in the file."""
-    last: Rows | None = None
+    last: StridedRange | None = None
     for rows in several:
         if last is not None and last.count == rows.count == 1 and last.start + last.num_bytes == rows.start:
             num_bytes = last.num_bytes + rows.num_bytes
-            last = Rows(last.start, num_bytes, 1, num_bytes)
+            last = StridedRange(last.start, num_bytes, 1, num_bytes)
             continue
         if last is not None:
             yield last
@@ -136,7 +136,7 @@ class WindowReader:
             _scatter(job, views, self._source(job))
 
     def _source(self, job: ReadJob) -> ByteSource:
-        has_gaps = sum(piece.num_bytes for piece in job.pieces) < job.num_bytes
+        has_gaps = sum(each.num_bytes for each in job.destinations) < job.num_bytes
         return self._shared(job.file) if has_gaps else self._sources[job.file]
 
     def _compute(self, views: Sequence[memoryview], portions: Sequence[Portion]) -> None:
@@ -147,7 +147,7 @@ class WindowReader:
             stager = self._stager = self._stager or HostStager([], NO_RECORDER)
         beyond = [0] * len(views)
         for job in jobs_for(portions):
-            if job.way is Way.STAGED:
+            if job.delivery is Delivery.STAGED:
                 stager.carry_to(views, job, self._source(job), beyond=beyond)
             else:
                 _scatter(job, views, self._source(job))
@@ -161,27 +161,27 @@ class WindowReader:
 
     def _arrange(self, portion: Portion, view: memoryview, stager: HostStager) -> int:
         tensor = portion.tensor
-        source, cast = self._sources[tensor.source.span.file], Cast(tensor.source.dtype, tensor.dtype)
+        source, cast = self._sources[tensor.source.span.file], DTypeCast(tensor.source.dtype, tensor.dtype)
         stored_bytes, wanted_bytes = cast.stored.alignment, cast.wanted.alignment
         beyond, step = 0, _ARRANGED_BYTES // stored_bytes
         first, last = portion.start // wanted_bytes, portion.stop // wanted_bytes
         for start in range(first, last, step):
             memory = view[(start - first) * wanted_bytes :]
-            for piece in view_pieces(tensor.source, tensor.parts, start, min(start + step, last)):
+            for piece in view_parts(tensor.source, tensor.parts, start, min(start + step, last)):
                 beyond += stager.arrange(piece, memory, cast, partial(_read_rows, piece.rows, source))
         return beyond
 
 
-def _read_rows(several: Iterable[Rows], source: ByteSource, view: memoryview) -> None:
+def _read_rows(several: Iterable[StridedRange], source: ByteSource, view: memoryview) -> None:
     """Read rows, one after the other, into `view`."""
     for job in jobs_of("", _one_after_the_other(several), BLOCK_BYTES):
         _scatter(job, [view], source)
 
 
-def _one_after_the_other(several: Iterable[Rows]) -> Iterator[Stretch]:
+def _one_after_the_other(several: Iterable[StridedRange]) -> Iterator[ReadRequest]:
     filled = 0
     for rows in several:
-        yield from stretches(rows, 0, filled)
+        yield from requests_for(rows, 0, filled)
         filled += rows.num_bytes
 
 
@@ -191,14 +191,14 @@ def _scatter(job: ReadJob, views: Sequence[memoryview], source: ByteSource) -> N
 
 
 def _scattered(job: ReadJob, views: Sequence[memoryview]) -> Iterator[tuple[list[memoryview], int]]:
-    """Yield the reads of `job` as buffers and offsets: its pieces in their places, what lies between in one scratch."""
+    """Yield the reads of `job` as buffers and offsets: its destinations, what lies between in one scratch."""
     scratch = memoryview(bytearray(_widest_gap(job)))
     buffers: list[memoryview] = []
     begin = end = 0
-    for piece in job.pieces:
-        view, length = views[piece.buffer], piece.row_bytes
-        for row in range(piece.rows):
-            source, start = piece.source + row * piece.stride, piece.start + row * length
+    for destination in job.destinations:
+        view, length = views[destination.buffer], destination.row_bytes
+        for row in range(destination.rows):
+            source, start = destination.source + row * destination.stride, destination.start + row * length
             if source > end:
                 buffers.append(scratch[: source - end])
             buffers.append(view[start : start + length])
@@ -212,7 +212,7 @@ def _scattered(job: ReadJob, views: Sequence[memoryview]) -> Iterator[tuple[list
 
 def _widest_gap(job: ReadJob) -> int:
     widest = end = 0
-    for piece in job.pieces:
-        widest = max(widest, piece.source - end, piece.stride - piece.row_bytes)
-        end = piece.source + (piece.rows - 1) * piece.stride + piece.row_bytes
+    for destination in job.destinations:
+        widest = max(widest, destination.source - end, destination.stride - destination.row_bytes)
+        end = destination.source + (destination.rows - 1) * destination.stride + destination.row_bytes
     return widest

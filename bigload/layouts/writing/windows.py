@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from bigload.checkpoint.model import Span
 from bigload.layouts.output import OutputFile, OutputTensor
 from bigload.layouts.writing.window_reader import Portion
-from bigload.loading.slices import Rows, rows_of
+from bigload.loading.slices import StridedRange, rows_of
 from bigload.units import MIB
 
 WINDOW_BYTES = 8 * MIB
@@ -124,7 +124,7 @@ def _data_of(tensor: OutputTensor, extents: Extents) -> Iterator[tuple[int, int]
             yield start * written // stored, min(-(-stop * written // stored), num_bytes)
 
 
-def _touched(rows: Rows, begin: int, end: int) -> tuple[int, int]:
+def _touched(rows: StridedRange, begin: int, end: int) -> tuple[int, int]:
     """Return which bytes of `rows`, put one after the other, lie between these of the file; of several, whole rows."""
     if rows.count == 1:
         return max(begin - rows.start, 0), min(end - rows.start, rows.row_bytes)

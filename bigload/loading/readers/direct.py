@@ -78,8 +78,8 @@ class DirectReader(OpenFile):
     def read_into(self, buffers: Sequence[memoryview], offset: int) -> None:
         """Fill all of `buffers`; see `ByteSource`."""
         stop = offset + sum(buffer.nbytes for buffer in buffers)
-        run: list[_Piece] = []
-        for piece in _pieces(buffers, offset):
+        run: list[_Target] = []
+        for piece in _targets(buffers, offset):
             head, body, tail = self._split(piece)
             run.append(head)
             if body.num_bytes:
@@ -88,14 +88,14 @@ class DirectReader(OpenFile):
                 run = [tail]
         self._read_copying(run, stop)
 
-    def _split(self, piece: _Piece) -> tuple[_Piece, _Piece, _Piece]:
+    def _split(self, piece: _Target) -> tuple[_Target, _Target, _Target]:
         """Return the beginning, the part that can be read in place, and the rest; each may be empty."""
         begin, end = self._up(piece.start), self._down(piece.stop)
         if (piece.address - piece.start) % self._alignment or end - begin < _MIN_IN_PLACE_BYTES:
             begin = end = piece.stop
         return piece.part(piece.start, begin), piece.part(begin, end), piece.part(end, piece.stop)
 
-    def _read_in_place(self, piece: _Piece, wanted: int) -> None:
+    def _read_in_place(self, piece: _Target, wanted: int) -> None:
         """Fill `piece`; `wanted` is where the whole request ends, which is what an error is about."""
         position = piece.start
         while position < piece.stop:
@@ -104,7 +104,7 @@ class DirectReader(OpenFile):
             if position < piece.stop and (count == 0 or count % self._alignment):  # only the end of a file is uneven
                 raise ended_early(self._path, position, missing=wanted - position)
 
-    def _read_copying(self, run: Sequence[_Piece], wanted: int) -> None:
+    def _read_copying(self, run: Sequence[_Target], wanted: int) -> None:
         """Fill `run`, pieces that follow each other, by way of a lent block."""
         run = [piece for piece in run if piece.num_bytes]
         if not run:
@@ -132,7 +132,7 @@ class DirectReader(OpenFile):
         return -(-position // self._alignment) * self._alignment
 
 
-class _Piece(NamedTuple):
+class _Target(NamedTuple):
     """Bytes `start` to `stop` of the file, and the memory they belong into."""
 
     view: memoryview
@@ -147,19 +147,19 @@ class _Piece(NamedTuple):
     def stop(self) -> int:
         return self.start + self.view.nbytes
 
-    def part(self, start: int, stop: int) -> _Piece:
+    def part(self, start: int, stop: int) -> _Target:
         skipped = start - self.start
-        return _Piece(self.view[skipped : stop - self.start], self.address + skipped, start)
+        return _Target(self.view[skipped : stop - self.start], self.address + skipped, start)
 
 
-def _pieces(buffers: Sequence[memoryview], offset: int) -> Iterator[_Piece]:
+def _targets(buffers: Sequence[memoryview], offset: int) -> Iterator[_Target]:
     for buffer in buffers:
         if buffer.nbytes:
-            yield _Piece(buffer, address_of(buffer), offset)
+            yield _Target(buffer, address_of(buffer), offset)
             offset += buffer.nbytes
 
 
-def _copy(origin: int, run: Sequence[_Piece], start: int, stop: int) -> None:
+def _copy(origin: int, run: Sequence[_Target], start: int, stop: int) -> None:
     """Copy bytes `start` to `stop` of the file into `run`; byte 0 of the file would lie at the address `origin`.
 
     By memmove, which lets other threads of Python run meanwhile; an assignment to a view does not.

@@ -7,13 +7,13 @@ import torch
 from bigload.errors import LoadOptionError, NotEnoughMemoryError
 
 
-def check_present(place: str) -> None:
-    """Raise before anything is read if torch cannot use the device called `place`.
+def check_present(name: str) -> None:
+    """Raise before anything is read if torch cannot use the device `name`.
 
     Raises:
         LoadOptionError: there is no such device here, or this torch was built without its kind.
     """
-    device = torch.device(place)
+    device = torch.device(name)
     if device.type == "cpu":
         return
     try:
@@ -23,15 +23,15 @@ def check_present(place: str) -> None:
         count = 0
     if (device.index or 0) >= count:
         found = f"{count} of them" if count else "none"
-        raise LoadOptionError("device", place, f"a device that torch can use: it sees {found} of kind {device.type}")
+        raise LoadOptionError("device", name, f"a device that torch can use: it sees {found} of kind {device.type}")
 
 
-def free_bytes(place: str) -> int | None:
-    """Return the bytes that this process could still get on `place` at best; `None` where that cannot be asked.
+def free_bytes(name: str) -> int | None:
+    """Return the bytes that this process could still allocate on the device `name`; `None` if unknown.
 
     What torch has reserved and not lent counts as free, though it may lie in pieces.
     """
-    device = torch.device(place)
+    device = torch.device(name)
     module = torch.get_device_module(device)
     if not hasattr(module, "mem_get_info"):
         return None
@@ -44,19 +44,19 @@ def free_bytes(place: str) -> int | None:
     return int(free)
 
 
-def take_memory(place: str, num_bytes: int) -> torch.Tensor:
-    """Return `num_bytes` of memory of `place`, unset.
+def take_memory(device: str, num_bytes: int) -> torch.Tensor:
+    """Return `num_bytes` of memory of `device`, unset.
 
     Raises:
         NotEnoughMemoryError: it has no such piece left.
     """
     try:
-        return torch.empty(num_bytes, dtype=torch.uint8, device=place)
+        return torch.empty(num_bytes, dtype=torch.uint8, device=device)
     except (torch.OutOfMemoryError, MemoryError) as error:
         available, hint = (
-            free_bytes(place) or 0,
+            free_bytes(device) or 0,
             "its memory may be in pieces; empty torch's cache, or load a smaller part",
         )
         raise NotEnoughMemoryError(
-            f"a tensor on {place}", needed_bytes=num_bytes, available_bytes=available, hint=hint
+            f"a tensor on {device}", needed_bytes=num_bytes, available_bytes=available, hint=hint
         ) from error

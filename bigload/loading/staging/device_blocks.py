@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 
 from bigload.loading.readers.byte_source import ByteSource
-from bigload.loading.schedule import Piece, ReadJob
-from bigload.loading.staging.device_transfers import Block, Transfers
+from bigload.loading.schedule import Destination, ReadJob
+from bigload.loading.staging.device_transfers import HostBlock, Transfers
 from bigload.loading.tensors import Memory, torch_dtype
 
 
@@ -20,12 +20,12 @@ class DeviceStager:
         self._transfers = transfers
 
     def carry(self, job: ReadJob, source: ByteSource) -> None:
-        """Read the bytes of `job` into a block and enqueue the copies of its pieces."""
+        """Read the bytes of `job` into a block and enqueue the copies of its destinations."""
         block = self._transfers.take()
         try:
             source.read_into([block.memory[: job.num_bytes]], job.offset)
-            for piece in job.pieces:
-                self._send(piece, block)
+            for destination in job.destinations:
+                self._send(destination, block)
         finally:
             self._transfers.release(block)
 
@@ -37,25 +37,27 @@ class DeviceStager:
         """Wait for copies that still run, and give the blocks back."""
         self._transfers.close()
 
-    def _send(self, piece: Piece, block: Block) -> None:
-        memory = self._memory[piece.buffer]
-        assert isinstance(memory, torch.Tensor), "a job for a device has pieces for that device"
-        target = memory[piece.start : piece.start + piece.memory_bytes]
+    def _send(self, destination: Destination, block: HostBlock) -> None:
+        memory = self._memory[destination.buffer]
+        assert isinstance(memory, torch.Tensor), "a job for a device has destinations for that device"
+        target = memory[destination.start : destination.start + destination.memory_bytes]
         stored = None
-        if piece.cast is not None:
-            wanted, stored = torch_dtype(piece.cast.wanted), torch_dtype(piece.cast.stored)
+        if destination.cast is not None:
+            wanted, stored = torch_dtype(destination.cast.wanted), torch_dtype(destination.cast.stored)
             assert wanted is not None, "check_dtypes() comes first"
             target = target.view(wanted)
-        if piece.rows == 1:
-            self._transfers.send(block, piece.source, piece.source + piece.row_bytes, target, dtype=stored)
+        if destination.rows == 1:
+            self._transfers.send(
+                block, destination.source, destination.source + destination.row_bytes, target, dtype=stored
+            )
         else:
             self._transfers.send_rows(
                 block,
-                piece.source,
+                destination.source,
                 target,
-                num_rows=piece.rows,
-                row_bytes=piece.row_bytes,
-                stride_bytes=piece.stride,
+                num_rows=destination.rows,
+                row_bytes=destination.row_bytes,
+                stride_bytes=destination.stride,
                 dtype=stored,
             )
 

@@ -20,7 +20,7 @@ import torch
 from bigload.loading.report import Phase, Recorder
 
 
-class Block:
+class HostBlock:
     """A piece of host memory on loan: read into `memory`, send from it, release it.
 
     Attributes:
@@ -68,11 +68,11 @@ class Transfers:
             self._stream.wait_stream(self._module.current_stream(self.device))
         memory, self.is_pinned = _host_memory(num_blocks * block_bytes)
         starts = range(0, num_blocks * block_bytes, block_bytes)
-        self._free = deque(Block(memory[start : start + block_bytes], self._new_event()) for start in starts)
+        self._free = deque(HostBlock(memory[start : start + block_bytes], self._new_event()) for start in starts)
         self._returned = threading.Condition()
         self._ended_by: BaseException | None = None
 
-    def take(self) -> Block:
+    def take(self) -> HostBlock:
         """Return a block that no thread holds and no copy still reads; waits until there is one.
 
         Raises what `abort` was given, also in threads that wait already.
@@ -91,7 +91,7 @@ class Transfers:
         return block
 
     def send(
-        self, block: Block, start: int, stop: int, destination: torch.Tensor, *, dtype: torch.dtype | None = None
+        self, block: HostBlock, start: int, stop: int, destination: torch.Tensor, *, dtype: torch.dtype | None = None
     ) -> None:
         """Have the bytes from `start` to `stop` of `block` copied into `destination`, which is contiguous.
 
@@ -104,7 +104,7 @@ class Transfers:
 
     def send_rows(
         self,
-        block: Block,
+        block: HostBlock,
         start: int,
         destination: torch.Tensor,
         *,
@@ -145,7 +145,7 @@ class Transfers:
         """Return an event for the arrival of all that has been sent; `None` if it is there, for want of streams."""
         return None if self._stream is None else self._stream.record_event()
 
-    def release(self, block: Block) -> None:
+    def release(self, block: HostBlock) -> None:
         """Give `block` back, sent or not. It is lent again when its copies are done."""
         with self._returned:  # blocks line up in the order of their events
             if block in self._free:
@@ -175,7 +175,7 @@ class Transfers:
     def close(self) -> None:
         """Let nobody take a block any more, wait for every copy that reads one, then free them. Safe to repeat.
 
-        The memory of a block stays as long as a view of `Block.memory` does.
+        The memory of a block stays as long as a view of `HostBlock.memory` does.
         """
         closed = ValueError("a block was asked for after the transfers were closed")
         self.abort(closed)
@@ -200,7 +200,7 @@ class Transfers:
             destination.view(values.shape).copy_(values)
 
     @contextmanager
-    def _enqueuing(self, block: Block, num_bytes: int) -> Iterator[None]:
+    def _enqueuing(self, block: HostBlock, num_bytes: int) -> Iterator[None]:
         block._has_copies = True  # before the first: one may be under way when the next fails
         with self._inside(num_bytes):
             yield

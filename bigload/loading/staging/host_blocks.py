@@ -1,4 +1,4 @@
-"""Cast and gather on the CPU: read a small block, and while it is in the cache write it where it belongs."""
+"""DTypeCast and gather on the CPU: read a small block, and while it is in the cache write it where it belongs."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import torch
 
 from bigload.loading.readers.byte_source import ByteSource
 from bigload.loading.report import Phase, Recorder
-from bigload.loading.schedule import STAGED_BLOCK_BYTES, Cast, Piece, ReadJob
-from bigload.loading.strided_views import ViewPiece
+from bigload.loading.schedule import STAGED_BLOCK_BYTES, Destination, DTypeCast, ReadJob
+from bigload.loading.strided_views import ViewPart
 from bigload.loading.tensors import Memory, torch_dtype
 from bigload.machine.huge_pages import Buffer, allocate
 from bigload.units import KIB
@@ -41,7 +41,7 @@ class HostStager:
         self._idle: list[_Blocks] = []
 
     def carry(self, job: ReadJob, source: ByteSource) -> None:
-        """Read the bytes of `job` into a block, and write its pieces to their buffers."""
+        """Read the bytes of `job` into a block, and write its destinations to their buffers."""
         self.carry_to(self._memory, job, source)
 
     def carry_to(
@@ -60,18 +60,18 @@ class HostStager:
         with self._lent() as blocks:
             view, staged = _block(blocks, "staged", job.num_bytes)
             source.read_into([view[: job.num_bytes]], job.offset)
-            for piece in job.pieces:
-                target = memory[piece.buffer]
-                assert target is not None, "a job for the CPU has pieces for the CPU"
+            for destination in job.destinations:
+                target = memory[destination.buffer]
+                assert target is not None, "a job for the CPU has destinations for the CPU"
                 target = bytes_in(target) if isinstance(target, memoryview) else target
-                phase = Phase.COPY if piece.cast is None else Phase.CAST
-                with self._recorder.span(phase, num_bytes=piece.num_bytes, file=job.file):
-                    count = _deliver(piece, staged, target, blocks, counts=beyond is not None)
+                phase = Phase.COPY if destination.cast is None else Phase.CAST
+                with self._recorder.span(phase, num_bytes=destination.num_bytes, file=job.file):
+                    count = _deliver(destination, staged, target, blocks, counts=beyond is not None)
                     if beyond is not None:
-                        beyond[piece.buffer] += count
+                        beyond[destination.buffer] += count
 
-    def arrange(self, piece: ViewPiece, target: memoryview, cast: Cast, read: Callable[[memoryview], None]) -> int:
-        """Have `read` fill a block with the bytes of `piece`, and write its elements where they belong in `target`.
+    def arrange(self, part: ViewPart, target: memoryview, cast: DTypeCast, read: Callable[[memoryview], None]) -> int:
+        """Have `read` fill a block with the bytes of `part`, and write its elements where they belong in `target`.
 
         Returns how many finite ones lie beyond the dtype that they are cast to.
         """
@@ -81,10 +81,10 @@ class HostStager:
         assert stored is not None, "check_dtypes() comes first"
         assert wanted is not None, "check_dtypes() comes first"
         with self._lent() as blocks:
-            view, staged = _block(blocks, "staged", piece.rows.num_bytes)
-            read(view[: piece.rows.num_bytes])
-            values = staged.view(stored).as_strided(piece.shape, piece.strides)
-            written = bytes_in(target).view(wanted).as_strided(piece.shape, piece.target_strides, piece.start)
+            view, staged = _block(blocks, "staged", part.rows.num_bytes)
+            read(view[: part.rows.num_bytes])
+            values = staged.view(stored).as_strided(part.shape, part.strides)
+            written = bytes_in(target).view(wanted).as_strided(part.shape, part.target_strides, part.start)
             return _cast(values, written, blocks, counts=True)
 
     def finish(self) -> None:
@@ -107,18 +107,22 @@ class HostStager:
             self._idle.append(blocks)
 
 
-def _deliver(piece: Piece, staged: torch.Tensor, target: torch.Tensor, blocks: _Blocks, *, counts: bool) -> int:
-    """Write one piece to its place in `target`; return how many values lie beyond its dtype, if it `counts`."""
-    target = target[piece.start : piece.start + piece.memory_bytes].view(piece.rows, -1)
-    rows = torch.as_strided(staged, (piece.rows, piece.row_bytes), (piece.stride, 1), piece.source)
-    if piece.cast is None:
+def _deliver(
+    destination: Destination, staged: torch.Tensor, target: torch.Tensor, blocks: _Blocks, *, counts: bool
+) -> int:
+    """Write one destination to its place in `target`; return how many values lie beyond its dtype, if it `counts`."""
+    target = target[destination.start : destination.start + destination.memory_bytes].view(destination.rows, -1)
+    rows = torch.as_strided(
+        staged, (destination.rows, destination.row_bytes), (destination.stride, 1), destination.source
+    )
+    if destination.cast is None:
         for source, part in _steps(rows, target):
             part.copy_(source)
         return 0
-    stored, wanted = torch_dtype(piece.cast.stored), torch_dtype(piece.cast.wanted)
+    stored, wanted = torch_dtype(destination.cast.stored), torch_dtype(destination.cast.wanted)
     assert stored is not None, "check_dtypes() comes first"
     assert wanted is not None, "check_dtypes() comes first"
-    if piece.source % stored.itemsize or piece.stride % stored.itemsize:
+    if destination.source % stored.itemsize or destination.stride % stored.itemsize:
         rows = rows.clone(memory_format=torch.contiguous_format)  # elements across the borders of the block's
     return _cast(rows.view(stored), target.view(wanted), blocks, counts=counts)
 

@@ -35,7 +35,7 @@ CROWDED_BONUS = 0.8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Choice:
+class MethodChoice:
     """The `method`, which is never `auto`, and the `reason` for it as half a sentence.
 
     `is_measured` says that reads will wait for the disk: it was asked how fast it is. `cache_first` goes with direct
@@ -77,7 +77,7 @@ def choose_method(
     memory_bytes: int = 0,
     available_bytes: int | None = None,
     clock: Clock = time.perf_counter,
-) -> Choice:
+) -> MethodChoice:
     """Return how `files` are best read by `threads` threads, and why.
 
     Args:
@@ -99,13 +99,13 @@ def choose_method(
     try:
         speeds = measure_speeds(files, threads=threads, clock=clock)
     except LoadError as error:  # if it is no accident, the load itself will meet it, and say for which tensor
-        return Choice(method=Method.READ, reason=f"a sample could not be read ({error.message})")
+        return MethodChoice(method=Method.READ, reason=f"a sample could not be read ({error.message})")
     if speeds is None:
-        return Choice(method=Method.READ, reason="too little was left to measure that is not cached")
+        return MethodChoice(method=Method.READ, reason="too little was left to measure that is not cached")
     return decide(facts, speeds)
 
 
-def decide_unmeasured(facts: Facts, asked: Method) -> Choice | None:
+def decide_unmeasured(facts: Facts, asked: Method) -> MethodChoice | None:
     """Return the choice where no measurement is needed for it, and otherwise `None`.
 
     Raises:
@@ -116,9 +116,11 @@ def decide_unmeasured(facts: Facts, asked: Method) -> Choice | None:
             facts.without_direct, asked.value, f"{facts.file_system} offers no reads past the page cache"
         )
     if asked is Method.MMAP and facts.is_network:
-        return Choice(method=asked, reason=f"asked for, though {facts.file_system} makes a request of every few pages")
+        return MethodChoice(
+            method=asked, reason=f"asked for, though {facts.file_system} makes a request of every few pages"
+        )
     if asked is not Method.AUTO:
-        return Choice(method=asked, reason="asked for")
+        return MethodChoice(method=asked, reason="asked for")
     reason = None
     if facts.without_direct is not None:
         reason = f"{facts.file_system} offers no direct reads"
@@ -126,19 +128,19 @@ def decide_unmeasured(facts: Facts, asked: Method) -> Choice | None:
         reason = f"less than {format_size(MIN_MEASURED_BYTES)} is too little to measure what is faster"
     elif facts.cached is not None and facts.cached >= MOSTLY_CACHED:
         reason = f"{_percent(facts.cached)} of the bytes are in the page cache"
-    return None if reason is None else Choice(method=Method.READ, reason=reason)
+    return None if reason is None else MethodChoice(method=Method.READ, reason=reason)
 
 
-def decide(facts: Facts, speeds: Speeds) -> Choice:
+def decide(facts: Facts, speeds: Speeds) -> MethodChoice:
     """Return the faster method for the bytes that are not cached; the others come from the cache either way."""
     bonus = CROWDED_BONUS if facts.is_crowded else READ_BONUS
     cached = "" if facts.cached is None else f"{_percent(facts.cached)} of the bytes are cached, and "
     read, direct = _speed(speeds.read), _speed(speeds.direct)
     if bonus * speeds.read >= speeds.direct:
         reason = f"{cached}reads through the page cache ran at {read} against {direct} directly"
-        return Choice(method=Method.READ, reason=reason, is_measured=True)
+        return MethodChoice(method=Method.READ, reason=reason, is_measured=True)
     crowded = ", which has no room beside the tensors" if facts.is_crowded else ""
-    return Choice(
+    return MethodChoice(
         method=Method.DIRECT,
         reason=f"{cached}direct reads ran at {direct} against {read} through the page cache{crowded}",
         is_measured=True,

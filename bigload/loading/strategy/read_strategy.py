@@ -15,9 +15,9 @@ from bigload.loading.readers.cache_first import CacheFirstReader
 from bigload.loading.readers.direct import MAX_ALIGNMENT, DirectReader
 from bigload.loading.readers.mapped import MappedFile
 from bigload.loading.report import Phase, Recorder
-from bigload.loading.schedule import BLOCK_BYTES, CPU, Wanted
+from bigload.loading.schedule import BLOCK_BYTES, CPU, RequestedTensor
 from bigload.loading.slices import rows_of
-from bigload.loading.strategy.io_method import Choice, choose_method
+from bigload.loading.strategy.io_method import MethodChoice, choose_method
 from bigload.loading.strategy.settings import LoadSettings
 from bigload.loading.strategy.throughput_samples import FileRanges
 from bigload.machine.huge_pages import LENT_BLOCK_BYTES, BlockPool
@@ -35,7 +35,7 @@ OpenSource = Callable[[Path], ByteSource]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Approach:
+class ReadStrategy:
     """How this load goes about it, all settled."""
 
     method: Method
@@ -50,13 +50,13 @@ class Approach:
         return _block_bytes(self.threads, self.max_inflight_bytes)
 
 
-def settle(
+def choose_strategy(
     checkpoint: Checkpoint,
-    wanted: Sequence[Wanted],
+    wanted: Sequence[RequestedTensor],
     chosen: LoadSettings,
     open_source: OpenSource | None,
     recorder: Recorder,
-) -> Approach:
+) -> ReadStrategy:
     """Return how the bytes of `wanted` are best read under the settings in `chosen`.
 
     Raises:
@@ -66,21 +66,21 @@ def settle(
     files = _files(checkpoint, wanted)
     num_bytes = sum(file.num_bytes for file in files)
     if open_source is not None:
-        choice = Choice(method=Method.READ, reason="the caller opens the files")
+        choice = MethodChoice(method=Method.READ, reason="the caller opens the files")
     else:
         with recorder.span(Phase.WAIT):
             choice = choose_method(
                 files,
                 asked=chosen.method,
                 threads=_threads(chosen, num_bytes, usual=DISK_THREADS),
-                memory_bytes=sum(want.num_bytes for want in wanted if want.place == CPU),
+                memory_bytes=sum(want.num_bytes for want in wanted if want.device == CPU),
                 available_bytes=available_memory(),
             )
     waits_for_disk = choice.is_measured or choice.method is Method.DIRECT
     is_cast = any(want.is_cast for want in wanted)
     threads = DISK_THREADS if waits_for_disk else usual_threads(is_cast=is_cast)
     threads = _threads(chosen, num_bytes, usual=threads)
-    return Approach(
+    return ReadStrategy(
         method=choice.method,
         reason=choice.reason,
         threads=threads,
@@ -104,7 +104,7 @@ def _threads(chosen: LoadSettings, num_bytes: int, *, usual: int) -> int:
     return 1 if num_bytes < PARALLEL_BYTES else usual
 
 
-def _files(checkpoint: Checkpoint, wanted: Sequence[Wanted]) -> list[FileRanges]:
+def _files(checkpoint: Checkpoint, wanted: Sequence[RequestedTensor]) -> list[FileRanges]:
     """Return the bytes that will be read, by file; of columns, those from the first to the last."""
     spans: dict[str, list[tuple[int, int]]] = {}
     for want in wanted:
@@ -133,7 +133,7 @@ def _block_bytes(threads: int, max_inflight_bytes: int) -> int:
     return min(BLOCK_BYTES, max(max_inflight_bytes // threads, MIB))
 
 
-def _opener(choice: Choice, threads: int, max_inflight_bytes: int, recorder: Recorder) -> OpenSource:
+def _opener(choice: MethodChoice, threads: int, max_inflight_bytes: int, recorder: Recorder) -> OpenSource:
     if choice.method is Method.MMAP:
         return partial(MappedFile, recorder=recorder)
     if choice.method is Method.READ:

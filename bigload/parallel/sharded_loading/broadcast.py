@@ -18,7 +18,7 @@ from bigload.checkpoint.model import Checkpoint, Span, TensorInfo
 from bigload.distributed.torch_process_group import TorchTeam
 from bigload.dtypes import DTYPES
 from bigload.errors import RankError
-from bigload.loading.strategy.read_strategy import Approach
+from bigload.loading.strategy.read_strategy import ReadStrategy
 from bigload.loading.strategy.settings import LoadSettings
 from bigload.loading.tensors import torch_dtype
 from bigload.parallel.sharded_loading.byte_ranges import StoredPiece, StoredTensor, lines_of
@@ -112,7 +112,7 @@ def send_out(
     how: LoadSettings,
     sent: Sequence[StoredTensor],
     tensors: Sequence[LocalTensor],
-) -> tuple[Approach | None, int]:
+) -> tuple[ReadStrategy | None, int]:
     """Read `sent` in rank 0, send them to all and put what each holds into its `tensors`; to be called by all.
 
     Returns how this process read, if it did, and how many bytes.
@@ -125,14 +125,14 @@ def send_out(
     for tensor in tensors:
         places.setdefault(tensor.part.stored.name, []).append(tensor)
     failure: Exception | None = None
-    approach, read_bytes = None, 0
+    strategy, read_bytes = None, 0
     planned = [(batch, batch[-1].at + batch[-1].num_bytes) for batch in batches(sent)]
     block = torch.empty(max((size for _, size in planned), default=0), dtype=torch.uint8, device="cpu")
     for batch, num_bytes in planned:
         memory = block[:num_bytes]
         if team.rank == 0:
             try:
-                approach, count = _read(checkpoint, batch, memory, how)
+                strategy, count = _read(checkpoint, batch, memory, how)
                 read_bytes += count
             except Exception:
                 with suppress(RankError):
@@ -147,7 +147,7 @@ def send_out(
                 failure = error
     if failure is not None:
         raise failure
-    return approach, read_bytes
+    return strategy, read_bytes
 
 
 def _all_have(team: TorchTeam, memory: torch.Tensor) -> bool:
@@ -175,7 +175,7 @@ def _all_have(team: TorchTeam, memory: torch.Tensor) -> bool:
 
 def _read(
     checkpoint: Checkpoint, batch: Sequence[Rows], memory: torch.Tensor, how: LoadSettings
-) -> tuple[Approach, int]:
+) -> tuple[ReadStrategy, int]:
     parts = []
     for rows in batch:
         dtype = torch_dtype(rows.stored.dtype)

@@ -19,7 +19,7 @@ from bigload.loading.assign import Assignment
 from bigload.loading.memory_errors import memory_errors
 from bigload.loading.methods import Method
 from bigload.loading.staging.accelerators import check_present
-from bigload.loading.strategy.read_strategy import Approach
+from bigload.loading.strategy.read_strategy import ReadStrategy
 from bigload.loading.strategy.settings import settings
 from bigload.loading.tensors import parsed_dtype, torch_dtype
 from bigload.parallel.sharded_loading.agreement import check_agreement
@@ -34,7 +34,7 @@ from bigload.parallel.sharded_loading.stored_tensors import StoredTensors, open_
 from bigload.planning.model.load_dtype import as_dtype
 from bigload.planning.tensor_parallel.partition import Division
 
-_Fill = Callable[[Sequence[LocalTensor]], tuple[Approach | None, int]]
+_Fill = Callable[[Sequence[LocalTensor]], tuple[ReadStrategy | None, int]]
 """Fills local tensors; returns how files were read for it, if this process did, and how many bytes."""
 
 
@@ -177,16 +177,16 @@ def _loaded(
     stored: StoredTensors, parts: Sequence[LocalPart], fill: _Fill, rank: int, began: float
 ) -> tuple[list[LocalTensor], RankLoadReport]:
     tensors = local_tensors(stored.checkpoint.name, stored.checkpoint.path, parts)
-    approach, read_bytes = fill(tensors)
+    strategy, read_bytes = fill(tensors)
     report = RankLoadReport(
         rank=rank,
         needed_bytes=sum(part.stored_bytes for part in parts),
         read_bytes=read_bytes,
         stored_bytes=stored.num_bytes,
         seconds=time.perf_counter() - began,
-        method=None if approach is None else approach.method,
-        reason="rank 0 reads" if approach is None else approach.reason,
-        threads=0 if approach is None else approach.threads,
+        method=None if strategy is None else strategy.method,
+        reason="rank 0 reads" if strategy is None else strategy.reason,
+        threads=0 if strategy is None else strategy.threads,
     )
     return tensors, report
 

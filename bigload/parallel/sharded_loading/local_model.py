@@ -14,7 +14,7 @@ from bigload.checkpoint.model import Span, TensorInfo
 from bigload.dtypes import DTYPES, parse_dtype
 from bigload.errors import LoadOptionError, StateDictMismatchError, abridged
 from bigload.loading.assign import Assignment, compare, held
-from bigload.loading.schedule import CPU, Wanted
+from bigload.loading.schedule import CPU, RequestedTensor
 from bigload.loading.staging.accelerators import check_present
 from bigload.loading.tensors import check_dtypes
 from bigload.parallel.sharded_loading.byte_ranges import StoredTensor
@@ -170,7 +170,7 @@ def check_parts(parts: Sequence[LocalPart]) -> None:
         LoadOptionError: there is no cast to the dtype in the model, or no such device.
     """
     for part in parts:
-        check_dtypes(Wanted(tensor=piece.tensor, dtype=part.stored.dtype) for piece in part.stored.pieces)
+        check_dtypes(RequestedTensor(tensor=piece.tensor, dtype=part.stored.dtype) for piece in part.stored.pieces)
         try:
             wanted = parse_dtype(str(part.dtype))
             is_castable = wanted == part.stored.dtype or min(wanted.bits, part.stored.dtype.bits) >= 8

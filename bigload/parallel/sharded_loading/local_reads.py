@@ -16,9 +16,19 @@ from bigload.loading.buffers import filled
 from bigload.loading.methods import Method
 from bigload.loading.progress import ignore_progress
 from bigload.loading.report import Recorder
-from bigload.loading.schedule import CPU, BufferSpec, Cast, Schedule, Stretch, Wanted, Way, jobs_of, stretches
-from bigload.loading.slices import Rows
-from bigload.loading.strategy.read_strategy import Approach, settle
+from bigload.loading.schedule import (
+    CPU,
+    BufferSpec,
+    Delivery,
+    DTypeCast,
+    ReadRequest,
+    RequestedTensor,
+    Schedule,
+    jobs_of,
+    requests_for,
+)
+from bigload.loading.slices import StridedRange
+from bigload.loading.strategy.read_strategy import ReadStrategy, choose_strategy
 from bigload.loading.strategy.settings import LoadSettings
 from bigload.parallel.sharded_loading.byte_ranges import Lines, lines_of
 from bigload.parallel.sharded_loading.column_reads import read_columns
@@ -37,7 +47,9 @@ class _Line:
     number: int
 
 
-def fill_local(checkpoint: Checkpoint, chosen: LoadSettings, tensors: Sequence[LocalTensor]) -> tuple[Approach, int]:
+def fill_local(
+    checkpoint: Checkpoint, chosen: LoadSettings, tensors: Sequence[LocalTensor]
+) -> tuple[ReadStrategy, int]:
     """Read what `tensors` are to hold into their memory; return how, and how many bytes were asked of the files.
 
     Raises:
@@ -53,13 +65,13 @@ def fill_local(checkpoint: Checkpoint, chosen: LoadSettings, tensors: Sequence[L
     rows = [line for line in found if _is_stretch(line.lines)]
     columns = [line for line in found if not _is_stretch(line.lines)]
     recorder = Recorder(is_tracing=False)
-    approach = settle(checkpoint, _wanted(rows, tensors), chosen, None, recorder)
+    strategy = choose_strategy(checkpoint, _wanted(rows, tensors), chosen, None, recorder)
     read_bytes = 0
-    for group, way in _by_way(rows, tensors, approach, checkpoint, chosen):
+    for group, way in _by_way(rows, tensors, strategy, checkpoint, chosen):
         read_bytes += _read_rows(checkpoint, group, tensors, way, recorder)
     pairs = [(line.lines, tensors[line.number]) for line in columns]
-    read_bytes += read_columns(checkpoint, pairs, threads=approach.threads)
-    return approach, read_bytes
+    read_bytes += read_columns(checkpoint, pairs, threads=strategy.threads)
+    return strategy, read_bytes
 
 
 def _is_stretch(lines: Lines) -> bool:
@@ -69,29 +81,29 @@ def _is_stretch(lines: Lines) -> bool:
 def _by_way(
     rows: Sequence[_Line],
     tensors: Sequence[LocalTensor],
-    approach: Approach,
+    strategy: ReadStrategy,
     checkpoint: Checkpoint,
     chosen: LoadSettings,
-) -> Iterator[tuple[list[_Line], Approach]]:
+) -> Iterator[tuple[list[_Line], ReadStrategy]]:
     """Yield lines with how to read them: direct reads are for what no other process wants."""
-    if approach.method is not Method.DIRECT or chosen.method is Method.DIRECT:
-        yield list(rows), approach
+    if strategy.method is not Method.DIRECT or chosen.method is Method.DIRECT:
+        yield list(rows), strategy
         return
     own = [line for line in rows if not tensors[line.number].part.is_shared]
     shared = [line for line in rows if tensors[line.number].part.is_shared]
-    yield own, approach
+    yield own, strategy
     if shared:
         cached = replace(chosen, method=Method.READ)
-        yield shared, settle(checkpoint, _wanted(shared, tensors), cached, None, Recorder(is_tracing=False))
+        yield shared, choose_strategy(checkpoint, _wanted(shared, tensors), cached, None, Recorder(is_tracing=False))
 
 
-def _wanted(rows: Sequence[_Line], tensors: Sequence[LocalTensor]) -> list[Wanted]:
-    """Return what is read as the loading engine knows it: stretches of bytes, or of elements that are cast."""
+def _wanted(rows: Sequence[_Line], tensors: Sequence[LocalTensor]) -> list[RequestedTensor]:
+    """Return what is read as the loading engine knows it: byte ranges, or of elements that are cast."""
     return [
-        Wanted(
+        RequestedTensor(
             tensor=_stretch(line.lines, line.lines.start + row * line.lines.stride, cast),
             dtype=cast.wanted,
-            place=part.place,
+            device=part.place,
         )
         for line in rows
         for part, cast in [(tensors[line.number].part, _cast(tensors[line.number]))]
@@ -99,22 +111,22 @@ def _wanted(rows: Sequence[_Line], tensors: Sequence[LocalTensor]) -> list[Wante
     ]
 
 
-def _stretch(lines: Lines, start: int, cast: Cast) -> TensorInfo:
+def _stretch(lines: Lines, start: int, cast: DTypeCast) -> TensorInfo:
     span = Span(lines.file, start, start + lines.run_bytes)
     return TensorInfo("", cast.stored, (lines.run_bytes * 8 // cast.stored.bits,), span)
 
 
-def _cast(tensor: LocalTensor) -> Cast:
+def _cast(tensor: LocalTensor) -> DTypeCast:
     """Return what the elements are and what they become; both bytes, where they stay as they are."""
     stored, wanted = tensor.part.stored.dtype, parse_dtype(str(tensor.part.dtype))
-    return Cast(DTYPES["U8"], DTYPES["U8"]) if stored == wanted else Cast(stored, wanted)
+    return DTypeCast(DTYPES["U8"], DTYPES["U8"]) if stored == wanted else DTypeCast(stored, wanted)
 
 
 def _read_rows(
     checkpoint: Checkpoint,
     rows: Sequence[_Line],
     tensors: Sequence[LocalTensor],
-    approach: Approach,
+    strategy: ReadStrategy,
     recorder: Recorder,
 ) -> int:
     numbers = sorted({line.number for line in rows})
@@ -125,20 +137,20 @@ def _read_rows(
     ]
     found = sorted(
         (
-            (line.lines.file, stretch)
+            (line.lines.file, request)
             for line in rows
-            for stretch in _stretches(line, tensors[line.number], position[line.number])
+            for request in _requests(line, tensors[line.number], position[line.number])
         ),
         key=lambda each: (each[0], each[1].offset),
     )
     jobs = [
         job
         for file, group in groupby(found, key=lambda each: each[0])
-        for job in jobs_of(file, (stretch for _, stretch in group), approach.block_bytes)
+        for job in jobs_of(file, (request for _, request in group), strategy.block_bytes)
     ]
     schedule = Schedule(buffers=tuple(buffers), slots={}, jobs=tuple(jobs))
     filled(
-        checkpoint, schedule, approach, recorder, ignore_progress, memory=[tensors[number].memory for number in numbers]
+        checkpoint, schedule, strategy, recorder, ignore_progress, memory=[tensors[number].memory for number in numbers]
     )
     return schedule.num_bytes
 
@@ -147,13 +159,15 @@ def _file_of(tensor: LocalTensor) -> str:
     return tensor.part.stored.pieces[0].tensor.span.file
 
 
-def _stretches(line: _Line, tensor: LocalTensor, buffer: int) -> Iterator[Stretch]:
+def _requests(line: _Line, tensor: LocalTensor, buffer: int) -> Iterator[ReadRequest]:
     cast = _cast(tensor)
     is_cast = cast.stored != cast.wanted
-    way = Way.STRAIGHT if tensor.part.place == CPU and not is_cast else Way.STAGED
+    delivery = Delivery.STRAIGHT if tensor.part.place == CPU and not is_cast else Delivery.STAGED
     lines, width = line.lines, tensor.part.dtype.itemsize
     for row in range(lines.count):
         first = lines.start + row * lines.stride
         start = tensor.start + (lines.target + row * lines.target_stride) * width
-        run = Rows(first, lines.run_bytes, 1, lines.run_bytes)
-        yield from stretches(run, buffer, start, cast=cast if is_cast else None, way=way, place=tensor.part.place)
+        run = StridedRange(first, lines.run_bytes, 1, lines.run_bytes)
+        yield from requests_for(
+            run, buffer, start, cast=cast if is_cast else None, delivery=delivery, device=tensor.part.place
+        )

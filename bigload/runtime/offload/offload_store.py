@@ -22,7 +22,7 @@ from bigload.errors import CheckpointNotFoundError, InvalidCheckpointError, NotO
 from bigload.layouts.kinds.offload_folder import DAT_INDEX, DAT_SUFFIX
 from bigload.layouts.offload_reader import IndexReading
 from bigload.loading.checks import signature
-from bigload.loading.schedule import Wanted
+from bigload.loading.schedule import RequestedTensor
 from bigload.loading.tensors import check_dtypes, torch_dtype
 from bigload.runtime.modules.module_names import prefixes
 from bigload.runtime.offload.offload_writer import (
@@ -327,7 +327,7 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
         tensor = self._headers[path][1].get(name)
         if tensor is None:
             raise _bad(path, name, "no such tensor in this file")
-        check_dtypes([Wanted(tensor=tensor, dtype=tensor.dtype)])
+        check_dtypes([RequestedTensor(tensor=tensor, dtype=tensor.dtype)])
         return path, tensor
 
 

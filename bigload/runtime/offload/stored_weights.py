@@ -31,7 +31,7 @@ from bigload.layouts.kinds.offload_folder import DAT_INDEX
 from bigload.layouts.offload_reader import OffloadFolder, aliases_in
 from bigload.loading.checks import check_unchanged, signature
 from bigload.loading.readers.mapped import MappedFile, in_huge_pages, make_present
-from bigload.loading.schedule import Wanted
+from bigload.loading.schedule import RequestedTensor
 from bigload.loading.tensors import check_dtypes, parsed_dtype, torch_dtype, torch_shape
 from bigload.machine.huge_pages import no_memory
 from bigload.planning.model.load_dtype import as_dtype
@@ -121,7 +121,7 @@ class StoredWeights(Mapping[str, torch.Tensor]):
         self._dtype = parsed_dtype(dtype)
         self._device = torch.device(device)
         self._populates = populate
-        check_dtypes(Wanted(tensor=tensor, dtype=self._loaded(tensor)) for tensor in self._tensors.values())
+        check_dtypes(RequestedTensor(tensor=tensor, dtype=self._loaded(tensor)) for tensor in self._tensors.values())
         files = {tensor.span.file for tensor in self._tensors.values()}
         self._signatures = {file: signature(self._root / file) for file in files}
         if opened is source and isinstance(opened, Checkpoint):

@@ -14,7 +14,7 @@ from bigload.checkpoint.model import Span, TensorInfo
 from bigload.dtypes import DType
 from bigload.loading.engine import Stager, opened_sources, read
 from bigload.loading.readers.byte_source import NO_RECORDER, ByteSource, PositionalReader
-from bigload.loading.schedule import Wanted, schedule_reads
+from bigload.loading.schedule import RequestedTensor, schedule_reads
 from bigload.loading.strategy.read_strategy import usual_threads
 from bigload.loading.strategy.settings import settings
 from bigload.loading.tensors import Memory, as_tensors, dtype_of, torch_dtype, torch_shape
@@ -63,7 +63,10 @@ class Reads:
         self._sources = {stored[name].span.file: weight.source for name, weight in each}
         self._planned = {info.span.file: info for info in stored.values()}
         schedule = schedule_reads(
-            (Wanted(tensor=stored[name], dtype=_wanted(stored[name], weight), place=place) for name, weight in each),
+            (
+                RequestedTensor(tensor=stored[name], dtype=_wanted(stored[name], weight), device=place)
+                for name, weight in each
+            ),
             block_bytes=BLOCK_BYTES,
         )
         self._pinned = [schedule.slots[name] for name, weight in each if place != "cpu" and _is_pinned(weight.source)]

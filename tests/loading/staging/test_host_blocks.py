@@ -3,7 +3,7 @@
 import threading
 
 from bigload.loading.report import Recorder
-from bigload.loading.schedule import Piece, ReadJob, Way
+from bigload.loading.schedule import Delivery, Destination, ReadJob
 from bigload.loading.staging import host_blocks as host_staging
 from bigload.machine.huge_pages import allocate
 
@@ -25,7 +25,7 @@ def test_blocks_are_as_many_as_jobs_at_one_moment_not_as_threads(monkeypatch):
     memory = allocate(4)
     stager = host_staging.HostStager([memory], Recorder(is_tracing=False))
     for column in range(4):  # each in a thread of its own, one after the other
-        job = ReadJob("file", 2 * column, 1, (Piece(0, 1, 0, column),), Way.STAGED)
+        job = ReadJob("file", 2 * column, 1, (Destination(0, 1, 0, column),), Delivery.STAGED)
         thread = threading.Thread(target=stager.carry, args=(job, Letters()))
         thread.start()
         thread.join()

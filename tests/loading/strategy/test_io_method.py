@@ -7,8 +7,8 @@ from bigload.loading.methods import Method
 from bigload.loading.strategy import io_method as method_choice
 from bigload.loading.strategy.io_method import (
     MIN_MEASURED_BYTES,
-    Choice,
     Facts,
+    MethodChoice,
     choose_method,
     decide,
     decide_unmeasured,
@@ -31,7 +31,7 @@ def speeds(read, direct):
 
 @pytest.mark.parametrize("asked", [Method.READ, Method.MMAP, Method.DIRECT])
 def test_what_is_asked_for_is_done(asked):
-    assert decide_unmeasured(facts(), asked) == Choice(method=asked, reason="asked for")
+    assert decide_unmeasured(facts(), asked) == MethodChoice(method=asked, reason="asked for")
 
 
 def test_direct_reads_that_cannot_be_are_an_error_that_says_where():
@@ -61,7 +61,7 @@ def test_a_map_over_a_network_is_made_and_warned_of():
     ],
 )
 def test_nothing_is_measured_where_it_cannot_pay(known, reason):
-    assert decide_unmeasured(facts(**known), Method.AUTO) == Choice(method=Method.READ, reason=reason)
+    assert decide_unmeasured(facts(**known), Method.AUTO) == MethodChoice(method=Method.READ, reason=reason)
 
 
 @pytest.mark.parametrize("cached", [0.0, 0.89, None])
@@ -155,7 +155,7 @@ def test_nothing_is_asked_that_does_not_matter(machine, options, asked):
 
 def test_without_direct_reads_nobody_asks_what_is_cached(machine):
     machine["alignment"] = None
-    assert choose() == Choice(method=Method.READ, reason="ext4 on vda offers no direct reads")
+    assert choose() == MethodChoice(method=Method.READ, reason="ext4 on vda offers no direct reads")
     assert machine["asked"] == ["alignment"]
 
 
