@@ -75,7 +75,7 @@ _MODULES = {
     "bigload.planning.plan": "DeviceUse Plan PlanNote",
     "bigload.planning.plan_file": "read_plan write_plan",
     "bigload.planning.planner": "plan",
-    "bigload.planning.tensor_parallel.partition": "Division",
+    "bigload.planning.tensor_parallel.division": "Division",
     "bigload.runtime.device_map.auto_device_map": "infer_auto_device_map",
     "bigload.runtime.device_map.checks": "check_device_map clean_device_map",
     "bigload.runtime.device_map.device_memory": "get_balanced_memory get_max_memory",

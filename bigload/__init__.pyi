@@ -143,7 +143,7 @@ from bigload.planning.plan import PlanNote as PlanNote
 from bigload.planning.plan_file import read_plan as read_plan
 from bigload.planning.plan_file import write_plan as write_plan
 from bigload.planning.planner import plan as plan
-from bigload.planning.tensor_parallel.partition import Division as Division
+from bigload.planning.tensor_parallel.division import Division as Division
 from bigload.runtime.device_map.auto_device_map import infer_auto_device_map as infer_auto_device_map
 from bigload.runtime.device_map.checks import check_device_map as check_device_map
 from bigload.runtime.device_map.checks import clean_device_map as clean_device_map

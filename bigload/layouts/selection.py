@@ -19,7 +19,7 @@ from bigload.layouts.output import DEFAULT_MAX_SHARD_BYTES, Output, at_block, wi
 from bigload.layouts.writing.kernel_copy import KernelCopy, data_offset
 from bigload.planning.plan import Plan
 from bigload.planning.plan_file import open_planned, read_plan
-from bigload.planning.tensor_parallel.rules import read_tp_rules
+from bigload.planning.tensor_parallel.rules_file import read_tp_rules
 from bigload.units import counted, format_size
 
 

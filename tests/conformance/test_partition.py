@@ -9,8 +9,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from bigload.planning.tensor_parallel.families import FAMILIES
 from bigload.planning.tensor_parallel.partition import partition
-from bigload.planning.tensor_parallel.rules import FAMILIES, WORDS
+from bigload.planning.tensor_parallel.rule_styles import RULE_STYLES
 from builders import checkpoint_of
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
@@ -130,7 +131,7 @@ def test_every_parameter_is_divided_as_transformers_does(model_type, tp, mesh):
 
 
 def test_words_are_those_of_transformers():
-    assert set(styles.ALL_PARALLEL_STYLES.valid_keys()) <= WORDS.keys()
+    assert set(styles.ALL_PARALLEL_STYLES.valid_keys()) <= RULE_STYLES.keys()
 
 
 @pytest.mark.parametrize("dim", [0, 1])

@@ -7,7 +7,8 @@ import pytest
 from bigload.checkpoint.source import open_checkpoint
 from bigload.errors import PartitionError
 from bigload.parallel.tensor_parallel.apply import plan_tensor_parallel
-from bigload.planning.tensor_parallel.partition import WHOLE, partition
+from bigload.planning.tensor_parallel.division import WHOLE
+from bigload.planning.tensor_parallel.partition import partition
 from family_ranks import WAYS, compare
 from parallel_families import FAMILIES, make
 from rank_processes import run_ranks

@@ -6,7 +6,7 @@ from torch import nn
 
 from bigload.errors import PartitionError
 from bigload.parallel.tensor_parallel.apply import plan_tensor_parallel
-from bigload.planning.tensor_parallel.partition import WHOLE, Division
+from bigload.planning.tensor_parallel.division import WHOLE, Division
 from parallel_models import (
     HEADS,
     ROWS,

@@ -7,7 +7,7 @@ from torch import nn
 
 from bigload.errors import LoadOptionError
 from bigload.parallel.sharded_loading.load_sharded import load_parts, load_sharded
-from bigload.planning.tensor_parallel.partition import Division
+from bigload.planning.tensor_parallel.division import Division
 
 WHOLE = torch.arange(300 * 5000, dtype=torch.float32).view(300, 5000)
 

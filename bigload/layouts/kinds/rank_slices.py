@@ -39,8 +39,9 @@ from bigload.layouts.output import (
 from bigload.loading.slices import Slice
 from bigload.planning.model.module_tree import build_tree
 from bigload.planning.plan import PlanNote
-from bigload.planning.tensor_parallel.partition import MAX_RANKS, Division, Partition, Range, partition
-from bigload.planning.tensor_parallel.rules import read_tp_rules
+from bigload.planning.tensor_parallel.division import MAX_RANKS, Division, Range
+from bigload.planning.tensor_parallel.partition import Partition, partition
+from bigload.planning.tensor_parallel.rules_file import read_tp_rules
 from bigload.units import MIB
 
 RANKS_FILE = "ranks.json"

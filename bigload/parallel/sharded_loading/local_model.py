@@ -21,7 +21,7 @@ from bigload.parallel.sharded_loading.byte_ranges import StoredTensor
 from bigload.parallel.sharded_loading.local_tensors import LocalPart, LocalTensor
 from bigload.parallel.sharded_loading.shard_spec import Spans, check_divisions, of_division, of_dtensor, shape_of, whole
 from bigload.parallel.sharded_loading.stored_tensors import StoredTensors
-from bigload.planning.tensor_parallel.partition import Division
+from bigload.planning.tensor_parallel.division import Division
 
 _logger = logging.getLogger(__name__)
 

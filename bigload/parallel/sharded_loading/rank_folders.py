@@ -15,7 +15,7 @@ from bigload.checkpoint.model import Checkpoint, Span, TensorInfo
 from bigload.errors import InvalidCheckpointError, Problem
 from bigload.layouts.kinds.rank_slices import RANKS_FILE, rank_folder, read_ranks
 from bigload.parallel.sharded_loading.byte_ranges import StoredPiece, StoredTensor
-from bigload.planning.tensor_parallel.partition import Division, Range
+from bigload.planning.tensor_parallel.division import Division, Range
 
 
 def is_for_ranks(folder: Path) -> bool:

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from bigload.errors import LoadOptionError
-from bigload.planning.tensor_parallel.partition import Division, Range
+from bigload.planning.tensor_parallel.division import Division, Range
 
 Spans = tuple[tuple[Range, ...], ...]
 """For each dimension the ranges of it that are held, in the order in which they follow each other; their product is."""

@@ -18,7 +18,7 @@ from bigload.parallel.tensor_parallel.plan_draft import sliced
 from bigload.parallel.tensor_parallel.styles import STYLES
 from bigload.parallel.tensor_parallel.user_policies import read_policies
 from bigload.parallel.tensor_parallel.validation import cut_arguments
-from bigload.planning.tensor_parallel.partition import MAX_RANKS, WHOLE
+from bigload.planning.tensor_parallel.division import MAX_RANKS, WHOLE
 
 __all__ = ["apply_tensor_parallel", "placed", "plan_tensor_parallel"]
 

@@ -18,7 +18,7 @@ from bigload.parallel.tensor_parallel.layer_kinds import LayerKind
 from bigload.parallel.tensor_parallel.plan_draft import Draft, chunks, generic
 from bigload.parallel.tensor_parallel.validation import Reference
 from bigload.parallel.tensor_parallel.weightless_model import WeightlessModel
-from bigload.planning.tensor_parallel.partition import Division, Range
+from bigload.planning.tensor_parallel.division import Division, Range
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

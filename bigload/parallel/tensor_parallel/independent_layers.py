@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from bigload.parallel.tensor_parallel.layer_kinds import LayerKind
 from bigload.parallel.tensor_parallel.plan_draft import Draft, chunks, generic
-from bigload.planning.tensor_parallel.partition import Division
+from bigload.planning.tensor_parallel.division import Division
 
 MIN_SHARE = 0.01
 """Of the numbers of a model: layers of one name that have less than this together are not worth a collective."""

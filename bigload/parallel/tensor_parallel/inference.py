@@ -27,7 +27,7 @@ from bigload.parallel.tensor_parallel.plan_patterns import drafts_of_words, has_
 from bigload.parallel.tensor_parallel.validation import Reference, misfit, reference_of
 from bigload.parallel.tensor_parallel.weightless_model import WeightlessModel
 from bigload.planning.plan import PlanNote
-from bigload.planning.tensor_parallel.partition import WHOLE, Division
+from bigload.planning.tensor_parallel.division import WHOLE, Division
 from bigload.units import counted
 
 

@@ -10,7 +10,7 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from bigload.parallel.tensor_parallel.plan import TensorParallelPlan
 from bigload.parallel.tensor_parallel.plan_draft import chunks
-from bigload.planning.tensor_parallel.partition import Division
+from bigload.planning.tensor_parallel.division import Division
 
 
 def placement(division: Division, length: int) -> Placement | None:

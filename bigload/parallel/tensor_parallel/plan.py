@@ -8,7 +8,7 @@ from math import prod
 from typing import Literal
 
 from bigload.planning.plan import PlanNote
-from bigload.planning.tensor_parallel.partition import WHOLE, Division
+from bigload.planning.tensor_parallel.division import WHOLE, Division
 
 Source = Literal["custom", "tp_plan", "inferred"]
 """Where most of a plan is from: the caller, the model's own words, the flow of data in a forward."""

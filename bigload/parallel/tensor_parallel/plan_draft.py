@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from bigload.parallel.tensor_parallel.plan import LocalArgument
-from bigload.planning.tensor_parallel.partition import Division, Range
+from bigload.planning.tensor_parallel.division import Division, Range
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from bigload.errors import PartitionError
 from bigload.parallel.tensor_parallel.layer_kinds import LayerKind, layer_kind
 from bigload.parallel.tensor_parallel.plan_draft import Draft, chunks
-from bigload.planning.tensor_parallel.partition import Division, Range
+from bigload.planning.tensor_parallel.division import Division, Range
 from bigload.planning.tensor_parallel.rules import Rule, RuleSet
 
 
@@ -82,14 +82,14 @@ def drafts_of_words(
     for name, module in model.named_modules():
         rule = rules.find(name) if name else None
         if rule is not None:
-            yield name, _attempted(_of_module, name, module, rule.word, size)
+            yield name, _attempted(_of_module, name, module, rule.style, size)
         for leaf, parameter in module.named_parameters(recurse=False):
             full = f"{name}.{leaf}"
             found = rules.find(full)
-            if found is not None and found.word in _PARAMETERS:
-                is_summed = rule is not None and rule.word in _MODULES
-                style = _MODULES[rule.word] if rule is not None and is_summed else "local_params"
-                yield full, _attempted(_of_parameter, full, parameter, found.word, size, style)
+            if found is not None and found.style in _PARAMETERS:
+                is_summed = rule is not None and rule.style in _MODULES
+                style = _MODULES[rule.style] if rule is not None and is_summed else "local_params"
+                yield full, _attempted(_of_parameter, full, parameter, found.style, size, style)
 
 
 def _attempted(make: Callable[..., Draft], *args: object) -> Draft | PartitionError:

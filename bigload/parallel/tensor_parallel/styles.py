@@ -20,7 +20,7 @@ from torch.nn import functional
 
 from bigload.parallel.tensor_parallel.layer_kinds import LayerKind, layer_kind
 from bigload.parallel.tensor_parallel.plan_draft import sliced
-from bigload.planning.tensor_parallel.partition import Division, Range
+from bigload.planning.tensor_parallel.division import Division, Range
 
 _Forward = Callable[..., object]
 

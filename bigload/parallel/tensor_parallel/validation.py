@@ -16,7 +16,7 @@ from bigload.parallel.tensor_parallel.example_inputs import tensors_in
 from bigload.parallel.tensor_parallel.plan import LocalArgument
 from bigload.parallel.tensor_parallel.plan_draft import Draft, cut, sliced
 from bigload.parallel.tensor_parallel.weightless_model import WeightlessModel, hollow, is_hollow, replaced
-from bigload.planning.tensor_parallel.partition import WHOLE, Division
+from bigload.planning.tensor_parallel.division import WHOLE, Division
 
 Call = tuple[str, int]
 """The name of a layer, and how often it had been called before."""

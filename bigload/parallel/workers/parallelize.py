@@ -25,7 +25,7 @@ from bigload.parallel.workers.model_from_folder import model_of
 from bigload.parallel.workers.model_skeleton import Skeleton, skeleton_of
 from bigload.parallel.workers.parallel_model import ParallelModel, ParallelReport
 from bigload.parallel.workers.startup import WantedWorkers, start_workers
-from bigload.planning.tensor_parallel.partition import MAX_RANKS
+from bigload.planning.tensor_parallel.division import MAX_RANKS
 from bigload.units import format_size
 
 StrPath = str | os.PathLike[str]

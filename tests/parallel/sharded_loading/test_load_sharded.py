@@ -15,7 +15,7 @@ from bigload.errors import LoadOptionError, ReadError, StateDictMismatchError, U
 from bigload.parallel.sharded_loading import broadcast as sending_out
 from bigload.parallel.sharded_loading import load_sharded as rank_loading
 from bigload.parallel.sharded_loading.load_sharded import load_parts, load_sharded
-from bigload.planning.tensor_parallel.partition import Division
+from bigload.planning.tensor_parallel.division import Division
 from rank_processes import run_ranks
 
 WIDTH, ROWS = 4100, 6  # columns of a half are more than a page apart

@@ -7,7 +7,7 @@ from safetensors.torch import save_file
 import bigload
 from bigload.errors import InvalidCheckpointError
 from bigload.parallel.sharded_loading.stored_tensors import open_stored
-from bigload.planning.tensor_parallel.partition import Division
+from bigload.planning.tensor_parallel.division import Division
 
 CONFIG = '{"model_type": "llama", "num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 8, "head_dim": 2}'
 ATTENTION = "model.layers.0.self_attn."

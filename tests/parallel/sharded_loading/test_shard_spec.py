@@ -9,7 +9,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from bigload.errors import LoadOptionError
 from bigload.parallel.sharded_loading.shard_spec import of_division, of_placements, shape_of, whole
-from bigload.planning.tensor_parallel.partition import Division
+from bigload.planning.tensor_parallel.division import Division
 
 _PLACEMENTS = st.one_of(
     st.just(Replicate()),

@@ -10,7 +10,7 @@ from torch import nn
 from bigload.errors import CheckpointNotFoundError, InvalidCheckpointError
 from bigload.parallel.sharded_loading.load_sharded import load_parts, load_sharded
 from bigload.parallel.sharded_loading.stored_tensors import open_stored
-from bigload.planning.tensor_parallel.partition import Division
+from bigload.planning.tensor_parallel.division import Division
 from builders import write_shard
 from rank_processes import run_ranks
 

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from bigload.parallel.tensor_parallel.styles import LookupStyle
-from bigload.planning.tensor_parallel.partition import Division
+from bigload.planning.tensor_parallel.division import Division
 
 EIGHT_ROWS = Division(0, (((0, 4),), ((4, 8),)))
 

@@ -8,8 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bigload.errors import PartitionError
-from bigload.planning.tensor_parallel.partition import MAX_RANKS, WHOLE, partition
-from bigload.planning.tensor_parallel.rules import FAMILIES, MAX_FILE_BYTES, WORDS, read_tp_rules
+from bigload.planning.tensor_parallel.division import MAX_RANKS, WHOLE
+from bigload.planning.tensor_parallel.families import FAMILIES
+from bigload.planning.tensor_parallel.partition import partition
+from bigload.planning.tensor_parallel.rule_styles import RULE_STYLES
+from bigload.planning.tensor_parallel.rules_file import MAX_FILE_BYTES, read_tp_rules
 from builders import checkpoint_of
 
 LLAMA = {"model_type": "llama", "hidden_size": 16, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -354,13 +357,13 @@ def test_rules_go_before_the_family_and_the_first_that_matches_decides():
 @pytest.mark.parametrize(
     ("rules", "reason"),
     [
-        ({"mlp.up_proj": "columns"}, "'columns' is no word of a rule"),
+        ({"mlp.up_proj": "columns"}, "'columns' is no style of a rule"),
         ({"mlp..up_proj": "colwise"}, "parts of a name between dots"),
         ({"a*b*": "colwise"}, "at most one *"),
         ({"mlp.up": "colwise"}, "1 rule without a match in tiny"),
         ({"mlp.up_proj.weight": "replicate"}, "different rules"),
-        ({"self_attn.qkv": "colwise"}, "the word is packed_qkv"),
-        ({"mlp.gate_up_proj": "colwise"}, "the word is packed_colwise"),
+        ({"self_attn.qkv": "colwise"}, "the style is packed_qkv"),
+        ({"mlp.gate_up_proj": "colwise"}, "the style is packed_colwise"),
         ({"mlp.gate_up_proj": "grouped_gemm"}, "expected a stack of all experts"),
         ({"experts.w1": "colwise"}, "experts.w1_scale beside model.layers.0.experts.w1"),
     ],
@@ -383,8 +386,8 @@ def test_number_of_ranks():
         assert f"among {tp} ranks" in refusal({"lm_head.weight": ("F32", [4, 4])}, tp)
 
 
-def test_every_word_of_the_families_is_one():
-    assert {word for rules in FAMILIES.values() for word in rules.values()} <= WORDS.keys()
+def test_every_style_of_the_families_is_known():
+    assert {word for rules in FAMILIES.values() for word in rules.values()} <= RULE_STYLES.keys()
 
 
 @pytest.mark.parametrize("heading", ["", "[rules]\n"])
@@ -435,7 +438,7 @@ BLOCKS = st.fixed_dictionaries({"weight_block_size": st.lists(st.sampled_from([*
     st.sampled_from(sorted(FAMILIES)),
     st.lists(st.integers(0, 6), max_size=4),
     st.sampled_from([1, 2, 3, MAX_RANKS]),
-    st.none() | st.sampled_from(sorted(WORDS)),
+    st.none() | st.sampled_from(sorted(RULE_STYLES)),
 )
 def test_whatever_config_and_shapes_say_the_answer_is_a_division_or_an_error(config, family, shape, tp, word):
     names = [pattern.replace("*", "0") for pattern in FAMILIES[family]]
