@@ -30,7 +30,7 @@ class Meeting:
         self.gone: set[int] = set()
 
 
-class ThreadTeam:
+class ThreadProcessGroup:
     """One thread of a team; it is gone at its share number `dies_at`."""
 
     def __init__(self, meeting: Meeting, rank: int, *, dies_at: int | None = None) -> None:
@@ -40,7 +40,7 @@ class ThreadTeam:
         self._meeting = meeting
         self._dies_at = dies_at
 
-    def share(self, value: T) -> list[T]:
+    def all_gather(self, value: T) -> list[T]:
         number, self.num_shares = self.num_shares, self.num_shares + 1
         if number == self._dies_at:
             raise GoneError
@@ -66,12 +66,14 @@ class ThreadTeam:
             self._meeting.changed.notify_all()
 
 
-def outcomes(size: int, work: Callable[[ThreadTeam], T], *, dies_at: dict[int, int] | None = None) -> list[object]:
+def outcomes(
+    size: int, work: Callable[[ThreadProcessGroup], T], *, dies_at: dict[int, int] | None = None
+) -> list[object]:
     """Have `size` threads do `work`, and return what each returned or raised; fail if one does not end."""
     meeting = Meeting(size)
     found: list[object] = [None] * size
 
-    def run(team: ThreadTeam) -> None:
+    def run(team: ThreadProcessGroup) -> None:
         try:
             found[team.rank] = work(team)
         except BaseException as error:
@@ -79,7 +81,7 @@ def outcomes(size: int, work: Callable[[ThreadTeam], T], *, dies_at: dict[int, i
         finally:
             team.leave()
 
-    teams = [ThreadTeam(meeting, rank, dies_at=(dies_at or {}).get(rank)) for rank in range(size)]
+    teams = [ThreadProcessGroup(meeting, rank, dies_at=(dies_at or {}).get(rank)) for rank in range(size)]
     threads = [threading.Thread(target=run, args=(team,), daemon=True) for team in teams]
     for thread in threads:
         thread.start()

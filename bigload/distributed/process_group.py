@@ -17,14 +17,14 @@ T = TypeVar("T")
 _Failure = list[int | str | None]
 """Rank of the process that failed, if known, and the error's text: a list, as JSON has it."""
 
-LISTENER = "bigload-team-"
+LISTENER_THREAD_PREFIX = "bigload-team-"
 """How the names of threads begin that wait for other processes. There are none when a team has ended, or failed."""
 
 ahead: ContextVar[str | None] = ContextVar("bigload_ahead", default=None)
 """The function for which this process does something before others do, who wait for it meanwhile."""
 
 
-class Team(Protocol):
+class ProcessGroup(Protocol):
     """Processes that do the same thing at the same time, each its share of it.
 
     Attributes:
@@ -38,7 +38,7 @@ class Team(Protocol):
     @property
     def size(self) -> int: ...
 
-    def share(self, value: T) -> list[T]:
+    def all_gather(self, value: T) -> list[T]:
         """Return what all processes gave, in the order of their numbers; waits until all have, for days if need be.
 
         Args:
@@ -63,19 +63,19 @@ def to_json(value: object) -> bytes:
     return said
 
 
-class Alone:
+class SingleProcess:
     """A team of one process."""
 
     rank = 0
     size = 1
 
-    def share(self, value: T) -> list[T]:
+    def all_gather(self, value: T) -> list[T]:
         """Return `[value]`."""
         return [value]
 
 
 @contextmanager
-def present_team() -> Iterator[Team]:
+def current_process_group() -> Iterator[ProcessGroup]:
     """Give the ranks of torch.distributed where this process has joined them already, and else a team of one.
 
     The process group is left as it is.
@@ -86,36 +86,36 @@ def present_team() -> Iterator[Team]:
     """
     distributed = sys.modules.get("torch.distributed")  # not imported: then it is not initialised either
     if distributed is None or not (distributed.is_available() and distributed.is_initialized()):
-        yield Alone()
+        yield SingleProcess()
         return
     if (first := ahead.get()) is not None and distributed.get_world_size() > 1:
         raise ProcessControlError(
             f"what all processes do together cannot be done here: the others wait for this one to leave {first}",
             hint=f"call it outside of {first}: the processes share its work, and what is done once one of them does",
         )
-    from bigload.distributed.torch_process_group import torch_team
+    from bigload.distributed.torch_process_group import torch_process_group
 
-    with torch_team() as team:
+    with torch_process_group() as team:
         yield team
 
 
 @contextmanager
-def launched_team() -> Iterator[Team]:
+def launched_process_group() -> Iterator[ProcessGroup]:
     """Give the ranks that a launcher such as torchrun started, by what it set in the environment; else a team of one.
 
     Raises:
         RankError: the others do not come, or cannot be reached.
     """
     if os.environ.get("WORLD_SIZE", "1") == "1" or "RANK" not in os.environ:
-        yield Alone()
+        yield SingleProcess()
         return
-    from bigload.distributed.torch_process_group import torch_team
+    from bigload.distributed.torch_process_group import torch_process_group
 
-    with torch_team() as team:
+    with torch_process_group() as team:
         yield team
 
 
-def together(team: Team, step: Callable[[], T]) -> T:
+def run_on_all_ranks(team: ProcessGroup, step: Callable[[], T]) -> T:
     """Have every process do its `step`, and return what it gave here; if it fails in one, it fails in all.
 
     What is neither an error nor a result, such as a Ctrl-C, is not told the others: they notice that this process ends.
@@ -128,10 +128,10 @@ def together(team: Team, step: Callable[[], T]) -> T:
         result = step()
     except Exception as error:
         with suppress(RankError):  # what happened here is the better reason
-            team.share(_told(error, team))
+            team.all_gather(_told(error, team))
         raise
     nothing: _Failure | None = None
-    for failure in team.share(nothing):
+    for failure in team.all_gather(nothing):
         if failure is not None:
             rank, reason = failure
             assert rank is None or isinstance(rank, int)
@@ -139,7 +139,7 @@ def together(team: Team, step: Callable[[], T]) -> T:
     return result
 
 
-def _told(error: Exception, team: Team) -> _Failure:
+def _told(error: Exception, team: ProcessGroup) -> _Failure:
     """Return what the other processes are told of `error`: in which it came up, and what it was."""
     if isinstance(error, RankError):
         return [error.rank, error.reason]

@@ -21,7 +21,7 @@ from torch._C._distributed_c10d import PrefixStore
 from torch.distributed.distributed_c10d import _get_default_store
 
 from bigload.distributed.lost_connections import PROBE_SECONDS, has_left
-from bigload.distributed.process_group import LISTENER, to_json
+from bigload.distributed.process_group import LISTENER_THREAD_PREFIX, to_json
 from bigload.errors import RankError
 
 T = TypeVar("T")
@@ -69,7 +69,7 @@ def _all_present(rank: int, size: int) -> Iterator[None]:
     store.delete_key(str(rank))  # all have read it: they have made the group
 
 
-class TorchTeam:
+class TorchProcessGroup:
     """All ranks of the default process group, which is initialised. To be made by all of them.
 
     They talk through gloo, whatever the default group uses: what they say lies in memory of the host. Each pair of them
@@ -87,7 +87,7 @@ class TorchTeam:
             self._group = dist.new_group(backend="gloo", timeout=_MEETING)
         self._listeners: dict[int, threading.Thread] = {}
 
-    def share(self, value: T) -> list[T]:
+    def all_gather(self, value: T) -> list[T]:
         """Return what all ranks gave, in their order. A signal ends the wait, after which the team is of no more use.
 
         Raises:
@@ -99,7 +99,9 @@ class TorchTeam:
         peers = [rank for rank in range(self.size) if rank != self.rank]
         for peer in peers:
             arguments = (peer, said, news)
-            listener = threading.Thread(target=self._listen, args=arguments, name=f"{LISTENER}{peer}", daemon=True)
+            listener = threading.Thread(
+                target=self._listen, args=arguments, name=f"{LISTENER_THREAD_PREFIX}{peer}", daemon=True
+            )
             listener.start()
             self._listeners[peer] = listener
         heard = {peer: _from_json(peer, answer) for peer, answer in _from_each(peers, news)}
@@ -113,7 +115,7 @@ class TorchTeam:
         heard[self.rank] = value
         return [heard[rank] for rank in range(self.size)]
 
-    def send_out(self, values: torch.Tensor) -> None:
+    def broadcast(self, values: torch.Tensor) -> None:
         """Make `values`, in memory of the CPU and of one form everywhere, those of rank 0. All ranks call it.
 
         Rank 0 sends to each by itself: a broadcast that lost one on its way leaves others waiting for it.
@@ -124,7 +126,9 @@ class TorchTeam:
         if self.rank:
             _finish(0, dist.irecv, values, self._group)
             return
-        with ThreadPoolExecutor(max_workers=max(self.size - 1, 1), thread_name_prefix=f"{LISTENER}sender-") as threads:
+        with ThreadPoolExecutor(
+            max_workers=max(self.size - 1, 1), thread_name_prefix=f"{LISTENER_THREAD_PREFIX}sender-"
+        ) as threads:
             peers = range(1, self.size)
             sendings = [threads.submit(_finish, peer, dist.isend, values, self._group) for peer in peers]
         for sending in sendings:
@@ -229,7 +233,7 @@ def _from_each(peers: Sequence[int], news: SimpleQueue[tuple[int, bytes | Except
 
 
 @contextmanager
-def torch_team() -> Iterator[TorchTeam]:
+def torch_process_group() -> Iterator[TorchProcessGroup]:
     """Join the ranks of this job for as long as the context lasts.
 
     Where a process group is initialised, that one, which is left as it is; else the one that the environment describes,
@@ -242,7 +246,7 @@ def torch_team() -> Iterator[TorchTeam]:
     try:
         if is_ours:
             dist.init_process_group("gloo", timeout=_MEETING)
-        team = TorchTeam()
+        team = TorchProcessGroup()
     except RankError:
         if is_ours:
             dist.destroy_process_group()
@@ -267,7 +271,7 @@ def _not_met(error: Exception, *, is_ours: bool) -> RankError:
         )
         num_processes = os.environ.get("WORLD_SIZE", "?")
     else:
-        hint = "call it in all processes of the group, or with team=bigload.distributed.process_group.Alone() in one"
+        hint = "call it in all processes of the group, or with team=bigload.distributed.process_group.SingleProcess() in one"
         num_processes = str(dist.get_world_size())
     first_line = next(iter(str(error).splitlines()), type(error).__name__)
     return RankError(None, f"cannot join the {num_processes} of this job: {first_line:.300}", hint=hint)

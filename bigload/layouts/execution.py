@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from bigload.checkpoint.fingerprint import fingerprint
-from bigload.distributed.process_group import Team, together
+from bigload.distributed.process_group import ProcessGroup, run_on_all_ranks
 from bigload.errors import RankError, ReadError, WriteError
 from bigload.layouts.choices import Verify
 from bigload.layouts.documents import check_file, write_file
@@ -69,7 +69,7 @@ class ReshardRun:
         threads: int,
         max_inflight: int,
         on_progress: OnProgress,
-        team: Team,
+        team: ProcessGroup,
     ) -> None:
         self.verify = verify
         self._prepared = prepared
@@ -90,14 +90,14 @@ class ReshardRun:
             opened.callback(pool.close)
             sources = opened.enter_context(SourceFiles(self._prepared.checkpoint, pool=pool))
             try:
-                share = together(self._team, lambda: self._write(staging, sources, pool))
+                share = run_on_all_ranks(self._team, lambda: self._write(staging, sources, pool))
             except RankError:
                 self._check_unchanged(staging, sources)  # where that is why another failed, nothing is worth keeping
                 raise
-            whole = _united(map(ProcessResult.from_json, self._team.share(asdict(share))))
-            together(self._team, lambda: self._finish(staging, whole) if self._is_first else None)
+            whole = _united(map(ProcessResult.from_json, self._team.all_gather(asdict(share))))
+            run_on_all_ranks(self._team, lambda: self._finish(staging, whole) if self._is_first else None)
             published = opened.pop_all()  # leaving it publishes: a failure there has to reach the others as well
-            together(self._team, published.close)
+            run_on_all_ranks(self._team, published.close)
         return whole
 
     @property
@@ -121,7 +121,9 @@ class ReshardRun:
             "whether the output is there already": prepared.is_finished,
             "the version of bigload": __version__,
         }
-        told: list[dict[str, Any]] = self._team.share({"facts": facts, "sign": f".bigload-team-{secrets.token_hex(8)}"})
+        told: list[dict[str, Any]] = self._team.all_gather(
+            {"facts": facts, "sign": f".bigload-team-{secrets.token_hex(8)}"}
+        )
         for rank, theirs in enumerate(told):
             differing = [what for what, value in told[0]["facts"].items() if theirs["facts"].get(what) != value]
             if differing:
@@ -130,8 +132,8 @@ class ReshardRun:
 
     def _enter(self, opened: ExitStack, sign: str) -> Staging:
         prepared, team = self._prepared, self._team
-        begun = together(team, lambda: self._begin(opened, sign) if self._is_first else None)
-        staging = together(
+        begun = run_on_all_ranks(team, lambda: self._begin(opened, sign) if self._is_first else None)
+        staging = run_on_all_ranks(
             team,
             lambda: begun or opened.enter_context(joined(prepared.out, prepared.recipe, rank=team.rank, sign=sign)),
         )
@@ -251,7 +253,7 @@ def _united(shares: Iterable[ProcessResult]) -> ProcessResult:
     return whole
 
 
-def _assigned(files: Sequence[OutputFile], team: Team) -> list[OutputFile]:
+def _assigned(files: Sequence[OutputFile], team: ProcessGroup) -> list[OutputFile]:
     """Return the files of this process, in their order: each goes to who has the fewest bytes so far, largest first."""
     loads = [0] * team.size
     mine = set()

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from bigload.checkpoint.model import Checkpoint
-from bigload.distributed.process_group import Team, present_team, together
+from bigload.distributed.process_group import ProcessGroup, current_process_group, run_on_all_ranks
 from bigload.dtypes import DType
 from bigload.errors import ReshardOptionError
 from bigload.layouts.choices import Layout, OffloadFormat, Verify
@@ -85,7 +85,7 @@ def reshard(
     threads: int | None = None,
     max_inflight: int | str | None = None,
     on_progress: OnProgress = ignore_progress,
-    team: Team | None = None,
+    team: ProcessGroup | None = None,
 ) -> ReshardReport:
     """Write a checkpoint to the new folder `out`, in another layout.
 
@@ -119,8 +119,8 @@ def reshard(
         CheckpointError, ReadError: the source cannot be opened, read, or changed meanwhile.
         RankError: another process of the team failed.
     """
-    with present_team() if team is None else nullcontext(team) as members:
-        prepared = together(
+    with current_process_group() if team is None else nullcontext(team) as members:
+        prepared = run_on_all_ranks(
             members,
             lambda: prepare_reshard(
                 source,
@@ -154,11 +154,11 @@ def run_reshard(
     threads: int | None = None,
     max_inflight: int | str | None = None,
     on_progress: OnProgress = ignore_progress,
-    team: Team | None = None,
+    team: ProcessGroup | None = None,
 ) -> ReshardReport:
     """Write what `prepared` describes; see `reshard`."""
     if team is None:
-        with present_team() as present:
+        with current_process_group() as present:
             return run_reshard(
                 prepared,
                 verify=verify,

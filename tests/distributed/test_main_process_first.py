@@ -596,9 +596,9 @@ def go_first():
 
 
 def share():
-    from bigload.distributed.process_group import present_team
+    from bigload.distributed.process_group import current_process_group
 
-    with present_team():
+    with current_process_group():
         pass
 
 

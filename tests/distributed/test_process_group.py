@@ -13,7 +13,13 @@ from pathlib import Path
 import pytest
 
 import bigload
-from bigload.distributed.process_group import Alone, launched_team, present_team, to_json, together
+from bigload.distributed.process_group import (
+    SingleProcess,
+    current_process_group,
+    launched_process_group,
+    run_on_all_ranks,
+    to_json,
+)
 from bigload.distributed.torch_process_group import _from_json
 from bigload.errors import RankError, ReadError
 from thread_teams import outcomes
@@ -22,35 +28,35 @@ SCENES = """
 import json, os, signal, sys, threading
 import torch.distributed as dist
 from bigload.errors import RankError
-from bigload.distributed.process_group import LISTENER, launched_team, present_team, together
-from bigload.distributed.torch_process_group import TorchTeam
+from bigload.distributed.process_group import LISTENER_THREAD_PREFIX, launched_process_group, current_process_group, run_on_all_ranks
+from bigload.distributed.torch_process_group import TorchProcessGroup
 
 class Loaded:
     def __reduce__(self):
         return os._exit, (99,)  # what unpickling would run, in all others
 
 said = {}
-with launched_team() as team:
+with launched_process_group() as team:
     rank = team.rank
-    said["shared"] = team.share({"rank": rank, "padding": "x" * 100_000 * rank})[1]["rank"]
-    said["none"] = team.share(None)
+    said["shared"] = team.all_gather({"rank": rank, "padding": "x" * 100_000 * rank})[1]["rank"]
+    said["none"] = team.all_gather(None)
     try:
-        team.share(Loaded())
+        team.all_gather(Loaded())
     except TypeError:
         said["refused"] = True
     try:
-        together(team, lambda: 1 // (1 - rank))
+        run_on_all_ranks(team, lambda: 1 // (1 - rank))
     except RankError as error:
         said["error"] = [error.rank, error.reason]
     except ZeroDivisionError:
         said["error"] = "mine"
-    said["after"] = team.share(rank)
+    said["after"] = team.all_gather(rank)
 said["ours is gone"] = not dist.is_initialized()
 
 store = dist.TCPStore("127.0.0.1", int(sys.argv[1]), 2, rank == 0)
 dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
-with present_team() as team:
-    said["present"] = [type(team) is TorchTeam, team.share(rank)]
+with current_process_group() as team:
+    said["present"] = [type(team) is TorchProcessGroup, team.all_gather(rank)]
 everybody = [None, None]
 dist.all_gather_object(everybody, rank)
 said["theirs works"] = everybody
@@ -60,27 +66,27 @@ def interrupt():  # what a Ctrl-C does to who waits for an answer
     signal.setitimer(signal.ITIMER_REAL, 0.2)
 
 try:
-    with present_team() as team:
+    with current_process_group() as team:
         if rank == 0:
             interrupt()
         else:
             store.wait(["interrupted"])
-        team.share(rank)
+        team.all_gather(rank)
 except KeyboardInterrupt:
     store.set("interrupted", "yes")
     said["interrupted"] = True
 except RankError as error:
     said["interrupted"] = error.rank == 0
-said["threads"] = [thread.name for thread in threading.enumerate() if thread.name.startswith(LISTENER)]
-with present_team() as team:
-    said["again"] = team.share(rank)
+said["threads"] = [thread.name for thread in threading.enumerate() if thread.name.startswith(LISTENER_THREAD_PREFIX)]
+with current_process_group() as team:
+    said["again"] = team.all_gather(rank)
 
-with present_team() as team:
+with current_process_group() as team:
     if rank == 1:
         print(json.dumps(said), flush=True)
         os.kill(os.getpid(), signal.SIGKILL)
     try:
-        team.share(rank)
+        team.all_gather(rank)
     except RankError as error:
         said["gone"] = (error.rank, error.reason)
 print(json.dumps(said), flush=True)
@@ -88,16 +94,16 @@ print(json.dumps(said), flush=True)
 
 INTERRUPTED = """
 import sys
-from bigload.distributed.process_group import launched_team
+from bigload.distributed.process_group import launched_process_group
 
-with launched_team() as team:
-    team.share(None)
+with launched_process_group() as team:
+    team.all_gather(None)
     print("waiting", flush=True)
     if team.rank == 0:
         sys.stdin.readline()  # busy with its share
         sys.exit()
     try:
-        team.share(None)
+        team.all_gather(None)
     except KeyboardInterrupt:
         sys.exit(130)
 """
@@ -136,35 +142,38 @@ def no_launcher(monkeypatch):
 
 
 def test_without_a_launcher_one_works_alone(no_launcher):
-    with launched_team() as team:
-        assert (team.rank, team.size, team.share("x")) == (0, 1, ["x"])
+    with launched_process_group() as team:
+        assert (team.rank, team.size, team.all_gather("x")) == (0, 1, ["x"])
 
 
 @pytest.mark.parametrize("environment", [{"WORLD_SIZE": "1", "RANK": "0"}, {"WORLD_SIZE": "4"}])
 def test_one_rank_and_a_size_without_a_rank_are_alone(no_launcher, monkeypatch, environment):
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    with launched_team() as team:
-        assert isinstance(team, Alone)
+    with launched_process_group() as team:
+        assert isinstance(team, SingleProcess)
 
 
 def test_a_launcher_that_says_nonsense_is_named(no_launcher, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "0")
     monkeypatch.delenv("MASTER_ADDR", raising=False)
-    with pytest.raises(RankError, match=r"cannot join the 2 of this job: .*MASTER_ADDR") as caught, launched_team():
+    with (
+        pytest.raises(RankError, match=r"cannot join the 2 of this job: .*MASTER_ADDR") as caught,
+        launched_process_group(),
+    ):
         pass
     assert "torchrun" in caught.value.hint
 
 
 def test_without_a_process_group_a_library_call_is_alone():
-    with present_team() as team:
-        assert isinstance(team, Alone)
+    with current_process_group() as team:
+        assert isinstance(team, SingleProcess)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_together_returns_what_each_did_itself(size):
-    assert outcomes(size, lambda team: together(team, lambda: team.rank)) == list(range(size))
+    assert outcomes(size, lambda team: run_on_all_ranks(team, lambda: team.rank)) == list(range(size))
 
 
 @pytest.mark.parametrize(("size", "failing"), [(1, 0), (2, 0), (2, 1), (3, 1)])
@@ -174,7 +183,7 @@ def test_a_failure_is_raised_where_it_was_and_named_elsewhere(size, failing):
             if team.rank == failing:
                 raise ReadError("model.safetensors", "it ended")
 
-        together(team, step)
+        run_on_all_ranks(team, step)
 
     for rank, outcome in enumerate(outcomes(size, work)):
         if rank == failing:
@@ -190,7 +199,7 @@ def test_an_error_about_another_process_goes_on_naming_that_one():
             if team.rank == 0:
                 raise RankError(2, "it is on fire")
 
-        together(team, step)
+        run_on_all_ranks(team, step)
 
     assert [(error.rank, error.reason) for error in outcomes(3, work)] == [(2, "it is on fire")] * 3
 
@@ -199,7 +208,7 @@ def test_the_own_error_is_raised_also_if_nobody_is_left_to_hear_it():
     def work(team):
         if team.rank == 0:
             return
-        together(team, lambda: 1 // 0)
+        run_on_all_ranks(team, lambda: 1 // 0)
 
     assert isinstance(outcomes(2, work)[1], ZeroDivisionError)
 

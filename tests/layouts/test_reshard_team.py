@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import bigload
-from bigload.distributed.process_group import Alone
+from bigload.distributed.process_group import SingleProcess
 from bigload.errors import BigloadError, OutputExistsError, RankError, ReadError, WriteError
 from bigload.layouts import execution
 from bigload.layouts.reshard import reshard
@@ -32,7 +32,7 @@ def source(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def expected(source):
-    reshard(source, source.with_name("expected"), max_shard_bytes=1500, team=Alone())
+    reshard(source, source.with_name("expected"), max_shard_bytes=1500, team=SingleProcess())
     return contents(source.with_name("expected"))
 
 
@@ -193,8 +193,8 @@ def test_nobody_begins_while_a_process_of_a_team_that_failed_still_writes(source
         fcntl.flock(journal, fcntl.LOCK_EX)
         for options in ({"resume": True}, {"force": True}):
             with pytest.raises(OutputExistsError, match="another process is writing it now"):
-                run(source, out, Alone(), **options)
-    run(source, out, Alone(), resume=True)
+                run(source, out, SingleProcess(), **options)
+    run(source, out, SingleProcess(), resume=True)
 
 
 def test_a_source_that_changed_voids_the_work_of_all(source, tmp_path, monkeypatch):

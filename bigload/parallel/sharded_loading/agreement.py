@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from bigload.distributed.process_group import Team
+from bigload.distributed.process_group import ProcessGroup
 from bigload.errors import LoadOptionError
 
 _Mesh = str
@@ -21,7 +21,7 @@ _Form = str
 """The whole shape of a tensor, its dtype and its placements."""
 
 
-def check_agreement(team: Team, arguments: Mapping[str, object], model: nn.Module) -> None:
+def check_agreement(team: ProcessGroup, arguments: Mapping[str, object], model: nn.Module) -> None:
     """Compare, in all ranks of `team`, the `arguments` of each and the `DTensor`s that it shares with others.
 
     Every rank of a mesh has to have the same tensors on it. What is on no mesh, or on another one, may differ: ranks
@@ -34,7 +34,7 @@ def check_agreement(team: Team, arguments: Mapping[str, object], model: nn.Modul
         return
     forms = _forms(model)
     digests = {mesh: sha256(repr(sorted(tensors.items())).encode()).hexdigest() for mesh, tensors in forms.items()}
-    told: list[dict[str, Any]] = team.share({"arguments": dict(arguments), "digests": digests})
+    told: list[dict[str, Any]] = team.all_gather({"arguments": dict(arguments), "digests": digests})
     for name, value in told[0]["arguments"].items():
         for rank, theirs in enumerate(told):
             if theirs["arguments"][name] != value:
@@ -43,7 +43,7 @@ def check_agreement(team: Team, arguments: Mapping[str, object], model: nn.Modul
     for mesh in sorted({mesh for theirs in told for mesh in theirs["digests"]}):
         ranks, _ = json.loads(mesh)
         if len({told[rank]["digests"].get(mesh) for rank in ranks}) > 1:
-            everybody = team.share(forms.get(mesh, {}))
+            everybody = team.all_gather(forms.get(mesh, {}))
             _raise_difference({rank: everybody[rank] for rank in ranks})
 
 

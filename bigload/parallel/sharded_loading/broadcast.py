@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from bigload.checkpoint.model import Checkpoint, Span, TensorInfo
-from bigload.distributed.torch_process_group import TorchTeam
+from bigload.distributed.torch_process_group import TorchProcessGroup
 from bigload.dtypes import DTYPES
 from bigload.errors import RankError
 from bigload.loading.strategy.read_strategy import ReadStrategy
@@ -107,7 +107,7 @@ def stored_elsewhere(told: Mapping[str, Any]) -> StoredTensors:
 
 
 def send_out(
-    team: TorchTeam,
+    team: TorchProcessGroup,
     checkpoint: Checkpoint,
     how: LoadSettings,
     sent: Sequence[StoredTensor],
@@ -136,7 +136,7 @@ def send_out(
                 read_bytes += count
             except Exception:
                 with suppress(RankError):
-                    team.send_out(torch.tensor([_NO_MORE]))
+                    team.broadcast(torch.tensor([_NO_MORE]))
                 raise
         if not _all_have(team, memory):
             break
@@ -150,7 +150,7 @@ def send_out(
     return strategy, read_bytes
 
 
-def _all_have(team: TorchTeam, memory: torch.Tensor) -> bool:
+def _all_have(team: TorchProcessGroup, memory: torch.Tensor) -> bool:
     """Make `memory` that of rank 0, and return whether rank 0 had something to send.
 
     When rank 0 misses another one, it tells the others that no more will come.
@@ -159,7 +159,7 @@ def _all_have(team: TorchTeam, memory: torch.Tensor) -> bool:
     gone = None
     for values in (word, memory):
         try:
-            team.send_out(values)
+            team.broadcast(values)
         except RankError as error:
             if team.rank:
                 raise
@@ -168,7 +168,7 @@ def _all_have(team: TorchTeam, memory: torch.Tensor) -> bool:
             return False
     if gone is not None:
         with suppress(RankError):
-            team.send_out(torch.tensor([_NO_MORE]))
+            team.broadcast(torch.tensor([_NO_MORE]))
         raise gone
     return True
 

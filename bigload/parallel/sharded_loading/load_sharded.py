@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from bigload.checkpoint.model import Checkpoint
-from bigload.distributed.process_group import Team, present_team, together
-from bigload.distributed.torch_process_group import TorchTeam
+from bigload.distributed.process_group import ProcessGroup, current_process_group, run_on_all_ranks
+from bigload.distributed.torch_process_group import TorchProcessGroup
 from bigload.errors import LoadOptionError, UnknownTensorError, UnsupportedDTypeError
 from bigload.loading.assign import Assignment
 from bigload.loading.memory_errors import memory_errors
@@ -106,8 +106,8 @@ def load_sharded(
         RankError: it failed in another process, or that is gone.
     """
     began = time.perf_counter()
-    with present_team() as team:
-        how, place, module = together(
+    with current_process_group() as team:
+        how, place, module = run_on_all_ranks(
             team, lambda: (settings(threads, method, max_inflight), _device(device), _module(model))
         )
         asked = {"broadcast_from_rank0": broadcast_from_rank0, "strict": strict, "method": method and str(method)}
@@ -122,18 +122,18 @@ def load_sharded(
             is_alone=team.size == 1,
         )
         fill: _Fill
-        if broadcast_from_rank0 and isinstance(team, TorchTeam):
+        if broadcast_from_rank0 and isinstance(team, TorchProcessGroup):
             stored = _told_by_rank_0(checkpoint, team)
-            places = together(team, lambda: plan.parts(stored))
+            places = run_on_all_ranks(team, lambda: plan.parts(stored))
             sent = _wanted_by_any(stored, places, team)
             fill = partial(send_out, team, stored.checkpoint, how, sent)
         else:
-            stored, places = together(team, lambda: _opened(checkpoint, plan))
+            stored, places = run_on_all_ranks(team, lambda: _opened(checkpoint, plan))
             fill = partial(fill_local, stored.checkpoint, how)
         parts = [part for _, part in places]
-        tensors, report = together(team, lambda: _loaded(stored, parts, fill, team.rank, began))
+        tensors, report = run_on_all_ranks(team, lambda: _loaded(stored, parts, fill, team.rank, began))
         assign_local(module, [assignment for assignment, _ in places], tensors)
-        return tuple(map(RankLoadReport.from_json, team.share(asdict(report))))
+        return tuple(map(RankLoadReport.from_json, team.all_gather(asdict(report))))
 
 
 def _module(model: nn.Module) -> nn.Module:
@@ -150,19 +150,19 @@ def _device(device: str | torch.device | None) -> torch.device:
         raise LoadOptionError("device", str(device), f"a device ({str(error).splitlines()[0]:.200})") from None
 
 
-def _told_by_rank_0(checkpoint: Checkpoint | str | Path, team: TorchTeam) -> StoredTensors:
+def _told_by_rank_0(checkpoint: Checkpoint | str | Path, team: TorchProcessGroup) -> StoredTensors:
     """Return what rank 0 has opened, and in the others what it tells of it."""
-    opened = together(team, lambda: open_stored(checkpoint) if team.rank == 0 else None)
-    told = team.share(None if opened is None else without_places(opened))[0]
+    opened = run_on_all_ranks(team, lambda: open_stored(checkpoint) if team.rank == 0 else None)
+    told = team.all_gather(None if opened is None else without_places(opened))[0]
     assert told is not None, "rank 0 has opened it, or raised"
     return stored_elsewhere(told) if opened is None else opened
 
 
 def _wanted_by_any(
-    stored: StoredTensors, places: Sequence[tuple[Assignment, LocalPart]], team: Team
+    stored: StoredTensors, places: Sequence[tuple[Assignment, LocalPart]], team: ProcessGroup
 ) -> list[StoredTensor]:
     """Return what any rank wants a part of, in one order for all."""
-    wanted = {name for names in team.share([part.stored.name for _, part in places]) for name in names}
+    wanted = {name for names in team.all_gather([part.stored.name for _, part in places]) for name in names}
     return [tensor for tensor in stored.tensors.values() if tensor.name in wanted]
 
 

@@ -13,7 +13,7 @@ from bigload_cli.failures import FAILED, INTERRUPTED, NOTHING_IS_LEFT, TERMINATE
 from bigload_cli.options import ColorMode, ColorOption, IoThreadsOption, JsonOption, QuietOption, YesOption, size_option
 
 if TYPE_CHECKING:
-    from bigload.distributed.process_group import Team
+    from bigload.distributed.process_group import ProcessGroup
     from bigload.layouts.preparation import PreparedReshard
     from bigload.layouts.reshard import ReshardReport
     from bigload.loading.progress import OnProgress
@@ -116,7 +116,7 @@ def reshard(
     max_shard_bytes = (
         None if max_shard_size.strip().lower() == "none" else size_option("--max-shard-size", max_shard_size)
     )
-    from bigload.distributed.process_group import launched_team, together
+    from bigload.distributed.process_group import launched_process_group, run_on_all_ranks
     from bigload.layouts.preparation import prepare_reshard
     from bigload.layouts.writing.writer import LEAST_BYTES_PER_THREAD
     from bigload_cli.output import say, say_warnings
@@ -125,8 +125,8 @@ def reshard(
     in_flight = None
     if max_memory_in_flight is not None:
         in_flight = size_option("--max-memory-in-flight", max_memory_in_flight, at_least=LEAST_BYTES_PER_THREAD)
-    with launched_team() as team:  # torchrun: all ranks share the work, and the first one speaks
-        prepared = together(
+    with launched_process_group() as team:  # torchrun: all ranks share the work, and the first one speaks
+        prepared = run_on_all_ranks(
             team,
             lambda: prepare_reshard(
                 source,
@@ -209,7 +209,7 @@ def _run(
     threads: int | None,
     max_inflight: int | None,
     on_progress: OnProgress,
-    team: Team,
+    team: ProcessGroup,
 ) -> ReshardReport:
     from bigload.layouts.reshard import run_reshard
     from bigload_cli.signals import sigterm_as_ctrl_c

@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 import bigload
-from bigload.distributed.torch_process_group import TorchTeam
+from bigload.distributed.torch_process_group import TorchProcessGroup
 from bigload.errors import LoadOptionError, ReadError, StateDictMismatchError, UnknownTensorError
 from bigload.parallel.sharded_loading import broadcast as sending_out
 from bigload.parallel.sharded_loading import load_sharded as rank_loading
@@ -203,7 +203,7 @@ def die_in(folder, what, victim):
         owner, name = {
             "open": (rank_loading, "open_stored"),
             "read": (rank_loading, "fill_local"),
-            "send": (TorchTeam, "send_out"),
+            "send": (TorchProcessGroup, "broadcast"),
             "take": (sending_out, "_take"),
             "assign": (rank_loading, "assign_local"),
         }[what]
