@@ -37,6 +37,7 @@ _MODULES = {
     "bigload.distributed.process_state": "Accelerator PartialState",
     "bigload.distributed.saving": "save",
     "bigload.distributed.splitting": "split_between_processes",
+    "bigload.distributed.unwrapping": "extract_model_from_parallel",
     "bigload.dtypes": "DType",
     "bigload.errors": (
         "AbsentWeightError AlreadyDispatchedError BenchOptionError BigloadError BudgetError ChangedShapeError "
@@ -118,7 +119,7 @@ _MODULES = {
     "bigload.runtime.utilities.data_batches": "skip_first_batches",
     "bigload.runtime.utilities.device_cache": "clear_device_cache find_executable_batch_size release_memory",
     "bigload.runtime.utilities.environment": "patch_environment",
-    "bigload.runtime.utilities.unwrapping": "extract_model_from_parallel get_module_class_from_name",
+    "bigload.runtime.utilities.module_classes": "get_module_class_from_name",
 }
 
 # torch warns of a missing numpy whenever it is imported; bigload never asks torch for numpy's arrays.

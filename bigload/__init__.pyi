@@ -38,6 +38,7 @@ from bigload.distributed.process_state import Accelerator as Accelerator
 from bigload.distributed.process_state import PartialState as PartialState
 from bigload.distributed.saving import save as save
 from bigload.distributed.splitting import split_between_processes as split_between_processes
+from bigload.distributed.unwrapping import extract_model_from_parallel as extract_model_from_parallel
 from bigload.dtypes import DType as DType
 from bigload.errors import AbsentWeightError as AbsentWeightError
 from bigload.errors import AlreadyDispatchedError as AlreadyDispatchedError
@@ -217,6 +218,5 @@ from bigload.runtime.utilities.device_cache import clear_device_cache as clear_d
 from bigload.runtime.utilities.device_cache import find_executable_batch_size as find_executable_batch_size
 from bigload.runtime.utilities.device_cache import release_memory as release_memory
 from bigload.runtime.utilities.environment import patch_environment as patch_environment
-from bigload.runtime.utilities.unwrapping import extract_model_from_parallel as extract_model_from_parallel
-from bigload.runtime.utilities.unwrapping import get_module_class_from_name as get_module_class_from_name
+from bigload.runtime.utilities.module_classes import get_module_class_from_name as get_module_class_from_name
 from bigload.version import __version__ as __version__

@@ -1,4 +1,4 @@
-"""All processes at one point: wait for each other there, or tell each other that something has happened."""
+"""Barriers: wait for all processes at one point, or signal all of them that something has happened in one."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from bigload.distributed.process_group import ahead
-from bigload.distributed.process_index import local_process_index, num_processes, process_group
+from bigload.distributed.process_group import check_not_in_first_block, first_line
+from bigload.distributed.process_index import initialized_torch_distributed, local_process_index, num_processes
 from bigload.errors import ProcessControlError, RankError
 
 if TYPE_CHECKING:
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class _Trigger:
-    """Whether this process has something to tell."""
+    """Whether this process has called `set_trigger` since the last `check_trigger` that was true."""
 
     is_set = False
 
@@ -24,9 +24,9 @@ _trigger = _Trigger()
 
 
 def wait_for_everyone() -> None:
-    """Wait until every process has come here; where there is one alone, return.
+    """Wait until every process has come here; a process that is alone returns at once.
 
-    It is the barrier of torch.distributed, with its timeout. A process that dies is noticed at once with gloo; with
+    It is the barrier of torch.distributed, with its timeout. With gloo, a process that dies is noticed at once; with
     NCCL, torch ends the others when the timeout is over.
 
     Raises:
@@ -34,17 +34,17 @@ def wait_for_everyone() -> None:
             `main_process_first`.
         RankError: another process is gone, or has not come in time.
     """
-    if not must_meet("wait_for_everyone"):
+    if not has_other_processes("wait_for_everyone"):
         return
     import torch.distributed as dist
 
-    device = meeting_device()
+    device = collective_device()
     with _collective_errors():
         dist.barrier(device_ids=None if device.type == "cpu" else [device.index])
 
 
 def set_trigger() -> None:
-    """Have the next `check_trigger` return true in every process, whichever of them calls this."""
+    """Make the next `check_trigger` return true in every process, whichever of them calls this."""
     _trigger.is_set = True
 
 
@@ -56,11 +56,11 @@ def check_trigger() -> bool:
         RankError: another process is gone, or has not come in time.
     """
     is_set = _trigger.is_set
-    if must_meet("check_trigger"):
+    if has_other_processes("check_trigger"):
         import torch
         import torch.distributed as dist
 
-        flag = torch.tensor(int(is_set), dtype=torch.int32, device=meeting_device())
+        flag = torch.tensor(int(is_set), dtype=torch.int32, device=collective_device())
         with _collective_errors():
             dist.all_reduce(flag, op=dist.ReduceOp.MAX)
             is_set = bool(flag.item())
@@ -69,38 +69,34 @@ def check_trigger() -> bool:
     return is_set
 
 
-def must_meet(function: str, *, may_be_ahead: bool = False) -> bool:
-    """Return whether there are others to meet.
+def has_other_processes(function: str, *, may_be_in_first_block: bool = False) -> bool:
+    """Return whether there are other processes, which `function` needs.
 
     Args:
-        function: For which it is asked.
-        may_be_ahead: It does not wait for those who wait for this process.
+        function: For the error.
+        may_be_in_first_block: Whether it may be called in a `*_process_first` block, which others wait for.
 
     Raises:
-        ProcessControlError: there are others, and they cannot be met.
+        ProcessControlError: there are others, and no process group, or they wait for this process.
     """
     if num_processes() == 1:
         return False
-    if process_group() is None:
+    if initialized_torch_distributed() is None:
         raise ProcessControlError(
             f"{function} has {num_processes()} processes to wait for, and torch.distributed is not initialised",
             hint="call torch.distributed.init_process_group() first; "
             "without WORLD_SIZE in the environment one process works alone",
         )
-    first = ahead.get()
-    if first is not None and not may_be_ahead:
-        raise ProcessControlError(
-            f"{function} would wait for ever: the others wait for this process to leave {first}",
-            hint=f"call it after the block of {first}",
-        )
+    if not may_be_in_first_block:
+        check_not_in_first_block(function)
     return True
 
 
-def meeting_device() -> torch.device:
-    """Return where a tensor has to be for all processes to exchange it: on the CPU if the group can do that.
+def collective_device() -> torch.device:
+    """Return the device for tensors of collective operations: the CPU if the group has a backend for it.
 
-    Of several accelerators it is the one that the process group was bound to, else the current one. The first is also
-    current where nobody has chosen, so it is taken for a choice only in the first process of a host.
+    Of several accelerators it is the one that the process group was bound to, else the current one. Device 0 is current
+    also where none was set, so only the first process of a host takes it for a choice.
     """
     import torch
     import torch.distributed as dist
@@ -117,7 +113,7 @@ def meeting_device() -> torch.device:
 
 
 def _bound_device() -> torch.device | None:
-    """Return what `init_process_group(device_id=...)` was given."""
+    """Return the device of `init_process_group(device_id=...)`."""
     import torch.distributed as dist
 
     bound: torch.device | None = getattr(dist.group.WORLD, "bound_device_id", None)
@@ -129,6 +125,5 @@ def _collective_errors() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        first_line = next(iter(str(error).splitlines()), type(error).__name__)
-        reason = f"it is gone or has not come in time ({first_line:.300})"
+        reason = f"it is gone or has not come in time ({first_line(error)})"
         raise RankError(None, reason, hint="all processes have to come here; see what the others said") from error

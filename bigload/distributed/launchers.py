@@ -1,4 +1,4 @@
-"""What a launcher says in the environment of the processes that it starts: how many there are, and which is this one.
+"""Environment variables by which launchers number the processes that they start.
 
 Read from the documents of torchrun, Open MPI (`mpirun`), MPICH and Intel MPI (`mpiexec`), and Slurm (`srun`). With
 Slurm, the number of tasks is that of the step: a batch script is one process of an allocation for many.
@@ -14,7 +14,7 @@ from bigload.errors import ProcessOptionError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launcher:
-    """Names of the variables of one launcher; `node`, the number of the host, is not told by all."""
+    """Names of the variables of one launcher; not all launchers set `node`, the number of the host."""
 
     rank: str
     size: str
@@ -29,18 +29,18 @@ LAUNCHERS = (
     Launcher(rank="PMI_RANK", size="PMI_SIZE", local_rank="MPI_LOCALRANKID"),
     Launcher(rank="SLURM_PROCID", size="SLURM_STEP_NUM_TASKS", local_rank="SLURM_LOCALID", node="SLURM_NODEID"),
 )
-"""In the order in which they are asked: torchrun may run in a step of Slurm, and not the other way round."""
+"""The first whose variables are set counts: torchrun may run in a step of Slurm, and not the other way round."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
-    """Which process this is.
+class LaunchedProcess:
+    """This process as its launcher numbers it.
 
     Attributes:
         rank: Its number among all, from 0 on.
-        size: How many there are.
-        local_rank: Its number on its host, `None` where that is not told.
-        node: What tells its host from others in this job, `None` where that is not told.
+        size: The number of processes.
+        local_rank: Its number on its host, `None` where no variable has it.
+        node: A text that differs between the hosts of this job, `None` where no variable has it.
     """
 
     rank: int
@@ -49,8 +49,8 @@ class Place:
     node: str | None
 
 
-def launched_place() -> Place | None:
-    """Return the place that a launcher gave to this process, `None` if none did.
+def launched_process() -> LaunchedProcess | None:
+    """Return rank and size that a launcher gave to this process, `None` if none did.
 
     Raises:
         ProcessOptionError: a variable is no such number, or is missing where another one is set.
@@ -62,26 +62,26 @@ def launched_place() -> Place | None:
             if rank is None or rank >= size:
                 expected = f"the number of this process, below {launcher.size}={size}"
                 raise ProcessOptionError(launcher.rank, rank, expected)
-            return Place(rank=rank, size=size, local_rank=_number(launcher.local_rank), node=_node(launcher))
+            return LaunchedProcess(rank=rank, size=size, local_rank=_number(launcher.local_rank), node=_node(launcher))
     return None
 
 
-def local_place(rank: int, size: int) -> Place:
-    """Return what is told of the host of process `rank` of `size`, which is this one.
+def launched_on_host(rank: int, size: int) -> LaunchedProcess:
+    """Return local rank and host of this process, which is `rank` of `size`, as far as variables have them.
 
-    Processes that were not started by the launcher inherit its variables from their parent, so only those count that
-    come with this rank and size. LOCAL_RANK alone, as programs set it that start processes themselves, counts too.
+    Processes that were not started by the launcher inherit its variables from their parent, so they count only if they
+    have this rank and size. LOCAL_RANK alone, as programs set it that start processes themselves, counts too.
 
     Raises:
         ProcessOptionError: a variable is no such number.
     """
     for launcher in LAUNCHERS:
-        told = (_number(launcher.rank), _number(launcher.size))
+        found = (_number(launcher.rank), _number(launcher.size))
         local_rank = _number(launcher.local_rank)
-        if local_rank is not None and (told == (rank, size) or (launcher is TORCHRUN and told == (None, None))):
-            node = _node(launcher) if told != (None, None) else None
-            return Place(rank=rank, size=size, local_rank=local_rank, node=node)
-    return Place(rank=rank, size=size, local_rank=None, node=None)
+        if local_rank is not None and (found == (rank, size) or (launcher is TORCHRUN and found == (None, None))):
+            node = _node(launcher) if found != (None, None) else None
+            return LaunchedProcess(rank=rank, size=size, local_rank=local_rank, node=node)
+    return LaunchedProcess(rank=rank, size=size, local_rank=None, node=None)
 
 
 def _node(launcher: Launcher) -> str | None:

@@ -1,9 +1,9 @@
-"""Where the processes of a group are, and whether they still live: each says it once, in the store of the group.
+"""Liveness of the processes of a group: each publishes its identity once, in the store of the process group.
 
-A process of this host is looked up in /proc, so its death is noticed at once and nothing else is taken for it: no one
-has to give signs of life, and a process may compute for hours. Of another host, the launcher knows: torchrun and mpirun
-end a job that lost a process. The process that keeps the store, process 0 if torchrun does not, is missed when the
-store is.
+A process of this host is looked up in /proc, so its death is noticed at once and nothing else is taken for it: no
+heartbeats, and a process may compute for hours. The death of a process on another host is the launcher's to notice:
+torchrun and mpirun end a job that lost a process. If the process dies that serves the store (process 0, unless
+torchrun does), reading the store fails.
 """
 
 from __future__ import annotations
@@ -12,34 +12,41 @@ import json
 import os
 import socket
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from functools import cache, cached_property
+from functools import cache
 from pathlib import Path
 from weakref import WeakKeyDictionary
 
+import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed.distributed_c10d import _get_default_store
 
-from bigload.distributed.launchers import local_place
-from bigload.distributed.lost_connections import PROBE_SECONDS, has_left
+from bigload.distributed.launchers import launched_on_host
+from bigload.distributed.process_group import first_line
 from bigload.errors import RankError
 
-_LONGEST_NAP_SECONDS = 0.25
+_LONGEST_SLEEP_SECONDS = 0.25
+
+_PROBE_SECONDS = 1.0
+"""The least time between two probes of connections: each leaves a few bytes in the other process."""
+
+_NEVER_RECEIVED = 0x62696C64
+"""A message tag that no process receives."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Presence:
-    """A process, and where it runs.
+class ProcessIdentity:
+    """A process of a group, and where it runs.
 
     Attributes:
-        rank: Its number in the group.
-        node: Its host, which is the same text for all processes there: as the launcher numbers it, else its name.
-        kernel: What tells the process numbers of one running system, or container, from those of another.
-        pid: Its process number there.
-        started: When it was started, in clock ticks since boot; numbers are used again.
+        rank: Its rank in the group.
+        node: Its host, the same text for all processes there: as the launcher numbers it, else its name.
+        kernel: Boot id and PID namespace, within which process ids are unique.
+        pid: Its process id there.
+        started: Its start time in clock ticks since boot, as process ids are reused.
     """
 
     rank: int
@@ -49,9 +56,9 @@ class Presence:
     started: int
 
     @classmethod
-    def here(cls, rank: int, size: int) -> Presence:
-        """Return that of this process."""
-        node = local_place(rank, size).node or f"host={socket.gethostname()}"
+    def of_this_process(cls, rank: int, size: int) -> ProcessIdentity:
+        """Return the identity of this process."""
+        node = launched_on_host(rank, size).node or f"host={socket.gethostname()}"
         state = _process_state(os.getpid())
         return cls(rank=rank, node=node, kernel=_kernel(), pid=os.getpid(), started=-1 if state is None else state[1])
 
@@ -69,7 +76,7 @@ def _kernel() -> str:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
     except OSError:
-        return f"unknown {os.getpid()}"  # like no other
+        return f"unknown {os.getpid()}"  # equal to no other
 
 
 def _process_state(pid: int) -> tuple[str, int] | None:
@@ -81,120 +88,134 @@ def _process_state(pid: int) -> tuple[str, int] | None:
     return fields[0], int(fields[19])
 
 
-class RollCall:
-    """The processes of the default process group; this one says where it is.
+class ProcessRegistry:
+    """Identities of the processes of the default process group; creating it publishes that of this process.
 
-    The store is asked for at every use and not kept: it lives as long as its group, and holds a port.
+    The store is looked up at every use and not kept: it lives as long as its group, and holds a port.
+
+    Attributes:
+        counts: Collective calls so far, by name: the same in all processes, so they number keys in the store.
     """
 
     def __init__(self) -> None:
         self.rank = dist.get_rank()
         self.size = dist.get_world_size()
-        self.num_turns: dict[str, int] = {}
-        self._known: dict[int, Presence] = {}
+        self.counts: dict[str, int] = {}
+        self.own = ProcessIdentity.of_this_process(self.rank, self.size)
+        self._known: dict[int, ProcessIdentity] = {}
         with store_errors():
-            store().set(_said_by(self.rank), self.said)
+            store().set(_identity_key(self.rank), json.dumps(asdict(self.own)))
 
-    @cached_property
-    def here(self) -> Presence:
-        return Presence.here(self.rank, self.size)
-
-    @property
-    def said(self) -> str:
-        """Where this process is, as others read it."""
-        return json.dumps(asdict(self.here))
-
-    def of(self, rank: int) -> Presence | None:
-        """Return where a process is, `None` if it has not said so yet.
+    def identity(self, rank: int) -> ProcessIdentity | None:
+        """Return the identity of a process, `None` if it has not published it yet.
 
         Raises:
             RankError: the store is gone.
         """
-        if rank not in self._known:
+        if rank not in self._known and has_key(_identity_key(rank)):
             with store_errors():
-                if store().check([_said_by(rank)]):
-                    self._known[rank] = Presence(**json.loads(store().get(_said_by(rank))))
+                self._known[rank] = ProcessIdentity(**json.loads(store().get(_identity_key(rank))))
         return self._known.get(rank)
 
     def has_ended(self, rank: int, *, may_probe: bool) -> bool:
-        """Return whether a process is known to have ended, by its connection if it has not said where it is."""
-        presence = self.of(rank)
-        return (may_probe and has_left(rank)) if presence is None else presence.has_ended()
+        """Return whether a process is known to have ended, by its connection if its identity is not known."""
+        identity = self.identity(rank)
+        return (may_probe and _is_disconnected(rank)) if identity is None else identity.has_ended()
 
-    def num_before(self) -> int:
-        """Return how many processes of this host have a lower rank; waits until all such have said where they are.
-
-        Raises:
-            RankError: one does not.
-        """
-        return sum(each.node == self.here.node for each in self._all(range(self.rank), None))
-
-    def neighbours(self, limit_seconds: float | None) -> list[int]:
-        """Return the ranks of the other processes of this host; waits until all processes have said where they are.
+    def num_lower_ranks_on_host(self) -> int:
+        """Return how many processes of this host have a lower rank; waits until all such have published.
 
         Raises:
             RankError: one does not.
         """
-        others = (rank for rank in range(self.size) if rank != self.rank)
-        return [each.rank for each in self._all(others, limit_seconds) if each.node == self.here.node]
+        return len(self._on_this_host(range(self.rank), None))
 
-    def _all(self, ranks: Iterable[int], limit_seconds: float | None) -> list[Presence]:
-        wanted = list(ranks)
-        unknown = {rank: _said_by(rank) for rank in wanted if rank not in self._known}
-        self.wait_for(unknown, "has not said which host it is on", limit_seconds=limit_seconds)
-        return [each for rank in wanted if (each := self.of(rank)) is not None]
+    def ranks_on_host(self, limit_seconds: float | None) -> list[int]:
+        """Return the ranks of the processes of this host; waits until all processes have published.
 
-    def wait_for(self, keys: dict[int, str], reason: str, *, limit_seconds: float | None = None) -> None:
+        Raises:
+            RankError: one does not.
+        """
+        return self._on_this_host(range(self.size), limit_seconds)
+
+    def _on_this_host(self, ranks: Iterable[int], limit_seconds: float | None) -> list[int]:
+        unknown = {rank: _identity_key(rank) for rank in ranks if rank not in self._known}
+        self.wait_for_keys(unknown, "has not said which host it is on", limit_seconds=limit_seconds)
+        identities = [self.identity(rank) for rank in ranks]
+        return [each.rank for each in identities if each is not None and each.node == self.own.node]
+
+    def wait_for_keys(self, keys: Mapping[int, str], missing: str, *, limit_seconds: float | None = None) -> None:
         """Wait until the store has all `keys`, each of which a process sets.
 
         Args:
             keys: By the rank of the process that sets it.
-            reason: What to say of a process that has not done so in time.
-            limit_seconds: How long to wait; the timeout of the process group if it is not given.
+            missing: For the error: what a process has not done whose key is missing.
+            limit_seconds: The longest wait, by default the timeout of the process group.
 
         Raises:
-            RankError: a process has ended without it, has not set it in time, or the store is gone.
+            RankError: a process has ended without setting its key, has not set it in time, or the store is gone.
         """
-        limit = patience_seconds() if limit_seconds is None else limit_seconds
-        missing = dict(keys)
-        probed = 0.0
-        for waited in naps():
-            missing = {rank: key for rank, key in missing.items() if not _has(key)}
-            if not missing:
+        limit = group_timeout_seconds() if limit_seconds is None else limit_seconds
+        waiting = dict(keys)
+        for poll in polls():
+            waiting = {rank: key for rank, key in waiting.items() if not has_key(key)}
+            if not waiting:
                 return
-            is_time_to_probe = waited > probed + PROBE_SECONDS
-            for rank, key in missing.items():
-                if self.has_ended(rank, may_probe=is_time_to_probe) and not _has(key):
-                    raise RankError(rank, f"it has ended, and {reason}")
-            probed = waited if is_time_to_probe else probed
-            if waited > limit:
-                raise late(next(iter(missing)), reason, waited)
+            for rank, key in waiting.items():
+                if self.has_ended(rank, may_probe=poll.may_probe) and not has_key(key):
+                    raise RankError(rank, f"it has ended, and {missing}")
+            if poll.waited_seconds > limit:
+                raise timed_out(next(iter(waiting)), missing, poll.waited_seconds)
 
 
-_calls: WeakKeyDictionary[dist.ProcessGroup, RollCall] = WeakKeyDictionary()
+def _is_disconnected(rank: int) -> bool:
+    """Return whether the gloo connection to `rank` is closed; false where the group has no connections of gloo.
+
+    Gloo connects all ranks when the group is made, and the kernel closes the connections of a process that ends.
+    """
+    if "cpu:gloo" not in dist.get_backend_config().split(","):
+        return False
+    try:
+        dist.isend(torch.zeros(1, dtype=torch.uint8, device="cpu"), rank, tag=_NEVER_RECEIVED)
+    except RuntimeError:
+        return True
+    return False
 
 
-def roll_call() -> RollCall:
-    """Return that of the default process group, which is initialised.
+_registries: WeakKeyDictionary[dist.ProcessGroup, ProcessRegistry] = WeakKeyDictionary()
+
+
+def process_registry() -> ProcessRegistry:
+    """Return the registry of the default process group, which is initialised.
 
     Raises:
         RankError: its store is gone.
     """
     group = dist.group.WORLD
     assert group is not None
-    if group not in _calls:
-        _calls[group] = RollCall()
-    return _calls[group]
+    if group not in _registries:
+        _registries[group] = ProcessRegistry()
+    return _registries[group]
 
 
 def store() -> Store:
-    """Return where the processes of the default group leave word for each other."""
+    """Return the key-value store of the default group, under the prefix of bigload."""
     return PrefixStore("bigload", _get_default_store())
+
+
+def has_key(key: str) -> bool:
+    """Return whether the store has `key`.
+
+    Raises:
+        RankError: the store is gone.
+    """
+    with store_errors():
+        return bool(store().check([key]))
 
 
 @contextmanager
 def store_errors() -> Iterator[None]:
-    """Have what the store raises told as an error of bigload.
+    """Turn errors of the store into errors of bigload.
 
     Raises:
         RankError: the store cannot be reached.
@@ -202,38 +223,43 @@ def store_errors() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        first_line = next(iter(str(error).splitlines()), type(error).__name__)
         raise RankError(
             None,
-            f"the store of the process group can no longer be reached ({first_line:.200})",
+            f"the store of the process group can no longer be reached ({first_line(error)})",
             hint="the process that keeps it has ended, mostly process 0; see what it said",
         ) from error
 
 
-def patience_seconds() -> float:
-    """Return how long a process waits for others to come: the timeout of the process group."""
+def group_timeout_seconds() -> float:
+    """Return the timeout of the process group: how long a process waits for others to come."""
     return float(store().timeout.total_seconds())  # type: ignore[attr-defined]  # its stubs lack it
 
 
-def naps() -> Iterator[float]:
-    """Yield for how many seconds there was a wait so far, and wait a little longer each time; signals are served."""
+@dataclass(frozen=True, slots=True)
+class Poll:
+    """One look during a wait: the time since its start, and whether connections may be probed."""
+
+    waited_seconds: float
+    may_probe: bool
+
+
+def polls() -> Iterator[Poll]:
+    """Yield without end, and sleep a little longer after each; signals such as Ctrl-C are served in between."""
     start = time.monotonic()
+    probed = 0.0
     while True:
         waited = time.monotonic() - start
-        yield waited
-        time.sleep(min(max(waited / 8, 0.0005), _LONGEST_NAP_SECONDS))
+        may_probe = waited > probed + _PROBE_SECONDS
+        probed = waited if may_probe else probed
+        yield Poll(waited, may_probe)
+        time.sleep(min(max(waited / 8, 0.0005), _LONGEST_SLEEP_SECONDS))
 
 
-def late(rank: int | None, reason: str, waited_seconds: float) -> RankError:
-    """Return the error that says for how long a process was waited for."""
+def timed_out(rank: int | None, missing: str, waited_seconds: float) -> RankError:
+    """Return the error of a wait for a process that took too long."""
     hint = "all processes have to come here; give init_process_group a longer timeout if one takes that long"
-    return RankError(rank, f"it {reason} in {waited_seconds:.0f} s", hint=hint)
+    return RankError(rank, f"it {missing} in {waited_seconds:.0f} s", hint=hint)
 
 
-def _has(key: str) -> bool:
-    with store_errors():
-        return bool(store().check([key]))
-
-
-def _said_by(rank: int) -> str:
-    return f"here/{rank}"
+def _identity_key(rank: int) -> str:
+    return f"identity/{rank}"

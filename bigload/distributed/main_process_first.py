@@ -1,7 +1,8 @@
-"""One process goes first, of all or of each host, and the others come after it: to download, convert or cache once.
+"""`main_process_first` and `local_main_process_first`: one process runs a block before the others do.
 
-The first leaves word in the store of the process group when it has begun, and how it ended. So the others learn that it
-failed, and with what; and no collective operation runs into its timeout while the first takes its time.
+Unlike accelerate's two barriers, the first process publishes its identity and then its result or exception under a key
+in the process group's store. So the others learn that it failed, and with what; and no collective operation runs into
+its timeout while the first takes its time.
 """
 
 from __future__ import annotations
@@ -12,39 +13,39 @@ from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from typing import TYPE_CHECKING
 
-from bigload.distributed.barriers import must_meet
-from bigload.distributed.process_group import ahead
+from bigload.distributed.barriers import has_other_processes
+from bigload.distributed.process_group import running_first_block
 from bigload.distributed.process_index import is_local_main_process, is_main_process
 from bigload.errors import BigloadError, RankError
 
 if TYPE_CHECKING:
-    from bigload.distributed.process_order import Turn
+    from bigload.distributed.first_block import FirstBlock
 
 _LINGER_SECONDS = 3.0
-"""How long a process that failed stays to be heard: its end may take the store along."""
+"""How long a process that failed waits for the others to read that: when it ends, the store may end with it."""
 
 _TRACEBACK_LINES = 16
 
-_turn: ContextVar[Turn | None] = ContextVar("bigload_turn", default=None)
-"""The innermost block that this process is in. Blocks within it are counted apart, since who failed has had more."""
+_innermost: ContextVar[FirstBlock | None] = ContextVar("bigload_first_block", default=None)
+"""The innermost block that this process is in."""
 
-_unheard: ContextVar[list[Turn] | None] = ContextVar("bigload_unheard", default=None)
-"""What this process did first, and others have not come to yet: in the outermost block that it is the first in."""
+_unread: ContextVar[list[FirstBlock] | None] = ContextVar("bigload_unread_first_blocks", default=None)
+"""Blocks that this process ran first and that others may not have come to yet, if it is the first of an outer block."""
 
 
 @contextmanager
 def main_process_first() -> Iterator[None]:
-    """Run the block in process 0, and when it is done there, in all others; to be entered by all.
+    """Run the block in process 0, and when it is done there, in all others; all processes enter it.
 
-    Process 0 may take as long as it likes; when it is done, it waits until the others have come, and goes on. If its
-    block raises anything, Ctrl-C and `sys.exit` included, so do the others instead of running theirs.
+    Process 0 may take any time; when it is done, it waits until the others have come. If its block raises anything,
+    Ctrl-C and `sys.exit` included, the others raise an error instead of running theirs.
 
     Raises:
-        MainProcessFailedError: (in the others) the block raised in process 0, which is told, or that process is gone.
+        MainProcessFailedError: (in the others) the block raised in process 0, or that process is gone.
         RankError: another process has ended, or has not come within the timeout of the process group.
         ProcessControlError: there are several processes and no process group.
     """
-    with _in_turn("main_process_first", is_local=False):
+    with _first_block("main_process_first", is_local=False):
         yield
 
 
@@ -59,56 +60,56 @@ def local_main_process_first() -> Iterator[None]:
         RankError: another process has ended, or has not come within the timeout of the process group.
         ProcessControlError: there are several processes and no process group.
     """
-    with _in_turn("local_main_process_first", is_local=True):
+    with _first_block("local_main_process_first", is_local=True):
         yield
 
 
 @contextmanager
-def _in_turn(function: str, *, is_local: bool) -> Iterator[None]:
-    if not must_meet(function, may_be_ahead=True):
+def _first_block(function: str, *, is_local: bool) -> Iterator[None]:
+    if not has_other_processes(function, may_be_in_first_block=True):
         yield
         return
-    from bigload.distributed.process_order import Turn
+    from bigload.distributed.first_block import FirstBlock
 
     goes_first = is_local_main_process() if is_local else is_main_process()
-    turn = Turn(function, is_local=is_local, within=_turn.get())
+    block = FirstBlock(function, is_local=is_local, outer=_innermost.get())
     if not goes_first:
-        turn.wait_for_first()
-    entered = _turn.set(turn)
+        block.wait_for_first()
+    token = _innermost.set(block)
     try:
         if goes_first:
-            with _goes_first(turn):
+            with _runs_first(block):
                 yield
         else:
             yield
     finally:
-        _turn.reset(entered)
+        _innermost.reset(token)
 
 
 @contextmanager
-def _goes_first(turn: Turn) -> Iterator[None]:
-    outer = _unheard.get()
-    unheard = [] if outer is None else outer
-    turn.begin()
-    unheard.append(turn)
-    tokens = ahead.set(turn.function), _unheard.set(unheard)
+def _runs_first(block: FirstBlock) -> Iterator[None]:
+    outer = _unread.get()
+    unread = [] if outer is None else outer
+    block.begin()
+    unread.append(block)
+    tokens = running_first_block.set(block.function), _unread.set(unread)
     try:
         yield
     except BaseException as error:
-        with suppress(RankError):  # what happened here is the better reason
-            turn.leave_word(failed=_reason(error), traceback=_traceback(error))
+        with suppress(RankError):  # the error of this process is the better reason
+            block.publish_result(failed=_reason(error), traceback=_traceback(error))
             if outer is None:
-                turn.wait_for_others(_LINGER_SECONDS)
-                turn.forget()
+                block.wait_for_others(_LINGER_SECONDS)
+                block.remove_keys()
         raise
     finally:
-        ahead.reset(tokens[0])
-        _unheard.reset(tokens[1])
-    turn.leave_word(failed=None, traceback=[])
+        running_first_block.reset(tokens[0])
+        _unread.reset(tokens[1])
+    block.publish_result()
     if outer is None:  # those who wait for an outer block come to an inner one after it
-        for each in unheard:
+        for each in unread:
             each.wait_for_others()
-            each.forget()
+            each.remove_keys()
 
 
 def _reason(error: BaseException) -> str:
@@ -118,7 +119,7 @@ def _reason(error: BaseException) -> str:
 
 
 def _traceback(error: BaseException) -> list[str]:
-    """Return where it was raised, from the block on."""
+    """Return the last lines of the traceback, from the block on."""
     steps = error.__traceback__
     while steps is not None and steps.tb_frame.f_globals is globals():
         steps = steps.tb_next

@@ -1,12 +1,14 @@
-"""Who works on one job: this process alone, or all ranks of torch.distributed, on one machine or several."""
+"""Process groups: ranks that do the same calls at the same time, each its share of the work.
+
+This module has the interface, the group of a single process, and the propagation of errors to all ranks. It does not
+import torch; `joining.py` finds or makes the group of a call.
+"""
 
 from __future__ import annotations
 
 import json
-import os
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from contextvars import ContextVar
 from typing import Protocol, TypeVar
 
@@ -14,22 +16,16 @@ from bigload.errors import BigloadError, ProcessControlError, RankError
 
 T = TypeVar("T")
 
-_Failure = list[int | str | None]
-"""Rank of the process that failed, if known, and the error's text: a list, as JSON has it."""
-
-LISTENER_THREAD_PREFIX = "bigload-team-"
-"""How the names of threads begin that wait for other processes. There are none when a team has ended, or failed."""
-
-ahead: ContextVar[str | None] = ContextVar("bigload_ahead", default=None)
-"""The function for which this process does something before others do, who wait for it meanwhile."""
+running_first_block: ContextVar[str | None] = ContextVar("bigload_running_first_block", default=None)
+"""Name of the `*_process_first` block that this process runs while the others wait for it, or None."""
 
 
 class ProcessGroup(Protocol):
-    """Processes that do the same thing at the same time, each its share of it.
+    """Processes that make the same calls at the same time.
 
     Attributes:
-        rank: The number of this process, from 0 on. Number 0 does what is done once.
-        size: How many there are.
+        rank: The number of this process, from 0 on. Rank 0 does what is done once.
+        size: The number of processes.
     """
 
     @property
@@ -39,32 +35,20 @@ class ProcessGroup(Protocol):
     def size(self) -> int: ...
 
     def all_gather(self, value: T) -> list[T]:
-        """Return what all processes gave, in the order of their numbers; waits until all have, for days if need be.
+        """Return the values of all ranks, in their order; waits for all ranks, for days if need be.
 
         Args:
-            value: What JSON can say and gives back equal: no tuples, and text as the keys of dicts. It travels as JSON
+            value: A value that JSON gives back equal: no tuples, and text as the keys of dicts. It travels as JSON
                 because unpickling a message would run whatever its sender put into it.
 
         Raises:
             TypeError: JSON does not give `value` back.
-            RankError: one of them is gone, which is noticed at once.
+            RankError: another process is gone, which is noticed at once.
         """
 
 
-def to_json(value: object) -> bytes:
-    """Return `value` as JSON.
-
-    Raises:
-        TypeError: it would come back as something else: tuples as lists, numbers that are keys as text.
-    """
-    said = json.dumps(value).encode()
-    if json.loads(said) != value:
-        raise TypeError(f"{type(value).__name__} that JSON gives back as something else: {value!r:.200}")
-    return said
-
-
 class SingleProcess:
-    """A team of one process."""
+    """Process group of this process alone."""
 
     rank = 0
     size = 1
@@ -74,64 +58,35 @@ class SingleProcess:
         return [value]
 
 
-@contextmanager
-def current_process_group() -> Iterator[ProcessGroup]:
-    """Give the ranks of torch.distributed where this process has joined them already, and else a team of one.
-
-    The process group is left as it is.
+def to_json(value: object) -> bytes:
+    """Return `value` as JSON.
 
     Raises:
-        RankError: the others do not come: all of them have to.
-        ProcessControlError: the others wait for this process to leave a block such as that of `main_process_first`.
+        TypeError: it would come back as something else: tuples as lists, numbers that are keys as text.
     """
-    distributed = sys.modules.get("torch.distributed")  # not imported: then it is not initialised either
-    if distributed is None or not (distributed.is_available() and distributed.is_initialized()):
-        yield SingleProcess()
-        return
-    if (first := ahead.get()) is not None and distributed.get_world_size() > 1:
-        raise ProcessControlError(
-            f"what all processes do together cannot be done here: the others wait for this one to leave {first}",
-            hint=f"call it outside of {first}: the processes share its work, and what is done once one of them does",
-        )
-    from bigload.distributed.torch_process_group import torch_process_group
-
-    with torch_process_group() as team:
-        yield team
+    encoded = json.dumps(value).encode()
+    if json.loads(encoded) != value:
+        raise TypeError(f"{type(value).__name__} that JSON gives back as something else: {value!r:.200}")
+    return encoded
 
 
-@contextmanager
-def launched_process_group() -> Iterator[ProcessGroup]:
-    """Give the ranks that a launcher such as torchrun started, by what it set in the environment; else a team of one.
+def run_on_all_ranks(group: ProcessGroup, step: Callable[[], T]) -> T:
+    """Run `step` in every process and return its result in this one; if it fails in one, raise in all.
+
+    A Ctrl-C is neither a result nor an error and is not sent: the other ranks notice that this process ends.
 
     Raises:
-        RankError: the others do not come, or cannot be reached.
-    """
-    if os.environ.get("WORLD_SIZE", "1") == "1" or "RANK" not in os.environ:
-        yield SingleProcess()
-        return
-    from bigload.distributed.torch_process_group import torch_process_group
-
-    with torch_process_group() as team:
-        yield team
-
-
-def run_on_all_ranks(team: ProcessGroup, step: Callable[[], T]) -> T:
-    """Have every process do its `step`, and return what it gave here; if it fails in one, it fails in all.
-
-    What is neither an error nor a result, such as a Ctrl-C, is not told the others: they notice that this process ends.
-
-    Raises:
-        RankError: `step` failed in another process, which is named with what it said; or that process is gone.
-        Exception: what `step` raised, here.
+        RankError: `step` failed in another process, whose rank and error text it has; or that process is gone.
+        Exception: what `step` raised in this process.
     """
     try:
         result = step()
     except Exception as error:
-        with suppress(RankError):  # what happened here is the better reason
-            team.all_gather(_told(error, team))
+        with suppress(RankError):  # the error of this process is the better reason
+            group.all_gather(_failure(error, group))
         raise
-    nothing: _Failure | None = None
-    for failure in team.all_gather(nothing):
+    success: list[int | str | None] | None = None
+    for failure in group.all_gather(success):
         if failure is not None:
             rank, reason = failure
             assert rank is None or isinstance(rank, int)
@@ -139,9 +94,26 @@ def run_on_all_ranks(team: ProcessGroup, step: Callable[[], T]) -> T:
     return result
 
 
-def _told(error: Exception, team: ProcessGroup) -> _Failure:
-    """Return what the other processes are told of `error`: in which it came up, and what it was."""
+def _failure(error: Exception, group: ProcessGroup) -> list[int | str | None]:
+    """Return the rank that failed, if it is known, and the error text: a list, as JSON has no tuples."""
     if isinstance(error, RankError):
         return [error.rank, error.reason]
-    reason = error.message if isinstance(error, BigloadError) else str(error)
-    return [team.rank, f"{type(error).__name__}: {reason}"]
+    return [group.rank, f"{type(error).__name__}: {error.message if isinstance(error, BigloadError) else error}"]
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of the text of an error of torch, which may append a C++ stack, or its class name."""
+    return next(iter(str(error).splitlines()), type(error).__name__)[:300]
+
+
+def check_not_in_first_block(function: str) -> None:
+    """Raise if all processes have to call `function` and the others wait for this one to leave its block.
+
+    Raises:
+        ProcessControlError: they do.
+    """
+    if (block := running_first_block.get()) is not None:
+        raise ProcessControlError(
+            f"{function} would wait for ever: the others wait for this process to leave {block}",
+            hint=f"call it after the block of {block}",
+        )

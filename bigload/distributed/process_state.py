@@ -1,4 +1,4 @@
-"""`PartialState` and `Accelerator`: which process this is, what it alone does, and waiting, as properties and methods.
+"""`PartialState` and `Accelerator`: the functions of this package as properties and methods.
 
 They have the members of accelerate's deferred-execution guide, under the same names. Their state is the process
 group, so all objects agree with each other and with functions such as `bigload.is_main_process()`.
@@ -7,15 +7,15 @@ group, so all objects agree with each other and with functions such as `bigload.
 from __future__ import annotations
 
 import os
-import sys
 from datetime import timedelta
-from typing import IO, TYPE_CHECKING, Any, cast
+from typing import IO, TYPE_CHECKING
 
-from bigload.distributed import barriers, saving, splitting
+from bigload.distributed import barriers, saving, splitting, unwrapping
 from bigload.distributed import main_process_first as main_first
 from bigload.distributed import on_process as one_process
 from bigload.distributed import process_index as processes
-from bigload.distributed.launchers import Place, launched_place
+from bigload.distributed.launchers import LaunchedProcess, launched_process
+from bigload.distributed.process_group import first_line
 from bigload.errors import ProcessControlError
 
 if TYPE_CHECKING:
@@ -46,9 +46,9 @@ class PartialState:
             ProcessOptionError: a launcher's variable makes no sense.
         """
         self._cpu = cpu
-        place = launched_place()
-        if place is not None and place.size > 1 and processes.process_group() is None:
-            _join(place, backend=backend, timeout=timeout, device=self.device)
+        launched = launched_process()
+        if launched is not None and launched.size > 1 and processes.initialized_torch_distributed() is None:
+            _join(launched, backend=backend, timeout=timeout, device=self.device)
 
     wait_for_everyone = staticmethod(barriers.wait_for_everyone)
     main_process_first = staticmethod(main_first.main_process_first)
@@ -109,9 +109,9 @@ class PartialState:
 
     def destroy_process_group(self) -> None:
         """Leave the process group, if there is one. Call it in all processes when they are done."""
-        group = processes.process_group()
-        if group is not None:
-            group.destroy_process_group()
+        distributed = processes.initialized_torch_distributed()
+        if distributed is not None:
+            distributed.destroy_process_group()
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(process {self.process_index} of {self.num_processes})"
@@ -133,47 +133,15 @@ class Accelerator(PartialState):
         saving.save(obj, f, safe_serialization=safe_serialization)
 
     def unwrap_model(
-        self,
-        model: nn.Module,
-        keep_fp32_wrapper: bool = True,  # noqa: ARG002 - see below
-        keep_torch_compile: bool = True,
+        self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True
     ) -> nn.Module:
-        """Return the model within wrappers of torch: `DistributedDataParallel`, `DataParallel`, FSDP, `torch.compile`.
-
-        Args:
-            model: A model, wrapped or not. It stays as it is.
-            keep_fp32_wrapper: Taken as accelerate takes it; bigload wraps no forward.
-            keep_torch_compile: Return a compiled model compiled.
-        """
-        compiled = _class("torch._dynamo.eval_frame", "OptimizedModule")
-        wrappers = (
-            *_class("torch.nn.parallel", "DataParallel"),
-            *_class("torch.nn.parallel", "DistributedDataParallel"),
-            *_class("torch.distributed.fsdp", "FullyShardedDataParallel"),
-        )
-        inner: Any = model
-        outermost_compiled: Any = None
-        while isinstance(inner, (*wrappers, *compiled)):
-            if isinstance(inner, compiled):
-                outermost_compiled = outermost_compiled or inner
-                inner = inner._orig_mod
-            else:
-                inner = cast(Any, inner).module
-        found: nn.Module = inner
-        if outermost_compiled is not None and keep_torch_compile:
-            found = outermost_compiled
-            if found._orig_mod is not inner:  # a new one: accelerate puts the inner model into the one that it is given
-                found = type(outermost_compiled)(inner, outermost_compiled.dynamo_ctx)
-        return found
+        """Return the model within wrappers of torch; see `bigload.extract_model_from_parallel`."""
+        return unwrapping.extract_model_from_parallel(model, keep_fp32_wrapper, keep_torch_compile)
 
 
-def _class(module: str, name: str) -> tuple[type[Any], ...]:
-    """Return a class for `isinstance`, if its module is imported: else nothing is of it."""
-    found = sys.modules.get(module)
-    return () if found is None else (getattr(found, name),)
-
-
-def _join(place: Place, *, backend: str | None, timeout: timedelta | float | None, device: torch.device) -> None:
+def _join(
+    launched: LaunchedProcess, *, backend: str | None, timeout: timedelta | float | None, device: torch.device
+) -> None:
     import torch
     import torch.distributed as dist
 
@@ -183,11 +151,10 @@ def _join(place: Place, *, backend: str | None, timeout: timedelta | float | Non
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     limit = timedelta(seconds=timeout) if isinstance(timeout, int | float) else timeout
     try:
-        dist.init_process_group(backend, rank=place.rank, world_size=place.size, timeout=limit)
+        dist.init_process_group(backend, rank=launched.rank, world_size=launched.size, timeout=limit)
     except (RuntimeError, ValueError) as error:
-        first_line = next(iter(str(error).splitlines()), type(error).__name__)
         raise ProcessControlError(
-            f"process {place.rank} cannot join the {place.size} of this job: {first_line:.300}",
+            f"process {launched.rank} cannot join the {launched.size} of this job: {first_line(error)}",
             hint="start all of them with torchrun, or set MASTER_ADDR and MASTER_PORT in each; "
             "GLOO_SOCKET_IFNAME names the network between hosts",
         ) from error

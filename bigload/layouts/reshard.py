@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from bigload.checkpoint.model import Checkpoint
-from bigload.distributed.process_group import ProcessGroup, current_process_group, run_on_all_ranks
+from bigload.distributed.joining import current_process_group
+from bigload.distributed.process_group import ProcessGroup, run_on_all_ranks
 from bigload.dtypes import DType
 from bigload.errors import ReshardOptionError
 from bigload.layouts.choices import Layout, OffloadFormat, Verify

@@ -346,9 +346,7 @@ def test_of_a_team_of_processes_the_first_speaks(run, monkeypatch):
         def all_gather(self, value):
             return [value, value]
 
-    monkeypatch.setattr(
-        "bigload.distributed.process_group.launched_process_group", lambda: contextlib.nullcontext(Second())
-    )
+    monkeypatch.setattr("bigload.distributed.joining.launched_process_group", lambda: contextlib.nullcontext(Second()))
     for options in ("", "--json", "-q"):
         done = run(f"bigload reshard tiny-llama out --dry-run {options}")
         assert (done.code, done.stdout, done.stderr) == (0, "", "")

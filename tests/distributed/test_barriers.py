@@ -28,7 +28,7 @@ def test_processes_meet_on_the_cpu_or_on_the_accelerator_of_each(  # noqa: PLR09
     module = SimpleNamespace(current_device=lambda: current, device_count=lambda: 4)
     monkeypatch.setattr("torch.get_device_module", lambda kind: module)
     monkeypatch.setattr(barriers, "local_process_index", lambda: local_index)
-    assert barriers.meeting_device() == torch.device(expected)
+    assert barriers.collective_device() == torch.device(expected)
 
 
 def test_a_barrier_of_accelerators_is_told_the_device(monkeypatch):
@@ -37,8 +37,8 @@ def test_a_barrier_of_accelerators_is_told_the_device(monkeypatch):
     def barrier(device_ids):
         told.append(device_ids)
 
-    monkeypatch.setattr(barriers, "must_meet", lambda function: True)
-    monkeypatch.setattr(barriers, "meeting_device", lambda: torch.device("cuda", 3))
+    monkeypatch.setattr(barriers, "has_other_processes", lambda function: True)
+    monkeypatch.setattr(barriers, "collective_device", lambda: torch.device("cuda", 3))
     monkeypatch.setattr("torch.distributed.barrier", barrier)
     barriers.wait_for_everyone()
     assert told == [[3]]

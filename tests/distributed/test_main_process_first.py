@@ -596,7 +596,7 @@ def go_first():
 
 
 def share():
-    from bigload.distributed.process_group import current_process_group
+    from bigload.distributed.joining import current_process_group
 
     with current_process_group():
         pass

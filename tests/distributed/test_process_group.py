@@ -13,13 +13,8 @@ from pathlib import Path
 import pytest
 
 import bigload
-from bigload.distributed.process_group import (
-    SingleProcess,
-    current_process_group,
-    launched_process_group,
-    run_on_all_ranks,
-    to_json,
-)
+from bigload.distributed.joining import current_process_group, launched_process_group
+from bigload.distributed.process_group import SingleProcess, run_on_all_ranks, to_json
 from bigload.distributed.torch_process_group import _from_json
 from bigload.errors import RankError, ReadError
 from thread_teams import outcomes
@@ -28,7 +23,9 @@ SCENES = """
 import json, os, signal, sys, threading
 import torch.distributed as dist
 from bigload.errors import RankError
-from bigload.distributed.process_group import LISTENER_THREAD_PREFIX, launched_process_group, current_process_group, run_on_all_ranks
+from bigload.distributed.joining import current_process_group, launched_process_group
+from bigload.distributed.process_group import run_on_all_ranks
+from bigload.distributed.torch_process_group import LISTENER_THREAD_PREFIX
 from bigload.distributed.torch_process_group import TorchProcessGroup
 
 class Loaded:
@@ -94,7 +91,7 @@ print(json.dumps(said), flush=True)
 
 INTERRUPTED = """
 import sys
-from bigload.distributed.process_group import launched_process_group
+from bigload.distributed.joining import launched_process_group
 
 with launched_process_group() as team:
     team.all_gather(None)

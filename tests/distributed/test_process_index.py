@@ -6,7 +6,7 @@ import sys
 import pytest
 
 import bigload
-from bigload.distributed.launchers import LAUNCHERS, local_place
+from bigload.distributed.launchers import LAUNCHERS, launched_on_host
 from bigload.errors import ProcessControlError, ProcessOptionError
 
 
@@ -99,7 +99,7 @@ def test_a_local_index_that_nobody_tells_is_an_error(launched_by):
 )
 def test_a_local_rank_is_believed_if_it_is_of_this_process(launched_by, variables, local_rank, node):
     launched_by(**variables)
-    found = local_place(2, 4)
+    found = launched_on_host(2, 4)
     assert (found.local_rank, found.node) == (local_rank, node)
 
 

@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 from bigload.checkpoint.model import Checkpoint
-from bigload.distributed.process_group import ProcessGroup, current_process_group, run_on_all_ranks
+from bigload.distributed.joining import current_process_group
+from bigload.distributed.process_group import ProcessGroup, run_on_all_ranks
 from bigload.distributed.torch_process_group import TorchProcessGroup
 from bigload.errors import LoadOptionError, UnknownTensorError, UnsupportedDTypeError
 from bigload.loading.assign import Assignment

@@ -116,7 +116,8 @@ def reshard(
     max_shard_bytes = (
         None if max_shard_size.strip().lower() == "none" else size_option("--max-shard-size", max_shard_size)
     )
-    from bigload.distributed.process_group import launched_process_group, run_on_all_ranks
+    from bigload.distributed.joining import launched_process_group
+    from bigload.distributed.process_group import run_on_all_ranks
     from bigload.layouts.preparation import prepare_reshard
     from bigload.layouts.writing.writer import LEAST_BYTES_PER_THREAD
     from bigload_cli.output import say, say_warnings
