@@ -95,8 +95,9 @@ _MODULES = {
     "bigload.runtime.dispatch.dispatch_context": "dispatch",
     "bigload.runtime.dispatch.load_and_dispatch": "load_and_dispatch load_checkpoint_and_dispatch",
     "bigload.runtime.dispatch.load_checkpoint": "load_checkpoint_in_model load_state_dict",
-    "bigload.runtime.hooks.align_devices": (
-        "AlignDevicesHook attach_align_device_hook attach_align_device_hook_on_blocks attach_execution_device_hook"
+    "bigload.runtime.hooks.align_devices": "AlignDevicesHook",
+    "bigload.runtime.hooks.attach_hooks": (
+        "attach_align_device_hook attach_align_device_hook_on_blocks attach_execution_device_hook"
     ),
     "bigload.runtime.hooks.cpu_offload_hooks": "CpuOffload UserCpuOffloadHook",
     "bigload.runtime.hooks.hooks": (

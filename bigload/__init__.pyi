@@ -181,9 +181,9 @@ from bigload.runtime.dispatch.load_and_dispatch import load_checkpoint_and_dispa
 from bigload.runtime.dispatch.load_checkpoint import load_checkpoint_in_model as load_checkpoint_in_model
 from bigload.runtime.dispatch.load_checkpoint import load_state_dict as load_state_dict
 from bigload.runtime.hooks.align_devices import AlignDevicesHook as AlignDevicesHook
-from bigload.runtime.hooks.align_devices import attach_align_device_hook as attach_align_device_hook
-from bigload.runtime.hooks.align_devices import attach_align_device_hook_on_blocks as attach_align_device_hook_on_blocks
-from bigload.runtime.hooks.align_devices import attach_execution_device_hook as attach_execution_device_hook
+from bigload.runtime.hooks.attach_hooks import attach_align_device_hook as attach_align_device_hook
+from bigload.runtime.hooks.attach_hooks import attach_align_device_hook_on_blocks as attach_align_device_hook_on_blocks
+from bigload.runtime.hooks.attach_hooks import attach_execution_device_hook as attach_execution_device_hook
 from bigload.runtime.hooks.cpu_offload_hooks import CpuOffload as CpuOffload
 from bigload.runtime.hooks.cpu_offload_hooks import UserCpuOffloadHook as UserCpuOffloadHook
 from bigload.runtime.hooks.hooks import ModelHook as ModelHook

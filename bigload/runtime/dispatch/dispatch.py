@@ -26,12 +26,8 @@ from bigload.runtime.device_map.checks import check_device_map
 from bigload.runtime.device_map.present_devices import check_devices_present
 from bigload.runtime.device_map.tied_parameters import find_tied_parameters, move_tied
 from bigload.runtime.dispatch.supplied_weights import check_supplied, with_tied_names
-from bigload.runtime.hooks.align_devices import (
-    AlignDevicesHook,
-    TiedParams,
-    attach_align_device_hook,
-    attach_align_device_hook_on_blocks,
-)
+from bigload.runtime.hooks.align_devices import AlignDevicesHook, TiedParams
+from bigload.runtime.hooks.attach_hooks import attach_align_device_hook, attach_align_device_hook_on_blocks
 from bigload.runtime.hooks.cpu_offload_hooks import CpuOffload, UserCpuOffloadHook
 from bigload.runtime.hooks.execution_device import name_execution_device
 from bigload.runtime.hooks.hooks import add_hook_to_module, hooks_of

@@ -7,12 +7,9 @@ device, and their values in a `weights_map`: a state dict, or anything else that
 from __future__ import annotations
 
 import copy
-import functools
-import sys
-import threading
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from types import GeneratorType
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,18 +17,15 @@ from torch import Tensor, nn
 from bigload.errors import ChangedShapeError, MetaTensorError
 from bigload.loading.absent_weights import Absence, absent, form_of
 from bigload.runtime.hooks.call_weights import bring_before_calls
+from bigload.runtime.hooks.eager_calls import eager
+from bigload.runtime.hooks.forward_state import ForwardState, pointer_of
 from bigload.runtime.hooks.gradient_guard import refuse_gradients
-from bigload.runtime.hooks.hooks import ModelHook, add_hook_to_module, within
+from bigload.runtime.hooks.hooks import ModelHook, within
 from bigload.runtime.hooks.refused_methods import refuse_loading
 from bigload.runtime.hooks.send_to_device import DeviceLike, find_device, send_to_device
 from bigload.runtime.hooks.wrapped_modules import DeviceMap, end_wrapping, watch_wrapping
-from bigload.runtime.modules.module_names import joined
-from bigload.runtime.modules.module_tensors import is_packed_by_device, set_module_tensor_to_device
-from bigload.runtime.modules.tensor_slots import Slot, assign, called_modules, has_no_forward, shared_tensors
-from bigload.runtime.offload.offload_store import PrefixedDataset, source_of
-from bigload.runtime.streaming.streamed_block import StreamedBlock
-from bigload.runtime.streaming.streamer import Streamer
-from bigload.runtime.streaming.supply import Weight
+from bigload.runtime.modules.module_tensors import set_module_tensor_to_device
+from bigload.runtime.modules.tensor_slots import Slot, assign, shared_tensors
 
 TiedParams = dict[int, dict[torch.device, Tensor]]
 """By the address that a tied weight had before hooks came, what it is on each device where it is right now."""
@@ -45,24 +39,6 @@ _PRELOAD = (
     "bigload.align_module_device(module) brings it to look at; to change it, remove the hooks with "
     "bigload.remove_hook_from_submodules(model) and dispatch the model again"
 )
-
-
-def _eager(function: Callable[..., None]) -> Callable[..., None]:
-    """Return `function` as one that torch.compile calls as it is, and does not look into.
-
-    What says so imports the compiler, which takes seconds: that has to wait until somebody else has imported it.
-    """
-
-    @functools.wraps(function)
-    def run(*args: Any) -> None:
-        if "torch._dynamo" not in sys.modules:
-            return function(*args)
-        if not disabled:
-            disabled.append(torch.compiler.disable(function))  # type: ignore[no-untyped-call]
-        return disabled[0](*args)
-
-    disabled: list[Callable[..., None]] = []
-    return run
 
 
 class AlignDevicesHook(ModelHook):
@@ -113,9 +89,7 @@ class AlignDevicesHook(ModelHook):
         self.device_map: DeviceMap | None = None
         self._made_weights_map = False
         self._brings_uncalled = False
-        self._forwards = _Forwards()
-        self.block: StreamedBlock | None = None
-        self.counts_for: Streamer | None = None
+        self._forwards = ForwardState()
 
     @property
     def offload(self) -> bool:
@@ -145,7 +119,7 @@ class AlignDevicesHook(ModelHook):
     def __repr__(self) -> str:
         said = ("execution_device", "offload", "io_same_device", "offload_buffers", "place_submodules")
         shown = "".join(f"{name}={getattr(self, name)}, " for name in said)
-        return f"AlignDevicesHook({shown}skip_keys={self.skip_keys!r})"
+        return f"{type(self).__name__}({shown}skip_keys={self.skip_keys!r})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> AlignDevicesHook:
         """Return a hook for a copy of the module. It reads the same `weights_map`: values are not copied."""
@@ -183,7 +157,7 @@ class AlignDevicesHook(ModelHook):
             self._made_weights_map = True
             self.weights_map = {slot.name: slots[0].tensor.detach().to("cpu") for slots in leaving for slot in slots}
         for slots in leaving:
-            self._pointers.update((slot.name, _pointer(slot.tensor)) for slot in slots)
+            self._pointers.update((slot.name, pointer_of(slot.tensor)) for slot in slots)
             assign(slots, absent(_put(slots, _META), Absence(self._full_name(slots[0]), _OFFLOADED, _PRELOAD)))
         if self._device is not None:
             for slots in shared:
@@ -200,7 +174,7 @@ class AlignDevicesHook(ModelHook):
     def _place(self, slots: Sequence[Slot], device: torch.device) -> None:
         """Bring a tensor to `device` for good, or take it from there if a tie is there already."""
         slot = slots[0]
-        on_devices = self._tied_copies(_pointer(slot.tensor)) if device != _META else {}
+        on_devices = self._tied_copies(pointer_of(slot.tensor)) if device != _META else {}
         if _take(slots, on_devices.get(device)):
             return
         knows_value = slot.tensor.is_meta and slot.is_persistent and self.weights_map is not None
@@ -212,7 +186,7 @@ class AlignDevicesHook(ModelHook):
 
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Load what is offloaded, and return the arguments on the execution device."""
-        if self.offload or self.io_same_device or self.block is not None or self.counts_for is not None:
+        if self._has_work:
             self._begin(module, args, kwargs)
         device = self._device
         if device is None:
@@ -232,10 +206,8 @@ class AlignDevicesHook(ModelHook):
             raise
 
     def _begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self._comes_and_goes and not self._forwards.in_call:
+        if self._loads_weights and not self._forwards.in_call:
             self._load(module)
-        if self.counts_for is not None:
-            self._note_begin()
         if self.io_same_device:
             self.input_device = find_device((args, kwargs))
             self._forwards.input_devices.append(self.input_device)
@@ -245,7 +217,7 @@ class AlignDevicesHook(ModelHook):
 
         If the output is a generator, weights come back whenever it is started, and stay until it ends or is closed.
         """
-        if not (self._comes_and_goes or self.io_same_device or self.counts_for is not None):
+        if not self._has_work:
             return output
         device = self._end()
 
@@ -253,7 +225,7 @@ class AlignDevicesHook(ModelHook):
             return send_to_device(item, device, skip_keys=self.skip_keys)
 
         if isinstance(output, GeneratorType):
-            if not self._comes_and_goes:
+            if not self._loads_weights:
                 return within(output, _nothing, _nothing, deliver)
             return within(output, lambda: self._load(module), self._unload, deliver)
         return deliver(output)
@@ -261,19 +233,20 @@ class AlignDevicesHook(ModelHook):
     def abort_forward(self, module: nn.Module) -> None:
         """Send away what was loaded."""
         self._end()
-        if self.block is not None:
-            self.block.streamer.broken_off()
 
     @property
-    def _comes_and_goes(self) -> bool:
-        return self.offload or self.block is not None
+    def _has_work(self) -> bool:
+        """Whether a forward needs more than its arguments on the device."""
+        return self._offload or self.io_same_device
+
+    @property
+    def _loads_weights(self) -> bool:
+        return self._offload
 
     def _end(self) -> torch.device | None:
         """Send away what was loaded, and return the device that the arguments came from."""
         device = self._pop_input_device()
-        if self.counts_for is not None:
-            self._note_end()
-        if self._comes_and_goes and not self._forwards.in_call:
+        if self._loads_weights and not self._forwards.in_call:
             self._unload()
         return device
 
@@ -283,7 +256,7 @@ class AlignDevicesHook(ModelHook):
         Returns:
             Whether this call has brought them: then `end_call` has to follow, and its forward brings nothing.
         """
-        if not self._comes_and_goes or self._forwards.in_call:
+        if not self._loads_weights or self._forwards.in_call:
             return False
         self._load(module)
         self._forwards.in_call = True
@@ -296,9 +269,6 @@ class AlignDevicesHook(ModelHook):
 
     def detach_hook(self, module: nn.Module) -> nn.Module:
         """Bring offloaded weights back to where they were before the hook; what was on the meta device stays there."""
-        if self.block is not None:
-            self.block.streamer.remove(self.block)
-            self.block = None
         if self.offload:
             self._restore(module)
         return module
@@ -317,13 +287,10 @@ class AlignDevicesHook(ModelHook):
         if self._made_weights_map:  # values that may be others when the hook is attached again
             self.weights_map, self._made_weights_map = None, False
 
-    @_eager
+    @eager
     def _load(self, module: nn.Module) -> None:
         """Bring offloaded weights to the execution device, unless a forward that is under way has done so."""
         end_wrapping()
-        if self.block is not None and self._device in (None, self.block.device):  # it may be another one for a while
-            self.block.streamer.enter(self.block)
-            return
         self._load_own(module)
 
     def _load_own(self, module: nn.Module) -> None:
@@ -353,23 +320,22 @@ class AlignDevicesHook(ModelHook):
             self._forwards.keep_changed()
         self.release()
 
-    def hold(self, loans: Iterable[Loan]) -> None:
-        """Have one more forward under way: of a block, that lends what this hook would otherwise bring.
+    def hold(self, loaded: Iterable[tuple[Sequence[Slot], Tensor, Tensor]]) -> None:
+        """Begin a forward with weights that the caller has loaded, each as its slots, their placeholder and the value.
 
-        Places that somebody has given a value keep it. The others have theirs until nobody holds this hook.
+        Slots that have got another value meanwhile keep it.
         """
         forwards = self._forwards
         with forwards.lock:
             forwards.num_under_way += 1
-            for loan in loans:
-                slots, placeholder = loan.weight.slots, loan.weight.placeholder
+            for slots, placeholder, value in loaded:
                 vacant = [slot for slot in slots if slot.table[slot.key] is placeholder]
                 if vacant:
                     forwards.away.append((vacant, placeholder))
-                    assign(vacant, loan.held)
+                    assign(vacant, value)
 
     def release(self) -> None:
-        """Have one forward less under way. With the last one, everything is back in its place."""
+        """End a forward. The last one puts everything back in its slots."""
         forwards = self._forwards
         with forwards.lock:
             forwards.num_under_way = max(0, forwards.num_under_way - 1)
@@ -401,30 +367,13 @@ class AlignDevicesHook(ModelHook):
         """The name that the module had in the model when it was dispatched; empty if the hook was not told."""
         return str(getattr(self.weights_map, "prefix", "")).removesuffix(".")
 
-    def offloaded_weights(self, module: nn.Module) -> list[Weight] | None:
-        """Return what `pre_forward` loads; `None` if that takes more than knowing where values are.
+    def offloaded_tensors(self, module: nn.Module) -> list[tuple[list[Slot], Tensor]]:
+        """Return what is offloaded of `module`: the slots of each tensor, and what they hold between forwards.
 
-        Values may be made when they are asked for, and parameters of bitsandbytes are packed on their way.
+        That is a placeholder, or a value that was assigned since.
         """
-        weights: list[Weight] = []
-        weights_map = self.weights_map
-        if not self.offload or weights_map is None:
-            return weights
-        for slots in self._tensors(module):
-            placeholder = self._forwards.at_home(slots[0])
-            if self._is_offloaded(slots[0]) and placeholder.is_meta:
-                found = [source_of(weights_map, slot.name) for slot in slots]
-                source = next((each for each in found if each is not None), None)
-                if source is None or is_packed_by_device(placeholder) or source.dtype == torch.int8:
-                    return None
-                weights.append(Weight(slots=tuple(slots), placeholder=placeholder, source=source))
-        return weights
-
-    def places(self, module: nn.Module) -> list[Slot]:
-        """Return the places of `module` whose tensors are offloaded, or would be if they had not got values."""
-        return [
-            slot for slots in self._tensors(module) if self.offload and self._is_offloaded(slots[0]) for slot in slots
-        ]
+        tensors = self._tensors(module) if self.offload else []
+        return [(slots, self._forwards.at_home(slots[0])) for slots in tensors if self._is_offloaded(slots[0])]
 
     def _value(self, slots: Sequence[Slot]) -> tuple[Tensor, Tensor | None]:
         """Return what the tensor of `slots` should hold, and the scales that int8 weights of bitsandbytes want."""
@@ -443,22 +392,9 @@ class AlignDevicesHook(ModelHook):
         is_quantized = value.dtype == torch.int8 and "weight" in name
         return value, _found(weights_map, name.replace("weight", "SCB")) if is_quantized else None
 
-    @_eager
+    @eager
     def _unload(self) -> None:
-        if self.block is not None and self._device in (None, self.block.device):
-            self.block.streamer.leave(self.block)
-        else:
-            self.release()
-
-    @_eager
-    def _note_begin(self) -> None:
-        if self.counts_for is not None:
-            self.counts_for.log.forward_began()
-
-    @_eager
-    def _note_end(self) -> None:
-        if self.counts_for is not None:
-            self.counts_for.log.forward_ended()
+        self.release()
 
     def _pop_input_device(self) -> torch.device | None:
         stack = self._forwards.input_devices
@@ -489,316 +425,12 @@ def _take(slots: Sequence[Slot], there: Tensor | None) -> bool:
     return True
 
 
-def _pointer(tensor: Tensor) -> int:
-    """Return the address by which a `tied_params_map` may know `tensor`, 0 for those without memory.
-
-    Addresses say something of tensors that lived when the map was made, and are taken when a hook is attached. Values
-    that are loaded later may be wherever something else was, so nobody asks for theirs.
-    """
-    try:
-        return 0 if tensor.is_meta else tensor.data_ptr()
-    except (NotImplementedError, RuntimeError):  # wrappers around other tensors
-        return 0
-
-
-def _version(tensor: Tensor) -> int:
-    """Return how often `tensor` was edited in place, 0 where torch does not count (inference mode)."""
-    return 0 if tensor.is_inference() else tensor._version
-
-
 def _found(weights_map: Mapping[str, Tensor], name: str) -> Tensor | None:
     """Return the value of `name`, if there is one. Asking whether there is may read it, so it is not asked first."""
     try:
         return weights_map[name]
     except KeyError:
         return None
-
-
-class Loan(Protocol):
-    """What a block lends to places that a hook looks after."""
-
-    @property
-    def weight(self) -> Weight:
-        """The weight that it is, with its places."""
-
-    @property
-    def held(self) -> Tensor:
-        """What they get."""
-
-
-class _Forwards:
-    """The forwards of one hook that are under way, and what came for them. Copies of the hook begin with none.
-
-    Attributes:
-        num_under_way: How many wait for `put_back`.
-        away: Tensors that others stand in for, with their places.
-        lent: Entries of a `tied_params_map` that are there as long.
-    """
-
-    def __init__(self) -> None:
-        self.lock = threading.Lock()
-        self.num_under_way = 0
-        self.away: list[tuple[Sequence[Slot], Tensor]] = []
-        self.lent: list[tuple[dict[torch.device, Tensor], torch.device]] = []
-        self._here = threading.local()
-        self._brought: list[tuple[Tensor, int, int]] = []
-
-    def __reduce__(self) -> tuple[type[_Forwards], tuple[()]]:
-        return _Forwards, ()
-
-    @property
-    def input_devices(self) -> list[torch.device | None]:
-        """The devices that the forwards of this thread were called from, the innermost last."""
-        devices: list[torch.device | None] = self._here.__dict__.setdefault("devices", [])
-        return devices
-
-    @property
-    def in_call(self) -> bool:
-        """Whether this thread is in a call for all of which the weights are there."""
-        return bool(self._here.__dict__.get("in_call"))
-
-    @in_call.setter
-    def in_call(self, is_in: bool) -> None:
-        self._here.in_call = is_in
-
-    def at_home(self, slot: Slot) -> Tensor:
-        """Return what is in `slot` when no forward is under way."""
-        for slots, tensor in self.away:
-            if any(each.module is slot.module and each.key == slot.key for each in slots):
-                return tensor
-        return slot.tensor
-
-    def note_brought(self) -> None:
-        """Note the weights that are there now, to know later which of them got other values."""
-        brought = [slots[0].tensor for slots, _ in self.away]
-        self._brought = [(tensor, _pointer(tensor), _version(tensor)) for tensor in brought]
-
-    def keep_changed(self) -> None:
-        """Have weights that got other values since they were noted stay when all else is put back."""
-        unchanged = {id(tensor) for tensor, *noted in self._brought if noted == [_pointer(tensor), _version(tensor)]}
-        for slots, placeholder in self.away:
-            tensor = slots[0].table.get(slots[0].key)
-            if tensor is not None and id(tensor) in unchanged and placeholder.is_leaf:
-                placeholder.requires_grad_(tensor.requires_grad)
-        self.away = [(slots, home) for slots, home in self.away if id(slots[0].table.get(slots[0].key)) in unchanged]
-        self._brought = []
-
-    def put_back(self) -> None:
-        """Put everything back in its place."""
-        for slots, tensor in self.away:
-            assign(slots, tensor)
-        self.away.clear()
-        for on_devices, device in self.lent:
-            on_devices.pop(device, None)
-        self.lent.clear()
-
-
-def attach_execution_device_hook(
-    module: nn.Module,
-    execution_device: DeviceLike,
-    skip_keys: str | list[str] | None = None,
-    preload_module_classes: Container[str] | None = None,
-    tied_params_map: TiedParams | None = None,
-) -> None:
-    """Let `module` and all below that have weights, and no hook yet, run on `execution_device`.
-
-    What comes with a module around it gets no hook, see `attach_align_device_hook`.
-
-    Args:
-        module: Where to begin.
-        execution_device: A number is an accelerator of this machine's kind.
-        skip_keys: See `AlignDevicesHook`.
-        preload_module_classes: Classes of modules; what is inside of them gets no hook.
-        tied_params_map: See `AlignDevicesHook`.
-    """
-    own = shared_tensors(module, recurse=False)
-    is_brought = has_no_forward(module) and all(slots[0].tensor.is_meta for slots in own)  # there may be none
-    if not hasattr(module, "_hf_hook") and _has_state(module) and not is_brought:
-        hook = AlignDevicesHook(execution_device, skip_keys=skip_keys, tied_params_map=tied_params_map)
-        add_hook_to_module(module, hook)
-    if type(module).__name__ in (preload_module_classes or ()):
-        return
-    for child in module.children():
-        attach_execution_device_hook(child, execution_device, skip_keys, preload_module_classes, tied_params_map)
-
-
-def _has_state(module: nn.Module) -> bool:
-    """Return whether the state dict of `module` has tensors, without making it."""
-    return any(
-        True
-        for owner in module.modules()
-        for key, tensor in (*owner._parameters.items(), *owner._buffers.items())
-        if tensor is not None and key not in owner._non_persistent_buffers_set
-    )
-
-
-def attach_align_device_hook(
-    module: nn.Module,
-    execution_device: DeviceLike | None = None,
-    offload: bool = False,
-    weights_map: Mapping[str, Tensor] | None = None,
-    offload_buffers: bool = False,
-    module_name: str = "",
-    skip_keys: str | list[str] | None = None,
-    preload_module_classes: Container[str] | None = None,
-    tied_params_map: TiedParams | None = None,
-) -> None:
-    """Give an `AlignDevicesHook` to every module, from `module` on down, that owns tensors itself.
-
-    Tensors of modules that are never called because they have no forward, such as lists of parameters, are offloaded
-    along with those of the module around.
-
-    Args:
-        module: Where to begin.
-        execution_device: See `AlignDevicesHook`, as for all that is not explained here.
-        offload: See there.
-        weights_map: Values by their names in the model, of which `module_name` is the beginning.
-        offload_buffers: See there.
-        module_name: The name of `module` in the model.
-        skip_keys: See there.
-        preload_module_classes: Classes whose modules, if offloaded, load everything below at once: for those that use
-            weights of modules in them without calling these.
-        tied_params_map: See there.
-    """
-    is_preloaded = offload and type(module).__name__ in (preload_module_classes or ())
-    if is_preloaded or shared_tensors(module, recurse=False, uncalled=offload):
-        prefix = f"{module_name}." if module_name else ""
-        hook = AlignDevicesHook(
-            execution_device=execution_device,
-            offload=offload,
-            weights_map=None if weights_map is None else PrefixedDataset(weights_map, prefix),
-            offload_buffers=offload_buffers,
-            place_submodules=is_preloaded,
-            skip_keys=skip_keys,
-            tied_params_map=tied_params_map,
-        )
-        hook._brings_uncalled = offload
-        add_hook_to_module(module, hook, append=True)
-    if is_preloaded:
-        return
-    for name, child in called_modules(module) if offload else module.named_children():
-        attach_align_device_hook(
-            child,
-            execution_device=execution_device,
-            offload=offload,
-            weights_map=weights_map,
-            offload_buffers=offload_buffers,
-            module_name=joined(module_name, name),
-            skip_keys=skip_keys,
-            preload_module_classes=preload_module_classes,
-            tied_params_map=tied_params_map,
-        )
-
-
-def attach_align_device_hook_on_blocks(
-    module: nn.Module,
-    execution_device: DeviceLike | Mapping[str, DeviceLike] | None = None,
-    offload: bool | Mapping[str, bool] = False,
-    weights_map: Mapping[str, Tensor] | None = None,
-    offload_buffers: bool = False,
-    module_name: str = "",
-    skip_keys: str | list[str] | None = None,
-    preload_module_classes: Container[str] | None = None,
-    tied_params_map: TiedParams | None = None,
-) -> None:
-    """Give hooks to a model whose blocks run on different devices, or are offloaded or not.
-
-    A block that is not offloaded is placed as a whole. The model itself, where its name is `""`, returns outputs to the
-    device that its arguments came from.
-
-    Args:
-        module: The model.
-        execution_device: Where blocks run, by their names in the model, or one device for all.
-        offload: Whether they are offloaded, likewise. Blocks are the names that are in both.
-        weights_map: See `attach_align_device_hook`, as for all that follows.
-        offload_buffers: See there.
-        module_name: See there.
-        skip_keys: See there.
-        preload_module_classes: See there.
-        tied_params_map: See there.
-    """
-    common = _Common(weights_map, offload_buffers, skip_keys, preload_module_classes, tied_params_map)
-    if isinstance(execution_device, Mapping):
-        devices: Mapping[str, DeviceLike | None] = execution_device
-        offloads = offload if isinstance(offload, Mapping) else dict.fromkeys(devices, offload)
-        common.attach(module, module_name, devices, offloads)
-    elif isinstance(offload, Mapping):
-        common.attach(module, module_name, dict.fromkeys(offload, execution_device), offload)
-    elif offload:
-        common.offload(module, module_name, execution_device)
-    else:
-        common.place(module, execution_device, io_same_device=True)
-
-
-class _Common(NamedTuple):
-    """What all hooks of one model have in common, and the ways to attach them."""
-
-    weights_map: Mapping[str, Tensor] | None
-    offload_buffers: bool
-    skip_keys: str | list[str] | None
-    preload_module_classes: Container[str] | None
-    tied_params_map: TiedParams | None
-
-    def attach(
-        self,
-        module: nn.Module,
-        name: str,
-        devices: Mapping[str, DeviceLike | None],
-        offloads: Mapping[str, bool],
-    ) -> None:
-        is_root = not name
-        if name in devices and name in offloads:
-            device = devices[name]
-            if offloads[name]:
-                self.offload(module, name, device)
-                if not hasattr(module, "_hf_hook"):
-                    self.align(module, device, io_same_device=is_root)
-                self.run_on(module, device, self.preload_module_classes)
-            else:
-                self.place(module, device, io_same_device=is_root)
-                self.run_on(module, device, None)
-        elif is_root:
-            self.align(module, devices.get(""), io_same_device=True)
-        for key, child in module.named_children():
-            self.attach(child, joined(name, key), devices, offloads)
-
-    def offload(self, module: nn.Module, name: str, device: DeviceLike | None) -> None:
-        attach_align_device_hook(
-            module,
-            execution_device=device,
-            offload=True,
-            weights_map=self.weights_map,
-            offload_buffers=self.offload_buffers,
-            module_name=name,
-            skip_keys=self.skip_keys,
-            preload_module_classes=self.preload_module_classes,
-            tied_params_map=self.tied_params_map,
-        )
-
-    def place(self, module: nn.Module, device: DeviceLike | None, *, io_same_device: bool) -> None:
-        self.align(module, device, io_same_device=io_same_device, place_submodules=True)
-
-    def align(
-        self,
-        module: nn.Module,
-        device: DeviceLike | None,
-        *,
-        io_same_device: bool,
-        place_submodules: bool = False,
-    ) -> None:
-        hook = AlignDevicesHook(
-            execution_device=device,
-            io_same_device=io_same_device,
-            offload_buffers=self.offload_buffers,
-            place_submodules=place_submodules,
-            skip_keys=self.skip_keys,
-            tied_params_map=self.tied_params_map,
-        )
-        add_hook_to_module(module, hook)
-
-    def run_on(self, module: nn.Module, device: DeviceLike | None, preload: Container[str] | None) -> None:
-        if device is not None:
-            attach_execution_device_hook(module, device, self.skip_keys, preload, self.tied_params_map)
 
 
 def _nothing() -> None:

@@ -160,6 +160,17 @@ def add_hook_to_module(module: nn.Module, hook: ModelHook, append: bool = False)
     return module
 
 
+def replace_hook(module: nn.Module, old: ModelHook, new: ModelHook) -> None:
+    """Have `new`, which has taken over the state of `old`, called in its place; neither is told."""
+
+    def replaced(hook: ModelHook) -> ModelHook:
+        if isinstance(hook, SequentialHook):
+            hook.hooks = tuple(map(replaced, hook.hooks))
+        return new if hook is old else hook
+
+    module._hf_hook = replaced(module._hf_hook)  # type: ignore[assignment,arg-type]
+
+
 def _forward(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
     """Run the forward of a hooked module. A function of its own, bound late, so that copies call their own hooks."""
     hook: ModelHook = module._hf_hook  # type: ignore[assignment]

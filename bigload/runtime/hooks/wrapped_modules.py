@@ -18,6 +18,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 
 from bigload.runtime.device_map.blocks import device_of
+from bigload.runtime.hooks.call_weights import BringsWeights
 from bigload.runtime.hooks.hooks import hooks_of
 from bigload.runtime.modules.module_names import joined
 
@@ -25,7 +26,7 @@ DeviceMap = MutableMapping[str, int | str | torch.device]
 
 
 @runtime_checkable
-class HoldsWeights(Protocol):
+class HoldsWeights(BringsWeights, Protocol):
     """A hook that can have offloaded weights of its module there without a forward."""
 
     offload: bool
@@ -38,12 +39,6 @@ class HoldsWeights(Protocol):
     @property
     def module_name(self) -> str:
         """The name that the module had in the model when it was dispatched."""
-
-    def begin_call(self, module: nn.Module) -> bool:
-        """Bring the weights in for a call; return whether `end_call` has to follow."""
-
-    def end_call(self) -> None:
-        """Send them away."""
 
     def hold_own(self, module: nn.Module) -> None:
         """Bring the weights in."""

@@ -1,19 +1,23 @@
-"""Have the weights of a hooked model stream: one hook a block does what its modules' hooks would do one by one."""
+"""Have the offloaded weights of a hooked model stream: its blocks get a `StreamingHook` each."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 
+import torch
 from torch import nn
 
 from bigload.runtime.hooks.align_devices import AlignDevicesHook
 from bigload.runtime.hooks.call_weights import bring_before_calls
-from bigload.runtime.hooks.hooks import add_hook_to_module, hooks_of
+from bigload.runtime.hooks.hooks import add_hook_to_module, hooks_of, replace_hook
 from bigload.runtime.streaming.blocks import Cut, cut
 from bigload.runtime.streaming.options import StreamOptions
 from bigload.runtime.streaming.run_log import RunStats
 from bigload.runtime.streaming.streamed_block import Member, StreamedBlock
 from bigload.runtime.streaming.streamer import Streamer
+from bigload.runtime.streaming.streaming_hook import StreamingHook
+from bigload.runtime.streaming.weights import offloaded_weights
 
 
 def stream(model: nn.Module, options: StreamOptions) -> None:
@@ -27,34 +31,65 @@ def stream(model: nn.Module, options: StreamOptions) -> None:
         options: How much memory that takes.
     """
     streamer = Streamer(options)
-    for part in cut(model):
-        _stream_block(part, streamer)
-    around = _hooks(model)
-    if around:
-        around[0].counts_for = streamer
+    parts = [part for part in cut(model) if _can_stream(part)]
+    root = _own_hook(model)
+    if root is not None:
+        _streaming(model, root, streamer).counts_forwards = True
+    # All hooks are replaced before the first block refers to some: a module may be in one block and have another.
+    hooks = [_block_hook(part, streamer) for part in parts]
+    for part, hook in zip(parts, hooks, strict=True):
+        members = _members(part)
+        (device,) = _devices(members)
+        hook.block = StreamedBlock(
+            part.name, part.module, members, device=device, is_routed=part.is_routed, streamer=streamer
+        )
+        bring_before_calls(part.module)
     model.__dict__["bigload_stats"] = partial(_stats, streamer)
 
 
-def _stream_block(part: Cut, streamer: Streamer) -> None:
-    members = [Member(module, hook) for module in part.members for hook in _hooks(module)]
-    devices = {hook.device for _, hook in members if hook.device is not None}
-    if len(devices) != 1 or not (len(members) > 1 or any(hook.offload for _, hook in members)):
-        return
-    if any(hook.offload and hook.offloaded_weights(module) is None for module, hook in members):
-        return
-    own = _hooks(part.module)
-    if not own:
-        given = members[0].hook
-        own = [AlignDevicesHook(given.execution_device, skip_keys=given.skip_keys)]
-        add_hook_to_module(part.module, own[0], append=True)
-    own[-1].block = StreamedBlock(
-        part.name, part.module, members, device=devices.pop(), is_routed=part.is_routed, streamer=streamer
-    )
-    bring_before_calls(part.module)
+def _can_stream(part: Cut) -> bool:
+    members = _members(part)
+    if len(_devices(members)) != 1 or not (len(members) > 1 or any(hook.offload for _, hook in members)):
+        return False
+    return all(offloaded_weights(module, hook) is not None for module, hook in members)
 
 
-def _hooks(module: nn.Module) -> list[AlignDevicesHook]:
-    return [hook for hook in hooks_of(module) if isinstance(hook, AlignDevicesHook)]
+def _block_hook(part: Cut, streamer: Streamer) -> StreamingHook:
+    """Return the hook of the block's module, made if it has none: it may own no tensors itself."""
+    own = _own_hook(part.module)
+    if own is None:
+        given = _members(part)[0].hook
+        own = AlignDevicesHook(given.execution_device, skip_keys=given.skip_keys)
+        add_hook_to_module(part.module, own, append=True)
+    return _streaming(part.module, own, streamer)
+
+
+def _streaming(module: nn.Module, hook: AlignDevicesHook, streamer: Streamer) -> StreamingHook:
+    """Return `hook` of `module` as one that streams."""
+    if isinstance(hook, StreamingHook) and hook.streamer is streamer:
+        return hook
+    streaming = StreamingHook(hook, streamer)
+    replace_hook(module, hook, streaming)
+    return streaming
+
+
+def _members(part: Cut) -> list[Member]:
+    return [
+        Member(module, hook)
+        for module in part.members
+        for hook in hooks_of(module)
+        if isinstance(hook, AlignDevicesHook)
+    ]
+
+
+def _devices(members: Sequence[Member]) -> set[torch.device]:
+    return {hook.device for _, hook in members if hook.device is not None}
+
+
+def _own_hook(module: nn.Module) -> AlignDevicesHook | None:
+    """Return the hook that dispatching has given `module`; classes derived by others stay as they are."""
+    own = [hook for hook in hooks_of(module) if type(hook) in (AlignDevicesHook, StreamingHook)]
+    return own[-1] if own else None  # type: ignore[return-value]
 
 
 def _stats(streamer: Streamer) -> RunStats:

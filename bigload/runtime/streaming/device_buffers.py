@@ -9,8 +9,8 @@ import torch
 from bigload.loading.staging.accelerators import take_memory
 from bigload.runtime.streaming.device_copy_stream import Courier
 from bigload.runtime.streaming.device_residency import DeviceStay
-from bigload.runtime.streaming.supply import Weight
 from bigload.runtime.streaming.weight_reads import Reads
+from bigload.runtime.streaming.weights import Weight
 
 _ALIGNMENT = 512
 """As torch's allocator of CUDA memory aligns tensors: some kernels are slower elsewhere, some fail."""

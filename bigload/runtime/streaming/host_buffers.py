@@ -10,8 +10,8 @@ from bigload.loading.readers.byte_source import NO_RECORDER, ByteSource
 from bigload.loading.schedule import CPU, ReadJob
 from bigload.loading.staging.host_blocks import HostStager, bytes_in
 from bigload.runtime.streaming.buffer_pool import Loan, RecycledMemory
-from bigload.runtime.streaming.supply import Weight
 from bigload.runtime.streaming.weight_reads import Reads
+from bigload.runtime.streaming.weights import Weight
 
 
 class Workshop:

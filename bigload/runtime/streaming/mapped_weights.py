@@ -22,7 +22,7 @@ from bigload.machine.huge_pages import no_memory
 from bigload.machine.page_cache import forget
 from bigload.runtime.offload.offload_store import AtHand
 from bigload.runtime.offload.stored_weights import Place
-from bigload.runtime.streaming.supply import Weight
+from bigload.runtime.streaming.weights import Weight
 
 _NEIGHBOURS_BYTES = 64 * 1024
 """Tensors that lie as near as this in a file are brought as one: what lies between is padding, or little."""

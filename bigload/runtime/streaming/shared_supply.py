@@ -7,7 +7,8 @@ from collections.abc import Sequence
 
 import torch
 
-from bigload.runtime.streaming.supply import Supply, Weight
+from bigload.runtime.streaming.supply import Supply
+from bigload.runtime.streaming.weights import Weight
 
 
 class Pool:

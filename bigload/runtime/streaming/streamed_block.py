@@ -5,23 +5,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from enum import Enum
 from types import MethodType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
 
 from bigload.errors import ChangedShapeError
+from bigload.runtime.hooks.align_devices import AlignDevicesHook
 from bigload.runtime.hooks.gradient_guard import refuse_gradients
 from bigload.runtime.hooks.hooks import calls_hook, hooks_of
 from bigload.runtime.modules.module_names import joined
 from bigload.runtime.modules.module_tensors import as_parameter
 from bigload.runtime.modules.tensor_slots import Slot
 from bigload.runtime.streaming.mapped_weights import InPlace
-from bigload.runtime.streaming.supply import Supply, Weight
-
-if TYPE_CHECKING:
-    from bigload.runtime.hooks.align_devices import AlignDevicesHook
-    from bigload.runtime.streaming.streamer import Streamer
+from bigload.runtime.streaming.supply import Supply
+from bigload.runtime.streaming.weights import Weight, offloaded_weights
 
 
 class Stay(Enum):
@@ -89,6 +87,16 @@ class _Loan:
         self._tensor, self.held = None, self.weight.placeholder
 
 
+class BlockOwner(Protocol):
+    """What a block needs of its streamer."""
+
+    def add(self, block: StreamedBlock) -> None:
+        """Have `block` streamed."""
+
+    def supplies_for(self, weights: Sequence[Weight], device: torch.device) -> tuple[Supply, ...]:
+        """Return what brings `weights` to `device`."""
+
+
 class StreamedBlock:
     """A module, and those below whose weights come and go with its own.
 
@@ -117,7 +125,7 @@ class StreamedBlock:
         *,
         device: torch.device,
         is_routed: bool,
-        streamer: Streamer,
+        streamer: BlockOwner,
     ) -> None:
         self.name = name
         self.module = module
@@ -171,7 +179,7 @@ class StreamedBlock:
 
     def _offloaded(self) -> list[tuple[Member, list[Weight] | None]]:
         attached = [member for member in self.members if member.hook in hooks_of(member.module)]  # not taken away
-        return [(member, member.hook.offloaded_weights(member.module)) for member in attached]
+        return [(member, offloaded_weights(member.module, member.hook)) for member in attached]
 
     def _find_weights(self) -> None:
         offloaded = self._offloaded()
@@ -188,8 +196,8 @@ class StreamedBlock:
             self._lenders.setdefault(weights[weight.slots][0], []).append(loan)
         self._stepping_aside = [member for member, found in offloaded if found is not None]
         covered = {(id(slot.module), slot.key) for loan in self._loans for slot in loan.weight.slots}
-        places = [slot for module, hook in self._stepping_aside for slot in hook.places(module)]
-        self._others = [slot for slot in places if (id(slot.module), slot.key) not in covered]
+        places = [slots for module, hook in self._stepping_aside for slots, _ in hook.offloaded_tensors(module)]
+        self._others = [slot for slots in places for slot in slots if (id(slot.module), slot.key) not in covered]
 
     @property
     def num_bytes(self) -> int:
@@ -242,7 +250,7 @@ class StreamedBlock:
             loan.bring(tensor, self.device)
         for lender, loans in self._lenders.items():
             self._held.append(lender)
-            lender.hold(loans)
+            lender.hold([(loan.weight.slots, loan.weight.placeholder, loan.held) for loan in loans])
         for module, hook in self._stepping_aside:
             own = module.__dict__
             around = own.get("forward")

@@ -22,8 +22,9 @@ from bigload.runtime.streaming.residents import Room, chosen_evenly, room_for
 from bigload.runtime.streaming.run_log import RunLog
 from bigload.runtime.streaming.run_order import RunOrder
 from bigload.runtime.streaming.streamed_block import Stay, StreamedBlock
-from bigload.runtime.streaming.supply import Supply, Weight
+from bigload.runtime.streaming.supply import Supply
 from bigload.runtime.streaming.supply_choice import Carriers, tied_among
+from bigload.runtime.streaming.weights import Weight
 
 _living: weakref.WeakSet[Streamer] = weakref.WeakSet()
 

@@ -1,35 +1,13 @@
-"""Weights of a block that are elsewhere between its forwards, and what brings them."""
+"""Supply: the way in which some weights of a block get to the device that it runs on."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
 
-from bigload.runtime.modules.tensor_slots import Slot
-from bigload.runtime.offload.offload_store import AtHand
-from bigload.runtime.offload.stored_weights import MappedFiles, Place
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Weight:
-    """A weight that is on the meta device between forwards.
-
-    Attributes:
-        slots: The places in modules that hold it.
-        placeholder: What they hold between forwards; it tells dtype, class and whether gradients are wanted.
-        source: Where it is on disk, or in memory.
-    """
-
-    slots: tuple[Slot, ...]
-    placeholder: torch.Tensor
-    source: Place | AtHand
-
-    def mapped_by(self, files: MappedFiles) -> Weight:
-        """Return the weight in maps of `files`, if it is in a file."""
-        return replace(self, source=replace(self.source, files=files)) if isinstance(self.source, Place) else self
+from bigload.runtime.streaming.weights import Weight
 
 
 class Supply(Protocol):

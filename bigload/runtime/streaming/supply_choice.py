@@ -13,9 +13,10 @@ from bigload.runtime.streaming.device_copy_stream import Courier
 from bigload.runtime.streaming.host_buffers import HostCopies, Workshop
 from bigload.runtime.streaming.mapped_weights import InPlace, is_in_place
 from bigload.runtime.streaming.shared_supply import Pool, SharedSupply
-from bigload.runtime.streaming.supply import Supply, Weight
+from bigload.runtime.streaming.supply import Supply
 from bigload.runtime.streaming.torch_moves import Moves
 from bigload.runtime.streaming.weight_reads import can_be_read
+from bigload.runtime.streaming.weights import Weight
 
 
 class Carriers:

@@ -12,7 +12,7 @@ import torch
 
 from bigload.runtime.offload.stored_weights import Place
 from bigload.runtime.streaming.device_residency import DeviceStay
-from bigload.runtime.streaming.supply import Weight
+from bigload.runtime.streaming.weights import Weight
 
 
 class Moves:

@@ -22,7 +22,7 @@ from bigload.machine.huge_pages import address_of
 from bigload.machine.page_cache import forget
 from bigload.runtime.offload.offload_store import AtHand
 from bigload.runtime.offload.stored_weights import Place
-from bigload.runtime.streaming.supply import Weight
+from bigload.runtime.streaming.weights import Weight
 
 BLOCK_BYTES = 8 * 2**20
 """The size of a read: a block has few of them, and threads share them."""

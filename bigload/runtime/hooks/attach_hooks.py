@@ -1,0 +1,226 @@
+"""Attach `AlignDevicesHook`s to the modules of a model, as a device map or one device says.
+
+Names and signatures are those of `accelerate.hooks` 1.15.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Mapping
+from typing import NamedTuple
+
+from torch import Tensor, nn
+
+from bigload.runtime.hooks.align_devices import AlignDevicesHook, TiedParams
+from bigload.runtime.hooks.hooks import add_hook_to_module
+from bigload.runtime.hooks.send_to_device import DeviceLike
+from bigload.runtime.modules.module_names import joined
+from bigload.runtime.modules.tensor_slots import called_modules, has_no_forward, shared_tensors
+from bigload.runtime.offload.offload_store import PrefixedDataset
+
+
+def attach_execution_device_hook(
+    module: nn.Module,
+    execution_device: DeviceLike,
+    skip_keys: str | list[str] | None = None,
+    preload_module_classes: Container[str] | None = None,
+    tied_params_map: TiedParams | None = None,
+) -> None:
+    """Let `module` and all below that have weights, and no hook yet, run on `execution_device`.
+
+    What comes with a module around it gets no hook, see `attach_align_device_hook`.
+
+    Args:
+        module: Where to begin.
+        execution_device: A number is an accelerator of this machine's kind.
+        skip_keys: See `AlignDevicesHook`.
+        preload_module_classes: Classes of modules; what is inside of them gets no hook.
+        tied_params_map: See `AlignDevicesHook`.
+    """
+    own = shared_tensors(module, recurse=False)
+    is_brought = has_no_forward(module) and all(slots[0].tensor.is_meta for slots in own)  # there may be none
+    if not hasattr(module, "_hf_hook") and _has_state(module) and not is_brought:
+        hook = AlignDevicesHook(execution_device, skip_keys=skip_keys, tied_params_map=tied_params_map)
+        add_hook_to_module(module, hook)
+    if type(module).__name__ in (preload_module_classes or ()):
+        return
+    for child in module.children():
+        attach_execution_device_hook(child, execution_device, skip_keys, preload_module_classes, tied_params_map)
+
+
+def _has_state(module: nn.Module) -> bool:
+    """Return whether the state dict of `module` has tensors, without making it."""
+    return any(
+        True
+        for owner in module.modules()
+        for key, tensor in (*owner._parameters.items(), *owner._buffers.items())
+        if tensor is not None and key not in owner._non_persistent_buffers_set
+    )
+
+
+def attach_align_device_hook(
+    module: nn.Module,
+    execution_device: DeviceLike | None = None,
+    offload: bool = False,
+    weights_map: Mapping[str, Tensor] | None = None,
+    offload_buffers: bool = False,
+    module_name: str = "",
+    skip_keys: str | list[str] | None = None,
+    preload_module_classes: Container[str] | None = None,
+    tied_params_map: TiedParams | None = None,
+) -> None:
+    """Give an `AlignDevicesHook` to every module, from `module` on down, that owns tensors itself.
+
+    Tensors of modules that are never called because they have no forward, such as lists of parameters, are offloaded
+    along with those of the module around.
+
+    Args:
+        module: Where to begin.
+        execution_device: See `AlignDevicesHook`, as for all that is not explained here.
+        offload: See there.
+        weights_map: Values by their names in the model, of which `module_name` is the beginning.
+        offload_buffers: See there.
+        module_name: The name of `module` in the model.
+        skip_keys: See there.
+        preload_module_classes: Classes whose modules, if offloaded, load everything below at once: for those that use
+            weights of modules in them without calling these.
+        tied_params_map: See there.
+    """
+    is_preloaded = offload and type(module).__name__ in (preload_module_classes or ())
+    if is_preloaded or shared_tensors(module, recurse=False, uncalled=offload):
+        prefix = f"{module_name}." if module_name else ""
+        hook = AlignDevicesHook(
+            execution_device=execution_device,
+            offload=offload,
+            weights_map=None if weights_map is None else PrefixedDataset(weights_map, prefix),
+            offload_buffers=offload_buffers,
+            place_submodules=is_preloaded,
+            skip_keys=skip_keys,
+            tied_params_map=tied_params_map,
+        )
+        hook._brings_uncalled = offload
+        add_hook_to_module(module, hook, append=True)
+    if is_preloaded:
+        return
+    for name, child in called_modules(module) if offload else module.named_children():
+        attach_align_device_hook(
+            child,
+            execution_device=execution_device,
+            offload=offload,
+            weights_map=weights_map,
+            offload_buffers=offload_buffers,
+            module_name=joined(module_name, name),
+            skip_keys=skip_keys,
+            preload_module_classes=preload_module_classes,
+            tied_params_map=tied_params_map,
+        )
+
+
+def attach_align_device_hook_on_blocks(
+    module: nn.Module,
+    execution_device: DeviceLike | Mapping[str, DeviceLike] | None = None,
+    offload: bool | Mapping[str, bool] = False,
+    weights_map: Mapping[str, Tensor] | None = None,
+    offload_buffers: bool = False,
+    module_name: str = "",
+    skip_keys: str | list[str] | None = None,
+    preload_module_classes: Container[str] | None = None,
+    tied_params_map: TiedParams | None = None,
+) -> None:
+    """Give hooks to a model whose blocks run on different devices, or are offloaded or not.
+
+    A block that is not offloaded is placed as a whole. The model itself, where its name is `""`, returns outputs to the
+    device that its arguments came from.
+
+    Args:
+        module: The model.
+        execution_device: Where blocks run, by their names in the model, or one device for all.
+        offload: Whether they are offloaded, likewise. Blocks are the names that are in both.
+        weights_map: See `attach_align_device_hook`, as for all that follows.
+        offload_buffers: See there.
+        module_name: See there.
+        skip_keys: See there.
+        preload_module_classes: See there.
+        tied_params_map: See there.
+    """
+    common = _Common(weights_map, offload_buffers, skip_keys, preload_module_classes, tied_params_map)
+    if isinstance(execution_device, Mapping):
+        devices: Mapping[str, DeviceLike | None] = execution_device
+        offloads = offload if isinstance(offload, Mapping) else dict.fromkeys(devices, offload)
+        common.attach(module, module_name, devices, offloads)
+    elif isinstance(offload, Mapping):
+        common.attach(module, module_name, dict.fromkeys(offload, execution_device), offload)
+    elif offload:
+        common.offload(module, module_name, execution_device)
+    else:
+        common.place(module, execution_device, io_same_device=True)
+
+
+class _Common(NamedTuple):
+    """What all hooks of one model have in common, and the ways to attach them."""
+
+    weights_map: Mapping[str, Tensor] | None
+    offload_buffers: bool
+    skip_keys: str | list[str] | None
+    preload_module_classes: Container[str] | None
+    tied_params_map: TiedParams | None
+
+    def attach(
+        self,
+        module: nn.Module,
+        name: str,
+        devices: Mapping[str, DeviceLike | None],
+        offloads: Mapping[str, bool],
+    ) -> None:
+        is_root = not name
+        if name in devices and name in offloads:
+            device = devices[name]
+            if offloads[name]:
+                self.offload(module, name, device)
+                if not hasattr(module, "_hf_hook"):
+                    self.align(module, device, io_same_device=is_root)
+                self.run_on(module, device, self.preload_module_classes)
+            else:
+                self.place(module, device, io_same_device=is_root)
+                self.run_on(module, device, None)
+        elif is_root:
+            self.align(module, devices.get(""), io_same_device=True)
+        for key, child in module.named_children():
+            self.attach(child, joined(name, key), devices, offloads)
+
+    def offload(self, module: nn.Module, name: str, device: DeviceLike | None) -> None:
+        attach_align_device_hook(
+            module,
+            execution_device=device,
+            offload=True,
+            weights_map=self.weights_map,
+            offload_buffers=self.offload_buffers,
+            module_name=name,
+            skip_keys=self.skip_keys,
+            preload_module_classes=self.preload_module_classes,
+            tied_params_map=self.tied_params_map,
+        )
+
+    def place(self, module: nn.Module, device: DeviceLike | None, *, io_same_device: bool) -> None:
+        self.align(module, device, io_same_device=io_same_device, place_submodules=True)
+
+    def align(
+        self,
+        module: nn.Module,
+        device: DeviceLike | None,
+        *,
+        io_same_device: bool,
+        place_submodules: bool = False,
+    ) -> None:
+        hook = AlignDevicesHook(
+            execution_device=device,
+            io_same_device=io_same_device,
+            offload_buffers=self.offload_buffers,
+            place_submodules=place_submodules,
+            skip_keys=self.skip_keys,
+            tied_params_map=self.tied_params_map,
+        )
+        add_hook_to_module(module, hook)
+
+    def run_on(self, module: nn.Module, device: DeviceLike | None, preload: Container[str] | None) -> None:
+        if device is not None:
+            attach_execution_device_hook(module, device, self.skip_keys, preload, self.tied_params_map)

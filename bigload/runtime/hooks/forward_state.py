@@ -1,0 +1,95 @@
+"""State of one hook's forwards: how many run, and the tensors in the places of others until they end."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from bigload.runtime.modules.tensor_slots import Slot, assign
+
+
+class ForwardState:
+    """The forwards of one hook that are under way, and what came for them. Copies of the hook begin with none.
+
+    Attributes:
+        num_under_way: How many wait for `put_back`.
+        away: Tensors that others stand in for, with their places.
+        lent: Entries of a `tied_params_map` that are there as long.
+    """
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.num_under_way = 0
+        self.away: list[tuple[Sequence[Slot], Tensor]] = []
+        self.lent: list[tuple[dict[torch.device, Tensor], torch.device]] = []
+        self._here = threading.local()
+        self._brought: list[tuple[Tensor, int, int]] = []
+
+    def __reduce__(self) -> tuple[type[ForwardState], tuple[()]]:
+        return ForwardState, ()
+
+    @property
+    def input_devices(self) -> list[torch.device | None]:
+        """The devices that the forwards of this thread were called from, the innermost last."""
+        devices: list[torch.device | None] = self._here.__dict__.setdefault("devices", [])
+        return devices
+
+    @property
+    def in_call(self) -> bool:
+        """Whether this thread is in a call for all of which the weights are there."""
+        return bool(self._here.__dict__.get("in_call"))
+
+    @in_call.setter
+    def in_call(self, is_in: bool) -> None:
+        self._here.in_call = is_in
+
+    def at_home(self, slot: Slot) -> Tensor:
+        """Return what is in `slot` when no forward is under way."""
+        for slots, tensor in self.away:
+            if any(each.module is slot.module and each.key == slot.key for each in slots):
+                return tensor
+        return slot.tensor
+
+    def note_brought(self) -> None:
+        """Note the weights that are there now, to know later which of them got other values."""
+        brought = [slots[0].tensor for slots, _ in self.away]
+        self._brought = [(tensor, pointer_of(tensor), _version(tensor)) for tensor in brought]
+
+    def keep_changed(self) -> None:
+        """Have weights that got other values since they were noted stay when all else is put back."""
+        unchanged = {id(tensor) for tensor, *noted in self._brought if noted == [pointer_of(tensor), _version(tensor)]}
+        for slots, placeholder in self.away:
+            tensor = slots[0].table.get(slots[0].key)
+            if tensor is not None and id(tensor) in unchanged and placeholder.is_leaf:
+                placeholder.requires_grad_(tensor.requires_grad)
+        self.away = [(slots, home) for slots, home in self.away if id(slots[0].table.get(slots[0].key)) in unchanged]
+        self._brought = []
+
+    def put_back(self) -> None:
+        """Put everything back in its place."""
+        for slots, tensor in self.away:
+            assign(slots, tensor)
+        self.away.clear()
+        for on_devices, device in self.lent:
+            on_devices.pop(device, None)
+        self.lent.clear()
+
+
+def pointer_of(tensor: Tensor) -> int:
+    """Return the address by which a `tied_params_map` may know `tensor`, 0 for those without memory.
+
+    Addresses say something of tensors that lived when the map was made, and are taken when a hook is attached. Values
+    that are loaded later may be wherever something else was, so nobody asks for theirs.
+    """
+    try:
+        return 0 if tensor.is_meta else tensor.data_ptr()
+    except (NotImplementedError, RuntimeError):  # wrappers around other tensors
+        return 0
+
+
+def _version(tensor: Tensor) -> int:
+    """Return how often `tensor` was edited in place, 0 where torch does not count (inference mode)."""
+    return 0 if tensor.is_inference() else tensor._version
