@@ -11,12 +11,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import parallelize_module
 
 from bigload.errors import PartitionError
-from bigload.parallel.tensor_parallel.inference import drafted
+from bigload.parallel.tensor_parallel.custom_policies import read_policies
+from bigload.parallel.tensor_parallel.forwards import FORWARDS
+from bigload.parallel.tensor_parallel.partial_plan import sliced
 from bigload.parallel.tensor_parallel.placements import placed
 from bigload.parallel.tensor_parallel.plan import TensorParallelPlan
-from bigload.parallel.tensor_parallel.plan_draft import sliced
-from bigload.parallel.tensor_parallel.styles import STYLES
-from bigload.parallel.tensor_parallel.user_policies import read_policies
+from bigload.parallel.tensor_parallel.planner import drafted
 from bigload.parallel.tensor_parallel.validation import cut_arguments
 from bigload.planning.tensor_parallel.division import MAX_RANKS, WHOLE
 
@@ -110,7 +110,7 @@ def _check(model: nn.Module, plan: TensorParallelPlan, mesh: DeviceMesh) -> None
 def _styles(model: nn.Module, plan: TensorParallelPlan) -> dict[str, object]:
     """Return the style of each module, once for modules with several names."""
     by_module = {id(model.get_submodule(name)): name for name in reversed(list(plan.styles))}
-    return {name: STYLES[plan.styles[name]](plan.division(f"{name}.weight")) for name in by_module.values()}
+    return {name: FORWARDS[plan.styles[name]](plan.division(f"{name}.weight")) for name in by_module.values()}
 
 
 def _divide_parameters(model: nn.Module, plan: TensorParallelPlan, mesh: DeviceMesh, rank: int) -> None:

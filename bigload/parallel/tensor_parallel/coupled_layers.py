@@ -15,14 +15,15 @@ import torch
 from torch import Tensor
 
 from bigload.parallel.tensor_parallel.layer_kinds import LayerKind
-from bigload.parallel.tensor_parallel.plan_draft import Draft, chunks, generic
-from bigload.parallel.tensor_parallel.validation import Reference
+from bigload.parallel.tensor_parallel.partial_plan import PartialPlan
+from bigload.parallel.tensor_parallel.validation import ReferenceRun
 from bigload.parallel.tensor_parallel.weightless_model import WeightlessModel
-from bigload.planning.tensor_parallel.division import Division, Range
+from bigload.planning.tensor_parallel.division import Division, Range, chunks
+from bigload.planning.tensor_parallel.ruled_layers import generic_name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Region:
+class CoupledLayers:
     """Layers that are divided together.
 
     Attributes:
@@ -35,12 +36,12 @@ class Region:
     row: str
     columns: tuple[str, ...]
     shared: tuple[str, ...]
-    draft: Draft
+    draft: PartialPlan
 
 
-def regions(
-    weightless: WeightlessModel, reference: Reference, size: int, styled: Collection[str] = ()
-) -> Iterator[Region]:
+def coupled_layers(
+    weightless: WeightlessModel, reference: ReferenceRun, size: int, styled: Collection[str] = ()
+) -> Iterator[CoupledLayers]:
     """Yield what `size` ranks could divide together, besides what is `styled`; some may turn out not to work.
 
     Of rows whose names differ in numbers only, the first two and the last are looked at. If what was found of the last
@@ -51,9 +52,9 @@ def regions(
     for (name, number), inputs in reference.inputs.items():
         is_row = number == 0 and name not in styled and weightless.layers[name] is not LayerKind.LOOKUP
         if is_row and inputs.requires_grad and inputs.shape[-1] % size == 0:
-            kinds.setdefault((generic(name), inputs.shape[-1]), []).append(name)
+            kinds.setdefault((generic_name(name), inputs.shape[-1]), []).append(name)
 
-    def found(name: str) -> Region | None:
+    def found(name: str) -> CoupledLayers | None:
         return _region(weightless, name, reference.inputs[name, 0], leaves, size)
 
     for rows in kinds.values():
@@ -68,11 +69,11 @@ def regions(
                 yield region
 
 
-def _form(region: Region) -> frozenset[tuple[str, Division]]:
-    return frozenset((generic(name), division) for name, division in region.draft.divisions.items())
+def _form(region: CoupledLayers) -> frozenset[tuple[str, Division]]:
+    return frozenset((generic_name(name), division) for name, division in region.draft.divisions.items())
 
 
-def _transferred(weightless: WeightlessModel, region: Region, row: str) -> Region | None:
+def _transferred(weightless: WeightlessModel, region: CoupledLayers, row: str) -> CoupledLayers | None:
     """Return `region` for another `row`: with the numbers in that, where names have those of the region's row."""
     old, new = region.row.split("."), row.split(".")
 
@@ -92,11 +93,13 @@ def _transferred(weightless: WeightlessModel, region: Region, row: str) -> Regio
             return None
         if max(stop for of_rank in division.ranges for _, stop in of_rank) != parameter.shape[division.dim]:
             return None
-    return Region(
+    return CoupledLayers(
         row=row,
         columns=tuple(map(moved, region.columns)),
         shared=tuple(map(moved, region.shared)),
-        draft=Draft(divisions=divisions, styles={moved(name): word for name, word in region.draft.styles.items()}),
+        draft=PartialPlan(
+            divisions=divisions, styles={moved(name): word for name, word in region.draft.styles.items()}
+        ),
     )
 
 
@@ -108,7 +111,7 @@ class _Leaf:
     is_layer: bool
 
 
-def _leaves(weightless: WeightlessModel, reference: Reference) -> dict[int, _Leaf]:
+def _leaves(weightless: WeightlessModel, reference: ReferenceRun) -> dict[int, _Leaf]:
     leaves = {id(tensor): _Leaf(name, is_layer=True) for (name, _), tensor in reference.answers.items()}
     for name, parameter in weightless.module.named_parameters():
         if parameter.requires_grad:
@@ -118,7 +121,7 @@ def _leaves(weightless: WeightlessModel, reference: Reference) -> dict[int, _Lea
 
 def _region(
     weightless: WeightlessModel, row: str, inputs: Tensor, leaves: Mapping[int, _Leaf], size: int
-) -> Region | None:
+) -> CoupledLayers | None:
     reached = [tensor for tensor in _reached(inputs) if id(tensor) in leaves]
     needed: list[dict[str, list[Tensor]]] = []
     for ((start, stop),) in chunks(inputs.shape[-1], size):
@@ -150,8 +153,8 @@ def _region(
         return None
     divisions[f"{row}.weight"] = Division(weightless.layers[row].in_dim, chunks(inputs.shape[-1], size))
     styles[row] = "rowwise"
-    draft = Draft(divisions=divisions, styles=styles)
-    return Region(row=row, columns=tuple(columns), shared=tuple(shared), draft=draft)
+    draft = PartialPlan(divisions=divisions, styles=styles)
+    return CoupledLayers(row=row, columns=tuple(columns), shared=tuple(shared), draft=draft)
 
 
 def _reached(inputs: Tensor) -> list[Tensor]:

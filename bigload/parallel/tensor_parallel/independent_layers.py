@@ -14,8 +14,9 @@ from operator import or_
 from torch import Tensor, nn
 
 from bigload.parallel.tensor_parallel.layer_kinds import LayerKind
-from bigload.parallel.tensor_parallel.plan_draft import Draft, chunks, generic
-from bigload.planning.tensor_parallel.division import Division
+from bigload.parallel.tensor_parallel.partial_plan import PartialPlan
+from bigload.planning.tensor_parallel.division import Division, chunks
+from bigload.planning.tensor_parallel.ruled_layers import generic_name
 
 MIN_SHARE = 0.01
 """Of the numbers of a model: layers of one name that have less than this together are not worth a collective."""
@@ -35,21 +36,21 @@ def names_by_parameter(model: nn.Module) -> dict[str, list[str]]:
     return {name: group for group in groups.values() for name in group}
 
 
-def with_ties(draft: Draft, names: Mapping[str, list[str]]) -> Draft:
+def with_ties(draft: PartialPlan, names: Mapping[str, list[str]]) -> PartialPlan:
     """Return `draft` with the divisions of parameters under all of their names."""
     spread = {other: division for name, division in draft.divisions.items() for other in names.get(name, (name,))}
-    return draft | Draft(divisions=spread)
+    return draft | PartialPlan(divisions=spread)
 
 
-def with_leftovers(
+def with_independent_layers(
     model: nn.Module,
     layers: Mapping[str, LayerKind],
     called: Set[str] | None,
-    draft: Draft,
+    draft: PartialPlan,
     *,
     size: int,
-    works: Callable[[Draft], bool],
-) -> Draft:
+    works: Callable[[PartialPlan], bool],
+) -> PartialPlan:
     """Return `draft` and what can be divided besides among `size` ranks, kind by kind, as far as it `works`.
 
     `called` are the layers that a forward calls, `None` if that is not known: a weight that code reads past its layer
@@ -57,7 +58,7 @@ def with_leftovers(
     """
     parameters = dict(model.named_parameters(remove_duplicate=False))
     ties = names_by_parameter(model)
-    additions: list[Draft] = []
+    additions: list[PartialPlan] = []
     whole: set[str] = set()
     for kind in _groups(parameters, ties, layers):
         group = [first for first in kind if not _is_settled(ties[first], draft)]
@@ -81,20 +82,22 @@ def with_leftovers(
     return draft
 
 
-def _is_settled(names: Collection[str], draft: Draft) -> bool:
+def _is_settled(names: Collection[str], draft: PartialPlan) -> bool:
     return all(name in draft.divisions and name.rpartition(".")[0] in draft.styles for name in names)
 
 
-def with_siblings(model: nn.Module, layers: Mapping[str, LayerKind], called: Collection[str], draft: Draft) -> Draft:
+def with_siblings(
+    model: nn.Module, layers: Mapping[str, LayerKind], called: Collection[str], draft: PartialPlan
+) -> PartialPlan:
     """Return `draft` with layers that no forward called, experts that had nothing to do, divided as their siblings."""
     shapes = {name: tuple(model.get_parameter(f"{name}.weight").shape) for name in layers}
-    styled = {(generic(name), shapes[name]): name for name in draft.styles if name in layers and name in called}
+    styled = {(generic_name(name), shapes[name]): name for name in draft.styles if name in layers and name in called}
     for name in layers:
-        sibling = styled.get((generic(name), shapes[name]))
+        sibling = styled.get((generic_name(name), shapes[name]))
         if sibling is None or name in called or name in draft.styles:
             continue
         leaves = [leaf for leaf in ("weight", "bias") if f"{sibling}.{leaf}" in draft.divisions]
-        draft |= Draft(
+        draft |= PartialPlan(
             divisions={f"{name}.{leaf}": draft.divisions[f"{sibling}.{leaf}"] for leaf in leaves},
             styles={name: draft.styles[sibling]},
         )
@@ -112,7 +115,7 @@ def _groups(
     for name in parameters:
         path, _, leaf = name.rpartition(".")
         if leaf == "weight" and path and path in layers and ties[name][0] == name:
-            by_kind.setdefault(generic(name), []).append(name)
+            by_kind.setdefault(generic_name(name), []).append(name)
     firsts = {names[0]: parameters[names[0]].numel() for names in ties.values()}
     sizes = Counter({kind: sum(firsts[name] for name in names) for kind, names in by_kind.items()})
     return [by_kind[kind] for kind in by_kind if sizes[kind] >= MIN_SHARE * sum(firsts.values())]
@@ -126,7 +129,7 @@ def _addition(
     known: Mapping[str, Division],
     *,
     size: int,
-) -> Draft | None:
+) -> PartialPlan | None:
     """Return how the weights of `group` are divided each by itself, `None` if they cannot be."""
     divisions: dict[str, Division] = {}
     styles: dict[str, str] = {}
@@ -151,16 +154,16 @@ def _addition(
             bias = f"{owner}.bias"
             if bias in parameters:
                 divisions |= dict.fromkeys(ties[bias], Division(0, division.ranges))
-    return Draft(divisions=divisions, styles=styles)
+    return PartialPlan(divisions=divisions, styles=styles)
 
 
 def _has_idle_rank(division: Division) -> bool:
     return any(start == stop for of_rank in division.ranges for start, stop in of_rank)
 
 
-def _without(draft: Draft, owners: Collection[str]) -> Draft:
+def _without(draft: PartialPlan, owners: Collection[str]) -> PartialPlan:
     """Return `draft` with the layers `owners` whole."""
-    return Draft(
+    return PartialPlan(
         divisions={name: value for name, value in draft.divisions.items() if name.rpartition(".")[0] not in owners},
         styles={name: value for name, value in draft.styles.items() if name not in owners},
         attributes=draft.attributes,

@@ -16,10 +16,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from bigload.parallel.tensor_parallel.coupled_layers import Region
+from bigload.parallel.tensor_parallel.coupled_layers import CoupledLayers
+from bigload.parallel.tensor_parallel.partial_plan import PartialPlan
 from bigload.parallel.tensor_parallel.plan import LocalArgument
-from bigload.parallel.tensor_parallel.plan_draft import Draft
-from bigload.parallel.tensor_parallel.validation import Reference, misfit
+from bigload.parallel.tensor_parallel.validation import ReferenceRun, misfit
 from bigload.parallel.tensor_parallel.weightless_model import WeightlessModel
 
 _MAX_TRIES = 60
@@ -31,13 +31,13 @@ _Changes = Mapping[str, int]
 
 
 def localised(
-    weightless: WeightlessModel, reference: Reference, decided: Draft, kind: Sequence[Region], size: int
-) -> Draft | None:
+    weightless: WeightlessModel, reference: ReferenceRun, decided: PartialPlan, kind: Sequence[CoupledLayers], size: int
+) -> PartialPlan | None:
     """Return the draft of the regions of one `kind`, with the numbers that become local; `None` if it cannot work.
 
     `decided` is the draft of what is divided besides. Only the first two regions are tried.
     """
-    base = Draft()
+    base = PartialPlan()
     for region in kind:
         base = base | region.draft
     whole, until = decided | base, kind[:2][-1].row
@@ -46,22 +46,22 @@ def localised(
     candidates = _candidates(weightless.module, owners, _ratios(weightless, kind[0], size))
     heads = {place: value for place, value in candidates.items() if _is_heads(place[1])}
     for changes in islice(_tries(candidates), _MAX_TRIES):
-        addition = Draft(attributes=_spread(owners, changes))
+        addition = PartialPlan(attributes=_spread(owners, changes))
         if misfit(weightless, reference, whole | addition, size, until) is None:
             return base | addition
-    attributes = Draft(attributes=_spread(owners, {place: values[0] for place, values in heads.items()}))
+    attributes = PartialPlan(attributes=_spread(owners, {place: values[0] for place, values in heads.items()}))
     for arguments in _arguments(weightless, reference, owners, heads):
-        addition = attributes | Draft(arguments=arguments)
+        addition = attributes | PartialPlan(arguments=arguments)
         if misfit(weightless, reference, whole | addition, size, until) is None:
             return base | addition
     return None
 
 
-_Place = tuple[str, str]
+_AttributeKey = tuple[str, str]
 """A module, by its name below the smallest one that has a whole region, and an attribute."""
 
 
-def _owners(module: nn.Module, region: Region) -> dict[str, str]:
+def _owners(module: nn.Module, region: CoupledLayers) -> dict[str, str]:
     """Return the modules whose code a region runs in: names below the one that has it all, and their full names."""
     parts = [name.split(".") for name in (region.row, *region.columns)]
     depth = next(
@@ -72,7 +72,7 @@ def _owners(module: nn.Module, region: Region) -> dict[str, str]:
     return {".".join(part[depth:stop]): ".".join(part[:stop]) for part in parts for stop in range(depth, len(part))}
 
 
-def _ratios(weightless: WeightlessModel, region: Region, size: int) -> list[Fraction]:
+def _ratios(weightless: WeightlessModel, region: CoupledLayers, size: int) -> list[Fraction]:
     """Return by what numbers may shrink: with queries, with keys that ranks share, with the quotient of both."""
     shares = {Fraction(1, number) for number in range(2, size + 1) if size % number == 0}
     for name in region.columns:
@@ -87,7 +87,7 @@ def _ratios(weightless: WeightlessModel, region: Region, size: int) -> list[Frac
 
 def _candidates(
     module: nn.Module, owners: Sequence[Mapping[str, str]], ratios: Sequence[Fraction]
-) -> dict[_Place, list[int]]:
+) -> dict[_AttributeKey, list[int]]:
     """Return which numbers might shrink, and to what."""
     candidates = {}
     for path in owners[0]:
@@ -105,7 +105,7 @@ def _is_heads(name: str) -> bool:
     return _HEADS.search(name) is not None
 
 
-def _tries(candidates: Mapping[_Place, list[int]]) -> Iterator[dict[_Place, int]]:
+def _tries(candidates: Mapping[_AttributeKey, list[int]]) -> Iterator[dict[_AttributeKey, int]]:
     known = {place: values[0] for place, values in candidates.items() if _is_heads(place[1]) or place[1] in _WIDTHS}
     if any(_is_heads(name) for _, name in known):
         yield known
@@ -120,16 +120,16 @@ def _tries(candidates: Mapping[_Place, list[int]]) -> Iterator[dict[_Place, int]
                     yield known | dict(chosen)
 
 
-def _spread(owners: Sequence[Mapping[str, str]], changes: Mapping[_Place, int]) -> dict[str, int]:
+def _spread(owners: Sequence[Mapping[str, str]], changes: Mapping[_AttributeKey, int]) -> dict[str, int]:
     """Return `changes` for every region of the kind, by qualified names."""
     return {f"{names[path]}.{name}".lstrip("."): value for names in owners for (path, name), value in changes.items()}
 
 
 def _arguments(
     weightless: WeightlessModel,
-    reference: Reference,
+    reference: ReferenceRun,
     owners: Sequence[Mapping[str, str]],
-    heads: Mapping[_Place, list[int]],
+    heads: Mapping[_AttributeKey, list[int]],
 ) -> Iterator[dict[str, tuple[LocalArgument, ...]]]:
     """Yield arguments of the modules that might have something for each head, for all regions of the kind at once."""
     module = weightless.module.get_submodule(owners[0][""])
@@ -145,7 +145,7 @@ def _arguments(
                     yield {names[""]: (argument,) for names in owners}
 
 
-def _given(weightless: WeightlessModel, reference: Reference, module: nn.Module) -> dict[str, Any]:
+def _given(weightless: WeightlessModel, reference: ReferenceRun, module: nn.Module) -> dict[str, Any]:
     """Return the arguments of the first call of `module` in a forward."""
     found: list[dict[str, Any]] = []
 

@@ -9,8 +9,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from bigload.parallel.tensor_parallel.plan import TensorParallelPlan
-from bigload.parallel.tensor_parallel.plan_draft import chunks
-from bigload.planning.tensor_parallel.division import Division
+from bigload.planning.tensor_parallel.division import Division, chunks
 
 
 def placement(division: Division, length: int) -> Placement | None:

@@ -10,7 +10,7 @@ from typing import Literal
 from bigload.planning.plan import PlanNote
 from bigload.planning.tensor_parallel.division import WHOLE, Division
 
-Source = Literal["custom", "tp_plan", "inferred"]
+PlanSource = Literal["custom", "tp_plan", "inferred"]
 """Where most of a plan is from: the caller, the model's own words, the flow of data in a forward."""
 
 
@@ -38,7 +38,7 @@ class TensorParallelPlan:
         source: Where it is from; what that leaves out is found as in the last case.
         shapes: The shape of every parameter as a single process has it, by each of its names.
         divisions: For every parameter, by each of its names, what the ranks hold of it.
-        styles: By module, a word for what its forward does (see `styles.STYLES`). What is not named runs as it is.
+        styles: By module, a word for what its forward does (see `styles.FORWARDS`). What is not named runs as it is.
         attributes: Numbers that count what is now local, by their qualified names (`h.0.attn.num_heads`), and their
             values on every rank.
         arguments: By module, arguments that each rank cuts to its own part before the module sees them.
@@ -46,7 +46,7 @@ class TensorParallelPlan:
     """
 
     size: int
-    source: Source
+    source: PlanSource
     shapes: Mapping[str, tuple[int, ...]]
     divisions: Mapping[str, Division]
     styles: Mapping[str, str]

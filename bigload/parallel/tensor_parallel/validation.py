@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from bigload.parallel.tensor_parallel.example_inputs import tensors_in
+from bigload.parallel.tensor_parallel.partial_plan import PartialPlan, cut, sliced
 from bigload.parallel.tensor_parallel.plan import LocalArgument
-from bigload.parallel.tensor_parallel.plan_draft import Draft, cut, sliced
 from bigload.parallel.tensor_parallel.weightless_model import WeightlessModel, hollow, is_hollow, replaced
 from bigload.planning.tensor_parallel.division import WHOLE, Division
 
@@ -23,7 +23,7 @@ Call = tuple[str, int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Reference:
+class ReferenceRun:
     """A forward of the undivided model.
 
     Attributes:
@@ -45,7 +45,9 @@ class MismatchError(Exception):
     """A rank would meet other values than it should; the text says where."""
 
 
-def reference_of(weightless: WeightlessModel, example: Mapping[str, object], summed: Sequence[str] = ()) -> Reference:
+def run_reference(
+    weightless: WeightlessModel, example: Mapping[str, object], summed: Sequence[str] = ()
+) -> ReferenceRun:
     """Return what happens in a forward with the arguments `example`; of the modules in `summed`, what they make."""
     inputs: dict[Call, Tensor] = {}
     answers: dict[Call, Tensor] = {}
@@ -63,17 +65,17 @@ def reference_of(weightless: WeightlessModel, example: Mapping[str, object], sum
         for name in summed:
             stack.enter_context(_hooked(weightless.module.get_submodule(name).register_forward_hook(keep(name))))
         output = weightless.run(example, on_call)
-    return Reference(example=example, inputs=inputs, answers=answers, summed=made, outputs=tensors_in(output))
+    return ReferenceRun(example=example, inputs=inputs, answers=answers, summed=made, outputs=tensors_in(output))
 
 
 class _DoneError(Exception):
     """All has been seen that was to be seen."""
 
 
-def rehearse(
+def run_as_rank(
     weightless: WeightlessModel,
-    reference: Reference,
-    draft: Draft,
+    reference: ReferenceRun,
+    draft: PartialPlan,
     *,
     rank: int,
     size: int,
@@ -87,7 +89,7 @@ def rehearse(
         MismatchError: a layer gets, or the model returns, something else than its part of what it should be.
         Exception: whatever the model raises, which cannot work with what this rank has.
     """
-    cast = _Cast(weightless, reference, draft, rank=rank, until=until)
+    cast = _RankRun(weightless, reference, draft, rank=rank, until=until)
     parameters = {
         name: cast.local_parameter(name, division) for name, division in draft.divisions.items() if division != WHOLE
     }
@@ -109,22 +111,22 @@ def rehearse(
 
 
 def misfit(
-    weightless: WeightlessModel, reference: Reference, draft: Draft, size: int, until: str | None = None
+    weightless: WeightlessModel, reference: ReferenceRun, draft: PartialPlan, size: int, until: str | None = None
 ) -> str | None:
     """Return what is wrong with `draft` for the first or the last of `size` ranks, `None` if nothing is."""
     for rank in (0, size - 1):
         try:
-            rehearse(weightless, reference, draft, rank=rank, size=size, until=until)
+            run_as_rank(weightless, reference, draft, rank=rank, size=size, until=until)
         except Exception as error:  # of the model's own code, which meets shapes that it may not be made for
             return f"{error}" if isinstance(error, MismatchError) else f"{type(error).__name__}: {error}"
     return None
 
 
-class _Cast:
+class _RankRun:
     """The parts that layers play in a rehearsal."""
 
     def __init__(
-        self, weightless: WeightlessModel, reference: Reference, draft: Draft, *, rank: int, until: str | None
+        self, weightless: WeightlessModel, reference: ReferenceRun, draft: PartialPlan, *, rank: int, until: str | None
     ) -> None:
         self._weightless, self._reference, self._draft = weightless, reference, draft
         self._rank, self._until = rank, until

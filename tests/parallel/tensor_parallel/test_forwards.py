@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from bigload.parallel.tensor_parallel.styles import LookupStyle
+from bigload.parallel.tensor_parallel.forwards import LookupForward
 from bigload.planning.tensor_parallel.division import Division
 
 EIGHT_ROWS = Division(0, (((0, 4),), ((4, 8),)))
@@ -19,6 +19,6 @@ class SecondRank:
 def test_a_row_that_no_rank_has_is_an_index_error_and_not_zeros(index):
     part = nn.Embedding(4, 2)
     with pytest.raises(IndexError, match=rf"index out of range: {index}, in a table of 8 rows"):
-        LookupStyle(EIGHT_ROWS).forward(part, SecondRank(), part.forward, torch.tensor([[3, index]]))
+        LookupForward(EIGHT_ROWS).forward(part, SecondRank(), part.forward, torch.tensor([[3, index]]))
     with pytest.raises(IndexError):
         nn.Embedding(8, 2)(torch.tensor([[3, index]]))

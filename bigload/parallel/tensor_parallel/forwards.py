@@ -19,13 +19,13 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from torch.nn import functional
 
 from bigload.parallel.tensor_parallel.layer_kinds import LayerKind, layer_kind
-from bigload.parallel.tensor_parallel.plan_draft import sliced
+from bigload.parallel.tensor_parallel.partial_plan import sliced
 from bigload.planning.tensor_parallel.division import Division, Range
 
 _Forward = Callable[..., object]
 
 
-class LocalStyle(ParallelStyle):
+class LocalForward(ParallelStyle):
     """A module that works on what this rank has of its parameters, as if that were all.
 
     Attributes:
@@ -53,7 +53,7 @@ class LocalStyle(ParallelStyle):
             return own_forward(*args, **kwargs)
 
 
-class SumStyle(LocalStyle):
+class SummedForward(LocalForward):
     """A module whose outputs are added up with those of the others: experts, each rank having a part of each."""
 
     def forward(
@@ -63,7 +63,7 @@ class SumStyle(LocalStyle):
         return _summed(super().forward(module, mesh, own_forward, *args, **kwargs), mesh)
 
 
-class LayerStyle(LocalStyle):
+class LayerForward(LocalForward):
     """A layer, whose product is computed here.
 
     Attributes:
@@ -101,7 +101,7 @@ class LayerStyle(LocalStyle):
         return functional.linear(inputs, weight.T if self.is_transposed else weight, bias)
 
 
-class ColwiseStyle(LayerStyle):
+class ColwiseForward(LayerForward):
     """A layer that makes some of the outputs, from all of the inputs."""
 
     def answer(self, module: nn.Module, mesh: DeviceMesh, inputs: Tensor) -> Tensor:  # noqa: ARG002
@@ -109,7 +109,7 @@ class ColwiseStyle(LayerStyle):
         return self.product(module, inputs, has_bias=True)
 
 
-class GatherStyle(LayerStyle):
+class GatheredForward(LayerForward):
     """A layer that makes some of the outputs, and gets the others from those who make them."""
 
     def answer(self, module: nn.Module, mesh: DeviceMesh, inputs: Tensor) -> Tensor:
@@ -117,7 +117,7 @@ class GatherStyle(LayerStyle):
         return _gathered(self.product(module, inputs, has_bias=True), mesh, self.division.ranges)
 
 
-class RowwiseStyle(LayerStyle):
+class RowwiseForward(LayerForward):
     """A layer that works on some of the inputs, and adds up with the others what comes out."""
 
     def answer(self, module: nn.Module, mesh: DeviceMesh, inputs: Tensor) -> Tensor:
@@ -127,7 +127,7 @@ class RowwiseStyle(LayerStyle):
         return outputs if bias is None else outputs + bias
 
 
-class SplitInputStyle(RowwiseStyle):
+class SplitInputForward(RowwiseForward):
     """A layer that takes its part of inputs of which every rank has all."""
 
     def answer(self, module: nn.Module, mesh: DeviceMesh, inputs: Tensor) -> Tensor:
@@ -135,7 +135,7 @@ class SplitInputStyle(RowwiseStyle):
         return super().answer(module, mesh, sliced(inputs, Division(-1, self.division.ranges), mesh.get_local_rank()))
 
 
-class LookupStyle(LocalStyle):
+class LookupForward(LocalForward):
     """A table of which each rank has some rows; it answers zeros for the others, and answers are added up."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -169,14 +169,14 @@ class LookupStyle(LocalStyle):
             raise IndexError(f"index out of range: {wrong}, in a table of {num_rows} rows")
 
 
-STYLES: Mapping[str, type[LocalStyle]] = {
-    "colwise": ColwiseStyle,
-    "colwise_gather_output": GatherStyle,
-    "rowwise": RowwiseStyle,
-    "rowwise_split_input": SplitInputStyle,
-    "embedding_rowwise": LookupStyle,
-    "local_params": LocalStyle,
-    "moe_tp_experts": SumStyle,
+FORWARDS: Mapping[str, type[LocalForward]] = {
+    "colwise": ColwiseForward,
+    "colwise_gather_output": GatheredForward,
+    "rowwise": RowwiseForward,
+    "rowwise_split_input": SplitInputForward,
+    "embedding_rowwise": LookupForward,
+    "local_params": LocalForward,
+    "moe_tp_experts": SummedForward,
 }
 """By the word that a plan has for it."""
 

@@ -10,24 +10,25 @@ from math import prod
 from torch import nn
 
 from bigload.errors import PartitionError
-from bigload.parallel.tensor_parallel.coupled_layers import Region, regions
+from bigload.parallel.tensor_parallel.coupled_layers import CoupledLayers, coupled_layers
 from bigload.parallel.tensor_parallel.example_inputs import example_inputs
 from bigload.parallel.tensor_parallel.independent_layers import (
     MIN_SHARE,
     names_by_parameter,
-    with_leftovers,
+    with_independent_layers,
     with_siblings,
     with_ties,
 )
 from bigload.parallel.tensor_parallel.layer_kinds import LayerKind, layer_kind
 from bigload.parallel.tensor_parallel.local_attributes import localised
-from bigload.parallel.tensor_parallel.plan import Source, TensorParallelPlan
-from bigload.parallel.tensor_parallel.plan_draft import Draft, generic
-from bigload.parallel.tensor_parallel.plan_patterns import drafts_of_words, has_divisible_heads, own_words
-from bigload.parallel.tensor_parallel.validation import Reference, misfit, reference_of
+from bigload.parallel.tensor_parallel.partial_plan import PartialPlan
+from bigload.parallel.tensor_parallel.plan import PlanSource, TensorParallelPlan
+from bigload.parallel.tensor_parallel.rule_plans import drafts_of_words, has_divisible_heads, own_words
+from bigload.parallel.tensor_parallel.validation import ReferenceRun, misfit, run_reference
 from bigload.parallel.tensor_parallel.weightless_model import WeightlessModel
 from bigload.planning.plan import PlanNote
 from bigload.planning.tensor_parallel.division import WHOLE, Division
+from bigload.planning.tensor_parallel.ruled_layers import generic_name
 from bigload.units import counted
 
 
@@ -44,23 +45,23 @@ def drafted(
         PartitionError: what the caller says cannot be.
     """
     if size == 1:
-        return _plan(model, Draft(), _Stage(size=1, layers={}, ties=names_by_parameter(model)), "inferred")
+        return _plan(model, PartialPlan(), _Stage(size=1, layers={}, ties=names_by_parameter(model)), "inferred")
     asked = _asked(model, words, numbers, size)
     own = {} if words else own_words(model)
-    said = [found for _, found in drafts_of_words(model, own, size) if isinstance(found, Draft)]
+    said = [found for _, found in drafts_of_words(model, own, size) if isinstance(found, PartialPlan)]
     summed = [name for draft in (asked, *said) for name, style in draft.styles.items() if style == "moe_tp_experts"]
     stage = _Stage.of(model, size, example, summed)
     draft = _with_words(stage, model, own, _suited(stage, asked))
-    source: Source = "custom" if words else "tp_plan" if draft.styles else "inferred"
+    source: PlanSource = "custom" if words else "tp_plan" if draft.styles else "inferred"
     draft, shared = _with_regions(stage, draft)
     draft = with_siblings(model, stage.layers, stage.called, draft) if stage.called is not None else draft
     left = {name: kind for name, kind in stage.layers.items() if name not in shared}
-    draft = with_leftovers(model, left, stage.called, draft, size=size, works=stage.fits)
+    draft = with_independent_layers(model, left, stage.called, draft, size=size, works=stage.fits)
     return _plan(model, draft, stage, source)
 
 
-def _asked(model: nn.Module, words: Mapping[str, str], numbers: Mapping[str, int], size: int) -> Draft:
-    asked = Draft(attributes=numbers)
+def _asked(model: nn.Module, words: Mapping[str, str], numbers: Mapping[str, int], size: int) -> PartialPlan:
+    asked = PartialPlan(attributes=numbers)
     for _, found in drafts_of_words(model, words, size):
         if isinstance(found, PartitionError):
             raise found
@@ -68,7 +69,7 @@ def _asked(model: nn.Module, words: Mapping[str, str], numbers: Mapping[str, int
     return asked
 
 
-def _suited(stage: _Stage, asked: Draft) -> Draft:
+def _suited(stage: _Stage, asked: PartialPlan) -> PartialPlan:
     """Return `asked` with the numbers that become local by it, where it does not work without.
 
     Raises:
@@ -79,7 +80,7 @@ def _suited(stage: _Stage, asked: Draft) -> Draft:
     for kind in _kinds(stage, ()):
         drafts = [region.draft for region in kind]
         if all(draft.divisions.items() <= asked.divisions.items() for draft in drafts):
-            found = localised(stage.weightless, stage.reference, Draft(), kind, stage.size)
+            found = localised(stage.weightless, stage.reference, PartialPlan(), kind, stage.size)
             asked = asked if found is None else found | asked
     problem = stage.misfit(asked)
     if problem is not None:
@@ -99,9 +100,9 @@ class _Stage:
     layers: Mapping[str, LayerKind]
     ties: Mapping[str, list[str]]
     weightless: WeightlessModel | None = None
-    reference: Reference | None = None
+    reference: ReferenceRun | None = None
     problem: str | None = None
-    tried: list[tuple[Draft, str | None]] = field(default_factory=list)
+    tried: list[tuple[PartialPlan, str | None]] = field(default_factory=list)
 
     @staticmethod
     def of(model: nn.Module, size: int, example: Mapping[str, object] | None, summed: list[str]) -> _Stage:
@@ -111,7 +112,7 @@ class _Stage:
         if inputs:
             try:
                 weightless = WeightlessModel(model, is_short=example is None)
-                reference = reference_of(weightless, inputs, summed)
+                reference = run_reference(weightless, inputs, summed)
                 return _Stage(
                     size=size, layers=weightless.layers, ties=ties, weightless=weightless, reference=reference
                 )
@@ -125,7 +126,7 @@ class _Stage:
     def called(self) -> set[str] | None:
         return None if self.reference is None else {name for name, _ in self.reference.inputs}
 
-    def misfit(self, draft: Draft) -> str | None:
+    def misfit(self, draft: PartialPlan) -> str | None:
         if self.weightless is None or self.reference is None:
             return None
         draft = with_ties(draft, self.ties)
@@ -133,17 +134,17 @@ class _Stage:
             self.tried.append((draft, misfit(self.weightless, self.reference, draft, self.size)))
         return self.tried[-1][1]
 
-    def fits(self, draft: Draft) -> bool:
+    def fits(self, draft: PartialPlan) -> bool:
         return self.misfit(draft) is None
 
 
-def _with_words(stage: _Stage, model: nn.Module, words: Mapping[str, str], draft: Draft) -> Draft:
+def _with_words(stage: _Stage, model: nn.Module, words: Mapping[str, str], draft: PartialPlan) -> PartialPlan:
     """Return `draft` and what the model says of itself, block by block, as far as it works with so many ranks."""
-    blocks: dict[str, Draft] = {}
+    blocks: dict[str, PartialPlan] = {}
     refused = set()
     for name, found in drafts_of_words(model, words, stage.size):
-        if isinstance(found, Draft):
-            blocks[_block(name)] = blocks.get(_block(name), Draft()) | found
+        if isinstance(found, PartialPlan):
+            blocks[_block(name)] = blocks.get(_block(name), PartialPlan()) | found
         else:
             refused.add(_block(name))
     if stage.reference is None and not has_divisible_heads(model, stage.size):
@@ -162,15 +163,15 @@ def _with_words(stage: _Stage, model: nn.Module, words: Mapping[str, str], draft
 
 def _block(name: str) -> str:
     """Return the generic name of the part of a layer that `name` is in: `model.layers.*.mlp`, say."""
-    before, star, after = generic(name).rpartition("*.")
+    before, star, after = generic_name(name).rpartition("*.")
     return before + star + (after.partition(".")[0] if star else after)
 
 
-def _with_regions(stage: _Stage, draft: Draft) -> tuple[Draft, set[str]]:
+def _with_regions(stage: _Stage, draft: PartialPlan) -> tuple[PartialPlan, set[str]]:
     """Return `draft` and the regions of layers that can be divided besides, and the layers that have to stay whole."""
     if stage.weightless is None or stage.reference is None:
         return draft, set()
-    accepted: list[tuple[Draft, list[Region]]] = []
+    accepted: list[tuple[PartialPlan, list[CoupledLayers]]] = []
     together = draft
     for kind in _kinds(stage, draft.styles.keys()):
         if not any(name in together.styles for region in kind for name in (region.row, *region.columns)):
@@ -188,18 +189,20 @@ def _with_regions(stage: _Stage, draft: Draft) -> tuple[Draft, set[str]]:
     return together, {name for _, kind in accepted for region in kind for name in region.shared}
 
 
-def _kinds(stage: _Stage, styled: Collection[str]) -> list[list[Region]]:
+def _kinds(stage: _Stage, styled: Collection[str]) -> list[list[CoupledLayers]]:
     """Return the regions besides what is `styled`, those together whose names differ in numbers only."""
     assert stage.weightless is not None
     assert stage.reference is not None
-    kinds: dict[object, list[Region]] = {}
-    for region in regions(stage.weightless, stage.reference, stage.size, styled):
+    kinds: dict[object, list[CoupledLayers]] = {}
+    for region in coupled_layers(stage.weightless, stage.reference, stage.size, styled):
         if not any(name in styled for name in region.columns):
-            kinds.setdefault((generic(region.row), frozenset(map(generic, region.columns))), []).append(region)
+            kinds.setdefault((generic_name(region.row), frozenset(map(generic_name, region.columns))), []).append(
+                region
+            )
     return list(kinds.values())
 
 
-def _plan(model: nn.Module, draft: Draft, stage: _Stage, source: Source) -> TensorParallelPlan:
+def _plan(model: nn.Module, draft: PartialPlan, stage: _Stage, source: PlanSource) -> TensorParallelPlan:
     draft = with_ties(draft, stage.ties)
     problem = stage.misfit(draft)
     if problem is not None:
@@ -220,7 +223,7 @@ def _plan(model: nn.Module, draft: Draft, stage: _Stage, source: Source) -> Tens
 
 
 def _notes(
-    stage: _Stage, shapes: Mapping[str, tuple[int, ...]], divisions: Mapping[str, Division], draft: Draft
+    stage: _Stage, shapes: Mapping[str, tuple[int, ...]], divisions: Mapping[str, Division], draft: PartialPlan
 ) -> Iterator[PlanNote]:
     if stage.problem is not None:
         yield PlanNote(code="unproven", text=f"the plan was not tried before use: {stage.problem}")
@@ -229,18 +232,18 @@ def _notes(
     whole: dict[str, int] = {}
     for name in firsts:
         if divisions[name].dim is None:
-            whole[generic(name)] = whole.get(generic(name), 0) + prod(shapes[name])
+            whole[generic_name(name)] = whole.get(generic_name(name), 0) + prod(shapes[name])
     for kind, numel in sorted(whole.items()):
         if numel >= MIN_SHARE * total:
             text = f"every rank has all of {kind}: {numel / total:.1%} of the model"
             yield PlanNote(code="replicated", text=text)
     gathered = sorted(
-        {generic(name) for name, style in draft.styles.items() if style in _COSTLY and "*" in generic(name)}
+        {generic_name(name) for name, style in draft.styles.items() if style in _COSTLY and "*" in generic_name(name)}
     )
     if gathered:
         text = f"{counted(len(gathered), 'kind')} of layers divided one by one, each with a collective: "
         yield PlanNote(code="gathered", text=text + ", ".join(gathered))
-    shared = sorted({generic(name) for name, division in divisions.items() if _is_shared(division)})
+    shared = sorted({generic_name(name) for name, division in divisions.items() if _is_shared(division)})
     if shared:
         yield PlanNote(code="shared-heads", text=f"ranks have parts in common of {', '.join(shared)}")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -10,11 +9,11 @@ import torch
 from torch import Tensor
 
 from bigload.parallel.tensor_parallel.plan import LocalArgument
-from bigload.planning.tensor_parallel.division import Division, Range
+from bigload.planning.tensor_parallel.division import Division
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Draft:
+class PartialPlan:
     """What is decided of some modules, in the words of `TensorParallelPlan`."""
 
     divisions: Mapping[str, Division] = field(default_factory=dict)
@@ -22,29 +21,14 @@ class Draft:
     attributes: Mapping[str, int] = field(default_factory=dict)
     arguments: Mapping[str, tuple[LocalArgument, ...]] = field(default_factory=dict)
 
-    def __or__(self, other: Draft) -> Draft:
+    def __or__(self, other: PartialPlan) -> PartialPlan:
         """Return both together; where they disagree, what `other` says."""
-        return Draft(
+        return PartialPlan(
             divisions={**self.divisions, **other.divisions},
             styles={**self.styles, **other.styles},
             attributes={**self.attributes, **other.attributes},
             arguments={**self.arguments, **other.arguments},
         )
-
-
-def generic(name: str) -> str:
-    """Return `name` with a star for each number in it that stands between dots.
-
-    >>> generic("h.11.mlp.experts.3.w1")
-    'h.*.mlp.experts.*.w1'
-    """
-    return re.sub(r"(?:(?<=\.)|^)\d+(?=\.|$)", "*", name)
-
-
-def chunks(size: int, num_ranks: int) -> tuple[tuple[Range, ...], ...]:
-    """Return the ranges of `torch.chunk`, as torch's `Shard` has them: the last ones are shorter, or empty."""
-    step = -(-size // num_ranks)
-    return tuple(((min(rank * step, size), min((rank + 1) * step, size)),) for rank in range(num_ranks))
 
 
 def sliced(tensor: Tensor, division: Division, rank: int) -> Tensor:

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from bigload.errors import PartitionError
 from bigload.parallel.tensor_parallel.layer_kinds import LayerKind, layer_kind
-from bigload.parallel.tensor_parallel.plan_draft import Draft, chunks
-from bigload.planning.tensor_parallel.division import Division, Range
+from bigload.parallel.tensor_parallel.partial_plan import PartialPlan
+from bigload.planning.tensor_parallel.division import Division, Range, chunks
 from bigload.planning.tensor_parallel.rules import Rule, RuleSet
 
 
@@ -66,7 +66,7 @@ def own_words(model: nn.Module) -> dict[str, str]:
 
 def drafts_of_words(
     model: nn.Module, words: Mapping[str, str], size: int
-) -> Iterator[tuple[str, Draft | PartitionError]]:
+) -> Iterator[tuple[str, PartialPlan | PartitionError]]:
     """Yield what `words` say about each module and parameter of `model`, by name, or why `size` ranks cannot do it.
 
     Raises:
@@ -92,19 +92,19 @@ def drafts_of_words(
                 yield full, _attempted(_of_parameter, full, parameter, found.style, size, style)
 
 
-def _attempted(make: Callable[..., Draft], *args: object) -> Draft | PartitionError:
+def _attempted(make: Callable[..., PartialPlan], *args: object) -> PartialPlan | PartitionError:
     try:
         return make(*args)
     except PartitionError as error:
         return error
 
 
-def _of_module(name: str, module: nn.Module, word: str, size: int) -> Draft:
+def _of_module(name: str, module: nn.Module, word: str, size: int) -> PartialPlan:
     if word in _MODULES:
-        return Draft(styles={name: _MODULES[word]})
+        return PartialPlan(styles={name: _MODULES[word]})
     meaning = _LAYERS.get(word)
     if meaning is None:
-        return Draft()
+        return PartialPlan()
     kind = layer_kind(module)
     if kind is None:
         raise PartitionError(
@@ -120,16 +120,16 @@ def _of_module(name: str, module: nn.Module, word: str, size: int) -> Draft:
     if module._parameters.get("bias") is not None and not meaning.is_input:
         divisions[f"{name}.bias"] = Division(0, ranges)
     style = "local_params" if kind is LayerKind.LOOKUP and meaning is _COLUMN else meaning.style
-    return Draft(divisions=divisions, styles={name: style})
+    return PartialPlan(divisions=divisions, styles={name: style})
 
 
-def _of_parameter(name: str, parameter: Tensor, word: str, size: int, style: str) -> Draft:
+def _of_parameter(name: str, parameter: Tensor, word: str, size: int, style: str) -> PartialPlan:
     meaning = _PARAMETERS[word]
     if meaning.is_input and parameter.ndim == 1:
-        return Draft()  # a bias, which is added to the sum
+        return PartialPlan()  # a bias, which is added to the sum
     dim = parameter.ndim - 1 if meaning.is_input else max(parameter.ndim - 2, 0)
     division = Division(dim, _ranges(name, parameter.shape[dim], meaning, size))
-    return Draft(divisions={name: division}, styles={name.rpartition(".")[0]: style})
+    return PartialPlan(divisions={name: division}, styles={name.rpartition(".")[0]: style})
 
 
 def _ranges(name: str, length: int, meaning: _Meaning, size: int) -> tuple[tuple[Range, ...], ...]:
