@@ -27,41 +27,38 @@ check: $(STAMP)  ## Format, lint, types, import layers, tests with coverage.
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(BIN)/mypy --strict fixtures/accelerate_suite.py fixtures/make.py fixtures/bench.py fixtures/bench_loading.py \
-		fixtures/bench_planner.py fixtures/bench_reshard.py fixtures/reshard_contenders.py fixtures/bench_hooks.py \
-		fixtures/bench_ranks.py fixtures/bench_models.py fixtures/bench_parallelize.py \
-		fixtures/bench_runtime.py fixtures/bench_cuda_runtime.py
+	$(BIN)/mypy --strict fixtures/accelerate_suite.py fixtures/make.py benchmarks/*.py
 	$(BIN)/lint-imports
 	$(BIN)/coverage run -m pytest -q
 	$(BIN)/coverage combine -q
 	$(BIN)/coverage report
 
 bench: $(STAMP)  ## Print the figures of this machine: start-up times, resharding, loading (an hour or two).
-	$(BIN)/python fixtures/bench.py
-	$(BIN)/python fixtures/bench_reshard.py
-	$(BIN)/python fixtures/bench_loading.py
+	$(BIN)/python benchmarks/bench_startup.py
+	$(BIN)/python benchmarks/bench_reshard.py
+	$(BIN)/python benchmarks/bench_loading.py
 
 bench-loading: $(STAMP)  ## Print only those of loading, with the goals beside them.
-	$(BIN)/python fixtures/bench_loading.py
+	$(BIN)/python benchmarks/bench_loading.py
 
 bench-reshard: $(STAMP)  ## Print only those of resharding: cp, raw writes and other programs beside it, and the goals.
-	$(BIN)/python fixtures/bench_reshard.py
+	$(BIN)/python benchmarks/bench_reshard.py
 
 bench-planner: $(STAMP)  ## Compare plans with those of accelerate and transformers: make bench-planner CATALOGUES=folder
-	$(BIN)/python -m fixtures.bench_planner "$(CATALOGUES)"
+	$(BIN)/python benchmarks/bench_planner.py "$(CATALOGUES)"
 
 bench-hooks: $(STAMP)  ## Print what hooks add to a forward, beside accelerate.
-	$(BIN)/python fixtures/bench_hooks.py
+	$(BIN)/python benchmarks/bench_hooks.py
 
 bench-ranks: $(STAMP)  ## Print how four ranks load their parts of a model, beside torch's reader and a broadcast.
-	$(BIN)/python fixtures/bench_ranks.py --ways rows columns whole
+	$(BIN)/python benchmarks/bench_ranks.py --ways rows columns whole
 
 bench-parallelize: $(STAMP)  ## Print how workers of one model start, beside processes that load a full copy each.
-	$(BIN)/python fixtures/bench_parallelize.py
+	$(BIN)/python benchmarks/bench_parallelize.py
 
 bench-runtime: $(STAMP)  ## Time a model run from disk, beside the same in memory, accelerate and transformers: 15 minutes.
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,run]' accelerate
-	$(BIN)/python fixtures/bench_runtime.py --markdown benchmarks/runtime.md
+	$(BIN)/python benchmarks/bench_runtime.py --markdown benchmarks/runtime.md
 
 conformance: $(STAMP)  ## Run accelerate's own tests of its big-model API against bigload's code.
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,conformance]'

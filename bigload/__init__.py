@@ -18,11 +18,9 @@ from bigload.version import __version__
 
 _MODULES = {
     "bigload.bench.bench_load": "bench_load",
-    "bigload.bench.bench_run": "bench_run",
+    "bigload.bench.chrome_trace": "run_trace write_trace",
     "bigload.bench.report": "BenchReport StrategyResult",
-    "bigload.bench.run_report": "RunReport RunResult",
     "bigload.bench.run_stats": "RunStatsReport run_forwards",
-    "bigload.bench.run_trace": "run_trace write_trace",
     "bigload.checkpoint.model": "Checkpoint CheckpointWarning Shard Span TensorInfo",
     "bigload.checkpoint.source": "open_checkpoint",
     "bigload.devices": "Device",
@@ -134,6 +132,8 @@ __all__ = ["__version__", *(name for name in _MODULE_OF if name != "print")]  # 
 
 def __getattr__(name: str) -> object:
     module = _MODULE_OF.get(name)
+    if name == "bench_run":  # a public name until 0.2
+        raise AttributeError("bigload.bench_run is now the script benchmarks/bench_run.py of the source tree")
     if module is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     found = getattr(import_module(module), name)

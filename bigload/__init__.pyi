@@ -1,15 +1,12 @@
 """Public names of bigload for type checkers; at run time `__init__.py` imports each when it is first used."""
 
 from bigload.bench.bench_load import bench_load as bench_load
-from bigload.bench.bench_run import bench_run as bench_run
+from bigload.bench.chrome_trace import run_trace as run_trace
+from bigload.bench.chrome_trace import write_trace as write_trace
 from bigload.bench.report import BenchReport as BenchReport
 from bigload.bench.report import StrategyResult as StrategyResult
-from bigload.bench.run_report import RunReport as RunReport
-from bigload.bench.run_report import RunResult as RunResult
 from bigload.bench.run_stats import RunStatsReport as RunStatsReport
 from bigload.bench.run_stats import run_forwards as run_forwards
-from bigload.bench.run_trace import run_trace as run_trace
-from bigload.bench.run_trace import write_trace as write_trace
 from bigload.checkpoint.model import Checkpoint as Checkpoint
 from bigload.checkpoint.model import CheckpointWarning as CheckpointWarning
 from bigload.checkpoint.model import Shard as Shard

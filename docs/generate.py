@@ -1,4 +1,4 @@
-"""Print docs/cli.md: what every verb says about itself. `make docs` writes it, a test compares it."""
+"""Print docs/cli.md, the help of every verb. `make docs` writes the file, a test compares it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-VERBS = ("", "inspect", "plan", "reshard", "verify", "bench-load", "bench-run", "run-stats")
+VERBS = ("", "inspect", "plan", "reshard", "verify", "bench-load", "run-stats")
 
 
 def main() -> None:

@@ -1,1 +1,1 @@
-"""Measure loading. Running, statistics and reporting never mix; nothing here prints."""
+"""Measure ways to load checkpoints and to run dispatched models. Nothing here prints."""

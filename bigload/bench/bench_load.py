@@ -200,9 +200,9 @@ class _Bench:
         self, device: str, sha256: str, made: ExitStack
     ) -> tuple[dict[Peer, _ReadyPeer], tuple[PeerResult, ...]]:
         """Return the peers that load the checkpoint, checked against `sha256`, and why the others do not."""
-        from bigload.bench.peers import PEERS, CannotLoadError, Target
+        from bigload.bench.peers import PEERS, CannotLoadError, PeerTarget
 
-        target = Target(self.checkpoint, device, made)
+        target = PeerTarget(self.checkpoint, device, made)
         ready: dict[Peer, _ReadyPeer] = {}
         absent: list[PeerResult] = []
         for peer in PEERS:

@@ -1,10 +1,12 @@
-"""The model of transformers that a folder describes, without its weights, and what it is given to compute."""
+"""Models of transformers built from a checkpoint folder, dispatched by a plan, and their token inputs."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from importlib import import_module
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,19 +15,25 @@ from torch import nn
 from bigload.checkpoint.model import Checkpoint
 from bigload.errors import BenchOptionError, MissingPackageError
 from bigload.loading.tensors import torch_dtype
+from bigload.planning.plan import Plan
+from bigload.planning.plan_file import open_planned, read_plan
+from bigload.runtime.device_map.blocks import DeviceLike, device_of, main_device_of
+from bigload.runtime.dispatch.load_and_dispatch import load_and_dispatch, load_checkpoint_and_dispatch
 from bigload.runtime.init_empty_weights import init_empty_weights
+from bigload.runtime.streaming.run_log import RunStats
 
+_ALL_ON_DISK: Mapping[str, DeviceLike] = {"": "disk"}
 _SEED = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelMaker:
-    """Makes models of one class and one config, with all parameters on the meta device.
+    """Factory of models of one class and one config, with all parameters on the meta device.
 
     Attributes:
-        model_class: The first of the config's `architectures` that is there, a class of transformers.
-        config: What transformers made of `config.json`.
-        dtype: What parameters are; what the config says, else what most of the checkpoint is.
+        model_class: The first of the config's `architectures` that transformers has.
+        config: `config.json` as transformers reads it.
+        dtype: The dtype of parameters: the config's, else that of most bytes of the checkpoint.
     """
 
     model_class: Any
@@ -34,18 +42,18 @@ class ModelMaker:
 
     @classmethod
     def of(cls, checkpoint: Checkpoint, *, asked_by: str) -> ModelMaker:
-        """Return what makes the model of `checkpoint`. No code of the checkpoint's own is run.
+        """Return the factory for `checkpoint`. Code in the checkpoint's folder is never executed.
 
         Raises:
-            MissingPackageError: transformers is not installed; the text names `asked_by`.
-            BenchOptionError: there is no config, or it names no class that takes tokens.
+            MissingPackageError: transformers is not installed; the error names `asked_by`.
+            BenchOptionError: there is no config.json, or it names no class that takes tokens.
         """
         if find_spec("transformers") is None:
             raise MissingPackageError(asked_by, "transformers", extra="run")
         if not (checkpoint.root / "config.json").is_file():
             raise BenchOptionError(
                 f"{checkpoint.path} has no config.json",
-                hint=f"{asked_by} needs the folder of a model: its config beside its weights",
+                hint=f"{asked_by} needs a model folder: config.json beside the weights",
             )
         transformers = import_module("transformers")
         transformers.logging.set_verbosity_error()
@@ -74,7 +82,7 @@ class ModelMaker:
         return cls(model_class=model_class, config=config, dtype=_dtype(config, checkpoint))
 
     def empty(self, *, keeps_cache: bool) -> nn.Module:
-        """Return a model without values. With `keeps_cache` its answers carry the KV cache."""
+        """Return a model without values; with `keeps_cache` its outputs carry the KV cache."""
         self.config.use_cache = keeps_cache
         usual = torch.get_default_dtype()
         torch.set_default_dtype(self.dtype)
@@ -88,42 +96,116 @@ class ModelMaker:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Work:
-    """What is timed: one forward of `tokens`, or a greedy decoding of `new_tokens` after them, with the KV cache."""
+class PlannedModel:
+    """A model of transformers, its checkpoint, and the plan that places it.
 
-    tokens: int = 1
-    new_tokens: int = 0
+    Attributes:
+        plan: The device of each module; `None` for everything on disk.
+        keeps_cache: Whether outputs carry the KV cache.
+        prefetch_bytes: See `dispatch_model`.
+        resident_bytes: See `dispatch_model`.
+    """
 
-    @property
-    def num_forwards(self) -> int:
-        """How often the model runs."""
-        return max(self.new_tokens, 1)
+    checkpoint: Checkpoint
+    plan: Plan | None
+    maker: ModelMaker
+    keeps_cache: bool = False
+    prefetch_bytes: int | None = None
+    resident_bytes: int | None = None
 
-    def inputs(self, maker: ModelMaker, device: torch.device) -> dict[str, torch.Tensor]:
-        """Return tokens of shape [1, tokens], the same ones each time."""
-        vocabulary = maker.config.get_text_config().vocab_size
-        generator = torch.Generator().manual_seed(_SEED)
-        ids = torch.randint(0, vocabulary, (1, self.tokens), generator=generator).to(device)
-        return {"input_ids": ids, **({"decoder_input_ids": ids} if maker.config.is_encoder_decoder else {})}
-
-    def run(self, model: nn.Module, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
-        """Return the answer of the last forward: logits, or what the model gives first. All of it has been computed.
+    @classmethod
+    def open(
+        cls,
+        checkpoint: Checkpoint | str | Path,
+        plan: Plan | str | Path | None,
+        *,
+        asked_by: str,
+        keeps_cache: bool = False,
+        prefetch_bytes: int | None = None,
+        resident_bytes: int | None = None,
+    ) -> PlannedModel:
+        """Open the checkpoint and check the plan against it.
 
         Raises:
-            BenchOptionError: the model keeps no cache by which `new_tokens` could be decoded.
+            MissingPackageError: transformers is not installed; the error names `asked_by`.
+            BenchOptionError: transformers has no such model, or it does not take tokens.
+            PlanError: the plan is for another checkpoint.
         """
-        with torch.no_grad():
-            answer = model(**inputs)
-            for _ in range(self.new_tokens - 1):
-                cache = getattr(answer, "past_key_values", None)
-                if cache is None or "decoder_input_ids" in inputs:
-                    raise BenchOptionError(f"{type(model).__name__} cannot be asked for new tokens one by one")
-                chosen = answer.logits[:, -1:].argmax(-1).to(inputs["input_ids"].device)
-                answer = model(input_ids=chosen, past_key_values=cache)
-        found: torch.Tensor = answer.logits if hasattr(answer, "logits") else answer[0]
-        if found.device.type == "cuda":
-            torch.cuda.synchronize(found.device)
-        return found
+        planned = read_plan(Path(plan)) if isinstance(plan, str | Path) else plan
+        opened = open_planned(planned, checkpoint, source=str(plan) if isinstance(plan, str | Path) else "the plan")
+        return cls(
+            checkpoint=opened,
+            plan=None if planned is None else replace(planned, checkpoint_path=str(opened.root)),
+            maker=ModelMaker.of(opened, asked_by=asked_by),
+            keeps_cache=keeps_cache,
+            prefetch_bytes=prefetch_bytes,
+            resident_bytes=resident_bytes,
+        )
+
+    @property
+    def device_map(self) -> Mapping[str, DeviceLike]:
+        """Devices by checkpoint names of modules."""
+        return _ALL_ON_DISK if self.plan is None else replace(self.plan, renamed=None).device_map
+
+    @property
+    def device(self) -> torch.device:
+        """The device that runs modules placed on disk."""
+        return torch.device(main_device_of(self.device_map))
+
+    @property
+    def load_dtype(self) -> torch.dtype | None:
+        """The dtype the plan casts parameters to; `None` where they keep that of the empty model."""
+        wanted = None if self.plan is None else self.plan.options.workload.load_dtype
+        return None if wanted is None else torch_dtype(wanted)
+
+    @property
+    def on_disk(self) -> tuple[str, ...]:
+        """Names of the tensors that the plan leaves on disk."""
+        placed = self.device_map
+        names = (name for name in self.checkpoint.tensors if self.plan is None or not self.plan.leaves_out(name))
+        return tuple(name for name in names if device_of(name, placed) == "disk")
+
+    def empty(self) -> nn.Module:
+        """Return the model without values."""
+        return self.maker.empty(keeps_cache=self.keeps_cache)
+
+    def dispatched(self) -> nn.Module:
+        """Return the model dispatched by bigload, its streamed weights read from the checkpoint.
+
+        Raises:
+            StateDictMismatchError: the model has other tensors than the checkpoint.
+            LoadError: the checkpoint cannot be loaded.
+        """
+        prefetch, resident = self.prefetch_bytes, self.resident_bytes
+        if self.plan is not None:
+            return load_and_dispatch(self.empty(), self.plan, prefetch_bytes=prefetch, resident_bytes=resident)
+        return load_checkpoint_and_dispatch(
+            self.empty(),
+            str(self.checkpoint.root),
+            _ALL_ON_DISK,
+            strict=True,
+            prefetch_bytes=prefetch,
+            resident_bytes=resident,
+        )
+
+    def inputs(self, tokens: int) -> dict[str, torch.Tensor]:
+        """Return random tokens of shape [1, tokens], the same ones in every call."""
+        vocabulary = self.maker.config.get_text_config().vocab_size
+        generator = torch.Generator().manual_seed(_SEED)
+        ids = torch.randint(0, vocabulary, (1, tokens), generator=generator).to(self.device)
+        return {"input_ids": ids, **({"decoder_input_ids": ids} if self.maker.config.is_encoder_decoder else {})}
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until everything queued on `device` has been computed."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def stats_of(model: nn.Module) -> RunStats | None:
+    """Return the statistics of a dispatched model; `None` where no weights stream."""
+    stats = getattr(model, "bigload_stats", None)
+    return None if stats is None else stats()
 
 
 def _dtype(config: Any, checkpoint: Checkpoint) -> torch.dtype:  # noqa: ANN401 - a class of transformers

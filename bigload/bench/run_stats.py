@@ -1,19 +1,15 @@
-"""Run a model of transformers a few times under a plan, and return what its streaming did."""
+"""Forwards of a dispatched model of transformers, timed, with the statistics of its weight streaming."""
 
 from __future__ import annotations
 
 import statistics
 import time
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from bigload.bench.bench_run import target_of
-from bigload.bench.run_contenders import ours
-from bigload.bench.run_model import Work
-from bigload.bench.run_turns import stats_of
+from bigload.bench.run_model import PlannedModel, stats_of, synchronize
 from bigload.bench.runner import OnRun
 from bigload.bench.steps import Steps
 from bigload.checkpoint.model import Checkpoint
@@ -25,19 +21,19 @@ DEFAULT_FORWARDS = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunStatsReport:
-    """What was run, and what it took.
+    """Times and streaming statistics of forwards.
 
     Attributes:
-        path: The model as it was named.
-        model_class: Its class in transformers.
-        total_bytes: Bytes of all its tensors.
-        disk_bytes: Those that the plan has on the disk.
+        path: The checkpoint path as given.
+        model_class: The class in transformers.
+        total_bytes: Bytes of all tensors.
+        disk_bytes: Bytes of the tensors that the plan leaves on disk.
         num_threads: Threads that torch computes with.
-        device: Where it runs.
-        tokens: Length of what it was given each time.
-        load_seconds: From the empty model to the one that can run.
-        seconds: Of every forward, measured from outside.
-        stats: What streaming did in them; `None` where the plan leaves nothing to bring in.
+        device: The device that runs streamed modules.
+        tokens: Length of each input.
+        load_seconds: Time from the empty model to the dispatched one.
+        seconds: Time of each forward, measured by the caller.
+        stats: Statistics of weight streaming; `None` where the plan streams nothing.
     """
 
     path: str
@@ -67,56 +63,54 @@ def run_forwards(
     resident_bytes: int | None = None,
     on_run: OnRun = lambda _words: None,
 ) -> RunStatsReport:
-    """Load and dispatch the model in `checkpoint` as `plan` says, run it, and return what was seen.
+    """Dispatch the model in `checkpoint` by `plan`, run it, and return times and streaming statistics.
 
     Args:
         checkpoint: The folder of a model of transformers: weights and `config.json`.
-        plan: Where its parts go, a plan made for this checkpoint; everything on the disk when left out.
-        forwards: How often it runs.
-        tokens: Length of what the model is given; the tokens are random, and the same each time.
+        plan: A plan made for this checkpoint; everything on disk when left out.
+        forwards: The number of forwards.
+        tokens: Length of the input; its tokens are random, and the same in each forward.
         prefetch_bytes: See `dispatch_model`.
-        resident_bytes: See there.
-        on_run: Called with a few words before each forward.
+        resident_bytes: See `dispatch_model`.
+        on_run: Called with a short text before each forward.
 
     Raises:
-        ValueError: no forward or no token was asked for.
-        BigloadError: see `bench_run`.
+        ValueError: fewer than one forward or token.
+        MissingPackageError: transformers is not installed.
+        BenchOptionError: transformers has no such model, or it does not take tokens.
+        PlanError: the plan is for another checkpoint.
+        StateDictMismatchError: the model has other tensors than the checkpoint.
+        LoadError: the checkpoint cannot be loaded.
     """
     if min(forwards, tokens) < 1:
         raise ValueError(f"{forwards} forwards of {tokens} tokens; expected one or more")
-    with ExitStack() as opened:
-        target = target_of(
-            checkpoint,
-            plan,
-            asked_by="run-stats",
-            keeps_cache=False,
-            prefetch_bytes=prefetch_bytes,
-            resident_bytes=resident_bytes,
-            opened=opened,
-        )
-        num_bytes = target.checkpoint.stored_bytes
-        steps = Steps(on_run, total_bytes=num_bytes * (1 + forwards), step_bytes=num_bytes)
-        steps.begin("loading")
+    planned = PlannedModel.open(
+        checkpoint, plan, asked_by="run-stats", prefetch_bytes=prefetch_bytes, resident_bytes=resident_bytes
+    )
+    num_bytes = planned.checkpoint.stored_bytes
+    steps = Steps(on_run, total_bytes=num_bytes * (1 + forwards), step_bytes=num_bytes)
+    steps.begin("loading")
+    began = time.perf_counter()
+    model = planned.dispatched()
+    load_seconds = time.perf_counter() - began
+    inputs = planned.inputs(tokens)
+    seconds = []
+    for number in range(forwards):
+        steps.begin(f"forward {number + 1} of {forwards}")
         began = time.perf_counter()
-        model = ours(target).make()
-        load_seconds = time.perf_counter() - began
-        work = Work(tokens=tokens)
-        inputs = work.inputs(target.maker, target.device)
-        seconds = []
-        for number in range(forwards):
-            steps.begin(f"forward {number + 1} of {forwards}")
-            began = time.perf_counter()
-            work.run(model, inputs)
-            seconds.append(time.perf_counter() - began)
-        return RunStatsReport(
-            path=target.checkpoint.path,
-            model_class=target.maker.model_class.__name__,
-            total_bytes=target.checkpoint.total_bytes,
-            disk_bytes=sum(target.checkpoint.tensors[name].num_bytes for name in target.on_disk),
-            num_threads=torch.get_num_threads(),
-            device=str(target.device),
-            tokens=tokens,
-            load_seconds=load_seconds,
-            seconds=tuple(seconds),
-            stats=stats_of(model),
-        )
+        with torch.no_grad():
+            model(**inputs)
+        synchronize(planned.device)
+        seconds.append(time.perf_counter() - began)
+    return RunStatsReport(
+        path=planned.checkpoint.path,
+        model_class=planned.maker.model_class.__name__,
+        total_bytes=planned.checkpoint.total_bytes,
+        disk_bytes=sum(planned.checkpoint.tensors[name].num_bytes for name in planned.on_disk),
+        num_threads=torch.get_num_threads(),
+        device=str(planned.device),
+        tokens=tokens,
+        load_seconds=load_seconds,
+        seconds=tuple(seconds),
+        stats=stats_of(model),
+    )

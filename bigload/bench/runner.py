@@ -1,6 +1,6 @@
-"""Run contenders by turns and take their time: the only place of the bench that looks at the clock.
+"""Rounds of timed runs, the only place of the bench that reads the clock.
 
-The order is another one in each round, so that whatever drifts on the machine hits all alike.
+Contenders run in rotating order, so that a drift of the machine affects all alike.
 """
 
 from __future__ import annotations
@@ -8,7 +8,8 @@ from __future__ import annotations
 import gc
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
@@ -21,34 +22,44 @@ from bigload.machine.process_memory import MemorySampler, ResidentMemory, peak_b
 Item = TypeVar("Item")
 
 OnRun = Callable[[str], None]
-"""Called with a few words before each run."""
+"""Called with a short text before each run."""
 
 Clock = Callable[[], float]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Contender:
-    """Something to be timed. `run` ends when every byte can be used, and returns what holds them.
+    """One thing to be timed; `run` returns what holds its result, and ends when every byte of that can be used.
 
-    One that `may_fail` is left out from its first error on; the error of another ends the bench.
+    Attributes:
+        may_fail: An error of it excludes it from later rounds; the error of another contender ends the bench.
+        warm_ups: Untimed runs per round, before the timed ones.
+        repeats: Timed runs per round.
     """
 
     name: str
     run: Callable[[], object]
     may_fail: bool = False
+    warm_ups: int = 0
+    repeats: int = 1
+
+    @contextmanager
+    def turn(self) -> Iterator[Callable[[], object]]:
+        """Yield the function to time in one round; subclasses build and release untimed state around it."""
+        yield self.run
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """What was seen of one contender, over all its runs.
+    """Measurements of one contender over all its runs.
 
     Attributes:
-        seconds: Of every timed run, in their order.
-        peak_bytes: The largest resident set, everything that the process holds included.
-        peak_private_bytes: The most memory of its own above what was held before a run.
-        peak_file_bytes: The most pages of files above what was mapped before a run.
-        cached: The least and the largest part of the files that was in the page cache when a run began; where the
-            kernel does not tell, anything between nothing and all.
+        seconds: Time of each run, in order.
+        peak_bytes: The largest resident set of the whole process.
+        peak_private_bytes: The most private memory above that before a run.
+        peak_file_bytes: The most mapped file pages above those before a run.
+        cached: The least and the largest share of the files in the page cache at the start of a run; 0 to 1 where
+            the kernel does not report it.
     """
 
     seconds: tuple[float, ...]
@@ -65,10 +76,7 @@ class Measured:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """All measurements by the names of the contenders, the errors of those that failed, and what could not be evicted.
-
-    Of every file that stayed in the page cache, `left_in_cache` has the worst start.
-    """
+    """Measurements and errors by name of the contender, and what could not be evicted, the worst of each file."""
 
     measured: dict[str, Measured]
     failures: dict[str, BaseException]
@@ -112,8 +120,8 @@ def run_rounds(
 ) -> Outcome:
     """Time `runs` rounds of all `contenders`.
 
-    Before each run the page cache of `files` is brought into the state `cache`, and `renewed_bytes` of free memory are
-    touched (`fresh_memory`): about as much as a run takes.
+    Before each turn the page cache of `files` is brought into the state `cache`, and `renewed_bytes` of free memory
+    are touched (`fresh_memory`): about as much as a run takes.
     """
     notes = {contender.name: _Notes() for contender in contenders}
     failures: dict[str, BaseException] = {}
@@ -124,11 +132,17 @@ def run_rounds(
                 continue
             on_run(f"{contender.name}: run {number + 1} of {runs}")
             gc.collect()
-            for stayed in prepare(files, cache):
-                left[stayed.file] = max(stayed, left.get(stayed.file, stayed), key=lambda item: item.num_bytes or 0)
-            renew(renewed_bytes)
             try:
-                _time(contender, notes[contender.name], files, clock)
+                with contender.turn() as run:
+                    for stayed in prepare(files, cache):
+                        least = left.get(stayed.file, stayed)
+                        left[stayed.file] = max(stayed, least, key=lambda item: item.num_bytes or 0)
+                    renew(renewed_bytes)
+                    for _ in range(contender.warm_ups):
+                        run()
+                    for _ in range(contender.repeats):
+                        _time(run, notes[contender.name], files, clock)
+                    del run  # the next contender starts without its memory
             except Exception as error:
                 if not contender.may_fail:
                     raise
@@ -147,14 +161,14 @@ def rotated(items: Sequence[Item], by: int) -> list[Item]:
     return [*items[by:], *items[:by]]
 
 
-def _time(contender: Contender, notes: _Notes, files: Sequence[Path], clock: Clock) -> None:
+def _time(run: Callable[[], object], notes: _Notes, files: Sequence[Path], clock: Clock) -> None:
     cached = cached_fraction(files)
     reset_peak()
     sampler = MemorySampler()
     with sampler:
         began = clock()
-        held = contender.run()
+        held = run()
         seconds = clock() - began
         peak = peak_bytes()
     notes.add(seconds, cached, peak, sampler.peak)
-    del held  # given back only now: that is not part of a load
+    del held  # freed only now: freeing is not part of a load

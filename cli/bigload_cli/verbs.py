@@ -1,4 +1,4 @@
-"""The verbs of the program `bigload`, and what happens to an exception of theirs."""
+"""Verbs of the program `bigload`; their exceptions become exit codes."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ app.command("plan", epilog=plan.EPILOG)(plan.plan)
 app.command("reshard", epilog=reshard.EPILOG)(reshard.reshard)
 app.command("verify", epilog=verify.EPILOG)(verify.verify)
 app.command("bench-load", epilog=bench_load.EPILOG)(bench_load.bench_load)
-app.command("bench-run", epilog=bench_run.EPILOG)(bench_run.bench_run)
+app.command("bench-run", hidden=True, context_settings=bench_run.CONTEXT)(bench_run.bench_run)
 app.command("run-stats", epilog=run_stats.EPILOG)(run_stats.run_stats)
 
 

@@ -6,7 +6,7 @@ import pytest
 from bigload.bench import peers, runner
 from bigload.bench.bench_load import bench_load
 from bigload.bench.memory import MemoryKind
-from bigload.bench.peers import CannotLoadError, Peer, empty_model
+from bigload.bench.peers import CannotLoadError, Peer
 from bigload.checkpoint.source import open_checkpoint
 from bigload.loading.load import load
 from builders import make_checkpoint
@@ -26,7 +26,7 @@ def tiny(tmp_path):
 
 
 def peer(prepare, *, name="other", package="pytest", suffixes=(".safetensors",)):
-    return Peer(name=name, package=package, memory=MemoryKind.PRIVATE, suffixes=suffixes, prepare=prepare)
+    return Peer(name, package, MemoryKind.PRIVATE, suffixes, prepare)
 
 
 def results(tiny, monkeypatch, *found):
@@ -92,20 +92,11 @@ def test_what_was_made_for_a_peer_is_gone_after_the_bench(tiny, monkeypatch):
     assert closed == [True]
 
 
-def test_an_empty_model_has_every_tensor_on_meta(tiny):
-    checkpoint = open_checkpoint(tiny)
-    state = empty_model(checkpoint).state_dict()
-    assert {name: tuple(tensor.shape) for name, tensor in state.items()} == {
-        name: tensor.shape for name, tensor in checkpoint.tensors.items()
-    }
-    assert {tensor.device.type for tensor in state.values()} == {"meta"}
-
-
 def test_without_a_config_transformers_says_what_it_lacks(tiny):
     (tiny / "config.json").unlink()
     found = next(peer for peer in peers.PEERS if peer.name == "transformers")
     with pytest.raises(CannotLoadError, match=r"config\.json"):
-        found.prepare(peers.Target(open_checkpoint(tiny), "cpu", None))
+        found.prepare(peers.PeerTarget(open_checkpoint(tiny), "cpu", None))
 
 
 @pytest.mark.peers
@@ -134,5 +125,5 @@ def test_code_beside_the_weights_is_not_run(tiny):
     (tiny / "evil.py").write_text(f"open({str(tiny / 'was_run')!r}, 'w')\nclass Config: pass\n")
     found = next(peer for peer in peers.PEERS if peer.name == "transformers")
     with pytest.raises(ValueError, match="custom code"):
-        found.prepare(peers.Target(open_checkpoint(tiny), "cpu", None))
+        found.prepare(peers.PeerTarget(open_checkpoint(tiny), "cpu", None))
     assert not (tiny / "was_run").exists()

@@ -1,8 +1,6 @@
-import json
-
 import pytest
 
-from bigload.bench.phases import chrome_trace, phase_shares
+from bigload.bench.phases import phase_shares
 from bigload.loading.methods import Method
 from bigload.loading.report import Activity, LoadReport, Phase
 
@@ -45,32 +43,3 @@ def test_threads_beside_the_readers_do_not_make_more_than_all():
 
 def test_a_load_without_a_trace_has_no_shares():
     assert phase_shares(report()) == {}
-
-
-def test_a_trace_has_a_process_for_every_load_and_a_row_for_every_thread():
-    done = [
-        activity(Phase.READ, 0.5, start=1.0, num_bytes=7),
-        activity(Phase.COPY, 0.25, thread="bigload-1", start=1.5),
-    ]
-    document = chrome_trace({"read, 2 threads": done, "mmap, 1 thread": done[:1]})
-    assert json.loads(json.dumps(document)) == document
-    events = document["traceEvents"]
-    assert [(e["pid"], e["args"]["name"]) for e in events if e["name"] == "process_name"] == [
-        (1, "read, 2 threads"),
-        (2, "mmap, 1 thread"),
-    ]
-    assert [(e["pid"], e["tid"], e["args"]["name"]) for e in events if e["name"] == "thread_name"] == [
-        (1, 1, "bigload-0"),
-        (1, 2, "bigload-1"),
-        (2, 1, "bigload-0"),
-    ]
-    assert next(e for e in events if e["ph"] == "X") == {
-        "name": "read",
-        "cat": "load",
-        "ph": "X",
-        "ts": 1_000_000.0,
-        "dur": 500_000.0,
-        "pid": 1,
-        "tid": 1,
-        "args": {"bytes": 7, "file": "a.safetensors"},
-    }

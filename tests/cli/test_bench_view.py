@@ -15,12 +15,14 @@ from bench_reports import full_report, report_of, strategy
 from bigload.bench.memory import MemoryKind
 from bigload.bench.recommendation import Recommendation, SizeMeasured
 from bigload.bench.report import PeerResult
+from bigload.bench.result_marks import MADE_BY_BENCH_LOAD
 from bigload.errors import BenchOptionError, MissingPackageError, OutputExistsError, WriteError
 from bigload.loading.methods import Method
-from bigload_cli.views import bench as view
-from bigload_cli.views import bench_files
-from bigload_cli.views.bench_files import Exports
+from bigload_cli.commands.bench_load import write_results
+from bigload_cli.views import bench_load as view
+from bigload_cli.views import exports
 from bigload_cli.views.bench_markdown import markdown
+from bigload_cli.views.exports import Export, check_exports, check_picture
 
 GOLDEN = Path(__file__).parent / "golden"
 HAS_MATPLOTLIB = importlib.util.find_spec("matplotlib") is not None
@@ -110,52 +112,57 @@ def test_the_only_thread_count_is_not_called_the_best():
 # Files
 
 
+def checked(*paths):
+    return check_exports([Export(path, MADE_BY_BENCH_LOAD) for path in paths])
+
+
 def test_markdown_and_trace_are_written_and_may_be_replaced(tmp_path):
-    files = Exports(markdown=tmp_path / "a.md", trace=tmp_path / "b.json")
+    text, trace = tmp_path / "a.md", tmp_path / "b.json"
     for _ in range(2):
-        files.check()
-        assert files.write(full_report(), name="x") == [tmp_path / "a.md", tmp_path / "b.json"]
-    assert (tmp_path / "a.md").read_text() == markdown(full_report(), name="x")
-    events = json.loads((tmp_path / "b.json").read_text())["traceEvents"]
+        checked(text, trace)
+        assert write_results(full_report(), name="x", markdown=text, trace=trace) == [text, trace]
+    assert text.read_text() == markdown(full_report(), name="x")
+    events = json.loads(trace.read_text())["traceEvents"]
     assert {event["ph"] for event in events} == {"M", "X"}
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.md", "b.json"]
 
 
-def test_what_is_not_ours_is_not_replaced(tmp_path):
-    (tmp_path / "README.md").write_text("# mine\n")
-    with pytest.raises(OutputExistsError, match=r"README\.md"):
-        Exports(markdown=tmp_path / "README.md").check()
+@pytest.mark.parametrize("name", ["README.md", "mine.json"])
+def test_what_is_not_ours_is_not_replaced(tmp_path, name):
+    (tmp_path / name).write_text("# mine\n")
+    with pytest.raises(OutputExistsError, match=name):
+        checked(tmp_path / name)
 
 
 def test_a_folder_that_is_not_there_is_told_before_anything_runs(tmp_path):
     with pytest.raises(WriteError, match="there is no folder"):
-        Exports(trace=tmp_path / "no" / "t.json").check()
+        checked(None, tmp_path / "no" / "t.json")
 
 
 def test_two_results_do_not_go_into_one_file(tmp_path):
     with pytest.raises(BenchOptionError, match="one file"):
-        Exports(markdown=tmp_path / "a", trace=tmp_path / "." / "a").check()
+        checked(tmp_path / "a", tmp_path / "." / "a")
 
 
 def test_a_picture_of_another_kind_is_refused(tmp_path):
     with pytest.raises(BenchOptionError, match=r"\.png or \.svg"):
-        Exports(plot=tmp_path / "a.gif").check()
+        check_picture(tmp_path / "a.gif")
 
 
 def test_without_matplotlib_the_command_that_installs_it_is_told(tmp_path, monkeypatch):
-    monkeypatch.setattr(bench_files, "find_spec", lambda name: None)
+    monkeypatch.setattr(exports, "find_spec", lambda name: None)
     with pytest.raises(MissingPackageError, match=r"pip install 'bigload\[plot\]'"):
-        Exports(plot=tmp_path / "a.png").check()
+        check_picture(tmp_path / "a.png")
 
 
 @pytest.mark.skipif(not HAS_MATPLOTLIB, reason="matplotlib is not installed")
 @pytest.mark.parametrize(("suffix", "beginning"), [(".png", b"\x89PNG"), (".svg", b"<?xml")])
 def test_a_picture_names_what_was_measured_and_may_be_replaced(tmp_path, suffix, beginning):
-    files = Exports(plot=tmp_path / f"a{suffix}")
+    path = tmp_path / f"a{suffix}"
     for _ in range(2):
-        files.check()
-        files.write(full_report(), name="a$b_{c}$")
-    content = (tmp_path / f"a{suffix}").read_bytes()
+        checked(path)
+        write_results(full_report(), name="a$b_{c}$", plot=path)
+    content = path.read_bytes()
     assert content.startswith(beginning)
     if suffix == ".svg":
         for words in ("auto, 4 threads", "safetensors, clone", "raw read into fresh memory"):

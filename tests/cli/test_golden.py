@@ -13,7 +13,7 @@ import pytest
 from builders import make_split
 
 GOLDEN = Path(__file__).parent / "golden"
-OF_BENCHES = ("bench-load", "bench-run", "bench-run-decoding", "run-stats")
+OF_BENCHES = ("bench-load", "run-stats")
 ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 TIMED = re.compile(r"in [0-9.]+ s \([0-9.]+ [GMK]?i?B/s\), peak memory [0-9.]+ [MG]iB")
 FREE_SPACE = re.compile(r"[0-9.]+ [GMK]?i?B free there")

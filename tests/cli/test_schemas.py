@@ -24,7 +24,6 @@ NAMES = [
     "offload",
     "verify",
     "bench-load",
-    "bench-run",
     "run-stats",
     "error",
     *QUESTIONS,
@@ -61,9 +60,6 @@ COMMANDS = [
     "bigload bench-load tiny-llama --runs 1 --threads 2 --dtype fp32 --warm --json",
 ]
 RUNS = [
-    "bigload bench-run tiny-llama --rounds 1 --resident-bytes 0 --json",
-    "bigload bench-run tiny-llama --rounds 1 --cold --new-tokens 2 --no-peers --json",
-    "bigload bench-run tiny-llama --plan in-ram.json --rounds 1 --tokens 3 --no-peers --json",
     "bigload run-stats tiny-llama --forwards 2 --resident-bytes 0 --json",
     "bigload run-stats tiny-llama --plan in-ram.json --forwards 1 --json",
 ]
@@ -192,7 +188,8 @@ FAILURES = {
     "verify nowhere": (2, "manifest-not-found"),
     "bench-load tiny-llama --threads many": (2, "usage"),
     "bench-load nowhere": (2, "checkpoint-not-found"),
-    "bench-run nowhere": (2, "checkpoint-not-found"),
+    "bench-run tiny-llama": (2, "bench-option"),
+    "run-stats nowhere": (2, "checkpoint-not-found"),
     "run-stats tiny-llama --plan stale.json": (4, "stale-plan"),
     "isnpect tiny-llama": (2, "usage"),
 }

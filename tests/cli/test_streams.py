@@ -387,8 +387,6 @@ OUTPUT_OPTIONS = [
     "bench-load tiny-llama --runs 1 --threads 1 --trace",
 ]
 RUN_OPTIONS = [
-    "bench-run tiny-llama --rounds 1 --no-peers -o",
-    "bench-run tiny-llama --rounds 1 --no-peers --trace",
     "run-stats tiny-llama --forwards 1 --trace",
 ]
 
@@ -422,7 +420,7 @@ def test_the_plan_on_stdout_is_the_plan_file(run, here):
     assert (done.stdout, done.stderr) == ((here / "made.json").read_text(), "")
 
 
-@pytest.mark.parametrize("command", ["plan tiny-llama -m cpu=1GiB", *ALL_OUTPUT_OPTIONS[4:5]])
+@pytest.mark.parametrize("command", ["plan tiny-llama -m cpu=1GiB"])
 def test_a_result_on_stdout_beside_the_same_document_is_printed_once(run, command):
     option = "" if command.endswith("-o") else " -o"
     assert json.loads(run(f"bigload {command}{option} - --json").stdout)["schema"].startswith("bigload.")
@@ -435,7 +433,6 @@ def test_a_result_on_stdout_beside_the_same_document_is_printed_once(run, comman
         "plan tiny-llama -m cpu=1GiB --html - -o /dev/stdout",
         "bench-load tiny-llama --trace - --json",
         "bench-load tiny-llama --trace - --export-markdown -",
-        "bench-run tiny-llama --trace - --json",
         "run-stats tiny-llama --trace - --json",
     ],
 )

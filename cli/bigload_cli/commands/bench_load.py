@@ -1,4 +1,4 @@
-"""`bigload bench-load`: ways of loading against each other, against the machine, against other loaders."""
+"""`bigload bench-load`: read strategies compared with each other, raw reads and other loaders."""
 
 from __future__ import annotations
 
@@ -85,11 +85,13 @@ def bench_load(
 
     counts, ways = thread_counts(threads), methods(method)
     inflight = None if max_inflight is None else size_option("--max-inflight", max_inflight)
+    from bigload.bench.result_marks import MADE_BY_BENCH_LOAD as MADE_BY
     from bigload_cli.result_files import say_written
-    from bigload_cli.views import bench_files
+    from bigload_cli.views.exports import Export, check_exports, check_picture
 
-    files = bench_files.Exports(markdown=export_markdown, plot=plot, trace=trace)
-    on_stdout = files.check(as_json=as_json)
+    check_picture(plot)
+    exports = [Export(path, MADE_BY) for path in (export_markdown, plot, trace)]
+    on_stdout = check_exports(exports, as_json=as_json)
     from bigload.bench.bench_load import bench_load as run_bench
     from bigload.checkpoint.source import open_checkpoint
     from bigload.errors import LoadError
@@ -113,7 +115,7 @@ def bench_load(
         raise LoadError(
             "the strategies loaded different bytes", hint="the files changed meanwhile, or memory is faulty"
         )
-    written = files.write(report, name=checkpoint.name)
+    written = write_results(report, name=checkpoint.name, markdown=export_markdown, plot=plot, trace=trace)
     if not on_stdout:
         _show(report, name=checkpoint.name, as_json=as_json, quiet=quiet, color=color)
     if not quiet:
@@ -133,6 +135,31 @@ def methods(text: str) -> tuple[Method, ...]:
     return tuple(dict.fromkeys(Method(word) for word in words))
 
 
+def write_results(
+    report: BenchReport,
+    *,
+    name: str,
+    markdown: Path | None = None,
+    plot: Path | None = None,
+    trace: Path | None = None,
+) -> list[Path]:
+    """Write the result files that were asked for and return their paths."""
+    import json
+
+    from bigload.bench.chrome_trace import load_trace
+    from bigload_cli.views import bench_markdown, bench_plot
+    from bigload_cli.views.exports import write_exports
+
+    activities = {result.name: result.activities for result in report.results}
+    return write_exports(
+        (
+            (markdown, lambda: bench_markdown.markdown(report, name=name)),
+            (plot, lambda: bench_plot.picture(report, name=name, suffix=plot.suffix if plot else "")),
+            (trace, lambda: json.dumps(load_trace(activities))),
+        )
+    )
+
+
 def _show(report: BenchReport, *, name: str, as_json: bool, quiet: bool, color: ColorMode) -> None:
     from bigload_cli import output
 
@@ -145,7 +172,7 @@ def _show(report: BenchReport, *, name: str, as_json: bool, quiet: bool, color: 
         output.print_text(str(report.recommendation.threads))
     else:
         from bigload.plain_text import printable
-        from bigload_cli.views import bench as view
+        from bigload_cli.views import bench_load as view
 
         output.print_text(view.headline(report, name=name) + "\n")
         output.print_table(view.strategies(report), color=color)

@@ -1,4 +1,4 @@
-"""`bigload run-stats`: what bringing in weights costs a model, forward by forward."""
+"""`bigload run-stats`: cost of weight streaming, forward by forward."""
 
 from __future__ import annotations
 
@@ -27,40 +27,43 @@ Examples:
   bigload run-stats ./llama-8b --resident-bytes 4GiB --tokens 128 --json
 
 \b
-WAITED is the time that the model stood still for weights, OVERLAP the part of
-bringing them in during which it did not. WEIGHTS is the most of streamed
-weights that was there, or on its way, at one moment.
+WAITED is the time the model waited for weights, OVERLAP the share of fetch
+time during which it computed. WEIGHTS is the peak size of streamed weights,
+loaded or in flight.
 """
 
 
 def run_stats(
     path: ModelArgument,
     plan: RunPlanOption = None,
-    forwards: Annotated[int, typer.Option("--forwards", metavar="N", min=1, max=1000, help="How often it runs.")] = 3,
+    forwards: Annotated[int, typer.Option("--forwards", metavar="N", min=1, max=1000, help="Number of forwards.")] = 3,
     tokens: TokensOption = 1,
     prefetch_bytes: PrefetchBytesOption = None,
     resident_bytes: ResidentBytesOption = None,
     trace: Annotated[
         Path | None,
-        typer.Option("--trace", metavar="FILE", help="Write what threads did, for chrome://tracing or Perfetto."),
+        typer.Option("--trace", metavar="FILE", help="Write a trace of all threads, for chrome://tracing or Perfetto."),
     ] = None,
     as_json: JsonOption = False,
     quiet: QuietOption = False,
     color: ColorOption = ColorMode.AUTO,
 ) -> None:
-    """Run a model a few times, and show what its weights cost.
+    """Run a model a few times and show what weight streaming costs.
 
     PATH is the folder of a model of transformers, which has to be installed.
     """
+    import json
+
+    from bigload.bench.result_marks import MADE_BY_RUN
     from bigload_cli import output
     from bigload_cli.result_files import say_written
-    from bigload_cli.views.run_files import RunFiles
+    from bigload_cli.views.exports import Export, check_exports, write_exports
 
     prefetch = None if prefetch_bytes is None else size_option("--prefetch-bytes", prefetch_bytes, at_least=0)
     resident = None if resident_bytes is None else size_option("--resident-bytes", resident_bytes, at_least=0)
-    files = RunFiles(trace=trace)
-    on_stdout = files.check(as_json=as_json)
-    from bigload.bench.run_document import run_stats_document
+    on_stdout = check_exports([Export(trace, MADE_BY_RUN)], as_json=as_json)
+    from bigload.bench.chrome_trace import run_trace
+    from bigload.bench.document import run_stats_document
     from bigload.bench.run_stats import run_forwards
     from bigload.planning.plan_file import open_planned, read_plan
     from bigload_cli.views import run_stats as view
@@ -78,9 +81,10 @@ def run_stats(
             on_run=on_run,
         )
     document = run_stats_document(report)
-    written = files.write(document, report.stats, name=checkpoint.name)
+    models = {} if report.stats is None else {checkpoint.name: report.stats}
+    written = write_exports([(trace, lambda: json.dumps(run_trace(models)))])
     if on_stdout:
-        pass  # the answer is there
+        pass  # the trace is the answer
     elif as_json:
         output.print_json(document)
     elif quiet:

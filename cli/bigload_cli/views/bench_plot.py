@@ -8,12 +8,12 @@ from __future__ import annotations
 import io
 from dataclasses import dataclass
 
-from bigload.bench.phases import MADE_BY
 from bigload.bench.raw_limit import RawKind
 from bigload.bench.report import BenchReport
+from bigload.bench.result_marks import MADE_BY_BENCH_LOAD as MADE_BY
 from bigload.bench.statistics import Summary
 from bigload.units import GIB
-from bigload_cli.views import bench as view
+from bigload_cli.views import bench_load as view
 
 _OURS, _THEIRS, _INK, _FAINT = "#2563a8", "#9aa7b4", "#1f2933", "#d9dee3"
 _LIMIT_COLOURS = {RawKind.MEMORY: "#c2410c", RawKind.MAP: "#7c3aed", RawKind.DISK: "#047857"}

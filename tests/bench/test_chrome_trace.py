@@ -1,11 +1,13 @@
-"""A trace of a run is what chrome://tracing and Perfetto read, and tells who did what when."""
+"""Traces of loads and runs are in the format that chrome://tracing and Perfetto read."""
 
 import json
 
 import pytest
 
 from bigload import run_trace, write_trace
+from bigload.bench.chrome_trace import load_trace
 from bigload.errors import WriteError
+from bigload.loading.report import Activity, Phase
 from run_reports import spans, stats_of
 
 
@@ -66,3 +68,36 @@ def test_a_trace_is_written_as_json_and_replaces_what_was_there(tmp_path):
 def test_a_folder_that_is_not_there_is_said(tmp_path):
     with pytest.raises(WriteError, match="nowhere"):
         write_trace(stats_of(), tmp_path / "nowhere" / "t.json")
+
+
+def activity(phase, seconds, *, thread="bigload-0", start=0.0, num_bytes=0):
+    return Activity(phase=phase, thread=thread, start=start, seconds=seconds, num_bytes=num_bytes, file="a.safetensors")
+
+
+def test_a_trace_has_a_process_for_every_load_and_a_row_for_every_thread():
+    done = [
+        activity(Phase.READ, 0.5, start=1.0, num_bytes=7),
+        activity(Phase.COPY, 0.25, thread="bigload-1", start=1.5),
+    ]
+    document = load_trace({"read, 2 threads": done, "mmap, 1 thread": done[:1]})
+    assert json.loads(json.dumps(document)) == document
+    events = document["traceEvents"]
+    assert [(e["pid"], e["args"]["name"]) for e in events if e["name"] == "process_name"] == [
+        (1, "read, 2 threads"),
+        (2, "mmap, 1 thread"),
+    ]
+    assert [(e["pid"], e["tid"], e["args"]["name"]) for e in events if e["name"] == "thread_name"] == [
+        (1, 1, "bigload-0"),
+        (1, 2, "bigload-1"),
+        (2, 1, "bigload-0"),
+    ]
+    assert next(e for e in events if e["ph"] == "X") == {
+        "name": "read",
+        "cat": "load",
+        "ph": "X",
+        "ts": 1_000_000.0,
+        "dur": 500_000.0,
+        "pid": 1,
+        "tid": 1,
+        "args": {"bytes": 7, "file": "a.safetensors"},
+    }
