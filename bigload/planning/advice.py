@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from bigload.devices import CPU, DISK, Device
-from bigload.planning.choices import Policy
+from bigload.planning.choices import Balance, Policy
 from bigload.planning.placement.policies.bounds import lower_bound
 from bigload.planning.placement.policies.registry import Solution, solve
 from bigload.planning.placement.problem import Misfit, PlacementProblem
@@ -63,8 +63,10 @@ def _least_ram(problem: PlacementProblem, policy: Policy, start: int, accept: Ca
     A few sizes are tried upwards. Between the first good one and the one before, halving goes on.
     """
 
-    def suffices(size: int) -> bool:
-        found = solve(replace(problem, budget=problem.budget.with_limit(CPU, size)), policy)
+    def suffices(size: int, balance: Balance = Balance.FILL) -> bool:
+        # How accelerators share what they hold changes neither what fits nor what is streamed, but takes a search.
+        asked = replace(problem, budget=problem.budget.with_limit(CPU, size), balance=balance)
+        found = solve(asked, policy)
         return isinstance(found, Solution) and accept(found)
 
     total = sum(unit.num_bytes + unit.run_bytes for unit in problem.units) + max(
@@ -78,4 +80,4 @@ def _least_ram(problem: PlacementProblem, policy: Policy, start: int, accept: Ca
     low, high = sizes[good - 1] if good else sizes[good], sizes[good]
     while (middle := rounded((low + high) // 2)) not in (low, high):
         low, high = (low, middle) if suffices(middle) else (middle, high)
-    return high
+    return high if suffices(high, problem.balance) else None

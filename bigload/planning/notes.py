@@ -84,10 +84,11 @@ def _on_structure(structure: ModelStructure, options: PlanOptions) -> Iterator[P
             "no config.json could be read: whether a head shares the embedding and how experts are chosen is not known"
         )
         yield PlanNote(code="unknown", text=text)
-    for text in structure.memory.at(options.workload).unknown:
+    for text in structure.run_memory(options.workload).unknown:
         yield PlanNote(code="unknown", text=text)
-    for code, text in structure.memory.assumptions(options.workload):
-        yield PlanNote(code=code, text=text)
+    if options.workload.context:
+        for code, text in structure.memory.assumptions(options.workload):
+            yield PlanNote(code=code, text=text)
 
 
 def _on_experts(options: PlanOptions, solution: Solution) -> Iterator[PlanNote]:

@@ -93,7 +93,7 @@ def problem_of(
     structure: ModelStructure, budget: MemoryBudget, options: PlanOptions, *, split_experts: bool = False
 ) -> PlacementProblem:
     """Return the question that a policy is asked."""
-    activation = structure.memory.at(options.workload).activation_bytes
+    activation = structure.run_memory(options.workload).activation_bytes
     units = structure.units(options.workload, split_experts=split_experts)
     return PlacementProblem(
         units=units,

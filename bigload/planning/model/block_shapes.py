@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from math import prod
 
 from bigload.checkpoint.model import TensorInfo
+from bigload.dtypes import DType
 from bigload.planning.model.module_tree import ModuleNode
 
 _QUERIES = ("q_proj", "query", "q", "wq", "q_lin", "query_proj", "to_q", "Wq", "project_q", "q_b_proj")
@@ -59,7 +60,7 @@ class AttentionShapes:
         index_width: Of the extra keys by which sparse attention selects tokens.
         input_width: Of what the projections read: the width of the model.
         is_fused: Whether one layer makes queries, keys and values.
-        tensor: The weight that makes the keys, whose dtype is the one in which the block computes.
+        dtype: Of the weight that makes the keys: the block computes in it.
     """
 
     is_cross: bool = False
@@ -72,7 +73,7 @@ class AttentionShapes:
     index_width: int = 0
     input_width: int | None = None
     is_fused: bool = False
-    tensor: TensorInfo | None = None
+    dtype: DType | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,6 +89,7 @@ class RecurrentShapes:
         has_keys: Whether the state is a matrix of keys by values, as in linear attention.
         key_width: Of all keys together, where they have a projection of their own.
         is_gated: Whether it is the gated linear unit of recurrentgemma.
+        dtype: Of the convolution.
     """
 
     conv_elements: int
@@ -98,7 +100,7 @@ class RecurrentShapes:
     has_keys: bool = False
     key_width: int | None = None
     is_gated: bool = False
-    tensor: TensorInfo | None = None
+    dtype: DType | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,8 +161,9 @@ def read_block(block: ModuleNode) -> BlockShapes:
 
 
 def _walk_dense(node: ModuleNode) -> Iterator[ModuleNode]:
-    """Yield the modules below `node`, leaving out routed experts, of which there may be thousands, and indexers."""
-    yield node
+    """Yield `node` and modules below it that have parts, except indexers and routed experts (often thousands)."""
+    if node.children:
+        yield node
     for key, child in node.children.items():
         if _ROUTED not in key and key != _INDEXER:
             yield from _walk_dense(child)
@@ -192,7 +195,7 @@ def _attention(node: ModuleNode, path: str) -> AttentionShapes | None:
         index_width=_index_width(parts.get(_INDEXER)),
         input_width=in_features(made_by),
         is_fused=made_by is fused,
-        tensor=_weight(made_by),
+        dtype=None if (weight := _weight(made_by)) is None else weight.dtype,
     )
 
 
@@ -226,7 +229,7 @@ def _recurrence(node: ModuleNode) -> RecurrentShapes | None:
         has_keys=key is not None or any(name.startswith(("in_proj_qkv", "in_proj_b")) for name in node.children),
         key_width=out_features(key),
         is_gated=_GATED_UNIT in node.children,
-        tensor=convs[0],
+        dtype=convs[0].dtype,
     )
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TypeGuard
 
 from bigload.dtypes import DTYPES, DType
@@ -68,7 +69,7 @@ _ACTIVATIONS = ("hidden_activation", "hidden_act", "activation_function", "mlp_h
 _DTYPE_NAMES = {dtype.torch_name: dtype for dtype in DTYPES.values() if dtype.name in ("F16", "BF16", "F32", "F64")}
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ModelConfig:
     """A config, asked for what it says about the text decoder.
 
@@ -82,17 +83,17 @@ class ModelConfig:
     def is_known(self) -> bool:
         return bool(self.raw)
 
-    @property
+    @cached_property
     def model_types(self) -> tuple[str, ...]:
         """Of the decoder's section and of those around it, innermost first."""
         return tuple(value for section in _sections(self.raw) if isinstance(value := section.get("model_type"), str))
 
-    @property
+    @cached_property
     def architectures(self) -> tuple[str, ...]:
         found = self.raw.get("architectures") if self.raw else None
         return tuple(name for name in found if isinstance(name, str)) if isinstance(found, list) else ()
 
-    @property
+    @cached_property
     def dtype(self) -> DType | None:
         """The floating-point type in which the model is meant to be run."""
         name = self._first("torch_dtype", "dtype")
@@ -106,7 +107,7 @@ class ModelConfig:
             return "gelu_new" if name == "gated-gelu" else name.removeprefix("gated-")
         return name if isinstance(name, str) else None
 
-    @property
+    @cached_property
     def layer_types(self) -> tuple[str, ...] | None:
         """The kind of attention of every layer, `None` unless all are named."""
         found = self._first("layer_types", "layers_block_type")
@@ -152,9 +153,16 @@ class ModelConfig:
         return next(self._answers(*keys), None)
 
     def _answers(self, *keys: str) -> Iterator[object]:
+        return (section[key] for section in self._searched for key in keys if key in section)
+
+    @cached_property
+    def _searched(self) -> tuple[Mapping[str, object], ...]:
+        """Sections in the order in which they are asked; every block of a model asks, so they are found once."""
+        found: list[Mapping[str, object]] = []
         for section in _sections(self.raw):
-            for place in (section, *(below for key in _SUB_SECTIONS if isinstance(below := section.get(key), Mapping))):
-                yield from (place[key] for key in keys if key in place)
+            nested = (section.get(key) for key in _SUB_SECTIONS)
+            found += [section, *(below for below in nested if isinstance(below, Mapping))]
+        return tuple(found)
 
 
 def _is_number(value: object) -> TypeGuard[int]:

@@ -65,10 +65,10 @@ def routed_experts(block: ModuleNode, config: Mapping[str, object] | None) -> Ro
 
     What the file says is believed before the config: pruned models still give the number of experts they once had.
     """
-    told = _told(config, *_NUM_EXPERTS)
-    modules = list(_called_experts(block)) or list(_beside_a_router(block, told))
+    modules = list(_called_experts(block)) or list(_beside_a_router(block, config))
     if not modules:
         return None
+    told = _told(config, *_NUM_EXPERTS)
     single = [_separate(module) for module in modules]
     counts = {len(own) if own else _num_slices(module, told) for module, own in zip(modules, single, strict=True)}
     num_experts = counts.pop() if len(counts) == 1 else None
@@ -116,15 +116,16 @@ def _called_experts(node: ModuleNode) -> Iterator[ModuleNode]:
             yield from _called_experts(child)
 
 
-def _beside_a_router(node: ModuleNode, num_experts: int | None) -> Iterator[ModuleNode]:
+def _beside_a_router(node: ModuleNode, config: Mapping[str, object] | None) -> Iterator[ModuleNode]:
     has_router = any(key in node.children for key in _ROUTERS)
+    num_experts = _told(config, *_NUM_EXPERTS) if has_router else None
     for key, child in node.children.items():
         if key in _ROUTERS or key.startswith("shared"):
             continue
         if has_router and num_experts is not None and _is_sliced(child, num_experts):
             yield child
         else:
-            yield from _beside_a_router(child, num_experts)
+            yield from _beside_a_router(child, config)
 
 
 def _is_sliced(module: ModuleNode, num_experts: int) -> bool:

@@ -15,8 +15,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 
-from bigload.checkpoint.model import TensorInfo
 from bigload.dtypes import DTYPES, DType
 from bigload.planning.model.block_shapes import AttentionShapes, BlockShapes, RecurrentShapes, read_block
 from bigload.planning.model.config import ModelConfig
@@ -165,6 +165,7 @@ def _is_decoder(block: ModuleNode, config: ModelConfig) -> bool:
     return not any(_is_tower(part) for part in block.name.lower().split("."))
 
 
+@lru_cache(maxsize=10_000)  # the blocks of a list have all but their number in common
 def _is_tower(part: str, words: Sequence[str] = _WORDS_OF_TOWERS) -> bool:
     return part in _TOWERS or any(word in part for word in words)
 
@@ -231,13 +232,13 @@ def _block_cache(
 
 def stored_dtype(shapes: BlockShapes) -> DType | None:
     """Return the dtype in which a block computes by its stored weights, `None` for quantised ones."""
-    stored = next((tensor.dtype for tensor in _computing(shapes)), None)
+    stored = _weight_dtype(shapes)
     return stored if stored is not None and stored.name in _COMPUTING else None
 
 
-def _computing(shapes: BlockShapes) -> list[TensorInfo]:
-    tensors = [part.tensor for part in shapes.attentions] + [part.tensor for part in shapes.recurrences]
-    return [tensor for tensor in tensors if tensor is not None]
+def _weight_dtype(shapes: BlockShapes) -> DType | None:
+    layers: tuple[AttentionShapes | RecurrentShapes, ...] = (*shapes.attentions, *shapes.recurrences)
+    return next((layer.dtype for layer in layers if layer.dtype is not None), None)
 
 
 def _cached_width(attention: AttentionShapes, shapes: BlockShapes, config: ModelConfig) -> int | None:
@@ -349,6 +350,6 @@ def _computing_dtype(shapes: BlockShapes, config: ModelConfig, block: str, unkno
     if stored is not None:
         return stored
     said = config.dtype
-    if said is None and _computing(shapes):
+    if said is None and _weight_dtype(shapes) is not None:
         unknowns.add("the config does not tell the dtype of computation; 16 bits are assumed", block)
     return said or DTYPES["BF16"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from bigload.checkpoint.model import TensorInfo
 from bigload.dtypes import DTYPES, DType
@@ -51,6 +51,9 @@ class RunMemory:
     unknown: tuple[str, ...]
 
 
+NO_RUN_MEMORY = RunMemory(cache_bytes={}, logits_bytes=0, activation_bytes=0, unknown=())
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryModel:
     """What a model's tensors and config say about its memory; asked for any number of workloads.
@@ -80,7 +83,7 @@ class MemoryModel:
     def at(self, workload: Workload) -> RunMemory:
         """Return what `workload` needs; nothing at all where its context is 0."""
         if workload.context == 0:
-            return RunMemory(cache_bytes={}, logits_bytes=0, activation_bytes=0, unknown=())
+            return NO_RUN_MEMORY
         cached = {cache.block: cache.num_bytes(workload, self.source_tokens) for cache in self.caches}
         rows = workload.batch * (workload.context if self.has_logits_of_all_tokens else 1)
         return RunMemory(
@@ -155,12 +158,15 @@ def memory_model(
         kept = {block: BlockCache(block=block, dtype=dtype) for block in shapes}
     has_positions = any(name.endswith(_POSITIONS) for name in tensors)
     is_biased = any(name.endswith(_BIASES) for name in tensors)
-    holding = [
-        block_activations(found, cache, known, has_positions=has_positions, is_biased=is_biased)
-        for found, cache in (
-            *((shapes[block], cache) for block, cache in kept.items()),
+    unlike = dict.fromkeys(  # most blocks of a model are alike
+        (
+            *((shapes[block], replace(cache, block="")) for block, cache in kept.items()),
             *((found, None) for found in encoders.values()),
         )
+    )
+    holding = [
+        block_activations(found, cache, known, has_positions=has_positions, is_biased=is_biased)
+        for found, cache in unlike
     ]
     activations = frozenset(block for block in holding if block is not None)
     sentences = [*unknown]

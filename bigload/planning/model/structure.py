@@ -15,7 +15,7 @@ from bigload.planning.model.experts import RoutedExperts, dense_parts, routed_ex
 from bigload.planning.model.load_dtype import as_loaded
 from bigload.planning.model.module_tree import ModuleNode, build_tree, without
 from bigload.planning.model.mtp_layers import extra_layers
-from bigload.planning.model.run_memory import HEADS, MemoryModel, RunMemory, memory_model
+from bigload.planning.model.run_memory import HEADS, NO_RUN_MEMORY, MemoryModel, RunMemory, memory_model
 from bigload.planning.model.ties import TiedGroup, find_ties
 from bigload.planning.model.units import Part, Unit, UnitKind, blocks_of, cut_into_units, key_above
 from bigload.planning.model.workload import Workload
@@ -52,6 +52,10 @@ class ModelStructure:
     def memory(self) -> MemoryModel:
         return memory_model(blocks_of(self.root), self.checkpoint.tensors, self.checkpoint.config)
 
+    def run_memory(self, workload: Workload) -> RunMemory:
+        """Return what a forward pass needs beside the weights; without a context no block is looked at for it."""
+        return self.memory.at(workload) if workload.context else NO_RUN_MEMORY
+
     @cached_property
     def experts(self) -> Mapping[str, tuple[ModuleNode, RoutedExperts]]:
         """The blocks that have routed experts, by name."""
@@ -76,7 +80,7 @@ class ModelStructure:
 
     def units(self, workload: Workload, *, split_experts: bool = False) -> tuple[Unit, ...]:
         """Return the units in execution order, with the bytes that `workload` needs beside their weights."""
-        needs = self.memory.at(workload)
+        needs = self.run_memory(workload)
         units = self._units
         if needs.cache_bytes or needs.logits_bytes:
             units = _with_needs(units, needs, self._head_part(), self.ties)

@@ -57,6 +57,9 @@ class Part:
     is_held: bool = False
 
 
+_SUMS = ("num_bytes", "held_bytes", "cache_bytes", "logits_bytes", "token_bytes", "stream_bytes")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unit:
     """One part, or several that share a device. Units are in execution order.
@@ -77,16 +80,18 @@ class Unit:
     stream_bytes: int = field(init=False)
 
     def __post_init__(self) -> None:
-        parts = [part for part in self.parts if not part.is_held]
-        sums = {
-            "num_bytes": sum(part.num_bytes for part in parts),
-            "held_bytes": sum(part.num_bytes for part in self.parts if part.is_held),
-            "cache_bytes": sum(part.cache_bytes for part in self.parts),
-            "logits_bytes": sum(part.logits_bytes for part in self.parts),
-            "token_bytes": sum(part.num_bytes if part.token_bytes is None else part.token_bytes for part in parts),
-            "stream_bytes": sum(part.num_bytes if part.stream_bytes is None else part.stream_bytes for part in parts),
-        }
-        for name, value in sums.items():
+        # One loop, because models of 100,000 blocks make several units of each.
+        num_bytes = held = cache = logits = token = stream = 0
+        for part in self.parts:
+            cache += part.cache_bytes
+            logits += part.logits_bytes
+            if part.is_held:
+                held += part.num_bytes
+            else:
+                num_bytes += part.num_bytes
+                token += part.num_bytes if part.token_bytes is None else part.token_bytes
+                stream += part.num_bytes if part.stream_bytes is None else part.stream_bytes
+        for name, value in zip(_SUMS, (num_bytes, held, cache, logits, token, stream), strict=True):
             object.__setattr__(self, name, value)
 
     @property
@@ -200,7 +205,7 @@ def without_crumbs(units: Sequence[Unit]) -> tuple[Unit, ...]:
         if unit.num_bytes < tiny:
             crumbs.extend(unit.parts)
         else:
-            whole.append(Unit(parts=(*crumbs, *unit.parts)))
+            whole.append(Unit(parts=(*crumbs, *unit.parts)) if crumbs else unit)
             crumbs = []
     if crumbs and whole:
         whole[-1] = Unit(parts=(*whole[-1].parts, *crumbs))

@@ -94,7 +94,7 @@ def fits(structure: ModelStructure, options: PlanOptions, counts: Sequence[int] 
         least=tuple(LeastMemory(num_gpus=count, gpu_bytes=_least_size(sizes, fixed, count)) for count in counts),
         fixed_bytes=fixed,
         largest=_largest(structure, options),
-        unknown=structure.memory.at(options.workload).unknown,
+        unknown=structure.run_memory(options.workload).unknown,
     )
 
 
@@ -170,7 +170,7 @@ def gpus(structure: ModelStructure, options: PlanOptions, gpu_bytes: int) -> Gpu
         with_ram=tuple(row for row in found if row is not None),
         fixed_bytes=fixed,
         largest=_largest(structure, options),
-        unknown=structure.memory.at(options.workload).unknown,
+        unknown=structure.run_memory(options.workload).unknown,
     )
 
 
@@ -180,7 +180,7 @@ def _sizes(structure: ModelStructure, options: PlanOptions) -> list[int]:
 
 
 def _fixed_bytes(structure: ModelStructure, options: PlanOptions) -> int:
-    return structure.memory.at(options.workload).activation_bytes + options.overhead_of(Device("cuda", 0))
+    return structure.run_memory(options.workload).activation_bytes + options.overhead_of(Device("cuda", 0))
 
 
 def _largest(structure: ModelStructure, options: PlanOptions) -> LargestUnit | None:

@@ -13,7 +13,14 @@ from itertools import accumulate
 from operator import neg
 
 from bigload.devices import CPU, DISK, Device
-from bigload.planning.placement.policies.memory_tiers import KNAPSACK_STEP, Divider, Division, Host, Tier
+from bigload.planning.placement.policies.memory_tiers import (
+    Host,
+    Tier,
+    TierSplit,
+    TierSplitter,
+    members_of_forms,
+)
+from bigload.planning.placement.policies.sequential import roomier
 from bigload.planning.placement.problem import PlacementProblem
 
 Rooms = Sequence[tuple[Device, int]]
@@ -39,19 +46,6 @@ class Found:
         return self.cost, self.num_device_changes
 
 
-def roomier(rooms: Rooms) -> list[int]:
-    """Return the indexes of accelerators with more room than every one before them.
-
-    Only these need to be tried as the first that is used: in place of another, an earlier one holds no less, and no
-    fewer come after it.
-    """
-    found: list[int] = []
-    for index, (_, room) in enumerate(rooms):
-        if not found or room > rooms[found[-1]][1]:
-            found.append(index)
-    return found
-
-
 class Stretches:
     """The units of a problem, prepared for asking where a stretch that fits a device ends.
 
@@ -69,7 +63,8 @@ class Stretches:
         self.beside = [beside[end] for end in self.ends]
         self.last = len(self.ends) - 1
         self.least_stream = min((unit.stream_bytes for unit in units), default=0)
-        self._dividers: dict[int, Divider] = {}
+        self._members = members_of_forms(units)
+        self._splitters: dict[int, TierSplitter] = {}
         self.steps = 0
 
     @property
@@ -98,17 +93,18 @@ class Stretches:
                 return None if best is None else replace(best, exact=False)
         return best
 
-    def divider(self, position: int) -> Divider:
-        """Return the divider of the units before a position."""
-        if position not in self._dividers:
-            self._dividers[position] = Divider(self.units[: self.ends[position]], self.host)
-        return self._dividers[position]
+    def splitter(self, position: int) -> TierSplitter:
+        """Return what splits the units before a position among tiers."""
+        if position not in self._splitters:
+            self._splitters[position] = made = TierSplitter(self._members, self.host, self.ends[position])
+            self.steps += made.steps
+        return self._splitters[position]
 
     def _on_host(self, at_most: tuple[int, int] | None) -> Found | None:
-        division = self.divider(self.last).divide(None)
-        if division is None or (at_most is not None and division.cost > at_most[0]):
+        split = self.splitter(self.last).best(None)
+        if split is None or (at_most is not None and split.cost > at_most[0]):
             return None
-        return Found(self._devices(division, CPU), CPU, division.cost, 0, division.exact)
+        return Found(self._devices(split, CPU), CPU, split.cost, 0, split.exact)
 
     def _resident(self, rooms: Rooms, starts: list[list[int]]) -> Found | None:
         """Place everything on the fewest accelerators that hold it."""
@@ -119,14 +115,26 @@ class Stretches:
         return Found(devices, devices[0] if devices else rooms[0][0], 0, max(number - 1, 0))
 
     def starts(self, rooms: Rooms) -> list[list[int]]:
-        """Return `starts[m][g]`: the first position from which `m` of `rooms[g:]` hold everything to the end."""
+        """Return `starts[m][g]`: the first position from which `m` of `rooms[g:]` hold everything to the end.
+
+        Rows end where one more accelerator holds no more, or where everything is held.
+        """
+        sizes = self.sizes
         rows = [[self.last] * (len(rooms) + 1)]
         for number in range(1, len(rooms) + 1):
-            row = list(rows[-1])  # where fewer than `number` are left, that is all of them
+            fewer = rows[-1]
+            row = list(fewer)  # where fewer than `number` are left, that is all of them
+            first = row[len(rooms) - number + 1]
             for index in reversed(range(len(rooms) - number + 1)):
-                row[index] = min(row[index + 1], self._start(rows[-1][index + 1], rooms[index][1]))
+                end, room = fewer[index + 1], rooms[index][1]
+                start = end if room < 0 else bisect_left(sizes, sizes[end] - room, 0, end + 1)
+                row[index] = first = min(first, start)
             self.steps += len(row) - number
+            if row == fewer:
+                break
             rows.append(row)
+            if row[0] == 0:
+                break
         return rows
 
     def filled(
@@ -144,9 +152,6 @@ class Stretches:
                 position, number = end, number - 1
         return tuple(devices)
 
-    def _start(self, end: int, room: int) -> int:
-        return end if room < 0 else bisect_left(self.sizes, self.sizes[end] - room, 0, end + 1)
-
     def _end(self, start: int, room: int) -> int:
         return start if room < 0 else bisect_right(self.sizes, self.sizes[start] + room, start) - 1
 
@@ -162,23 +167,27 @@ class Stretches:
                 break
             limit = at_most if best is None else best.rank
             left = room - self.beside[position]
-            divider = self.divider(position)
-            self.steps += KNAPSACK_STEP * len(divider.members)
-            if left < 0 or (limit is not None and divider.least_cost(left, self.least_stream) > limit[0]):
+            if left < 0:
                 break  # with a longer stretch, more is streamed
+            splitter = self.splitter(position)
+            before = splitter.steps
+            least = splitter.least_cost(left, self.least_stream) if limit is not None else 0
+            if limit is not None and least > limit[0]:
+                self.steps += 1 + splitter.steps - before
+                break
             number = bisect_left(following, -position, key=neg)
-            if limit is not None and (divider.least_cost(left, self.least_stream), number) > limit:
-                continue
-            division = divider.divide(left, below=None if limit is None else limit[0] + 1)
-            self.steps += divider.steps
-            if division is None or (number and Tier.ACCELERATOR not in division.tiers):
+            split = None
+            if limit is None or (least, number) <= limit:
+                split = splitter.best(left, below=None if limit is None else limit[0] + 1)
+            self.steps += 1 + splitter.steps - before
+            if split is None or (number and not split.uses_accelerator):
                 continue  # streamed units run on the accelerator that comes first in the device map
-            if limit is None or (division.cost, number) < limit or (best is None and (division.cost, number) == limit):
+            if limit is None or (split.cost, number) < limit or (best is None and (split.cost, number) == limit):
                 rest = self.filled(position, rooms, starts, number, first=index + 1)
-                best = Found((*self._devices(division, device), *rest), device, division.cost, number, division.exact)
+                best = Found((*self._devices(split, device), *rest), device, split.cost, number, split.exact)
         return best
 
     @staticmethod
-    def _devices(division: Division, device: Device) -> tuple[Device, ...]:
+    def _devices(split: TierSplit, device: Device) -> tuple[Device, ...]:
         homes = {Tier.ACCELERATOR: device, Tier.RAM: CPU, Tier.DISK: DISK}
-        return tuple(homes[tier] for tier in division.tiers)
+        return tuple(homes[tier] for tier in split.tiers)

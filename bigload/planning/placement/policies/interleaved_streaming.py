@@ -13,8 +13,9 @@ from itertools import groupby
 from typing import NamedTuple
 
 from bigload.devices import CPU, DISK
-from bigload.planning.placement.policies.contiguous_ranges import Found, Rooms, Stretches, roomier
+from bigload.planning.placement.policies.contiguous_ranges import Found, Rooms, Stretches
 from bigload.planning.placement.policies.memory_tiers import Tier
+from bigload.planning.placement.policies.sequential import roomier
 from bigload.planning.placement.policies.unit_kinds import Counts, UnitKinds
 
 MAX_LABELS = 40_000
@@ -246,9 +247,9 @@ class Runs:
             runs.append(step.homes)
             step = step.before
         homes = [home for run in reversed(runs) for home, count in run for _ in range(count)]
-        division = self.kinds.divide([unit for unit, home in zip(self.units, homes, strict=True) if home == _STREAMED])
-        assert division is not None, "its cost was found"
-        tiers = iter(division.tiers)
+        split = self.kinds.split([unit for unit, home in zip(self.units, homes, strict=True) if home == _STREAMED])
+        assert split is not None, "its cost was found"
+        tiers = iter(split.tiers)
         devices = tuple(
             (CPU if next(tiers) == Tier.RAM else DISK) if home == _STREAMED else rooms[home][0] for home in homes
         )

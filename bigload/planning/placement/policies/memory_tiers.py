@@ -1,22 +1,23 @@
-"""Divide units among three tiers: an accelerator that runs them, RAM, and the disk, so that a token costs least.
+"""Split of units among three tiers, an accelerator that runs them, RAM and disk, so that a token costs least.
 
-This is the heart of the exact policy: all units given here run on one device, in whatever order, and only how many of
-each size go to which tier matters.
+This is the core of the exact policy: all units given here run on one device, in any order, so only the number of units
+of each size in each tier matters.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
 from bigload.devices import CPU, DISK
 from bigload.planning.model.units import Unit
-from bigload.planning.placement.policies.knapsack import Bin, Choice, Kind, choose, upper_bound
+from bigload.planning.placement.policies.knapsack import Bin, Kind, choose, upper_bound
 from bigload.planning.placement.problem import PlacementProblem
 
 KNAPSACK_STEP = 10
-"""How many units looked at one step of the knapsack counts for."""
+"""Steps that one step of the knapsack search counts for."""
 
 
 class Tier(IntEnum):
@@ -64,48 +65,101 @@ class Host:
 
 
 @dataclass(frozen=True, slots=True)
-class Division:
-    """A tier for each unit, what a token then costs, and whether no division costs less."""
+class TierSplit:
+    """How many units of each kind are on the accelerator and in RAM, the others on disk.
 
-    tiers: tuple[Tier, ...]
+    `counts` has a pair for each of `members`, the indexes of the units of one kind. `cost` is that of a token; no split
+    costs less if `exact`.
+    """
+
+    members: Sequence[Sequence[int]]
+    counts: Sequence[tuple[int, int]]
     cost: int
     exact: bool
 
+    @property
+    def uses_accelerator(self) -> bool:
+        return any(first for first, _ in self.counts)
 
-class Divider:
-    """Divides one list of units; made once, asked for several sizes of the accelerator.
+    @property
+    def tiers(self) -> tuple[Tier, ...]:
+        """The tier of each unit: of each kind the first units are on the accelerator, the next in RAM."""
+        tiers = [Tier.DISK] * sum(map(len, self.members))
+        for members, (first, second) in zip(self.members, self.counts, strict=True):
+            for index in members[:first]:
+                tiers[index] = Tier.ACCELERATOR
+            for index in members[first : first + second]:
+                tiers[index] = Tier.RAM
+        return tuple(tiers)
 
-    `steps` is what the last division took: units looked at.
+
+UnitForm = tuple[int, int, int]
+"""Bytes, bytes per token and bytes while streamed: units of one form are exchangeable."""
+
+
+def members_of_forms(units: Sequence[Unit]) -> dict[UnitForm, list[int]]:
+    """Return the indexes of the units of each form, in order."""
+    members: dict[UnitForm, list[int]] = {}
+    for index, unit in enumerate(units):
+        members.setdefault((unit.num_bytes, unit.token_bytes, unit.stream_bytes), []).append(index)
+    return members
+
+
+class TierSplitter:
+    """Splits the units before index `end`; made once, asked for several sizes of the accelerator.
+
+    `steps` is what all questions took; answers are remembered, because orders of accelerators repeat questions.
     """
 
-    def __init__(self, units: Sequence[Unit], host: Host) -> None:
-        self.units, self.host = units, host
-        self.members: dict[tuple[int, int, int], list[int]] = {}
-        for index, unit in enumerate(units):
-            self.members.setdefault((unit.num_bytes, unit.token_bytes, unit.stream_bytes), []).append(index)
-        self.total_cost = sum(unit.token_bytes for unit in units) * host.disk_cost
-        self.num_bytes = sum(unit.num_bytes for unit in units)
+    def __init__(self, members: Mapping[UnitForm, Sequence[int]], host: Host, end: int) -> None:
+        self.host = host
+        ends = {form: bisect_left(indexes, end) for form, indexes in members.items()}
+        self.members = {form: members[form][:count] for form, count in ends.items() if count}
+        self.kinds = [Kind(size, value, len(indexes)) for (size, value, _), indexes in self.members.items()]
+        self.total_cost = sum(kind.value * kind.count for kind in self.kinds) * host.disk_cost
+        self.num_bytes = sum(kind.size * kind.count for kind in self.kinds)
         self.streams = sorted({stream for _, _, stream in self.members})
-        self.steps = 0
+        self.steps = KNAPSACK_STEP * len(self.kinds)
+        self._lower_bounds: dict[tuple[int, int], int] = {}
+        self._best: dict[int | None, TierSplit] = {}
+        self._none_below: dict[int | None, int | None] = {}
 
     def least_cost(self, room: int, least_stream: int) -> int:
-        """Return a cost that no division is below, with `room` bytes on the accelerator.
+        """Return a cost that no split is below, with `room` bytes on the accelerator.
 
-        `least_stream` is what at least is at once on the accelerator of a unit that is streamed.
+        `least_stream` is the least workspace that a streamed unit takes on the accelerator.
         """
-        kinds = [Kind(size, value, len(members)) for (size, value, _), members in self.members.items()]
-        reserved = self.host.num_in_flight * least_stream if self.num_bytes > room else 0
-        return self.total_cost - upper_bound(kinds, *self._bins(room - reserved, self.host.ram_room))
+        asked = room, least_stream
+        if asked not in self._lower_bounds:
+            self.steps += KNAPSACK_STEP * len(self.kinds)
+            reserved = self.host.num_in_flight * least_stream if self.num_bytes > room else 0
+            bins = self._bins(room - reserved, self.host.ram_room)
+            self._lower_bounds[asked] = self.total_cost - upper_bound(self.kinds, *bins)
+        return self._lower_bounds[asked]
 
-    def divide(self, room: int | None, *, below: int | None = None) -> Division | None:
-        """Return the cheapest division with `room` bytes on the accelerator, workspace included.
+    def best(self, room: int | None, *, below: int | None = None) -> TierSplit | None:
+        """Return the cheapest split with `room` bytes on the accelerator, workspace included.
 
-        `room` is `None` when no unit may be on it: their workspace is someone else's concern then. `None` is returned
-        when there is no division, or none that costs less than `below`.
+        `room` is `None` when no unit may be on it: their workspace is counted elsewhere then. `None` is returned when
+        there is no split, or none that costs less than `below`.
         """
-        best: Division | None = None
+        if room in self._best:
+            known = self._best[room]
+            return known if below is None or known.cost < below else None
+        if room in self._none_below:
+            searched = self._none_below[room]
+            if searched is None or (below is not None and below <= searched):
+                return None
+        best = self._search(room, below)
+        if best is None:
+            self._none_below[room] = below
+        else:
+            self._best[room] = best
+        return best
+
+    def _search(self, room: int | None, below: int | None) -> TierSplit | None:
+        best: TierSplit | None = None
         exact = True
-        self.steps = len(self.units)
         for streamed, from_disk in self._workspaces(room):
             if best is not None:
                 below = best.cost
@@ -115,12 +169,12 @@ class Divider:
             exact = exact and (found is None or found.exact)
         if best is None:
             return None
-        tiers = best.tiers if room is not None else tuple(map(self._off_accelerator, best.tiers))
-        return Division(tiers, best.cost, exact)
+        counts = best.counts if room is not None else tuple(map(self._off_accelerator, best.counts))
+        return TierSplit(best.members, counts, best.cost, exact)
 
-    def _off_accelerator(self, tier: Tier) -> Tier:
-        """Things of no bytes fit even where there is no room."""
-        return tier if tier != Tier.ACCELERATOR else Tier.RAM if self.host.has_ram else Tier.DISK
+    def _off_accelerator(self, counts: tuple[int, int]) -> tuple[int, int]:
+        """Units of no bytes fit even where there is no room."""
+        return (0, sum(counts) if self.host.has_ram else counts[1])
 
     def _workspaces(self, room: int | None) -> Iterator[tuple[int, int]]:
         """Yield the sizes that the largest streamed unit, and the largest one from disk, can have."""
@@ -128,45 +182,43 @@ class Divider:
             for from_disk in [0, *(size for size in self.streams if 0 < size <= streamed and self.host.disk_room != 0)]:
                 yield streamed, from_disk
 
-    def _with_workspace(self, room: int | None, streamed: int, from_disk: int, below: int | None) -> Division | None:
-        host, count = self.host, self.host.num_in_flight
+    def _with_workspace(self, room: int | None, streamed: int, from_disk: int, below: int | None) -> TierSplit | None:
+        host, num_in_flight = self.host, self.host.num_in_flight
         self.steps += KNAPSACK_STEP * len(self.members)
-        left = 0 if room is None else room - count * streamed
-        spare = host.ram_room - (count * from_disk if host.has_ram else 0)
+        left = 0 if room is None else room - num_in_flight * streamed
+        spare = host.ram_room - (num_in_flight * from_disk if host.has_ram else 0)
         kinds: list[Kind] = []
-        kept: list[tuple[list[int], int | None]] = []
-        for (size, value, stream), members in self.members.items():
-            if stream > streamed:  # the workspace would be too small for it
-                left -= size * len(members)
-                kept.append((members, len(members)))
+        saved = 0
+        for kind, stream in zip(self.kinds, (stream for _, _, stream in self.members), strict=True):
+            if stream > streamed:  # the workspace would be too small to stream it, so it stays on the accelerator
+                left -= kind.size * kind.count
+                saved += kind.value * kind.count * host.disk_cost
             else:
-                kinds.append(Kind(size, value, len(members), required=stream > from_disk))
-                kept.append((members, None))
+                kinds.append(Kind(kind.size, kind.value, kind.count, required=stream > from_disk))
         if left < 0 or spare < 0:
             return None
-        forced = sum(value * len(members) for (_, value, stream), members in self.members.items() if stream > streamed)
-        saved = forced * host.disk_cost
         bins = self._bins(left, spare)
         if below is not None and self.total_cost - saved - upper_bound(kinds, *bins) >= below:
             return None
-        flexible = sum(kind.size * kind.count for kind in kinds)
-        least = 0 if host.disk_room is None else flexible - host.disk_room
+        least = 0 if host.disk_room is None else sum(kind.size * kind.count for kind in kinds) - host.disk_room
         choice = choose(kinds, *bins, least=least)
-        self.steps += len(self.units) + KNAPSACK_STEP * (len(kinds) if choice is None else choice.steps)
-        return None if choice is None else self._division(choice, kept)
+        self.steps += KNAPSACK_STEP * (len(kinds) if choice is None else choice.steps)
+        if choice is None:
+            return None
+        chosen = iter(zip(choice.first, choice.second, strict=True))
+        counts = [
+            (kind.count, 0) if stream > streamed else next(chosen)
+            for kind, (_, _, stream) in zip(self.kinds, self.members, strict=True)
+        ]
+        return TierSplit(tuple(self.members.values()), counts, self._cost(counts), choice.exact)
+
+    def _cost(self, counts: Sequence[tuple[int, int]]) -> int:
+        """Return what a token costs with so many units of each kind on the accelerator and in RAM."""
+        return sum(
+            kind.value * (second * self.host.ram_cost + (kind.count - first - second) * self.host.disk_cost)
+            for kind, (first, second) in zip(self.kinds, counts, strict=True)
+        )
 
     def _bins(self, room: int, ram_room: int) -> tuple[Bin, Bin]:
         host = self.host
         return Bin(max(room, 0), host.disk_cost), Bin(max(ram_room, 0), host.disk_cost - host.ram_cost)
-
-    def _division(self, choice: Choice, kept: list[tuple[list[int], int | None]]) -> Division:
-        """Give the first units of each kind to the accelerator, the next to RAM."""
-        tiers = [Tier.DISK] * len(self.units)
-        counts = iter(zip(choice.first, choice.second, strict=True))
-        for members, forced in kept:
-            first, second = next(counts) if forced is None else (forced, 0)
-            for index in members[:first]:
-                tiers[index] = Tier.ACCELERATOR
-            for index in members[first : first + second]:
-                tiers[index] = Tier.RAM
-        return Division(tuple(tiers), self.host.cost(self.units, tiers), choice.exact)

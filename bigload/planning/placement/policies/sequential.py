@@ -26,12 +26,25 @@ def place_sequentially(problem: PlacementProblem) -> Placement | Misfit:
     if not accelerators:
         return _run_on_host(problem)
     misfits = []
-    for first in range(len(accelerators)):
+    for first in roomier(accelerators):
         found = _place_from(problem, accelerators[first:])
         if isinstance(found, Placement):
             return found
         misfits.append(found)
     return min(misfits, key=lambda misfit: (bool(misfit.too_small), misfit.unplaced_bytes))
+
+
+def roomier(rooms: Sequence[tuple[Device, int]]) -> list[int]:
+    """Return the indexes of accelerators with more room than every one before them.
+
+    Only these need to be tried as the first that is used: in place of another, an earlier one holds no less, and no
+    fewer come after it.
+    """
+    found: list[int] = []
+    for index, (_, room) in enumerate(rooms):
+        if not found or room > rooms[found[-1]][1]:
+            found.append(index)
+    return found
 
 
 def _place_from(problem: PlacementProblem, accelerators: Capacities) -> Placement | Misfit:

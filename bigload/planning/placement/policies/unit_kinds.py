@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from bigload.planning.model.units import Unit
-from bigload.planning.placement.policies.memory_tiers import Divider, Division, Host
+from bigload.planning.placement.policies.memory_tiers import Host, TierSplit, TierSplitter, members_of_forms
 
 Counts = tuple[int, ...]
 """How many units of each kind are streamed."""
@@ -40,15 +40,13 @@ class UnitKinds:
     def cost(self, counts: Counts) -> int | None:
         """Return the least that a token costs when these are streamed; `None` when the host cannot hold them."""
         if counts not in self._costs:
-            division = self.divide(
-                [unit for count, unit in zip(counts, self.examples, strict=True) for _ in range(count)]
-            )
-            self._costs[counts] = None if division is None else division.cost
+            split = self.split([unit for count, unit in zip(counts, self.examples, strict=True) for _ in range(count)])
+            self._costs[counts] = None if split is None else split.cost
         return self._costs[counts]
 
-    def divide(self, units: Sequence[Unit]) -> Division | None:
-        """Divide streamed units among RAM and disk."""
-        return Divider(units, self.host).divide(None)
+    def split(self, units: Sequence[Unit]) -> TierSplit | None:
+        """Split streamed units among RAM and disk."""
+        return TierSplitter(members_of_forms(units), self.host, len(units)).best(None)
 
     def least_cost(self, counts: Counts, missing: int) -> int:
         """Return a cost that is not above that of streaming these and `missing` bytes more, of whatever kind."""
