@@ -1,38 +1,24 @@
-"""The words that a reshard's options know, apart from their code: the command line's help needs no more."""
+"""Named values of reshard options, without the code behind them: the command line's help imports no more."""
 
 from __future__ import annotations
 
 from enum import StrEnum
 
 
-class Layout(StrEnum):
-    """A form in which a checkpoint can be written."""
-
-    DEVICES = "devices"
-    """One folder per device of a plan."""
-    OFFLOAD = "offload"
-    """A file per block, for weights that are brought to a device when it needs them."""
-    SHARDS = "shards"
-    """The same checkpoint in other files."""
-    RANKS = "ranks"
-    """One folder per tensor-parallel rank."""
-
-
 class OffloadFormat(StrEnum):
-    """How an offload folder stores weights."""
+    """File format of an offload folder."""
 
     SAFETENSORS = "safetensors"
     """A file per block."""
     DAT = "dat"
-    """A raw file per tensor, and an index, as accelerate writes them."""
+    """A raw file per tensor and an index, as accelerate writes them."""
 
 
 class Verify(StrEnum):
-    """How what was written is checked before it is published."""
+    """Verification of written files before they are published."""
 
     NONE = "none"
-    """Not at all."""
     SIZE = "size"
-    """Every file has its size."""
+    """Compare file sizes."""
     FULL = "full"
-    """Every byte is read back from the disk and compared with what was read from the source (after casts and cuts)."""
+    """Read every byte back from the disk and compare it with what was read from the source (after casts and cuts)."""

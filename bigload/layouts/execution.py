@@ -35,8 +35,9 @@ from bigload.layouts.writing.staging import (
     tidy,
 )
 from bigload.layouts.writing.window_reader import WindowReader
-from bigload.layouts.writing.writer import FileToWrite, Writer, window_bytes
+from bigload.layouts.writing.writer import LEAST_BYTES_PER_THREAD, FileToWrite, Writer, window_bytes
 from bigload.loading.progress import OnProgress, Tally
+from bigload.loading.strategy.settings import MAX_THREADS
 from bigload.machine.huge_pages import BlockPool
 from bigload.machine.process_memory import trim_heap
 from bigload.version import __version__
@@ -61,20 +62,11 @@ class ProcessResult:
 class ReshardRun:
     """One reshard while it is carried out, in this process and those of its team."""
 
-    def __init__(
-        self,
-        prepared: PreparedReshard,
-        *,
-        verify: Verify,
-        threads: int,
-        max_inflight: int,
-        on_progress: OnProgress,
-        team: ProcessGroup,
-    ) -> None:
-        self.verify = verify
+    def __init__(self, prepared: PreparedReshard, *, on_progress: OnProgress, team: ProcessGroup) -> None:
         self._prepared = prepared
-        self._threads = threads
-        self._max_inflight = max_inflight
+        self._options = prepared.options
+        self._max_inflight = prepared.options.max_inflight
+        self._threads = min(prepared.options.threads, self._max_inflight // LEAST_BYTES_PER_THREAD, MAX_THREADS)
         self._on_progress = on_progress
         self._team = team
 
@@ -107,7 +99,7 @@ class ReshardRun:
     def _nothing_to_do(self) -> ProcessResult:
         """Return what there is where an interrupted run had published everything, after tidying up behind it."""
         if self._is_first:
-            tidy(self._prepared.out, force=self._prepared.force)
+            tidy(self._prepared.out, force=self._options.force)
         return ProcessResult(kept_files=len(self._prepared.output.files), kept_bytes=self._prepared.num_bytes)
 
     def _agree(self) -> str:
@@ -115,9 +107,9 @@ class ReshardRun:
         prepared = self._prepared
         facts = {
             "what it would write (another source, or other options)": prepared.recipe,
-            "verify": self.verify.value,
-            "resume": prepared.resume,
-            "force": prepared.force,
+            "verify": self._options.verify.value,
+            "resume": self._options.resume,
+            "force": self._options.force,
             "whether the output is there already": prepared.is_finished,
             "the version of bigload": __version__,
         }
@@ -143,7 +135,7 @@ class ReshardRun:
 
     def _begin(self, opened: ExitStack, sign: str) -> Staging:
         prepared = self._prepared
-        first = staged(prepared.out, prepared.recipe, resume=prepared.resume, force=prepared.force)
+        first = staged(prepared.out, prepared.recipe, resume=self._options.resume, force=self._options.force)
         staging = opened.enter_context(first)
         if staging.progress is not None:
             keep_only(staging.folder, {output.file for output in prepared.output.files})
@@ -167,7 +159,7 @@ class ReshardRun:
             staging.folder,
             sources,
             filler,
-            verify=self.verify,
+            verify=self._options.verify,
             journal=staging.journal,
             tally=tally,
             alignment=direct_write_alignment(staging.folder, rank=self._team.rank),
@@ -178,7 +170,7 @@ class ReshardRun:
         share.records = writer.write(files)
         share.overflows = dict(filler.overflows)
         self._check_unchanged(staging, sources)
-        if self.verify is not Verify.NONE:
+        if self._options.verify is not Verify.NONE:
             self._check_sizes(staging, mine)
         return share
 
@@ -220,7 +212,7 @@ class ReshardRun:
         for alias, name in prepared.output.links.items():
             records[alias] = _link(staging.folder, alias, name, records)
         manifest = Manifest(
-            layout=prepared.output.layout.value,
+            layout=prepared.output.layout,
             files=records,
             aliases=prepared.output.aliases,
             source=ManifestSource(
@@ -229,7 +221,7 @@ class ReshardRun:
                 shards=fingerprint(prepared.checkpoint),
             ),
             version=__version__,
-            options={**prepared.options, "recipe": prepared.recipe},
+            options={**prepared.recorded_options, "recipe": prepared.recipe},
         )
         lines = (line.encode(errors="surrogateescape") for line in manifest_lines(manifest))
         self._write_small(staging, MANIFEST_FILE, lines)
@@ -238,7 +230,7 @@ class ReshardRun:
         path = staging.folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
         record = write_file(path, content)
-        if self.verify is Verify.FULL:
+        if self._options.verify is Verify.FULL:
             check_file(path, record)
         return record
 

@@ -19,7 +19,6 @@ from bigload.checkpoint.formats.safetensors import encode_header
 from bigload.checkpoint.index import INDEX_SUFFIX, TORCH_INDEX_SUFFIX, encode_index
 from bigload.checkpoint.model import Checkpoint, TensorInfo
 from bigload.dtypes import DType
-from bigload.layouts.choices import Layout
 from bigload.loading.slices import Slice, sliced_shape
 from bigload.units import KIB
 
@@ -129,7 +128,7 @@ class Output:
     """All that a layout writes.
 
     Attributes:
-        layout: Which one.
+        layout: Name of the layout; set by `select_output`.
         files: The weights.
         documents: Small files by relative path, in the order of writing: what says that a folder is complete (an index)
             comes after the rest, and the root's last.
@@ -138,12 +137,12 @@ class Output:
         notes: What the user should know of it, a sentence each.
     """
 
-    layout: Layout
     files: tuple[OutputFile, ...]
     documents: Mapping[str, bytes] = field(default_factory=dict)
     aliases: Mapping[str, str] = field(default_factory=dict)
     links: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    layout: str = ""
 
     @property
     def num_bytes(self) -> int:

@@ -7,16 +7,15 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from bigload.checkpoint.model import Checkpoint
-from bigload.dtypes import DType
-from bigload.errors import NotEnoughSpaceError, OutputExistsError, ReshardOptionError, WriteError
-from bigload.layouts.choices import Layout, OffloadFormat
-from bigload.layouts.output import DEFAULT_MAX_SHARD_BYTES, Output
-from bigload.layouts.selection import Selection, Wishes, choose
+from bigload.errors import NotEnoughSpaceError, OutputExistsError, WriteError
+from bigload.layouts.options import DEFAULTS, ReshardOptions
+from bigload.layouts.output import Output
+from bigload.layouts.selection import Selection, select_output
 from bigload.layouts.side_files import SideFile, SideFiles, is_single_file, side_files
 from bigload.layouts.verification.manifest import (
     MANIFEST_FILE,
@@ -35,7 +34,6 @@ from bigload.layouts.writing.staging import (
 )
 from bigload.layouts.writing.windows import DataRanges, data_ranges
 from bigload.planning.plan import Plan
-from bigload.units import parse_size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,11 +50,10 @@ class PreparedReshard:
         stored_bytes: What it takes on disk: holes take nothing.
         free_bytes: What is free there.
         kept_bytes: What an interrupted run left, if it is gone on with: not yet looked at.
-        options: What was asked for and shows in the bytes.
+        options: Options that it was prepared with.
+        recorded_options: Those of them that decide the bytes, as plain values for the manifest.
         recipe: Digest of all that decides what is written.
         identities: What the source files were when `recipe` was made.
-        resume: Whether an interrupted run is gone on with.
-        force: Whether an older output may be replaced.
         is_finished: A run that was interrupted, and is to be gone on with, had published all of it.
         notes: What the user should know of it.
     """
@@ -70,12 +67,11 @@ class PreparedReshard:
     stored_bytes: int
     free_bytes: int
     kept_bytes: int
-    options: Mapping[str, object]
+    options: ReshardOptions
+    recorded_options: Mapping[str, object]
     recipe: str
     identities: Mapping[str, Identity]
     kernel: KernelCopy
-    resume: bool
-    force: bool
     is_finished: bool
     notes: tuple[str, ...] = ()
 
@@ -86,38 +82,16 @@ class PreparedReshard:
 
 
 def prepare_reshard(
-    source: Plan | Checkpoint | str | Path,
-    out: str | Path,
-    *,
-    layout: Layout | str | None = None,
-    checkpoint: Checkpoint | str | Path | None = None,
-    max_shard_bytes: int | str | None = DEFAULT_MAX_SHARD_BYTES,
-    dtype: DType | str | None = None,
-    keep_fp32: Sequence[str] = (),
-    tp: int | None = None,
-    tp_rules: Mapping[str, str] | str | Path | None = None,
-    offload_format: OffloadFormat | str = OffloadFormat.SAFETENSORS,
-    resume: bool = False,
-    force: bool = False,
+    source: Plan | Checkpoint | str | Path, out: str | Path, options: ReshardOptions = DEFAULTS
 ) -> PreparedReshard:
     """Check source, output and disk space, and return what `run_reshard` would write. Writes nothing. See `reshard`."""
     target = _named(out)
-    wishes = Wishes(
-        layout=layout,
-        checkpoint=checkpoint,
-        max_shard_bytes=bytes_wished("max_shard_bytes", max_shard_bytes),
-        dtype=dtype,
-        keep_fp32=keep_fp32,
-        tp=tp,
-        tp_rules=tp_rules,
-        offload_format=offload_format,
-    )
-    chosen = choose(source, wishes, kernel_between=lambda root: kernel_copy(root, _existing(target)))
+    chosen = select_output(source, options, kernel_between=lambda root: kernel_copy(root, _existing(target)))
     opened = chosen.checkpoint
     output = chosen.output
     with write_errors(target):
         _check_apart(opened, target)
-    beside = side_files(opened, output, dtype=chosen.cast_to) if _is_a_model(chosen) else SideFiles()
+    beside = side_files(opened, output, dtype=options.dtypes.dtype) if _is_a_model(chosen) else SideFiles()
     with SourceFiles(opened) as sources:
         identities = sources.identities()  # before: what is written to meanwhile is noticed
         ranges = {file.file: data_ranges(file, sources.extents, block_bytes=BLOCK_BYTES) for file in output.files}
@@ -127,9 +101,9 @@ def prepare_reshard(
     )
     stored = sum(found.num_bytes for found in ranges.values()) + small_bytes
     with write_errors(target):
-        is_finished = resume and _is_published(target, recipe)
+        is_finished = options.resume and _is_published(target, recipe)
         if not is_finished:
-            check_output(target, resume=resume, force=force)
+            check_output(target, resume=options.resume, force=options.force)
         left = _stored_in(staging_folder(target))  # gone on with, or thrown away first
         free = shutil.disk_usage(_existing(target)).free
     if stored - left > free and not is_finished and chosen.kernel is not KernelCopy.CLONE:
@@ -143,13 +117,12 @@ def prepare_reshard(
         side_files=beside.files,
         stored_bytes=stored,
         free_bytes=free,
-        kept_bytes=left if resume else 0,
-        options=chosen.options,
+        kept_bytes=left if options.resume else 0,
+        options=options,
+        recorded_options=chosen.recorded_options,
         recipe=recipe,
         identities=identities,
         kernel=chosen.kernel,
-        resume=resume,
-        force=force,
         is_finished=is_finished,
         notes=(*chosen.notes, *beside.notes),
     )
@@ -232,21 +205,7 @@ def _stored_in(folder: Path) -> int:
 def _is_a_model(chosen: Selection) -> bool:
     """Return whether all of the model is written: a config beside a part of it would have it taken for the whole."""
     plan, output = chosen.plan, chosen.output
-    if plan is None or output.layout is not Layout.OFFLOAD:
+    if plan is None:
         return True
     written = {tensor.name for file in output.files for tensor in file.tensors} | output.aliases.keys()
     return all(name in written or plan.leaves_out(name) for name in chosen.checkpoint.tensors)
-
-
-def bytes_wished(name: str, value: int | str | None) -> int | None:
-    """Return the bytes that argument `name` stands for, which may be text such as "2GB".
-
-    Raises:
-        ReshardOptionError: it is no size.
-    """
-    if not isinstance(value, str):
-        return value
-    try:
-        return parse_size(value)
-    except ValueError as error:
-        raise ReshardOptionError(name, value, f"bytes, or text such as 2GB ({error})") from None

@@ -16,19 +16,15 @@ from bigload.checkpoint.model import Checkpoint
 from bigload.distributed.joining import current_process_group
 from bigload.distributed.process_group import ProcessGroup, run_on_all_ranks
 from bigload.dtypes import DType
-from bigload.errors import ReshardOptionError
-from bigload.layouts.choices import Layout, OffloadFormat, Verify
+from bigload.layouts.choices import OffloadFormat, Verify
+from bigload.layouts.dtype_rules import dtype_rule
 from bigload.layouts.execution import ReshardRun
+from bigload.layouts.options import DEFAULT_THREADS, ReshardOptions, parse_bytes, parse_choice
 from bigload.layouts.output import DEFAULT_MAX_SHARD_BYTES, Output
-from bigload.layouts.preparation import PreparedReshard, bytes_wished, prepare_reshard
-from bigload.layouts.writing.writer import DEFAULT_MAX_INFLIGHT, LEAST_BYTES_PER_THREAD
+from bigload.layouts.preparation import PreparedReshard, prepare_reshard
+from bigload.layouts.writing.writer import DEFAULT_MAX_INFLIGHT
 from bigload.loading.progress import OnProgress, ignore_progress
-from bigload.loading.strategy.settings import MAX_THREADS
 from bigload.planning.plan import Plan
-from bigload.units import format_size
-
-DEFAULT_THREADS = 4
-"""Threads wait for the disk most of the time: more than cores, and enough to keep it busy."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +68,7 @@ def reshard(
     source: Plan | Checkpoint | str | Path,
     out: str | Path,
     *,
-    layout: Layout | str | None = None,
+    layout: str | None = None,
     checkpoint: Checkpoint | str | Path | None = None,
     max_shard_bytes: int | str | None = DEFAULT_MAX_SHARD_BYTES,
     dtype: DType | str | None = None,
@@ -121,66 +117,35 @@ def reshard(
         RankError: another process of the team failed.
     """
     with current_process_group() if team is None else nullcontext(team) as members:
-        prepared = run_on_all_ranks(
-            members,
-            lambda: prepare_reshard(
-                source,
-                out,
+
+        def prepare() -> PreparedReshard:
+            in_flight = parse_bytes("max_inflight", max_inflight)
+            options = ReshardOptions(
                 layout=layout,
                 checkpoint=checkpoint,
-                max_shard_bytes=max_shard_bytes,
-                dtype=dtype,
-                keep_fp32=keep_fp32,
+                max_shard_bytes=parse_bytes("max_shard_bytes", max_shard_bytes),
+                dtypes=dtype_rule(dtype, keep_fp32=keep_fp32),
                 tp=tp,
                 tp_rules=tp_rules,
-                offload_format=offload_format,
+                offload_format=parse_choice("offload_format", offload_format, OffloadFormat),
+                verify=parse_choice("verify", verify, Verify),
                 resume=resume,
                 force=force,
-            ),
-        )
-        return run_reshard(
-            prepared,
-            verify=verify,
-            threads=threads,
-            max_inflight=max_inflight,
-            on_progress=on_progress,
-            team=members,
-        )
+                threads=DEFAULT_THREADS if threads is None else threads,
+                max_inflight=DEFAULT_MAX_INFLIGHT if in_flight is None else in_flight,
+            )
+            return prepare_reshard(source, out, options)
+
+        return run_reshard(run_on_all_ranks(members, prepare), on_progress=on_progress, team=members)
 
 
 def run_reshard(
-    prepared: PreparedReshard,
-    *,
-    verify: Verify | str = Verify.FULL,
-    threads: int | None = None,
-    max_inflight: int | str | None = None,
-    on_progress: OnProgress = ignore_progress,
-    team: ProcessGroup | None = None,
+    prepared: PreparedReshard, *, on_progress: OnProgress = ignore_progress, team: ProcessGroup | None = None
 ) -> ReshardReport:
     """Write what `prepared` describes; see `reshard`."""
-    if team is None:
-        with current_process_group() as present:
-            return run_reshard(
-                prepared,
-                verify=verify,
-                threads=threads,
-                max_inflight=max_inflight,
-                on_progress=on_progress,
-                team=present,
-            )
     began = time.monotonic()
-    in_flight = bytes_wished("max_inflight", max_inflight)
-    bound = _at_least("max_inflight", in_flight, LEAST_BYTES_PER_THREAD, default=DEFAULT_MAX_INFLIGHT)
-    wished = _at_least("threads", threads, 1, default=DEFAULT_THREADS)
-    run = ReshardRun(
-        prepared,
-        verify=_verify(verify),
-        threads=min(wished, bound // LEAST_BYTES_PER_THREAD, MAX_THREADS),
-        max_inflight=bound,
-        on_progress=on_progress,
-        team=team,
-    )
-    finished = run.carry_out()
+    with current_process_group() if team is None else nullcontext(team) as members:
+        finished = ReshardRun(prepared, on_progress=on_progress, team=members).carry_out()
     return ReshardReport(
         out=prepared.out,
         output=prepared.output,
@@ -189,19 +154,6 @@ def run_reshard(
         kept_files=finished.kept_files,
         kept_bytes=finished.kept_bytes,
         seconds=time.monotonic() - began,
-        verify=Verify.NONE if prepared.is_finished else run.verify,
+        verify=Verify.NONE if prepared.is_finished else prepared.options.verify,
         overflows=finished.overflows,
     )
-
-
-def _verify(value: Verify | str) -> Verify:
-    try:
-        return Verify(value)
-    except ValueError:
-        raise ReshardOptionError("verify", str(value), "one of none, size, full") from None
-
-
-def _at_least(name: str, value: int | None, least: int, *, default: int) -> int:
-    if value is not None and value < least:
-        raise ReshardOptionError(name, value, f"{format_size(least) if least > 1 else least} or more")
-    return default if value is None else value

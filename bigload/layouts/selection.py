@@ -1,126 +1,85 @@
-"""From what was asked for to what is written: which checkpoint, which layout, and whether all of it goes together."""
+"""Select what a reshard writes: open its source, choose the layout, check that options and plan go together."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from enum import StrEnum
 from pathlib import Path
 
 from bigload.checkpoint.index import TORCH_SUFFIXES
 from bigload.checkpoint.model import Checkpoint
 from bigload.checkpoint.source import open_checkpoint
-from bigload.dtypes import DType
 from bigload.errors import ReshardOptionError
-from bigload.layouts.choices import Layout, OffloadFormat
-from bigload.layouts.dtype_rules import DTypeRule, Kept, dtype_rule
-from bigload.layouts.kinds import device_folders, offload_folder, rank_slices, shards
-from bigload.layouts.output import DEFAULT_MAX_SHARD_BYTES, Output, at_block, with_offsets
+from bigload.layouts.dtype_rules import DTypeRule, Kept
+from bigload.layouts.layout import LayoutRequest, OutputLayout
+from bigload.layouts.options import ReshardOptions
+from bigload.layouts.output import Output, at_block
+from bigload.layouts.registry import LAYOUTS, default_layout, layout_named, layouts_with
 from bigload.layouts.writing.kernel_copy import KernelCopy, data_offset
 from bigload.planning.plan import Plan
 from bigload.planning.plan_file import open_planned, read_plan
-from bigload.planning.tensor_parallel.rules_file import read_tp_rules
 from bigload.units import counted, format_size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wishes:
-    """What was asked for, as it came: see `reshard`."""
-
-    layout: Layout | str | None
-    checkpoint: Checkpoint | str | Path | None
-    max_shard_bytes: int | None
-    dtype: DType | str | None
-    keep_fp32: Sequence[str]
-    tp: int | None
-    tp_rules: Mapping[str, str] | str | Path | None
-    offload_format: OffloadFormat | str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Selection:
-    """What will be written.
+    """Source, plan and files of a reshard.
 
     Attributes:
-        checkpoint: From what.
-        plan: By which plan, if the layout follows one.
-        output: What.
-        cast_to: The dtype that weights are cast to, if they are.
-        options: What decided it, as plain values.
+        checkpoint: Checkpoint to read.
+        plan: Plan that was given, if any.
+        output: Files to write.
+        recorded_options: Options that decide the bytes, as plain values for the manifest.
         kernel: What the kernel can copy by itself.
-        notes: What the user should know of it.
+        notes: Sentences for the user.
     """
 
     checkpoint: Checkpoint
     plan: Plan | None
     output: Output
-    cast_to: DType | None
-    options: Mapping[str, object]
+    recorded_options: Mapping[str, object]
     kernel: KernelCopy
     notes: tuple[str, ...] = ()
 
 
-def choose(
-    source: Plan | Checkpoint | str | Path, wishes: Wishes, *, kernel_between: Callable[[Path], KernelCopy]
+def select_output(
+    source: Plan | Checkpoint | str | Path, options: ReshardOptions, *, kernel_between: Callable[[Path], KernelCopy]
 ) -> Selection:
-    """Open what `source` names, and return what is to be written.
+    """Open `source` and lay out what is to be written.
 
     Args:
         source: A plan or a checkpoint, or the path of one. A `.json` file that is no index is a plan.
-        wishes: What was asked for.
-        kernel_between: What the kernel can copy between the folder of the checkpoint and the output.
+        options: Options of the reshard.
+        kernel_between: Returns what the kernel can copy from the folder of the checkpoint to the output.
 
     Raises:
-        ReshardOptionError: wishes that do not go together, or that this source cannot have.
-        StalePlanError, InvalidPlanError, PlanNotFoundError, CheckpointError: as they say.
+        ReshardOptionError: options that contradict each other, or do not suit this source.
+        StalePlanError, InvalidPlanError, PlanNotFoundError, CheckpointError: `source` cannot be opened.
     """
     plan, plan_file = _plan(source)
-    opened = _checkpoint(source, plan, plan_file, wishes.checkpoint)
-    layout = _layout(wishes, plan)
-    cast_to = _cast_to(wishes, plan, layout)
-    rule = dtype_rule(cast_to, keep_fp32=wishes.keep_fp32)
-    rule.check(opened.tensors.values())
-    kernel = KernelCopy.NOTHING if cast_to is not None else kernel_between(opened.root)
-    shares_blocks = kernel is KernelCopy.CLONE
-    limit = wishes.max_shard_bytes
-    options: dict[str, object] = {"max_shard_bytes": limit}
-    if cast_to is not None:
-        options |= {"dtype": cast_to.name, "keep_fp32": list(wishes.keep_fp32)}
-    if layout is Layout.DEVICES:
-        assert plan is not None, "_layout saw to it"
-        output = device_folders.lay_out(
-            plan, opened, max_shard_bytes=limit, dtype_of=rule, offset_of=data_offset if shares_blocks else at_block
-        )
-    elif layout is Layout.OFFLOAD:
-        form = OffloadFormat(_one_of("offload_format", wishes.offload_format, OffloadFormat))
-        options["offload_format"] = form.value
-        output = offload_folder.lay_out(
-            opened,
-            plan=plan,
-            offload_format=form.value,
-            # A block is read as one; only who asks for smaller files gets them.
-            max_shard_bytes=None if limit == DEFAULT_MAX_SHARD_BYTES else limit,
-            dtype_of=rule,
-        )
-    elif layout is Layout.SHARDS:
-        output = shards.lay_out(opened, max_shard_bytes=limit, dtype_of=rule)
-    else:
-        assert wishes.tp is not None, "_layout saw to it"
-        options["tp"] = wishes.tp
-        output = rank_slices.lay_out(
-            opened, tp=wishes.tp, rules=_rules(wishes.tp_rules), max_shard_bytes=limit, dtype_of=rule
-        )
-    _check_change(wishes, plan, opened, output)
-    if shares_blocks and layout in (Layout.OFFLOAD, Layout.SHARDS):
-        output = replace(output, files=with_offsets(output.files, data_offset))
+    opened = _checkpoint(source, plan, plan_file, options.checkpoint)
+    name = options.layout or default_layout(
+        has_plan=plan is not None, has_ranks=options.tp is not None or options.tp_rules is not None
+    )
+    layout = layout_named(name)
+    _check_options(name, layout, options, plan)
+    dtypes = options.dtypes
+    dtypes.check(opened.tensors.values())
+    kernel = KernelCopy.NOTHING if dtypes.dtype is not None else kernel_between(opened.root)
+    offset_of = data_offset if kernel is KernelCopy.CLONE else at_block
+    request = LayoutRequest(checkpoint=opened, plan=plan, options=options, offset_of=offset_of)
+    output = replace(layout.lay_out(request), layout=name)
+    _check_change(options, plan, opened, output)
+    recorded: dict[str, object] = {"max_shard_bytes": options.max_shard_bytes}
+    if dtypes.dtype is not None:
+        recorded |= {"dtype": dtypes.dtype.name, "keep_fp32": list(dtypes.keep_fp32)}
     return Selection(
         checkpoint=opened,
         plan=plan,
         output=output,
-        cast_to=cast_to,
-        options=options,
+        recorded_options=recorded | {option: getattr(options, option) for option in layout.recorded_options},
         kernel=kernel,
-        notes=(*_notes(rule, opened), *output.notes),
+        notes=(*_notes(dtypes, opened), *output.notes),
     )
 
 
@@ -129,10 +88,6 @@ def _notes(rule: DTypeRule, checkpoint: Checkpoint) -> Iterator[str]:
     for reason, names in rule.kept_of(checkpoint.tensors.values()).items():
         if reason is not Kept.AS_FLOAT32:
             yield f"{counted(len(names), 'tensor')} not cast: {reason}, {names[0]} for one"
-
-
-def _rules(wished: Mapping[str, str] | str | Path | None) -> Mapping[str, str] | None:
-    return wished if wished is None or isinstance(wished, Mapping) else read_tp_rules(wished)
 
 
 def is_plan_file(path: str | Path) -> bool:
@@ -172,69 +127,45 @@ def _path_of(plan: Plan, plan_file: Path | None) -> Path:
     return beside if beside.exists() and not path.exists() else path
 
 
-def _layout(wishes: Wishes, plan: Plan | None) -> Layout:
-    if wishes.layout is not None:
-        layout = Layout(_one_of("layout", wishes.layout, Layout))
-    elif wishes.tp is not None or wishes.tp_rules is not None:
-        layout = Layout.RANKS
-    else:
-        layout = Layout.SHARDS if plan is None else Layout.DEVICES
-    if layout is Layout.DEVICES and plan is None:
+def _check_options(name: str, layout: OutputLayout, options: ReshardOptions, plan: Plan | None) -> None:
+    """Raise ReshardOptionError unless the layout `name` can be made with these options and this plan."""
+    if layout.needs_plan and plan is None:
         hint = "make a plan and name it in place of the checkpoint: bigload plan CHECKPOINT -m ... -o plan.json"
-        raise ReshardOptionError("layout", "devices", "another one, or a plan to say what goes where", hint=hint)
-    if layout is Layout.RANKS and wishes.tp is None:
-        raise ReshardOptionError("tp", None, "the number of ranks")
-    if layout is not Layout.RANKS and (wishes.tp is not None or wishes.tp_rules is not None):
-        name, value = ("tp", wishes.tp) if wishes.tp is not None else ("tp_rules", wishes.tp_rules)
-        raise ReshardOptionError(name, value, f"nothing: it is for the layout ranks, not for {layout}")
-    if wishes.tp is not None and wishes.tp < 1:
-        raise ReshardOptionError("tp", wishes.tp, "1 rank or more")
-    if wishes.max_shard_bytes is not None and wishes.max_shard_bytes < 1:
-        raise ReshardOptionError("max_shard_bytes", wishes.max_shard_bytes, "1 byte or more, or none for one file")
-    if layout is not Layout.OFFLOAD and str(wishes.offload_format) != OffloadFormat.SAFETENSORS:
-        raise ReshardOptionError(
-            "offload_format", str(wishes.offload_format), f"nothing: it is for the layout offload, not for {layout}"
+        raise ReshardOptionError("layout", name, "another one, or a plan to say what goes where", hint=hint)
+    for option, expected in layout.required_options.items():
+        if options.is_default(option):
+            raise ReshardOptionError(option, getattr(options, option), expected)
+    of_others = {option for other in LAYOUTS for option in layout_named(other).own_options} - {*layout.own_options}
+    for option in sorted(of_others):
+        if not options.is_default(option):
+            takers = " and ".join(layouts_with(option))
+            expected = f"nothing: it is for the layout {takers}, not for {name}"
+            raise ReshardOptionError(option, getattr(options, option), expected)
+    dtype, keep_fp32 = options.dtypes.dtype, options.dtypes.keep_fp32
+    planned = None if plan is None else plan.options.workload.load_dtype
+    if dtype is not None and plan is not None and layout.follows_plan and planned != dtype:
+        expected = (
+            "none: the plan counted weights as they are stored"
+            if planned is None
+            else f"{planned.name}, as the plan counted"
         )
-    return layout
+        hint = f"make a plan that counts like this: bigload plan CHECKPOINT --dtype {dtype.name.lower()} ..."
+        raise ReshardOptionError("dtype", dtype.name, expected, hint=hint)
+    if keep_fp32 and not layout.takes_keep_fp32:
+        expected = f"none for the layout {name}: the plan counted all weights in one dtype"
+        raise ReshardOptionError("keep_fp32", list(keep_fp32), expected)
 
 
-def _check_change(wishes: Wishes, plan: Plan | None, checkpoint: Checkpoint, output: Output) -> None:
+def _check_change(options: ReshardOptions, plan: Plan | None, checkpoint: Checkpoint, output: Output) -> None:
     """Raise if nothing was asked for and nothing would change: a copy of 131 GiB is rarely what was meant.
 
     Files in another order, or a few more or less of them, are no change that anybody asked for; safetensors in place of
     torch's files are.
     """
-    asked = (wishes.layout, plan, wishes.dtype, wishes.tp)
-    is_default = all(wish is None for wish in asked) and wishes.max_shard_bytes == DEFAULT_MAX_SHARD_BYTES
+    is_default = plan is None and all(map(options.is_default, ("layout", "dtypes", "tp", "max_shard_bytes")))
     before, after = len(checkpoint.shards), len(output.files)
     if is_default and 5 * abs(after - before) <= after and not checkpoint.shards[0].file.endswith(TORCH_SUFFIXES):
         hint = f"to write its {format_size(output.num_bytes)} again in the order of a load: --layout shards"
         raise ReshardOptionError(
             "layout", None, "what to change: a plan, a layout, a dtype or a size of files", hint=hint
         )
-
-
-def _cast_to(wishes: Wishes, plan: Plan | None, layout: Layout) -> DType | None:
-    dtype = dtype_rule(wishes.dtype, keep_fp32=wishes.keep_fp32).dtype
-    if dtype is None:
-        return None
-    planned = None if plan is None else plan.options.workload.load_dtype
-    if plan is not None and layout in (Layout.DEVICES, Layout.OFFLOAD) and planned != dtype:
-        counted = (
-            "none: the plan counted weights as they are stored"
-            if planned is None
-            else f"{planned.name}, as the plan counted"
-        )
-        hint = f"make a plan that counts like this: bigload plan CHECKPOINT --dtype {dtype.name.lower()} ..."
-        raise ReshardOptionError("dtype", dtype.name, counted, hint=hint)
-    if wishes.keep_fp32 and layout is Layout.DEVICES:
-        expected = "none for the layout devices: the plan counted all weights in one dtype"
-        raise ReshardOptionError("keep_fp32", list(wishes.keep_fp32), expected)
-    return dtype
-
-
-def _one_of(name: str, value: str, kind: type[StrEnum]) -> str:
-    words = [member.value for member in kind]
-    if str(value) not in words:
-        raise ReshardOptionError(name, str(value), f"one of {', '.join(words)}")
-    return str(value)

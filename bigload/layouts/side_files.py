@@ -16,7 +16,6 @@ from bigload.checkpoint.index import resolve_shard
 from bigload.checkpoint.model import Checkpoint
 from bigload.dtypes import DType
 from bigload.errors import ReadError
-from bigload.layouts.choices import Layout
 from bigload.layouts.dtype_rules import config_with_dtype
 from bigload.layouts.kinds.device_folders import PLAN_FILE
 from bigload.layouts.other_weights import OtherWeights, is_weight_file, other_weights
@@ -85,7 +84,7 @@ def side_files(checkpoint: Checkpoint, output: Output, *, dtype: DType | None) -
 
     So do folders, such as those of the chat templates or of a pooling layer, if their small files are small as a whole,
     and weights of other parts of the model (`other_weights.py`). Beside a file that was named by itself, and may lie
-    among anything, only files with telling names come. Each folder of a device or a rank gets the config too.
+    among anything, only files with telling names come. Each folder of weights in the output gets the config too.
 
     Raises:
         ReadError: one may not be read. They are read last, and that would be late to learn it.
@@ -95,8 +94,8 @@ def side_files(checkpoint: Checkpoint, output: Output, *, dtype: DType | None) -
     weights = other_weights(checkpoint, taken=taken)
     found = [*_small_files(checkpoint, taken, weights), *((name, checkpoint.root / name) for name in weights.carried)]
     config = checkpoint.root / CONFIG_FILE
-    if output.layout in (Layout.DEVICES, Layout.RANKS) and (CONFIG_FILE, config) in found:
-        folders = dict.fromkeys(file.folder for file in output.files)
+    if (CONFIG_FILE, config) in found:
+        folders = dict.fromkeys(file.folder for file in output.files if file.folder)
         found += [(f"{folder}/{CONFIG_FILE}", config) for folder in folders]
     files = []
     for name, path in sorted(found):

@@ -81,7 +81,7 @@ USAGE = [
     ("bigload reshard tiny.json out --max-shard-size 2Gb", '"Gb" means gigabits', "2GiB"),
     ("bigload reshard tiny.json out --max-shard-size 0", "--max-shard-size", "more than 0"),
     ("bigload reshard tiny.json out --threads 0", "--threads"),
-    ("bigload reshard tiny.json out --layout tower", "--layout", "'tower'", "'ranks'"),
+    ("bigload reshard tiny.json out --layout tower", "--layout", '"tower"', "ranks"),
     ("bigload reshard tiny.json out --verify maybe", "--verify", "'maybe'", "'full'"),
     ("bigload reshard tiny-llama out --layout devices", "--layout", "bigload plan CHECKPOINT"),
     ("bigload reshard tiny-llama out --layout ranks", "--tp is not given"),

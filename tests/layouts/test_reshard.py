@@ -26,6 +26,8 @@ from bigload.errors import (
     WriteError,
 )
 from bigload.layouts import documents, execution
+from bigload.layouts.dtype_rules import dtype_rule
+from bigload.layouts.options import ReshardOptions
 from bigload.layouts.preparation import prepare_reshard
 from bigload.layouts.reshard import reshard, run_reshard
 from bigload.layouts.verification.manifest import MANIFEST_FILE
@@ -109,8 +111,8 @@ def test_a_reshard_that_changes_nothing_is_refused_before_anything_is_written(ti
     with nothing_left_of(again), pytest.raises(ReshardOptionError, match="what to change") as caught:
         reshard(out, again)
     assert "--layout shards" in caught.value.hint
-    for wishes in ({"layout": "shards"}, {"dtype": "fp32"}, {"max_shard_bytes": 1500}):
-        prepare_reshard(out, again, **wishes)
+    for options in ({"layout": "shards"}, {"dtypes": dtype_rule("fp32")}, {"max_shard_bytes": 1500}):
+        prepare_reshard(out, again, ReshardOptions(**options))
     torch.save({"a.weight": torch.ones(2)}, tiny / "model.pt")
     assert prepare_reshard(tiny / "model.pt", again).output.files
 
@@ -617,7 +619,7 @@ def test_preparing_writes_nothing(tiny, out):
 
 
 def test_what_is_prepared_is_what_is_written(tiny, out):
-    prepared = prepare_reshard(planned(tiny), out, max_shard_bytes=700)
+    prepared = prepare_reshard(planned(tiny), out, ReshardOptions(max_shard_bytes=700))
     run_reshard(prepared)
     assert {output.file: output.num_bytes for output in prepared.output.files} == {
         str(file.relative_to(out)): file.stat().st_size for file in out.rglob("*.safetensors")
@@ -722,7 +724,7 @@ def test_a_side_file_that_may_not_be_read_is_an_error_before_anything_is_written
 
 def test_an_output_that_has_lost_a_file_is_not_taken_for_finished(tiny, out):
     reshard(tiny, out)
-    assert prepare_reshard(tiny, out, resume=True).is_finished
+    assert prepare_reshard(tiny, out, ReshardOptions(resume=True)).is_finished
     (out / "model.safetensors").unlink()
     with pytest.raises(OutputExistsError, match="it exists"):
         reshard(tiny, out, resume=True)
@@ -747,9 +749,9 @@ def test_an_altered_byte_is_found_and_its_file_offset_and_tensor_are_named(tiny,
 
     monkeypatch.setattr(OutputFileWriter, way, spoil)
     monkeypatch.setattr(execution, "direct_write_alignment", lambda folder, *, rank=0: None)
-    prepared = prepare_reshard(planned(tiny), out)
+    prepared = prepare_reshard(planned(tiny), out, ReshardOptions(threads=1))
     with pytest.raises(VerificationError) as caught, nothing_left_of(out):
-        run_reshard(prepared, threads=1)
+        run_reshard(prepared)
     first = prepared.output.files[0]
     assert caught.value.path == out.with_name("out.partial") / first.file
     assert caught.value.offset == first.num_bytes - 1

@@ -12,6 +12,7 @@ import pytest
 
 import bigload
 import make as fixtures
+from bigload.layouts.options import ReshardOptions
 from bigload.layouts.preparation import prepare_reshard
 from bigload.layouts.reshard import reshard, run_reshard
 from bigload.layouts.verification.digests import digest_of
@@ -162,9 +163,9 @@ def test_what_a_killed_run_left_of_a_sparse_file_is_gone_on_with_and_stays_spars
             raise KeyboardInterrupt
 
     monkeypatch.setattr(writer_module, "NOTE_EVERY_BYTES", MIB)
-    prepared = prepare_reshard(tmp_path / "source", tmp_path / "out", max_shard_bytes=10**9)
+    prepared = prepare_reshard(tmp_path / "source", tmp_path / "out", ReshardOptions(max_shard_bytes=10**9, threads=1))
     with pytest.raises(KeyboardInterrupt):
-        run_reshard(prepared, threads=1, on_progress=stop)
+        run_reshard(prepared, on_progress=stop)
     report = reshard(tmp_path / "source", tmp_path / "out", max_shard_bytes=10**9, resume=True)
     assert report.kept_bytes > 10**8
     files = list((tmp_path / "out").glob("*.safetensors"))

@@ -22,7 +22,7 @@ from dataclasses import replace
 
 from bigload.checkpoint.model import Checkpoint, Span, TensorInfo
 from bigload.devices import Device
-from bigload.layouts.choices import Layout
+from bigload.layouts.layout import LayoutRequest, OutputLayout
 from bigload.layouts.output import (
     DEFAULT_MAX_SHARD_BYTES,
     DTypeOf,
@@ -76,7 +76,7 @@ def lay_out(
     documents = {PLAN_FILE: plan_to_json(plan_for(plan, files)).encode("utf-8", "surrogateescape")}
     documents |= dict(index_of(folder, folder[0].folder, base=base) for folder in folders if folder)
     documents |= dict([index_of(files, base=base)])
-    return Output(layout=Layout.DEVICES, files=files, documents=documents)
+    return Output(files=files, documents=documents)
 
 
 def plan_for(plan: Plan, files: Sequence[OutputFile]) -> Plan:
@@ -100,3 +100,17 @@ def plan_for(plan: Plan, files: Sequence[OutputFile]) -> Plan:
 def as_written(output: OutputFile, tensor: OutputTensor) -> TensorInfo:
     """Return a tensor as it is in the output, except that its span begins at 0: what matters is how long it is."""
     return TensorInfo(tensor.name, tensor.dtype, tensor.shape, Span(output.file, 0, tensor.num_bytes))
+
+
+def _lay_out(request: LayoutRequest) -> Output:
+    assert request.plan is not None, "needs_plan"
+    return lay_out(
+        request.plan,
+        request.checkpoint,
+        max_shard_bytes=request.options.max_shard_bytes,
+        dtype_of=request.options.dtypes,
+        offset_of=request.offset_of,
+    )
+
+
+LAYOUT = OutputLayout(lay_out=_lay_out, needs_plan=True, follows_plan=True, takes_keep_fp32=False)

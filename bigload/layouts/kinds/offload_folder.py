@@ -25,14 +25,17 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 
 from bigload.checkpoint.model import Checkpoint
 from bigload.devices import DISK
 from bigload.dtypes import DType
 from bigload.errors import NotOffloadableError
-from bigload.layouts.choices import Layout, OffloadFormat
+from bigload.layouts.choices import OffloadFormat
 from bigload.layouts.kinds.aliases import absent_names, names_of_one
+from bigload.layouts.layout import LayoutRequest, OutputLayout
 from bigload.layouts.output import (
+    DEFAULT_MAX_SHARD_BYTES,
     DTypeOf,
     Output,
     OutputFile,
@@ -42,6 +45,7 @@ from bigload.layouts.output import (
     index_of,
     split,
     with_aliases,
+    with_offsets,
 )
 from bigload.planning.model.module_tree import ModuleNode, build_tree
 from bigload.planning.model.units import cut_into_units
@@ -120,7 +124,7 @@ def _as_blocks(
         for number, (block, part) in enumerate(parts, start=1)
     )
     files = with_aliases(numbered, aliases)
-    return Output(layout=Layout.OFFLOAD, files=files, documents=dict([index_of(files)]), aliases=aliases)
+    return Output(files=files, documents=dict([index_of(files)]), aliases=aliases)
 
 
 def _block_of(tensor_name: str, keys: Collection[str], tensor_names: Collection[str]) -> str:
@@ -148,7 +152,6 @@ def _as_dat(stored: Sequence[OutputTensor], aliases: Mapping[str, str]) -> Outpu
     documents = {f"{tensor.name}{DAT_SUFFIX}": _EMPTY for tensor in stored if not tensor.num_bytes}
     documents[DAT_INDEX] = (json.dumps(index, indent=2) + "\n").encode()
     return Output(
-        layout=Layout.OFFLOAD,
         files=tuple(
             OutputFile(file=f"{tensor.name}{DAT_SUFFIX}", tensors=(tensor,), is_raw=True)
             for tensor in stored
@@ -179,3 +182,35 @@ def has_dat_form(dtype: DType, shape: Sequence[int]) -> bool:
     numpy has no elements of less than a byte, and torch makes no tensor of numpy's single uint64.
     """
     return dtype.bits >= 8 and dtype.torch_name is not None and not (dtype.name == "U64" and not shape)
+
+
+def _lay_out(request: LayoutRequest) -> Output:
+    options = request.options
+    limit = options.max_shard_bytes
+    output = lay_out(
+        request.checkpoint,
+        plan=request.plan,
+        offload_format=options.offload_format,
+        # A block is read as one; only who asks for smaller files gets them.
+        max_shard_bytes=None if limit == DEFAULT_MAX_SHARD_BYTES else limit,
+        dtype_of=options.dtypes,
+    )
+    return replace(output, files=with_offsets(output.files, request.offset_of))
+
+
+def _next_step(out: str, output: Output, plan: Plan | None) -> str:
+    if not any(file.is_raw for file in output.files):
+        return f"in Python: bigload.OffloadFolder.open({out!r})"
+    if plan is None:
+        return f"in Python: accelerate.disk_offload(model, {out!r})"
+    return f"in Python: accelerate.dispatch_model(model, device_map, offload_dir={out!r})"
+
+
+LAYOUT = OutputLayout(
+    lay_out=_lay_out,
+    follows_plan=True,
+    part_of_plan="only what the plan keeps on disk",
+    own_options=("offload_format",),
+    recorded_options=("offload_format",),
+    next_step=_next_step,
+)

@@ -22,7 +22,7 @@ from bigload.checkpoint.model import Checkpoint, TensorInfo
 from bigload.checkpoint.source import open_checkpoint
 from bigload.documents import DocumentError, parse_json, read_file
 from bigload.errors import CheckpointNotFoundError, InvalidCheckpointError, Problem
-from bigload.layouts.choices import Layout
+from bigload.layouts.layout import LayoutRequest, OutputLayout
 from bigload.layouts.output import (
     DEFAULT_MAX_SHARD_BYTES,
     DTypeOf,
@@ -38,7 +38,7 @@ from bigload.layouts.output import (
 )
 from bigload.loading.slices import Slice
 from bigload.planning.model.module_tree import build_tree
-from bigload.planning.plan import PlanNote
+from bigload.planning.plan import Plan, PlanNote
 from bigload.planning.tensor_parallel.division import MAX_RANKS, Division, Range
 from bigload.planning.tensor_parallel.partition import Partition, partition
 from bigload.planning.tensor_parallel.rules_file import read_tp_rules
@@ -90,7 +90,7 @@ def lay_out(
     documents[RANKS_FILE] = _document(divided, checkpoint.tensors, dtype_of)
     files = tuple(file for same_number in zip(*by_rank, strict=True) for file in same_number)
     notes = tuple(note.text for note in divided.notes)
-    return Output(layout=Layout.RANKS, files=files, documents=documents, notes=notes)
+    return Output(files=files, documents=documents, notes=notes)
 
 
 def _part(tensor: TensorInfo, divided: Partition, rank: int, dtype_of: DTypeOf) -> OutputTensor:
@@ -125,6 +125,32 @@ def _entry(division: Division, tensor: TensorInfo, dtype_of: DTypeOf) -> dict[st
 
 def _json(value: object) -> str:
     return json.dumps(value, ensure_ascii=False)
+
+
+def _lay_out(request: LayoutRequest) -> Output:
+    options = request.options
+    assert options.tp is not None, "required_options"
+    return lay_out(
+        request.checkpoint,
+        tp=options.tp,
+        rules=options.tp_rules,
+        max_shard_bytes=options.max_shard_bytes,
+        dtype_of=options.dtypes,
+    )
+
+
+def _next_step(out: str, output: Output, plan: Plan | None) -> str:  # noqa: ARG001 - see OutputLayout
+    template = out.replace("{", "{{").replace("}", "}}") + "/rank-{r}"
+    return f"in Python, on rank r: bigload.load(f{template!r})"
+
+
+LAYOUT = OutputLayout(
+    lay_out=_lay_out,
+    own_options=("tp", "tp_rules"),
+    required_options={"tp": "the number of ranks"},
+    recorded_options=("tp",),
+    next_step=_next_step,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,9 +11,11 @@ that reads safetensors.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from bigload.checkpoint.model import Checkpoint
-from bigload.layouts.choices import Layout
 from bigload.layouts.kinds.aliases import tied_by_config
+from bigload.layouts.layout import LayoutRequest, OutputLayout
 from bigload.layouts.output import (
     DEFAULT_MAX_SHARD_BYTES,
     DTypeOf,
@@ -27,6 +29,7 @@ from bigload.layouts.output import (
     numbered,
     split,
     with_aliases,
+    with_offsets,
 )
 from bigload.planning.model.module_tree import build_tree
 
@@ -54,6 +57,15 @@ def lay_out(
     parts = split(written, None if base == "adapter_model" else max_shard_bytes)
     if len(parts) <= 1:
         files = with_aliases([OutputFile(file=f"{base}.safetensors", tensors=aligned(written))], aliases)
-        return Output(layout=Layout.SHARDS, files=files, aliases=aliases)
+        return Output(files=files, aliases=aliases)
     files = with_aliases(numbered("", parts, base=base), aliases)
-    return Output(layout=Layout.SHARDS, files=files, documents=dict([index_of(files, base=base)]), aliases=aliases)
+    return Output(files=files, documents=dict([index_of(files, base=base)]), aliases=aliases)
+
+
+def _lay_out(request: LayoutRequest) -> Output:
+    options = request.options
+    output = lay_out(request.checkpoint, max_shard_bytes=options.max_shard_bytes, dtype_of=options.dtypes)
+    return replace(output, files=with_offsets(output.files, request.offset_of))
+
+
+LAYOUT = OutputLayout(lay_out=_lay_out)

@@ -75,7 +75,7 @@ class Manifest:
     """What a reshard wrote.
 
     Attributes:
-        layout: In which form, a `Layout`; text, so that a manifest of a later bigload can be checked by an earlier one.
+        layout: Name of the layout; any text, so that an earlier bigload can check the manifest of a later one.
         files: By path inside the folder, with `/` between its parts.
         aliases: Names that are not stored because they are tied to one that is.
         source: What was read.

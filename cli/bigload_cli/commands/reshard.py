@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from bigload.layouts.choices import Layout, OffloadFormat, Verify
+from bigload.layouts.choices import OffloadFormat, Verify
+from bigload.layouts.registry import LAYOUTS
 from bigload_cli.failures import FAILED, INTERRUPTED, NOTHING_IS_LEFT, TERMINATED, StoppedError
 from bigload_cli.options import ColorMode, ColorOption, IoThreadsOption, JsonOption, QuietOption, YesOption, size_option
 
@@ -18,12 +19,10 @@ if TYPE_CHECKING:
     from bigload.layouts.reshard import ReshardReport
     from bigload.loading.progress import OnProgress
 
-EPILOG = """\b
+_LAYOUT_LINES = "\n".join(f"  {name:<7}  {layout.summary}" for name, layout in LAYOUTS.items())
+EPILOG = f"""\b
 Layouts:
-  devices  one folder per device of a plan, which then reads one stream
-  offload  a file per block, to be brought to a device when a pass needs it
-  shards   the same checkpoint in other files, of torch's files too
-  ranks    one folder per tensor-parallel rank, which then reads only its part
+{_LAYOUT_LINES}
 
 \b
 Examples:
@@ -52,9 +51,11 @@ def reshard(
     ],
     out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder to make; must not exist or be empty.")],
     layout: Annotated[
-        Layout | None,
+        str | None,
         typer.Option(
-            "--layout", help="What to make, see below. Default: devices of a plan, ranks with --tp, else shards."
+            "--layout",
+            metavar=f"<{'|'.join(LAYOUTS)}>",
+            help="What to make, see below. Default: devices of a plan, ranks with --tp, else shards.",
         ),
     ] = None,
     checkpoint: Annotated[
@@ -118,32 +119,36 @@ def reshard(
     )
     from bigload.distributed.joining import launched_process_group
     from bigload.distributed.process_group import run_on_all_ranks
+    from bigload.layouts.dtype_rules import dtype_rule
+    from bigload.layouts.options import DEFAULT_THREADS, ReshardOptions
     from bigload.layouts.preparation import prepare_reshard
-    from bigload.layouts.writing.writer import LEAST_BYTES_PER_THREAD
+    from bigload.layouts.writing.writer import DEFAULT_MAX_INFLIGHT, LEAST_BYTES_PER_THREAD
     from bigload_cli.output import say, say_warnings
     from bigload_cli.progress import shown_progress
 
-    in_flight = None
+    in_flight = DEFAULT_MAX_INFLIGHT
     if max_memory_in_flight is not None:
         in_flight = size_option("--max-memory-in-flight", max_memory_in_flight, at_least=LEAST_BYTES_PER_THREAD)
-    with launched_process_group() as team:  # torchrun: all ranks share the work, and the first one speaks
-        prepared = run_on_all_ranks(
-            team,
-            lambda: prepare_reshard(
-                source,
-                out,
-                layout=layout,
-                checkpoint=checkpoint,
-                max_shard_bytes=max_shard_bytes,
-                dtype=dtype,
-                keep_fp32=keep_fp32 or (),
-                tp=tp,
-                tp_rules=tp_rules,
-                offload_format=offload_format,
-                resume=resume,
-                force=force,
-            ),
+
+    def prepare() -> PreparedReshard:
+        options = ReshardOptions(
+            layout=layout,
+            checkpoint=checkpoint,
+            max_shard_bytes=max_shard_bytes,
+            dtypes=dtype_rule(dtype, keep_fp32=keep_fp32 or ()),
+            tp=tp,
+            tp_rules=tp_rules,
+            offload_format=offload_format,
+            verify=verify,
+            resume=resume,
+            force=force,
+            threads=io_threads or DEFAULT_THREADS,
+            max_inflight=in_flight,
         )
+        return prepare_reshard(source, out, options)
+
+    with launched_process_group() as team:  # torchrun: all ranks share the work, and the first one speaks
+        prepared = run_on_all_ranks(team, prepare)
         if team.rank == 0:
             say_warnings(prepared.checkpoint)
         if team.rank == 0 and not as_json and not quiet:
@@ -155,14 +160,7 @@ def reshard(
             if force and not prepared.is_finished:
                 _confirm(prepared, yes=yes, may_ask=team.size == 1)
             with shown_progress(quiet=quiet or team.rank > 0) as on_progress:
-                report = _run(
-                    prepared,
-                    verify=verify,
-                    threads=io_threads,
-                    max_inflight=in_flight,
-                    on_progress=on_progress,
-                    team=team,
-                )
+                report = _run(prepared, on_progress, team)
     if team.rank == 0:
         _deliver(prepared, report, as_json=as_json, quiet=quiet)
 
@@ -203,28 +201,13 @@ def _confirm(prepared: PreparedReshard, *, yes: bool, may_ask: bool) -> None:
         raise StoppedError(FAILED, "nothing was changed")
 
 
-def _run(
-    prepared: PreparedReshard,
-    *,
-    verify: Verify,
-    threads: int | None,
-    max_inflight: int | None,
-    on_progress: OnProgress,
-    team: ProcessGroup,
-) -> ReshardReport:
+def _run(prepared: PreparedReshard, on_progress: OnProgress, team: ProcessGroup) -> ReshardReport:
     from bigload.layouts.reshard import run_reshard
     from bigload_cli.signals import sigterm_as_ctrl_c
 
     with sigterm_as_ctrl_c() as came:
         try:
-            return run_reshard(
-                prepared,
-                verify=verify,
-                threads=threads,
-                max_inflight=max_inflight,
-                on_progress=on_progress,
-                team=team,
-            )
+            return run_reshard(prepared, on_progress=on_progress, team=team)
         except KeyboardInterrupt:
             raise _stopped(prepared, TERMINATED if came else INTERRUPTED) from None
 

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 
 from bigload.checkpoint.model import Checkpoint, TensorInfo
 from bigload.checkpoint.quantisation import Quantisation, quantisation_of
-from bigload.layouts.choices import Layout
 from bigload.layouts.preparation import PreparedReshard
 from bigload.layouts.reshard import ReshardReport
 from bigload.layouts.verification.manifest import DIGEST, MANIFEST_FILE
@@ -88,7 +87,7 @@ def of_reshard(prepared: PreparedReshard, report: ReshardReport | None, *, peak_
         "schema": "bigload.reshard/1.1",
         "source": prepared.checkpoint.path,
         "out": str(prepared.out),
-        "layout": str(output.layout),
+        "layout": output.layout,
         "options": _reshard_options(prepared),
         "num_files": len(output.files),
         "total_bytes": prepared.num_bytes,
@@ -97,7 +96,7 @@ def of_reshard(prepared: PreparedReshard, report: ReshardReport | None, *, peak_
         "files": [
             {
                 "file": file.file,
-                "device": devices.get(file.folder) if output.layout is Layout.DEVICES else None,
+                "device": devices.get(file.folder),
                 "num_tensors": len(file.tensors),
                 "total_bytes": file.num_bytes,
             }
@@ -124,7 +123,7 @@ def of_reshard(prepared: PreparedReshard, report: ReshardReport | None, *, peak_
 def _reshard_options(prepared: PreparedReshard) -> dict[str, object]:
     """Return what was asked for and shows in the bytes: every key, null where it does not apply."""
     names = ("max_shard_bytes", "dtype", "keep_fp32", "tp", "offload_format")
-    return {name: prepared.options.get(name) for name in names}
+    return {name: prepared.recorded_options.get(name) for name in names}
 
 
 def of_verify(report: VerifyReport, *, peak_bytes: int | None) -> dict[str, object]:

@@ -6,8 +6,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from bigload.errors import abridged
-from bigload.layouts.choices import Layout, Verify
+from bigload.layouts.choices import OffloadFormat, Verify
 from bigload.layouts.preparation import PreparedReshard
+from bigload.layouts.registry import LAYOUTS, layout_named
 from bigload.layouts.reshard import ReshardReport
 from bigload.layouts.verification.manifest import MANIFEST_FILE
 from bigload.layouts.writing.journal import read_progress
@@ -19,13 +20,7 @@ from bigload_cli.views.text import argument
 SPARSE = 0.99
 """A checkpoint that stores less than this part of its size has holes worth a word."""
 
-_PURPOSES = {
-    Layout.DEVICES: "one folder per device of the plan, which then reads one stream",
-    Layout.OFFLOAD: "a file per block, to be brought to a device when a pass needs it",
-    Layout.SHARDS: "the same checkpoint in other files",
-    Layout.RANKS: "one folder per tensor-parallel rank, which then reads only its part",
-}
-_DAT_PURPOSE = "a .dat file per tensor and an index.json, as accelerate reads them"
+_DAT_SUMMARY = "a .dat file per tensor and an index.json, as accelerate reads them"
 
 
 def headline(prepared: PreparedReshard) -> str:
@@ -38,29 +33,26 @@ def _headlines(prepared: PreparedReshard) -> Iterator[str]:
     size, free = format_size(prepared.num_bytes), format_size(prepared.free_bytes)
     files = counted(len(prepared.output.files), "file")
     yield f"{size}{_without_holes(prepared)} in {files}, {free} free there"
-    layout, options = prepared.output.layout, prepared.options
-    yield f"{layout}: {_DAT_PURPOSE if options.get('offload_format') == 'dat' else _PURPOSES[layout]}"
-    if layout is Layout.OFFLOAD and prepared.plan is not None:
-        yield f"only what the plan keeps on disk{'' if prepared.side_files else '; config and tokenizer stay behind'}"
-    if layout in (Layout.SHARDS, Layout.RANKS) and prepared.plan is not None:
+    name, plan, options = prepared.output.layout, prepared.plan, prepared.options
+    layout = layout_named(name)
+    is_dat = options.offload_format is OffloadFormat.DAT
+    yield f"{name}: {_DAT_SUMMARY if is_dat else LAYOUTS[name].summary}"
+    if plan is not None and layout.part_of_plan:
+        yield f"{layout.part_of_plan}{'' if prepared.side_files else '; config and tokenizer stay behind'}"
+    if plan is not None and not layout.follows_plan:
         yield "all of the checkpoint: devices of the plan play no part in this layout"
-    if options.get("dtype"):
-        kept = ", ".join(printable(pattern) for pattern in _patterns(prepared))
-        yield f"cast to {options['dtype']}{f', but to F32 what matches {kept}' if kept else ''}"
-    if prepared.plan is not None and prepared.plan.left_out and layout is Layout.DEVICES:
+    if options.dtypes.dtype is not None:
+        kept = ", ".join(printable(pattern) for pattern in options.dtypes.keep_fp32)
+        yield f"cast to {options.dtypes.dtype.name}{f', but to F32 what matches {kept}' if kept else ''}"
+    if plan is not None and plan.left_out and layout.follows_plan and not layout.part_of_plan:
         written = sum(tensor.num_bytes for output in prepared.output.files for tensor in output.tensors)
-        names, left = ", ".join(prepared.plan.left_out), format_size(prepared.checkpoint.total_bytes - written)
+        names, left = ", ".join(plan.left_out), format_size(prepared.checkpoint.total_bytes - written)
         yield f"not written, as the plan leaves it out: {printable(names)} ({left})"
     found = leftover(prepared.out)
-    if found is not None and prepared.resume:
+    if found is not None and options.resume:
         yield f"found {found} in {printable(str(staging_folder(prepared.out)))}, to be read back and kept"
     for note in prepared.notes:
         yield f"note: {printable(note)}"
-
-
-def _patterns(prepared: PreparedReshard) -> list[str]:
-    found = prepared.options.get("keep_fp32")
-    return [str(pattern) for pattern in found] if isinstance(found, list) else []
 
 
 def _without_holes(what: PreparedReshard | ReshardReport) -> str:
@@ -103,7 +95,7 @@ def destroyed(prepared: PreparedReshard) -> str | None:
     if prepared.out.is_dir() and (num_bytes := _bytes_below(prepared.out)):
         words.append(f"replace {printable(str(prepared.out))} ({format_size(num_bytes)})")
     found = leftover(prepared.out)
-    if found is not None and not prepared.resume:
+    if found is not None and not prepared.options.resume:
         words.append(f"throw away {found} in {printable(str(staging_folder(prepared.out)))}")
     return " and ".join(words) or None
 
@@ -180,17 +172,10 @@ def _checked(report: ReshardReport) -> str:
 
 
 def _next(prepared: PreparedReshard, report: ReshardReport) -> str:
-    layout, path = report.output.layout, printable(str(report.out))
-    if layout is Layout.RANKS:
-        prefix = path.replace("{", "{{").replace("}", "}}")
-        return f"Next: in Python, on rank r: bigload.load(f{prefix + '/rank-{r}'!r})"
-    if layout is not Layout.OFFLOAD:
+    next_step = layout_named(report.output.layout).next_step
+    if next_step is None:
         return f"Next: bigload bench-load {argument(report.out)}"
-    if any(output.is_raw for output in report.output.files):
-        if prepared.plan is None:
-            return f"Next: in Python: accelerate.disk_offload(model, {path!r})"
-        return f"Next: in Python: accelerate.dispatch_model(model, device_map, offload_dir={path!r})"
-    return f"Next: in Python: bigload.OffloadFolder.open({path!r})"
+    return f"Next: {next_step(printable(str(report.out)), report.output, prepared.plan)}"
 
 
 def _bytes_below(folder: Path) -> int:

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 import bigload
 from bigload.checkpoint.model import Span, TensorInfo
 from bigload.dtypes import DTYPES
+from bigload.layouts.options import ReshardOptions
 from bigload.layouts.output import DATA_ALIGNMENT, OutputFile, OutputTensor
 from bigload.layouts.preparation import prepare_reshard
 from bigload.layouts.reshard import reshard, run_reshard
@@ -220,8 +221,9 @@ def test_what_was_interrupted_is_gone_on_with(reflinks):
         if len(calls) == 6:
             raise KeyboardInterrupt
 
+    options = ReshardOptions(max_shard_bytes=20 << 20, threads=1)
     with pytest.raises(KeyboardInterrupt):
-        run_reshard(prepare_reshard(plan, reflinks / "out", max_shard_bytes=20 << 20), threads=1, on_progress=stop)
+        run_reshard(prepare_reshard(plan, reflinks / "out", options), on_progress=stop)
     reshard(plan, reflinks / "whole", max_shard_bytes=20 << 20)
     report = reshard(plan, reflinks / "out", max_shard_bytes=20 << 20, resume=True)
     assert report.kept_bytes > 0

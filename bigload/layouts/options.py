@@ -1,0 +1,88 @@
+"""Options of a reshard as one value, parsed and validated where they come in."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import Path
+from typing import TypeVar
+
+from bigload.checkpoint.model import Checkpoint
+from bigload.errors import ReshardOptionError
+from bigload.layouts.choices import OffloadFormat, Verify
+from bigload.layouts.dtype_rules import DTypeRule
+from bigload.layouts.output import DEFAULT_MAX_SHARD_BYTES
+from bigload.layouts.writing.writer import DEFAULT_MAX_INFLIGHT, LEAST_BYTES_PER_THREAD
+from bigload.units import format_size, parse_size
+
+DEFAULT_THREADS = 4
+"""Threads wait for the disk most of the time: more than cores, and enough to keep it busy."""
+
+ChoiceT = TypeVar("ChoiceT", bound=StrEnum)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReshardOptions:
+    """Options of `bigload.reshard`, which describes them; `dtypes` is its `dtype` and `keep_fp32`.
+
+    Raises:
+        ReshardOptionError: a number is too small.
+    """
+
+    layout: str | None = None
+    checkpoint: Checkpoint | str | Path | None = None
+    max_shard_bytes: int | None = DEFAULT_MAX_SHARD_BYTES
+    dtypes: DTypeRule = field(default_factory=DTypeRule)
+    tp: int | None = None
+    tp_rules: Mapping[str, str] | str | Path | None = None
+    offload_format: OffloadFormat = OffloadFormat.SAFETENSORS
+    verify: Verify = Verify.FULL
+    resume: bool = False
+    force: bool = False
+    threads: int = DEFAULT_THREADS
+    max_inflight: int = DEFAULT_MAX_INFLIGHT
+
+    def __post_init__(self) -> None:
+        for name, least, expected in (
+            ("tp", 1, "1 rank or more"),
+            ("max_shard_bytes", 1, "1 byte or more, or none for one file"),
+            ("threads", 1, "1 or more"),
+            ("max_inflight", LEAST_BYTES_PER_THREAD, f"{format_size(LEAST_BYTES_PER_THREAD)} or more"),
+        ):
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise ReshardOptionError(name, value, expected)
+
+    def is_default(self, name: str) -> bool:
+        """Return whether the option `name` has its default value."""
+        return bool(getattr(self, name) == getattr(DEFAULTS, name))
+
+
+DEFAULTS = ReshardOptions()
+
+
+def parse_bytes(name: str, value: int | str | None) -> int | None:
+    """Return the bytes that the option `name` stands for, which may be text such as "2GB".
+
+    Raises:
+        ReshardOptionError: it is no size.
+    """
+    if not isinstance(value, str):
+        return value
+    try:
+        return parse_size(value)
+    except ValueError as error:
+        raise ReshardOptionError(name, value, f"bytes, or text such as 2GB ({error})") from None
+
+
+def parse_choice(name: str, value: str, choices: type[ChoiceT]) -> ChoiceT:
+    """Return the member of `choices` that the option `name` names.
+
+    Raises:
+        ReshardOptionError: there is none.
+    """
+    try:
+        return choices(value)
+    except ValueError:
+        raise ReshardOptionError(name, str(value), f"one of {', '.join(choices)}") from None

@@ -1,0 +1,56 @@
+"""Registry of output layouts by name. A new one is a module and a line in `LAYOUTS`.
+
+Modules are imported when their layout is asked for: the command line's help needs names and summaries only.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, NamedTuple, cast
+
+from bigload.errors import ReshardOptionError
+
+if TYPE_CHECKING:
+    from bigload.layouts.layout import OutputLayout
+
+
+class RegisteredLayout(NamedTuple):
+    """A layout's summary for help texts, and the layout or the module that has it as `LAYOUT`."""
+
+    summary: str
+    layout: OutputLayout | str
+
+
+LAYOUTS: dict[str, RegisteredLayout] = {
+    name: RegisteredLayout(summary, f"bigload.layouts.kinds.{module}")
+    for name, module, summary in (
+        ("devices", "device_folders", "one folder per device of a plan, which then reads one stream"),
+        ("offload", "offload_folder", "a file per block, to be brought to a device when a pass needs it"),
+        ("shards", "shards", "the same checkpoint in other files; torch files become safetensors"),
+        ("ranks", "rank_slices", "one folder per tensor-parallel rank, which then reads only its part"),
+    )
+}
+
+
+def layout_named(name: str) -> OutputLayout:
+    """Return the layout `name`.
+
+    Raises:
+        ReshardOptionError: there is none.
+    """
+    if name not in LAYOUTS:
+        raise ReshardOptionError("layout", str(name), f"one of {', '.join(LAYOUTS)}")
+    layout = LAYOUTS[name].layout
+    return cast("OutputLayout", import_module(layout).LAYOUT) if isinstance(layout, str) else layout
+
+
+def default_layout(*, has_plan: bool, has_ranks: bool) -> str:
+    """Return the layout of a reshard that names none."""
+    if has_ranks:
+        return "ranks"
+    return "devices" if has_plan else "shards"
+
+
+def layouts_with(option: str) -> list[str]:
+    """Return the layouts that take `option` as one of their own; none if all layouts take it."""
+    return [name for name in LAYOUTS if option in layout_named(name).own_options]
