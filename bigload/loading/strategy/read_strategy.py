@@ -1,4 +1,4 @@
-"""How a load goes about it: which way of reading, how many threads, how large a read."""
+"""Read strategy of a load: I/O method, number of threads, size of a read."""
 
 from __future__ import annotations
 
@@ -15,18 +15,16 @@ from bigload.loading.readers.cache_first import CacheFirstReader
 from bigload.loading.readers.direct import MAX_ALIGNMENT, DirectReader
 from bigload.loading.readers.mapped import MappedFile
 from bigload.loading.report import Phase, Recorder
-from bigload.loading.schedule import BLOCK_BYTES, CPU, RequestedTensor
+from bigload.loading.schedule import BLOCK_BYTES, RequestedTensor
 from bigload.loading.slices import rows_of
-from bigload.loading.strategy.io_method import MethodChoice, choose_method
+from bigload.loading.strategy.io_method import FileRanges, MethodChoice, choose_method
 from bigload.loading.strategy.settings import LoadSettings
-from bigload.loading.strategy.throughput_samples import FileRanges
 from bigload.machine.huge_pages import LENT_BLOCK_BYTES, BlockPool
-from bigload.machine.memory import available_memory
 from bigload.machine.thread_pool import default_threads
 from bigload.units import MIB
 
 PARALLEL_BYTES = 64 * MIB
-"""Less than this is read by one thread, if nobody says how many."""
+"""Less than this is read by one thread by default: starting threads takes longer than reading it."""
 
 DISK_THREADS = 8
 """Threads that wait for a disk need no core: more of them than cores keep its queue filled."""
@@ -36,7 +34,7 @@ OpenSource = Callable[[Path], ByteSource]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadStrategy:
-    """How this load goes about it, all settled."""
+    """I/O method, threads and bounds of one load."""
 
     method: Method
     reason: str
@@ -57,7 +55,7 @@ def choose_strategy(
     open_source: OpenSource | None,
     recorder: Recorder,
 ) -> ReadStrategy:
-    """Return how the bytes of `wanted` are best read under the settings in `chosen`.
+    """Return the strategy for reading the bytes of `wanted` under the settings in `chosen`.
 
     Raises:
         UnsupportedMethodError: direct reads were asked for where there are none.
@@ -69,16 +67,9 @@ def choose_strategy(
         choice = MethodChoice(method=Method.READ, reason="the caller opens the files")
     else:
         with recorder.span(Phase.WAIT):
-            choice = choose_method(
-                files,
-                asked=chosen.method,
-                threads=_threads(chosen, num_bytes, usual=DISK_THREADS),
-                memory_bytes=sum(want.num_bytes for want in wanted if want.device == CPU),
-                available_bytes=available_memory(),
-            )
-    waits_for_disk = choice.is_measured or choice.method is Method.DIRECT
+            choice = choose_method(files, asked=chosen.method)
     is_cast = any(want.is_cast for want in wanted)
-    threads = DISK_THREADS if waits_for_disk else usual_threads(is_cast=is_cast)
+    threads = DISK_THREADS if choice.waits_for_disk else usual_threads(is_cast=is_cast)
     threads = _threads(chosen, num_bytes, usual=threads)
     return ReadStrategy(
         method=choice.method,
@@ -90,7 +81,7 @@ def choose_strategy(
 
 
 def usual_threads(*, is_cast: bool) -> int:
-    """Return how many threads read what is cached, if nobody says: two per core, for each waits for fresh memory.
+    """Return the default number of threads for cached bytes: two per core, since each waits for page faults.
 
     Casting keeps a core busy by itself.
     """
@@ -98,7 +89,6 @@ def usual_threads(*, is_cast: bool) -> int:
 
 
 def _threads(chosen: LoadSettings, num_bytes: int, *, usual: int) -> int:
-    """Return how many threads read: starting them for a few megabytes takes longer than reading those."""
     if chosen.threads is not None:
         return chosen.threads
     return 1 if num_bytes < PARALLEL_BYTES else usual
