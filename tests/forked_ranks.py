@@ -40,7 +40,8 @@ def run(program: str | Path, function: str, size: int, folder: Path, *, hosts: i
         AssertionError: a rank did not end.
     """
     command = [sys.executable, __file__, str(program), function, str(size), str(hosts), str(folder)]
-    path = os.pathsep.join((str(ROOT), str(ROOT / "cli"), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")))
+    places = (ROOT, ROOT / "cli", ROOT / "tests", ROOT / "tests" / "support")
+    path = os.pathsep.join((*map(str, places), os.environ.get("PYTHONPATH", "")))
     environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=300)
     said = "".join(path.read_text() for path in sorted(folder.glob("errors-*.txt")))

@@ -30,7 +30,10 @@ def run_ranks(size: int, function, *arguments: object, patience_seconds: int = P
         asked = {"file": file, "name": function.__name__, "arguments": arguments, "size": size, "folder": folder}
         asked["patience"] = patience_seconds
         command = [sys.executable, __file__, json.dumps(asked, default=str)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=2 * patience_seconds, check=False)
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}  # other helpers, for what `file` imports
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=2 * patience_seconds, check=False, env=environment
+        )
         assert done.returncode == 0, done.stderr[-6000:]
         return json.loads(done.stdout)
 
