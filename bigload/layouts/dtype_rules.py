@@ -11,7 +11,7 @@ from fnmatch import fnmatchcase
 from bigload.checkpoint.model import TensorInfo
 from bigload.dtypes import DTYPES, DType, parse_dtype
 from bigload.errors import ReshardOptionError
-from bigload.planning.model.load_dtype import CASTABLE, EXPECTED_DTYPE, as_dtype
+from bigload.planning.load_dtype import CASTABLE, EXPECTED_DTYPE, as_dtype
 
 _TORCH_NAMES = {DTYPES[name].torch_name for name in CASTABLE}
 _FLOAT32 = DTYPES["F32"]

@@ -11,7 +11,7 @@ from bigload.dtypes import DType
 from bigload.errors import LoadOptionError, UnknownTensorError
 from bigload.loading.schedule import CPU, RequestedTensor
 from bigload.loading.slices import Slice, rows_of
-from bigload.planning.model.load_dtype import as_dtype
+from bigload.planning.load_dtype import as_dtype
 from bigload.planning.plan import Plan
 from bigload.planning.plan_file import check_plan
 

@@ -10,7 +10,7 @@ from bigload.dtypes import DType, parse_dtype
 from bigload.errors import LoadOptionError, UnsupportedDTypeError
 from bigload.loading.schedule import BufferSlot, RequestedTensor, Schedule
 from bigload.machine.huge_pages import Buffer
-from bigload.planning.model.load_dtype import CASTABLE, EXPECTED_DTYPE
+from bigload.planning.load_dtype import CASTABLE, EXPECTED_DTYPE
 
 Memory = Buffer | memoryview | torch.Tensor
 """A buffer of the CPU, or the map of a file, which tensors share; or the bytes of one tensor on another device."""

@@ -10,9 +10,9 @@ from typing import TypedDict, TypeVar, Unpack
 from bigload.devices import Device
 from bigload.dtypes import DType, parse_dtype
 from bigload.errors import PlanOptionError
+from bigload.planning.bandwidth import Bandwidth
 from bigload.planning.choices import Attention, Balance, Experts, NameScheme, Order, Policy
-from bigload.planning.model.workload import Workload
-from bigload.planning.placement.problem import Bandwidth
+from bigload.planning.workload import Workload
 from bigload.units import GIB, parse_size
 
 CUDA_OVERHEAD = GIB // 2

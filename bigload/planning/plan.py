@@ -17,7 +17,7 @@ from bigload.checkpoint.model import TensorInfo
 from bigload.devices import CPU, DISK, Device
 from bigload.errors import InvalidPlanError
 from bigload.planning.choices import Policy
-from bigload.planning.model.load_dtype import as_loaded
+from bigload.planning.load_dtype import as_loaded
 from bigload.planning.model.module_tree import is_index
 from bigload.planning.options import PlanOptions
 from bigload.planning.placement.optimality import Certificate

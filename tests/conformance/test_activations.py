@@ -19,7 +19,7 @@ from bigload.planning.model.config import ModelConfig
 from bigload.planning.model.module_tree import build_tree
 from bigload.planning.model.run_memory import run_memory
 from bigload.planning.model.units import blocks_of
-from bigload.planning.model.workload import PREFILL_CHUNK, Workload
+from bigload.planning.workload import PREFILL_CHUNK, Workload
 from builders import checkpoint_of
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")

@@ -17,7 +17,7 @@ import bigload
 from bigload.planning.model.module_tree import build_tree
 from bigload.planning.model.run_memory import run_memory
 from bigload.planning.model.units import UnitKind, cut_into_units
-from bigload.planning.model.workload import PREFILL_CHUNK, Workload
+from bigload.planning.workload import PREFILL_CHUNK, Workload
 from builders import checkpoint_of
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")

@@ -3,10 +3,10 @@ import pytest
 from bigload.devices import Device
 from bigload.dtypes import DTYPES
 from bigload.errors import PlanError
+from bigload.planning.bandwidth import Bandwidth
 from bigload.planning.choices import Attention, Balance, Experts, NameScheme, Policy
-from bigload.planning.model.workload import Workload
 from bigload.planning.options import PlanOptions, options_of
-from bigload.planning.placement.problem import Bandwidth
+from bigload.planning.workload import Workload
 from bigload.units import GIB, MIB
 
 CUDA, XPU, CPU = Device("cuda", 0), Device("xpu", 0), Device("cpu")

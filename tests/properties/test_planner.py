@@ -10,7 +10,7 @@ from strategies import budgets, checkpoints, models, problems, questions
 from bigload.devices import CPU, DISK
 from bigload.errors import DoesNotFitError
 from bigload.planning.choices import Experts, Policy
-from bigload.planning.model.load_dtype import as_loaded
+from bigload.planning.load_dtype import as_loaded
 from bigload.planning.model.ties import find_ties
 from bigload.planning.module_names import in_memory_names
 from bigload.planning.options import options_of

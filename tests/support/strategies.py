@@ -6,11 +6,12 @@ from hypothesis import strategies as st
 
 from bigload.devices import DISK
 from bigload.dtypes import DTYPES
+from bigload.planning.bandwidth import Bandwidth
 from bigload.planning.budget.budget import MemoryBudget
 from bigload.planning.choices import Balance, Experts, Policy
 from bigload.planning.model.structure import read_structure
 from bigload.planning.options import PlanWishes, options_of
-from bigload.planning.placement.problem import Bandwidth, PlacementProblem
+from bigload.planning.placement.problem import PlacementProblem
 from builders import checkpoint_of, unit_of
 
 _NAMES = st.sampled_from(["weight", "bias", "token", "weight.absmax", "scale"])

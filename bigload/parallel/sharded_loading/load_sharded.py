@@ -32,7 +32,7 @@ from bigload.parallel.sharded_loading.local_tensors import LocalPart, LocalTenso
 from bigload.parallel.sharded_loading.report import RankLoadReport
 from bigload.parallel.sharded_loading.shard_spec import check_divisions, of_division
 from bigload.parallel.sharded_loading.stored_tensors import StoredTensors, open_stored
-from bigload.planning.model.load_dtype import as_dtype
+from bigload.planning.load_dtype import as_dtype
 from bigload.planning.tensor_parallel.division import Division
 
 _Fill = Callable[[Sequence[LocalTensor]], tuple[ReadStrategy | None, int]]

@@ -20,7 +20,7 @@ from bigload.planning.model.block_shapes import BlockShapes, FeedForwardShapes
 from bigload.planning.model.config import ModelConfig
 from bigload.planning.model.kv_cache import BlockCache
 from bigload.planning.model.scan_memory import ScanMemory, scan_memory
-from bigload.planning.model.workload import PREFILL_CHUNK, Workload
+from bigload.planning.workload import PREFILL_CHUNK, Workload
 
 _STREAM = 5
 """Tensors as wide as the model: the embeddings, the block's input, attention's output, their sum, its norm."""

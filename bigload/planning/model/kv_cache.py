@@ -21,7 +21,7 @@ from bigload.dtypes import DTYPES, DType
 from bigload.planning.model.block_shapes import AttentionShapes, BlockShapes, RecurrentShapes, read_block
 from bigload.planning.model.config import ModelConfig
 from bigload.planning.model.module_tree import ModuleNode, is_index
-from bigload.planning.model.workload import PREFILL_CHUNK, Workload
+from bigload.planning.workload import PREFILL_CHUNK, Workload
 from bigload.units import counted
 
 _WORDS_OF_TOWERS = ("encoder", "vision", "visual", "image", "audio", "speech", "tower", "resampler", "qformer")

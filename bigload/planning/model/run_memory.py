@@ -14,7 +14,7 @@ from bigload.planning.model.block_shapes import BlockShapes, is_matrix, read_blo
 from bigload.planning.model.config import ModelConfig
 from bigload.planning.model.kv_cache import BlockCache, block_caches, is_of_main_encoder, source_tokens, stored_dtype
 from bigload.planning.model.module_tree import ModuleNode
-from bigload.planning.model.workload import PREFILL_CHUNK, Workload
+from bigload.planning.workload import PREFILL_CHUNK, Workload
 
 _LOGIT_BYTES = 4
 HEADS = ("lm_head.weight", "embed_out.weight", "proj_out.weight")

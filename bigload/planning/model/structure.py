@@ -10,16 +10,16 @@ from functools import cached_property
 from bigload.checkpoint.model import Checkpoint, TensorInfo
 from bigload.errors import PlanOptionError
 from bigload.planning.choices import NameScheme
+from bigload.planning.load_dtype import as_loaded
 from bigload.planning.model.execution_order import execution_ranks, in_execution_order, visits
 from bigload.planning.model.experts import RoutedExperts, dense_parts, routed_experts
-from bigload.planning.model.load_dtype import as_loaded
 from bigload.planning.model.module_tree import ModuleNode, build_tree, without
 from bigload.planning.model.mtp_layers import extra_layers
 from bigload.planning.model.run_memory import HEADS, NO_RUN_MEMORY, MemoryModel, RunMemory, memory_model
 from bigload.planning.model.ties import TiedGroup, find_ties
 from bigload.planning.model.units import Part, Unit, UnitKind, blocks_of, cut_into_units, key_above
-from bigload.planning.model.workload import Workload
 from bigload.planning.options import PlanOptions
+from bigload.planning.workload import Workload
 
 
 @dataclass(frozen=True, kw_only=True)

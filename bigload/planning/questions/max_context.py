@@ -17,7 +17,6 @@ from bigload.planning.choices import Balance, Policy
 from bigload.planning.model.config import ModelConfig
 from bigload.planning.model.run_memory import RunMemory
 from bigload.planning.model.structure import ModelStructure
-from bigload.planning.model.workload import MAX_CONTEXT
 from bigload.planning.options import PlanOptions
 from bigload.planning.placement.policies.contiguous_ranges import Rooms, Stretches
 from bigload.planning.placement.policies.optimal import orders_of, token_cost
@@ -25,6 +24,7 @@ from bigload.planning.placement.policies.registry import POLICIES, solve
 from bigload.planning.placement.problem import Misfit, Placement, PlacementProblem
 from bigload.planning.planner import does_not_fit, problem_of
 from bigload.planning.questions.sizing import expert_forms
+from bigload.planning.workload import MAX_CONTEXT
 from bigload.units import counted
 
 _TRAINED = ("max_position_embeddings", "n_positions", "n_ctx", "seq_length", "max_seq_len", "max_sequence_length")

@@ -26,7 +26,7 @@ from bigload.loading.absent_weights import LOAD_OR_DISPATCH, NOT_LOADED, mark_ab
 from bigload.loading.assign import Assignment, held
 from bigload.loading.memory_errors import memory_errors
 from bigload.loading.tensors import dtype_of, parsed_dtype, torch_dtype
-from bigload.planning.model.load_dtype import as_dtype
+from bigload.planning.load_dtype import as_dtype
 from bigload.planning.plan import Plan
 from bigload.runtime.device_map.blocks import device_of
 from bigload.runtime.device_map.present_devices import check_devices_present

@@ -17,7 +17,7 @@ from bigload.loading.legacy_torch import described, load_legacy
 from bigload.loading.load import load
 from bigload.loading.slices import Slice
 from bigload.loading.tensors import torch_dtype
-from bigload.planning.model.load_dtype import as_dtype
+from bigload.planning.load_dtype import as_dtype
 from bigload.planning.plan import Plan
 from bigload.planning.plan_file import is_plan, open_planned, read_plan
 

@@ -34,7 +34,7 @@ from bigload.loading.readers.mapped import MappedFile, in_huge_pages, make_prese
 from bigload.loading.schedule import RequestedTensor
 from bigload.loading.tensors import check_dtypes, parsed_dtype, torch_dtype, torch_shape
 from bigload.machine.huge_pages import no_memory
-from bigload.planning.model.load_dtype import as_dtype
+from bigload.planning.load_dtype import as_dtype
 
 Signature = tuple[int, int, int] | None
 

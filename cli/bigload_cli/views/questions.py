@@ -7,11 +7,11 @@ from dataclasses import asdict
 
 from bigload.devices import Device
 from bigload.plain_text import PlainTable, printable
-from bigload.planning.model.workload import Workload
 from bigload.planning.questions.compare import PolicyOutcome
 from bigload.planning.questions.explain import Explanation, Neighbour
 from bigload.planning.questions.max_context import MaxContext
 from bigload.planning.questions.sizing import Fits, GpuNeeds, LargestUnit
+from bigload.planning.workload import Workload
 from bigload.units import format_size
 
 

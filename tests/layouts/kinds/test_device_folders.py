@@ -14,7 +14,7 @@ from bigload.checkpoint.source import open_checkpoint
 from bigload.dtypes import DTYPES
 from bigload.errors import PlanError
 from bigload.layouts.kinds.device_folders import lay_out
-from bigload.planning.model.load_dtype import as_dtype
+from bigload.planning.load_dtype import as_dtype
 from bigload.planning.plan_file import check_plan, plan_from_json, read_plan, write_plan
 from bigload.planning.planner import plan
 from builders import (

@@ -11,7 +11,7 @@ from bigload.planning.model.block_shapes import read_block
 from bigload.planning.model.config import ModelConfig
 from bigload.planning.model.kv_cache import BlockCache
 from bigload.planning.model.module_tree import build_tree
-from bigload.planning.model.workload import PREFILL_CHUNK, Workload
+from bigload.planning.workload import PREFILL_CHUNK, Workload
 from builders import checkpoint_of
 
 HUNDRED = Workload(context=100)

@@ -12,7 +12,7 @@ from bigload.planning.model.config import ModelConfig
 from bigload.planning.model.kv_cache import block_caches, source_tokens
 from bigload.planning.model.module_tree import build_tree
 from bigload.planning.model.units import UnitKind, cut_into_units
-from bigload.planning.model.workload import PREFILL_CHUNK, Workload
+from bigload.planning.workload import PREFILL_CHUNK, Workload
 from builders import checkpoint_of
 
 HUNDRED = Workload(context=100)

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from bigload.planning.choices import Attention
 from bigload.planning.model.module_tree import build_tree
 from bigload.planning.model.run_memory import RunMemory, memory_model, run_memory
-from bigload.planning.model.workload import Workload
+from bigload.planning.workload import Workload
 from builders import checkpoint_of, llama_config, llama_tensors
 
 # Of `llama_tensors`: hidden 8, feed-forward 16, vocabulary 32, 16-bit floats.

@@ -2,8 +2,8 @@ import pytest
 
 from bigload.errors import PlanError
 from bigload.planning.model.structure import read_structure
-from bigload.planning.model.workload import Workload
 from bigload.planning.options import options_of
+from bigload.planning.workload import Workload
 from builders import checkpoint_of, llama_config, llama_tensors
 
 LLAMA = {**llama_config(), "hidden_size": 8, "num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 32}

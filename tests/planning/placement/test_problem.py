@@ -2,7 +2,8 @@ import pytest
 
 from bigload.devices import CPU, DISK, Device
 from bigload.errors import PlanError
-from bigload.planning.placement.problem import Bandwidth, Placement, device_loads, fetch_ahead, keeps_limits, workspace
+from bigload.planning.bandwidth import Bandwidth
+from bigload.planning.placement.problem import Placement, device_loads, fetch_ahead, keeps_limits, workspace
 from builders import problem_of, unit_of
 
 CUDA0, CUDA1 = Device("cuda", 0), Device("cuda", 1)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from bigload.dtypes import DType
 from bigload.errors import PlanOptionError
 from bigload.planning.choices import Attention
-from bigload.planning.model.load_dtype import CASTABLE, EXPECTED_DTYPE
+from bigload.planning.load_dtype import CASTABLE, EXPECTED_DTYPE
 
 MAX_CONTEXT = 2**30
 """Tokens; a hundred times what any model was trained for. A larger number is a slip of the keyboard."""

@@ -2,7 +2,7 @@ import pytest
 
 from bigload.dtypes import DTYPES
 from bigload.errors import PlanError
-from bigload.planning.model.workload import MAX_BATCH, MAX_CONTEXT, Workload
+from bigload.planning.workload import MAX_BATCH, MAX_CONTEXT, Workload
 
 
 def test_without_words_a_workload_is_weights_only():

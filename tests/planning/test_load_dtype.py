@@ -1,7 +1,7 @@
 import pytest
 
 from bigload.dtypes import DTYPES
-from bigload.planning.model.load_dtype import as_dtype, as_loaded
+from bigload.planning.load_dtype import as_dtype, as_loaded
 from bigload.planning.planner import plan
 from builders import checkpoint_of
 
