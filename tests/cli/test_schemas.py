@@ -9,8 +9,8 @@ import torch
 from jsonschema import Draft202012Validator
 
 from bigload.checkpoint.fingerprint import ShardFingerprint
-from bigload.layouts.verification.manifest import FileRecord, Manifest, ManifestSource, manifest_lines, record_of
-from builders import make_checkpoint, make_split, write_shard
+from bigload.layouts.verification.manifest import FileRecord, Manifest, ManifestSource, manifest_lines
+from builders import make_checkpoint, make_split, record_of, write_shard
 
 VERSIONS = {"plan": "1.1", "inspect": "1.2", "reshard": "1.1", "bench-load": "1.1"}
 SCHEMAS = Path(__file__).parents[2] / "docs" / "schemas"

@@ -2,8 +2,7 @@ import pytest
 
 from bigload.errors import ReadError, VerificationError, WriteError
 from bigload.layouts.documents import check_file, write_file
-from bigload.layouts.verification.manifest import record_of
-from builders import contents
+from builders import contents, record_of
 
 
 def test_a_small_file_takes_the_place_of_one_that_an_interrupted_run_left(tmp_path):

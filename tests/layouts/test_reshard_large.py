@@ -15,11 +15,10 @@ import make as fixtures
 from bigload.layouts.options import ReshardOptions
 from bigload.layouts.preparation import prepare_reshard
 from bigload.layouts.reshard import reshard, run_reshard
-from bigload.layouts.verification.digests import digest_of
 from bigload.layouts.verification.manifest import read_manifest
 from bigload.layouts.writing import writer as writer_module
 from bigload.planning.plan_file import write_plan
-from builders import make_checkpoint, stored_tensors
+from builders import digest_of, make_checkpoint, stored_tensors
 
 MIB = 1 << 20
 

@@ -21,6 +21,7 @@ import xxhash
 from bigload.checkpoint.model import Checkpoint, Shard, Span, TensorInfo
 from bigload.dtypes import DTYPES
 from bigload.layouts.output import Output
+from bigload.layouts.verification.manifest import FileRecord
 from bigload.planning.budget.budget import MemoryBudget
 from bigload.planning.model.units import Part, Unit, UnitKind
 from bigload.planning.placement.problem import PlacementProblem
@@ -302,10 +303,10 @@ def write_manifest(folder: Path, **changes: object) -> Path:
             data = content[8 + struct.unpack("<Q", content[:8])[0] :]
             header = json.loads(content[8 : len(content) - len(data)])
             header.pop("__metadata__", None)
-            tensors = {name: _digest(data[slice(*entry["data_offsets"])]) for name, entry in header.items()}
+            tensors = {name: digest_of(data[slice(*entry["data_offsets"])]) for name, entry in header.items()}
         elif file.suffix == ".dat":
-            tensors = {file.stem: _digest(content)}
-        record = {"bytes": len(content), "digest": _digest(content), "tensors": tensors}
+            tensors = {file.stem: digest_of(content)}
+        record = {"bytes": len(content), "digest": digest_of(content), "tensors": tensors}
         files[file.relative_to(folder).as_posix()] = record
     document = {
         "schema": "bigload.manifest/1.0",
@@ -321,5 +322,11 @@ def write_manifest(folder: Path, **changes: object) -> Path:
     return path
 
 
-def _digest(content: bytes) -> str:
+def digest_of(content: bytes) -> str:
+    """Return the digest of a file as a manifest has it."""
     return xxhash.xxh3_128_hexdigest(content)
+
+
+def record_of(content: bytes) -> FileRecord:
+    """Return the record of a file without tensors."""
+    return FileRecord(num_bytes=len(content), digest=digest_of(content))

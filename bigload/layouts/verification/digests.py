@@ -1,12 +1,13 @@
-"""Digests of a file and of its tensors, taken in one pass, in file order, whatever order its windows are ready in.
+"""Digests of a file and of its tensors in one pass in file order, for writing and for verifying.
 
-XXH3 with 128 bits, as `xxhsum -H2` prints it: it finds every damage that a disk or a network does, at the speed of
-memory, so that digesting takes no time beside writing. It is no proof against forgery.
+XXH3 with 128 bits, as `xxhsum -H2` prints it: it finds damage by disks and networks at the speed of memory, so
+digesting takes no time beside writing. It does not protect against forgery.
 """
 
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterable
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -18,8 +19,16 @@ from bigload.units import MIB
 _ZEROS = memoryview(bytes(MIB))
 
 
-class Mark(NamedTuple):
-    """A place in a file, and its digest up to there."""
+class TensorRange(NamedTuple):
+    """Bytes `start` to `stop` of a file that hold the tensor `name`."""
+
+    name: str
+    start: int
+    stop: int
+
+
+class DigestMark(NamedTuple):
+    """A position in a file to which `FileDigest.rewind` can return."""
 
     position: int
     num_tensors: int
@@ -27,79 +36,77 @@ class Mark(NamedTuple):
 
 
 class FileDigest:
-    """The running digests of one output file: bytes go in by order, holes as the zeros that they read as.
+    """Running digests of a file and of its tensors, from the bytes of the file in their order.
+
+    Args:
+        ranges: Where each tensor is, in file order and without overlaps.
+        num_bytes: Size of the file.
 
     Attributes:
-        position: Up to where the file has gone in.
+        position: Bytes digested so far.
         tensors: Digests, in hexadecimal, of the tensors that are complete, by name.
     """
 
-    def __init__(self, output: OutputFile) -> None:
+    def __init__(self, ranges: Iterable[TensorRange], num_bytes: int) -> None:
         self.position = 0
         self.tensors: dict[str, str] = {}
-        self._output = output
-        self._stops = [start + tensor.num_bytes for start, tensor in zip(output.starts(), output.tensors, strict=True)]
+        self._ranges = tuple(ranges)
+        self._num_bytes = num_bytes
         self._whole = xxhash.xxh3_128()
         self._tensor = xxhash.xxh3_128()
-        self._header_bytes = output.header_bytes
+        self.update(_ZEROS[:0])  # completes tensors without bytes at the beginning
+
+    @classmethod
+    def of(cls, output: OutputFile) -> FileDigest:
+        """Return the digest of a file to write, before its first byte."""
+        starts = zip(output.tensors, output.starts(), strict=True)
+        return cls((TensorRange(one.name, start, start + one.num_bytes) for one, start in starts), output.num_bytes)
 
     def update(self, view: memoryview) -> None:
-        """Take the bytes that follow in the file."""
+        """Digest the bytes that follow in the file."""
+        begin, self.position = self.position, self.position + view.nbytes
         self._whole.update(view)
-        if self.position < self._header_bytes:
-            skipped = min(self._header_bytes - self.position, len(view))
-            view, self.position = view[skipped:], self.position + skipped
-        self._close_tensors()
-        while view:
-            stop = self._stops[len(self.tensors)]
-            taken = min(stop - self.position, len(view))
-            self._tensor.update(view[:taken])
-            view, self.position = view[taken:], self.position + taken
-            self._close_tensors()
+        while len(self.tensors) < len(self._ranges):
+            name, start, stop = self._ranges[len(self.tensors)]
+            if start > self.position:
+                break
+            self._tensor.update(view[max(start - begin, 0) : stop - begin])
+            if stop > self.position:
+                break
+            self.tensors[name] = self._tensor.hexdigest()
+            self._tensor.reset()
 
     def skip_to(self, position: int) -> None:
-        """Take zeros up to `position`."""
+        """Digest zeros up to `position`: a hole reads as zeros."""
         while self.position < position:
             count = len(self.tensors)
-            stop = self._stops[count] if count < len(self._stops) else self._output.num_bytes
-            num_bytes = stop - self.position
-            is_whole = count < len(self._stops) and num_bytes == self._output.tensors[count].num_bytes
-            if is_whole and self._header_bytes <= self.position and stop <= position:
-                # Models have few sizes of tensors: that of zeros is the same for all of one size.
-                for begin in range(0, num_bytes, len(_ZEROS)):
-                    self._whole.update(_ZEROS[: num_bytes - begin])
+            at_end = TensorRange("", position, position)
+            name, start, stop = self._ranges[count] if count < len(self._ranges) else at_end
+            if self.position == start and stop <= position:
+                # Models have few sizes of tensors: the digest of zeros is the same for all of one size.
+                for begin in range(start, stop, len(_ZEROS)):
+                    self._whole.update(_ZEROS[: stop - begin])
                 self.position = stop
-                self._note(_digest_of_zeros(num_bytes))
-                self._close_tensors()
+                self.tensors[name] = _digest_of_zeros(stop - start)
+                self.update(_ZEROS[:0])  # completes tensors without bytes that follow
             else:
-                self.update(_ZEROS[: min(stop, position) - self.position])
+                edge = min(start if self.position < start else stop, position)
+                self.update(_ZEROS[: edge - self.position])
 
     def finish(self) -> str:
-        """Take what is missing up to the end of the file as zeros, and return the digest of all of it."""
-        self.skip_to(self._output.num_bytes)
-        self._close_tensors()
+        """Digest zeros up to the end of the file, and return the digest of all of it."""
+        self.skip_to(self._num_bytes)
         return self._whole.hexdigest()
 
-    def mark(self) -> Mark:
-        """Return what `rewind` needs to come back here, where a tensor begins or all of them have ended."""
-        return Mark(self.position, len(self.tensors), self._whole.copy())
+    def mark(self) -> DigestMark:
+        """Return what `rewind` needs to return here: a position where a tensor begins or all of them have ended."""
+        return DigestMark(self.position, len(self.tensors), self._whole.copy())
 
-    def rewind(self, mark: Mark) -> None:
-        """Forget what has gone in since `mark`; once for each mark."""
+    def rewind(self, mark: DigestMark) -> None:
+        """Forget what was digested since `mark`; once for each mark."""
         while len(self.tensors) > mark.num_tensors:
             self.tensors.popitem()
         self.position, self._whole, self._tensor = mark.position, mark.whole, xxhash.xxh3_128()
-
-    def _close_tensors(self) -> None:
-        """Note the digests of tensors that end here; empty ones end where they begin."""
-        count = len(self.tensors)
-        while self.position >= self._header_bytes and count < len(self._stops) and self._stops[count] == self.position:
-            self._note(self._tensor.hexdigest())
-            self._tensor = xxhash.xxh3_128()
-            count += 1
-
-    def _note(self, digest: str) -> None:
-        self.tensors[self._output.tensors[len(self.tensors)].name] = digest
 
 
 @lru_cache(maxsize=1024)
@@ -111,42 +118,38 @@ def _digest_of_zeros(num_bytes: int) -> str:
 
 
 class InOrderDigest:
-    """Lets threads that fill windows of a file digest them one after the other, in file order.
+    """Digest of a file whose windows are filled by several threads: each waits until the windows before its own are in.
 
-    Windows are handed to threads in that order, so the one whose turn it is is always being filled, and waits for none.
+    Windows are handed to threads in file order, so the next window to digest is always owned by a running thread (no
+    deadlock).
     """
 
     def __init__(self, digest: FileDigest) -> None:
         self.digest = digest
-        self._turn = 0
-        self._moved = threading.Condition()
+        self._next = 0
+        self._changed = threading.Condition()
         self._is_aborted = False
 
     def add(self, number: int, start: int, view: memoryview) -> bool:
-        """Wait for the turn of window `number`, which starts at byte `start`, and digest it.
+        """Wait until window `number`, which starts at byte `start`, is the next one, and digest it.
 
-        Bytes that the digest has already, of a file that is gone on with, are left out. Returns whether it was done:
-        not if an earlier window failed.
+        Bytes that are digested already, of a file that is resumed, are left out. Returns False if an earlier window
+        failed.
         """
-        with self._moved:
-            self._moved.wait_for(lambda: self._turn == number or self._is_aborted)
+        with self._changed:
+            self._changed.wait_for(lambda: self._next == number or self._is_aborted)
             if self._is_aborted:
                 return False
-        # Outside of the lock: whoever waits is behind this one anyway.
+        # Outside of the lock: all other threads wait for this window anyway.
         self.digest.skip_to(start)
         self.digest.update(view[self.digest.position - start :])
-        with self._moved:
-            self._turn += 1
-            self._moved.notify_all()
+        with self._changed:
+            self._next += 1
+            self._changed.notify_all()
         return True
 
     def abort(self) -> None:
-        """Let nobody wait any more: a window will never come."""
-        with self._moved:
+        """Release all waiting threads: a window will never come."""
+        with self._changed:
             self._is_aborted = True
-            self._moved.notify_all()
-
-
-def digest_of(data: bytes) -> str:
-    """Return the digest of a small file."""
-    return xxhash.xxh3_128_hexdigest(data)
+            self._changed.notify_all()

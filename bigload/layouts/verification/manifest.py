@@ -19,8 +19,6 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import TypeVar
 
-import xxhash
-
 from bigload.checkpoint.fingerprint import ShardFingerprint
 from bigload.checkpoint.index import resolve_shard
 from bigload.documents import parse_json
@@ -94,11 +92,6 @@ class Manifest:
     def num_bytes(self) -> int:
         """Bytes of all files, holes included."""
         return sum(record.num_bytes for record in self.files.values())
-
-
-def record_of(content: bytes) -> FileRecord:
-    """Return the record of a small file that has no tensors."""
-    return FileRecord(num_bytes=len(content), digest=xxhash.xxh3_128_hexdigest(content))
 
 
 def manifest_lines(manifest: Manifest) -> Iterator[str]:

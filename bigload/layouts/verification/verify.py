@@ -15,8 +15,6 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
-import xxhash
-
 from bigload.checkpoint.formats.safetensors import read_header
 from bigload.checkpoint.index import resolve_shard
 from bigload.checkpoint.model import Span
@@ -28,6 +26,7 @@ from bigload.errors import (
     ReadError,
     UnsupportedMethodError,
 )
+from bigload.layouts.verification.digests import FileDigest, TensorRange
 from bigload.layouts.verification.manifest import MANIFEST_FILE, FileRecord, Manifest, read_manifest
 from bigload.loading.progress import OnProgress, Tally, ignore_progress
 from bigload.loading.readers.byte_source import PositionalReader
@@ -42,7 +41,6 @@ BLOCK_BYTES = 2 * MIB
 DEFAULT_THREADS = 4
 """They wait for the disk, so not the cores count. More were no faster on the disks of the bench, one was slower."""
 
-_ZEROS = memoryview(bytes(MIB))
 _WEIGHTS = (".safetensors", ".index.json", ".bin", ".pt", ".pth", ".dat")
 """Names that a reader may take for weights, so that a file too many is worth a word."""
 
@@ -232,13 +230,14 @@ class _FileCheck:
         problems = list(self._other_names(spans))
         if self.record.digest is None and not any(self.record.tensors.values()):
             return problems
-        digests = _Digests(spans)
-        self._read(place, digests)
+        ranges = (TensorRange(name, span.start, span.stop) for name, span in spans.items())
+        digest = FileDigest(ranges, self.record.num_bytes)
+        self._read(place, digest)
         for name, span in spans.items():
-            if self.record.tensors.get(name) not in (None, digests.tensors[name]):
+            if self.record.tensors.get(name) not in (None, digest.tensors[name]):
                 text = f"tensor {name!r} differs, somewhere in bytes {span.start} to {span.stop}"
                 problems.append(self._problem("tensor", text, tensor=name, start=span.start, stop=span.stop))
-        if self.record.digest not in (None, digests.whole) and not problems:
+        if self.record.digest not in (None, digest.finish()) and not problems:
             problems.append(self._elsewhere(spans))
         return problems
 
@@ -269,24 +268,21 @@ class _FileCheck:
         stop = min((span.start for span in spans.values()), default=self.record.num_bytes)
         return self._problem("header", f"its header differs, somewhere in bytes 0 to {stop}", start=0, stop=stop)
 
-    def _read(self, place: Path, digests: _Digests) -> None:
-        """Feed all bytes of the file to `digests`."""
+    def _read(self, place: Path, digest: FileDigest) -> None:
+        """Digest all bytes of the file."""
         end = self.record.num_bytes
         with self._blocks.lend() as block, memoryview(block) as memory, _opened(place, self._blocks) as reader:
-            position = 0
             for start, stop in (*data_extents(reader.descriptor, 0, end), (end, end)):
-                for begin in range(position, start, len(_ZEROS)):
-                    self._digest(digests, _ZEROS[: start - begin])
+                while digest.position < start:
+                    num_bytes = min(BLOCK_BYTES, start - digest.position)
+                    digest.skip_to(digest.position + num_bytes)
+                    self._count(num_bytes)
                 for begin in range(start, stop, BLOCK_BYTES):
                     view = memory[: min(BLOCK_BYTES, stop - begin)]
                     reader.read_into([view], begin)
                     self.read_bytes += view.nbytes
-                    self._digest(digests, view)
-                position = stop
-
-    def _digest(self, digests: _Digests, data: memoryview) -> None:
-        digests.update(data)
-        self._count(data.nbytes)
+                    digest.update(view)
+                    self._count(view.nbytes)
 
     def _count(self, num_bytes: int) -> None:
         self._left_bytes -= num_bytes
@@ -296,41 +292,6 @@ class _FileCheck:
         self, code: str, text: str, *, tensor: str | None = None, start: int | None = None, stop: int | None = None
     ) -> FileProblem:
         return FileProblem(code=code, file=self.file, text=text, tensor=tensor, start=start, stop=stop)
-
-
-class _Digests:
-    """The digests of a file and of its tensors, from its bytes in their order.
-
-    `spans` follow each other and do not overlap; `tensors` has those that have been passed.
-    """
-
-    def __init__(self, spans: Mapping[str, Span]) -> None:
-        self.tensors: dict[str, str] = {}
-        self._spans = iter([*spans.items(), None])
-        self._current = next(self._spans)
-        self._whole = xxhash.xxh3_128()
-        self._tensor = xxhash.xxh3_128()
-        self._position = 0
-        self.update(_ZEROS[:0])  # tensors without bytes may be all there is
-
-    @property
-    def whole(self) -> str:
-        """The digest of all bytes so far."""
-        return self._whole.hexdigest()
-
-    def update(self, data: memoryview) -> None:
-        """Digest the next bytes of the file."""
-        begin, end = self._position, self._position + data.nbytes
-        self._whole.update(data)
-        while self._current is not None and self._current[1].start <= end:
-            name, span = self._current
-            self._tensor.update(data[max(span.start - begin, 0) : span.stop - begin])
-            if span.stop > end:
-                break
-            self.tensors[name] = self._tensor.hexdigest()
-            self._tensor.reset()
-            self._current = next(self._spans)
-        self._position = end
 
 
 class _UncachedReader(PositionalReader):

@@ -47,7 +47,7 @@ def recheck(
 
 
 def _compared(output: OutputFile, progress: FileProgress, content: _Bytes, tally: Tally) -> ReusableFile | None:
-    digest = FileDigest(output)
+    digest = FileDigest.of(output)
     header = bytearray()
     for chunk in content.read(0, output.header_bytes):
         header += chunk

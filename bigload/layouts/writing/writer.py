@@ -221,7 +221,7 @@ class _FileUnderWay:
     ) -> None:
         self.output = output
         self.sink = sink
-        self.lane = InOrderDigest(FileDigest(output) if kept is None else kept.digest)
+        self.lane = InOrderDigest(FileDigest.of(output) if kept is None else kept.digest)
         self.is_digested = True
         self._journal = journal
         self._tally = tally

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 from bigload.checkpoint.model import Span, TensorInfo
 from bigload.dtypes import DTYPES
 from bigload.layouts.output import OutputFile, OutputTensor
-from bigload.layouts.verification.digests import FileDigest, InOrderDigest, digest_of
+from bigload.layouts.verification.digests import FileDigest, InOrderDigest
+from builders import digest_of
 
 
 def file_of(sizes, *, is_raw=False):
@@ -38,7 +39,7 @@ shapes = st.tuples(st.lists(st.integers(0, 50), min_size=1, max_size=8), st.bool
 @given(shapes, st.lists(st.integers(1, 5000), max_size=12))
 def test_however_a_file_is_cut_the_digests_are_those_of_its_bytes(shape, cuts):
     output = file_of(shape[0], is_raw=shape[1])
-    content, digest, position = content_of(output), FileDigest(output), 0
+    content, digest, position = content_of(output), FileDigest.of(output), 0
     for cut in cuts:
         digest.update(memoryview(content)[position : position + cut])
         position = min(position + cut, len(content))
@@ -56,7 +57,7 @@ def test_holes_are_digested_as_the_zeros_that_they_read_as(shape, stored, hole):
     stored = min(stored, len(content))
     hole = min(hole, len(content) - stored)
     content[stored : stored + hole] = bytes(hole)
-    digest = FileDigest(output)
+    digest = FileDigest.of(output)
     digest.update(memoryview(content)[:stored])
     digest.skip_to(stored + hole)
     digest.update(memoryview(content)[stored + hole :])
@@ -66,7 +67,7 @@ def test_holes_are_digested_as_the_zeros_that_they_read_as(shape, stored, hole):
 
 def test_a_hole_at_the_end_needs_no_skip():
     output = file_of([10, 3_000_000, 0], is_raw=True)
-    digest = FileDigest(output)
+    digest = FileDigest.of(output)
     digest.update(memoryview(b"x" * 10))
     assert digest.finish() == digest_of(b"x" * 10 + bytes(3_000_000))
     assert digest.tensors["t2"] == digest_of(b"")
@@ -77,7 +78,7 @@ def test_what_went_in_since_a_mark_is_forgotten(shape, index, more):
     output = file_of(shape[0], is_raw=shape[1])
     content = content_of(output)
     place = output.starts()[min(index, len(shape[0]) - 1)]
-    digest = FileDigest(output)
+    digest = FileDigest.of(output)
     digest.update(memoryview(content)[:place])
     mark, known = digest.mark(), dict(digest.tensors)
     digest.update(memoryview(bytes(len(content)))[place : place + more])
@@ -92,7 +93,7 @@ def test_what_went_in_since_a_mark_is_forgotten(shape, index, more):
 def test_a_lane_takes_windows_in_file_order_whichever_is_ready_first(threads):
     output = file_of([1000], is_raw=True)
     content = content_of(output)
-    lane = InOrderDigest(FileDigest(output))
+    lane = InOrderDigest(FileDigest.of(output))
     everyone = threading.Barrier(threads)
 
     def add(number):
@@ -111,7 +112,7 @@ def test_a_lane_takes_windows_in_file_order_whichever_is_ready_first(threads):
 def test_a_lane_leaves_out_what_the_digest_has_already():
     output = file_of([100], is_raw=True)
     content = content_of(output)
-    digest = FileDigest(output)
+    digest = FileDigest.of(output)
     digest.update(memoryview(content)[:37])
     lane = InOrderDigest(digest)
     assert lane.add(0, 20, memoryview(content)[20:60])
@@ -120,7 +121,7 @@ def test_a_lane_leaves_out_what_the_digest_has_already():
 
 
 def test_an_aborted_lane_lets_everybody_go():
-    lane = InOrderDigest(FileDigest(file_of([100], is_raw=True)))
+    lane = InOrderDigest(FileDigest.of(file_of([100], is_raw=True)))
     results = []
     waiting = threading.Thread(target=lambda: results.append(lane.add(1, 50, memoryview(bytes(50)))))
     waiting.start()

@@ -17,8 +17,8 @@ from bigload.layouts.verification.manifest import (
     manifest_from_json,
     manifest_lines,
     read_manifest,
-    record_of,
 )
+from builders import record_of
 
 # What `xxhsum -H2` prints for an empty file; XXH128 of no input, in the sanity tests of xxHash itself.
 DIGEST_OF_NOTHING = "99aa06d3014798d86001c324468d497f"

@@ -8,13 +8,13 @@ import pytest
 from bigload.checkpoint.model import Span, TensorInfo
 from bigload.dtypes import DTYPES
 from bigload.layouts.output import OutputFile, OutputTensor
-from bigload.layouts.verification.digests import FileDigest, digest_of
+from bigload.layouts.verification.digests import FileDigest
 from bigload.layouts.writing import resume_check as recheck_module
 from bigload.layouts.writing.journal import FileProgress
 from bigload.layouts.writing.resume_check import recheck
 from bigload.loading.progress import Tally
 from bigload.machine.huge_pages import BlockPool
-from builders import open_descriptors
+from builders import digest_of, open_descriptors
 
 SIZES = (5000, 0, 70_000, 4096, 13)
 TENSORS = tuple(
@@ -26,7 +26,7 @@ CONTENT = OUTPUT.header + b"".join(bytes([n + 1]) * size for n, size in enumerat
 
 
 def progress_of(content=CONTENT, *, count=5, is_complete=True):
-    digest = FileDigest(OUTPUT)
+    digest = FileDigest.of(OUTPUT)
     digest.update(memoryview(content))
     whole = digest.finish()
     tensors = dict(list(digest.tensors.items())[:count])
@@ -166,7 +166,7 @@ def test_holes_are_kept_without_being_read(check, monkeypatch):
         file.truncate(output.num_bytes)
     if check.path.stat().st_blocks * 512 > 1 << 20:
         pytest.skip("this file system stores holes")
-    digest = FileDigest(output)
+    digest = FileDigest.of(output)
     digest.update(memoryview(output.header + b"x" * 4096))
     whole = digest.finish()
     read, preadv = [], os.preadv

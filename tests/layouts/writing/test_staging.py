@@ -12,7 +12,7 @@ import pytest
 
 from bigload.errors import OutputExistsError, WriteError
 from bigload.layouts.documents import write_file
-from bigload.layouts.verification.manifest import MANIFEST_FILE, Manifest, ManifestSource, manifest_lines, record_of
+from bigload.layouts.verification.manifest import MANIFEST_FILE, Manifest, ManifestSource, manifest_lines
 from bigload.layouts.writing.journal import journal_name
 from bigload.layouts.writing.staging import (
     check_output,
@@ -24,7 +24,7 @@ from bigload.layouts.writing.staging import (
     staging_folder,
     tidy,
 )
-from builders import contents, open_descriptors
+from builders import contents, open_descriptors, record_of
 
 
 def entries(folder):
