@@ -66,7 +66,7 @@ _MODULES = {
     "bigload.parallel.tensor_parallel.apply": "apply_tensor_parallel plan_tensor_parallel",
     "bigload.parallel.tensor_parallel.plan": "LocalArgument TensorParallelPlan",
     "bigload.parallel.workers.parallel_model": "ParallelModel ParallelReport",
-    "bigload.parallel.workers.parallelize": "parallelize",
+    "bigload.parallel.parallelize": "parallelize",
     "bigload.parallel.workers.requests": "WorkerReport",
     "bigload.planning.budget.budget": "MemoryBudget",
     "bigload.planning.choices": "Balance Experts NameScheme Order Policy",

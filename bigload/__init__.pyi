@@ -115,6 +115,7 @@ from bigload.loading.progress import Progress as Progress
 from bigload.loading.readers.byte_source import ByteSource as ByteSource
 from bigload.loading.report import LoadReport as LoadReport
 from bigload.loading.slices import Slice as Slice
+from bigload.parallel.parallelize import parallelize as parallelize
 from bigload.parallel.sharded_loading.load_sharded import LoadedParts as LoadedParts
 from bigload.parallel.sharded_loading.load_sharded import load_parts as load_parts
 from bigload.parallel.sharded_loading.load_sharded import load_sharded as load_sharded
@@ -125,7 +126,6 @@ from bigload.parallel.tensor_parallel.plan import LocalArgument as LocalArgument
 from bigload.parallel.tensor_parallel.plan import TensorParallelPlan as TensorParallelPlan
 from bigload.parallel.workers.parallel_model import ParallelModel as ParallelModel
 from bigload.parallel.workers.parallel_model import ParallelReport as ParallelReport
-from bigload.parallel.workers.parallelize import parallelize as parallelize
 from bigload.parallel.workers.requests import WorkerReport as WorkerReport
 from bigload.planning.budget.budget import MemoryBudget as MemoryBudget
 from bigload.planning.choices import Balance as Balance

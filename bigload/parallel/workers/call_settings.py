@@ -1,7 +1,6 @@
-"""What a call takes along of the process that calls, beside its arguments: what the user may change between calls.
+"""Settings of the calling process that a call applies in workers: autocast, generation, and some of the config.
 
-The model of a worker is as it was when the workers started. Autocast is a state of the thread that calls; the settings
-for generation, and some of the config, are set in the model here, and count from the next call on.
+Otherwise the model of a worker is as it was at its start.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ _GENERATION = "generation_config"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallSettings:
-    """What goes along.
+    """Settings of one call.
 
     Attributes:
         autocast: By type of device: the dtype of `torch.autocast`, for those where it is on.
@@ -33,7 +32,7 @@ class CallSettings:
     generation: object = None
 
 
-def settings_of(model: nn.Module) -> CallSettings:
+def current_settings(model: nn.Module) -> CallSettings:
     """Return the settings of this thread and of `model` as they are now."""
     config = getattr(model, "config", None)
     values: dict[str, object] = {}
@@ -50,8 +49,8 @@ def settings_of(model: nn.Module) -> CallSettings:
 
 
 @contextmanager
-def applied(settings: CallSettings, model: nn.Module) -> Iterator[None]:
-    """Give `model`, of a worker, the `settings` of the call that it is in; for this call alone, but for the config."""
+def apply_settings(settings: CallSettings, model: nn.Module) -> Iterator[None]:
+    """Apply `settings` to `model` of a worker: those of the config for good, the others during the block."""
     config = getattr(model, "config", None)
     for name, value in settings.config.items():
         if getattr(config, name, None) == value:

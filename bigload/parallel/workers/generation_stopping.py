@@ -1,7 +1,7 @@
-"""Generation stops at the same token in all workers, also where it depends on the clock.
+"""Synchronized stopping criteria: generation stops at the same token in all workers, even by the clock.
 
-One that stopped before the others would leave them in the middle of a collective. So where `generate` of transformers
-has criteria that are not functions of the tokens alone, all do what rank 0 says. The method by which it collects them,
+A worker that stopped before the others would leave them waiting in a collective. So where `generate` of transformers
+has criteria that are not functions of the tokens alone, rank 0 decides. The method by which it collects them,
 `_get_stopping_criteria`, is private to transformers; a model without it stops as it does.
 """
 
@@ -17,8 +17,8 @@ from torch import nn
 _OF_TOKENS_ALONE = {"MaxLengthCriteria", "EosTokenCriteria", "StopStringCriteria"}
 
 
-def agree_on_stopping(model: nn.Module) -> None:
-    """Have `model.generate` stop where that of rank 0 does."""
+def synchronize_stopping(model: nn.Module) -> None:
+    """Make `model.generate` stop where that of rank 0 does."""
     collect = getattr(model, "_get_stopping_criteria", None)
     if collect is None:
         return
@@ -35,7 +35,7 @@ def _agreed(criteria: Any) -> Any:  # noqa: ANN401 - a list of transformers
     kind: Any = type(criteria)
 
     class Agreed(kind):  # type: ignore[misc, unused-ignore]
-        """What rank 0 finds, for all."""
+        """Criteria whose result is that of rank 0."""
 
         def __call__(self, *args: object, **kwargs: object) -> torch.Tensor:
             is_done: torch.Tensor = super().__call__(*args, **kwargs).to(torch.uint8).contiguous()

@@ -1,7 +1,7 @@
-"""Python values between a process and its workers, over a pair of sockets that only the two have.
+"""Messages between a process and its workers: pickled values and tensors over a pair of sockets of these two.
 
-A message is a pickle and, beside it, the bytes of its tensors, which are neither copied into the pickle nor larger than
-what is looked at: a row of a matrix travels as a row.
+The bytes of tensors are beside the pickle, not copied into it, and a view of a tensor is sent without the rest of its
+storage.
 
     8 bytes             number of parts, little endian
     8 bytes each        lengths of the parts
@@ -26,19 +26,19 @@ from torch.distributed.tensor import DTensor
 
 _NUMBER = struct.Struct("<Q")
 
-Keep = Callable[[object], object | None]
-"""Returns what stands for a value that stays where it is, made of builtins alone; `None` for values that travel."""
+PersistentId = Callable[[object], object | None]
+"""Returns the id, made of builtins alone, of a value that stays where it is; `None` for values to pickle."""
 
-Find = Callable[[object], object]
-"""Returns the value for which something stands."""
+PersistentLoad = Callable[[object], object]
+"""Returns the value that has an id."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Message:
-    """A value as it travels.
+    """A pickled value.
 
     Attributes:
-        pickled: The value; where it has tensors there are only their numbers.
+        pickled: The value, with indices into `tensors` in place of tensors.
         tensors: On the CPU, dense, each once.
     """
 
@@ -47,39 +47,41 @@ class Message:
 
 
 Reduce = Callable[[object], object]
-"""Returns how a value is pickled, as `__reduce__` does; `NotImplemented` for one that is pickled as ever."""
+"""Returns how to pickle a value, as `pickle.Pickler.reducer_override` does."""
 
 
-def pack(value: object, *, keep: Keep | None = None, reduce: Reduce | None = None) -> Message:
-    """Return `value` as it travels: tensors as they are now, DTensors whole, which all of their ranks have to ask for.
+def pack(value: object, *, persistent_id: PersistentId | None = None, reduce: Reduce | None = None) -> Message:
+    """Return `value` pickled: tensors as they are now, DTensors whole, which is a collective of all their ranks.
 
     Raises:
         pickle.PicklingError, TypeError, AttributeError: something in it cannot be pickled.
     """
     buffer = io.BytesIO()
-    packer = _Packer(buffer, keep, reduce)
+    packer = _Packer(buffer, persistent_id, reduce)
     packer.dump(value)
     return Message(pickled=buffer.getvalue(), tensors=tuple(packer.tensors))
 
 
-def unpack(message: Message, *, device: torch.device | None = None, find: Find | None = None) -> object:
+def unpack(
+    message: Message, *, device: torch.device | None = None, persistent_load: PersistentLoad | None = None
+) -> object:
     """Return the value of `message`, with its tensors on `device`."""
     tensors = message.tensors if device is None else [tensor.to(device) for tensor in message.tensors]
-    return _Unpacker(message.pickled, tensors, find).load()
+    return _Unpacker(message.pickled, tensors, persistent_load).load()
 
 
 class _Packer(pickle.Pickler):
-    def __init__(self, file: io.BytesIO, keep: Keep | None, reduce: Reduce | None) -> None:
+    def __init__(self, file: io.BytesIO, persistent_id: PersistentId | None, reduce: Reduce | None) -> None:
         super().__init__(file, protocol=5)
         self.tensors: list[torch.Tensor] = []
         self._numbers: dict[int, tuple[int, object]] = {}
-        self._keep = keep
+        self._persistent_id = persistent_id
         self._reduce = reduce
 
     def persistent_id(self, value: object) -> object:
-        kept = None if self._keep is None else self._keep(value)
-        if kept is not None:
-            return "kept", kept
+        stays = None if self._persistent_id is None else self._persistent_id(value)
+        if stays is not None:
+            return "persistent", stays
         return self._number(value) if isinstance(value, torch.Tensor) else None
 
     def reducer_override(self, value: object) -> Any:  # noqa: ANN401 - what `__reduce__` may return
@@ -106,16 +108,16 @@ def _dense(value: torch.Tensor) -> torch.Tensor:
 
 
 class _Unpacker(pickle.Unpickler):
-    def __init__(self, pickled: bytes, tensors: Sequence[torch.Tensor], find: Find | None) -> None:
+    def __init__(self, pickled: bytes, tensors: Sequence[torch.Tensor], persistent_load: PersistentLoad | None) -> None:
         super().__init__(io.BytesIO(pickled))
         self._tensors = tensors
-        self._find = find
+        self._persistent_load = persistent_load
 
     def persistent_load(self, stored: object) -> object:
         kind, what = cast(tuple[str, Any], stored)  # as `persistent_id` made it
-        if kind == "kept":
-            assert self._find is not None
-            return self._find(what)
+        if kind == "persistent":
+            assert self._persistent_load is not None
+            return self._persistent_load(what)
         tensor = self._tensors[what]
         return torch.nn.Parameter(tensor, requires_grad=False) if kind == "parameter" else tensor
 
@@ -124,7 +126,7 @@ def send(to: socket.socket, message: Message) -> None:
     """Write `message`. Waits for the reader where it is larger than the buffer of the socket.
 
     Raises:
-        OSError: nobody reads any more, or not within the time-out of the socket.
+        OSError: the other side is gone, or does not read within the time-out of the socket.
     """
     buffers = [bytes_of(tensor) for tensor in message.tensors]
     about = pickle.dumps([(tensor.dtype, tuple(tensor.shape)) for tensor in message.tensors], protocol=5)

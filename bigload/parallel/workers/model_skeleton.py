@@ -1,7 +1,7 @@
-"""A model without its weights, as it goes to another process: modules, attributes, hooks, and the forms of its tensors.
+"""Skeleton of a model for another process: modules, attributes and hooks, and shapes and dtypes of its tensors.
 
-Modules are pickled, so a worker imports the same classes under the same names. What a worker has no use for stays here:
-hooks of state dicts and of backward passes, and the hooks of the model itself, which run around its forward here.
+Modules are pickled, so a worker imports the same classes under the same names. Hooks of state dicts and of backward
+passes are left out, as are those of the model itself, which run around its forward in this process.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _OF_THE_MODEL = (*_OF_TRAINING, "_forward_")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightForm:
-    """A parameter or a buffer, by all of its names.
+    """A parameter or a buffer without its values.
 
     Attributes:
         is_stored: Whether a state dict has it; buffers may be made for a process alone.
@@ -41,13 +41,13 @@ class WeightForm:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Skeleton:
-    """What `skeleton_of` took of a model; `weights` has their forms in the order of their numbers."""
+    """A pickled model without weights, and their shapes and dtypes in the order of their numbers."""
 
     message: Message
     weights: tuple[WeightForm, ...]
 
     def build(self, values: Mapping[int, torch.Tensor]) -> nn.Module:
-        """Return the model, with `values` by the numbers of their weights; the others are on the meta device."""
+        """Return the model with `values` by number of weight; the other weights are on the meta device."""
         made: dict[int, torch.Tensor] = {}
 
         def find(number: object) -> torch.Tensor:
@@ -56,12 +56,12 @@ class Skeleton:
                 made[number] = _weight(self.weights[number], values.get(number))
             return made[number]
 
-        model = unpack(self.message, find=find)
+        model = unpack(self.message, persistent_load=find)
         assert isinstance(model, nn.Module)
         return model
 
 
-def skeleton_of(model: nn.Module) -> tuple[Skeleton, list[torch.Tensor]]:
+def make_skeleton(model: nn.Module) -> tuple[Skeleton, list[torch.Tensor]]:
     """Return `model` without its weights, and these in the order of their numbers.
 
     Raises:
@@ -70,7 +70,7 @@ def skeleton_of(model: nn.Module) -> tuple[Skeleton, list[torch.Tensor]]:
     weights = list(_weights(model))
     numbers = {id(tensor): number for number, (_, tensor) in enumerate(weights)}
     try:
-        message = pack(model, keep=lambda value: numbers.get(id(value)), reduce=_reducing(model))
+        message = pack(model, persistent_id=lambda value: numbers.get(id(value)), reduce=_reducing(model))
     except ModelNotSendableError:
         raise
     except Exception as error:  # whatever the classes of the model raise
@@ -191,14 +191,14 @@ def _parametrized(base: type[nn.Module], names: tuple[str, ...]) -> nn.Module:
 
 
 def _culprit(model: nn.Module) -> str:
-    """Return what in `model` cannot be pickled, as closely as it can be told."""
+    """Return the attribute of `model` that cannot be pickled, or its class where that is not found."""
     children = {id(child) for child in model.modules()}
     for name, module in model.named_modules():
         for attribute, value in vars(module).items():
             if attribute.startswith("_") and attribute.endswith(("modules", "parameters", "buffers")):
                 continue
             try:
-                pack(value, keep=lambda each: 0 if id(each) in children else None)
+                pack(value, persistent_id=lambda each: 0 if id(each) in children else None)
             except (pickle.PicklingError, TypeError, AttributeError, NotImplementedError, RuntimeError):
                 return f"{attribute} of {name or 'the model'} ({type(module).__name__})"
     return f"{type(model).__name__}"

@@ -1,4 +1,4 @@
-"""A model whose methods run in workers, until it is given back as it was."""
+"""Model whose methods run in workers until `deparallelize`."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from typing import Any, NoReturn, SupportsIndex
 from torch import nn
 
 from bigload.errors import ModelNotSendableError, ParallelCopyError, WorkersDisagreeError
-from bigload.parallel.workers.call_settings import settings_of
+from bigload.parallel.workers.call_settings import current_settings
 from bigload.parallel.workers.messages import Message, pack, unpack
 from bigload.parallel.workers.model_skeleton import refuse_main
 from bigload.parallel.workers.pool import WorkerPool
-from bigload.parallel.workers.requests import Answer, Call, Measure, MemoryUse, WorkerReport
-from bigload.parallel.workers.worker_caches import HandleTable
+from bigload.parallel.workers.requests import Call, CallResult, MeasureMemory, WorkerMemory, WorkerReport
+from bigload.parallel.workers.worker_caches import CacheHandles
 from bigload.parallel.workers.worker_model import random_states, set_random_states
 from bigload.planning.plan import PlanNote
 
@@ -27,11 +27,11 @@ _MOVES = ("to", "cpu", "cuda")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParallelReport:
-    """How a model was spread over workers.
+    """Start of the workers of a model.
 
     Attributes:
-        workers: Of each how it started, in the order of their ranks.
-        notes: What is not divided and why, and what else is worth knowing about the division.
+        workers: Reports in the order of their ranks.
+        notes: What is not divided and why, and other facts of the division.
         seconds: From the call of `parallelize` until all workers were ready.
     """
 
@@ -41,11 +41,11 @@ class ParallelReport:
 
 
 class ParallelModel:
-    """A model of which workers have the parts; `parallelize` makes it, and says what it does.
+    """A model whose parts are in workers; see `parallelize`.
 
     Attributes:
-        model: What was given, or made for a folder; its methods run in the workers.
-        report: How they started.
+        model: The model given to `parallelize`, or made for a folder; its methods run in the workers.
+        report: Their start.
     """
 
     def __init__(
@@ -61,8 +61,8 @@ class ParallelModel:
         self.report = report
         self._pool = pool
         self._timeout = timeout
-        self._handles = HandleTable()
-        self._turn = threading.Lock()
+        self._handles = CacheHandles()
+        self._lock = threading.Lock()
         self._before = self._attach(methods)
 
     def __call__(self, *args: object, **kwargs: object) -> Any:  # noqa: ANN401 - what the model returns
@@ -79,14 +79,14 @@ class ParallelModel:
 
     @property
     def process_ids(self) -> tuple[int, ...]:
-        """Of the workers, in the order of their ranks; none after they have ended."""
+        """Process ids of the workers, in the order of their ranks; none after they have ended."""
         return self._pool.process_ids
 
     def deparallelize(self) -> None:
-        """Give the model its own methods back, and end the workers. Calling it again does nothing.
+        """Restore the methods of the model, and end the workers. Calling it again does nothing.
 
         Raises:
-            WorkerDiedError: one of them ended by itself since the last call. All the same the model is as it was.
+            WorkerDiedError: one of them ended by itself since the last call. The model is restored all the same.
         """
         for name, value in self._before.items():
             if value is _ABSENT:
@@ -119,12 +119,12 @@ class ParallelModel:
         """Return the last 64 KiB that each worker wrote to its standard output and error; none after they ended."""
         return self._pool.logs()
 
-    def _memory(self) -> list[MemoryUse]:
-        found = self._pool.ask(pack(Measure()), "measuring memory", timeout=self._timeout)
-        return [each for each in found if isinstance(each, MemoryUse)]
+    def _memory(self) -> list[WorkerMemory]:
+        found = self._pool.ask(pack(MeasureMemory()), "measuring memory", timeout=self._timeout)
+        return [each for each in found if isinstance(each, WorkerMemory)]
 
     def _attach(self, methods: Sequence[str]) -> dict[str, object]:
-        """Replace methods of the model by those that run in workers, and return what it had of its own."""
+        """Replace methods of the model by those that run in workers, and return the attributes that it had."""
         replaced: dict[str, object] = {name: self._remote(name) for name in methods}
         own = ("deparallelize", "memory_allocated", "memory_reserved", "memory_cached", "memory_chached")
         replaced.update((name, getattr(self, name)) for name in own)
@@ -135,7 +135,7 @@ class ParallelModel:
         return before
 
     def _end_and_move(self, method: str, *args: object, **kwargs: object) -> nn.Module:
-        """Give the model back, and then call its own `to`, `cpu` or `cuda`, as parallelformers does."""
+        """End the workers, and then call the model's own `to`, `cpu` or `cuda`, as parallelformers does."""
         self.deparallelize()
         moved: nn.Module = getattr(self.model, method)(*args, **kwargs)
         return moved
@@ -147,26 +147,26 @@ class ParallelModel:
         raise ParallelCopyError  # a copy would have no workers, or the same ones
 
     def _run(self, method: str, args: tuple[object, ...], kwargs: Mapping[str, object]) -> object:
-        with self._turn:  # numbers are drawn by one call after the other
+        with self._lock:  # calls draw random numbers one after the other
             arguments = _packed((args, kwargs), method, self._handles)
             call = Call(
                 method=method,
                 arguments=arguments,
                 random_states=random_states(),
-                settings=settings_of(self.model),
+                settings=current_settings(self.model),
                 released=self._handles.take_released(),
             )
             answers = self._pool.ask(pack(call), f"running {method}", timeout=self._timeout)
-            first, *others = (answer for answer in answers if isinstance(answer, Answer))
-            if any(other.outline != first.outline for other in others):
-                raise WorkersDisagreeError(f"running {method}", [first.outline, *(each.outline for each in others)])
+            first, *others = (answer for answer in answers if isinstance(answer, CallResult))
+            if any(other.summary != first.summary for other in others):
+                raise WorkersDisagreeError(f"running {method}", [first.summary, *(each.summary for each in others)])
             set_random_states(first.random_states)
             assert first.value is not None
-            return unpack(first.value, find=self._handles.handle)
+            return unpack(first.value, persistent_load=self._handles.handle)
 
 
 class _RemoteMethod:
-    """A method that runs in workers, in place of `own` of the model."""
+    """A method that runs in workers instead of `own` of the model."""
 
     def __init__(
         self, run: Callable[[tuple[object, ...], Mapping[str, object]], object], own: Callable[..., Any]
@@ -181,13 +181,13 @@ class _RemoteMethod:
         raise ParallelCopyError  # a copy would have no workers, or the same ones
 
 
-def _packed(arguments: object, method: str, handles: HandleTable) -> Message:
+def _packed(arguments: object, method: str, handles: CacheHandles) -> Message:
     def reduce(value: object) -> object:
         refuse_main(value, f"an argument of {method}")
         return NotImplemented
 
     try:
-        return pack(arguments, keep=handles.number_of, reduce=reduce)
+        return pack(arguments, persistent_id=handles.number_of, reduce=reduce)
     except ModelNotSendableError:
         raise
     except Exception as error:  # whatever the classes of the arguments raise

@@ -1,14 +1,14 @@
-"""Worker processes: started, asked, watched and ended together.
+"""Pool of worker processes that start, get each request, are watched and end together.
 
-Each is a fresh interpreter and not a fork, so threads and accelerators of this process are no matter to it, and the
-script of the user is not run again: it needs no `if __name__ == "__main__"`. Nothing of this process is changed to
-start them, neither its environment nor how multiprocessing starts processes.
+Each is a fresh interpreter and not a fork, so it inherits no threads and accelerator state, and does not run the user's
+script again: that needs no `if __name__ == "__main__"`. The environment of this process and the start method of
+multiprocessing stay as they are.
 
     this process ──socket pair──▶ worker 0 ┐
          │        └─socket pair──▶ worker 1 ┴─ a process group of torch.distributed, by a store of this process
 
-A socket pair is how they talk, and how either notices that the other is gone: the kernel closes the ends of a process
-however it ended. What a worker writes goes to a file without a name, of which errors show the end.
+Messages go over a socket pair. When a process ends, however it ends, the kernel closes its end, so the other side
+notices at once. Standard output and error of a worker go to a file without a name; errors show its last lines.
 """
 
 from __future__ import annotations
@@ -27,42 +27,49 @@ from bigload.parallel.workers.requests import Failure, Stop
 from bigload.parallel.workers.worker_process import WorkerProcess
 
 GRACE_SECONDS = 5.0
-"""How long others may go on when one has failed, or when they are asked to stop: they come to the same, or never."""
+"""How long others may take when one has failed, or to stop: they fail alike, or wait in a collective."""
 
 LAG_SECONDS = 60.0
-"""How long others may go on when one has finished, beside the time that it took: the same work takes all as long."""
+"""How much longer than twice the time of the first to answer the others may take: they do the same work."""
 
 _STOPPED = "they were asked to stop"
 _pools: weakref.WeakSet[WorkerPool] = weakref.WeakSet()
 
 
 class WorkerPool:
-    """Workers that are asked the same thing at the same time. Several threads may ask; they take turns.
+    """Workers that get the same requests at the same time. Requests of several threads are serialized.
 
-    After a failure that leaves workers in different places, all have been ended, and the pool is of no more use.
+    A failure that leaves workers at different points of the work ends all of them, and later requests raise.
     """
 
     def __init__(
-        self, size: int, *, environment: Mapping[str, str], inherit: Sequence[int] = (), daemon: bool = True
+        self,
+        size: int,
+        *,
+        environment: Mapping[str, str],
+        inherit: Sequence[int] = (),
+        preload: Sequence[str] = (),
+        daemon: bool = True,
     ) -> None:
-        """Start `size` processes. They import torch meanwhile; the first request makes them ready.
+        """Start `size` processes and return while they import torch.
 
         Args:
-            size: How many.
-            environment: Variables of theirs alone, beside those of this process.
+            size: The number of workers.
+            environment: Variables for them, beside those of this process.
             inherit: Descriptors that they get, under the same numbers.
-            daemon: Whether they are ended at once where this interpreter ends, or asked to stop first.
+            preload: Modules that they import before the first request.
+            daemon: Whether they are killed when this interpreter ends, or asked to stop first.
         """
         self.size = size
-        self._turn = threading.Lock()
+        self._lock = threading.Lock()
         self._owner = os.getpid()
         self._reason: str | None = None
         self._workers: list[WorkerProcess] = []
-        self._finalizer = weakref.finalize(self, _leave, self._workers, self._owner, daemon=daemon)
+        self._finalizer = weakref.finalize(self, _finalize, self._workers, self._owner, daemon=daemon)
         try:
             for rank in range(size):
                 own = {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-                self._workers.append(WorkerProcess(rank, environment=own, inherit=inherit))
+                self._workers.append(WorkerProcess(rank, environment=own, inherit=inherit, preload=preload))
         except BaseException:
             self._end("they could not be started")
             raise
@@ -70,7 +77,7 @@ class WorkerPool:
 
     @property
     def process_ids(self) -> tuple[int, ...]:
-        """Of the workers, in the order of their ranks; none after they have ended."""
+        """Process ids of the workers, in the order of their ranks; none after they have ended."""
         return tuple(worker.process_id for worker in self._workers)
 
     @property
@@ -79,26 +86,26 @@ class WorkerPool:
 
     def logs(self) -> tuple[str, ...]:
         """Return the last 64 KiB that each worker wrote to its standard output and error; nothing after they ended."""
-        with self._turn:
-            return tuple(worker.written(65536) for worker in self._workers)
+        with self._lock:
+            return tuple(worker.log(65536) for worker in self._workers)
 
     def ask(self, request: Message, doing: str, *, timeout: float | None = None) -> list[object]:
         """Send `request` to all workers, and return their answers in the order of their ranks.
 
         Args:
-            request: What `pack` made of a request.
-            doing: What they do, for errors: `running forward`.
-            timeout: Seconds after which it is given up; `None` waits.
+            request: A packed request.
+            doing: For errors: `running forward`.
+            timeout: Seconds until all answers are there; `None` is unlimited.
 
         Raises:
             WorkerError: one of them raised. Where all raised the same, the pool stays as it is.
             WorkerDiedError: one of them ended by itself.
-            WorkerTimeoutError: there was no answer in time, or one came to an end and others did not.
+            WorkerTimeoutError: an answer is late, also by comparison with the first one.
             WorkersEndedError: they were ended before.
         """
         if os.getpid() != self._owner:  # before the lock, which a thread may have held when this process was forked
             raise WorkersEndedError("this process was forked from the one that they belong to")
-        with self._turn:
+        with self._lock:
             if self._reason is not None:
                 raise WorkersEndedError(self._reason)
             try:
@@ -108,20 +115,20 @@ class WorkerPool:
                 if not error.is_shared:
                     self._end(error.message)
                 raise
-            except BaseException as error:  # an interrupt too: nobody knows where the workers are
+            except BaseException as error:  # an interrupt too: workers are at different points of the work
                 self._end(error.message if isinstance(error, BigloadError) else f"{type(error).__name__} while {doing}")
                 raise
             return answers
 
     def close(self) -> None:
-        """Ask the workers to stop, and end those that do not.
+        """Ask the workers to stop, and kill those that do not.
 
         Raises:
             WorkerDiedError: one of them ended in another way than by stopping.
         """
         if os.getpid() != self._owner:
             return
-        with self._turn:
+        with self._lock:
             if self._reason is not None:
                 return
             try:
@@ -132,26 +139,26 @@ class WorkerPool:
                 self._end(_STOPPED)
 
     def end(self, reason: str) -> None:
-        """End the workers without asking them, unless they have ended; `reason` is what later calls are told."""
-        with self._turn:
+        """Kill the workers, unless they have ended; later requests raise an error with `reason`."""
+        with self._lock:
             if self._reason is None:
                 self._end(reason)
 
     def _end(self, reason: str) -> None:
         self._reason = reason
         self._finalizer.detach()
-        _end(self._workers)
+        _kill(self._workers)
 
 
 class _Exchange:
-    """A request sent to workers, and their answers."""
+    """One request to all workers, and their answers."""
 
     def __init__(self, workers: Sequence[WorkerProcess], doing: str, timeout: float | None) -> None:
         self._workers = workers
         self._doing = doing
         self._timeout = timeout
         self._began = time.monotonic()
-        self._until = None if timeout is None else self._began + timeout
+        self._deadline = None if timeout is None else self._began + timeout
         self._answers: dict[int, object] = {}
 
     def run(self, request: Message) -> list[object]:
@@ -161,47 +168,47 @@ class _Exchange:
             WorkerDiedError, WorkerTimeoutError: see `WorkerPool.ask`.
         """
         for worker in self._workers:
-            self._carefully(worker, request)
+            self._transfer(worker, request)
         while missing := [worker for worker in self._workers if worker.rank not in self._answers]:
-            ready = wait([worker.connection for worker in missing], self._left())
+            ready = wait([worker.connection for worker in missing], self._remaining())
             if not ready and self._has_failed:
                 break  # those that are missing wait for those that failed
             if not ready:
-                raise self._late(missing)
+                raise self._timed_out(missing)
             for worker in missing:
                 if worker.connection in ready:
-                    self._answers[worker.rank] = self._carefully(worker)
-                    self._hurry()
+                    self._answers[worker.rank] = self._transfer(worker)
+                    self._shorten_deadline()
         return [self._answers.get(worker.rank) for worker in self._workers]
 
     @property
     def _has_failed(self) -> bool:
         return any(isinstance(answer, Failure) for answer in self._answers.values())
 
-    def _left(self) -> float | None:
-        return None if self._until is None else max(0.0, self._until - time.monotonic())
+    def _remaining(self) -> float | None:
+        return None if self._deadline is None else max(0.0, self._deadline - time.monotonic())
 
-    def _hurry(self) -> None:
-        """Set an end to the wait for the others: they do the same."""
+    def _shorten_deadline(self) -> None:
+        """Limit the wait for the others, once a worker has answered: they do the same work."""
         now = time.monotonic()
         soon = now + (GRACE_SECONDS if self._has_failed else LAG_SECONDS + now - self._began)
-        self._until = soon if self._until is None else min(self._until, soon)
+        self._deadline = soon if self._deadline is None else min(self._deadline, soon)
 
-    def _carefully(self, worker: WorkerProcess, request: Message | None = None) -> object:
-        """Send `request` to `worker`, or return what it answers."""
-        left = self._left()
-        worker.connection.settimeout(None if left is None else max(left, 0.001))  # 0 would not wait at all
+    def _transfer(self, worker: WorkerProcess, request: Message | None = None) -> object:
+        """Send `request` to `worker`, or receive its answer, by the deadline."""
+        left = self._remaining()
+        worker.connection.settimeout(None if left is None else max(left, 0.001))  # 0 is non-blocking
         try:
             if request is None:
                 return unpack(receive(worker.connection))
             send(worker.connection, request)
         except TimeoutError:
-            raise self._late([worker]) from None
+            raise self._timed_out([worker]) from None
         except (EOFError, OSError):
             raise worker.death(self._doing) from None
         return None
 
-    def _late(self, missing: Sequence[WorkerProcess]) -> WorkerTimeoutError:
+    def _timed_out(self, missing: Sequence[WorkerProcess]) -> WorkerTimeoutError:
         seconds = time.monotonic() - self._began
         return WorkerTimeoutError(
             [worker.rank for worker in missing],
@@ -222,11 +229,11 @@ def _raise_failures(answers: Sequence[object], doing: str) -> None:
 
 
 def _stop(workers: Sequence[WorkerProcess]) -> WorkerProcess | None:
-    """Ask `workers` to stop and wait until they have, or one has ended in another way, which is returned."""
+    """Ask `workers` to stop and wait until they have; return one with another exit code than 0, if there is one."""
     message = pack(Stop())
     for worker in workers:
         worker.connection.settimeout(GRACE_SECONDS)
-        with suppress(OSError):  # it is gone, which its exit code says
+        with suppress(OSError):  # it has ended, as its exit code shows
             send(worker.connection, message)
     until = time.monotonic() + GRACE_SECONDS
     while time.monotonic() < until:
@@ -239,26 +246,26 @@ def _stop(workers: Sequence[WorkerProcess]) -> WorkerProcess | None:
     return None
 
 
-def _end(workers: list[WorkerProcess]) -> None:
+def _kill(workers: list[WorkerProcess]) -> None:
     for worker in workers:
         worker.kill()  # all of them before the first is waited for
     while workers:
         workers.pop().close()
 
 
-def _leave(workers: list[WorkerProcess], owner: int, *, daemon: bool) -> None:
-    """End the workers of a pool that nobody refers to any more, or at the end of the interpreter."""
+def _finalize(workers: list[WorkerProcess], owner: int, *, daemon: bool) -> None:
+    """End the workers of a pool that is garbage, or at exit of the interpreter."""
     if os.getpid() == owner:
         if not daemon:
             _stop(workers)
-        _end(workers)
+        _kill(workers)
 
 
-def _let_go_after_fork() -> None:
-    """Close what a fork has of the connections. Else workers would not notice the end of the process they are of."""
+def _close_connections_after_fork() -> None:
+    """Close a fork's copies of the connections: with them open, workers would not notice the end of their process."""
     for pool in list(_pools):
         for worker in pool._workers:
             worker.connection.close()
 
 
-os.register_at_fork(after_in_child=_let_go_after_fork)
+os.register_at_fork(after_in_child=_close_connections_after_fork)

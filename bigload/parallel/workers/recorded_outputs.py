@@ -1,7 +1,7 @@
-"""What models of transformers return beside their answer, hidden states and weights of attention, in a worker.
+"""Hidden states and attention weights that models of transformers return on request, in a worker.
 
-transformers records them by hooks, for the classes that it has in a registry; a model registers when it is constructed,
-which one that was unpickled was not. And a rank has the weights of its own heads only.
+transformers records them by hooks, for models in a registry that constructors fill, which unpickling skips. And a rank
+has the attention weights of its own heads only.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _NUM_HEADS = (
 
 
 def register_outputs(model: nn.Module) -> None:
-    """Tell transformers what to record of the classes in `model`."""
+    """Register the modules of `model` with transformers, by what they record."""
     registry = getattr(sys.modules.get(_MODULE), "_CAN_RECORD_REGISTRY", None)
     if registry is not None:
         for module in model.modules():
@@ -33,7 +33,7 @@ def register_outputs(model: nn.Module) -> None:
 
 
 def without_recorders(state: dict[str, Any]) -> dict[str, Any]:
-    """Return the `state` of a module without hooks that record, and the word that they are there: they cannot travel.
+    """Return the `state` of a module without recording hooks, which cannot be pickled, and without their flag.
 
     transformers makes new ones where they are needed.
     """

@@ -1,4 +1,4 @@
-"""How the workers of one model find each other: by a store in memory that only they have.
+"""Rendezvous of the workers of one model: a store in memory that only they can open.
 
 The store is a file without a name (memfd_create(2)) whose descriptor the workers inherit. Other users cannot open it,
 whereas a TCPStore serves every user of the host. It is gone when the last worker has ended.
@@ -21,13 +21,13 @@ import torch.distributed as dist
 from torch.distributed import FileStore  # type: ignore[attr-defined]  # which torch documents
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-_PATIENCE = timedelta(days=30)
-"""For collectives: who waits too long, or for a process that is gone, is ended by the process that started it."""
+_COLLECTIVE_TIMEOUT = timedelta(days=30)
+"""Timeout of collectives: the process that started the workers ends those that wait too long, or for a dead one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Meeting:
-    """What a worker has to know to join the others; `store` is a descriptor that it inherits."""
+class WorkerRendezvous:
+    """How a worker joins the others; `store` is a descriptor that it inherits."""
 
     store: int
     backend: str
@@ -36,13 +36,13 @@ class Meeting:
 
     @property
     def device_type(self) -> str:
-        """Return where workers that meet by this backend compute."""
+        """Return the type of the devices that this backend is for."""
         return "cpu" if self.backend == "gloo" else "cuda"
 
 
 @contextmanager
 def open_store() -> Iterator[int]:
-    """Give the descriptor of a new store for workers to inherit; theirs stays open when this one is closed."""
+    """Give the descriptor of a new store for workers to inherit."""
     descriptor = os.memfd_create("bigload-store", os.MFD_CLOEXEC)
     try:
         yield descriptor
@@ -51,7 +51,7 @@ def open_store() -> Iterator[int]:
 
 
 def environment(size: int, num_threads: int) -> dict[str, str]:
-    """Return the variables that workers have beside those of this process."""
+    """Return the environment variables of workers beside those of this process."""
     return {
         "WORLD_SIZE": str(size),
         "LOCAL_WORLD_SIZE": str(size),
@@ -62,14 +62,16 @@ def environment(size: int, num_threads: int) -> dict[str, str]:
     }
 
 
-def join(meeting: Meeting, rank: int) -> tuple[DeviceMesh, torch.device]:
+def join(rendezvous: WorkerRendezvous, rank: int) -> tuple[DeviceMesh, torch.device]:
     """Join the others as number `rank`; return the mesh of all of them and the device of this one."""
     device = torch.device("cpu")
-    if meeting.device_type == "cuda":
+    if rendezvous.device_type == "cuda":
         device = torch.device("cuda", rank)
         torch.cuda.set_device(device)
-    seconds = timedelta(seconds=meeting.timeout_seconds)
-    store = FileStore(f"/proc/self/fd/{meeting.store}")
+    seconds = timedelta(seconds=rendezvous.timeout_seconds)
+    store = FileStore(f"/proc/self/fd/{rendezvous.store}")
     store.set_timeout(seconds)
-    dist.init_process_group(meeting.backend, store=store, rank=rank, world_size=meeting.size, timeout=_PATIENCE)
-    return init_device_mesh(meeting.device_type, (meeting.size,)), device
+    dist.init_process_group(
+        rendezvous.backend, store=store, rank=rank, world_size=rendezvous.size, timeout=_COLLECTIVE_TIMEOUT
+    )
+    return init_device_mesh(rendezvous.device_type, (rendezvous.size,)), device

@@ -1,63 +1,64 @@
-"""What a process asks of its workers, and what they answer."""
+"""Requests to workers, and their answers."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
+from typing import Protocol
 
 import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
-from bigload.loading.methods import Method
-from bigload.parallel.tensor_parallel.plan import TensorParallelPlan
 from bigload.parallel.workers.call_settings import CallSettings
 from bigload.parallel.workers.messages import Message
 from bigload.parallel.workers.model_skeleton import Skeleton
-from bigload.parallel.workers.rendezvous import Meeting
+from bigload.parallel.workers.rendezvous import WorkerRendezvous
 from bigload.parallel.workers.shared_weights import SharedWeights
+
+
+class ModelSetup(Protocol):
+    """A callable that divides and fills the model of a worker. It is pickled: its class has to be importable."""
+
+    def __call__(self, model: nn.Module, mesh: DeviceMesh, device: torch.device) -> int:
+        """Make `model` the part of this rank in `mesh`, and return how many bytes of a checkpoint were read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Start:
-    """Join the others, build the model and fill it; answered by a `WorkerReport`.
+    """Join the other workers, and build the model; answered by a `WorkerReport`.
 
     Attributes:
         skeleton: The model without its weights.
-        plan: How it is divided.
-        shared: Weights in memory of the process that asks; what is not there comes from `checkpoint`.
-        checkpoint: A folder or file.
-        method: How files are read.
-        dtype: What weights of floating point become; `None` leaves each as it is.
+        shared: Weights in memory of the process that asks; the others are on the meta device for `setup` to fill.
+        setup: Divides and fills the model.
         default_dtype: Of new tensors, as in the process that asks.
-        seed: Of the generators of random numbers, the same for all.
+        seed: Of the random number generators, the same for all.
     """
 
-    meeting: Meeting
+    rendezvous: WorkerRendezvous
     skeleton: Skeleton
-    plan: TensorParallelPlan
     shared: SharedWeights
-    checkpoint: Path | None
-    method: Method | str | None
-    dtype: torch.dtype | None
+    setup: ModelSetup
     default_dtype: torch.dtype
     num_threads: int
     seed: int
 
 
 Arguments = tuple[tuple[object, ...], dict[str, object]]
-"""Of a call: those by place, and those by name."""
+"""Positional and keyword arguments of a call."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
-    """Call a method of the model; answered by an `Answer`.
+    """Call a method of the model; answered by a `CallResult`.
 
     Attributes:
         arguments: `Arguments`, packed.
         random_states: Of the generators of the process that asks, by type of device, so that numbers are drawn as if
             the model ran there.
-        settings: What else counts of the process that asks.
-        released: Numbers of kept values that nobody refers to any more.
+        settings: Autocast and generation settings of the process that asks.
+        released: Numbers of caches without a handle left.
     """
 
     method: str
@@ -68,33 +69,33 @@ class Call:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
-    """What a call returned.
+class CallResult:
+    """Result of a `Call`.
 
     Attributes:
         value: Of rank 0; the others send `None`.
-        outline: Forms of the tensors in it, and the contents of small ones of whole numbers: of all ranks, to compare.
+        summary: Dtypes and shapes of its tensors, and checksums of small integer ones; compared between ranks.
         random_states: Of the generators after the call; of rank 0.
     """
 
     value: Message | None = None
-    outline: str = ""
+    summary: str = ""
     random_states: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
-class Measure:
-    """Say how much memory is in use; answered by a `MemoryUse`."""
+class MeasureMemory:
+    """Measure the memory in use; answered by a `WorkerMemory`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """Leave. There is no answer."""
+    """End the process. There is no answer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
-    """What a request raised: the class of the exception, its text, and its traceback."""
+    """The exception that a request raised: its class, text and traceback."""
 
     kind: str
     text: str
@@ -102,13 +103,13 @@ class Failure:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MemoryUse:
+class WorkerMemory:
     """Memory of one worker.
 
     Attributes:
         device: `cuda:0` and so on, or `cpu:0`, where the number is that of the worker.
         allocated_bytes: In tensors, by torch's allocator; on the CPU its part of the parameters and buffers.
-        reserved_bytes: That torch holds on the device; on the CPU all that the process has for itself.
+        reserved_bytes: Held by torch on the device; on the CPU all private memory of the process.
     """
 
     device: str
@@ -118,15 +119,15 @@ class MemoryUse:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerReport:
-    """How a worker started.
+    """Start of a worker.
 
     Attributes:
-        rank: Its number.
-        process_id: Of its process.
-        weight_bytes: In parameters and buffers that it holds, those in shared memory included.
-        read_bytes: That it read from the checkpoint.
-        import_seconds: Until the first request was there: the interpreter and torch, mostly.
-        load_seconds: From there until it was ready.
+        rank: Its rank.
+        process_id: Its process id.
+        weight_bytes: Of parameters and buffers that it holds, those in shared memory included.
+        read_bytes: Read from the checkpoint.
+        import_seconds: Until it was ready for requests: the interpreter and torch, mostly.
+        load_seconds: From there until the model was ready.
     """
 
     rank: int

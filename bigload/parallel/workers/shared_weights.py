@@ -1,7 +1,7 @@
-"""Weights that a process and its workers have in memory once: pages of a file that has no name and is on no disk.
+"""Weights in memory that a process shares with its workers: private maps of a memfd (memfd_create(2)).
 
-Who writes to one gets a page of its own (a private map), so nobody's changes are seen by others. `memfd_create` and not
-/dev/shm: containers often have 64 MB there, and what has no name cannot be left behind.
+A write copies the page (copy on write), so no process sees the changes of another. Not /dev/shm: containers often limit
+it to 64 MB, and a file without a name cannot be left behind.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ _MAX_WRITE_BYTES = 1 << 30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
-    """Where a tensor is in shared memory: the storage it is part of, in bytes, and its place there, in elements."""
+class SharedTensor:
+    """A tensor in shared memory: its storage, in bytes, and its offset and strides there, in elements."""
 
     storage_start: int
     storage_bytes: int
@@ -35,55 +35,52 @@ class Place:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharedWeights:
-    """Shared memory as workers get to know it: the descriptor that they inherit, and places by number of weight."""
+    """Shared memory as workers receive it: the descriptor that they inherit, and tensors by number of weight."""
 
     descriptor: int
     num_bytes: int
-    places: Mapping[int, Place]
+    by_number: Mapping[int, SharedTensor]
 
     def tensors(self) -> dict[int, torch.Tensor]:
         """Return the tensors by their numbers. The descriptor is closed; the memory lives as long as they do."""
         try:
-            return _views(self.descriptor, self.num_bytes, self.places)
+            return _views(self.descriptor, self.num_bytes, self.by_number)
         finally:
             os.close(self.descriptor)
 
 
-class WeightSharing:
-    """Weights of a model on their way into shared memory. Closed when workers have them, and at the end of the `with`.
-
-    Made before the workers are, who inherit the descriptor; filled while they start.
-    """
+class SharedMemory:
+    """Shared memory on the side of the process that fills it: made before its workers inherit the descriptor."""
 
     def __init__(self) -> None:
         self.descriptor = os.memfd_create("bigload-weights", os.MFD_CLOEXEC)
 
     def close(self) -> None:
-        """Close the descriptor of this process. Those of workers are theirs, and the memory lives on."""
+        """Close the descriptor of this process; the memory lives as long as descriptors or maps of it."""
         os.close(self.descriptor)
 
     def share(self, weights: Mapping[int, torch.Tensor]) -> SharedWeights:
-        """Move `weights` there, which stay what they are; those that are not in memory of the host are copied.
+        """Move `weights` into shared memory: the same tensor objects, with other storage; copy those of accelerators.
 
-        Tensors that share memory go on doing so. Memory of each is given back before the next is moved.
+        Tensors that share a storage still do. The memory of each is freed before the next is moved.
         """
         groups: dict[int, list[int]] = {}
         for number, tensor in weights.items():
             groups.setdefault(tensor.untyped_storage()._cdata, []).append(number)
-        places: dict[int, Place] = {}
+        shared: dict[int, SharedTensor] = {}
         end = 0
         for numbers in groups.values():
-            places.update((number, _place(weights[number], end)) for number in numbers)
-            end += -(-places[numbers[0]].storage_bytes // _ALIGNMENT) * _ALIGNMENT
+            shared.update((number, _shared_tensor(weights[number], end)) for number in numbers)
+            end += -(-shared[numbers[0]].storage_bytes // _ALIGNMENT) * _ALIGNMENT
         os.ftruncate(self.descriptor, end)
-        views = _views(self.descriptor, end, places)
+        views = _views(self.descriptor, end, shared)
         for numbers in groups.values():
             first = weights[numbers[0]]
-            self._write(places[numbers[0]].storage_start, first.untyped_storage().cpu())  # type: ignore[no-untyped-call]
+            self._write(shared[numbers[0]].storage_start, first.untyped_storage().cpu())  # type: ignore[no-untyped-call]
             if first.device.type == "cpu":
                 for number in numbers:
                     weights[number].data = views[number]
-        return SharedWeights(descriptor=self.descriptor, num_bytes=end, places=places)
+        return SharedWeights(descriptor=self.descriptor, num_bytes=end, by_number=shared)
 
     def _write(self, start: int, storage: torch.UntypedStorage) -> None:
         if not storage.nbytes():
@@ -94,8 +91,8 @@ class WeightSharing:
             start, left = start + num_written, left[num_written:]
 
 
-def _place(tensor: torch.Tensor, start: int) -> Place:
-    return Place(
+def _shared_tensor(tensor: torch.Tensor, start: int) -> SharedTensor:
+    return SharedTensor(
         storage_start=start,
         storage_bytes=tensor.untyped_storage().nbytes(),
         dtype=tensor.dtype,
@@ -105,20 +102,20 @@ def _place(tensor: torch.Tensor, start: int) -> Place:
     )
 
 
-def _views(descriptor: int, num_bytes: int, places: Mapping[int, Place]) -> dict[int, torch.Tensor]:
+def _views(descriptor: int, num_bytes: int, shared: Mapping[int, SharedTensor]) -> dict[int, torch.Tensor]:
     if not num_bytes:
-        return {number: torch.empty_strided(p.shape, p.strides, dtype=p.dtype) for number, p in places.items()}
+        return {number: torch.empty_strided(p.shape, p.strides, dtype=p.dtype) for number, p in shared.items()}
     mapped = MappedFile(Path(f"/proc/self/fd/{descriptor}"), num_bytes)
     storages: dict[int, torch.UntypedStorage] = {}
-    for place in places.values():
-        if place.storage_start not in storages and place.storage_bytes:
-            part = mapped.buffer[place.storage_start : place.storage_start + place.storage_bytes]
-            storages[place.storage_start] = torch.frombuffer(part, dtype=torch.uint8).untyped_storage()
+    for tensor in shared.values():
+        if tensor.storage_start not in storages and tensor.storage_bytes:
+            part = mapped.buffer[tensor.storage_start : tensor.storage_start + tensor.storage_bytes]
+            storages[tensor.storage_start] = torch.frombuffer(part, dtype=torch.uint8).untyped_storage()
     mapped.close()  # the memory lives as long as storages refer to it
-    return {number: _view(place, storages.get(place.storage_start)) for number, place in places.items()}
+    return {number: _view(tensor, storages.get(tensor.storage_start)) for number, tensor in shared.items()}
 
 
-def _view(place: Place, storage: torch.UntypedStorage | None) -> torch.Tensor:
-    if storage is None or not place.storage_bytes:
-        return torch.empty_strided(place.shape, place.strides, dtype=place.dtype)
-    return torch.empty(0, dtype=place.dtype).set_(storage, place.offset, place.shape, place.strides)
+def _view(tensor: SharedTensor, storage: torch.UntypedStorage | None) -> torch.Tensor:
+    if storage is None or not tensor.storage_bytes:
+        return torch.empty_strided(tensor.shape, tensor.strides, dtype=tensor.dtype)
+    return torch.empty(0, dtype=tensor.dtype).set_(storage, tensor.offset, tensor.shape, tensor.strides)

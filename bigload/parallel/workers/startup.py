@@ -1,79 +1,69 @@
-"""Workers of a model, from nothing until all are ready."""
+"""Start of a model's workers: processes, shared weights and the model in each."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
-from bigload.loading.methods import Method
-from bigload.parallel.tensor_parallel.plan import TensorParallelPlan
 from bigload.parallel.workers.messages import pack
 from bigload.parallel.workers.model_skeleton import Skeleton
 from bigload.parallel.workers.pool import WorkerPool
-from bigload.parallel.workers.rendezvous import Meeting, environment, open_store
-from bigload.parallel.workers.requests import Start, WorkerReport
-from bigload.parallel.workers.shared_weights import WeightSharing
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WantedWorkers:
-    """Workers that are to be started; see `parallelize` and `Start` for what is said here."""
-
-    num_workers: int
-    skeleton: Skeleton
-    plan: TensorParallelPlan
-    checkpoint: Path | None
-    method: Method | str | None
-    dtype: torch.dtype | None
-    backend: str
-    daemon: bool
-    timeout_seconds: float
+from bigload.parallel.workers.rendezvous import WorkerRendezvous, environment, open_store
+from bigload.parallel.workers.requests import ModelSetup, Start, WorkerReport
+from bigload.parallel.workers.shared_weights import SharedMemory
 
 
 def start_workers(
-    wanted: WantedWorkers, shared: Mapping[int, torch.Tensor]
+    skeleton: Skeleton,
+    shared: Mapping[int, torch.Tensor],
+    setup: ModelSetup,
+    *,
+    num_workers: int,
+    backend: str,
+    daemon: bool,
+    timeout_seconds: float,
 ) -> tuple[WorkerPool, tuple[WorkerReport, ...]]:
-    """Return workers that are ready, and how they started. If one fails, none is left.
+    """Return workers that have built the model, and their reports. If one fails, none is left.
 
-    `shared` are weights that they get from this process, by number; they move into memory that all have.
+    Args:
+        skeleton: The model without its weights.
+        shared: Weights of this process by number; they move into memory that workers share with it.
+        setup: Divides and fills the model in each worker.
+        num_workers: The number of workers.
+        backend: `gloo` for the CPU, `nccl` for CUDA.
+        daemon: Whether they are ended at once when this interpreter ends.
+        timeout_seconds: The longest start.
 
     Raises:
         WorkerError, WorkerDiedError, WorkerTimeoutError: a worker failed.
     """
-    num_threads = max(1, torch.get_num_threads() // wanted.num_workers)
+    num_threads = max(1, torch.get_num_threads() // num_workers)
     with ExitStack() as undo:
         store = undo.enter_context(open_store())
-        sharing = WeightSharing()
-        undo.callback(sharing.close)
+        memory = SharedMemory()
+        undo.callback(memory.close)
         pool = WorkerPool(
-            wanted.num_workers,
-            environment=environment(wanted.num_workers, num_threads),
-            inherit=(sharing.descriptor, store),
-            daemon=wanted.daemon,
+            num_workers,
+            environment=environment(num_workers, num_threads),
+            inherit=(memory.descriptor, store),
+            preload=(type(setup).__module__,),
+            daemon=daemon,
         )
         undo_pool = undo.enter_context(ExitStack())
         undo_pool.callback(pool.end, "they could not be started")
         start = Start(
-            meeting=Meeting(
-                store=store,
-                backend=wanted.backend,
-                size=wanted.num_workers,
-                timeout_seconds=wanted.timeout_seconds,
+            rendezvous=WorkerRendezvous(
+                store=store, backend=backend, size=num_workers, timeout_seconds=timeout_seconds
             ),
-            skeleton=wanted.skeleton,
-            plan=wanted.plan,
-            shared=sharing.share(shared),
-            checkpoint=wanted.checkpoint,
-            method=wanted.method,
-            dtype=wanted.dtype,
+            skeleton=skeleton,
+            shared=memory.share(shared),  # while the workers import torch
+            setup=setup,
             default_dtype=torch.get_default_dtype(),
             num_threads=num_threads,
             seed=torch.initial_seed(),
         )
-        answers = pool.ask(pack(start), "starting", timeout=wanted.timeout_seconds)
+        reports = pool.ask(pack(start), "starting", timeout=timeout_seconds)
         undo_pool.pop_all()
-    return pool, tuple(each for each in answers if isinstance(each, WorkerReport))
+    return pool, tuple(report for report in reports if isinstance(report, WorkerReport))

@@ -1,7 +1,7 @@
-"""Caches of keys and values stay in the workers, of which each has its heads; what the caller holds stands for them.
+"""KV caches, which stay in the workers, each with its heads, and the caller's handles of them.
 
-Such a handle can be given to the next call as `past_key_values`, and says how long the cache is. It is the same object
-as long as the workers go on filling the same cache; when nobody refers to it any more, the workers let go of theirs.
+A handle is passed to the next call as `past_key_values`, and knows the length of the cache. It stays the same object
+while workers fill the same cache; when it is garbage, the next call releases their caches.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from collections import deque
 from bigload.errors import ModelNotSendableError
 
 
-class KeptValue:
-    """A value that the workers of one model keep for it."""
+class CacheHandle:
+    """Handle of a cache in the workers of one model."""
 
-    def __init__(self, owner: HandleTable, number: int) -> None:
+    def __init__(self, owner: CacheHandles, number: int) -> None:
         self._owner = owner
         self.number = number
         self.length: int | None = 0
 
     def get_seq_length(self, *_: object) -> int:
-        """Return how many positions are in it: of the first layer, as transformers says it without a layer.
+        """Return the number of positions of the first layer, as caches of transformers do without an argument.
 
         Raises:
             ValueError: it has no attention layers, as caches of transformers raise it: states have no positions.
@@ -37,21 +37,21 @@ class KeptValue:
         return f"<cache of {what}, kept by workers>"
 
 
-class HandleTable:
-    """What the caller has: handles by number, and the numbers that nobody refers to any more."""
+class CacheHandles:
+    """The caller's side: handles by number, and the numbers of handles that are garbage."""
 
     def __init__(self) -> None:
-        self._handles: weakref.WeakValueDictionary[int, KeptValue] = weakref.WeakValueDictionary()
+        self._handles: weakref.WeakValueDictionary[int, CacheHandle] = weakref.WeakValueDictionary()
         self._released: deque[int] = deque()
         self._lock = threading.Lock()
 
     def number_of(self, value: object) -> object | None:
-        """Return what goes to the workers instead of `value`, if that is a handle.
+        """Return the number of `value`, which is sent instead of it, if it is a handle.
 
         Raises:
             ModelNotSendableError: a handle of other workers.
         """
-        if not isinstance(value, KeptValue):
+        if not isinstance(value, CacheHandle):
             return None
         if value._owner is not self:
             raise ModelNotSendableError(
@@ -61,25 +61,25 @@ class HandleTable:
             )
         return value.number
 
-    def handle(self, stored: object) -> KeptValue:
-        """Return the handle for what `Keeper.number_of` returned."""
+    def handle(self, stored: object) -> CacheHandle:
+        """Return the handle for what `WorkerCaches.number_of` returned."""
         assert isinstance(stored, tuple)
         number, length = stored
         with self._lock:
             handle = self._handles.get(number)
             if handle is None:
-                handle = self._handles[number] = KeptValue(self, number)
+                handle = self._handles[number] = CacheHandle(self, number)
                 weakref.finalize(handle, self._released.append, number).atexit = False
         handle.length = length
         return handle
 
     def take_released(self) -> tuple[int, ...]:
-        """Return the numbers that nobody refers to since the last time."""
+        """Return the numbers of handles that became garbage since the last call."""
         return tuple(self._released.popleft() for _ in range(len(self._released)))
 
 
-class Keeper:
-    """What a worker has: the values by number. All workers number theirs in the same order."""
+class WorkerCaches:
+    """The worker's side: caches by number. All workers number theirs in the same order."""
 
     def __init__(self) -> None:
         self._values: dict[int, object] = {}
@@ -87,7 +87,7 @@ class Keeper:
         self._count = itertools.count()
 
     def number_of(self, value: object) -> object | None:
-        """Return number and length of `value` if it is one that stays; `None` for the length of states (mamba)."""
+        """Return number and length of `value` if it is a cache; the length of one of states (mamba) is `None`."""
         if not type(value).__name__.endswith("Cache") or not callable(length := getattr(value, "get_seq_length", None)):
             return None
         number = self._numbers.get(id(value))
@@ -100,11 +100,11 @@ class Keeper:
             return number, None
 
     def value(self, number: object) -> object:
-        """Return the value that has `number`."""
+        """Return the cache `number`."""
         assert isinstance(number, int)
         return self._values[number]
 
     def release(self, numbers: tuple[int, ...]) -> None:
-        """Let go of values."""
+        """Drop the caches `numbers`."""
         for number in numbers:
             self._numbers.pop(id(self._values.pop(number)))

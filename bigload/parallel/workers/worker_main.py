@@ -24,16 +24,16 @@ _ORPHANED = 70
 
 
 def main() -> None:
-    """Answer requests; leave without the end of the interpreter, which might wait for threads of others."""
+    """Answer requests; then exit without finalizing the interpreter, which might wait for threads of libraries."""
     began = time.perf_counter()
     _die_with_parent()
     connection = socket.socket(fileno=int(sys.argv[2]))
     connection.set_inheritable(False)
     os.register_at_fork(after_in_child=connection.close)
-    threading.Thread(target=_end_with, args=(connection,), name="bigload-orphan-watch", daemon=True).start()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # whom to interrupt is for the other side to decide
+    threading.Thread(target=_exit_on_hang_up, args=(connection,), name="bigload-orphan-watch", daemon=True).start()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that started the workers handles it
     faulthandler.enable()
-    faulthandler.register(signal.SIGUSR1, all_threads=False)  # the one that computes
+    faulthandler.register(signal.SIGUSR1, all_threads=False)  # the thread that computes
     try:
         _serve(connection, int(os.environ["RANK"]), began)
     except EOFError:
@@ -45,33 +45,33 @@ def main() -> None:
 
 
 def _die_with_parent() -> None:
-    """Have the kernel kill this process when its parent ends: of a stopped process, no thread sees a hang-up.
+    """Have the kernel kill this process when its parent ends: in a stopped process, no thread sees a hang-up.
 
-    If the parent has ended already, the connection says so.
+    A parent that has ended before has closed the connection.
     """
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL))
 
 
-def _end_with(connection: socket.socket) -> None:
-    """End this process when the other side closes, in the middle of a collective too: it has then ended itself."""
+def _exit_on_hang_up(connection: socket.socket) -> None:
+    """End this process when the other side closes the connection, in the middle of a collective too."""
     poll = select.poll()
-    poll.register(connection, 0)  # a hang-up is told whatever is asked for
+    poll.register(connection, 0)  # POLLHUP is always reported
     poll.poll()
     os._exit(_ORPHANED)
 
 
 def _serve(connection: socket.socket, rank: int, began: float) -> None:
-    """Answer until asked to stop. What a request raises is its answer.
+    """Answer requests until asked to stop. The answer to a request that raises is a `Failure`.
 
     Raises:
-        EOFError: the other side is gone.
+        EOFError: the process that started this one is gone.
     """
     from bigload.parallel.workers.messages import pack, receive, send, unpack
     from bigload.parallel.workers.requests import Call, Failure, Start, Stop
-    from bigload.parallel.workers.worker_model import HostedModel
+    from bigload.parallel.workers.worker_model import WorkerModel
 
     import_seconds = time.perf_counter() - began
-    hosted: HostedModel | None = None
+    hosted: WorkerModel | None = None
     while True:
         received = receive(connection)
         try:
@@ -79,7 +79,7 @@ def _serve(connection: socket.socket, rank: int, began: float) -> None:
             if isinstance(request, Stop):
                 return
             if isinstance(request, Start):
-                hosted = HostedModel(request, rank, import_seconds=import_seconds)
+                hosted = WorkerModel(request, rank, import_seconds=import_seconds)
                 message = pack(hosted.report)
             else:
                 assert hosted is not None

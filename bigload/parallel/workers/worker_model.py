@@ -1,4 +1,4 @@
-"""A worker's part of a model: made, filled, called and measured."""
+"""A worker's part of a model: built, called and measured."""
 
 from __future__ import annotations
 
@@ -12,24 +12,21 @@ from typing import cast
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from bigload.machine.process_memory import trim_heap
-from bigload.parallel.sharded_loading.load_sharded import load_sharded
-from bigload.parallel.tensor_parallel.apply import apply_tensor_parallel
-from bigload.parallel.workers.call_settings import applied
-from bigload.parallel.workers.generation_stopping import agree_on_stopping
+from bigload.parallel.workers.call_settings import apply_settings
+from bigload.parallel.workers.generation_stopping import synchronize_stopping
 from bigload.parallel.workers.messages import Message, bytes_of, pack, unpack
 from bigload.parallel.workers.recorded_outputs import register_outputs, with_all_heads
 from bigload.parallel.workers.rendezvous import join
-from bigload.parallel.workers.requests import Answer, Arguments, Call, MemoryUse, Start, WorkerReport
-from bigload.parallel.workers.worker_caches import Keeper
+from bigload.parallel.workers.requests import Arguments, Call, CallResult, Start, WorkerMemory, WorkerReport
+from bigload.parallel.workers.worker_caches import WorkerCaches
 
 _MAX_COMPARED_BYTES = 1 << 20
 
 
-class HostedModel:
+class WorkerModel:
     """The part of a model that is in this process."""
 
     def __init__(self, start: Start, rank: int, *, import_seconds: float) -> None:
@@ -39,12 +36,13 @@ class HostedModel:
         torch.set_default_dtype(start.default_dtype)
         torch.set_grad_enabled(False)
         self._rank = rank
-        mesh, self._device = join(start.meeting, rank)
+        mesh, self._device = join(start.rendezvous, rank)
         torch.manual_seed(start.seed)
-        self._keeper = Keeper()
-        self._model, read_bytes = _filled(start, mesh, self._device)
+        self._caches = WorkerCaches()
+        self._model = start.skeleton.build(start.shared.tensors()).eval()
+        read_bytes = start.setup(self._model, mesh, self._device)
         self._model.to(self._device)
-        agree_on_stopping(self._model)
+        synchronize_stopping(self._model)
         register_outputs(self._model)
         trim_heap(collect_garbage=True)
         dist.barrier()
@@ -57,27 +55,31 @@ class HostedModel:
             load_seconds=time.perf_counter() - began,
         )
 
-    def call(self, call: Call) -> Answer:
+    def call(self, call: Call) -> CallResult:
         """Call a method of the model."""
-        self._keeper.release(call.released)
-        arguments, keywords = cast(Arguments, unpack(call.arguments, device=self._device, find=self._keeper.value))
+        self._caches.release(call.released)
+        arguments, keywords = cast(
+            Arguments, unpack(call.arguments, device=self._device, persistent_load=self._caches.value)
+        )
         set_random_states(call.random_states)
         method = self._model if call.method == "forward" else getattr(self._model, call.method)
-        with applied(call.settings, self._model):
+        with apply_settings(call.settings, self._model):
             returned = method(*arguments, **keywords)
         are_asked = bool(keywords.get("output_attentions", call.settings.config.get("output_attentions")))
         returned = with_all_heads(returned, self._model, are_asked=are_asked)
-        value = pack(returned, keep=self._keeper.number_of)  # DTensors are gathered by all
+        value = pack(returned, persistent_id=self._caches.number_of)  # DTensors are gathered by all
         states = random_states() if self._rank == 0 else {}
-        return Answer(value=value if self._rank == 0 else None, outline=_outline(value), random_states=states)
+        return CallResult(value=value if self._rank == 0 else None, summary=_summary(value), random_states=states)
 
-    def memory(self) -> MemoryUse:
+    def memory(self) -> WorkerMemory:
         """Return how much memory is in use."""
         if self._device.type == "cuda":
             allocated, reserved = torch.cuda.memory_allocated(self._device), torch.cuda.memory_reserved(self._device)
         else:
             allocated, reserved = _weight_bytes(self._model), _private_bytes()
-        return MemoryUse(device=f"{self._device.type}:{self._rank}", allocated_bytes=allocated, reserved_bytes=reserved)
+        return WorkerMemory(
+            device=f"{self._device.type}:{self._rank}", allocated_bytes=allocated, reserved_bytes=reserved
+        )
 
 
 def random_states() -> dict[str, torch.Tensor]:
@@ -95,46 +97,15 @@ def set_random_states(states: Mapping[str, torch.Tensor]) -> None:
         torch.cuda.set_rng_state(states["cuda"])
 
 
-def _filled(start: Start, mesh: DeviceMesh, device: torch.device) -> tuple[nn.Module, int]:
-    """Return the part of this rank, and how many bytes of the checkpoint were read for it."""
-    model = start.skeleton.build(start.shared.tensors())
-    model.eval()
-    apply_tensor_parallel(model, start.plan, mesh)
-    if start.dtype is not None:
-        _cast(model, start.dtype)
-    divided = {name: division for name, division in start.plan.divisions.items() if division.dim is not None}
-    num_read = 0
-    if start.checkpoint is not None:
-        reports = load_sharded(
-            model, start.checkpoint, divisions=divided, device=device, strict=False, method=start.method
-        )
-        num_read = next(report.read_bytes for report in reports if report.rank == mesh.get_rank())
-    return model, num_read
-
-
-def _cast(model: nn.Module, dtype: torch.dtype) -> None:
-    """Make weights of floating point `dtype`. What no state dict has, tables of angles for one, stays as it is."""
-    done: dict[int, nn.Parameter] = {}
-    for module in model.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is not None and parameter.is_floating_point():
-                if id(parameter) not in done:
-                    done[id(parameter)] = nn.Parameter(parameter.detach().to(dtype), requires_grad=False)
-                module._parameters[name] = done[id(parameter)]
-        for name, buffer in module._buffers.items():
-            if buffer is not None and buffer.is_floating_point() and name not in module._non_persistent_buffers_set:
-                module._buffers[name] = buffer.to(dtype)
-
-
-def _outline(value: Message) -> str:
+def _summary(value: Message) -> str:
     """Return forms of the tensors, and what small ones of whole numbers hold: cheap, and the same for all ranks.
 
     Values of floating point are not compared: kernels of accelerators may add in another order in each process.
     """
-    return "; ".join(_outline_of(tensor) for tensor in value.tensors)
+    return "; ".join(_tensor_summary(tensor) for tensor in value.tensors)
 
 
-def _outline_of(tensor: torch.Tensor) -> str:
+def _tensor_summary(tensor: torch.Tensor) -> str:
     form = f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
     if tensor.is_floating_point() or tensor.is_complex() or not 0 < tensor.nbytes <= _MAX_COMPARED_BYTES:
         return form

@@ -1,4 +1,4 @@
-"""One worker as the process that started it sees it: a process, a connection, and what it writes."""
+"""Handle of one worker process: its connection, output, exit code and stack."""
 
 from __future__ import annotations
 
@@ -9,47 +9,54 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, wait
 from functools import partial
 from multiprocessing.spawn import get_executable
+from queue import SimpleQueue
+from typing import TypeVar
 
 from bigload.errors import ParallelError, WorkerDiedError
-from bigload.parallel.workers.lasting_thread import in_lasting_thread
 
 _BOOT = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
     "from bigload.parallel.workers.worker_main import main; main()"
 )
+T = TypeVar("T")
+
 _EXIT_SECONDS = 1.0
 _STACK_SECONDS = 1.0
 _STACK_LINES = 7
 
 
 class WorkerProcess:
-    """A fresh interpreter that runs `worker_main`, in a session of its own: Ctrl-C is not for it."""
+    """A fresh interpreter that runs `worker_main`, in a session of its own, which gets no Ctrl-C of the terminal."""
 
-    def __init__(self, rank: int, *, environment: Mapping[str, str], inherit: Sequence[int] = ()) -> None:
+    def __init__(
+        self, rank: int, *, environment: Mapping[str, str], inherit: Sequence[int] = (), preload: Sequence[str] = ()
+    ) -> None:
         self.rank = rank
         self.connection, theirs = socket.socketpair()
-        self._log = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115 - closed by `close`
+        self._output = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115 - closed by `close`
         try:
-            # -P: no folder but those of this process goes before the standard library; -u: what is written is not lost.
-            command = [_executable(), "-P", "-u", "-c", _BOOT, json.dumps(sys.path), str(theirs.fileno())]
+            # -P: no folder of the script goes before the standard library; -u: the last output of a worker is not lost.
+            arguments = [json.dumps(sys.path), str(theirs.fileno()), *preload]
             start = partial(
                 subprocess.Popen[bytes],
-                command,
+                [_executable(), "-P", "-u", "-c", _BOOT, *arguments],
                 env={**os.environ, **environment},
                 pass_fds=(theirs.fileno(), *inherit),
                 stdin=subprocess.DEVNULL,
-                stdout=self._log,
+                stdout=self._output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
-            self._process = in_lasting_thread(start)
+            self._process = _starter.run(start)
         except BaseException:
             self.connection.close()
-            self._log.close()
+            self._output.close()
             raise
         finally:
             theirs.close()
@@ -59,55 +66,55 @@ class WorkerProcess:
         return self._process.pid
 
     def exit_code(self) -> int | None:
-        """Return how it ended: 0, another number, or that of a signal, negative; `None` while it runs."""
+        """Return its exit code, minus the number of the signal that ended it, or `None` while it runs."""
         return self._process.poll()
 
-    def written(self, num_bytes: int = 8192, *, since: int = 0) -> str:
-        """Return the last of what it wrote."""
-        size = self._log_bytes()
+    def log(self, num_bytes: int = 8192, *, since: int = 0) -> str:
+        """Return the end of its output."""
+        size = self._output_bytes()
         start = max(since, size - num_bytes)
-        # Not by seeking: the worker writes where this file stands, which is one for both.
-        return os.pread(self._log.fileno(), size - start, start).decode(errors="replace").strip()
+        # pread, as the worker shares the offset of this descriptor and writes there.
+        return os.pread(self._output.fileno(), size - start, start).decode(errors="replace").strip()
 
     def stacks(self) -> str:
-        """Return where its main thread is, the last calls first; nothing if it does not say in time."""
-        before = after = self._log_bytes()
-        self._process.send_signal(signal.SIGUSR1)  # faulthandler answers, whatever else is going on
+        """Return the stack of its main thread, innermost call first; nothing if it does not arrive in time."""
+        before = after = self._output_bytes()
+        self._process.send_signal(signal.SIGUSR1)  # faulthandler writes it, whatever the interpreter does
         until = time.monotonic() + _STACK_SECONDS
         while time.monotonic() < until:
             time.sleep(0.05)
-            size = self._log_bytes()
+            size = self._output_bytes()
             if size == after > before:
                 break
             after = size
-        return "\n".join(self.written(since=before).splitlines()[:_STACK_LINES])
+        return "\n".join(self.log(since=before).splitlines()[:_STACK_LINES])
 
     def death(self, doing: str) -> WorkerDiedError:
-        """Return the error that says how it ended; it has closed its connection."""
+        """Return the error of its end; it has closed its connection."""
         try:
             code = self._process.wait(_EXIT_SECONDS)
         except subprocess.TimeoutExpired:
             self.kill()
             code = self._process.wait()
-        return WorkerDiedError(self.rank, doing, exit_code=code, ending=_ending(code), log=self.written())
+        return WorkerDiedError(self.rank, doing, exit_code=code, ending=_ending(code), log=self.log())
 
     def kill(self) -> None:
-        """End it, if it still runs."""
+        """Kill it, if it still runs."""
         if self._process.poll() is None:
             self._process.kill()
 
     def close(self) -> None:
-        """Wait for its end, and give back what this process has of it."""
+        """Wait for its end, and close connection and output."""
         self._process.wait()
         self.connection.close()
-        self._log.close()
+        self._output.close()
 
-    def _log_bytes(self) -> int:
-        return os.fstat(self._log.fileno()).st_size
+    def _output_bytes(self) -> int:
+        return os.fstat(self._output.fileno()).st_size
 
 
 def _executable() -> str:
-    found = get_executable()  # what multiprocessing would start, which programs that embed Python set
+    found = get_executable()  # programs that embed Python set it
     if not found:
         raise ParallelError(
             "no Python interpreter is known that could run workers",
@@ -123,3 +130,52 @@ def _ending(code: int) -> str:
         return signal.Signals(-code).name
     except ValueError:
         return f"signal {-code}"
+
+
+class _StarterThread:
+    """A daemon thread that starts all workers and lives as long as this process.
+
+    PR_SET_PDEATHSIG of prctl(2), by which a worker is killed with its parent, means the parent's thread: a worker that
+    a short-lived thread has started would be killed when that thread ends. A thread pool would end its threads at exit
+    before workers are asked to stop.
+    """
+
+    def __init__(self) -> None:
+        self._tasks: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+
+    def run(self, task: Callable[[], T]) -> T:
+        """Run `task` in the thread, and return or raise its result."""
+        with self._lock:
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._work, name="bigload-worker-starter", daemon=True)
+                self._thread.start()
+        future: Future[T] = Future()
+        self._tasks.put(partial(_complete, future, task))
+        try:
+            return future.result()
+        finally:
+            wait([future])  # after a Ctrl-C too: the task uses what the caller is about to close
+
+    def _work(self) -> None:
+        while True:
+            self._tasks.get()()
+
+
+def _complete(future: Future[T], task: Callable[[], T]) -> None:
+    try:
+        future.set_result(task())
+    except BaseException as error:
+        future.set_exception(error)
+
+
+_starter = _StarterThread()
+
+
+def _renew_starter_after_fork() -> None:
+    global _starter  # noqa: PLW0603 - a forked process has none of its parent's threads
+    _starter = _StarterThread()
+
+
+os.register_at_fork(after_in_child=_renew_starter_after_fork)

@@ -106,8 +106,8 @@ def test_a_message_larger_than_the_buffer_of_a_socket_arrives():
 
 def test_what_is_kept_does_not_travel():
     secret = object()
-    message = pack([secret, 1], keep=lambda value: 7 if value is secret else None)
-    assert unpack(message, find=lambda number: ("found", number)) == [("found", 7), 1]
+    message = pack([secret, 1], persistent_id=lambda value: 7 if value is secret else None)
+    assert unpack(message, persistent_load=lambda number: ("found", number)) == [("found", 7), 1]
 
 
 def test_what_cannot_be_pickled_is_refused_before_anything_is_sent():

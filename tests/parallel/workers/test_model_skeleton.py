@@ -8,12 +8,12 @@ from torch import nn
 from torch.nn.utils import parametrizations
 
 from bigload.errors import ModelNotSendableError
-from bigload.parallel.workers.model_skeleton import skeleton_of
+from bigload.parallel.workers.model_skeleton import make_skeleton
 from worker_models import TwoLayers
 
 
 def rebuilt(model):
-    skeleton, weights = skeleton_of(model)
+    skeleton, weights = make_skeleton(model)
     return skeleton.build(dict(enumerate(weights)))
 
 
@@ -26,7 +26,7 @@ def test_a_model_is_built_again_with_the_values_that_are_given():
 
 
 def test_weights_that_are_not_given_have_forms_and_no_memory():
-    skeleton, weights = skeleton_of(TwoLayers(512))
+    skeleton, weights = make_skeleton(TwoLayers(512))
     assert len(skeleton.message.pickled) < 5000
     assert not skeleton.message.tensors
     number = next(number for number, form in enumerate(skeleton.weights) if form.names == ("down.weight",))
@@ -35,7 +35,7 @@ def test_weights_that_are_not_given_have_forms_and_no_memory():
 
 
 def test_forms_tell_names_and_what_a_state_dict_has():
-    skeleton, _ = skeleton_of(TwoLayers())
+    skeleton, _ = make_skeleton(TwoLayers())
     forms = {form.names[0]: (form.is_parameter, form.is_stored) for form in skeleton.weights}
     assert forms["up.weight"] == (True, True)
     assert forms["scale"] == (False, True)
@@ -45,7 +45,7 @@ def test_forms_tell_names_and_what_a_state_dict_has():
 def test_tied_weights_stay_tied():
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     model[1].weight = model[0].weight
-    skeleton, _ = skeleton_of(model)
+    skeleton, _ = make_skeleton(model)
     assert ("0.weight", "1.weight") in [form.names for form in skeleton.weights]
     again = skeleton.build({})
     assert again[0].weight is again[1].weight
@@ -88,7 +88,7 @@ class Locked(nn.Module):
 
 def test_what_cannot_be_pickled_is_named():
     with pytest.raises(ModelNotSendableError, match=r"guard of 1 \(Locked\): it cannot be pickled") as caught:
-        skeleton_of(nn.Sequential(nn.ReLU(), Locked()))
+        make_skeleton(nn.Sequential(nn.ReLU(), Locked()))
     assert "no locks" in caught.value.hint
 
 
@@ -100,4 +100,4 @@ def test_a_function_of_the_script_is_refused_as_a_class_is():
     model = nn.Sequential(nn.ReLU())
     model.activation = activation
     with pytest.raises(ModelNotSendableError, match="activation is defined in the script or notebook"):
-        skeleton_of(model)
+        make_skeleton(model)

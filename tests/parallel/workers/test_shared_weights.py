@@ -8,16 +8,16 @@ import pytest
 import torch
 from torch import nn
 
-from bigload.parallel.workers.shared_weights import WeightSharing
+from bigload.parallel.workers.shared_weights import SharedMemory
 
 
 def shared(tensors):
     """Share `tensors`, and return what another process would see."""
-    sharing = WeightSharing()
+    sharing = SharedMemory()
     weights = sharing.share(dict(enumerate(tensors)))
     inherited = os.dup(sharing.descriptor)
     sharing.close()
-    return type(weights)(descriptor=inherited, num_bytes=weights.num_bytes, places=weights.places).tensors()
+    return type(weights)(descriptor=inherited, num_bytes=weights.num_bytes, by_number=weights.by_number).tensors()
 
 
 def maps():
@@ -88,7 +88,7 @@ def test_a_map_ends_with_the_last_tensor_and_keeps_no_descriptor():
 
 
 def test_no_descriptor_is_left_where_sharing_fails():
-    sharing = WeightSharing()
+    sharing = SharedMemory()
     sharing.close()
     descriptors = num_descriptors()
     with pytest.raises(OSError, match="Bad file descriptor"):

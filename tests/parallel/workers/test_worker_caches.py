@@ -6,19 +6,19 @@ import pytest
 
 from bigload.errors import ModelNotSendableError
 from bigload.parallel.workers.messages import pack, unpack
-from bigload.parallel.workers.worker_caches import HandleTable, Keeper
+from bigload.parallel.workers.worker_caches import CacheHandles, WorkerCaches
 from worker_models import CountingCache
 
 
 def test_a_cache_goes_out_as_a_handle_and_comes_back_as_itself():
-    keeper, table, cache = Keeper(), HandleTable(), CountingCache()
-    out = unpack(pack({"cache": cache}, keep=keeper.number_of), find=table.handle)
-    back = unpack(pack([out["cache"]], keep=table.number_of), find=keeper.value)
+    keeper, table, cache = WorkerCaches(), CacheHandles(), CountingCache()
+    out = unpack(pack({"cache": cache}, persistent_id=keeper.number_of), persistent_load=table.handle)
+    back = unpack(pack([out["cache"]], persistent_id=table.number_of), persistent_load=keeper.value)
     assert back == [cache]
 
 
 def test_a_cache_that_grows_keeps_its_handle():
-    keeper, table, cache = Keeper(), HandleTable(), CountingCache()
+    keeper, table, cache = WorkerCaches(), CacheHandles(), CountingCache()
     handle = table.handle(keeper.number_of(cache))
     cache.seen.append(1)
     assert handle.get_seq_length() == 0
@@ -27,7 +27,7 @@ def test_a_cache_that_grows_keeps_its_handle():
 
 
 def test_a_handle_that_goes_lets_go_of_its_cache():
-    keeper, table = Keeper(), HandleTable()
+    keeper, table = WorkerCaches(), CacheHandles()
     first, second = (table.handle(keeper.number_of(CountingCache())) for _ in range(2))
     del first
     gc.collect()
@@ -41,16 +41,16 @@ def test_a_handle_that_goes_lets_go_of_its_cache():
 
 
 def test_a_handle_of_other_workers_is_refused():
-    handle = HandleTable().handle((0, 3))
+    handle = CacheHandles().handle((0, 3))
     assert repr(handle) == "<cache of 3 positions, kept by workers>"
     with pytest.raises(ModelNotSendableError, match="another parallelized model"):
-        HandleTable().number_of(handle)
+        CacheHandles().number_of(handle)
 
 
 def test_other_values_travel():
-    assert Keeper().number_of({"a": 1}) is None
-    assert Keeper().number_of("DynamicCache") is None
-    assert HandleTable().number_of(object()) is None
+    assert WorkerCaches().number_of({"a": 1}) is None
+    assert WorkerCaches().number_of("DynamicCache") is None
+    assert CacheHandles().number_of(object()) is None
 
 
 def test_a_cache_of_states_is_kept_though_it_has_no_length():
@@ -58,7 +58,7 @@ def test_a_cache_of_states_is_kept_though_it_has_no_length():
         def get_seq_length(self):
             raise ValueError("`get_seq_length` can only be called on Attention layers")
 
-    keeper, handles = Keeper(), HandleTable()
+    keeper, handles = WorkerCaches(), CacheHandles()
     cache = StatesCache()
     stored = keeper.number_of(cache)
     handle = handles.handle(stored)

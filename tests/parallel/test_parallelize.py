@@ -28,7 +28,7 @@ from bigload.errors import (
     WorkersDisagreeError,
     WorkersEndedError,
 )
-from bigload.parallel.workers.parallelize import _warn_of_too_many
+from bigload.parallel.parallelize import _warn_of_too_many
 from process_census import census, is_running, settled
 from worker_models import Differing, TwoLayers, WithCaches
 

@@ -19,7 +19,7 @@ _CONFIG = "config.json"
 _GENERATION = "generation_config.json"
 
 
-def model_of(folder: Path) -> nn.Module:
+def model_from_folder(folder: Path) -> nn.Module:
     """Return the model of `folder` with its parameters on the meta device, and its settings for generation.
 
     Raises:

@@ -18,13 +18,14 @@ from bigload.errors import ParallelError, ParallelOptionError, StateDictMismatch
 from bigload.loading.methods import Method
 from bigload.loading.strategy.settings import settings
 from bigload.machine.process_memory import trim_heap
+from bigload.parallel.model_from_folder import model_from_folder
+from bigload.parallel.shard_model import ShardModel
 from bigload.parallel.sharded_loading.stored_tensors import open_stored
 from bigload.parallel.tensor_parallel.apply import plan_tensor_parallel
 from bigload.parallel.tensor_parallel.plan import TensorParallelPlan
-from bigload.parallel.workers.model_from_folder import model_of
-from bigload.parallel.workers.model_skeleton import Skeleton, skeleton_of
+from bigload.parallel.workers.model_skeleton import Skeleton, make_skeleton
 from bigload.parallel.workers.parallel_model import ParallelModel, ParallelReport
-from bigload.parallel.workers.startup import WantedWorkers, start_workers
+from bigload.parallel.workers.startup import start_workers
 from bigload.planning.tensor_parallel.division import MAX_RANKS
 from bigload.units import format_size
 
@@ -136,32 +137,30 @@ def parallelize(
     _check_kinds(model, example)
     if not isinstance(model, nn.Module):
         checkpoint = model if checkpoint is None else checkpoint
-        model = model_of(Path(model))
+        model = model_from_folder(Path(model))
     _check_not_parallel(model)
     called = _methods(model, methods)
     _warn_of_too_many(num_gpus, backend)
     with torch.inference_mode(mode=False), torch.enable_grad():  # the plan is found by what flows back
         plan = plan_tensor_parallel(model, num_gpus, custom_policies=custom_policies, example=example)
     trim_heap(collect_garbage=True)
-    skeleton, weights = skeleton_of(model)
-    wanted = WantedWorkers(
+    skeleton, weights = make_skeleton(model)
+    source = None if checkpoint is None else Path(checkpoint).absolute()
+    shared = _shared_weights(skeleton, weights, source)
+    if source is not None:
+        _check_has_all(skeleton, source, type(model).__name__)
+    del weights
+    if seed is not None:
+        torch.manual_seed(seed)
+    pool, workers = start_workers(
+        skeleton,
+        shared,
+        ShardModel(plan=plan, checkpoint=source, method=method, dtype=torch.float16 if fp16 else None),
         num_workers=num_gpus,
-        skeleton=skeleton,
-        plan=plan,
-        checkpoint=None if checkpoint is None else Path(checkpoint).absolute(),
-        method=method,
-        dtype=torch.float16 if fp16 else None,
         backend=backend,
         daemon=daemon,
         timeout_seconds=start_timeout,
     )
-    shared = _shared_weights(skeleton, weights, wanted.checkpoint)
-    if wanted.checkpoint is not None:
-        _check_has_all(skeleton, wanted.checkpoint, type(model).__name__)
-    del weights
-    if seed is not None:
-        torch.manual_seed(seed)
-    pool, workers = start_workers(wanted, shared)
     report = ParallelReport(workers=workers, notes=plan.notes, seconds=time.perf_counter() - began)
     _tell(report, plan, verbose)
     return ParallelModel(model, pool, report, methods=called, timeout=timeout)
