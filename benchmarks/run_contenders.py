@@ -22,7 +22,7 @@ from bigload.bench.run_model import PlannedModel
 from bigload.errors import NotEnoughMemoryError, NotEnoughSpaceError
 from bigload.machine.memory import available_memory
 from bigload.planning.plan import Plan
-from bigload.runtime.device_map.blocks import device_of, place_of
+from bigload.runtime.device_map.blocks import device_name, device_of
 from bigload.runtime.dispatch.load_checkpoint import load_checkpoint_in_model
 from bigload.runtime.offload.stored_weights import StoredWeights
 from bigload.units import MIB, format_size
@@ -92,7 +92,7 @@ def _accelerate(planned: PlannedModel, opened: ExitStack) -> PreparedRuntime:
 
     def make() -> nn.Module:
         model: nn.Module = planned.empty()
-        if {place_of(device) for device in placed.values()} == {"disk"}:
+        if {device_name(device) for device in placed.values()} == {"disk"}:
             return accelerate.disk_offload(model, str(folder), execution_device=planned.device)  # type: ignore[no-any-return]
         load_checkpoint_in_model(model, _source(planned), placed, dtype=planned.load_dtype)
         return accelerate.dispatch_model(model, dict(placed), offload_dir=folder)  # type: ignore[no-any-return]

@@ -14,7 +14,7 @@ from typing import Protocol, TypeVar
 from bigload.bench.result_marks import MADE_BY_BENCH_LOAD, MADE_BY_RUN
 from bigload.documents import write_whole
 from bigload.loading.report import Activity
-from bigload.runtime.streaming.run_log import RunStats, Span
+from bigload.runtime.streaming.run_log import RunStats, TraceSpan
 
 
 class _Timed(Protocol):
@@ -45,7 +45,7 @@ def run_trace(models: Mapping[str, RunStats]) -> dict[str, object]:
     A thread of the caller computes with a block or waits for it; a thread of bigload fetches it.
     """
 
-    def described(span: Span) -> dict[str, object]:
+    def described(span: TraceSpan) -> dict[str, object]:
         args = {"bytes": span.num_bytes, "block": span.name}
         return {"name": f"{span.kind} {span.name or 'model'}", "cat": span.kind, "args": args}
 

@@ -44,13 +44,13 @@ def main(folder: Path, kind: str) -> None:
     from torch.distributed.fsdp import fully_shard
 
     from bigload import load_checkpoint_in_model
+    from bigload.runtime.dispatch.checkpoint_source import CheckpointSource
     from bigload.runtime.dispatch.dispatch import module_filling
-    from bigload.runtime.dispatch.weight_source import Source
 
     module_filling._BATCH_BYTES = 64  # several batches
     reads = []
-    load = Source.load
-    Source.load = lambda self, *arguments: (reads.append(arguments), load(self, *arguments))[1]
+    load = CheckpointSource.load
+    CheckpointSource.load = lambda self, *arguments: (reads.append(arguments), load(self, *arguments))[1]
     distributed.init_process_group("gloo")
     model = Model()
     if kind == "divided":

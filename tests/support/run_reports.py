@@ -1,7 +1,7 @@
 """Run statistics with figures chosen by hand."""
 
 from bigload.bench.run_stats import RunStatsReport
-from bigload.runtime.streaming.run_log import ForwardStats, RunStats, Span
+from bigload.runtime.streaming.run_log import ForwardStats, RunStats, TraceSpan
 
 GIB, MIB = 2**30, 2**20
 
@@ -24,10 +24,10 @@ def stats_of(*forwards, spans=()):
 def spans():
     """Two blocks: one computes while the other is fetched by another thread."""
     return (
-        Span(kind="wait", name="layers.0", thread="MainThread", start=0.0, seconds=0.01),
-        Span(kind="compute", name="layers.0", thread="MainThread", start=0.01, seconds=0.05),
-        Span(kind="fetch", name="layers.1", thread="fetcher", start=0.02, seconds=0.03, num_bytes=7),
-        Span(kind="compute", name="layers.1", thread="MainThread", start=0.06, seconds=0.05),
+        TraceSpan(kind="wait", name="layers.0", thread="MainThread", start=0.0, seconds=0.01),
+        TraceSpan(kind="compute", name="layers.0", thread="MainThread", start=0.01, seconds=0.05),
+        TraceSpan(kind="fetch", name="layers.1", thread="fetcher", start=0.02, seconds=0.03, num_bytes=7),
+        TraceSpan(kind="compute", name="layers.1", thread="MainThread", start=0.06, seconds=0.05),
     )
 
 

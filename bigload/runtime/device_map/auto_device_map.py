@@ -17,9 +17,9 @@ from torch import nn
 from bigload.runtime.device_map.checks import clean_device_map
 from bigload.runtime.device_map.device_memory import DeviceKey, MaxMemoryLike, get_max_memory
 from bigload.runtime.device_map.first_fit import FirstFit
-from bigload.runtime.device_map.first_fit_fallback import Ties
+from bigload.runtime.device_map.first_fit_fallback import TieGroups
 from bigload.runtime.device_map.model_units import units_of_model
-from bigload.runtime.device_map.module_queue import Cutter, WorkList, direct_parts
+from bigload.runtime.device_map.module_queue import ModuleQueue, ModuleSplitter, direct_parts
 from bigload.runtime.device_map.module_sizes import DTypeLike, Size, class_names, compute_module_sizes
 from bigload.runtime.device_map.policy_device_map import map_by_policy
 from bigload.runtime.device_map.tied_parameters import check_tied_parameters_in_config, find_tied_parameters
@@ -76,9 +76,15 @@ def infer_auto_device_map(
         device_map = map_by_policy(policy, units, limits, model_name=type(model).__name__)
     else:
         limits.setdefault("disk", math.inf)
-        cutter = Cutter(compute_module_sizes(model, dtype, special_dtypes), class_names(no_split_module_classes))
+        cutter = ModuleSplitter(
+            compute_module_sizes(model, dtype, special_dtypes), class_names(no_split_module_classes)
+        )
         run = FirstFit(
-            WorkList(direct_parts(model), cutter), Ties(ties), limits, fallback=fallback_allocation, verbose=verbose
+            ModuleQueue(direct_parts(model), cutter),
+            TieGroups(ties),
+            limits,
+            fallback=fallback_allocation,
+            verbose=verbose,
         )
         device_map = run.place(type(model).__name__)
         if not offload_buffers:

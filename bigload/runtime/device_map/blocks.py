@@ -20,7 +20,7 @@ OFFLOADED = ("cpu", "disk")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Block:
+class DeviceMapBlock:
     """A part of a model that gets one hook, or one for each of its modules.
 
     Attributes:
@@ -38,27 +38,27 @@ class Block:
 
         Tensors that the model owns itself never are: all of a forward would be their stay.
         """
-        away = ("disk",) if kind_of(main_device) in ("cpu", "mps") else OFFLOADED
-        return any(place_of(device) in away for device in self.devices) and (self.is_whole or bool(self.name))
+        away = ("disk",) if device_type(main_device) in ("cpu", "mps") else OFFLOADED
+        return any(device_name(device) in away for device in self.devices) and (self.is_whole or bool(self.name))
 
     def runs_on(self, main_device: DeviceLike) -> DeviceLike:
         """Return the device that it computes on."""
-        return next((device for device in self.devices if place_of(device) not in OFFLOADED), main_device)
+        return next((device for device in self.devices if device_name(device) not in OFFLOADED), main_device)
 
 
-def place_of(device: DeviceLike) -> str:
+def device_name(device: DeviceLike) -> str:
     """Return a device as text: `cpu` and `disk` are always these."""
-    return "cpu" if device != "disk" and kind_of(device) == "cpu" else str(device)
+    return "cpu" if device != "disk" and device_type(device) == "cpu" else str(device)
 
 
-def kind_of(device: DeviceLike) -> str:
+def device_type(device: DeviceLike) -> str:
     """Return the kind of a device that is not the disk; a number is an accelerator of this machine's kind."""
     return torch.device(device).type
 
 
 def main_device_of(device_map: Mapping[str, DeviceLike]) -> DeviceLike:
     """Return where offloaded modules run: the first device of the map that is an accelerator, else the CPU."""
-    return next((device for device in device_map.values() if place_of(device) not in OFFLOADED), "cpu")
+    return next((device for device in device_map.values() if device_name(device) not in OFFLOADED), "cpu")
 
 
 def device_of(name: str, device_map: Mapping[str, DeviceLike]) -> DeviceLike:
@@ -73,7 +73,7 @@ def device_of(name: str, device_map: Mapping[str, DeviceLike]) -> DeviceLike:
     return device_map[found[-1]]
 
 
-def blocks_of(model: nn.Module, device_map: Mapping[str, DeviceLike]) -> tuple[Block, ...]:
+def blocks_of(model: nn.Module, device_map: Mapping[str, DeviceLike]) -> tuple[DeviceMapBlock, ...]:
     """Return the blocks of `device_map` in the order of `model`.
 
     Example: of a map `{"h": 0, "h.1": "cpu"}`, where the module `h` has the children 0, 1 and 2 and a bias, the blocks
@@ -85,11 +85,11 @@ def blocks_of(model: nn.Module, device_map: Mapping[str, DeviceLike]) -> tuple[B
 
 def _blocks(
     module: nn.Module, name: str, around: DeviceLike | None, device_map: Mapping[str, DeviceLike], split: set[str]
-) -> Iterator[Block]:
+) -> Iterator[DeviceMapBlock]:
     device = device_map.get(name, around)
     if name not in split:
         if device is not None:
-            yield Block(name=name, devices=(device,))
+            yield DeviceMapBlock(name=name, devices=(device,))
         return
     owned = [
         key for table in (module._parameters, module._buffers) for key, value in table.items() if value is not None
@@ -97,6 +97,6 @@ def _blocks(
     places = [device_map.get(joined(name, key), device) for key in owned]
     known = tuple(place for place in places if place is not None)
     if known:
-        yield Block(name=name, devices=known, is_whole=False)
+        yield DeviceMapBlock(name=name, devices=known, is_whole=False)
     for key, child in module.named_children():
         yield from _blocks(child, joined(name, key), device, device_map, split)

@@ -17,7 +17,7 @@ from torch import nn
 from bigload.errors import IncompleteDeviceMapError
 from bigload.runtime.modules.module_names import prefixes
 
-Place = TypeVar("Place", bound=int | str | torch.device)
+DeviceT = TypeVar("DeviceT", bound=int | str | torch.device)
 
 
 def check_device_map(model: nn.Module, device_map: Mapping[str, int | str | torch.device]) -> None:
@@ -50,7 +50,7 @@ def _exists(model: nn.Module, name: str) -> bool:
     return not name or any(found.get(last) is not None for found in kinds)
 
 
-def clean_device_map(device_map: dict[str, Place], module_name: str = "") -> dict[str, Place]:
+def clean_device_map(device_map: dict[str, DeviceT], module_name: str = "") -> dict[str, DeviceT]:
     """Shorten `device_map` in place and return it: siblings on one device become their parent, all of a model `""`.
 
     With `module_name` only what lies inside that module is shortened. A single key is left as it is, and so is a
@@ -60,7 +60,7 @@ def clean_device_map(device_map: dict[str, Place], module_name: str = "") -> dic
     {'a': 0, 'b.x': 1, 'b.y': 'cpu', 'c.z': 1}
     """
     inside = {name: _from(module_name, name) for name in device_map}
-    places: dict[str, set[Place]] = {}
+    places: dict[str, set[DeviceT]] = {}
     num_keys: Counter[str] = Counter()
     for name, around in inside.items():
         for prefix in around:

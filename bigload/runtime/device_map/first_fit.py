@@ -17,21 +17,21 @@ from collections.abc import Mapping, Sequence
 
 from bigload.errors import DoesNotFitError
 from bigload.runtime.device_map.device_memory import DeviceKey
-from bigload.runtime.device_map.first_fit_fallback import Ties, first_that_fits
-from bigload.runtime.device_map.module_queue import Item, WorkList
+from bigload.runtime.device_map.first_fit_fallback import TieGroups, first_that_fits
+from bigload.runtime.device_map.module_queue import ModuleQueue, QueuedModule
 from bigload.runtime.device_map.module_sizes import Size
 from bigload.units import format_size
 
 _logger = logging.getLogger(__name__)
 
-Partners = Sequence[tuple[str, Item]]
+Partners = Sequence[tuple[str, QueuedModule]]
 
 
 class FirstFit:
     """One run. It leaves in `used` what each device took, and in `needed` what a device that got nothing would need."""
 
     def __init__(
-        self, work: WorkList, ties: Ties, limits: Mapping[DeviceKey, Size], *, fallback: bool, verbose: bool
+        self, work: ModuleQueue, ties: TieGroups, limits: Mapping[DeviceKey, Size], *, fallback: bool, verbose: bool
     ) -> None:
         self.used: dict[DeviceKey, Size] = dict.fromkeys(limits, 0)
         self.needed: dict[DeviceKey, Size] = {}
@@ -75,7 +75,7 @@ class FirstFit:
     def _room(self) -> Size:
         return self.limits[self._device] - self._reserve - self.used[self._device]
 
-    def _put(self, item: Item, partners: Partners, size: Size) -> None:
+    def _put(self, item: QueuedModule, partners: Partners, size: Size) -> None:
         self._say(
             "%s (%s bytes with ties) goes to %s, which has room for %s", item.name, size, self._device, self._room
         )
@@ -86,7 +86,7 @@ class FirstFit:
             self._work.remove(holder)
             self._device_map[holder.name] = self._device
 
-    def _split_partner(self, item: Item, partners: Partners) -> bool:
+    def _split_partner(self, item: QueuedModule, partners: Partners) -> bool:
         """Split the first tied item that can be, if this one alone has room: then less has to go along."""
         holder = next((holder for _, holder in partners if self._work.can_split(holder)), None)
         if holder is None or item.num_bytes > self._room:
@@ -96,7 +96,7 @@ class FirstFit:
         self._work.split(holder)
         return True
 
-    def _split(self, item: Item) -> bool:
+    def _split(self, item: QueuedModule) -> bool:
         if item.num_bytes < self._room or not self._work.can_split(item):
             return False
         self._say("%s (%s bytes) is split: %s has room for %s", item.name, item.num_bytes, self._device, self._room)
@@ -104,7 +104,7 @@ class FirstFit:
         self._work.split(item)
         return True
 
-    def _fall_back(self, item: Item, size: Size) -> bool:
+    def _fall_back(self, item: QueuedModule, size: Size) -> bool:
         """Bring a later module forward, if the device would stay empty otherwise."""
         if not self._fallback or self.used[self._device] or self._device == "disk":
             return False

@@ -7,12 +7,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 import torch
 from torch import nn
 
-from bigload.runtime.device_map.module_queue import Cutter, Held, Item, WorkList
+from bigload.runtime.device_map.module_queue import ModuleOrTensor, ModuleQueue, ModuleSplitter, QueuedModule
 from bigload.runtime.device_map.module_sizes import Size, class_names, convert_file_size_to_int
 from bigload.runtime.modules.module_names import prefixes
 
 
-class Ties:
+class TieGroups:
     """Which items of a work list share parameters.
 
     `counted_again` has the sizes of parameters that are counted under each of their names; where each counts under its
@@ -27,7 +27,7 @@ class Ties:
                 for prefix in prefixes(name):
                     self._groups_under.setdefault(prefix, {})[number] = group
 
-    def partners(self, item: Item, work: WorkList) -> list[tuple[str, Item]]:
+    def partners(self, item: QueuedModule, work: ModuleQueue) -> list[tuple[str, QueuedModule]]:
         """Return the other items that have to be where `item` is, each with the tied parameter that it holds.
 
         First come those tied to `item` itself, one that is tied by two parameters twice; then, once each, those tied to
@@ -42,7 +42,7 @@ class Ties:
                     found.append((name, another))
         return found
 
-    def _tied_to(self, item: Item, work: WorkList) -> Iterator[tuple[str, Item]]:
+    def _tied_to(self, item: QueuedModule, work: ModuleQueue) -> Iterator[tuple[str, QueuedModule]]:
         inside = f"{item.name}."
         for group in self._groups_under.get(item.name, {}).values():
             for name in group:
@@ -50,7 +50,7 @@ class Ties:
                 if holder is not None:
                     yield name, holder
 
-    def size_with(self, item: Item, partners: Iterable[tuple[str, Item]]) -> Size:
+    def size_with(self, item: QueuedModule, partners: Iterable[tuple[str, QueuedModule]]) -> Size:
         """Return the bytes of `item` and its partners; one that comes twice counts twice."""
         others = (holder.num_bytes - self._counted_again.get(name, 0) for name, holder in partners)
         return item.num_bytes + sum(others)
@@ -62,7 +62,7 @@ def fallback_allocate(
     size_limit: Size | str,
     no_split_module_classes: Iterable[str] | str | None = None,
     tied_parameters: Iterable[Sequence[str]] | None = None,
-) -> tuple[str | None, Held, list[tuple[str, nn.Module | torch.Tensor]]]:
+) -> tuple[str | None, ModuleOrTensor, list[tuple[str, nn.Module | torch.Tensor]]]:
     """Return the first module or piece of one that takes `size_limit` at most with its ties, and what is left without.
 
     Modules are looked through in order, each before its pieces. What the module that was found lies in is replaced by
@@ -85,8 +85,8 @@ def fallback_allocate(
         limit = convert_file_size_to_int(size_limit)
     except ValueError:
         return None, None, modules
-    work = WorkList(modules, Cutter(module_sizes, class_names(no_split_module_classes)))
-    name = first_that_fits(work, limit, Ties(tied_parameters or (), module_sizes))
+    work = ModuleQueue(modules, ModuleSplitter(module_sizes, class_names(no_split_module_classes)))
+    name = first_that_fits(work, limit, TieGroups(tied_parameters or (), module_sizes))
     if name is None:
         return None, None, modules
     work.bring_forward(name)
@@ -94,7 +94,7 @@ def fallback_allocate(
     return name, found.held, [(item.name, item.held) for item in left if item.held is not None]
 
 
-def first_that_fits(work: WorkList, limit: Size, ties: Ties, *, skip: Item | None = None) -> str | None:
+def first_that_fits(work: ModuleQueue, limit: Size, ties: TieGroups, *, skip: QueuedModule | None = None) -> str | None:
     """Return the name of the first item on `work`, or piece of one, that takes `limit` at most with its ties."""
     trial = work.copy()
     item = trial.first

@@ -16,18 +16,18 @@ from torch import nn
 from bigload.runtime.device_map.module_sizes import Size
 from bigload.runtime.modules.module_names import prefixes
 
-Held = nn.Module | torch.Tensor | None
+ModuleOrTensor = nn.Module | torch.Tensor | None
 """What stands behind a name: `None` for the state that a module saves beside its tensors."""
 
 NO_LAYER = -1
 
 
-class Item:
+class QueuedModule:
     """A name on the list. `layer_bytes` is the largest layer in it, `NO_LAYER` for most tensors."""
 
     __slots__ = ("after", "before", "held", "layer_bytes", "name", "num_bytes", "taken_in")
 
-    def __init__(self, name: str, held: Held, num_bytes: Size, layer_bytes: Size) -> None:
+    def __init__(self, name: str, held: ModuleOrTensor, num_bytes: Size, layer_bytes: Size) -> None:
         self.name = name
         self.held = held
         self.num_bytes = num_bytes
@@ -36,7 +36,7 @@ class Item:
         self.before = self.after = self
 
 
-class Cutter:
+class ModuleSplitter:
     """Makes items of modules, and cuts items into pieces: own parameters, children, own buffers."""
 
     def __init__(self, sizes: Mapping[str, Size], no_split: Container[str]) -> None:
@@ -44,14 +44,14 @@ class Cutter:
         self._no_split = no_split
         self._layers: dict[str, Size] = {}
 
-    def item(self, name: str, held: Held) -> Item:
+    def item(self, name: str, held: ModuleOrTensor) -> QueuedModule:
         layer = self._largest_layer(name, held) if isinstance(held, nn.Module) else NO_LAYER
-        return Item(name, held, self._sizes.get(name, 0), layer)
+        return QueuedModule(name, held, self._sizes.get(name, 0), layer)
 
-    def can_split(self, item: Item) -> bool:
+    def can_split(self, item: QueuedModule) -> bool:
         return isinstance(item.held, nn.Module) and not self._is_layer(item.held)
 
-    def pieces(self, item: Item) -> list[Item]:
+    def pieces(self, item: QueuedModule) -> list[QueuedModule]:
         assert isinstance(item.held, nn.Module), "can_split() is asked first"
         return [self.item(f"{item.name}.{key}", held) for key, held in direct_parts(item.held)]
 
@@ -69,7 +69,7 @@ class Cutter:
         return found
 
 
-def direct_parts(module: nn.Module) -> Iterator[tuple[str, Held]]:
+def direct_parts(module: nn.Module) -> Iterator[tuple[str, ModuleOrTensor]]:
     """Yield what `module` consists of, by its last name: its own parameters, its children, then its own buffers.
 
     Together they cover its state dict: parameters and children that stand there under two names come twice.
@@ -89,13 +89,13 @@ def _has_tensors(module: nn.Module) -> bool:
     return next(module.parameters(), None) is not None or next(module.buffers(), None) is not None
 
 
-class WorkList:
+class ModuleQueue:
     """Items in the order in which devices are sought for them, and the largest layer among them."""
 
-    def __init__(self, named: Iterable[tuple[str, Held]], cutter: Cutter) -> None:
+    def __init__(self, named: Iterable[tuple[str, ModuleOrTensor]], cutter: ModuleSplitter) -> None:
         self._cutter = cutter
-        self._items: dict[str, Item] = {}
-        self._ends = Item("", None, 0, NO_LAYER)
+        self._items: dict[str, QueuedModule] = {}
+        self._ends = QueuedModule("", None, 0, NO_LAYER)
         for name, held in named:
             self._insert(cutter.item(name, held), self._ends)
         self._layers = _LargestLayer(self)
@@ -106,41 +106,41 @@ class WorkList:
         return self._layers.num_bytes
 
     @property
-    def first(self) -> Item | None:
+    def first(self) -> QueuedModule | None:
         return self._ends.after if self._items else None
 
-    def __iter__(self) -> Iterator[Item]:
+    def __iter__(self) -> Iterator[QueuedModule]:
         item = self.first
         while item is not None:
             yield item
             item = self.following(item)
 
-    def following(self, item: Item) -> Item | None:
+    def following(self, item: QueuedModule) -> QueuedModule | None:
         return item.after if item.after is not self._ends else None
 
-    def copy(self) -> WorkList:
-        return WorkList([(item.name, item.held) for item in self], self._cutter)
+    def copy(self) -> ModuleQueue:
+        return ModuleQueue([(item.name, item.held) for item in self], self._cutter)
 
-    def take_first(self) -> Item | None:
+    def take_first(self) -> QueuedModule | None:
         item = self.first
         if item is not None:
             self.remove(item)
             self._layers.take(item)
         return item
 
-    def put_first(self, item: Item) -> None:
+    def put_first(self, item: QueuedModule) -> None:
         self._insert(item, self._ends.after)
         self._layers.add(item)
 
-    def remove(self, item: Item) -> None:
+    def remove(self, item: QueuedModule) -> None:
         del self._items[item.name]
         item.before.after, item.after.before = item.after, item.before
         self._layers.drop(item)
 
-    def can_split(self, item: Item) -> bool:
+    def can_split(self, item: QueuedModule) -> bool:
         return self._cutter.can_split(item)
 
-    def split(self, item: Item, *, recount: bool = True) -> Item:
+    def split(self, item: QueuedModule, *, recount: bool = True) -> QueuedModule:
         """Replace `item` by its pieces, where it stands, and return the first of them."""
         pieces = self._cutter.pieces(item)
         following = item.after
@@ -163,11 +163,11 @@ class WorkList:
         self.remove(item)
         self.put_first(item)
 
-    def holder(self, name: str) -> Item | None:
+    def holder(self, name: str) -> QueuedModule | None:
         """Return the item that is or contains the tensor `name`."""
         return next((self._items[prefix] for prefix in prefixes(name) if prefix in self._items), None)
 
-    def _insert(self, item: Item, following: Item) -> None:
+    def _insert(self, item: QueuedModule, following: QueuedModule) -> None:
         self._items[item.name] = item
         item.before, item.after = following.before, following
         following.before.after = following.before = item
@@ -181,7 +181,7 @@ class _LargestLayer:
     start, tensors that belong to the root itself count as layers too.
     """
 
-    def __init__(self, items: Iterable[Item]) -> None:
+    def __init__(self, items: Iterable[QueuedModule]) -> None:
         self._epoch = 0
         self._counts: Counter[Size] = Counter()
         self._largest_first: list[Size] = []
@@ -194,24 +194,24 @@ class _LargestLayer:
         self.num_bytes: Size = max(sizes, default=0)
         self._num_left = sizes.count(self.num_bytes)
 
-    def add(self, item: Item) -> None:
+    def add(self, item: QueuedModule) -> None:
         if isinstance(item.held, nn.Module):
             if not self._counts[item.layer_bytes]:
                 heapq.heappush(self._largest_first, -item.layer_bytes)
             self._counts[item.layer_bytes] += 1
 
-    def drop(self, item: Item) -> None:
+    def drop(self, item: QueuedModule) -> None:
         if isinstance(item.held, nn.Module):
             self._counts[item.layer_bytes] -= 1
 
-    def take(self, item: Item) -> None:
+    def take(self, item: QueuedModule) -> None:
         """Note that `item`, which was dropped, came from the front."""
         self._num_left -= self._counts_now(item)
         if not self._num_left:
             self.recount()
         item.taken_in = self._epoch
 
-    def replace(self, item: Item, pieces: Iterable[Item]) -> None:
+    def replace(self, item: QueuedModule, pieces: Iterable[QueuedModule]) -> None:
         """Note that what `item` attained is now attained by some of its pieces."""
         self._num_left += sum(self._counts_now(piece) for piece in pieces) - self._counts_now(item)
 
@@ -222,7 +222,7 @@ class _LargestLayer:
         self.num_bytes = -self._largest_first[0] if self._largest_first else 0
         self._num_left = self._counts[self.num_bytes]
 
-    def _counts_now(self, item: Item) -> bool:
+    def _counts_now(self, item: QueuedModule) -> bool:
         """Return whether `item` attained the largest layer at the last look, and was not taken since."""
         is_listed = isinstance(item.held, nn.Module) or self._epoch == 0
         return is_listed and item.layer_bytes == self.num_bytes and item.taken_in != self._epoch

@@ -15,12 +15,12 @@ from torch import nn
 from bigload.errors import NoOffloadFolderError
 from bigload.runtime.device_map.blocks import (
     OFFLOADED,
-    Block,
     DeviceLike,
+    DeviceMapBlock,
     blocks_of,
+    device_name,
     device_of,
     main_device_of,
-    place_of,
 )
 from bigload.runtime.device_map.checks import check_device_map
 from bigload.runtime.device_map.present_devices import check_devices_present
@@ -103,15 +103,15 @@ def dispatch_model(
         on_disk = [name for name, device in device_map.items() if device == "disk"]
         if on_disk and offload_dir is None and offload_index is None:
             raise NoOffloadFolderError("offload_dir", on_disk, reason="their weights have no place")
-        spread = Spread.over(model, device_map, main_device)
-        in_ram = spread.in_ram(model) if state_dict is None else state_dict
+        resolved = ResolvedDeviceMap.of(model, device_map, main_device)
+        in_ram = resolved.in_ram(model) if state_dict is None else state_dict
         if on_disk and offload_index is None:
             assert offload_dir is not None, "asked for above"
-            weights = offloaded(offload_dir, spread.on_disk(model), in_ram)
+            weights = offloaded(offload_dir, resolved.on_disk(model), in_ram)
         else:
             folder = offload_dir if on_disk else None
             weights = OffloadedWeightsLoader(state_dict=in_ram, save_folder=folder, index=offload_index)
-        spread.attach(model, weights, offload_buffers, skip_keys, preload_module_classes)
+        resolved.attach(model, weights, offload_buffers, skip_keys, preload_module_classes)
         if streaming is not None:
             stream(model, streaming)
     else:
@@ -134,9 +134,9 @@ def dispatch_loaded(
 ) -> nn.Module:
     """Dispatch a model of which all is where `device_map` has it, and what is on disk is in `stored`, by name."""
     if needs_hooks(device_map) or force_hooks:
-        spread = Spread.over(model, device_map, None)
-        weights = LayeredWeights(spread.in_ram(model, stored), stored)  # type: ignore[arg-type]  # nobody writes to it
-        spread.attach(model, weights, offload_buffers, skip_keys, preload_module_classes)
+        resolved = ResolvedDeviceMap.of(model, device_map, None)
+        weights = LayeredWeights(resolved.in_ram(model, stored), stored)  # type: ignore[arg-type]  # nobody writes to it
+        resolved.attach(model, weights, offload_buffers, skip_keys, preload_module_classes)
         if streaming is not None:
             stream(model, streaming)
     else:
@@ -148,12 +148,12 @@ def dispatch_loaded(
 
 def needs_hooks(device_map: Mapping[str, DeviceLike]) -> bool:
     """Return whether inputs, or weights, have to be brought to where a model runs."""
-    places = {place_of(device) for device in device_map.values()}
+    places = {device_name(device) for device in device_map.values()}
     return len(places) > 1 or "disk" in places
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Spread:
+class ResolvedDeviceMap:
     """Where each part of a model lives and runs.
 
     Attributes:
@@ -165,11 +165,13 @@ class Spread:
 
     device_map: Mapping[str, DeviceLike]
     main_device: DeviceLike
-    blocks: tuple[Block, ...]
+    blocks: tuple[DeviceMapBlock, ...]
     tied: Sequence[Sequence[str]]
 
     @classmethod
-    def over(cls, model: nn.Module, device_map: Mapping[str, DeviceLike], main_device: DeviceLike | None) -> Spread:
+    def of(
+        cls, model: nn.Module, device_map: Mapping[str, DeviceLike], main_device: DeviceLike | None
+    ) -> ResolvedDeviceMap:
         """Return how `device_map` spreads `model`, whose parameters are still tied."""
         refuse_compiled(model)
         return cls(
@@ -251,7 +253,7 @@ class Spread:
 
     def _runs_on(self, name: str) -> DeviceLike:
         device = device_of(name, self.device_map)
-        return self.main_device if place_of(device) in OFFLOADED else device
+        return self.main_device if device_name(device) in OFFLOADED else device
 
 
 def cpu_offload(

@@ -11,12 +11,12 @@ from torch import nn
 
 from bigload.errors import AlreadyDispatchedError
 from bigload.planning.plan import Plan
+from bigload.runtime.dispatch.checkpoint_source import CheckpointSource
 from bigload.runtime.dispatch.dispatch import dispatch_model
 from bigload.runtime.dispatch.load_and_dispatch import StrPath, load_and_dispatch, map_for, opened_plan, streaming_of
-from bigload.runtime.dispatch.weight_source import Source
 from bigload.runtime.hooks.hooks import OWN_METHODS, remove_hook_from_submodules
 from bigload.runtime.modules.module_tensors import as_parameter
-from bigload.runtime.modules.tensor_slots import Slot, assign, shared_tensors
+from bigload.runtime.modules.tensor_slots import TensorSlot, assign, shared_tensors
 from bigload.runtime.streaming.attach import stream
 
 _ATTRIBUTES = ("forward", "_old_forward", "_hf_hook", "hf_device_map", *OWN_METHODS)
@@ -66,7 +66,7 @@ def dispatch(
     hooked = [name for name, module in model.named_modules() if "_hf_hook" in module.__dict__]
     if hooked:
         raise AlreadyDispatchedError(type(model).__name__, hooked)
-    before = [_Before.of(module) for module in model.modules()]
+    before = [_ModuleState.of(module) for module in model.modules()]
     try:
         if any(tensor.is_meta for each in before for _, tensor in each.tensors):
             _hide_from_loading(model, plan)
@@ -112,7 +112,7 @@ def _hide_from_loading(model: nn.Module, plan: Plan | StrPath) -> None:
     valued = [slots for slots in shared_tensors(model, recurse=True) if not slots[0].tensor.is_meta]
     persistent = [slots for slots in valued if any(slot.is_persistent for slot in slots)]
     if persistent:
-        stored = Source.open(opened_plan(plan)).tensors
+        stored = CheckpointSource.open(opened_plan(plan)).tensors
         for slots in persistent:
             if any(slot.name in stored for slot in slots):
                 tensor = slots[0].tensor
@@ -120,15 +120,15 @@ def _hide_from_loading(model: nn.Module, plan: Plan | StrPath) -> None:
                 assign(slots, as_parameter(form, tensor) if isinstance(tensor, nn.Parameter) else form)
 
 
-class _Before(NamedTuple):
+class _ModuleState(NamedTuple):
     """What a module was before."""
 
     module: nn.Module
     attributes: dict[str, Any]
-    tensors: list[tuple[Slot, torch.Tensor]]
+    tensors: list[tuple[TensorSlot, torch.Tensor]]
 
     @classmethod
-    def of(cls, module: nn.Module) -> _Before:
+    def of(cls, module: nn.Module) -> _ModuleState:
         slots = [slot for shared in shared_tensors(module, recurse=False) for slot in shared]
         attributes = {name: module.__dict__[name] for name in _ATTRIBUTES if name in module.__dict__}
         return cls(module, attributes, [(slot, slot.tensor) for slot in slots])

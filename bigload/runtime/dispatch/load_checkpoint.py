@@ -31,8 +31,9 @@ from bigload.planning.plan import Plan
 from bigload.runtime.device_map.blocks import device_of
 from bigload.runtime.device_map.present_devices import check_devices_present
 from bigload.runtime.device_map.tied_parameters import check_tied_parameters_on_same_device, find_tied_parameters
+from bigload.runtime.dispatch.checkpoint_source import CheckpointSource, DeviceMap, loaded_dtype
 from bigload.runtime.dispatch.module_filling import (
-    Placed,
+    PlacedTensor,
     fill,
     goes_in_rows,
     in_batches,
@@ -41,12 +42,11 @@ from bigload.runtime.dispatch.module_filling import (
     replace_tensor,
     set_by_torch,
 )
-from bigload.runtime.dispatch.name_matching import Matched, matched
-from bigload.runtime.dispatch.weight_source import DeviceMap, Source, loaded_dtype
+from bigload.runtime.dispatch.name_matching import MatchedCheckpoint, matched
 from bigload.runtime.modules.module_names import prefixes
-from bigload.runtime.offload.offload_store import AtHand, OffloadedWeightsLoader, source_of
+from bigload.runtime.offload.offload_store import MemoryWeight, OffloadedWeightsLoader, source_of
 from bigload.runtime.offload.offload_writer import OffloadWriter
-from bigload.runtime.offload.stored_weights import Place, StoredWeights
+from bigload.runtime.offload.stored_weights import FileWeight, StoredWeights
 
 DISK = "disk"
 
@@ -67,7 +67,7 @@ def load_state_dict(
         CheckpointError: it cannot be opened, or was not saved for torch.
         LoadError: it cannot be loaded; see `bigload.load`.
     """
-    source = Source.open(checkpoint_file)
+    source = CheckpointSource.open(checkpoint_file)
     found = {name: device_of(name, device_map) for name in source.tensors if device_map and _covered(name, device_map)}
     places = {name: _CPU if found.get(name, DISK) == DISK else _resolved(found[name]) for name in source.tensors}
     return source.load(places, None)
@@ -146,7 +146,7 @@ def load_checkpoint_in_model(
 
 def load_matched(
     model: nn.Module,
-    found: Matched,
+    found: MatchedCheckpoint,
     *,
     device_map: DeviceMap | None,
     offload_folder: str | os.PathLike[str] | None = None,
@@ -167,7 +167,7 @@ def load_matched(
         check_devices_present(device_map)
         ties = [[name for name in group if _covered(name, device_map)] for group in find_tied_parameters(model)]
         check_tied_parameters_on_same_device(ties, device_map)
-    settle = _Settling(
+    settle = _PlacementRules(
         model=model,
         device_map=device_map,
         dtype=parsed_dtype(dtype) or source.dtype,
@@ -181,7 +181,7 @@ def load_matched(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Settling:
+class _PlacementRules:
     """Which device and dtype each tensor gets."""
 
     model: nn.Module
@@ -190,7 +190,7 @@ class _Settling:
     kept_whole: tuple[str, ...]
     offload_buffers: bool
 
-    def place(self, assignment: Assignment, tensor: TensorInfo) -> Placed:
+    def place(self, assignment: Assignment, tensor: TensorInfo) -> PlacedTensor:
         old = held(self.model, assignment.places[0])
         device = self._device(assignment, old)
         dtype = self._dtype(assignment, tensor, old)
@@ -198,7 +198,7 @@ class _Settling:
         assert kind is not None, "torch has the dtypes of all that is loaded"
         stays = not old.is_meta and old.device == device and kind == old.dtype and not _is_repeated(old)
         cast = None if stays or dtype == tensor.dtype else dtype
-        return Placed(
+        return PlacedTensor(
             name=assignment.tensor_name,
             places=assignment.places,
             device=device,
@@ -276,12 +276,12 @@ class WeightsOnDisk(Mapping[str, torch.Tensor]):
         dtype = self.dtypes[name]
         return self.stored[name].to(dtype)
 
-    def source(self, name: str) -> Place | AtHand | None:
+    def source(self, name: str) -> FileWeight | MemoryWeight | None:
         """Return where the weight `name` is; see `source_of`."""
         if name not in self.dtypes:
             return None
         source = source_of(self.stored, name)
-        return replace(source, dtype=self.dtypes[name]) if isinstance(source, Place) else None
+        return replace(source, dtype=self.dtypes[name]) if isinstance(source, FileWeight) else None
 
     def __contains__(self, name: object) -> bool:
         return name in self.dtypes
@@ -294,7 +294,7 @@ class WeightsOnDisk(Mapping[str, torch.Tensor]):
 
 
 def _offload(
-    model: nn.Module, source: Source, placed: list[Placed], folder: str | os.PathLike[str] | None
+    model: nn.Module, source: CheckpointSource, placed: list[PlacedTensor], folder: str | os.PathLike[str] | None
 ) -> Mapping[str, torch.Tensor]:
     """Leave `placed` on disk, in `folder` if there is one, and nothing of them in the module but their form."""
     if not placed:
@@ -306,7 +306,9 @@ def _offload(
     return on_disk
 
 
-def _on_disk(source: Source, placed: list[Placed], folder: str | os.PathLike[str] | None) -> WeightsOnDisk:
+def _on_disk(
+    source: CheckpointSource, placed: list[PlacedTensor], folder: str | os.PathLike[str] | None
+) -> WeightsOnDisk:
     dtypes = {place: each.dtype for each in placed for place in each.places}
     if folder is not None:
         return WeightsOnDisk(_written(source, placed, folder), dtypes)
@@ -317,7 +319,9 @@ def _on_disk(source: Source, placed: list[Placed], folder: str | os.PathLike[str
     return WeightsOnDisk(StoredWeights(source.checkpoint, aliases=aliases), dtypes)
 
 
-def _written(source: Source, placed: list[Placed], folder: str | os.PathLike[str]) -> OffloadedWeightsLoader:
+def _written(
+    source: CheckpointSource, placed: list[PlacedTensor], folder: str | os.PathLike[str]
+) -> OffloadedWeightsLoader:
     """Write `placed` to `folder`, and return what reads it, opened before another writer has its turn."""
     with OffloadWriter(folder) as writer:
         for each in placed:

@@ -14,7 +14,7 @@ from bigload.checkpoint.model import TensorInfo
 from bigload.dtypes import DType
 from bigload.loading.assign import held
 from bigload.loading.slices import Slice
-from bigload.runtime.dispatch.weight_source import Source
+from bigload.runtime.dispatch.checkpoint_source import CheckpointSource
 from bigload.runtime.modules.module_tensors import set_module_tensor_to_device
 from bigload.units import MIB
 
@@ -25,7 +25,7 @@ _CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Placed:
+class PlacedTensor:
     """A stored tensor, its places in the module, and what becomes of it.
 
     Attributes:
@@ -47,7 +47,7 @@ class Placed:
     stays: bool
 
 
-def fill(model: nn.Module, source: Source, placed: Sequence[Placed]) -> None:
+def fill(model: nn.Module, source: CheckpointSource, placed: Sequence[PlacedTensor]) -> None:
     """Load what goes to memory: at once what has none yet, and in batches what takes the place of something."""
     for cast, group in _by_cast(each for each in placed if each.is_fresh):
         tensors = source.load({each.name: each.device or _CPU for each in group}, cast)
@@ -58,7 +58,9 @@ def fill(model: nn.Module, source: Source, placed: Sequence[Placed]) -> None:
         del tensor  # before the next ones are loaded
 
 
-def in_batches(source: Source, placed: Iterable[Placed]) -> Iterator[tuple[Placed, Slice | None, torch.Tensor]]:
+def in_batches(
+    source: CheckpointSource, placed: Iterable[PlacedTensor]
+) -> Iterator[tuple[PlacedTensor, Slice | None, torch.Tensor]]:
     """Yield loaded tensors, on the CPU what is to stay on disk, with what they are: whole, or rows of one.
 
     Some `_BATCH_BYTES` are held at a time, or one tensor that is larger.
@@ -71,25 +73,27 @@ def in_batches(source: Source, placed: Iterable[Placed]) -> Iterator[tuple[Place
                 yield each, part, tensors.pop(each.name)
 
 
-def goes_in_rows(source: Source, each: Placed) -> bool:
+def goes_in_rows(source: CheckpointSource, each: PlacedTensor) -> bool:
     """Return whether a tensor is larger than what is loaded at once, and rows of it can be loaded by themselves."""
     return each.num_bytes > _BATCH_BYTES and source.can_slice(each.name)
 
 
-def in_rows(source: Source, each: Placed) -> Iterator[torch.Tensor]:
+def in_rows(source: CheckpointSource, each: PlacedTensor) -> Iterator[torch.Tensor]:
     """Yield a tensor in the dtype that it gets, on the CPU, some rows of some `_BATCH_BYTES` at a time."""
     for rows in _rows(source.tensors[each.name], each):
         yield source.load({each.name: _CPU}, each.cast, {each.name: rows}).pop(each.name).to(each.dtype)
 
 
-def _by_cast(placed: Iterable[Placed]) -> Iterator[tuple[DType | None, list[Placed]]]:
+def _by_cast(placed: Iterable[PlacedTensor]) -> Iterator[tuple[DType | None, list[PlacedTensor]]]:
     in_order = sorted(placed, key=lambda each: each.cast.name if each.cast is not None else "")
     return ((cast, list(group)) for cast, group in groupby(in_order, key=lambda each: each.cast))
 
 
-def _batches(source: Source, placed: Iterable[Placed]) -> Iterator[list[tuple[Placed, Slice | None]]]:
+def _batches(
+    source: CheckpointSource, placed: Iterable[PlacedTensor]
+) -> Iterator[list[tuple[PlacedTensor, Slice | None]]]:
     """Yield tensors, or rows of large ones that keep their memory, of some `_BATCH_BYTES` together."""
-    batch: list[tuple[Placed, Slice | None]] = []
+    batch: list[tuple[PlacedTensor, Slice | None]] = []
     num_bytes = 0
     for each in placed:
         if each.stays and goes_in_rows(source, each):
@@ -105,13 +109,13 @@ def _batches(source: Source, placed: Iterable[Placed]) -> Iterator[list[tuple[Pl
         yield batch
 
 
-def _rows(tensor: TensorInfo, each: Placed) -> Iterator[Slice]:
+def _rows(tensor: TensorInfo, each: PlacedTensor) -> Iterator[Slice]:
     num_rows = tensor.shape[0]
     step = max(_BATCH_BYTES * num_rows // max(tensor.num_bytes, each.num_bytes), 1)
     return (Slice(0, start, min(start + step, num_rows)) for start in range(0, num_rows, step))
 
 
-def _put(model: nn.Module, each: Placed, value: torch.Tensor, part: Slice | None = None) -> None:
+def _put(model: nn.Module, each: PlacedTensor, value: torch.Tensor, part: Slice | None = None) -> None:
     if not each.stays:
         replace_tensor(model, each.places, value.to(each.dtype))
         return
@@ -139,7 +143,9 @@ def is_distributed(model: nn.Module) -> bool:
     return any(hasattr(tensor, "device_mesh") for tensor in model.state_dict().values())
 
 
-def set_by_torch(model: nn.Module, source: Source, names: Iterable[str], *, full: bool, is_broadcast: bool) -> None:
+def set_by_torch(
+    model: nn.Module, source: CheckpointSource, names: Iterable[str], *, full: bool, is_broadcast: bool
+) -> None:
     """Give batches of whole tensors to torch, which divides them among processes or sends them there.
 
     All processes see the same batches, since they follow from the checkpoint's headers and the module alone.
@@ -154,7 +160,7 @@ def set_by_torch(model: nn.Module, source: Source, names: Iterable[str], *, full
         set_model_state_dict(model, tensors, options=options)
 
 
-def _by_bytes(source: Source, names: Iterable[str]) -> Iterator[list[str]]:
+def _by_bytes(source: CheckpointSource, names: Iterable[str]) -> Iterator[list[str]]:
     batch: list[str] = []
     num_bytes = 0
     for name in names:

@@ -14,7 +14,7 @@ from bigload.checkpoint.model import Checkpoint
 from bigload.errors import StateDictMismatchError, abridged
 from bigload.loading.assign import Comparison, compare, held
 from bigload.planning.plan import Plan
-from bigload.runtime.dispatch.weight_source import Source
+from bigload.runtime.dispatch.checkpoint_source import CheckpointSource
 
 _EXPERT = re.compile(r"experts\.\d+\.")
 _HEADS = ("head", "classifier", "score", "embed_out", "cls", "pooler", "qa_outputs", "proj_out")
@@ -22,10 +22,10 @@ _logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Matched:
+class MatchedCheckpoint:
     """An opened checkpoint, and what it has in common with a model."""
 
-    source: Source
+    source: CheckpointSource
     comparison: Comparison
 
 
@@ -35,7 +35,7 @@ def matched(
     *,
     strict: bool,
     is_complete: bool = False,
-) -> Matched:
+) -> MatchedCheckpoint:
     """Open `checkpoint` and return what of it goes where in `model`. Nothing is read but headers.
 
     What does not correspond is logged, if it is not refused. Shapes have to be equal in any case, as for torch.
@@ -50,7 +50,7 @@ def matched(
         CheckpointError: the checkpoint cannot be opened.
         StateDictMismatchError: as said above.
     """
-    source = Source.open(checkpoint)
+    source = CheckpointSource.open(checkpoint)
     found = compare(model, source.tensors)
     without_values = is_complete and any(held(model, name).is_meta for name in found.missing)
     if found.misshapen or without_values or (strict and (found.missing or found.unexpected)):
@@ -65,10 +65,10 @@ def matched(
             hint=f"{hint}; nothing was assigned",
         )
     _log(type(model).__name__, source, found)
-    return Matched(source=source, comparison=found)
+    return MatchedCheckpoint(source=source, comparison=found)
 
 
-def _log(name: str, source: Source, found: Comparison) -> None:
+def _log(name: str, source: CheckpointSource, found: Comparison) -> None:
     path = source.checkpoint.path
     if found.unexpected:
         text = "Some weights of the checkpoint at %s were not used when filling %s, which does not have them: %s"

@@ -10,8 +10,8 @@ from torch import nn
 from bigload.errors import MissingWeightsError
 from bigload.runtime.modules.module_names import joined
 from bigload.runtime.modules.module_tensors import has_offloaded_params
-from bigload.runtime.offload.offload_store import AtHand, source_of
-from bigload.runtime.offload.stored_weights import Place
+from bigload.runtime.offload.offload_store import MemoryWeight, source_of
+from bigload.runtime.offload.stored_weights import FileWeight
 
 _META = torch.device("meta")
 
@@ -86,7 +86,7 @@ class WeightsByTiedName(Mapping[str, torch.Tensor]):
     def __getitem__(self, name: str) -> torch.Tensor:
         return self.weights[self.stored.get(name, name)]
 
-    def source(self, name: str) -> Place | AtHand | None:
+    def source(self, name: str) -> FileWeight | MemoryWeight | None:
         """Return where the weight `name` is; see `source_of`."""
         return source_of(self.weights, self.stored.get(name, name))
 

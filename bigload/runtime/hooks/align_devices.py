@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from bigload.errors import ChangedShapeError, MetaTensorError
 from bigload.loading.absent_weights import Absence, absent, form_of
-from bigload.runtime.hooks.call_weights import bring_before_calls
+from bigload.runtime.hooks.call_weights import load_before_calls
 from bigload.runtime.hooks.eager_calls import eager
 from bigload.runtime.hooks.forward_state import ForwardState, pointer_of
 from bigload.runtime.hooks.gradient_guard import refuse_gradients
@@ -25,7 +25,7 @@ from bigload.runtime.hooks.refused_methods import refuse_loading
 from bigload.runtime.hooks.send_to_device import DeviceLike, find_device, send_to_device
 from bigload.runtime.hooks.wrapped_modules import DeviceMap, end_wrapping, watch_wrapping
 from bigload.runtime.modules.module_tensors import set_module_tensor_to_device
-from bigload.runtime.modules.tensor_slots import Slot, assign, shared_tensors
+from bigload.runtime.modules.tensor_slots import TensorSlot, assign, shared_tensors
 
 TiedParams = dict[int, dict[torch.device, Tensor]]
 """By the address that a tied weight had before hooks came, what it is on each device where it is right now."""
@@ -143,15 +143,15 @@ class AlignDevicesHook(ModelHook):
             self._restore(module)
             raise
         if self.offload:
-            bring_before_calls(module)
+            load_before_calls(module)
             refuse_loading(module)
             watch_wrapping()
         return module
 
-    def _tensors(self, module: nn.Module) -> list[list[Slot]]:
+    def _tensors(self, module: nn.Module) -> list[list[TensorSlot]]:
         return shared_tensors(module, recurse=self.place_submodules, uncalled=self._brings_uncalled)
 
-    def _send_away(self, shared: Sequence[Sequence[Slot]]) -> None:
+    def _send_away(self, shared: Sequence[Sequence[TensorSlot]]) -> None:
         leaving = [slots for slots in shared if self._is_offloaded(slots[0])]
         if self.weights_map is None:
             self._made_weights_map = True
@@ -164,14 +164,14 @@ class AlignDevicesHook(ModelHook):
                 if not self._is_offloaded(slots[0]):
                     self._place(slots, self._device)
 
-    def _full_name(self, slot: Slot) -> str:
+    def _full_name(self, slot: TensorSlot) -> str:
         """Return the name in the model, as far as it is known."""
         return f"{getattr(self.weights_map, 'prefix', '')}{slot.name}"
 
-    def _is_offloaded(self, slot: Slot) -> bool:
+    def _is_offloaded(self, slot: TensorSlot) -> bool:
         return not slot.is_buffer or (self.offload_buffers and slot.is_persistent)
 
-    def _place(self, slots: Sequence[Slot], device: torch.device) -> None:
+    def _place(self, slots: Sequence[TensorSlot], device: torch.device) -> None:
         """Bring a tensor to `device` for good, or take it from there if a tie is there already."""
         slot = slots[0]
         on_devices = self._tied_copies(pointer_of(slot.tensor)) if device != _META else {}
@@ -320,7 +320,7 @@ class AlignDevicesHook(ModelHook):
             self._forwards.keep_changed()
         self.release()
 
-    def hold(self, loaded: Iterable[tuple[Sequence[Slot], Tensor, Tensor]]) -> None:
+    def hold(self, loaded: Iterable[tuple[Sequence[TensorSlot], Tensor, Tensor]]) -> None:
         """Begin a forward with weights that the caller has loaded, each as its slots, their placeholder and the value.
 
         Slots that have got another value meanwhile keep it.
@@ -342,7 +342,7 @@ class AlignDevicesHook(ModelHook):
             if not forwards.num_under_way:
                 forwards.put_back()
 
-    def _bring(self, slots: Sequence[Slot]) -> None:
+    def _bring(self, slots: Sequence[TensorSlot]) -> None:
         slot, forwards = slots[0], self._forwards
         at_home = slot.tensor
         if not at_home.is_meta and self._device in (None, at_home.device):
@@ -367,7 +367,7 @@ class AlignDevicesHook(ModelHook):
         """The name that the module had in the model when it was dispatched; empty if the hook was not told."""
         return str(getattr(self.weights_map, "prefix", "")).removesuffix(".")
 
-    def offloaded_tensors(self, module: nn.Module) -> list[tuple[list[Slot], Tensor]]:
+    def offloaded_tensors(self, module: nn.Module) -> list[tuple[list[TensorSlot], Tensor]]:
         """Return what is offloaded of `module`: the slots of each tensor, and what they hold between forwards.
 
         That is a placeholder, or a value that was assigned since.
@@ -375,7 +375,7 @@ class AlignDevicesHook(ModelHook):
         tensors = self._tensors(module) if self.offload else []
         return [(slots, self._forwards.at_home(slots[0])) for slots in tensors if self._is_offloaded(slots[0])]
 
-    def _value(self, slots: Sequence[Slot]) -> tuple[Tensor, Tensor | None]:
+    def _value(self, slots: Sequence[TensorSlot]) -> tuple[Tensor, Tensor | None]:
         """Return what the tensor of `slots` should hold, and the scales that int8 weights of bitsandbytes want."""
         if not slots[0].tensor.is_meta:
             return slots[0].tensor, None
@@ -402,7 +402,7 @@ class AlignDevicesHook(ModelHook):
 
 
 def _put(
-    slots: Sequence[Slot],
+    slots: Sequence[TensorSlot],
     device: torch.device,
     value: Tensor | None = None,
     statistics: Tensor | None = None,
@@ -417,7 +417,7 @@ def _put(
     return placed
 
 
-def _take(slots: Sequence[Slot], there: Tensor | None) -> bool:
+def _take(slots: Sequence[TensorSlot], there: Tensor | None) -> bool:
     """Let `slots` hold what is there already, if it is of their shape: parts of a tensor may begin at its address."""
     if there is None or there.shape != slots[0].tensor.shape:
         return False

@@ -142,7 +142,7 @@ def attach_align_device_hook_on_blocks(
         preload_module_classes: See there.
         tied_params_map: See there.
     """
-    common = _Common(weights_map, offload_buffers, skip_keys, preload_module_classes, tied_params_map)
+    common = _HookSettings(weights_map, offload_buffers, skip_keys, preload_module_classes, tied_params_map)
     if isinstance(execution_device, Mapping):
         devices: Mapping[str, DeviceLike | None] = execution_device
         offloads = offload if isinstance(offload, Mapping) else dict.fromkeys(devices, offload)
@@ -155,7 +155,7 @@ def attach_align_device_hook_on_blocks(
         common.place(module, execution_device, io_same_device=True)
 
 
-class _Common(NamedTuple):
+class _HookSettings(NamedTuple):
     """What all hooks of one model have in common, and the ways to attach them."""
 
     weights_map: Mapping[str, Tensor] | None

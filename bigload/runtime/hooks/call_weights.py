@@ -17,7 +17,7 @@ from bigload.runtime.hooks.hooks import hooks_of
 
 
 @runtime_checkable
-class BringsWeights(Protocol):
+class LoadsWeights(Protocol):
     """A hook that brings weights in for a forward."""
 
     def begin_call(self, module: nn.Module) -> bool:
@@ -27,7 +27,7 @@ class BringsWeights(Protocol):
         """Send them away."""
 
 
-def bring_before_calls(module: nn.Module) -> None:
+def load_before_calls(module: nn.Module) -> None:
     """Have hooks of `module` that bring weights do so around each call, where it has forward hooks of its own."""
     module.__dict__["_call_impl"] = partial(_call, module)
 
@@ -43,6 +43,6 @@ def _call(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
         return call(module, *args, **kwargs)  # type: ignore[no-untyped-call]
     with ExitStack() as ends:
         for hook in hooks_of(module):
-            if isinstance(hook, BringsWeights) and hook.begin_call(module):
+            if isinstance(hook, LoadsWeights) and hook.begin_call(module):
                 ends.callback(hook.end_call)
         return call(module, *args, **kwargs)  # type: ignore[no-untyped-call]

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from bigload.runtime.modules.tensor_slots import Slot, assign
+from bigload.runtime.modules.tensor_slots import TensorSlot, assign
 
 
 class ForwardState:
@@ -23,7 +23,7 @@ class ForwardState:
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.num_under_way = 0
-        self.away: list[tuple[Sequence[Slot], Tensor]] = []
+        self.away: list[tuple[Sequence[TensorSlot], Tensor]] = []
         self.lent: list[tuple[dict[torch.device, Tensor], torch.device]] = []
         self._here = threading.local()
         self._brought: list[tuple[Tensor, int, int]] = []
@@ -46,7 +46,7 @@ class ForwardState:
     def in_call(self, is_in: bool) -> None:
         self._here.in_call = is_in
 
-    def at_home(self, slot: Slot) -> Tensor:
+    def at_home(self, slot: TensorSlot) -> Tensor:
         """Return what is in `slot` when no forward is under way."""
         for slots, tensor in self.away:
             if any(each.module is slot.module and each.key == slot.key for each in slots):

@@ -13,10 +13,10 @@ def refuse_gradients(tensor: Tensor, name: str) -> None:
     Computing with it, and gradients of what else was computed with, are as ever.
     """
     if tensor.requires_grad:
-        tensor.register_hook(_Refusal(name))  # type: ignore[no-untyped-call]
+        tensor.register_hook(_GradientRefusal(name))  # type: ignore[no-untyped-call]
 
 
-class _Refusal:
+class _GradientRefusal:
     """A hook of a tensor. It knows a name alone, so that it keeps nothing alive."""
 
     __torch_unserializable__ = True  # without which copies of the tensor would warn of it

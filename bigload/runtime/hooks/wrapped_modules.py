@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 
 from bigload.runtime.device_map.blocks import device_of
-from bigload.runtime.hooks.call_weights import BringsWeights
+from bigload.runtime.hooks.call_weights import LoadsWeights
 from bigload.runtime.hooks.hooks import hooks_of
 from bigload.runtime.modules.module_names import joined
 
@@ -26,7 +26,7 @@ DeviceMap = MutableMapping[str, int | str | torch.device]
 
 
 @runtime_checkable
-class HoldsWeights(BringsWeights, Protocol):
+class HoldsWeights(LoadsWeights, Protocol):
     """A hook that can have offloaded weights of its module there without a forward."""
 
     offload: bool
@@ -47,13 +47,13 @@ class HoldsWeights(BringsWeights, Protocol):
         """Send away those that are as they came."""
 
 
-class _Held(threading.local):
+class _HeldHook(threading.local):
     """The hook that holds the module that this thread wrapped last."""
 
     hook: weakref.ref[HoldsWeights] | None = None  # which keeps no model alive
 
 
-_held = _Held()
+_held = _HeldHook()
 _watching = threading.Event()
 
 

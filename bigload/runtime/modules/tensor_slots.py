@@ -12,7 +12,7 @@ from bigload.errors import CompiledModuleError
 from bigload.runtime.modules.module_names import joined
 
 
-class Slot(NamedTuple):
+class TensorSlot(NamedTuple):
     """A place in a module that holds a tensor."""
 
     name: str
@@ -35,18 +35,18 @@ class Slot(NamedTuple):
         return self.key not in self.module._non_persistent_buffers_set
 
 
-def shared_tensors(module: nn.Module, recurse: bool, uncalled: bool = False) -> list[list[Slot]]:
+def shared_tensors(module: nn.Module, recurse: bool, uncalled: bool = False) -> list[list[TensorSlot]]:
     """Return the tensors of `module`, each as the places that hold it, in their order.
 
     Those of all modules below come as well with `recurse`, and with `uncalled` those that `uncalled_modules` gives.
     """
-    found: dict[int, list[Slot]] = {}
+    found: dict[int, list[TensorSlot]] = {}
     below = module.named_modules() if recurse else (("", module), *(uncalled_modules(module) if uncalled else ()))
     for prefix, owner in below:
         for is_buffer, table in ((False, owner._parameters), (True, owner._buffers)):
             for key, tensor in table.items():
                 if tensor is not None:
-                    slot = Slot(f"{prefix}.{key}" if prefix else key, owner, key, is_buffer)
+                    slot = TensorSlot(f"{prefix}.{key}" if prefix else key, owner, key, is_buffer)
                     found.setdefault(id(tensor), []).append(slot)
     return list(found.values())
 
@@ -94,7 +94,7 @@ def called_modules(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             yield key, child
 
 
-def assign(slots: Iterable[Slot], tensor: Tensor) -> None:
+def assign(slots: Iterable[TensorSlot], tensor: Tensor) -> None:
     """Let all of `slots` hold `tensor`."""
     for slot in slots:
         slot.table[slot.key] = tensor

@@ -36,7 +36,7 @@ from bigload.runtime.offload.offload_writer import (
     write_dat,
     write_index,
 )
-from bigload.runtime.offload.stored_weights import MappedFiles, Place, Signature
+from bigload.runtime.offload.stored_weights import FileWeight, MappedFiles, Signature
 
 StrPath = str | os.PathLike[str]
 
@@ -117,7 +117,7 @@ def offloaded(
 
 
 @dataclass(frozen=True, slots=True)
-class AtHand:
+class MemoryWeight:
     """A weight in memory: the value that a dict has for it."""
 
     values: dict[str, torch.Tensor]
@@ -135,21 +135,21 @@ class AtHand:
 
 
 @runtime_checkable
-class KnowsSources(Protocol):
+class HasSources(Protocol):
     """A map of weights that can tell where each is."""
 
-    def source(self, name: str) -> Place | AtHand | None:
+    def source(self, name: str) -> FileWeight | MemoryWeight | None:
         """Return where the weight `name` is; `None` if it is not there, or who knows where."""
 
 
-def source_of(weights: Mapping[str, torch.Tensor], name: str) -> Place | AtHand | None:
+def source_of(weights: Mapping[str, torch.Tensor], name: str) -> FileWeight | MemoryWeight | None:
     """Return where `weights` has the weight `name`; `None` if it has none, or who knows where from."""
-    if isinstance(weights, KnowsSources):
+    if isinstance(weights, HasSources):
         return weights.source(name)
     if isinstance(weights, ChainMap):
         return next((source_of(each, name) for each in weights.maps if name in each), None)
     if isinstance(weights, dict) and isinstance(weights.get(name), torch.Tensor):
-        return AtHand(weights, name)
+        return MemoryWeight(weights, name)
     return None
 
 
@@ -166,7 +166,7 @@ class PrefixedDataset(Mapping[str, torch.Tensor]):
     def __getitem__(self, key: str) -> torch.Tensor:
         return self.dataset[f"{self.prefix}{key}"]
 
-    def source(self, name: str) -> Place | AtHand | None:
+    def source(self, name: str) -> FileWeight | MemoryWeight | None:
         """Return where the weight `name` is; see `source_of`."""
         return source_of(self.dataset, f"{self.prefix}{name}")
 
@@ -187,10 +187,10 @@ class LayeredWeights(ChainMap[str, torch.Tensor]):
     def index(self) -> Mapping[str, Entry]:
         """What is stored and where, in the form of an offload folder's index; files by absolute paths."""
         places = {name: source_of(self, name) for name in self}
-        return {name: _entry(place) for name, place in places.items() if isinstance(place, Place)}
+        return {name: _entry(place) for name, place in places.items() if isinstance(place, FileWeight)}
 
 
-def _entry(place: Place) -> Entry:
+def _entry(place: FileWeight) -> Entry:
     dtype = str(place.dtype).removeprefix("torch.")
     if place.path.suffix == ".safetensors":
         return {"safetensors_file": str(place.path.absolute()), "weight_name": place.tensor.name, "dtype": dtype}
@@ -265,7 +265,7 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
         dtype = _dtype_named(entry["dtype"], key) if "dtype" in entry else weight.dtype
         return weight.to(device="cpu" if self.device is None else self.device, dtype=dtype)
 
-    def source(self, name: str) -> Place | AtHand | None:
+    def source(self, name: str) -> FileWeight | MemoryWeight | None:
         """Return where the weight `name` is; `None` if it is not there, or who knows where.
 
         Raises:
@@ -285,9 +285,9 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
         if header is None:
             file = tensor.span.file
             expected = self._signatures.get(file) or self._signatures.setdefault(file, signature(path))
-            return Place(path=path, tensor=tensor, dtype=stored, files=self._files, expected=expected)
+            return FileWeight(path=path, tensor=tensor, dtype=stored, files=self._files, expected=expected)
         dtype = _dtype_named(entry["dtype"], name) if "dtype" in entry else stored
-        return Place(path=path, tensor=tensor, dtype=dtype, files=self._files, expected=header[0])
+        return FileWeight(path=path, tensor=tensor, dtype=dtype, files=self._files, expected=header[0])
 
     def __contains__(self, key: object) -> bool:
         return key in self.state_dict or key in self.index

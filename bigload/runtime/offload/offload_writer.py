@@ -66,7 +66,7 @@ class OffloadWriter:
         self._folder = Path(folder)
         self._dtype = dtype
         self._index: dict[str, Entry] = {}
-        self._records: dict[str, _Record] = {}
+        self._records: dict[str, _WeightRecord] = {}
         self._has_index = self._is_changed = False
         self._turn = ExitStack()
 
@@ -188,7 +188,7 @@ class OffloadWriter:
         self._is_changed = True
 
     def _note(self, name: str, entry: Entry, digest: str) -> None:
-        record = _Record(entry=entry, digest=digest, file=signature(self._path(name)))
+        record = _WeightRecord(entry=entry, digest=digest, file=signature(self._path(name)))
         self._is_changed |= self._index.get(name) != entry or self._records.get(name) != record
         self._index[name] = entry
         self._records[name] = record
@@ -396,7 +396,7 @@ def index_of(folder: Path) -> dict[str, Entry]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Record:
+class _WeightRecord:
     """What a weight was when it was written: its form, its digest, and the file that this is known of."""
 
     entry: Entry
@@ -404,7 +404,7 @@ class _Record:
     file: Signature
 
 
-def _read_records(folder: Path) -> dict[str, _Record]:
+def _read_records(folder: Path) -> dict[str, _WeightRecord]:
     """Return what is remembered of the weights; nothing where that cannot be read: it only saves looking at them.
 
     Clocks of files tick slowly. A file as young as the records may have been written to once more in the same tick, so
@@ -417,7 +417,7 @@ def _read_records(folder: Path) -> dict[str, _Record]:
                 document = json.loads(content.read(_MAX_RECORDS_BYTES))
         weights = document["weights"] if document["schema"] == _SCHEMA else {}
         return {
-            name: _Record(
+            name: _WeightRecord(
                 entry={"dtype": one["dtype"], "shape": one["shape"]}, digest=one["digest"], file=tuple(one["file"])
             )
             for name, one in weights.items()
@@ -427,7 +427,7 @@ def _read_records(folder: Path) -> dict[str, _Record]:
         return {}
 
 
-def _write_records(folder: Path, records: Mapping[str, _Record]) -> None:
+def _write_records(folder: Path, records: Mapping[str, _WeightRecord]) -> None:
     weights = {name: {**one.entry, "digest": one.digest, "file": one.file} for name, one in records.items()}
     document = {"schema": _SCHEMA, "digest": "xxh3-128", "weights": weights}
     _write(folder / RECORDS_FILE, [memoryview(json.dumps(document, indent=1).encode())])

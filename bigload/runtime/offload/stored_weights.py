@@ -43,7 +43,7 @@ _MAX_MAPS = 16384
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class FileWeight:
     """Where a weight is stored, and the dtype that it is wanted in.
 
     Attributes:
@@ -162,14 +162,14 @@ class StoredWeights(Mapping[str, torch.Tensor]):
             raise UnknownTensorError(self._name, [name])
         return self._tensors[name]
 
-    def source(self, name: str) -> Place | None:
+    def source(self, name: str) -> FileWeight | None:
         """Return where the weight `name` is stored; `None` if it is not."""
         tensor = self._tensors.get(name)
         dtype = None if tensor is None else torch_dtype(self._loaded(tensor))
         if tensor is None or dtype is None:
             return None
         file = tensor.span.file
-        return Place(
+        return FileWeight(
             path=self._root / file, tensor=tensor, dtype=dtype, files=self._files, expected=self._signatures[file]
         )
 
@@ -199,7 +199,7 @@ class MappedFiles:
     """
 
     def __init__(self) -> None:
-        self._maps: dict[tuple[int, int], _Map] = {}
+        self._maps: dict[tuple[int, int], _MappedFile] = {}
         self._lock = threading.Lock()
         self._is_closed = False
 
@@ -248,7 +248,7 @@ class MappedFiles:
             self._is_closed = True
             self._maps.clear()
 
-    def _map(self, path: Path, expected: Signature) -> _Map:
+    def _map(self, path: Path, expected: Signature) -> _MappedFile:
         try:
             status = path.stat()
         except OSError as error:
@@ -270,19 +270,19 @@ class MappedFiles:
             return found
 
 
-class _Map(NamedTuple):
+class _MappedFile(NamedTuple):
     buffer: memoryview
     signature: Signature
 
 
-def _mapped(path: Path, seen: Signature) -> _Map:
+def _mapped(path: Path, seen: Signature) -> _MappedFile:
     with MappedFile(path) as file:
         status = os.fstat(file.descriptor)
         found = (status.st_ino, status.st_size, status.st_mtime_ns)
         if found != seen:
             raise ReadError(path, "it changed while it was being opened", hint="open the weights again")
         in_huge_pages(file.buffer)
-        return _Map(file.buffer, found)
+        return _MappedFile(file.buffer, found)
 
 
 def _opened(path: str | Path) -> Checkpoint | OffloadFolder:

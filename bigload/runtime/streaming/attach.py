@@ -9,12 +9,12 @@ import torch
 from torch import nn
 
 from bigload.runtime.hooks.align_devices import AlignDevicesHook
-from bigload.runtime.hooks.call_weights import bring_before_calls
+from bigload.runtime.hooks.call_weights import load_before_calls
 from bigload.runtime.hooks.hooks import add_hook_to_module, hooks_of, replace_hook
-from bigload.runtime.streaming.blocks import Cut, cut
+from bigload.runtime.streaming.blocks import BlockModules, cut_into_blocks
 from bigload.runtime.streaming.options import StreamOptions
 from bigload.runtime.streaming.run_log import RunStats
-from bigload.runtime.streaming.streamed_block import Member, StreamedBlock
+from bigload.runtime.streaming.streamed_block import HookedModule, StreamedBlock
 from bigload.runtime.streaming.streamer import Streamer
 from bigload.runtime.streaming.streaming_hook import StreamingHook
 from bigload.runtime.streaming.weights import offloaded_weights
@@ -31,7 +31,7 @@ def stream(model: nn.Module, options: StreamOptions) -> None:
         options: How much memory that takes.
     """
     streamer = Streamer(options)
-    parts = [part for part in cut(model) if _can_stream(part)]
+    parts = [part for part in cut_into_blocks(model) if _can_stream(part)]
     root = _own_hook(model)
     if root is not None:
         _streaming(model, root, streamer).counts_forwards = True
@@ -43,18 +43,18 @@ def stream(model: nn.Module, options: StreamOptions) -> None:
         hook.block = StreamedBlock(
             part.name, part.module, members, device=device, is_routed=part.is_routed, streamer=streamer
         )
-        bring_before_calls(part.module)
+        load_before_calls(part.module)
     model.__dict__["bigload_stats"] = partial(_stats, streamer)
 
 
-def _can_stream(part: Cut) -> bool:
+def _can_stream(part: BlockModules) -> bool:
     members = _members(part)
     if len(_devices(members)) != 1 or not (len(members) > 1 or any(hook.offload for _, hook in members)):
         return False
     return all(offloaded_weights(module, hook) is not None for module, hook in members)
 
 
-def _block_hook(part: Cut, streamer: Streamer) -> StreamingHook:
+def _block_hook(part: BlockModules, streamer: Streamer) -> StreamingHook:
     """Return the hook of the block's module, made if it has none: it may own no tensors itself."""
     own = _own_hook(part.module)
     if own is None:
@@ -73,16 +73,16 @@ def _streaming(module: nn.Module, hook: AlignDevicesHook, streamer: Streamer) ->
     return streaming
 
 
-def _members(part: Cut) -> list[Member]:
+def _members(part: BlockModules) -> list[HookedModule]:
     return [
-        Member(module, hook)
+        HookedModule(module, hook)
         for module in part.members
         for hook in hooks_of(module)
         if isinstance(hook, AlignDevicesHook)
     ]
 
 
-def _devices(members: Sequence[Member]) -> set[torch.device]:
+def _devices(members: Sequence[HookedModule]) -> set[torch.device]:
     return {hook.device for _, hook in members if hook.device is not None}
 
 

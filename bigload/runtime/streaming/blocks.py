@@ -14,7 +14,7 @@ from bigload.runtime.streaming.uncalled_weights import modules_read
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Cut:
+class BlockModules:
     """A block: a module that is called, and which modules in it belong to the block.
 
     Attributes:
@@ -30,7 +30,7 @@ class Cut:
     is_routed: bool = False
 
 
-def cut(model: nn.Module) -> tuple[Cut, ...]:
+def cut_into_blocks(model: nn.Module) -> tuple[BlockModules, ...]:
     """Return the blocks of `model`, in the order in which modules were registered; together they are all of it.
 
     Blocks are modules of the classes in the model's `_no_split_modules`, and siblings of one class that have modules
@@ -39,12 +39,12 @@ def cut(model: nn.Module) -> tuple[Cut, ...]:
     is cut down to the modules that own tensors: each alone, for it may be as large as a block, unless the module around
     takes its weights without calling it.
     """
-    parts = {id(part.module): part for part in reversed(list(_cut("", model, _Marks.of(model))))}
+    parts = {id(part.module): part for part in reversed(list(_cut("", model, _BlockCriteria.of(model))))}
     return tuple(reversed(parts.values()))  # a module with several names is cut where it has the first
 
 
 @dataclass(frozen=True, slots=True)
-class _Marks:
+class _BlockCriteria:
     """Modules by `id`: the elements of lists, and which of these are experts."""
 
     repeated: frozenset[int]
@@ -52,7 +52,7 @@ class _Marks:
     classes: frozenset[str]
 
     @classmethod
-    def of(cls, model: nn.Module) -> _Marks:
+    def of(cls, model: nn.Module) -> _BlockCriteria:
         repeated: set[int] = set()
         experts: set[int] = set()
         for name, module in model.named_modules():
@@ -83,25 +83,25 @@ def _below(module: nn.Module) -> Iterator[nn.Module]:
     return modules
 
 
-def _cut(name: str, module: nn.Module, marks: _Marks) -> Iterator[Cut]:
+def _cut(name: str, module: nn.Module, marks: _BlockCriteria) -> Iterator[BlockModules]:
     if id(module) in marks.experts:
-        yield Cut(name=name, module=module, members=_members(module, ()), is_routed=True)
+        yield BlockModules(name=name, module=module, members=_members(module, ()), is_routed=True)
         return
     if name and marks.is_block(module):
         routed = list(_experts(name, module, marks))
         apart = {id(below) for _, expert in routed for below in expert.modules()}
-        yield Cut(name=name, module=module, members=_members(module, apart))
+        yield BlockModules(name=name, module=module, members=_members(module, apart))
         for key, expert in routed:
             yield from _cut(key, expert, marks)
         return
     read = [owner for owner in modules_read(module) if not any(owner.children())]
-    yield Cut(name=name, module=module, members=(module, *read))
+    yield BlockModules(name=name, module=module, members=(module, *read))
     for key, child in called_modules(module):
         if child not in read:
             yield from _cut(joined(name, key), child, marks)
 
 
-def _experts(name: str, module: nn.Module, marks: _Marks) -> Iterator[tuple[str, nn.Module]]:
+def _experts(name: str, module: nn.Module, marks: _BlockCriteria) -> Iterator[tuple[str, nn.Module]]:
     """Yield the experts inside of `module`, but none inside of others."""
     for key, child in module.named_children():
         if id(child) in marks.experts:

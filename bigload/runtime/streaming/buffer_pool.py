@@ -12,7 +12,7 @@ from bigload.machine.huge_pages import HUGE_PAGE_BYTES, Buffer, allocate
 
 
 @dataclass(frozen=True, slots=True)
-class Loan:
+class PooledBuffer:
     """Memory on loan. It comes back when `view`, and all tensors made from `view`, are gone.
 
     Attributes:
@@ -24,7 +24,7 @@ class Loan:
     view: memoryview
 
 
-class RecycledMemory:
+class BufferPool:
     """Lends memory, and lends it again when nobody has it any more. May be used from several threads.
 
     A tensor made from the view by `torch.frombuffer` holds the view as long as its storage lives, whoever holds that: a
@@ -41,7 +41,7 @@ class RecycledMemory:
         self._lent_bytes = 0
         self._most_bytes = 0
 
-    def lend(self, num_bytes: int) -> Loan:
+    def lend(self, num_bytes: int) -> PooledBuffer:
         """Return memory of `num_bytes` or somewhat more, aligned to a page; what it holds is anybody's guess.
 
         Raises:
@@ -58,7 +58,7 @@ class RecycledMemory:
                 del self._idle[0]
         view = memoryview(buffer)
         weakref.finalize(view, self._returned.append, buffer).atexit = False
-        return Loan(buffer, view)
+        return PooledBuffer(buffer, view)
 
     @property
     def num_bytes(self) -> int:

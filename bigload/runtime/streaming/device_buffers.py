@@ -7,22 +7,22 @@ from collections.abc import Sequence
 import torch
 
 from bigload.loading.staging.accelerators import take_memory
-from bigload.runtime.streaming.device_copy_stream import Courier
-from bigload.runtime.streaming.device_residency import DeviceStay
-from bigload.runtime.streaming.weight_reads import Reads
+from bigload.runtime.streaming.device_copy_stream import DeviceCopyStream
+from bigload.runtime.streaming.device_residency import DeviceResidency
+from bigload.runtime.streaming.weight_reads import WeightReads
 from bigload.runtime.streaming.weights import Weight
 
 _ALIGNMENT = 512
 """As torch's allocator of CUDA memory aligns tensors: some kernels are slower elsewhere, some fail."""
 
 
-class DeviceCopies:
+class DeviceBufferSupply:
     """Weights of a block on an accelerator, in one piece of memory for each stay (`Supply`)."""
 
-    def __init__(self, weights: Sequence[Weight], courier: Courier) -> None:
+    def __init__(self, weights: Sequence[Weight], copy_stream: DeviceCopyStream) -> None:
         self.weights = weights
-        self._courier = courier
-        self._reads = Reads(weights, str(courier.device))
+        self._copy_stream = copy_stream
+        self._reads = WeightReads(weights, str(copy_stream.device))
         self._pieces: list[slice] = []
         stop = 0
         for buffer in self._reads.schedule.buffers:
@@ -31,7 +31,7 @@ class DeviceCopies:
             self._pieces.append(slice(start, stop))
         self.num_bytes = stop
         self.num_page_bytes = self._reads.num_file_bytes
-        self._stay: DeviceStay | None = None
+        self._residency: DeviceResidency | None = None
 
     def reserve(self) -> None:
         """Take the memory under the calling thread's stream.
@@ -40,20 +40,20 @@ class DeviceCopies:
             NotEnoughMemoryError: the device has none left.
         """
         with torch.inference_mode(mode=False):  # what is made inside of it cannot be used outside
-            memory = take_memory(str(self._courier.device), self.num_bytes)
-        self._stay = DeviceStay([memory], self._courier.current_stream())
+            memory = take_memory(str(self._copy_stream.device), self.num_bytes)
+        self._residency = DeviceResidency([memory], self._copy_stream.current_stream())
 
     def fetch(self) -> None:
         """Have the weights copied; what is left to be done then are copies that the device does by itself."""
-        stay = self._stay
-        assert stay is not None, "reserve() comes first"
+        residency = self._residency
+        assert residency is not None, "reserve() comes first"
         with torch.inference_mode(mode=False), torch.no_grad():
-            pieces = [stay.memory[0][piece] for piece in self._pieces]
-            stay.tensors = self._reads.tensors(pieces)
+            pieces = [residency.memory[0][piece] for piece in self._pieces]
+            residency.tensors = self._reads.tensors(pieces)
         try:
-            stay.arrived = self._courier.bring(self._reads, pieces, after=stay.is_free)
+            residency.arrived = self._copy_stream.copy(self._reads, pieces, after=residency.is_free)
         except BaseException:
-            stay.arrived = self._courier.mark()
+            residency.arrived = self._copy_stream.mark()
             raise
         finally:
             pieces.clear()  # an error holds the frames that it came through, which hold this list
@@ -64,18 +64,18 @@ class DeviceCopies:
             self.drop(forget=False)
             self.reserve()
             self.fetch()
-        assert self._stay is not None, "reserve() comes first"
-        return self._stay.arrive(self._courier.current_stream())
+        assert self._residency is not None, "reserve() comes first"
+        return self._residency.arrive(self._copy_stream.current_stream())
 
     def depart(self) -> None:
         """Note how far the calling thread's stream has come, if it is not the one that the memory belongs to."""
-        if self._stay is not None:
-            self._stay.depart(self._courier.current_stream())
+        if self._residency is not None:
+            self._residency.depart(self._copy_stream.current_stream())
 
     def drop(self, *, forget: bool) -> None:
         """Give the memory back, or leave it to those who kept a view."""
-        stay, self._stay = self._stay, None
-        if stay is not None:
-            stay.end()
+        residency, self._residency = self._residency, None
+        if residency is not None:
+            residency.end()
         if forget:
             self._reads.forget()

@@ -12,13 +12,13 @@ import torch
 from bigload.loading.readers.byte_source import NO_RECORDER
 from bigload.loading.staging.device_blocks import PassingStager
 from bigload.loading.staging.device_transfers import Transfers
-from bigload.runtime.streaming.weight_reads import BLOCK_BYTES, Reads
+from bigload.runtime.streaming.weight_reads import BLOCK_BYTES, WeightReads
 
 _NUM_BLOCKS = 16
 """Two for each thread that reads: one is filled while the other one is copied from."""
 
 
-class Courier:
+class DeviceCopyStream:
     """Brings bytes to `device`. May be used from several threads.
 
     Nobody waits for a copy to end but who needs memory to read into: the rest is said by events, to streams.
@@ -30,13 +30,13 @@ class Courier:
         self._has_streams = hasattr(self._module, "Stream")
         self._lock = threading.Lock()
         self._transfers: Transfers | None = None
-        self._end: weakref.finalize[..., Courier] | None = None
+        self._end: weakref.finalize[..., DeviceCopyStream] | None = None
 
     def current_stream(self) -> Any | None:  # noqa: ANN401  a stream of any vendor
         """Return the stream that the calling thread computes on; `None` if the device has no streams."""
         return self._module.current_stream(self.device) if self._has_streams else None
 
-    def bring(self, reads: Reads, memory: Sequence[torch.Tensor], *, after: Any | None) -> Any | None:  # noqa: ANN401
+    def copy(self, reads: WeightReads, memory: Sequence[torch.Tensor], *, after: Any | None) -> Any | None:  # noqa: ANN401
         """Have all of `reads` read, and copied to `memory` once the event `after` has passed.
 
         Returns the event that says when the copies have arrived; `None` if they have. They read what they need of host
@@ -45,7 +45,7 @@ class Courier:
         Raises:
             ReadError: a file does not give its bytes.
         """
-        transfers = self._way()
+        transfers = self._opened_transfers()
         if after is not None:
             transfers.wait_for(after)
         for value, buffer, wanted in reads.pinned():
@@ -65,7 +65,7 @@ class Courier:
             if self._end is not None:
                 self._end()
 
-    def _way(self) -> Transfers:
+    def _opened_transfers(self) -> Transfers:
         with self._lock:
             if self._transfers is None:
                 self._transfers = Transfers(

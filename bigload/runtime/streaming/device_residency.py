@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 
-class DeviceStay:
+class DeviceResidency:
     """Tensors in memory that was taken under the stream `home`; without streams, `None`, nothing has to be done.
 
     Attributes:

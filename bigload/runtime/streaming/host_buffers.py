@@ -9,41 +9,43 @@ import torch
 from bigload.loading.readers.byte_source import NO_RECORDER, ByteSource
 from bigload.loading.schedule import CPU, ReadJob
 from bigload.loading.staging.host_blocks import HostStager, bytes_in
-from bigload.runtime.streaming.buffer_pool import Loan, RecycledMemory
-from bigload.runtime.streaming.weight_reads import Reads
+from bigload.runtime.streaming.buffer_pool import BufferPool, PooledBuffer
+from bigload.runtime.streaming.weight_reads import WeightReads
 from bigload.runtime.streaming.weights import Weight
 
 
-class Workshop:
+class HostBuffers:
     """What all copies in RAM have in common: memory, and blocks to cast in."""
 
     def __init__(self) -> None:
-        self.memory = RecycledMemory()
+        self.memory = BufferPool()
         self.stager = HostStager([], NO_RECORDER)
 
 
-class HostCopies:
+class HostBufferSupply:
     """Weights of a block in recycled memory (`Supply`)."""
 
-    def __init__(self, weights: Sequence[Weight], workshop: Workshop) -> None:
+    def __init__(self, weights: Sequence[Weight], host_buffers: HostBuffers) -> None:
         self.weights = weights
-        self._workshop = workshop
-        self._reads = Reads(weights, CPU)
-        self._loans: list[Loan] = []
+        self._host_buffers = host_buffers
+        self._reads = WeightReads(weights, CPU)
+        self._memory: list[PooledBuffer] = []
         self._tensors: list[torch.Tensor] = []
         self.num_bytes = self._reads.schedule.bytes_on(CPU)
         self.num_page_bytes = self._reads.num_file_bytes
 
     def reserve(self) -> None:
         """Take the memory."""
-        self._loans = [self._workshop.memory.lend(buffer.num_bytes) for buffer in self._reads.schedule.buffers]
+        self._memory = [self._host_buffers.memory.lend(buffer.num_bytes) for buffer in self._reads.schedule.buffers]
 
     def fetch(self) -> None:
         """Read, and cast, the weights."""
-        buffers = [loan.buffer for loan in self._loans]
-        self._reads.carry_out(buffers, {CPU: _Stager(self._workshop.stager, [bytes_in(each) for each in buffers])})
+        buffers = [loan.buffer for loan in self._memory]
+        self._reads.carry_out(
+            buffers, {CPU: _PooledStager(self._host_buffers.stager, [bytes_in(each) for each in buffers])}
+        )
         with torch.inference_mode(mode=False):  # what is made inside of it cannot be used outside
-            self._tensors = self._reads.tensors([loan.view for loan in self._loans])
+            self._tensors = self._reads.tensors([loan.view for loan in self._memory])
 
     def arrive(self) -> Sequence[torch.Tensor]:
         """Return the weights; read anew if the values in RAM are no longer those that were read."""
@@ -58,12 +60,12 @@ class HostCopies:
 
     def drop(self, *, forget: bool) -> None:
         """Let go of the weights: their memory is used again when nobody else holds one."""
-        self._tensors, self._loans = [], []
+        self._tensors, self._memory = [], []
         if forget:
             self._reads.forget()
 
 
-class _Stager:
+class _PooledStager:
     """Delivers into the memory of one stay by blocks that are there for all (`loading.engine.Stager`)."""
 
     def __init__(self, stager: HostStager, memory: Sequence[torch.Tensor]) -> None:

@@ -20,8 +20,8 @@ from bigload.errors import ReadError
 from bigload.loading.readers.mapped import let_go, make_present_in_parallel
 from bigload.machine.huge_pages import no_memory
 from bigload.machine.page_cache import forget
-from bigload.runtime.offload.offload_store import AtHand
-from bigload.runtime.offload.stored_weights import Place
+from bigload.runtime.offload.offload_store import MemoryWeight
+from bigload.runtime.offload.stored_weights import FileWeight
 from bigload.runtime.streaming.weights import Weight
 
 _NEIGHBOURS_BYTES = 64 * 1024
@@ -31,25 +31,26 @@ _NEIGHBOURS_BYTES = 64 * 1024
 def is_in_place(weight: Weight, device: torch.device) -> bool:
     """Return whether `weight` can be used on `device` where it is, as it is."""
     source = weight.source
-    if isinstance(source, Place):
+    if isinstance(source, FileWeight):
         return device.type == "cpu" and source.is_as_wanted and source.dtype == weight.placeholder.dtype
     return source.tensor.device == device and source.dtype == weight.placeholder.dtype
 
 
-class InPlace:
+class MappedSupply:
     """Weights of a block in mapped files, and those that are in RAM already (`Supply`)."""
 
     def __init__(self, weights: Sequence[Weight]) -> None:
         self.weights = weights
         self._tensors = [
-            weight.source.view() if isinstance(weight.source, Place) else weight.source.tensor for weight in weights
+            weight.source.view() if isinstance(weight.source, FileWeight) else weight.source.tensor
+            for weight in weights
         ]
-        self._at_hand = [
-            (number, weight.source) for number, weight in enumerate(weights) if isinstance(weight.source, AtHand)
+        self._in_memory = [
+            (number, weight.source) for number, weight in enumerate(weights) if isinstance(weight.source, MemoryWeight)
         ]
-        self._files = {weight.source.path: weight.source for weight in weights if isinstance(weight.source, Place)}
-        self._stretches = _merged(weight.source for weight in weights if isinstance(weight.source, Place))
-        self.num_bytes = self.num_page_bytes = sum(stretch.stop - stretch.start for stretch in self._stretches)
+        self._files = {weight.source.path: weight.source for weight in weights if isinstance(weight.source, FileWeight)}
+        self._ranges = _merged(weight.source for weight in weights if isinstance(weight.source, FileWeight))
+        self.num_bytes = self.num_page_bytes = sum(each.stop - each.start for each in self._ranges)
 
     def reserve(self) -> None:
         """Do nothing: the page cache is the system's."""
@@ -61,7 +62,7 @@ class InPlace:
             ReadError: the disk does not give all of it.
             NotEnoughMemoryError: there is no memory for the page table.
         """
-        for place, buffer, start, stop in self._stretches:
+        for place, buffer, start, stop in self._ranges:
             reason = make_present_in_parallel(buffer, start // mmap.PAGESIZE * mmap.PAGESIZE, stop)
             if reason == errno.ENOMEM:
                 raise no_memory(f"the map of {place.path}", stop - start)
@@ -76,7 +77,7 @@ class InPlace:
         """
         for place in self._files.values():  # also those whose pages stay: they are still the file's
             place.check()
-        for number, source in self._at_hand:
+        for number, source in self._in_memory:
             self._tensors[number] = source.tensor
         return self._tensors
 
@@ -85,36 +86,36 @@ class InPlace:
 
     def drop(self, *, forget: bool) -> None:
         """Take the pages out of the page table; with `forget` out of the page cache, too."""
-        for place, buffer, start, stop in self._stretches:
+        for place, buffer, start, stop in self._ranges:
             let_go(buffer, start, stop)
             if forget:
                 _forget(place, start, stop)
 
 
-class _Stretch(NamedTuple):
+class _MappedRange(NamedTuple):
     """Bytes `start` to `stop` of a mapped file."""
 
-    place: Place
+    place: FileWeight
     buffer: memoryview
     start: int
     stop: int
 
 
-def _merged(places: Iterable[Place]) -> list[_Stretch]:
+def _merged(places: Iterable[FileWeight]) -> list[_MappedRange]:
     """Return the bytes of `places`, by file and offset, neighbours as one."""
-    stretches: list[_Stretch] = []
+    ranges: list[_MappedRange] = []
     for place in sorted(places, key=lambda place: (place.path, place.tensor.span.start)):
         span = place.tensor.span
         if not span.num_bytes:
             continue
-        last = stretches[-1] if stretches else None
+        last = ranges[-1] if ranges else None
         if last is not None and last.place.path == place.path and span.start <= last.stop + _NEIGHBOURS_BYTES:
-            stretches[-1] = last._replace(stop=max(last.stop, span.stop))
+            ranges[-1] = last._replace(stop=max(last.stop, span.stop))
         else:
-            stretches.append(_Stretch(place, place.map(), span.start, span.stop))
-    return stretches
+            ranges.append(_MappedRange(place, place.map(), span.start, span.stop))
+    return ranges
 
 
-def _forget(place: Place, start: int, stop: int) -> None:
+def _forget(place: FileWeight, start: int, stop: int) -> None:
     with suppress(OSError):  # gone meanwhile: the next fetch says so
         forget(place.path, [(start, stop)])

@@ -12,7 +12,7 @@ _IDLE_SECONDS = 5.0
 """How long the thread waits for more before it ends. The next block starts another one."""
 
 
-class Fetcher:
+class PrefetchThread:
     """Calls `work(block)` for each block that is put, in a thread of its own, which keeps nobody alive."""
 
     def __init__(self, work: weakref.WeakMethod[Callable[[Any], None]]) -> None:
@@ -37,7 +37,7 @@ class Fetcher:
         with self._changed:
             return block in self._queue
 
-    def take_back(self, block: object) -> bool:
+    def cancel(self, block: object) -> bool:
         """Return whether `block` had not been begun, and is not worked on any more."""
         with self._changed:
             if block in self._queue:
@@ -53,7 +53,7 @@ class Fetcher:
         return (self._queue.popleft(), self._work()) if self._queue else (None, None)
 
 
-def _run(fetcher: weakref.ref[Fetcher], changed: threading.Condition) -> None:
+def _run(fetcher: weakref.ref[PrefetchThread], changed: threading.Condition) -> None:
     while True:
         me = fetcher()
         if me is None:

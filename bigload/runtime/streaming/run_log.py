@@ -41,7 +41,7 @@ class ForwardStats:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Span:
+class TraceSpan:
     """A stretch of time: a block that computes or waits, or one that is fetched.
 
     Attributes:
@@ -73,7 +73,7 @@ class RunStats:
 
     forwards: tuple[ForwardStats, ...]
     num_forwards: int
-    spans: tuple[Span, ...]
+    spans: tuple[TraceSpan, ...]
 
 
 _Note = tuple[str, str, threading.Thread, float, float, int]
@@ -112,7 +112,7 @@ class RunLog:
         with self._lock:
             notes, forwards, num_forwards = list(self._notes), tuple(self._forwards), self._num_forwards
         spans = [
-            Span(
+            TraceSpan(
                 kind=kind,
                 name=name,
                 thread=thread.name,

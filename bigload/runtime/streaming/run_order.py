@@ -6,10 +6,10 @@ import threading
 from collections.abc import Hashable, Iterator, Sequence
 from typing import Generic, TypeVar
 
-Block = TypeVar("Block", bound=Hashable)
+BlockT = TypeVar("BlockT", bound=Hashable)
 
 
-class RunOrder(Generic[Block]):
+class RunOrder(Generic[BlockT]):
     """Tells which blocks come next, from the last two that ran.
 
     What followed these two the last time is expected to follow again, else what followed the last one, else the next
@@ -18,12 +18,12 @@ class RunOrder(Generic[Block]):
     guess at most. May be used from several threads: each has a place of its own, and all learn together.
     """
 
-    def __init__(self, guess: Sequence[Block]) -> None:
-        self._after: dict[Block, Block] = dict(zip(guess, [*guess[1:], *guess[:1]], strict=True))
-        self._after_two: dict[tuple[Block, Block], Block] = {}
+    def __init__(self, guess: Sequence[BlockT]) -> None:
+        self._after: dict[BlockT, BlockT] = dict(zip(guess, [*guess[1:], *guess[:1]], strict=True))
+        self._after_two: dict[tuple[BlockT, BlockT], BlockT] = {}
         self._here = threading.local()
 
-    def entered(self, block: Block) -> None:
+    def entered(self, block: BlockT) -> None:
         """Note that `block` runs now, in this thread."""
         before, last = self._last_two
         if last is not None:
@@ -32,11 +32,11 @@ class RunOrder(Generic[Block]):
                 self._after_two[before, last] = block
         self._last_two = (last, block)
 
-    def broken_off(self) -> None:
+    def forward_aborted(self) -> None:
         """Note that the pass of this thread ended in an error: what it runs next does not follow from it."""
         self._last_two = (None, None)
 
-    def ahead(self) -> Iterator[Block]:
+    def ahead(self) -> Iterator[BlockT]:
         """Yield what this thread is expected to run next, without end where blocks go round."""
         before, last = self._last_two
         while last is not None:
@@ -48,10 +48,10 @@ class RunOrder(Generic[Block]):
             before, last = last, following
 
     @property
-    def _last_two(self) -> tuple[Block | None, Block | None]:
-        found: tuple[Block | None, Block | None] = self._here.__dict__.get("last_two", (None, None))
+    def _last_two(self) -> tuple[BlockT | None, BlockT | None]:
+        found: tuple[BlockT | None, BlockT | None] = self._here.__dict__.get("last_two", (None, None))
         return found
 
     @_last_two.setter
-    def _last_two(self, blocks: tuple[Block | None, Block | None]) -> None:
+    def _last_two(self, blocks: tuple[BlockT | None, BlockT | None]) -> None:
         self._here.last_two = blocks

@@ -11,7 +11,7 @@ from bigload.runtime.streaming.supply import Supply
 from bigload.runtime.streaming.weights import Weight
 
 
-class Pool:
+class SharedCopy:
     """What is brought for several blocks, with the first of them, and goes with the last."""
 
     def __init__(self, supply: Supply) -> None:
@@ -27,7 +27,7 @@ class SharedSupply:
     `num_bytes` counts it for each of them: who has room for both has room for one.
     """
 
-    def __init__(self, weights: Sequence[Weight], pool: Pool) -> None:
+    def __init__(self, weights: Sequence[Weight], pool: SharedCopy) -> None:
         self.weights = weights
         self._pool = pool
         self._has_part = False

@@ -16,29 +16,29 @@ from bigload.runtime.hooks.gradient_guard import refuse_gradients
 from bigload.runtime.hooks.hooks import calls_hook, hooks_of
 from bigload.runtime.modules.module_names import joined
 from bigload.runtime.modules.module_tensors import as_parameter
-from bigload.runtime.modules.tensor_slots import Slot
-from bigload.runtime.streaming.mapped_weights import InPlace
+from bigload.runtime.modules.tensor_slots import TensorSlot
+from bigload.runtime.streaming.mapped_weights import MappedSupply
 from bigload.runtime.streaming.supply import Supply
 from bigload.runtime.streaming.weights import Weight, offloaded_weights
 
 
-class Stay(Enum):
+class Residency(Enum):
     """Where the weights of a block are."""
 
-    AWAY = "away"
-    ASKED = "asked for"
-    COMING = "coming"
-    HERE = "here"
+    ABSENT = "absent"
+    REQUESTED = "requested"
+    LOADING = "loading"
+    RESIDENT = "resident"
 
 
-class Member(NamedTuple):
+class HookedModule(NamedTuple):
     """A module of a block that has a hook of its own."""
 
     module: nn.Module
     hook: AlignDevicesHook
 
 
-class _Loan:
+class _BlockWeight:
     """A weight of the block, and what its places hold while it is here.
 
     Attributes:
@@ -121,7 +121,7 @@ class StreamedBlock:
         self,
         name: str,
         module: nn.Module,
-        members: Sequence[Member],
+        members: Sequence[HookedModule],
         *,
         device: torch.device,
         is_routed: bool,
@@ -133,24 +133,24 @@ class StreamedBlock:
         self.device = device
         self.is_routed = is_routed
         self.streamer = streamer
-        self.stay = Stay.AWAY
+        self.residency = Residency.ABSENT
         self.num_users = 0
         self.num_uses = 0
         self.is_kept = False
-        self.is_troubled = False
-        self._is_shown = False
+        self.has_failed = False
+        self._is_installed = False
         self._supplies: tuple[Supply, ...] | None = None
         self._num_bytes = 0
-        self._loans: list[_Loan] = []
-        self._lenders: dict[AlignDevicesHook, list[_Loan]] = {}
-        self._others: list[Slot] = []  # places with values of their own
-        self._stepping_aside: list[Member] = []
-        self._held: list[AlignDevicesHook] = []
-        self._aside: list[tuple[dict[str, Any], object, object]] = []
+        self._weights: list[_BlockWeight] = []
+        self._weights_by_hook: dict[AlignDevicesHook, list[_BlockWeight]] = {}
+        self._others: list[TensorSlot] = []  # places with values of their own
+        self._bypassed: list[HookedModule] = []
+        self._hooks_in_use: list[AlignDevicesHook] = []
+        self._bypassed_calls: list[tuple[dict[str, Any], object, object]] = []
         streamer.add(self)
 
     def __repr__(self) -> str:
-        return f"StreamedBlock({self.name!r}, {len(self.members)} modules, {self.stay.value})"
+        return f"StreamedBlock({self.name!r}, {len(self.members)} modules, {self.residency.value})"
 
     def __getstate__(self) -> dict[str, Any]:
         told = ("name", "module", "members", "device", "is_routed", "streamer")
@@ -161,9 +161,9 @@ class StreamedBlock:
         self.__init__(**state)  # type: ignore[misc]
 
     @property
-    def is_shown(self) -> bool:
+    def is_installed(self) -> bool:
         """Whether the modules hold the weights."""
-        return self._is_shown
+        return self._is_installed
 
     @property
     def supplies(self) -> tuple[Supply, ...]:
@@ -177,7 +177,7 @@ class StreamedBlock:
         """Return what is offloaded now, by looking."""
         return [weight for _, found in self._offloaded() for weight in found or ()]
 
-    def _offloaded(self) -> list[tuple[Member, list[Weight] | None]]:
+    def _offloaded(self) -> list[tuple[HookedModule, list[Weight] | None]]:
         attached = [member for member in self.members if member.hook in hooks_of(member.module)]  # not taken away
         return [(member, offloaded_weights(member.module, member.hook)) for member in attached]
 
@@ -188,15 +188,17 @@ class StreamedBlock:
         with torch.inference_mode(mode=False):  # what is made here may be used where gradients are wanted
             self._supplies = self.streamer.supplies_for([weight for _, weight in weights.values()], self.device)
         self._num_bytes = sum(supply.num_bytes for supply in self._supplies)
-        self._loans, self._lenders = [], {}
+        self._weights, self._weights_by_hook = [], {}
         for weight in (weight for supply in self._supplies for weight in supply.weights):
             first = weight.slots[0]
-            loan = _Loan(joined(names.get(id(first.module), self.name), first.key), weight)
-            self._loans.append(loan)
-            self._lenders.setdefault(weights[weight.slots][0], []).append(loan)
-        self._stepping_aside = [member for member, found in offloaded if found is not None]
-        covered = {(id(slot.module), slot.key) for loan in self._loans for slot in loan.weight.slots}
-        places = [slots for module, hook in self._stepping_aside for slots, _ in hook.offloaded_tensors(module)]
+            weight_in_use = _BlockWeight(joined(names.get(id(first.module), self.name), first.key), weight)
+            self._weights.append(weight_in_use)
+            self._weights_by_hook.setdefault(weights[weight.slots][0], []).append(weight_in_use)
+        self._bypassed = [member for member, found in offloaded if found is not None]
+        covered = {
+            (id(slot.module), slot.key) for weight_in_use in self._weights for slot in weight_in_use.weight.slots
+        }
+        places = [slots for module, hook in self._bypassed for slots, _ in hook.offloaded_tensors(module)]
         self._others = [slot for slots in places for slot in slots if (id(slot.module), slot.key) not in covered]
 
     @property
@@ -214,7 +216,7 @@ class StreamedBlock:
     @property
     def is_in_place(self) -> bool:
         """Whether nothing has to be copied."""
-        return all(isinstance(supply, InPlace) for supply in self.supplies)
+        return all(isinstance(supply, MappedSupply) for supply in self.supplies)
 
     def is_current(self) -> bool:
         """Return whether all places still hold what they did when the supplies were made, or values of their own.
@@ -222,8 +224,8 @@ class StreamedBlock:
         A cast of the model changes placeholders, tying them makes new ones; who takes a hook away puts values there.
         """
         if self._supplies is not None:
-            for loan in self._loans:  # not by `all`: this is what each forward of a block has to pay
-                if not loan.is_current():
+            for weight_in_use in self._weights:  # not by `all`: this is what each forward of a block has to pay
+                if not weight_in_use.is_current():
                     return False
             return not any(slot.tensor.is_meta for slot in self._others)
         return True
@@ -242,20 +244,25 @@ class StreamedBlock:
         for supply in self.supplies:
             supply.fetch()
 
-    def show(self) -> None:
+    def install(self) -> None:
         """Let the modules hold the weights, and their hooks step aside."""
-        self._is_shown = True
+        self._is_installed = True
         tensors = [tensor for supply in self.supplies for tensor in supply.arrive()]
-        for loan, tensor in zip(self._loans, tensors, strict=True):
-            loan.bring(tensor, self.device)
-        for lender, loans in self._lenders.items():
-            self._held.append(lender)
-            lender.hold([(loan.weight.slots, loan.weight.placeholder, loan.held) for loan in loans])
-        for module, hook in self._stepping_aside:
+        for weight_in_use, tensor in zip(self._weights, tensors, strict=True):
+            weight_in_use.bring(tensor, self.device)
+        for hook, in_use in self._weights_by_hook.items():
+            self._hooks_in_use.append(hook)
+            hook.hold(
+                [
+                    (weight_in_use.weight.slots, weight_in_use.weight.placeholder, weight_in_use.held)
+                    for weight_in_use in in_use
+                ]
+            )
+        for module, hook in self._bypassed:
             own = module.__dict__
             around = own.get("forward")
             if own.get("_hf_hook") is hook and module is not self.module and calls_hook(around):
-                self._aside.append((own, around, own.pop("_call_impl", None)))
+                self._bypassed_calls.append((own, around, own.pop("_call_impl", None)))
                 _call_directly(own)
 
     def arrive(self) -> None:
@@ -268,27 +275,27 @@ class StreamedBlock:
         for supply in self.supplies:
             supply.depart()
 
-    def hide(self) -> None:
+    def uninstall(self) -> None:
         """Put everything back in its place, unless somebody else still needs it there."""
-        self._is_shown = False
-        while self._aside:
-            own, around, call = self._aside.pop()
+        self._is_installed = False
+        while self._bypassed_calls:
+            own, around, call = self._bypassed_calls.pop()
             if "_old_forward" in own and own.get("forward") in (None, own["_old_forward"]):  # nobody has changed it
                 own["forward"] = around
             if call is not None and "_old_forward" in own:
                 own["_call_impl"] = call
-        while self._held:
-            self._held.pop().release()
+        while self._hooks_in_use:
+            self._hooks_in_use.pop().release()
 
     def drop(self, *, forget: bool) -> None:
         """Let go of the weights; see `Supply.drop`."""
         for supply in self._supplies or ():
             supply.drop(forget=forget)
         if not all(
-            isinstance(supply, InPlace) for supply in self._supplies or ()
+            isinstance(supply, MappedSupply) for supply in self._supplies or ()
         ):  # of pages, the same tensors come again
-            for loan in self._loans:
-                loan.forget()
+            for weight_in_use in self._weights:
+                weight_in_use.forget()
 
 
 def _call_directly(own: dict[str, Any]) -> None:

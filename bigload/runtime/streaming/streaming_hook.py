@@ -54,7 +54,7 @@ class StreamingHook(AlignDevicesHook):
         """Evict what was loaded, and forget the order of this thread's pass, which did not reach its end."""
         super().abort_forward(module)
         if self.block is not None:
-            self.streamer.broken_off()
+            self.streamer.forward_aborted()
 
     def detach_hook(self, module: nn.Module) -> nn.Module:
         """Take the block from the streamer, then do what `AlignDevicesHook` does."""

@@ -20,8 +20,8 @@ from bigload.loading.strategy.settings import settings
 from bigload.loading.tensors import Memory, as_tensors, dtype_of, torch_dtype, torch_shape
 from bigload.machine.huge_pages import address_of
 from bigload.machine.page_cache import forget
-from bigload.runtime.offload.offload_store import AtHand
-from bigload.runtime.offload.stored_weights import Place
+from bigload.runtime.offload.offload_store import MemoryWeight
+from bigload.runtime.offload.stored_weights import FileWeight
 from bigload.runtime.streaming.weights import Weight
 
 BLOCK_BYTES = 8 * 2**20
@@ -32,7 +32,7 @@ def can_be_read(weight: Weight) -> bool:
     """Return whether the bytes of `weight` are all that it takes: it is cast once at most, and plain where it is."""
     source, held = weight.source, weight.placeholder
     wanted = dtype_of(held.dtype)
-    if isinstance(source, Place):
+    if isinstance(source, FileWeight):
         stored: DType | None = source.tensor.dtype
         is_plain = source.dtype in (torch_dtype(source.tensor.dtype), held.dtype)
         shape = torch_shape(source.tensor.dtype, source.tensor.shape)
@@ -43,7 +43,7 @@ def can_be_read(weight: Weight) -> bool:
     return stored == wanted or min(stored.bits, wanted.bits) >= 8
 
 
-class Reads:
+class WeightReads:
     """What to read for some weights, and in what order: found out once, done for each stay.
 
     Args:
@@ -74,7 +74,7 @@ class Reads:
         self.schedule = replace(schedule, jobs=tuple(job for job in schedule.jobs if job.file not in apart))
         self._ranges: dict[str, list[tuple[int, int]]] = {}
         for job in self.schedule.jobs:
-            if isinstance(self._sources[job.file], Place):
+            if isinstance(self._sources[job.file], FileWeight):
                 self._ranges.setdefault(job.file, []).append((job.offset, job.offset + job.num_bytes))
         self.num_file_bytes = sum(stop - start for ranges in self._ranges.values() for start, stop in ranges)
         self._seen: dict[str, tuple[torch.Tensor, int]] = {}
@@ -125,20 +125,20 @@ class Reads:
         return any(
             (now := source.tensor) is not self._seen[file][0] or _version(now) != self._seen[file][1]
             for file, source in self._sources.items()
-            if isinstance(source, AtHand) and file in self._seen
+            if isinstance(source, MemoryWeight) and file in self._seen
         )
 
     def forget(self) -> None:
         """Drop what the page cache has of the files."""
         for file, ranges in self._ranges.items():
             source = self._sources[file]
-            if isinstance(source, Place):
+            if isinstance(source, FileWeight):
                 with suppress(OSError):  # gone meanwhile: the next read says so
                     forget(source.path, ranges)
 
     def _note_values(self) -> None:
         for file, source in self._sources.items():
-            if isinstance(source, AtHand):
+            if isinstance(source, MemoryWeight):
                 value = source.tensor
                 self._seen[file] = (value, _version(value))
 
@@ -152,12 +152,12 @@ class Reads:
     def _check_files(self) -> None:
         for file in self._ranges:
             source = self._sources[file]
-            assert isinstance(source, Place), "only files have ranges"
+            assert isinstance(source, FileWeight), "only files have ranges"
             source.check()
 
     def _open(self, file: str) -> ByteSource:
         source = self._sources[file]
-        if isinstance(source, AtHand):
+        if isinstance(source, MemoryWeight):
             return TensorSource(self._value(file))
         reader = PositionalReader(source.path)
         reader.expect(self._ranges[file])
@@ -185,9 +185,9 @@ class TensorSource:
         """Do nothing: the tensor goes with its last user."""
 
 
-def _stored(name: str, source: Place | AtHand) -> TensorInfo:
+def _stored(name: str, source: FileWeight | MemoryWeight) -> TensorInfo:
     """Return the form of a weight where it is, under a name of its own and that of a file as this machine has it."""
-    if isinstance(source, Place):
+    if isinstance(source, FileWeight):
         span = source.tensor.span
         return replace(source.tensor, name=name, span=Span(str(source.path), span.start, span.stop))
     value, dtype = source.tensor, dtype_of(source.dtype)
@@ -208,8 +208,8 @@ def _is_plain(tensor: torch.Tensor) -> bool:
     return type(tensor) in (torch.Tensor, nn.Parameter) and is_dense and not tensor.is_conj() and not tensor.is_neg()
 
 
-def _is_pinned(source: Place | AtHand) -> bool:
-    if isinstance(source, Place) or source.tensor.device.type != "cpu" or not source.tensor.is_contiguous():
+def _is_pinned(source: FileWeight | MemoryWeight) -> bool:
+    if isinstance(source, FileWeight) or source.tensor.device.type != "cpu" or not source.tensor.is_contiguous():
         return False
     try:
         return source.tensor.is_pinned()

@@ -9,9 +9,9 @@ from torch import nn
 
 from bigload.runtime.hooks.align_devices import AlignDevicesHook
 from bigload.runtime.modules.module_tensors import is_packed_by_device
-from bigload.runtime.modules.tensor_slots import Slot
-from bigload.runtime.offload.offload_store import AtHand, source_of
-from bigload.runtime.offload.stored_weights import MappedFiles, Place
+from bigload.runtime.modules.tensor_slots import TensorSlot
+from bigload.runtime.offload.offload_store import MemoryWeight, source_of
+from bigload.runtime.offload.stored_weights import FileWeight, MappedFiles
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,13 +24,13 @@ class Weight:
         source: Where it is on disk, or in memory.
     """
 
-    slots: tuple[Slot, ...]
+    slots: tuple[TensorSlot, ...]
     placeholder: torch.Tensor
-    source: Place | AtHand
+    source: FileWeight | MemoryWeight
 
     def mapped_by(self, files: MappedFiles) -> Weight:
         """Return the weight in maps of `files`, if it is in a file."""
-        return replace(self, source=replace(self.source, files=files)) if isinstance(self.source, Place) else self
+        return replace(self, source=replace(self.source, files=files)) if isinstance(self.source, FileWeight) else self
 
 
 def offloaded_weights(module: nn.Module, hook: AlignDevicesHook) -> list[Weight] | None:

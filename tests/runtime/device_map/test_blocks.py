@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from bigload.runtime.device_map.blocks import Block, blocks_of, device_of, main_device_of
+from bigload.runtime.device_map.blocks import DeviceMapBlock, blocks_of, device_of, main_device_of
 
 
 class Split(nn.Module):
@@ -19,23 +19,23 @@ class Split(nn.Module):
 
 def test_keys_that_do_not_lie_in_each_other_are_the_blocks():
     assert blocks_of(Split(), {"first": 0, "second": "disk", "scale": 0}) == (
-        Block(name="", devices=(0,), is_whole=False),
-        Block(name="first", devices=(0,)),
-        Block(name="second", devices=("disk",)),
+        DeviceMapBlock(name="", devices=(0,), is_whole=False),
+        DeviceMapBlock(name="first", devices=(0,)),
+        DeviceMapBlock(name="second", devices=("disk",)),
     )
 
 
 def test_one_key_for_the_model_is_one_block():
-    assert blocks_of(Split(), {"": "disk"}) == (Block(name="", devices=("disk",)),)
+    assert blocks_of(Split(), {"": "disk"}) == (DeviceMapBlock(name="", devices=("disk",)),)
 
 
 def test_what_a_map_says_of_a_module_holds_for_all_inside_that_it_does_not_name():
     assert blocks_of(Split(), {"": "cpu", "second.2": 1}) == (
-        Block(name="", devices=("cpu",), is_whole=False),
-        Block(name="first", devices=("cpu",)),
-        Block(name="second.0", devices=("cpu",)),
-        Block(name="second.1", devices=("cpu",)),
-        Block(name="second.2", devices=(1,)),
+        DeviceMapBlock(name="", devices=("cpu",), is_whole=False),
+        DeviceMapBlock(name="first", devices=("cpu",)),
+        DeviceMapBlock(name="second.0", devices=("cpu",)),
+        DeviceMapBlock(name="second.1", devices=("cpu",)),
+        DeviceMapBlock(name="second.2", devices=(1,)),
     )
 
 

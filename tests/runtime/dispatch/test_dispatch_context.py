@@ -205,10 +205,10 @@ def test_the_window_is_what_the_plan_has_reserved_less_the_largest_block(planned
         model(IDS)
         streamer = streamer_of(model)
         largest = max(block.num_bytes for block in streamer._blocks)
-        assert streamer._room.prefetch_bytes == max(reserved - largest, 0)
+        assert streamer._limits.prefetch_bytes == max(reserved - largest, 0)
     with bigload.dispatch(model, plan, prefetch_bytes=77, resident_bytes=0):
         model(IDS)
-        assert streamer_of(model)._room.prefetch_bytes == 77
+        assert streamer_of(model)._limits.prefetch_bytes == 77
     with bigload.dispatch(model, plan, prefetch=False):
         model(IDS)
         assert blocks_of(model) == {}

@@ -16,7 +16,7 @@ from bigload.errors import (
     StalePlanError,
     StateDictMismatchError,
 )
-from bigload.runtime.dispatch import weight_source as checkpoint_source
+from bigload.runtime.dispatch import checkpoint_source
 from builders import contents
 
 IDS = torch.tensor([[1, 2, 3], [4, 5, 6]])

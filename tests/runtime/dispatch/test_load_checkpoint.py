@@ -12,7 +12,7 @@ from torch import nn
 import bigload
 from bigload import load_checkpoint_in_model, load_state_dict
 from bigload.runtime.dispatch import module_filling
-from bigload.runtime.dispatch.weight_source import Source
+from bigload.runtime.dispatch.checkpoint_source import CheckpointSource
 
 
 class Model(nn.Module):
@@ -335,8 +335,8 @@ def test_what_takes_the_place_of_something_is_loaded_in_batches(folder, monkeypa
         loads.append([tensor.nbytes for tensor in loaded.values()])
         return loaded
 
-    load_now = Source.load
-    monkeypatch.setattr(Source, "load", noted)
+    load_now = CheckpointSource.load
+    monkeypatch.setattr(CheckpointSource, "load", noted)
     model = make()
     kept = model.head.weight.dtype if dtype is None else dtype
     load_checkpoint_in_model(model, folder, dtype=dtype)
@@ -356,8 +356,8 @@ def test_an_offload_folder_is_filled_by_rows_of_what_is_large_and_written_once(f
         loads.append(sum(tensor.nbytes for tensor in loaded.values()))
         return loaded
 
-    load_now = Source.load
-    monkeypatch.setattr(Source, "load", noted)
+    load_now = CheckpointSource.load
+    monkeypatch.setattr(CheckpointSource, "load", noted)
     written = []
     for values in (STATE, STATE, {name: tensor + 1 for name, tensor in STATE.items()}):
         save_file(values, folder / "model.safetensors", metadata={"format": "pt"})

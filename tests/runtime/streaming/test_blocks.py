@@ -8,7 +8,7 @@ from streamed_models import Layer, Model, made, settled
 from torch import nn
 
 import bigload
-from bigload.runtime.streaming.blocks import cut
+from bigload.runtime.streaming.blocks import cut_into_blocks
 
 
 class Mlp(nn.Module):
@@ -73,12 +73,12 @@ class Stacked(nn.Module):
 
 
 def names_of(model):
-    return {part.name: part.is_routed for part in cut(model)}
+    return {part.name: part.is_routed for part in cut_into_blocks(model)}
 
 
 def assert_covers(model):
     """Every module is a member of one part, except those without tensors around blocks."""
-    members = [id(module) for part in cut(model) for module in part.members]
+    members = [id(module) for part in cut_into_blocks(model) for module in part.members]
     assert len(members) == len(set(members))
     assert all(
         id(module) in members
@@ -120,7 +120,7 @@ def test_experts_are_blocks_of_their_own_and_shared_ones_belong_to_the_layer():
     assert [name for name, is_routed in names.items() if is_routed] == [
         f"layers.{layer}.mixture.experts.{number}" for layer in (0, 1) for number in range(4)
     ]
-    members = next(part for part in cut(model) if part.name == "layers.0").members
+    members = next(part for part in cut_into_blocks(model) if part.name == "layers.0").members
     mixture = model.layers[0].mixture
     assert {mixture.shared_expert.up, mixture.shared_experts[1].down, mixture.gate} <= set(members)
     assert mixture.experts[0].up not in members
@@ -135,7 +135,7 @@ def test_experts_outside_of_any_block_are_routed_as_well():
 def test_experts_in_one_parameter_belong_to_their_block():
     model = nn.ModuleList([Stacked(), Stacked()])
     assert set(names_of(model).values()) == {False}
-    assert model[0].experts in next(part for part in cut(model) if part.name == "0").members
+    assert model[0].experts in next(part for part in cut_into_blocks(model) if part.name == "0").members
 
 
 def test_experts_within_experts_belong_to_the_outer_ones():
@@ -151,7 +151,7 @@ def test_experts_within_experts_belong_to_the_outer_ones():
 def test_a_module_with_several_names_is_one_block():
     shared = Layer()
     model = nn.ModuleDict({"a": nn.ModuleList([shared, Layer()]), "b": nn.ModuleList([shared, Layer()])})
-    assert [part.name for part in cut(model) if part.module is shared] == ["a.0"]
+    assert [part.name for part in cut_into_blocks(model) if part.module is shared] == ["a.0"]
     assert_covers(model)
 
 

@@ -217,7 +217,7 @@ def test_pages_are_forgotten_where_a_stay_says_so(folder):
 def test_memory_goes_with_the_model(folder):
     model = streamed(bigload.StoredWeights(folder))
     run(model)
-    memory = model.layers[0]._hf_hook.block.streamer._carriers._workshop.memory
+    memory = model.layers[0]._hf_hook.block.streamer._supply_factory._host_buffers.memory
     assert memory.num_bytes
     model.layers[0]._hf_hook.block.streamer.close()
     del model

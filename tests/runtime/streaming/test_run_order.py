@@ -48,7 +48,7 @@ def test_what_broke_off_says_nothing_of_what_comes_next():
     order = RunOrder("abc")
     for block in "ab":
         order.entered(block)
-    order.broken_off()
+    order.forward_aborted()
     assert ahead(order) == []
     order.entered("a")
     assert ahead(order, 2) == ["b", "c"]

@@ -15,7 +15,7 @@ from streamed_models import IDS, blocks_of, fetchers, held, made, save, settled,
 
 import bigload
 from bigload.runtime.streaming.options import StreamOptions
-from bigload.runtime.streaming.streamed_block import Stay, StreamedBlock
+from bigload.runtime.streaming.streamed_block import Residency, StreamedBlock
 from bigload.runtime.streaming.streamer import Streamer
 
 SMALL = {"prefetch_bytes": 3000, "resident_bytes": 0}
@@ -38,58 +38,60 @@ class Fake(StreamedBlock):
 
     def __setattr__(self, name, value):
         super().__setattr__(name, value)
-        if name == "stay" and value is Stay.ASKED and self in self.streamer._blocks:  # it is about to take memory
+        if (
+            name == "stay" and value is Residency.REQUESTED and self in self.streamer._blocks
+        ):  # it is about to take memory
             check_bound(self.streamer)
 
     def is_current(self):
         return True
 
     def reserve(self):
-        assert self.stay is Stay.ASKED
+        assert self.residency is Residency.REQUESTED
         self.calls.append("reserve")
 
     def fetch(self):
-        assert self.stay is Stay.COMING
+        assert self.residency is Residency.LOADING
         self.may_end.wait(10)
         self.calls.append("fetch")
         if self.fails is not None:
             raise self.fails
 
-    def show(self):
-        assert self.stay is Stay.HERE
-        self._is_shown = True
+    def install(self):
+        assert self.residency is Residency.RESIDENT
+        self._is_installed = True
 
-    def hide(self):
-        self._is_shown = False
+    def uninstall(self):
+        self._is_installed = False
 
     def arrive(self):
-        assert self.stay is Stay.HERE
+        assert self.residency is Residency.RESIDENT
 
     def depart(self):
-        assert self.stay is Stay.HERE
+        assert self.residency is Residency.RESIDENT
 
     def drop(self, *, forget):
-        assert not self.is_shown
+        assert not self.is_installed
         self.calls.append("drop")
 
 
 def check_bound(streamer):
     """Check that what waits for its turn is within the window, and what stays within its own bound."""
-    room = streamer._room
-    if room is None:
+    limits = streamer._limits
+    if limits is None:
         return
-    present = [block for block in streamer._blocks if block.stay is not Stay.AWAY and not block.num_users]
+    present = [block for block in streamer._blocks if block.residency is not Residency.ABSENT and not block.num_users]
     kept = sum(block.num_bytes for block in present if block.is_kept)
-    hot = sum(block.num_bytes for block in present if block in streamer._hot)
-    others = sum(block.num_bytes for block in present if not block.is_kept and block not in streamer._hot)
-    assert kept + hot <= room.resident_bytes
-    assert others <= room.prefetch_bytes + max((block.num_bytes for block in present), default=0)
+    hot = sum(block.num_bytes for block in present if block in streamer._cached_experts)
+    others = sum(block.num_bytes for block in present if not block.is_kept and block not in streamer._cached_experts)
+    assert kept + hot <= limits.resident_bytes
+    assert others <= limits.prefetch_bytes + max((block.num_bytes for block in present), default=0)
 
 
 def run(streamer, block, inner=()):
     streamer.enter(block)
     try:
-        assert block.is_shown
+        assert block.is_installed
         for each in inner:
             run(streamer, each)
     finally:
@@ -97,20 +99,25 @@ def run(streamer, block, inner=()):
 
 
 def assert_at_rest(streamer):
-    wait_until(lambda: not any(block.stay in (Stay.ASKED, Stay.COMING) for block in streamer._blocks))
+    wait_until(
+        lambda: not any(block.residency in (Residency.REQUESTED, Residency.LOADING) for block in streamer._blocks)
+    )
     with streamer._lock:
-        assert [block for block in streamer._blocks if block.num_users or block.is_shown] == []
-        idle = sum(block.num_bytes for block in streamer._idle)
-        assert idle <= streamer._room.prefetch_bytes
+        assert [block for block in streamer._blocks if block.num_users or block.is_installed] == []
+        idle = sum(block.num_bytes for block in streamer._prefetched)
+        assert idle <= streamer._limits.prefetch_bytes
         stray = [
             block
             for block in streamer._blocks
-            if block.stay is Stay.HERE and not (block.is_kept or block in streamer._idle or block in streamer._hot)
+            if block.residency is Residency.RESIDENT
+            and not (block.is_kept or block in streamer._prefetched or block in streamer._cached_experts)
         ]
         assert stray == []
-        assert streamer._held_bytes == sum(block.num_bytes for block in streamer._blocks if block.stay is Stay.HERE)
-        away = [block for block in streamer._blocks if block.stay is Stay.AWAY and not block.is_routed]
-        assert streamer._num_away == len(away)
+        assert streamer._held_bytes == sum(
+            block.num_bytes for block in streamer._blocks if block.residency is Residency.RESIDENT
+        )
+        away = [block for block in streamer._blocks if block.residency is Residency.ABSENT and not block.is_routed]
+        assert streamer._num_absent == len(away)
 
 
 def wait_until(holds, seconds=10):
@@ -150,12 +157,12 @@ def test_the_blocks_that_come_next_are_fetched_while_one_computes():
     streamer = Streamer(StreamOptions(prefetch_bytes=20, resident_bytes=0))
     blocks = [Fake(str(number), 10, streamer) for number in range(5)]
     streamer.enter(blocks[0])
-    wait_until(lambda: [block.stay for block in blocks] == [Stay.HERE] * 3 + [Stay.AWAY] * 2)
+    wait_until(lambda: [block.residency for block in blocks] == [Residency.RESIDENT] * 3 + [Residency.ABSENT] * 2)
     streamer.leave(blocks[0])
-    assert blocks[0].stay is Stay.AWAY
+    assert blocks[0].residency is Residency.ABSENT
     for number in range(1, 5):
         run(streamer, blocks[number])
-    wait_until(lambda: blocks[0].stay is Stay.HERE)  # a loop of decoding begins again
+    wait_until(lambda: blocks[0].residency is Residency.RESIDENT)  # a loop of decoding begins again
     assert_at_rest(streamer)
 
 
@@ -177,7 +184,7 @@ def test_routed_blocks_come_when_they_are_called_and_those_that_are_used_most_st
     for number in [1, 2, 1, 2, 1, 2, 5, 1, 2]:
         run(streamer, experts[number])
     assert [expert.calls.count("fetch") for expert in experts] == [0, 1, 1, 0, 0, 1, 0, 0]
-    assert [int(expert.name) for expert in experts if expert.stay is Stay.HERE] == [1, 2]
+    assert [int(expert.name) for expert in experts if expert.residency is Residency.RESIDENT] == [1, 2]
 
 
 @pytest.mark.parametrize("error", [OSError("gone"), MemoryError(), KeyboardInterrupt()])
@@ -186,12 +193,12 @@ def test_what_could_not_be_fetched_ahead_is_tried_again_by_who_needs_it(error):
     blocks = [Fake(str(number), 10, streamer) for number in range(2)]
     blocks[1].fails = error
     streamer.enter(blocks[0])
-    wait_until(lambda: blocks[1].is_troubled)
+    wait_until(lambda: blocks[1].has_failed)
     assert blocks[1].calls == ["reserve", "fetch", "drop"]
     streamer.leave(blocks[0])
     with pytest.raises(type(error)):
         run(streamer, blocks[1])
-    assert blocks[1].stay is Stay.AWAY
+    assert blocks[1].residency is Residency.ABSENT
     blocks[1].fails = None
     run(streamer, blocks[1])
     for block in blocks:
@@ -210,7 +217,7 @@ def test_no_memory_or_no_thread_for_a_block_that_comes_later_does_not_disturb_th
     for block in blocks * 2:
         run(streamer, block)
     assert_at_rest(streamer)
-    assert streamer._fetcher._queue == type(streamer._fetcher._queue)()
+    assert streamer._prefetch_thread._queue == type(streamer._prefetch_thread._queue)()
 
 
 @pytest.mark.parametrize("ends", ["in time", "with an error"])
@@ -219,7 +226,7 @@ def test_an_interrupt_while_waiting_for_the_thread_that_fetches_leaves_nothing_b
     blocks = [Fake(str(number), 10, streamer) for number in range(4)]
     blocks[1].may_end.clear()
     streamer.enter(blocks[0])
-    wait_until(lambda: blocks[1].stay is Stay.COMING)
+    wait_until(lambda: blocks[1].residency is Residency.LOADING)
     streamer.leave(blocks[0])
     main = threading.main_thread().ident
     threading.Timer(0.05, lambda: signal.pthread_kill(main, signal.SIGINT)).start()
@@ -228,7 +235,7 @@ def test_an_interrupt_while_waiting_for_the_thread_that_fetches_leaves_nothing_b
     assert blocks[1].num_users == 0
     blocks[1].fails = OSError() if ends == "with an error" else None
     blocks[1].may_end.set()
-    wait_until(lambda: blocks[1].stay is not Stay.COMING)
+    wait_until(lambda: blocks[1].residency is not Residency.LOADING)
     blocks[1].fails = None
     for block in blocks * 2:
         run(streamer, block)
@@ -389,8 +396,8 @@ def test_a_forked_process_streams_whatever_the_threads_were_at_when_it_was_made(
     blocks = [Fake(str(number), 10, streamer) for number in range(4)]
     blocks[1].may_end.clear()
     run(streamer, blocks[0])
-    wait_until(lambda: blocks[1].stay is Stay.COMING)
-    with streamer._fetcher._changed:
+    wait_until(lambda: blocks[1].residency is Residency.LOADING)
+    with streamer._prefetch_thread._changed:
         child = os.fork()
         if not child:  # nobody there will ever finish what the thread had begun, or give its locks back
             signal.alarm(20)

@@ -26,7 +26,7 @@ DeviceMap = Mapping[str, int | str | torch.device]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Source:
+class CheckpointSource:
     """An opened checkpoint, and what came with it.
 
     Attributes:
@@ -41,7 +41,7 @@ class Source:
     legacy: Mapping[str, torch.Tensor] | None = None
 
     @classmethod
-    def open(cls, what: str | os.PathLike[str] | Checkpoint | Plan) -> Source:
+    def open(cls, what: str | os.PathLike[str] | Checkpoint | Plan) -> CheckpointSource:
         """Open a checkpoint, a plan or a resharded folder; see `load_checkpoint_in_model`."""
         if isinstance(what, Checkpoint):
             return cls(checkpoint=_for_torch(what))

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bigload.runtime.streaming import residents
+from bigload.runtime.streaming import streaming_limits
 from bigload.runtime.streaming.options import StreamOptions
-from bigload.runtime.streaming.residents import chosen_evenly, room_for
+from bigload.runtime.streaming.streaming_limits import chosen_evenly, limits_for
 
 
 def block(num_bytes, *, is_routed=False, in_place=True):
@@ -23,7 +23,7 @@ class _Block(SimpleNamespace):
 @pytest.fixture
 def free(monkeypatch):
     def set_free(num_bytes):
-        monkeypatch.setattr(residents, "available_memory", lambda: num_bytes)
+        monkeypatch.setattr(streaming_limits, "available_memory", lambda: num_bytes)
 
     set_free(1000)
     return set_free
@@ -58,32 +58,32 @@ def test_of_equal_blocks_as_many_stay_as_fit_and_gaps_differ_by_one_at_most(coun
 
 
 def test_by_default_two_of_the_largest_come_ahead_and_pages_that_fit_stay(free):
-    room = room_for([block(10), block(30)], StreamOptions())
-    assert (room.prefetch_bytes, room.resident_bytes, room.forgotten) == (60, 40, frozenset())
+    room = limits_for([block(10), block(30)], StreamOptions())
+    assert (room.prefetch_bytes, room.resident_bytes, room.uncached) == (60, 40, frozenset())
 
 
 def test_what_has_to_be_copied_does_not_stay_by_default(free):
-    assert room_for([block(10, in_place=False), block(30)], StreamOptions()).resident_bytes == 0
+    assert limits_for([block(10, in_place=False), block(30)], StreamOptions()).resident_bytes == 0
 
 
 def test_pages_that_do_not_fit_together_are_forgotten_but_for_as_many_as_do(free):
     free(100)
     blocks = [block(10) for _ in range(10)]
-    room = room_for(blocks, StreamOptions())
+    room = limits_for(blocks, StreamOptions())
     assert room.resident_bytes == 0
-    assert len(room.forgotten) == 2
+    assert len(room.uncached) == 2
 
 
 def test_what_is_left_is_for_routed_ones(free):
-    room = room_for([block(10), block(7, is_routed=True)], StreamOptions(resident_bytes=15))
-    assert (room.resident_bytes, room.hot_bytes) == (15, 5)
+    room = limits_for([block(10), block(7, is_routed=True)], StreamOptions(resident_bytes=15))
+    assert (room.resident_bytes, room.expert_bytes) == (15, 5)
 
 
 def test_a_plan_bounds_what_runs_and_what_comes_together(free):
-    assert room_for([block(10), block(30)], StreamOptions(workspace_bytes=50)).prefetch_bytes == 20
-    assert room_for([block(10), block(30)], StreamOptions(workspace_bytes=20)).prefetch_bytes == 0
-    assert room_for([block(10)], StreamOptions(workspace_bytes=20, prefetch_bytes=7)).prefetch_bytes == 7
+    assert limits_for([block(10), block(30)], StreamOptions(workspace_bytes=50)).prefetch_bytes == 20
+    assert limits_for([block(10), block(30)], StreamOptions(workspace_bytes=20)).prefetch_bytes == 0
+    assert limits_for([block(10)], StreamOptions(workspace_bytes=20, prefetch_bytes=7)).prefetch_bytes == 7
 
 
 def test_a_model_without_blocks_needs_none(free):
-    assert room_for([], StreamOptions()).prefetch_bytes == 0
+    assert limits_for([], StreamOptions()).prefetch_bytes == 0

@@ -8,25 +8,25 @@ from collections.abc import Container, Iterable, Iterator, Sequence
 import torch
 
 from bigload.runtime.offload.stored_weights import MappedFiles
-from bigload.runtime.streaming.device_buffers import DeviceCopies
-from bigload.runtime.streaming.device_copy_stream import Courier
-from bigload.runtime.streaming.host_buffers import HostCopies, Workshop
-from bigload.runtime.streaming.mapped_weights import InPlace, is_in_place
-from bigload.runtime.streaming.shared_supply import Pool, SharedSupply
+from bigload.runtime.streaming.device_buffers import DeviceBufferSupply
+from bigload.runtime.streaming.device_copy_stream import DeviceCopyStream
+from bigload.runtime.streaming.host_buffers import HostBuffers, HostBufferSupply
+from bigload.runtime.streaming.mapped_weights import MappedSupply, is_in_place
+from bigload.runtime.streaming.shared_supply import SharedCopy, SharedSupply
 from bigload.runtime.streaming.supply import Supply
-from bigload.runtime.streaming.torch_moves import Moves
+from bigload.runtime.streaming.torch_supply import TorchSupply
 from bigload.runtime.streaming.weight_reads import can_be_read
 from bigload.runtime.streaming.weights import Weight
 
 
-class Carriers:
+class SupplyFactory:
     """Makes the supplies of one model's blocks, and keeps what these have in common."""
 
     def __init__(self) -> None:
-        self._workshop = Workshop()
-        self._couriers: dict[torch.device, Courier] = {}
+        self._host_buffers = HostBuffers()
+        self._copy_streams: dict[torch.device, DeviceCopyStream] = {}
         self._files = MappedFiles()  # its own: pages that others have written to are not dropped here
-        self._pools: dict[tuple[int, torch.device], tuple[Weight, Pool]] = {}
+        self._pools: dict[tuple[int, torch.device], tuple[Weight, SharedCopy]] = {}
 
     def supplies_for(
         self, weights: Sequence[Weight], device: torch.device, *, tied: Container[int]
@@ -40,7 +40,7 @@ class Carriers:
         in_place = [weight.mapped_by(self._files) for weight in weights if is_in_place(weight, device)]
         copied = [weight for weight in weights if not is_in_place(weight, device)]
         alone = [weight for weight in copied if id(weight.placeholder) not in tied]
-        supplies: list[Supply] = [InPlace(in_place)] if in_place else []
+        supplies: list[Supply] = [MappedSupply(in_place)] if in_place else []
         supplies += self._copies(alone, device)
         shared: dict[int, list[Weight]] = {}
         for weight in copied:
@@ -51,10 +51,10 @@ class Carriers:
 
     def close(self) -> None:
         """Let go of memory that nobody uses."""
-        for courier in self._couriers.values():
-            courier.close()
+        for copy_stream in self._copy_streams.values():
+            copy_stream.close()
         self._pools.clear()
-        self._workshop.memory.clear()
+        self._host_buffers.memory.clear()
         self._files = MappedFiles()
 
     def _copies(self, weights: Sequence[Weight], device: torch.device) -> Iterator[Supply]:
@@ -62,22 +62,22 @@ class Carriers:
         others = [weight for weight in weights if not can_be_read(weight)]
         if device.type == "cpu":
             if readable:
-                yield HostCopies(readable, self._workshop)
+                yield HostBufferSupply(readable, self._host_buffers)
             if others:
-                yield Moves(others, device, lambda: None)
+                yield TorchSupply(others, device, lambda: None)
             return
-        courier = self._couriers.get(device) or self._couriers.setdefault(device, Courier(device))
+        copy_stream = self._copy_streams.get(device) or self._copy_streams.setdefault(device, DeviceCopyStream(device))
         if readable:
-            yield DeviceCopies(readable, courier)
+            yield DeviceBufferSupply(readable, copy_stream)
         if others:
-            yield Moves(others, device, courier.current_stream)
+            yield TorchSupply(others, device, copy_stream.current_stream)
 
-    def _pool(self, weight: Weight, device: torch.device) -> Pool:
+    def _pool(self, weight: Weight, device: torch.device) -> SharedCopy:
         key = id(weight.placeholder), device  # good as long as the entry, which holds the placeholder
         known = self._pools.get(key)
         if known is None:
             (supply,) = self._copies([weight], device)
-            known = self._pools[key] = weight, Pool(supply)
+            known = self._pools[key] = weight, SharedCopy(supply)
         return known[1]
 
 

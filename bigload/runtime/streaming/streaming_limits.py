@@ -21,7 +21,7 @@ _SHARE_FOR_PAGES = 0.8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Room:
+class StreamingLimits:
     """Memory for streaming, in bytes on the device that runs the blocks.
 
     Attributes:
@@ -33,11 +33,11 @@ class Room:
 
     prefetch_bytes: int
     resident_bytes: int
-    hot_bytes: int
-    forgotten: frozenset[StreamedBlock]
+    expert_bytes: int
+    uncached: frozenset[StreamedBlock]
 
 
-def room_for(blocks: Sequence[StreamedBlock], options: StreamOptions) -> Room:
+def limits_for(blocks: Sequence[StreamedBlock], options: StreamOptions) -> StreamingLimits:
     """Return the room for `blocks` on this machine as it is now."""
     prefetch_bytes, resident_bytes = options.prefetch_bytes, options.resident_bytes
     steady = [block for block in blocks if not block.is_routed]
@@ -51,11 +51,11 @@ def room_for(blocks: Sequence[StreamedBlock], options: StreamOptions) -> Room:
         resident_bytes = paged_bytes if pages_fit and all(block.is_in_place for block in steady) else 0
     cached = set(blocks) if pages_fit else set(chosen_evenly(steady, int(_SHARE_FOR_PAGES * (available or 0))))
     kept_bytes = sum(block.num_bytes for block in chosen_evenly(steady, resident_bytes))
-    return Room(
+    return StreamingLimits(
         prefetch_bytes=prefetch_bytes,
         resident_bytes=resident_bytes,
-        hot_bytes=resident_bytes - kept_bytes,
-        forgotten=frozenset(set(blocks) - cached),
+        expert_bytes=resident_bytes - kept_bytes,
+        uncached=frozenset(set(blocks) - cached),
     )
 
 
