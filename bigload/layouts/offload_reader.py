@@ -10,29 +10,16 @@ import os
 import stat
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from math import prod
 from pathlib import Path
-from types import MappingProxyType
-from typing import NamedTuple
 
-from bigload.checkpoint.formats.safetensors import MAX_ELEMENTS, MAX_HEADER_BYTES, read_header
+from bigload.checkpoint.formats.safetensors import MAX_HEADER_BYTES, read_header
 from bigload.checkpoint.index import DEFAULT_INDEX, resolve_shard
 from bigload.checkpoint.model import Checkpoint, Span, TensorInfo
 from bigload.checkpoint.source import open_checkpoint
 from bigload.documents import DocumentError, parse_json, read_file
-from bigload.dtypes import DTYPES, DType
 from bigload.errors import CheckpointNotFoundError, InvalidCheckpointError, Problem
 from bigload.layouts.choices import OffloadFormat
-from bigload.layouts.kinds.offload_folder import DAT_INDEX, DAT_SUFFIX
-
-_MAX_DIMS = 64
-"""More no array of numpy has, so no folder of accelerate's."""
-
-DAT_DTYPES: Mapping[str, DType] = MappingProxyType(
-    {dtype.torch_name: dtype for dtype in DTYPES.values() if dtype.torch_name is not None and dtype.bits >= 8}
-    | {"complex128": DType("C128", 128, "complex128")}  # numpy has it, safetensors has not
-)
-"""What the elements of a `.dat` file can be, by torch's name, which is numpy's where numpy has one."""
+from bigload.layouts.dat_format import DAT_INDEX, DAT_SUFFIX, BadForm, dat_form, shown
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,26 +137,6 @@ def read_dat_index(root: Path) -> dict[str, object]:
     return index
 
 
-class BadForm(NamedTuple):
-    """Why an entry of an `index.json` is not the form of a tensor: the code of a `Problem`, and its text."""
-
-    code: str
-    text: str
-
-
-def dat_form(entry: Mapping[str, object]) -> tuple[DType, tuple[int, ...]] | BadForm:
-    """Return the dtype and the shape that an entry of an `index.json` gives a `.dat` file."""
-    named = entry.get("dtype")
-    dtype = DAT_DTYPES.get(named) if isinstance(named, str) else None
-    if dtype is None:
-        return BadForm("bad-dtype", f"dtype {_shown(named)}, expected one of {', '.join(sorted(DAT_DTYPES))}")
-    shape = _shape(entry.get("shape"))
-    if shape is None:
-        found = _shown(entry.get("shape"))
-        return BadForm("bad-shape", f"shape {found}, expected a list of at most {_MAX_DIMS} sizes")
-    return dtype, shape
-
-
 def _invalid(root: Path, code: str, text: str) -> InvalidCheckpointError:
     return InvalidCheckpointError(root, [Problem(code=code, file=DAT_INDEX, text=text)])
 
@@ -192,7 +159,7 @@ class IndexReading:
     def add(self, name: str, entry: object) -> None:
         """Read one entry; what is wrong with it becomes a problem."""
         if not isinstance(entry, dict):
-            self._refuse("bad-entry", name, f"{_shown(entry)}, expected an object")
+            self._refuse("bad-entry", name, f"{shown(entry)}, expected an object")
         elif entry.get("safetensors_file") is not None:
             self._add_from_safetensors(name, entry)
         else:
@@ -203,18 +170,17 @@ class IndexReading:
         if isinstance(form, BadForm):
             self._refuse(form.code, name, form.text)
             return
-        dtype, shape = form
-        file, num_bytes = f"{name}{DAT_SUFFIX}", prod(shape) * dtype.bits // 8
+        file = f"{name}{DAT_SUFFIX}"
         status = self._status(name, file)
         if status is None:
             return
-        if status.st_size != max(num_bytes, 1) and status.st_size != num_bytes:
-            text = f"its file has {status.st_size} bytes, {dtype.torch_name} {list(shape)!r:.100} has {num_bytes}"
-            self._refuse("file-size", name, text)
+        problem = form.size_problem(status.st_size)
+        if problem:
+            self._refuse("file-size", name, f"its file has {problem}")
             return
-        tensor = TensorInfo(name, dtype, shape, Span(file, 0, num_bytes))
+        tensor = TensorInfo(name, form.dtype, form.shape, Span(file, 0, form.num_bytes))
         first = self._first.setdefault((status.st_dev, status.st_ino), tensor)
-        if first is not tensor and (first.dtype, first.shape) == (dtype, shape):
+        if first is not tensor and (first.dtype, first.shape) == (form.dtype, form.shape):
             tensor, self.aliases[name] = replace(first, name=name), first.name
         self.tensors[name] = tensor
 
@@ -238,11 +204,11 @@ class IndexReading:
     def _add_from_safetensors(self, name: str, entry: Mapping[str, object]) -> None:
         file, weight_name, dtype = entry["safetensors_file"], entry.get("weight_name", name), entry.get("dtype")
         if not isinstance(file, str) or not isinstance(weight_name, str):
-            self._refuse("bad-entry", name, f"{_shown(file)} and {_shown(weight_name)}, expected names")
+            self._refuse("bad-entry", name, f"{shown(file)} and {shown(weight_name)}, expected names")
             return
         place = self._place(file)
         if place is None:
-            self._refuse("unsafe-path", name, f"{_shown(file)} is no file in this folder")
+            self._refuse("unsafe-path", name, f"{shown(file)} is no file in this folder")
             return
         held = self._header(place)
         if held is None:
@@ -251,7 +217,7 @@ class IndexReading:
         if tensor is None:
             self._refuse("tensor-missing", name, f"no tensor {weight_name!r:.200} in {place}")
         elif dtype is not None and dtype not in (tensor.dtype.torch_name, f"torch.{tensor.dtype.torch_name}"):
-            self._refuse("bad-dtype", name, f"stored as {tensor.dtype.torch_name}, to be cast to {_shown(dtype)}")
+            self._refuse("bad-dtype", name, f"stored as {tensor.dtype.torch_name}, to be cast to {shown(dtype)}")
         else:
             self.tensors[name] = replace(tensor, name=name)
             if weight_name != name:
@@ -284,17 +250,3 @@ class IndexReading:
 
     def _refuse(self, code: str, name: str, text: str) -> None:
         self.problems.append(Problem(code=code, file=DAT_INDEX, text=f"tensor {name!r:.200}: {text}"))
-
-
-def _shown(value: object) -> str:
-    """Return a value of a stranger's JSON for a message; of what holds others, only what it is."""
-    return f"{value!r:.100}" if isinstance(value, str | int | float | None) else f"a {type(value).__name__}"
-
-
-def _shape(value: object) -> tuple[int, ...] | None:
-    """Return `value` as a shape; `None` if it is none, or of more elements than any tensor has."""
-    if not isinstance(value, list | tuple) or len(value) > _MAX_DIMS:
-        return None
-    if not all(isinstance(size, int) and not isinstance(size, bool) and 0 <= size <= MAX_ELEMENTS for size in value):
-        return None
-    return tuple(value) if prod(value) <= MAX_ELEMENTS else None

@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 
 from bigload.checkpoint.source import open_checkpoint
 from bigload.dtypes import DTYPES
+from bigload.layouts.dat_format import has_dat_form
 from bigload.layouts.kinds import device_folders, offload_folder, shards
 from bigload.layouts.offload_reader import OffloadFolder
 from bigload.layouts.reshard import reshard
@@ -151,13 +152,13 @@ def test_accelerate_loads_each_weight_by_each_of_its_names(model, checkpoint, tm
     assert all(torch.equal(loader[name], tensor) for name, tensor in state.items())
 
 
-FITTING = [name for name, dtype in DTYPES.items() if offload_folder.has_dat_form(dtype, [2])]
+FITTING = [name for name, dtype in DTYPES.items() if has_dat_form(dtype, [2])]
 SHAPES = [[2, 4], [1], [], [0], [3, 0]]
 
 
 @pytest.mark.parametrize("dtype", FITTING)
 def test_dat_files_have_the_bytes_and_the_index_that_accelerate_gives_them(tmp_path, dtype):
-    shapes = [shape for shape in SHAPES if offload_folder.has_dat_form(DTYPES[dtype], shape)]
+    shapes = [shape for shape in SHAPES if has_dat_form(DTYPES[dtype], shape)]
     source = tmp_path / "source"
     source.mkdir()
     write_shard(source / "model.safetensors", {f"w{len(shape)}.{sum(shape)}": (dtype, shape) for shape in shapes})
@@ -182,7 +183,7 @@ def test_dat_files_have_the_bytes_and_the_index_that_accelerate_gives_them(tmp_p
 
 @pytest.mark.parametrize(("dtype", "shape"), [("F4", [4]), ("F6_E2M3", [4]), ("F6_E3M2", [4]), ("U64", [])])
 def test_what_is_refused_for_dat_files_is_what_accelerate_cannot_load(tmp_path, dtype, shape):
-    assert not offload_folder.has_dat_form(DTYPES[dtype], shape)
+    assert not has_dat_form(DTYPES[dtype], shape)
     (tmp_path / "w.dat").write_bytes(bytes(max(1, math.prod(shape) * DTYPES[dtype].bits // 8)))
     form = {"dtype": DTYPES[dtype].torch_name or dtype.lower(), "shape": shape}
     with pytest.raises(TypeError):

@@ -22,16 +22,15 @@ a folder of blocks as a checkpoint, without its reader, has to tie them: `shards
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from bigload.checkpoint.model import Checkpoint
 from bigload.devices import DISK
-from bigload.dtypes import DType
 from bigload.errors import NotOffloadableError
 from bigload.layouts.choices import OffloadFormat
+from bigload.layouts.dat_format import DAT_INDEX, DAT_SUFFIX, EMPTY, entry_of, has_dat_form, index_text, name_problem
 from bigload.layouts.kinds.aliases import absent_names, names_of_one
 from bigload.layouts.layout import LayoutRequest, OutputLayout
 from bigload.layouts.output import (
@@ -50,14 +49,6 @@ from bigload.layouts.output import (
 from bigload.planning.model.module_tree import ModuleNode, build_tree
 from bigload.planning.model.units import cut_into_units
 from bigload.planning.plan import Plan
-
-DAT_INDEX = "index.json"
-DAT_SUFFIX = ".dat"
-_MAX_NAME_BYTES = 255
-"""Of a file, on every file system in use."""
-
-_EMPTY = b"\0"
-"""What accelerate writes for a tensor without elements: nobody can map a file without bytes."""
 
 
 def lay_out(
@@ -147,10 +138,10 @@ def _as_dat(stored: Sequence[OutputTensor], aliases: Mapping[str, str]) -> Outpu
             tensors=unfit,
             hint="safetensors can: --offload-format safetensors",
         )
-    forms = {tensor.name: {"dtype": tensor.dtype.torch_name, "shape": list(tensor.shape)} for tensor in stored}
+    forms = {tensor.name: entry_of(str(tensor.dtype.torch_name), tensor.shape) for tensor in stored}
     index = forms | {alias: forms[name] for alias, name in aliases.items()}
-    documents = {f"{tensor.name}{DAT_SUFFIX}": _EMPTY for tensor in stored if not tensor.num_bytes}
-    documents[DAT_INDEX] = (json.dumps(index, indent=2) + "\n").encode()
+    documents = {f"{tensor.name}{DAT_SUFFIX}": EMPTY for tensor in stored if not tensor.num_bytes}
+    documents[DAT_INDEX] = index_text(index) + b"\n"
     return Output(
         files=tuple(
             OutputFile(file=f"{tensor.name}{DAT_SUFFIX}", tensors=(tensor,), is_raw=True)
@@ -170,18 +161,9 @@ def _unfit(stored: Sequence[OutputTensor], aliases: Mapping[str, str]) -> Iterat
             form = f"{tensor.dtype.name} {list(tensor.shape)}"
             yield f"{tensor.name}: {form}, which numpy or torch have no way to take over"
     for name in (*(tensor.name for tensor in stored), *aliases):
-        if any(character in "/\\\0" for character in name):
-            yield f"{name!r:.200}: no name of a file"
-        elif len(f"{name}{DAT_SUFFIX}".encode()) > _MAX_NAME_BYTES:
-            yield f"{name:.60}…: as the name of a file it has more than {_MAX_NAME_BYTES} bytes"
-
-
-def has_dat_form(dtype: DType, shape: Sequence[int]) -> bool:
-    """Return whether accelerate loads such a tensor from a `.dat` file.
-
-    numpy has no elements of less than a byte, and torch makes no tensor of numpy's single uint64.
-    """
-    return dtype.bits >= 8 and dtype.torch_name is not None and not (dtype.name == "U64" and not shape)
+        problem = name_problem(name)
+        if problem:
+            yield f"{name!r:.200}: {problem}"
 
 
 def _lay_out(request: LayoutRequest) -> Output:

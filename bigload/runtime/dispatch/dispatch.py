@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from bigload.errors import NoOffloadFolderError
+from bigload.layouts.dat_format import Entry
 from bigload.runtime.device_map.blocks import (
     OFFLOADED,
     DeviceLike,
@@ -36,7 +37,6 @@ from bigload.runtime.modules.module_names import prefixes
 from bigload.runtime.modules.module_tensors import set_module_tensor_to_device
 from bigload.runtime.modules.tensor_slots import refuse_compiled
 from bigload.runtime.offload.offload_store import LayeredWeights, OffloadedWeightsLoader, PrefixedDataset, offloaded
-from bigload.runtime.offload.offload_writer import Entry
 from bigload.runtime.streaming.attach import stream
 from bigload.runtime.streaming.options import StreamOptions
 

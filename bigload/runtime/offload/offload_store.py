@@ -1,6 +1,6 @@
 """Weights in an offload folder, under the names, signatures and semantics of `accelerate.utils.offload` 1.15.
 
-A folder has a `.dat` file per tensor and an `index.json`; `layouts/kinds/offload_folder.py` describes the format, and
+A folder has a `.dat` file per tensor and an `index.json`; `layouts/dat_format.py` describes the format, and
 `offload_writer.py` what is written beside it and in which order.
 """
 
@@ -19,16 +19,15 @@ import torch
 from bigload.checkpoint.formats.safetensors import read_header
 from bigload.checkpoint.model import TensorInfo
 from bigload.errors import CheckpointNotFoundError, InvalidCheckpointError, NotOffloadableError, Problem, ReadError
-from bigload.layouts.kinds.offload_folder import DAT_INDEX, DAT_SUFFIX
+from bigload.layouts.dat_format import DAT_INDEX, DAT_SUFFIX, Entry, entry_of
 from bigload.layouts.offload_reader import IndexReading
 from bigload.loading.checks import signature
 from bigload.loading.schedule import RequestedTensor
 from bigload.loading.tensors import check_dtypes, torch_dtype
 from bigload.runtime.modules.module_names import prefixes
 from bigload.runtime.offload.offload_writer import (
-    Entry,
     OffloadWriter,
-    entry_of,
+    checked_entry,
     has_memory,
     index_of,
     on_cpu,
@@ -50,7 +49,7 @@ def offload_weight(
         NotOffloadableError: the tensor has no values or no form that a `.dat` file has, or the name cannot be a file's.
         WriteError: the system refused to write.
     """
-    entry = entry_of(weight_name, weight)
+    entry = checked_entry(weight_name, weight)
     write_dat(Path(offload_folder), weight_name, [on_cpu(weight)])
     if index is not None:
         index[weight_name] = entry
@@ -194,7 +193,7 @@ def _entry(place: FileWeight) -> Entry:
     dtype = str(place.dtype).removeprefix("torch.")
     if place.path.suffix == ".safetensors":
         return {"safetensors_file": str(place.path.absolute()), "weight_name": place.tensor.name, "dtype": dtype}
-    return {"dtype": dtype, "shape": list(place.tensor.shape)}
+    return entry_of(dtype, place.tensor.shape)
 
 
 class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
@@ -239,7 +238,7 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
         self.device = device
         self._files = MappedFiles()
         self._signatures = {} if save_folder is None else _signatures(Path(save_folder))
-        self._places: dict[str, tuple[Path, TensorInfo]] = {}
+        self._weights: dict[str, FileWeight] = {}
         self._headers: dict[Path, tuple[Signature, Mapping[str, TensorInfo]]] = {}
 
     def __getitem__(self, key: str) -> torch.Tensor:
@@ -255,15 +254,11 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
         entry = self.index[key]
         if not isinstance(entry, Mapping):
             raise _bad("index", key, f"a {type(entry).__name__}, expected an object")
-        path, tensor = self._places.get(key) or self._places.setdefault(key, self._place(key, entry))
-        header = self._headers.get(path)
-        if header is None:
-            file = tensor.span.file
-            expected = self._signatures.get(file) or self._signatures.setdefault(file, signature(path))
-            return self._files.tensor(path, tensor, expected=expected)
-        weight = self._files.tensor(path, tensor, expected=header[0])
-        dtype = _dtype_named(entry["dtype"], key) if "dtype" in entry else weight.dtype
-        return weight.to(device="cpu" if self.device is None else self.device, dtype=dtype)
+        stored = self._stored(key, entry)
+        weight = self._files.tensor(stored.path, stored.tensor, expected=stored.expected)
+        if entry.get("safetensors_file") is None:
+            return weight
+        return weight.to(device="cpu" if self.device is None else self.device, dtype=stored.dtype)
 
     def source(self, name: str) -> FileWeight | MemoryWeight | None:
         """Return where the weight `name` is; `None` if it is not there, or who knows where.
@@ -275,19 +270,7 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
         if name in self.state_dict:
             return source_of(self.state_dict, name)
         entry = self.index.get(name)
-        if not isinstance(entry, Mapping):
-            return None
-        path, tensor = self._places.get(name) or self._places.setdefault(name, self._place(name, entry))
-        header = self._headers.get(path)
-        stored = torch_dtype(tensor.dtype)
-        if stored is None:
-            return None
-        if header is None:
-            file = tensor.span.file
-            expected = self._signatures.get(file) or self._signatures.setdefault(file, signature(path))
-            return FileWeight(path=path, tensor=tensor, dtype=stored, files=self._files, expected=expected)
-        dtype = _dtype_named(entry["dtype"], name) if "dtype" in entry else stored
-        return FileWeight(path=path, tensor=tensor, dtype=dtype, files=self._files, expected=header[0])
+        return self._stored(name, entry) if isinstance(entry, Mapping) else None
 
     def __contains__(self, key: object) -> bool:
         return key in self.state_dict or key in self.index
@@ -298,23 +281,42 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
     def __len__(self) -> int:
         return len(self.all_keys)
 
-    def _place(self, key: str, entry: Entry) -> tuple[Path, TensorInfo]:
-        """Return which bytes of which file are the weight `key`."""
-        file, name = entry.get("safetensors_file"), str(entry.get("weight_name", key))
-        if file is not None and self._may_leave_folder:
-            return self._place_in(self._start / str(file), name)
+    def _stored(self, key: str, entry: Entry) -> FileWeight:
+        """Return which bytes of which file are the weight `key`, looked up once."""
+        known = self._weights.get(key)
+        if known is not None:
+            return known
+        if entry.get("safetensors_file") is None:
+            path, tensor = self._dat_file(key, entry)
+            name = path.name
+            expected = self._signatures.get(name) or self._signatures.setdefault(name, signature(path))
+        else:
+            path, tensor, expected = self._in_safetensors(key, entry)
+        dtype = torch_dtype(tensor.dtype)
+        check_dtypes([RequestedTensor(tensor=tensor, dtype=tensor.dtype)])
+        assert dtype is not None, "checked above"
+        if entry.get("safetensors_file") is not None and "dtype" in entry:
+            dtype = _dtype_named(entry["dtype"], key)
+        found = FileWeight(path=path, tensor=tensor, dtype=dtype, files=self._files, expected=expected)
+        return self._weights.setdefault(key, found)
+
+    def _dat_file(self, key: str, entry: Entry) -> tuple[Path, TensorInfo]:
+        """Return the file in the folder that has the weight `key`, and its tensor there. No dtype is checked."""
         if self.save_folder is None:
             raise _bad("index", key, "neither a safetensors_file nor a folder that has its .dat file")
         folder = self._start / self.save_folder
         reading = IndexReading(folder)
-        reading.add(key, {said: value for said, value in entry.items() if file is None or said != "dtype"})
+        is_dat = entry.get("safetensors_file") is None
+        reading.add(key, {said: value for said, value in entry.items() if is_dat or said != "dtype"})
         if reading.problems:
             raise InvalidCheckpointError(folder, reading.problems)
-        tensor = reading.tensors[key]
-        path = folder / tensor.span.file
-        return (path, tensor) if file is None else self._place_in(path, name)
+        return folder / reading.tensors[key].span.file, reading.tensors[key]
 
-    def _place_in(self, path: Path, name: str) -> tuple[Path, TensorInfo]:
+    def _in_safetensors(self, key: str, entry: Entry) -> tuple[Path, TensorInfo, Signature]:
+        """Return the safetensors file of the weight `key`, its tensor there, and the signature of the file."""
+        name = str(entry.get("weight_name", key))
+        is_anywhere = self._may_leave_folder
+        path = self._start / str(entry["safetensors_file"]) if is_anywhere else self._dat_file(key, entry)[0]
         if path not in self._headers:
             try:
                 found = signature(path)
@@ -324,11 +326,10 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
             except ValueError:  # NUL, or half of a surrogate pair
                 raise _bad("index", name, f"{str(path)!r:.200} cannot be the name of a file") from None
             self._headers[path] = found, {tensor.name: tensor for tensor in header.tensors}
-        tensor = self._headers[path][1].get(name)
-        if tensor is None:
+        expected, tensors = self._headers[path]
+        if name not in tensors:
             raise _bad(path, name, "no such tensor in this file")
-        check_dtypes([RequestedTensor(tensor=tensor, dtype=tensor.dtype)])
-        return path, tensor
+        return path, tensors[name], expected
 
 
 def extract_submodules_state_dict(

@@ -16,7 +16,6 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
-from math import prod
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -25,10 +24,21 @@ import torch
 import xxhash
 
 from bigload.documents import staged_file
-from bigload.dtypes import DType
 from bigload.errors import InvalidCheckpointError, NotOffloadableError, Problem, ReadError, WriteError
-from bigload.layouts.kinds.offload_folder import DAT_INDEX, DAT_SUFFIX
-from bigload.layouts.offload_reader import DAT_DTYPES, BadForm, IndexReading, dat_form, read_dat_index
+from bigload.layouts.dat_format import (
+    DAT_DTYPES,
+    DAT_INDEX,
+    DAT_SUFFIX,
+    EMPTY,
+    BadForm,
+    DatForm,
+    Entry,
+    dat_form,
+    entry_of,
+    index_text,
+    name_problem,
+)
+from bigload.layouts.offload_reader import IndexReading, read_dat_index
 from bigload.loading.checks import signature
 from bigload.loading.readers.byte_source import OpenFile, PositionalReader
 from bigload.loading.tensors import torch_dtype
@@ -36,16 +46,10 @@ from bigload.machine.huge_pages import allocate
 from bigload.runtime.offload.stored_weights import Signature
 from bigload.units import MIB
 
-Entry = dict[str, object]
-"""What an `index.json` says of a tensor: its dtype and shape, or the safetensors file that it is in."""
-
 RECORDS_FILE = "bigload-offload.json"
 _SCHEMA = "bigload.offload/1.0"
 _MAX_RECORDS_BYTES = 64 * MIB
 _BLOCK_BYTES = 8 * MIB
-_MAX_NAME_BYTES = 255
-_EMPTY = b"\0"
-"""What accelerate writes for a tensor without elements: nobody can map a file without bytes."""
 
 
 class OffloadWriter:
@@ -79,7 +83,7 @@ class OffloadWriter:
         """
         if self._dtype is not None and tensor.is_floating_point():
             tensor = tensor.to(self._dtype)
-        entry = entry_of(name, tensor)
+        entry = checked_entry(name, tensor)
         values = on_cpu(tensor)
         self._add(name, entry, lambda: [values])
 
@@ -217,35 +221,29 @@ def read_dat(path: Path, entry: Mapping[str, object]) -> torch.Tensor:
         InvalidCheckpointError: no such dtype or shape, or the file has another size.
         ReadError: the file cannot be read.
     """
-    with _open_dat(path, entry) as (file, dtype, shape, num_bytes):
-        kind = torch_dtype(dtype)
-        assert kind is not None, "numpy and torch call it the same"
+    with _open_dat(path, entry) as (file, form):
+        dtype, num_bytes = torch_dtype(form.dtype), form.num_bytes
+        assert dtype is not None, "numpy and torch call it the same"
         if not num_bytes:
-            return torch.empty(shape, dtype=kind, device="cpu")
+            return torch.empty(form.shape, dtype=dtype, device="cpu")
         memory = allocate(num_bytes)
         file.read_into([memoryview(memory)[:num_bytes]], 0)
-    return torch.frombuffer(memory, dtype=torch.uint8, count=num_bytes).view(kind).view(shape)
+    return torch.frombuffer(memory, dtype=torch.uint8, count=num_bytes).view(dtype).view(form.shape)
 
 
 @contextmanager
-def _open_dat(
-    path: Path, entry: Mapping[str, object]
-) -> Iterator[tuple[PositionalReader, DType, tuple[int, ...], int]]:
-    """Open a `.dat` file; give it, its dtype, its shape, and how many of its bytes are elements."""
+def _open_dat(path: Path, entry: Mapping[str, object]) -> Iterator[tuple[PositionalReader, DatForm]]:
     form = dat_form(entry)
     if isinstance(form, BadForm):
         raise InvalidCheckpointError(path, [Problem(code=form.code, file=path.name, text=form.text)])
-    dtype, shape = form
-    num_bytes = prod(shape) * dtype.bits // 8
     with PositionalReader(path) as file:
-        found = os.fstat(file.descriptor).st_size
-        if found != max(num_bytes, 1) and found != num_bytes:
-            text = f"it has {found} bytes, {dtype.torch_name} {list(shape)!r:.100} has {num_bytes}"
-            raise InvalidCheckpointError(path, [Problem(code="file-size", file=path.name, text=text)])
-        yield file, dtype, shape, num_bytes
+        problem = form.size_problem(os.fstat(file.descriptor).st_size)
+        if problem:
+            raise InvalidCheckpointError(path, [Problem(code="file-size", file=path.name, text=f"it has {problem}")])
+        yield file, form
 
 
-def entry_of(name: str, tensor: torch.Tensor) -> Entry:
+def checked_entry(name: str, tensor: torch.Tensor) -> Entry:
     """Return what the index says of `tensor`.
 
     Raises:
@@ -267,7 +265,7 @@ def _entry(name: str, dtype: torch.dtype, shape: Sequence[int]) -> Entry:
     named = str(dtype).removeprefix("torch.")
     if named not in DAT_DTYPES:
         raise _not_offloadable(name, f"accelerate's .dat files cannot hold {named}")
-    return {"dtype": named, "shape": list(shape)}
+    return entry_of(named, shape)
 
 
 def _not_offloadable(name: str, reason: str) -> NotOffloadableError:
@@ -283,9 +281,9 @@ def has_memory(tensor: torch.Tensor) -> bool:
 
 
 def _check_name(name: str) -> None:
-    is_odd = any(character in "/\\\0" or "\ud800" <= character <= "\udfff" for character in name)
-    if is_odd or len(f"{name}{DAT_SUFFIX}".encode()) > _MAX_NAME_BYTES:
-        raise NotOffloadableError("this cannot be the name of a file", tensors=[f"{name!r:.300}"], hint="rename it")
+    problem = name_problem(name)
+    if problem:
+        raise NotOffloadableError(problem, tensors=[f"{name!r:.300}"], hint="rename it")
 
 
 def on_cpu(tensor: torch.Tensor) -> torch.Tensor:
@@ -315,7 +313,7 @@ def write_dat(folder: Path, name: str, parts: Iterable[torch.Tensor]) -> str:
             num_bytes += len(part)
             yield part
         if not num_bytes:
-            yield memoryview(_EMPTY)
+            yield memoryview(EMPTY)
 
     _write(folder / f"{name}{DAT_SUFFIX}", content())
     return digest.hexdigest()
@@ -327,7 +325,7 @@ def write_index(folder: Path, index: Mapping[str, Entry]) -> None:
     Raises:
         WriteError: the system refused to write; what was there before still is.
     """
-    _write(folder / DAT_INDEX, [memoryview(json.dumps(index, indent=2).encode())])
+    _write(folder / DAT_INDEX, [memoryview(index_text(index))])
 
 
 def _write(path: Path, contents: Iterable[memoryview]) -> None:
@@ -373,7 +371,8 @@ def _digest_in(path: Path, entry: Entry) -> str | None:
     """Return the digest of the values in a `.dat` file; `None` if it is not one of that form."""
     digest = xxhash.xxh3_128()
     try:
-        with _open_dat(path, entry) as (file, _, _, num_bytes):
+        with _open_dat(path, entry) as (file, form):
+            num_bytes = form.num_bytes
             block = memoryview(bytearray(min(num_bytes, _BLOCK_BYTES)))
             for start in range(0, num_bytes, _BLOCK_BYTES):
                 part = block[: num_bytes - start]

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from bigload.errors import InvalidCheckpointError
-from bigload.layouts.kinds.offload_folder import DAT_SUFFIX
+from bigload.layouts.dat_format import DAT_SUFFIX, Entry
 from bigload.layouts.offload_reader import IndexReading
 from bigload.runtime.modules.module_tensors import (
     DeviceLike,
@@ -24,7 +24,6 @@ from bigload.runtime.modules.module_tensors import (
     set_module_tensor_to_device,
 )
 from bigload.runtime.offload.offload_store import load_offloaded_weight
-from bigload.runtime.offload.offload_writer import Entry
 
 _logger = logging.getLogger(__name__)
 

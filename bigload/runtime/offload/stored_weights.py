@@ -26,8 +26,8 @@ from bigload.checkpoint.model import Checkpoint, TensorInfo
 from bigload.checkpoint.source import open_checkpoint
 from bigload.dtypes import DType
 from bigload.errors import ReadError, UnknownTensorError
+from bigload.layouts.dat_format import DAT_INDEX
 from bigload.layouts.kinds.aliases import absent_names
-from bigload.layouts.kinds.offload_folder import DAT_INDEX
 from bigload.layouts.offload_reader import OffloadFolder, aliases_in
 from bigload.loading.checks import check_unchanged, signature
 from bigload.loading.readers.mapped import MappedFile, in_huge_pages, make_present

@@ -14,7 +14,8 @@ from bigload.checkpoint.formats.safetensors import parse_header
 from bigload.checkpoint.source import open_checkpoint
 from bigload.dtypes import DTYPES
 from bigload.errors import CheckpointNotFoundError, InvalidCheckpointError, NotOffloadableError
-from bigload.layouts.kinds.offload_folder import has_dat_form, lay_out
+from bigload.layouts.dat_format import has_dat_form
+from bigload.layouts.kinds.offload_folder import lay_out
 from bigload.layouts.offload_reader import OffloadFolder
 from bigload.layouts.output import TENSOR_ALIGNMENT
 from bigload.planning.planner import plan
