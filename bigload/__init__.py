@@ -38,16 +38,15 @@ _MODULES = {
     "bigload.distributed.unwrapping": "extract_model_from_parallel",
     "bigload.dtypes": "DType",
     "bigload.errors": (
-        "AbsentWeightError AlreadyDispatchedError BenchOptionError BigloadError BudgetError ChangedShapeError "
-        "CheckpointError CheckpointNotFoundError CompiledModuleError DamagedOutputError DeviceNotPresentError "
+        "AbsentWeightError AlreadyDispatchedError BigloadError BudgetError ChangedShapeError CheckpointError "
+        "CheckpointNotFoundError CompiledModuleError DamagedOutputError DeviceNotPresentError "
         "DispatchedModelError DoesNotFitError IncompleteDeviceMapError InvalidCheckpointError "
-        "InvalidManifestError InvalidPlanError LayoutError LegacyPickleError LoadError LoadOptionError "
-        "MainProcessFailedError ManifestNotFoundError MetaTensorError MissingPackageError MissingWeightsError "
-        "ModelNotSendableError NamesUnknownError NoOffloadFolderError NotEnoughMemoryError NotEnoughSpaceError "
-        "NotOffloadableError OffloadedEditError OffloadedTrainingError OtherWeightsError OutputExistsError "
-        "ParallelCopyError ParallelError ParallelOptionError PartitionError PlanError PlanNotFoundError "
-        "PlanOptionError Problem ProcessControlError ProcessOptionError QuantisedParameterError RankError "
-        "ReadError ReshardOptionError StalePlanError StateDictMismatchError UnknownTensorError "
+        "InvalidManifestError InvalidPlanError LayoutError LegacyPickleError LoadError MainProcessFailedError "
+        "ManifestNotFoundError MetaTensorError MissingPackageError MissingWeightsError ModelNotSendableError "
+        "NamesUnknownError NoOffloadFolderError NotEnoughMemoryError NotEnoughSpaceError NotOffloadableError "
+        "OffloadedEditError OffloadedTrainingError OptionError OtherWeightsError OutputExistsError "
+        "ParallelCopyError ParallelError PartitionError PlanError PlanNotFoundError Problem ProcessControlError "
+        "QuantisedParameterError RankError ReadError StalePlanError StateDictMismatchError UnknownTensorError "
         "UnsupportedDTypeError UnsupportedFormatError UnsupportedMethodError VerificationError WorkerDiedError "
         "WorkerError WorkerTimeoutError WorkersDisagreeError WorkersEndedError WriteError"
     ),
@@ -124,6 +123,8 @@ _MODULES = {
 # torch warns of a missing numpy whenever it is imported; bigload never asks torch for numpy's arrays.
 warnings.filterwarnings("ignore", message="Failed to initialize NumPy", category=UserWarning)
 
+_OLD_ERRORS = frozenset(f"{kind}OptionError" for kind in ("Bench", "Load", "Parallel", "Plan", "Process", "Reshard"))
+
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names.split()}
 
 # `from bigload import *` is not to change what a program prints with.
@@ -134,6 +135,8 @@ def __getattr__(name: str) -> object:
     module = _MODULE_OF.get(name)
     if name == "bench_run":  # a public name until 0.2
         raise AttributeError("bigload.bench_run is now the script benchmarks/bench_run.py of the source tree")
+    if module is None and name in _OLD_ERRORS:  # which warns
+        return getattr(import_module("bigload.errors"), name)
     if module is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     found = getattr(import_module(module), name)

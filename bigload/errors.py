@@ -1,6 +1,7 @@
 """Every error that bigload raises on purpose.
 
     BigloadError
+    ├── OptionError                      an argument, option or variable that cannot be (ValueError)
     ├── CheckpointError                  what is on disk
     │   ├── CheckpointNotFoundError      nothing at that path             (FileNotFoundError)
     │   ├── InvalidCheckpointError       files that do not hold together  (ValueError)
@@ -10,7 +11,6 @@
     │   ├── BudgetError                  a memory budget that makes no sense (ValueError)
     │   ├── DoesNotFitError              no placement keeps the limits
     │   ├── PlanNotFoundError            no file at that path             (FileNotFoundError)
-    │   ├── PlanOptionError              wishes that cannot be met together, or a bad value (ValueError)
     │   ├── InvalidPlanError             a plan file that is not one      (ValueError)
     │   ├── IncompleteDeviceMapError     tensors of a model without a device (ValueError)
     │   ├── NamesUnknownError            what a model calls its modules is not known
@@ -20,7 +20,6 @@
     │   ├── ManifestNotFoundError        no folder that a reshard finished (FileNotFoundError)
     │   ├── InvalidManifestError         a manifest that is not one       (ValueError)
     │   ├── DamagedOutputError           files are not what was written
-    │   ├── ReshardOptionError           wishes that do not go together, or a bad value (ValueError)
     │   ├── OutputExistsError            refuses to overwrite             (FileExistsError)
     │   ├── NotEnoughSpaceError          the disk is too small            (OSError)
     │   ├── NotOffloadableError          what an offload folder cannot hold (ValueError)
@@ -28,7 +27,6 @@
     │   ├── WriteError                   the system refused a write       (OSError)
     │   └── VerificationError            a written byte differs from its source
     ├── LoadError                        bytes to tensors
-    │   ├── LoadOptionError              an argument or variable that cannot be (ValueError)
     │   ├── UnknownTensorError           asked for by a name that is not there (KeyError)
     │   ├── ReadError                    a read failed or came back short (OSError)
     │   ├── DeviceNotPresentError        a map's device is not here       (RuntimeError)
@@ -50,7 +48,6 @@
     ├── RankError                        another process of a team failed
     │   └── MainProcessFailedError       in what it does before the others
     ├── ParallelError                    a model spread over workers
-    │   ├── ParallelOptionError          an argument that cannot be       (ValueError)
     │   ├── ModelNotSendableError        workers cannot make it again     (TypeError)
     │   ├── ParallelCopyError            copied or pickled with workers   (TypeError)
     │   ├── WorkerError                  a worker raised; its traceback   (RuntimeError)
@@ -59,8 +56,6 @@
     │   ├── WorkersDisagreeError         answers that differ              (RuntimeError)
     │   └── WorkersEndedError            called when they are gone        (RuntimeError)
     ├── ProcessControlError              processes that cannot wait for each other (RuntimeError)
-    ├── ProcessOptionError               an argument or variable about processes that cannot be (ValueError)
-    ├── BenchOptionError                 a bench of what cannot be measured together (ValueError)
     └── MissingPackageError              what was asked for needs a package that is not installed (ImportError)
 
 Each carries its facts as fields; the text is composed here and nowhere else. `str(error)` is the message, the details
@@ -70,10 +65,11 @@ Each carries its facts as fields; the text is composed here and nowhere else. `s
 from __future__ import annotations
 
 import errno
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Self
 
 from bigload.plain_text import printable
 from bigload.units import counted, format_size
@@ -127,6 +123,38 @@ def abridged(lines: Sequence[str], most: int = MAX_LISTED) -> list[str]:
     if len(lines) <= most:
         return list(lines)
     return [*lines[: most - 1], f"… and {len(lines) - most + 1} more"]
+
+
+class OptionError(BigloadError, ValueError):
+    """An argument, a command-line option or an environment variable has an impossible value, or excludes another.
+
+    Attributes:
+        name: The argument or variable, None where several exclude each other.
+        value: What it is.
+        expected: What it should be.
+    """
+
+    name: str | None = None
+    value: object = None
+    expected: str = ""
+
+    @classmethod
+    def of(cls, name: str, value: object, expected: str, *, hint: str | None = None) -> Self:
+        """Return the error of one argument: "threads is 0; expected 1 or more"."""
+        error = cls(f"{name} {_found(value)}; expected {expected}", hint=hint)
+        error.name, error.value, error.expected = name, value, expected
+        return error
+
+
+def _found(value: object) -> str:
+    match value:
+        case None:
+            return "is not given"
+        case str() | Path():
+            return f'is "{value!s:.80}"'
+        case list() | tuple():
+            return f'is "{", ".join(map(str, value)):.80}"'
+    return f"is {value!r:.80}"
 
 
 class CheckpointError(BigloadError):
@@ -200,10 +228,6 @@ class PlanError(BigloadError):
 
 class BudgetError(PlanError, ValueError):
     """A memory budget names an unknown device or a size that cannot be read."""
-
-
-class PlanOptionError(PlanError, ValueError):
-    """An option of a plan has a value that cannot be, or contradicts another one."""
 
 
 class DoesNotFitError(PlanError):
@@ -318,31 +342,6 @@ class DamagedOutputError(LayoutError):
         self.problems = tuple(problems)
 
 
-class ReshardOptionError(LayoutError, ValueError):
-    """An argument of a reshard has a value that cannot be, or does not go with the others; `name` is which."""
-
-    def __init__(self, name: str, value: object, expected: str, *, hint: str | None = None) -> None:
-        self.name = name
-        self.value = value
-        self.expected = expected
-        super().__init__(self.told_as(name), hint=hint)
-
-    def told_as(self, name: str) -> str:
-        """Return the message with another name for the argument: that of an option, for one."""
-        match self.value:
-            case None:
-                found = "is not given"
-            case str() | Path():
-                found = f'is "{self.value!s:.80}"'
-            case list() | tuple():
-                found = f'is "{", ".join(map(str, self.value)):.80}"'
-            case dict():
-                found = "is given"
-            case _:
-                found = f"is {self.value!r:.80}"
-        return f"{name} {found}; expected {self.expected}"
-
-
 class OutputExistsError(LayoutError, FileExistsError):
     """The output path is taken; nothing is ever overwritten."""
 
@@ -418,16 +417,6 @@ class LoadError(BigloadError):
     """Tensors could not be brought into memory."""
 
 
-class LoadOptionError(LoadError, ValueError):
-    """An argument of a load, or an environment variable, has a value that cannot be; `name` is which."""
-
-    def __init__(self, name: str, value: object, expected: str) -> None:
-        shown = f'"{value:.40}"' if isinstance(value, str) else repr(value)
-        super().__init__(f"{name} is {shown}; expected {expected}")
-        self.name = name
-        self.value = value
-
-
 class UnknownTensorError(LoadError, KeyError):
     """The checkpoint has no tensor of that name; `names` are those it lacks."""
 
@@ -462,15 +451,6 @@ class ParallelError(BigloadError):
     """A model could not be spread over workers, or not run by them."""
 
 
-class ParallelOptionError(ParallelError, ValueError):
-    """An argument of `parallelize` has a value that cannot be, here or together with others; `name` is which."""
-
-    def __init__(self, name: str, value: object, expected: str, *, hint: str | None = None) -> None:
-        super().__init__(f"{name} is {value!r:.80}; expected {expected}", hint=hint)
-        self.name = name
-        self.value = value
-
-
 class MainProcessFailedError(RankError):
     """Process `rank`, which others wait for in `function`, failed there; `reason` is what it raised.
 
@@ -489,16 +469,6 @@ class MainProcessFailedError(RankError):
 
 class ProcessControlError(BigloadError, RuntimeError):
     """Processes cannot wait for each other: they do not know each other, or would wait for ever."""
-
-
-class ProcessOptionError(BigloadError, ValueError):
-    """An argument about processes, or a variable of a launcher, has a value that cannot be; `name` is which."""
-
-    def __init__(self, name: str, value: object, expected: str) -> None:
-        found = "is not given" if value is None else f'is "{value!s:.80}"'
-        super().__init__(f"{name} {found}; expected {expected}")
-        self.name = name
-        self.value = value
 
 
 class ModelNotSendableError(ParallelError, TypeError):
@@ -822,13 +792,17 @@ class OffloadedTrainingError(LoadError, RuntimeError):
         self.name = name
 
 
-class BenchOptionError(BigloadError, ValueError):
-    """A bench was asked for what excludes itself, or for a result where it cannot be put."""
-
-
 class MissingPackageError(BigloadError, ImportError):
     """What was asked for needs `package`, an extra that is not installed."""
 
     def __init__(self, what: str, package: str, *, extra: str) -> None:
         super().__init__(f"{what} needs {package}, which is not installed", hint=f"pip install 'bigload[{extra}]'")
         self.package = package
+
+
+def __getattr__(name: str) -> type[BigloadError]:
+    """Return the class of an error of version 0.1, which programs may catch."""
+    if name not in {f"{kind}OptionError" for kind in ("Bench", "Load", "Parallel", "Plan", "Process", "Reshard")}:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    warnings.warn(f"{name} is now OptionError", DeprecationWarning, stacklevel=2)
+    return OptionError

@@ -30,7 +30,7 @@ from bigload.bench.steps import Steps
 from bigload.bench.touch import finish
 from bigload.checkpoint.model import Checkpoint
 from bigload.checkpoint.source import open_checkpoint
-from bigload.errors import BenchOptionError
+from bigload.errors import OptionError
 from bigload.loading.methods import Method
 
 if TYPE_CHECKING:
@@ -92,7 +92,7 @@ def bench_load(
 
     Raises:
         ValueError: no strategy or no run was asked for.
-        BenchOptionError: options that exclude each other.
+        OptionError: options that exclude each other.
         LoadError: a strategy cannot load the checkpoint; above all NotEnoughMemoryError, before anything is timed.
     """
     cases = all_cases(threads, [Method(m) for m in methods], device=device, dtype=dtype, max_inflight=max_inflight)
@@ -100,7 +100,7 @@ def bench_load(
         raise ValueError(f"{runs} runs; expected at least one")
     cache = _cache_state(cold=cold, warm=warm)
     if peers and dtype is not None:
-        raise BenchOptionError("peers are compared as the checkpoint is stored", hint="leave out --dtype or --peers")
+        raise OptionError("peers are compared as the checkpoint is stored", hint="leave out --dtype or --peers")
     opened = checkpoint if isinstance(checkpoint, Checkpoint) else open_checkpoint(checkpoint)
     steps = Steps(
         on_run,
@@ -311,7 +311,7 @@ def _reading(way: RawRead, checkpoint: Checkpoint) -> Callable[[], object]:
 
 def _cache_state(*, cold: bool, warm: bool) -> CacheState:
     if cold and warm:
-        raise BenchOptionError("the page cache cannot be cold and warm", hint="choose one of --cold and --warm")
+        raise OptionError("the page cache cannot be cold and warm", hint="choose one of --cold and --warm")
     return CacheState.COLD if cold else CacheState.WARM if warm else CacheState.AS_IS
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from bigload.checkpoint.model import Checkpoint
-from bigload.errors import BenchOptionError, MissingPackageError
+from bigload.errors import MissingPackageError, OptionError
 from bigload.loading.tensors import torch_dtype
 from bigload.planning.plan import Plan
 from bigload.planning.plan_file import open_planned, read_plan
@@ -46,12 +46,12 @@ class ModelMaker:
 
         Raises:
             MissingPackageError: transformers is not installed; the error names `asked_by`.
-            BenchOptionError: there is no config.json, or it names no class that takes tokens.
+            OptionError: there is no config.json, or it names no class that takes tokens.
         """
         if find_spec("transformers") is None:
             raise MissingPackageError(asked_by, "transformers", extra="run")
         if not (checkpoint.root / "config.json").is_file():
-            raise BenchOptionError(
+            raise OptionError(
                 f"{checkpoint.path} has no config.json",
                 hint=f"{asked_by} needs a model folder: config.json beside the weights",
             )
@@ -64,21 +64,19 @@ class ModelMaker:
             )
         except (ValueError, KeyError, OSError) as error:
             reason = str(error).strip().splitlines() or [type(error).__name__]
-            raise BenchOptionError(
+            raise OptionError(
                 f"transformers {transformers.__version__} cannot read {checkpoint.root / 'config.json'}: {reason[0]}"
             ) from error
         names = config.architectures or []
         model_class = next((getattr(transformers, name) for name in names if hasattr(transformers, name)), None)
         if model_class is None:
             named = ", ".join(names) or "no architectures"
-            raise BenchOptionError(
+            raise OptionError(
                 f"transformers {transformers.__version__} has no class for {checkpoint.path}",
                 hint=f"its config.json names {named}",
             )
         if model_class.main_input_name != "input_ids":
-            raise BenchOptionError(
-                f"{model_class.__name__} takes {model_class.main_input_name}; {asked_by} gives tokens"
-            )
+            raise OptionError(f"{model_class.__name__} takes {model_class.main_input_name}; {asked_by} gives tokens")
         return cls(model_class=model_class, config=config, dtype=_dtype(config, checkpoint))
 
     def empty(self, *, keeps_cache: bool) -> nn.Module:
@@ -128,7 +126,7 @@ class PlannedModel:
 
         Raises:
             MissingPackageError: transformers is not installed; the error names `asked_by`.
-            BenchOptionError: transformers has no such model, or it does not take tokens.
+            OptionError: transformers has no such model, or it does not take tokens.
             PlanError: the plan is for another checkpoint.
         """
         planned = read_plan(Path(plan)) if isinstance(plan, str | Path) else plan

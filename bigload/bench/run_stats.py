@@ -77,7 +77,7 @@ def run_forwards(
     Raises:
         ValueError: fewer than one forward or token.
         MissingPackageError: transformers is not installed.
-        BenchOptionError: transformers has no such model, or it does not take tokens.
+        OptionError: transformers has no such model, or it does not take tokens.
         PlanError: the plan is for another checkpoint.
         StateDictMismatchError: the model has other tensors than the checkpoint.
         LoadError: the checkpoint cannot be loaded.

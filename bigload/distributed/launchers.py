@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
-from bigload.errors import ProcessOptionError
+from bigload.errors import OptionError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +53,7 @@ def launched_process() -> LaunchedProcess | None:
     """Return rank and size that a launcher gave to this process, `None` if none did.
 
     Raises:
-        ProcessOptionError: a variable is no such number, or is missing where another one is set.
+        OptionError: a variable is no such number, or is missing where another one is set.
     """
     for launcher in LAUNCHERS:
         size = _number(launcher.size)
@@ -61,7 +61,7 @@ def launched_process() -> LaunchedProcess | None:
             rank = _number(launcher.rank)
             if rank is None or rank >= size:
                 expected = f"the number of this process, below {launcher.size}={size}"
-                raise ProcessOptionError(launcher.rank, rank, expected)
+                raise OptionError.of(launcher.rank, rank, expected)
             return LaunchedProcess(rank=rank, size=size, local_rank=_number(launcher.local_rank), node=_node(launcher))
     return None
 
@@ -73,7 +73,7 @@ def launched_on_host(rank: int, size: int) -> LaunchedProcess:
     have this rank and size. LOCAL_RANK alone, as programs set it that start processes themselves, counts too.
 
     Raises:
-        ProcessOptionError: a variable is no such number.
+        OptionError: a variable is no such number.
     """
     for launcher in LAUNCHERS:
         found = (_number(launcher.rank), _number(launcher.size))
@@ -95,5 +95,5 @@ def _number(name: str) -> int | None:
     if not text:
         return None
     if not (text.isascii() and text.isdigit()):
-        raise ProcessOptionError(name, text, "a number that is not negative")
+        raise OptionError.of(name, text, "a number that is not negative")
     return int(text)

@@ -18,7 +18,7 @@ from bigload.distributed.process_index import (
     num_processes,
 )
 from bigload.distributed.process_index import process_index as process_index_of_this
-from bigload.errors import ProcessOptionError
+from bigload.errors import OptionError
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -51,7 +51,7 @@ def on_process(function: Callable[..., Any] | None = None, process_index: int | 
     """Have `function` run in process `process_index` alone: `on_process(work, 2)`, or `@on_process(process_index=2)`.
 
     Raises:
-        ProcessOptionError: `process_index` is no number of a process.
+        OptionError: `process_index` is no number of a process.
     """
     number = _checked("process_index", process_index)
     return _decorated(lambda: process_index_of_this() == number, function)
@@ -67,7 +67,7 @@ def on_local_process(
     """Have `function` run in process `local_process_index` of each host; called as `on_process`.
 
     Raises:
-        ProcessOptionError: `local_process_index` is no number of a process.
+        OptionError: `local_process_index` is no number of a process.
     """
     number = _checked("local_process_index", local_process_index)
     return _decorated(lambda: _local_process_index() == number, function)
@@ -78,7 +78,7 @@ _local_process_index = local_process_index
 
 def _checked(name: str, number: int | None) -> int:
     if not isinstance(number, int) or isinstance(number, bool) or number < 0:
-        raise ProcessOptionError(name, number, "the number of the process that runs it, from 0 on")
+        raise OptionError.of(name, number, "the number of the process that runs it, from 0 on")
     return number
 
 

@@ -60,7 +60,7 @@ def num_processes() -> int:
     """Return how many processes there are: those of the default process group, else those that were launched, else 1.
 
     Raises:
-        ProcessOptionError: a launcher's variable makes no sense (so do the functions below).
+        OptionError: a launcher's variable makes no sense (so do the functions below).
     """
     if (distributed := initialized_torch_distributed()) is not None:
         return int(distributed.get_world_size())

@@ -43,7 +43,7 @@ class PartialState:
 
         Raises:
             ProcessControlError: the others cannot be joined.
-            ProcessOptionError: a launcher's variable makes no sense.
+            OptionError: a launcher's variable makes no sense.
         """
         self._cpu = cpu
         launched = launched_process()

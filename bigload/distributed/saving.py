@@ -10,7 +10,7 @@ from typing import IO, TYPE_CHECKING
 
 from bigload.distributed.process_index import is_local_main_process, is_main_process
 from bigload.documents import atomic_file
-from bigload.errors import ProcessOptionError
+from bigload.errors import OptionError
 
 if TYPE_CHECKING:
     import torch
@@ -38,7 +38,7 @@ def save(
             once, which is logged; views that only share memory are written each by itself.
 
     Raises:
-        ProcessOptionError: `obj` cannot be written as safetensors.
+        OptionError: `obj` cannot be written as safetensors.
         WriteError: the system refused a write, or there is no such folder.
     """
     if not (is_local_main_process() if save_on_each_node else is_main_process()):
@@ -110,15 +110,15 @@ def _checked(obj: object) -> Mapping[str, torch.Tensor]:
     import torch
 
     if not isinstance(obj, Mapping):
-        raise ProcessOptionError("obj", type(obj).__name__, "tensors by name, as safetensors holds them")
+        raise OptionError.of("obj", type(obj).__name__, "tensors by name, as safetensors holds them")
     for name, value in obj.items():
         if not isinstance(name, str):
-            raise ProcessOptionError("obj", f"a dict with the key {name!r:.60}", "names as its keys")
+            raise OptionError.of("obj", f"a dict with the key {name!r:.60}", "names as its keys")
         if not isinstance(value, torch.Tensor) or value.is_meta or value.layout is not torch.strided:
             kind = f"{name}: {type(value).__name__}"
             if isinstance(value, torch.Tensor):
                 kind += " on the meta device, without values" if value.is_meta else f" with the layout {value.layout}"
-            raise ProcessOptionError("obj", kind, "dense tensors with values, as safetensors holds them")
+            raise OptionError.of("obj", kind, "dense tensors with values, as safetensors holds them")
     return obj
 
 

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from bigload.distributed.process_index import num_processes, process_index
-from bigload.errors import ProcessOptionError
+from bigload.errors import OptionError
 
 
 @contextmanager
@@ -26,7 +26,7 @@ def split_between_processes(inputs: Any, apply_padding: bool = False) -> Iterato
         Tensors stay on their device. Where there are fewer items than processes, and no padding, some get none.
 
     Raises:
-        ProcessOptionError: `inputs` cannot be split.
+        OptionError: `inputs` cannot be split.
     """
     size = num_processes()
     if size == 1:
@@ -45,17 +45,17 @@ def _length(inputs: object) -> int:
     """Return how many items there are to share.
 
     Raises:
-        ProcessOptionError: there are none, or not as many everywhere.
+        OptionError: there are none, or not as many everywhere.
     """
     if isinstance(inputs, Mapping):
         lengths = {name: _length(each) for name, each in inputs.items()}
         if len(set(lengths.values())) > 1:
             found = ", ".join(f"{name}: {length}" for name, length in lengths.items())
-            raise ProcessOptionError("inputs", f"{{{found}}}", "values of one length, so that they are split alike")
+            raise OptionError.of("inputs", f"{{{found}}}", "values of one length, so that they are split alike")
         return next(iter(lengths.values()), 0)
     if not _is_split(inputs):
         kind = type(inputs).__name__
-        raise ProcessOptionError("inputs", kind, "lists, tuples, tensors, arrays, datasets, or a dict of them")
+        raise OptionError.of("inputs", kind, "lists, tuples, tensors, arrays, datasets, or a dict of them")
     assert isinstance(inputs, Sized)
     return len(inputs)
 

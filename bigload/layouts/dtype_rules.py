@@ -10,7 +10,7 @@ from fnmatch import fnmatchcase
 
 from bigload.checkpoint.model import TensorInfo
 from bigload.dtypes import DTYPES, DType, parse_dtype
-from bigload.errors import ReshardOptionError
+from bigload.errors import OptionError
 from bigload.planning.load_dtype import CASTABLE, EXPECTED_DTYPE, as_dtype
 
 _TORCH_NAMES = {DTYPES[name].torch_name for name in CASTABLE}
@@ -79,34 +79,34 @@ class DTypeRule:
         """Raise if a pattern keeps nothing: it is misspelt, or for another model.
 
         Raises:
-            ReshardOptionError: it matches no plain floating-point tensor of `tensors`.
+            OptionError: it matches no plain floating-point tensor of `tensors`.
         """
         names = [tensor.name for tensor in tensors if as_dtype(tensor, _FLOAT32).dtype == _FLOAT32]
         for pattern in self.keep_fp32:
             if not any(matches(pattern, name) for name in names):
                 expected = "a pattern, or part of a name, that matches a floating-point tensor of the checkpoint"
-                raise ReshardOptionError("keep_fp32", pattern, expected)
+                raise OptionError.of("keep_fp32", pattern, expected)
 
 
 def dtype_rule(dtype: str | DType | None, *, keep_fp32: Sequence[str] = ()) -> DTypeRule:
     """Return the rule for what was asked: a dtype as `dtypes.parse_dtype` reads it, and patterns of names.
 
     Raises:
-        ReshardOptionError: no such dtype, or one that weights cannot be cast to; patterns that are none, or that have
+        OptionError: no such dtype, or one that weights cannot be cast to; patterns that are none, or that have
             nothing to keep anything from.
     """
     if isinstance(keep_fp32, str) or not all(isinstance(pattern, str) and pattern for pattern in keep_fp32):
-        raise ReshardOptionError("keep_fp32", keep_fp32, "a list of patterns of tensor names")
+        raise OptionError.of("keep_fp32", keep_fp32, "a list of patterns of tensor names")
     if dtype is None:
         if keep_fp32:
-            raise ReshardOptionError("keep_fp32", list(keep_fp32), "a dtype along with it, for the other tensors")
+            raise OptionError.of("keep_fp32", list(keep_fp32), "a dtype along with it, for the other tensors")
         return DTypeRule()
     try:
         parsed = dtype if isinstance(dtype, DType) else parse_dtype(str(dtype))
     except ValueError as error:
-        raise ReshardOptionError("dtype", str(dtype), f"the name of a dtype ({error})") from None
+        raise OptionError.of("dtype", str(dtype), f"the name of a dtype ({error})") from None
     if parsed.name not in CASTABLE:
-        raise ReshardOptionError("dtype", str(dtype), EXPECTED_DTYPE)
+        raise OptionError.of("dtype", str(dtype), EXPECTED_DTYPE)
     return DTypeRule(dtype=parsed, keep_fp32=tuple(keep_fp32))
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from bigload.checkpoint.model import Checkpoint
-from bigload.errors import ReshardOptionError
+from bigload.errors import OptionError
 from bigload.layouts.choices import OffloadFormat, Verify
 from bigload.layouts.dtype_rules import DTypeRule
 from bigload.layouts.output import DEFAULT_MAX_SHARD_BYTES
@@ -27,7 +27,7 @@ class ReshardOptions:
     """Options of `bigload.reshard`, which describes them; `dtypes` is its `dtype` and `keep_fp32`.
 
     Raises:
-        ReshardOptionError: a number is too small.
+        OptionError: a number is too small.
     """
 
     layout: str | None = None
@@ -52,7 +52,7 @@ class ReshardOptions:
         ):
             value = getattr(self, name)
             if value is not None and value < least:
-                raise ReshardOptionError(name, value, expected)
+                raise OptionError.of(name, value, expected)
 
     def is_default(self, name: str) -> bool:
         """Return whether the option `name` has its default value."""
@@ -66,23 +66,23 @@ def parse_bytes(name: str, value: int | str | None) -> int | None:
     """Return the bytes that the option `name` stands for, which may be text such as "2GB".
 
     Raises:
-        ReshardOptionError: it is no size.
+        OptionError: it is no size.
     """
     if not isinstance(value, str):
         return value
     try:
         return parse_size(value)
     except ValueError as error:
-        raise ReshardOptionError(name, value, f"bytes, or text such as 2GB ({error})") from None
+        raise OptionError.of(name, value, f"bytes, or text such as 2GB ({error})") from None
 
 
 def parse_choice(name: str, value: str, choices: type[ChoiceT]) -> ChoiceT:
     """Return the member of `choices` that the option `name` names.
 
     Raises:
-        ReshardOptionError: there is none.
+        OptionError: there is none.
     """
     try:
         return choices(value)
     except ValueError:
-        raise ReshardOptionError(name, str(value), f"one of {', '.join(choices)}") from None
+        raise OptionError.of(name, str(value), f"one of {', '.join(choices)}") from None

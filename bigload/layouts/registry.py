@@ -8,7 +8,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, NamedTuple, cast
 
-from bigload.errors import ReshardOptionError
+from bigload.errors import OptionError
 
 if TYPE_CHECKING:
     from bigload.layouts.layout import OutputLayout
@@ -36,10 +36,10 @@ def layout_named(name: str) -> OutputLayout:
     """Return the layout `name`.
 
     Raises:
-        ReshardOptionError: there is none.
+        OptionError: there is none.
     """
     if name not in LAYOUTS:
-        raise ReshardOptionError("layout", str(name), f"one of {', '.join(LAYOUTS)}")
+        raise OptionError.of("layout", str(name), f"one of {', '.join(LAYOUTS)}")
     layout = LAYOUTS[name].layout
     return cast("OutputLayout", import_module(layout).LAYOUT) if isinstance(layout, str) else layout
 

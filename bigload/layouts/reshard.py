@@ -109,7 +109,7 @@ def reshard(
 
     Raises:
         StalePlanError, InvalidPlanError: the plan is not for this checkpoint, or wrong in itself.
-        ReshardOptionError: what was asked for does not go together.
+        OptionError: what was asked for does not go together.
         OutputExistsError: something stands where the output should go, or an interrupted run left work there.
         NotEnoughSpaceError, WriteError: the disk is too small, or refuses.
         VerificationError: what was read back differs from the source.

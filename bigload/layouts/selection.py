@@ -9,7 +9,7 @@ from pathlib import Path
 from bigload.checkpoint.index import TORCH_SUFFIXES
 from bigload.checkpoint.model import Checkpoint
 from bigload.checkpoint.source import open_checkpoint
-from bigload.errors import ReshardOptionError
+from bigload.errors import OptionError
 from bigload.layouts.dtype_rules import DTypeRule, Kept
 from bigload.layouts.layout import LayoutRequest, OutputLayout
 from bigload.layouts.options import ReshardOptions
@@ -53,7 +53,7 @@ def select_output(
         kernel_between: Returns what the kernel can copy from the folder of the checkpoint to the output.
 
     Raises:
-        ReshardOptionError: options that contradict each other, or do not suit this source.
+        OptionError: options that contradict each other, or do not suit this source.
         StalePlanError, InvalidPlanError, PlanNotFoundError, CheckpointError: `source` cannot be opened.
     """
     plan, plan_file = _plan(source)
@@ -114,7 +114,7 @@ def _checkpoint(
 ) -> Checkpoint:
     if plan is None:
         if wished is not None:
-            raise ReshardOptionError("checkpoint", str(wished), "nothing, when the source is a checkpoint itself")
+            raise OptionError.of("checkpoint", str(wished), "nothing, when the source is a checkpoint itself")
         return source if isinstance(source, Checkpoint) else open_checkpoint(str(source))
     place = wished or _path_of(plan, plan_file)
     return open_planned(plan, place, source="the plan" if plan_file is None else str(plan_file))
@@ -128,19 +128,19 @@ def _path_of(plan: Plan, plan_file: Path | None) -> Path:
 
 
 def _check_options(name: str, layout: OutputLayout, options: ReshardOptions, plan: Plan | None) -> None:
-    """Raise ReshardOptionError unless the layout `name` can be made with these options and this plan."""
+    """Raise OptionError unless the layout `name` can be made with these options and this plan."""
     if layout.needs_plan and plan is None:
         hint = "make a plan and name it in place of the checkpoint: bigload plan CHECKPOINT -m ... -o plan.json"
-        raise ReshardOptionError("layout", name, "another one, or a plan to say what goes where", hint=hint)
+        raise OptionError.of("layout", name, "another one, or a plan to say what goes where", hint=hint)
     for option, expected in layout.required_options.items():
         if options.is_default(option):
-            raise ReshardOptionError(option, getattr(options, option), expected)
+            raise OptionError.of(option, getattr(options, option), expected)
     of_others = {option for other in LAYOUTS for option in layout_named(other).own_options} - {*layout.own_options}
     for option in sorted(of_others):
         if not options.is_default(option):
             takers = " and ".join(layouts_with(option))
             expected = f"nothing: it is for the layout {takers}, not for {name}"
-            raise ReshardOptionError(option, getattr(options, option), expected)
+            raise OptionError.of(option, getattr(options, option), expected)
     dtype, keep_fp32 = options.dtypes.dtype, options.dtypes.keep_fp32
     planned = None if plan is None else plan.options.workload.load_dtype
     if dtype is not None and plan is not None and layout.follows_plan and planned != dtype:
@@ -150,10 +150,10 @@ def _check_options(name: str, layout: OutputLayout, options: ReshardOptions, pla
             else f"{planned.name}, as the plan counted"
         )
         hint = f"make a plan that counts like this: bigload plan CHECKPOINT --dtype {dtype.name.lower()} ..."
-        raise ReshardOptionError("dtype", dtype.name, expected, hint=hint)
+        raise OptionError.of("dtype", dtype.name, expected, hint=hint)
     if keep_fp32 and not layout.takes_keep_fp32:
         expected = f"none for the layout {name}: the plan counted all weights in one dtype"
-        raise ReshardOptionError("keep_fp32", list(keep_fp32), expected)
+        raise OptionError.of("keep_fp32", list(keep_fp32), expected)
 
 
 def _check_change(options: ReshardOptions, plan: Plan | None, checkpoint: Checkpoint, output: Output) -> None:
@@ -166,6 +166,4 @@ def _check_change(options: ReshardOptions, plan: Plan | None, checkpoint: Checkp
     before, after = len(checkpoint.shards), len(output.files)
     if is_default and 5 * abs(after - before) <= after and not checkpoint.shards[0].file.endswith(TORCH_SUFFIXES):
         hint = f"to write its {format_size(output.num_bytes)} again in the order of a load: --layout shards"
-        raise ReshardOptionError(
-            "layout", None, "what to change: a plan, a layout, a dtype or a size of files", hint=hint
-        )
+        raise OptionError.of("layout", None, "what to change: a plan, a layout, a dtype or a size of files", hint=hint)

@@ -90,7 +90,7 @@ def load(
 
     Raises:
         CheckpointError: the checkpoint cannot be opened.
-        LoadOptionError: an argument or an environment variable that cannot be.
+        OptionError: an argument or an environment variable that cannot be.
         UnknownTensorError: `only` or `slices` name a tensor that is not there.
         StateDictMismatchError: `into` and the checkpoint disagree.
         StalePlanError: the plan was made for another version of the checkpoint.

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from bigload.checkpoint.model import Checkpoint, TensorInfo
 from bigload.devices import DISK, Device
 from bigload.dtypes import DType
-from bigload.errors import LoadOptionError, UnknownTensorError
+from bigload.errors import OptionError, UnknownTensorError
 from bigload.loading.schedule import CPU, RequestedTensor
 from bigload.loading.slices import Slice, rows_of
 from bigload.planning.load_dtype import as_dtype
@@ -51,7 +51,7 @@ def select(
 
     Raises:
         UnknownTensorError: `only` or `slices` name a tensor that is not there.
-        LoadOptionError: a slice that the tensor does not have; a device that is none; a tensor without a device.
+        OptionError: a slice that the tensor does not have; a device that is none; a tensor without a device.
         StalePlanError: the plan was made for another version of the checkpoint.
     """
     names = _names(checkpoint, only, slices or {})
@@ -83,13 +83,13 @@ def _checked(tensor: TensorInfo, part: Slice | None) -> Slice | None:
         return None
     if tensor.strides is not None:
         expected = f"no part of it: it is stored with the strides {list(tensor.strides)}, not row by row"
-        raise LoadOptionError(f"slices[{tensor.name!r}]", part, expected)
+        raise OptionError.of(f"slices[{tensor.name!r}]", part, expected)
     if not isinstance(part, Slice):
-        raise LoadOptionError(f"slices[{tensor.name!r}]", part, "a bigload.Slice(dim, start, stop)")
+        raise OptionError.of(f"slices[{tensor.name!r}]", part, "a bigload.Slice(dim, start, stop)")
     try:
         rows_of(tensor, part)
     except ValueError as error:
-        raise LoadOptionError(f"slices[{tensor.name!r}]", part, f"a part that the tensor has ({error})") from None
+        raise OptionError.of(f"slices[{tensor.name!r}]", part, f"a part that the tensor has ({error})") from None
     return part
 
 
@@ -113,7 +113,7 @@ def _nearest(name: str, devices: Mapping[str, str]) -> str:
     module = name
     while module not in devices:
         if not module:
-            raise LoadOptionError("device", dict(devices), f"a device for every tensor; {name!r} has none")
+            raise OptionError.of("device", dict(devices), f"a device for every tensor; {name!r} has none")
         module = module.rpartition(".")[0]
     return devices[module]
 
@@ -126,4 +126,4 @@ def _parse_device(device: DeviceLike) -> str:
     except ValueError as error:
         if type(device).__module__ == "torch":  # a torch.device of a kind that plans do not know
             return text
-        raise LoadOptionError("device", text, f"a device ({error})") from None
+        raise OptionError.of("device", text, f"a device ({error})") from None

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from bigload.dtypes import DType, parse_dtype
-from bigload.errors import LoadOptionError, UnsupportedDTypeError
+from bigload.errors import OptionError, UnsupportedDTypeError
 from bigload.loading.schedule import BufferSlot, RequestedTensor, Schedule
 from bigload.machine.huge_pages import Buffer
 from bigload.planning.load_dtype import CASTABLE, EXPECTED_DTYPE
@@ -39,7 +39,7 @@ def parsed_dtype(dtype: str | torch.dtype | None) -> DType | None:
     """Return the dtype that text or a torch dtype names.
 
     Raises:
-        LoadOptionError: neither safetensors nor torch has one of that name, or weights are not cast to it: see
+        OptionError: neither safetensors nor torch has one of that name, or weights are not cast to it: see
             `planning.load_dtype.CASTABLE`.
     """
     if dtype is None:
@@ -47,9 +47,9 @@ def parsed_dtype(dtype: str | torch.dtype | None) -> DType | None:
     try:
         parsed = parse_dtype(str(dtype))
     except ValueError as error:
-        raise LoadOptionError("dtype", str(dtype), f"the name of a dtype ({error})") from None
+        raise OptionError.of("dtype", str(dtype), f"the name of a dtype ({error})") from None
     if parsed.name not in CASTABLE:
-        raise LoadOptionError("dtype", str(dtype), EXPECTED_DTYPE)
+        raise OptionError.of("dtype", str(dtype), EXPECTED_DTYPE)
     return parsed
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 
 from bigload.documents import MAX_CONFIG_BYTES, DocumentError, parse_json, read_file
-from bigload.errors import CheckpointNotFoundError, MissingPackageError, ParallelOptionError
+from bigload.errors import CheckpointNotFoundError, MissingPackageError, OptionError
 from bigload.runtime.init_empty_weights import init_empty_weights
 
 _CONFIG = "config.json"
@@ -24,7 +24,7 @@ def model_from_folder(folder: Path) -> nn.Module:
 
     Raises:
         CheckpointNotFoundError: there is no `config.json`, or it cannot be read.
-        ParallelOptionError: it names no class of the transformers that is installed.
+        OptionError: it names no class of the transformers that is installed.
         MissingPackageError: transformers is not installed.
     """
     name = _class_name(folder)
@@ -64,8 +64,8 @@ def _class_name(folder: Path) -> str:
     return names[0]
 
 
-def _unknown(folder: Path, expected: str) -> ParallelOptionError:
-    return ParallelOptionError(
+def _unknown(folder: Path, expected: str) -> OptionError:
+    return OptionError.of(
         "model",
         str(folder),
         f"a folder, {expected}",

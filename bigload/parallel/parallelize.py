@@ -14,7 +14,7 @@ from typing import Any, ParamSpec
 import torch
 from torch import nn
 
-from bigload.errors import ParallelError, ParallelOptionError, StateDictMismatchError
+from bigload.errors import OptionError, ParallelError, StateDictMismatchError
 from bigload.loading.methods import Method
 from bigload.loading.strategy.settings import settings
 from bigload.machine.process_memory import trim_heap
@@ -122,7 +122,7 @@ def parallelize(
 
     Raises:
         ParallelError: a process that multiprocessing spawned got here by importing a script without a guard.
-        ParallelOptionError: an argument cannot be, here or with the others; nothing was started.
+        OptionError: an argument cannot be, here or with the others; nothing was started.
         PartitionError: the model does not divide among so many as `custom_policies` ask.
         ModelNotSendableError: workers could not make the model again: of classes in the script itself, for one.
         CheckpointError, LoadError: the checkpoint is not there, not sound, or not of this model.
@@ -167,22 +167,22 @@ def parallelize(
 
 
 def _check_options(num_gpus: int, backend: str, *, verbose: str | None, init_method: str, port: int | None) -> None:
-    """Raise `ParallelOptionError` if an argument cannot be."""
+    """Raise `OptionError` if an argument cannot be."""
     if isinstance(num_gpus, bool) or not isinstance(num_gpus, int) or not 1 <= num_gpus <= MAX_RANKS:
-        raise ParallelOptionError("num_gpus", num_gpus, f"1 to {MAX_RANKS}")
+        raise OptionError.of("num_gpus", num_gpus, f"1 to {MAX_RANKS}")
     if backend not in _BACKENDS:
-        raise ParallelOptionError("backend", backend, " or ".join(_BACKENDS))
+        raise OptionError.of("backend", backend, " or ".join(_BACKENDS))
     if verbose not in _VERBOSE:
-        raise ParallelOptionError("verbose", verbose, "none, simple or detail")
+        raise OptionError.of("verbose", verbose, "none, simple or detail")
     if init_method != "spawn":
-        raise ParallelOptionError(
+        raise OptionError.of(
             "init_method", init_method, "spawn", hint="workers are fresh interpreters, which forks are not"
         )
     if port is not None and not (isinstance(port, int) and 1 <= port <= 65535):
-        raise ParallelOptionError("master_port", port, "1 to 65535, or None")
+        raise OptionError.of("master_port", port, "1 to 65535, or None")
     num_accelerators = torch.cuda.device_count() if backend == "nccl" else num_gpus
     if num_accelerators < num_gpus:
-        raise ParallelOptionError(
+        raise OptionError.of(
             "num_gpus",
             num_gpus,
             f"at most {num_accelerators} for the backend nccl: one accelerator of CUDA for each worker",
@@ -214,19 +214,19 @@ def _check_seconds(**limits: float | None) -> None:
     for name, seconds in limits.items():
         is_number = isinstance(seconds, int | float) and not isinstance(seconds, bool)
         if seconds is not None and not (is_number and seconds > 0):
-            raise ParallelOptionError(name, seconds, "more than 0 seconds, or None")
+            raise OptionError.of(name, seconds, "more than 0 seconds, or None")
 
 
 def _check_kinds(model: object, example: object) -> None:
     if not isinstance(model, nn.Module | str | os.PathLike):
-        raise ParallelOptionError("model", model, "a torch.nn.Module, or the path of a folder")
+        raise OptionError.of("model", model, "a torch.nn.Module, or the path of a folder")
     if example is not None and not (isinstance(example, Mapping) and all(isinstance(name, str) for name in example)):
-        raise ParallelOptionError("example", example, "arguments of a forward by name")
+        raise OptionError.of("example", example, "arguments of a forward by name")
 
 
 def _check_not_parallel(model: nn.Module) -> None:
     if isinstance(getattr(vars(model).get("deparallelize"), "__self__", None), ParallelModel):
-        raise ParallelOptionError(
+        raise OptionError.of(
             "model", type(model).__name__, "one that has no workers", hint="call model.deparallelize() before"
         )
 
@@ -235,7 +235,7 @@ def _methods(model: nn.Module, asked: Sequence[str] | None) -> list[str]:
     """Return the names of methods to run in workers."""
     for name in asked or ():
         if not callable(getattr(model, name, None)):
-            raise ParallelOptionError("methods", name, f"a method of {type(model).__name__}")
+            raise OptionError.of("methods", name, f"a method of {type(model).__name__}")
     return list(asked) if asked is not None else [name for name in _METHODS if callable(getattr(model, name, None))]
 
 
@@ -253,7 +253,7 @@ def _shared_weights(
         what = (
             "of a checkpoint with the values" if checkpoint is None else "whose buffers that no checkpoint has are made"
         )
-        raise ParallelOptionError(
+        raise OptionError.of(
             "checkpoint",
             checkpoint,
             f"{what}, for {empty[0]} is on the meta device"

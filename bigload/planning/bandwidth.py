@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from bigload.errors import PlanOptionError
+from bigload.errors import OptionError
 from bigload.units import GIB, format_size
 
 
@@ -20,7 +20,7 @@ class Bandwidth:
 
     def __post_init__(self) -> None:
         if not 0 < self.disk <= self.link:
-            raise PlanOptionError(
+            raise OptionError(
                 f"a disk of {format_size(self.disk)}/s and a link of {format_size(self.link)}/s make no sense",
                 hint="weights from disk cross the link too, so the disk is the slower of the two",
             )

@@ -9,7 +9,7 @@ from typing import TypedDict, TypeVar, Unpack
 
 from bigload.devices import Device
 from bigload.dtypes import DType, parse_dtype
-from bigload.errors import PlanOptionError
+from bigload.errors import OptionError
 from bigload.planning.bandwidth import Bandwidth
 from bigload.planning.choices import Attention, Balance, Experts, NameScheme, Order, Policy
 from bigload.planning.workload import Workload
@@ -53,12 +53,12 @@ class PlanOptions:
         """Check what contradicts itself.
 
         Raises:
-            PlanOptionError: a negative overhead, or experts apart under a policy that knows no experts.
+            OptionError: a negative overhead, or experts apart under a policy that knows no experts.
         """
         if self.overhead is not None and self.overhead < 0:
-            raise PlanOptionError(f"an overhead of {self.overhead} bytes: it cannot be less than nothing")
+            raise OptionError(f"an overhead of {self.overhead} bytes: it cannot be less than nothing")
         if self.experts is Experts.SPLIT and self.policy is not Policy.OPTIMAL:
-            raise PlanOptionError(
+            raise OptionError(
                 f"the {self.policy} policy keeps experts with their block",
                 hint="leave out --policy, or leave out --experts split",
             )
@@ -97,7 +97,7 @@ def options_of(**wishes: Unpack[PlanWishes]) -> PlanOptions:
     """Return the options that words describe: sizes as `units.parse_size` reads them, dtypes as `dtypes.parse_dtype`.
 
     Raises:
-        PlanOptionError: a word that is not known, a number out of bounds, wishes that contradict each other.
+        OptionError: a word that is not known, a number out of bounds, wishes that contradict each other.
         TypeError: a keyword that is not one of `PlanWishes`.
     """
     unknown = wishes.keys() - PlanWishes.__annotations__.keys()
@@ -137,7 +137,7 @@ def _word(name: str, value: str, words: type[_Words]) -> _Words:
     try:
         return words(value)
     except ValueError:
-        raise PlanOptionError(f"no {name} {value!r}", hint=f"known are {', '.join(words)}") from None
+        raise OptionError(f"no {name} {value!r}", hint=f"known are {', '.join(words)}") from None
 
 
 def _dtype(name: str, value: DType | str | None) -> DType | None:
@@ -146,30 +146,30 @@ def _dtype(name: str, value: DType | str | None) -> DType | None:
     try:
         return parse_dtype(value)
     except ValueError as error:
-        raise PlanOptionError(f"{name}: {error}") from None
+        raise OptionError(f"{name}: {error}") from None
 
 
 def _size(name: str, value: object) -> int:
     if isinstance(value, int) and not isinstance(value, bool):
         return value
     if not isinstance(value, str):
-        raise PlanOptionError(
+        raise OptionError(
             f"{name}: {value!r:.60} is no size", hint="a size is a whole number of bytes, or such as 2GiB"
         )
     try:
         return parse_size(value)
     except ValueError as error:
-        raise PlanOptionError(f"{name}: {error}") from None
+        raise OptionError(f"{name}: {error}") from None
 
 
 def _flag(name: str, value: object) -> bool:
     if not isinstance(value, bool):
-        raise PlanOptionError(f"{name} has to be true or false, not {value!r:.60}")
+        raise OptionError(f"{name} has to be true or false, not {value!r:.60}")
     return value
 
 
 def _patterns(name: str, value: object) -> tuple[str, ...]:
     patterns = (value,) if isinstance(value, str) else tuple(value) if isinstance(value, Sequence) else (None,)
     if not all(isinstance(pattern, str) for pattern in patterns):
-        raise PlanOptionError(f"{name} has to be a list of patterns, not {value!r:.60}")
+        raise OptionError(f"{name} has to be a list of patterns, not {value!r:.60}")
     return tuple(map(str, patterns))

@@ -23,8 +23,8 @@ from bigload.errors import (
     InvalidCheckpointError,
     InvalidPlanError,
     LegacyPickleError,
+    OptionError,
     PlanNotFoundError,
-    PlanOptionError,
     StalePlanError,
 )
 from bigload.planning.model.module_tree import build_tree
@@ -358,7 +358,7 @@ def _options(document: Mapping[str, object]) -> PlanOptions:
         wishes[key] = entry[key]
     try:
         return options_of(**wishes)  # type: ignore[arg-type]  # every value has just been checked
-    except PlanOptionError as error:
+    except OptionError as error:
         raise ValueError(error.message) from None
 
 

@@ -53,7 +53,7 @@ def plan(
     Raises:
         DoesNotFitError: the policy found no placement that keeps every limit; the error says what is short where.
         BudgetError: `max_memory` names an unknown device or a size that cannot be read.
-        PlanOptionError: a keyword has a value that cannot be, or contradicts another.
+        OptionError: a keyword has a value that cannot be, or contradicts another.
         NamesUnknownError: the names asked for are not known.
         CheckpointError: the checkpoint cannot be opened.
     """
@@ -78,7 +78,7 @@ def draft(checkpoint: Checkpoint, budget: MemoryBudget, options: PlanOptions) ->
 
     Raises:
         DoesNotFitError: no placement keeps every limit.
-        PlanOptionError: the wishes cannot be met for this model.
+        OptionError: the wishes cannot be met for this model.
     """
     structure = read_structure(checkpoint, options)
     solution = place(structure, budget, options)

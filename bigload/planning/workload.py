@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from bigload.dtypes import DType
-from bigload.errors import PlanOptionError
+from bigload.errors import OptionError
 from bigload.planning.choices import Attention
 from bigload.planning.load_dtype import CASTABLE, EXPECTED_DTYPE
 
@@ -45,7 +45,7 @@ class Workload:
         """Check the bounds.
 
         Raises:
-            PlanOptionError: a number out of bounds or not a number, a dtype that holds no keys and values, or to which
+            OptionError: a number out of bounds or not a number, a dtype that holds no keys and values, or to which
                 weights are not cast, an unknown implementation of attention.
         """
         _check_count("context", self.context, at_least=0, at_most=MAX_CONTEXT, of="tokens")
@@ -53,21 +53,21 @@ class Workload:
         _check_dtype("kv_dtype", self.kv_dtype)
         _check_dtype("load_dtype", self.load_dtype)
         if self.kv_dtype is not None and not self.kv_dtype.name.startswith(_CACHEABLE):
-            raise PlanOptionError(f"kv_dtype has to be a floating-point type, not {self.kv_dtype}")
+            raise OptionError(f"kv_dtype has to be a floating-point type, not {self.kv_dtype}")
         if self.load_dtype is not None and self.load_dtype.name not in CASTABLE:
-            raise PlanOptionError(f"load_dtype has to be {EXPECTED_DTYPE}; not {self.load_dtype}")
+            raise OptionError(f"load_dtype has to be {EXPECTED_DTYPE}; not {self.load_dtype}")
         if self.attention is not None and not isinstance(self.attention, Attention):
-            raise PlanOptionError(f"attention has to be one of {', '.join(Attention)}, not {self.attention!r:.60}")
+            raise OptionError(f"attention has to be one of {', '.join(Attention)}, not {self.attention!r:.60}")
 
 
 def _check_count(name: str, value: object, *, at_least: int, at_most: int, of: str) -> None:
     if not isinstance(value, int) or isinstance(value, bool):
-        raise PlanOptionError(f"{name} has to be a whole number of {of}, not {value!r:.60}")
+        raise OptionError(f"{name} has to be a whole number of {of}, not {value!r:.60}")
     if not at_least <= value <= at_most:
         shown = str(value) if abs(value) < 10**20 else "a number of more than 20 digits"
-        raise PlanOptionError(f"{name} has to be {at_least} to {at_most} {of}, not {shown}")
+        raise OptionError(f"{name} has to be {at_least} to {at_most} {of}, not {shown}")
 
 
 def _check_dtype(name: str, value: object) -> None:
     if value is not None and not isinstance(value, DType):
-        raise PlanOptionError(f"{name} has to be one of bigload's dtypes, not {value!r:.60}")
+        raise OptionError(f"{name} has to be one of bigload's dtypes, not {value!r:.60}")

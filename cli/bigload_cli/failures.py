@@ -9,30 +9,28 @@ import os
 import re
 import sys
 import traceback
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import takewhile
 
 import typer
 
 from bigload.errors import (
-    BenchOptionError,
     BigloadError,
     BudgetError,
     CheckpointNotFoundError,
     DoesNotFitError,
     InvalidPlanError,
-    LoadOptionError,
     ManifestNotFoundError,
     MissingPackageError,
     NamesUnknownError,
     NotOffloadableError,
+    OptionError,
     OtherWeightsError,
     OutputExistsError,
     PartitionError,
     PlanNotFoundError,
-    PlanOptionError,
-    ReshardOptionError,
     StalePlanError,
     UnsupportedFormatError,
     abridged,
@@ -44,9 +42,7 @@ FAILED, BAD_USAGE, ANSWER_IS_NO, STALE_PLAN, INTERRUPTED, TERMINATED = 1, 2, 3, 
 
 _CODES: tuple[tuple[type[BigloadError], int], ...] = (
     (BudgetError, BAD_USAGE),
-    (PlanOptionError, BAD_USAGE),
-    (LoadOptionError, BAD_USAGE),
-    (BenchOptionError, BAD_USAGE),
+    (OptionError, BAD_USAGE),
     (MissingPackageError, BAD_USAGE),
     (NamesUnknownError, ANSWER_IS_NO),
     (CheckpointNotFoundError, BAD_USAGE),
@@ -55,7 +51,6 @@ _CODES: tuple[tuple[type[BigloadError], int], ...] = (
     (ManifestNotFoundError, BAD_USAGE),
     (OutputExistsError, BAD_USAGE),
     (PartitionError, BAD_USAGE),
-    (ReshardOptionError, BAD_USAGE),
     (NotOffloadableError, BAD_USAGE),
     (OtherWeightsError, BAD_USAGE),
     (DoesNotFitError, ANSWER_IS_NO),
@@ -66,14 +61,6 @@ _CODES: tuple[tuple[type[BigloadError], int], ...] = (
 
 NOTHING_IS_LEFT = "nothing half-written was left"
 """Of a command that a signal ended."""
-
-_RESHARD_OPTIONS = {
-    "checkpoint": "--source",
-    "max_shard_bytes": "--max-shard-size",
-    "threads": "--io-threads",
-    "max_inflight": "--max-memory-in-flight",
-}
-"""What arguments of `bigload.reshard` are called on the command line, where that is not the same word."""
 
 
 class AnswerIsNoError(Exception):
@@ -110,6 +97,18 @@ class Failure:
     word: str = "error"
 
 
+@contextmanager
+def named_as_options(options: Mapping[str, str]) -> Iterator[None]:
+    """Raise the OptionError of an argument again under the name of its option: that in `options`, or the same word."""
+    try:
+        yield
+    except OptionError as error:
+        if error.name is None or not error.name.isidentifier() or error.name.isupper():  # a variable
+            raise
+        option = options.get(error.name, f"--{error.name.replace('_', '-')}")
+        raise OptionError.of(option, error.value, error.expected, hint=error.hint) from error
+
+
 def report(error: BaseException) -> int:
     """Show `error` on stderr, with `--json` also as a document on stdout; return the exit code that stands for it."""
     match error:
@@ -139,13 +138,10 @@ def _failure_of(error: BaseException) -> Failure:
             word = {INTERRUPTED: "interrupted", TERMINATED: "terminated"}.get(error.code, "stopped")
             return Failure(exit_code=error.code, code=word, message=error.message, hint=error.hint, word=word)
         case BigloadError():
-            message = error.message
-            if isinstance(error, ReshardOptionError):
-                message = error.told_as(_RESHARD_OPTIONS.get(error.name, f"--{error.name.replace('_', '-')}"))
             return Failure(
                 exit_code=next((code for kind, code in _CODES if isinstance(error, kind)), FAILED),
                 code=_code_of(error),
-                message=message,
+                message=error.message,
                 details=error.details,
                 hint=error.hint,
             )

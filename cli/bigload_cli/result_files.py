@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from bigload.errors import BenchOptionError
+from bigload.errors import OptionError
 
 _STDOUT = frozenset(("-", "/dev/stdout", "/dev/fd/1", "/proc/self/fd/1"))
 
@@ -23,12 +23,12 @@ def answers_on_stdout(paths: Sequence[Path | None], *, as_json: bool = False) ->
         as_json: Whether `--json` asks for another document on stdout.
 
     Raises:
-        BenchOptionError: two results for one file, or for stdout.
+        OptionError: two results for one file, or for stdout.
     """
     wanted = [path for path in paths if path is not None]
     num_answers = sum(map(is_stdout, wanted))
     if len({path.resolve() for path in wanted}) < len(wanted) or num_answers + (as_json and num_answers > 0) > 1:
-        raise BenchOptionError("two results cannot go into one file", hint="name a file for each")
+        raise OptionError("two results cannot go into one file", hint="name a file for each")
     return num_answers > 0
 
 

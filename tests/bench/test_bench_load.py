@@ -14,7 +14,7 @@ from bigload.bench.memory import MemoryKind
 from bigload.bench.page_cache_state import evict_verified
 from bigload.bench.raw_limit import RawKind
 from bigload.bench.recommendation import measure_sizes
-from bigload.errors import BenchOptionError, CheckpointNotFoundError, NotEnoughMemoryError
+from bigload.errors import CheckpointNotFoundError, NotEnoughMemoryError, OptionError
 from bigload.loading import checks as guards
 from bigload.loading.methods import Method
 from bigload.loading.report import Phase
@@ -193,7 +193,7 @@ def test_a_bench_of_nothing_is_refused_before_anything_is_opened(tmp_path, optio
 
 @pytest.mark.parametrize("options", [{"cold": True, "warm": True}, {"peers": True, "dtype": "fp32"}])
 def test_what_excludes_itself_is_refused_before_anything_is_opened(tmp_path, options):
-    with pytest.raises(BenchOptionError):
+    with pytest.raises(OptionError):
         bench_load(tmp_path / "not there", **options)
 
 

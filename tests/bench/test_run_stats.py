@@ -7,7 +7,7 @@ import pytest
 
 import bigload
 from bigload.bench import run_model
-from bigload.errors import BenchOptionError, MissingPackageError, StalePlanError, StateDictMismatchError
+from bigload.errors import MissingPackageError, OptionError, StalePlanError, StateDictMismatchError
 from builders import write_shard
 from make import load_recipe, make
 
@@ -39,7 +39,7 @@ def test_nothing_to_do_is_refused(llama, wrong):
 def test_weights_without_a_config_are_no_model(tmp_path, monkeypatch):
     monkeypatch.setattr(run_model, "find_spec", lambda name: importlib.machinery.ModuleSpec(name, None))
     write_shard(tmp_path / "model.safetensors", {})
-    with pytest.raises(BenchOptionError, match=r"no config\.json"):
+    with pytest.raises(OptionError, match=r"no config\.json"):
         bigload.run_forwards(tmp_path)
 
 
@@ -65,7 +65,7 @@ def test_a_config_that_names_no_model_to_run_is_told(tmp_path, config, words):
     write_shard(tmp_path / "model.safetensors", {})
     (tmp_path / "config.json").write_text(json.dumps(config))
     (tmp_path / "evil.py").write_text("raise SystemExit('code of a checkpoint ran')")
-    with pytest.raises(BenchOptionError, match=words):
+    with pytest.raises(OptionError, match=words):
         bigload.run_forwards(tmp_path)
 
 

@@ -16,7 +16,7 @@ from bigload.bench.memory import MemoryKind
 from bigload.bench.recommendation import Recommendation, SizeMeasured
 from bigload.bench.report import PeerResult
 from bigload.bench.result_marks import MADE_BY_BENCH_LOAD
-from bigload.errors import BenchOptionError, MissingPackageError, OutputExistsError, WriteError
+from bigload.errors import MissingPackageError, OptionError, OutputExistsError, WriteError
 from bigload.loading.methods import Method
 from bigload_cli.commands.bench_load import write_results
 from bigload_cli.views import bench_load as view
@@ -140,12 +140,12 @@ def test_a_folder_that_is_not_there_is_told_before_anything_runs(tmp_path):
 
 
 def test_two_results_do_not_go_into_one_file(tmp_path):
-    with pytest.raises(BenchOptionError, match="one file"):
+    with pytest.raises(OptionError, match="one file"):
         checked(tmp_path / "a", tmp_path / "." / "a")
 
 
 def test_a_picture_of_another_kind_is_refused(tmp_path):
-    with pytest.raises(BenchOptionError, match=r"\.png or \.svg"):
+    with pytest.raises(OptionError, match=r"\.png or \.svg"):
         check_picture(tmp_path / "a.gif")
 
 

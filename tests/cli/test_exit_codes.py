@@ -532,5 +532,5 @@ def test_rules_that_are_too_long_get_one_hint(run, here):
     (here / "rules.toml").write_text("# " + "x" * 2_000_000)
     done = run("bigload reshard tiny-llama out --tp 2 --tp-rules rules.toml")
     assert done.code == 2
-    assert done.stderr.startswith("error: rules.toml is no file of rules: more than 1.00 MiB\nhint: ")
+    assert done.stderr.startswith("error: cannot read rules rules.toml: more than 1.00 MiB\nhint: ")
     assert done.stderr.count("hint: ") == 1

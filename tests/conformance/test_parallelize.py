@@ -175,7 +175,7 @@ def test_generation_that_stops_by_the_clock_stops_in_all_workers_at_once():
 @pytest.mark.slow
 def test_a_class_that_transformers_does_not_have_is_told(tmp_path):
     (tmp_path / "config.json").write_text('{"architectures": ["NoSuchModel"], "auto_map": {"AutoModel": "evil.Model"}}')
-    with pytest.raises(bigload.ParallelOptionError, match="whose class transformers has, not 'NoSuchModel'"):
+    with pytest.raises(bigload.OptionError, match="whose class transformers has, not 'NoSuchModel'"):
         bigload.parallelize(tmp_path, 2, backend="gloo")
 
 

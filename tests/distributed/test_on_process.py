@@ -1,7 +1,7 @@
 import pytest
 
 import bigload
-from bigload.errors import ProcessOptionError
+from bigload.errors import OptionError
 
 
 @pytest.fixture
@@ -67,5 +67,5 @@ def test_methods_can_be_decorated_and_names_are_kept(be):
     ("decorate", "name"), [(bigload.on_process, "process_index"), (bigload.on_local_process, "local_process_index")]
 )
 def test_what_is_no_number_of_a_process_is_refused_at_once(decorate, name, number):
-    with pytest.raises(ProcessOptionError, match=f"^{name} is "):
+    with pytest.raises(OptionError, match=f"^{name} is "):
         decorate(print, **{name: number})

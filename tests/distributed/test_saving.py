@@ -12,7 +12,7 @@ from safetensors.torch import load as from_bytes
 from safetensors.torch import load_file
 
 import bigload
-from bigload.errors import ProcessOptionError, WriteError
+from bigload.errors import OptionError, WriteError
 
 
 @pytest.fixture(autouse=True)
@@ -87,7 +87,7 @@ def test_ties_are_written_once_and_views_each_by_itself(tmp_path, caplog):
 )
 def test_what_safetensors_cannot_hold_is_refused_and_the_older_file_stays(tmp_path, obj, text):
     (tmp_path / "state").write_text("older")
-    with pytest.raises(ProcessOptionError, match=text):
+    with pytest.raises(OptionError, match=text):
         bigload.save(obj, tmp_path / "state", safe_serialization=True)
     assert (tmp_path / "state").read_text() == "older"
     assert entries(tmp_path) == ["state"]

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 import bigload
 from bigload.distributed import splitting
-from bigload.errors import ProcessOptionError
+from bigload.errors import OptionError
 
 
 class Dataset:
@@ -126,7 +126,7 @@ def test_dicts_are_split_by_their_values_and_stay_as_they_are():
     ],
 )
 def test_what_cannot_be_split_is_refused(inputs, text):
-    with pytest.raises(ProcessOptionError, match=text):
+    with pytest.raises(OptionError, match=text):
         parts(inputs, 2)
 
 

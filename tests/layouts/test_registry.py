@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file
 
 import bigload
-from bigload.errors import ReshardOptionError
+from bigload.errors import OptionError
 from bigload.layouts.layout import OutputLayout
 from bigload.layouts.options import ReshardOptions
 from bigload.layouts.output import Output, OutputFile, OutputTensor, aligned
@@ -77,11 +77,11 @@ def test_what_a_layout_cannot_do_is_refused_by_its_name(letters, tmp_path):
         ({"keep_fp32": ["norm"], "dtype": "fp16"}, "none for the layout letters"),
         ({"offload_format": "dat"}, "it is for the layout offload, not for letters"),
     ):
-        with pytest.raises(ReshardOptionError, match=expected):
+        with pytest.raises(OptionError, match=expected):
             bigload.reshard(source, tmp_path / "out", layout="letters", **options)
-    with pytest.raises(ReshardOptionError, match="it is for the layout ranks and letters, not for shards"):
+    with pytest.raises(OptionError, match="it is for the layout ranks and letters, not for shards"):
         bigload.reshard(source, tmp_path / "out", layout="shards", tp=2)
-    with pytest.raises(ReshardOptionError, match="one of devices, offload, shards, ranks, letters"):
+    with pytest.raises(OptionError, match="one of devices, offload, shards, ranks, letters"):
         bigload.reshard(source, tmp_path / "out", layout="words")
 
 

@@ -18,9 +18,9 @@ import bigload
 from bigload.errors import (
     InvalidPlanError,
     NotEnoughSpaceError,
+    OptionError,
     OutputExistsError,
     ReadError,
-    ReshardOptionError,
     StalePlanError,
     VerificationError,
     WriteError,
@@ -108,7 +108,7 @@ def test_the_output_has_a_folder_for_each_device_and_an_index_of_all(tiny, out):
 def test_a_reshard_that_changes_nothing_is_refused_before_anything_is_written(tiny, out):
     reshard(tiny, out)  # three files become one
     again = out.with_name("again")
-    with nothing_left_of(again), pytest.raises(ReshardOptionError, match="what to change") as caught:
+    with nothing_left_of(again), pytest.raises(OptionError, match="what to change") as caught:
         reshard(out, again)
     assert "--layout shards" in caught.value.hint
     for options in ({"layout": "shards"}, {"dtypes": dtype_rule("fp32")}, {"max_shard_bytes": 1500}):
@@ -487,9 +487,9 @@ def test_sizes_are_taken_as_text_and_patterns_are_not(tiny, tmp_path):
     two = reshard(tiny, tmp_path / "two", max_shard_bytes=4096, dtype="fp16", keep_fp32=["*norm*"], max_inflight="1GB")
     assert contents(one.out) == contents(two.out)
     for wish in ({"max_shard_bytes": "2G"}, {"max_inflight": "much"}):
-        with pytest.raises(ReshardOptionError, match="text such as 2GB"):
+        with pytest.raises(OptionError, match="text such as 2GB"):
             reshard(tiny, tmp_path / "three", **wish)
-    with pytest.raises(ReshardOptionError, match="a list of patterns"):
+    with pytest.raises(OptionError, match="a list of patterns"):
         reshard(tiny, tmp_path / "three", dtype="fp16", keep_fp32="*norm*")
 
 
@@ -528,7 +528,7 @@ def test_an_output_that_would_pass_for_unfinished_is_refused(tiny, tmp_path):
 
 
 def test_one_pattern_in_place_of_a_list_is_told_as_such(tiny, out):
-    with pytest.raises(ReshardOptionError, match="a list of patterns"):
+    with pytest.raises(OptionError, match="a list of patterns"):
         reshard(tiny, out, dtype="bf16", keep_fp32="norm")
 
 

@@ -10,7 +10,7 @@ from torch import nn
 
 import bigload
 import make as fixtures
-from bigload.errors import LoadOptionError, ReadError, StalePlanError, StateDictMismatchError, UnsupportedMethodError
+from bigload.errors import OptionError, ReadError, StalePlanError, StateDictMismatchError, UnsupportedMethodError
 from bigload.loading.methods import Method
 from bigload.loading.readers.byte_source import PositionalReader
 from bigload.loading.report import Phase
@@ -88,7 +88,7 @@ def test_integers_and_scales_keep_the_dtypes_they_mean_something_in(tmp_path):
 @pytest.mark.parametrize("dtype", ["fp8", torch.float8_e5m2, "int8", "F4"])
 def test_weights_are_not_cast_to_what_needs_scales(tmp_path, dtype):
     write_shard(tmp_path / "model.safetensors", {"norm.weight": ("F32", [2])})
-    with pytest.raises(bigload.LoadOptionError, match="8 bits need scales"):
+    with pytest.raises(bigload.OptionError, match="8 bits need scales"):
         bigload.load(tmp_path, dtype=dtype)
 
 
@@ -125,7 +125,7 @@ def test_of_rows_only_their_bytes_are_read(folder, stored):
     [(Slice(2, 0, 1), "dimension 2"), (Slice(0, 0, 10**9), "elements 0 to 1000000000")],
 )
 def test_a_part_that_the_tensor_lacks_is_refused_with_its_name(folder, part, words):
-    with pytest.raises(LoadOptionError, match=words) as raised:
+    with pytest.raises(OptionError, match=words) as raised:
         bigload.load(folder, slices={UP: part})
     assert UP in str(raised.value)
 
@@ -185,7 +185,7 @@ def test_a_device_map_leaves_on_disk_what_it_says_and_a_module_stays_meta_there(
     [("cuda:x", "unknown device"), ({"model": "cpu"}, "lm_head.weight"), ({"": "tpu"}, "unknown device")],
 )
 def test_a_device_that_is_none_and_a_tensor_without_one_are_refused(folder, device, words):
-    with pytest.raises(LoadOptionError, match=words):
+    with pytest.raises(OptionError, match=words):
         bigload.load(folder, device=device)
 
 
@@ -304,12 +304,12 @@ def test_the_report_says_how_and_why(folder):
 
 @pytest.mark.parametrize("dtype", ["int32", torch.bool, "complex64", "F4", "F6_E2M3"])
 def test_weights_are_cast_only_to_what_holds_weights(folder, dtype):
-    with pytest.raises(LoadOptionError, match="floating-point"):
+    with pytest.raises(OptionError, match="floating-point"):
         bigload.load(folder, dtype=dtype)
 
 
 def test_a_slice_of_another_kind_is_refused_with_its_tensor(folder):
-    with pytest.raises(LoadOptionError, match=rf"slices\['{UP}'\].*Slice\(dim, start, stop\)"):
+    with pytest.raises(OptionError, match=rf"slices\['{UP}'\].*Slice\(dim, start, stop\)"):
         bigload.load(folder, slices={UP: slice(0, 2)})
 
 
@@ -319,5 +319,5 @@ def test_the_cpu_by_its_number_is_the_cpu(folder, stored, device):
 
 
 def test_a_device_that_holds_no_bytes_is_refused(folder):
-    with pytest.raises(LoadOptionError, match="meta"):
+    with pytest.raises(OptionError, match="meta"):
         bigload.load(folder, device=torch.device("meta"))

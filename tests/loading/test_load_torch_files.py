@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import bigload
-from bigload.errors import InvalidCheckpointError, LoadOptionError
+from bigload.errors import InvalidCheckpointError, OptionError
 from bigload.loading.slices import Slice
 
 
@@ -57,7 +57,7 @@ def test_a_part_of_a_tensor_is_read_and_one_of_a_view_refused(tmp_path, tensors)
     folder = saved(tmp_path / "old", tensors)
     loaded = bigload.load(folder, only=["half"], slices={"half": Slice(1, 5, 9)})
     assert torch.equal(loaded["half"], tensors["half"][:, 5:9])
-    with pytest.raises(LoadOptionError, match=r"slices\['turned'\].*strides \[1, 7\]"):
+    with pytest.raises(OptionError, match=r"slices\['turned'\].*strides \[1, 7\]"):
         bigload.load(folder, slices={"turned": Slice(0, 0, 1)})
 
 

@@ -6,7 +6,7 @@ import torch
 
 from bigload.checkpoint.model import Span, TensorInfo
 from bigload.dtypes import DTYPES
-from bigload.errors import LoadOptionError, UnsupportedDTypeError
+from bigload.errors import OptionError, UnsupportedDTypeError
 from bigload.loading.schedule import ALIGNMENT, RequestedTensor, schedule_reads
 from bigload.loading.tensors import as_tensors, check_dtypes, parsed_dtype, torch_dtype, torch_shape
 from bigload.machine.huge_pages import allocate
@@ -105,5 +105,5 @@ def test_a_dtype_goes_by_any_of_its_names(text):
 
 def test_a_dtype_that_nobody_knows_is_told():
     assert parsed_dtype(None) is None
-    with pytest.raises(LoadOptionError, match='dtype is "float17"; expected the name of a dtype'):
+    with pytest.raises(OptionError, match='dtype is "float17"; expected the name of a dtype'):
         parsed_dtype("float17")

@@ -2,7 +2,7 @@ import pytest
 
 from bigload.devices import Device
 from bigload.dtypes import DTYPES
-from bigload.errors import PlanError
+from bigload.errors import OptionError
 from bigload.planning.bandwidth import Bandwidth
 from bigload.planning.choices import Attention, Balance, Experts, NameScheme, Policy
 from bigload.planning.options import PlanOptions, options_of
@@ -102,7 +102,7 @@ def test_one_pattern_does_for_a_list_of_one():
     ],
 )
 def test_what_cannot_be_is_refused_with_the_word_that_is_wrong(wrong, text):
-    with pytest.raises(PlanError, match=text):
+    with pytest.raises(OptionError, match=text):
         options_of(**wrong)
 
 
@@ -112,7 +112,7 @@ def test_an_option_that_does_not_exist_is_not_passed_over():
 
 
 def test_a_word_that_is_not_known_is_refused_with_those_that_are():
-    with pytest.raises(PlanError) as caught:
+    with pytest.raises(OptionError) as caught:
         options_of(experts="some")
     assert caught.value.hint == "known are auto, block, split"
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from bigload.devices import CPU, DISK, Device
-from bigload.errors import BudgetError, CheckpointNotFoundError, DoesNotFitError, InvalidPlanError, PlanError
+from bigload.errors import BudgetError, CheckpointNotFoundError, DoesNotFitError, InvalidPlanError, OptionError
 from bigload.planning.budget.budget import MemoryBudget
 from bigload.planning.plan import recount, summarize
 from bigload.planning.plan_file import plan_from_json, plan_to_json
@@ -88,7 +88,7 @@ def test_a_plan_for_a_budget_that_makes_no_sense_is_refused():
 
 
 def test_an_unknown_policy_is_refused():
-    with pytest.raises(PlanError, match="no policy 'fastest'"):
+    with pytest.raises(OptionError, match="no policy 'fastest'"):
         plan(checkpoint_of(BLOCKS), {"cpu": 100}, policy="fastest")
 
 

@@ -6,7 +6,7 @@ from torch import nn
 
 import bigload
 import make as fixtures
-from bigload.errors import LoadOptionError, NotEnoughMemoryError, ReadError
+from bigload.errors import NotEnoughMemoryError, OptionError, ReadError
 from bigload.loading.readers.byte_source import PositionalReader
 from bigload.loading.slices import Slice
 
@@ -99,7 +99,7 @@ def test_a_device_without_enough_memory_is_told_before_a_byte_is_read(simulation
 
 
 def test_a_device_that_is_not_there_is_told_by_its_name(simulation, folder):
-    with pytest.raises(LoadOptionError, match=r'"sim:9"; expected a device that torch can use: it sees 4'):
+    with pytest.raises(OptionError, match=r'"sim:9"; expected a device that torch can use: it sees 4'):
         bigload.load(folder, device=torch.device("sim:9"))
-    with pytest.raises(LoadOptionError, match="it sees none of kind cuda"):
+    with pytest.raises(OptionError, match="it sees none of kind cuda"):
         bigload.load(folder, device="cuda:0")

@@ -5,7 +5,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from bigload.errors import LoadOptionError
+from bigload.errors import OptionError
 from bigload.parallel.sharded_loading.load_sharded import load_parts, load_sharded
 from bigload.planning.tensor_parallel.division import Division
 
@@ -49,5 +49,5 @@ def test_what_is_on_the_meta_device_goes_where_it_is_told(simulation, folder):
     load_sharded(model, folder, device="sim:3")
     assert str(model.weight.device) == "sim:3"
     assert torch.equal(model.weight.detach().cpu(), WHOLE)
-    with pytest.raises(LoadOptionError, match="device"):
+    with pytest.raises(OptionError, match="device"):
         load_parts(folder, {"weight": Division()}, 0, device="sim:9")

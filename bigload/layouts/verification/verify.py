@@ -21,7 +21,7 @@ from bigload.checkpoint.model import Span
 from bigload.errors import (
     DamagedOutputError,
     InvalidCheckpointError,
-    LoadOptionError,
+    OptionError,
     Problem,
     ReadError,
     UnsupportedMethodError,
@@ -135,14 +135,14 @@ def verify(
     Raises:
         ManifestNotFoundError: not a folder that a reshard finished.
         InvalidManifestError: its manifest is not one.
-        LoadOptionError: a value of `level` or `threads` that cannot be.
+        OptionError: a value of `level` or `threads` that cannot be.
         ReadError: the manifest cannot be read.
     """
     if level not in list(Level):
-        raise LoadOptionError("level", level, f"one of {', '.join(Level)}")
+        raise OptionError.of("level", level, f"one of {', '.join(Level)}")
     num_threads = DEFAULT_THREADS if threads is None else threads
     if not 1 <= num_threads <= MAX_THREADS:
-        raise LoadOptionError("threads", threads, f"a whole number from 1 to {MAX_THREADS}")
+        raise OptionError.of("threads", threads, f"a whole number from 1 to {MAX_THREADS}")
     began = time.monotonic()
     root, manifest = Path(folder), read_manifest(folder)
     num_threads = min(num_threads, max(len(manifest.files), 1))

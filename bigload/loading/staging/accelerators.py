@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import torch
 
-from bigload.errors import LoadOptionError, NotEnoughMemoryError
+from bigload.errors import NotEnoughMemoryError, OptionError
 
 
 def check_present(name: str) -> None:
     """Raise before anything is read if torch cannot use the device `name`.
 
     Raises:
-        LoadOptionError: there is no such device here, or this torch was built without its kind.
+        OptionError: there is no such device here, or this torch was built without its kind.
     """
     device = torch.device(name)
     if device.type == "cpu":
@@ -23,7 +23,7 @@ def check_present(name: str) -> None:
         count = 0
     if (device.index or 0) >= count:
         found = f"{count} of them" if count else "none"
-        raise LoadOptionError("device", name, f"a device that torch can use: it sees {found} of kind {device.type}")
+        raise OptionError.of("device", name, f"a device that torch can use: it sees {found} of kind {device.type}")
 
 
 def free_bytes(name: str) -> int | None:

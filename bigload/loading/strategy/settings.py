@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
-from bigload.errors import LoadOptionError
+from bigload.errors import OptionError
 from bigload.loading.methods import Method
 from bigload.units import MIB, parse_size
 
@@ -73,7 +73,7 @@ def settings(
         environ: Where variables are looked up.
 
     Raises:
-        LoadOptionError: a value that cannot be; the error names the argument or the variable.
+        OptionError: a value that cannot be; the error names the argument or the variable.
     """
     return LoadSettings(
         threads=_first(threads, "threads", THREADS_VARIABLE, environ, _threads) or _threads_of_transformers(environ),
@@ -100,7 +100,7 @@ def _threads_of_transformers(environ: Mapping[str, str]) -> int | None:
     if word in _FALSE:
         return 1
     if word:
-        raise LoadOptionError(PARALLEL_VARIABLE, environ[PARALLEL_VARIABLE], "true or false")
+        raise OptionError.of(PARALLEL_VARIABLE, environ[PARALLEL_VARIABLE], "true or false")
     return None
 
 
@@ -108,7 +108,7 @@ def _threads(name: str, value: object) -> int:
     expected = f"a whole number from 1 to {MAX_THREADS}"
     number = _whole_number(value)
     if number is None or not 1 <= number <= MAX_THREADS:
-        raise LoadOptionError(name, value, expected)
+        raise OptionError.of(name, value, expected)
     return number
 
 
@@ -116,7 +116,7 @@ def _method(name: str, value: object) -> Method:
     try:
         return Method(str(value).lower())
     except ValueError:
-        raise LoadOptionError(name, value, f"one of {', '.join(Method)}") from None
+        raise OptionError.of(name, value, f"one of {', '.join(Method)}") from None
 
 
 def _inflight_bytes(name: str, value: object) -> int:
@@ -124,9 +124,9 @@ def _inflight_bytes(name: str, value: object) -> int:
     try:
         num_bytes = parse_size(value) if isinstance(value, str) else _whole_number(value)
     except ValueError as error:
-        raise LoadOptionError(name, value, f"{expected} ({error})") from None
+        raise OptionError.of(name, value, f"{expected} ({error})") from None
     if num_bytes is None or num_bytes < MIN_INFLIGHT_BYTES:
-        raise LoadOptionError(name, value, expected)
+        raise OptionError.of(name, value, expected)
     return num_bytes
 
 

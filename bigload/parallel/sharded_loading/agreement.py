@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from bigload.distributed.process_group import ProcessGroup
-from bigload.errors import LoadOptionError
+from bigload.errors import OptionError
 
 _Mesh = str
 """The ranks of a mesh and its shape, as JSON."""
@@ -28,7 +28,7 @@ def check_agreement(team: ProcessGroup, arguments: Mapping[str, object], model: 
     can hold different stages of a model.
 
     Raises:
-        LoadOptionError: (in all ranks) two of them disagree; about which argument or tensor, and what they say.
+        OptionError: (in all ranks) two of them disagree; about which argument or tensor, and what they say.
     """
     if team.size == 1:
         return
@@ -39,7 +39,7 @@ def check_agreement(team: ProcessGroup, arguments: Mapping[str, object], model: 
         for rank, theirs in enumerate(told):
             if theirs["arguments"][name] != value:
                 found = f"it is {value!r:.40} in rank 0 and {theirs['arguments'][name]!r:.40} in rank {rank}"
-                raise LoadOptionError(name, arguments[name], f"the same in all ranks: {found}")
+                raise OptionError.of(name, arguments[name], f"the same in all ranks: {found}")
     for mesh in sorted({mesh for theirs in told for mesh in theirs["digests"]}):
         ranks, _ = json.loads(mesh)
         if len({told[rank]["digests"].get(mesh) for rank in ranks}) > 1:
@@ -54,7 +54,7 @@ def _raise_difference(members: Mapping[int, Mapping[str, _Form]]) -> NoReturn:
     name = next(name for name in names if members[first].get(name) != members[rank].get(name))
     here, there = (members[each].get(name, "not there") for each in (first, rank))
     expected = f"the same in all ranks of its mesh: it is {here} in rank {first} and {there} in rank {rank}"
-    raise LoadOptionError(f"{name} of the model", here, expected)
+    raise OptionError.of(f"{name} of the model", here, expected)
 
 
 def _forms(model: nn.Module) -> dict[_Mesh, dict[str, _Form]]:

@@ -15,7 +15,7 @@ from bigload.checkpoint.model import Checkpoint
 from bigload.distributed.joining import current_process_group
 from bigload.distributed.process_group import ProcessGroup, run_on_all_ranks
 from bigload.distributed.torch_process_group import TorchProcessGroup
-from bigload.errors import LoadOptionError, UnknownTensorError, UnsupportedDTypeError
+from bigload.errors import OptionError, UnknownTensorError, UnsupportedDTypeError
 from bigload.loading.assign import Assignment
 from bigload.loading.memory_errors import memory_errors
 from bigload.loading.methods import Method
@@ -97,7 +97,7 @@ def load_sharded(
 
     Raises:
         CheckpointError: the checkpoint cannot be opened.
-        LoadOptionError: an argument or an environment variable that cannot be; values that are yet to be summed up;
+        OptionError: an argument or an environment variable that cannot be; values that are yet to be summed up;
             ranks that were told different things, or do not have the same tensors on a mesh.
         ProcessControlError: the others wait for this rank to leave `main_process_first`.
         StateDictMismatchError: `model` and the checkpoint disagree.
@@ -140,7 +140,7 @@ def load_sharded(
 def _module(model: nn.Module) -> nn.Module:
     """Return the model that holds parameters by the names that a checkpoint has for them."""
     if not isinstance(model, nn.Module):
-        raise LoadOptionError("model", type(model).__name__, "a module")  # not its repr: tensors
+        raise OptionError.of("model", type(model).__name__, "a module")  # not its repr: tensors
     return model.module if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)) else model
 
 
@@ -148,7 +148,7 @@ def _device(device: str | torch.device | None) -> torch.device:
     try:
         return torch.device("cpu" if device is None else device)
     except (RuntimeError, TypeError) as error:
-        raise LoadOptionError("device", str(device), f"a device ({str(error).splitlines()[0]:.200})") from None
+        raise OptionError.of("device", str(device), f"a device ({str(error).splitlines()[0]:.200})") from None
 
 
 def _told_by_rank_0(checkpoint: Checkpoint | str | Path, team: TorchProcessGroup) -> StoredTensors:
@@ -219,7 +219,7 @@ def load_parts(
 
     Raises:
         CheckpointError, LoadError: see `load_sharded`.
-        LoadOptionError: an argument that cannot be.
+        OptionError: an argument that cannot be.
         UnknownTensorError: the checkpoint lacks one of the names.
     """
     began = time.perf_counter()

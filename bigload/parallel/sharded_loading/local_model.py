@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from bigload.checkpoint.model import Span, TensorInfo
 from bigload.dtypes import DTYPES, parse_dtype
-from bigload.errors import LoadOptionError, StateDictMismatchError, abridged
+from bigload.errors import OptionError, StateDictMismatchError, abridged
 from bigload.loading.assign import Assignment, compare, held
 from bigload.loading.schedule import CPU, RequestedTensor
 from bigload.loading.staging.accelerators import check_present
@@ -42,7 +42,7 @@ class ModelPart:
         """Return what goes where of `stored`; all that can be wrong with it is found here, before a byte is read.
 
         Raises:
-            StateDictMismatchError, UnsupportedDTypeError, LoadOptionError: see `load_sharded`.
+            StateDictMismatchError, UnsupportedDTypeError, OptionError: see `load_sharded`.
         """
         self._check_names()
         tensors = self._by_names_in_model(stored)
@@ -83,7 +83,7 @@ class ModelPart:
     def _check_names(self) -> None:
         check_divisions(self.divisions, self.rank)
         if not isinstance(self.names, Mapping):
-            raise LoadOptionError(
+            raise OptionError.of(
                 "names", type(self.names).__name__, "a mapping with the checkpoint's name for each name in the model"
             )
         known = {
@@ -95,7 +95,7 @@ class ModelPart:
         }
         for argument, told in (("divisions", self.divisions), ("names", self.names)):
             if unknown := [name for name in told if name not in known]:
-                raise LoadOptionError(
+                raise OptionError.of(
                     argument, unknown[0], f"names of parameters and buffers of {type(self.model).__name__}"
                 )
 
@@ -167,7 +167,7 @@ def check_parts(parts: Sequence[LocalPart]) -> None:
 
     Raises:
         UnsupportedDTypeError: torch has no such dtype.
-        LoadOptionError: there is no cast to the dtype in the model, or no such device.
+        OptionError: there is no cast to the dtype in the model, or no such device.
     """
     for part in parts:
         check_dtypes(RequestedTensor(tensor=piece.tensor, dtype=part.stored.dtype) for piece in part.stored.pieces)
@@ -178,7 +178,7 @@ def check_parts(parts: Sequence[LocalPart]) -> None:
             is_castable = False
         if not is_castable:
             expected = f"a dtype that {part.stored.dtype}, which it has in the checkpoint, can be cast to"
-            raise LoadOptionError(f"the dtype of {part.stored.name} in the model", str(part.dtype), expected)
+            raise OptionError.of(f"the dtype of {part.stored.name} in the model", str(part.dtype), expected)
     for place in sorted({part.place for part in parts}):
         check_present(place)
 

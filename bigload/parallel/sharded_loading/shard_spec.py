@@ -14,7 +14,7 @@ from math import prod
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from bigload.errors import LoadOptionError
+from bigload.errors import OptionError
 from bigload.planning.tensor_parallel.division import Division, Range
 
 Spans = tuple[tuple[Range, ...], ...]
@@ -35,32 +35,32 @@ def check_divisions(divisions: Mapping[str, Division], rank: int) -> None:
     """Raise if `divisions` are not what they should be, or there cannot be such a rank.
 
     Raises:
-        LoadOptionError: so it is.
+        OptionError: so it is.
     """
     if not isinstance(divisions, Mapping):
-        raise LoadOptionError("divisions", type(divisions).__name__, "a mapping with a division for each name")
+        raise OptionError.of("divisions", type(divisions).__name__, "a mapping with a division for each name")
     for name, division in divisions.items():
         if not isinstance(division, Division):
-            raise LoadOptionError(f"the division of {name}", division, "a bigload.Division")
+            raise OptionError.of(f"the division of {name}", division, "a bigload.Division")
     if not isinstance(rank, int) or rank < 0:
-        raise LoadOptionError("rank", rank, "a number from 0 on")
+        raise OptionError.of("rank", rank, "a number from 0 on")
 
 
 def of_division(name: str, shape: Sequence[int], division: Division, rank: int) -> Spans:
     """Return what `rank` holds of the tensor `name` of `shape` by `division`.
 
     Raises:
-        LoadOptionError: the division has no such rank, or the tensor no such elements.
+        OptionError: the division has no such rank, or the tensor no such elements.
     """
     spans = list(whole(shape))
     if division.dim is not None:
         if not (0 <= division.dim < len(shape) and 0 <= rank < len(division.ranges)):
             expected = f"one along a dimension of {list(shape)}, with ranges for rank {rank}"
-            raise LoadOptionError(f"the division of {name}", division, expected)
+            raise OptionError.of(f"the division of {name}", division, expected)
         ranges = division.ranges[rank]
         if not all(0 <= start <= stop <= shape[division.dim] for start, stop in ranges):
             expected = f"ranges of the {shape[division.dim]} elements along dimension {division.dim}"
-            raise LoadOptionError(f"the division of {name}", ranges, expected)
+            raise OptionError.of(f"the division of {name}", ranges, expected)
         spans[division.dim] = tuple((start, stop) for start, stop in ranges if start < stop)
     return tuple(spans)
 
@@ -69,7 +69,7 @@ def of_dtensor(name: str, tensor: DTensor) -> Spans:
     """Return what this process holds of `tensor`; nothing, if it is not in its mesh.
 
     Raises:
-        LoadOptionError: a placement that is neither `Shard` nor `Replicate`: values that are yet to be added up
+        OptionError: a placement that is neither `Shard` nor `Replicate`: values that are yet to be added up
             (`Partial`) are stored nowhere.
     """
     coordinate = tensor.device_mesh.get_coordinate()
@@ -95,7 +95,7 @@ def of_placements(
         elif isinstance(placement, Shard):
             factor = 1
         else:
-            raise LoadOptionError(f"the placement of {name}", placement, "Shard or Replicate, which files can hold")
+            raise OptionError.of(f"the placement of {name}", placement, "Shard or Replicate, which files can hold")
         spans[placement.dim] = _cut(spans[placement.dim], factor, size, index)
     return tuple(spans)
 

@@ -8,7 +8,7 @@ from fnmatch import fnmatchcase
 from functools import cached_property
 
 from bigload.checkpoint.model import Checkpoint, TensorInfo
-from bigload.errors import PlanOptionError
+from bigload.errors import OptionError
 from bigload.planning.choices import NameScheme
 from bigload.planning.load_dtype import as_loaded
 from bigload.planning.model.execution_order import execution_ranks, in_execution_order, visits
@@ -138,7 +138,7 @@ def read_structure(checkpoint: Checkpoint, options: PlanOptions) -> ModelStructu
     """Read the structure of a checkpoint from its names, shapes and config.
 
     Raises:
-        PlanOptionError: a pattern of `options.no_split` matches no module.
+        OptionError: a pattern of `options.no_split` matches no module.
         CheckpointError: tied tensors cannot be compared.
     """
     root = build_tree(as_loaded(checkpoint.tensors.values(), options.workload.load_dtype))
@@ -182,7 +182,7 @@ def _present(ties: Sequence[TiedGroup], left_out: tuple[str, ...]) -> tuple[Tied
 def _check_patterns(structure: ModelStructure) -> None:
     for pattern in structure.no_split:
         if not any(node.name and fnmatchcase(node.name, pattern) for node in structure.root.walk()):
-            raise PlanOptionError(
+            raise OptionError(
                 f"--no-split {pattern}: no module has such a name",
                 hint="bigload inspect --depth 9 lists the modules; a pattern is, for example, 'model.layers.*'",
             )

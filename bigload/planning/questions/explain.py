@@ -131,7 +131,7 @@ def explain(draft: Draft, name: str) -> Explanation:
     has, `layers.37` for example.
 
     Raises:
-        PlanOptionError: nothing has such a name, or several things do; the hint names some.
+        OptionError: nothing has such a name, or several things do; the hint names some.
     """
     subject = _Subject(draft, name_in_checkpoint(draft, name))
     trials = _Trials(draft)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from difflib import get_close_matches
 
-from bigload.errors import PlanOptionError
+from bigload.errors import OptionError
 from bigload.planning.choices import NameScheme
 from bigload.planning.module_names import in_memory_names
 from bigload.planning.planner import Draft
@@ -21,7 +21,7 @@ def name_in_checkpoint(draft: Draft, asked: str) -> str:
     `layers.37`, stands for the only module or tensor that ends so.
 
     Raises:
-        PlanOptionError: nothing has such a name, or several things do; the hint names some.
+        OptionError: nothing has such a name, or several things do; the hint names some.
     """
     name = asked.strip().strip(".")
     known = dict.fromkeys(_known(draft))
@@ -34,12 +34,12 @@ def name_in_checkpoint(draft: Draft, asked: str) -> str:
     if len(ending) == 1:
         return ending[0]
     if ending:
-        raise PlanOptionError(
+        raise OptionError(
             f"{name:.{_MAX_SHOWN}} is the end of {len(ending)} names",
             hint=f"say which one, for example {', '.join(ending[:_NUM_SUGGESTED])}",
         )
     close = _close(name, [*draft.plan.homes, *translated])
-    raise PlanOptionError(
+    raise OptionError(
         f"no module or tensor is called {name:.{_MAX_SHOWN}}",
         hint=f"close to it are {', '.join(close)}" if close else "bigload inspect --depth 9 lists the modules",
     )

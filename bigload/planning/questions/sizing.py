@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from bigload.devices import CPU, Device
-from bigload.errors import BudgetError, PlanOptionError
+from bigload.errors import BudgetError, OptionError
 from bigload.planning.budget.budget import MemoryBudget
 from bigload.planning.choices import Balance, Experts, Policy
 from bigload.planning.model.structure import ModelStructure, replace_parts
@@ -84,11 +84,11 @@ def fits(structure: ModelStructure, options: PlanOptions, counts: Sequence[int] 
     Overhead, activations, and the caches and logits of `options.workload` are counted. One byte less does not do.
 
     Raises:
-        PlanOptionError: a number of GPUs below 1 or above `MAX_GPUS`.
+        OptionError: a number of GPUs below 1 or above `MAX_GPUS`.
     """
     for count in counts:
         if not 1 <= count <= MAX_GPUS:
-            raise PlanOptionError(f"{count} GPUs: the number has to be 1 to {MAX_GPUS}")
+            raise OptionError(f"{count} GPUs: the number has to be 1 to {MAX_GPUS}")
     sizes, fixed = _sizes(structure, options), _fixed_bytes(structure, options)
     return Fits(
         least=tuple(LeastMemory(num_gpus=count, gpu_bytes=_least_size(sizes, fixed, count)) for count in counts),

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from bigload.checkpoint.source import open_checkpoint
-from bigload.errors import CheckpointError, LegacyPickleError, NoOffloadFolderError, PlanOptionError
+from bigload.errors import CheckpointError, LegacyPickleError, NoOffloadFolderError, OptionError
 from bigload.layouts.kinds.device_folders import PLAN_FILE
 from bigload.loading.memory_errors import memory_errors
 from bigload.planning.plan import Plan
@@ -87,7 +87,7 @@ def load_checkpoint_and_dispatch(
 
     Raises:
         ValueError: the map does not cover the model.
-        PlanOptionError: no map of that name can be made.
+        OptionError: no map of that name can be made.
         NoOffloadFolderError: a checkpoint in an old form is to be on disk, and there is no `offload_folder`.
         BigloadError: see `load_checkpoint_in_model` and `dispatch_model`.
     """
@@ -220,9 +220,7 @@ def _made_map(
     if not isinstance(device_map, str):
         return device_map
     if device_map not in _NAMED_MAPS:
-        raise PlanOptionError(
-            f"no device map {device_map!r}", hint=f"known are {', '.join(_NAMED_MAPS)}, or give a dict"
-        )
+        raise OptionError(f"no device map {device_map!r}", hint=f"known are {', '.join(_NAMED_MAPS)}, or give a dict")
     if device_map != "sequential":
         low_zero = device_map == "balanced_low_0"
         max_memory = get_balanced_memory(model, max_memory, no_split_module_classes, dtype, low_zero=low_zero)

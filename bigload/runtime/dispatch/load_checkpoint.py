@@ -21,7 +21,7 @@ from torch import nn
 
 from bigload.checkpoint.model import Checkpoint, TensorInfo
 from bigload.dtypes import DType
-from bigload.errors import LoadOptionError
+from bigload.errors import OptionError
 from bigload.loading.absent_weights import LOAD_OR_DISPATCH, NOT_LOADED, mark_absent
 from bigload.loading.assign import Assignment, held
 from bigload.loading.memory_errors import memory_errors
@@ -122,13 +122,13 @@ def load_checkpoint_in_model(
         PlanError: the plan is none, or was made for another version of the checkpoint.
         StateDictMismatchError: shapes differ; or `strict`, and something is missing or unexpected.
         ValueError: the device map has no device for a tensor.
-        LoadOptionError: no such dtype; quantisation was asked for; files of torch before 1.6 cannot stay on disk, where
+        OptionError: no such dtype; quantisation was asked for; files of torch before 1.6 cannot stay on disk, where
             they have no parts.
         LoadError: it cannot be loaded; see `bigload.load`.
         LayoutError: the offload folder cannot be written.
     """
     if offload_8bit_bnb:
-        raise LoadOptionError("offload_8bit_bnb", offload_8bit_bnb, "False: weights are not quantised while they load")
+        raise OptionError.of("offload_8bit_bnb", offload_8bit_bnb, "False: weights are not quantised while they load")
     on_disk = load_matched(
         model,
         matched(model, checkpoint, strict=strict),
@@ -314,7 +314,7 @@ def _on_disk(
         return WeightsOnDisk(_written(source, placed, folder), dtypes)
     if source.legacy is not None:
         expected = "a folder: files of torch before 1.6 have no parts that could be read where they are"
-        raise LoadOptionError("offload_folder", folder, expected)
+        raise OptionError.of("offload_folder", folder, expected)
     aliases = {place: each.name for each in placed for place in each.places if place != each.name}
     return WeightsOnDisk(StoredWeights(source.checkpoint, aliases=aliases), dtypes)
 

@@ -99,7 +99,7 @@ class StoredWeights(Mapping[str, torch.Tensor]):
     Raises:
         CheckpointError: it cannot be opened.
         LegacyPickleError: it is stored as torch before 1.6 did, of which no part can be read by itself.
-        LoadOptionError: no such dtype.
+        OptionError: no such dtype.
         UnknownTensorError: an alias is for a name that is not stored.
         ReadError: a file is no longer the one that was opened.
         UnsupportedDTypeError: torch lacks the dtype of a tensor.

@@ -9,9 +9,9 @@ CONTEXT = {"allow_extra_args": True, "ignore_unknown_options": True, "help_optio
 
 def bench_run(_context: typer.Context) -> None:
     """Raise an error that says where the comparison with other runtimes went."""
-    from bigload.errors import BenchOptionError
+    from bigload.errors import OptionError
 
-    raise BenchOptionError(
+    raise OptionError(
         "bench-run is no longer part of the program",
         hint="`bigload run-stats` times a model under a plan; benchmarks/bench_run.py in bigload's source tree "
         "compares it with accelerate and transformers",

@@ -10,7 +10,7 @@ import typer
 
 from bigload.layouts.choices import OffloadFormat, Verify
 from bigload.layouts.registry import LAYOUTS
-from bigload_cli.failures import FAILED, INTERRUPTED, NOTHING_IS_LEFT, TERMINATED, StoppedError
+from bigload_cli.failures import FAILED, INTERRUPTED, NOTHING_IS_LEFT, TERMINATED, StoppedError, named_as_options
 from bigload_cli.options import ColorMode, ColorOption, IoThreadsOption, JsonOption, QuietOption, YesOption, size_option
 
 if TYPE_CHECKING:
@@ -40,6 +40,15 @@ Examples:
 An interrupted run (Ctrl-C, SIGTERM, a crash, a full disk) keeps what it has
 finished in OUT.partial; --resume reads that back and goes on.
 """
+
+
+_OPTIONS = {
+    "checkpoint": "--source",
+    "max_shard_bytes": "--max-shard-size",
+    "threads": "--io-threads",
+    "max_inflight": "--max-memory-in-flight",
+}
+"""Options of other names than the arguments of `bigload.reshard`."""
 
 
 def reshard(
@@ -147,7 +156,8 @@ def reshard(
         )
         return prepare_reshard(source, out, options)
 
-    with launched_process_group() as team:  # torchrun: all ranks share the work, and the first one speaks
+    # torchrun: all ranks share the work, and the first one reports
+    with named_as_options(_OPTIONS), launched_process_group() as team:
         prepared = run_on_all_ranks(team, prepare)
         if team.rank == 0:
             say_warnings(prepared.checkpoint)

@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from bigload.documents import check_replaceable, is_stream
-from bigload.errors import BenchOptionError, MissingPackageError, WriteError
+from bigload.errors import MissingPackageError, OptionError, WriteError
 from bigload_cli.result_files import answers_on_stdout, is_stdout, write_result
 
 _PICTURE_SUFFIXES = (".png", ".svg")
@@ -37,7 +37,7 @@ def check_exports(exports: Sequence[Export], *, as_json: bool = False) -> bool:
         Whether one of them goes to stdout, in place of the table.
 
     Raises:
-        BenchOptionError: two results for one file.
+        OptionError: two results for one file.
         OutputExistsError: the file exists and was not made by bigload.
         WriteError: the folder does not exist, or is not writable.
     """
@@ -52,13 +52,13 @@ def check_picture(path: Path | None) -> None:
     """Raise unless a plot can be drawn for `path`.
 
     Raises:
-        BenchOptionError: the suffix is not that of a supported picture format.
+        OptionError: the suffix is not that of a supported picture format.
         MissingPackageError: matplotlib is not installed.
     """
     if path is None:
         return
     if path.suffix.lower() not in _PICTURE_SUFFIXES:
-        raise BenchOptionError(f"--plot {path}: a picture ends with {' or '.join(_PICTURE_SUFFIXES)}")
+        raise OptionError(f"--plot {path}: a picture ends with {' or '.join(_PICTURE_SUFFIXES)}")
     if find_spec("matplotlib") is None:
         raise MissingPackageError("--plot", "matplotlib", extra="plot")
 

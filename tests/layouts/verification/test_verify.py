@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import bigload
-from bigload.errors import DamagedOutputError, LoadOptionError
+from bigload.errors import DamagedOutputError, OptionError
 from bigload.layouts.verification import verify as verify_module
 from bigload.layouts.verification.manifest import MANIFEST_FILE
 from bigload.layouts.verification.verify import verify
@@ -386,7 +386,7 @@ def test_sizes_alone_are_compared_without_opening_a_file(folder, monkeypatch):
 
 @pytest.mark.parametrize(("option", "value"), [("level", "none"), ("level", 1), ("threads", 0), ("threads", 10**6)])
 def test_options_that_cannot_be_are_refused(folder, option, value):
-    with pytest.raises(LoadOptionError, match=option):
+    with pytest.raises(OptionError, match=option):
         verify(folder, **{option: value})
 
 

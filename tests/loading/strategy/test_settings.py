@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bigload.errors import LoadOptionError
+from bigload.errors import OptionError
 from bigload.loading.methods import Method
 from bigload.loading.strategy.settings import MAX_THREADS, MIN_INFLIGHT_BYTES, LoadSettings, settings
 from bigload.units import MIB
@@ -96,7 +96,7 @@ def test_a_size_is_bytes_or_text(size, num_bytes):
     ],
 )
 def test_a_bad_value_is_told_with_its_name_and_what_was_expected(arguments, environ, name, capsys):
-    with pytest.raises(LoadOptionError, match=f"^{name} is .*; expected ") as raised:
+    with pytest.raises(OptionError, match=f"^{name} is .*; expected ") as raised:
         settings(**arguments, environ=environ)
     assert isinstance(raised.value, ValueError)
     assert raised.value.name == name

@@ -11,7 +11,7 @@ from torch import nn
 
 import bigload
 from bigload.distributed.torch_process_group import TorchProcessGroup
-from bigload.errors import LoadOptionError, ReadError, StateDictMismatchError, UnknownTensorError
+from bigload.errors import OptionError, ReadError, StateDictMismatchError, UnknownTensorError
 from bigload.parallel.sharded_loading import broadcast as sending_out
 from bigload.parallel.sharded_loading import load_sharded as rank_loading
 from bigload.parallel.sharded_loading.load_sharded import load_parts, load_sharded
@@ -166,15 +166,15 @@ def test_two_ranks_read_their_parts_and_hear_of_each_others_failures(folder):
         assert max(shares) < 0.51
     assert first["missing"].startswith("RankError: process 1 failed: CheckpointNotFoundError: ")
     assert first["sent from nowhere"].startswith("CheckpointNotFoundError: ")
-    assert first["options"].startswith("RankError: process 1 failed: LoadOptionError: threads is 0")
-    argument = "LoadOptionError: {0} is {1}; expected the same in all ranks: it is {1} in rank 0 and {2} in rank 1"
+    assert first["options"].startswith("RankError: process 1 failed: OptionError: threads is 0")
+    argument = "OptionError: {0} is {3}; expected the same in all ranks: it is {1} in rank 0 and {2} in rank 1"
     for name, mine, other in (
         ("broadcast_from_rank0", True, False),
         ("strict", False, True),
         ("method", None, "'direct'"),
     ):
-        assert first[name] == argument.format(name, mine, other)
-    assert first["models"].startswith("LoadOptionError: down.bias of the model is ")
+        assert first[name] == argument.format(name, mine, other, "not given" if mine is None else mine)
+    assert first["models"].startswith("OptionError: down.bias of the model is ")
     assert first["models"].endswith(
         "it is [6] torch.float32 (Shard(dim=0),) in rank 0 and [6] torch.float32 (Replicate(),) in rank 1"
     )
@@ -312,12 +312,12 @@ def test_all_that_is_wrong_is_found_before_a_byte_is_read(folder, monkeypatch):
     model.few, model.more = nn.Linear(2, 1, device="meta"), nn.Linear(1, 1, device="meta")
     with pytest.raises(StateDictMismatchError, match="2 missing, 0 unexpected, 1 of another shape"):
         load_sharded(model, folder)
-    with pytest.raises(LoadOptionError, match=r"divisions is \"nobody\"; expected names of parameters"):
+    with pytest.raises(OptionError, match=r"divisions is \"nobody\"; expected names of parameters"):
         load_sharded(empty(), folder, divisions={"nobody": Division()})
-    with pytest.raises(LoadOptionError, match=r"the division of down\.weight"):
+    with pytest.raises(OptionError, match=r"the division of down\.weight"):
         load_sharded(empty(), folder, divisions={"down.weight": Division(1, (((0, 1),),))}, rank=3)
     for device in ("cuda:99", "nonsense"):
-        with pytest.raises(LoadOptionError, match=f'device is "{device}"'):
+        with pytest.raises(OptionError, match=f'device is "{device}"'):
             load_sharded(empty(), folder, device=device)
     assert model.up.weight.is_meta
 
@@ -333,7 +333,7 @@ def test_names_that_the_checkpoint_lacks_are_missing(folder):
     [
         ({"model": {"up.bias": 1}}, 'model is "dict"'),
         ({"divisions": ["up.bias"]}, 'divisions is "list"'),
-        ({"divisions": {"up.bias": None}}, "the division of up.bias is None"),
+        ({"divisions": {"up.bias": None}}, "the division of up.bias is not given"),
         ({"names": ["up.bias"]}, 'names is "list"'),
         ({"rank": -1}, "rank is -1"),
         ({"rank": "0"}, 'rank is "0"'),
@@ -341,10 +341,10 @@ def test_names_that_the_checkpoint_lacks_are_missing(folder):
     ],
 )
 def test_arguments_that_cannot_be_are_told(folder, arguments, named):
-    with pytest.raises(LoadOptionError, match=named):
+    with pytest.raises(OptionError, match=named):
         load_sharded(**{"model": empty(), "checkpoint": folder, **arguments})
     if arguments.keys() & {"divisions", "rank"}:
-        with pytest.raises(LoadOptionError, match=named):
+        with pytest.raises(OptionError, match=named):
             load_parts(**{"checkpoint": folder, "divisions": {"up.bias": Division()}, "rank": 0, **arguments})
 
 

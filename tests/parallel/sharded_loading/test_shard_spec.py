@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from bigload.errors import LoadOptionError
+from bigload.errors import OptionError
 from bigload.parallel.sharded_loading.shard_spec import of_division, of_placements, shape_of, whole
 from bigload.planning.tensor_parallel.division import Division
 
@@ -55,7 +55,7 @@ def test_rows_of_a_strided_shard_that_follow_each_other_are_one_range():
 
 
 def test_values_that_are_yet_to_be_summed_up_are_refused():
-    with pytest.raises(LoadOptionError, match=r"the placement of a\.b is Partial\(sum\); expected Shard or Replicate"):
+    with pytest.raises(OptionError, match=r"the placement of a\.b is Partial\(sum\); expected Shard or Replicate"):
         of_placements("a.b", (4,), [Partial()], (2,), (0,))
 
 
@@ -71,5 +71,5 @@ def test_a_division_gives_its_ranges_and_an_empty_one_nothing():
     [(Division(2, (((0, 1),),)), 0), (Division(0, (((0, 1),),)), 1), (Division(0, (((0, 9),),)), 0)],
 )
 def test_a_division_of_another_tensor_is_refused(division, rank):
-    with pytest.raises(LoadOptionError, match="the division of a is"):
+    with pytest.raises(OptionError, match="the division of a is"):
         of_division("a", (3, 6), division, rank)

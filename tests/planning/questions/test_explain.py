@@ -8,7 +8,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from bigload.devices import CPU, Device
-from bigload.errors import DoesNotFitError, PlanError
+from bigload.errors import DoesNotFitError, OptionError
 from bigload.planning.budget.budget import MemoryBudget
 from bigload.planning.choices import Policy
 from bigload.planning.options import options_of
@@ -259,7 +259,7 @@ def test_the_end_of_a_name_is_enough(name):
 )
 def test_a_name_that_nothing_or_several_things_have_is_refused(name, said):
     made = drafted(blocks(4, 4), {"cuda:0": 40})
-    with pytest.raises(PlanError) as caught:
+    with pytest.raises(OptionError) as caught:
         explain(made, name)
     assert re.search(said, str(caught.value), re.DOTALL)
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bigload.devices import CPU, Device
-from bigload.errors import BudgetError, PlanError
+from bigload.errors import BudgetError, OptionError
 from bigload.planning.budget.budget import MemoryBudget
 from bigload.planning.choices import Policy
 from bigload.planning.model.structure import read_structure
@@ -114,7 +114,7 @@ def test_a_size_beyond_any_device_is_none():
 @pytest.mark.parametrize("count", [0, -1, 10**9])
 def test_a_number_of_gpus_that_makes_no_sense_is_refused(count):
     structure, options = llama()
-    with pytest.raises(PlanError, match="GPUs"):
+    with pytest.raises(OptionError, match="GPUs"):
         fits(structure, options, [count])
 
 

@@ -11,8 +11,8 @@ import bigload
 from bigload import load_and_dispatch, load_checkpoint_and_dispatch
 from bigload.errors import (
     NoOffloadFolderError,
+    OptionError,
     PlanNotFoundError,
-    PlanOptionError,
     StalePlanError,
     StateDictMismatchError,
 )
@@ -192,7 +192,7 @@ def test_maps_can_be_asked_for_by_name(folder, name):
 
 
 def test_other_names_of_maps_are_refused(folder):
-    with pytest.raises(PlanOptionError, match="fast"):
+    with pytest.raises(OptionError, match="fast"):
         load_checkpoint_and_dispatch(empty(), folder, "fast")
 
 

@@ -281,14 +281,14 @@ def test_weights_saved_for_another_framework_are_refused(tmp_path):
 
 def test_torch_files_of_the_old_form_stay_on_disk_only_in_a_folder(tmp_path):
     torch.save(STATE, tmp_path / "old.bin", _use_new_zipfile_serialization=False)
-    with pytest.raises(bigload.LoadOptionError, match=r"torch before 1\.6"):
+    with pytest.raises(bigload.OptionError, match=r"torch before 1\.6"):
         load_checkpoint_in_model(Model(), tmp_path / "old.bin", {"": "disk"})
     on_disk = load_checkpoint_in_model(Model(), tmp_path / "old.bin", {"": "disk"}, tmp_path / "offload")
     assert torch.equal(on_disk["head.weight"], STATE["head.weight"])
 
 
 def test_weights_are_not_quantised_on_the_way(folder):
-    with pytest.raises(bigload.LoadOptionError, match="offload_8bit_bnb"):
+    with pytest.raises(bigload.OptionError, match="offload_8bit_bnb"):
         load_checkpoint_in_model(Model(), folder, offload_8bit_bnb=True)
 
 

@@ -13,8 +13,8 @@ from safetensors.torch import save_file
 import bigload
 from bigload.errors import (
     LegacyPickleError,
-    LoadOptionError,
     NotEnoughMemoryError,
+    OptionError,
     ReadError,
     UnknownTensorError,
     UnsupportedDTypeError,
@@ -143,7 +143,7 @@ def test_floats_are_cast_and_nothing_else(tmp_path):
     stored = bigload.StoredWeights(tmp_path, dtype="bf16")
     same(dict(stored), dict(bigload.load(tmp_path, dtype="bf16")))
     assert stored.info("w").dtype.name == "F32"
-    with pytest.raises(LoadOptionError, match="int8"):
+    with pytest.raises(OptionError, match="int8"):
         bigload.StoredWeights(tmp_path, dtype=torch.int8)
 
 
