@@ -9,8 +9,7 @@ that were saved again, because the directory there holds a checksum of every rec
 from __future__ import annotations
 
 import hashlib
-import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from bigload.checkpoint.model import Checkpoint, Shard
@@ -35,12 +34,16 @@ def of_shard(shard: Shard) -> ShardFingerprint:
     return ShardFingerprint(file=shard.file, num_bytes=shard.num_bytes, header_sha256=shard.header_sha256)
 
 
-def current_fingerprint(descriptor: int, shard: Shard) -> ShardFingerprint:
-    """Return the fingerprint of the open file `descriptor`, which was `shard` when the checkpoint was opened."""
+def current_fingerprint(shard: Shard, num_bytes: int, read: Callable[[int, int], bytes]) -> ShardFingerprint:
+    """Return the fingerprint of a file that has `num_bytes` now, and was `shard` when the checkpoint was opened.
+
+    `read` returns the bytes from a start to a stop; nothing past the end is asked of it.
+    """
     digest = hashlib.sha256()
     for start, stop in shard.header_parts:
-        digest.update(os.pread(descriptor, stop - start, start))
-    return ShardFingerprint(file=shard.file, num_bytes=os.fstat(descriptor).st_size, header_sha256=digest.hexdigest())
+        if start < num_bytes:
+            digest.update(read(start, min(stop, num_bytes)))
+    return ShardFingerprint(file=shard.file, num_bytes=num_bytes, header_sha256=digest.hexdigest())
 
 
 def changes(then: Sequence[ShardFingerprint], now: Sequence[ShardFingerprint]) -> list[str]:

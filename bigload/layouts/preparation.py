@@ -26,13 +26,14 @@ from bigload.layouts.verification.verify import Level
 from bigload.layouts.verification.verify import verify as verify_folder
 from bigload.layouts.writing.kernel_copy import KernelCopy, kernel_copy
 from bigload.layouts.writing.output_file_writer import BLOCK_BYTES, write_errors
-from bigload.layouts.writing.source_files import Identity, SourceFiles
+from bigload.layouts.writing.source_files import SourceFiles
 from bigload.layouts.writing.staging import (
     check_output,
     replaced_folder,
     staging_folder,
 )
 from bigload.layouts.writing.windows import DataRanges, data_ranges
+from bigload.loading.readers.schemes import SourceIdentity
 from bigload.planning.plan import Plan
 
 
@@ -70,7 +71,7 @@ class PreparedReshard:
     options: ReshardOptions
     recorded_options: Mapping[str, object]
     recipe: str
-    identities: Mapping[str, Identity]
+    identities: Mapping[str, SourceIdentity]
     kernel: KernelCopy
     is_finished: bool
     notes: tuple[str, ...] = ()
@@ -128,11 +129,12 @@ def prepare_reshard(
     )
 
 
-def _recipe(chosen: Selection, identities: Mapping[str, Identity]) -> str:
+def _recipe(chosen: Selection, identities: Mapping[str, SourceIdentity]) -> str:
     """Return a digest of everything that decides which bytes are written, the state of the source files included."""
     digest = hashlib.sha256()
     for name, identity in sorted(identities.items()):
-        digest.update(json.dumps([name, *identity[1:]]).encode())  # the inode may differ between hosts
+        shared = (identity.num_bytes, *identity.version, *identity.status_version)
+        digest.update(json.dumps([name, *shared]).encode())
     for output in chosen.output.files:
         digest.update(json.dumps([output.file, output.num_bytes]).encode() + output.header)
         for tensor in output.tensors:

@@ -1,38 +1,50 @@
-"""What is checked before a load, and once more after it: the files are the same, and the memory suffices."""
+"""Checks around a load: files are those of the checkpoint, before and after, and memory suffices."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import closing, contextmanager
+from functools import partial
 from pathlib import Path
 
-from bigload.checkpoint.fingerprint import changes, current_fingerprint, of_shard
+from bigload.checkpoint.fingerprint import ShardFingerprint, changes, current_fingerprint, of_shard
 from bigload.checkpoint.model import Checkpoint
 from bigload.errors import NotEnoughMemoryError, ReadError
 from bigload.loading.methods import Method
-from bigload.loading.readers.byte_source import OpenFile
+from bigload.loading.readers.byte_source import NO_RECORDER, read_range
+from bigload.loading.readers.schemes import scheme_of
 from bigload.loading.schedule import CPU, Delivery, Schedule
 from bigload.loading.strategy.read_strategy import ReadStrategy
 from bigload.machine.memory import available_memory
 
 
-def check_unchanged(checkpoint: Checkpoint, files: set[str]) -> None:
-    """Raise if a file is no longer the one whose header told where the tensors are.
+def current_fingerprints(checkpoint: Checkpoint, files: Collection[str]) -> list[ShardFingerprint]:
+    """Return the fingerprints that those shards of `checkpoint` that are in `files` have now.
+
+    Raises:
+        ReadError: one cannot be opened or read.
+    """
+    scheme, found = scheme_of(checkpoint.root), list[ShardFingerprint]()
+    for shard in checkpoint.shards:
+        if shard.file in files:
+            location = checkpoint.root / shard.file
+            with closing(scheme.open(location, NO_RECORDER)) as source:
+                num_bytes = scheme.identity(location).num_bytes
+                found.append(current_fingerprint(shard, num_bytes, partial(read_range, source)))
+    return found
+
+
+def check_unchanged(checkpoint: Checkpoint, files: Collection[str]) -> None:
+    """Raise if one of `files` is no longer the one whose header gave the positions of the tensors.
 
     Raises:
         ReadError: it is not, or it cannot be read.
     """
-    for shard in checkpoint.shards:
-        if shard.file not in files:
-            continue
-        path = checkpoint.root / shard.file
-        with OpenFile(path) as file:
-            try:
-                now = current_fingerprint(file.descriptor, shard)
-            except OSError as error:
-                raise ReadError(path, error.strerror or str(error)) from error
-        if differences := changes([of_shard(shard)], [now]):
-            raise ReadError(path, f"it changed since the checkpoint was opened: {differences[0]}")
+    opened = {shard.file: of_shard(shard) for shard in checkpoint.shards}
+    for now in current_fingerprints(checkpoint, files):
+        if differences := changes([opened[now.file]], [now]):
+            reason = f"it changed since the checkpoint was opened: {differences[0]}"
+            raise ReadError(checkpoint.root / now.file, reason)
 
 
 @contextmanager
@@ -42,12 +54,17 @@ def unchanged(checkpoint: Checkpoint, files: Sequence[str]) -> Iterator[None]:
     Raises:
         ReadError: one is another than was opened, or changed meanwhile, or cannot be read.
     """
-    signatures = [signature(checkpoint.root / file) for file in files]
+    scheme, locations = scheme_of(checkpoint.root), [checkpoint.root / file for file in files]
+    before = [scheme.identity(location) for location in locations]
     check_unchanged(checkpoint, set(files))
     yield
-    for file, before in zip(files, signatures, strict=True):
-        if signature(checkpoint.root / file) != before:
-            raise ReadError(checkpoint.root / file, "it changed while it was being loaded")
+    for location, identity in zip(locations, before, strict=True):
+        try:
+            is_same = scheme.identity(location).has_content_of(identity)
+        except ReadError:  # it is gone
+            is_same = False
+        if not is_same:
+            raise ReadError(location, "it changed while it was being loaded")
 
 
 def signature(path: Path) -> tuple[int, int, int] | None:

@@ -142,7 +142,7 @@ def test_a_source_that_fails_on_one_thread_leaves_no_thread_and_no_descriptor(ch
 
     class FaultySource(PositionalReader):
         def read_into(self, buffers, offset):
-            if self._path.name == faulty:
+            if self.path.name == faulty:
                 raise ReadError(faulty, "Input/output error at byte 7")
             super().read_into(buffers, offset)
 

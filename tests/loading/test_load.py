@@ -198,7 +198,7 @@ def test_a_fault_on_one_thread_ends_the_load_and_leaves_the_module_untouched(tmp
     class FaultySource(PositionalReader):
         def read_into(self, buffers, offset):
             if self.fails:
-                raise ReadError(self._path, "Input/output error")
+                raise ReadError(self.path, "Input/output error")
             super().read_into(buffers, offset)
 
     def open_source(path):

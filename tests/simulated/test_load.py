@@ -79,7 +79,7 @@ def test_a_failed_read_leaves_no_copy_on_its_way(simulation, folder, threads):
         def read_into(self, buffers, offset):
             reads.append(offset)
             if len(reads) > 2:
-                raise ReadError(self._path, "Input/output error")
+                raise ReadError(self.path, "Input/output error")
             super().read_into(buffers, offset)
 
     with pytest.raises(ReadError, match="Input/output"):

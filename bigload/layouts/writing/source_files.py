@@ -9,18 +9,16 @@ from contextlib import ExitStack
 from types import TracebackType
 from typing import Self
 
-from bigload.checkpoint.fingerprint import changes, current_fingerprint, fingerprint
+from bigload.checkpoint.fingerprint import changes, fingerprint
 from bigload.checkpoint.model import Checkpoint, Span
 from bigload.errors import ReadError, StalePlanError
-from bigload.loading.readers.byte_source import ByteSource, PositionalReader
+from bigload.loading.checks import current_fingerprints
+from bigload.loading.readers.byte_source import NO_RECORDER, ByteSource, PositionalReader
 from bigload.loading.readers.cache_first import CacheFirstReader
 from bigload.loading.readers.direct import direct_alignment
+from bigload.loading.readers.schemes import SourceIdentity, scheme_of
 from bigload.machine.huge_pages import BlockPool
 from bigload.machine.sparse_files import data_extents
-
-Identity = tuple[int, int, int, int]
-"""What changes when a file is written or replaced: inode, size, times of the last changes of content and of inode, in
-nanoseconds. A program can set the former back (`touch -r`, `cp -p`), but not the latter."""
 
 
 class SourceFiles(Mapping[str, ByteSource]):
@@ -33,6 +31,7 @@ class SourceFiles(Mapping[str, ByteSource]):
 
     def __init__(self, checkpoint: Checkpoint, *, pool: BlockPool | None = None) -> None:
         self._checkpoint = checkpoint
+        self._scheme = scheme_of(checkpoint.root)
         self._pool = pool
         self._readers: dict[tuple[str, bool], ByteSource] = {}
         self._lock = threading.Lock()
@@ -78,7 +77,7 @@ class SourceFiles(Mapping[str, ByteSource]):
             raise ReadError(span.file, f"the file ended at byte {size}, {span.stop - size} bytes too early")
         yield from data_extents(descriptor, span.start, span.stop)
 
-    def identities(self) -> dict[str, Identity]:
+    def identities(self) -> dict[str, SourceIdentity]:
         """Return what each file is now, at its path.
 
         Raises:
@@ -88,16 +87,13 @@ class SourceFiles(Mapping[str, ByteSource]):
 
     def check_headers(self) -> None:
         """Raise StalePlanError unless the files have the headers and sizes that the checkpoint was opened with."""
-        now = []
-        for shard in self._checkpoint.shards:
-            with PositionalReader(self._checkpoint.root / shard.file) as reader:
-                now.append(current_fingerprint(reader.descriptor, shard))
+        now = current_fingerprints(self._checkpoint, list(self))
         differences = changes(fingerprint(self._checkpoint), now)
         if differences:
             hint = "something replaced them since they were opened; make a new plan"
             raise StalePlanError("the plan", self._checkpoint.path, differences, hint=hint)
 
-    def check_unchanged(self, before: Mapping[str, Identity]) -> None:
+    def check_unchanged(self, before: Mapping[str, SourceIdentity]) -> None:
         """Raise ReadError if a file is not what it was at the time of `before`."""
         for file, identity in before.items():
             if self._identity(file) != identity:
@@ -122,18 +118,13 @@ class SourceFiles(Mapping[str, ByteSource]):
             reader = self._readers.get((file, past_cache))
             if reader is None:
                 path = self._checkpoint.root / file
-                if past_cache and direct_alignment(path) is not None:
+                if past_cache and self._scheme.is_local and direct_alignment(path) is not None:
                     reader = CacheFirstReader(path, pool=self._pool)
                 else:
-                    reader = PositionalReader(path)
+                    reader = self._scheme.open(path, NO_RECORDER)
                 self._opened.callback(reader.close)
                 self._readers[file, past_cache] = reader
             return reader
 
-    def _identity(self, file: str) -> Identity:
-        path = self._checkpoint.root / file
-        try:
-            status = path.stat()
-        except OSError as error:
-            raise ReadError(path, error.strerror or str(error)) from error
-        return status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
+    def _identity(self, file: str) -> SourceIdentity:
+        return self._scheme.identity(self._checkpoint.root / file)

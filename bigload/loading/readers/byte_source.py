@@ -1,4 +1,4 @@
-"""How bytes are read from a file: one protocol, so that tests can inject faults and other ways can be added."""
+"""Byte sources: the protocol by which byte ranges are read, and its implementation by positional reads of a file."""
 
 from __future__ import annotations
 
@@ -21,24 +21,59 @@ _MAX_BUFFERS = os.sysconf("SC_IOV_MAX")
 
 
 class ByteSource(Protocol):
-    """An open file. May be used from several threads at once; the opener closes it when no thread uses it any more."""
+    """An open file of a checkpoint, local or remote, that is read by byte ranges.
+
+    Calls, in order:
+      1. Opening: the constructor, or `open` of the source's scheme (`readers.schemes`). It raises `ReadError` if there
+         is no such file; it reads nothing, though a remote source may fetch its size.
+      2. `read_into`, any number of times, in any order, also from several threads at once, each with ranges and buffers
+         of its own. A source may split, coalesce or cache requests.
+      3. `close`, once, by the opener, when no thread is in `read_into` any more and also after an error. No other call
+         follows.
+
+    Size and version are not asked of an open source but of its location (`SourceScheme.identity`), before the first
+    read and after the last: a file that was replaced stays what it was to those who have it open.
+    """
 
     def read_into(self, buffers: Sequence[memoryview], offset: int) -> None:
         """Fill all of `buffers`, one after the other, with the bytes from `offset` on.
 
+        A short read is an error, never a result: the buffers are full when this returns. After an error their content
+        is undefined.
+
         Raises:
-            ReadError: the system refused, or the file ended before the buffers were full.
+            ReadError: the system or the server refused, or the file ended before the buffers were full.
         """
 
     def close(self) -> None:
-        """Give the file back."""
+        """Release what the source holds."""
+
+
+def read_range(source: ByteSource, start: int, stop: int) -> bytes:
+    """Return bytes `start` to `stop`, few enough to be copied. Errors are those of `ByteSource.read_into`."""
+    content = bytearray(stop - start)
+    source.read_into([memoryview(content)], start)
+    return bytes(content)
+
+
+def read_strided(
+    source: ByteSource, view: memoryview, *, offset: int, stride: int, run_bytes: int, count: int, apart: int
+) -> None:
+    """Read `count` runs of `run_bytes`, `stride` apart from `offset` on, into `view`, each `apart` after the last."""
+    # A hot loop: positional reads skip the bookkeeping of `read_into`, which takes as long as a cached read.
+    descriptor, path = (source.descriptor, source.path) if isinstance(source, PositionalReader) else (-1, "")
+    for start in range(0, count * apart, apart):
+        run = view[start : start + run_bytes]
+        if descriptor < 0 or read_once((run,), descriptor, offset, path) < run_bytes:
+            source.read_into([run], offset)
+        offset += stride
 
 
 class OpenFile:
-    """A file that is open for reading, and what all sources have in common: it is closed once, whoever asks."""
+    """A regular file that is open for reading: the base of all sources of local files. `close` may be repeated."""
 
     def __init__(self, path: Path, *, flags: int = 0, recorder: Recorder = NO_RECORDER) -> None:
-        self._path = path
+        self.path = path
         self._recorder = recorder
         self.descriptor = -1
         try:
@@ -73,16 +108,16 @@ class PositionalReader(OpenFile):
         super().__init__(path, recorder=recorder)
 
     def expect(self, ranges: Iterable[tuple[int, int]]) -> None:
-        """Have the system begin to bring these (start, stop) ranges into the page cache, all at once: a wish."""
+        """Have the kernel start reading these (start, stop) ranges into the page cache, all at once: a hint."""
         for start, stop in ranges:
-            with suppress(OSError):  # some file systems know no wishes
+            with suppress(OSError):  # some file systems take no hints
                 os.posix_fadvise(self.descriptor, start, stop - start, os.POSIX_FADV_WILLNEED)
 
     def read_into(self, buffers: Sequence[memoryview], offset: int) -> None:
         """Fill all of `buffers`; see `ByteSource`."""
         num_bytes = sum(buffer.nbytes for buffer in buffers)
-        with self._recorder.span(Phase.READ, num_bytes=num_bytes, file=self._path.name):
-            fill(buffers, self.descriptor, offset, self._path)
+        with self._recorder.span(Phase.READ, num_bytes=num_bytes, file=self.path.name):
+            fill(buffers, self.descriptor, offset, self.path)
 
 
 def fill(buffers: Sequence[memoryview], descriptor: int, offset: int, path: Path | str) -> None:

@@ -102,7 +102,7 @@ class DirectReader(OpenFile):
             count = self._read(piece.part(position, piece.stop).view, position)
             position += count
             if position < piece.stop and (count == 0 or count % self._alignment):  # only the end of a file is uneven
-                raise ended_early(self._path, position, missing=wanted - position)
+                raise ended_early(self.path, position, missing=wanted - position)
 
     def _read_copying(self, run: Sequence[_Target], wanted: int) -> None:
         """Fill `run`, pieces that follow each other, by way of a lent block."""
@@ -115,15 +115,15 @@ class DirectReader(OpenFile):
                 begin = self._down(position)
                 end = begin + self._read(view[: self._up(stop) - begin], begin)
                 if end <= position:
-                    raise ended_early(self._path, position, missing=wanted - position)
+                    raise ended_early(self.path, position, missing=wanted - position)
                 end = min(end, stop)
-                with self._recorder.span(Phase.COPY, num_bytes=end - position, file=self._path.name):
+                with self._recorder.span(Phase.COPY, num_bytes=end - position, file=self.path.name):
                     _copy(address_of(block) - begin, run, position, end)
                 position = end
 
     def _read(self, view: memoryview, offset: int) -> int:
-        with self._recorder.span(Phase.READ, num_bytes=view.nbytes, file=self._path.name):
-            return read_once([view], self.descriptor, offset, self._path)
+        with self._recorder.span(Phase.READ, num_bytes=view.nbytes, file=self.path.name):
+            return read_once([view], self.descriptor, offset, self.path)
 
     def _down(self, position: int) -> int:
         return position // self._alignment * self._alignment

@@ -62,7 +62,7 @@ class MappedFile(OpenFile):
     def buffer(self) -> memoryview:
         """The bytes of the file, writable; pages are read when they are touched, or by `populate` before."""
         if self._buffer is None:
-            raise ValueError(f"{self._path} is closed")
+            raise ValueError(f"{self.path} is closed")
         return self._buffer
 
     def populate(self, start: int, stop: int) -> None:
@@ -77,13 +77,13 @@ class MappedFile(OpenFile):
         begin, stop = start // mmap.PAGESIZE * mmap.PAGESIZE, min(stop, self._num_bytes)
         if start >= stop:
             return
-        with self._recorder.span(Phase.FAULT, num_bytes=stop - start, file=self._path.name):
+        with self._recorder.span(Phase.FAULT, num_bytes=stop - start, file=self.path.name):
             reason = make_present(self.buffer, begin, stop)
         self._check_size(stop)  # also without an error: a file cut short within a page reads as zeros up to its end
         if reason == errno.ENOMEM:
-            raise no_memory(f"the map of {self._path}", stop - start)
+            raise no_memory(f"the map of {self.path}", stop - start)
         if reason:
-            raise ReadError(self._path, f"the disk did not give all of bytes {start} to {stop} ({os.strerror(reason)})")
+            raise ReadError(self.path, f"the disk did not give all of bytes {start} to {stop} ({os.strerror(reason)})")
 
     def read_into(self, buffers: Sequence[memoryview], offset: int) -> None:
         """Fill all of `buffers`; see `ByteSource`.
@@ -91,8 +91,8 @@ class MappedFile(OpenFile):
         Not out of the map but by reads: that copies once as well, and leaves no pages that count as this process's.
         """
         num_bytes = sum(buffer.nbytes for buffer in buffers)
-        with self._recorder.span(Phase.READ, num_bytes=num_bytes, file=self._path.name):
-            fill(buffers, self.descriptor, offset, self._path)
+        with self._recorder.span(Phase.READ, num_bytes=num_bytes, file=self.path.name):
+            fill(buffers, self.descriptor, offset, self.path)
 
     def close(self) -> None:
         """Close the file and let go of the map, which lives on in those who hold a part of `buffer`."""
@@ -102,7 +102,7 @@ class MappedFile(OpenFile):
     def _check_size(self, stop: int) -> None:
         size = os.fstat(self.descriptor).st_size
         if size < stop:
-            raise ended_early(self._path, size, missing=stop - size)
+            raise ended_early(self.path, size, missing=stop - size)
 
     def _map(self) -> ctypes.Array[ctypes.c_char]:
         # Without the reservation that a writable private map otherwise gets, a file may be larger than the memory.
@@ -112,8 +112,8 @@ class MappedFile(OpenFile):
         if address == MAP_FAILED:
             reason = ctypes.get_errno()
             if reason == errno.ENOMEM:
-                raise no_memory(f"the map of {self._path}", self._num_bytes)
-            raise ReadError(self._path, f"it cannot be mapped ({os.strerror(reason)})")
+                raise no_memory(f"the map of {self.path}", self._num_bytes)
+            raise ReadError(self.path, f"it cannot be mapped ({os.strerror(reason)})")
         array = (ctypes.c_char * self._num_bytes).from_address(address)
         # Not at exit: whoever still uses a tensor then is better off with the map, and the system takes it anyway.
         weakref.finalize(array, _libc.munmap, address, self._num_bytes).atexit = False

@@ -9,11 +9,13 @@ from functools import partial
 from pathlib import Path
 
 from bigload.checkpoint.model import Checkpoint
+from bigload.errors import UnsupportedMethodError
 from bigload.loading.methods import Method
-from bigload.loading.readers.byte_source import ByteSource, PositionalReader
+from bigload.loading.readers.byte_source import ByteSource
 from bigload.loading.readers.cache_first import CacheFirstReader
 from bigload.loading.readers.direct import MAX_ALIGNMENT, DirectReader
 from bigload.loading.readers.mapped import MappedFile
+from bigload.loading.readers.schemes import SourceScheme, scheme_of
 from bigload.loading.report import Phase, Recorder
 from bigload.loading.schedule import BLOCK_BYTES, RequestedTensor
 from bigload.loading.slices import rows_of
@@ -61,10 +63,12 @@ def choose_strategy(
         UnsupportedMethodError: direct reads were asked for where there are none.
         ReadError: a file cannot be opened.
     """
-    files = _files(checkpoint, wanted)
+    files, scheme = _files(checkpoint, wanted), scheme_of(checkpoint.root)
     num_bytes = sum(file.num_bytes for file in files)
     if open_source is not None:
         choice = MethodChoice(method=Method.READ, reason="the caller opens the files")
+    elif not scheme.is_local:
+        choice = _choose_remote(checkpoint.root, scheme, chosen.method)
     else:
         with recorder.span(Phase.WAIT):
             choice = choose_method(files, asked=chosen.method)
@@ -76,8 +80,15 @@ def choose_strategy(
         reason=choice.reason,
         threads=threads,
         max_inflight_bytes=chosen.max_inflight_bytes,
-        open_source=open_source or _opener(choice, threads, chosen.max_inflight_bytes, recorder),
+        open_source=open_source or _opener(choice, scheme, threads, chosen.max_inflight_bytes, recorder),
     )
+
+
+def _choose_remote(root: Path, scheme: SourceScheme, asked: Method) -> MethodChoice:
+    reason = f"locations of the scheme {scheme.name} are read by byte ranges"
+    if asked in (Method.DIRECT, Method.MMAP):
+        raise UnsupportedMethodError(root, asked.value, reason)
+    return MethodChoice(method=Method.READ, reason=reason, waits_for_disk=True)
 
 
 def usual_threads(*, is_cast: bool) -> int:
@@ -123,11 +134,13 @@ def _block_bytes(threads: int, max_inflight_bytes: int) -> int:
     return min(BLOCK_BYTES, max(max_inflight_bytes // threads, MIB))
 
 
-def _opener(choice: MethodChoice, threads: int, max_inflight_bytes: int, recorder: Recorder) -> OpenSource:
+def _opener(
+    choice: MethodChoice, scheme: SourceScheme, threads: int, max_inflight_bytes: int, recorder: Recorder
+) -> OpenSource:
     if choice.method is Method.MMAP:
         return partial(MappedFile, recorder=recorder)
     if choice.method is Method.READ:
-        return partial(PositionalReader, recorder=recorder)
+        return lambda location: scheme.open(location, recorder)
     reader = CacheFirstReader if choice.cache_first else DirectReader
     # No larger than a read of this load with the disk's blocks around it, nor more of them than may be under way.
     block_bytes = min(LENT_BLOCK_BYTES, _block_bytes(threads, max_inflight_bytes) + 2 * MAX_ALIGNMENT)

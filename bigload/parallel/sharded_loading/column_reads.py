@@ -14,14 +14,14 @@ import mmap
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
 from bigload.checkpoint.model import Checkpoint
 from bigload.loading.checks import unchanged
 from bigload.loading.engine import opened_sources
-from bigload.loading.readers.byte_source import PositionalReader, fill, read_once
+from bigload.loading.readers.byte_source import NO_RECORDER, ByteSource, read_strided
+from bigload.loading.readers.schemes import scheme_of
 from bigload.loading.schedule import CPU
 from bigload.loading.tensors import torch_dtype
 from bigload.machine.huge_pages import Buffer, allocate
@@ -82,16 +82,14 @@ def read_columns(checkpoint: Checkpoint, columns: Sequence[tuple[Lines, LocalTen
         key=lambda strip: (strip.lines.file, strip.offset),
     )
     files = sorted({strip.lines.file for strip in strips})
-    blocks = _Blocks()
+    blocks, scheme = _Blocks(), scheme_of(checkpoint.root)
     with (
         unchanged(checkpoint, files),
-        opened_sources(files, lambda file: PositionalReader(checkpoint.root / file)) as sources,
+        opened_sources(files, lambda file: scheme.open(checkpoint.root / file, NO_RECORDER)) as sources,
     ):
 
         def read(strip: _Strip) -> None:
-            file = sources[strip.lines.file]
-            assert isinstance(file, PositionalReader), "they were opened above"
-            _read(strip, file.descriptor, checkpoint.root / strip.lines.file, blocks)
+            _read(strip, sources[strip.lines.file], blocks)
 
         run_jobs(read, strips, threads=min(threads, max(len(strips), 1)))
     return sum(strip.read_bytes for strip in strips)
@@ -123,35 +121,30 @@ class _Blocks:
             self._idle.append(block)
 
 
-def _read(strip: _Strip, descriptor: int, path: Path, blocks: _Blocks) -> None:
+def _read(strip: _Strip, source: ByteSource, blocks: _Blocks) -> None:
     lines, part = strip.lines, strip.tensor.part
     is_kept = torch_dtype(part.stored.dtype) == part.dtype
     if strip.is_read_by_runs and is_kept and part.place == CPU and lines.target_step == 1:
         width = part.dtype.itemsize
         first = lines.target + strip.first * lines.target_stride
         view = memoryview(strip.tensor.memory)[strip.tensor.start + first * width :]  # type: ignore[arg-type]
-        _read_runs(strip, view, lines.target_stride * width, descriptor, path)
+        _read_runs(strip, view, lines.target_stride * width, source)
         return
     with blocks.lent(strip.read_bytes) as block:
         view = memoryview(block)
         if strip.is_read_by_runs:
-            _read_runs(strip, view, lines.run_bytes, descriptor, path)
+            _read_runs(strip, view, lines.run_bytes, source)
             stride = lines.run_bytes
         else:
-            fill([view[: strip.reach]], descriptor, strip.offset, path)
+            source.read_into([view[: strip.reach]], strip.offset)
             stride = lines.stride
         _deliver(strip, block, stride)
 
 
-def _read_runs(strip: _Strip, view: memoryview, apart: int, descriptor: int, path: Path) -> None:
-    """Read the runs of `strip` into `view`, each `apart` bytes after the last. A call each: this is a hot loop."""
-    length, stride = strip.lines.run_bytes, strip.lines.stride
-    offset = strip.offset
-    for start in range(0, strip.count * apart, apart):
-        run = view[start : start + length]
-        if read_once((run,), descriptor, offset, path) < length:
-            fill([run], descriptor, offset, path)
-        offset += stride
+def _read_runs(strip: _Strip, view: memoryview, apart: int, source: ByteSource) -> None:
+    """Read the runs of `strip` into `view`, each `apart` bytes after the last."""
+    lines, offset, count = strip.lines, strip.offset, strip.count
+    read_strided(source, view, offset=offset, stride=lines.stride, run_bytes=lines.run_bytes, count=count, apart=apart)
 
 
 def _deliver(strip: _Strip, block: Buffer, stride_bytes: int) -> None:
