@@ -149,16 +149,16 @@ def test_a_model_whose_inputs_are_not_known_is_divided_layer_by_layer_and_that_i
     assert "unproven" in codes(plan)
 
 
-def test_words_of_the_caller_go_first():
-    words = {"attention.q": "colwise_gather_output", "feed": "replicate", "attention.out": "rowwise_split_input"}
-    plan = planned(policies=words)
+def test_rules_of_the_caller_go_first():
+    rules = {"attention.q": "colwise_gather_output", "feed": "replicate", "attention.out": "rowwise_split_input"}
+    plan = planned(policies=rules)
     assert plan.source == "custom"
     assert plan.styles["blocks.0.attention.q"] == "colwise_gather_output"
     assert plan.styles["blocks.0.attention.out"] == "rowwise_split_input"
     assert not plan.attributes
 
 
-def test_words_need_not_say_which_numbers_become_local():
+def test_rules_need_not_name_the_attributes_that_become_local():
     plan = planned(policies={"attention.out": "rowwise", "attention.*": "colwise"})
     assert plan.source == "custom"
     assert plan.attributes["blocks.0.attention.num_heads"] == HEADS // 2
@@ -219,30 +219,30 @@ class Experts(Chosen):
         return super().forward(x)
 
 
-def test_experts_stored_in_one_are_divided_by_words():
-    words = {"attention": "moe_tp_experts", "attention.up": "colwise", "attention.down": "rowwise"}
-    plan = planned(Experts, policies=words)
+def test_experts_stored_in_one_are_divided_by_rules():
+    rules = {"attention": "moe_tp_experts", "attention.up": "colwise", "attention.down": "rowwise"}
+    plan = planned(Experts, policies=rules)
     assert plan.styles["blocks.0.attention"] == "moe_tp_experts"
     assert plan.division("blocks.0.attention.up").dim == 1
     assert plan.division("blocks.0.attention.down").dim == 2
 
 
 @pytest.mark.parametrize(
-    ("words", "size", "text"),
+    ("rules", "size", "text"),
     [
-        ({"attention.q": "colwide"}, 2, "unknown words in a tensor-parallel plan: colwide"),
+        ({"attention.q": "colwide"}, 2, "'colwide' is no style of a rule"),
         ({"attention.q": "colwise"}, 5, "blocks.0.attention.q does not divide among 5 ranks"),
         ({"attention.q": "colwise"}, 2, "the policies do not suit this model on 2 ranks"),
         ({"norm": "colwise"}, 2, r"blocks.0.norm \(LayerNorm\) cannot be divided colwise"),
         ({"attention.nothing": "colwise"}, 2, "policies without a match in Model"),
-        ({"attention.q": 3}, 2, "words by patterns of names"),
+        ({"attention.q": 3}, 2, "styles by patterns of names"),
         ({}, 0, "cannot divide among 0 ranks"),
         (nn.Linear, 2, "is no policy"),
     ],
 )
-def test_words_that_cannot_be_are_told(words, size, text):
+def test_rules_that_cannot_be_are_errors(rules, size, text):
     with pytest.raises(PartitionError, match=text):
-        planned(size=size, policies=words)
+        planned(size=size, policies=rules)
 
 
 def test_a_model_of_no_layers_has_an_empty_plan():

@@ -16,7 +16,7 @@ from bigload.parallel.tensor_parallel.forwards import FORWARDS
 from bigload.parallel.tensor_parallel.partial_plan import sliced
 from bigload.parallel.tensor_parallel.placements import placed
 from bigload.parallel.tensor_parallel.plan import TensorParallelPlan
-from bigload.parallel.tensor_parallel.planner import drafted
+from bigload.parallel.tensor_parallel.planner import make_plan
 from bigload.parallel.tensor_parallel.validation import cut_arguments
 from bigload.planning.tensor_parallel.division import MAX_RANKS, WHOLE
 
@@ -32,16 +32,17 @@ def plan_tensor_parallel(
 ) -> TensorParallelPlan:
     """Return how `size` ranks divide `model`, which may be on the meta device; no value of it is read.
 
-    The plan is made of the first of these that says something: `custom_policies`; the tensor-parallel plan that the
-    model has of its own, as transformers' models do; what flows between layers in a forward without weights. Large
-    layers that are left are divided one by one. All of it is tried in such forwards, as the first and the last rank.
+    Each layer is divided by the first of these that applies and fits: `custom_policies`; the rules of the model's
+    family, by which `bigload reshard --tp` divides checkpoints; the tensor-parallel plan of the model itself, as
+    transformers' models have; the data flow between layers in a forward without weights. Large layers that are left are
+    divided one by one. Every plan is validated by such forwards, as the first and the last rank.
 
     Args:
         model: What is to be divided.
         size: How many ranks there are.
-        custom_policies: Words by patterns of names, instead of those of the model (see `plan_patterns`):
+        custom_policies: Styles by patterns of names, before all other rules (see `RULE_STYLES`):
             `{"attention.self.query": "colwise", "attention.output.dense": "rowwise"}`. Or a policy as parallelformers
-            has them, or a list of such (see `user_policies`). What they leave out is divided as it is found.
+            has them, or a list of such (see `custom_policies`). What they leave out is divided as it is found.
         example: Arguments of a forward of `model`, by name; where they are not given, what models of transformers take
             is known from their class and config.
 
@@ -50,9 +51,9 @@ def plan_tensor_parallel(
     """
     if not 1 <= size <= MAX_RANKS:
         raise PartitionError(f"cannot divide among {size} ranks", hint=f"choose 1 to {MAX_RANKS}")
-    words, numbers = read_policies(model, custom_policies, size)
+    rules, attributes = read_policies(model, custom_policies, size)
     with torch.device("cpu"), _one_thread():
-        return drafted(model, size, words, numbers, example)
+        return make_plan(model, size, rules, attributes, example)
 
 
 def apply_tensor_parallel(model: nn.Module, plan: TensorParallelPlan, mesh: DeviceMesh) -> None:

@@ -30,13 +30,13 @@ class CoupledLayers:
         row: The layer that is divided by its inputs.
         columns: The layers that are divided by their outputs.
         shared: Layers of whose outputs every rank needs all, as of keys that all queries read.
-        draft: Their divisions and styles, and those of parameters and tables between them.
+        plan: Their divisions and styles, and those of parameters and tables between them.
     """
 
     row: str
     columns: tuple[str, ...]
     shared: tuple[str, ...]
-    draft: PartialPlan
+    plan: PartialPlan
 
 
 def coupled_layers(
@@ -70,7 +70,7 @@ def coupled_layers(
 
 
 def _form(region: CoupledLayers) -> frozenset[tuple[str, Division]]:
-    return frozenset((generic_name(name), division) for name, division in region.draft.divisions.items())
+    return frozenset((generic_name(name), division) for name, division in region.plan.divisions.items())
 
 
 def _transferred(weightless: WeightlessModel, region: CoupledLayers, row: str) -> CoupledLayers | None:
@@ -82,7 +82,7 @@ def _transferred(weightless: WeightlessModel, region: CoupledLayers, row: str) -
         same = next((at for at, (a, b) in enumerate(zip(parts, old, strict=False)) if a != b), len(old))
         return ".".join(new[:same] + parts[same:])
 
-    divisions = {moved(name): division for name, division in region.draft.divisions.items()}
+    divisions = {moved(name): division for name, division in region.plan.divisions.items()}
     for name, division in divisions.items():
         path, _, last = name.rpartition(".")
         try:
@@ -97,9 +97,7 @@ def _transferred(weightless: WeightlessModel, region: CoupledLayers, row: str) -
         row=row,
         columns=tuple(map(moved, region.columns)),
         shared=tuple(map(moved, region.shared)),
-        draft=PartialPlan(
-            divisions=divisions, styles={moved(name): word for name, word in region.draft.styles.items()}
-        ),
+        plan=PartialPlan(divisions=divisions, styles={moved(name): word for name, word in region.plan.styles.items()}),
     )
 
 
@@ -153,8 +151,8 @@ def _region(
         return None
     divisions[f"{row}.weight"] = Division(weightless.layers[row].in_dim, chunks(inputs.shape[-1], size))
     styles[row] = "rowwise"
-    draft = PartialPlan(divisions=divisions, styles=styles)
-    return CoupledLayers(row=row, columns=tuple(columns), shared=tuple(shared), draft=draft)
+    plan = PartialPlan(divisions=divisions, styles=styles)
+    return CoupledLayers(row=row, columns=tuple(columns), shared=tuple(shared), plan=plan)
 
 
 def _reached(inputs: Tensor) -> list[Tensor]:

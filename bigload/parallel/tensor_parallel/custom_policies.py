@@ -1,4 +1,4 @@
-"""What a caller says about how a model is divided: words by patterns, or policies as parallelformers has them."""
+"""Policies of the caller: styles by patterns of names, or policies as parallelformers has them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from bigload.errors import PartitionError
-from bigload.planning.tensor_parallel.rules import Rule
+from bigload.planning.tensor_parallel.rules import Rule, override_rules
 
 _COLUMNS, _ROWS = ("attn_qkv", "mlp_in"), ("attn_out", "mlp_out")
 _FUSED = {1: "colwise", 2: "packed_colwise", 3: "packed_qkv"}
@@ -18,24 +18,23 @@ _HOW = (
 )
 
 
-def read_policies(model: nn.Module, policies: object, size: int) -> tuple[dict[str, str], dict[str, int]]:
-    """Return what `policies` say about `model`: words by patterns of names, and numbers that are local, by name.
+def read_policies(model: nn.Module, policies: object, size: int) -> tuple[tuple[Rule, ...], dict[str, int]]:
+    """Return what `policies` mean for `model`: rules, and the local values of attributes by their qualified names.
 
-    A mapping has words by patterns. Anything else is a policy or a sequence of policies, classes or objects, that have
+    A mapping has styles by patterns. Anything else is a policy or a sequence of policies, classes or objects, that have
     `original_layer_class()`, lists of layers from `attn_qkv()`, `attn_out()`, `mlp_in()` and `mlp_out()`, each with the
     name of a `weight` inside of such a module and how many parts are fused in it (`n_fused`), and numbers from
-    `replace_arguments(config, size)`. What those say of how modules are replaced is not asked for: layers are known by
-    what they do.
+    `replace_arguments(config, size)`. Their classes of replaced modules are not used: layers are known by what they do.
 
     Raises:
-        PartitionError: they are of no such kind, or speak of nothing that is in `model`.
+        PartitionError: they are of no such kind, or match nothing in `model`.
     """
     if policies is None:
-        return {}, {}
+        return (), {}
     if isinstance(policies, Mapping):
         return _checked(model, policies), {}
-    words: dict[str, str] = {}
-    numbers: dict[str, int] = {}
+    styles: dict[str, str] = {}
+    attributes: dict[str, int] = {}
     for policy in policies if isinstance(policies, (list, tuple)) else (policies,):
         if not callable(getattr(policy, "original_layer_class", None)):
             raise PartitionError(f"{policy!r:.200} is no policy", hint=_HOW)
@@ -45,21 +44,25 @@ def read_policies(model: nn.Module, policies: object, size: int) -> tuple[dict[s
             raise PartitionError(
                 f"{_name(policy)} is for {kind.__name__}, and {type(model).__name__} has none", hint=_HOW
             )
-        named = dict(_words(policy))
+        named = dict(_styles(policy))
         arguments = policy.replace_arguments(getattr(model, "config", None), size)
         for place in places:
             modules = dict(model.get_submodule(place).named_modules())
-            words |= {f"{place}.{path}": word for path, word in named.items() if path in modules}
-            numbers |= {f"{place}.{path}": value for path, value in arguments.items() if type(value) is int}
-    return words, numbers
+            styles |= {f"{place}.{path}": style for path, style in named.items() if path in modules}
+            attributes |= {f"{place}.{path}": value for path, value in arguments.items() if type(value) is int}
+    return override_rules(styles), attributes
 
 
-def _checked(model: nn.Module, policies: Mapping[Any, Any]) -> dict[str, str]:
-    wrong = [f"{key!r:.100}: {value!r:.100}" for key, value in policies.items() if not _is_text(key, value)]
+def _checked(model: nn.Module, policies: Mapping[Any, Any]) -> tuple[Rule, ...]:
+    wrong = [
+        f"{key!r:.100}: {value!r:.100}"
+        for key, value in policies.items()
+        if not (isinstance(key, str) and isinstance(value, str))
+    ]
     if wrong:
-        raise PartitionError("policies are words by patterns of names", details=wrong, hint=_HOW)
+        raise PartitionError("policies are styles by patterns of names", details=wrong, hint=_HOW)
+    rules = override_rules(policies)
     names = [name.split(".") for name, _ in (*model.named_modules(), *model.named_parameters()) if name]
-    rules = [Rule(pattern, word) for pattern, word in policies.items()]
     unused = [rule.pattern for rule in rules if not any(map(rule.matches, names))]
     if unused:
         raise PartitionError(
@@ -67,15 +70,11 @@ def _checked(model: nn.Module, policies: Mapping[Any, Any]) -> dict[str, str]:
             details=unused,
             hint="a pattern is the end of a name of a module or parameter, with * for one part of it",
         )
-    return dict(policies)
+    return rules
 
 
-def _is_text(key: object, value: object) -> bool:
-    return isinstance(key, str) and isinstance(value, str) and all(part.count("*") < 2 for part in key.split("."))
-
-
-def _words(policy: object) -> Iterator[tuple[str, str]]:
-    """Yield the layers that `policy` names, and a word for each."""
+def _styles(policy: object) -> Iterator[tuple[str, str]]:
+    """Yield the layers that `policy` names, and a style for each."""
     for method in (*_COLUMNS, *_ROWS):
         for layer in getattr(policy, method)() or ():
             path = layer.weight.rpartition(".")[0]

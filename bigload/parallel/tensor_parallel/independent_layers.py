@@ -36,22 +36,22 @@ def names_by_parameter(model: nn.Module) -> dict[str, list[str]]:
     return {name: group for group in groups.values() for name in group}
 
 
-def with_ties(draft: PartialPlan, names: Mapping[str, list[str]]) -> PartialPlan:
-    """Return `draft` with the divisions of parameters under all of their names."""
-    spread = {other: division for name, division in draft.divisions.items() for other in names.get(name, (name,))}
-    return draft | PartialPlan(divisions=spread)
+def with_ties(plan: PartialPlan, names: Mapping[str, list[str]]) -> PartialPlan:
+    """Return `plan` with the divisions of parameters under all of their names."""
+    spread = {other: division for name, division in plan.divisions.items() for other in names.get(name, (name,))}
+    return plan | PartialPlan(divisions=spread)
 
 
 def with_independent_layers(
     model: nn.Module,
     layers: Mapping[str, LayerKind],
     called: Set[str] | None,
-    draft: PartialPlan,
+    plan: PartialPlan,
     *,
     size: int,
     works: Callable[[PartialPlan], bool],
 ) -> PartialPlan:
-    """Return `draft` and what can be divided besides among `size` ranks, kind by kind, as far as it `works`.
+    """Return `plan` and what can be divided besides among `size` ranks, kind by kind, as far as it `works`.
 
     `called` are the layers that a forward calls, `None` if that is not known: a weight that code reads past its layer
     is no layer's to divide. Names of one weight of which some stay whole make all of them whole.
@@ -61,47 +61,47 @@ def with_independent_layers(
     additions: list[PartialPlan] = []
     whole: set[str] = set()
     for kind in _groups(parameters, ties, layers):
-        group = [first for first in kind if not _is_settled(ties[first], draft)]
+        group = [first for first in kind if not _is_settled(ties[first], plan)]
         names = {name for first in group for name in ties[first]}
         owners = {name.rpartition(".")[0] for name in names}
-        known = {name: draft.divisions[name] for name in names if name in draft.divisions}
+        known = {name: plan.divisions[name] for name in names if name in plan.divisions}
         addition = _addition(group, ties, parameters, layers, known, size=size)
         if group and addition is not None and (called is None or owners & called):
             additions.append(addition)
         elif known:
             whole |= owners
-    draft = _without(draft, whole)
-    together = reduce(or_, additions, draft)
+    plan = without_owners(plan, whole)
+    together = reduce(or_, additions, plan)
     if works(together):
         return together
     for addition in additions:
-        if works(draft | addition):
-            draft |= addition
+        if works(plan | addition):
+            plan |= addition
         else:
-            draft = _without(draft, addition.styles)
-    return draft
+            plan = without_owners(plan, addition.styles)
+    return plan
 
 
-def _is_settled(names: Collection[str], draft: PartialPlan) -> bool:
-    return all(name in draft.divisions and name.rpartition(".")[0] in draft.styles for name in names)
+def _is_settled(names: Collection[str], plan: PartialPlan) -> bool:
+    return all(name in plan.divisions and name.rpartition(".")[0] in plan.styles for name in names)
 
 
 def with_siblings(
-    model: nn.Module, layers: Mapping[str, LayerKind], called: Collection[str], draft: PartialPlan
+    model: nn.Module, layers: Mapping[str, LayerKind], called: Collection[str], plan: PartialPlan
 ) -> PartialPlan:
-    """Return `draft` with layers that no forward called, experts that had nothing to do, divided as their siblings."""
+    """Return `plan` with layers that no forward called, experts that had nothing to do, divided as their siblings."""
     shapes = {name: tuple(model.get_parameter(f"{name}.weight").shape) for name in layers}
-    styled = {(generic_name(name), shapes[name]): name for name in draft.styles if name in layers and name in called}
+    styled = {(generic_name(name), shapes[name]): name for name in plan.styles if name in layers and name in called}
     for name in layers:
         sibling = styled.get((generic_name(name), shapes[name]))
-        if sibling is None or name in called or name in draft.styles:
+        if sibling is None or name in called or name in plan.styles:
             continue
-        leaves = [leaf for leaf in ("weight", "bias") if f"{sibling}.{leaf}" in draft.divisions]
-        draft |= PartialPlan(
-            divisions={f"{name}.{leaf}": draft.divisions[f"{sibling}.{leaf}"] for leaf in leaves},
-            styles={name: draft.styles[sibling]},
+        leaves = [leaf for leaf in ("weight", "bias") if f"{sibling}.{leaf}" in plan.divisions]
+        plan |= PartialPlan(
+            divisions={f"{name}.{leaf}": plan.divisions[f"{sibling}.{leaf}"] for leaf in leaves},
+            styles={name: plan.styles[sibling]},
         )
-    return draft
+    return plan
 
 
 def _groups(
@@ -161,11 +161,11 @@ def _has_idle_rank(division: Division) -> bool:
     return any(start == stop for of_rank in division.ranges for start, stop in of_rank)
 
 
-def _without(draft: PartialPlan, owners: Collection[str]) -> PartialPlan:
-    """Return `draft` with the layers `owners` whole."""
+def without_owners(plan: PartialPlan, owners: Collection[str]) -> PartialPlan:
+    """Return `plan` with the layers `owners` whole."""
     return PartialPlan(
-        divisions={name: value for name, value in draft.divisions.items() if name.rpartition(".")[0] not in owners},
-        styles={name: value for name, value in draft.styles.items() if name not in owners},
-        attributes=draft.attributes,
-        arguments=draft.arguments,
+        divisions={name: value for name, value in plan.divisions.items() if name.rpartition(".")[0] not in owners},
+        styles={name: value for name, value in plan.styles.items() if name not in owners},
+        attributes=plan.attributes,
+        arguments=plan.arguments,
     )

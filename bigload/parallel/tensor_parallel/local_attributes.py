@@ -33,13 +33,13 @@ _Changes = Mapping[str, int]
 def localised(
     weightless: WeightlessModel, reference: ReferenceRun, decided: PartialPlan, kind: Sequence[CoupledLayers], size: int
 ) -> PartialPlan | None:
-    """Return the draft of the regions of one `kind`, with the numbers that become local; `None` if it cannot work.
+    """Return the plan of the regions of one `kind`, with the numbers that become local; `None` if it cannot work.
 
-    `decided` is the draft of what is divided besides. Only the first two regions are tried.
+    `decided` is the plan of what is divided besides. Only the first two regions are tried.
     """
     base = PartialPlan()
     for region in kind:
-        base = base | region.draft
+        base = base | region.plan
     whole, until = decided | base, kind[:2][-1].row
 
     owners = [_owners(weightless.module, region) for region in kind]
@@ -76,7 +76,7 @@ def _ratios(weightless: WeightlessModel, region: CoupledLayers, size: int) -> li
     """Return by what numbers may shrink: with queries, with keys that ranks share, with the quotient of both."""
     shares = {Fraction(1, number) for number in range(2, size + 1) if size % number == 0}
     for name in region.columns:
-        division = region.draft.divisions[f"{name}.weight"]
+        division = region.plan.divisions[f"{name}.weight"]
         weight = weightless.module.get_submodule(name)._parameters["weight"]
         assert weight is not None
         assert division.dim is not None

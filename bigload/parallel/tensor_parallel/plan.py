@@ -10,8 +10,8 @@ from typing import Literal
 from bigload.planning.plan import PlanNote
 from bigload.planning.tensor_parallel.division import WHOLE, Division
 
-PlanSource = Literal["custom", "tp_plan", "inferred"]
-"""Where most of a plan is from: the caller, the model's own words, the flow of data in a forward."""
+PlanSource = Literal["custom", "family", "tp_plan", "inferred"]
+"""Origin of a plan: the caller's rules, those of the model's family, the model's own plan, or a forward's data flow."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,10 +35,10 @@ class TensorParallelPlan:
 
     Attributes:
         size: How many ranks there are.
-        source: Where it is from; what that leaves out is found as in the last case.
+        source: Origin of its first part. The parts that this leaves whole come from the later ones.
         shapes: The shape of every parameter as a single process has it, by each of its names.
         divisions: For every parameter, by each of its names, what the ranks hold of it.
-        styles: By module, a word for what its forward does (see `styles.FORWARDS`). What is not named runs as it is.
+        styles: The forward of each divided module, by name (see `forwards.FORWARDS`). Other modules run as they are.
         attributes: Numbers that count what is now local, by their qualified names (`h.0.attn.num_heads`), and their
             values on every rank.
         arguments: By module, arguments that each rank cuts to its own part before the module sees them.

@@ -1,11 +1,24 @@
-"""The steps from a model to its tensor-parallel plan: words first, then what flows where, then what is left."""
+"""Planner of tensor parallelism: rules first, then what the data flow of a forward shows, then layers one by one.
+
+1. The caller's rules. They have to fit.
+2. The rules of the model's family, those by which `bigload reshard` divides its checkpoint: a plan and a folder of
+   ranks then agree. Before the model's own plan, because they respect heads that ranks share, fused matrices, and
+   attention and experts that transformers' plans leave whole (`tests/conformance/test_partition.py` lists them).
+3. The model's own tensor-parallel plan (`tp_plan`), for families without rules and blocks whose rules do not fit.
+4. Coupled layers, found by the gradients of a forward without weights.
+5. Large layers that are left, each with a collective of its own.
+
+Every step is validated by forwards without weights as the first and the last rank, and dropped block by block where it
+does not fit. Counts of heads that modules remember are made local where a forward needs it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from itertools import pairwise
+from functools import reduce
 from math import prod
+from operator import or_
 
 from torch import nn
 
@@ -18,83 +31,83 @@ from bigload.parallel.tensor_parallel.independent_layers import (
     with_independent_layers,
     with_siblings,
     with_ties,
+    without_owners,
 )
 from bigload.parallel.tensor_parallel.layer_kinds import LayerKind, layer_kind
 from bigload.parallel.tensor_parallel.local_attributes import localised
 from bigload.parallel.tensor_parallel.partial_plan import PartialPlan
 from bigload.parallel.tensor_parallel.plan import PlanSource, TensorParallelPlan
-from bigload.parallel.tensor_parallel.rule_plans import drafts_of_words, has_divisible_heads, own_words
+from bigload.parallel.tensor_parallel.rule_plans import config_of, own_rules, rule_plans
 from bigload.parallel.tensor_parallel.validation import ReferenceRun, misfit, run_reference
 from bigload.parallel.tensor_parallel.weightless_model import WeightlessModel
 from bigload.planning.plan import PlanNote
 from bigload.planning.tensor_parallel.division import WHOLE, Division
-from bigload.planning.tensor_parallel.ruled_layers import generic_name
+from bigload.planning.tensor_parallel.layer_division import LayerDivider
+from bigload.planning.tensor_parallel.ruled_layers import ModelRules, generic_name
+from bigload.planning.tensor_parallel.rules import Rule
 from bigload.units import counted
 
+_Kind = list[CoupledLayers]
+"""Coupled layers whose names differ in numbers only."""
 
-def drafted(
+
+def make_plan(
     model: nn.Module,
     size: int,
-    words: Mapping[str, str],
-    numbers: Mapping[str, int],
+    rules: tuple[Rule, ...],
+    attributes: Mapping[str, int],
     example: Mapping[str, object] | None,
 ) -> TensorParallelPlan:
-    """Return the plan of `size` ranks for `model`: `words` of the caller and his local `numbers`, or the model's words.
+    """Return the plan of `size` ranks for `model`: by `rules` and local `attributes` of the caller before all others.
 
     Raises:
-        PartitionError: what the caller says cannot be.
+        PartitionError: the caller's rules do not fit.
     """
     if size == 1:
-        return _plan(model, PartialPlan(), _Stage(size=1, layers={}, ties=names_by_parameter(model)), "inferred")
-    asked = _asked(model, words, numbers, size)
-    own = {} if words else own_words(model)
-    said = [found for _, found in drafts_of_words(model, own, size) if isinstance(found, PartialPlan)]
-    summed = [name for draft in (asked, *said) for name, style in draft.styles.items() if style == "moe_tp_experts"]
-    stage = _Stage.of(model, size, example, summed)
-    draft = _with_words(stage, model, own, _suited(stage, asked))
-    source: PlanSource = "custom" if words else "tp_plan" if draft.styles else "inferred"
-    draft, shared = _with_regions(stage, draft)
-    draft = with_siblings(model, stage.layers, stage.called, draft) if stage.called is not None else draft
-    left = {name: kind for name, kind in stage.layers.items() if name not in shared}
-    draft = with_independent_layers(model, left, stage.called, draft, size=size, works=stage.fits)
-    return _plan(model, draft, stage, source)
+        return _plan(model, PartialPlan(), _Validator(size=1, layers={}, ties=names_by_parameter(model)), "inferred")
+    config = config_of(model)
+    custom = ModelRules(config, rules, has_family=False)
+    by_source: dict[PlanSource, ModelRules] = {
+        "family": ModelRules(config, rules),
+        "tp_plan": ModelRules(config, (*rules, *own_rules(model)), has_family=False),
+    }
+
+    def found(source: ModelRules, *, needs_heads: bool = False) -> list[tuple[str, PartialPlan | PartitionError]]:
+        return list(rule_plans(model, source, LayerDivider(tp=size, needs_heads=needs_heads)))
+
+    asked = PartialPlan(attributes=attributes)
+    for _, plan in found(custom):
+        if isinstance(plan, PartitionError):
+            raise plan
+        asked |= plan
+    plans = {source: found(of_source) for source, of_source in by_source.items()}
+    all_plans = [asked, *(plan for each in plans.values() for _, plan in each if isinstance(plan, PartialPlan))]
+    summed = {name for plan in all_plans for name, style in plan.styles.items() if style == "moe_tp_experts"}
+    validator = _Validator.of(model, size, example, sorted(summed))
+    plan = _fitting(validator, asked)
+    if validator.reference is None:
+        # Nothing shows which attributes a family's rules make local; its own plan is the model's promise of none.
+        plans = {"tp_plan": found(by_source["tp_plan"], needs_heads=True)}
+    source: PlanSource = "custom" if rules else "inferred"
+    for each, of_source in plans.items():
+        divided = plan.styles.keys()
+        plan = _with_rules(validator, model, of_source, plan)
+        source = each if source == "inferred" and plan.styles.keys() > divided else source
+    plan, shared = _with_coupled_layers(validator, plan, custom.whole)
+    if validator.called is not None:
+        plan = with_siblings(model, validator.layers, validator.called, plan)
+    left = {name: kind for name, kind in validator.layers.items() if name not in shared | custom.whole}
+    plan = with_independent_layers(model, left, validator.called, plan, size=size, works=validator.fits)
+    return _plan(model, plan, validator, source)
 
 
-def _asked(model: nn.Module, words: Mapping[str, str], numbers: Mapping[str, int], size: int) -> PartialPlan:
-    asked = PartialPlan(attributes=numbers)
-    for _, found in drafts_of_words(model, words, size):
-        if isinstance(found, PartitionError):
-            raise found
-        asked |= found
-    return asked
+@dataclass(slots=True, kw_only=True)
+class _Validator:
+    """Validates partial plans by a model without weights and a forward of it, or not at all, if it does not run.
 
-
-def _suited(stage: _Stage, asked: PartialPlan) -> PartialPlan:
-    """Return `asked` with the numbers that become local by it, where it does not work without.
-
-    Raises:
-        PartitionError: it does not work with them either.
+    Attributes:
+        problem: Why the model does not run.
     """
-    if stage.misfit(asked) is None or stage.weightless is None or stage.reference is None:
-        return asked
-    for kind in _kinds(stage, ()):
-        drafts = [region.draft for region in kind]
-        if all(draft.divisions.items() <= asked.divisions.items() for draft in drafts):
-            found = localised(stage.weightless, stage.reference, PartialPlan(), kind, stage.size)
-            asked = asked if found is None else found | asked
-    problem = stage.misfit(asked)
-    if problem is not None:
-        raise PartitionError(
-            f"the policies do not suit this model on {stage.size} ranks",
-            details=[problem],
-            hint="divide all layers between those that are gathered or summed, or none of them",
-        )
-    return asked
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Stage:
-    """Where drafts are tried: a model without weights and a forward of it, or nothing, where it does not run."""
 
     size: int
     layers: Mapping[str, LayerKind]
@@ -102,10 +115,12 @@ class _Stage:
     weightless: WeightlessModel | None = None
     reference: ReferenceRun | None = None
     problem: str | None = None
-    tried: list[tuple[PartialPlan, str | None]] = field(default_factory=list)
+    _last: tuple[PartialPlan, str | None] | None = None
+    _kinds: list[_Kind] | None = None
+    _localised: dict[int, PartialPlan | None] = field(default_factory=dict)
 
     @staticmethod
-    def of(model: nn.Module, size: int, example: Mapping[str, object] | None, summed: list[str]) -> _Stage:
+    def of(model: nn.Module, size: int, example: Mapping[str, object] | None, summed: list[str]) -> _Validator:
         ties = names_by_parameter(model)
         inputs = example_inputs(model) if example is None else example
         problem = "it is not known what a forward takes: give an example"
@@ -113,52 +128,128 @@ class _Stage:
             try:
                 weightless = WeightlessModel(model, is_short=example is None)
                 reference = run_reference(weightless, inputs, summed)
-                return _Stage(
+                return _Validator(
                     size=size, layers=weightless.layers, ties=ties, weightless=weightless, reference=reference
                 )
             except Exception as error:  # of the model's own code
                 problem = f"a forward fails: {type(error).__name__}: {error}"
         kinds = {name: layer_kind(module) for name, module in model.named_modules()}
         layers = {name: kind for name, kind in kinds.items() if kind is not None}
-        return _Stage(size=size, layers=layers, ties=ties, problem=problem)
+        return _Validator(size=size, layers=layers, ties=ties, problem=problem)
 
     @property
     def called(self) -> set[str] | None:
+        """The layers that a forward calls."""
         return None if self.reference is None else {name for name, _ in self.reference.inputs}
 
-    def misfit(self, draft: PartialPlan) -> str | None:
+    def misfit(self, plan: PartialPlan) -> str | None:
+        """Return why `plan` does not fit, `None` if it does or cannot be validated."""
         if self.weightless is None or self.reference is None:
             return None
-        draft = with_ties(draft, self.ties)
-        if not self.tried or self.tried[-1][0] != draft:  # the last one is often asked for twice
-            self.tried.append((draft, misfit(self.weightless, self.reference, draft, self.size)))
-        return self.tried[-1][1]
+        plan = with_ties(plan, self.ties)
+        if self._last is None or self._last[0] != plan:  # the last one is often asked for twice
+            self._last = (plan, misfit(self.weightless, self.reference, plan, self.size))
+        return self._last[1]
 
-    def fits(self, draft: PartialPlan) -> bool:
-        return self.misfit(draft) is None
+    def fits(self, plan: PartialPlan) -> bool:
+        return self.misfit(plan) is None
+
+    def kinds(self, divided: Collection[str]) -> list[_Kind]:
+        """Return the coupled layers besides those that are `divided`, by kind."""
+        if self.weightless is None or self.reference is None:
+            return []
+        if self._kinds is None:
+            found = _by_kind(coupled_layers(self.weightless, self.reference, self.size, divided))
+            self._kinds = found if not divided else None
+        else:
+            found = self._kinds
+        return [
+            kind for kind in found if not any(name in divided for each in kind for name in (each.row, *each.columns))
+        ]
+
+    def with_local_attributes(self, plan: PartialPlan) -> PartialPlan:
+        """Return `plan` with the attributes that become local by its divisions of coupled layers."""
+        assert self.weightless is not None
+        assert self.reference is not None
+        for number, kind in enumerate(self.kinds(())):
+            if all(each.plan.divisions.items() <= plan.divisions.items() for each in kind):
+                if number not in self._localised:
+                    self._localised[number] = localised(self.weightless, self.reference, PartialPlan(), kind, self.size)
+                plan = (self._localised[number] or PartialPlan()) | plan
+        return plan
+
+    def fitted(self, plan: PartialPlan) -> PartialPlan | None:
+        """Return `plan`, with local attributes if it needs them to fit; `None` if it does not fit."""
+        if self.fits(plan):
+            return plan
+        plan = self.with_local_attributes(plan)
+        return plan if self.fits(plan) else None
 
 
-def _with_words(stage: _Stage, model: nn.Module, words: Mapping[str, str], draft: PartialPlan) -> PartialPlan:
-    """Return `draft` and what the model says of itself, block by block, as far as it works with so many ranks."""
+def _names(kind: _Kind) -> set[str]:
+    """Return the layers of `kind` that are divided by their outputs or inputs."""
+    return {name for each in kind for name in (each.row, *each.columns)}
+
+
+def _by_kind(found: Iterable[CoupledLayers]) -> list[_Kind]:
+    kinds: dict[object, _Kind] = {}
+    for each in found:
+        kinds.setdefault((generic_name(each.row), frozenset(map(generic_name, each.columns))), []).append(each)
+    return list(kinds.values())
+
+
+def _fitting(validator: _Validator, asked: PartialPlan) -> PartialPlan:
+    """Return the caller's plan `asked`, with local attributes if it needs them.
+
+    Raises:
+        PartitionError: it does not fit.
+    """
+    plan = validator.fitted(asked)
+    if plan is not None:
+        return plan
+    problem = validator.misfit(validator.with_local_attributes(asked))
+    raise PartitionError(
+        f"the policies do not suit this model on {validator.size} ranks",
+        details=[problem or ""],
+        hint="divide all layers between those that are gathered or summed, or none of them",
+    )
+
+
+def _with_rules(
+    validator: _Validator,
+    model: nn.Module,
+    found: Iterable[tuple[str, PartialPlan | PartitionError]],
+    plan: PartialPlan,
+) -> PartialPlan:
+    """Return `plan` with the partial plans of rules, block by block, as far as they fit and add to it."""
     blocks: dict[str, PartialPlan] = {}
     refused = set()
-    for name, found in drafts_of_words(model, words, stage.size):
-        if isinstance(found, PartialPlan):
-            blocks[_block(name)] = blocks.get(_block(name), PartialPlan()) | found
-        else:
+    for name, addition in found:
+        if isinstance(addition, PartitionError):
             refused.add(_block(name))
-    if stage.reference is None and not has_divisible_heads(model, stage.size):
-        refused |= {block for block in blocks if "attn" in block or "attention" in block}
+        elif not addition.styles.keys() & plan.styles.keys():
+            blocks[_block(name)] = blocks.get(_block(name), PartialPlan()) | addition
     good = [block for name, block in blocks.items() if name not in refused]
-    together = draft
-    for block in good:
-        together |= block
-    if stage.fits(together):
+    half_tied = _half_tied(model, validator.ties, reduce(or_, good, plan))
+    good = [without_owners(block, half_tied) for block in good]
+    together = validator.fitted(reduce(or_, good, plan))
+    if together is not None:
         return together
     for block in good:
-        if stage.fits(draft | block):
-            draft |= block
-    return draft
+        plan = validator.fitted(plan | block) or plan
+    return plan
+
+
+def _half_tied(model: nn.Module, ties: Mapping[str, list[str]], plan: PartialPlan) -> set[str]:
+    """Return the modules of divided weights that another module holds too, whose forward has no part in `plan`."""
+    styled = {id(model.get_submodule(name)) for name in plan.styles}
+    half_tied = set()
+    divided = [name for name, division in plan.divisions.items() if division != WHOLE]
+    for name in divided:
+        owners = {other.rpartition(".")[0] for other in ties.get(name, ())}
+        if any(id(model.get_submodule(owner)) not in styled for owner in owners):
+            half_tied |= owners
+    return half_tied
 
 
 def _block(name: str) -> str:
@@ -167,67 +258,56 @@ def _block(name: str) -> str:
     return before + star + (after.partition(".")[0] if star else after)
 
 
-def _with_regions(stage: _Stage, draft: PartialPlan) -> tuple[PartialPlan, set[str]]:
-    """Return `draft` and the regions of layers that can be divided besides, and the layers that have to stay whole."""
-    if stage.weightless is None or stage.reference is None:
-        return draft, set()
-    accepted: list[tuple[PartialPlan, list[CoupledLayers]]] = []
-    together = draft
-    for kind in _kinds(stage, draft.styles.keys()):
-        if not any(name in together.styles for region in kind for name in (region.row, *region.columns)):
-            found = localised(stage.weightless, stage.reference, together, kind, stage.size)
+def _with_coupled_layers(
+    validator: _Validator, plan: PartialPlan, whole: Collection[str]
+) -> tuple[PartialPlan, set[str]]:
+    """Return `plan` with coupled layers besides, none of those in `whole`, and the layers that have to stay whole."""
+    if validator.weightless is None or validator.reference is None:
+        return plan, set()
+    accepted: list[tuple[PartialPlan, _Kind]] = []
+    together = plan
+    for kind in validator.kinds(plan.styles.keys()):
+        if not _names(kind) & (together.styles.keys() | set(whole)):
+            found = localised(validator.weightless, validator.reference, together, kind, validator.size)
             if found is not None:
                 accepted.append((found, kind))
                 together |= found
-    if not stage.fits(together):
-        good, together = [], draft
+    if not validator.fits(together):
+        good, together = [], plan
         for found, kind in accepted:
-            if stage.fits(together | found):
+            if validator.fits(together | found):
                 good.append((found, kind))
                 together |= found
         accepted = good
-    return together, {name for _, kind in accepted for region in kind for name in region.shared}
+    return together, {name for _, kind in accepted for each in kind for name in each.shared}
 
 
-def _kinds(stage: _Stage, styled: Collection[str]) -> list[list[CoupledLayers]]:
-    """Return the regions besides what is `styled`, those together whose names differ in numbers only."""
-    assert stage.weightless is not None
-    assert stage.reference is not None
-    kinds: dict[object, list[CoupledLayers]] = {}
-    for region in coupled_layers(stage.weightless, stage.reference, stage.size, styled):
-        if not any(name in styled for name in region.columns):
-            kinds.setdefault((generic_name(region.row), frozenset(map(generic_name, region.columns))), []).append(
-                region
-            )
-    return list(kinds.values())
-
-
-def _plan(model: nn.Module, draft: PartialPlan, stage: _Stage, source: PlanSource) -> TensorParallelPlan:
-    draft = with_ties(draft, stage.ties)
-    problem = stage.misfit(draft)
+def _plan(model: nn.Module, plan: PartialPlan, validator: _Validator, source: PlanSource) -> TensorParallelPlan:
+    plan = with_ties(plan, validator.ties)
+    problem = validator.misfit(plan)
     if problem is not None:
         raise PartitionError(f"no way is known to divide {type(model).__name__}", details=[problem])
     parameters = dict(model.named_parameters(remove_duplicate=False))
     shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
-    divisions = {name: draft.divisions.get(name, WHOLE) for name in shapes}
+    divisions = {name: plan.divisions.get(name, WHOLE) for name in shapes}
     return TensorParallelPlan(
-        size=stage.size,
+        size=validator.size,
         source=source,
         shapes=shapes,
         divisions=divisions,
-        styles=dict(draft.styles),
-        attributes=dict(draft.attributes),
-        arguments=dict(draft.arguments),
-        notes=tuple(_notes(stage, shapes, divisions, draft)),
+        styles=dict(plan.styles),
+        attributes=dict(plan.attributes),
+        arguments=dict(plan.arguments),
+        notes=tuple(_notes(validator, shapes, divisions, plan)),
     )
 
 
 def _notes(
-    stage: _Stage, shapes: Mapping[str, tuple[int, ...]], divisions: Mapping[str, Division], draft: PartialPlan
+    validator: _Validator, shapes: Mapping[str, tuple[int, ...]], divisions: Mapping[str, Division], plan: PartialPlan
 ) -> Iterator[PlanNote]:
-    if stage.problem is not None:
-        yield PlanNote(code="unproven", text=f"the plan was not tried before use: {stage.problem}")
-    firsts = {names[0] for names in stage.ties.values()}
+    if validator.problem is not None:
+        yield PlanNote(code="unproven", text=f"the plan was not tried before use: {validator.problem}")
+    firsts = {names[0] for names in validator.ties.values()}
     total = sum(prod(shapes[name]) for name in firsts)
     whole: dict[str, int] = {}
     for name in firsts:
@@ -238,20 +318,14 @@ def _notes(
             text = f"every rank has all of {kind}: {numel / total:.1%} of the model"
             yield PlanNote(code="replicated", text=text)
     gathered = sorted(
-        {generic_name(name) for name, style in draft.styles.items() if style in _COSTLY and "*" in generic_name(name)}
+        {generic_name(name) for name, style in plan.styles.items() if style in _COSTLY and "*" in generic_name(name)}
     )
     if gathered:
         text = f"{counted(len(gathered), 'kind')} of layers divided one by one, each with a collective: "
         yield PlanNote(code="gathered", text=text + ", ".join(gathered))
-    shared = sorted({generic_name(name) for name, division in divisions.items() if _is_shared(division)})
+    shared = sorted({generic_name(name) for name, division in divisions.items() if division.is_shared})
     if shared:
         yield PlanNote(code="shared-heads", text=f"ranks have parts in common of {', '.join(shared)}")
 
 
 _COSTLY = ("colwise_gather_output", "rowwise_split_input")
-
-
-def _is_shared(division: Division) -> bool:
-    """Return whether two ranks hold the same elements."""
-    ranges = sorted(pair for of_rank in division.ranges for pair in of_rank)
-    return any(stop > start for (_, stop), (start, _) in pairwise(ranges))

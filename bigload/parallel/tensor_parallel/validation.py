@@ -1,4 +1,4 @@
-"""What a rank of a drafted plan would meet: a model without weights runs as that rank, beside the whole."""
+"""What a rank of a planed plan would meet: a model without weights runs as that rank, beside the whole."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class _DoneError(Exception):
 def run_as_rank(
     weightless: WeightlessModel,
     reference: ReferenceRun,
-    draft: PartialPlan,
+    plan: PartialPlan,
     *,
     rank: int,
     size: int,
@@ -89,14 +89,14 @@ def run_as_rank(
         MismatchError: a layer gets, or the model returns, something else than its part of what it should be.
         Exception: whatever the model raises, which cannot work with what this rank has.
     """
-    cast = _RankRun(weightless, reference, draft, rank=rank, until=until)
+    cast = _RankRun(weightless, reference, plan, rank=rank, until=until)
     parameters = {
-        name: cast.local_parameter(name, division) for name, division in draft.divisions.items() if division != WHOLE
+        name: cast.local_parameter(name, division) for name, division in plan.divisions.items() if division != WHOLE
     }
     with ExitStack() as stack:
         stack.enter_context(torch.no_grad())
-        stack.enter_context(replaced(weightless.module, parameters, draft.attributes))
-        for name, arguments in draft.arguments.items():
+        stack.enter_context(replaced(weightless.module, parameters, plan.attributes))
+        for name, arguments in plan.arguments.items():
             stack.enter_context(cutting(weightless.module.get_submodule(name), arguments, rank, size))
         for name in reference.summed:
             stack.enter_context(cast.summing(name))
@@ -111,12 +111,12 @@ def run_as_rank(
 
 
 def misfit(
-    weightless: WeightlessModel, reference: ReferenceRun, draft: PartialPlan, size: int, until: str | None = None
+    weightless: WeightlessModel, reference: ReferenceRun, plan: PartialPlan, size: int, until: str | None = None
 ) -> str | None:
-    """Return what is wrong with `draft` for the first or the last of `size` ranks, `None` if nothing is."""
+    """Return what is wrong with `plan` for the first or the last of `size` ranks, `None` if nothing is."""
     for rank in (0, size - 1):
         try:
-            run_as_rank(weightless, reference, draft, rank=rank, size=size, until=until)
+            run_as_rank(weightless, reference, plan, rank=rank, size=size, until=until)
         except Exception as error:  # of the model's own code, which meets shapes that it may not be made for
             return f"{error}" if isinstance(error, MismatchError) else f"{type(error).__name__}: {error}"
     return None
@@ -126,9 +126,9 @@ class _RankRun:
     """The parts that layers play in a rehearsal."""
 
     def __init__(
-        self, weightless: WeightlessModel, reference: ReferenceRun, draft: PartialPlan, *, rank: int, until: str | None
+        self, weightless: WeightlessModel, reference: ReferenceRun, plan: PartialPlan, *, rank: int, until: str | None
     ) -> None:
-        self._weightless, self._reference, self._draft = weightless, reference, draft
+        self._weightless, self._reference, self._plan = weightless, reference, plan
         self._rank, self._until = rank, until
 
     def local_parameter(self, name: str, division: Division) -> Tensor:
@@ -144,8 +144,8 @@ class _RankRun:
             raise MismatchError(f"{name} is called more often")
         expected = self._reference.inputs[name, number].detach()
         answer = self._reference.answers[name, number].detach()
-        style = self._draft.styles.get(name)
-        division = self._draft.divisions.get(f"{name}.weight", WHOLE)
+        style = self._plan.styles.get(name)
+        division = self._plan.divisions.get(f"{name}.weight", WHOLE)
         if style == "rowwise":
             expected = sliced(expected, Division(-1, division.ranges), self._rank)
         _check(name, given, expected)

@@ -136,16 +136,17 @@ class ModelRules:
         by_rule: dict[Rule | None, dict[str, TensorForm]] = {}
         for leaf, tensor in tensors.items():
             rule = rules.find(tensor.name, above if leaf == "" else name)
+            if leaf == "" and rule is not None and _is_of_forward(RULE_STYLES[rule.style]):
+                self.used.add(rule)
+                rule = rules.find(tensor.name)
             by_rule.setdefault(rule, {})[leaf] = tensor
         for rule, ruled in by_rule.items():
             if rule is None:
                 continue
             self.used.add(rule)
             style = RULE_STYLES[rule.style]
-            is_of_module = "" in ruled and not rule.matches(name.split("."))
             if style.side is None:
-                if not (is_of_module and style.forward is not None):  # of the forward, not of the parameter
-                    self.whole.add(name)
+                self.whole.add(name)
                 continue
             if len(by_rule) > 1:
                 styles = {leaf: None if r is None else r.style for r, group in by_rule.items() for leaf in group}
@@ -154,11 +155,16 @@ class ModelRules:
                     details=[f"{leaf}: {found or 'none'}" for leaf, found in styles.items()],
                     hint="give one rule to the module",
                 )
-            if is_of_module and style.side is not Side.EXPERTS:
+            if "" in ruled and style.side is not Side.EXPERTS and not rule.matches(name.split(".")):
                 # A tensor of a layer with a rule, of none of the kinds that linear layers are known to have.
                 yield RuledLayer(name=above, style=style, tensors={last: ruled[""]}, config=config)
             else:
                 yield RuledLayer(name=name, style=style, tensors=ruled, config=config)
+
+
+def _is_of_forward(style: RuleStyle) -> bool:
+    """Return whether `style` only describes the forward of a module whose parameters have rules of their own."""
+    return style.side is None and style.forward is not None
 
 
 def grouped_by_layer(tensors: Mapping[str, TensorForm]) -> dict[str, dict[str, TensorForm]]:

@@ -15,7 +15,6 @@ class Rule:
 
     pattern: str
     style: str
-    is_override: bool = False
 
     def matches(self, parts: list[str]) -> bool:
         """Return whether the last of `parts`, a name cut at its dots, are those of the pattern."""
@@ -66,4 +65,4 @@ def override_rules(rules: Mapping[str, str]) -> tuple[Rule, ...]:
             problems.append(f"{pattern!r:.200}: expected at most one * in each part")
     if problems:
         raise PartitionError("the rules cannot be used", details=problems, hint=f"styles are: {', '.join(RULE_STYLES)}")
-    return tuple(Rule(pattern, style, is_override=True) for pattern, style in rules.items())
+    return tuple(Rule(pattern, style) for pattern, style in rules.items())
