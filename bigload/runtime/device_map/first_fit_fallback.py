@@ -1,4 +1,4 @@
-"""The way out when nothing fits on a device: take a later module out of order, the first one that is small enough."""
+"""Fallback when the next module does not fit on a device: place the first later one that is small enough."""
 
 from __future__ import annotations
 

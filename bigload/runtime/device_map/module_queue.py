@@ -1,4 +1,4 @@
-"""The modules and tensors of a model that still need a device, in order: the list that first-fit planning works off.
+"""Queue of the modules and tensors of a model that still need a device, for first-fit planning.
 
 An item is taken from the front, put back, or replaced by its pieces where it stands. Each of these costs about the same
 in a model of a hundred names and in one of a hundred thousand.

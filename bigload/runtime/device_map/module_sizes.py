@@ -1,4 +1,4 @@
-"""How many bytes the modules of a model take, in the dtypes that it will be loaded with.
+"""Bytes of the modules of a model, in the dtypes that it will be loaded with.
 
 Names and signatures are those of `accelerate.utils.modeling` 1.15, and so are the figures: a tensor that has several
 names counts once, under the first of them. All of it works on the meta device.

@@ -1,4 +1,4 @@
-"""Whether the devices of a device map are in this machine: asked before anything is loaded or moved."""
+"""Check that this machine has the devices of a device map, before anything is loaded or moved."""
 
 from __future__ import annotations
 

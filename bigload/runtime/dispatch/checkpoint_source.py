@@ -1,4 +1,4 @@
-"""What a model can be filled from: a checkpoint, a plan, or the folder that was resharded by one."""
+"""Sources of a model's weights: a checkpoint, a plan, or the folder that was resharded by one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What of a checkpoint goes where in a model, and the refusal of a checkpoint whose names are others."""
+"""Match the tensors of a checkpoint to those of a model, and refuse a checkpoint with other names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Hooks that bring weights and arguments of a module to one device for each forward, and send the weights away again.
+"""Hook that loads the weights of a module for each forward, offloads them after it, and moves its arguments.
 
 Names and signatures are those of `accelerate.hooks` 1.15. Between forwards, weights that are offloaded are on the meta
 device, and their values in a `weights_map`: a state dict, or anything else that gives tensors by name.

@@ -1,4 +1,4 @@
-"""Weights that are present for a whole call of a module: before its forward pre-hooks run and until its hooks are done.
+"""Load weights for a whole call of a module, its forward pre-hooks and hooks included.
 
 torch runs forward pre-hooks before `forward`, where weights are otherwise brought in. Hooks that compute with weights,
 as those of `torch.nn.utils.weight_norm` and `spectral_norm` do, need them earlier.
@@ -18,17 +18,17 @@ from bigload.runtime.hooks.hooks import hooks_of
 
 @runtime_checkable
 class LoadsWeights(Protocol):
-    """A hook that brings weights in for a forward."""
+    """A hook that loads weights for a forward."""
 
     def begin_call(self, module: nn.Module) -> bool:
-        """Bring the weights in; return whether `end_call` has to follow."""
+        """Load the weights; return whether `end_call` has to follow."""
 
     def end_call(self) -> None:
-        """Send them away."""
+        """Offload them again."""
 
 
 def load_before_calls(module: nn.Module) -> None:
-    """Have hooks of `module` that bring weights do so around each call, where it has forward hooks of its own."""
+    """Have hooks of `module` load weights around each call, where it has forward hooks of its own."""
     module.__dict__["_call_impl"] = partial(_call, module)
 
 

@@ -1,4 +1,4 @@
-"""Models that come to a device as a whole when they run, and stay there until they are told to go.
+"""Hooks that move a whole model to a device when it runs, where it stays until it is offloaded.
 
 Names and signatures are those of `accelerate.hooks` 1.15.
 """

@@ -1,4 +1,4 @@
-"""The places of modules that hold tensors, and which modules bring those of others along."""
+"""Slots of modules that hold tensors, and modules whose tensors are handled by the module around them."""
 
 from __future__ import annotations
 

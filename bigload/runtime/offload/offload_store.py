@@ -1,4 +1,4 @@
-"""Weights in an offload folder, under the names, signatures and semantics of `accelerate.utils.offload` 1.15.
+"""Functions and classes of `accelerate.utils.offload` 1.15: names, signatures and semantics are those.
 
 A folder has a `.dat` file per tensor and an `index.json`; `layouts/dat_format.py` describes the format, and
 `offload_writer.py` what is written beside it and in which order.
@@ -135,14 +135,14 @@ class MemoryWeight:
 
 @runtime_checkable
 class HasSources(Protocol):
-    """A map of weights that can tell where each is."""
+    """A map of weights that knows the source of each."""
 
     def source(self, name: str) -> FileWeight | MemoryWeight | None:
-        """Return where the weight `name` is; `None` if it is not there, or who knows where."""
+        """Return the source of the weight `name`; `None` if there is no such weight, or it is computed."""
 
 
 def source_of(weights: Mapping[str, torch.Tensor], name: str) -> FileWeight | MemoryWeight | None:
-    """Return where `weights` has the weight `name`; `None` if it has none, or who knows where from."""
+    """Return the source of the weight `name` in `weights`; `None` if there is none, or it is computed."""
     if isinstance(weights, HasSources):
         return weights.source(name)
     if isinstance(weights, ChainMap):
@@ -166,7 +166,7 @@ class PrefixedDataset(Mapping[str, torch.Tensor]):
         return self.dataset[f"{self.prefix}{key}"]
 
     def source(self, name: str) -> FileWeight | MemoryWeight | None:
-        """Return where the weight `name` is; see `source_of`."""
+        """Return the source of the weight `name`; see `source_of`."""
         return source_of(self.dataset, f"{self.prefix}{name}")
 
     def __contains__(self, key: object) -> bool:
@@ -261,7 +261,7 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
         return weight.to(device="cpu" if self.device is None else self.device, dtype=stored.dtype)
 
     def source(self, name: str) -> FileWeight | MemoryWeight | None:
-        """Return where the weight `name` is; `None` if it is not there, or who knows where.
+        """Return the source of the weight `name`; `None` if there is no such weight, or it is computed.
 
         Raises:
             InvalidCheckpointError: its entry in the index and its file do not go together.

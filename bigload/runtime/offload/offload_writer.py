@@ -1,4 +1,4 @@
-"""Offload folders as they are written: tensor by tensor, nothing twice, and complete or without an index.
+"""Writer of offload folders, tensor by tensor: nothing twice, and complete or without an index.
 
 Beside accelerate's files lies `bigload-offload.json`, which accelerate does not look at: the digest of each weight, and
 which file that was known of (inode, size, time of change), in the form of docs/schemas/offload-1.0.json. A file that is
@@ -72,7 +72,7 @@ class OffloadWriter:
         self._index: dict[str, Entry] = {}
         self._records: dict[str, _WeightRecord] = {}
         self._has_index = self._is_changed = False
-        self._turn = ExitStack()
+        self._lock = ExitStack()
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
         """Have the folder hold `tensor` as `name`. It is written unless it is there.
@@ -108,7 +108,7 @@ class OffloadWriter:
     def _add(self, name: str, entry: Entry, parts: Callable[[], Iterable[torch.Tensor]]) -> None:
         digest = self._held(name, entry)
         if digest is None or digest != _digest_of(parts()):
-            self._take_index_away(name)
+            self._remove_index(name)
             digest = write_dat(self._folder, name, parts())
         self._note(name, entry, digest)
 
@@ -122,7 +122,7 @@ class OffloadWriter:
         _check_name(name)
         source, target = self._path(stored), self._path(name)
         if not _is_one_file(source, target):
-            self._take_index_away(name)
+            self._remove_index(name)
             _link(source, target)
         self._note(name, dict(self._index[stored]), self._records[stored].digest)
 
@@ -156,18 +156,18 @@ class OffloadWriter:
 
     def __enter__(self) -> Self:
         with ExitStack() as stack:
-            stack.enter_context(_only_writer(self._folder))
+            stack.enter_context(_exclusive_writer(self._folder))
             self._index = index_of(self._folder)
             self._records = _read_records(self._folder)
             self._has_index = (self._folder / DAT_INDEX).exists()
             self._is_changed = not self._has_index
-            self._turn = stack.pop_all()
+            self._lock = stack.pop_all()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        with self._turn:
+        with self._lock:
             if error is None:
                 self.finish()
 
@@ -183,8 +183,8 @@ class OffloadWriter:
             return record.digest if record.entry == entry else None
         return _digest_in(path, entry) if self._index.get(name) == entry else None
 
-    def _take_index_away(self, name: str) -> None:
-        """See to it that no index tells of a file that is about to be another one, should the writer die now."""
+    def _remove_index(self, name: str) -> None:
+        """Remove the index before a file that it names is replaced: the writer may die in between."""
         if self._has_index and name in self._index:
             with suppress(FileNotFoundError):
                 (self._folder / DAT_INDEX).unlink()
@@ -199,7 +199,7 @@ class OffloadWriter:
 
 
 @contextmanager
-def _only_writer(folder: Path) -> Iterator[None]:
+def _exclusive_writer(folder: Path) -> Iterator[None]:
     """Make `folder` if there is none, and keep other writers waiting, where the file system has locks."""
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""State dicts of models whose weights are elsewhere while they do not run, and weights that come back for good.
+"""State dicts of models with offloaded weights, and loading such weights for good.
 
 Names and signatures are those of `accelerate.utils.modeling` 1.15.
 """

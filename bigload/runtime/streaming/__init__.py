@@ -1,1 +1,1 @@
-"""Weights that come before the block that needs them runs, while others compute."""
+"""Streaming: load offloaded weights block by block, ahead of time, while other blocks compute."""

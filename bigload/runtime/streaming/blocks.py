@@ -1,4 +1,4 @@
-"""Cut a model of modules into the blocks whose weights come and go together."""
+"""Cut a model into the blocks whose weights are loaded and evicted together."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Memory of the CPU that is used for one block's weights after the other's: its pages are there already."""
+"""Pool of host buffers that blocks use in turn: their pages are present already."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Weights that are copied to an accelerator, into memory that torch's own allocator lends and takes back."""
+"""Supply by copies to an accelerator, in memory of torch's allocator."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _ALIGNMENT = 512
 
 
 class DeviceBufferSupply:
-    """Weights of a block on an accelerator, in one piece of memory for each stay (`Supply`)."""
+    """Weights of a block on an accelerator, in one allocation while they are resident (`Supply`)."""
 
     def __init__(self, weights: Sequence[Weight], copy_stream: DeviceCopyStream) -> None:
         self.weights = weights

@@ -1,4 +1,4 @@
-"""The way to one accelerator, for all blocks that run there: pinned memory, a stream for the copies, and its events."""
+"""Copies to one accelerator for all blocks that run there: pinned memory, a stream and its events."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _NUM_BLOCKS = 16
 
 
 class DeviceCopyStream:
-    """Brings bytes to `device`. May be used from several threads.
+    """Stream of copies to `device`. May be used from several threads.
 
     Nobody waits for a copy to end but who needs memory to read into: the rest is said by events, to streams.
     """

@@ -1,4 +1,4 @@
-"""The time that weights are on an accelerator, and the moments of streams that count for it.
+"""Residency of weights on an accelerator: their memory, and the stream events that guard it.
 
 Memory belongs to the stream that it was taken under. Work of that stream needs no care; between it and others there are
 events: the copies wait for what ran before in the same memory, who computes waits for the copies, and before the memory

@@ -1,4 +1,4 @@
-"""Weights that are copied for blocks that run on the CPU: cast, or brought to where they can be computed with."""
+"""Supply by copies in host memory, for blocks that run on the CPU: cast, or read from unaligned or packed files."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from bigload.runtime.streaming.weights import Weight
 
 
 class HostBuffers:
-    """What all copies in RAM have in common: memory, and blocks to cast in."""
+    """Memory and cast buffers that all host supplies of a model share."""
 
     def __init__(self) -> None:
         self.memory = BufferPool()

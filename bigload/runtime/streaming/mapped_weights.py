@@ -1,8 +1,8 @@
-"""Weights used where they are: in the pages of their file, or in RAM, by blocks that run on the CPU.
+"""Supply without copies: weights in the pages of their file, or in RAM already, for blocks that run on the CPU.
 
-Nothing is copied. To bring weights is to have their pages read into the page cache and entered into the page table of
-this process, ahead of the block that would otherwise stumble over each of them; to drop them is to take them out of the
-table. They stay in the page cache as long as the system likes. Tensors that somebody kept stay good: pages come back.
+To load weights is to read their pages into the page cache and to enter them into the page table of this process,
+ahead of the block that would otherwise take a page fault for each. To drop them is to take them out of the table. They
+stay in the page cache as long as the system keeps them. Tensors that somebody kept stay valid: pages are read again.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How much memory streaming takes, as it was asked for."""
+"""Options of streaming: bounds on the memory of streamed weights."""
 
 from __future__ import annotations
 
@@ -12,10 +12,9 @@ class StreamOptions:
     """The bounds on memory for streamed weights, in bytes on the device that runs them.
 
     Attributes:
-        prefetch_bytes: The most that is there, or on its way, before its block runs; 0 fetches nothing ahead. `None` is
-            twice the largest block.
-        resident_bytes: The most of weights that stay once they are there: the same blocks always, evenly among the
-            others, so that these can be fetched meanwhile. What is left is for the routed experts that are used most.
+        prefetch_bytes: Bound of the prefetch window; 0 loads nothing ahead. `None` is twice the largest block.
+        resident_bytes: Bound of resident weights: always the same blocks, evenly among the others, so that these can
+            be loaded meanwhile. What is left is for the routed experts that are used most.
             `None` is, on the CPU, all pages of files if they fit into the memory that is free, and else nothing.
         workspace_bytes: What a plan has reserved for a block that runs and those that come ahead, if there is a plan.
             Without `prefetch_bytes`, all but the largest block is for these.

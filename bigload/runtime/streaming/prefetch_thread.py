@@ -1,4 +1,4 @@
-"""A thread that works off a queue while there is something in it, and ends with the one it works for."""
+"""Background thread that loads queued blocks, and ends when idle or when its streamer is gone."""
 
 from __future__ import annotations
 

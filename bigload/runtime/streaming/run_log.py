@@ -1,4 +1,4 @@
-"""What streaming did: for each forward of the model, and as a trace."""
+"""Log of streaming: statistics of each forward of the model, and a trace."""
 
 from __future__ import annotations
 
@@ -42,15 +42,15 @@ class ForwardStats:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TraceSpan:
-    """A stretch of time: a block that computes or waits, or one that is fetched.
+    """A span of time in the trace: a block that computes or waits, or is loaded.
 
     Attributes:
         kind: `compute`, `wait` or `fetch`.
         name: The block.
-        thread: Who did it.
+        thread: The thread.
         start: Seconds since the model was dispatched.
         seconds: How long.
-        num_bytes: What was brought.
+        num_bytes: Bytes loaded.
     """
 
     kind: str
@@ -92,7 +92,7 @@ class _Counts:
 
 
 class RunLog:
-    """Notes what streaming does, as cheaply as it can. May be used from several threads."""
+    """Log of one model. May be used from several threads."""
 
     def __init__(self) -> None:
         self._began = time.perf_counter()

@@ -1,4 +1,4 @@
-"""One copy on a device of a weight that several blocks hold: tied weights."""
+"""Supply of tied weights: one copy on a device for several blocks."""
 
 from __future__ import annotations
 

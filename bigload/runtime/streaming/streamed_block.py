@@ -1,4 +1,4 @@
-"""A part of a model whose weights come before its forward and go after it, all together."""
+"""Block of a model whose weights are loaded together before its forward and evicted after it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from bigload.runtime.streaming.weights import Weight, offloaded_weights
 
 
 class Residency(Enum):
-    """Where the weights of a block are."""
+    """State of a block's weights."""
 
     ABSENT = "absent"
     REQUESTED = "requested"
@@ -39,12 +39,12 @@ class HookedModule(NamedTuple):
 
 
 class _BlockWeight:
-    """A weight of the block, and what its places hold while it is here.
+    """A weight of a block, and the tensor that its slots hold while it is resident.
 
     Attributes:
         name: The weight's name in the model.
-        weight: It.
-        held: What the places get: a parameter of the placeholder's class, or the buffer that it is.
+        weight: Its slots, placeholder and source.
+        held: The tensor for the slots: a parameter of the placeholder's class, or a buffer.
     """
 
     __slots__ = ("_dtype", "_keys", "_tensor", "held", "name", "weight")
@@ -58,7 +58,7 @@ class _BlockWeight:
         self._tensor: torch.Tensor | None = None
 
     def is_current(self) -> bool:
-        """Return whether all places hold what they did when this was made, or values of their own."""
+        """Return whether all slots still hold the same placeholder, or have got a value from somebody else."""
         placeholder = self.weight.placeholder
         if placeholder.dtype != self._dtype:
             return False
@@ -68,8 +68,8 @@ class _BlockWeight:
                 return False
         return True
 
-    def bring(self, tensor: torch.Tensor, device: torch.device) -> None:
-        """Have `held` be `tensor`; most often it is that of the last time."""
+    def set(self, tensor: torch.Tensor, device: torch.device) -> None:
+        """Make `held` of `tensor`, unless it is the one of the last time, as it mostly is."""
         placeholder = self.weight.placeholder
         if tensor is self._tensor and self.held.requires_grad == placeholder.requires_grad:
             return
@@ -83,7 +83,7 @@ class _BlockWeight:
         self._tensor, self.held = tensor, held
 
     def forget(self) -> None:
-        """Keep no tensor alive."""
+        """Release the tensor."""
         self._tensor, self.held = None, self.weight.placeholder
 
 
@@ -98,23 +98,23 @@ class BlockOwner(Protocol):
 
 
 class StreamedBlock:
-    """A module, and those below whose weights come and go with its own.
+    """A module, and those below whose weights are loaded and evicted with its own.
 
-    While it runs, the hooks of its members step aside: their weights and arguments are where they should be. Outside,
-    they do what they always do, so any module of a block may also be called by itself.
+    While it runs, the hooks of its members are bypassed: their weights and arguments are in place. Otherwise they work
+    as ever, so any module of a block may also be called by itself.
 
     Attributes:
         name: The module's name in the model.
-        module: It.
+        module: The module that is called.
         members: The modules of the block, `module` too where it has offloaded weights of its own.
         device: Where it runs.
-        is_routed: Whether only some tokens need it: nobody knows beforehand, so it is never fetched ahead.
-        streamer: Who decides when the weights come. What follows is under the streamer's lock.
-        stay: Where the weights are.
-        num_users: Forwards that are under way.
-        num_uses: Forwards that there have been.
-        is_kept: Whether the weights stay once they are there.
-        is_troubled: Whether they could not be fetched ahead: who needs them tries again, and is told.
+        is_routed: Whether it is an expert, which only some tokens need: never prefetched.
+        streamer: What schedules the block. The attributes below are guarded by its lock.
+        residency: State of the weights.
+        num_users: Forwards that run now.
+        num_uses: Forwards that have ended.
+        is_kept: Whether the weights stay resident once they are loaded.
+        has_failed: Whether prefetching failed: the forward that needs the weights tries again and raises.
     """
 
     def __init__(
@@ -143,7 +143,7 @@ class StreamedBlock:
         self._num_bytes = 0
         self._weights: list[_BlockWeight] = []
         self._weights_by_hook: dict[AlignDevicesHook, list[_BlockWeight]] = {}
-        self._others: list[TensorSlot] = []  # places with values of their own
+        self._others: list[TensorSlot] = []  # with values of their own
         self._bypassed: list[HookedModule] = []
         self._hooks_in_use: list[AlignDevicesHook] = []
         self._bypassed_calls: list[tuple[dict[str, Any], object, object]] = []
@@ -153,11 +153,11 @@ class StreamedBlock:
         return f"StreamedBlock({self.name!r}, {len(self.members)} modules, {self.residency.value})"
 
     def __getstate__(self) -> dict[str, Any]:
-        told = ("name", "module", "members", "device", "is_routed", "streamer")
-        return {name: getattr(self, name) for name in told}
+        kept = ("name", "module", "members", "device", "is_routed", "streamer")
+        return {name: getattr(self, name) for name in kept}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Become a block of a copy of the model; its weights are away."""
+        """Become a block of a copied model, with absent weights."""
         self.__init__(**state)  # type: ignore[misc]
 
     @property
@@ -167,18 +167,18 @@ class StreamedBlock:
 
     @property
     def supplies(self) -> tuple[Supply, ...]:
-        """What brings the weights."""
+        """Providers of the weights."""
         if self._supplies is None:
             self._find_weights()
         assert self._supplies is not None, "found just now"
         return self._supplies
 
     def weights(self) -> list[Weight]:
-        """Return what is offloaded now, by looking."""
+        """Return what is offloaded now."""
         return [weight for _, found in self._offloaded() for weight in found or ()]
 
     def _offloaded(self) -> list[tuple[HookedModule, list[Weight] | None]]:
-        attached = [member for member in self.members if member.hook in hooks_of(member.module)]  # not taken away
+        attached = [member for member in self.members if member.hook in hooks_of(member.module)]
         return [(member, offloaded_weights(member.module, member.hook)) for member in attached]
 
     def _find_weights(self) -> None:
@@ -191,73 +191,66 @@ class StreamedBlock:
         self._weights, self._weights_by_hook = [], {}
         for weight in (weight for supply in self._supplies for weight in supply.weights):
             first = weight.slots[0]
-            weight_in_use = _BlockWeight(joined(names.get(id(first.module), self.name), first.key), weight)
-            self._weights.append(weight_in_use)
-            self._weights_by_hook.setdefault(weights[weight.slots][0], []).append(weight_in_use)
+            each = _BlockWeight(joined(names.get(id(first.module), self.name), first.key), weight)
+            self._weights.append(each)
+            self._weights_by_hook.setdefault(weights[weight.slots][0], []).append(each)
         self._bypassed = [member for member, found in offloaded if found is not None]
-        covered = {
-            (id(slot.module), slot.key) for weight_in_use in self._weights for slot in weight_in_use.weight.slots
-        }
+        covered = {(id(slot.module), slot.key) for each in self._weights for slot in each.weight.slots}
         places = [slots for module, hook in self._bypassed for slots, _ in hook.offloaded_tensors(module)]
         self._others = [slot for slots in places for slot in slots if (id(slot.module), slot.key) not in covered]
 
     @property
     def num_bytes(self) -> int:
-        """What the weights take while they are here."""
+        """Bytes that resident weights take on the device."""
         if self._supplies is None:
             self._find_weights()
         return self._num_bytes
 
     @property
     def num_page_bytes(self) -> int:
-        """What the page cache takes for them."""
+        """Bytes that they take in the page cache."""
         return sum(supply.num_page_bytes for supply in self.supplies)
 
     @property
     def is_in_place(self) -> bool:
-        """Whether nothing has to be copied."""
+        """Whether all weights are used where they are, without a copy."""
         return all(isinstance(supply, MappedSupply) for supply in self.supplies)
 
     def is_current(self) -> bool:
-        """Return whether all places still hold what they did when the supplies were made, or values of their own.
+        """Return whether the supplies still fit the slots.
 
-        A cast of the model changes placeholders, tying them makes new ones; who takes a hook away puts values there.
+        They do not after a cast of the model, after weights were tied again, or after a hook was removed.
         """
         if self._supplies is not None:
-            for weight_in_use in self._weights:  # not by `all`: this is what each forward of a block has to pay
-                if not weight_in_use.is_current():
+            for each in self._weights:  # not by `all`: this is what each forward of a block has to pay
+                if not each.is_current():
                     return False
             return not any(slot.tensor.is_meta for slot in self._others)
         return True
 
     def renew(self) -> None:
-        """Look anew for what is offloaded. To be called while the weights are away."""
+        """Discard the supplies, to find them anew. Only while the weights are absent."""
         self._supplies = None
 
     def reserve(self) -> None:
-        """Take the memory for a stay."""
+        """Allocate memory for the weights."""
         for supply in self.supplies:
             supply.reserve()
 
     def fetch(self) -> None:
-        """Bring the weights, in a background thread."""
+        """Load the weights, in any thread."""
         for supply in self.supplies:
             supply.fetch()
 
     def install(self) -> None:
-        """Let the modules hold the weights, and their hooks step aside."""
+        """Put the weights into their slots, and bypass the members' hooks."""
         self._is_installed = True
         tensors = [tensor for supply in self.supplies for tensor in supply.arrive()]
-        for weight_in_use, tensor in zip(self._weights, tensors, strict=True):
-            weight_in_use.bring(tensor, self.device)
+        for each, tensor in zip(self._weights, tensors, strict=True):
+            each.set(tensor, self.device)
         for hook, in_use in self._weights_by_hook.items():
             self._hooks_in_use.append(hook)
-            hook.hold(
-                [
-                    (weight_in_use.weight.slots, weight_in_use.weight.placeholder, weight_in_use.held)
-                    for weight_in_use in in_use
-                ]
-            )
+            hook.hold([(each.weight.slots, each.weight.placeholder, each.held) for each in in_use])
         for module, hook in self._bypassed:
             own = module.__dict__
             around = own.get("forward")
@@ -266,17 +259,17 @@ class StreamedBlock:
                 _call_directly(own)
 
     def arrive(self) -> None:
-        """Have one more thread use the weights that are shown."""
+        """Make installed weights usable by one more thread."""
         for supply in self.supplies:
             supply.arrive()
 
     def depart(self) -> None:
-        """Note that a thread has used them."""
+        """Note that the calling thread has issued all work with them."""
         for supply in self.supplies:
             supply.depart()
 
     def uninstall(self) -> None:
-        """Put everything back in its place, unless somebody else still needs it there."""
+        """Undo `install`; members that run by themselves keep their weights until they end."""
         self._is_installed = False
         while self._bypassed_calls:
             own, around, call = self._bypassed_calls.pop()
@@ -288,18 +281,16 @@ class StreamedBlock:
             self._hooks_in_use.pop().release()
 
     def drop(self, *, forget: bool) -> None:
-        """Let go of the weights; see `Supply.drop`."""
+        """Release the weights; see `Supply.drop`."""
         for supply in self._supplies or ():
             supply.drop(forget=forget)
-        if not all(
-            isinstance(supply, MappedSupply) for supply in self._supplies or ()
-        ):  # of pages, the same tensors come again
-            for weight_in_use in self._weights:
-                weight_in_use.forget()
+        if self._supplies and not self.is_in_place:  # mapped supplies give the same tensors again
+            for each in self._weights:
+                each.forget()
 
 
 def _call_directly(own: dict[str, Any]) -> None:
-    """Let the module that `own` is the dict of be called without its hook."""
+    """Bypass the hook of the module whose `__dict__` is `own`."""
     old = own["_old_forward"]
     if isinstance(old, MethodType) and old.__func__ is getattr(type(old.__self__), "forward", None):
         del own["forward"]

@@ -1,7 +1,7 @@
-"""Decides when the weights of blocks come and go, and has them fetched while others compute.
+"""Scheduler that prefetches, loads and evicts the weights of a model's blocks while others compute.
 
-One lock is around all decisions; only the fetching itself is outside. Memory is bounded by bytes: blocks that run,
-blocks that stay, and a window for those that come next.
+One lock guards all decisions; only loading itself runs outside. Memory is bounded by bytes: for blocks that run, for
+resident blocks, and for the prefetch window.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _living: weakref.WeakSet[Streamer] = weakref.WeakSet()
 
 
 class Streamer:
-    """Brings the weights of the blocks of one model. May be used from several threads.
+    """Scheduler of the blocks of one model. May be used from several threads.
 
     Args:
         options: How much memory that takes.
@@ -49,15 +49,15 @@ class Streamer:
         self._order: RunOrder[StreamedBlock] = RunOrder([])
         self._held_bytes = 0
         self._num_absent = 0  # of the blocks that are not routed
-        self._prefetched: dict[StreamedBlock, None] = {}  # there or on their way, not kept, not in use; oldest first
-        self._cached_experts: dict[StreamedBlock, None] = {}  # routed ones that stay for the time being
+        self._prefetched: dict[StreamedBlock, None] = {}  # loaded or loading, not kept, not in use; oldest first
+        self._cached_experts: dict[StreamedBlock, None] = {}  # routed ones
         _living.add(self)
 
     def __getstate__(self) -> dict[str, StreamOptions]:
         return {"options": self._options}
 
     def __setstate__(self, state: dict[str, StreamOptions]) -> None:
-        """Become a streamer for a copy of the model, whose blocks add themselves."""
+        """Become a streamer of a copied model, whose blocks add themselves."""
         self.__init__(**state)  # type: ignore[misc]
 
     def add(self, block: StreamedBlock) -> None:
@@ -67,7 +67,7 @@ class Streamer:
             self._limits = self._tied = None
 
     def remove(self, block: StreamedBlock) -> None:
-        """Let go of `block` and its weights."""
+        """Evict `block`, and do not stream it any more."""
         with self._lock:
             if block in self._blocks:
                 self._blocks.remove(block)
@@ -77,19 +77,19 @@ class Streamer:
                     self._supply_factory.close()
 
     def close(self) -> None:
-        """Let go of everything that waits for blocks to run."""
+        """Evict and remove all blocks."""
         with self._lock:
             for block in list(self._blocks):
                 self.remove(block)
 
     def supplies_for(self, weights: Sequence[Weight], device: torch.device) -> tuple[Supply, ...]:
-        """Return what brings `weights` to `device`."""
+        """Return supplies of `weights` for `device`."""
         if self._tied is None:
             self._tied = tied_among([block.weights() for block in self._blocks])
         return self._supply_factory.supplies_for(weights, device, tied=self._tied)
 
     def enter(self, block: StreamedBlock) -> None:
-        """Have the weights of `block` in its modules for a forward of the calling thread; waits until they are there.
+        """Install the weights of `block` for a forward of the calling thread. Waits until they are resident.
 
         Raises:
             ReadError: they could not be read. The block is as it was before.
@@ -121,7 +121,7 @@ class Streamer:
             raise
 
     def leave(self, block: StreamedBlock) -> None:
-        """Note that a forward of the calling thread is over; with the last one, the weights go."""
+        """End a forward of the calling thread. The last one evicts the weights, unless they are to stay resident."""
         with self._lock:
             try:
                 block.depart()
@@ -130,7 +130,7 @@ class Streamer:
         self.log.left(block.name)
 
     def begin_in_fork(self) -> None:
-        """Be of use in a process that was forked off: without the threads, whose locks would never be given back."""
+        """Start over in a forked process, where no other thread would ever release its locks."""
         self._lock = threading.RLock()
         self._arrived = threading.Condition(self._lock)
         self._prefetch_thread = PrefetchThread(weakref.WeakMethod(self._fetch_ahead))
@@ -146,7 +146,7 @@ class Streamer:
             self._order.forward_aborted()
 
     def _chosen_limits(self) -> StreamingLimits:
-        """Return the room that there is, chosen when the first block runs."""
+        """Return the limits, which are chosen when the first block runs."""
         if self._limits is None:
             steady = [block for block in self._blocks if not block.is_routed]
             self._order = RunOrder(steady)
@@ -158,13 +158,13 @@ class Streamer:
         return self._limits
 
     def _evict_and_wait(self, block: StreamedBlock) -> None:
-        """Send the weights of `block` away, also when they are just coming."""
+        """Evict `block`, if it is loading after that has ended."""
         block.uninstall()
         while not self._evict(block):
             self._arrived.wait()
 
     def _prefetch(self, limits: StreamingLimits) -> None:
-        """Ask for what is expected next, as far as the window goes."""
+        """Request the blocks that are expected next, as far as the prefetch window goes."""
         expected = self._expected(limits)
         for block in expected:
             if block.residency is Residency.ABSENT and not block.has_failed:
@@ -174,7 +174,7 @@ class Streamer:
                     self._prefetched[block] = None
 
     def _fits_window(self, block: StreamedBlock, limits: StreamingLimits, expected: Sequence[StreamedBlock]) -> bool:
-        """Return whether `block` fits into the window, from which goes what is not expected any more."""
+        """Return whether `block` fits into the prefetch window, after evicting blocks that are no longer expected."""
         excess = self._prefetched_bytes() + block.num_bytes - limits.prefetch_bytes
         for stale in [idle for idle in self._prefetched if idle not in expected]:
             if excess > 0 and self._evict(stale):
@@ -182,7 +182,7 @@ class Streamer:
         return excess <= 0
 
     def _request(self, block: StreamedBlock) -> bool:
-        """Have `block` fetched in the background. If that cannot be, who needs it fetches it, and is told why not."""
+        """Have `block` loaded in the background. If that fails, the forward that needs it loads it, and raises."""
         try:
             self._reserve(block)
             self._prefetch_thread.put(block)
@@ -198,7 +198,7 @@ class Streamer:
         block.reserve()
 
     def _expected(self, limits: StreamingLimits) -> list[StreamedBlock]:
-        """Return the blocks that are expected next in this thread, as many of those that have to come as fit."""
+        """Return the absent blocks that are expected next in this thread, as many as fit into the window."""
         num_bytes = limits.prefetch_bytes
         expected: dict[StreamedBlock, None] = {}
         if not num_bytes or not self._num_absent:
@@ -213,7 +213,7 @@ class Streamer:
         return list(expected)
 
     def _acquire(self, block: StreamedBlock) -> bool:
-        """Show the weights, when they are there; return `False` if the calling thread has to fetch them before."""
+        """Install the weights once they are resident; return `False` if the calling thread has to load them."""
         while block.residency is not Residency.RESIDENT:
             if block.residency is Residency.ABSENT:
                 try:
@@ -235,7 +235,7 @@ class Streamer:
         return True
 
     def _evict_prefetched(self) -> None:
-        """Let go of what is there for later, or is just coming."""
+        """Evict prefetched blocks; if some are loading, wait for the next."""
         for idle in list(self._prefetched):
             self._evict(idle)
         if self._prefetched:
@@ -248,7 +248,7 @@ class Streamer:
             block.has_failed = True
 
     def _fetch(self, block: StreamedBlock) -> None:
-        """Fetch what was asked for, unless somebody else does. Called without the lock, in any thread."""
+        """Load a requested block, unless another thread does. Called without the lock, in any thread."""
         is_mine = has_come = False
         try:
             with self._lock:
@@ -268,11 +268,11 @@ class Streamer:
                         self._evict(block)
 
     def _leave(self, block: StreamedBlock) -> None:
-        """Have one user less, also one for whom the weights have not come."""
+        """Remove a user, also one for whom loading failed."""
         block.num_users -= 1
         if block.residency is Residency.REQUESTED and not self._prefetch_thread.has(
             block
-        ):  # given up by who was to fetch them
+        ):  # given up by the thread that was to load it
             self._evict(block)
             self._arrived.notify_all()
         if block.num_users:
@@ -289,7 +289,7 @@ class Streamer:
             self._evict(block)
 
     def _keeps_prefetched(self, block: StreamedBlock, limits: StreamingLimits) -> bool:
-        """Return whether a block stays, in the window: it is expected again at once, or just comes."""
+        """Return whether a block stays in the prefetch window: it is loading, or expected again at once."""
         expected = self._expected(limits)
         stays = block.residency is not Residency.RESIDENT or (
             block in expected and self._fits_window(block, limits, expected)
@@ -299,14 +299,14 @@ class Streamer:
         return stays
 
     def _keeps_expert(self, block: StreamedBlock, limits: StreamingLimits) -> bool:
-        """Return whether a routed block stays, in the place of others that are used less."""
+        """Return whether a routed block stays resident, in place of others that are used less."""
         self._cached_experts.pop(block, None)
         excess = sum(each.num_bytes for each in self._cached_experts) + block.num_bytes - limits.expert_bytes
         leaving = []
         latest_first = [
             block,
             *reversed(self._cached_experts),
-        ]  # of equals the last one goes: they come round in a cycle
+        ]  # of equals the last one goes: they run in a cycle
         for cold in sorted(latest_first, key=lambda each: each.num_uses):
             if excess > 0 and not cold.num_users:
                 excess -= cold.num_bytes
@@ -319,7 +319,7 @@ class Streamer:
         return True
 
     def _evict(self, block: StreamedBlock) -> bool:
-        """Let go of the weights of `block`; return whether that is done. If not, they are just coming."""
+        """Evict the weights of `block`; return `False` if they are loading."""
         if block.residency is Residency.LOADING:
             return False
         self._prefetch_thread.cancel(block)

@@ -1,7 +1,7 @@
-"""How much memory streaming may take, and which blocks stay in it.
+"""Limits on the memory of streaming, and the choice of blocks that stay resident.
 
-Blocks come round in the same order again and again. A cache that keeps what was used last would then throw out exactly
-what is needed next; so a fixed set stays, and the others are read each time.
+Blocks run in the same order again and again. An LRU cache would evict exactly what is needed next, so a fixed set
+stays, and the others are read each time.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from bigload.runtime.streaming.options import StreamOptions
 from bigload.runtime.streaming.streamed_block import StreamedBlock
 
 _BLOCKS_AHEAD = 2
-"""The window, in blocks of the largest size, if nobody says: one that comes, and one that is ready in time."""
+"""The default prefetch window, in blocks of the largest size: one is loading while the next one is ready."""
 
 _SHARE_FOR_PAGES = 0.8
-"""How much of the free memory pages of files may take before they crowd out something else, or each other."""
+"""Share of the free memory for pages of files; beyond it they evict other pages, or each other."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,10 +25,10 @@ class StreamingLimits:
     """Memory for streaming, in bytes on the device that runs the blocks.
 
     Attributes:
-        prefetch_bytes: For blocks that are there, or on their way, before they run.
+        prefetch_bytes: For blocks that are loaded ahead of their forward.
         resident_bytes: For blocks that stay.
-        hot_bytes: For routed blocks that stay for the time being.
-        forgotten: Blocks whose pages are dropped from the page cache after use: those of all would not fit.
+        expert_bytes: For routed blocks, the most used of which stay.
+        uncached: Blocks whose pages are dropped from the page cache after use: those of all would not fit.
     """
 
     prefetch_bytes: int
@@ -38,7 +38,7 @@ class StreamingLimits:
 
 
 def limits_for(blocks: Sequence[StreamedBlock], options: StreamOptions) -> StreamingLimits:
-    """Return the room for `blocks` on this machine as it is now."""
+    """Return the limits for `blocks` on this machine, by the memory that is free now."""
     prefetch_bytes, resident_bytes = options.prefetch_bytes, options.resident_bytes
     steady = [block for block in blocks if not block.is_routed]
     if prefetch_bytes is None:

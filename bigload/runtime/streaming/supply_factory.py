@@ -1,4 +1,4 @@
-"""What brings which weights: in place, copied, or moved by torch; and once for all blocks that share them."""
+"""Choice of supplies: mapped, host buffer, device buffer or torch; one copy for blocks that share a weight."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from bigload.runtime.streaming.weights import Weight
 
 
 class SupplyFactory:
-    """Makes the supplies of one model's blocks, and keeps what these have in common."""
+    """Factory of the supplies of one model's blocks, with the memory, maps and streams that they share."""
 
     def __init__(self) -> None:
         self._host_buffers = HostBuffers()
@@ -31,7 +31,7 @@ class SupplyFactory:
     def supplies_for(
         self, weights: Sequence[Weight], device: torch.device, *, tied: Container[int]
     ) -> tuple[Supply, ...]:
-        """Return what brings `weights`, all of one block, to `device`; those whose placeholders' ids are `tied` alone.
+        """Return supplies of the `weights` of one block for `device`; one for each whose placeholder's id is in `tied`.
 
         Blocks of one device that hold the same placeholder share a copy while they are both there.
         """
@@ -50,7 +50,7 @@ class SupplyFactory:
         return tuple(supplies)
 
     def close(self) -> None:
-        """Let go of memory that nobody uses."""
+        """Release memory that nobody uses."""
         for copy_stream in self._copy_streams.values():
             copy_stream.close()
         self._pools.clear()

@@ -1,6 +1,6 @@
-"""Weights that torch itself has to bring: quantised, in classes of their own, or cast by way of a third dtype.
+"""Supply by `Tensor.to`: for quantised weights, classes of their own, and casts by way of a third dtype.
 
-They come when their block asks for them, and not before.
+They are moved when their block runs, not ahead of it.
 """
 
 from __future__ import annotations

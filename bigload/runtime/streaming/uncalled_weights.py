@@ -1,7 +1,7 @@
-"""Which modules a module takes weights of, instead of calling them: their weights have to be there as long as it runs.
+"""Modules whose weights another module reads without calling them: they have to be loaded while that one runs.
 
-Who computes with `self.embeddings.weight` says so in its code. What is looked at is the bytecode of its forward and of
-the methods that this refers to, once, when a model is dispatched. A weight that is found in other ways, by a name in a
+A forward that uses `self.embeddings.weight` shows it in its bytecode, which is searched once, when a model is
+dispatched, together with that of the methods it refers to. A weight that is found in other ways, by a name in a
 variable for one, is not seen.
 """
 

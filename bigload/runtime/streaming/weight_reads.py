@@ -1,4 +1,4 @@
-"""The reads that bring the bytes of some weights, which are in files or in RAM, to one device, again and again."""
+"""Read schedule of some weights of a block, from files or RAM to one device; computed once, run for each load."""
 
 from __future__ import annotations
 
@@ -44,14 +44,14 @@ def can_be_read(weight: Weight) -> bool:
 
 
 class WeightReads:
-    """What to read for some weights, and in what order: found out once, done for each stay.
+    """Read schedule of some weights, computed once and run for each load.
 
     Args:
         weights: Those for which `can_be_read`.
         place: The device that they go to.
 
     Attributes:
-        schedule: The memory that a stay takes, and the reads that fill it.
+        schedule: The memory that the weights take, and the reads that fill it.
         num_file_bytes: What is read from files.
     """
 
