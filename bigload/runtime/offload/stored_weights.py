@@ -199,7 +199,7 @@ class MappedFiles:
     """
 
     def __init__(self) -> None:
-        self._maps: dict[tuple[int, int], _MappedFile] = {}
+        self._maps: dict[tuple[int, int], _FileMap] = {}
         self._lock = threading.Lock()
         self._is_closed = False
 
@@ -248,7 +248,7 @@ class MappedFiles:
             self._is_closed = True
             self._maps.clear()
 
-    def _map(self, path: Path, expected: Signature) -> _MappedFile:
+    def _map(self, path: Path, expected: Signature) -> _FileMap:
         try:
             status = path.stat()
         except OSError as error:
@@ -270,19 +270,19 @@ class MappedFiles:
             return found
 
 
-class _MappedFile(NamedTuple):
+class _FileMap(NamedTuple):
     buffer: memoryview
     signature: Signature
 
 
-def _mapped(path: Path, seen: Signature) -> _MappedFile:
+def _mapped(path: Path, seen: Signature) -> _FileMap:
     with MappedFile(path) as file:
         status = os.fstat(file.descriptor)
         found = (status.st_ino, status.st_size, status.st_mtime_ns)
         if found != seen:
             raise ReadError(path, "it changed while it was being opened", hint="open the weights again")
         in_huge_pages(file.buffer)
-        return _MappedFile(file.buffer, found)
+        return _FileMap(file.buffer, found)
 
 
 def _opened(path: str | Path) -> Checkpoint | OffloadFolder:
