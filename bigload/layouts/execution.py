@@ -38,7 +38,7 @@ from bigload.layouts.writing.window_reader import WindowReader
 from bigload.layouts.writing.writer import LEAST_BYTES_PER_THREAD, FileToWrite, Writer, window_bytes
 from bigload.loading.progress import OnProgress, Tally
 from bigload.loading.strategy.settings import MAX_THREADS
-from bigload.machine.huge_pages import BlockPool
+from bigload.machine.inflight_pool import BlockPool
 from bigload.machine.process_memory import trim_heap
 from bigload.version import __version__
 

@@ -6,16 +6,17 @@ import mmap
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 from bigload.errors import NotEnoughMemoryError
-from bigload.loading.inflight_bytes import InflightBytes
 from bigload.loading.progress import OnProgress, Tally, ignore_progress
 from bigload.loading.readers.byte_source import ByteSource
 from bigload.loading.readers.mapped import MappedFile
 from bigload.loading.report import Phase, Recorder
 from bigload.loading.schedule import BLOCK_BYTES, CPU, Delivery, Destination, ReadJob, Schedule
 from bigload.machine.huge_pages import prefault
+from bigload.machine.inflight_pool import InflightPool
 from bigload.machine.thread_pool import run_jobs
 from bigload.units import MIB
 
@@ -67,10 +68,10 @@ def read(
         ReadError: a read failed or came back short. The other threads have stopped.
     """
     tally = Tally(schedule.num_bytes, on_progress)
-    inflight = InflightBytes(max_inflight_bytes)
+    inflight = InflightPool(max_inflight_bytes)
 
     def work(batch: Sequence[ReadJob]) -> None:
-        with inflight.hold(max(job.num_bytes for job in batch), recorder):
+        with inflight.hold(max(job.num_bytes for job in batch), waiting=partial(recorder.span, Phase.WAIT)):
             for job in batch:
                 _carry(job, sources[job.file], memory, stagers, recorder)
         tally.add(sum(job.num_bytes for job in batch), phase="read", file=batch[0].file)

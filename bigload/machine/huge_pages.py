@@ -1,4 +1,4 @@
-"""Buffers in huge pages: allocated, prefaulted, and recycled through a pool of blocks.
+"""Buffers in huge pages: allocated, and faulted in ahead of their use.
 
 Fresh memory is the largest cost of a load: the kernel zeroes every page and enters it in the page table at its first
 touch. A huge page (2 MiB) takes one fault where ordinary pages take 512.
@@ -9,9 +9,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import mmap
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from queue import Empty, LifoQueue
+from contextlib import suppress
 
 from bigload.errors import NotEnoughMemoryError
 from bigload.machine.libc import libc as _libc
@@ -21,7 +19,6 @@ from bigload.units import MIB
 Buffer = mmap.mmap | bytearray
 
 HUGE_PAGE_BYTES = 2 * MIB
-LENT_BLOCK_BYTES = 8 * MIB
 
 _MADV_POPULATE_WRITE = 23
 
@@ -81,41 +78,3 @@ def no_memory(what: str, num_bytes: int = 0) -> NotEnoughMemoryError:
         available_bytes=available_memory() or 0,
         hint="the system refused the memory; if it has enough, look at ulimit -v and vm.overcommit_memory",
     )
-
-
-class BlockPool:
-    """Pool of at most `num_blocks` page-aligned blocks of one size, lent to threads; a thread waits while none is free.
-
-    Blocks are allocated at their first use, and faulted in unless parts of them may stay unused (`is_prefaulted`). The
-    block returned last is lent first: a processor's cache may still hold it.
-    """
-
-    def __init__(self, num_blocks: int, *, block_bytes: int = LENT_BLOCK_BYTES, is_prefaulted: bool = True) -> None:
-        self._is_prefaulted = is_prefaulted
-        self.block_bytes = -(-block_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
-        self._free: LifoQueue[Buffer | None] = LifoQueue()
-        for _ in range(num_blocks):
-            self._free.put(None)
-
-    @contextmanager
-    def lend(self) -> Iterator[Buffer]:
-        """Lend a block for as long as the context lasts. What it holds is what its last user left there."""
-        block = self._free.get()
-        try:
-            if block is None:
-                block = allocate(self.block_bytes)
-                if self._is_prefaulted:
-                    prefault(block, 0, self.block_bytes)
-            yield block
-        finally:
-            self._free.put(block)
-
-    def close(self) -> None:
-        """Give the memory of all blocks that are not lent back to the system; the pool can be used again."""
-        emptied = 0
-        with suppress(Empty):
-            while True:
-                self._free.get_nowait()
-                emptied += 1
-        for _ in range(emptied):
-            self._free.put(None)

@@ -3,14 +3,12 @@ import errno
 import mmap
 import subprocess
 import sys
-import threading
-from pathlib import Path
 
 import pytest
 
 from bigload.errors import NotEnoughMemoryError
 from bigload.machine import huge_pages
-from bigload.machine.huge_pages import HUGE_PAGE_BYTES, BlockPool, address_of, allocate, prefault
+from bigload.machine.huge_pages import HUGE_PAGE_BYTES, address_of, allocate, prefault
 
 MIB = 2**20
 
@@ -108,53 +106,3 @@ def test_no_memory_to_prefault_is_an_error(monkeypatch):
     monkeypatch.setattr(huge_pages, "_libc", FakeLibc(errno.ENOMEM))
     with pytest.raises(NotEnoughMemoryError):
         prefault(allocate(4096), 0, 4096)
-
-
-def test_a_pool_lends_what_came_back_and_never_more_than_it_may():
-    pool = BlockPool(2, block_bytes=5000)
-    assert pool.block_bytes == 2 * mmap.PAGESIZE
-    with pool.lend() as first:
-        with pool.lend() as second:
-            assert first is not second
-            assert len(first) == len(second) == pool.block_bytes
-            third = []
-            waiter = threading.Thread(target=lambda: third.append(pool.lend().__enter__()))
-            waiter.start()
-            assert not third
-        waiter.join()
-        assert third == [second]
-
-
-def test_a_block_comes_back_from_a_user_that_fails():
-    pool = BlockPool(1, block_bytes=4096)
-    with pytest.raises(RuntimeError), pool.lend() as block:
-        raise RuntimeError
-    with pool.lend() as again:
-        assert again is block
-
-
-def test_a_pool_that_gets_no_memory_is_as_it_was(monkeypatch):
-    pool = BlockPool(1, block_bytes=4096)
-    with monkeypatch.context() as patch:
-        patch.setattr(huge_pages, "_libc", FakeLibc(errno.ENOMEM))
-        with pytest.raises(NotEnoughMemoryError), pool.lend():
-            pass
-    with pool.lend() as block:
-        assert len(block) == 4096
-
-
-def test_closing_a_pool_gives_its_memory_back():
-    before = mapped_bytes()
-    pool = BlockPool(3, block_bytes=8 * MIB)
-    with pool.lend(), pool.lend(), pool.lend():
-        during = mapped_bytes()
-    pool.close()
-    assert during >= before + 24 * MIB
-    assert mapped_bytes() <= during - 24 * MIB
-    with pool.lend() as block:
-        assert len(block) == 8 * MIB
-
-
-def mapped_bytes():
-    """Return the bytes of address space that this process has mapped."""
-    return int(Path("/proc/self/statm").read_text().split()[0]) * mmap.PAGESIZE

@@ -32,7 +32,7 @@ from bigload.loading.progress import OnProgress, Tally, ignore_progress
 from bigload.loading.readers.byte_source import PositionalReader
 from bigload.loading.readers.direct import DirectReader
 from bigload.loading.strategy.settings import MAX_THREADS
-from bigload.machine.huge_pages import BlockPool
+from bigload.machine.inflight_pool import BlockPool
 from bigload.machine.sparse_files import data_extents
 from bigload.machine.thread_pool import run_jobs
 from bigload.units import MIB

@@ -14,7 +14,7 @@ from bigload.layouts.writing.journal import FileProgress
 from bigload.loading.progress import Tally
 from bigload.loading.readers.byte_source import PositionalReader
 from bigload.loading.readers.direct import DirectReader, direct_alignment
-from bigload.machine.huge_pages import BlockPool
+from bigload.machine.inflight_pool import BlockPool
 from bigload.machine.sparse_files import data_extents
 
 

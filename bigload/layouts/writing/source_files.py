@@ -17,7 +17,7 @@ from bigload.loading.readers.byte_source import NO_RECORDER, ByteSource, Positio
 from bigload.loading.readers.cache_first import CacheFirstReader
 from bigload.loading.readers.direct import direct_alignment
 from bigload.loading.readers.schemes import SourceIdentity, scheme_of
-from bigload.machine.huge_pages import BlockPool
+from bigload.machine.inflight_pool import BlockPool
 from bigload.machine.sparse_files import data_extents
 
 

@@ -28,7 +28,8 @@ from bigload.layouts.writing.source_files import SourceFiles
 from bigload.layouts.writing.window_reader import WindowReader
 from bigload.layouts.writing.windows import WINDOW_BYTES, DataRanges, Window, windows
 from bigload.loading.progress import Tally
-from bigload.machine.huge_pages import BlockPool, address_of
+from bigload.machine.huge_pages import address_of
+from bigload.machine.inflight_pool import BlockPool
 from bigload.machine.thread_pool import run_jobs
 from bigload.units import GIB, KIB
 

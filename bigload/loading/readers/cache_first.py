@@ -9,7 +9,7 @@ from pathlib import Path
 from bigload.loading.readers.byte_source import NO_RECORDER, PositionalReader
 from bigload.loading.readers.direct import DirectReader
 from bigload.loading.report import Recorder
-from bigload.machine.huge_pages import BlockPool
+from bigload.machine.inflight_pool import BlockPool
 from bigload.machine.page_cache import cached_bytes
 
 

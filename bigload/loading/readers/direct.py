@@ -17,7 +17,8 @@ from typing import NamedTuple
 from bigload.errors import ReadError, UnsupportedMethodError
 from bigload.loading.readers.byte_source import NO_RECORDER, OpenFile, ended_early, read_once
 from bigload.loading.report import Phase, Recorder
-from bigload.machine.huge_pages import BlockPool, address_of
+from bigload.machine.huge_pages import address_of
+from bigload.machine.inflight_pool import BlockPool
 from bigload.machine.libc import libc as _libc
 from bigload.units import KIB, MIB
 

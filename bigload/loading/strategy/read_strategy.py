@@ -21,7 +21,7 @@ from bigload.loading.schedule import BLOCK_BYTES, RequestedTensor
 from bigload.loading.slices import rows_of
 from bigload.loading.strategy.io_method import FileRanges, MethodChoice, choose_method
 from bigload.loading.strategy.settings import LoadSettings
-from bigload.machine.huge_pages import LENT_BLOCK_BYTES, BlockPool
+from bigload.machine.inflight_pool import LENT_BLOCK_BYTES, BlockPool
 from bigload.machine.thread_pool import default_threads
 from bigload.units import MIB
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -24,7 +23,8 @@ from bigload.loading.readers.byte_source import NO_RECORDER, ByteSource, read_st
 from bigload.loading.readers.schemes import scheme_of
 from bigload.loading.schedule import CPU
 from bigload.loading.tensors import torch_dtype
-from bigload.machine.huge_pages import Buffer, allocate
+from bigload.machine.huge_pages import Buffer
+from bigload.machine.inflight_pool import InflightPool
 from bigload.machine.thread_pool import run_jobs
 from bigload.parallel.sharded_loading.byte_ranges import Lines
 from bigload.parallel.sharded_loading.local_tensors import LocalTensor
@@ -82,14 +82,16 @@ def read_columns(checkpoint: Checkpoint, columns: Sequence[tuple[Lines, LocalTen
         key=lambda strip: (strip.lines.file, strip.offset),
     )
     files = sorted({strip.lines.file for strip in strips})
-    blocks, scheme = _Blocks(), scheme_of(checkpoint.root)
+    scheme = scheme_of(checkpoint.root)
+    largest = max((strip.read_bytes for strip in strips), default=0)
+    pool = InflightPool(threads * max(largest, _STRIP_BYTES), is_prefaulted=False)
     with (
         unchanged(checkpoint, files),
         opened_sources(files, lambda file: scheme.open(checkpoint.root / file, NO_RECORDER)) as sources,
     ):
 
         def read(strip: _Strip) -> None:
-            _read(strip, sources[strip.lines.file], blocks)
+            _read(strip, sources[strip.lines.file], pool)
 
         run_jobs(read, strips, threads=min(threads, max(len(strips), 1)))
     return sum(strip.read_bytes for strip in strips)
@@ -101,27 +103,7 @@ def _strips(lines: Lines, tensor: LocalTensor) -> Iterator[_Strip]:
         yield _Strip(lines=lines, tensor=tensor, first=first, count=min(step, lines.count - first))
 
 
-class _Blocks:
-    """Memory that strips are staged in: as many blocks as threads stage at one moment, used again and again."""
-
-    def __init__(self) -> None:
-        self._idle: list[Buffer] = []
-
-    @contextmanager
-    def lent(self, num_bytes: int) -> Iterator[Buffer]:
-        try:
-            block = self._idle.pop()  # pop and append are atomic: no lock
-        except IndexError:
-            block = allocate(max(num_bytes, _STRIP_BYTES))
-        if len(block) < num_bytes:
-            block = allocate(num_bytes)
-        try:
-            yield block
-        finally:
-            self._idle.append(block)
-
-
-def _read(strip: _Strip, source: ByteSource, blocks: _Blocks) -> None:
+def _read(strip: _Strip, source: ByteSource, pool: InflightPool) -> None:
     lines, part = strip.lines, strip.tensor.part
     is_kept = torch_dtype(part.stored.dtype) == part.dtype
     if strip.is_read_by_runs and is_kept and part.place == CPU and lines.target_step == 1:
@@ -130,7 +112,7 @@ def _read(strip: _Strip, source: ByteSource, blocks: _Blocks) -> None:
         view = memoryview(strip.tensor.memory)[strip.tensor.start + first * width :]  # type: ignore[arg-type]
         _read_runs(strip, view, lines.target_stride * width, source)
         return
-    with blocks.lent(strip.read_bytes) as block:
+    with pool.lend(max(strip.read_bytes, _STRIP_BYTES)) as block:
         view = memoryview(block)
         if strip.is_read_by_runs:
             _read_runs(strip, view, lines.run_bytes, source)

@@ -13,7 +13,7 @@ from bigload.layouts.writing import resume_check as recheck_module
 from bigload.layouts.writing.journal import FileProgress
 from bigload.layouts.writing.resume_check import recheck
 from bigload.loading.progress import Tally
-from bigload.machine.huge_pages import BlockPool
+from bigload.machine.inflight_pool import BlockPool
 from builders import digest_of, open_descriptors
 
 SIZES = (5000, 0, 70_000, 4096, 13)

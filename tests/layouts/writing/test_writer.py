@@ -20,7 +20,7 @@ from bigload.layouts.writing.window_reader import WindowReader
 from bigload.layouts.writing.windows import data_ranges
 from bigload.layouts.writing.writer import FileToWrite, Verify, Writer, window_bytes
 from bigload.loading.progress import Tally
-from bigload.machine.huge_pages import BlockPool
+from bigload.machine.inflight_pool import BlockPool
 from builders import make_checkpoint, open_descriptors, stored_tensors
 
 thread_counts = pytest.mark.parametrize("threads", [1, 2, 4])
