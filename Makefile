@@ -3,11 +3,18 @@ SHELL := /bin/bash
 PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
+NIGHTLY := .venv-nightly
+NIGHTLY_STAMP := $(NIGHTLY)/.installed
 
-.PHONY: help demo test crash check bench bench-loading bench-reshard bench-planner bench-hooks bench-ranks bench-parallelize bench-runtime conformance docs clean
+.PHONY: help demo test nightly crash check bench bench-loading bench-reshard bench-planner bench-hooks bench-ranks bench-parallelize bench-runtime conformance docs clean
 
 help:  ## Show what can be made.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+$(NIGHTLY_STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(NIGHTLY)
+	$(NIGHTLY)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,peers,run,conformance,plot]'
+	@touch $@
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
@@ -17,8 +24,15 @@ $(STAMP): pyproject.toml constraints.txt
 demo: $(STAMP)  ## Run five of the verbs on a tiny checkpoint and on a header-only 70B one.
 	@PATH="$(CURDIR)/$(BIN):$$PATH" bash fixtures/demo.sh
 
-test: $(STAMP)  ## Run the tests.
-	$(BIN)/pytest -q
+test: $(STAMP)  ## Run the default tests, in two processes.
+	$(BIN)/pytest -q -n 2 --dist loadfile
+
+nightly: $(STAMP) $(NIGHTLY_STAMP)  ## Run everything: slow tests, peers, kills, accelerate's suite; two hours or so.
+	$(BIN)/pytest -q -m "slow or not slow"
+	$(NIGHTLY)/bin/pytest -q -m "slow or not slow"
+	BIGLOAD_DEATHS=400 $(BIN)/pytest -q tests/layouts/test_reshard_crash.py
+	$(NIGHTLY)/bin/python fixtures/accelerate_suite.py
+	BIGLOAD_SIMULATED=1 $(NIGHTLY)/bin/python fixtures/accelerate_suite.py
 
 crash: $(STAMP)  ## Kill reshards, or refuse them the disk, at some hundreds of moments, and go on with them.
 	BIGLOAD_DEATHS=400 $(BIN)/pytest -q tests/layouts/test_reshard_crash.py
