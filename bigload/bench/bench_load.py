@@ -1,8 +1,9 @@
-"""Profile ways of loading one checkpoint against each other, against the machine, and against other loaders.
+"""Benchmark of cases of one checkpoint beside each other, raw reads and other loaders.
 
-First every strategy loads once, untimed, and is digested: that proves that they load the same. Then all take turns
-with raw reads of the same bytes, which are the machine's own limit. What follows is traced, to see where the time
-goes, and tried on parts of the checkpoint, to see from which size on threads pay.
+1. Each case loads once, untimed; digests prove that all load the same bytes.
+2. Cases, raw reads of the same bytes and peers run in rotating order.
+3. A traced load of each case shows where the time goes.
+4. Loads of parts of the checkpoint show the size from which several threads pay.
 """
 
 from __future__ import annotations
@@ -16,10 +17,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from bigload.bench.bench_warnings import BenchWarning, Conditions, warnings_for
-from bigload.bench.cases import Case, all_cases
+from bigload.bench.cases import LoadCase, all_cases
 from bigload.bench.digest import digest_of
 from bigload.bench.fresh_memory import renew
-from bigload.bench.memory import MemoryKind
+from bigload.bench.memory_kind import MemoryKind
 from bigload.bench.page_cache_state import CacheState, prepare
 from bigload.bench.phases import phase_shares
 from bigload.bench.raw_limit import RawKind, RawRead, can_read_direct, kind_for, raw_read, raw_reads
@@ -43,10 +44,10 @@ _LONGEST_PROBLEM = 200
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Checked:
-    """A case that was loaded once: the digest of what it gave."""
+class _CheckedCase:
+    """A case that was loaded once, and the digest of its tensors."""
 
-    case: Case
+    case: LoadCase
     sha256: str
 
 
@@ -107,7 +108,7 @@ def bench_load(
         total_bytes=opened.stored_bytes * len(cases) * (1 + runs + trace),
         step_bytes=opened.stored_bytes,
     )
-    bench = _Bench(opened, cache, steps, clock)
+    bench = _LoadBench(opened, cache, steps, clock)
     busy = load_average()
     checked = [bench.check(case) for case in cases]
     with ExitStack() as made:
@@ -157,8 +158,8 @@ class _ReadyPeer:
     is_identical: bool
 
 
-class _Bench:
-    """What all steps of one bench share, and the steps."""
+class _LoadBench:
+    """Steps of one bench and their shared state."""
 
     def __init__(self, checkpoint: Checkpoint, cache: CacheState, steps: Steps, clock: Clock) -> None:
         self.checkpoint = checkpoint
@@ -169,13 +170,13 @@ class _Bench:
         self._clock = clock
         self._reports: dict[str, LoadReport] = {}
 
-    def check(self, case: Case) -> _Checked:
+    def check(self, case: LoadCase) -> _CheckedCase:
         """Load once, untimed, and digest what came."""
         self._on_run(f"{case.name}: checking")
         prepare(self.files, self._cache)
-        return _Checked(case=case, sha256=digest_of(self.loading(case)()))
+        return _CheckedCase(case=case, sha256=digest_of(self.loading(case)()))
 
-    def loading(self, case: Case) -> Callable[[], LoadedTensors]:
+    def loading(self, case: LoadCase) -> Callable[[], LoadedTensors]:
         """Return what loads everything to the last byte, and keeps the report of the load."""
 
         def run() -> LoadedTensors:
@@ -186,11 +187,11 @@ class _Bench:
 
         return run
 
-    def tensor_bytes(self, case: Case) -> int:
+    def tensor_bytes(self, case: LoadCase) -> int:
         """Return the bytes of what `case` loads; it was loaded once already."""
         return self._reports[case.name].tensor_bytes
 
-    def raw_reads(self, cases: Iterable[Case], peers: Mapping[Peer, _ReadyPeer]) -> tuple[RawRead, ...]:
+    def raw_reads(self, cases: Iterable[LoadCase], peers: Mapping[Peer, _ReadyPeer]) -> tuple[RawRead, ...]:
         """Return the raw reads that are a limit for one of the contenders."""
         kinds = [self._limit_kind(case.memory, self._method(case)) for case in cases]
         kinds += [self._limit_kind(peer.memory, Method.READ) for peer in peers if not self._is_on_device(cases)]
@@ -228,7 +229,9 @@ class _Bench:
             )
         return ready, tuple(absent)
 
-    def result(self, checked: _Checked, outcome: Outcome, raw: Sequence[RawResult], *, trace: bool) -> StrategyResult:
+    def result(
+        self, checked: _CheckedCase, outcome: Outcome, raw: Sequence[RawResult], *, trace: bool
+    ) -> StrategyResult:
         """Return a strategy's result; load once more for the trace if that is wanted."""
         case, report = checked.case, self._reports[checked.case.name]
         result = StrategyResult(
@@ -277,7 +280,7 @@ class _Bench:
             found = (*found, whole(self.checkpoint.stored_bytes, serial.seconds, parallel.seconds))
         return replace(advice, sizes=found)
 
-    def _time_part(self, case: Case, names: Sequence[str]) -> float:
+    def _time_part(self, case: LoadCase, names: Sequence[str]) -> float:
         self._on_run(f"{case.name}: a part of {len(names)} tensors")
         prepare(self.files, self._cache)
         renew(sum(self.checkpoint.tensors[name].num_bytes for name in names))
@@ -286,7 +289,7 @@ class _Bench:
         finish(tensors.values(), case.memory)
         return self._clock() - began
 
-    def _method(self, case: Case) -> Method:
+    def _method(self, case: LoadCase) -> Method:
         return self._reports[case.name].method
 
     def _limit_kind(self, memory: MemoryKind, method: Method) -> RawKind | None:
@@ -301,7 +304,7 @@ class _Bench:
         return min(ways, key=lambda result: result.measured.median_seconds).name if ways else None
 
     @staticmethod
-    def _is_on_device(cases: Iterable[Case]) -> bool:
+    def _is_on_device(cases: Iterable[LoadCase]) -> bool:
         return any(case.memory is MemoryKind.DEVICE for case in cases)
 
 

@@ -1,4 +1,4 @@
-"""What stands in the way of trusting figures, and which flag helps; each a value with one sentence."""
+"""Warnings about measurements that cannot be trusted, each with the option that helps."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SLOW_START = 1.5
 
 @dataclass(frozen=True, slots=True)
 class BenchWarning:
-    """A stable `code`, and a sentence for people that names the flag that helps, where one does."""
+    """A stable `code`, and a sentence that names the option that helps, if there is one."""
 
     code: str
     text: str
@@ -23,7 +23,7 @@ class BenchWarning:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conditions:
-    """What the warnings look at: seconds of every run by name, and the state of the machine.
+    """Seconds of every run by name, and the state of the machine.
 
     `cached` is the least and the largest part of the files in the page cache when a run began; `load_average` is that
     of before the bench, `None` where the system does not tell. `option` is what asks for more runs.
@@ -39,7 +39,7 @@ class Conditions:
 
 
 def warnings_for(conditions: Conditions) -> tuple[BenchWarning, ...]:
-    """Return what is worth knowing about figures measured under `conditions`, the page cache first."""
+    """Return the warnings about figures measured under `conditions`, the page cache first."""
     return (
         *_about_the_cache(conditions),
         *_about_the_machine(conditions),

@@ -1,4 +1,4 @@
-"""What the bench varies, and the one place where a case becomes a call of `load`."""
+"""Cases of `bench-load`, and their calls of `load`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from bigload.bench.memory import MemoryKind
+from bigload.bench.memory_kind import MemoryKind
 from bigload.checkpoint.model import Checkpoint
 from bigload.loading.load import load
 from bigload.loading.methods import Method
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Case:
-    """One way to load: threads that read, how they read, where the tensors go and as what."""
+class LoadCase:
+    """Threads, I/O method, device and dtype of a load."""
 
     threads: int
     method: Method = Method.AUTO
@@ -33,7 +33,7 @@ class Case:
 
     @property
     def memory(self) -> MemoryKind:
-        """Return the memory that the tensors end in: what is cast or sent away cannot stay in the file's pages."""
+        """Return the memory that the tensors end in; cast or copied tensors cannot stay in the file's pages."""
         if not self.device.startswith("cpu"):
             return MemoryKind.DEVICE
         return MemoryKind.FILE if self.method is Method.MMAP and self.dtype is None else MemoryKind.PRIVATE
@@ -41,7 +41,7 @@ class Case:
     def load(
         self, checkpoint: Checkpoint, *, only: Collection[str] | None = None, trace: bool = False
     ) -> LoadedTensors:
-        """Load `checkpoint`, or the tensors in `only`, this way; `trace` has the report say where the time went."""
+        """Load `checkpoint`, or the tensors in `only`, ; with `trace`, the report has all activities."""
         return load(
             checkpoint,
             only=only,
@@ -61,7 +61,7 @@ def all_cases(
     device: str = "cpu",
     dtype: str | None = None,
     max_inflight: int | None = None,
-) -> tuple[Case, ...]:
+) -> tuple[LoadCase, ...]:
     """Return every method with every thread count; what is named twice is there once.
 
     Raises:
@@ -70,7 +70,7 @@ def all_cases(
     if not threads or not methods or min(threads) < 1:
         raise ValueError("at least one thread count of 1 or more and one method")
     return tuple(
-        Case(threads=count, method=Method(method), device=device, dtype=dtype, max_inflight=max_inflight)
+        LoadCase(threads=count, method=Method(method), device=device, dtype=dtype, max_inflight=max_inflight)
         for method in dict.fromkeys(methods)
         for count in dict.fromkeys(threads)
     )

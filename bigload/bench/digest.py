@@ -1,4 +1,4 @@
-"""One digest for all that was loaded: the proof that two ways to load gave the same."""
+"""Digest of loaded tensors, the proof that two loaders gave the same bytes."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Fresh memory that costs the same before every run.
+"""Pages touched before each run, so that fresh memory costs every run the same.
 
-A virtual machine may hand free pages back to its host. Whoever touches them next pays for getting them again, seconds
-per GiB at worst, and that is no property of a loader. On a machine of its own this changes nothing.
+A virtual machine may return free pages to its host. The next process to touch them waits for the host, seconds per GiB
+at worst, which would be charged to the loader. On bare metal this changes nothing.
 """
 
 from __future__ import annotations

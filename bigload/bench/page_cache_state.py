@@ -1,4 +1,4 @@
-"""Bring the page cache into the state that a run is to start from, and say what did not obey."""
+"""Page cache states at the start of runs: evict or read files, and verify it with mincore(2)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _MEMORY_FILE_SYSTEMS = ("tmpfs", "ramfs", "hugetlbfs")
 
 
 class CacheState(StrEnum):
-    """What the page cache is brought to before a run: left as it is, emptied of the files, or filled with them."""
+    """State of the page cache before a run: unchanged, without the files, or with all of them."""
 
     AS_IS = "as-is"
     COLD = "cold"

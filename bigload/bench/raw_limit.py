@@ -1,8 +1,7 @@
-"""What this machine can do at most: the bytes of a checkpoint read with nothing else done to them.
+"""Raw reads of a checkpoint's bytes, the upper limit of this machine for any loader.
 
-This is written apart from the loading engine on purpose, as plainly as it goes, so that the two can disagree: whole
-blocks of the files in order, an equal share of threads, no tensors, no views, no checks of headers. What a loader
-reaches of it says what the loader costs.
+They are written independently of the loading engine, so that the two can disagree: whole blocks in file order, an
+equal share for each thread, no tensors, views or header checks. A loader's share of that rate is what it costs.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import TypeVar
 
-from bigload.bench.memory import MemoryKind
+from bigload.bench.memory_kind import MemoryKind
 from bigload.checkpoint.model import Checkpoint
 from bigload.units import MIB, counted
 
@@ -32,10 +31,10 @@ _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
 class RawKind(StrEnum):
-    """What is read into what.
+    """Source and destination of a raw read.
 
-    `memory`: positional reads into fresh memory in huge pages. `map`: the files are mapped and all their pages put
-    into the page table. `disk`: direct reads into memory that is used again and again, which is the disk's own rate.
+    `memory`: positional reads into fresh memory in huge pages. `map`: mapped files, all pages populated. `disk`: direct
+    reads into reused memory, which measures the disk itself.
     """
 
     MEMORY = "memory"
@@ -45,7 +44,7 @@ class RawKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class RawRead:
-    """One raw way to read, to be measured by turns with the loads."""
+    """A kind of raw read and its number of threads."""
 
     kind: RawKind
     threads: int
@@ -57,8 +56,8 @@ class RawRead:
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
-    """Bytes `start` to `stop` of a file, and their place `position` among all bytes that are read."""
+class RawBlock:
+    """Byte range of a file, and its offset `position` among all bytes that are read."""
 
     file: Path
     start: int
@@ -74,9 +73,9 @@ def kind_for(memory: MemoryKind, *, is_from_disk: bool) -> RawKind:
 
 
 def raw_reads(kinds: Iterable[RawKind], *, num_cores: int) -> tuple[RawRead, ...]:
-    """Return the ways to try: a few thread counts each, the best of which is the limit.
+    """Return the raw reads to try, a few thread counts per kind; the fastest is the limit.
 
-    A disk wants more requests in flight than there are cores; memory does not.
+    A disk needs more requests in flight than there are cores; memory does not.
     """
     counts = {
         RawKind.MEMORY: (num_cores, 2 * num_cores),
@@ -103,26 +102,26 @@ def can_read_direct(paths: Iterable[Path]) -> bool:
     return True
 
 
-def blocks_of(checkpoint: Checkpoint, block_bytes: int) -> tuple[Block, ...]:
-    """Return the bytes of all tensors as blocks in order of files and offsets; neighbours are one stretch."""
-    stretches: list[tuple[str, int, int]] = []
+def raw_blocks(checkpoint: Checkpoint, block_bytes: int) -> tuple[RawBlock, ...]:
+    """Return the bytes of all tensors as blocks in order of files and offsets; adjacent ranges are merged."""
+    ranges: list[tuple[str, int, int]] = []
     for span in sorted((tensor.span for tensor in checkpoint.tensors.values()), key=lambda s: (s.file, s.start)):
-        if stretches and stretches[-1][0] == span.file and stretches[-1][2] >= span.start:
-            file, start, stop = stretches.pop()
-            stretches.append((file, start, max(stop, span.stop)))
+        if ranges and ranges[-1][0] == span.file and ranges[-1][2] >= span.start:
+            file, start, stop = ranges.pop()
+            ranges.append((file, start, max(stop, span.stop)))
         else:
-            stretches.append((span.file, span.start, span.stop))
+            ranges.append((span.file, span.start, span.stop))
     blocks, position = [], 0
-    for file, begin, end in stretches:
+    for file, begin, end in ranges:
         for start in range(begin, end, block_bytes):
             stop = min(start + block_bytes, end)
-            blocks.append(Block(checkpoint.root / file, start, stop, position))
+            blocks.append(RawBlock(checkpoint.root / file, start, stop, position))
             position += stop - start
     return tuple(blocks)
 
 
 def raw_read(way: RawRead, checkpoint: Checkpoint) -> object:
-    """Read the bytes of all tensors of `checkpoint`; return what holds them, for the caller to let go of.
+    """Read the bytes of all tensors of `checkpoint`; return what holds them, for the caller to release.
 
     Raises:
         OSError: a file could not be opened, or read to the end.
@@ -132,14 +131,14 @@ def raw_read(way: RawRead, checkpoint: Checkpoint) -> object:
 
 
 def _read_to_memory(checkpoint: Checkpoint, threads: int) -> object:
-    blocks = blocks_of(checkpoint, _BLOCK_BYTES)
+    blocks = raw_blocks(checkpoint, _BLOCK_BYTES)
     memory = _fresh(max(sum(block.stop - block.start for block in blocks), 1))
     memory.madvise(mmap.MADV_HUGEPAGE)
     view = memoryview(memory)
     with ExitStack() as opened:
         descriptors = _opened(blocks, os.O_RDONLY, opened)
 
-        def read(block: Block) -> None:
+        def read(block: RawBlock) -> None:
             room = view[block.position : block.position + block.stop - block.start]
             start = block.start
             while room:
@@ -151,7 +150,7 @@ def _read_to_memory(checkpoint: Checkpoint, threads: int) -> object:
 
 
 def _map(checkpoint: Checkpoint, threads: int) -> object:
-    blocks = blocks_of(checkpoint, _BLOCK_BYTES)
+    blocks = raw_blocks(checkpoint, _BLOCK_BYTES)
     maps: dict[Path, mmap.mmap] = {}
     addresses: dict[Path, int] = {}
     for path in dict.fromkeys(block.file for block in blocks):
@@ -159,9 +158,9 @@ def _map(checkpoint: Checkpoint, threads: int) -> object:
             maps[path] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
         addresses[path] = ctypes.addressof(ctypes.c_char.from_buffer(maps[path]))
 
-    def populate(block: Block) -> None:
+    def populate(block: RawBlock) -> None:
         start = block.start // _ALIGNMENT * _ALIGNMENT
-        # By ctypes, which gives the interpreter's lock away; mmap.madvise keeps it.
+        # By ctypes, which releases the GIL; mmap.madvise holds it.
         if _libc.madvise(addresses[block.file] + start, block.stop - start, _MADV_POPULATE_READ):
             number = ctypes.get_errno()
             raise OSError(number, os.strerror(number), str(block.file))
@@ -171,12 +170,12 @@ def _map(checkpoint: Checkpoint, threads: int) -> object:
 
 
 def _read_from_disk(checkpoint: Checkpoint, threads: int) -> object:
-    blocks = blocks_of(checkpoint, _DIRECT_BLOCK_BYTES)
+    blocks = raw_blocks(checkpoint, _DIRECT_BLOCK_BYTES)
     with ExitStack() as opened:
         descriptors = _opened(blocks, os.O_RDONLY | os.O_DIRECT, opened)
         shares = [blocks[number::threads] for number in range(threads)]
 
-        def read(share: Sequence[Block]) -> None:
+        def read(share: Sequence[RawBlock]) -> None:
             memory = _fresh(_DIRECT_BLOCK_BYTES + 2 * _ALIGNMENT)
             for block in share:
                 start = block.start // _ALIGNMENT * _ALIGNMENT
@@ -195,7 +194,7 @@ def _fresh(num_bytes: int) -> mmap.mmap:
     return mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
 
 
-def _opened(blocks: Iterable[Block], flags: int, opened: ExitStack) -> dict[Path, int]:
+def _opened(blocks: Iterable[RawBlock], flags: int, opened: ExitStack) -> dict[Path, int]:
     descriptors = {}
     for path in dict.fromkeys(block.file for block in blocks):
         descriptors[path] = os.open(path, flags | os.O_CLOEXEC)

@@ -1,4 +1,4 @@
-"""What to use on this machine for this checkpoint, and from which size on threads pay."""
+"""Recommended strategy for a checkpoint on this machine, and the size from which several threads pay."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from bigload.bench.cases import Case
+from bigload.bench.cases import LoadCase
 from bigload.bench.statistics import Summary, ratio
 from bigload.checkpoint.model import Checkpoint, TensorInfo, distinct_bytes
 from bigload.units import MIB
@@ -56,7 +56,7 @@ class Recommendation:
         return found
 
 
-def best_of(summaries: Sequence[tuple[Case, Summary]]) -> Case:
+def best_of(summaries: Sequence[tuple[LoadCase, Summary]]) -> LoadCase:
     """Return the fastest case, or one with fewer threads that is as fast within noise and five in a hundred."""
     fastest, best = min(summaries, key=lambda item: item[1].mean)
     close = [(fastest, best)]
@@ -79,8 +79,8 @@ def prefix(tensors: Iterable[TensorInfo], num_bytes: int) -> tuple[TensorInfo, .
 
 def measure_sizes(
     checkpoint: Checkpoint,
-    case: Case,
-    time_load: Callable[[Case, Sequence[str]], float],
+    case: LoadCase,
+    time_load: Callable[[LoadCase, Sequence[str]], float],
     *,
     sizes: Sequence[int] = SIZES,
 ) -> tuple[SizeMeasured, ...]:
@@ -97,7 +97,7 @@ def measure_sizes(
             continue
         names = [tensor.name for tensor in part]
         serial, parallel = replace(case, threads=1), case
-        seconds: dict[Case, list[float]] = {serial: [], parallel: []}
+        seconds: dict[LoadCase, list[float]] = {serial: [], parallel: []}
         for number in range(RUNS_PER_SIZE):
             for contender in (serial, parallel) if number % 2 == 0 else (parallel, serial):
                 seconds[contender].append(time_load(contender, names))

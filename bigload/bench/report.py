@@ -1,4 +1,4 @@
-"""What a bench found, as values."""
+"""Results of `bench-load` as values."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from bigload.bench.bench_warnings import BenchWarning
-from bigload.bench.cases import Case
-from bigload.bench.memory import MemoryKind
+from bigload.bench.cases import LoadCase
+from bigload.bench.memory_kind import MemoryKind
 from bigload.bench.page_cache_state import CacheState, LeftInCache
 from bigload.bench.raw_limit import RawRead
 from bigload.bench.recommendation import Recommendation
@@ -19,21 +19,21 @@ from bigload.loading.report import Activity, Phase
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StrategyResult:
-    """One way to load, measured.
+    """Measurements of one case.
 
     Attributes:
-        case: What was asked for.
-        method: How the bytes were read; what `auto` chose.
-        reason: Why so, as half a sentence.
-        memory: Where the tensors end.
+        case: The case as requested.
+        method: The I/O method used; the choice of `auto`.
+        reason: Reason for the choice, as half a sentence.
+        memory: The memory that the tensors end in.
         measured: Seconds and memory of all timed runs.
         sha256: Digest of the names and bytes that were loaded.
-        limit: Name of the raw read that is the limit for such a load; `None` where it could not be measured.
-        phases: Parts of threads × wall time in a traced load that came after the timed runs; empty without a trace.
-        activities: What that load did, thread by thread.
+        limit: Name of the raw read that bounds such a load; `None` where none could be measured.
+        phases: Shares of threads × wall time in a traced load after the timed runs; empty without a trace.
+        activities: The activities of that load, thread by thread.
     """
 
-    case: Case
+    case: LoadCase
     method: Method
     reason: str
     memory: MemoryKind
@@ -62,7 +62,7 @@ class StrategyResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RawResult:
-    """A raw read of the same bytes, measured by turns with the loads."""
+    """Measurements of a raw read of the same bytes."""
 
     read: RawRead
     measured: Measured
@@ -78,7 +78,7 @@ class RawResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeerResult:
-    """Another loader: measured, or why it was not.
+    """Measurements of another loader, or the reason why there are none.
 
     `measured` is `None` together with a `problem`: it is not installed (then `version` is `None`), not made for this
     checkpoint, or failed. `is_identical` says whether it loaded the same names and bytes as bigload.
@@ -100,20 +100,20 @@ class PeerResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchReport:
-    """What was measured, and under which conditions.
+    """All measurements of a bench and their conditions.
 
     Attributes:
-        path: The checkpoint as it was named.
-        total_bytes: Bytes of its files that are read: what tensors share counts once.
-        cache: What the page cache was brought to before every run.
-        cached: The least and the largest part of the files that was in it when a timed run began.
-        left_in_cache: What could not be evicted.
-        load_average: Processes that wanted a core when the bench began, over the last minute; `None` if unknown.
-        results: Every strategy in the order in which they were asked for.
+        path: The checkpoint path as given.
+        total_bytes: Bytes of its files that are read; shared bytes count once.
+        cache: The page cache state before every run.
+        cached: The least and the largest cached share of the files at the start of a run.
+        left_in_cache: Files that could not be evicted.
+        load_average: The load average over the minute before the bench; `None` if unknown.
+        results: One result per case, in the order requested.
         raw: Raw reads of the same bytes.
-        peers: Other loaders, if they were asked for.
-        recommendation: What to use.
-        warnings: What stands in the way of trusting the figures.
+        peers: Other loaders, if requested.
+        recommendation: The strategy to use.
+        warnings: Reasons to distrust the figures.
     """
 
     path: str
@@ -153,9 +153,9 @@ class BenchReport:
         return ratio(result.summary, self.fastest.summary)
 
     def part_of_limit(self, result: StrategyResult | PeerResult) -> float | None:
-        """Return the rate of `result` as a part of the raw read's, `None` where there is nothing to compare.
+        """Return the rate of `result` as a share of its raw read's, `None` without one.
 
-        It is that of the medians: one disturbed run of three would make nonsense of means.
+        Medians are compared: one disturbed run of three makes means meaningless.
         """
         raw = next((raw for raw in self.raw if raw.name == result.limit), None)
         if raw is None or result.measured is None or not result.measured.median_seconds:

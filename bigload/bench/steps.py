@@ -1,4 +1,4 @@
-"""Say before each step of a bench how much of it is through and how long the rest takes; nothing is said in a step."""
+"""Progress of a bench, reported before each step; nothing is printed while a step is timed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Make sure that every byte can be used: a map is not loaded before its pages are there."""
+"""Page touching: a mapped tensor is loaded only once its pages are present."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import mmap
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
-from bigload.bench.memory import MemoryKind
+from bigload.bench.memory_kind import MemoryKind
 from bigload.machine.thread_pool import default_threads, run_jobs
 from bigload.units import MIB
 

@@ -1,4 +1,4 @@
-"""What a failure looks like: exit code, text and hint on stderr.
+"""Exit codes of failures, with their text and hint on stderr.
 
 stdout stays empty when a command fails, unless `--json` asked for a document: then one that says why is the answer.
 """

@@ -1,4 +1,4 @@
-"""Where words go and in which form: answers to stdout, the rest to stderr, colours only where they can be seen."""
+"""Streams of the program: answers to stdout, the rest to stderr, colours only on terminals."""
 
 from __future__ import annotations
 

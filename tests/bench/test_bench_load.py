@@ -9,8 +9,8 @@ from bench_reports import report_of, strategy
 from bigload.bench import bench_load as bench_module
 from bigload.bench import runner
 from bigload.bench.bench_load import bench_load
-from bigload.bench.cases import Case
-from bigload.bench.memory import MemoryKind
+from bigload.bench.cases import LoadCase
+from bigload.bench.memory_kind import MemoryKind
 from bigload.bench.page_cache_state import evict_verified
 from bigload.bench.raw_limit import RawKind
 from bigload.bench.recommendation import measure_sizes
@@ -85,7 +85,7 @@ def test_the_report_says_what_was_loaded_how_and_where(tiny):
     assert (report.path, report.num_shards, report.runs, report.device) == (str(tiny), 3, 2, "cpu")
     assert report.total_bytes == sum(len(data) for _, _, data in stored_tensors(*tiny.glob("*.safetensors")).values())
     (result,) = report.results
-    assert result.case == Case(threads=1)
+    assert result.case == LoadCase(threads=1)
     assert result.method in {Method.READ, Method.DIRECT}
     assert result.reason
     assert len(result.seconds) == 2
@@ -151,9 +151,9 @@ def test_a_trace_says_where_the_time_of_each_strategy_went(tiny):
 def test_fewer_bytes_are_loaded_to_see_when_threads_pay(tiny, monkeypatch):
     monkeypatch.setattr(bench_module, "best_of", lambda summaries: summaries[1][0])
     asked = []
-    real = Case.load
+    real = LoadCase.load
     monkeypatch.setattr(
-        Case,
+        LoadCase,
         "load",
         lambda self, checkpoint, **options: asked.append((self.threads, options)) or real(self, checkpoint, **options),
     )

@@ -1,7 +1,7 @@
 import pytest
 
-from bigload.bench.cases import Case, all_cases
-from bigload.bench.memory import MemoryKind
+from bigload.bench.cases import LoadCase, all_cases
+from bigload.bench.memory_kind import MemoryKind
 from bigload.checkpoint.source import open_checkpoint
 from bigload.loading.methods import Method
 from builders import make_checkpoint
@@ -31,10 +31,10 @@ def test_no_case_and_no_such_case_are_refused(threads, methods):
 @pytest.mark.parametrize(
     ("case", "memory"),
     [
-        (Case(threads=1, method=Method.READ), MemoryKind.PRIVATE),
-        (Case(threads=1, method=Method.MMAP), MemoryKind.FILE),
-        (Case(threads=1, method=Method.MMAP, dtype="fp32"), MemoryKind.PRIVATE),
-        (Case(threads=1, method=Method.MMAP, device="cuda:0"), MemoryKind.DEVICE),
+        (LoadCase(threads=1, method=Method.READ), MemoryKind.PRIVATE),
+        (LoadCase(threads=1, method=Method.MMAP), MemoryKind.FILE),
+        (LoadCase(threads=1, method=Method.MMAP, dtype="fp32"), MemoryKind.PRIVATE),
+        (LoadCase(threads=1, method=Method.MMAP, device="cuda:0"), MemoryKind.DEVICE),
     ],
 )
 def test_a_case_knows_in_which_memory_it_ends(case, memory):
@@ -44,7 +44,7 @@ def test_a_case_knows_in_which_memory_it_ends(case, memory):
 @pytest.mark.parametrize("method", [Method.READ, Method.MMAP])
 def test_a_case_is_loaded_the_way_it_says(tmp_path, method):
     checkpoint = open_checkpoint(make_checkpoint(tmp_path / "tiny"))
-    case = Case(threads=2, method=method, max_inflight=1 << 21)
+    case = LoadCase(threads=2, method=method, max_inflight=1 << 21)
     tensors = case.load(checkpoint, only=["model.norm.weight"], trace=True)
     assert list(tensors) == ["model.norm.weight"]
     assert (tensors.report.method, tensors.report.threads) == (method, 2)

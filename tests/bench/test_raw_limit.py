@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from bigload.bench import raw_limit
-from bigload.bench.memory import MemoryKind
-from bigload.bench.raw_limit import RawKind, RawRead, blocks_of, can_read_direct, kind_for, raw_read, raw_reads
+from bigload.bench.memory_kind import MemoryKind
+from bigload.bench.raw_limit import RawKind, RawRead, can_read_direct, kind_for, raw_blocks, raw_read, raw_reads
 from bigload.checkpoint.source import open_checkpoint
 from builders import make_checkpoint, write_shard
 
@@ -23,7 +23,7 @@ def stored_bytes(checkpoint):
 
 
 def test_blocks_cover_every_byte_once_in_order(checkpoint):
-    blocks = blocks_of(checkpoint, 1000)
+    blocks = raw_blocks(checkpoint, 1000)
     assert [block.position for block in blocks] == [
         sum(b.stop - b.start for b in blocks[:number]) for number in range(len(blocks))
     ]

@@ -1,6 +1,6 @@
 import pytest
 
-from bigload.bench.cases import Case
+from bigload.bench.cases import LoadCase
 from bigload.bench.recommendation import Recommendation, SizeMeasured, best_of, measure_sizes, prefix
 from bigload.bench.statistics import Summary
 from bigload.checkpoint.source import open_checkpoint
@@ -13,7 +13,7 @@ def summary(mean, stddev=0.0):
 
 
 def case(threads, method=Method.READ):
-    return Case(threads=threads, method=method)
+    return LoadCase(threads=threads, method=method)
 
 
 def size(num_bytes, serial, parallel):

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from bench_reports import full_report, report_of, strategy
-from bigload.bench.memory import MemoryKind
+from bigload.bench.memory_kind import MemoryKind
 from bigload.bench.recommendation import Recommendation, SizeMeasured
 from bigload.bench.report import PeerResult
 from bigload.bench.result_marks import MADE_BY_BENCH_LOAD

@@ -1,8 +1,8 @@
 """Reports of benches that never ran, with figures chosen by hand."""
 
 from bigload.bench.bench_warnings import BenchWarning
-from bigload.bench.cases import Case
-from bigload.bench.memory import MemoryKind
+from bigload.bench.cases import LoadCase
+from bigload.bench.memory_kind import MemoryKind
 from bigload.bench.page_cache_state import CacheState, LeftInCache
 from bigload.bench.raw_limit import RawKind, RawRead
 from bigload.bench.recommendation import Recommendation, SizeMeasured
@@ -26,7 +26,7 @@ def measured(*seconds, private=0, file=0):
 
 
 def strategy(threads, method, *seconds, sha256=SHA, limit="raw memory, 4 threads", phases=None):
-    case = Case(threads=threads, method=method)
+    case = LoadCase(threads=threads, method=method)
     is_mapped = case.memory is MemoryKind.FILE
     return StrategyResult(
         case=case,

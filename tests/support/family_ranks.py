@@ -1,4 +1,4 @@
-"""What ranks do with models of transformers: the logits and tokens of one process, and what each rank then holds."""
+"""Jobs of ranks with models of transformers: compare with one process, and report what each rank holds."""
 
 import torch
 from torch.distributed import get_world_size

@@ -1,4 +1,4 @@
-"""What hypothesis draws for the tests: budgets, checkpoints, models, and problems of placement."""
+"""Hypothesis strategies for budgets, checkpoints, models and placement problems."""
 
 from __future__ import annotations
 

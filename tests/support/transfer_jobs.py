@@ -1,4 +1,4 @@
-"""What a loader does with `Transfers`, for tests on simulated and on real accelerators."""
+"""Jobs that use `Transfers` as a loader does, for simulated and real accelerators."""
 
 import torch
 

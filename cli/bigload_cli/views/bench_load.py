@@ -1,10 +1,10 @@
-"""What `bigload bench-load` measured, for people."""
+"""Texts and tables of `bigload bench-load`."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from bigload.bench.memory import MemoryKind
+from bigload.bench.memory_kind import MemoryKind
 from bigload.bench.raw_limit import RawKind
 from bigload.bench.recommendation import Recommendation, best_of
 from bigload.bench.report import BenchReport, RawResult, StrategyResult

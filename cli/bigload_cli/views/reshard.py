@@ -1,4 +1,4 @@
-"""What `bigload reshard` will do, and what it did."""
+"""Texts and tables of `bigload reshard`: the dry run and the report."""
 
 from __future__ import annotations
 

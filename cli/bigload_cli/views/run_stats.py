@@ -1,4 +1,4 @@
-"""What `bigload run-stats` saw, for people."""
+"""Texts and tables of `bigload run-stats`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `bigload verify` says of a folder that is in order."""
+"""Text of `bigload verify` for a folder without problems."""
 
 from __future__ import annotations
 
