@@ -6,16 +6,16 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from bigload.devices import CPU, DISK, Device
-from bigload.planning.choices import Balance, Policy
+from bigload.planning.choices import Balance
 from bigload.planning.placement.policies.bounds import lower_bound
-from bigload.planning.placement.policies.registry import Solution, solve
 from bigload.planning.placement.problem import Misfit, PlacementProblem
+from bigload.planning.placement.solve import Solution, solve
 from bigload.units import GIB, KIB, MIB
 
 _STEPS = 8
 
 
-def ram_without_disk(solution: Solution, policy: Policy) -> str | None:
+def ram_without_disk(solution: Solution, policy: str) -> str | None:
     """Return a limit for `cpu` with which nothing would be on disk, such as `cpu=93GiB`; `None` when none was found."""
     problem, placement = solution.problem, solution.placement
     homes = list(zip(problem.units, placement.devices, strict=True))
@@ -26,7 +26,7 @@ def ram_without_disk(solution: Solution, policy: Policy) -> str | None:
     return None if size is None else f"cpu={written(size)}"
 
 
-def limits_that_fit(problem: PlacementProblem, misfit: Misfit, policy: Policy) -> str | None:
+def limits_that_fit(problem: PlacementProblem, misfit: Misfit, policy: str) -> str | None:
     """Return limits with which the units fit, as command-line options; `None` when none were found."""
     raised: dict[Device, int] = {}
     budget = problem.budget
@@ -57,7 +57,7 @@ def written(num_bytes: int) -> str:
     return f"{num_bytes // factor}{name}"
 
 
-def _least_ram(problem: PlacementProblem, policy: Policy, start: int, accept: Callable[[Solution], bool]) -> int | None:
+def _least_ram(problem: PlacementProblem, policy: str, start: int, accept: Callable[[Solution], bool]) -> int | None:
     """Return a size from `start` to the whole model that `accept` likes the placement of, the least of those tried.
 
     A few sizes are tried upwards. Between the first good one and the one before, halving goes on.

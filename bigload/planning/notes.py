@@ -12,7 +12,7 @@ from bigload.planning.choices import NameScheme
 from bigload.planning.model.structure import ModelStructure
 from bigload.planning.model.ties import TiedGroup
 from bigload.planning.options import PlanOptions
-from bigload.planning.placement.policies.registry import Solution
+from bigload.planning.placement.solve import Solution
 from bigload.planning.plan import DeviceUse, PlanNote
 from bigload.units import counted, format_size
 

@@ -12,6 +12,7 @@ from bigload.dtypes import DType, parse_dtype
 from bigload.errors import OptionError
 from bigload.planning.bandwidth import Bandwidth
 from bigload.planning.choices import Attention, Balance, Experts, NameScheme, Order, Policy
+from bigload.planning.policy_registry import policy_named
 from bigload.planning.workload import Workload
 from bigload.units import GIB, parse_size
 
@@ -37,7 +38,7 @@ class PlanOptions:
         names: Whose names the device map speaks.
     """
 
-    policy: Policy = Policy.OPTIMAL
+    policy: str = Policy.OPTIMAL
     workload: Workload = field(default_factory=Workload)
     overhead: int | None = None
     bandwidth: Bandwidth = field(default_factory=Bandwidth)
@@ -53,11 +54,13 @@ class PlanOptions:
         """Check what contradicts itself.
 
         Raises:
-            OptionError: a negative overhead, or experts apart under a policy that knows no experts.
+            OptionError: an unknown policy, a negative overhead, or experts apart under a policy that keeps them
+                with their block.
         """
+        entry = policy_named(self.policy)
         if self.overhead is not None and self.overhead < 0:
             raise OptionError(f"an overhead of {self.overhead} bytes: it cannot be less than nothing")
-        if self.experts is Experts.SPLIT and self.policy is not Policy.OPTIMAL:
+        if self.experts is Experts.SPLIT and not entry.splits_experts:
             raise OptionError(
                 f"the {self.policy} policy keeps experts with their block",
                 hint="leave out --policy, or leave out --experts split",
@@ -75,7 +78,7 @@ class PlanOptions:
 class PlanWishes(TypedDict, total=False):
     """`PlanOptions` in the words of the command line, for keyword arguments."""
 
-    policy: Policy | str
+    policy: str
     context: int
     batch: int
     dtype: DType | str | None
@@ -107,7 +110,7 @@ def options_of(**wishes: Unpack[PlanWishes]) -> PlanOptions:
     order = _word("order", wishes.get("order", "keep"), Order)
     overhead, attention = wishes.get("overhead"), wishes.get("attention")
     return PlanOptions(
-        policy=_word("policy", wishes.get("policy", default.policy), Policy),
+        policy=_policy(wishes.get("policy", default.policy)),
         workload=Workload(
             context=wishes.get("context", 0),
             batch=wishes.get("batch", 1),
@@ -128,6 +131,11 @@ def options_of(**wishes: Unpack[PlanWishes]) -> PlanOptions:
         keep_extra_layers=_flag("mtp", wishes.get("mtp", False)),
         names=_word("names", wishes.get("names", default.names), NameScheme),
     )
+
+
+def _policy(name: str) -> str:
+    """Return the member of `Policy` for the policies that are built in, the name of a registered one as it is."""
+    return Policy(name) if name in Policy.__members__.values() else name
 
 
 _Words = TypeVar("_Words", bound=StrEnum)

@@ -16,7 +16,6 @@ from bigload.checkpoint.fingerprint import ShardFingerprint
 from bigload.checkpoint.model import TensorInfo
 from bigload.devices import CPU, DISK, Device
 from bigload.errors import InvalidPlanError
-from bigload.planning.choices import Policy
 from bigload.planning.load_dtype import as_loaded
 from bigload.planning.model.module_tree import is_index
 from bigload.planning.options import PlanOptions
@@ -119,7 +118,7 @@ class Plan:
         return Path(self.checkpoint_path).name or Path(self.checkpoint_path).resolve().name
 
     @property
-    def policy(self) -> Policy:
+    def policy(self) -> str:
         return self.options.policy
 
     @property

@@ -14,7 +14,7 @@ from bigload.devices import CPU, DISK, Device
 from bigload.errors import DoesNotFitError, InvalidPlanError
 from bigload.planning.advice import limits_that_fit
 from bigload.planning.budget.budget import MaxMemory, MemoryBudget
-from bigload.planning.choices import Experts, NameScheme, Policy
+from bigload.planning.choices import Experts, NameScheme
 from bigload.planning.model.structure import ModelStructure, read_structure
 from bigload.planning.model.units import with_dense_held
 from bigload.planning.module_names import in_memory_names, rename_device_map
@@ -22,7 +22,6 @@ from bigload.planning.notes import notes_on, tie_homes
 from bigload.planning.options import PlanOptions, PlanWishes, options_of
 from bigload.planning.placement.optimality import certify
 from bigload.planning.placement.policies.optimal import token_cost
-from bigload.planning.placement.policies.registry import POLICIES, Solution, solve
 from bigload.planning.placement.problem import (
     Misfit,
     Placement,
@@ -31,7 +30,9 @@ from bigload.planning.placement.problem import (
     fetch_ahead,
     num_device_changes,
 )
+from bigload.planning.placement.solve import Solution, place_by, solve
 from bigload.planning.plan import DeviceUse, Plan, PlanNote, recount
+from bigload.planning.policy_registry import policy_named
 from bigload.units import format_size
 
 
@@ -112,8 +113,8 @@ def place(structure: ModelStructure, budget: MemoryBudget, options: PlanOptions)
     if options.experts is Experts.SPLIT and structure.experts:
         return _dense_first(structure, budget, options)
     whole = solve(problem_of(structure, budget, options), options.policy)
-    may_split = options.experts is Experts.AUTO and options.policy is Policy.OPTIMAL and bool(structure.experts)
-    if not may_split or (isinstance(whole, Solution) and _cost(whole, budget) == (False, 0)):
+    can_split = options.experts is Experts.AUTO and policy_named(options.policy).splits_experts
+    if not (can_split and structure.experts) or (isinstance(whole, Solution) and _cost(whole, budget) == (False, 0)):
         return whole
     apart = solve(problem_of(structure, budget, options, split_experts=True), options.policy)
     if isinstance(whole, Misfit) or (isinstance(apart, Solution) and _cost(apart, budget) < _cost(whole, budget)):
@@ -125,7 +126,7 @@ def _dense_first(structure: ModelStructure, budget: MemoryBudget, options: PlanO
     """Place all but routed experts on accelerators if they hold it, where it costs least if they do not."""
     problem = problem_of(structure, budget, options, split_experts=True)
     if budget.accelerators:
-        held = POLICIES[options.policy](replace(problem, units=with_dense_held(problem.units)))
+        held = place_by(options.policy, replace(problem, units=with_dense_held(problem.units)))
         if isinstance(held, Placement):
             return Solution(problem=problem, placement=fetch_ahead(problem, held))
     return solve(problem, options.policy)
@@ -273,7 +274,7 @@ def _signed(num_bytes: int) -> str:
     return format_size(num_bytes) if num_bytes >= 0 else f"-{format_size(-num_bytes)}"
 
 
-def _hint(problem: PlacementProblem, misfit: Misfit, policy: Policy) -> str | None:
+def _hint(problem: PlacementProblem, misfit: Misfit, policy: str) -> str | None:
     enough = limits_that_fit(problem, misfit, policy)
     would_do = f"this would do: {enough}" if enough else None
     budget = problem.budget

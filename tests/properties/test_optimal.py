@@ -14,8 +14,8 @@ from bigload.planning.placement.optimality import Verdict, certify
 from bigload.planning.placement.policies import optimal
 from bigload.planning.placement.policies.bounds import least_accelerators, lower_bound
 from bigload.planning.placement.policies.optimal import place_optimally, token_cost
-from bigload.planning.placement.policies.registry import POLICIES
 from bigload.planning.placement.problem import Misfit, Placement, device_loads, keeps_limits
+from bigload.planning.placement.solve import place_by
 from builders import problem_of, unit_of
 
 
@@ -75,7 +75,7 @@ def test_no_placement_whatever_is_below_the_bound(problem):
 def test_a_certificate_claims_nothing_that_brute_force_denies(problem, policy):
     if policy is not Policy.OPTIMAL:
         problem = replace(problem, units=tuple(replace(unit, rides=False) for unit in problem.units))
-    placement = POLICIES[policy](problem)
+    placement = place_by(policy, problem)
     assume(isinstance(placement, Placement))
     certificate = certify(problem, placement)
     off = [CPU, DISK] if problem.budget.accelerators else [DISK]

@@ -15,9 +15,9 @@ from bigload.planning.model.ties import find_ties
 from bigload.planning.module_names import in_memory_names
 from bigload.planning.options import options_of
 from bigload.planning.placement.policies.optimal import place_optimally, token_cost
-from bigload.planning.placement.policies.registry import POLICIES, solve
 from bigload.planning.placement.policies.sequential import place_sequentially
 from bigload.planning.placement.problem import Misfit, Placement, fetch_ahead, keeps_limits
+from bigload.planning.placement.solve import place_by, solve
 from bigload.planning.plan import recount
 from bigload.planning.plan_file import check_plan, plan_from_json, plan_to_json
 from bigload.planning.planner import draft, plan
@@ -239,7 +239,7 @@ def test_experts_are_apart_only_where_that_takes_less_time_per_token(question):
 def test_fetching_ahead_breaks_no_limit(problem, policy):
     if policy is not Policy.OPTIMAL:
         problem = replace(problem, units=tuple(replace_rider(unit) for unit in problem.units))
-    found = POLICIES[policy](problem)
+    found = place_by(policy, problem)
     assume(isinstance(found, Placement))
     assert keeps_limits(problem, found)
     ahead = fetch_ahead(problem, found)

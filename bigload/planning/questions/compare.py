@@ -7,13 +7,14 @@ from dataclasses import dataclass, replace
 
 from bigload.devices import CPU, DISK, Device
 from bigload.planning.budget.budget import MemoryBudget
-from bigload.planning.choices import Experts, Policy
+from bigload.planning.choices import Experts
 from bigload.planning.model.structure import ModelStructure
 from bigload.planning.options import PlanOptions
 from bigload.planning.placement.policies.optimal import token_seconds
-from bigload.planning.placement.policies.registry import Solution
 from bigload.planning.placement.problem import Misfit, device_loads, num_device_changes
+from bigload.planning.placement.solve import Solution
 from bigload.planning.planner import place
+from bigload.planning.policy_registry import policy_named
 from bigload.units import counted, format_size
 
 
@@ -34,7 +35,7 @@ class PolicyOutcome:
         lacking_bytes: Bytes without any room, or that a device lacks for what is streamed through it.
     """
 
-    policy: Policy
+    policy: str
     fits: bool
     accelerator_bytes: int = 0
     ram_bytes: int = 0
@@ -59,22 +60,22 @@ class PolicyOutcome:
 
 
 def compare(
-    structure: ModelStructure, budget: MemoryBudget, options: PlanOptions, policies: Sequence[Policy]
+    structure: ModelStructure, budget: MemoryBudget, options: PlanOptions, policies: Sequence[str]
 ) -> tuple[PolicyOutcome, ...]:
     """Return what the policy of `options`, and then each of `policies`, makes of the same question.
 
-    Only the exact policy knows experts apart from their blocks; the others keep them there whatever `options` say.
+    Policies that cannot place experts apart from their blocks keep them there whatever `options` say.
     """
     asked = dict.fromkeys((options.policy, *policies))
     return tuple(_outcome(policy, place(structure, budget, _options_for(policy, options))) for policy in asked)
 
 
-def _options_for(policy: Policy, options: PlanOptions) -> PlanOptions:
-    may_split = policy is Policy.OPTIMAL or options.experts is not Experts.SPLIT
+def _options_for(policy: str, options: PlanOptions) -> PlanOptions:
+    may_split = policy_named(policy).splits_experts or options.experts is not Experts.SPLIT
     return replace(options, policy=policy, experts=options.experts if may_split else Experts.BLOCK)
 
 
-def _outcome(policy: Policy, found: Solution | Misfit) -> PolicyOutcome:
+def _outcome(policy: str, found: Solution | Misfit) -> PolicyOutcome:
     if isinstance(found, Misfit):
         lacking = found.unplaced_bytes or sum(found.too_small.values())
         return PolicyOutcome(policy=policy, fits=False, lacking_bytes=lacking)

@@ -12,12 +12,13 @@ from fractions import Fraction
 from itertools import pairwise
 
 from bigload.devices import CPU, DISK, Device
-from bigload.planning.choices import Balance, Policy
+from bigload.planning.choices import Balance
 from bigload.planning.model.units import Part, UnitKind
 from bigload.planning.placement.policies.bounds import lower_bound
 from bigload.planning.placement.policies.optimal import token_cost, token_seconds
 from bigload.planning.placement.problem import DeviceLoad, Placement, device_loads
 from bigload.planning.planner import Draft
+from bigload.planning.policy_registry import policy_named
 from bigload.planning.questions.name_lookup import name_in_checkpoint
 from bigload.units import counted, format_size
 
@@ -388,7 +389,7 @@ def _on_exchange(index: int, trials: _Trials, base: Placement) -> Iterator[Reaso
 def _blame(trials: _Trials) -> str:
     """Say why a plan is not the best."""
     policy = trials.draft.options.policy
-    return "" if policy is Policy.OPTIMAL else f"; the {policy} policy does not look for that"
+    return "" if policy_named(policy).is_exact else f"; the {policy} policy does not look for that"
 
 
 def _alternatives(subject: _Subject, trials: _Trials) -> Iterator[Alternative]:
@@ -470,6 +471,6 @@ def _balance(loads: Mapping[Device, DeviceLoad], trials: _Trials) -> str:
         return "neither time, nor device changes, nor the fullest accelerator would change"
     shares = f"the fullest accelerator would be {float(after):.1%} full instead of {float(before):.1%}"
     fills = after < before and (
-        trials.problem.balance is Balance.FILL or trials.draft.options.policy is Policy.SEQUENTIAL
+        trials.problem.balance is Balance.FILL or policy_named(trials.draft.options.policy).fills_in_order
     )
     return f"{shares}; earlier ones are filled first" if fills else shares

@@ -20,9 +20,10 @@ from bigload.planning.model.structure import ModelStructure
 from bigload.planning.options import PlanOptions
 from bigload.planning.placement.policies.contiguous_ranges import Rooms, Stretches
 from bigload.planning.placement.policies.optimal import orders_of, token_cost
-from bigload.planning.placement.policies.registry import POLICIES, solve
 from bigload.planning.placement.problem import Misfit, Placement, PlacementProblem
+from bigload.planning.placement.solve import place_by, solve
 from bigload.planning.planner import does_not_fit, problem_of
+from bigload.planning.policy_registry import policy_named
 from bigload.planning.questions.sizing import expert_forms
 from bigload.planning.workload import MAX_CONTEXT
 from bigload.units import counted
@@ -153,7 +154,7 @@ class _Probe:
 
     def is_within(self, context: int, *, limit: _Cost, thorough: bool) -> bool:
         """Return whether there is a plan that costs no more than `limit`."""
-        if limit == (False, 0) and self.options.policy is Policy.OPTIMAL and self.budget.accelerators:
+        if limit == (False, 0) and policy_named(self.options.policy).is_exact and self.budget.accelerators:
             return _all_held(self._problem(context, apart=False))
         return any(cost <= limit for cost in self._costs(context, may_stay_unused=limit[0], thorough=thorough))
 
@@ -184,11 +185,11 @@ class _Probe:
                     yield True, found
 
 
-def _placed(problem: PlacementProblem, policy: Policy, *, thorough: bool) -> int | None:
+def _placed(problem: PlacementProblem, policy: str, *, thorough: bool) -> int | None:
     """Return what a token costs, `None` without a placement; the exact policy may be asked to be quick."""
-    if policy is Policy.OPTIMAL and not thorough:
+    if policy_named(policy).is_exact and not thorough:
         return _quickly_placed(problem)
-    found = POLICIES[policy](problem)
+    found = place_by(policy, problem)
     return token_cost(problem, found) if isinstance(found, Placement) else None
 
 
@@ -196,7 +197,7 @@ def _quickly_placed(problem: PlacementProblem) -> int | None:
     stretches = Stretches(problem)
     found = [best.cost for rooms in _orders(problem) if (best := stretches.best(rooms)) is not None]
     if not any(unit.rides for unit in problem.units):
-        filled = POLICIES[Policy.SEQUENTIAL](problem)
+        filled = place_by(Policy.SEQUENTIAL, problem)
         found += [token_cost(problem, filled)] if isinstance(filled, Placement) else []
     return min(found, default=None)
 

@@ -18,9 +18,10 @@ from bigload.planning.model.structure import ModelStructure, replace_parts
 from bigload.planning.model.units import Unit
 from bigload.planning.options import PlanOptions
 from bigload.planning.placement.policies.optimal import token_seconds
-from bigload.planning.placement.policies.registry import POLICIES
 from bigload.planning.placement.problem import Placement, PlacementProblem
+from bigload.planning.placement.solve import place_by
 from bigload.planning.planner import problem_of
+from bigload.planning.policy_registry import policy_named
 from bigload.units import MAX_SIZE, common_unit, format_rounded_up, format_size
 
 COUNTS = (1, 2, 4, 8)
@@ -233,7 +234,7 @@ def expert_forms(structure: ModelStructure, options: PlanOptions) -> Iterator[bo
     """Yield whether experts may be placed apart from their blocks: no, yes, or both."""
     if options.experts is not Experts.SPLIT or not structure.experts:
         yield False
-    if structure.experts and options.policy is Policy.OPTIMAL and options.experts is not Experts.BLOCK:
+    if structure.experts and policy_named(options.policy).splits_experts and options.experts is not Experts.BLOCK:
         yield True
 
 
@@ -280,21 +281,21 @@ class _Streamed:
         return not self.are_experts, self.num_bytes, not self.placement.is_proven, self.seconds
 
 
-def _least_streamed(problem: PlacementProblem, policy: Policy, dear: int) -> Iterator[_Streamed]:
+def _least_streamed(problem: PlacementProblem, policy: str, dear: int) -> Iterator[_Streamed]:
     """Yield placements with the fewest bytes in RAM; bytes of other units than experts count `dear`.
 
     That is what the exact policy looks for by itself when a token needs every byte, and it has all the RAM there could
     be. Filling in sequence is asked as well, because searches may be cut short.
     """
     asked = replace(problem, units=_all_needed(problem.units, dear))
-    may_fill = policy is Policy.OPTIMAL and not any(unit.rides for unit in asked.units)
+    may_fill = policy_named(policy).is_exact and not any(unit.rides for unit in asked.units)
     for chosen in (policy, Policy.SEQUENTIAL) if may_fill else (policy,):
-        placement = POLICIES[chosen](asked)
+        placement = place_by(chosen, asked)
         if isinstance(placement, Placement):
             yield _Streamed(problem, placement)
 
 
-def _row(streamed: _Streamed, policy: Policy) -> WithRam:
+def _row(streamed: _Streamed, policy: str) -> WithRam:
     needed = streamed.num_bytes
     enough = _enough_for(streamed.problem, policy, needed)
     return WithRam(
@@ -316,11 +317,11 @@ def _all_needed(units: Sequence[Unit], dear: int) -> tuple[Unit, ...]:
     return tuple(map(needed, units))
 
 
-def _enough_for(problem: PlacementProblem, policy: Policy, ram_bytes: int) -> int:
+def _enough_for(problem: PlacementProblem, policy: str, ram_bytes: int) -> int:
     """Return the RAM with which the policy finds a placement: a little more where its search was cut short."""
     most = problem.budget.get(CPU) or 0
     for spare in (0, *(1 << step for step in range(_STEPS))):
         size = min(ram_bytes + (ram_bytes * spare >> _STEPS), most)
-        if isinstance(POLICIES[policy](replace(problem, budget=problem.budget.with_limit(CPU, size))), Placement):
+        if isinstance(place_by(policy, replace(problem, budget=problem.budget.with_limit(CPU, size))), Placement):
             return size
     return most

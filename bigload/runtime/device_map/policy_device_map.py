@@ -7,12 +7,11 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 
 from bigload.devices import Device
-from bigload.errors import DoesNotFitError, PlanError
+from bigload.errors import DoesNotFitError
 from bigload.planning.budget.budget import MemoryBudget
-from bigload.planning.choices import Policy
 from bigload.planning.model.units import Unit
-from bigload.planning.placement.policies.registry import Solution, solve
 from bigload.planning.placement.problem import Misfit, Placement, PlacementProblem
+from bigload.planning.placement.solve import Solution, solve
 from bigload.runtime.device_map.device_memory import DeviceKey
 from bigload.runtime.device_map.module_sizes import Size
 from bigload.units import MAX_SIZE, format_size
@@ -38,11 +37,7 @@ def map_by_policy(
 
 
 def _place(policy: str, units: Sequence[Unit], budget: MemoryBudget) -> Placement | Misfit:
-    try:
-        chosen = Policy(policy)
-    except ValueError:
-        raise PlanError(f"no policy {policy!r}", hint=f"known are {', '.join(Policy)}") from None
-    found = solve(PlacementProblem(units=units, budget=budget), chosen)
+    found = solve(PlacementProblem(units=units, budget=budget), policy)
     return found.placement if isinstance(found, Solution) else found
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from bigload.planning.choices import Attention, Balance, Experts, NameScheme, Order, Policy
+from bigload.planning.policy_registry import POLICIES
 from bigload_cli.commands import questions
 from bigload_cli.failures import AnswerIsNoError
 from bigload_cli.options import CheckpointArgument, ColorMode, ColorOption, JsonOption, MaxMemoryOption, QuietOption
@@ -64,7 +65,9 @@ def plan(
         str | None,
         typer.Option("--overhead", metavar="SIZE", help="Taken on every GPU besides. Default: 0.5GiB on CUDA."),
     ] = None,
-    policy: Annotated[Policy, typer.Option("--policy", help="How devices are filled.")] = Policy.OPTIMAL,
+    policy: Annotated[
+        str, typer.Option("--policy", metavar=f"<{'|'.join(POLICIES)}>", help="How devices are filled.")
+    ] = Policy.OPTIMAL,
     balance: Annotated[
         Balance, typer.Option("--balance", help="Share what fits among GPUs, or fill the first ones.")
     ] = Balance.SPREAD,

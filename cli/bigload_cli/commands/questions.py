@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from bigload.planning.choices import Policy
+from bigload.planning.policy_registry import POLICIES
 from bigload_cli.failures import AnswerIsNoError
 
 if TYPE_CHECKING:
@@ -173,17 +173,16 @@ def _about_budget(question: Question, checkpoint: Checkpoint, budget: MemoryBudg
     )
 
 
-def _policies(text: str) -> list[Policy]:
+def _policies(text: str) -> list[str]:
     """Return the policies of a list such as `sequential,balanced`.
 
     Raises:
         typer.BadParameter: one that there is not.
     """
-    known = {str(policy): policy for policy in Policy}
     words = [word.strip() for word in text.split(",") if word.strip()]
-    unknown = [word for word in words if word not in known]
+    unknown = [word for word in words if word not in POLICIES]
     if unknown or not words:
         raise typer.BadParameter(
-            f"--compare {text}: no policy {', '.join(unknown) or 'named'}; known are {', '.join(known)}"
+            f"--compare {text}: no policy {', '.join(unknown) or 'named'}; known are {', '.join(POLICIES)}"
         )
-    return [known[word] for word in words]
+    return words

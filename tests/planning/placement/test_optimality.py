@@ -2,7 +2,7 @@ import pytest
 
 from bigload.planning.choices import Policy
 from bigload.planning.placement.optimality import Certificate, Verdict, certify
-from bigload.planning.placement.policies.registry import POLICIES
+from bigload.planning.placement.solve import place_by
 from bigload.units import GIB
 from builders import problem_of
 
@@ -20,7 +20,7 @@ def certificate(verdict=Verdict.BOUNDED, offloaded=10, least=4, largest=4):
 
 def certified(sizes, limits, policy=Policy.OPTIMAL):
     problem = problem_of(sizes, limits)
-    return certify(problem, POLICIES[policy](problem))
+    return certify(problem, place_by(policy, problem))
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from bigload.planning.choices import Policy
 from bigload.planning.model.structure import read_structure
 from bigload.planning.options import options_of
 from bigload.planning.placement.policies.optimal import token_cost
-from bigload.planning.placement.policies.registry import Solution
+from bigload.planning.placement.solve import Solution
 from bigload.planning.planner import place
 from bigload.planning.questions.max_context import max_context
 from builders import checkpoint_of, llama_config, llama_tensors

@@ -12,8 +12,8 @@ from bigload.planning.budget.budget import MemoryBudget
 from bigload.planning.choices import Policy
 from bigload.planning.model.structure import read_structure
 from bigload.planning.options import options_of
-from bigload.planning.placement.policies.registry import Solution
 from bigload.planning.placement.problem import Misfit
+from bigload.planning.placement.solve import Solution
 from bigload.planning.planner import place
 from bigload.planning.questions.sizing import Fits, GpuNeeds, LeastMemory, WithRam, fits, gpus
 from bigload.units import GIB

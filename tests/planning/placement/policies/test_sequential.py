@@ -2,9 +2,9 @@ import pytest
 
 from bigload.devices import CPU, Device
 from bigload.planning.choices import Policy
-from bigload.planning.placement.policies.registry import POLICIES, solve
 from bigload.planning.placement.policies.sequential import place_sequentially
 from bigload.planning.placement.problem import Misfit, Placement, keeps_limits
+from bigload.planning.placement.solve import solve
 from builders import problem_of, unit_of
 
 CUDA0 = Device("cuda", 0)
@@ -182,10 +182,6 @@ def test_ram_that_holds_what_the_accelerators_do_not_is_enough_beside_a_limited_
 def test_a_limited_disk_is_filled_no_further_than_its_limit():
     misfit = place([4, 4, 4], cpu=8, disk=3)
     assert misfit.unplaced_bytes > 0
-
-
-def test_every_policy_has_a_function():
-    assert set(POLICIES) == set(Policy)
 
 
 @pytest.mark.parametrize("policy", Policy)
