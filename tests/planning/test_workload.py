@@ -1,7 +1,7 @@
 import pytest
 
 from bigload.dtypes import DTYPES
-from bigload.errors import PlanError
+from bigload.errors import OptionError
 from bigload.planning.workload import MAX_BATCH, MAX_CONTEXT, Workload
 
 
@@ -38,6 +38,6 @@ def test_keys_and_values_may_be_floating_point_or_quantised(dtype):
     ],
 )
 def test_what_no_model_can_run_is_refused(wrong, text):
-    with pytest.raises(PlanError) as error:
+    with pytest.raises(OptionError) as error:
         Workload(**wrong)
     assert text in str(error.value)

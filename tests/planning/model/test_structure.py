@@ -1,6 +1,6 @@
 import pytest
 
-from bigload.errors import PlanError
+from bigload.errors import OptionError
 from bigload.planning.model.structure import read_structure
 from bigload.planning.options import options_of
 from bigload.planning.workload import Workload
@@ -88,7 +88,7 @@ def test_patterns_may_cut_finer_than_blocks():
 
 
 def test_a_pattern_that_matches_nothing_is_refused():
-    with pytest.raises(PlanError, match=r"--no-split model\.layer: no module has such a name"):
+    with pytest.raises(OptionError, match=r"--no-split model\.layer: no module has such a name"):
         structure_of(llama_tensors(), no_split=["model.norm", "model.layer"])
 
 

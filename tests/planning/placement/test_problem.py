@@ -1,7 +1,7 @@
 import pytest
 
 from bigload.devices import CPU, DISK, Device
-from bigload.errors import PlanError
+from bigload.errors import OptionError
 from bigload.planning.bandwidth import Bandwidth
 from bigload.planning.placement.problem import Placement, device_loads, fetch_ahead, keeps_limits, workspace
 from builders import problem_of, unit_of
@@ -108,7 +108,7 @@ def test_streamed_units_change_devices_where_they_run_and_not_where_they_live(ho
 
 @pytest.mark.parametrize(("disk", "link"), [(0, 1), (-1, 1), (2, 1), (0, 0)])
 def test_bandwidths_that_make_no_sense_are_refused(disk, link):
-    with pytest.raises(PlanError, match="make no sense"):
+    with pytest.raises(OptionError, match="make no sense"):
         Bandwidth(disk=disk, link=link)
 
 
