@@ -1,4 +1,4 @@
-"""Write a file in one process of many, and whole or not at all."""
+"""`save`: write a file in one process of many, whole or not at all."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import torch
 
 _WRITE_BYTES = 1 << 26
-"""What one write has at most, so that a Ctrl-C is heard in between."""
+"""The most bytes of one write: a Ctrl-C is served in between."""
 
 _log = logging.getLogger("bigload")
 
@@ -47,31 +47,31 @@ def save(
     if not isinstance(f, str | os.PathLike):
         write(obj, f)
         return
-    with atomic_file(Path(f)) as place:
-        write(obj, place)
+    with atomic_file(Path(f)) as target:
+        write(obj, target)
 
 
-def _write_pickle(obj: object, place: Path | IO[bytes]) -> None:
+def _write_pickle(obj: object, target: Path | IO[bytes]) -> None:
     import torch
 
-    if not isinstance(place, Path):
-        torch.save(obj, place)
+    if not isinstance(target, Path):
+        torch.save(obj, target)
         return
-    with place.open("wb", buffering=0) as file:
-        noting = _NotingFile(file)
+    with target.open("wb", buffering=0) as file:
+        recording = _RecordingFile(file)
         try:
-            torch.save(obj, noting)  # type: ignore[arg-type]  # all that it asks for is there
+            torch.save(obj, recording)  # type: ignore[arg-type]  # all that it asks for is there
         except RuntimeError as error:
-            if noting.refusal is None:
+            if recording.error is None:
                 raise
-            raise noting.refusal from error
+            raise recording.error from error
 
 
-class _NotingFile:
-    """A file that keeps what the system refused: torch tells only that something was."""
+class _RecordingFile:
+    """File that keeps the OSError of a failed write: torch raises a RuntimeError without it."""
 
     def __init__(self, file: IO[bytes]) -> None:
-        self.refusal: OSError | None = None
+        self.error: OSError | None = None
         self._file = file
 
     def write(self, data: memoryview | bytes) -> int:
@@ -82,28 +82,28 @@ class _NotingFile:
                 while part:
                     part = part[self._file.write(part) :]
         except OSError as error:
-            self.refusal = error
+            self.error = error
             raise
         return len(view)
 
     def flush(self) -> None:
-        """Nothing is kept back."""
+        """Do nothing: writes are not buffered."""
 
 
-def _write_safetensors(obj: object, place: Path | IO[bytes]) -> None:
+def _write_safetensors(obj: object, target: Path | IO[bytes]) -> None:
     from safetensors import SafetensorError
     from safetensors.torch import save as to_bytes
     from safetensors.torch import save_file
 
-    tensors = _apart(_checked(obj))
+    tensors = _contiguous(_checked(obj))
     metadata = {"format": "pt"}  # by which transformers knows whose tensors they are
-    if isinstance(place, Path):
+    if isinstance(target, Path):
         try:
-            save_file(tensors, place, metadata=metadata)
+            save_file(tensors, target, metadata=metadata)
         except SafetensorError as error:  # of what can be wrong, the tensors are known to be right
             raise OSError(str(error)) from error
     else:
-        place.write(to_bytes(tensors, metadata=metadata))
+        target.write(to_bytes(tensors, metadata=metadata))
 
 
 def _checked(obj: object) -> Mapping[str, torch.Tensor]:
@@ -122,11 +122,11 @@ def _checked(obj: object) -> Mapping[str, torch.Tensor]:
     return obj
 
 
-def _apart(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return `tensors` row by row, each with memory of its own; what is one tensor stays under its first name."""
+def _contiguous(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return `tensors` contiguous, each with a storage of its own; tied ones under their first name alone."""
     kept: dict[tuple[object, ...], str] = {}
     owners = set[tuple[object, int]]()
-    apart = {}
+    contiguous = {}
     for name, tensor in tensors.items():
         view = _view(tensor)
         if view is not None and view in kept:
@@ -135,15 +135,15 @@ def _apart(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         value = tensor.detach().resolve_conj().resolve_neg().contiguous()
         owner = (value.device, value.untyped_storage().data_ptr())
         is_shared = view is not None and owner in owners
-        apart[name] = value.clone() if is_shared else value
+        contiguous[name] = value.clone() if is_shared else value
         if view is not None:
             kept[view] = name
             owners.add(owner)
-    return apart
+    return contiguous
 
 
 def _view(tensor: torch.Tensor) -> tuple[object, ...] | None:
-    """Return what tells which bytes a tensor is, `None` if it has none."""
+    """Return a key that is equal for tensors of the same bytes, `None` if there are none."""
     if not tensor.numel():
         return None
     where = (tensor.device, tensor.data_ptr(), tensor.dtype)

@@ -1,4 +1,4 @@
-"""Ranks that load together have to mean the same: they compare what each was told, and how each divides its model."""
+"""Check that ranks that load together have the same arguments, and the same tensors on each mesh."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ _Form = str
 """The whole shape of a tensor, its dtype and its placements."""
 
 
-def check_agreement(team: ProcessGroup, arguments: Mapping[str, object], model: nn.Module) -> None:
-    """Compare, in all ranks of `team`, the `arguments` of each and the `DTensor`s that it shares with others.
+def check_agreement(group: ProcessGroup, arguments: Mapping[str, object], model: nn.Module) -> None:
+    """Compare, in all ranks of `group`, the `arguments` of each and the `DTensor`s that it shares with others.
 
     Every rank of a mesh has to have the same tensors on it. What is on no mesh, or on another one, may differ: ranks
     can hold different stages of a model.
@@ -30,20 +30,20 @@ def check_agreement(team: ProcessGroup, arguments: Mapping[str, object], model: 
     Raises:
         OptionError: (in all ranks) two of them disagree; about which argument or tensor, and what they say.
     """
-    if team.size == 1:
+    if group.size == 1:
         return
     forms = _forms(model)
     digests = {mesh: sha256(repr(sorted(tensors.items())).encode()).hexdigest() for mesh, tensors in forms.items()}
-    told: list[dict[str, Any]] = team.all_gather({"arguments": dict(arguments), "digests": digests})
-    for name, value in told[0]["arguments"].items():
-        for rank, theirs in enumerate(told):
+    gathered: list[dict[str, Any]] = group.all_gather({"arguments": dict(arguments), "digests": digests})
+    for name, value in gathered[0]["arguments"].items():
+        for rank, theirs in enumerate(gathered):
             if theirs["arguments"][name] != value:
                 found = f"it is {value!r:.40} in rank 0 and {theirs['arguments'][name]!r:.40} in rank {rank}"
                 raise OptionError.of(name, arguments[name], f"the same in all ranks: {found}")
-    for mesh in sorted({mesh for theirs in told for mesh in theirs["digests"]}):
+    for mesh in sorted({mesh for theirs in gathered for mesh in theirs["digests"]}):
         ranks, _ = json.loads(mesh)
-        if len({told[rank]["digests"].get(mesh) for rank in ranks}) > 1:
-            everybody = team.all_gather(forms.get(mesh, {}))
+        if len({gathered[rank]["digests"].get(mesh) for rank in ranks}) > 1:
+            everybody = group.all_gather(forms.get(mesh, {}))
             _raise_difference({rank: everybody[rank] for rank in ranks})
 
 
@@ -58,7 +58,7 @@ def _raise_difference(members: Mapping[int, Mapping[str, _Form]]) -> NoReturn:
 
 
 def _forms(model: nn.Module) -> dict[_Mesh, dict[str, _Form]]:
-    """Return what `model` has on each mesh, by name."""
+    """Return the `DTensor`s of `model` on each mesh, by name."""
     forms: dict[_Mesh, dict[str, _Form]] = {}
     meshes: dict[DeviceMesh, _Mesh] = {}
     for tensors in (model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False)):

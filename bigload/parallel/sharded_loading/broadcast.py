@@ -1,7 +1,7 @@
-"""One rank reads a checkpoint, and all get what they need of it: for files that only one host has.
+"""Broadcast of a checkpoint that rank 0 alone reads: for files that only one host has.
 
-Rank 0 reads rows of some tensors at a time, as many as are sent at once, and each process takes from them what it
-holds. What is sent looks to it like one file that holds those rows, so the same arithmetic finds what goes where.
+Rank 0 reads and sends rows of tensors in batches, and each process copies its part of them. A batch is described as a
+file that holds those rows, so the arithmetic of `byte_ranges.py` finds the part.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from bigload.errors import RankError
 from bigload.loading.strategy.read_strategy import ReadStrategy
 from bigload.loading.strategy.settings import LoadSettings
 from bigload.loading.tensors import torch_dtype
-from bigload.parallel.sharded_loading.byte_ranges import StoredPiece, StoredTensor, lines_of
+from bigload.parallel.sharded_loading.byte_ranges import StoredPiece, StoredTensor, strided_copies
 from bigload.parallel.sharded_loading.local_reads import fill_local
 from bigload.parallel.sharded_loading.local_tensors import LocalPart, LocalTensor, local_tensors
-from bigload.parallel.sharded_loading.shard_spec import Spans, whole
+from bigload.parallel.sharded_loading.shard_spec import ShardSpec, whole_spec
 from bigload.parallel.sharded_loading.stored_tensors import StoredTensors
 from bigload.units import MIB
 
 BATCH_BYTES = 64 * MIB
-"""How much is read and sent at once, but for a single row that is larger."""
+"""The size of a batch, unless a single row is larger."""
 
 _DATA, _NO_MORE = 1, 0
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
-    """Rows `start` to `stop` of a stored tensor, of one number the number itself; they lie `at` a byte of a batch."""
+class BatchRows:
+    """Rows `start` to `stop` of a stored tensor, or a scalar tensor, from byte `at` of a batch on."""
 
     stored: StoredTensor
     start: int
@@ -44,10 +44,10 @@ class Rows:
     at: int
 
     @property
-    def spans(self) -> Spans:
+    def spec(self) -> ShardSpec:
         if not self.stored.shape:
             return ()
-        return (((self.start, self.stop),), *whole(self.stored.shape[1:]))
+        return (((self.start, self.stop),), *whole_spec(self.stored.shape[1:]))
 
     @property
     def num_bytes(self) -> int:
@@ -55,7 +55,7 @@ class Rows:
         return self.stored.num_bytes // count * (self.stop - self.start)
 
     def as_sent(self) -> StoredTensor:
-        """Return the tensor of which a batch, as if it were a file, holds these rows."""
+        """Return the tensor with these rows as its only piece, and the batch as their file."""
         shape = (self.stop - self.start, *self.stored.shape[1:]) if self.stored.shape else ()
         begin = (self.start, *(0 for _ in self.stored.shape[1:])) if self.stored.shape else ()
         dtype = self.stored.dtype if self.stored.dtype.bits >= 8 else DTYPES["U8"]
@@ -63,9 +63,9 @@ class Rows:
         return replace(self.stored, dtype=dtype, pieces=(StoredPiece(start=begin, tensor=sent),))
 
 
-def batches(tensors: Sequence[StoredTensor]) -> Iterator[list[Rows]]:
-    """Yield all rows of `tensors`, some `BATCH_BYTES` at a time; those of a tensor begin at a multiple of 64 bytes."""
-    batch: list[Rows] = []
+def batches(tensors: Sequence[StoredTensor]) -> Iterator[list[BatchRows]]:
+    """Yield all rows of `tensors` in batches of some `BATCH_BYTES`; those of a tensor are aligned to 64 bytes."""
+    batch: list[BatchRows] = []
     end = 0
     for stored in tensors:
         if not stored.num_bytes:
@@ -81,41 +81,41 @@ def batches(tensors: Sequence[StoredTensor]) -> Iterator[list[Rows]]:
                 batch, end = [], 0
                 continue
             stop = min(start + max(room, 1), count)
-            batch.append(Rows(stored, start, stop, at))
+            batch.append(BatchRows(stored, start, stop, at))
             end = at + batch[-1].num_bytes
             start = stop
     if batch:
         yield batch
 
 
-def without_places(stored: StoredTensors) -> dict[str, Any]:
-    """Return, for JSON, what ranks that cannot see the files need of `stored`: names, dtypes and shapes."""
+def stored_to_json(stored: StoredTensors) -> dict[str, Any]:
+    """Return `stored` for JSON, for ranks that cannot see the files: names, dtypes and shapes."""
     tensors = {name: [tensor.dtype.name, list(tensor.shape)] for name, tensor in stored.tensors.items()}
     return {"path": stored.checkpoint.path, "root": str(stored.checkpoint.root.resolve()), "tensors": tensors}
 
 
-def stored_elsewhere(told: Mapping[str, Any]) -> StoredTensors:
-    """Return the tensors of a checkpoint of which rank 0 has told what `without_places` returned."""
+def stored_from_json(described: Mapping[str, Any]) -> StoredTensors:
+    """Return the tensors that rank 0 has described by `stored_to_json`."""
     tensors = {
         name: StoredTensor(name=name, dtype=DTYPES[dtype], shape=tuple(shape), pieces=())
-        for name, (dtype, shape) in told["tensors"].items()
+        for name, (dtype, shape) in described["tensors"].items()
     }
     checkpoint = Checkpoint(
-        path=told["path"], root=Path(told["root"]), index_file=None, shards=(), tensors={}, config=None
+        path=described["path"], root=Path(described["root"]), index_file=None, shards=(), tensors={}, config=None
     )
     return StoredTensors(checkpoint=checkpoint, tensors=tensors)
 
 
-def send_out(
-    team: TorchProcessGroup,
+def broadcast_tensors(
+    group: TorchProcessGroup,
     checkpoint: Checkpoint,
     how: LoadSettings,
     sent: Sequence[StoredTensor],
     tensors: Sequence[LocalTensor],
 ) -> tuple[ReadStrategy | None, int]:
-    """Read `sent` in rank 0, send them to all and put what each holds into its `tensors`; to be called by all.
+    """Read `sent` in rank 0, send it to all, and copy the part of each into its `tensors`. All ranks call it.
 
-    Returns how this process read, if it did, and how many bytes.
+    Returns the strategy of this process, if it has read, and how many bytes.
 
     Raises:
         ReadError, NotEnoughMemoryError: rank 0 could not read. The others go on: `together` tells them.
@@ -130,64 +130,64 @@ def send_out(
     block = torch.empty(max((size for _, size in planned), default=0), dtype=torch.uint8, device="cpu")
     for batch, num_bytes in planned:
         memory = block[:num_bytes]
-        if team.rank == 0:
+        if group.rank == 0:
             try:
                 strategy, count = _read(checkpoint, batch, memory, how)
                 read_bytes += count
             except Exception:
                 with suppress(RankError):
-                    team.broadcast(torch.tensor([_NO_MORE]))
+                    group.broadcast(torch.tensor([_NO_MORE]))
                 raise
-        if not _all_have(team, memory):
+        if not _broadcast_batch(group, memory):
             break
         if failure is None:
             try:
-                _take(batch, memory, places)
-            except Exception as error:  # the others are to hear of it when all is sent: they are in the middle of that
+                _copy_local(batch, memory, places)
+            except Exception as error:  # raised when all is sent: the others are in the middle of that
                 failure = error
     if failure is not None:
         raise failure
     return strategy, read_bytes
 
 
-def _all_have(team: TorchProcessGroup, memory: torch.Tensor) -> bool:
+def _broadcast_batch(group: TorchProcessGroup, memory: torch.Tensor) -> bool:
     """Make `memory` that of rank 0, and return whether rank 0 had something to send.
 
-    When rank 0 misses another one, it tells the others that no more will come.
+    When another rank is gone, rank 0 sends the others the end of the broadcast.
     """
     word = torch.tensor([_DATA])
     gone = None
     for values in (word, memory):
         try:
-            team.broadcast(values)
+            group.broadcast(values)
         except RankError as error:
-            if team.rank:
+            if group.rank:
                 raise
             gone = error
         if int(word) == _NO_MORE:
             return False
     if gone is not None:
         with suppress(RankError):
-            team.broadcast(torch.tensor([_NO_MORE]))
+            group.broadcast(torch.tensor([_NO_MORE]))
         raise gone
     return True
 
 
 def _read(
-    checkpoint: Checkpoint, batch: Sequence[Rows], memory: torch.Tensor, how: LoadSettings
+    checkpoint: Checkpoint, batch: Sequence[BatchRows], memory: torch.Tensor, how: LoadSettings
 ) -> tuple[ReadStrategy, int]:
     parts = []
     for rows in batch:
         dtype = torch_dtype(rows.stored.dtype)
         assert dtype is not None, "torch has the dtypes of all that is loaded"
         there = memory[rows.at : rows.at + rows.num_bytes].view(dtype)
-        part = LocalPart(stored=rows.stored, spans=rows.spans, dtype=dtype, device=torch.device("cpu"))
-        parts.append(replace(part, there=there.view(part.shape)))
+        part = LocalPart(stored=rows.stored, spec=rows.spec, dtype=dtype, device=torch.device("cpu"))
+        parts.append(replace(part, existing=there.view(part.shape)))
     return fill_local(checkpoint, how, local_tensors(checkpoint.name, checkpoint.path, parts))
 
 
-def _take(batch: Sequence[Rows], memory: torch.Tensor, tensors: Mapping[str, Sequence[LocalTensor]]) -> None:
-    """Copy what this process holds of `batch` to its places."""
+def _copy_local(batch: Sequence[BatchRows], memory: torch.Tensor, tensors: Mapping[str, Sequence[LocalTensor]]) -> None:
+    """Copy this process's part of `batch` into `tensors`."""
     for rows in batch:
         sent = rows.as_sent()
         values = torch_dtype(sent.dtype)
@@ -195,7 +195,7 @@ def _take(batch: Sequence[Rows], memory: torch.Tensor, tensors: Mapping[str, Seq
         for local in tensors.get(rows.stored.name, ()):
             is_packed = rows.stored.dtype.bits < 8
             target = local.tensor.view(torch.uint8) if is_packed else local.tensor
-            for lines in lines_of(sent, local.part.spans):
+            for lines in strided_copies(sent, local.part.spec):
                 form = (lines.count, lines.run_bytes // sent.item_bytes)
                 source = memory[lines.start : lines.start + lines.reach].view(values)
                 into = target.as_strided(

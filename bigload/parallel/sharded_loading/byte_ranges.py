@@ -1,8 +1,8 @@
-"""Where in the files the elements lie that a rank holds, and where they go: pure arithmetic on boxes of tensors.
+"""Byte ranges of files that hold a rank's elements, and their destinations: pure arithmetic on boxes of tensors.
 
-A rank holds a box of a tensor, or several. A file holds the tensor, or a box of it: what a rank of a training saved.
-Where two such boxes meet, there is a third. Its elements are runs of bytes in the file; those that have one length and
-are one distance apart, there and in memory, are `Lines`.
+A rank holds one box of a tensor or more. A file holds the tensor, or a box of it, saved by a rank of a training. The
+elements of the intersection of two boxes are byte ranges of the file; ranges of equal length at a constant stride, in
+the file and in memory, are one `StridedCopy`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from math import prod
 from bigload.checkpoint.model import TensorInfo
 from bigload.dtypes import DType
 from bigload.loading.tensors import torch_shape
-from bigload.parallel.sharded_loading.shard_spec import Spans, shape_of
+from bigload.parallel.sharded_loading.shard_spec import ShardSpec, spec_shape
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,7 +28,7 @@ class StoredPiece:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredTensor:
-    """A tensor, and the pieces that hold it, each element once. Shapes are torch's: of packed types, pairs count."""
+    """A tensor and the pieces that hold it, each element once. Shapes are torch's: packed types count pairs."""
 
     name: str
     dtype: DType
@@ -37,7 +37,7 @@ class StoredTensor:
 
     @classmethod
     def of(cls, tensor: TensorInfo) -> StoredTensor:
-        """Return a tensor that one file holds."""
+        """Return the tensor that one file holds as a whole."""
         shape = torch_shape(tensor.dtype, tensor.shape)
         piece = StoredPiece(start=(0,) * len(shape), tensor=tensor)
         return cls(name=tensor.name, dtype=tensor.dtype, shape=shape, pieces=(piece,))
@@ -53,8 +53,8 @@ class StoredTensor:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Lines:
-    """`count` runs of `run_bytes` of `file`, the first from byte `start` on, each `stride` bytes after the last.
+class StridedCopy:
+    """`count` ranges of `run_bytes` of `file`, from byte `start` on, each `stride` bytes after the last, to copy.
 
     In memory the first element goes to number `target` of the local tensor, row by row, the next of its run
     `target_step` further, and the first of the next run `target_stride`.
@@ -71,25 +71,25 @@ class Lines:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that are wanted."""
+        """Bytes to copy."""
         return self.count * self.run_bytes
 
     @property
     def reach(self) -> int:
-        """Bytes from the first to the last, those between the runs included."""
+        """Bytes from the first to the last, those between the ranges included."""
         return (self.count - 1) * self.stride + self.run_bytes
 
 
-def lines_of(stored: StoredTensor, spans: Spans) -> Iterator[Lines]:
-    """Yield what brings the elements in `spans` of `stored` into a local tensor of their shape, row by row."""
-    target_strides = _strides(shape_of(spans))
-    for box in product(*(_with_positions(ranges) for ranges in spans)):
+def strided_copies(stored: StoredTensor, spec: ShardSpec) -> Iterator[StridedCopy]:
+    """Yield the copies that bring the elements in `spec` of `stored` into a contiguous tensor of their shape."""
+    target_strides = _strides(spec_shape(spec))
+    for box in product(*(_with_positions(ranges) for ranges in spec)):
         for piece in stored.pieces:
-            yield from _meeting(stored, piece, box, target_strides)
+            yield from _intersection(stored, piece, box, target_strides)
 
 
 def _with_positions(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int, int]]:
-    """Return start and stop of each range, and where it begins in the local tensor."""
+    """Return start and stop of each range, and its start in the local tensor."""
     found = []
     position = 0
     for start, stop in ranges:
@@ -98,10 +98,10 @@ def _with_positions(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int, i
     return found
 
 
-def _meeting(
+def _intersection(
     stored: StoredTensor, piece: StoredPiece, box: Sequence[tuple[int, int, int]], target_strides: Sequence[int]
-) -> Iterator[Lines]:
-    """Yield what `piece` has of `box`."""
+) -> Iterator[StridedCopy]:
+    """Yield the copies of what `piece` has of `box`."""
     shape = torch_shape(piece.tensor.dtype, piece.tensor.shape)
     strides = piece.tensor.strides or _strides(shape)
     source = target = 0
@@ -119,7 +119,7 @@ def _meeting(
     (run, _, step), (count, stride, target_stride), *slow = _as_runs(dims)
     for indices in product(*(range(size) for size, _, _ in reversed(slow))):
         pairs = list(zip(indices, reversed(slow), strict=True))
-        yield Lines(
+        yield StridedCopy(
             file=span.file,
             start=span.start + (source + sum(index * apart for index, (_, apart, _) in pairs)) * width,
             run_bytes=run * width,

@@ -26,7 +26,7 @@ from bigload.loading.tensors import torch_dtype
 from bigload.machine.huge_pages import Buffer
 from bigload.machine.inflight_pool import InflightPool
 from bigload.machine.thread_pool import run_jobs
-from bigload.parallel.sharded_loading.byte_ranges import Lines
+from bigload.parallel.sharded_loading.byte_ranges import StridedCopy
 from bigload.parallel.sharded_loading.local_tensors import LocalTensor
 from bigload.units import KIB, MIB
 
@@ -47,7 +47,7 @@ _STEP_ELEMENTS = 32 * KIB - 64
 class _Strip:
     """`count` of the runs of `lines`, from number `first` on, and the tensor that they are for."""
 
-    lines: Lines
+    lines: StridedCopy
     tensor: LocalTensor
     first: int
     count: int
@@ -71,7 +71,7 @@ class _Strip:
         return self.count * self.lines.run_bytes if self.is_read_by_runs else self.reach
 
 
-def read_columns(checkpoint: Checkpoint, columns: Sequence[tuple[Lines, LocalTensor]], *, threads: int) -> int:
+def read_columns(checkpoint: Checkpoint, columns: Sequence[tuple[StridedCopy, LocalTensor]], *, threads: int) -> int:
     """Read `columns` into their tensors, and return how many bytes were asked of the files.
 
     Raises:
@@ -97,7 +97,7 @@ def read_columns(checkpoint: Checkpoint, columns: Sequence[tuple[Lines, LocalTen
     return sum(strip.read_bytes for strip in strips)
 
 
-def _strips(lines: Lines, tensor: LocalTensor) -> Iterator[_Strip]:
+def _strips(lines: StridedCopy, tensor: LocalTensor) -> Iterator[_Strip]:
     step = max(min(_STRIP_BYTES // max(lines.stride, 1), _RUNS_PER_STRIP), 1)
     for first in range(0, lines.count, step):
         yield _Strip(lines=lines, tensor=tensor, first=first, count=min(step, lines.count - first))
@@ -106,7 +106,7 @@ def _strips(lines: Lines, tensor: LocalTensor) -> Iterator[_Strip]:
 def _read(strip: _Strip, source: ByteSource, pool: InflightPool) -> None:
     lines, part = strip.lines, strip.tensor.part
     is_kept = torch_dtype(part.stored.dtype) == part.dtype
-    if strip.is_read_by_runs and is_kept and part.place == CPU and lines.target_step == 1:
+    if strip.is_read_by_runs and is_kept and part.device_name == CPU and lines.target_step == 1:
         width = part.dtype.itemsize
         first = lines.target + strip.first * lines.target_stride
         view = memoryview(strip.tensor.memory)[strip.tensor.start + first * width :]  # type: ignore[arg-type]
@@ -145,6 +145,6 @@ def _deliver(strip: _Strip, block: Buffer, stride_bytes: int) -> None:
         (lines.target_stride, lines.target_step),
         whole.storage_offset() + lines.target + strip.first * lines.target_stride,
     )
-    step = max(_STEP_ELEMENTS // run, 1) if part.place == CPU else strip.count
+    step = max(_STEP_ELEMENTS // run, 1) if part.device_name == CPU else strip.count
     for first in range(0, strip.count, step):
         target[first : first + step].copy_(source[first : first + step])

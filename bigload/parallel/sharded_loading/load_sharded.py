@@ -1,4 +1,4 @@
-"""Checkpoints into models that several processes hold together: each reads the bytes of its own part, and no others."""
+"""Loading of a checkpoint into a model that ranks hold in parts: each reads the byte ranges of its own part alone."""
 
 from __future__ import annotations
 
@@ -24,23 +24,23 @@ from bigload.loading.strategy.read_strategy import ReadStrategy
 from bigload.loading.strategy.settings import settings
 from bigload.loading.tensors import parsed_dtype, torch_dtype
 from bigload.parallel.sharded_loading.agreement import check_agreement
-from bigload.parallel.sharded_loading.broadcast import send_out, stored_elsewhere, without_places
+from bigload.parallel.sharded_loading.broadcast import broadcast_tensors, stored_from_json, stored_to_json
 from bigload.parallel.sharded_loading.byte_ranges import StoredTensor
 from bigload.parallel.sharded_loading.local_model import ModelPart, assign_local, check_parts, described
 from bigload.parallel.sharded_loading.local_reads import fill_local
 from bigload.parallel.sharded_loading.local_tensors import LocalPart, LocalTensor, local_tensors
 from bigload.parallel.sharded_loading.report import RankLoadReport
-from bigload.parallel.sharded_loading.shard_spec import check_divisions, of_division
+from bigload.parallel.sharded_loading.shard_spec import check_divisions, spec_of_division
 from bigload.parallel.sharded_loading.stored_tensors import StoredTensors, open_stored
 from bigload.planning.load_dtype import as_dtype
 from bigload.planning.tensor_parallel.division import Division
 
 _Fill = Callable[[Sequence[LocalTensor]], tuple[ReadStrategy | None, int]]
-"""Fills local tensors; returns how files were read for it, if this process did, and how many bytes."""
+"""Fills local tensors; returns the read strategy, if this process reads, and how many bytes were read."""
 
 
 class LoadedParts(dict[str, torch.Tensor]):
-    """What a rank holds, by name, and the `report` of how it was loaded."""
+    """A rank's parts of tensors by name, and the `report` of the load."""
 
     report: RankLoadReport
 
@@ -98,7 +98,7 @@ def load_sharded(
     Raises:
         CheckpointError: the checkpoint cannot be opened.
         OptionError: an argument or an environment variable that cannot be; values that are yet to be summed up;
-            ranks that were told different things, or do not have the same tensors on a mesh.
+            ranks with different arguments, or do not have the same tensors on a mesh.
         ProcessControlError: the others wait for this rank to leave `main_process_first`.
         StateDictMismatchError: `model` and the checkpoint disagree.
         UnsupportedDTypeError: torch lacks a dtype.
@@ -107,38 +107,38 @@ def load_sharded(
         RankError: it failed in another process, or that is gone.
     """
     began = time.perf_counter()
-    with current_process_group() as team:
+    with current_process_group() as group:
         how, place, module = run_on_all_ranks(
-            team, lambda: (settings(threads, method, max_inflight), _device(device), _module(model))
+            group, lambda: (settings(threads, method, max_inflight), _device(device), _module(model))
         )
         asked = {"broadcast_from_rank0": broadcast_from_rank0, "strict": strict, "method": method and str(method)}
-        check_agreement(team, asked, module)
+        check_agreement(group, asked, module)
         plan = ModelPart(
             model=module,
             divisions=divisions or {},
-            rank=team.rank if rank is None else rank,
+            rank=group.rank if rank is None else rank,
             names=names or {},
             device=place,
             strict=strict,
-            is_alone=team.size == 1,
+            is_alone=group.size == 1,
         )
         fill: _Fill
-        if broadcast_from_rank0 and isinstance(team, TorchProcessGroup):
-            stored = _told_by_rank_0(checkpoint, team)
-            places = run_on_all_ranks(team, lambda: plan.parts(stored))
-            sent = _wanted_by_any(stored, places, team)
-            fill = partial(send_out, team, stored.checkpoint, how, sent)
+        if broadcast_from_rank0 and isinstance(group, TorchProcessGroup):
+            stored = _opened_by_rank_0(checkpoint, group)
+            places = run_on_all_ranks(group, lambda: plan.parts(stored))
+            sent = _wanted_by_any(stored, places, group)
+            fill = partial(broadcast_tensors, group, stored.checkpoint, how, sent)
         else:
-            stored, places = run_on_all_ranks(team, lambda: _opened(checkpoint, plan))
+            stored, places = run_on_all_ranks(group, lambda: _opened(checkpoint, plan))
             fill = partial(fill_local, stored.checkpoint, how)
         parts = [part for _, part in places]
-        tensors, report = run_on_all_ranks(team, lambda: _loaded(stored, parts, fill, team.rank, began))
+        tensors, report = run_on_all_ranks(group, lambda: _loaded(stored, parts, fill, group.rank, began))
         assign_local(module, [assignment for assignment, _ in places], tensors)
-        return tuple(map(RankLoadReport.from_json, team.all_gather(asdict(report))))
+        return tuple(map(RankLoadReport.from_json, group.all_gather(asdict(report))))
 
 
 def _module(model: nn.Module) -> nn.Module:
-    """Return the model that holds parameters by the names that a checkpoint has for them."""
+    """Return `model` without data-parallel wrappers, which prefix the names of parameters."""
     if not isinstance(model, nn.Module):
         raise OptionError.of("model", type(model).__name__, "a module")  # not its repr: tensors
     return model.module if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)) else model
@@ -151,19 +151,19 @@ def _device(device: str | torch.device | None) -> torch.device:
         raise OptionError.of("device", str(device), f"a device ({str(error).splitlines()[0]:.200})") from None
 
 
-def _told_by_rank_0(checkpoint: Checkpoint | str | Path, team: TorchProcessGroup) -> StoredTensors:
-    """Return what rank 0 has opened, and in the others what it tells of it."""
-    opened = run_on_all_ranks(team, lambda: open_stored(checkpoint) if team.rank == 0 else None)
-    told = team.all_gather(None if opened is None else without_places(opened))[0]
-    assert told is not None, "rank 0 has opened it, or raised"
-    return stored_elsewhere(told) if opened is None else opened
+def _opened_by_rank_0(checkpoint: Checkpoint | str | Path, group: TorchProcessGroup) -> StoredTensors:
+    """Return what rank 0 has opened, in the others without pieces."""
+    opened = run_on_all_ranks(group, lambda: open_stored(checkpoint) if group.rank == 0 else None)
+    described = group.all_gather(None if opened is None else stored_to_json(opened))[0]
+    assert described is not None, "rank 0 has opened it, or raised"
+    return stored_from_json(described) if opened is None else opened
 
 
 def _wanted_by_any(
-    stored: StoredTensors, places: Sequence[tuple[Assignment, LocalPart]], team: ProcessGroup
+    stored: StoredTensors, places: Sequence[tuple[Assignment, LocalPart]], group: ProcessGroup
 ) -> list[StoredTensor]:
-    """Return what any rank wants a part of, in one order for all."""
-    wanted = {name for names in team.all_gather([part.stored.name for _, part in places]) for name in names}
+    """Return the tensors of which any rank wants a part, in the same order in all ranks."""
+    wanted = {name for names in group.all_gather([part.stored.name for _, part in places]) for name in names}
     return [tensor for tensor in stored.tensors.values() if tensor.name in wanted]
 
 
@@ -237,9 +237,9 @@ def load_parts(
         kind = torch_dtype(loaded if tensor.dtype.bits >= 8 else tensor.dtype)
         if kind is None:
             raise UnsupportedDTypeError(loaded.name, [name])
-        spans = of_division(name, tensor.shape, division, rank)
+        spec = spec_of_division(name, tensor.shape, division, rank)
         is_whole = division.dim is None
-        parts.append(LocalPart(stored=tensor, spans=spans, dtype=kind, device=place, is_shared=is_whole))
+        parts.append(LocalPart(stored=tensor, spec=spec, dtype=kind, device=place, is_shared=is_whole))
     check_parts(parts)
     tensors, report = _loaded(stored, parts, partial(fill_local, stored.checkpoint, how), rank, began)
     found = {part.stored.name: each.tensor for part, each in zip(parts, tensors, strict=True)}

@@ -1,4 +1,4 @@
-"""What one process has of a model, tensor by tensor: which elements, in which dtype, where; and its filling."""
+"""A rank's part of a model: shard specs, dtypes and devices of its tensors, and their assignment."""
 
 from __future__ import annotations
 
@@ -19,7 +19,14 @@ from bigload.loading.staging.accelerators import check_present
 from bigload.loading.tensors import check_dtypes
 from bigload.parallel.sharded_loading.byte_ranges import StoredTensor
 from bigload.parallel.sharded_loading.local_tensors import LocalPart, LocalTensor
-from bigload.parallel.sharded_loading.shard_spec import Spans, check_divisions, of_division, of_dtensor, shape_of, whole
+from bigload.parallel.sharded_loading.shard_spec import (
+    ShardSpec,
+    check_divisions,
+    spec_of_division,
+    spec_of_dtensor,
+    spec_shape,
+    whole_spec,
+)
 from bigload.parallel.sharded_loading.stored_tensors import StoredTensors
 from bigload.planning.tensor_parallel.division import Division
 
@@ -28,7 +35,7 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelPart:
-    """A model of which this process holds its part, and what its caller said of it; see `load_sharded`."""
+    """A model of which this process holds its part, and the arguments of `load_sharded`."""
 
     model: nn.Module
     divisions: Mapping[str, Division]
@@ -39,7 +46,7 @@ class ModelPart:
     is_alone: bool
 
     def parts(self, stored: StoredTensors) -> list[tuple[Assignment, LocalPart]]:
-        """Return what goes where of `stored`; all that can be wrong with it is found here, before a byte is read.
+        """Return the parts of `stored` and their assignments; raise all errors that need no byte of the files.
 
         Raises:
             StateDictMismatchError, UnsupportedDTypeError, OptionError: see `load_sharded`.
@@ -104,32 +111,32 @@ class ModelPart:
         division = self.divisions.get(name)
         if division is None or isinstance(held(self.model, name), DTensor):
             return tensor.shape
-        return shape_of(of_division(name, tensor.shape, division, self.rank))
+        return spec_shape(spec_of_division(name, tensor.shape, division, self.rank))
 
     def _part(self, assignment: Assignment, tensor: StoredTensor) -> LocalPart:
         name = assignment.places[0]
         old = held(self.model, name).detach()
         division = next((self.divisions[each] for each in assignment.places if each in self.divisions), None)
-        spans = self._spans(name, old, tensor, division)
+        spec = self._spans(name, old, tensor, division)
         local = old.to_local() if isinstance(old, DTensor) else old
-        if old.device.type != "meta" and local.numel() and tuple(local.shape) != shape_of(spans):
-            found, expected = list(local.shape), list(shape_of(spans))
+        if old.device.type != "meta" and local.numel() and tuple(local.shape) != spec_shape(spec):
+            found, expected = list(local.shape), list(spec_shape(spec))
             text = f"{name} is {found} on this rank, expected {expected}: {_placed(old, division)}"
             raise StateDictMismatchError(type(self.model).__name__, missing=(), unexpected=(), misshapen=(text,))
         is_meta = old.device.type == "meta"
         return LocalPart(
             stored=tensor,
-            spans=spans,
+            spec=spec,
             dtype=old.dtype,
             device=self._device(old) if is_meta else local.device,
-            there=None if is_meta else local,
-            is_shared=not self.is_alone and _is_shared(old, spans, tensor),
+            existing=None if is_meta else local,
+            is_shared=not self.is_alone and _is_shared(old, spec, tensor),
         )
 
-    def _spans(self, name: str, old: torch.Tensor, tensor: StoredTensor, division: Division | None) -> Spans:
+    def _spans(self, name: str, old: torch.Tensor, tensor: StoredTensor, division: Division | None) -> ShardSpec:
         if division is not None:
-            return of_division(name, tensor.shape, division, self.rank)
-        return of_dtensor(name, old) if isinstance(old, DTensor) else whole(tensor.shape)
+            return spec_of_division(name, tensor.shape, division, self.rank)
+        return spec_of_dtensor(name, old) if isinstance(old, DTensor) else whole_spec(tensor.shape)
 
     def _device(self, old: torch.Tensor) -> torch.device:
         if not isinstance(old, DTensor):
@@ -138,9 +145,9 @@ class ModelPart:
         return torch.device(kind) if kind == CPU else torch.device(kind, torch.get_device_module(kind).current_device())
 
 
-def _is_shared(old: torch.Tensor, spans: Spans, tensor: StoredTensor) -> bool:
+def _is_shared(old: torch.Tensor, spec: ShardSpec, tensor: StoredTensor) -> bool:
     """Return whether another process holds the same elements, as far as can be told."""
-    if spans == whole(tensor.shape):
+    if spec == whole_spec(tensor.shape):
         return True
     if not isinstance(old, DTensor):
         return False
@@ -179,17 +186,17 @@ def check_parts(parts: Sequence[LocalPart]) -> None:
         if not is_castable:
             expected = f"a dtype that {part.stored.dtype}, which it has in the checkpoint, can be cast to"
             raise OptionError.of(f"the dtype of {part.stored.name} in the model", str(part.dtype), expected)
-    for place in sorted({part.place for part in parts}):
+    for place in sorted({part.device_name for part in parts}):
         check_present(place)
 
 
 def assign_local(model: nn.Module, assignments: Sequence[Assignment], tensors: Sequence[LocalTensor]) -> None:
-    """Put `tensors` into `model`, each at its places there; what was read in place is there already."""
+    """Assign `tensors` to `model`, unless they were read in place."""
     for assignment, local in zip(assignments, tensors, strict=True):
-        if local.part.there is None:
+        if local.part.existing is None:
             _replace(model, assignment, local.tensor)
-        elif local.tensor is not local.part.there:
-            local.part.there.copy_(local.tensor)
+        elif local.tensor is not local.part.existing:
+            local.part.existing.copy_(local.tensor)
 
 
 def _replace(model: nn.Module, assignment: Assignment, local: torch.Tensor) -> None:

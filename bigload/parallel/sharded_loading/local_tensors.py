@@ -1,4 +1,4 @@
-"""The memory of local tensors: what a model has for them already, or fresh memory where it has none."""
+"""Local tensors: a rank's parts of stored tensors, in the memory that a model has for them, or in new memory."""
 
 from __future__ import annotations
 
@@ -15,36 +15,36 @@ from bigload.loading.staging.accelerators import take_memory
 from bigload.loading.tensors import Memory
 from bigload.machine.huge_pages import allocate
 from bigload.parallel.sharded_loading.byte_ranges import StoredTensor
-from bigload.parallel.sharded_loading.shard_spec import Spans, shape_of
+from bigload.parallel.sharded_loading.shard_spec import ShardSpec, spec_shape
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocalPart:
-    """What this process is to hold of a stored tensor.
+    """The part of a stored tensor that this process is to hold.
 
     Attributes:
-        spans: Which elements.
-        dtype: What they become.
-        device: Where.
-        there: Memory for them, in the shape of `spans`, if there is some already.
+        spec: Its elements.
+        dtype: Their dtype in memory.
+        device: Their device.
+        existing: Memory of the shape of `spec` to fill, if the model has it.
         is_shared: Whether other processes read the same bytes, which the page cache then has for them.
     """
 
     stored: StoredTensor
-    spans: Spans
+    spec: ShardSpec
     dtype: torch.dtype
     device: torch.device
-    there: torch.Tensor | None = None
+    existing: torch.Tensor | None = None
     is_shared: bool = False
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return shape_of(self.spans)
+        return spec_shape(self.spec)
 
     @property
     def is_in_place(self) -> bool:
-        """Whether bytes can go straight to what is there."""
-        return self.there is not None and self.there.is_contiguous() and self.there.dtype == self.dtype
+        """Whether bytes can be read straight into the existing memory."""
+        return self.existing is not None and self.existing.is_contiguous() and self.existing.dtype == self.dtype
 
     @property
     def num_bytes(self) -> int:
@@ -57,14 +57,14 @@ class LocalPart:
         return prod(self.shape) * self.stored.item_bytes
 
     @property
-    def place(self) -> str:
-        """The device as schedules name it."""
+    def device_name(self) -> str:
+        """The device as in schedules."""
         return CPU if self.device.type == "cpu" else str(self.device)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocalTensor:
-    """A part, the `tensor` for it, row by row in memory, and the bytes of that: in `memory` from `start` on."""
+    """A part, the contiguous `tensor` for it, and its bytes: in `memory` from `start` on."""
 
     part: LocalPart
     tensor: torch.Tensor
@@ -73,26 +73,26 @@ class LocalTensor:
 
 
 def local_tensors(name: str, path: str, parts: Sequence[LocalPart]) -> list[LocalTensor]:
-    """Return a tensor for each of `parts`: what is there, or fresh memory, of the CPU in one piece for all of them.
+    """Return a tensor for each of `parts`: the existing memory, or new memory, on the CPU one buffer for all of them.
 
     `name` and `path` of the checkpoint are for the error.
 
     Raises:
         NotEnoughMemoryError: there is not as much.
     """
-    sizes = [_room(part) if part.place == CPU and not part.is_in_place else 0 for part in parts]
+    sizes = [_room(part) if part.device_name == CPU and not part.is_in_place else 0 for part in parts]
     check_ram(name, path, sum(sizes))
     buffer = allocate(sum(sizes))
     found = []
     start = 0
     for part, size in zip(parts, sizes, strict=True):
         if part.is_in_place:
-            assert part.there is not None
-            found.append(LocalTensor(part=part, tensor=part.there, memory=_bytes_of(part.there)))
-        elif part.place == CPU:
+            assert part.existing is not None
+            found.append(LocalTensor(part=part, tensor=part.existing, memory=_bytes_of(part.existing)))
+        elif part.device_name == CPU:
             found.append(LocalTensor(part=part, tensor=_viewed(buffer, start, part), memory=buffer, start=start))
         else:
-            raw = take_memory(part.place, part.num_bytes)
+            raw = take_memory(part.device_name, part.num_bytes)
             found.append(LocalTensor(part=part, tensor=raw.view(part.dtype).view(part.shape), memory=raw))
         start += size
     return found

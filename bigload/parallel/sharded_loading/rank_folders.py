@@ -1,7 +1,7 @@
-"""A folder that was resharded for tensor-parallel ranks, as whole tensors that lie there in pieces.
+"""Folders that `reshard` wrote for tensor-parallel ranks, as whole tensors in pieces.
 
-So it is loaded by any division: by its own each rank reads its own file and nothing else, by another one, or by another
-number of ranks, what it needs of several files.
+So they are loaded by any division: by their own, each rank reads its own file alone; by another one, or with another
+number of ranks, it reads what it needs of several files.
 """
 
 from __future__ import annotations

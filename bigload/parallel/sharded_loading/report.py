@@ -1,4 +1,4 @@
-"""What each rank did for a load."""
+"""Report of a rank on a load."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from bigload.loading.methods import Method
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankLoadReport:
-    """What one rank did for a load.
+    """One rank's share of a load.
 
     Attributes:
-        rank: Which.
-        needed_bytes: Bytes that its part has in the files.
-        read_bytes: Bytes that it asked of the files; of what it was sent, none.
+        rank: Its rank.
+        needed_bytes: Bytes of its part in the files.
+        read_bytes: Bytes that it asked of the files; none of what rank 0 sent.
         stored_bytes: Bytes of all tensors of the checkpoint.
         seconds: From the first check until the last byte was there.
         method: How files were read that this rank has for itself; never `auto`. `None` if it was sent everything.
-        reason: Why so, as half a sentence.
+        reason: Why this method, as half a sentence.
         threads: Threads that read.
     """
 
@@ -34,6 +34,6 @@ class RankLoadReport:
 
     @classmethod
     def from_json(cls, found: dict[str, Any]) -> RankLoadReport:
-        """Return what `asdict` said of a report, after JSON."""
+        """Return a report from what `asdict` returned, after JSON."""
         method = found["method"]
         return cls(**{**found, "method": None if method is None else Method(method)})

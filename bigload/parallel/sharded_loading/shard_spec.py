@@ -1,4 +1,4 @@
-"""Which elements of a tensor a rank holds: for each dimension, ranges of it.
+"""Shard specs: the elements of a tensor that a rank holds, as ranges of each dimension.
 
 Of torch's placements (https://docs.pytorch.org/docs/stable/distributed.tensor.html) `Shard` cuts as `torch.chunk` does:
 into pieces of ceil(size / ranks), the last ones shorter or empty. `_StridedShard`, which FSDP makes of what tensor
@@ -9,7 +9,6 @@ the left to the right.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from math import prod
 
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
@@ -17,25 +16,25 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from bigload.errors import OptionError
 from bigload.planning.tensor_parallel.division import Division, Range
 
-Spans = tuple[tuple[Range, ...], ...]
-"""For each dimension the ranges of it that are held, in the order in which they follow each other; their product is."""
+ShardSpec = tuple[tuple[Range, ...], ...]
+"""The ranges of each dimension, in rising order; their product is held."""
 
 
-def whole(shape: Sequence[int]) -> Spans:
-    """Return the spans of all of a tensor."""
+def whole_spec(shape: Sequence[int]) -> ShardSpec:
+    """Return the spec of a whole tensor."""
     return tuple(((0, size),) if size else () for size in shape)
 
 
-def shape_of(spans: Spans) -> tuple[int, ...]:
-    """Return the shape of what is held."""
-    return tuple(sum(stop - start for start, stop in ranges) for ranges in spans)
+def spec_shape(spec: ShardSpec) -> tuple[int, ...]:
+    """Return the shape of the part."""
+    return tuple(sum(stop - start for start, stop in ranges) for ranges in spec)
 
 
 def check_divisions(divisions: Mapping[str, Division], rank: int) -> None:
     """Raise if `divisions` are not what they should be, or there cannot be such a rank.
 
     Raises:
-        OptionError: so it is.
+        OptionError: they are not, or there cannot be.
     """
     if not isinstance(divisions, Mapping):
         raise OptionError.of("divisions", type(divisions).__name__, "a mapping with a division for each name")
@@ -46,13 +45,13 @@ def check_divisions(divisions: Mapping[str, Division], rank: int) -> None:
         raise OptionError.of("rank", rank, "a number from 0 on")
 
 
-def of_division(name: str, shape: Sequence[int], division: Division, rank: int) -> Spans:
+def spec_of_division(name: str, shape: Sequence[int], division: Division, rank: int) -> ShardSpec:
     """Return what `rank` holds of the tensor `name` of `shape` by `division`.
 
     Raises:
         OptionError: the division has no such rank, or the tensor no such elements.
     """
-    spans = list(whole(shape))
+    spec = list(whole_spec(shape))
     if division.dim is not None:
         if not (0 <= division.dim < len(shape) and 0 <= rank < len(division.ranges)):
             expected = f"one along a dimension of {list(shape)}, with ranges for rank {rank}"
@@ -61,11 +60,11 @@ def of_division(name: str, shape: Sequence[int], division: Division, rank: int) 
         if not all(0 <= start <= stop <= shape[division.dim] for start, stop in ranges):
             expected = f"ranges of the {shape[division.dim]} elements along dimension {division.dim}"
             raise OptionError.of(f"the division of {name}", ranges, expected)
-        spans[division.dim] = tuple((start, stop) for start, stop in ranges if start < stop)
-    return tuple(spans)
+        spec[division.dim] = tuple((start, stop) for start, stop in ranges if start < stop)
+    return tuple(spec)
 
 
-def of_dtensor(name: str, tensor: DTensor) -> Spans:
+def spec_of_dtensor(name: str, tensor: DTensor) -> ShardSpec:
     """Return what this process holds of `tensor`; nothing, if it is not in its mesh.
 
     Raises:
@@ -75,18 +74,18 @@ def of_dtensor(name: str, tensor: DTensor) -> Spans:
     coordinate = tensor.device_mesh.get_coordinate()
     if coordinate is None:
         return tuple(() for _ in tensor.shape)
-    return of_placements(name, tensor.shape, tensor.placements, tensor.device_mesh.shape, coordinate)
+    return spec_of_placements(name, tensor.shape, tensor.placements, tensor.device_mesh.shape, coordinate)
 
 
-def of_placements(
+def spec_of_placements(
     name: str,
     shape: Sequence[int],
     placements: Sequence[Placement],
     mesh_shape: Sequence[int],
     coordinate: Sequence[int],
-) -> Spans:
-    """Return what the rank at `coordinate` of a mesh holds of a tensor; see `of_dtensor`."""
-    spans = list(whole(shape))
+) -> ShardSpec:
+    """Return what the rank at `coordinate` of a mesh holds of a tensor; see `spec_of_dtensor`."""
+    spec = list(whole_spec(shape))
     for placement, size, index in zip(placements, mesh_shape, coordinate, strict=True):
         if isinstance(placement, Replicate):
             continue
@@ -96,8 +95,8 @@ def of_placements(
             factor = 1
         else:
             raise OptionError.of(f"the placement of {name}", placement, "Shard or Replicate, which files can hold")
-        spans[placement.dim] = _cut(spans[placement.dim], factor, size, index)
-    return tuple(spans)
+        spec[placement.dim] = _cut(spec[placement.dim], factor, size, index)
+    return tuple(spec)
 
 
 def _cut(ranges: tuple[Range, ...], factor: int, size: int, index: int) -> tuple[Range, ...]:
@@ -136,8 +135,3 @@ def _merged(ranges: Sequence[Range]) -> tuple[Range, ...]:
         else:
             merged.append((start, stop))
     return tuple(merged)
-
-
-def num_elements(spans: Spans) -> int:
-    """Return how many elements are held."""
-    return prod(shape_of(spans))

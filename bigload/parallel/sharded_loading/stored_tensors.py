@@ -1,6 +1,6 @@
-"""What ranks can be loaded from: a checkpoint, or the folder in which each rank of a training saved its own part.
+"""Stored tensors of a checkpoint, of a folder of ranks, or of parts that the ranks of a training have saved.
 
-The latter is what `HuggingFaceStorageWriter(save_distributed=True)` of torch.distributed.checkpoint writes: files
+The last is what `HuggingFaceStorageWriter(save_distributed=True)` of torch.distributed.checkpoint writes: files
 `shard-00001-model-00001-of-00001.safetensors` and so on, each with a box of every tensor that is divided. A text
 `DCP_SHARDING_INFO` in the header's `__metadata__` has the index of the first element of each box,
 `{name: {"saved_offsets": [...]}}`. No index says how large the tensors are: as large as their boxes reach. What

@@ -1,4 +1,4 @@
-"""Lines bring every element of a part to its place, whatever the pieces it is stored in."""
+"""StridedCopy bring every element of a part to its place, whatever the pieces it is stored in."""
 
 from itertools import pairwise
 
@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from bigload.checkpoint.model import Span, TensorInfo
 from bigload.dtypes import DTYPES
-from bigload.parallel.sharded_loading.byte_ranges import StoredPiece, StoredTensor, lines_of
-from bigload.parallel.sharded_loading.shard_spec import shape_of
+from bigload.parallel.sharded_loading.byte_ranges import StoredPiece, StoredTensor, strided_copies
+from bigload.parallel.sharded_loading.shard_spec import spec_shape
 
 
 @st.composite
@@ -55,39 +55,39 @@ def test_every_element_of_a_part_gets_to_its_place(drawn, data):
         spans.append(tuple(ranges))
         indices = [index for start, stop in ranges for index in range(start, stop)]
         expected = expected.index_select(dim, torch.tensor(indices, dtype=torch.long))
-    local = torch.full((torch.Size(shape_of(spans)).numel(),), -1, dtype=torch.int16)
+    local = torch.full((torch.Size(spec_shape(spans)).numel(),), -1, dtype=torch.int16)
     num_bytes = 0
-    for lines in lines_of(stored, tuple(spans)):
+    for lines in strided_copies(stored, tuple(spans)):
         num_bytes += lines.num_bytes
         for run in range(lines.count):
             first = lines.start + run * lines.stride
             read = torch.frombuffer(bytearray(files[lines.file][first : first + lines.run_bytes]), dtype=torch.int16)
             target = lines.target + run * lines.target_stride
             local.as_strided((len(read),), (lines.target_step,), target).copy_(read)
-    assert torch.equal(local.view(shape_of(spans)), expected)
+    assert torch.equal(local.view(spec_shape(spans)), expected)
     assert num_bytes == expected.nbytes
 
 
-def whole(dtype, shape, num_bytes):
+def whole_spec(dtype, shape, num_bytes):
     return StoredTensor.of(TensorInfo("a", DTYPES[dtype], shape, Span("f", 100, 100 + num_bytes)))
 
 
 def test_rows_are_one_run_and_columns_one_in_each_row():
-    stored = whole("F32", (6, 8), 192)
-    (rows,) = lines_of(stored, (((2, 4),), ((0, 8),)))
+    stored = whole_spec("F32", (6, 8), 192)
+    (rows,) = strided_copies(stored, (((2, 4),), ((0, 8),)))
     assert (rows.start, rows.run_bytes, rows.count, rows.target) == (164, 64, 1, 0)
-    (columns,) = lines_of(stored, (((0, 6),), ((2, 4),)))
+    (columns,) = strided_copies(stored, (((0, 6),), ((2, 4),)))
     assert (columns.start, columns.run_bytes, columns.count, columns.stride) == (108, 8, 6, 32)
 
 
 def test_packed_elements_are_counted_as_torch_does():
-    stored = whole("F4", (4, 6), 12)
+    stored = whole_spec("F4", (4, 6), 12)
     assert stored.shape == (4, 3)
-    (lines,) = lines_of(stored, (((1, 2),), ((0, 3),)))
+    (lines,) = strided_copies(stored, (((1, 2),), ((0, 3),)))
     assert (lines.start, lines.run_bytes, lines.count) == (103, 3, 1)
 
 
 def test_one_number_is_one_run_and_nothing_is_none():
-    (lines,) = lines_of(whole("F64", (), 8), ())
+    (lines,) = strided_copies(whole_spec("F64", (), 8), ())
     assert (lines.start, lines.run_bytes, lines.count, lines.target) == (100, 8, 1, 0)
-    assert list(lines_of(whole("F64", (0, 3), 0), ((), ((0, 3),)))) == []
+    assert list(strided_copies(whole_spec("F64", (0, 3), 0), ((), ((0, 3),)))) == []

@@ -22,7 +22,7 @@ WIDTH, ROWS = 4100, 6  # columns of a half are more than a page apart
 
 
 class Model(nn.Module):
-    """Rows and columns, an uneven number of rows and fewer than ranks, a scalar, a buffer and a tie."""
+    """BatchRows and columns, an uneven number of rows and fewer than ranks, a scalar, a buffer and a tie."""
 
     def __init__(self):
         super().__init__()
@@ -204,7 +204,7 @@ def die_in(folder, what, victim):
             "open": (rank_loading, "open_stored"),
             "read": (rank_loading, "fill_local"),
             "send": (TorchProcessGroup, "broadcast"),
-            "take": (sending_out, "_take"),
+            "take": (sending_out, "_copy_local"),
             "assign": (rank_loading, "assign_local"),
         }[what]
         setattr(owner, name, die)
@@ -238,7 +238,7 @@ def fail_in_the_middle(folder):
 
     sending_out._read = failing
     if rank == 2:
-        sending_out._take = refusing
+        sending_out._copy_local = refusing
     model = divided("rows", 3)
     return ended(lambda: load_sharded(model, folder, broadcast_from_rank0=True))
 

@@ -8,7 +8,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from bigload.errors import OptionError
-from bigload.parallel.sharded_loading.shard_spec import of_division, of_placements, shape_of, whole
+from bigload.parallel.sharded_loading.shard_spec import spec_of_division, spec_of_placements, spec_shape, whole_spec
 from bigload.planning.tensor_parallel.division import Division
 
 _PLACEMENTS = st.one_of(
@@ -42,28 +42,28 @@ def test_placements_cut_as_torch_cuts(shape, mesh, data):
     placements, mesh_shape = zip(*mesh, strict=True)
     coordinate = [data.draw(st.integers(0, size - 1)) for size in mesh_shape]
     tensor = torch.arange(shape[0] * shape[1]).view(shape)
-    spans = of_placements("a", shape, placements, mesh_shape, coordinate)
+    spans = spec_of_placements("a", shape, placements, mesh_shape, coordinate)
     expected = cut_by_torch(tensor, placements, mesh_shape, coordinate)
     assert torch.equal(taken(tensor, spans), expected)
-    assert shape_of(spans) == tuple(expected.shape)
+    assert spec_shape(spans) == tuple(expected.shape)
     assert all(start < stop for ranges in spans for start, stop in ranges)
 
 
 def test_rows_of_a_strided_shard_that_follow_each_other_are_one_range():
-    spans = of_placements("a", (8, 3), [_StridedShard(0, split_factor=2), Shard(0)], (2, 2), (1, 0))
+    spans = spec_of_placements("a", (8, 3), [_StridedShard(0, split_factor=2), Shard(0)], (2, 2), (1, 0))
     assert spans == (((2, 4),), ((0, 3),))
 
 
 def test_values_that_are_yet_to_be_summed_up_are_refused():
     with pytest.raises(OptionError, match=r"the placement of a\.b is Partial\(sum\); expected Shard or Replicate"):
-        of_placements("a.b", (4,), [Partial()], (2,), (0,))
+        spec_of_placements("a.b", (4,), [Partial()], (2,), (0,))
 
 
 def test_a_division_gives_its_ranges_and_an_empty_one_nothing():
     division = Division(1, (((0, 2), (4, 6)), ((2, 2),)))
-    assert of_division("a", (3, 6), division, 0) == (((0, 3),), ((0, 2), (4, 6)))
-    assert shape_of(of_division("a", (3, 6), division, 1)) == (3, 0)
-    assert of_division("a", (3, 6), Division(), 7) == whole((3, 6))
+    assert spec_of_division("a", (3, 6), division, 0) == (((0, 3),), ((0, 2), (4, 6)))
+    assert spec_shape(spec_of_division("a", (3, 6), division, 1)) == (3, 0)
+    assert spec_of_division("a", (3, 6), Division(), 7) == whole_spec((3, 6))
 
 
 @pytest.mark.parametrize(
@@ -72,4 +72,4 @@ def test_a_division_gives_its_ranges_and_an_empty_one_nothing():
 )
 def test_a_division_of_another_tensor_is_refused(division, rank):
     with pytest.raises(OptionError, match="the division of a is"):
-        of_division("a", (3, 6), division, rank)
+        spec_of_division("a", (3, 6), division, rank)
