@@ -15,14 +15,6 @@ from pathlib import Path, PurePosixPath
 from bigload.documents import DocumentError, parse_json, read_file
 from bigload.errors import InvalidCheckpointError, Problem
 
-INDEX_SUFFIX = ".safetensors.index.json"
-DEFAULT_INDEX = "model" + INDEX_SUFFIX
-TORCH_INDEX_SUFFIX = ".bin.index.json"
-DEFAULT_TORCH_INDEX = "pytorch_model" + TORCH_INDEX_SUFFIX
-TORCH_SUFFIXES = (".bin", ".pt", ".pth")
-"""Of the files that torch.save writes."""
-
-
 MAX_INDEX_BYTES = 100_000_000
 """As a header may have; the index of 100 000 tensors has about 10 MB."""
 

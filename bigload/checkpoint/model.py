@@ -7,12 +7,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 from pathlib import Path
-from typing import Literal
 
 from bigload.dtypes import DType
-
-Format = Literal["safetensors", "torch"]
-"""How a file stores tensors: as safetensors, or as the zip archive that `torch.save` writes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +54,7 @@ class Shard:
     """One file of a checkpoint.
 
     Attributes:
+        format: Name of the format in `bigload.checkpoint.formats.registry`.
         header_parts: Where in the file it says what it holds, as pairs of start and stop. Of safetensors, the length
             field and the header. Of a torch archive, `data.pkl` and the directory at the end, which has checksums of
             all data.
@@ -70,7 +67,7 @@ class Shard:
     header_parts: tuple[tuple[int, int], ...]
     header_sha256: str
     metadata: Mapping[str, str]
-    format: Format = "safetensors"
+    format: str = "safetensors"
 
     @property
     def header_bytes(self) -> int:
@@ -128,8 +125,8 @@ class Checkpoint:
     warnings: tuple[CheckpointWarning, ...] = ()
 
     @property
-    def format(self) -> Format | Literal["mixed"]:
-        """The format of its files; `"mixed"` where an index names files of both."""
+    def format(self) -> str:
+        """The format of its files, such as `"safetensors"`; `"mixed"` where an index names files of several."""
         formats = {shard.format for shard in self.shards}
         return formats.pop() if len(formats) == 1 else "mixed"
 

@@ -4,28 +4,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 from bigload.checkpoint.formats.format_error import LegacyFile
-from bigload.checkpoint.formats.safetensors import read_header
+from bigload.checkpoint.formats.registry import FORMATS, main_files, read_shard_header, weight_suffixes
 from bigload.checkpoint.formats.unsupported import (
     adapter_warning,
     refuse_other_file,
     refuse_other_folder,
     refuse_pipeline,
 )
-from bigload.checkpoint.index import (
-    DEFAULT_INDEX,
-    DEFAULT_TORCH_INDEX,
-    INDEX_SUFFIX,
-    TORCH_INDEX_SUFFIX,
-    TORCH_SUFFIXES,
-    ShardIndex,
-    read_beside,
-    read_index,
-    resolve_shard,
-)
+from bigload.checkpoint.index import ShardIndex, read_beside, read_index, resolve_shard
 from bigload.checkpoint.model import Checkpoint, CheckpointWarning, ShardHeader, TensorInfo
 from bigload.documents import MAX_CONFIG_BYTES, parse_json
 from bigload.errors import (
@@ -37,8 +26,6 @@ from bigload.errors import (
 )
 from bigload.units import counted
 
-SINGLE_FILE = "model.safetensors"
-SINGLE_TORCH_FILE = "pytorch_model.bin"
 _SHARD_OF_MANY = re.compile(r".*-of-\d+\.\w+")
 _REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")
 
@@ -75,7 +62,7 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
 def checkpoint_root(path: str | Path) -> Path | None:
     """Return the folder that the files of a checkpoint at `path` are in, also where they are gone; None without one."""
     place = Path(path).expanduser()
-    root = place.parent if place.suffix in (".json", ".safetensors", *TORCH_SUFFIXES) and not place.is_dir() else place
+    root = place.parent if place.suffix in (".json", *weight_suffixes()) and not place.is_dir() else place
     return root if root.is_dir() else None
 
 
@@ -107,7 +94,7 @@ def _cached_snapshot(repository: str) -> Path | None:
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 
-    for file in (DEFAULT_INDEX, SINGLE_FILE, DEFAULT_TORCH_INDEX, SINGLE_TORCH_FILE):
+    for file in main_files():
         try:
             found = try_to_load_from_cache(repository, file)
         except HFValidationError:
@@ -117,30 +104,14 @@ def _cached_snapshot(repository: str) -> Path | None:
     return None
 
 
-@dataclass(frozen=True, slots=True)
-class _Form:
-    """What the files of a checkpoint in one format are called."""
-
-    single: str
-    index: str
-    index_suffix: str
-    suffixes: tuple[str, ...]
-
-
-_FORMS = (
-    _Form(SINGLE_FILE, DEFAULT_INDEX, INDEX_SUFFIX, (".safetensors",)),
-    _Form(SINGLE_TORCH_FILE, DEFAULT_TORCH_INDEX, TORCH_INDEX_SUFFIX, TORCH_SUFFIXES),
-)
-
-
 def _open_folder(root: Path, path: str) -> Checkpoint:
     names = sorted(file.name for file in root.iterdir() if not file.is_dir())
-    for form in _FORMS:
+    for form in FORMATS.values():
         indexes = [name for name in names if name.endswith(form.index_suffix)]
-        if form.single in names:
-            return _open_files(root, None, [form.single], path)
-        if form.index in indexes:
-            return _open_sharded(root, form.index, path)
+        if form.whole_file in names:
+            return _open_files(root, None, [form.whole_file], path)
+        if form.default_index in indexes:
+            return _open_sharded(root, form.default_index, path)
         if len(indexes) == 1:
             return _open_sharded(root, indexes[0], path)
         if indexes:
@@ -167,17 +138,17 @@ def _one_of(root: Path, files: list[str]) -> str | None:
 
 def _files_of_first_form(names: list[str]) -> list[str]:
     """Return the safetensors files among `names`; torch's without those, for a training leaves some beside them."""
-    found = ([name for name in names if name.endswith(form.suffixes)] for form in _FORMS)
+    found = ([name for name in names if name.endswith(form.suffixes)] for form in FORMATS.values())
     return next((files for files in found if files), [])
 
 
 def _why_none(names: list[str]) -> str:
-    for form in _FORMS:
+    for form in FORMATS.values():
         files = [name for name in names if name.endswith(form.suffixes)]
         if files:
             found = counted(len(files), f"{' or '.join(form.suffixes)} file")
-            return f"{found} but no index ({form.index}) that says which tensor is where"
-    return f"the folder holds neither {SINGLE_FILE} nor {SINGLE_TORCH_FILE} nor an index"
+            return f"{found} but no index ({form.default_index}) that says which tensor is where"
+    return f"the folder holds neither {' nor '.join(form.whole_file for form in FORMATS.values())} nor an index"
 
 
 def _what_else(root: Path, names: list[str]) -> str | None:
@@ -255,24 +226,6 @@ def _read_headers(
         except OSError as error:
             problems.append(Problem(code="unreadable", file=file, text=f"cannot be read: {error.strerror or error}"))
     return headers, problems, legacy
-
-
-def read_shard_header(place: Path, file: str) -> ShardHeader:
-    """Read and validate the header of the file at `place`, in the format that the name `file` stands for.
-
-    Raises:
-        InvalidCheckpointError: the file breaks the format.
-        LegacyFile: it is a bare pickle of torch before 1.6.
-        OSError: it cannot be opened or read.
-    """
-    # By the name and not by the place: in a cache, places are called by digests.
-    if not file.endswith(TORCH_SUFFIXES):
-        return read_header(place, file=file)
-    from bigload.checkpoint.formats.torch_archive import (
-        read_torch_header,  # zipfile and pickle, which safetensors do not need
-    )
-
-    return read_torch_header(place, file=file)
 
 
 def _contradictions(index: ShardIndex, tensors: Mapping[str, TensorInfo], read: set[str]) -> Iterator[Problem]:

@@ -12,8 +12,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from bigload.checkpoint.formats.registry import SAFETENSORS
 from bigload.checkpoint.formats.safetensors import MAX_HEADER_BYTES, read_header
-from bigload.checkpoint.index import DEFAULT_INDEX, resolve_shard
+from bigload.checkpoint.index import resolve_shard
 from bigload.checkpoint.model import Checkpoint, Span, TensorInfo
 from bigload.checkpoint.source import open_checkpoint
 from bigload.documents import DocumentError, parse_json, read_file
@@ -53,11 +54,12 @@ class OffloadFolder:
             CheckpointError: a file cannot be read.
         """
         root = Path(path)
-        is_safetensors = any(os.path.lexists(root / name) for name in (DEFAULT_INDEX, "model.safetensors"))
+        names = (SAFETENSORS.default_index, SAFETENSORS.whole_file)
+        is_safetensors = any(os.path.lexists(root / name) for name in names)
         if not is_safetensors and os.path.lexists(root / DAT_INDEX):
             return _open_dat(root)
         checkpoint = open_checkpoint(path)
-        if checkpoint.format != "safetensors":
+        if checkpoint.format != SAFETENSORS.name:
             raise CheckpointNotFoundError(path, f"neither safetensors nor an {DAT_INDEX} of offloaded weights")
         return _open_blocks(checkpoint)
 
@@ -239,7 +241,7 @@ class IndexReading:
         if file not in self._headers:
             self._headers[file] = None
             try:
-                header = read_header(self._real_root / file, file=file)
+                header = read_header(self._real_root / file, file)
                 self._headers[file] = {tensor.name: tensor for tensor in header.tensors}
             except InvalidCheckpointError as error:
                 self.problems += error.problems

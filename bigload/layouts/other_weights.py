@@ -13,13 +13,12 @@ from itertools import islice
 from pathlib import Path
 
 from bigload.checkpoint.formats.format_error import LegacyFile
-from bigload.checkpoint.index import TORCH_SUFFIXES, resolve_shard
+from bigload.checkpoint.formats.registry import read_shard_header, weight_suffixes
+from bigload.checkpoint.index import resolve_shard
 from bigload.checkpoint.model import Checkpoint
-from bigload.checkpoint.source import read_shard_header
 from bigload.errors import InvalidCheckpointError, OtherWeightsError
 from bigload.units import counted, format_size
 
-WEIGHT_SUFFIXES = frozenset({".safetensors", *TORCH_SUFFIXES, ".ckpt"})
 FOREIGN_SUFFIXES = frozenset({".h5", ".msgpack", ".onnx", ".gguf", ".npz", ".dat", ".ot", ".tflite"})
 MAX_CARRIED_BYTES = 5 * 10**9
 """Of all other weights together. More is rarely part of a model: `original/` of a llama is all of it once more."""
@@ -62,7 +61,7 @@ class OtherWeights:
 
 def is_weight_file(path: Path) -> bool:
     """Return whether the name of `path` is that of a file of weights, of whatever framework."""
-    return path.suffix in WEIGHT_SUFFIXES or path.suffix in FOREIGN_SUFFIXES
+    return path.suffix in (*weight_suffixes(), ".ckpt") or path.suffix in FOREIGN_SUFFIXES
 
 
 def other_weights(checkpoint: Checkpoint, *, taken: Collection[str]) -> OtherWeights:

@@ -15,8 +15,9 @@ from itertools import accumulate
 from math import prod
 
 from bigload.checkpoint.fingerprint import ShardFingerprint
+from bigload.checkpoint.formats.registry import SAFETENSORS
 from bigload.checkpoint.formats.safetensors import encode_header
-from bigload.checkpoint.index import INDEX_SUFFIX, TORCH_INDEX_SUFFIX, encode_index
+from bigload.checkpoint.index import encode_index
 from bigload.checkpoint.model import Checkpoint, TensorInfo
 from bigload.dtypes import DType
 from bigload.loading.slices import Slice, sliced_shape
@@ -198,10 +199,10 @@ def base_name(checkpoint: Checkpoint) -> str:
     transformers calls `pytorch_model.bin` in safetensors, unless diffusers or PEFT have their own name for them.
     """
     stored = (checkpoint.index_file or checkpoint.shards[0].file).rpartition("/")[2]
-    for suffix in (INDEX_SUFFIX, ".safetensors"):
+    for suffix in (SAFETENSORS.index_suffix, ".safetensors"):
         if stored.endswith(suffix) and (base := _NUMBER.sub("", stored.removesuffix(suffix))):
             return base
-    base = stored.removesuffix(TORCH_INDEX_SUFFIX).partition(".")[0]
+    base = stored.partition(".")[0]
     return base if base in _LIBRARY_BASES else "model"
 
 
@@ -240,4 +241,4 @@ def index_of(files: Iterable[OutputFile], folder: str = "", *, base: str = "mode
             for tensor in output.tensors:
                 weight_map[tensor.name] = output.file.removeprefix(prefix)
                 total_bytes += tensor.num_bytes
-    return f"{prefix}{base}{INDEX_SUFFIX}", encode_index(weight_map, total_size=total_bytes)
+    return f"{prefix}{base}{SAFETENSORS.index_suffix}", encode_index(weight_map, total_size=total_bytes)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from bigload.checkpoint.index import TORCH_SUFFIXES
+from bigload.checkpoint.formats.registry import FORMATS
 from bigload.checkpoint.model import Checkpoint
 from bigload.checkpoint.source import open_checkpoint
 from bigload.errors import OptionError
@@ -164,6 +164,6 @@ def _check_change(options: ReshardOptions, plan: Plan | None, checkpoint: Checkp
     """
     is_default = plan is None and all(map(options.is_default, ("layout", "dtypes", "tp", "max_shard_bytes")))
     before, after = len(checkpoint.shards), len(output.files)
-    if is_default and 5 * abs(after - before) <= after and not checkpoint.shards[0].file.endswith(TORCH_SUFFIXES):
+    if is_default and 5 * abs(after - before) <= after and FORMATS[checkpoint.shards[0].format].is_written:
         hint = f"to write its {format_size(output.num_bytes)} again in the order of a load: --layout shards"
         raise OptionError.of("layout", None, "what to change: a plan, a layout, a dtype or a size of files", hint=hint)

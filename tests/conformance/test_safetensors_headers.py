@@ -40,7 +40,7 @@ def slices(file):
 
 def accepted_by_bigload(path):
     try:
-        header = read_header(path, file="a")
+        header = read_header(path, "a")
     except InvalidCheckpointError:
         return None
     return {tensor.name: (tensor.dtype.name, list(tensor.shape)) for tensor in header.tensors}

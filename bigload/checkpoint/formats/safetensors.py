@@ -44,7 +44,7 @@ METADATA_KEY = "__metadata__"
 _FIELDS = frozenset({"dtype", "shape", "data_offsets"})
 
 
-def read_header(path: Path, *, file: str) -> ShardHeader:
+def read_header(path: Path, file: str) -> ShardHeader:
     """Read and validate the header of the safetensors file at `path`, which the checkpoint calls `file`.
 
     Raises:

@@ -43,7 +43,7 @@ _MAX_NAMED = 5
 _BY_TORCH_NAME = {dtype.torch_name: dtype for dtype in DTYPES.values() if dtype.torch_name is not None}
 
 
-def read_torch_header(path: Path, *, file: str) -> ShardHeader:
+def read_header(path: Path, file: str) -> ShardHeader:
     """Read and check the archive at `path`, which the checkpoint calls `file`. Reads no tensor; executes nothing.
 
     Raises:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from bigload.checkpoint.formats.registry import weight_suffixes
 from bigload.checkpoint.model import CheckpointWarning
 from bigload.documents import MAX_CONFIG_BYTES, parse_json, read_file
 from bigload.errors import UnsupportedFormatError
@@ -77,9 +78,14 @@ def refuse_other_file(path: Path) -> None:
         return
     with path.open("rb") as file:
         beginning = file.read(8)
-    for other in _FORMATS:
+    for other in _unread():
         if path.suffix.lower() in other.suffixes or (other.magic is not None and beginning.startswith(other.magic)):
             raise UnsupportedFormatError(path, f"it is {other.name}", hint=other.hint)
+
+
+def _unread() -> list[_OtherFormat]:
+    """Return the formats that no registered reader reads."""
+    return [other for other in _FORMATS if not set(other.suffixes).intersection(weight_suffixes())]
 
 
 def refuse_pipeline(folder: Path, shown: str, names: Sequence[str]) -> None:
@@ -102,7 +108,7 @@ def refuse_other_folder(shown: str, names: Sequence[str]) -> None:
     Raises:
         UnsupportedFormatError: it does.
     """
-    for other in _FORMATS:
+    for other in _unread():
         found = [name for name in names if name.lower().endswith(other.suffixes)]
         if found:
             more = f" and {len(found) - 1} more" if len(found) > 1 else ""
@@ -128,7 +134,7 @@ def adapter_warning(root: Path) -> tuple[CheckpointWarning, ...]:
 
 
 def _has_weights(folder: Path) -> bool:
-    return any(file.suffix in (".safetensors", ".bin") for file in folder.iterdir())
+    return any(file.suffix in weight_suffixes() for file in folder.iterdir())
 
 
 def _json_of(path: Path) -> dict[str, object] | None:

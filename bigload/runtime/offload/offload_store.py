@@ -320,7 +320,7 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
         if path not in self._headers:
             try:
                 found = signature(path)
-                header = read_header(path, file=path.name)
+                header = read_header(path, path.name)
             except OSError as error:
                 raise ReadError(path, error.strerror or str(error)) from error
             except ValueError:  # NUL, or half of a surrogate pair

@@ -21,7 +21,7 @@ from typing import NamedTuple, Self
 
 import torch
 
-from bigload.checkpoint.index import DEFAULT_INDEX, DEFAULT_TORCH_INDEX
+from bigload.checkpoint.formats.registry import main_files
 from bigload.checkpoint.model import Checkpoint, TensorInfo
 from bigload.checkpoint.source import open_checkpoint
 from bigload.dtypes import DType
@@ -287,8 +287,7 @@ def _mapped(path: Path, seen: Signature) -> _FileMap:
 
 def _opened(path: str | Path) -> Checkpoint | OffloadFolder:
     """Open a folder with an `index.json` of accelerate's and no checkpoint as what it is, all else as a checkpoint."""
-    names = (DEFAULT_INDEX, "model.safetensors", DEFAULT_TORCH_INDEX, "pytorch_model.bin")
-    if os.path.lexists(Path(path) / DAT_INDEX) and not any(os.path.lexists(Path(path) / name) for name in names):
+    if os.path.lexists(Path(path) / DAT_INDEX) and not any(os.path.lexists(Path(path) / name) for name in main_files()):
         return OffloadFolder.open(path)
     return open_checkpoint(path)
 

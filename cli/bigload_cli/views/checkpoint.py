@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
+from bigload.checkpoint.formats.registry import FORMATS
 from bigload.checkpoint.model import Checkpoint, TensorInfo
 from bigload.checkpoint.quantisation import Quantisation, quantisation_of
 from bigload.plain_text import PlainTable, Styled, printable
@@ -16,7 +17,6 @@ from bigload_cli.views.documents import bytes_by_dtype
 from bigload_cli.views.text import argument
 
 _BAR_WIDTH = 16
-_FORMATS = {"safetensors": "safetensors", "torch": "torch archive", "mixed": "safetensors and torch archives"}
 
 
 def headline(checkpoint: Checkpoint) -> str:
@@ -31,9 +31,15 @@ def headline(checkpoint: Checkpoint) -> str:
     if checkpoint.stored_bytes < checkpoint.total_bytes:
         size += f", sharing {format_size(checkpoint.stored_bytes)} on disk"
     return (
-        f"{printable(checkpoint.name)}   {_FORMATS[checkpoint.format]}, {shards}{index}, headers valid\n"
+        f"{printable(checkpoint.name)}   {_formats(checkpoint)}, {shards}{index}, headers valid\n"
         f"{parameters} in {tensors}, {size}, {_dtypes(checkpoint)}"
     )
+
+
+def _formats(checkpoint: Checkpoint) -> str:
+    found = {shard.format for shard in checkpoint.shards}
+    titles = [each.title for each in FORMATS.values() if each.name in found]
+    return titles[0] if len(titles) == 1 else f"{' and '.join(titles)}s"
 
 
 def _quantised(checkpoint: Checkpoint, found: Quantisation) -> str:

@@ -1,0 +1,99 @@
+"""Registry of checkpoint formats by name. A new one is a module with a header reader, and a line in `FORMATS`.
+
+Everything above works on byte ranges of tensors, so that a format whose tensors are stored as plain bytes is inspected,
+planned, loaded and resharded as soon as its headers are read. Modules are imported when a file of theirs is opened:
+zipfile and pickle take time that safetensors do not need.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import cast
+
+from bigload.checkpoint.model import ShardHeader
+
+ReadHeader = Callable[[Path, str], ShardHeader]
+"""Read the header of the file at a path, which the checkpoint calls by a name.
+
+It raises InvalidCheckpointError where the file breaks the format, LegacyFile for a bare pickle, and OSError."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointFormat:
+    """A file format of checkpoints: how its files are recognised, and how their headers are read.
+
+    Attributes:
+        name: `Shard.format` of its files, as documents have it.
+        title: What tables call its files.
+        suffixes: Of its files. In a cache files are named by digests, so the name in the checkpoint decides.
+        whole_file: File of a folder that holds a whole checkpoint.
+        index_suffix: Of an index of several files, in JSON.
+        default_index: Index that is taken where a folder has several.
+        reader: The function that reads a header, or the module that has it as `read_header`.
+        is_written: Whether `reshard` writes this format, so that resharding can be a mere copy.
+    """
+
+    name: str
+    title: str
+    suffixes: tuple[str, ...]
+    whole_file: str
+    index_suffix: str
+    default_index: str
+    reader: ReadHeader | str
+    is_written: bool = False
+
+
+SAFETENSORS = CheckpointFormat(
+    name="safetensors",
+    title="safetensors",
+    suffixes=(".safetensors",),
+    whole_file="model.safetensors",
+    index_suffix=".safetensors.index.json",
+    default_index="model.safetensors.index.json",
+    reader="bigload.checkpoint.formats.safetensors",
+    is_written=True,
+)
+
+TORCH = CheckpointFormat(
+    name="torch",
+    title="torch archive",
+    suffixes=(".bin", ".pt", ".pth"),
+    whole_file="pytorch_model.bin",
+    index_suffix=".bin.index.json",
+    default_index="pytorch_model.bin.index.json",
+    reader="bigload.checkpoint.formats.torch_archive",
+)
+
+FORMATS = {each.name: each for each in (SAFETENSORS, TORCH)}
+"""In the order in which a folder that has several is searched."""
+
+
+def format_of(file: str) -> CheckpointFormat | None:
+    """Return the format that the name `file` stands for, None if there is none."""
+    return next((each for each in FORMATS.values() if file.endswith(each.suffixes)), None)
+
+
+def weight_suffixes() -> tuple[str, ...]:
+    """Return the suffixes of the files of all formats."""
+    return tuple(suffix for each in FORMATS.values() for suffix in each.suffixes)
+
+
+def main_files() -> tuple[str, ...]:
+    """Return the names by which a folder is a checkpoint, in the order in which they are looked for."""
+    return tuple(name for each in FORMATS.values() for name in (each.default_index, each.whole_file))
+
+
+def read_shard_header(place: Path, file: str) -> ShardHeader:
+    """Read and validate the header of the file at `place`; without a suffix that is known, as safetensors.
+
+    Raises:
+        InvalidCheckpointError: the file breaks the format.
+        LegacyFile: it is a bare pickle of torch before 1.6.
+        OSError: it cannot be opened or read.
+    """
+    reader = (format_of(file) or SAFETENSORS).reader
+    read = cast("ReadHeader", import_module(reader).read_header) if isinstance(reader, str) else reader
+    return read(place, file)
