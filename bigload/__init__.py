@@ -106,14 +106,15 @@ _MODULES = {
     "bigload.runtime.modules.module_tensors": (
         "align_module_device check_device_same has_offloaded_params retie_parameters set_module_tensor_to_device"
     ),
-    "bigload.runtime.offload.offload_store": (
-        "OffloadedWeightsLoader PrefixedDataset extract_submodules_state_dict load_offloaded_weight "
-        "offload_state_dict offload_weight save_offload_index"
+    "bigload.runtime.offload.offload_functions": (
+        "extract_submodules_state_dict load_offloaded_weight offload_state_dict offload_weight save_offload_index"
     ),
     "bigload.runtime.offload.offloaded_state": (
         "get_state_dict_from_offload get_state_dict_offloaded_model load_offloaded_weights"
     ),
+    "bigload.runtime.offload.offloaded_weights_loader": "OffloadedWeightsLoader",
     "bigload.runtime.offload.stored_weights": "StoredWeights",
+    "bigload.runtime.offload.weight_sources": "PrefixedDataset",
     "bigload.runtime.utilities.data_batches": "skip_first_batches",
     "bigload.runtime.utilities.device_cache": "clear_device_cache find_executable_batch_size release_memory",
     "bigload.runtime.utilities.environment": "patch_environment",

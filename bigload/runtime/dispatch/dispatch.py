@@ -36,7 +36,9 @@ from bigload.runtime.hooks.refused_methods import refuse_changes
 from bigload.runtime.modules.module_names import prefixes
 from bigload.runtime.modules.module_tensors import set_module_tensor_to_device
 from bigload.runtime.modules.tensor_slots import refuse_compiled
-from bigload.runtime.offload.offload_store import LayeredWeights, OffloadedWeightsLoader, PrefixedDataset, offloaded
+from bigload.runtime.offload.offload_functions import offloaded
+from bigload.runtime.offload.offloaded_weights_loader import OffloadedWeightsLoader
+from bigload.runtime.offload.weight_sources import LayeredWeights, PrefixedDataset
 from bigload.runtime.streaming.attach import stream
 from bigload.runtime.streaming.options import StreamOptions
 

@@ -44,9 +44,10 @@ from bigload.runtime.dispatch.module_filling import (
 )
 from bigload.runtime.dispatch.name_matching import MatchedCheckpoint, matched
 from bigload.runtime.modules.module_names import prefixes
-from bigload.runtime.offload.offload_store import MemoryWeight, OffloadedWeightsLoader, source_of
 from bigload.runtime.offload.offload_writer import OffloadWriter
+from bigload.runtime.offload.offloaded_weights_loader import OffloadedWeightsLoader
 from bigload.runtime.offload.stored_weights import FileWeight, StoredWeights
+from bigload.runtime.offload.weight_sources import WeightSource, source_of
 
 DISK = "disk"
 
@@ -276,7 +277,7 @@ class WeightsOnDisk(Mapping[str, torch.Tensor]):
         dtype = self.dtypes[name]
         return self.stored[name].to(dtype)
 
-    def source(self, name: str) -> FileWeight | MemoryWeight | None:
+    def source(self, name: str) -> WeightSource | None:
         """Return where the weight `name` is; see `source_of`."""
         if name not in self.dtypes:
             return None

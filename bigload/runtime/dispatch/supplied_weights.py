@@ -10,8 +10,7 @@ from torch import nn
 from bigload.errors import MissingWeightsError
 from bigload.runtime.modules.module_names import joined
 from bigload.runtime.modules.module_tensors import has_offloaded_params
-from bigload.runtime.offload.offload_store import MemoryWeight, source_of
-from bigload.runtime.offload.stored_weights import FileWeight
+from bigload.runtime.offload.weight_sources import WeightSource, source_of
 
 _META = torch.device("meta")
 
@@ -86,7 +85,7 @@ class WeightsByTiedName(Mapping[str, torch.Tensor]):
     def __getitem__(self, name: str) -> torch.Tensor:
         return self.weights[self.stored.get(name, name)]
 
-    def source(self, name: str) -> FileWeight | MemoryWeight | None:
+    def source(self, name: str) -> WeightSource | None:
         """Return where the weight `name` is; see `source_of`."""
         return source_of(self.weights, self.stored.get(name, name))
 

@@ -18,17 +18,19 @@ from bigload.errors import ChangedShapeError, MetaTensorError
 from bigload.loading.absent_weights import Absence, absent, form_of
 from bigload.runtime.hooks.call_weights import load_before_calls
 from bigload.runtime.hooks.eager_calls import eager
-from bigload.runtime.hooks.forward_state import ForwardState, pointer_of
+from bigload.runtime.hooks.forward_state import ForwardState
 from bigload.runtime.hooks.gradient_guard import refuse_gradients
 from bigload.runtime.hooks.hooks import ModelHook, within
 from bigload.runtime.hooks.refused_methods import refuse_loading
 from bigload.runtime.hooks.send_to_device import DeviceLike, find_device, send_to_device
 from bigload.runtime.hooks.wrapped_modules import DeviceMap, end_wrapping, watch_wrapping
-from bigload.runtime.modules.module_tensors import set_module_tensor_to_device
+from bigload.runtime.modules.module_tensors import data_address, set_module_tensor_to_device
 from bigload.runtime.modules.tensor_slots import TensorSlot, assign, shared_tensors
 
 TiedParams = dict[int, dict[torch.device, Tensor]]
-"""By the address that a tied weight had before hooks came, what it is on each device where it is right now."""
+"""The address of a tied weight when its hooks were attached, to its copies on devices that hold one now.
+
+Values that are loaded later may be where something else was, so their addresses are never looked up."""
 
 _META = torch.device("meta")
 
@@ -157,7 +159,7 @@ class AlignDevicesHook(ModelHook):
             self._made_weights_map = True
             self.weights_map = {slot.name: slots[0].tensor.detach().to("cpu") for slots in leaving for slot in slots}
         for slots in leaving:
-            self._pointers.update((slot.name, pointer_of(slot.tensor)) for slot in slots)
+            self._pointers.update((slot.name, data_address(slot.tensor)) for slot in slots)
             assign(slots, absent(_put(slots, _META), Absence(self._full_name(slots[0]), _OFFLOADED, _PRELOAD)))
         if self._device is not None:
             for slots in shared:
@@ -174,7 +176,7 @@ class AlignDevicesHook(ModelHook):
     def _place(self, slots: Sequence[TensorSlot], device: torch.device) -> None:
         """Bring a tensor to `device` for good, or take it from there if a tie is there already."""
         slot = slots[0]
-        on_devices = self._tied_copies(pointer_of(slot.tensor)) if device != _META else {}
+        on_devices = self._tied_copies(data_address(slot.tensor)) if device != _META else {}
         if _take(slots, on_devices.get(device)):
             return
         knows_value = slot.tensor.is_meta and slot.is_persistent and self.weights_map is not None

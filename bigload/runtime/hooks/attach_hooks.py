@@ -15,7 +15,7 @@ from bigload.runtime.hooks.hooks import add_hook_to_module
 from bigload.runtime.hooks.send_to_device import DeviceLike
 from bigload.runtime.modules.module_names import joined
 from bigload.runtime.modules.tensor_slots import called_modules, has_no_forward, shared_tensors
-from bigload.runtime.offload.offload_store import PrefixedDataset
+from bigload.runtime.offload.weight_sources import PrefixedDataset
 
 
 def attach_execution_device_hook(

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from bigload.runtime.modules.module_tensors import data_address, version_of
 from bigload.runtime.modules.tensor_slots import TensorSlot, assign
 
 
@@ -56,11 +57,13 @@ class ForwardState:
     def note_brought(self) -> None:
         """Note the weights that are there now, to know later which of them got other values."""
         brought = [slots[0].tensor for slots, _ in self.away]
-        self._brought = [(tensor, pointer_of(tensor), _version(tensor)) for tensor in brought]
+        self._brought = [(tensor, data_address(tensor), version_of(tensor)) for tensor in brought]
 
     def keep_changed(self) -> None:
         """Have weights that got other values since they were noted stay when all else is put back."""
-        unchanged = {id(tensor) for tensor, *noted in self._brought if noted == [pointer_of(tensor), _version(tensor)]}
+        unchanged = {
+            id(tensor) for tensor, *noted in self._brought if noted == [data_address(tensor), version_of(tensor)]
+        }
         for slots, placeholder in self.away:
             tensor = slots[0].table.get(slots[0].key)
             if tensor is not None and id(tensor) in unchanged and placeholder.is_leaf:
@@ -76,20 +79,3 @@ class ForwardState:
         for on_devices, device in self.lent:
             on_devices.pop(device, None)
         self.lent.clear()
-
-
-def pointer_of(tensor: Tensor) -> int:
-    """Return the address by which a `tied_params_map` may know `tensor`, 0 for those without memory.
-
-    Addresses say something of tensors that lived when the map was made, and are taken when a hook is attached. Values
-    that are loaded later may be wherever something else was, so nobody asks for theirs.
-    """
-    try:
-        return 0 if tensor.is_meta else tensor.data_ptr()
-    except (NotImplementedError, RuntimeError):  # wrappers around other tensors
-        return 0
-
-
-def _version(tensor: Tensor) -> int:
-    """Return how often `tensor` was edited in place, 0 where torch does not count (inference mode)."""
-    return 0 if tensor.is_inference() else tensor._version

@@ -251,8 +251,13 @@ def as_parameter(new: torch.Tensor, old: nn.Parameter) -> nn.Parameter:
     return parameter
 
 
-def _address(tensor: torch.Tensor | None) -> int:
-    """Return where the values of `tensor` are; 0 where there are none, as on the meta device."""
+def version_of(tensor: torch.Tensor) -> int:
+    """Return how often `tensor` was edited in place, 0 where torch does not count (inference mode)."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def data_address(tensor: torch.Tensor | None) -> int:
+    """Return the address of the values of `tensor`; 0 where there are none, as on the meta device."""
     if tensor is None or tensor.is_meta:
         return 0
     try:
@@ -269,7 +274,7 @@ def _tied_copy(
     Two tensors may begin at one address, one of them a part of the other; a copy of another shape is not meant.
     """
     for tensor in tensors:
-        found = tied.get(_address(tensor), {}).get(device) if tied and _address(tensor) else None
+        found = tied.get(data_address(tensor), {}).get(device) if tied and data_address(tensor) else None
         if found is not None and tensor is not None and found.shape == tensor.shape:
             return found
     return None
@@ -278,6 +283,6 @@ def _tied_copy(
 def _note_tied_copy(
     tied: TiedTensors | None, tensors: Iterable[torch.Tensor | None], device: DeviceLike, new: torch.Tensor
 ) -> None:
-    addresses = [address for address in map(_address, tensors) if tied and address and address in tied]
+    addresses = [address for address in map(data_address, tensors) if tied and address and address in tied]
     if tied and addresses:
         tied[addresses[0]].setdefault(device, new)

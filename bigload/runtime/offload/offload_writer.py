@@ -43,8 +43,11 @@ from bigload.loading.checks import signature
 from bigload.loading.readers.byte_source import OpenFile, PositionalReader
 from bigload.loading.tensors import torch_dtype
 from bigload.machine.huge_pages import allocate
+from bigload.runtime.modules.module_tensors import data_address
 from bigload.runtime.offload.stored_weights import Signature
 from bigload.units import MIB
+
+StrPath = str | os.PathLike[str]
 
 RECORDS_FILE = "bigload-offload.json"
 _SCHEMA = "bigload.offload/1.0"
@@ -66,7 +69,7 @@ class OffloadWriter:
         WriteError: the system refused to write.
     """
 
-    def __init__(self, folder: str | os.PathLike[str], *, dtype: torch.dtype | None = None) -> None:
+    def __init__(self, folder: StrPath, *, dtype: torch.dtype | None = None) -> None:
         self._folder = Path(folder)
         self._dtype = dtype
         self._index: dict[str, Entry] = {}
@@ -255,7 +258,7 @@ def checked_entry(name: str, tensor: torch.Tensor) -> Entry:
     if tensor.layout is not torch.strided:
         layout = str(tensor.layout).removeprefix("torch.")
         raise _not_offloadable(name, f"accelerate's .dat files cannot hold tensors of the layout {layout}")
-    if tensor.numel() and not has_memory(tensor):
+    if tensor.numel() and not data_address(tensor):
         raise _not_offloadable(name, f"a {type(tensor).__name__} has no memory of its own that could be written")
     return entry
 
@@ -270,14 +273,6 @@ def _entry(name: str, dtype: torch.dtype, shape: Sequence[int]) -> Entry:
 
 def _not_offloadable(name: str, reason: str) -> NotOffloadableError:
     return NotOffloadableError(reason, tensors=[name], hint="keep it on a device, or save it as safetensors")
-
-
-def has_memory(tensor: torch.Tensor) -> bool:
-    """Return whether the values of `tensor` lie somewhere; wrappers around other tensors have none, nor known zeros."""
-    try:
-        return tensor.data_ptr() != 0
-    except (NotImplementedError, RuntimeError):
-        return False
 
 
 def _check_name(name: str) -> None:

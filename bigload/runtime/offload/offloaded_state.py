@@ -23,7 +23,7 @@ from bigload.runtime.modules.module_tensors import (
     has_offloaded_params,
     set_module_tensor_to_device,
 )
-from bigload.runtime.offload.offload_store import load_offloaded_weight
+from bigload.runtime.offload.offload_functions import load_offloaded_weight
 
 _logger = logging.getLogger(__name__)
 

@@ -20,8 +20,8 @@ from bigload.errors import ReadError
 from bigload.loading.readers.mapped import let_go, make_present_in_parallel
 from bigload.machine.huge_pages import no_memory
 from bigload.machine.page_cache import forget
-from bigload.runtime.offload.offload_store import MemoryWeight
 from bigload.runtime.offload.stored_weights import FileWeight
+from bigload.runtime.offload.weight_sources import MemoryWeight
 from bigload.runtime.streaming.weights import Weight
 
 _NEIGHBOURS_BYTES = 64 * 1024

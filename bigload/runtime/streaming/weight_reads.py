@@ -20,8 +20,9 @@ from bigload.loading.strategy.settings import settings
 from bigload.loading.tensors import Memory, as_tensors, dtype_of, torch_dtype, torch_shape
 from bigload.machine.huge_pages import address_of
 from bigload.machine.page_cache import forget
-from bigload.runtime.offload.offload_store import MemoryWeight
+from bigload.runtime.modules.module_tensors import version_of
 from bigload.runtime.offload.stored_weights import FileWeight
+from bigload.runtime.offload.weight_sources import MemoryWeight, WeightSource
 from bigload.runtime.streaming.weights import Weight
 
 BLOCK_BYTES = 8 * 2**20
@@ -123,7 +124,7 @@ class WeightReads:
     def is_stale(self) -> bool:
         """Return whether a value in RAM is another one now, or was written to, since it was read."""
         return any(
-            (now := source.tensor) is not self._seen[file][0] or _version(now) != self._seen[file][1]
+            (now := source.tensor) is not self._seen[file][0] or version_of(now) != self._seen[file][1]
             for file, source in self._sources.items()
             if isinstance(source, MemoryWeight) and file in self._seen
         )
@@ -140,7 +141,7 @@ class WeightReads:
         for file, source in self._sources.items():
             if isinstance(source, MemoryWeight):
                 value = source.tensor
-                self._seen[file] = (value, _version(value))
+                self._seen[file] = (value, version_of(value))
 
     def _value(self, file: str) -> torch.Tensor:
         """Return a value in RAM in the form that it had when the reads were planned."""
@@ -185,7 +186,7 @@ class TensorSource:
         """Do nothing: the tensor goes with its last user."""
 
 
-def _stored(name: str, source: FileWeight | MemoryWeight) -> TensorInfo:
+def _stored(name: str, source: WeightSource) -> TensorInfo:
     """Return the form of a weight where it is, under a name of its own and that of a file as this machine has it."""
     if isinstance(source, FileWeight):
         span = source.tensor.span
@@ -208,14 +209,10 @@ def _is_plain(tensor: torch.Tensor) -> bool:
     return type(tensor) in (torch.Tensor, nn.Parameter) and is_dense and not tensor.is_conj() and not tensor.is_neg()
 
 
-def _is_pinned(source: FileWeight | MemoryWeight) -> bool:
+def _is_pinned(source: WeightSource) -> bool:
     if isinstance(source, FileWeight) or source.tensor.device.type != "cpu" or not source.tensor.is_contiguous():
         return False
     try:
         return source.tensor.is_pinned()
     except RuntimeError:  # nothing here pins
         return False
-
-
-def _version(tensor: torch.Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version

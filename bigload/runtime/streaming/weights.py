@@ -10,8 +10,8 @@ from torch import nn
 from bigload.runtime.hooks.align_devices import AlignDevicesHook
 from bigload.runtime.modules.module_tensors import is_packed_by_device
 from bigload.runtime.modules.tensor_slots import TensorSlot
-from bigload.runtime.offload.offload_store import MemoryWeight, source_of
 from bigload.runtime.offload.stored_weights import FileWeight, MappedFiles
+from bigload.runtime.offload.weight_sources import WeightSource, source_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,7 +26,7 @@ class Weight:
 
     slots: tuple[TensorSlot, ...]
     placeholder: torch.Tensor
-    source: FileWeight | MemoryWeight
+    source: WeightSource
 
     def mapped_by(self, files: MappedFiles) -> Weight:
         """Return the weight in maps of `files`, if it is in a file."""

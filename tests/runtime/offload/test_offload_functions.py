@@ -9,7 +9,7 @@ from torch import nn
 
 import bigload
 from bigload.errors import CheckpointNotFoundError, InvalidCheckpointError, NotOffloadableError, ReadError, WriteError
-from bigload.runtime.offload import offload_store
+from bigload.runtime.offload import offload_functions
 from bigload.runtime.offload.offload_writer import OffloadWriter
 
 FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128]
@@ -336,7 +336,7 @@ def test_the_weights_of_another_that_come_right_after_are_not_taken_for_those_th
                 given.append(self)
                 bigload.offload_state_dict(tmp_path, nn.Linear(2, 2).state_dict())
 
-    monkeypatch.setattr(offload_store, "OffloadWriter", Noted)
+    monkeypatch.setattr(offload_functions, "OffloadWriter", Noted)
     model = nn.Linear(2, 2)
     bigload.disk_offload(model, tmp_path, execution_device="cpu")
     with pytest.raises(ReadError, match="changed"):

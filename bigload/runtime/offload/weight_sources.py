@@ -1,0 +1,98 @@
+"""Sources of weights by name: bytes of a file, or a value in memory, through the maps that hooks read from."""
+
+from __future__ import annotations
+
+from collections import ChainMap
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Protocol, runtime_checkable
+
+import torch
+
+from bigload.layouts.dat_format import Entry, entry_of
+from bigload.runtime.offload.stored_weights import FileWeight
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryWeight:
+    """A weight in memory: the value that a dict has for it."""
+
+    values: dict[str, torch.Tensor]
+    name: str
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """The value as it is now."""
+        return self.values[self.name]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Its dtype."""
+        return self.tensor.dtype
+
+
+WeightSource = FileWeight | MemoryWeight
+
+
+@runtime_checkable
+class HasSources(Protocol):
+    """A map of weights that knows the source of each."""
+
+    def source(self, name: str) -> WeightSource | None:
+        """Return the source of the weight `name`; `None` if there is no such weight, or it is computed."""
+
+
+def source_of(weights: Mapping[str, torch.Tensor], name: str) -> WeightSource | None:
+    """Return the source of the weight `name` in `weights`; `None` if there is none, or it is computed."""
+    if isinstance(weights, HasSources):
+        return weights.source(name)
+    if isinstance(weights, ChainMap):
+        return next((source_of(each, name) for each in weights.maps if name in each), None)
+    if isinstance(weights, dict) and isinstance(weights.get(name), torch.Tensor):
+        return MemoryWeight(weights, name)
+    return None
+
+
+class PrefixedDataset(Mapping[str, torch.Tensor]):
+    """The part of `dataset` whose keys start with `prefix`, under what follows it.
+
+    Unlike accelerate's, iterating it gives the keys that it takes, and its length is theirs.
+    """
+
+    def __init__(self, dataset: Mapping[str, torch.Tensor], prefix: str) -> None:
+        self.dataset = dataset
+        self.prefix = prefix
+
+    def __getitem__(self, key: str) -> torch.Tensor:
+        return self.dataset[f"{self.prefix}{key}"]
+
+    def source(self, name: str) -> WeightSource | None:
+        """Return the source of the weight `name`; see `source_of`."""
+        return source_of(self.dataset, f"{self.prefix}{name}")
+
+    def __contains__(self, key: object) -> bool:
+        return isinstance(key, str) and f"{self.prefix}{key}" in self.dataset
+
+    def __iter__(self) -> Iterator[str]:
+        return (key[len(self.prefix) :] for key in self.dataset if key.startswith(self.prefix))
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+
+class LayeredWeights(ChainMap[str, torch.Tensor]):
+    """Weights in memory and weights that are stored, by name; the first map that has a name gives it."""
+
+    @cached_property
+    def index(self) -> Mapping[str, Entry]:
+        """What is stored and where, in the form of an offload folder's index; files by absolute paths."""
+        places = {name: source_of(self, name) for name in self}
+        return {name: _entry(place) for name, place in places.items() if isinstance(place, FileWeight)}
+
+
+def _entry(place: FileWeight) -> Entry:
+    dtype = str(place.dtype).removeprefix("torch.")
+    if place.path.suffix == ".safetensors":
+        return {"safetensors_file": str(place.path.absolute()), "weight_name": place.tensor.name, "dtype": dtype}
+    return entry_of(dtype, place.tensor.shape)
