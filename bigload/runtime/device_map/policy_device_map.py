@@ -25,7 +25,7 @@ def map_by_policy(
     Raises:
         DoesNotFitError: the policy found no placement that keeps every limit.
         BudgetError: no device that computes has memory.
-        PlanError: there is no such policy.
+        OptionError: there is no such policy.
     """
     budget = _budget(limits)
     placement = _place(policy, units, budget)

@@ -375,7 +375,7 @@ def test_a_policy_that_finds_no_room_says_so(limits, error):
 
 
 def test_an_unknown_policy_is_refused_with_those_there_are():
-    with pytest.raises(bigload.PlanError, match="no policy 'best'") as caught:
+    with pytest.raises(bigload.OptionError, match="no policy 'best'") as caught:
         infer(repeated(), {0: 500}, policy="best")
     assert "sequential" in caught.value.hint
 
