@@ -44,11 +44,11 @@ _PRELOAD = (
 
 
 class AlignDevicesHook(ModelHook):
-    """Runs a module on one device: its weights are there, at least during a forward, and its arguments are sent there.
+    """Runs a module on one device: its weights are there during a forward, at least, and its arguments are moved there.
 
     Without `offload`, weights move once, when the hook is attached. With it, they are on the meta device except during
-    a forward, also one that raises. Forwards of one module may nest and run in several threads: weights come with the
-    first and go with the last.
+    a forward, also one that raises. Forwards of one module may nest and run in several threads: the first loads the
+    weights and the last offloads them.
 
     A weight that is not on the meta device when a forward begins, because it was assigned since or is tied to one that
     stays, is used as it is, and is still there afterwards.
@@ -62,8 +62,8 @@ class AlignDevicesHook(ModelHook):
             Without, weights are kept on the CPU.
         offload_buffers: Whether persistent buffers are offloaded too. Others stay on the execution device.
         place_submodules: Whether the hook is about all modules below as well.
-        skip_keys: Keyword arguments, or keys anywhere in arguments and outputs, whose values are not sent.
-        tied_params_map: Where hooks of one model find weights that another has on the device already.
+        skip_keys: Keyword arguments, or keys anywhere in arguments and outputs, whose values are not moved.
+        tied_params_map: Tied weights that another hook of the model has loaded to a device; see `TiedParams`.
     """
 
     def __init__(
@@ -87,10 +87,10 @@ class AlignDevicesHook(ModelHook):
         self.tied_params_map = tied_params_map
         self.input_device: torch.device | None = None
         self.original_devices: dict[str, torch.device] = {}
-        self._pointers: dict[str, int] = {}
+        self._addresses: dict[str, int] = {}
         self.device_map: DeviceMap | None = None
         self._made_weights_map = False
-        self._brings_uncalled = False
+        self._loads_uncalled = False
         self._forwards = ForwardState()
 
     @property
@@ -132,12 +132,12 @@ class AlignDevicesHook(ModelHook):
         return copied
 
     def init_hook(self, module: nn.Module) -> nn.Module:
-        """Place the weights of `module`, or send them away. If that fails, they are where they were."""
+        """Place the weights of `module`, or offload them. If that fails, they are where they were."""
         shared = self._tensors(module)
         self.original_devices = {slot.name: slot.tensor.device for slots in shared for slot in slots}
         try:
             if self.offload:
-                self._send_away(shared)
+                self._offload_tensors(shared)
             elif self._device is not None:
                 for slots in shared:
                     self._place(slots, self._device)
@@ -151,15 +151,15 @@ class AlignDevicesHook(ModelHook):
         return module
 
     def _tensors(self, module: nn.Module) -> list[list[TensorSlot]]:
-        return shared_tensors(module, recurse=self.place_submodules, uncalled=self._brings_uncalled)
+        return shared_tensors(module, recurse=self.place_submodules, uncalled=self._loads_uncalled)
 
-    def _send_away(self, shared: Sequence[Sequence[TensorSlot]]) -> None:
+    def _offload_tensors(self, shared: Sequence[Sequence[TensorSlot]]) -> None:
         leaving = [slots for slots in shared if self._is_offloaded(slots[0])]
         if self.weights_map is None:
             self._made_weights_map = True
             self.weights_map = {slot.name: slots[0].tensor.detach().to("cpu") for slots in leaving for slot in slots}
         for slots in leaving:
-            self._pointers.update((slot.name, data_address(slot.tensor)) for slot in slots)
+            self._addresses.update((slot.name, data_address(slot.tensor)) for slot in slots)
             assign(slots, absent(_put(slots, _META), Absence(self._full_name(slots[0]), _OFFLOADED, _PRELOAD)))
         if self._device is not None:
             for slots in shared:
@@ -174,7 +174,7 @@ class AlignDevicesHook(ModelHook):
         return not slot.is_buffer or (self.offload_buffers and slot.is_persistent)
 
     def _place(self, slots: Sequence[TensorSlot], device: torch.device) -> None:
-        """Bring a tensor to `device` for good, or take it from there if a tie is there already."""
+        """Move a tensor to `device` for good, or share the tied one that is there already."""
         slot = slots[0]
         on_devices = self._tied_copies(data_address(slot.tensor)) if device != _META else {}
         if _take(slots, on_devices.get(device)):
@@ -183,18 +183,18 @@ class AlignDevicesHook(ModelHook):
         on_devices[device] = _put(slots, device, *self._value(slots)) if knows_value else _put(slots, device)
 
     def _tied_copies(self, pointer: int) -> dict[torch.device, Tensor]:
-        """Return what to share of the tensor that was at `pointer`; a dict of nobody's if nothing is tied to it."""
+        """Return the copies on devices of the tensor that was at `pointer`; a new dict if nothing is tied to it."""
         return (self.tied_params_map or {}).get(pointer, {})
 
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Load what is offloaded, and return the arguments on the execution device."""
+        """Load offloaded weights, and return the arguments on the execution device."""
         if self._has_work:
             self._begin(module, args, kwargs)
         device = self._device
         if device is None:
             return args, kwargs
         try:
-            for value in args:  # most calls have nothing to send: this loop is what a hook costs
+            for value in args:  # most calls have nothing to move: this loop is what a hook costs
                 if type(value) is not Tensor or value.device != device:
                     args = send_to_device(args, device, skip_keys=self.skip_keys)
                     break
@@ -215,9 +215,9 @@ class AlignDevicesHook(ModelHook):
             self._forwards.input_devices.append(self.input_device)
 
     def post_forward(self, module: nn.Module, output: Any) -> Any:
-        """Send away what was loaded, and return the output on the device of the arguments if that is wanted.
+        """Offload what was loaded, and return the output, with `io_same_device` on the device of the arguments.
 
-        If the output is a generator, weights come back whenever it is started, and stay until it ends or is closed.
+        The weights of a generator are loaded when it is started, and stay until it ends or is closed.
         """
         if not self._has_work:
             return output
@@ -233,7 +233,7 @@ class AlignDevicesHook(ModelHook):
         return deliver(output)
 
     def abort_forward(self, module: nn.Module) -> None:
-        """Send away what was loaded."""
+        """Offload what was loaded."""
         self._end()
 
     @property
@@ -246,17 +246,17 @@ class AlignDevicesHook(ModelHook):
         return self._offload
 
     def _end(self) -> torch.device | None:
-        """Send away what was loaded, and return the device that the arguments came from."""
+        """Offload what was loaded, and return the device that the arguments came from."""
         device = self._pop_input_device()
         if self._loads_weights and not self._forwards.in_call:
             self._unload()
         return device
 
     def begin_call(self, module: nn.Module) -> bool:
-        """Bring the weights in for a call of `module`, its forward hooks included.
+        """Load the weights for a call of `module`, its forward hooks included.
 
         Returns:
-            Whether this call has brought them: then `end_call` has to follow, and its forward brings nothing.
+            Whether this call has loaded them: then `end_call` has to follow, and its forward loads nothing.
         """
         if not self._loads_weights or self._forwards.in_call:
             return False
@@ -265,12 +265,12 @@ class AlignDevicesHook(ModelHook):
         return True
 
     def end_call(self) -> None:
-        """Send away what `begin_call` brought."""
+        """Offload what `begin_call` loaded."""
         self._forwards.in_call = False
         self._unload()
 
     def detach_hook(self, module: nn.Module) -> nn.Module:
-        """Bring offloaded weights back to where they were before the hook; what was on the meta device stays there."""
+        """Load offloaded weights to where they were before the hook; what was on the meta device stays there."""
         if self.offload:
             self._restore(module)
         return module
@@ -281,17 +281,17 @@ class AlignDevicesHook(ModelHook):
         for slots in self._tensors(module):
             slot = slots[0]
             device = self.original_devices.get(slot.name, _META)
-            on_devices = self._tied_copies(self._pointers.get(slot.name, 0))
+            on_devices = self._tied_copies(self._addresses.get(slot.name, 0))
             if device not in (_META, slot.tensor.device) and not _take(slots, on_devices.get(device)):
                 on_devices[device] = _put(slots, device, *self._value(slots))
             elif device == _META:
                 assign(slots, form_of(slot.tensor))
-        if self._made_weights_map:  # values that may be others when the hook is attached again
+        if self._made_weights_map:  # the values may differ when the hook is attached again
             self.weights_map, self._made_weights_map = None, False
 
     @eager
     def _load(self, module: nn.Module) -> None:
-        """Bring offloaded weights to the execution device, unless a forward that is under way has done so."""
+        """Load offloaded weights to the execution device, unless a running forward has done so."""
         end_wrapping()
         self._load_own(module)
 
@@ -302,21 +302,21 @@ class AlignDevicesHook(ModelHook):
                 try:
                     for slots in self._tensors(module):
                         if self._is_offloaded(slots[0]):
-                            self._bring(slots)
+                            self._load_tensor(slots)
                 except BaseException:
                     forwards.put_back()
                     raise
             forwards.num_under_way += 1
 
-    def hold_own(self, module: nn.Module) -> None:
-        """Have the weights of `module` there until `end_hold`, for who looks at them without a forward."""
+    def hold_weights(self, module: nn.Module) -> None:
+        """Load the weights of `module` until `release_weights`, for code that reads them without a forward."""
         self._load_own(module)
-        self._forwards.note_brought()
+        self._forwards.note_loaded()
 
-    def end_hold(self) -> None:
-        """Send away what `hold_own` brought, but for weights that got other values meanwhile: these stay.
+    def release_weights(self) -> None:
+        """Offload what `hold_weights` loaded. Weights that got other values meanwhile stay.
 
-        Whether gradients are wanted of a weight may be changed meanwhile, too.
+        A changed `requires_grad` is kept, too.
         """
         with self._forwards.lock:
             self._forwards.keep_changed()
@@ -344,13 +344,13 @@ class AlignDevicesHook(ModelHook):
             if not forwards.num_under_way:
                 forwards.put_back()
 
-    def _bring(self, slots: Sequence[TensorSlot]) -> None:
+    def _load_tensor(self, slots: Sequence[TensorSlot]) -> None:
         slot, forwards = slots[0], self._forwards
         at_home = slot.tensor
         if not at_home.is_meta and self._device in (None, at_home.device):
             return
         forwards.away.append((slots, at_home))
-        on_devices = self._tied_copies(self._pointers.get(slot.name, 0) if at_home.is_meta else 0)
+        on_devices = self._tied_copies(self._addresses.get(slot.name, 0) if at_home.is_meta else 0)
         if self._device is not None and _take(slots, on_devices.get(self._device)):
             return
         value, statistics = self._value(slots)
@@ -366,7 +366,7 @@ class AlignDevicesHook(ModelHook):
 
     @property
     def module_name(self) -> str:
-        """The name that the module had in the model when it was dispatched; empty if the hook was not told."""
+        """The name of the module in the dispatched model; empty if it is unknown."""
         return str(getattr(self.weights_map, "prefix", "")).removesuffix(".")
 
     def offloaded_tensors(self, module: nn.Module) -> list[tuple[list[TensorSlot], Tensor]]:
@@ -378,7 +378,7 @@ class AlignDevicesHook(ModelHook):
         return [(slots, self._forwards.at_home(slots[0])) for slots in tensors if self._is_offloaded(slots[0])]
 
     def _value(self, slots: Sequence[TensorSlot]) -> tuple[Tensor, Tensor | None]:
-        """Return what the tensor of `slots` should hold, and the scales that int8 weights of bitsandbytes want."""
+        """Return the value for `slots`, and the scales that belong to int8 weights of bitsandbytes."""
         if not slots[0].tensor.is_meta:
             return slots[0].tensor, None
         weights_map = self.weights_map
@@ -420,7 +420,7 @@ def _put(
 
 
 def _take(slots: Sequence[TensorSlot], there: Tensor | None) -> bool:
-    """Let `slots` hold what is there already, if it is of their shape: parts of a tensor may begin at its address."""
+    """Assign `there` to `slots` if its shape is theirs: a part of a tensor may begin at the same address."""
     if there is None or there.shape != slots[0].tensor.shape:
         return False
     assign(slots, there)
@@ -428,7 +428,7 @@ def _take(slots: Sequence[TensorSlot], there: Tensor | None) -> bool:
 
 
 def _found(weights_map: Mapping[str, Tensor], name: str) -> Tensor | None:
-    """Return the value of `name`, if there is one. Asking whether there is may read it, so it is not asked first."""
+    """Return the value of `name`, if there is one. `in` might read the value, so it is not asked first."""
     try:
         return weights_map[name]
     except KeyError:

@@ -97,7 +97,7 @@ def attach_align_device_hook(
             skip_keys=skip_keys,
             tied_params_map=tied_params_map,
         )
-        hook._brings_uncalled = offload
+        hook._loads_uncalled = offload
         add_hook_to_module(module, hook, append=True)
     if is_preloaded:
         return
@@ -156,7 +156,7 @@ def attach_align_device_hook_on_blocks(
 
 
 class _HookSettings(NamedTuple):
-    """What all hooks of one model have in common, and the ways to attach them."""
+    """Arguments that all hooks of one model share, and the ways to attach them."""
 
     weights_map: Mapping[str, Tensor] | None
     offload_buffers: bool

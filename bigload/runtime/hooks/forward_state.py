@@ -13,12 +13,12 @@ from bigload.runtime.modules.tensor_slots import TensorSlot, assign
 
 
 class ForwardState:
-    """The forwards of one hook that are under way, and what came for them. Copies of the hook begin with none.
+    """The running forwards of one hook, and the tensors loaded for them. Copies of the hook begin with none.
 
     Attributes:
-        num_under_way: How many wait for `put_back`.
-        away: Tensors that others stand in for, with their places.
-        lent: Entries of a `tied_params_map` that are there as long.
+        num_under_way: Number of running forwards.
+        away: Placeholders that loaded tensors have replaced, with their slots.
+        lent: Entries made in a `tied_params_map`.
     """
 
     def __init__(self) -> None:
@@ -27,7 +27,7 @@ class ForwardState:
         self.away: list[tuple[Sequence[TensorSlot], Tensor]] = []
         self.lent: list[tuple[dict[torch.device, Tensor], torch.device]] = []
         self._here = threading.local()
-        self._brought: list[tuple[Tensor, int, int]] = []
+        self._noted: list[tuple[Tensor, int, int]] = []
 
     def __reduce__(self) -> tuple[type[ForwardState], tuple[()]]:
         return ForwardState, ()
@@ -40,7 +40,7 @@ class ForwardState:
 
     @property
     def in_call(self) -> bool:
-        """Whether this thread is in a call for all of which the weights are there."""
+        """Whether this thread is in a call that has loaded the weights, from `begin_call` to `end_call`."""
         return bool(self._here.__dict__.get("in_call"))
 
     @in_call.setter
@@ -48,31 +48,31 @@ class ForwardState:
         self._here.in_call = is_in
 
     def at_home(self, slot: TensorSlot) -> Tensor:
-        """Return what is in `slot` when no forward is under way."""
+        """Return what `slot` holds when no forward runs."""
         for slots, tensor in self.away:
             if any(each.module is slot.module and each.key == slot.key for each in slots):
                 return tensor
         return slot.tensor
 
-    def note_brought(self) -> None:
-        """Note the weights that are there now, to know later which of them got other values."""
+    def note_loaded(self) -> None:
+        """Note addresses and versions of the loaded weights, to find those that are changed later."""
         brought = [slots[0].tensor for slots, _ in self.away]
-        self._brought = [(tensor, data_address(tensor), version_of(tensor)) for tensor in brought]
+        self._noted = [(tensor, data_address(tensor), version_of(tensor)) for tensor in brought]
 
     def keep_changed(self) -> None:
-        """Have weights that got other values since they were noted stay when all else is put back."""
+        """Exempt weights that were changed since `note_loaded` from `put_back`."""
         unchanged = {
-            id(tensor) for tensor, *noted in self._brought if noted == [data_address(tensor), version_of(tensor)]
+            id(tensor) for tensor, *noted in self._noted if noted == [data_address(tensor), version_of(tensor)]
         }
         for slots, placeholder in self.away:
             tensor = slots[0].table.get(slots[0].key)
             if tensor is not None and id(tensor) in unchanged and placeholder.is_leaf:
                 placeholder.requires_grad_(tensor.requires_grad)
         self.away = [(slots, home) for slots, home in self.away if id(slots[0].table.get(slots[0].key)) in unchanged]
-        self._brought = []
+        self._noted = []
 
     def put_back(self) -> None:
-        """Put everything back in its place."""
+        """Put placeholders back into their slots, and remove the entries of the `tied_params_map`."""
         for slots, tensor in self.away:
             assign(slots, tensor)
         self.away.clear()

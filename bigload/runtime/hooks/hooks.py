@@ -161,7 +161,7 @@ def add_hook_to_module(module: nn.Module, hook: ModelHook, append: bool = False)
 
 
 def replace_hook(module: nn.Module, old: ModelHook, new: ModelHook) -> None:
-    """Have `new`, which has taken over the state of `old`, called in its place; neither is told."""
+    """Put `new`, which has taken over the state of `old`, in its place, without `detach_hook` and `init_hook`."""
 
     def replaced(hook: ModelHook) -> ModelHook:
         if isinstance(hook, SequentialHook):

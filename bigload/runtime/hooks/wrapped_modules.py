@@ -1,4 +1,4 @@
-"""Offloaded modules that another module is put around, as adapters are: it has to see where they run, and their values.
+"""Load the weights of an offloaded module while another one is put around it, as adapters are.
 
 PEFT reads the device of a layer's weight to place what it adds, and some adapters begin with values computed from that
 weight. Between forwards both are those of a placeholder. torch calls a hook whenever a module becomes part of another:
@@ -27,7 +27,7 @@ DeviceMap = MutableMapping[str, int | str | torch.device]
 
 @runtime_checkable
 class HoldsWeights(LoadsWeights, Protocol):
-    """A hook that can have offloaded weights of its module there without a forward."""
+    """A hook that can load the offloaded weights of its module without a forward."""
 
     offload: bool
     device_map: DeviceMap | None
@@ -40,15 +40,15 @@ class HoldsWeights(LoadsWeights, Protocol):
     def module_name(self) -> str:
         """The name that the module had in the model when it was dispatched."""
 
-    def hold_own(self, module: nn.Module) -> None:
-        """Bring the weights in."""
+    def hold_weights(self, module: nn.Module) -> None:
+        """Load the weights."""
 
-    def end_hold(self) -> None:
-        """Send away those that are as they came."""
+    def release_weights(self) -> None:
+        """Offload those that were not changed."""
 
 
 class _HeldHook(threading.local):
-    """The hook that holds the module that this thread wrapped last."""
+    """The hook of the module that this thread wrapped last."""
 
     hook: weakref.ref[HoldsWeights] | None = None  # which keeps no model alive
 
@@ -65,18 +65,18 @@ def watch_wrapping() -> None:
 
 
 def end_wrapping() -> None:
-    """Send away the weights of what this thread wrapped last."""
+    """Offload the weights of the module that this thread wrapped last."""
     if _held.hook is not None:
         hook, _held.hook = _held.hook(), None
         if hook is not None:
-            hook.end_hold()
+            hook.release_weights()
 
 
 def _registered(wrapper: nn.Module, name: str, module: nn.Module | None) -> None:
     hook = None if module is None else _offloading(module)
     if module is not None and hook is not None:
         end_wrapping()
-        hook.hold_own(module)
+        hook.hold_weights(module)
         _held.hook = weakref.ref(hook)
         wrapper.__dict__["_call_impl"] = partial(_call_around, wrapper)
         if hook.device_map is not None and hook.device is not None and hook.module_name:

@@ -1,4 +1,4 @@
-"""Functions and classes of `accelerate.utils.offload` 1.15: names, signatures and semantics are those.
+"""Functions of `accelerate.utils.offload` 1.15, with its names, signatures and semantics.
 
 A folder has a `.dat` file per tensor and an `index.json`; `layouts/dat_format.py` describes the format, and
 `offload_writer.py` what is written beside it and in which order.
