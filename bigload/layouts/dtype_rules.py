@@ -1,4 +1,4 @@
-"""In which dtype each tensor is written, what stays as it is and why, and what config.json says of it."""
+"""Dtype of each written tensor, the reasons for keeping a stored dtype, and the dtype that config.json states."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ class DTypeRule:
     `layers.0.mlp.gate.weight`, and not in `layers.0.mlp.gate_proj.weight`.
 
     Attributes:
-        dtype: What was asked for; `None` leaves everything as it is.
-        keep_fp32: Patterns.
+        dtype: Dtype to cast to; `None` casts nothing.
+        keep_fp32: Patterns of names of tensors that are written in float32.
     """
 
     dtype: DType | None = None
@@ -76,10 +76,10 @@ class DTypeRule:
         return {reason: tuple(found[reason]) for reason in Kept if reason in found}
 
     def check(self, tensors: Iterable[TensorInfo]) -> None:
-        """Raise if a pattern keeps nothing: it is misspelt, or for another model.
+        """Raise if a pattern matches no tensor.
 
         Raises:
-            OptionError: it matches no plain floating-point tensor of `tensors`.
+            OptionError: a pattern matches no plain floating-point tensor of `tensors`.
         """
         names = [tensor.name for tensor in tensors if as_dtype(tensor, _FLOAT32).dtype == _FLOAT32]
         for pattern in self.keep_fp32:
@@ -89,11 +89,11 @@ class DTypeRule:
 
 
 def dtype_rule(dtype: str | DType | None, *, keep_fp32: Sequence[str] = ()) -> DTypeRule:
-    """Return the rule for what was asked: a dtype as `dtypes.parse_dtype` reads it, and patterns of names.
+    """Return the rule of the options `dtype`, text as `dtypes.parse_dtype` reads it, and `keep_fp32`.
 
     Raises:
-        OptionError: no such dtype, or one that weights cannot be cast to; patterns that are none, or that have
-            nothing to keep anything from.
+        OptionError: `dtype` is unknown, or weights cannot be cast to it; `keep_fp32` is no list of patterns, or is
+            given without a dtype.
     """
     if isinstance(keep_fp32, str) or not all(isinstance(pattern, str) and pattern for pattern in keep_fp32):
         raise OptionError.of("keep_fp32", keep_fp32, "a list of patterns of tensor names")
@@ -111,21 +111,21 @@ def dtype_rule(dtype: str | DType | None, *, keep_fp32: Sequence[str] = ()) -> D
 
 
 def matches(pattern: str, name: str) -> bool:
-    """Return whether `pattern` is for the tensor `name`: see `DTypeRule`."""
+    """Return whether `pattern` matches the tensor `name`: see `DTypeRule`."""
     if _WILDCARDS.intersection(pattern):
         return fnmatchcase(name, pattern)
     return f".{pattern}." in f".{name}."
 
 
 def config_with_dtype(config_text: bytes, dtype: DType) -> bytes:
-    """Return a config.json that says `dtype`, wherever it says one, and is otherwise the same.
+    """Return a config.json with `dtype` in place of every dtype that it states.
 
-    Of that, `from_pretrained(dtype="auto")`, which is the default of transformers 5, makes the dtype of the whole
-    model. A config that says none gets a `torch_dtype`, which every version reads: transformers would go by the first
-    tensor, and that may be one that was kept in float32.
+    `from_pretrained(dtype="auto")`, the default of transformers 5, builds the whole model in that dtype. A config
+    without a dtype gets a `torch_dtype`, which every version reads: transformers would take the dtype of the first
+    tensor, which may have been kept in float32.
 
-    Unchanged are what is no JSON object, and all configs where `dtype` has 8 bits: torch computes nothing in them, so
-    that a model cannot be built in one. The section `quantization_config` speaks of other things.
+    Text that is no JSON object stays unchanged, and so does every config if `dtype` has 8 bits: torch computes nothing
+    in such dtypes, so no model can be built in one. Dtypes in `quantization_config` are not those of the weights.
     """
     try:
         config = json.loads(config_text)
@@ -146,18 +146,18 @@ def _with_dtype(section: Mapping[str, object], name: str) -> dict[str, object]:
     changed = dict(section)
     for key, value in section.items():
         if key in _DTYPE_KEYS:
-            changed[key] = _said(value, name)
+            changed[key] = _renamed_dtype(value, name)
         elif isinstance(value, dict) and key != "quantization_config":
             changed[key] = _with_dtype(value, name)
     return changed
 
 
-def _said(value: object, name: str) -> object:
+def _renamed_dtype(value: object, name: str) -> object:
     """Return `name` in place of a dtype; of a dict, which names one for each part of a model, in place of each.
 
     Anything else is left alone: vocabularies, too, are sections of some configs, and have a token for every word.
     """
     if isinstance(value, dict):
-        return {part: _said(given, name) for part, given in value.items()}
+        return {part: _renamed_dtype(given, name) for part, given in value.items()}
     is_dtype = isinstance(value, str) and value.removeprefix("torch.") in _TORCH_NAMES
     return name if is_dtype else value

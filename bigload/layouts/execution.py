@@ -1,4 +1,4 @@
-"""Carry out a prepared reshard, in this process and those of its team: weights first, then what names them."""
+"""Execution of a prepared reshard by the ranks of a process group: weights first, then the files that name them."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ from bigload.version import __version__
 
 @dataclass(slots=True)
 class ProcessResult:
-    """What one process has done of a reshard."""
+    """Files that one rank has written."""
 
     records: dict[str, FileRecord] = field(default_factory=dict)
     kept_files: int = 0
@@ -54,13 +54,13 @@ class ProcessResult:
 
     @classmethod
     def from_json(cls, found: dict[str, Any]) -> ProcessResult:
-        """Return what `asdict` said of a share, after JSON."""
+        """Return the result from the JSON form of its `asdict`."""
         records = {name: FileRecord(**record) for name, record in found["records"].items()}
         return cls(**{**found, "records": records})
 
 
 class ReshardRun:
-    """One reshard while it is carried out, in this process and those of its team."""
+    """One reshard, on the ranks of a process group."""
 
     def __init__(self, prepared: PreparedReshard, *, on_progress: OnProgress, team: ProcessGroup) -> None:
         self._prepared = prepared
@@ -71,11 +71,11 @@ class ReshardRun:
         self._team = team
 
     def carry_out(self) -> ProcessResult:
-        """Write this process's files, and wait for those of the others; number 0 does the rest, and publishes."""
+        """Write the files of this rank and wait for the others; rank 0 writes the rest and publishes."""
         sign = self._agree()
         if self._prepared.is_finished:
             return self._nothing_to_do()
-        trim_heap()  # what headers and plans took while they were read
+        trim_heap()  # memory freed after reading headers and plans
         with ExitStack() as opened:
             staging = self._enter(opened, sign)
             pool = BlockPool(self._threads, block_bytes=window_bytes(self._threads, self._max_inflight))
@@ -84,11 +84,11 @@ class ReshardRun:
             try:
                 share = run_on_all_ranks(self._team, lambda: self._write(staging, sources, pool))
             except RankError:
-                self._check_unchanged(staging, sources)  # where that is why another failed, nothing is worth keeping
+                self._check_unchanged(staging, sources)  # if a source changed, nothing that was written is kept
                 raise
             whole = _united(map(ProcessResult.from_json, self._team.all_gather(asdict(share))))
             run_on_all_ranks(self._team, lambda: self._finish(staging, whole) if self._is_first else None)
-            published = opened.pop_all()  # leaving it publishes: a failure there has to reach the others as well
+            published = opened.pop_all()  # closing it publishes; a failure there has to reach the other ranks as well
             run_on_all_ranks(self._team, published.close)
         return whole
 
@@ -97,13 +97,13 @@ class ReshardRun:
         return self._team.rank == 0
 
     def _nothing_to_do(self) -> ProcessResult:
-        """Return what there is where an interrupted run had published everything, after tidying up behind it."""
+        """Return the result of an interrupted run that had published everything, after removing its leftovers."""
         if self._is_first:
             tidy(self._prepared.out, force=self._options.force)
         return ProcessResult(kept_files=len(self._prepared.output.files), kept_bytes=self._prepared.num_bytes)
 
     def _agree(self) -> str:
-        """Raise unless all processes are about to do the same; return a name that nothing has had before."""
+        """Raise unless all ranks have the same options and files; return a random name for this run's sign file."""
         prepared = self._prepared
         facts = {
             "what it would write (another source, or other options)": prepared.recipe,
@@ -113,14 +113,14 @@ class ReshardRun:
             "whether the output is there already": prepared.is_finished,
             "the version of bigload": __version__,
         }
-        told: list[dict[str, Any]] = self._team.all_gather(
+        gathered: list[dict[str, Any]] = self._team.all_gather(
             {"facts": facts, "sign": f".bigload-team-{secrets.token_hex(8)}"}
         )
-        for rank, theirs in enumerate(told):
-            differing = [what for what, value in told[0]["facts"].items() if theirs["facts"].get(what) != value]
+        for rank, theirs in enumerate(gathered):
+            differing = [what for what, value in gathered[0]["facts"].items() if theirs["facts"].get(what) != value]
             if differing:
                 raise RankError(rank, f"it differs from process 0 in {', '.join(differing)}")
-        return str(told[0]["sign"])
+        return str(gathered[0]["sign"])
 
     def _enter(self, opened: ExitStack, sign: str) -> Staging:
         prepared, team = self._prepared, self._team
@@ -154,11 +154,11 @@ class ReshardRun:
         share = ProcessResult()
         share.kept_files = sum(file.kept is not None and file.kept.record is not None for file in files)
         share.kept_bytes = sum(file.kept.digest.position for file in files if file.kept is not None)
-        filler = WindowReader(sources, shared=sources.through_cache)
+        window_reader = WindowReader(sources, shared=sources.through_cache)
         writer = Writer(
             staging.folder,
             sources,
-            filler,
+            window_reader,
             verify=self._options.verify,
             journal=staging.journal,
             tally=tally,
@@ -168,7 +168,7 @@ class ReshardRun:
             max_inflight=self._max_inflight,
         )
         share.records = writer.write(files)
-        share.overflows = dict(filler.overflows)
+        share.overflows = dict(window_reader.overflows)
         self._check_unchanged(staging, sources)
         if self._options.verify is not Verify.NONE:
             self._check_sizes(staging, mine)
@@ -202,7 +202,7 @@ class ReshardRun:
                 raise ReadError(staging.folder / output.file, reason)
 
     def _finish(self, staging: Staging, share: ProcessResult) -> None:
-        """Write everything but the weights; an index comes after what it names, the manifest last of all."""
+        """Write all other files: an index after the files that it names, the manifest last."""
         prepared = self._prepared
         records = dict(share.records)
         for side_file in prepared.side_files:
@@ -246,7 +246,7 @@ def _united(shares: Iterable[ProcessResult]) -> ProcessResult:
 
 
 def _assigned(files: Sequence[OutputFile], team: ProcessGroup) -> list[OutputFile]:
-    """Return the files of this process, in their order: each goes to who has the fewest bytes so far, largest first."""
+    """Return the files of this rank in their order: largest first, each file goes to the rank with the fewest bytes."""
     loads = [0] * team.size
     mine = set()
     for output in sorted(files, key=lambda output: (-output.num_bytes, output.file)):
@@ -258,7 +258,7 @@ def _assigned(files: Sequence[OutputFile], team: ProcessGroup) -> list[OutputFil
 
 
 def _link(folder: Path, alias: str, name: str, records: Mapping[str, FileRecord]) -> FileRecord:
-    """Give the file `name` the further name `alias`: one file with two names, or where that cannot be a link to it."""
+    """Make `alias` a hard link to the file `name`, or a symbolic link where the file system has no hard links."""
     path = folder / alias
     try:
         with suppress(FileNotFoundError):

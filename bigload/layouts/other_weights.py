@@ -1,7 +1,7 @@
-"""Weight files beside a checkpoint that are none of its shards: carried along, left behind with a reason, or refused.
+"""Weight files beside a checkpoint that are none of its shards: copied, left out with a reason, or refused.
 
 Parts of a model may have files of their own: `2_Dense/model.safetensors` of sentence-transformers, `sparse_linear.pt`,
-an adapter. A reader of the output needs them, so none may get lost without a word.
+an adapter. A reader of the output needs them, so none is left out silently.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ _MAX_ENTRIES = 100_000
 _TRAINING_STATE = ("optimizer", "scheduler", "scaler", "rng_state", "random_states", "training_args")
 
 
-class Left(StrEnum):
-    """Why a weight file stays behind."""
+class LeftOut(StrEnum):
+    """Reason for not copying a weight file."""
 
     COPY = "the same weights in another file"
     FOREIGN = "weights in the format of another framework"
@@ -42,18 +42,18 @@ class OtherWeights:
     """The weight files in the folder of a checkpoint that are none of its shards, by their paths in it.
 
     Attributes:
-        carried: Files that the output needs: they are copied as they are.
-        left: Reasons of those that stay behind.
+        carried: Files that the output needs, copied unchanged.
+        left: Files that are not copied, and the reason.
     """
 
     carried: tuple[str, ...] = ()
-    left: Mapping[str, Left] = field(default_factory=dict)
+    left: Mapping[str, LeftOut] = field(default_factory=dict)
 
     def notes(self) -> Iterator[str]:
-        """Yield a sentence for the files that are carried, and one for each reason for which files are left."""
+        """Yield a sentence for the copied files, and one for each reason for leaving files out."""
         if self.carried:
             yield f"{counted(len(self.carried), 'other weight file')} copied unchanged, {self.carried[0]} for one"
-        for reason in Left:
+        for reason in LeftOut:
             names = [name for name, why in self.left.items() if why is reason]
             if names:
                 yield f"{counted(len(names), 'file')} not written: {reason}, {names[0]} for one"
@@ -65,37 +65,37 @@ def is_weight_file(path: Path) -> bool:
 
 
 def other_weights(checkpoint: Checkpoint, *, taken: Collection[str]) -> OtherWeights:
-    """Return which weight files of the checkpoint's folder are carried along; headers are read, data is not.
+    """Return the other weight files in the checkpoint's folder. Reads headers, no data.
 
-    A file is a copy where at least half of its tensors are names of the checkpoint. Nothing is looked at where the
-    caller named a file or an index, and not the folder: then that file or index is all that is meant.
+    A file is another copy of the checkpoint if at least half of its tensors have names of the checkpoint. If the
+    caller named a file or an index rather than the folder, no other files are looked at.
 
     Args:
-        checkpoint: Whose folder.
+        checkpoint: Checkpoint whose folder is searched.
         taken: First parts of paths that the output has for itself.
 
     Raises:
-        OtherWeightsError: files that are no copies cannot be carried: too large, links that lead out of the folder or
-            nowhere, or their place is taken.
+        OtherWeightsError: files that are no copies cannot be copied: too large, links that leave the folder or lead
+            nowhere, or the output has a file of that name.
     """
     if Path(checkpoint.path).is_file():
         return OtherWeights()
     own = {shard.file for shard in checkpoint.shards}
     carried: dict[str, int] = {}
-    left: dict[str, Left] = {}
+    left: dict[str, LeftOut] = {}
     problems: list[str] = []
     for path in _weight_files(checkpoint.root):
         name = path.relative_to(checkpoint.root).as_posix()
         if name in own:
             continue
         if path.suffix in FOREIGN_SUFFIXES or path.name.startswith(_TRAINING_STATE):
-            left[name] = Left.FOREIGN if path.suffix in FOREIGN_SUFFIXES else Left.TRAINING
+            left[name] = LeftOut.FOREIGN if path.suffix in FOREIGN_SUFFIXES else LeftOut.TRAINING
             continue
         place = resolve_shard(checkpoint.root, name)
         if isinstance(place, str) or not place.is_file():
             problems.append(f"{name} {place if isinstance(place, str) else 'is no file that can be read'}")
         elif _is_copy(place, name, checkpoint):
-            left[name] = Left.COPY
+            left[name] = LeftOut.COPY
         elif name.partition("/")[0] in taken:
             problems.append(f"{name} is in the place of a file that the output needs")
         else:

@@ -1,7 +1,7 @@
-"""What a reshard writes, as data: files, the parts of source tensors in them, and the small documents beside them.
+"""Output of a reshard as data: files, the parts of source tensors in them, and the small documents beside them.
 
-A layout is a function from a checkpoint, and what was asked for, to an `Output`. It moves no byte, so it can be shown,
-tested and fingerprinted; `writer.py` carries it out whatever the layout.
+A layout is a function from a checkpoint and options to an `Output`. It moves no byte, so it can be shown, tested and
+fingerprinted. `writing/writer.py` writes every output in the same way.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ _LIBRARY_BASES = ("diffusion_pytorch_model", "adapter_model")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutputTensor:
-    """A tensor to write: where it comes from, in which dtype it is written, and which parts of it.
+    """A tensor to write.
 
     Attributes:
-        source: As it is stored now.
-        dtype: As it shall be stored.
-        parts: Slices along one dimension, written one after the other; none for all of it.
+        source: The stored tensor.
+        dtype: Dtype to write.
+        parts: Slices along one dimension, written one after the other; empty for the whole tensor.
     """
 
     source: TensorInfo
@@ -58,7 +58,7 @@ class OutputTensor:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """As it is written."""
+        """Shape as written."""
         if not self.parts:
             return self.source.shape
         dim, lengths = self.parts[0].dim, [part.stop - part.start for part in self.parts]
@@ -67,7 +67,7 @@ class OutputTensor:
 
     @property
     def num_bytes(self) -> int:
-        """As it is written."""
+        """Bytes as written."""
         return -(-prod(self.shape) * self.dtype.bits // 8)
 
 
@@ -76,7 +76,7 @@ class OutputFile:
     """A file of weights. `file` is relative to the output folder; tensors are in file order, without gaps.
 
     Attributes:
-        is_raw: It holds the bytes of its tensors and nothing else; otherwise it is safetensors.
+        is_raw: The file has no header; otherwise it is safetensors.
         data_offset: The data starts at this many bytes after a multiple of `DATA_ALIGNMENT`.
         aliases: Further names of tensors in it, to the names they have here. They go into `__metadata__`, where
             safetensors' `save_model` and huggingface_hub's `save_torch_state_dict` say so too.
@@ -99,7 +99,7 @@ class OutputFile:
 
     @cached_property
     def header_bytes(self) -> int:
-        """How many they are."""
+        """Length of `header`."""
         return len(self.header)
 
     @cached_property
@@ -126,16 +126,16 @@ class OutputFile:
 
 @dataclass(frozen=True, kw_only=True)
 class Output:
-    """All that a layout writes.
+    """Files of a reshard.
 
     Attributes:
         layout: Name of the layout; set by `select_output`.
-        files: The weights.
-        documents: Small files by relative path, in the order of writing: what says that a folder is complete (an index)
-            comes after the rest, and the root's last.
-        aliases: Names that are not written, because they are tied to one that is.
+        files: Files of weights.
+        documents: Small files by relative path, in the order of writing. An index marks its folder as complete, so it
+            comes after the other files, and that of the root comes last.
+        aliases: Names of tensors that are not written, to the written tensor that they are tied to.
         links: Further names of files of weights, by relative path: hard links, or relative symbolic ones.
-        notes: What the user should know of it, a sentence each.
+        notes: Sentences for the user.
     """
 
     files: tuple[OutputFile, ...]
@@ -152,16 +152,16 @@ class Output:
 
 
 DTypeOf = Callable[[TensorInfo], DType]
-"""In which dtype each tensor is written."""
+"""Returns the dtype in which a tensor is written."""
 
 
 def as_stored(tensor: TensorInfo) -> DType:
-    """Return the dtype that `tensor` has now: the rule of a reshard that casts nothing."""
+    """Return the stored dtype of `tensor`, for a reshard that casts nothing."""
     return tensor.dtype
 
 
 OffsetOf = Callable[[Sequence[OutputTensor]], int]
-"""Where, after a multiple of `DATA_ALIGNMENT`, the data of a file with these tensors starts."""
+"""Returns where, after a multiple of `DATA_ALIGNMENT`, the data of a file with these tensors starts."""
 
 
 def at_block(tensors: Sequence[OutputTensor]) -> int:  # noqa: ARG001 - see OffsetOf
@@ -221,7 +221,7 @@ def with_offsets(files: Iterable[OutputFile], offset_of: OffsetOf) -> tuple[Outp
 
 
 def with_aliases(files: Iterable[OutputFile], aliases: Mapping[str, str]) -> tuple[OutputFile, ...]:
-    """Return `files` that each say of which other names their tensors are."""
+    """Return `files` with the other names of their tensors."""
     others: dict[str, list[str]] = {}
     for alias, name in aliases.items():
         others.setdefault(name, []).append(alias)

@@ -1,4 +1,4 @@
-"""Look at everything that can go wrong with a reshard beforehand, and say what would be done, as data."""
+"""Preparation of a reshard: check everything that can fail before a byte is written, and return the result as data."""
 
 from __future__ import annotations
 
@@ -39,24 +39,25 @@ from bigload.planning.plan import Plan
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreparedReshard:
-    """What a reshard will do.
+    """A checked reshard, ready to run.
 
     Attributes:
-        checkpoint: What is read.
-        plan: By which, where the layout follows one.
-        out: Where it goes.
-        output: What is written.
-        ranges: By file, what of it is data; the rest are holes of sparse sources.
-        side_files: Config, tokenizer and the like, which come along with all of a model.
-        stored_bytes: What it takes on disk: holes take nothing.
-        free_bytes: What is free there.
-        kept_bytes: What an interrupted run left, if it is gone on with: not yet looked at.
+        checkpoint: Checkpoint to read.
+        plan: Plan that was given, if any.
+        out: Folder to publish.
+        output: Files to write.
+        ranges: Byte ranges of data by file; the rest are holes of sparse sources.
+        side_files: Config, tokenizer and the like, copied if the whole model is written.
+        stored_bytes: Bytes that the output takes on disk, without holes.
+        free_bytes: Free bytes there.
+        kept_bytes: Bytes of an interrupted run that is resumed, before they are checked.
         options: Options that it was prepared with.
         recorded_options: Those of them that decide the bytes, as plain values for the manifest.
-        recipe: Digest of all that decides what is written.
-        identities: What the source files were when `recipe` was made.
-        is_finished: A run that was interrupted, and is to be gone on with, had published all of it.
-        notes: What the user should know of it.
+        recipe: Digest of everything that decides which bytes are written.
+        identities: Identities of the source files when `recipe` was made.
+        kernel: What the kernel can copy by itself.
+        is_finished: The run to resume had published everything.
+        notes: Sentences for the user.
     """
 
     checkpoint: Checkpoint
@@ -94,7 +95,7 @@ def prepare_reshard(
         _check_apart(opened, target)
     beside = side_files(opened, output, dtype=options.dtypes.dtype) if _is_a_model(chosen) else SideFiles()
     with SourceFiles(opened) as sources:
-        identities = sources.identities()  # before: what is written to meanwhile is noticed
+        identities = sources.identities()  # before reading, so that a later change is noticed
         ranges = {file.file: data_ranges(file, sources.extents, block_bytes=BLOCK_BYTES) for file in output.files}
     recipe = _recipe(chosen, identities)
     small_bytes = sum(len(content) for content in output.documents.values()) + sum(
@@ -105,7 +106,7 @@ def prepare_reshard(
         is_finished = options.resume and _is_published(target, recipe)
         if not is_finished:
             check_output(target, resume=options.resume, force=options.force)
-        left = _stored_in(staging_folder(target))  # gone on with, or thrown away first
+        left = _stored_in(staging_folder(target))  # resumed, or removed first
         free = shutil.disk_usage(_existing(target)).free
     if stored - left > free and not is_finished and chosen.kernel is not KernelCopy.CLONE:
         raise NotEnoughSpaceError(target, needed_bytes=stored - left, free_bytes=free)
@@ -146,13 +147,13 @@ def _recipe(chosen: Selection, identities: Mapping[str, SourceIdentity]) -> str:
 
 
 def _is_published(out: Path, recipe: str) -> bool:
-    """Return whether `out` is complete, and what `recipe` says; somebody may have removed files of it since."""
+    """Return whether `out` has all files of the same `recipe`; files may have been removed since."""
     is_this = (out / MANIFEST_FILE).is_file() and read_manifest(out).options.get("recipe") == recipe
     return is_this and verify_folder(out, level=Level.SIZE).ok
 
 
 def _check_apart(checkpoint: Checkpoint, target: Path) -> None:
-    """Raise if the output would lie in the source, or the source in it."""
+    """Raise if the output is inside the source, or the source inside the output."""
     root, out = (Path(os.path.realpath(folder)) for folder in (checkpoint.root, target))
     hint = "choose a folder outside of it"
     if not is_single_file(checkpoint) and out == root:
@@ -168,11 +169,11 @@ def _check_apart(checkpoint: Checkpoint, target: Path) -> None:
 
 
 def _named(out: str | Path) -> Path:
-    """Return `out` if it has a name, to which others can be formed that stand beside it.
+    """Return `out` as a path beside which the staging folder can be made.
 
     Raises:
-        OutputExistsError: it has none, being `.`, `/`, or a way up; or one that says it is not finished.
-        WriteError: nothing can have such a name.
+        OutputExistsError: it has no name of its own, being `.`, `/` or `..`; or the name of a staging folder.
+        WriteError: the file system refuses such a name.
     """
     path = Path(out)
     if path.name in ("", ".."):
@@ -192,7 +193,7 @@ def _named(out: str | Path) -> Path:
 
 
 def _existing(path: Path) -> Path:
-    """Return the folder nearest to `path` that is there."""
+    """Return the nearest existing folder at or above `path`."""
     folder = path.absolute()
     while not folder.exists():
         folder = folder.parent

@@ -1,7 +1,7 @@
 """Rewrite a checkpoint in another layout.
 
-`prepare_reshard` looks at everything that can go wrong beforehand and returns what would be done, as data; a dry run
-ends there. `run_reshard` does it.
+`prepare_reshard` checks everything that can fail before a byte is written, and returns what would be written as data; a
+dry run ends there. `run_reshard` writes it.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from bigload.planning.plan import Plan
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReshardReport:
-    """What a reshard did.
+    """Result of a reshard.
 
     Attributes:
-        out: Where it is.
-        output: What was written.
+        out: Published folder.
+        output: Files that were written.
         num_bytes: Bytes of all files of weights, holes included.
-        stored_bytes: What they take on disk.
-        kept_files: Files that an interrupted run had finished, and that were read back and found right.
+        stored_bytes: Bytes that they take on disk.
+        kept_files: Files that an interrupted run had finished, read back and found right.
         kept_bytes: Bytes of them, and of the beginnings of others.
-        seconds: From the first check until all of it was published.
-        verify: How it was checked.
-        overflows: By tensor, how many numbers became infinite because the new dtype cannot hold them.
+        seconds: Time from the first check until publication.
+        verify: Verification of the written files.
+        overflows: By tensor, how many values became infinite because the new dtype cannot hold them.
     """
 
     out: Path
@@ -55,7 +55,7 @@ class ReshardReport:
 
     @property
     def written_bytes(self) -> int:
-        """Bytes that were written, holes included."""
+        """Bytes that this run wrote, holes included."""
         return self.num_bytes - self.kept_bytes
 
     @property
@@ -91,26 +91,26 @@ def reshard(
         out: Must not exist, or be empty. It appears when everything is written, flushed and verified.
         layout: `devices` (the layout of plans), `offload`, `shards` (that of checkpoints) or `ranks` (that with `tp`).
         checkpoint: Where the checkpoint of a plan is, if not where the plan says.
-        max_shard_bytes: Size of the files to write, in bytes or as text such as `2GB`; `None` for one file.
-        dtype: Cast tensors of floating-point numbers on the way.
+        max_shard_bytes: Largest size of the files to write, in bytes or as text such as `2GB`; `None` for one file.
+        dtype: Cast floating-point tensors while copying.
         keep_fp32: Patterns of names of tensors that are written in 32 bits.
-        tp: Tensor-parallel ranks to cut for.
-        tp_rules: How tensors are cut, by pattern of their module's name, or a file with that; before the rules that are
-            known for the architecture.
+        tp: Number of tensor-parallel ranks.
+        tp_rules: Rules that divide tensors, by pattern of their module's name, or a file of rules. They take precedence
+            over the rules of the architecture.
         offload_format: `safetensors`, or `dat` as accelerate has it.
         verify: `full`: read everything back and compare it; `size`; or `none`.
-        resume: Go on with what an interrupted run left, after reading it back.
-        force: Replace an `out` that bigload wrote, and throw away what an interrupted run left.
+        resume: Resume an interrupted run, after reading back what it has written.
+        force: Replace an `out` that bigload wrote, and discard an interrupted run.
         threads: Threads that fill and write; four when left out.
-        max_inflight: Memory for what is on its way, in bytes or as text; 96 MiB when left out.
-        on_progress: Told of every finished stretch.
+        max_inflight: Memory for bytes in flight, in bytes or as text; 96 MiB when left out.
+        on_progress: Called after every finished window.
         team: Processes that share the work, each its files; all of them call this with the same arguments. When left
             out: the ranks of torch.distributed, where this process has joined them, and else this process alone.
 
     Raises:
         StalePlanError, InvalidPlanError: the plan is not for this checkpoint, or wrong in itself.
-        OptionError: what was asked for does not go together.
-        OutputExistsError: something stands where the output should go, or an interrupted run left work there.
+        OptionError: the options contradict each other, or do not suit the source.
+        OutputExistsError: `out` is not empty, or an interrupted run left work there.
         NotEnoughSpaceError, WriteError: the disk is too small, or refuses.
         VerificationError: what was read back differs from the source.
         CheckpointError, ReadError: the source cannot be opened, read, or changed meanwhile.

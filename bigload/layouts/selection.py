@@ -84,7 +84,7 @@ def select_output(
 
 
 def _notes(rule: DTypeRule, checkpoint: Checkpoint) -> Iterator[str]:
-    """Yield which tensors keep their dtype although a cast was asked for, and not by a pattern."""
+    """Yield the tensors that a cast leaves in their dtype for another reason than a pattern."""
     for reason, names in rule.kept_of(checkpoint.tensors.values()).items():
         if reason is not Kept.AS_FLOAT32:
             yield f"{counted(len(names), 'tensor')} not cast: {reason}, {names[0]} for one"
@@ -110,13 +110,13 @@ def _checkpoint(
     source: Plan | Checkpoint | str | Path,
     plan: Plan | None,
     plan_file: Path | None,
-    wished: Checkpoint | str | Path | None,
+    given: Checkpoint | str | Path | None,
 ) -> Checkpoint:
     if plan is None:
-        if wished is not None:
-            raise OptionError.of("checkpoint", str(wished), "nothing, when the source is a checkpoint itself")
+        if given is not None:
+            raise OptionError.of("checkpoint", str(given), "nothing, when the source is a checkpoint itself")
         return source if isinstance(source, Checkpoint) else open_checkpoint(str(source))
-    place = wished or _path_of(plan, plan_file)
+    place = given or _path_of(plan, plan_file)
     return open_planned(plan, place, source="the plan" if plan_file is None else str(plan_file))
 
 
@@ -157,10 +157,9 @@ def _check_options(name: str, layout: OutputLayout, options: ReshardOptions, pla
 
 
 def _check_change(options: ReshardOptions, plan: Plan | None, checkpoint: Checkpoint, output: Output) -> None:
-    """Raise if nothing was asked for and nothing would change: a copy of 131 GiB is rarely what was meant.
+    """Raise if no option is given and nothing would change: nobody wants a mere copy of 131 GiB.
 
-    Files in another order, or a few more or less of them, are no change that anybody asked for; safetensors in place of
-    torch's files are.
+    Another order or number of files is no change by itself; safetensors in place of torch files are.
     """
     is_default = plan is None and all(map(options.is_default, ("layout", "dtypes", "tp", "max_shard_bytes")))
     before, after = len(checkpoint.shards), len(output.files)

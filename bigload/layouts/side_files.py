@@ -1,6 +1,6 @@
 """Files beside the weights that make a folder a model: config, tokenizer, code, weights of other parts.
 
-They come along whatever the layout.
+Every layout copies them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ CONFIG_FILE = "config.json"
 _TELLING_NAMES = {CONFIG_FILE, "generation_config.json", "special_tokens_map.json", "chat_template.jinja"}
 _MAX_BYTES = 64 * MIB
 _MAX_FILES = 1000
-"""Of a folder that comes along."""
+"""Of a folder that is copied."""
 
 _PIECE_BYTES = 4 * MIB
 
@@ -36,7 +36,7 @@ _PIECE_BYTES = 4 * MIB
 class SideFile:
     """A file to copy, to `name` in the output.
 
-    `dtype` is what a config shall say that the weights are now, if they were cast.
+    `dtype` is the dtype that a config has to state after a cast.
     """
 
     path: Path
@@ -45,7 +45,7 @@ class SideFile:
     dtype: DType | None = None
 
     def content(self) -> Iterator[bytes]:
-        """Yield what the copy holds, in pieces.
+        """Yield the content of the copy.
 
         Raises:
             ReadError: the system refused, or the file was written to meanwhile.
@@ -73,22 +73,22 @@ def _state(descriptor: int) -> tuple[int, int, int]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SideFiles:
-    """What comes along: files by name, and what the user should know of them."""
+    """Files to copy, and sentences for the user."""
 
     files: tuple[SideFile, ...] = ()
     notes: tuple[str, ...] = ()
 
 
 def side_files(checkpoint: Checkpoint, output: Output, *, dtype: DType | None) -> SideFiles:
-    """Return the files that come along, by name; none that is called as something that is written.
+    """Return the files to copy, in the order of names; none has a name that the output needs.
 
-    So do folders, such as those of the chat templates or of a pooling layer, if their small files are small as a whole,
-    and weights of other parts of the model (`other_weights.py`). Beside a file that was named by itself, and may lie
+    Folders, such as those of chat templates or of a pooling layer, are copied if their files are small, and so are
+    weights of other parts of the model (`other_weights.py`). Beside a file that was named by itself, and may lie
     among anything, only files with telling names come. Each folder of weights in the output gets the config too.
 
     Raises:
-        ReadError: one may not be read. They are read last, and that would be late to learn it.
-        OtherWeightsError: weights of other parts cannot come along.
+        ReadError: a file is not readable. They are copied last, so this is checked first.
+        OtherWeightsError: weights of other parts cannot be copied.
     """
     taken = _taken(output)
     weights = other_weights(checkpoint, taken=taken)
@@ -116,7 +116,7 @@ def is_single_file(checkpoint: Checkpoint) -> bool:
 
 
 def _small_files(checkpoint: Checkpoint, taken: Collection[str], weights: OtherWeights) -> Iterator[tuple[str, Path]]:
-    """Yield name and path of each file without weights that comes along."""
+    """Yield name and path of each file without weights to copy."""
     is_alone = is_single_file(checkpoint)
     carried = {name.partition("/")[0] for name in weights.carried}
     for entry in sorted(checkpoint.root.iterdir()):
@@ -124,22 +124,22 @@ def _small_files(checkpoint: Checkpoint, taken: Collection[str], weights: OtherW
             continue
         if entry.is_file():
             is_telling = entry.name in _TELLING_NAMES or entry.name.startswith("tokenizer")
-            if (is_telling or not is_alone) and not _is_of_weights(entry) and _comes_along(entry, checkpoint.root):
+            if (is_telling or not is_alone) and not _is_of_weights(entry) and _is_copied(entry, checkpoint.root):
                 yield entry.name, entry
         elif entry.is_dir() and not entry.is_symlink() and not is_alone:
             yield from _small_folder(entry, checkpoint.root, has_carried=entry.name in carried)
 
 
 def _small_folder(folder: Path, root: Path, *, has_carried: bool) -> Iterator[tuple[str, Path]]:
-    """Yield the files of a folder below `root` but for weights: all of them, or none if it is large.
+    """Yield the files of a folder below `root` except weights; none if the folder is large.
 
-    None either if it has weights of which none is carried: it belongs to another form of the model.
+    None either if it has weights of which none is copied: it belongs to another form of the model.
     """
     files = list(islice((path for path in folder.rglob("*") if not path.is_dir()), _MAX_FILES + 1))
     small = [path for path in files if not (is_weight_file(path) if has_carried else _is_of_weights(path))]
     if len(files) > _MAX_FILES or (len(small) < len(files) and not has_carried):
         return
-    are_side_files = all(_comes_along(path, root) for path in small)
+    are_side_files = all(_is_copied(path, root) for path in small)
     if are_side_files and sum(path.stat().st_size for path in small) <= _MAX_BYTES:
         yield from ((path.relative_to(root).as_posix(), path) for path in small)
 
@@ -148,7 +148,7 @@ def _is_of_weights(path: Path) -> bool:
     return is_weight_file(path) or path.name.endswith(".index.json")
 
 
-def _comes_along(path: Path, root: Path) -> bool:
+def _is_copied(path: Path, root: Path) -> bool:
     if not path.is_file():
         return False
     place = resolve_shard(root, path.relative_to(root).as_posix())  # text: it is a link that leaves the folder

@@ -484,10 +484,10 @@ def test_ctrl_c_at_any_stage_keeps_what_is_finished_and_nothing_else(run, place,
     assert "interrupted: 3 of 3 files are finished and kept in out.partial\nhint: " in done.stderr
     refused = run("bigload reshard tiny.json out")
     assert refused.code == 2
-    assert "--resume goes on with it, --force throws it away" in refused.stderr
+    assert "--resume continues it, --force discards it" in refused.stderr
     asked = run("bigload reshard tiny.json out --force")
     assert asked.code == 2
-    assert "--force would throw away 3 finished files (75 tensors) in out.partial" in asked.stderr
+    assert "--force would discard 3 finished files (75 tensors) in out.partial" in asked.stderr
     assert "found 3 finished files (75 tensors)" in run("bigload reshard tiny.json out --resume --dry-run").stdout
     resumed = json.loads(run("bigload reshard tiny.json out --resume --json").stdout)
     assert (resumed["kept_files"], resumed["written_bytes"], resumed["verified"]) == (3, 0, True)

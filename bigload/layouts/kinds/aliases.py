@@ -1,4 +1,4 @@
-"""Names that need no bytes of their own in an output, because they are other names of a tensor that is written."""
+"""Tied tensors: names that need no bytes of their own, because they are other names of a written tensor."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def absent_names(checkpoint: Checkpoint) -> Mapping[str, str]:
 
 
 def _memory(tensor: TensorInfo, dtype_of: DTypeOf) -> object:
-    """Return what tensors have in common that are one tensor in the source and in the output."""
+    """Return a key that is equal for names of one tensor in the source and in the output."""
     if not tensor.num_bytes:
         return tensor.name
     return tensor.span, tensor.dtype, tensor.shape, tensor.strides, dtype_of(tensor)

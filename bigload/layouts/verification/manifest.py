@@ -1,4 +1,4 @@
-"""The manifest of a resharded folder: what every file in it held when it was written.
+"""Manifest of a resharded folder: sizes and digests of its files and tensors when they were written.
 
 `bigload-manifest.json` lies in the folder and names every file but itself, with its size, the digest of its bytes and
 the digest of the bytes of each tensor in it. The digest is XXH3 of 128 bits in its canonical form, most significant
@@ -44,7 +44,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileRecord:
-    """What is remembered of one file.
+    """Size and digests of one file.
 
     Attributes:
         num_bytes: Its size.
@@ -70,15 +70,15 @@ class ManifestSource:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """What a reshard wrote.
+    """Description of a resharded folder.
 
     Attributes:
         layout: Name of the layout; any text, so that an earlier bigload can check the manifest of a later one.
         files: By path inside the folder, with `/` between its parts.
-        aliases: Names that are not stored because they are tied to one that is.
-        source: What was read.
-        version: Of the bigload that wrote it.
-        options: What was asked for and shows in the bytes (dtype, tp and so on), as plain JSON values.
+        aliases: Names that are not stored, to the stored tensor that they are tied to.
+        source: Source checkpoint.
+        version: Version of bigload that wrote it.
+        options: Options that decide the bytes (dtype, tp and so on), as plain JSON values.
     """
 
     layout: str
@@ -165,7 +165,7 @@ def manifest_from_json(text: str, *, source: str = "the manifest") -> Manifest:
 
 
 def _manifest_of(root: Path) -> Path:
-    """Return the path of the manifest of `root`, or raise what says why it has none."""
+    """Return the path of the manifest of `root`, or raise an error with the reason why there is none."""
     try:
         real = root.resolve()
         is_there, is_folder = real.exists(), real.is_dir()
@@ -174,7 +174,7 @@ def _manifest_of(root: Path) -> Path:
     if not is_folder:
         raise ManifestNotFoundError(root, "it is not a folder" if is_there else "no such folder")
     if real.name.endswith(STAGING_SUFFIX):
-        hint = "carry it on with the command that began it and --resume, or remove it"
+        hint = "rerun the command that began it with --resume, or remove it"
         raise ManifestNotFoundError(root, "it is a reshard that was not finished", hint=hint)
     if not os.path.lexists(real / MANIFEST_FILE):
         for parent in real.parents[:2]:

@@ -1,8 +1,8 @@
-"""Compare a resharded folder with its manifest: is every byte still what was written?
+"""Comparison of a resharded folder with its manifest, byte for byte.
 
-Every file is read from first to last byte, past the page cache where the file system lets us, because it is the disk
-that is asked. The digests of the file and of its tensors come out of the same read. Holes of sparse files are not read:
-they are zeros, and are digested as such. A thread has one file at a time and a block of memory for it.
+Every file is read once, with direct reads where the file system offers them, so that the disk is checked and not the
+page cache. One read yields the digests of the file and of its tensors. Holes of sparse files are digested as zeros
+without reading. A thread has one file at a time and a block of memory for it.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ from bigload.units import MIB
 
 BLOCK_BYTES = 2 * MIB
 DEFAULT_THREADS = 4
-"""They wait for the disk, so not the cores count. More were no faster on the disks of the bench, one was slower."""
+"""Threads wait for the disk, whatever the number of cores. More were no faster on measured disks, one was slower."""
 
 _WEIGHTS = (".safetensors", ".index.json", ".bin", ".pt", ".pth", ".dat")
-"""Names that a reader may take for weights, so that a file too many is worth a word."""
+"""Names that a reader may take for weights: an unknown file with one of them is a warning."""
 
 
 class Level(StrEnum):
-    """How much is compared: `size` looks at names and sizes and reads nothing, `full` reads every byte."""
+    """Extent of a comparison: `size` compares names and sizes, `full` reads every byte."""
 
     SIZE = "size"
     FULL = "full"
@@ -54,13 +54,13 @@ class Level(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileProblem(Problem):
-    """One thing that is not as it was written.
+    """A difference between a file and the manifest.
 
     Attributes:
         code: `missing`, `not-a-file`, `unsafe-path`, `size`, `unreadable`, `header`, `tensor`, `bytes`; of a warning,
             `extra`.
         file: By its path inside the folder.
-        tensor: Its name, if it is about one.
+        tensor: Name of the tensor that differs, if it is known.
         start: First byte of the part of the file that holds the difference; `None` where no part is known.
         stop: The byte after that part.
     """
@@ -72,18 +72,18 @@ class FileProblem(Problem):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerifyReport:
-    """What a comparison found.
+    """Result of a comparison.
 
     Attributes:
-        folder: As the caller named it.
-        manifest: What was compared with.
-        level: How much was compared.
+        folder: Folder as the caller named it.
+        manifest: Its manifest.
+        level: Extent of the comparison.
         problems: In the order of the manifest's files, and in each in the order of its bytes.
         warnings: Files that the manifest does not name and that readers may take for weights.
-        undigested: Files that have no digest, as not all of their bytes were read when they were written: what is known
-            of them is size, header and those of their tensors that have one.
-        read_bytes: What was read: less than the files have where they have holes.
-        seconds: How long it took.
+        undigested: Files without a digest, because not all of their bytes were read when they were written: only size,
+            header and the tensors that have a digest are compared.
+        read_bytes: Bytes that were read; holes are not.
+        seconds: Duration.
     """
 
     folder: Path
@@ -97,7 +97,7 @@ class VerifyReport:
 
     @property
     def ok(self) -> bool:
-        """Whether nothing that was compared differs."""
+        """Whether no difference was found."""
         return not self.problems
 
     @property
@@ -122,20 +122,20 @@ def verify(
     threads: int | None = None,
     on_progress: OnProgress = ignore_progress,
 ) -> VerifyReport:
-    """Compare every file of the resharded `folder` with what its manifest remembers.
+    """Compare every file of the resharded `folder` with its manifest.
 
-    Differences are the answer and raise nothing, nor do files that cannot be read; see `VerifyReport.check`.
+    Differences and unreadable files are reported, not raised; see `VerifyReport.check`.
 
     Args:
         folder: As `reshard` made it, wherever it has been moved or copied to.
         level: `"full"` reads everything, `"size"` looks at names and sizes alone.
-        threads: How many files are read at one moment; `DEFAULT_THREADS` when left out.
-        on_progress: Told of every block that was digested.
+        threads: Number of files read at a time; `DEFAULT_THREADS` when left out.
+        on_progress: Called after every digested block.
 
     Raises:
         ManifestNotFoundError: not a folder that a reshard finished.
         InvalidManifestError: its manifest is not one.
-        OptionError: a value of `level` or `threads` that cannot be.
+        OptionError: `level` or `threads` is invalid.
         ReadError: the manifest cannot be read.
     """
     if level not in list(Level):
@@ -171,7 +171,7 @@ def verify(
 
 
 class _FileCheck:
-    """One file and what is remembered of it; used by one thread."""
+    """Comparison of one file with its record; used by one thread."""
 
     def __init__(self, root: Path, file: str, record: FileRecord, blocks: BlockPool, tally: Tally) -> None:
         self.file = file
@@ -200,7 +200,7 @@ class _FileCheck:
         except OSError as error:
             return (self._problem("unreadable", f"cannot be read: {error.strerror or error}"),)
         finally:
-            self._count(self._left_bytes)  # of what was not read, so that a bar comes to its end
+            self._count(self._left_bytes)  # also what was not read, so that progress reaches the total
 
     def _found(self) -> Path | FileProblem:
         """Return where the file of the right size really is, or why there is none."""
@@ -254,7 +254,7 @@ class _FileCheck:
         return {}
 
     def _other_names(self, spans: Mapping[str, Span]) -> Iterator[FileProblem]:
-        """Yield that the header names other tensors than were written."""
+        """Yield a problem if the header names other tensors than were written."""
         differing = spans.keys() ^ self.record.tensors.keys() if self._has_header else ()
         if differing:
             name = min(differing)
@@ -262,7 +262,7 @@ class _FileCheck:
             yield self._problem("header", f"its header names other tensors than were written: it {place} {name!r:.200}")
 
     def _elsewhere(self, spans: Mapping[str, Span]) -> FileProblem:
-        """Return where the difference must be if no tensor has it."""
+        """Return the problem for a difference outside of all tensors."""
         if not self._has_header:
             return self._problem("bytes", "its bytes differ", start=0, stop=self.record.num_bytes)
         stop = min((span.start for span in spans.values()), default=self.record.num_bytes)
@@ -295,7 +295,7 @@ class _FileCheck:
 
 
 class _UncachedReader(PositionalReader):
-    """Reads by way of the page cache, but neither takes what is there already nor leaves anything there."""
+    """Reader through the page cache that evicts pages before and after each read."""
 
     def read_into(self, buffers: Sequence[memoryview], offset: int) -> None:
         num_bytes = sum(buffer.nbytes for buffer in buffers)
@@ -312,7 +312,7 @@ def _opened(place: Path, blocks: BlockPool) -> DirectReader | PositionalReader:
 
 
 def _extra_files(root: Path, manifest: Manifest) -> Iterator[FileProblem]:
-    """Yield the files of weights that nobody remembers; links to folders are not followed."""
+    """Yield files of weights that the manifest does not name; links to folders are not followed."""
     for folder, folders, names in os.walk(root):
         folders.sort()
         for name in sorted(names):

@@ -1,7 +1,7 @@
-"""What a reshard has finished so far: a line of JSON for every stretch that the disk has, so that it can go on there.
+"""Journal of a reshard: a line of JSON for each part of a file that is on the disk, so that a run can be resumed.
 
-The first line says what is being done, as a digest; only the same thing is ever gone on with. Nothing else in a journal
-is trusted: what it lists is read back and digested before it is kept. A line that a crash cut short ends the journal.
+The first line is the recipe, a digest of what is written; only a run of the same recipe is resumed. Nothing else in a
+journal is trusted: what it lists is read back and digested before it is kept. A truncated line ends the journal.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def journal_name(rank: int) -> str:
 
 @dataclass(slots=True)
 class FileProgress:
-    """What is on the disk of one file: digests of tensors from the first on, and of the whole once it is complete."""
+    """Digests of the tensors of a file that are on the disk, from the first on, and of the file once it is complete."""
 
     tensors: dict[str, str] = field(default_factory=dict)
     digest: str | None = None
@@ -38,7 +38,7 @@ class FileProgress:
 
 @dataclass(frozen=True, slots=True)
 class JournalState:
-    """What the journals of a folder say: of which reshard (`recipe`), and how far each file is."""
+    """Content of the journals of a folder: the recipe, and the progress of each file."""
 
     recipe: str
     files: Mapping[str, FileProgress]
@@ -53,7 +53,7 @@ class JournalState:
 
 
 class Journal:
-    """Appends to the journal of one process. Each line is on the disk when the call returns; threads may call it."""
+    """Writer of the journal of one rank. Each line is on the disk when a call returns. Thread-safe."""
 
     def __init__(self, path: Path, descriptor: int) -> None:
         self._path = path
@@ -61,7 +61,7 @@ class Journal:
 
     @classmethod
     def begin(cls, path: Path, descriptor: int, recipe: str) -> Self:
-        """Start the journal in the open file `descriptor`; one of the same recipe is gone on with.
+        """Start the journal in the open file `descriptor`, or continue one of the same recipe.
 
         Raises:
             WriteError: the system refused.
@@ -80,11 +80,11 @@ class Journal:
         return journal
 
     def note(self, file: str, tensors: Mapping[str, str]) -> None:
-        """Note that the disk has these further tensors of `file`, and everything before them."""
+        """Record that these further tensors of `file`, and everything before them, are on the disk."""
         self._append({"file": file, "tensors": dict(tensors)})
 
     def complete(self, file: str, tensors: Mapping[str, str], digest: str | None) -> None:
-        """Note that the disk has all of `file`; `tensors` are those that were not noted before."""
+        """Record that all of `file` is on the disk; `tensors` are those not recorded before."""
         self._append({"file": file, "tensors": dict(tensors), "digest": digest, "complete": True})
 
     def _append(self, entry: Mapping[str, object]) -> None:
@@ -99,7 +99,7 @@ class Journal:
 
 
 def read_progress(folder: Path) -> JournalState | None:
-    """Return what the journals in `folder` say together; `None` without any, or if they are of different reshards."""
+    """Return the combined journals in `folder`; `None` if there is none, or if their recipes differ."""
     found = [progress for path in sorted(folder.glob(f"{PREFIX}*.jsonl")) if (progress := _read(path)[0]) is not None]
     if not found or len({progress.recipe for progress in found}) != 1:
         return None
@@ -107,7 +107,7 @@ def read_progress(folder: Path) -> JournalState | None:
     for progress in found:
         for name, file in progress.files.items():
             mine = files.setdefault(name, FileProgress())
-            # Each process lists a file from its beginning, or from where an earlier one had been: together they do.
+            # A resumed file may be listed by several ranks: combined, the lists begin at its first tensor.
             mine.tensors.update(file.tensors)
             mine.digest = mine.digest or file.digest
             mine.is_complete = mine.is_complete or file.is_complete
@@ -115,7 +115,7 @@ def read_progress(folder: Path) -> JournalState | None:
 
 
 def _read(path: Path) -> tuple[JournalState | None, int]:
-    """Return what `path` says, and where its last whole line ends."""
+    """Return the content of a journal, and where its last whole line ends."""
     try:
         if not path.is_file() or path.stat().st_size > MAX_JOURNAL_BYTES:
             return None, 0

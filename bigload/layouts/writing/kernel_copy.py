@@ -1,9 +1,9 @@
-"""Ranges of files that the kernel copies by itself: shared blocks on file systems that have them, or on the server.
+"""Copies by the kernel: blocks shared between files, or copied by a file server.
 
 XFS, Btrfs and bcachefs let two files share blocks until one of them is written (FICLONERANGE of ioctl_ficlonerange(2)):
 nothing is read or written, but offsets in both files have to be equal within a block. Network file systems copy on the
-server (copy_file_range(2)), without sending a byte. On other file systems the kernel reads and writes like everybody
-else, and slower than `writer.py`, so it is not asked.
+server (copy_file_range(2)), without sending a byte. On other file systems the kernel reads and writes like anyone
+else, and slower than `writer.py`, so it is not used.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _NOT_HERE = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EXDEV, errno.EINVAL, errno.EN
 
 
 class KernelCopy(Enum):
-    """What the kernel can do between two folders."""
+    """Kind of copy that the kernel offers between two folders."""
 
     NOTHING = "nothing"
     CLONE = "share blocks"
@@ -40,7 +40,7 @@ class KernelCopy(Enum):
 
 
 def kernel_copy(source: Path, target: Path) -> KernelCopy:
-    """Return what the kernel can do between files below two existing folders, by the kind of their file system."""
+    """Return the kind of copy between files below two existing folders, by their file system."""
     system = file_system_of(target)
     if system is None or source.stat().st_dev != target.stat().st_dev:
         return KernelCopy.NOTHING
@@ -60,21 +60,21 @@ def data_offset(tensors: Sequence[OutputTensor]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class CopyableRange:
-    """Bytes of a source that stay together, and where in the output file they go."""
+    """Byte range of a source file that is written unchanged at byte `at` of the output file."""
 
     source: Span
     at: int
 
 
 def copy_in_kernel(
-    output: OutputFile, descriptor: int, source_of: dict[str, int], way: KernelCopy, *, block_bytes: int
+    output: OutputFile, descriptor: int, source_of: dict[str, int], kind: KernelCopy, *, block_bytes: int
 ) -> DataRanges:
-    """Have the kernel put into the open file `descriptor` what it can of `output`; return what is there now.
+    """Let the kernel copy what it can of `output` to the open file `descriptor`; return the ranges that it has copied.
 
-    Where it refuses, it is not asked again: nothing is lost but the attempt. Results are whole blocks.
+    Ranges are whole blocks. After a refusal nothing else is tried.
     """
     done: list[tuple[int, int]] = []
-    if way is KernelCopy.NOTHING:
+    if kind is KernelCopy.NOTHING:
         return DataRanges(())
     for run in _copyable_ranges(output.tensors, output.header_bytes):
         begin = -(-run.at // block_bytes) * block_bytes
@@ -82,10 +82,10 @@ def copy_in_kernel(
         if end - begin < _LEAST_BYTES:
             continue
         start = run.source.start + begin - run.at
-        if way is KernelCopy.CLONE and start % block_bytes:
+        if kind is KernelCopy.CLONE and start % block_bytes:
             continue
         try:
-            if way is KernelCopy.CLONE:
+            if kind is KernelCopy.CLONE:
                 _clone(source_of[run.source.file], start, descriptor, begin, end - begin)
             else:
                 _copy(source_of[run.source.file], start, descriptor, begin, end - begin)
@@ -98,7 +98,7 @@ def copy_in_kernel(
 
 
 def _copyable_ranges(tensors: Sequence[OutputTensor], at: int) -> Iterator[CopyableRange]:
-    """Yield what is written as it is stored, neighbours that stay neighbours merged."""
+    """Yield the ranges that are written as they are stored; adjacent ranges are merged."""
     last: CopyableRange | None = None
     for tensor in tensors:
         span = tensor.source.span

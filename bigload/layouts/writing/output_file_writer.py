@@ -1,7 +1,7 @@
-"""An output file while it is written: past the page cache where the file system offers that, through it elsewhere.
+"""Writer of one output file: with O_DIRECT where the file system offers it, else through the page cache.
 
-Written bytes are read only once, by whoever compares them. In the page cache they would push out what others need, and
-on the way there cost a copy and, on many machines, fresh memory for every page.
+Written bytes are read only once, for comparison. In the page cache they would evict pages that others need, and cost a
+copy and, on many machines, fresh memory for every page.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ _LOST = (errno.EIO, errno.ENOSPC, errno.EDQUOT)
 
 
 class OutputFileWriter:
-    """An output file that is open for writing. Threads may write and read different blocks of it at once.
+    """Open output file. Threads may write and read different blocks of it at once.
 
     Args:
-        path: The file. Unless part of it is kept, it is created, in place of any older file or link of this name.
-        num_bytes: How large it will be.
-        kept_bytes: What of an older file at this path is kept; the rest is dropped.
-        alignment: Of addresses, offsets and lengths that go past the page cache, in bytes; `None` to go through it.
+        path: The file. Unless part of it is kept, it is created anew and replaces any file or link of this name.
+        num_bytes: Final size.
+        kept_bytes: Bytes to keep of an older file at this path; the rest is dropped.
+        alignment: Alignment of direct writes in bytes; `None` to write through the page cache.
 
     Attributes:
-        has_failed: The system refused something. It says once that it lost a page: later flushes prove nothing.
+        has_failed: A system call failed. Lost pages are reported only once, so later flushes prove nothing.
 
     Raises:
-        WriteError: it cannot be made, or what is to be kept is a link, or a file with a further hard link.
+        WriteError: the file cannot be created, or the file to keep is a link or has a further hard link.
     """
 
     def __init__(self, path: Path, *, num_bytes: int, alignment: int | None, kept_bytes: int = 0) -> None:
@@ -56,15 +56,15 @@ class OutputFileWriter:
                 if os.fstat(self.descriptor).st_nlink > 1:
                     raise OSError(errno.EMLINK, "it is a hard link, expected a file without another name")
                 os.ftruncate(self.descriptor, kept_bytes)
-                # One block too long until it is finished: readers of safetensors refuse that, and would else take a
-                # file that a crash left for whole, because its header is there and its size would be right.
+                # One block too long until it is finished, so that readers of safetensors refuse it: a file left by a
+                # crash has a header, and with its final size it would pass for complete.
                 os.ftruncate(self.descriptor, self._up(num_bytes) + BLOCK_BYTES)
         except BaseException:  # Ctrl-C, too
             self.close()
             raise
 
     def reserve(self, start: int, stop: int) -> None:
-        """Take disk space for these bytes: blocks are then written in place, by several threads at once.
+        """Allocate disk space for these bytes, so that several threads write blocks in place.
 
         Raises:
             WriteError: there is none left.
@@ -94,30 +94,30 @@ class OutputFileWriter:
                 self._sync_range(start, num_bytes, _START)
 
     def read(self, view: memoryview, offset: int) -> None:
-        """Fill `view`, whole blocks, with what the disk has of them.
+        """Fill `view`, whole blocks, from the disk.
 
         Raises:
-            WriteError: what was written could not be brought to the disk.
+            WriteError: written bytes could not be flushed.
             ReadError: the system refused.
         """
         if not self._is_direct:
-            self._settle(offset, len(view))
+            self._flush_and_evict(offset, len(view))
         fill([view], self.descriptor, offset, self.path)
 
     def flush(self) -> None:
-        """Wait until the disk has all that was written.
+        """Flush all written bytes to the disk.
 
         Raises:
-            WriteError: it could not be brought there.
+            WriteError: they could not be flushed.
         """
         with self._writing():
             os.fdatasync(self.descriptor)
 
     def finish(self) -> None:
-        """Give the file its size, wait until the disk has it, and check that it has this size there.
+        """Truncate the file to its final size and flush it.
 
         Raises:
-            WriteError: it could not be brought there.
+            WriteError: it could not be flushed.
         """
         with self._writing():
             os.ftruncate(self.descriptor, self._num_bytes)
@@ -126,13 +126,13 @@ class OutputFileWriter:
             os.posix_fadvise(self.descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
 
     def close(self) -> None:
-        """Give the file back. Safe to repeat."""
+        """Close the file. Safe to repeat."""
         descriptor, self.descriptor = self.descriptor, -1
         if descriptor >= 0:
             os.close(descriptor)
 
     def padded(self, num_bytes: int) -> int:
-        """Return how many bytes have to be written or read for `num_bytes` at the end of the file."""
+        """Return the bytes to write or read for the last `num_bytes` of the file."""
         return self._up(num_bytes) if self._is_direct else num_bytes
 
     @contextmanager
@@ -147,8 +147,8 @@ class OutputFileWriter:
     def _up(self, num_bytes: int) -> int:
         return -(-num_bytes // BLOCK_BYTES) * BLOCK_BYTES if self._is_direct else num_bytes
 
-    def _settle(self, start: int, num_bytes: int) -> None:
-        """Wait until the disk has these bytes, and forget the cached pages: what is read next comes from the disk."""
+    def _flush_and_evict(self, start: int, num_bytes: int) -> None:
+        """Flush these bytes and evict their cached pages, so that the next read comes from the disk."""
         with self._writing():
             if not self._sync_range(start, num_bytes, _START_AND_WAIT):
                 os.fdatasync(self.descriptor)
@@ -161,22 +161,22 @@ class OutputFileWriter:
         if not _libc_sync_file_range(self.descriptor, ctypes.c_int64(offset), ctypes.c_int64(num_bytes), flags):
             return True
         number = ctypes.get_errno()
-        if number in _LOST:  # the system says so once: a flush that follows would succeed
+        if number in _LOST:  # reported only once: a later flush would succeed
             raise OSError(number, os.strerror(number))
         return False
 
 
 BLOCK_BYTES = 4096
-"""What windows are multiples of, and what disks can write at once; see `direct_write_alignment`."""
+"""Windows are multiples of it, and disks write it atomically; see `direct_write_alignment`."""
 
 
 def direct_write_alignment(folder: Path, *, rank: int = 0) -> int | None:
-    """Return the alignment of writes past the page cache into files of `folder`; `None` if it has none up to a block.
+    """Return the alignment of direct writes to files in `folder`; `None` if it exceeds a block or there are none.
 
-    Tried out with a small file; `rank` keeps the processes of a team apart.
+    Tried with a small file, named after `rank` so that ranks do not collide.
 
     Raises:
-        WriteError: no file can be made there.
+        WriteError: no file can be created there.
     """
     probe = folder / f".bigload-probe-{rank}"
     with write_errors(probe):
@@ -193,14 +193,14 @@ def direct_write_alignment(folder: Path, *, rank: int = 0) -> int | None:
 
 
 def _unlink(path: Path) -> None:
-    """Remove what has this name: writing into it would write into what a link leads to, hard links included."""
+    """Remove a file or link: writing into it would write into the target of a link, hard links included."""
     with suppress(FileNotFoundError):
         path.unlink()
 
 
 @contextmanager
 def write_errors(path: Path) -> Iterator[None]:
-    """Turn what the system says into a WriteError for `path`; errors of ours stay what they are."""
+    """Raise OSErrors as a WriteError for `path`; errors of bigload pass unchanged."""
     try:
         yield
     except OSError as error:

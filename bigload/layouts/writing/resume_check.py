@@ -1,4 +1,4 @@
-"""Look at what an interrupted run left: how much of it is on the disk as its journal says."""
+"""Check of the files that an interrupted run left: how much of each is on the disk as the journal says."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from bigload.machine.sparse_files import data_extents
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReusableFile:
-    """What of a file can be kept: its digests up to `digest.position`, and its record if all of it can."""
+    """The part of a file that can be kept: its digest up to `digest.position`, and its record if that is all of it."""
 
     digest: FileDigest
     record: FileRecord | None
@@ -29,9 +29,9 @@ class ReusableFile:
 def recheck(
     folder: Path, output: OutputFile, progress: FileProgress, *, pool: BlockPool, tally: Tally
 ) -> ReusableFile | None:
-    """Read back what `progress` says is there of `output` below `folder`; `None` if nothing of it can be kept.
+    """Read back what `progress` lists of `output` below `folder`; return `None` if nothing of it can be kept.
 
-    Everything up to the first tensor that is missing, or not what was noted, is kept.
+    Everything up to the first tensor that is missing or differs is kept.
     """
     path = folder / output.file
     try:
@@ -41,12 +41,12 @@ def recheck(
         if progress.is_complete and size != output.num_bytes:
             progress = FileProgress(tensors=progress.tensors)
         with _reader(path, pool) as reader, pool.lend() as block, memoryview(block) as view:
-            return _compared(output, progress, _Bytes(reader, view, size), tally)
+            return _compared(output, progress, _StoredBytes(reader, view, size), tally)
     except (ReadError, OSError):
         return None  # what cannot be read is written again
 
 
-def _compared(output: OutputFile, progress: FileProgress, content: _Bytes, tally: Tally) -> ReusableFile | None:
+def _compared(output: OutputFile, progress: FileProgress, content: _StoredBytes, tally: Tally) -> ReusableFile | None:
     digest = FileDigest.of(output)
     header = bytearray()
     for chunk in content.read(0, output.header_bytes):
@@ -86,8 +86,8 @@ def _reader(path: Path, pool: BlockPool) -> PositionalReader | DirectReader:
     return DirectReader(path, pool=BlockPool(1, block_bytes=pool.block_bytes))
 
 
-class _Bytes:
-    """Reads a file in pieces of one block of memory; holes need no reading, and come as nothing."""
+class _StoredBytes:
+    """Reader of a file in pieces of one block of memory, without its holes."""
 
     def __init__(self, reader: PositionalReader | DirectReader, block: memoryview, size: int) -> None:
         self.size = size
@@ -95,7 +95,7 @@ class _Bytes:
         self._block = block
 
     def read(self, start: int, stop: int) -> Iterator[memoryview]:
-        """Yield the bytes up to the last that is stored; what follows is a hole. A hole in front is read as zeros."""
+        """Yield the bytes up to the last stored one; a hole follows. A hole in front is read as zeros."""
         last = start
         for _, end in data_extents(self._reader.descriptor, start, stop):
             last = end

@@ -1,4 +1,4 @@
-"""The files of a checkpoint, open for a reshard: each is opened when it is first needed, and watched for changes."""
+"""Source files of a reshard: opened when first needed, and checked for changes."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class SourceFiles(Mapping[str, ByteSource]):
     """Readers for the files of `checkpoint`. Threads may share them.
 
     Args:
-        checkpoint: Whose files.
-        pool: Memory for reads past the page cache.
+        checkpoint: Checkpoint whose files are read.
+        pool: Memory for direct reads.
     """
 
     def __init__(self, checkpoint: Checkpoint, *, pool: BlockPool | None = None) -> None:
@@ -38,7 +38,7 @@ class SourceFiles(Mapping[str, ByteSource]):
         self._opened = ExitStack()
 
     def __getitem__(self, file: str) -> ByteSource:
-        """Return the reader for bytes that are wanted once: see `past_cache`."""
+        """Return the reader for bytes that are read once: see `past_cache`."""
         return self.past_cache(file)
 
     def __iter__(self) -> Iterator[str]:
@@ -48,7 +48,7 @@ class SourceFiles(Mapping[str, ByteSource]):
         return len(self._checkpoint.shards)
 
     def past_cache(self, file: str) -> ByteSource:
-        """Return a reader that takes what the page cache has from there, and the rest from the disk, leaving no trace.
+        """Return a reader that uses cached pages and reads the rest directly, without filling the page cache.
 
         Raises:
             ReadError: the file cannot be opened.
@@ -56,7 +56,7 @@ class SourceFiles(Mapping[str, ByteSource]):
         return self._reader(file, past_cache=True)
 
     def through_cache(self, file: str) -> PositionalReader:
-        """Return a reader for bytes that will be wanted again soon.
+        """Return a reader for bytes that are read again soon.
 
         Raises:
             ReadError: the file cannot be opened.
@@ -73,12 +73,12 @@ class SourceFiles(Mapping[str, ByteSource]):
         """
         descriptor = self.through_cache(span.file).descriptor
         size = os.fstat(descriptor).st_size
-        if size < span.stop:  # past the end of a file there is a hole, too, to those who ask for data
+        if size < span.stop:  # SEEK_DATA reports a hole past the end of a file
             raise ReadError(span.file, f"the file ended at byte {size}, {span.stop - size} bytes too early")
         yield from data_extents(descriptor, span.start, span.stop)
 
     def identities(self) -> dict[str, SourceIdentity]:
-        """Return what each file is now, at its path.
+        """Return the current identity of each file.
 
         Raises:
             ReadError: one is gone.
@@ -94,7 +94,7 @@ class SourceFiles(Mapping[str, ByteSource]):
             raise StalePlanError("the plan", self._checkpoint.path, differences, hint=hint)
 
     def check_unchanged(self, before: Mapping[str, SourceIdentity]) -> None:
-        """Raise ReadError if a file is not what it was at the time of `before`."""
+        """Raise ReadError if a file has changed since `before`."""
         for file, identity in before.items():
             if self._identity(file) != identity:
                 path = self._checkpoint.root / file

@@ -1,9 +1,9 @@
-"""A folder that appears complete or not at all, and whose writing can be gone on with.
+"""Staging folder of an output, which appears complete or not at all and can be resumed.
 
-Everything is written below `<out>.partial` and the whole folder is renamed at the end, so that at no moment, not after
-a SIGKILL nor a power cut, something incomplete stands under the final name. The first file in it is the journal;
-holding a lock on that file is what it means to be the one who writes. Of processes that share the work each has a
-journal, and a lock on it: nobody begins anew while one of them, whose first has died, is still writing.
+Everything is written below `<out>.partial` and the whole folder is renamed at the end, so nothing incomplete ever has
+the final name, even after a SIGKILL or a power cut. The first file in the folder is the journal; the process that holds
+the lock on it is the one that writes. Each rank of a process group has a journal and a lock on it, so no new run begins
+while a rank is still writing after rank 0 has died.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ _LEAVE_SECONDS = 2.0
 
 
 def staging_folder(out: Path) -> Path:
-    """Return where the files of `out` are written until they are all there."""
+    """Return the folder in which the files of `out` are written until all are complete."""
     return out.with_name(out.name + STAGING_SUFFIX)
 
 
 def replaced_folder(out: Path) -> Path:
-    """Return where an older `out` goes before the new one takes its place; it is removed then."""
+    """Return the folder to which an older `out` is moved before it is replaced; then it is removed."""
     return out.with_name(out.name + ".replaced")
 
 
@@ -48,10 +48,10 @@ class Staging:
     """A folder to write into, and the journal of what is finished there.
 
     Attributes:
-        folder: Where to write.
-        journal: To be told of everything that the disk has.
-        progress: What an interrupted run finished; to be read back before it is believed.
-        is_void: Nothing in it is worth keeping, whatever the journal says.
+        folder: Folder to write into.
+        journal: Journal of this rank.
+        progress: Journals of an interrupted run; to be checked before anything is kept.
+        is_void: Nothing in it may be kept, whatever the journal says.
     """
 
     folder: Path
@@ -61,12 +61,12 @@ class Staging:
 
 
 def check_output(out: Path, *, resume: bool = False, force: bool = False) -> None:
-    """Raise unless `out` can come into being without touching anything that nobody said may be touched.
+    """Raise unless `out` can be created without touching anything that the caller has not allowed to touch.
 
     Raises:
         OutputExistsError: `out` is a file, or a folder with something in it that is not to be replaced (`force`) or
-            was not written by bigload; or its staging folder is not ours, or holds work that is neither to be gone on
-            with (`resume`) nor to be thrown away (`force`); or another process is writing there now; or what `force`
+            was not written by bigload; or its staging folder is not ours, or holds work that is neither to be
+            resumed (`resume`) nor discarded (`force`); or another process is writing there now; or what `force`
             would move aside has no place to go.
     """
     if out.is_symlink() or (out.exists() and not out.is_dir()):
@@ -85,31 +85,31 @@ def check_output(out: Path, *, resume: bool = False, force: bool = False) -> Non
         raise _taken(out)
     progress = read_progress(staging)
     if progress is not None and not progress.is_empty and not (resume or force):
-        hint = "--resume goes on with it, --force throws it away and begins anew"
+        hint = "--resume continues it, --force discards it and starts again"
         raise OutputExistsError(staging, f"an interrupted run left {_amount(progress)} there", hint=hint)
 
 
 def leftover(out: Path) -> str | None:
-    """Return in words what an interrupted run has finished of `out`, or `None` where there is nothing to go on with."""
+    """Return in words what an interrupted run has finished of `out`, or `None` if there is nothing to resume."""
     progress = read_progress(staging_folder(out))
     return None if progress is None or progress.is_empty else _amount(progress)
 
 
 @contextmanager
 def staged(out: Path, recipe: str, *, resume: bool = False, force: bool = False) -> Iterator[Staging]:
-    """Give a folder to write into; publish it as `out` when the block ends well.
+    """Yield a folder to write into, and publish it as `out` when the block ends without an exception.
 
-    When it raises, what the journal lists is kept for a later run to go on with; without any, the folder is removed.
+    After an exception, files that the journal lists are kept to be resumed; without any, the folder is removed.
 
     Args:
-        out: Where it shall appear.
-        recipe: What is written, as a digest: only the same is gone on with.
+        out: Folder to publish.
+        recipe: Digest of what is written: only a run of the same recipe is resumed.
         resume: Keep what an interrupted run of the same recipe left.
-        force: Replace an `out` that bigload wrote, and throw away what an interrupted run left.
+        force: Replace an `out` that bigload wrote, and discard what an interrupted run left.
 
     Raises:
-        OutputExistsError: see `check_output`; or another process is writing the same output now; or what shall be gone
-            on with was begun as something else.
+        OutputExistsError: see `check_output`; or another process is writing the same output now; or the run to
+            resume has another recipe.
         WriteError: the folder cannot be made or flushed.
     """
     check_output(out, resume=resume, force=force)
@@ -124,8 +124,8 @@ def staged(out: Path, recipe: str, *, resume: bool = False, force: bool = False)
             raise _taken(out)
         progress = read_progress(folder) if resume else None
         if progress is not None and progress.recipe != recipe:
-            hint = "run it with the options and the source it was begun with, or throw its work away with --force"
-            raise OutputExistsError(folder, "what was begun there is another reshard than this", hint=hint)
+            hint = "rerun it with its own options and source, or discard its work with --force"
+            raise OutputExistsError(folder, "the interrupted run there has another source or other options", hint=hint)
         is_ours = True
         if progress is None:
             os.ftruncate(lock, 0)
@@ -150,17 +150,17 @@ def staged(out: Path, recipe: str, *, resume: bool = False, force: bool = False)
 
 @contextmanager
 def joined(out: Path, recipe: str, *, rank: int, sign: str) -> Iterator[Staging]:
-    """Give the folder that process 0 has made for all: to write some of its files, with a journal of one's own.
+    """Yield the staging folder that rank 0 has made, with a journal of this rank.
 
     Args:
-        out: Where it shall appear.
-        recipe: What is written, as a digest.
-        rank: Number of this process.
-        sign: Name of a file that process 0 has put there: a folder without it is another.
+        out: Folder to publish.
+        recipe: Digest of what is written.
+        rank: This rank.
+        sign: Name of a file that rank 0 has put there; a folder without it is another one.
 
     Raises:
         RankError: the folder cannot be seen from here.
-        OutputExistsError: a process of an earlier team is still writing there.
+        OutputExistsError: a rank of an earlier run is still writing there.
         WriteError: the journal cannot be written there.
     """
     folder = staging_folder(out)
@@ -325,7 +325,7 @@ def tidy(out: Path, *, force: bool) -> None:
             journal.unlink()
         if force and _is_regular(replaced / MANIFEST_FILE) and not _strays(replaced):
             for entry in list(replaced.iterdir()):
-                if entry.name != MANIFEST_FILE:  # last: without it nobody would know that the rest is ours
+                if entry.name != MANIFEST_FILE:  # last: without it the rest could not be recognised as ours
                     _remove(entry)
             _remove(replaced / MANIFEST_FILE)
         if force and replaced.is_dir():
@@ -333,7 +333,7 @@ def tidy(out: Path, *, force: bool) -> None:
 
 
 def _leave(folder: Path, lock: int, error: BaseException, *, is_void: bool) -> None:
-    """Keep what can be gone on with, and say so in the hint of `error`; remove the folder where there is nothing."""
+    """Keep what can be resumed, and say so in the hint of `error`; remove the folder if there is nothing."""
     if not _is_ours(lock, folder):
         return  # it is published
     progress = None if is_void else read_progress(folder)
@@ -341,7 +341,7 @@ def _leave(folder: Path, lock: int, error: BaseException, *, is_void: bool) -> N
         if not _is_shared_for(folder, _LEAVE_SECONDS):
             shutil.rmtree(folder, ignore_errors=True)
     elif isinstance(error, BigloadError):
-        error.hint = f"mend the cause and go on with --resume: {folder} keeps {_amount(progress)}"
+        error.hint = f"fix the cause and rerun the command with --resume: {folder} keeps {_amount(progress)}"
 
 
 def _is_shared_for(folder: Path, seconds: float) -> bool:
@@ -390,7 +390,7 @@ def _flush_folders(root: Path) -> None:
 
 @contextmanager
 def _unless_unsupported() -> Iterator[None]:
-    """Go on without what a file system does not have: locks on some clusters, flushing of folders in user space."""
+    """Ignore that a file system lacks an operation: locks on some clusters, flushing of folders in user space."""
     try:
         yield
     except OSError as error:

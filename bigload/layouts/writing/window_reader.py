@@ -1,9 +1,9 @@
-"""Fill memory with any bytes of the tensors of an output, as they shall be written: the way from sources to windows.
+"""Reader that fills windows of output files from the source files, with casts, slices and views.
 
-What is written is cut at places that mean nothing to tensors: the middle of a row of columns, one element of a cast.
-So each request is a `Portion`: bytes of the written form of one tensor. Reads are merged over all portions of a window
-and go straight to where the bytes are written from. Between columns lies what nobody asked for: the system puts it
-aside in the same call. Only what has to be computed, casts and views that are not stored row by row, takes torch.
+A window may begin and end anywhere in a tensor: in the middle of a row of columns, between two elements of a cast. So
+each request is a `Portion`: a byte range of the written form of one tensor. Reads are merged over all portions of a
+window and go straight into the window. Bytes between wanted columns go to a scratch buffer in the same system call.
+Only casts and views that are not stored row by row need torch.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 _MAX_BUFFERS = os.sysconf("SC_IOV_MAX")
 _ARRANGED_BYTES = 8 * MIB
-"""Elements of a view that are put in order at one time: the more, the longer are the runs to read."""
+"""Bytes of a view that are put in order at once: the more, the longer are the ranges to read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +80,7 @@ def _requests_of(portion: Portion, buffer: int) -> Iterator[ReadRequest]:
 
 
 def _joined(several: Iterable[StridedRange]) -> Iterator[StridedRange]:
-    """Make one of single rows that follow each other without a gap: parts that are neighbours in the file."""
+    """Merge single rows that are adjacent in the file."""
     last: StridedRange | None = None
     for rows in several:
         if last is not None and last.count == rows.count == 1 and last.start + last.num_bytes == rows.start:
@@ -95,15 +95,15 @@ def _joined(several: Iterable[StridedRange]) -> Iterator[StridedRange]:
 
 
 class WindowReader:
-    """Fills memory with portions of tensors, from open `sources` by file; several threads may share one.
+    """Reader of portions of tensors from `sources` by file; several threads may share one.
 
-    Memory of its own: two blocks of 2 MiB for each thread that casts, and one of 16 MiB for each that puts views in
+    It allocates two blocks of 2 MiB for each thread that casts, and one of 16 MiB for each that puts views in
     order; otherwise next to none.
 
     Args:
-        sources: For what is wanted once.
-        shared: For rows of which only some columns are wanted here: the others will be, soon, for another rank. The
-            same when left out.
+        sources: Readers for bytes that are read once.
+        shared: Returns readers for rows of which only some columns are wanted: another rank's file needs the others
+            soon. `sources` when left out.
     """
 
     def __init__(self, sources: Mapping[str, ByteSource], *, shared: Callable[[str], ByteSource] | None = None) -> None:

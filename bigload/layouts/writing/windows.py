@@ -1,4 +1,4 @@
-"""Cut output files into windows: the stretches of bytes that are filled, digested, written and compared as one.
+"""Windows of output files: byte ranges that are filled, digested, written and compared as a unit.
 
 Windows begin and end at blocks of the disk, so they can be written past the page cache; only the end of a file is
 uneven. What comes from holes of sparse sources is in no window, and stays a hole.
@@ -17,10 +17,10 @@ from bigload.loading.slices import StridedRange, rows_of
 from bigload.units import MIB
 
 WINDOW_BYTES = 8 * MIB
-"""Large enough for the disk, small enough that many threads have one each."""
+"""Large enough for the disk, small enough for many threads to have one each."""
 
 Extents = Callable[[Span], Iterable[tuple[int, int]]]
-"""Which parts of a span of a source file hold data; the rest is a hole."""
+"""Returns the parts of a span of a source file that hold data; the rest is a hole."""
 
 _NEVER_ZERO = "F8_E8M0"
 """The one dtype in which zero bytes are not the number zero, so a hole does not stay one when it is cast."""
@@ -46,7 +46,7 @@ class Window:
 
 @dataclass(frozen=True, slots=True)
 class DataRanges:
-    """Bytes of an output file that hold data, as sorted pairs of start and stop; what lies between is a hole."""
+    """Byte ranges of an output file that hold data, as sorted pairs of start and stop; holes lie between them."""
 
     pairs: tuple[tuple[int, int], ...]
 
@@ -55,7 +55,7 @@ class DataRanges:
         return sum(stop - start for start, stop in self.pairs)
 
     def without(self, other: DataRanges) -> DataRanges:
-        """Return what is in these and not in `other`."""
+        """Return these ranges without the bytes in `other`."""
         left: list[tuple[int, int]] = []
         for start, stop in self.pairs:
             position = start

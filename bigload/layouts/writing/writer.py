@@ -1,8 +1,8 @@
-"""Write output files: windows are filled from the sources, digested, written, read back and compared.
+"""Writer of output files: windows are filled from the sources, digested, written, read back and compared.
 
-Windows of a file are taken in order by a few threads, each with a window or two of memory; while one waits for the
-disk, others fill or compare. What the disk has is noted in the journal every so often, so that an interrupted run can
-be gone on with. Memory is bounded whatever the size of files, checkpoint and tensors.
+A few threads take the windows of a file in order, each with a window or two of memory; while one waits for the disk,
+others fill or compare. Finished parts are recorded in the journal, so that an interrupted run can be resumed. Memory is
+bounded whatever the size of files, checkpoint and tensors.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ DEFAULT_MAX_INFLIGHT = 12 * WINDOW_BYTES
 MIN_WINDOW_BYTES = 256 * KIB
 LEAST_BYTES_PER_THREAD = 3 * MIN_WINDOW_BYTES
 NOTE_EVERY_BYTES = GIB
-"""How much of a file may have to be written again after a crash."""
+"""Bytes of a file between two lines of the journal: they are written again after a crash."""
 
 _libc = ctypes.CDLL(None)
 _libc.memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
@@ -46,7 +46,7 @@ _libc.memset.argtypes = (ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileToWrite:
-    """An output file, what of it is data, and what an interrupted run left of it."""
+    """An output file, its ranges of data, and the part that an interrupted run left of it."""
 
     output: OutputFile
     ranges: DataRanges
@@ -54,26 +54,26 @@ class FileToWrite:
 
 
 class Writer:
-    """Writes files below `folder`.
+    """Writer of files below `folder`.
 
     Args:
-        folder: Where; the folders of the files are made.
-        sources: Where their bytes come from.
-        filler: Puts them into windows.
-        verify: How they are checked.
-        journal: Told of what the disk has.
-        tally: Told of every window.
-        alignment: Of writes past the page cache; `None` to go through it.
+        folder: Output folder; folders of files are created in it.
+        sources: Source files.
+        window_reader: Fills windows from them.
+        verify: Verification of every window.
+        journal: Journal of finished parts.
+        tally: Counter of progress.
+        alignment: Alignment of direct writes; `None` to write through the page cache.
         kernel: What the kernel can copy by itself.
         threads: Threads that fill and write.
-        max_inflight: Bytes of memory for windows of all threads together; windows become smaller to fit.
+        max_inflight: Bytes of memory for the windows of all threads; windows become smaller to fit.
     """
 
     def __init__(
         self,
         folder: Path,
         sources: SourceFiles,
-        filler: WindowReader,
+        window_reader: WindowReader,
         *,
         verify: Verify,
         journal: Journal,
@@ -85,7 +85,7 @@ class Writer:
     ) -> None:
         self._folder = folder
         self._sources = sources
-        self._filler = filler
+        self._window_reader = window_reader
         self._verify = verify
         self._journal = journal
         self._tally = tally
@@ -96,13 +96,13 @@ class Writer:
         self.window_bytes = window_bytes(threads, max_inflight)
         num_blocks = threads * (2 if verify is Verify.FULL else 1)
         self._memory = BlockPool(num_blocks, block_bytes=self.window_bytes, is_prefaulted=False)
-        self._under_way: list[_FileUnderWay] = []
+        self._open_files: list[_OpenFile] = []
 
     def write(self, files: Iterable[FileToWrite]) -> dict[str, FileRecord]:
-        """Write `files`, and return what is now on the disk of each.
+        """Write `files`, and return the record of each.
 
-        Files with the same tensors, one after the other (slices for ranks), are written side by side: what they need of
-        the source is read while it is at hand.
+        Consecutive files with the same tensors (slices for ranks) are written side by side, so that the rows of which
+        each takes some columns are read from the disk once.
 
         Raises:
             WriteError: the system refused a write (disk full, quota, I/O error).
@@ -111,9 +111,9 @@ class Writer:
         """
         records: dict[str, FileRecord] = {}
         try:
-            run_jobs(self._do, self._jobs(files, records), threads=self._threads)
+            run_jobs(self._do_job, self._jobs(files, records), threads=self._threads)
         finally:
-            for file in self._under_way:
+            for file in self._open_files:
                 file.abandon()
             self._memory.close()
         return records
@@ -133,27 +133,25 @@ class Writer:
         path.parent.mkdir(parents=True, exist_ok=True)
         begin = 0 if file.kept is None else file.kept.digest.position // BLOCK_BYTES * BLOCK_BYTES
         sink = OutputFileWriter(path, num_bytes=output.num_bytes, alignment=self._alignment, kept_bytes=begin)
-        under_way = _FileUnderWay(
-            output, sink, journal=self._journal, tally=self._tally, records=records, kept=file.kept
-        )
-        # Those that are finished are let go of: what they know of 90 000 tensors is memory.
-        self._under_way = [*(other for other in self._under_way if other.sink.descriptor >= 0), under_way]
+        open_file = _OpenFile(output, sink, journal=self._journal, tally=self._tally, records=records, kept=file.kept)
+        # Finished files are dropped: their digests of 90 000 tensors take memory.
+        self._open_files = [*(other for other in self._open_files if other.sink.descriptor >= 0), open_file]
         copied = self._copy_in_kernel(output, sink) if not begin else DataRanges(())
         rest = file.ranges.without(copied)
         for start, stop in rest.pairs:
             sink.reserve(max(start, begin), stop)
         if copied.pairs and self._verify is not Verify.FULL:
-            under_way.leave_undigested()
+            open_file.leave_undigested()
             copied_windows: list[Window] = []
         else:
             copied_windows = list(windows(output, copied, window_bytes=self.window_bytes))
         written = list(windows(output, rest, begin=begin, window_bytes=self.window_bytes))
-        jobs = [_Job(under_way, window, is_copied=False) for window in written]
-        jobs += [_Job(under_way, window, is_copied=True) for window in copied_windows]
+        jobs = [_Job(open_file, window, is_copied=False) for window in written]
+        jobs += [_Job(open_file, window, is_copied=True) for window in copied_windows]
         jobs.sort(key=lambda job: job.window.start)
-        under_way.expect([job.window for job in jobs])
+        open_file.expect([job.window for job in jobs])
         if not jobs:
-            under_way.finish()
+            open_file.finish()
         for number, job in enumerate(jobs):
             job.number = number
             yield job
@@ -165,15 +163,15 @@ class Writer:
         descriptors = {name: self._sources.through_cache(name).descriptor for name in names}
         return copy_in_kernel(output, sink.descriptor, descriptors, self._kernel, block_bytes=BLOCK_BYTES)
 
-    def _do(self, job: _Job) -> None:
+    def _do_job(self, job: _Job) -> None:
         try:
-            self._carry(job)
+            self._write_window(job)
         except BaseException:
-            for file in self._under_way:
-                file.lane.abort()
+            for file in self._open_files:
+                file.digests.abort()
             raise
 
-    def _carry(self, job: _Job) -> None:
+    def _write_window(self, job: _Job) -> None:
         window, file = job.window, job.file
         with self._memory.lend() as block:
             num_bytes = window.num_bytes
@@ -182,8 +180,8 @@ class Writer:
             if len(window.header) + sum(portion.stop - portion.start for portion in window.portions) < padded:
                 _libc.memset(address_of(block), 0, padded)
             view[: len(window.header)] = window.header
-            self._filler.fill(view[:num_bytes], window.portions)
-            if file.is_digested and not file.lane.add(job.number, window.start, view[:num_bytes]):
+            self._window_reader.fill(view[:num_bytes], window.portions)
+            if file.is_digested and not file.digests.add(job.number, window.start, view[:num_bytes]):
                 return
             if not job.is_copied:
                 file.sink.write(view, window.start)
@@ -201,13 +199,13 @@ class Writer:
 class _Job:
     """A window of a file; `is_copied` says that the kernel has put its bytes there already."""
 
-    file: _FileUnderWay
+    file: _OpenFile
     window: Window
     is_copied: bool
     number: int = 0
 
 
-class _FileUnderWay:
+class _OpenFile:
     """An output file while several threads write it; finished by the one that ends its last window."""
 
     def __init__(
@@ -222,33 +220,33 @@ class _FileUnderWay:
     ) -> None:
         self.output = output
         self.sink = sink
-        self.lane = InOrderDigest(FileDigest.of(output) if kept is None else kept.digest)
+        self.digests = InOrderDigest(FileDigest.of(output) if kept is None else kept.digest)
         self.is_digested = True
         self._journal = journal
         self._tally = tally
         self._records = records
-        self._num_told = 0 if kept is None else kept.digest.position - output.header_bytes
-        self._told_stop = self.lane.digest.position
+        self._num_counted = 0 if kept is None else kept.digest.position - output.header_bytes
+        self._counted_stop = self.digests.digest.position
         self._lock = threading.Lock()
         self._noting = threading.Lock()
         self._windows: Sequence[Window] = ()
         self._done: set[int] = set()
         self._num_in_order = 0
-        self._noted_stop = self.lane.digest.position
-        self._num_noted = len(self.lane.digest.tensors)
+        self._noted_stop = self.digests.digest.position
+        self._num_noted = len(self.digests.digest.tensors)
 
     def expect(self, all_windows: Sequence[Window]) -> None:
-        """Be told of all windows that there will be."""
+        """Set all windows of the file."""
         self._windows = all_windows
 
     def leave_undigested(self) -> None:
-        """Have no digests: some of the bytes are not read."""
+        """Keep no digests: some of the bytes are not read."""
         self.is_digested = False
 
     def done(self, number: int) -> None:
-        """Note that window `number` is on its way to the disk, or there if it was compared; finish after the last."""
+        """Count window `number` as written, and compared if that was asked for; finish the file after the last one."""
         window = self._windows[number]
-        self._tell(max(window.stop - max(window.start, self._told_stop), 0))
+        self._count(max(window.stop - max(window.start, self._counted_stop), 0))
         with self._lock:
             self._done.add(number)
             while self._num_in_order in self._done:
@@ -265,26 +263,26 @@ class _FileUnderWay:
                 self._noting.release()
 
     def finish(self) -> None:
-        """Bring everything to the disk, note it, and close the file."""
+        """Flush the file, record it in the journal, and close it."""
         with self._noting:
             if self.sink.has_failed:
-                return  # in another thread, which raises; the flush to come would succeed
+                return  # another thread raises; a flush would succeed after a lost page
             tensors: Mapping[str, str | None] = dict.fromkeys((tensor.name for tensor in self.output.tensors), None)
             digest = None
             if self.is_digested:
-                digest = self.lane.digest.finish()
-                tensors = self.lane.digest.tensors
+                digest = self.digests.digest.finish()
+                tensors = self.digests.digest.tensors
             self.sink.finish()
-            noted = list(self.lane.digest.tensors.items())[self._num_noted :] if self.is_digested else []
+            noted = list(self.digests.digest.tensors.items())[self._num_noted :] if self.is_digested else []
             self._journal.complete(self.output.file, dict(noted), digest)
-            self._num_noted = len(self.output.tensors)  # a thread that is late has nothing to add
+            self._num_noted = len(self.output.tensors)  # a late thread has nothing to add
             record = FileRecord(num_bytes=self.output.num_bytes, digest=digest, tensors=tensors)
             self._records[self.output.file] = record
             self.sink.close()
-        self._tell(self.output.num_bytes - self._num_told)  # holes, and what lies before the windows
+        self._count(self.output.num_bytes - self._num_counted)  # holes, and what lies before the windows
 
     def abandon(self) -> None:
-        """After an error or an interruption, when no thread works any more: note what is there, and close the file."""
+        """Record what is written and close the file, after an error, when all threads have stopped."""
         if self.sink.descriptor < 0:
             return
         with suppress(BigloadError):
@@ -300,20 +298,20 @@ class _FileUnderWay:
                 holder = tensor.name
         return VerificationError(self.sink.path, offset=offset, tensor=holder)
 
-    def _tell(self, num_bytes: int) -> None:
+    def _count(self, num_bytes: int) -> None:
         if num_bytes:
             with self._lock:
-                self._num_told += num_bytes
+                self._num_counted += num_bytes
             self._tally.add(num_bytes, phase="write", file=self.output.file)
 
     def _note(self, stop: int) -> None:
-        """Bring what is written to the disk, and note the tensors that end at or before byte `stop`."""
+        """Flush what is written, and record the tensors that end at or before byte `stop`."""
         if not self.is_digested:
             return
         ends = [
             start + tensor.num_bytes for tensor, start in zip(self.output.tensors, self.output.starts(), strict=True)
         ]
-        closed = list(self.lane.digest.tensors.items())
+        closed = list(self.digests.digest.tensors.items())
         count = sum(end <= stop for end in ends[: len(closed)])
         if count > self._num_noted:
             self.sink.flush()

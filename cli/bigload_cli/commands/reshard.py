@@ -37,8 +37,8 @@ Examples:
   torchrun --nproc-per-node 4 --no-python bigload reshard plan.json ./split
 
 \b
-An interrupted run (Ctrl-C, SIGTERM, a crash, a full disk) keeps what it has
-finished in OUT.partial; --resume reads that back and goes on.
+An interrupted run (Ctrl-C, SIGTERM, a crash, a full disk) keeps finished files
+in OUT.partial; --resume reads them back and continues.
 """
 
 
@@ -79,28 +79,26 @@ def reshard(
         ),
     ] = "5GB",
     dtype: Annotated[
-        str | None, typer.Option("--dtype", metavar="DTYPE", help="Cast weights to bf16, fp16 or fp32 on the way.")
+        str | None, typer.Option("--dtype", metavar="DTYPE", help="Cast weights to bf16, fp16 or fp32.")
     ] = None,
     keep_fp32: Annotated[
         list[str] | None,
         typer.Option("--keep-fp32", metavar="PATTERN", help="Tensors to write in 32 bits: '*norm*'. Repeat for more."),
     ] = None,
-    tp: Annotated[
-        int | None, typer.Option("--tp", metavar="N", min=1, help="Tensor-parallel ranks to cut for.")
-    ] = None,
+    tp: Annotated[int | None, typer.Option("--tp", metavar="N", min=1, help="Number of tensor-parallel ranks.")] = None,
     tp_rules: Annotated[
         Path | None,
-        typer.Option("--tp-rules", metavar="FILE", help="How to cut, where the architecture's own rules do not suit."),
+        typer.Option("--tp-rules", metavar="FILE", help="Rules that divide tensors, before those of the architecture."),
     ] = None,
     offload_format: Annotated[
         OffloadFormat, typer.Option("--offload-format", help="Files per block, or accelerate's .dat per tensor.")
     ] = OffloadFormat.SAFETENSORS,
     verify: Annotated[
         Verify,
-        typer.Option("--verify", help="Look at nothing, at sizes, or read every byte back and compare it."),
+        typer.Option("--verify", help="Check nothing, check sizes, or read every byte back and compare it."),
     ] = Verify.FULL,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Go on with what an interrupted run has finished, after reading it back.")
+        bool, typer.Option("--resume", help="Resume an interrupted run, after reading back what it has finished.")
     ] = False,
     force: Annotated[
         bool, typer.Option("--force", help="Replace an OUT that bigload made, or what an interrupted run left.")
@@ -111,7 +109,7 @@ def reshard(
     ] = False,
     max_memory_in_flight: Annotated[
         str | None,
-        typer.Option("--max-memory-in-flight", metavar="SIZE", help="Memory for what is on its way. Default: 96MiB."),
+        typer.Option("--max-memory-in-flight", metavar="SIZE", help="Memory for bytes in flight. Default: 96MiB."),
     ] = None,
     io_threads: IoThreadsOption = None,
     as_json: JsonOption = False,
@@ -121,7 +119,7 @@ def reshard(
     """Rewrite a checkpoint: per device, per rank, in other shards.
 
     OUT appears when everything in it is written, flushed and verified, and is a model folder in its own right: config
-    and tokenizer come along with all of a model. The source is never touched.
+    and tokenizer are copied with a whole model. The source is never touched.
     """
     max_shard_bytes = (
         None if max_shard_size.strip().lower() == "none" else size_option("--max-shard-size", max_shard_size)
@@ -192,7 +190,7 @@ def _confirm(prepared: PreparedReshard, *, yes: bool, may_ask: bool) -> None:
     """Ask once whether to destroy what `--force` destroys, if there is anything.
 
     Raises:
-        OutputExistsError: nobody is there to be asked, and `--yes` was not given.
+        OutputExistsError: there is no terminal to ask on, and `--yes` was not given.
         StoppedError: the answer was no.
     """
     from bigload.errors import OutputExistsError

@@ -1,4 +1,4 @@
-"""`bigload verify`: is a resharded folder still what was written?"""
+"""`bigload verify`: compare a resharded folder with its manifest."""
 
 from __future__ import annotations
 

@@ -96,7 +96,7 @@ def destroyed(prepared: PreparedReshard) -> str | None:
         words.append(f"replace {printable(str(prepared.out))} ({format_size(num_bytes)})")
     found = leftover(prepared.out)
     if found is not None and not prepared.options.resume:
-        words.append(f"throw away {found} in {printable(str(staging_folder(prepared.out)))}")
+        words.append(f"discard {found} in {printable(str(staging_folder(prepared.out)))}")
     return " and ".join(words) or None
 
 

@@ -317,7 +317,9 @@ def test_what_is_finished_is_kept_and_the_error_says_so(tmp_path):
     with suppress(WriteError), staged(out, "recipe") as staging:
         staging.journal.complete("a", {"one": "1" * 32, "two": "2" * 32}, "0" * 32)
         raise error
-    assert error.hint == (f"mend the cause and go on with --resume: {out}.partial keeps 1 finished file (2 tensors)")
+    assert error.hint == (
+        f"fix the cause and rerun the command with --resume: {out}.partial keeps 1 finished file (2 tensors)"
+    )
     assert leftover(out) == "1 finished file (2 tensors)"
 
 
@@ -357,7 +359,7 @@ def test_a_leftover_is_refused_gone_on_with_or_thrown_away(tmp_path):
 def test_a_leftover_of_another_reshard_is_not_gone_on_with(tmp_path):
     interrupt(tmp_path / "out", recipe="other")
     before = contents(tmp_path)
-    with pytest.raises(OutputExistsError, match="another reshard than this"):
+    with pytest.raises(OutputExistsError, match="another source or other options"):
         publish(tmp_path / "out", resume=True)
     assert contents(tmp_path) == before
 
