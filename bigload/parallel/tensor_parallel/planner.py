@@ -15,7 +15,7 @@ does not fit. Counts of heads that modules remember are made local where a forwa
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import reduce
 from math import prod
 from operator import or_
@@ -117,7 +117,6 @@ class _Validator:
     problem: str | None = None
     _last: tuple[PartialPlan, str | None] | None = None
     _kinds: list[_Kind] | None = None
-    _localised: dict[int, PartialPlan | None] = field(default_factory=dict)
 
     @staticmethod
     def of(model: nn.Module, size: int, example: Mapping[str, object] | None, summed: list[str]) -> _Validator:
@@ -171,11 +170,11 @@ class _Validator:
         """Return `plan` with the attributes that become local by its divisions of coupled layers."""
         assert self.weightless is not None
         assert self.reference is not None
-        for number, kind in enumerate(self.kinds(())):
+        for kind in self.kinds(()):
             if all(each.plan.divisions.items() <= plan.divisions.items() for each in kind):
-                if number not in self._localised:
-                    self._localised[number] = localised(self.weightless, self.reference, PartialPlan(), kind, self.size)
-                plan = (self._localised[number] or PartialPlan()) | plan
+                # With all of its block: gradients do not show queries and keys of which a mask leaves nothing.
+                block = _of_block(plan, _block(kind[0].row))
+                plan = (localised(self.weightless, self.reference, block, kind, self.size) or PartialPlan()) | plan
         return plan
 
     def fitted(self, plan: PartialPlan) -> PartialPlan | None:
@@ -189,6 +188,14 @@ class _Validator:
 def _names(kind: _Kind) -> set[str]:
     """Return the layers of `kind` that are divided by their outputs or inputs."""
     return {name for each in kind for name in (each.row, *each.columns)}
+
+
+def _of_block(plan: PartialPlan, block: str) -> PartialPlan:
+    """Return the divisions and styles of `plan` in the blocks of one generic name."""
+    return PartialPlan(
+        divisions={name: division for name, division in plan.divisions.items() if _block(name) == block},
+        styles={name: style for name, style in plan.styles.items() if _block(name) == block},
+    )
 
 
 def _by_kind(found: Iterable[CoupledLayers]) -> list[_Kind]:
