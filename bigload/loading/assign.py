@@ -72,7 +72,7 @@ def compare(
             missing += [] if any(name in ignored for name in places) else [places[0]]
             continue
         want = tensors[stored[0]]
-        expected, found = tuple(held(module, places[0]).shape), torch_shape(want.dtype, want.shape)
+        expected, found = tuple(tensor_named(module, places[0]).shape), torch_shape(want.dtype, want.shape)
         if expected == found:
             assignments.append(Assignment(tensor_name=stored[0], places=places))
         else:
@@ -92,7 +92,7 @@ def assign(module: nn.Module, assignments: tuple[Assignment, ...], tensors: Mapp
     """
     for assignment in assignments:
         value = tensors[assignment.tensor_name]
-        old = held(module, assignment.places[0])
+        old = tensor_named(module, assignment.places[0])
         if not old.is_meta:
             with torch.no_grad():
                 old.copy_(value)
@@ -118,7 +118,7 @@ def _state(module: nn.Module) -> list[tuple[str, ...]]:
     return [tuple(names) for names in groups.values()]
 
 
-def held(module: nn.Module, name: str) -> torch.Tensor:
+def tensor_named(module: nn.Module, name: str) -> torch.Tensor:
     """Return the parameter or buffer of `module` that `name` is."""
     parent, _, leaf = name.rpartition(".")
     owner = module.get_submodule(parent)

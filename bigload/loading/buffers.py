@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from bigload.loading.tensors import Memory
 
 
-def filled(
+def fill_buffers(
     checkpoint: Checkpoint,
     schedule: Schedule,
     strategy: ReadStrategy,

@@ -29,7 +29,7 @@ _PREFAULT_BYTES = 64 * MIB
 class Stager(Protocol):
     """Brings bytes to one device by way of blocks that are used again and again. Called from several threads."""
 
-    def carry(self, job: ReadJob, source: ByteSource) -> None:
+    def deliver(self, job: ReadJob, source: ByteSource) -> None:
         """Read the bytes of `job` and deliver its destinations; they may arrive later, but before `finish` returns."""
 
     def finish(self) -> None:
@@ -112,7 +112,7 @@ def _carry(
     recorder: Recorder,
 ) -> None:
     if job.delivery is Delivery.STAGED:
-        stagers[job.device].carry(job, source)
+        stagers[job.device].deliver(job, source)
         return
     if job.delivery is Delivery.POPULATED:
         assert isinstance(source, MappedFile), "only maps have pages to populate"

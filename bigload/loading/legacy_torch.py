@@ -41,7 +41,7 @@ def load_legacy(paths: Iterable[str | Path]) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def described(path: str, tensors: Mapping[str, torch.Tensor]) -> Checkpoint:
+def as_checkpoint(path: str, tensors: Mapping[str, torch.Tensor]) -> Checkpoint:
     """Return what `tensors` would be as a checkpoint, so that what is wanted of them is chosen as of any other.
 
     Their spans are lengths only.
@@ -58,7 +58,7 @@ def described(path: str, tensors: Mapping[str, torch.Tensor]) -> Checkpoint:
     return Checkpoint(path=path, root=Path(path), index_file=None, shards=(), tensors=infos, config=None)
 
 
-def taken(want: RequestedTensor, tensor: torch.Tensor) -> torch.Tensor:
+def as_requested(want: RequestedTensor, tensor: torch.Tensor) -> torch.Tensor:
     """Return `tensor`, or the part, dtype and device of it that is wanted; itself where that is all of it."""
     from bigload.loading.tensors import torch_dtype
 

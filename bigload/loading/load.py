@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from bigload.checkpoint.model import Checkpoint
 from bigload.checkpoint.quantisation import quantisation_of
 from bigload.errors import LegacyPickleError, StateDictMismatchError
-from bigload.loading.buffers import filled
+from bigload.loading.buffers import fill_buffers
 from bigload.loading.checks import check_memory, check_ram
 from bigload.loading.memory_errors import memory_errors
 from bigload.loading.methods import Method
@@ -112,7 +112,7 @@ def load(
     is_mapped = strategy.method is Method.MMAP
     schedule = schedule_reads(selection.wanted, block_bytes=strategy.block_bytes, in_map=is_mapped, populate=populate)
     check_memory(opened, schedule, strategy)
-    memory = filled(opened, schedule, strategy, recorder, on_progress)
+    memory = fill_buffers(opened, schedule, strategy, recorder, on_progress)
     with recorder.span(Phase.ASSIGN):
         tensors = as_tensors(schedule, memory)
         request.assign(assignments, tensors)
@@ -122,12 +122,12 @@ def load(
 
 def _load_legacy(old: LegacyPickleError, request: _Request, recorder: Recorder) -> LoadedTensors:
     """Have torch load everything, then take what is wanted of it: such files cannot be read in part."""
-    from bigload.loading.legacy_torch import described, load_legacy, taken
+    from bigload.loading.legacy_torch import as_checkpoint, as_requested, load_legacy
 
     check_ram(Path(old.path).name, str(old.path), sum(path.stat().st_size for path in old.paths))
     whole = load_legacy(old.paths)
-    selection, assignments = request.of(described(str(old.path), whole))
-    tensors = {want.name: taken(want, whole[want.name]) for want in selection.wanted}
+    selection, assignments = request.of(as_checkpoint(str(old.path), whole))
+    tensors = {want.name: as_requested(want, whole[want.name]) for want in selection.wanted}
     request.assign(assignments, tensors)
     num_bytes = sum(tensor.nbytes for tensor in whole.values())
     report = LoadReport(

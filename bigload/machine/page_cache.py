@@ -95,7 +95,7 @@ def evict(paths: Iterable[Path]) -> int | None:
     return kept
 
 
-def forget(path: Path, ranges: Iterable[tuple[int, int]]) -> None:
+def drop_cached_pages(path: Path, ranges: Iterable[tuple[int, int]]) -> None:
     """Have the kernel drop the cached pages of these (start, stop) ranges of `path`, as far as nobody else uses them.
 
     Raises:

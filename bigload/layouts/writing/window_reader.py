@@ -148,7 +148,7 @@ class WindowReader:
         beyond = [0] * len(views)
         for job in jobs_for(portions):
             if job.delivery is Delivery.STAGED:
-                stager.carry_to(views, job, self._source(job), beyond=beyond)
+                stager.deliver_to(views, job, self._source(job), beyond=beyond)
             else:
                 _scatter(job, views, self._source(job))
         for number, portion in enumerate(portions):

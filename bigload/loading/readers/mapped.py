@@ -78,7 +78,7 @@ class MappedFile(OpenFile):
         if start >= stop:
             return
         with self._recorder.span(Phase.FAULT, num_bytes=stop - start, file=self.path.name):
-            reason = make_present(self.buffer, begin, stop)
+            reason = populate_pages(self.buffer, begin, stop)
         self._check_size(stop)  # also without an error: a file cut short within a page reads as zeros up to its end
         if reason == errno.ENOMEM:
             raise no_memory(f"the map of {self.path}", stop - start)
@@ -120,7 +120,7 @@ class MappedFile(OpenFile):
         return array
 
 
-def make_present(buffer: memoryview, start: int, stop: int) -> int:
+def populate_pages(buffer: memoryview, start: int, stop: int) -> int:
     """Bring bytes `start`, where a page begins, to `stop` of the map `buffer` into this process's page table.
 
     Returns 0, or the number of the system's error for what is not to be had.
@@ -133,7 +133,7 @@ def make_present(buffer: memoryview, start: int, stop: int) -> int:
     return reason
 
 
-def in_huge_pages(buffer: memoryview) -> None:
+def advise_huge_pages(buffer: memoryview) -> None:
     """Ask that the map `buffer` of a file be read and shown in huge pages, where the system has them for files.
 
     What is read through the map from then on is cached in pieces of 2 MiB. These come from a disk with fewer requests,
@@ -143,23 +143,25 @@ def in_huge_pages(buffer: memoryview) -> None:
         _libc.madvise(address_of(buffer), len(buffer), mmap.MADV_HUGEPAGE)
 
 
-def make_present_in_parallel(buffer: memoryview, start: int, stop: int) -> int:
-    """Do what `make_present` does, on some threads as soon as it turns out that a disk has to be waited for."""
+def populate_pages_in_parallel(buffer: memoryview, start: int, stop: int) -> int:
+    """Populate as `populate_pages` does, on more threads as soon as pages come at the speed of a disk."""
     first = min(start + _STEP_BYTES, stop)
     began = time.perf_counter()
-    reason = make_present(buffer, start, first)
+    reason = populate_pages(buffer, start, first)
     if reason or first == stop:
         return reason
     steps = [(begin, min(begin + _STEP_BYTES, stop)) for begin in range(first, stop, _STEP_BYTES)]
-    waits_for_disk = (first - start) / (time.perf_counter() - began) < _DISK_BYTES_PER_SECOND
+    threads = _DISK_THREADS if (first - start) / (time.perf_counter() - began) < _DISK_BYTES_PER_SECOND else 1
     reasons: list[int] = []
     run_jobs(
-        lambda step: reasons.append(make_present(buffer, *step)), steps, threads=_DISK_THREADS if waits_for_disk else 1
+        lambda step: reasons.append(populate_pages(buffer, *step)),
+        steps,
+        threads=threads,
     )
     return next(filter(None, reasons), 0)
 
 
-def let_go(buffer: memoryview, start: int, stop: int) -> None:
+def release_pages(buffer: memoryview, start: int, stop: int) -> None:
     """Take the pages that lie between bytes `start` and `stop` of the map `buffer` out of this process's page table.
 
     They come back from the page cache when they are touched, as they are in the file: what was written to them is lost.

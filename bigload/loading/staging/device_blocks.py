@@ -19,7 +19,7 @@ class DeviceStager:
         self._memory = memory
         self._transfers = transfers
 
-    def carry(self, job: ReadJob, source: ByteSource) -> None:
+    def deliver(self, job: ReadJob, source: ByteSource) -> None:
         """Read the bytes of `job` into a block and enqueue the copies of its destinations."""
         block = self._transfers.take()
         try:

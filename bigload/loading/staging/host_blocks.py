@@ -40,11 +40,11 @@ class HostStager:
         self._recorder = recorder
         self._idle: list[_Blocks] = []
 
-    def carry(self, job: ReadJob, source: ByteSource) -> None:
+    def deliver(self, job: ReadJob, source: ByteSource) -> None:
         """Read the bytes of `job` into a block, and write its destinations to their buffers."""
-        self.carry_to(self._memory, job, source)
+        self.deliver_to(self._memory, job, source)
 
-    def carry_to(
+    def deliver_to(
         self,
         memory: Sequence[torch.Tensor | memoryview | None],
         job: ReadJob,
@@ -88,7 +88,7 @@ class HostStager:
             return _cast(values, written, blocks, counts=True)
 
     def finish(self) -> None:
-        """Do nothing: what was carried has arrived."""
+        """Do nothing: what was delivered has arrived."""
 
     def close(self) -> None:
         """Let go of the memory."""

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from bigload.checkpoint.model import Span, TensorInfo
 from bigload.dtypes import DTYPES, parse_dtype
 from bigload.errors import OptionError, StateDictMismatchError, abridged
-from bigload.loading.assign import Assignment, compare, held
+from bigload.loading.assign import Assignment, compare, tensor_named
 from bigload.loading.schedule import CPU, RequestedTensor
 from bigload.loading.staging.accelerators import check_present
 from bigload.loading.tensors import check_dtypes
@@ -109,13 +109,13 @@ class ModelPart:
     def _shape(self, name: str, tensor: StoredTensor) -> tuple[int, ...]:
         """Return the shape that a tensor has in the model: of a plain tensor that is divided, the local one."""
         division = self.divisions.get(name)
-        if division is None or isinstance(held(self.model, name), DTensor):
+        if division is None or isinstance(tensor_named(self.model, name), DTensor):
             return tensor.shape
         return spec_shape(spec_of_division(name, tensor.shape, division, self.rank))
 
     def _part(self, assignment: Assignment, tensor: StoredTensor) -> LocalPart:
         name = assignment.places[0]
-        old = held(self.model, name).detach()
+        old = tensor_named(self.model, name).detach()
         division = next((self.divisions[each] for each in assignment.places if each in self.divisions), None)
         spec = self._spans(name, old, tensor, division)
         local = old.to_local() if isinstance(old, DTensor) else old
@@ -200,7 +200,7 @@ def assign_local(model: nn.Module, assignments: Sequence[Assignment], tensors: S
 
 
 def _replace(model: nn.Module, assignment: Assignment, local: torch.Tensor) -> None:
-    old = held(model, assignment.places[0])
+    old = tensor_named(model, assignment.places[0])
     new = local
     if isinstance(old, DTensor):
         with torch.no_grad():

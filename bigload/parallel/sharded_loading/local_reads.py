@@ -11,7 +11,7 @@ from itertools import groupby
 
 from bigload.checkpoint.model import Checkpoint, Span, TensorInfo
 from bigload.dtypes import DTYPES, parse_dtype
-from bigload.loading.buffers import filled
+from bigload.loading.buffers import fill_buffers
 from bigload.loading.methods import Method
 from bigload.loading.progress import ignore_progress
 from bigload.loading.report import Recorder
@@ -116,7 +116,7 @@ def _read_rows(checkpoint: Checkpoint, rows: _Copies, strategy: ReadStrategy, re
     )
     schedule = Schedule(buffers=buffers, slots={}, jobs=tuple(jobs))
     memory = [tensor.memory for tensor in tensors]
-    filled(checkpoint, schedule, strategy, recorder, ignore_progress, memory=memory)
+    fill_buffers(checkpoint, schedule, strategy, recorder, ignore_progress, memory=memory)
     return schedule.num_bytes
 
 

@@ -13,7 +13,7 @@ from bigload.checkpoint.model import Checkpoint, TensorInfo
 from bigload.dtypes import DType
 from bigload.errors import InvalidCheckpointError, LegacyPickleError, Problem
 from bigload.layouts.kinds.device_folders import PLAN_FILE
-from bigload.loading.legacy_torch import described, load_legacy
+from bigload.loading.legacy_torch import as_checkpoint, load_legacy
 from bigload.loading.load import load
 from bigload.loading.slices import Slice
 from bigload.loading.tensors import torch_dtype
@@ -52,7 +52,7 @@ class CheckpointSource:
             opened = _for_torch(open_planned(plan, Path(path) if isinstance(path, os.PathLike) else path))
         except LegacyPickleError as error:
             whole = load_legacy(error.paths)
-            return cls(checkpoint=described(str(error.path), whole), legacy=whole)
+            return cls(checkpoint=as_checkpoint(str(error.path), whole), legacy=whole)
         if plan is None:
             return cls(checkpoint=opened)
         kept = {name: tensor for name, tensor in opened.tensors.items() if not plan.leaves_out(name)}

@@ -23,7 +23,7 @@ from bigload.checkpoint.model import Checkpoint, TensorInfo
 from bigload.dtypes import DType
 from bigload.errors import OptionError
 from bigload.loading.absent_weights import LOAD_OR_DISPATCH, NOT_LOADED, mark_absent
-from bigload.loading.assign import Assignment, held
+from bigload.loading.assign import Assignment, tensor_named
 from bigload.loading.memory_errors import memory_errors
 from bigload.loading.tensors import dtype_of, parsed_dtype, torch_dtype
 from bigload.planning.load_dtype import as_dtype
@@ -192,7 +192,7 @@ class _PlacementRules:
     offload_buffers: bool
 
     def place(self, assignment: Assignment, tensor: TensorInfo) -> PlacedTensor:
-        old = held(self.model, assignment.places[0])
+        old = tensor_named(self.model, assignment.places[0])
         device = self._device(assignment, old)
         dtype = self._dtype(assignment, tensor, old)
         kind = old.dtype if self._is_as_in_model(tensor, old) else torch_dtype(dtype)
@@ -303,7 +303,7 @@ def _offload(
     on_disk = _on_disk(source, placed, folder)
     for each in placed:
         first, dtype = each.places[0], on_disk.dtypes[each.places[0]]
-        replace_tensor(model, each.places, torch.empty_like(held(model, first), device="meta", dtype=dtype))
+        replace_tensor(model, each.places, torch.empty_like(tensor_named(model, first), device="meta", dtype=dtype))
     return on_disk
 
 

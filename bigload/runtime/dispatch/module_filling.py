@@ -12,7 +12,7 @@ from torch import nn
 
 from bigload.checkpoint.model import TensorInfo
 from bigload.dtypes import DType
-from bigload.loading.assign import held
+from bigload.loading.assign import tensor_named
 from bigload.loading.slices import Slice
 from bigload.runtime.dispatch.checkpoint_source import CheckpointSource
 from bigload.runtime.modules.module_tensors import set_module_tensor_to_device
@@ -119,7 +119,7 @@ def _put(model: nn.Module, each: PlacedTensor, value: torch.Tensor, part: Slice 
     if not each.stays:
         replace_tensor(model, each.places, value.to(each.dtype))
         return
-    old = held(model, each.places[0])
+    old = tensor_named(model, each.places[0])
     with torch.no_grad():
         (old if part is None else old[part.start : part.stop]).copy_(value)
 
@@ -128,7 +128,7 @@ def replace_tensor(model: nn.Module, places: tuple[str, ...], value: torch.Tenso
     """Make all `places` one tensor with the values of `value`."""
     first, *others = places
     set_module_tensor_to_device(model, first, value.device, value=value, dtype=value.dtype)
-    new = held(model, first)
+    new = tensor_named(model, first)
     for place in others:
         owner, _, leaf = place.rpartition(".")
         module = model.get_submodule(owner)

@@ -12,7 +12,7 @@ from torch import nn
 
 from bigload.checkpoint.model import Checkpoint
 from bigload.errors import StateDictMismatchError, abridged
-from bigload.loading.assign import Comparison, compare, held
+from bigload.loading.assign import Comparison, compare, tensor_named
 from bigload.planning.plan import Plan
 from bigload.runtime.dispatch.checkpoint_source import CheckpointSource
 
@@ -52,7 +52,7 @@ def matched(
     """
     source = CheckpointSource.open(checkpoint)
     found = compare(model, source.tensors)
-    without_values = is_complete and any(held(model, name).is_meta for name in found.missing)
+    without_values = is_complete and any(tensor_named(model, name).is_meta for name in found.missing)
     if found.misshapen or without_values or (strict and (found.missing or found.unexpected)):
         hint = _likely_reason(found.missing, found.unexpected) or "strict=False loads what does match"
         if found.misshapen:

@@ -30,7 +30,7 @@ from bigload.layouts.dat_format import DAT_INDEX
 from bigload.layouts.kinds.aliases import absent_names
 from bigload.layouts.offload_reader import OffloadFolder, aliases_in
 from bigload.loading.checks import check_unchanged, signature
-from bigload.loading.readers.mapped import MappedFile, in_huge_pages, make_present
+from bigload.loading.readers.mapped import MappedFile, advise_huge_pages, populate_pages
 from bigload.loading.schedule import RequestedTensor
 from bigload.loading.tensors import check_dtypes, parsed_dtype, torch_dtype, torch_shape
 from bigload.machine.huge_pages import no_memory
@@ -226,7 +226,7 @@ class MappedFiles:
             raise ReadError(path, f"it has {len(found.buffer)} bytes; {tensor.name} would end at byte {span.stop}")
         if populate:
             first = span.start // mmap.PAGESIZE * mmap.PAGESIZE
-            reason = make_present(found.buffer, first, span.stop)
+            reason = populate_pages(found.buffer, first, span.stop)
             if reason == errno.ENOMEM:
                 raise no_memory(f"the map of {path}", span.num_bytes)
             if reason:
@@ -281,7 +281,7 @@ def _mapped(path: Path, seen: Signature) -> _FileMap:
         found = (status.st_ino, status.st_size, status.st_mtime_ns)
         if found != seen:
             raise ReadError(path, "it changed while it was being opened", hint="open the weights again")
-        in_huge_pages(file.buffer)
+        advise_huge_pages(file.buffer)
         return _FileMap(file.buffer, found)
 
 

@@ -72,8 +72,8 @@ class _PooledStager:
         self._stager = stager
         self._memory = memory
 
-    def carry(self, job: ReadJob, source: ByteSource) -> None:
-        self._stager.carry_to(self._memory, job, source)
+    def deliver(self, job: ReadJob, source: ByteSource) -> None:
+        self._stager.deliver_to(self._memory, job, source)
 
     def finish(self) -> None:
         pass

@@ -17,9 +17,9 @@ from typing import NamedTuple
 import torch
 
 from bigload.errors import ReadError
-from bigload.loading.readers.mapped import let_go, make_present_in_parallel
+from bigload.loading.readers.mapped import populate_pages_in_parallel, release_pages
 from bigload.machine.huge_pages import no_memory
-from bigload.machine.page_cache import forget
+from bigload.machine.page_cache import drop_cached_pages
 from bigload.runtime.offload.stored_weights import FileWeight
 from bigload.runtime.offload.weight_sources import MemoryWeight
 from bigload.runtime.streaming.weights import Weight
@@ -63,7 +63,7 @@ class MappedSupply:
             NotEnoughMemoryError: there is no memory for the page table.
         """
         for place, buffer, start, stop in self._ranges:
-            reason = make_present_in_parallel(buffer, start // mmap.PAGESIZE * mmap.PAGESIZE, stop)
+            reason = populate_pages_in_parallel(buffer, start // mmap.PAGESIZE * mmap.PAGESIZE, stop)
             if reason == errno.ENOMEM:
                 raise no_memory(f"the map of {place.path}", stop - start)
             if reason:
@@ -87,7 +87,7 @@ class MappedSupply:
     def drop(self, *, forget: bool) -> None:
         """Take the pages out of the page table; with `forget` out of the page cache, too."""
         for place, buffer, start, stop in self._ranges:
-            let_go(buffer, start, stop)
+            release_pages(buffer, start, stop)
             if forget:
                 _forget(place, start, stop)
 
@@ -118,4 +118,4 @@ def _merged(places: Iterable[FileWeight]) -> list[_MappedRange]:
 
 def _forget(place: FileWeight, start: int, stop: int) -> None:
     with suppress(OSError):  # gone meanwhile: the next fetch says so
-        forget(place.path, [(start, stop)])
+        drop_cached_pages(place.path, [(start, stop)])

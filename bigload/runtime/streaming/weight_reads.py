@@ -19,7 +19,7 @@ from bigload.loading.strategy.read_strategy import usual_threads
 from bigload.loading.strategy.settings import settings
 from bigload.loading.tensors import Memory, as_tensors, dtype_of, torch_dtype, torch_shape
 from bigload.machine.huge_pages import address_of
-from bigload.machine.page_cache import forget
+from bigload.machine.page_cache import drop_cached_pages
 from bigload.runtime.modules.module_tensors import version_of
 from bigload.runtime.offload.stored_weights import FileWeight
 from bigload.runtime.offload.weight_sources import MemoryWeight, WeightSource
@@ -135,7 +135,7 @@ class WeightReads:
             source = self._sources[file]
             if isinstance(source, FileWeight):
                 with suppress(OSError):  # gone meanwhile: the next read says so
-                    forget(source.path, ranges)
+                    drop_cached_pages(source.path, ranges)
 
     def _note_values(self) -> None:
         for file, source in self._sources.items():

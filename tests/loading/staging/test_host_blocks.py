@@ -26,7 +26,7 @@ def test_blocks_are_as_many_as_jobs_at_one_moment_not_as_threads(monkeypatch):
     stager = host_staging.HostStager([memory], Recorder(is_tracing=False))
     for column in range(4):  # each in a thread of its own, one after the other
         job = ReadJob("file", 2 * column, 1, (Destination(0, 1, 0, column),), Delivery.STAGED)
-        thread = threading.Thread(target=stager.carry, args=(job, Letters()))
+        thread = threading.Thread(target=stager.deliver, args=(job, Letters()))
         thread.start()
         thread.join()
     stager.close()

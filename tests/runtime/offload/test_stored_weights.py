@@ -282,7 +282,7 @@ def test_nothing_is_written_and_little_is_held(tmp_path):
     ("reason", "error"), [(errno.EIO, ReadError), (errno.EFAULT, ReadError), (errno.ENOMEM, NotEnoughMemoryError)]
 )
 def test_what_a_disk_does_not_give_is_told(folder, monkeypatch, reason, error):
-    monkeypatch.setattr("bigload.runtime.offload.stored_weights.make_present", lambda *_: reason)
+    monkeypatch.setattr("bigload.runtime.offload.stored_weights.populate_pages", lambda *_: reason)
     with pytest.raises(error, match="safetensors"):
         bigload.StoredWeights(folder)[EMBED]
 
