@@ -15,7 +15,7 @@ from bigload.checkpoint.model import Checkpoint
 from bigload.errors import NotEnoughSpaceError, OutputExistsError, WriteError
 from bigload.layouts.options import DEFAULTS, ReshardOptions
 from bigload.layouts.output import Output
-from bigload.layouts.selection import Selection, select_output
+from bigload.layouts.selection import SelectedOutput, select_output
 from bigload.layouts.side_files import SideFile, SideFiles, is_single_file, side_files
 from bigload.layouts.verification.manifest import (
     MANIFEST_FILE,
@@ -130,7 +130,7 @@ def prepare_reshard(
     )
 
 
-def _recipe(chosen: Selection, identities: Mapping[str, SourceIdentity]) -> str:
+def _recipe(chosen: SelectedOutput, identities: Mapping[str, SourceIdentity]) -> str:
     """Return a digest of everything that decides which bytes are written, the state of the source files included."""
     digest = hashlib.sha256()
     for name, identity in sorted(identities.items()):
@@ -205,7 +205,7 @@ def _stored_in(folder: Path) -> int:
     return sum(path.lstat().st_blocks * 512 for path in folder.rglob("*") if path.is_file())
 
 
-def _is_a_model(chosen: Selection) -> bool:
+def _is_a_model(chosen: SelectedOutput) -> bool:
     """Return whether all of the model is written: a config beside a part of it would have it taken for the whole."""
     plan, output = chosen.plan, chosen.output
     if plan is None:

@@ -22,7 +22,7 @@ from bigload.units import counted, format_size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Selection:
+class SelectedOutput:
     """Source, plan and files of a reshard.
 
     Attributes:
@@ -44,7 +44,7 @@ class Selection:
 
 def select_output(
     source: Plan | Checkpoint | str | Path, options: ReshardOptions, *, kernel_between: Callable[[Path], KernelCopy]
-) -> Selection:
+) -> SelectedOutput:
     """Open `source` and lay out what is to be written.
 
     Args:
@@ -73,7 +73,7 @@ def select_output(
     recorded: dict[str, object] = {"max_shard_bytes": options.max_shard_bytes}
     if dtypes.dtype is not None:
         recorded |= {"dtype": dtypes.dtype.name, "keep_fp32": list(dtypes.keep_fp32)}
-    return Selection(
+    return SelectedOutput(
         checkpoint=opened,
         plan=plan,
         output=output,

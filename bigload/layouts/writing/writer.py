@@ -96,7 +96,7 @@ class Writer:
         self.window_bytes = window_bytes(threads, max_inflight)
         num_blocks = threads * (2 if verify is Verify.FULL else 1)
         self._memory = BlockPool(num_blocks, block_bytes=self.window_bytes, is_prefaulted=False)
-        self._open_files: list[_OpenFile] = []
+        self._open_files: list[_FileInProgress] = []
 
     def write(self, files: Iterable[FileToWrite]) -> dict[str, FileRecord]:
         """Write `files`, and return the record of each.
@@ -133,7 +133,9 @@ class Writer:
         path.parent.mkdir(parents=True, exist_ok=True)
         begin = 0 if file.kept is None else file.kept.digest.position // BLOCK_BYTES * BLOCK_BYTES
         sink = OutputFileWriter(path, num_bytes=output.num_bytes, alignment=self._alignment, kept_bytes=begin)
-        open_file = _OpenFile(output, sink, journal=self._journal, tally=self._tally, records=records, kept=file.kept)
+        open_file = _FileInProgress(
+            output, sink, journal=self._journal, tally=self._tally, records=records, kept=file.kept
+        )
         # Finished files are dropped: their digests of 90 000 tensors take memory.
         self._open_files = [*(other for other in self._open_files if other.sink.descriptor >= 0), open_file]
         copied = self._copy_in_kernel(output, sink) if not begin else DataRanges(())
@@ -199,13 +201,13 @@ class Writer:
 class _Job:
     """A window of a file; `is_copied` says that the kernel has put its bytes there already."""
 
-    file: _OpenFile
+    file: _FileInProgress
     window: Window
     is_copied: bool
     number: int = 0
 
 
-class _OpenFile:
+class _FileInProgress:
     """An output file while several threads write it; finished by the one that ends its last window."""
 
     def __init__(

@@ -292,14 +292,14 @@ def test_many_threads_share_the_memory_of_a_few(monkeypatch, threads):
 
 def test_threads_that_end_late_add_nothing_to_a_finished_file(job, monkeypatch):
     """One that has counted its window, and is held up before it notes, finds the file closed."""
-    finish, note, late = writer_module._OpenFile.finish, writer_module._OpenFile._note, []
+    finish, note, late = writer_module._FileInProgress.finish, writer_module._FileInProgress._note, []
 
     def finish_and_note(self):
         finish(self)
         late.append(self.output.file)
         note(self, self.output.num_bytes)
 
-    monkeypatch.setattr(writer_module._OpenFile, "finish", finish_and_note)
+    monkeypatch.setattr(writer_module._FileInProgress, "finish", finish_and_note)
     job.write(threads=1)
     assert late == [output.file for output in job.files]
 
@@ -359,13 +359,13 @@ def test_what_the_kernel_copied_wrongly_is_found(job, cloning, monkeypatch):
 
 def test_a_flush_that_succeeds_after_one_that_failed_proves_nothing(job, monkeypatch):
     """Linux says once that it lost a page (fsync(2)); it may be another thread that was told."""
-    done = writer_module._OpenFile.done
+    done = writer_module._FileInProgress.done
 
     def fail_before_the_last(self, number):
         if number == len(self._windows) - 1:
             self.sink.has_failed = True
         done(self, number)
 
-    monkeypatch.setattr(writer_module._OpenFile, "done", fail_before_the_last)
+    monkeypatch.setattr(writer_module._FileInProgress, "done", fail_before_the_last)
     job.write(threads=1)
     assert read_progress(job.out) is None or not read_progress(job.out).num_complete
