@@ -93,7 +93,7 @@ def _on_structure(structure: ModelStructure, options: PlanOptions) -> Iterator[P
 
 def _on_experts(options: PlanOptions, solution: Solution) -> Iterator[PlanNote]:
     """Say what a runtime has to be able to do with experts that are apart from their block."""
-    riding = [unit for unit in solution.problem.units if unit.rides]
+    riding = [unit for unit in solution.problem.units if unit.is_routed]
     streamed = any(unit.stream_bytes < unit.num_bytes for unit in riding)
     if streamed and options.names is NameScheme.CHECKPOINT:
         whole = format_size(max(unit.num_bytes for unit in riding))

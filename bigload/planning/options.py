@@ -22,7 +22,7 @@ CUDA_OVERHEAD = GIB // 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanOptions:
-    """The wishes of whoever asks for a plan; the defaults count weights and what streaming them takes.
+    """The keywords of whoever asks for a plan; the defaults count weights and what streaming them takes.
 
     Attributes:
         policy: Who chooses.
@@ -75,7 +75,7 @@ class PlanOptions:
         return CUDA_OVERHEAD if device.kind == "cuda" else 0
 
 
-class PlanWishes(TypedDict, total=False):
+class PlanKeywords(TypedDict, total=False):
     """`PlanOptions` in the words of the command line, for keyword arguments."""
 
     policy: str
@@ -96,40 +96,40 @@ class PlanWishes(TypedDict, total=False):
     names: NameScheme | str
 
 
-def options_of(**wishes: Unpack[PlanWishes]) -> PlanOptions:
+def options_of(**keywords: Unpack[PlanKeywords]) -> PlanOptions:
     """Return the options that words describe: sizes as `units.parse_size` reads them, dtypes as `dtypes.parse_dtype`.
 
     Raises:
-        OptionError: a word that is not known, a number out of bounds, wishes that contradict each other.
-        TypeError: a keyword that is not one of `PlanWishes`.
+        OptionError: a word that is not known, a number out of bounds, keywords that contradict each other.
+        TypeError: a keyword that is not one of `PlanKeywords`.
     """
-    unknown = wishes.keys() - PlanWishes.__annotations__.keys()
+    unknown = keywords.keys() - PlanKeywords.__annotations__.keys()
     if unknown:
-        raise TypeError(f"no option {', '.join(sorted(unknown))}; known are {', '.join(PlanWishes.__annotations__)}")
+        raise TypeError(f"no option {', '.join(sorted(unknown))}; known are {', '.join(PlanKeywords.__annotations__)}")
     default = PlanOptions()
-    order = _word("order", wishes.get("order", "keep"), Order)
-    overhead, attention = wishes.get("overhead"), wishes.get("attention")
+    order = _word("order", keywords.get("order", "keep"), Order)
+    overhead, attention = keywords.get("overhead"), keywords.get("attention")
     return PlanOptions(
-        policy=_policy(wishes.get("policy", default.policy)),
+        policy=_policy(keywords.get("policy", default.policy)),
         workload=Workload(
-            context=wishes.get("context", 0),
-            batch=wishes.get("batch", 1),
-            kv_dtype=_dtype("kv_dtype", wishes.get("kv_dtype")),
-            load_dtype=_dtype("dtype", wishes.get("dtype")),
+            context=keywords.get("context", 0),
+            batch=keywords.get("batch", 1),
+            kv_dtype=_dtype("kv_dtype", keywords.get("kv_dtype")),
+            load_dtype=_dtype("dtype", keywords.get("dtype")),
             attention=None if attention is None else _word("attention", attention, Attention),
         ),
         overhead=None if overhead is None else _size("overhead", overhead),
         bandwidth=Bandwidth(
-            disk=_size("disk_bandwidth", wishes.get("disk_bandwidth", default.bandwidth.disk)),
-            link=_size("link_bandwidth", wishes.get("link_bandwidth", default.bandwidth.link)),
+            disk=_size("disk_bandwidth", keywords.get("disk_bandwidth", default.bandwidth.disk)),
+            link=_size("link_bandwidth", keywords.get("link_bandwidth", default.bandwidth.link)),
         ),
-        balance=_word("balance", wishes.get("balance", default.balance), Balance),
+        balance=_word("balance", keywords.get("balance", default.balance), Balance),
         any_order=order is Order.ANY,
-        experts=_word("experts", wishes.get("experts", default.experts), Experts),
-        prefetch=_flag("prefetch", wishes.get("prefetch", False)),
-        no_split=_patterns("no_split", wishes.get("no_split", ())),
-        keep_extra_layers=_flag("mtp", wishes.get("mtp", False)),
-        names=_word("names", wishes.get("names", default.names), NameScheme),
+        experts=_word("experts", keywords.get("experts", default.experts), Experts),
+        prefetch=_flag("prefetch", keywords.get("prefetch", False)),
+        no_split=_patterns("no_split", keywords.get("no_split", ())),
+        keep_extra_layers=_flag("mtp", keywords.get("mtp", False)),
+        names=_word("names", keywords.get("names", default.names), NameScheme),
     )
 
 

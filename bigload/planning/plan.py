@@ -257,18 +257,18 @@ def summarize(modules: Sequence[str]) -> str:
     >>> summarize(["layers.0.mlp.experts", "layers.1.mlp.experts", "layers.2.attn", "layers.2.norm"])
     'layers 0-1 mlp.experts, layers 2 (2 parts)'
     """
-    runs: list[_Run] = []
+    runs: list[_ModuleRange] = []
     for list_name, number, parts in _gathered(modules):
         last = runs[-1] if runs else None
         if number is None or last is None or (last.name, last.parts, last.stop) != (list_name, parts, number):
-            runs.append(_Run(list_name, parts, number, number))
+            runs.append(_ModuleRange(list_name, parts, number, number))
         if number is not None:
             runs[-1].stop = number + 1
     return ", ".join(map(str, runs))
 
 
 @dataclass(slots=True)
-class _Run:
+class _ModuleRange:
     """Blocks that follow each other, whole or the same parts of each; without numbers, any other module."""
 
     name: str

@@ -19,7 +19,7 @@ from bigload.planning.model.structure import ModelStructure, read_structure
 from bigload.planning.model.units import with_dense_held
 from bigload.planning.module_names import in_memory_names, rename_device_map
 from bigload.planning.notes import notes_on, tie_homes
-from bigload.planning.options import PlanOptions, PlanWishes, options_of
+from bigload.planning.options import PlanKeywords, PlanOptions, options_of
 from bigload.planning.placement.optimality import certify
 from bigload.planning.placement.policies.optimal import token_cost
 from bigload.planning.placement.problem import (
@@ -41,7 +41,7 @@ def plan(
     max_memory: MemoryBudget | MaxMemory,
     *,
     disk: bool = True,
-    **wishes: Unpack[PlanWishes],
+    **keywords: Unpack[PlanKeywords],
 ) -> Plan:
     """Assign every module of `checkpoint` to one device of `max_memory`.
 
@@ -60,11 +60,11 @@ def plan(
     """
     opened = checkpoint if isinstance(checkpoint, Checkpoint) else open_checkpoint(checkpoint)
     budget = max_memory if isinstance(max_memory, MemoryBudget) else MemoryBudget.of(max_memory, use_disk=disk)
-    return draft(opened, budget if disk else budget.without_disk(), options_of(**wishes)).plan
+    return plan_details(opened, budget if disk else budget.without_disk(), options_of(**keywords)).plan
 
 
 @dataclass(frozen=True, kw_only=True)
-class Draft:
+class PlanDetails:
     """A plan with what it was made of, for questions about it."""
 
     structure: ModelStructure
@@ -74,7 +74,7 @@ class Draft:
     plan: Plan
 
 
-def draft(checkpoint: Checkpoint, budget: MemoryBudget, options: PlanOptions) -> Draft:
+def plan_details(checkpoint: Checkpoint, budget: MemoryBudget, options: PlanOptions) -> PlanDetails:
     """Make a plan and keep what it was made of.
 
     Raises:
@@ -87,7 +87,7 @@ def draft(checkpoint: Checkpoint, budget: MemoryBudget, options: PlanOptions) ->
         raise does_not_fit(structure, budget, options, solution)
     made = _plan(structure, budget, options, solution)
     _audit(made, checkpoint)
-    return Draft(structure=structure, budget=budget, options=options, solution=solution, plan=made)
+    return PlanDetails(structure=structure, budget=budget, options=options, solution=solution, plan=made)
 
 
 def problem_of(
@@ -133,7 +133,7 @@ def _dense_first(structure: ModelStructure, budget: MemoryBudget, options: PlanO
 
 
 def _cost(solution: Solution, budget: MemoryBudget) -> tuple[bool, int]:
-    """Return whether accelerators stay unused, and what a token costs, in the unit of `tiers.Host`."""
+    """Return whether accelerators stay unused, and what a token costs, in the unit of `memory_tiers.Host`."""
     problem, placement = solution.problem, solution.placement
     return placement.execution_device == CPU and bool(budget.accelerators), token_cost(problem, placement)
 

@@ -14,7 +14,7 @@ from bigload.errors import OutputExistsError, WriteError
 from bigload.planning.budget.budget import MemoryBudget
 from bigload.planning.options import options_of
 from bigload.planning.plan import TERMS
-from bigload.planning.planner import draft
+from bigload.planning.planner import plan_details
 from bigload_cli.views.html_report import MAX_CELLS, html_report, write_report
 from bigload_cli.views.html_template import breakable, fill
 from bigload_cli.views.plan_runs import MAX_RUNS, Kind, Piece, pieces_of, runs_of
@@ -82,7 +82,9 @@ class Page(HTMLParser):
 
 def drafted(tensors, *budget, config=None, path="models/tiny", **wishes):
     wishes.setdefault("overhead", 0)
-    return draft(checkpoint_of(tensors, config=config, path=path), MemoryBudget.parse(budget), options_of(**wishes))
+    return plan_details(
+        checkpoint_of(tensors, config=config, path=path), MemoryBudget.parse(budget), options_of(**wishes)
+    )
 
 
 def sparse_tensors(blocks=4, experts=8):

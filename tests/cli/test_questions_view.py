@@ -10,7 +10,7 @@ from bigload.planning.budget.budget import MemoryBudget
 from bigload.planning.choices import Policy
 from bigload.planning.model.structure import read_structure
 from bigload.planning.options import options_of
-from bigload.planning.planner import draft
+from bigload.planning.planner import plan_details
 from bigload.planning.questions.compare import compare
 from bigload.planning.questions.explain import explain
 from bigload.planning.questions.max_context import max_context
@@ -27,7 +27,7 @@ BUDGET = MemoryBudget.of({"cuda:0": "4KiB", "cuda:1": "4KiB", "cpu": "1MiB"})
 
 
 def explained(name):
-    return questions.of_explanation(explain(draft(TINY, BUDGET, OPTIONS), name), "tiny")
+    return questions.of_explanation(explain(plan_details(TINY, BUDGET, OPTIONS), name), "tiny")
 
 
 def compared(budget):
@@ -92,7 +92,7 @@ def test_the_answers_that_the_documents_hold_are_those_of_the_library():
 def test_lines_hold_nothing_that_a_terminal_obeys():
     name = "a\n\x1b[2J"
     checkpoint = checkpoint_of({f"{name}.weight": 5, "b.weight": 50})
-    answer = explain(draft(checkpoint, MemoryBudget.of({"cuda:0": 60, "cpu": 60}), OPTIONS), "b")
+    answer = explain(plan_details(checkpoint, MemoryBudget.of({"cuda:0": 60, "cpu": 60}), OPTIONS), "b")
     lines = questions.explanation(answer)
     assert all(line.isprintable() for line in lines)
     large = checkpoint_of({f"{name}.weight": 500, "b.weight": 50})

@@ -74,7 +74,7 @@ def test_no_placement_whatever_is_below_the_bound(problem):
 @given(problem=problems(max_units=5, max_accelerators=2), policy=st.sampled_from(Policy))
 def test_a_certificate_claims_nothing_that_brute_force_denies(problem, policy):
     if policy is not Policy.OPTIMAL:
-        problem = replace(problem, units=tuple(replace(unit, rides=False) for unit in problem.units))
+        problem = replace(problem, units=tuple(replace(unit, is_routed=False) for unit in problem.units))
     placement = place_by(policy, problem)
     assume(isinstance(placement, Placement))
     certificate = certify(problem, placement)
@@ -100,7 +100,7 @@ def held_by(problem, placement) -> dict[Device, int]:
 
 def test_what_fits_in_order_with_whole_blocks_fits_with_experts_apart():
     # Only the last unit is small enough for the RAM there is, and it lies behind the second accelerator's stretch.
-    units = [unit_of(1), unit_of(5, rides=True), unit_of(1), unit_of(5, rides=True), unit_of(2)]
+    units = [unit_of(1), unit_of(5, is_routed=True), unit_of(1), unit_of(5, is_routed=True), unit_of(2)]
     problem = problem_of(units, {"cuda:0": 8, "cuda:1": 6, "cpu": 2}, use_disk=False)
     found = place_optimally(problem)
     assert isinstance(found, Placement)

@@ -20,7 +20,7 @@ from bigload.planning.placement.problem import Misfit, Placement, fetch_ahead, k
 from bigload.planning.placement.solve import place_by, solve
 from bigload.planning.plan import recount
 from bigload.planning.plan_file import check_plan, plan_from_json, plan_to_json
-from bigload.planning.planner import draft, plan
+from bigload.planning.planner import plan, plan_details
 from builders import checkpoint_of, problem_of, unit_of
 
 sizes = st.lists(st.integers(0, 30), max_size=16)
@@ -36,7 +36,7 @@ def planned(checkpoint, budget, **wishes):
 def drafted(question):
     checkpoint, budget, wishes = question
     try:
-        return draft(checkpoint, budget, options_of(**wishes))
+        return plan_details(checkpoint, budget, options_of(**wishes))
     except DoesNotFitError:
         assume(False)
 
@@ -251,7 +251,7 @@ def test_fetching_ahead_breaks_no_limit(problem, policy):
 
 
 def replace_rider(unit):
-    return replace(unit, rides=False)
+    return replace(unit, is_routed=False)
 
 
 @given(

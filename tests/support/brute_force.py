@@ -28,12 +28,12 @@ def placements_in_order(problem: PlacementProblem) -> Iterator[Placement]:
 def riders_are_well(problem: PlacementProblem, placement: Placement) -> bool:
     """Return whether all units that ride run where the unit before them does."""
     running = placement.running
-    riders = [index for index, unit in enumerate(problem.units) if unit.rides]
+    riders = [index for index, unit in enumerate(problem.units) if unit.is_routed]
     return all(running[index] == running[index - 1] for index in riders)
 
 
 def placements_in_any_order(problem: PlacementProblem) -> Iterator[Placement]:
-    """Yield every placement that keeps all limits, whatever the order and whoever rides."""
+    """Yield every placement that keeps all limits, whatever the order and whoever is_routed."""
     devices = [device for device, _ in problem.budget]
     for homes in product(devices, repeat=len(problem.units)):
         for execution in problem.budget.accelerators or [CPU]:

@@ -219,9 +219,9 @@ def _folder_of_zeros() -> Path:
     return folder
 
 
-def unit_of(num_bytes: int, *, name: str = "layers.0", rides: bool = False, **needs: int) -> Unit:
+def unit_of(num_bytes: int, *, name: str = "layers.0", is_routed: bool = False, **needs: int) -> Unit:
     """Return a block of so many bytes, with what `needs` says about its part."""
-    return Unit(parts=(Part(name=name, kind=UnitKind.BLOCK, num_bytes=num_bytes, **needs),), rides=rides)
+    return Unit(parts=(Part(name=name, kind=UnitKind.BLOCK, num_bytes=num_bytes, **needs),), is_routed=is_routed)
 
 
 def units_of(sizes: Iterable[int | Unit]) -> tuple[Unit, ...]:

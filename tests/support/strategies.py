@@ -10,7 +10,7 @@ from bigload.planning.bandwidth import Bandwidth
 from bigload.planning.budget.budget import MemoryBudget
 from bigload.planning.choices import Balance, Experts, Policy
 from bigload.planning.model.structure import read_structure
-from bigload.planning.options import PlanWishes, options_of
+from bigload.planning.options import PlanKeywords, options_of
 from bigload.planning.placement.problem import PlacementProblem
 from builders import checkpoint_of, unit_of
 
@@ -119,10 +119,10 @@ def models(draw, *, with_experts=False):
 
 
 @st.composite
-def plan_wishes(draw) -> PlanWishes:
+def plan_wishes(draw) -> PlanKeywords:
     """Any options that do not contradict each other."""
     policy = draw(st.sampled_from(Policy) | st.just(Policy.OPTIMAL))
-    return PlanWishes(
+    return PlanKeywords(
         policy=policy,
         context=draw(st.sampled_from([0, 1, 7, 50])),
         batch=draw(st.integers(1, 3)),
@@ -162,10 +162,10 @@ def problems(draw, *, max_units=6, max_accelerators=2, with_riders=True):
     kinds = draw(st.lists(_unit_kinds(), min_size=1, max_size=3))
     units = []
     for index in range(draw(st.integers(1, max_units))):
-        size, cache, token, rides = draw(st.sampled_from(kinds))
-        rides = rides and index > 0 and with_riders
-        cache = 0 if rides else cache
-        units.append(unit_of(size, name=f"layers.{index}", rides=rides, cache_bytes=cache, token_bytes=token))
+        size, cache, token, is_routed = draw(st.sampled_from(kinds))
+        is_routed = is_routed and index > 0 and with_riders
+        cache = 0 if is_routed else cache
+        units.append(unit_of(size, name=f"layers.{index}", is_routed=is_routed, cache_bytes=cache, token_bytes=token))
     total = sum(unit.num_bytes + unit.run_bytes for unit in units)
     budget = draw(budgets(st.integers(1, max(2 * total, 2)), max_accelerators=max_accelerators))
     return PlacementProblem(

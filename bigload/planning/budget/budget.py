@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from bigload.devices import CPU, DISK, Device
 from bigload.errors import BudgetError
-from bigload.planning.budget.limit_specs import Wish, wishes_in_pairs, wishes_in_words
+from bigload.planning.budget.limit_specs import LimitSpec, limit_specs_of, parse_limit_words
 
 if TYPE_CHECKING:
     from bigload.machine.detected import DetectedMemory
@@ -61,7 +61,7 @@ class MemoryBudget:
         """
         if isinstance(max_memory, str):
             return cls.parse([max_memory], use_disk=use_disk, machine=machine)
-        return _budget(list(wishes_in_pairs(max_memory.items())), use_disk=use_disk, machine=machine)
+        return _budget(list(limit_specs_of(max_memory.items())), use_disk=use_disk, machine=machine)
 
     @classmethod
     def parse(cls, texts: Iterable[str], *, use_disk: bool = True, machine: Machine | None = None) -> MemoryBudget:
@@ -70,7 +70,7 @@ class MemoryBudget:
         Raises:
             BudgetError: as `of`, and a file that cannot be read.
         """
-        return _budget(list(wishes_in_words(texts)), use_disk=use_disk, machine=machine)
+        return _budget(list(parse_limit_words(texts)), use_disk=use_disk, machine=machine)
 
     @property
     def detection(self) -> str | None:
@@ -116,20 +116,20 @@ class MemoryBudget:
         return any(device == DISK for device, _ in self.limits)
 
 
-def _budget(wishes: Sequence[Wish], *, use_disk: bool, machine: Machine | None) -> MemoryBudget:
-    named = _by_device(wishes)
+def _budget(specs: Sequence[LimitSpec], *, use_disk: bool, machine: Machine | None) -> MemoryBudget:
+    named = _by_device(specs)
     if DISK in named and named[DISK].gives_something and not use_disk:
         raise BudgetError("disk has a limit and is forbidden", hint="drop --no-disk or the disk limit")
     detected: tuple[DetectedMemory, ...] = ()
     notes: tuple[str, ...] = ()
-    if any(wish.percent is not None for wish in wishes):
+    if any(spec.percent is not None for spec in specs):
         from bigload.planning.budget.detected_limits import (
-            fulfil,  # here, because a budget of sizes needs no machine to look at
+            resolve_limits,  # here, because a budget of sizes needs no machine to look at
         )
 
-        sizes, detected, notes = fulfil(wishes, named, machine)
+        sizes, detected, notes = resolve_limits(specs, named, machine)
     else:
-        sizes = {device: wish.num_bytes for device, wish in named.items()}
+        sizes = {device: spec.num_bytes for device, spec in named.items()}
     limits: dict[Device, int | None] = {device: size for device, size in sizes.items() if size}
     if not limits.keys() - {DISK}:
         raise BudgetError("no device that computes has memory", hint="add a limit, for example -m cpu=64GiB")
@@ -139,18 +139,18 @@ def _budget(wishes: Sequence[Wish], *, use_disk: bool, machine: Machine | None) 
     return MemoryBudget(_in_order(limits), detected=in_order, notes=notes)
 
 
-def _by_device(wishes: Sequence[Wish]) -> dict[Device, Wish]:
-    named: dict[Device, Wish] = {}
-    for wish in wishes:
-        if wish.device is None:
+def _by_device(specs: Sequence[LimitSpec]) -> dict[Device, LimitSpec]:
+    named: dict[Device, LimitSpec] = {}
+    for spec in specs:
+        if spec.device is None:
             continue
-        if wish.device in named:
+        if spec.device in named:
             raise BudgetError(
-                f"{wish.device} has two limits",
-                details=(named[wish.device].text, wish.text),
+                f"{spec.device} has two limits",
+                details=(named[spec.device].text, spec.text),
                 hint="name each device once; only auto gives way",
             )
-        named[wish.device] = wish
+        named[spec.device] = spec
     return named
 
 

@@ -1,6 +1,6 @@
 """Wishes for shares of memory, fulfilled from what a machine says that it has.
 
-The machine is asked once, and only for what the wishes are about: no GPU is looked for when only the cpu's share is
+The machine is asked once, and only for what the specs are about: no GPU is looked for when only the cpu's share is
 wanted.
 """
 
@@ -14,10 +14,10 @@ from bigload.devices import CPU, DISK, Device
 from bigload.errors import BudgetError
 from bigload.machine.detected import DetectedGpus, DetectedMemory
 from bigload.machine.machine import Machine
-from bigload.planning.budget.limit_specs import Wish
+from bigload.planning.budget.limit_specs import LimitSpec
 
 
-class Fulfilled(NamedTuple):
+class ResolvedLimits(NamedTuple):
     """Bytes per device in the order wished for, what was found where shares were wanted, and what is doubtful."""
 
     sizes: dict[Device, int]
@@ -25,19 +25,21 @@ class Fulfilled(NamedTuple):
     notes: tuple[str, ...]
 
 
-def fulfil(wishes: Sequence[Wish], named: Mapping[Device, Wish], machine: Machine | None = None) -> Fulfilled:
-    """Return the bytes that `wishes` come to on `machine`, by default this one; `named` holds those with a device.
+def resolve_limits(
+    specs: Sequence[LimitSpec], named: Mapping[Device, LimitSpec], machine: Machine | None = None
+) -> ResolvedLimits:
+    """Return the bytes that `specs` come to on `machine`, by default this one; `named` holds those with a device.
 
     `auto` stands at its place for every device with something free. Limits that name a device go before it.
 
     Raises:
         BudgetError: a device of which a share is wanted is not there, has nothing free, or does not say what it has.
     """
-    view = _look(wishes, machine or Machine())
+    view = _look(specs, machine or Machine())
     sizes: dict[Device, int] = {}
-    for wish in wishes:
-        for device in _usable(view, named) if wish.device is None else (wish.device,):
-            sizes[device] = _bytes_of(named.get(device, wish), device, view)
+    for spec in specs:
+        for device in _usable(view, named) if spec.device is None else (spec.device,):
+            sizes[device] = _bytes_of(named.get(device, spec), device, view)
     if view.is_whole and not sizes.keys() - {DISK}:
         reasons = (view.gpus.missing, *_notes(view, named))
         raise BudgetError(
@@ -46,7 +48,7 @@ def fulfil(wishes: Sequence[Wish], named: Mapping[Device, Wish], machine: Machin
             hint="add a limit, for example -m cpu=64GiB",
         )
     from_here = (device for device in sizes if device not in named or named[device].percent is not None)
-    return Fulfilled(
+    return ResolvedLimits(
         sizes=sizes, detected=tuple(view.memory[device] for device in from_here), notes=tuple(_notes(view, named))
     )
 
@@ -60,16 +62,16 @@ class _View:
     is_whole: bool
 
 
-def _look(wishes: Sequence[Wish], machine: Machine) -> _View:
-    is_whole = any(wish.device is None for wish in wishes)
-    kinds = {wish.device.kind for wish in wishes if wish.device is not None and wish.percent is not None}
+def _look(specs: Sequence[LimitSpec], machine: Machine) -> _View:
+    is_whole = any(spec.device is None for spec in specs)
+    kinds = {spec.device.kind for spec in specs if spec.device is not None and spec.percent is not None}
     ram = machine.ram() if is_whole or "cpu" in kinds else None
     gpus = machine.gpus() if is_whole or "cuda" in kinds else DetectedGpus()
     seen = (*gpus.memory, ram) if ram is not None else gpus.memory
     return _View(memory={memory.device: memory for memory in seen}, gpus=gpus, is_whole=is_whole)
 
 
-def _usable(view: _View, named: Mapping[Device, Wish]) -> Iterator[Device]:
+def _usable(view: _View, named: Mapping[Device, LimitSpec]) -> Iterator[Device]:
     """Yield what `auto` stands for.
 
     Raises:
@@ -86,16 +88,16 @@ def _usable(view: _View, named: Mapping[Device, Wish]) -> Iterator[Device]:
             yield device
 
 
-def _bytes_of(wish: Wish, device: Device, view: _View) -> int:
-    if wish.percent is None:
-        return wish.num_bytes
+def _bytes_of(spec: LimitSpec, device: Device, view: _View) -> int:
+    if spec.percent is None:
+        return spec.num_bytes
     memory = view.memory.get(device)
     if memory is None:
-        raise BudgetError(f"{wish.text}: {_why_unknown(device, view)}", hint=f"give {device} a size")
-    parts, whole = wish.percent.as_integer_ratio()  # exact, whatever precision a caller gave to decimals
+        raise BudgetError(f"{spec.text}: {_why_unknown(device, view)}", hint=f"give {device} a size")
+    parts, whole = spec.percent.as_integer_ratio()  # exact, whatever precision a caller gave to decimals
     num_bytes = memory.free_bytes * parts // (whole * 100)
     if num_bytes == 0:
-        raise BudgetError(f"{wish.text}: that is nothing: {memory}", hint=f"leave {device} out")
+        raise BudgetError(f"{spec.text}: that is nothing: {memory}", hint=f"leave {device} out")
     return num_bytes
 
 
@@ -113,7 +115,7 @@ def _why_unknown(device: Device, view: _View) -> str:
     return f"there is no {device} here: {view.gpus.missing or 'found ' + ', '.join(map(str, there))}"
 
 
-def _notes(view: _View, named: Mapping[Device, Wish]) -> Iterator[str]:
+def _notes(view: _View, named: Mapping[Device, LimitSpec]) -> Iterator[str]:
     yield from view.gpus.notes
     if not view.is_whole:
         return

@@ -1,6 +1,6 @@
 """What someone wrote about memory limits, read but not yet compared with what is there.
 
-`cuda:0=22GiB` is a wish for bytes, `cuda:0=90%` one for a share of what is free on that device, `auto` one for all that
+`cuda:0=22GiB` is a spec for bytes, `cuda:0=90%` one for a share of what is free on that device, `auto` one for all that
 is free on every device. Nothing here looks at the machine; files are the exception, because their words are words too.
 """
 
@@ -23,7 +23,7 @@ _MAX_SHOWN = 100
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wish:
+class LimitSpec:
     """Either `num_bytes` or `percent` of what is free on `device`; without a device, on every one that there is.
 
     0 bytes give the device nothing.
@@ -41,7 +41,7 @@ class Wish:
         return bool(self.num_bytes or self.percent)
 
 
-def wishes_in_words(words: Iterable[str]) -> Iterator[Wish]:
+def parse_limit_words(words: Iterable[str]) -> Iterator[LimitSpec]:
     """Yield what command-line words such as `auto`, `@budget.toml` or `cuda:0=22GiB,cpu=90%` ask for.
 
     Raises:
@@ -50,11 +50,11 @@ def wishes_in_words(words: Iterable[str]) -> Iterator[Wish]:
     for word in (part.strip() for joined in words for part in joined.split(",")):
         device, equals, limit = (part.strip() for part in word.partition("="))
         if word.lower() == _AUTO:
-            yield Wish(text="--max-memory auto", percent=ALL)
+            yield LimitSpec(text="--max-memory auto", percent=ALL)
         elif word.startswith(_FILE) and word != _FILE:
-            yield from _wishes_in_file(word[len(_FILE) :].strip())
+            yield from _specs_in_file(word[len(_FILE) :].strip())
         elif equals and limit:
-            yield _wish(device, limit, f"--max-memory {device:.100}={limit:.100}")
+            yield _spec(device, limit, f"--max-memory {device:.100}={limit:.100}")
         else:
             raise BudgetError(
                 f'"{word:.100}" is not a memory limit',
@@ -62,33 +62,33 @@ def wishes_in_words(words: Iterable[str]) -> Iterator[Wish]:
             )
 
 
-def wishes_in_pairs(pairs: Iterable[tuple[str | int, str | int]]) -> Iterator[Wish]:
+def limit_specs_of(pairs: Iterable[tuple[str | int, str | int]]) -> Iterator[LimitSpec]:
     """Yield what devices and limits such as `(0, "22GiB")`, `("cpu", 64 * 2**30)` or `("cuda:1", "90%")` ask for.
 
     Raises:
         BudgetError: an unknown device, a limit that cannot be read.
     """
     for key, value in pairs:
-        yield _wish(key, value, f"--max-memory {_shown(key)}={_shown(value)}")
+        yield _spec(key, value, f"--max-memory {_shown(key)}={_shown(value)}")
 
 
-def _wishes_in_file(path: str) -> Iterator[Wish]:
+def _specs_in_file(path: str) -> Iterator[LimitSpec]:
     from bigload.planning.budget.budget_file import read_budget_file  # here, because few budgets come from a file
 
     for key, value in read_budget_file(path):
-        yield _wish(key, value, f'{path}: "{_shown(key)}" = {_shown(value)}')
+        yield _spec(key, value, f'{path}: "{_shown(key)}" = {_shown(value)}')
 
 
-def _wish(key: str | int, value: str | int, text: str) -> Wish:
+def _spec(key: str | int, value: str | int, text: str) -> LimitSpec:
     device = _device(key, text)
     if isinstance(value, int) and not isinstance(value, bool):
         return _of_bytes(device, value, text)
     limit = str(value).strip()
     if limit.lower() == _AUTO:
-        return Wish(text=text, device=device, percent=ALL)
+        return LimitSpec(text=text, device=device, percent=ALL)
     if limit.endswith("%"):
         percent = _percent(limit, device, text)
-        return Wish(text=text, device=device, percent=percent or None)
+        return LimitSpec(text=text, device=device, percent=percent or None)
     if len(limit) > _MAX_SHOWN:
         raise BudgetError(f"{text}: {len(limit)} characters are not a size")
     try:
@@ -109,12 +109,12 @@ def _device(key: str | int, text: str) -> Device:
         raise BudgetError(f"{text}: {error}") from None
 
 
-def _of_bytes(device: Device, num_bytes: int, text: str) -> Wish:
+def _of_bytes(device: Device, num_bytes: int, text: str) -> LimitSpec:
     if num_bytes < 0:
         raise BudgetError(f"{text}: a limit is at least 0 bytes", hint=f"{device}=0 gives it nothing")
     if num_bytes > MAX_SIZE:
         raise BudgetError(f"{text}: more than any device has")
-    return Wish(text=text, device=device, num_bytes=num_bytes)
+    return LimitSpec(text=text, device=device, num_bytes=num_bytes)
 
 
 def _percent(limit: str, device: Device, text: str) -> Decimal:

@@ -95,7 +95,7 @@ class ModelStructure:
             block, experts = self.experts[sparse[0].name]
             dense = list(_dense(block, experts, sparse[0]))
             yield Unit(parts=tuple(p for part in unit.parts for p in (dense if part is sparse[0] else [part])))
-            yield Unit(parts=tuple(self._routed(block, experts)), rides=True)
+            yield Unit(parts=tuple(self._routed(block, experts)), is_routed=True)
         else:
             yield Unit(parts=tuple(self._weighted(part) for part in unit.parts))
 
@@ -212,7 +212,7 @@ def _with_needs(
 
 def replace_parts(unit: Unit, parts: Sequence[Part]) -> Unit:
     """Return `unit` with other parts; its sums are made anew."""
-    return Unit(parts=tuple(parts), rides=unit.rides)
+    return Unit(parts=tuple(parts), is_routed=unit.is_routed)
 
 
 def _dense(block: ModuleNode, experts: RoutedExperts, whole: Part) -> Iterator[Part]:

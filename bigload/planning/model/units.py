@@ -22,8 +22,8 @@ class UnitKind(StrEnum):
     """A tensor that belongs directly to a module which is itself cut into units."""
 
 
-CRUMB = 0.002
-"""A unit below this share of the largest one is kept with its neighbour."""
+SMALL_UNIT_SHARE = 0.002
+"""Share of the largest unit below which a unit is merged with the next one."""
 
 
 NEVER_STREAMED = 2**62
@@ -64,14 +64,14 @@ _SUMS = ("num_bytes", "held_bytes", "cache_bytes", "logits_bytes", "token_bytes"
 class Unit:
     """One part, or several that share a device. Units are in execution order.
 
-    A unit that `rides` holds the routed experts of the unit before it. It is on the same accelerator as that one, or
-    off the accelerators while that one runs on the execution device: what streamed experts return stays there.
+    A unit that `is_routed` holds the routed experts of the unit before it. It is on the same accelerator as that one,
+    or off the accelerators while that one runs on the execution device: what streamed experts return stays there.
 
     `num_bytes` are the weights on the unit's own device, `held_bytes` those on the device that runs it, see `Part`.
     """
 
     parts: tuple[Part, ...]
-    rides: bool = False
+    is_routed: bool = False
     num_bytes: int = field(init=False)
     held_bytes: int = field(init=False)
     cache_bytes: int = field(init=False)
@@ -135,7 +135,7 @@ def cut_into_units(
         max(members, key=lambda index: (parts[index].num_bytes, -index)): members for members in members_of.values()
     }
     units = [Unit(parts=tuple(parts[index] for index in places[place])) for place in sorted(places)]
-    return without_crumbs(units)
+    return merge_small_units(units)
 
 
 def parts_in_order(root: ModuleNode, ties: Sequence[TiedGroup] = (), *, no_split: Sequence[str] = ()) -> list[Part]:
@@ -193,22 +193,22 @@ def _without_copies(parts: Sequence[Part], root: ModuleNode, shared: Collection[
     return [replace(part, num_bytes=part.num_bytes - less[part.name]) if part.name in less else part for part in parts]
 
 
-def without_crumbs(units: Sequence[Unit]) -> tuple[Unit, ...]:
+def merge_small_units(units: Sequence[Unit]) -> tuple[Unit, ...]:
     """Return `units` with each that is tiny made one with the next, the last with the one before.
 
     A norm of a few KiB is not worth a change of device, and fewer sizes make an exact answer quick.
     """
-    tiny = CRUMB * max((unit.num_bytes for unit in units), default=0)
+    tiny = SMALL_UNIT_SHARE * max((unit.num_bytes for unit in units), default=0)
     whole: list[Unit] = []
-    crumbs: list[Part] = []
+    small: list[Part] = []
     for unit in units:
         if unit.num_bytes < tiny:
-            crumbs.extend(unit.parts)
+            small.extend(unit.parts)
         else:
-            whole.append(Unit(parts=(*crumbs, *unit.parts)) if crumbs else unit)
-            crumbs = []
-    if crumbs and whole:
-        whole[-1] = Unit(parts=(*whole[-1].parts, *crumbs))
+            whole.append(Unit(parts=(*small, *unit.parts)) if small else unit)
+            small = []
+    if small and whole:
+        whole[-1] = Unit(parts=(*whole[-1].parts, *small))
     return tuple(whole)
 
 
@@ -279,7 +279,7 @@ def joined(units: Sequence[Unit]) -> tuple[Unit, ...]:
     """Return `units` with those that ride made one with the units they ride on."""
     whole: list[list[Part]] = []
     for unit in units:
-        if unit.rides:
+        if unit.is_routed:
             whole[-1].extend(unit.parts)
         else:
             whole.append(list(unit.parts))
@@ -289,6 +289,6 @@ def joined(units: Sequence[Unit]) -> tuple[Unit, ...]:
 def with_dense_held(units: Sequence[Unit]) -> tuple[Unit, ...]:
     """Return `units` with all but routed experts held on accelerators: every token needs them, experts only some."""
     return tuple(
-        unit if unit.rides else Unit(parts=tuple(replace(part, stream_bytes=NEVER_STREAMED) for part in unit.parts))
+        unit if unit.is_routed else Unit(parts=tuple(replace(part, stream_bytes=NEVER_STREAMED) for part in unit.parts))
         for unit in units
     )

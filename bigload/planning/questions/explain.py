@@ -17,7 +17,7 @@ from bigload.planning.model.units import Part, UnitKind
 from bigload.planning.placement.policies.bounds import lower_bound
 from bigload.planning.placement.policies.optimal import token_cost, token_seconds
 from bigload.planning.placement.problem import DeviceLoad, Placement, device_loads
-from bigload.planning.planner import Draft
+from bigload.planning.planner import PlanDetails
 from bigload.planning.policy_registry import policy_named
 from bigload.planning.questions.name_lookup import name_in_checkpoint
 from bigload.units import counted, format_size
@@ -30,7 +30,7 @@ _MAX_UNITS = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Home:
+class DeviceShare:
     """What a device holds of the modules asked about: bytes of weights, and of what they need where they run."""
 
     device: Device
@@ -41,7 +41,7 @@ class Home:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Neighbour:
+class AdjacentModule:
     """The module that runs just before, or just after."""
 
     name: str
@@ -95,9 +95,9 @@ class Explanation:
 
     name: str
     modules: tuple[str, ...]
-    homes: tuple[Home, ...]
-    before: Neighbour | None
-    after: Neighbour | None
+    homes: tuple[DeviceShare, ...]
+    before: AdjacentModule | None
+    after: AdjacentModule | None
     reasons: tuple[Reason, ...]
     alternatives: tuple[Alternative, ...]
 
@@ -125,7 +125,7 @@ class Explanation:
         return "\n".join([self.headline, *(f"  {text}" for text in texts)])
 
 
-def explain(draft: Draft, name: str) -> Explanation:
+def explain(details: PlanDetails, name: str) -> Explanation:
     """Return why a module is where it is.
 
     `name` is a key of the device map, a module above or below one, a tensor, or the end of such a name that only one
@@ -134,8 +134,8 @@ def explain(draft: Draft, name: str) -> Explanation:
     Raises:
         OptionError: nothing has such a name, or several things do; the hint names some.
     """
-    subject = _Subject(draft, name_in_checkpoint(draft, name))
-    trials = _Trials(draft)
+    subject = _Subject(details, name_in_checkpoint(details, name))
+    trials = _Trials(details)
     return Explanation(
         name=subject.name,
         modules=subject.keys,
@@ -150,42 +150,42 @@ def explain(draft: Draft, name: str) -> Explanation:
 class _Subject:
     """What a name stands for in a plan."""
 
-    def __init__(self, draft: Draft, name: str) -> None:
-        self.draft, self.name = draft, name
-        homes = draft.plan.homes
+    def __init__(self, details: PlanDetails, name: str) -> None:
+        self.details, self.name = details, name
+        homes = details.plan.homes
         below = [key for key in homes if f"{key}.".startswith(f"{name}.")]
         above = [key for key in homes if f"{name}.".startswith(f"{key}.")]
         self.is_part = not below and bool(above)
         self.keys = tuple(below or above)
-        self.units = draft.solution.problem.units
+        self.units = details.solution.problem.units
         wanted = frozenset(self.keys)
         self.indexes = [i for i, unit in enumerate(self.units) if any(part.name in wanted for part in unit.parts)]
         self.parts = [(i, part) for i in self.indexes for part in self.units[i].parts if part.name in wanted]
 
     @property
     def placement(self) -> Placement:
-        return self.draft.solution.placement
+        return self.details.solution.placement
 
     @property
     def companions(self) -> list[str]:
         """Return the other keys that are one unit with those asked about."""
         return [part.name for i in self.indexes for part in self.units[i].parts if part.name not in self.keys]
 
-    def homes(self) -> Iterator[Home]:
+    def homes(self) -> Iterator[DeviceShare]:
         """Yield one home per device, in the order of the budget."""
         running = self.placement.running
         ran_on: dict[Device, Device] = {}
         held: dict[Device, list[Part]] = {}
         for index, part in self.parts:
-            home = self.draft.plan.homes[part.name]
+            home = self.details.plan.homes[part.name]
             ran_on[home] = running[index]
             held.setdefault(home, []).append(part)
         for key in self.keys:  # modules that are not stored have a device, but are in no unit
-            held.setdefault(self.draft.plan.homes[key], [])
-        for device in sorted(held, key=[device for device, _ in self.draft.budget].index):
+            held.setdefault(self.details.plan.homes[key], [])
+        for device in sorted(held, key=[device for device, _ in self.details.budget].index):
             parts = [] if self.is_part else held[device]
             num_bytes = sum(part.num_bytes for part in parts)
-            yield Home(
+            yield DeviceShare(
                 device=device,
                 runs_on=ran_on.get(device, device if device.is_accelerator else self.placement.execution_device),
                 num_bytes=self._own_bytes() if self.is_part else num_bytes,
@@ -194,22 +194,22 @@ class _Subject:
             )
 
     def _own_bytes(self) -> int:
-        shared = frozenset(self.draft.structure.shared)
-        tensors = self.draft.structure.root.all_tensors()
+        shared = frozenset(self.details.structure.shared)
+        tensors = self.details.structure.root.all_tensors()
         return sum(
             tensor.num_bytes
             for tensor in tensors
             if tensor.name not in shared and f"{tensor.name}.".startswith(f"{self.name}.")
         )
 
-    def neighbour(self, step: int) -> Neighbour | None:
+    def neighbour(self, step: int) -> AdjacentModule | None:
         if not self.indexes:
             return None
         index = (self.indexes[0] if step < 0 else self.indexes[-1]) + step
         if not 0 <= index < len(self.units):
             return None
         part = self.units[index].parts[-1 if step < 0 else 0]
-        return Neighbour(name=part.name, device=self.placement.devices[index])
+        return AdjacentModule(name=part.name, device=self.placement.devices[index])
 
 
 class _Trials:
@@ -218,9 +218,9 @@ class _Trials:
     Counted is with as many units in flight as were asked for: a second one is there only where room was left over.
     """
 
-    def __init__(self, draft: Draft) -> None:
-        self.draft, self.problem = draft, draft.solution.problem
-        self.base = replace(draft.solution.placement, num_in_flight=self.problem.num_in_flight)
+    def __init__(self, details: PlanDetails) -> None:
+        self.details, self.problem = details, details.solution.problem
+        self.base = replace(details.solution.placement, num_in_flight=self.problem.num_in_flight)
         self.loads = device_loads(self.problem, self.base)
         self.seconds = token_seconds(self.problem, self.base)
 
@@ -244,20 +244,20 @@ class _Trials:
 
     def saves(self, trial: Placement) -> float:
         """Return the seconds per token that a placement saves, 0 for one that does not keep limits."""
-        if self.lacking(device_loads(self.problem, trial)) or not self.keeps_riders(trial):
+        if self.lacking(device_loads(self.problem, trial)) or not self.keeps_routed(trial):
             return 0.0
         return self.seconds - token_seconds(self.problem, trial)
 
-    def keeps_riders(self, trial: Placement) -> bool:
+    def keeps_routed(self, trial: Placement) -> bool:
         running = trial.running
-        return all(running[i] == running[i - 1] for i, unit in enumerate(self.problem.units) if unit.rides)
+        return all(running[i] == running[i - 1] for i, unit in enumerate(self.problem.units) if unit.is_routed)
 
     def keeps_order(self, trial: Placement) -> bool:
-        """Return whether every accelerator holds one stretch of what is not streamed, in the order of the budget."""
+        """Return whether every accelerator holds one range of the units that stay, in the order of the budget."""
         held = [device for device in trial.devices if device.is_accelerator]
-        stretches = [device for i, device in enumerate(held) if i == 0 or held[i - 1] != device]
+        ranges = [device for i, device in enumerate(held) if i == 0 or held[i - 1] != device]
         accelerators = self.problem.budget.accelerators
-        order = [accelerators.index(device) for device in stretches]
+        order = [accelerators.index(device) for device in ranges]
         return len(set(order)) == len(order) and (self.problem.any_order or all(a < b for a, b in pairwise(order)))
 
 
@@ -265,7 +265,7 @@ def _reasons(subject: _Subject, trials: _Trials) -> Iterator[Reason]:
     yield from _on_structure(subject)
     if not subject.keys:
         return
-    budget = subject.draft.budget
+    budget = subject.details.budget
     if budget.accelerators and not trials.problem.budget.accelerators:
         text = "the cpu runs the model: no placement was found in which accelerators hold what is streamed to them"
         yield Reason(code="runs-on-cpu", text=text)
@@ -279,7 +279,7 @@ def _reasons(subject: _Subject, trials: _Trials) -> Iterator[Reason]:
 
 
 def _on_structure(subject: _Subject) -> Iterator[Reason]:
-    structure, keys = subject.draft.structure, subject.keys
+    structure, keys = subject.details.structure, subject.keys
     prefixes = [name for name in structure.left_out if f"{subject.name}.".startswith(f"{name}.")]
     covered = [name for name in structure.left_out if f"{name}.".startswith(f"{subject.name}.")]
     if prefixes or (covered and not keys):
@@ -303,8 +303,8 @@ def _on_structure(subject: _Subject) -> Iterator[Reason]:
 
 
 def _tied_to(subject: _Subject) -> Iterator[str]:
-    homes = subject.draft.plan.homes
-    for tie in subject.draft.structure.ties:
+    homes = subject.details.plan.homes
+    for tie in subject.details.structure.ties:
         names = (*tie.stored, *tie.absent_modules)
         members = list(dict.fromkeys(key for name in names for key in homes if f"{name}.".startswith(f"{key}.")))
         if any(key in subject.keys for key in members):
@@ -316,13 +316,13 @@ def _on_experts(subject: _Subject) -> Iterator[Reason]:
     if len(subject.indexes) > _MAX_UNITS:
         return
     for index in subject.indexes:
-        if units[index].rides:
+        if units[index].is_routed:
             block = units[index - 1].name
             text = (
                 f"routed experts, placed apart from the rest of their block ({block} is on {_home(subject, index - 1)})"
             )
             yield Reason(code="experts", text=text)
-        elif index + 1 < len(units) and units[index + 1].rides and index + 1 not in subject.indexes:
+        elif index + 1 < len(units) and units[index + 1].is_routed and index + 1 not in subject.indexes:
             text = f"its routed experts are placed apart, {units[index + 1].name} on {_home(subject, index + 1)}"
             yield Reason(code="experts", text=text)
 
@@ -388,7 +388,7 @@ def _on_exchange(index: int, trials: _Trials, base: Placement) -> Iterator[Reaso
 
 def _blame(trials: _Trials) -> str:
     """Say why a plan is not the best."""
-    policy = trials.draft.options.policy
+    policy = trials.details.options.policy
     return "" if policy_named(policy).is_exact else f"; the {policy} policy does not look for that"
 
 
@@ -406,7 +406,7 @@ def _tried(index: int, device: Device, trials: _Trials, *, named: bool) -> Alter
     trial = trials.moved(_going_along(index, device, trials))
     loads = device_loads(trials.problem, trial)
     lacking = trials.lacking(loads)
-    rides_well = trials.keeps_riders(trial)
+    rides_well = trials.keeps_routed(trial)
     seconds = token_seconds(trials.problem, trial) - trials.seconds
     changes = trial.num_device_changes - trials.base.num_device_changes
     if lacking:
@@ -431,7 +431,7 @@ def _going_along(index: int, device: Device, trials: _Trials) -> dict[int, Devic
     units, homes = trials.problem.units, trials.base.devices
     moved = {index: device}
     for rider in range(index + 1, len(units)):
-        if not units[rider].rides or not homes[rider].is_accelerator:
+        if not units[rider].is_routed or not homes[rider].is_accelerator:
             break
         if device.is_accelerator or trials.moved(moved).running[index] != homes[rider]:
             moved[rider] = device
@@ -471,6 +471,6 @@ def _balance(loads: Mapping[Device, DeviceLoad], trials: _Trials) -> str:
         return "neither time, nor device changes, nor the fullest accelerator would change"
     shares = f"the fullest accelerator would be {float(after):.1%} full instead of {float(before):.1%}"
     fills = after < before and (
-        trials.problem.balance is Balance.FILL or policy_named(trials.draft.options.policy).fills_in_order
+        trials.problem.balance is Balance.FILL or policy_named(trials.details.options.policy).fills_in_order
     )
     return f"{shares}; earlier ones are filled first" if fills else shares

@@ -18,7 +18,7 @@ from bigload.planning.model.config import ModelConfig
 from bigload.planning.model.run_memory import RunMemory
 from bigload.planning.model.structure import ModelStructure
 from bigload.planning.options import PlanOptions
-from bigload.planning.placement.policies.contiguous_ranges import Rooms, Stretches
+from bigload.planning.placement.policies.contiguous_ranges import RangeSearch, Rooms
 from bigload.planning.placement.policies.optimal import orders_of, token_cost
 from bigload.planning.placement.problem import Misfit, Placement, PlacementProblem
 from bigload.planning.placement.solve import place_by, solve
@@ -113,7 +113,7 @@ def max_context(structure: ModelStructure, budget: MemoryBudget, options: PlanOp
 
 
 _Cost = tuple[bool, int]
-"""Whether accelerators stay unused, and what a token costs, in the unit of `tiers.Host`."""
+"""Whether accelerators stay unused, and what a token costs, in the unit of `memory_tiers.Host`."""
 
 
 def _most(highest: int, is_enough: Callable[..., bool]) -> int:
@@ -194,9 +194,9 @@ def _placed(problem: PlacementProblem, policy: str, *, thorough: bool) -> int | 
 
 
 def _quickly_placed(problem: PlacementProblem) -> int | None:
-    stretches = Stretches(problem)
-    found = [best.cost for rooms in _orders(problem) if (best := stretches.best(rooms)) is not None]
-    if not any(unit.rides for unit in problem.units):
+    search = RangeSearch(problem)
+    found = [best.cost for rooms in _orders(problem) if (best := search.best(rooms)) is not None]
+    if not any(unit.is_routed for unit in problem.units):
         filled = place_by(Policy.SEQUENTIAL, problem)
         found += [token_cost(problem, filled)] if isinstance(filled, Placement) else []
     return min(found, default=None)
@@ -204,8 +204,8 @@ def _quickly_placed(problem: PlacementProblem) -> int | None:
 
 def _all_held(problem: PlacementProblem) -> bool:
     """Return whether the accelerators hold everything."""
-    stretches = Stretches(problem)
-    return any(stretches.starts(rooms)[-1][0] == 0 for rooms in _orders(problem))
+    search = RangeSearch(problem)
+    return any(search.starts(rooms)[-1][0] == 0 for rooms in _orders(problem))
 
 
 def _orders(problem: PlacementProblem) -> Iterator[Rooms]:

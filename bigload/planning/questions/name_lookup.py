@@ -8,13 +8,13 @@ from difflib import get_close_matches
 from bigload.errors import OptionError
 from bigload.planning.choices import NameScheme
 from bigload.planning.module_names import in_memory_names
-from bigload.planning.planner import Draft
+from bigload.planning.planner import PlanDetails
 
 _MAX_SHOWN = 100
 _NUM_SUGGESTED = 5
 
 
-def name_in_checkpoint(draft: Draft, asked: str) -> str:
+def name_in_checkpoint(details: PlanDetails, asked: str) -> str:
     """Return the module or tensor of the checkpoint that `asked` names.
 
     A whole name is taken as it is, one in the names of the device map is translated, and the end of a name, such as
@@ -24,10 +24,10 @@ def name_in_checkpoint(draft: Draft, asked: str) -> str:
         OptionError: nothing has such a name, or several things do; the hint names some.
     """
     name = asked.strip().strip(".")
-    known = dict.fromkeys(_known(draft))
+    known = dict.fromkeys(_known(details))
     if name in known:
         return name
-    translated = _translated(draft)
+    translated = _translated(details)
     if name in translated:
         return translated[name]
     ending = [other for other in known if other.endswith(f".{name}")] if name else []
@@ -38,26 +38,26 @@ def name_in_checkpoint(draft: Draft, asked: str) -> str:
             f"{name:.{_MAX_SHOWN}} is the end of {len(ending)} names",
             hint=f"say which one, for example {', '.join(ending[:_NUM_SUGGESTED])}",
         )
-    close = _close(name, [*draft.plan.homes, *translated])
+    close = _close(name, [*details.plan.homes, *translated])
     raise OptionError(
         f"no module or tensor is called {name:.{_MAX_SHOWN}}",
         hint=f"close to it are {', '.join(close)}" if close else "bigload inspect --depth 9 lists the modules",
     )
 
 
-def _known(draft: Draft) -> Iterator[str]:
-    yield from draft.plan.homes
-    yield from (node.name for node in draft.structure.root.walk() if node.name)
-    yield from draft.structure.checkpoint.tensors
-    yield from draft.structure.left_out
+def _known(details: PlanDetails) -> Iterator[str]:
+    yield from details.plan.homes
+    yield from (node.name for node in details.structure.root.walk() if node.name)
+    yield from details.structure.checkpoint.tensors
+    yield from details.structure.left_out
 
 
-def _translated(draft: Draft) -> dict[str, str]:
+def _translated(details: PlanDetails) -> dict[str, str]:
     """Return the checkpoint's names by those that the device map speaks, where they are others."""
-    if draft.options.names is NameScheme.CHECKPOINT:
+    if details.options.names is NameScheme.CHECKPOINT:
         return {}
-    checkpoint = draft.structure.checkpoint
-    renaming = in_memory_names(tuple(draft.plan.homes), checkpoint.tensors, checkpoint.config)
+    checkpoint = details.structure.checkpoint
+    renaming = in_memory_names(tuple(details.plan.homes), checkpoint.tensors, checkpoint.config)
     return {name: key for key, name in reversed(tuple(renaming.keys.items()))}
 
 

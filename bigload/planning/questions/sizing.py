@@ -54,7 +54,7 @@ class LeastMemory:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Fits:
+class GpuSizes:
     """What equal GPUs need when nothing is offloaded.
 
     Attributes:
@@ -79,7 +79,7 @@ class Fits:
         return f"smallest memory per GPU without offload: {' | '.join(texts)}"
 
 
-def fits(structure: ModelStructure, options: PlanOptions, counts: Sequence[int] = COUNTS) -> Fits:
+def fits(structure: ModelStructure, options: PlanOptions, counts: Sequence[int] = COUNTS) -> GpuSizes:
     """Return the least equal memory per GPU, for each number of GPUs, on which a plan offloads nothing.
 
     Overhead, activations, and the caches and logits of `options.workload` are counted. One byte less does not do.
@@ -91,7 +91,7 @@ def fits(structure: ModelStructure, options: PlanOptions, counts: Sequence[int] 
         if not 1 <= count <= MAX_GPUS:
             raise OptionError(f"{count} GPUs: the number has to be 1 to {MAX_GPUS}")
     sizes, fixed = _sizes(structure, options), _fixed_bytes(structure, options)
-    return Fits(
+    return GpuSizes(
         least=tuple(LeastMemory(num_gpus=count, gpu_bytes=_least_size(sizes, fixed, count)) for count in counts),
         fixed_bytes=fixed,
         largest=_largest(structure, options),
@@ -100,7 +100,7 @@ def fits(structure: ModelStructure, options: PlanOptions, counts: Sequence[int] 
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WithRam:
+class GpusWithRam:
     """The RAM that `num_gpus` GPUs need beside them, so that nothing is on disk.
 
     Attributes:
@@ -134,7 +134,7 @@ class GpuNeeds:
 
     gpu_bytes: int
     without_offload: int | None
-    with_ram: tuple[WithRam, ...]
+    with_ram: tuple[GpusWithRam, ...]
     fixed_bytes: int
     largest: LargestUnit | None
     unknown: tuple[str, ...]
@@ -162,7 +162,7 @@ def gpus(structure: ModelStructure, options: PlanOptions, gpu_bytes: int) -> Gpu
     if not 0 < gpu_bytes <= MAX_SIZE:
         raise BudgetError("a GPU has more than 0 bytes and less than 8 EiB")
     fixed = _fixed_bytes(structure, options)
-    number = _num_stretches(_sizes(structure, options), gpu_bytes - fixed)
+    number = _num_ranges(_sizes(structure, options), gpu_bytes - fixed)
     fewer = {1} if number is None else {number - 1, 1} if number > 1 else set()
     found = (_beside(structure, options, [gpu_bytes] * count) for count in sorted(fewer, reverse=True))
     return GpuNeeds(
@@ -203,14 +203,14 @@ def _least_size(sizes: Sequence[int], fixed: int, count: int) -> int | None:
         return 0
 
     def suffices(room: int) -> bool:
-        number = _num_stretches(sizes, room)
+        number = _num_ranges(sizes, room)
         return number is not None and number <= count
 
     size = _least(max(sizes), sum(sizes), suffices) + fixed
     return size if size <= MAX_SIZE else None
 
 
-def _num_stretches(sizes: Sequence[int], room: int) -> int | None:
+def _num_ranges(sizes: Sequence[int], room: int) -> int | None:
     """Return into how many stretches of at most `room` bytes `sizes` can be cut at least; at least one."""
     number, used = 1, 0
     for size in sizes:
@@ -238,7 +238,7 @@ def expert_forms(structure: ModelStructure, options: PlanOptions) -> Iterator[bo
         yield True
 
 
-def _beside(structure: ModelStructure, options: PlanOptions, limits: Sequence[int]) -> WithRam | None:
+def _beside(structure: ModelStructure, options: PlanOptions, limits: Sequence[int]) -> GpusWithRam | None:
     """Return the RAM beside GPUs of these sizes: for experts alone where that is possible, else the least at all."""
     weights = sum(unit.num_bytes for unit in structure.units(options.workload))
     accelerators = tuple((Device("cuda", index), limit) for index, limit in enumerate(limits))
@@ -270,7 +270,7 @@ class _Streamed:
 
     @property
     def are_experts(self) -> bool:
-        return all(unit.rides for unit in self.units)
+        return all(unit.is_routed for unit in self.units)
 
     @property
     def seconds(self) -> float:
@@ -288,17 +288,17 @@ def _least_streamed(problem: PlacementProblem, policy: str, dear: int) -> Iterat
     be. Filling in sequence is asked as well, because searches may be cut short.
     """
     asked = replace(problem, units=_all_needed(problem.units, dear))
-    may_fill = policy_named(policy).is_exact and not any(unit.rides for unit in asked.units)
+    may_fill = policy_named(policy).is_exact and not any(unit.is_routed for unit in asked.units)
     for chosen in (policy, Policy.SEQUENTIAL) if may_fill else (policy,):
         placement = place_by(chosen, asked)
         if isinstance(placement, Placement):
             yield _Streamed(problem, placement)
 
 
-def _row(streamed: _Streamed, policy: str) -> WithRam:
+def _row(streamed: _Streamed, policy: str) -> GpusWithRam:
     needed = streamed.num_bytes
     enough = _enough_for(streamed.problem, policy, needed)
-    return WithRam(
+    return GpusWithRam(
         num_gpus=len(streamed.problem.accelerators),
         ram_bytes=enough,
         only_experts=streamed.are_experts,
@@ -311,7 +311,7 @@ def _all_needed(units: Sequence[Unit], dear: int) -> tuple[Unit, ...]:
     """Return units of which a token needs all bytes, those of units that do not ride on others `dear` times."""
 
     def needed(unit: Unit) -> Unit:
-        times = 1 if unit.rides else dear
+        times = 1 if unit.is_routed else dear
         return replace_parts(unit, [replace(part, token_bytes=part.num_bytes * times) for part in unit.parts])
 
     return tuple(map(needed, units))

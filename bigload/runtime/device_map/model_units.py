@@ -15,7 +15,7 @@ from torch import nn
 from bigload.checkpoint.model import Span, TensorInfo
 from bigload.dtypes import DTYPES, DType
 from bigload.planning.model.module_tree import build_tree
-from bigload.planning.model.units import Part, Unit, UnitKind, blocks_of, without_crumbs
+from bigload.planning.model.units import Part, Unit, UnitKind, blocks_of, merge_small_units
 from bigload.runtime.device_map.module_queue import direct_parts
 from bigload.runtime.device_map.module_sizes import DTypeLike, class_names, compute_module_sizes, named_module_tensors
 from bigload.runtime.device_map.tied_parameters import find_tied_parameters
@@ -123,4 +123,4 @@ def _merged(parts: Sequence[Part], ties: Iterable[Sequence[str]]) -> tuple[Unit,
     units: dict[int, list[Part]] = {}
     for number, part in enumerate(parts):
         units.setdefault(led_by(number), []).append(part)
-    return without_crumbs([Unit(parts=tuple(members)) for members in units.values()])
+    return merge_small_units([Unit(parts=tuple(members)) for members in units.values()])

@@ -17,7 +17,7 @@ from bigload_cli.options import CheckpointArgument, ColorMode, ColorOption, Json
 if TYPE_CHECKING:
     from bigload.planning.budget.budget import MemoryBudget
     from bigload.planning.plan import Plan
-    from bigload.planning.planner import Draft
+    from bigload.planning.planner import PlanDetails
 
 EPILOG = """\b
 Examples:
@@ -32,7 +32,7 @@ of weights on each device, as cuda:0=20930740224,cpu=66749005824.
 """
 
 
-class Tier(StrEnum):
+class FailIf(StrEnum):
     """What `--fail-if` can object to."""
 
     DISK = "disk"
@@ -96,7 +96,7 @@ def plan(
         bool, typer.Option("--disk/--no-disk", help="Let what finds no room stay on disk. Bound it by -m disk=SIZE.")
     ] = True,
     fail_if: Annotated[
-        Tier | None, typer.Option("--fail-if", help="Exit with 3 if weights are on disk, or anywhere but on GPUs.")
+        FailIf | None, typer.Option("--fail-if", help="Exit with 3 if weights are on disk, or anywhere but on GPUs.")
     ] = None,
     explain: questions.ExplainOption = None,
     compare: questions.CompareOption = None,
@@ -113,7 +113,7 @@ def plan(
     """
     from bigload.checkpoint.source import open_checkpoint
     from bigload.planning.options import options_of
-    from bigload.planning.planner import draft
+    from bigload.planning.planner import plan_details
     from bigload_cli.output import say_warnings
 
     options = options_of(
@@ -143,7 +143,7 @@ def plan(
         questions.answer(asked, checkpoint, budget, options, as_json=as_json, quiet=quiet, color=color)
         return
     assert budget is not None, "a plan has one"
-    made = draft(checkpoint, budget, options)
+    made = plan_details(checkpoint, budget, options)
     if fail_if is not None:
         _check(made.plan, fail_if)
     _deliver(made, out, html, as_json=as_json, quiet=quiet, color=color)
@@ -160,7 +160,9 @@ def _budget(max_memory: list[str] | None, *, use_disk: bool) -> MemoryBudget:
     return budget.MemoryBudget.parse(max_memory, use_disk=use_disk)
 
 
-def _deliver(made: Draft, out: Path | None, html: Path | None, *, as_json: bool, quiet: bool, color: ColorMode) -> None:
+def _deliver(
+    made: PlanDetails, out: Path | None, html: Path | None, *, as_json: bool, quiet: bool, color: ColorMode
+) -> None:
     """Write the files that were asked for, show the plan, and say what comes next."""
     from bigload.planning.plan_file import plan_to_json, write_plan
     from bigload_cli.output import print_text, say
@@ -214,11 +216,11 @@ def show(made: Plan, *, as_json: bool, quiet: bool, color: ColorMode) -> None:
             output.print_text("\n".join(["", *closing]))
 
 
-def _check(made: Plan, tier: Tier) -> None:
+def _check(made: Plan, tier: FailIf) -> None:
     from bigload.units import format_size
 
     offloaded = {str(use.device): use.weights_bytes for use in made.devices if not use.device.is_accelerator}
-    if tier is Tier.DISK:
+    if tier is FailIf.DISK:
         offloaded = {device: size for device, size in offloaded.items() if device == "disk"}
     found = {device: size for device, size in offloaded.items() if size}
     if found:

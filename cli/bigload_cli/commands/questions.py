@@ -144,14 +144,14 @@ def _about_need(question: Question, checkpoint: Checkpoint, options: PlanOptions
 def _about_budget(question: Question, checkpoint: Checkpoint, budget: MemoryBudget, options: PlanOptions) -> Answer:
     """Answer what a plan for this memory does, and why."""
     from bigload.planning.model.structure import read_structure
-    from bigload.planning.planner import draft
+    from bigload.planning.planner import plan_details
     from bigload.planning.questions.compare import compare
     from bigload.planning.questions.explain import explain
     from bigload.planning.questions.max_context import max_context
     from bigload_cli.views import questions as view
 
     if question.explain is not None:
-        why = explain(draft(checkpoint, budget, options), question.explain)
+        why = explain(plan_details(checkpoint, budget, options), question.explain)
         return Answer(
             shown=view.explanation(why),
             value=" ".join(str(home.device) for home in why.homes) or "none",

@@ -16,7 +16,7 @@ from bigload.documents import check_replaceable
 from bigload.planning.placement.optimality import Verdict
 from bigload.planning.plan import TERMS, DeviceUse, Plan
 from bigload.planning.plan_text import duration, streaming, subject, whereabouts
-from bigload.planning.planner import Draft
+from bigload.planning.planner import PlanDetails
 from bigload.units import counted, format_size
 from bigload_cli.result_files import is_stdout, write_result
 from bigload_cli.views.html_template import Markup, breakable, fill, join, script_hash
@@ -47,9 +47,9 @@ _VERDICTS = {
 }
 
 
-def html_report(draft: Draft, *, plan_file: Path | None = None) -> str:
+def html_report(details: PlanDetails, *, plan_file: Path | None = None) -> str:
     """Return the page; `plan_file` is where the plan was written, for the command that carries it out."""
-    plan, pieces = draft.plan, pieces_of(draft)
+    plan, pieces = details.plan, pieces_of(details)
     steps = pieces[-1].step + 1 if pieces else 1
     terms = [term for term in TERMS if term == "weights" or any(_term_bytes(use, term) for use in plan.used_devices)]
     names = [_TERM_NAMES[term][:1].upper() + _TERM_NAMES[term][1:] for term in terms]
@@ -87,7 +87,7 @@ def html_report(draft: Draft, *, plan_file: Path | None = None) -> str:
     )
 
 
-def write_report(draft: Draft, path: str | Path, *, plan_file: Path | None = None) -> None:
+def write_report(details: PlanDetails, path: str | Path, *, plan_file: Path | None = None) -> None:
     """Write the page at `path`, whole or not at all; replaces another such page, and nothing else.
 
     `-` is stdout.
@@ -99,7 +99,7 @@ def write_report(draft: Draft, path: str | Path, *, plan_file: Path | None = Non
     target = Path(path)
     if not is_stdout(target):
         check_replaceable(target, _is_report, reason="it is not a report of bigload")
-    write_result(target, html_report(draft, plan_file=plan_file))
+    write_result(target, html_report(details, plan_file=plan_file))
 
 
 def _is_report(path: Path) -> bool:

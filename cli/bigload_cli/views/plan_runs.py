@@ -12,7 +12,7 @@ from bigload.plain_text import printable
 from bigload.planning.model.module_tree import execution_order, is_index
 from bigload.planning.model.units import Part, Unit, UnitKind
 from bigload.planning.module_table import ranges
-from bigload.planning.planner import Draft
+from bigload.planning.planner import PlanDetails
 
 MAX_RUNS = 120
 """Of one device; a model has a handful, and a file of 92 000 modules without any blocks is still to have a picture."""
@@ -85,18 +85,18 @@ class Run:
         return sum(piece.num_bytes for piece in self.pieces)
 
 
-def pieces_of(draft: Draft) -> tuple[Piece, ...]:
+def pieces_of(details: PlanDetails) -> tuple[Piece, ...]:
     """Return the pieces of a model in execution order; together they hold all bytes that have a device.
 
     A block whose routed experts are on the device of its other parts is one piece, as if it had never been cut.
     """
-    placement, sparse = draft.solution.placement, draft.structure.experts
+    placement, sparse = details.solution.placement, details.structure.experts
     pieces: list[Piece] = []
     step = -1
-    for unit, home, device in zip(draft.solution.problem.units, placement.devices, placement.running, strict=True):
-        step += not unit.rides
+    for unit, home, device in zip(details.solution.problem.units, placement.devices, placement.running, strict=True):
+        step += not unit.is_routed
         for piece in _pieces(unit, sparse, home=home, runs_on=device, step=max(step, 0)):
-            place = _same_block(piece, pieces) if unit.rides else None
+            place = _same_block(piece, pieces) if unit.is_routed else None
             if place is None:
                 pieces.append(piece)
             else:
@@ -165,11 +165,11 @@ def _pieces(unit: Unit, sparse: Container[str], *, home: Device, runs_on: Device
     placed = [(*_block_of(part.name, sparse), part) for part in unit.parts]
     for (blocks, number, is_held), members in groupby(placed, key=lambda found: (*found[:2], found[-1].is_held)):
         *_, rests, parts = zip(*members, strict=True)
-        is_sparse = f"{blocks}.{number}" in sparse and not unit.rides
+        is_sparse = f"{blocks}.{number}" in sparse and not unit.is_routed
         yield Piece(
             family=(blocks, _rest(rests, is_sparse=is_sparse)),
             number=number,
-            kind=Kind.EXPERTS if unit.rides else _kind(parts, is_sparse=is_sparse),
+            kind=Kind.EXPERTS if unit.is_routed else _kind(parts, is_sparse=is_sparse),
             num_bytes=sum(part.num_bytes for part in parts),
             home=runs_on if is_held else home,
             runs_on=runs_on,

@@ -8,9 +8,9 @@ from dataclasses import asdict
 from bigload.devices import Device
 from bigload.plain_text import PlainTable, printable
 from bigload.planning.questions.compare import PolicyOutcome
-from bigload.planning.questions.explain import Explanation, Neighbour
+from bigload.planning.questions.explain import AdjacentModule, Explanation
 from bigload.planning.questions.max_context import MaxContext
-from bigload.planning.questions.sizing import Fits, GpuNeeds, LargestUnit
+from bigload.planning.questions.sizing import GpuNeeds, GpuSizes, LargestUnit
 from bigload.planning.workload import Workload
 from bigload.units import format_size
 
@@ -40,7 +40,7 @@ def comparison(outcomes: Sequence[PolicyOutcome]) -> PlainTable:
     return table
 
 
-def least_memory(answer: Fits) -> list[str]:
+def least_memory(answer: GpuSizes) -> list[str]:
     """Return the least memory per GPU, and what bounds it."""
     return [str(answer), *_bounds(answer), *map(_note, answer.unknown)]
 
@@ -60,7 +60,7 @@ def longest_context(answer: MaxContext) -> list[str]:
     return [str(answer), *map(_note, answer.remarks)]
 
 
-def _bounds(answer: Fits | GpuNeeds) -> list[str]:
+def _bounds(answer: GpuSizes | GpuNeeds) -> list[str]:
     lines = []
     if answer.fixed_bytes:
         lines.append(f"{format_size(answer.fixed_bytes)} of each GPU are overhead and activations")
@@ -109,7 +109,7 @@ def of_explanation(answer: Explanation, checkpoint: str) -> dict[str, object]:
     }
 
 
-def _neighbour(near: Neighbour | None) -> dict[str, str] | None:
+def _neighbour(near: AdjacentModule | None) -> dict[str, str] | None:
     return None if near is None else {"name": near.name, "device": str(near.device)}
 
 
@@ -140,7 +140,7 @@ def _of_outcome(outcome: PolicyOutcome) -> dict[str, object]:
     }
 
 
-def of_least_memory(answer: Fits, checkpoint: str, workload: Workload) -> dict[str, object]:
+def of_least_memory(answer: GpuSizes, checkpoint: str, workload: Workload) -> dict[str, object]:
     """Return what `--json` prints."""
     return {
         "schema": "bigload.fits/1.0",
@@ -176,7 +176,7 @@ def _asked(checkpoint: str, workload: Workload) -> dict[str, object]:
     return {"checkpoint": checkpoint, "context": workload.context, "batch": workload.batch}
 
 
-def _found(answer: Fits | GpuNeeds) -> dict[str, object]:
+def _found(answer: GpuSizes | GpuNeeds) -> dict[str, object]:
     return {"fixed_bytes": answer.fixed_bytes, "largest": _largest(answer.largest), "unknown": [*answer.unknown]}
 
 

@@ -109,7 +109,7 @@ CHOICE = {
 
 def test_experts_apart_ride_on_the_rest_of_their_block():
     units = structure_of(EXPERTS, CHOICE).units(Workload(), split_experts=True)
-    assert [(unit.name, unit.num_bytes, unit.rides) for unit in units] == [
+    assert [(unit.name, unit.num_bytes, unit.is_routed) for unit in units] == [
         ("embed", 50, False),
         ("layers.0.attn", 12, False),
         ("layers.0.mlp.experts", 80, True),
@@ -149,7 +149,7 @@ def test_caches_stay_with_the_dense_part_of_a_block():
         **{f"model.layers.{b}.mlp.experts.{e}.up.weight": ("BF16", [16, 8]) for b in range(2) for e in range(2)},
     }
     units = structure_of(tensors, LLAMA).units(CONTEXT, split_experts=True)
-    assert [unit.cache_bytes for unit in units if unit.rides] == [0, 0]
+    assert [unit.cache_bytes for unit in units if unit.is_routed] == [0, 0]
     assert sum(unit.cache_bytes for unit in units) == 2 * CACHE
 
 

@@ -6,7 +6,7 @@ from bigload.planning.budget.budget import MemoryBudget
 from bigload.planning.choices import Policy
 from bigload.planning.model.structure import read_structure
 from bigload.planning.options import options_of
-from bigload.planning.planner import draft
+from bigload.planning.planner import plan_details
 from bigload.planning.questions.compare import compare
 from builders import checkpoint_of
 
@@ -23,7 +23,7 @@ def compared(sizes, budget, policies, **wishes):
 def test_figures_are_those_of_the_plan_that_the_policy_makes(policy):
     budget = MemoryBudget.of({"cuda:0": 7, "cuda:1": 3, "cpu": 6})
     options = options_of(overhead=0, policy=policy)
-    made = draft(checkpoint_of(SIZES), budget, options)
+    made = plan_details(checkpoint_of(SIZES), budget, options)
     (outcome,) = compare(made.structure, budget, options, [])
     assert outcome.fits
     assert outcome.policy == policy

@@ -13,7 +13,7 @@ from bigload.planning.budget.budget import MemoryBudget
 from bigload.planning.choices import Policy
 from bigload.planning.options import options_of
 from bigload.planning.placement.problem import device_loads, keeps_limits
-from bigload.planning.planner import draft
+from bigload.planning.planner import plan_details
 from bigload.planning.questions.explain import explain
 from builders import checkpoint_of, llama_config, llama_tensors
 
@@ -21,7 +21,9 @@ GPU, OTHER = Device("cuda", 0), Device("cuda", 1)
 
 
 def drafted(sizes, budget, *, config=None, **wishes):
-    return draft(checkpoint_of(sizes, config=config), MemoryBudget.of(budget), options_of(**{"overhead": 0, **wishes}))
+    return plan_details(
+        checkpoint_of(sizes, config=config), MemoryBudget.of(budget), options_of(**{"overhead": 0, **wishes})
+    )
 
 
 def blocks(*sizes, **others):
@@ -66,7 +68,7 @@ def test_what_is_said_to_lack_room_is_over_a_limit_and_the_rest_is_not(made, dat
     for other in answer.alternatives:
         homes = list(made.solution.placement.devices)
         homes[index] = other.device
-        if any(unit.rides for unit in problem.units):
+        if any(unit.is_routed for unit in problem.units):
             continue  # what goes along is tested below
         first = next((home for home in homes if home.is_accelerator), made.plan.execution_device)
         trial = replace(

@@ -15,7 +15,7 @@ from bigload.planning.options import options_of
 from bigload.planning.placement.problem import Misfit
 from bigload.planning.placement.solve import Solution
 from bigload.planning.planner import place
-from bigload.planning.questions.sizing import Fits, GpuNeeds, LeastMemory, WithRam, fits, gpus
+from bigload.planning.questions.sizing import GpuNeeds, GpuSizes, GpusWithRam, LeastMemory, fits, gpus
 from bigload.units import GIB
 from builders import checkpoint_of, llama_config, llama_tensors
 
@@ -190,7 +190,7 @@ def test_routed_experts_alone_are_in_ram_where_the_rest_fits():
 
 
 def test_rounding_is_upwards_so_that_what_is_shown_is_enough():
-    answer = Fits(
+    answer = GpuSizes(
         least=(LeastMemory(num_gpus=1, gpu_bytes=3 * GIB + 1), LeastMemory(num_gpus=2, gpu_bytes=2 * GIB)),
         fixed_bytes=0,
         largest=None,
@@ -201,8 +201,8 @@ def test_rounding_is_upwards_so_that_what_is_shown_is_enough():
 
 def test_a_sentence_says_what_is_needed():
     rows = [
-        WithRam(num_gpus=5, ram_bytes=12 * GIB, only_experts=False, token_seconds=0.5, is_least=True),
-        WithRam(num_gpus=1, ram_bytes=46 * GIB, only_experts=True, token_seconds=0.5, is_least=True),
+        GpusWithRam(num_gpus=5, ram_bytes=12 * GIB, only_experts=False, token_seconds=0.5, is_least=True),
+        GpusWithRam(num_gpus=1, ram_bytes=46 * GIB, only_experts=True, token_seconds=0.5, is_least=True),
     ]
     answer = GpuNeeds(
         gpu_bytes=24 * GIB, without_offload=6, with_ram=tuple(rows), fixed_bytes=0, largest=None, unknown=()

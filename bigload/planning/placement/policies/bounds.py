@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from bigload.planning.placement.policies.knapsack import Bin, Kind, choose
+from bigload.planning.placement.policies.knapsack import Bin, ItemKind, choose
 from bigload.planning.placement.policies.memory_tiers import Host
 from bigload.planning.placement.problem import PlacementProblem
 
@@ -20,7 +20,7 @@ MAX_UNLIKE_ROOMS = 64
 
 @dataclass(frozen=True, slots=True)
 class LowerBound:
-    """No placement has fewer bytes off the accelerators, fewer on disk, or a lower cost (in units of `tiers.Host`)."""
+    """Least bytes off the accelerators and on disk, and least cost (unit: `memory_tiers.Host`), of any placement."""
 
     offloaded_bytes: int
     disk_bytes: int
@@ -100,7 +100,7 @@ def _largest_sum(sizes: Iterable[int], limit: int) -> int:
     total = sum(size * count for size, count in counts.items())
     if limit <= 0 or total <= limit:
         return min(max(limit, 0), total)
-    kinds = [Kind(size, size, count) for size, count in counts.items() if size <= limit]
+    kinds = [ItemKind(size, size, count) for size, count in counts.items() if size <= limit]
     found = choose(kinds, Bin(limit, 1), Bin(0, 0))
     return found.worth if found is not None and found.exact else limit
 

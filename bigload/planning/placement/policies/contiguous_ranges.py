@@ -32,8 +32,8 @@ MAX_STEPS = 2_000_000
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
-    """A placement with what it costs: `cost` per token in the unit of `tiers.Host`, then device changes."""
+class RankedPlacement:
+    """A placement with what it costs: `cost` per token in the unit of `memory_tiers.Host`, then device changes."""
 
     devices: tuple[Device, ...]
     execution_device: Device
@@ -46,17 +46,17 @@ class Found:
         return self.cost, self.num_device_changes
 
 
-class Stretches:
+class RangeSearch:
     """The units of a problem, prepared for asking where a stretch that fits a device ends.
 
-    A stretch may end before any unit but one that rides on the unit before it. Positions are those of such ends.
+    A stretch may end before any unit but one that is_routed on the unit before it. Positions are those of such ends.
     """
 
     def __init__(self, problem: PlacementProblem) -> None:
         units = problem.units
         self.problem, self.units = problem, units
         self.host = Host.of(problem)
-        self.ends = [index for index in range(len(units) + 1) if index == len(units) or not units[index].rides]
+        self.ends = [index for index in range(len(units) + 1) if index == len(units) or not units[index].is_routed]
         run = [0, *accumulate(unit.num_bytes + unit.run_bytes for unit in units)]
         self.sizes = [run[end] for end in self.ends]
         beside = [0, *accumulate(unit.run_bytes for unit in units)]
@@ -72,7 +72,7 @@ class Stretches:
         """Whether the steps are used up: from then on only what is found at once is found."""
         return self.steps > MAX_STEPS
 
-    def best(self, rooms: Rooms, *, at_most: tuple[int, int] | None = None) -> Found | None:
+    def best(self, rooms: Rooms, *, at_most: tuple[int, int] | None = None) -> RankedPlacement | None:
         """Return the placement of least cost, then fewest device changes; `None` without one.
 
         With `at_most` only placements of no higher rank are looked for.
@@ -83,7 +83,7 @@ class Stretches:
         whole = self._resident(rooms, starts)
         if whole is not None:
             return whole if at_most is None or whole.rank <= at_most else None
-        best: Found | None = None
+        best: RankedPlacement | None = None
         for index in roomier(rooms):
             limit = at_most if best is None else best.rank
             found = self._streaming(rooms, index, starts, limit)
@@ -100,19 +100,19 @@ class Stretches:
             self.steps += made.steps
         return self._splitters[position]
 
-    def _on_host(self, at_most: tuple[int, int] | None) -> Found | None:
+    def _on_host(self, at_most: tuple[int, int] | None) -> RankedPlacement | None:
         split = self.splitter(self.last).best(None)
         if split is None or (at_most is not None and split.cost > at_most[0]):
             return None
-        return Found(self._devices(split, CPU), CPU, split.cost, 0, split.exact)
+        return RankedPlacement(self._devices(split, CPU), CPU, split.cost, 0, split.exact)
 
-    def _resident(self, rooms: Rooms, starts: list[list[int]]) -> Found | None:
+    def _resident(self, rooms: Rooms, starts: list[list[int]]) -> RankedPlacement | None:
         """Place everything on the fewest accelerators that hold it."""
         number = next((number for number, row in enumerate(starts) if row[0] == 0), None)
         if number is None:
             return None
         devices = self.filled(0, rooms, starts, number, first=0)
-        return Found(devices, devices[0] if devices else rooms[0][0], 0, max(number - 1, 0))
+        return RankedPlacement(devices, devices[0] if devices else rooms[0][0], 0, max(number - 1, 0))
 
     def starts(self, rooms: Rooms) -> list[list[int]]:
         """Return `starts[m][g]`: the first position from which `m` of `rooms[g:]` hold everything to the end.
@@ -157,11 +157,11 @@ class Stretches:
 
     def _streaming(
         self, rooms: Rooms, index: int, starts: list[list[int]], at_most: tuple[int, int] | None
-    ) -> Found | None:
+    ) -> RankedPlacement | None:
         """Place the first units on or off the accelerator number `index`, and what follows on those after it."""
         device, room = rooms[index]
         following = [row[index + 1] for row in starts[: len(rooms) - index]]
-        best: Found | None = None
+        best: RankedPlacement | None = None
         for position in range(following[-1], self.last + 1):
             if self.gave_up:
                 break
@@ -184,7 +184,7 @@ class Stretches:
                 continue  # streamed units run on the accelerator that comes first in the device map
             if limit is None or (split.cost, number) < limit or (best is None and (split.cost, number) == limit):
                 rest = self.filled(position, rooms, starts, number, first=index + 1)
-                best = Found((*self._devices(split, device), *rest), device, split.cost, number, split.exact)
+                best = RankedPlacement((*self._devices(split, device), *rest), device, split.cost, number, split.exact)
         return best
 
     @staticmethod

@@ -13,7 +13,7 @@ from itertools import groupby
 from typing import NamedTuple
 
 from bigload.devices import CPU, DISK
-from bigload.planning.placement.policies.contiguous_ranges import Found, Rooms, Stretches
+from bigload.planning.placement.policies.contiguous_ranges import RangeSearch, RankedPlacement, Rooms
 from bigload.planning.placement.policies.memory_tiers import Tier
 from bigload.planning.placement.policies.sequential import roomier
 from bigload.planning.placement.policies.unit_kinds import Counts, UnitKinds
@@ -75,10 +75,10 @@ class _Limits:
         return self.capacities[label.current] - label.used + self.later[label.current]
 
 
-class Runs:
+class InterleavedSearch:
     """The search for a problem. `steps` counts labels over all questions."""
 
-    def __init__(self, stretches: Stretches) -> None:
+    def __init__(self, stretches: RangeSearch) -> None:
         self.kinds = kinds = UnitKinds(stretches.units, stretches.host)
         self.units, self.num_in_flight = stretches.units, stretches.host.num_in_flight
         self.runs = [(kind, len(list(members))) for kind, members in groupby(kinds.of)]
@@ -94,13 +94,13 @@ class Runs:
     def gave_up(self) -> bool:
         return self.steps > MAX_LABELS
 
-    def best(self, rooms: Rooms, below: tuple[int, int] | None) -> Found | None:
+    def best(self, rooms: Rooms, below: tuple[int, int] | None) -> RankedPlacement | None:
         """Return the placement that ranks lowest, below `below`; `None` when there is none, or the search gave up.
 
         Caches of units that are streamed late need room on the execution device, so it may be best to leave it before
         it is full. Those many more ways are looked at last, when there is already something good to stay below.
         """
-        best: Found | None = None
+        best: RankedPlacement | None = None
         has_caches = any(unit.run_bytes for unit in self.units[1:])  # what the first one needs is never late
         for leaves_early in (False, True) if has_caches and len(rooms) > 1 else (False,):
             for first in roomier(rooms):
@@ -113,7 +113,7 @@ class Runs:
 
     def _search(
         self, rooms: Rooms, streamed: int, below: tuple[int, int] | None, *, leaves_early: bool
-    ) -> Found | None:
+    ) -> RankedPlacement | None:
         """Search with a workspace for units of `streamed` bytes on the first of `rooms`."""
         capacities = [room for _, room in rooms]
         capacities[0] -= self.num_in_flight * streamed
@@ -225,7 +225,7 @@ class Runs:
 
     def _cheapest(
         self, labels: dict[Counts, list[_Label]], rooms: Rooms, below: tuple[int, int] | None
-    ) -> Found | None:
+    ) -> RankedPlacement | None:
         best: tuple[tuple[int, int], _Label] | None = None
         for counts, group in sorted(labels.items(), key=lambda item: self.kinds.least_cost(item[0], 0)):
             limit = below if best is None else best[0]
@@ -240,7 +240,7 @@ class Runs:
                 best = (cost, label.changes), label
         return None if best is None else self._found(best[1], rooms, best[0])
 
-    def _found(self, label: _Label, rooms: Rooms, rank: tuple[int, int]) -> Found:
+    def _found(self, label: _Label, rooms: Rooms, rank: tuple[int, int]) -> RankedPlacement:
         runs: list[tuple[tuple[int, int], ...]] = []
         step: _Label | None = label
         while step is not None:
@@ -253,7 +253,7 @@ class Runs:
         devices = tuple(
             (CPU if next(tiers) == Tier.RAM else DISK) if home == _STREAMED else rooms[home][0] for home in homes
         )
-        return Found(devices, rooms[0][0], *rank)
+        return RankedPlacement(devices, rooms[0][0], *rank)
 
 
 def _onward(label: _Label, size: int, capacities: list[int]) -> Iterator[_Label]:

@@ -14,7 +14,7 @@ MAX_STEPS = 1_000
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class ItemKind:
     """`count` things of `size` bytes each; keeping one saves `value` bytes per token; all are kept if `required`."""
 
     size: int
@@ -32,7 +32,7 @@ class Bin:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class KnapsackChoice:
     """How many of each kind go into the first and the second bin; `exact` if no choice is worth more."""
 
     first: tuple[int, ...]
@@ -42,7 +42,7 @@ class Choice:
     steps: int = 0
 
 
-def choose(kinds: Sequence[Kind], first: Bin, second: Bin, *, least: int = 0) -> Choice | None:
+def choose(kinds: Sequence[ItemKind], first: Bin, second: Bin, *, least: int = 0) -> KnapsackChoice | None:
     """Return the choice that is worth most among those that keep `least` bytes; `None` when there is none.
 
     The first bin has the greater weight. Where a search would take too long, the best choice found is not `exact`, and
@@ -50,28 +50,28 @@ def choose(kinds: Sequence[Kind], first: Bin, second: Bin, *, least: int = 0) ->
     """
     if first.capacity < 0 or second.capacity < 0 or sum(kind.size * kind.count for kind in kinds) < least:
         return None
-    search = _Search(kinds, first, second, least)
+    search = _KnapsackSearch(kinds, first, second, least)
     search.descend(0, first.capacity, second.capacity, 0)
     if search.best is None:
         return None
     firsts, seconds, worth = search.best
-    return Choice(firsts, seconds, worth, exact=search.steps <= MAX_STEPS, steps=search.steps)
+    return KnapsackChoice(firsts, seconds, worth, exact=search.steps <= MAX_STEPS, steps=search.steps)
 
 
-def upper_bound(kinds: Sequence[Kind], first: Bin, second: Bin) -> int:
+def upper_bound(kinds: Sequence[ItemKind], first: Bin, second: Bin) -> int:
     """Return what no choice is worth more than: the densest bytes in the better bin, the next in the other."""
-    search = _Search(kinds, first, second, 0)
+    search = _KnapsackSearch(kinds, first, second, 0)
     return search.bound(0, max(first.capacity, 0), max(second.capacity, 0), 0)
 
 
-class _Search:
+class _KnapsackSearch:
     """Depth first over the kinds, the densest first, bounded by what a choice of fractions would be worth.
 
     Among kinds of one density the smallest comes last: it fills the gaps that the larger ones leave, so good choices
     are found first and rule out most of the others. Of the last kind as many as fit are best.
     """
 
-    def __init__(self, kinds: Sequence[Kind], first: Bin, second: Bin, least: int) -> None:
+    def __init__(self, kinds: Sequence[ItemKind], first: Bin, second: Bin, least: int) -> None:
         order = sorted(range(len(kinds)), key=lambda k: (-_density(kinds[k]), -kinds[k].size, k))
         self.kinds = [(index, kinds[index].size, kinds[index].value, kinds[index].count) for index in order]
         self.required = [kinds[index].required for index in order]
@@ -137,5 +137,5 @@ class _Search:
         return worth
 
 
-def _density(kind: Kind) -> float:
+def _density(kind: ItemKind) -> float:
     return kind.value / kind.size if kind.size else float("inf")

@@ -13,7 +13,7 @@ from enum import IntEnum
 
 from bigload.devices import CPU, DISK
 from bigload.planning.model.units import Unit
-from bigload.planning.placement.policies.knapsack import Bin, Kind, choose, upper_bound
+from bigload.planning.placement.policies.knapsack import Bin, ItemKind, choose, upper_bound
 from bigload.planning.placement.problem import PlacementProblem
 
 KNAPSACK_STEP = 10
@@ -115,7 +115,7 @@ class TierSplitter:
         self.host = host
         ends = {form: bisect_left(indexes, end) for form, indexes in members.items()}
         self.members = {form: members[form][:count] for form, count in ends.items() if count}
-        self.kinds = [Kind(size, value, len(indexes)) for (size, value, _), indexes in self.members.items()]
+        self.kinds = [ItemKind(size, value, len(indexes)) for (size, value, _), indexes in self.members.items()]
         self.total_cost = sum(kind.value * kind.count for kind in self.kinds) * host.disk_cost
         self.num_bytes = sum(kind.size * kind.count for kind in self.kinds)
         self.streams = sorted({stream for _, _, stream in self.members})
@@ -187,14 +187,14 @@ class TierSplitter:
         self.steps += KNAPSACK_STEP * len(self.members)
         left = 0 if room is None else room - num_in_flight * streamed
         spare = host.ram_room - (num_in_flight * from_disk if host.has_ram else 0)
-        kinds: list[Kind] = []
+        kinds: list[ItemKind] = []
         saved = 0
         for kind, stream in zip(self.kinds, (stream for _, _, stream in self.members), strict=True):
             if stream > streamed:  # the workspace would be too small to stream it, so it stays on the accelerator
                 left -= kind.size * kind.count
                 saved += kind.value * kind.count * host.disk_cost
             else:
-                kinds.append(Kind(kind.size, kind.value, kind.count, required=stream > from_disk))
+                kinds.append(ItemKind(kind.size, kind.value, kind.count, required=stream > from_disk))
         if left < 0 or spare < 0:
             return None
         bins = self._bins(left, spare)

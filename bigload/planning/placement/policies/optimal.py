@@ -1,4 +1,4 @@
-"""The exact policy: of all placements that keep every limit, the one that is best by a list of wishes, in this order.
+"""Exact policy: of all placements that keep every limit, the one that is best by these criteria, in this order.
 
 1. the least estimated time per token: bytes from disk by its bandwidth, bytes from RAM by that of the link, of routed
    experts only those that a token chooses;
@@ -6,9 +6,9 @@
 3. the emptiest fullest accelerator, or the first ones full (`Balance`);
 4. earlier units on earlier devices, so that the answer is always the same.
 
-Looked at are all placements that fill the accelerators in their order, each with units in theirs; any unit may be off
-them. Stretches (`stretches.py`) answer most questions at once, and a bound tells when they do. Where they may not, all
-other placements are searched (`runs.py`).
+Candidates are all placements that fill the accelerators in their order, each with units in theirs; any unit may be off
+them. Contiguous ranges (`contiguous_ranges.py`) answer most questions at once, and a bound tells when they do. Where
+they may not, all other placements are searched (`interleaved_streaming.py`).
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from bigload.devices import CPU, DISK, Device
 from bigload.planning.choices import Balance
 from bigload.planning.model.units import joined
 from bigload.planning.placement.policies.bounds import least_accelerators, lower_bound
-from bigload.planning.placement.policies.contiguous_ranges import Found, Rooms, Stretches
-from bigload.planning.placement.policies.interleaved_streaming import Runs
+from bigload.planning.placement.policies.contiguous_ranges import RangeSearch, RankedPlacement, Rooms
+from bigload.planning.placement.policies.interleaved_streaming import InterleavedSearch
 from bigload.planning.placement.policies.memory_tiers import Host
 from bigload.planning.placement.policies.sequential import place_sequentially
 from bigload.planning.placement.problem import Misfit, Placement, PlacementProblem, device_loads
@@ -42,29 +42,29 @@ def place_optimally(problem: PlacementProblem) -> Placement | Misfit:
     and needs 3 bytes of workspace, which leaves room for two blocks of 2. Here the block of 3 stays with one of 2, and
     the workspace is 2: 4 bytes are streamed instead of 5.
     """
-    return _Search(problem).answer()
+    return _PlacementSearch(problem).answer()
 
 
-class _Search:
+class _PlacementSearch:
     """One problem, with what the questions about it share."""
 
     def __init__(self, problem: PlacementProblem) -> None:
         self.problem = problem
         self.orders = list(orders_of(problem.accelerators, any_order=problem.any_order))
         self.has_all_orders = len(self.orders) < MAX_ORDERS
-        self.stretches = Stretches(problem)
-        self.runs = Runs(self.stretches)
+        self.ranges = RangeSearch(problem)
+        self.interleaved = InterleavedSearch(self.ranges)
 
     def answer(self) -> Placement | Misfit:
-        found = self._best_stretches(self.orders)
-        self.has_all_orders = self.has_all_orders and not self.stretches.gave_up
+        found = self._best_ranges(self.orders)
+        self.has_all_orders = self.has_all_orders and not self.ranges.gave_up
         if found is None:
             found = _sequential(self.problem)
-        proven = found is not None and self._is_best_by_stretches(found)
+        proven = found is not None and self._is_best_by_ranges(found)
         if not proven and self._may_stream_anywhere:
             for rooms in self.orders:
-                found = self.runs.best(rooms, None if found is None else found.rank) or found
-            proven = not self.runs.gave_up and self.has_all_orders
+                found = self.interleaved.best(rooms, None if found is None else found.rank) or found
+            proven = not self.interleaved.gave_up and self.has_all_orders
             if not proven:
                 found = min(filter(None, (found, _sequential(self.problem))), key=lambda one: one.rank, default=None)
         if found is None:
@@ -76,19 +76,19 @@ class _Search:
     @property
     def _may_stream_anywhere(self) -> bool:
         """Whether streamed units can be outside of the first stretch; experts cannot leave their block."""
-        return len(self.problem.accelerators) > 1 and not any(unit.rides for unit in self.problem.units)
+        return len(self.problem.accelerators) > 1 and not any(unit.is_routed for unit in self.problem.units)
 
-    def _best_stretches(self, orders: Sequence[Rooms], at_most: tuple[int, int] | None = None) -> Found | None:
-        best: Found | None = None
+    def _best_ranges(self, orders: Sequence[Rooms], at_most: tuple[int, int] | None = None) -> RankedPlacement | None:
+        best: RankedPlacement | None = None
         for rooms in orders:
-            found = self.stretches.best(rooms, at_most=at_most if best is None else best.rank)
+            found = self.ranges.best(rooms, at_most=at_most if best is None else best.rank)
             if found is not None and (best is None or found.rank < best.rank):
                 best = found
-            if self.stretches.gave_up:
+            if self.ranges.gave_up:
                 break
         return best
 
-    def _is_best_by_stretches(self, found: Found) -> bool:
+    def _is_best_by_ranges(self, found: RankedPlacement) -> bool:
         """Return whether it is known without a search that no placement with the units in order ranks below `found`."""
         if len(self.problem.accelerators) < 2:
             return found.exact  # there is but one stretch
@@ -97,16 +97,16 @@ class _Search:
         bound = lower_bound(self.problem)
         return found.rank <= (bound.cost, least_accelerators(self.problem, found.cost) - 1)
 
-    def _spread(self, found: Found) -> Found:
+    def _spread(self, found: RankedPlacement) -> RankedPlacement:
         """Return a placement of the same rank whose fullest accelerator is as empty as possible."""
         problem = self.problem
-        self.stretches.steps = 0  # a search of its own
+        self.ranges.steps = 0  # a search of its own
         limits = dict(problem.budget.limits)
         # Who changes device no more often than the accelerators in use require runs one stretch on each of them.
         fewest = least_accelerators(problem, found.cost) - 1
         is_elsewhere = found.cost > 0 and self._may_stream_anywhere and found.num_device_changes > fewest
 
-        def below(level: Fraction, *, strictly: bool) -> Found | None:
+        def below(level: Fraction, *, strictly: bool) -> RankedPlacement | None:
             orders = [
                 [
                     (
@@ -120,10 +120,10 @@ class _Search:
                 ]
                 for rooms in self.orders
             ]
-            better = self._best_stretches(orders, at_most=found.rank)
+            better = self._best_ranges(orders, at_most=found.rank)
             if better is None and is_elsewhere:
                 limit = (found.cost, found.num_device_changes + 1)
-                better = next(filter(None, (self.runs.best(rooms, limit) for rooms in orders)), None)
+                better = next(filter(None, (self.interleaved.best(rooms, limit) for rooms in orders)), None)
             return better
 
         lowest, highest = Fraction(0), _peak(problem, found)
@@ -164,7 +164,7 @@ def _arrangements(preferred: Sequence[int]) -> Iterator[tuple[int, ...]]:
         yield from ((room, *others) for others in _arrangements(rest))
 
 
-def _sequential(problem: PlacementProblem) -> Found | None:
+def _sequential(problem: PlacementProblem) -> RankedPlacement | None:
     """Return what filling the devices in order gives, experts with their blocks."""
     placement = place_sequentially(replace(problem, units=joined(problem.units)))
     if isinstance(placement, Misfit):
@@ -172,10 +172,12 @@ def _sequential(problem: PlacementProblem) -> Found | None:
     homes = iter(placement.devices)
     devices: list[Device] = []
     for unit in problem.units:
-        devices.append(devices[-1] if unit.rides else next(homes))
+        devices.append(devices[-1] if unit.is_routed else next(homes))
     placement = replace(placement, devices=tuple(devices))
     cost = token_cost(problem, placement)
-    return Found(placement.devices, placement.execution_device, cost, placement.num_device_changes, exact=False)
+    return RankedPlacement(
+        placement.devices, placement.execution_device, cost, placement.num_device_changes, exact=False
+    )
 
 
 def token_cost(problem: PlacementProblem, placement: Placement) -> int:
@@ -196,14 +198,14 @@ def _most(limit: int, level: Fraction, *, strictly: bool) -> int:
     return ceil(level * limit) - 1 if strictly else floor(level * limit)
 
 
-def _peak(problem: PlacementProblem, found: Found) -> Fraction:
+def _peak(problem: PlacementProblem, found: RankedPlacement) -> Fraction:
     loads = device_loads(problem, _placement(problem, found))
     limits = dict(problem.budget.limits)
     shares = [Fraction(load.total, limits[device] or 1) for device, load in loads.items() if device.is_accelerator]
     return max(shares, default=Fraction(0))
 
 
-def _placement(problem: PlacementProblem, found: Found) -> Placement:
+def _placement(problem: PlacementProblem, found: RankedPlacement) -> Placement:
     return Placement(
         devices=found.devices,
         execution_device=found.execution_device,

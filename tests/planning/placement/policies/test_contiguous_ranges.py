@@ -9,7 +9,7 @@ from strategies import problems
 from bigload.devices import Device
 from bigload.planning.placement.policies import contiguous_ranges as stretches
 from bigload.planning.placement.policies import optimal
-from bigload.planning.placement.policies.contiguous_ranges import MAX_STEPS, Stretches, roomier
+from bigload.planning.placement.policies.contiguous_ranges import MAX_STEPS, RangeSearch, roomier
 from bigload.planning.placement.policies.interleaved_streaming import MAX_LABELS
 from bigload.planning.placement.policies.optimal import place_optimally, token_cost
 from bigload.planning.placement.problem import Placement, keeps_limits
@@ -37,7 +37,7 @@ def as_placement(problem, found):
 def test_no_placement_in_stretches_ranks_lower(problem):
     assume(not problem.any_order)
     others = [rank(problem, other) for other in placements_in_order(problem) if in_stretches(other)]
-    found = Stretches(problem).best(problem.accelerators)
+    found = RangeSearch(problem).best(problem.accelerators)
     if found is None:
         assert others == []
     else:
@@ -49,8 +49,8 @@ def test_no_placement_in_stretches_ranks_lower(problem):
 
 @given(problem=problems(max_units=8, max_accelerators=3), cost=st.integers(0, 300), changes=st.integers(0, 2))
 def test_with_a_limit_to_the_rank_nothing_above_it_is_found_and_the_best_below_it_is(problem, cost, changes):
-    best = Stretches(problem).best(problem.accelerators)
-    found = Stretches(problem).best(problem.accelerators, at_most=(cost, changes))
+    best = RangeSearch(problem).best(problem.accelerators)
+    found = RangeSearch(problem).best(problem.accelerators, at_most=(cost, changes))
     expected = best if best is not None and best.rank <= (cost, changes) else None
     assert (found is None) == (expected is None)
     assert found is None or found.rank == expected.rank
@@ -58,14 +58,14 @@ def test_with_a_limit_to_the_rank_nothing_above_it_is_found_and_the_best_below_i
 
 def test_a_model_that_fits_is_on_the_fewest_devices_each_as_full_as_it_goes():
     problem = problem_of([2, 2, 2, 2], {"cuda:0": 1, "cuda:1": 6, "cuda:2": 6})
-    found = Stretches(problem).best(problem.accelerators)
+    found = RangeSearch(problem).best(problem.accelerators)
     assert found.devices == (CUDA1, CUDA1, CUDA1, CUDA2)
     assert found.rank == (0, 1)
 
 
 def test_starts_are_the_first_positions_from_which_devices_hold_the_rest():
     problem = problem_of([2, 2, 2, 2], {"cuda:0": 4, "cuda:1": 2})
-    assert Stretches(problem).starts(problem.accelerators) == [[4, 4, 4], [2, 3, 4], [1, 3, 4]]
+    assert RangeSearch(problem).starts(problem.accelerators) == [[4, 4, 4], [2, 3, 4], [1, 3, 4]]
 
 
 def test_the_first_accelerator_used_is_one_with_more_room_than_those_before():
@@ -91,13 +91,13 @@ LARGE = {
 def test_a_large_problem_ends_after_a_number_of_steps(name):
     """Steps are counted, not seconds: the same question has the same answer on every machine."""
     problem = LARGE[name]()
-    search = optimal._Search(problem)
+    search = optimal._PlacementSearch(problem)
     found = search.answer()
     assert isinstance(found, Placement)
     assert keeps_limits(problem, found)
     # One more division, of as many kinds as there are, may have begun when the steps were used up.
-    assert search.stretches.steps <= 2 * MAX_STEPS
-    assert search.runs.steps <= 2 * MAX_LABELS
+    assert search.ranges.steps <= 2 * MAX_STEPS
+    assert search.interleaved.steps <= 2 * MAX_LABELS
 
 
 def test_a_search_that_gives_up_says_that_its_answer_is_not_exact(monkeypatch):

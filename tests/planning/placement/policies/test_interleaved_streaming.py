@@ -7,8 +7,8 @@ from strategies import problems
 
 from bigload.devices import CPU, DISK, Device
 from bigload.planning.placement.policies import interleaved_streaming as runs
-from bigload.planning.placement.policies.contiguous_ranges import Stretches
-from bigload.planning.placement.policies.interleaved_streaming import Runs
+from bigload.planning.placement.policies.contiguous_ranges import RangeSearch
+from bigload.planning.placement.policies.interleaved_streaming import InterleavedSearch
 from bigload.planning.placement.policies.optimal import place_optimally, token_cost
 from bigload.planning.placement.problem import Placement, keeps_limits
 from builders import problem_of, unit_of
@@ -28,7 +28,7 @@ def test_no_placement_in_order_that_streams_something_ranks_lower(problem):
         for other in placements_in_order(problem)
         if not all(device.is_accelerator for device in other.devices)
     ]
-    search = Runs(Stretches(problem))
+    search = InterleavedSearch(RangeSearch(problem))
     found = search.best(problem.accelerators, None)
     assert not search.gave_up
     if found is None:
@@ -39,7 +39,7 @@ def test_no_placement_in_order_that_streams_something_ranks_lower(problem):
         )
         assert keeps_limits(problem, placement)
         assert found.rank == rank(problem, placement) <= min(streaming, default=found.rank)
-        assert Runs(Stretches(problem)).best(problem.accelerators, found.rank) is None
+        assert InterleavedSearch(RangeSearch(problem)).best(problem.accelerators, found.rank) is None
 
 
 MIXED = [5, 2, 3, 5, 2, 7, 3, 2, 5, 3, 7, 2]

@@ -7,10 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bigload.planning.placement.policies import knapsack
-from bigload.planning.placement.policies.knapsack import Bin, Choice, Kind, choose, upper_bound
+from bigload.planning.placement.policies.knapsack import Bin, ItemKind, KnapsackChoice, choose, upper_bound
 
 numbers = st.integers(0, 6)
-kinds = st.lists(st.builds(Kind, numbers, numbers, st.integers(0, 4), st.booleans()), max_size=3)
+kinds = st.lists(st.builds(ItemKind, numbers, numbers, st.integers(0, 4), st.booleans()), max_size=3)
 
 
 @st.composite
@@ -65,12 +65,12 @@ def test_less_room_than_none_holds_nothing(capacities):
 
 
 def test_more_than_there_is_cannot_be_kept():
-    assert choose([Kind(2, 1, 3)], Bin(100, 1), Bin(100, 1), least=7) is None
+    assert choose([ItemKind(2, 1, 3)], Bin(100, 1), Bin(100, 1), least=7) is None
 
 
 def test_where_a_search_takes_too_long_a_choice_that_fits_is_given_and_said_not_to_be_the_best(monkeypatch):
     monkeypatch.setattr(knapsack, "MAX_STEPS", 11)
-    kinds = [Kind(size, size + size % 3, 2) for size in range(5, 15)]
+    kinds = [ItemKind(size, size + size % 3, 2) for size in range(5, 15)]
     found = choose(kinds, Bin(41, 2), Bin(23, 1))
     assert not found.exact
     counts = tuple(zip(found.first, found.second, strict=True))
@@ -81,5 +81,8 @@ def test_where_a_search_takes_too_long_a_choice_that_fits_is_given_and_said_not_
 
 def test_where_a_search_finds_nothing_in_its_time_it_says_that_there_is_nothing(monkeypatch):
     monkeypatch.setattr(knapsack, "MAX_STEPS", 0)
-    kinds = [Kind(size, 1, 1) for size in (7, 5, 4, 3)]
-    assert choose(kinds, Bin(9, 1), Bin(0, 0), least=9) in (None, Choice((0, 1, 1, 0), (0, 0, 0, 0), 2, exact=False))
+    kinds = [ItemKind(size, 1, 1) for size in (7, 5, 4, 3)]
+    assert choose(kinds, Bin(9, 1), Bin(0, 0), least=9) in (
+        None,
+        KnapsackChoice((0, 1, 1, 0), (0, 0, 0, 0), 2, exact=False),
+    )
