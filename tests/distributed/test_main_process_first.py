@@ -13,7 +13,7 @@ import pytest
 
 import bigload
 from bigload.errors import MainProcessFailedError, ProcessControlError, RankError
-from forked_ranks import returned_by_all, run
+from rank_processes import returned_by_all, run_launched
 
 TICK_SECONDS = 0.15
 """For which a process keeps others waiting; none of them goes by it."""
@@ -258,7 +258,7 @@ CHECKS = [
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
     """Return, for each check, what each of four ranks on two hosts found."""
-    returned = returned_by_all(run(__file__, "everything", 4, tmp_path_factory.mktemp("group"), hosts=2))
+    returned = returned_by_all(run_launched(__file__, "everything", 4, tmp_path_factory.mktemp("group"), hosts=2))
     return {check: [each[check] for each in returned] for check in returned[0]}
 
 
@@ -332,14 +332,14 @@ def test_nothing_piles_up(found):
 
 @pytest.mark.slow
 def test_without_a_launcher_processes_are_counted_by_host(tmp_path):
-    indexes, lines = zip(*returned_by_all(run(__file__, "without_a_launcher", 3, tmp_path)), strict=True)
+    indexes, lines = zip(*returned_by_all(run_launched(__file__, "without_a_launcher", 3, tmp_path)), strict=True)
     assert indexes == (0, 1, 2)
     assert [lines[0][0], lines[0][3]] == ["all 0", "host 0"]
 
 
 @pytest.mark.slow
 def test_two_of_one_number_on_a_host_are_an_error_and_not_a_deadlock(tmp_path):
-    kinds = [end and end["kind"] for end in returned_by_all(run(__file__, "two_of_one_number", 3, tmp_path))]
+    kinds = [end and end["kind"] for end in returned_by_all(run_launched(__file__, "two_of_one_number", 3, tmp_path))]
     assert sorted(map(str, kinds)) == ["None", "ProcessControlError", "ProcessControlError"]
 
 
@@ -457,7 +457,7 @@ def groups_one_after_the_other(rank, size, folder):
 
 
 def ends_of(function, size, folder):
-    return run(__file__, function, size, folder)
+    return run_launched(__file__, function, size, folder)
 
 
 @pytest.mark.slow
@@ -604,7 +604,7 @@ def share():
 
 @pytest.mark.slow
 def test_a_process_that_ended_before_its_first_call_is_missed(tmp_path):
-    first, gone, last = run(__file__, "ends_before_its_first_call", 3, tmp_path)
+    first, gone, last = run_launched(__file__, "ends_before_its_first_call", 3, tmp_path)
     assert (first.status, gone.status, last.status) == (0, 0, 0), first.errors + last.errors
     for end in (first, last):
         assert {end.returned[name]["kind"] for name in ("wait_for_everyone", "reshard")} == {"RankError"}
@@ -614,7 +614,7 @@ def test_a_process_that_ended_before_its_first_call_is_missed(tmp_path):
 
 @pytest.mark.slow
 def test_a_first_process_that_ended_before_its_first_call_is_missed(tmp_path):
-    _, *others = run(__file__, "first_ends_before_its_first_call", 3, tmp_path)
+    _, *others = run_launched(__file__, "first_ends_before_its_first_call", 3, tmp_path)
     for end in others:
         assert end.returned is not None, end.errors
         assert (end.returned["kind"], end.returned["rank"]) == ("MainProcessFailedError", 0)

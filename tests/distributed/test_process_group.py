@@ -17,7 +17,7 @@ from bigload.distributed.joining import current_process_group, launched_process_
 from bigload.distributed.process_group import SingleProcess, run_on_all_ranks, to_json
 from bigload.distributed.torch_process_group import _from_json
 from bigload.errors import RankError, ReadError
-from thread_teams import outcomes
+from thread_process_groups import outcomes
 
 SCENES = """
 import json, os, signal, sys, threading

@@ -10,7 +10,7 @@ from torch import nn
 import bigload
 from bigload.distributed.launchers import LAUNCHERS
 from bigload.errors import ProcessControlError
-from forked_ranks import returned_by_all, run
+from rank_processes import returned_by_all, run_launched
 
 QUESTIONS = (
     *("is_main_process", "is_local_main_process", "is_last_process"),
@@ -111,4 +111,4 @@ def join(rank, size, folder):
 
 def test_a_process_group_that_is_there_is_used(tmp_path):
     expected = [[2, 0, True, False, "cpu", False], [2, 1, False, True, "cpu", False]]
-    assert returned_by_all(run(__file__, "join", 2, tmp_path)) == expected
+    assert returned_by_all(run_launched(__file__, "join", 2, tmp_path)) == expected

@@ -19,7 +19,7 @@ from bigload.layouts import execution
 from bigload.layouts.reshard import reshard
 from bigload.layouts.writing import staging as staging_module
 from builders import contents, make_checkpoint
-from thread_teams import GoneError, outcomes
+from thread_process_groups import GoneError, outcomes
 
 NUM_SHARES = 8
 """How often the processes of a reshard hear each other: each is a place to die at."""

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from bigload.parallel.workers.recorded_outputs import _gathered, _is_whole, without_recorders
-from forked_ranks import returned_by_all, run
+from rank_processes import returned_by_all, run_launched
 
 
 def heads(*numbers):
@@ -43,7 +43,7 @@ def gather(rank, size, folder):
 @pytest.mark.slow
 def test_heads_of_all_ranks_are_put_together_in_their_order(tmp_path):
     expected = torch.cat([torch.arange(4.0).view(1, 1, 2, 2), torch.arange(8.0).view(1, 2, 2, 2) + 100], 1)
-    assert returned_by_all(run(__file__, "gather", 2, tmp_path)) == [[True, expected.mT.tolist(), True]] * 2
+    assert returned_by_all(run_launched(__file__, "gather", 2, tmp_path)) == [[True, expected.mT.tolist(), True]] * 2
 
 
 def test_hooks_that_record_stay_here_and_others_do_not():
