@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from bigload.dtypes import DType
 from bigload.planning.choices import Attention
+from bigload.planning.model import families
 from bigload.planning.model.attention_memory import AttentionMemory, attention_memory
 from bigload.planning.model.block_shapes import BlockShapes, FeedForwardShapes
 from bigload.planning.model.config import ModelConfig
@@ -41,15 +42,6 @@ _COMPOSED: Mapping[str, int] = {
 }
 """Activation functions that transformers composes of several operations: tensors alive at once, the input included.
 Others are one operation and hold its input and output."""
-
-_COMPOSED_BY_DEFAULT = ("bloom", "codegen", "gpt2", "gpt_neo", "gptj", "imagegpt", "phi")
-"""Families that compose theirs where the config names none."""
-
-_BIASED_EXPERTS = ("gpt_oss",)
-"""Families that add a bias to what each expert makes of a token, and clamp both halves of it."""
-
-_EVERY_EXPERT = ("llama4", "llama4_text")
-"""Families whose tokens all pass through every expert, those that were not chosen with a weight of 0."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,7 +159,7 @@ def _reach(workload: Workload, max_tokens: int | None) -> int:
 def _feed_forward(shapes: FeedForwardShapes, config: ModelConfig) -> int:
     """Return elements per token: both sides of the activation function, and the product with a gate."""
     function = _COMPOSED.get(config.activation or "", _FUSED_FUNCTION)
-    if config.activation is None and any(kind in _COMPOSED_BY_DEFAULT for kind in config.model_types):
+    if config.activation is None and any(kind in families.COMPOSED_ACTIVATION for kind in config.model_types):
         function = max(_COMPOSED.values())
     gated = shapes.gated or (0 if shapes.plain or shapes.fused_gate else config.number("ffn_size") or 0)
     return max(
@@ -180,8 +172,8 @@ def _feed_forward(shapes: FeedForwardShapes, config: ModelConfig) -> int:
 def _routed(hidden: int, config: ModelConfig) -> int:
     """Return what routed experts make of a token: a copy of it for each that is chosen, in 32 bits when weighted."""
     top_k = 0 if config.flag("is_moe") is False else config.number("experts_per_token") or 0
-    if any(kind in _EVERY_EXPERT for kind in config.model_types):
+    if any(kind in families.EVERY_EXPERT for kind in config.model_types):
         top_k = max(top_k, config.number("num_experts") or 0)
     size = config.number("expert_size") or config.number("ffn_size") or 0
-    made = 9 if any(kind in _BIASED_EXPERTS for kind in config.model_types) else 4
+    made = 9 if any(kind in families.BIASED_EXPERTS for kind in config.model_types) else 4
     return top_k * max(made * size + hidden, 6 * hidden)

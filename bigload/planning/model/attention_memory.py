@@ -6,66 +6,23 @@ several tensors at once: scores in the dtype of the model, their copy in 32 bits
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from bigload.planning.choices import Attention
+from bigload.planning.model import families
 from bigload.planning.model.block_shapes import AttentionShapes
 from bigload.planning.model.config import ModelConfig
 
-EAGER_ONLY = frozenset({
-    "big_bird", "bigbird_pegasus", "blip", "bloom", "canine", "clvp", "codegen", "convbert", "cpmant", "deberta",
-    "deberta-v2", "deepseek_v4", "flaubert", "flint", "fnet", "fsmt", "funnel", "gemma2", "git", "got_ocr2", "gpt_neo",
-    "gpt_neox_japanese", "gpt_oss", "gptj", "granite_swa", "granitemoe_swa", "hy_v4", "ibert", "inkling2",
-    "inkling2_text", "layoutlmv2", "layoutlmv3", "led", "longformer", "longt5", "luke", "markuplm", "megatron-bert",
-    "mimo_v2_flash", "mpnet", "mpt", "mra", "mvp", "nllb-moe", "nystromformer", "openai-gpt", "pegasus_x", "perceiver",
-    "pp_chart2table", "prophetnet", "reformer", "rembert", "roformer", "speech_to_text", "speecht5", "splinter",
-    "squeezebert", "switch_transformers", "t5gemma", "tapas", "trocr", "vaultgemma", "visual_bert", "xglm", "xlm",
-    "xlnet", "yoso",
-})  # fmt: skip
-"""Model types that transformers 5 runs with eager attention, because their code has no other."""
-
-_SCORES: Mapping[str, tuple[int, int]] = {
-    "bart": (2, 0),
-    "bert": (2, 0),
-    "bloom": (3, 2),
-    "falcon": (4, 0),
-    "gpt2": (2, 0),
-    "gpt_oss": (3, 0),
-    "llama4": (2, 0),
-    "llama4_text": (2, 0),
-    "mpt": (2, 2),
-    "t5": (2, 0),
-    "whisper": (2, 0),
-    "xglm": (2, 0),
-}
 _USUAL_SCORES = (1, 2)
 """Tensors of scores alive at the peak of eager attention, in the dtype of the model and in 32 bits, by model type."""
 
-_WIDE_QUERIES = ("codegen", "gpt_neo", "gptj")
-"""Families whose eager attention multiplies copies of queries and keys in 32 bits."""
-
-_WIDE_ROTATION: Mapping[str, tuple[int, int]] = {
-    "cohere": (4, 1),
-    "cohere2": (4, 1),
-    "cohere2_moe": (4, 1),
-    "ernie4_5": (3, 0),
-    "ernie4_5_moe": (3, 0),
-    "modernbert": (3, 0),
-    "modernbert-decoder": (3, 0),
-}
-"""Copies of queries and of keys in 32 bits, of families that rotate them so."""
-
-_BROADCASTING = ("falcon", "RefinedWeb", "RefinedWebModel")
-"""Families that hand fused attention one head of keys for all queries. No kernel of torch takes that: it computes with
-two tensors of scores in 32 bits instead."""
 
 _USUAL_HEAD_DIM = 64
 
 
 def default_attention(config: ModelConfig) -> Attention:
     """Return the implementation that transformers chooses for a model when none is asked for."""
-    return Attention.EAGER if next(iter(config.model_types), None) in EAGER_ONLY else Attention.SDPA
+    return Attention.EAGER if next(iter(config.model_types), None) in families.EAGER_ONLY else Attention.SDPA
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,7 +115,7 @@ def attention_memory(shapes: AttentionShapes, cached: int, config: ModelConfig, 
     made = shapes.key_value_width or shapes.expanded_width or 2 * query
     cached = cached or made
     made = max(made, cached)  # falcon repeats keys for every query before they are cached
-    is_broadcast = model_type in _BROADCASTING and cached < 2 * query
+    is_broadcast = model_type in families.BROADCASTS_KEYS and cached < 2 * query
     # Multi-head latent attention expands the latent to keys and values, and joins keys with their rotated part.
     latent = (shapes.expanded_width or 0) + query
     grouped = 0 if cached >= 2 * query or is_broadcast else 2 * query
@@ -172,10 +129,10 @@ def attention_memory(shapes: AttentionShapes, cached: int, config: ModelConfig, 
         is_latent=is_latent,
         cached=cached,
         is_cross=shapes.is_cross,
-        scores=_SCORES.get(model_type, _USUAL_SCORES),
+        scores=families.EAGER_SCORES.get(model_type, _USUAL_SCORES),
         num_index_heads=(config.number("index_n_heads") or 0) if shapes.index_width else 0,
-        rotated_wide=_WIDE_ROTATION.get(model_type, (0, 0)),
-        has_wide_queries=model_type in _WIDE_QUERIES,
+        rotated_wide=families.WIDE_ROTATION.get(model_type, (0, 0)),
+        has_wide_queries=model_type in families.WIDE_QUERIES,
         is_broadcast=is_broadcast,
         is_biased=is_biased,
     )

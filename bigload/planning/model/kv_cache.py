@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 
 from bigload.dtypes import DTYPES, DType
+from bigload.planning.model import families
 from bigload.planning.model.block_shapes import AttentionShapes, BlockShapes, RecurrentShapes, read_block
 from bigload.planning.model.config import ModelConfig
 from bigload.planning.model.module_tree import ModuleNode, is_index
@@ -26,42 +27,9 @@ from bigload.units import counted
 
 _WORDS_OF_TOWERS = ("encoder", "vision", "visual", "image", "audio", "speech", "tower", "resampler", "qformer")
 _TOWERS = ("vit", "vpm", "apm", "mask_decoder", "mtp", "perceiver", "conv_layers")
-_NAMED_ENCODER = ("chatglm", "cpmant")
-"""Decoders whose blocks are called `encoder`."""
 
-_ENCODERS = ("distilbert", "modernbert", "xlm", "flaubert", "xlnet", "neobert", "dinov2", "dinov3_vit", "sam")
 _HEADS_OF_ENCODERS = ("ForMaskedLM", "ForCTC", "ForImageClassification", "ForAudioClassification")
 
-_FULL_EVERY: Mapping[str, int] = {
-    "cohere2": 4,
-    "exaone4": 4,
-    "gemma2": 2,
-    "gemma3": 6,
-    "gemma3_text": 6,
-    "gemma3n": 5,
-    "gemma3n_text": 5,
-    "gpt_oss": 2,
-    "llama4": 4,
-    "llama4_text": 4,
-    "olmo3": 4,
-    "t5gemma": 2,
-}
-"""Families that alternate windows with full attention where the config does not list its layers: every n-th is full."""
-
-_ASKED_FOR_WINDOW = (
-    "dots1",
-    "qwen2",
-    "qwen2_5_vl",
-    "qwen2_moe",
-    "qwen2_vl",
-    "qwen3",
-    "qwen3_moe",
-    "smollm3",
-)
-"""Families whose window counts only where `use_sliding_window` is true."""
-
-_OWN_STATE = ("rwkv", "rwkv7", "xlstm", "retnet")
-"""Families with keys and values in their names that keep a state of their own kind."""
 
 _WITHOUT_CACHE = ("moe", "mlp", "dummy")
 _LINEAR = ("linear_attention", "mamba", "recurrent", "conv")
@@ -140,7 +108,7 @@ def block_caches(
     """Return what every decoder block keeps, the shapes it was read from, and sentences on what could not be known."""
     unknowns = _Unknowns()
     shapes = {block.name: read_block(block) for block in blocks if _is_decoder(block, config)}
-    if shapes and any(kind in _OWN_STATE for kind in config.model_types):
+    if shapes and any(kind in families.OWN_STATE for kind in config.model_types):
         unknowns.add("the state of this family is not known; not counted", next(iter(shapes)))
         return (), shapes, unknowns.sentences()
     # Blocks that share an attention store it once (zamba 2), and every one of them has a cache of its own.
@@ -156,9 +124,9 @@ def block_caches(
 
 
 def _is_decoder(block: ModuleNode, config: ModelConfig) -> bool:
-    if config.flag("is_decoder") or any(kind in _NAMED_ENCODER for kind in config.model_types):
+    if config.flag("is_decoder") or any(kind in families.DECODER_CALLED_ENCODER for kind in config.model_types):
         return not block.name.startswith("encoder.") and not any(word in block.name for word in _WORDS_OF_TOWERS[1:])
-    if any(kind in _ENCODERS for kind in config.model_types):
+    if any(kind in families.WITHOUT_DECODER for kind in config.model_types):
         return False
     if any(name.endswith(_HEADS_OF_ENCODERS) for name in config.architectures):
         return False
@@ -272,7 +240,7 @@ def _layer_type(block: str, config: ModelConfig) -> str | None:
     if not chunked and not _has_window(config):
         return None
     kind = "chunked_attention" if chunked else "sliding_attention"
-    every = config.number("sliding_window_pattern") or _of_family(_FULL_EVERY, config)
+    every = config.number("sliding_window_pattern") or _of_family(families.FULL_ATTENTION_EVERY, config)
     if every:
         return kind if (index + 1) % every else None
     first = config.number("max_window_layers") if config.flag("use_sliding_window") else None
@@ -282,7 +250,7 @@ def _layer_type(block: str, config: ModelConfig) -> str | None:
 def _has_window(config: ModelConfig) -> bool:
     asked_for = config.flag("use_sliding_window")
     if asked_for is None:
-        asked_for = not any(kind in _ASKED_FOR_WINDOW for kind in config.model_types)
+        asked_for = not any(kind in families.WINDOW_ON_REQUEST for kind in config.model_types)
     return asked_for and bool(config.number("window"))
 
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from bigload.checkpoint.equality import FULL_COMPARISON_BYTES, stored_equal
 from bigload.checkpoint.model import Checkpoint, TensorInfo
+from bigload.planning.model import families
 from bigload.planning.model.config import count_of, text_config
 
 _EMBEDDINGS = (
@@ -38,17 +39,8 @@ _HEADS = (
 _WITH_HEAD = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 _WITH_MASKED_HEAD = ("ForMaskedLM", "ForPreTraining")
 _MASKED_HEADS = ("cls", "predictions", "lm_head", "vocab_projector", "generator_lm_head", "decoder")
-_HEAD_OF_TYPE = {
-    "whisper": "proj_out",
-    "moonshine": "proj_out",
-    "biogpt": "output_projection",
-    "gpt_neox_japanese": "embed_out",
-}
-_DEAF_TO_CONFIG = frozenset({"t5", "mt5", "umt5", "longt5", "pop2piano", "udop"})
-"""Types whose `tie_word_embeddings: false` means another thing (T5 v1.1: no scaling), and which tie all the same."""
 
 _SHARED_BLOCK = re.compile(r"(?P<layer>(?:.*\.)?layers\.(?P<number>\d{1,9}))\.(?P<part>shared_transf\w*|linear)\.")
-_SHARED_BLOCK_TYPES = frozenset({"zamba", "zamba2"})
 
 AreEqual = Callable[[Checkpoint, Sequence[str]], bool]
 
@@ -170,7 +162,7 @@ def _claims_of_prompts(tensors: Mapping[str, TensorInfo]) -> Iterator[_Claim]:
 def _says_tied(config: Mapping[str, object]) -> bool | None:
     """Return what the config says; `None` when it is silent, and `False` when it is not the config of a model."""
     model_type = config.get("model_type")
-    if isinstance(model_type, str) and model_type in _DEAF_TO_CONFIG:
+    if isinstance(model_type, str) and model_type in families.TIED_WHATEVER_CONFIG:
         return None
     said = config.get("tie_word_embeddings")
     if said is None:
@@ -199,7 +191,7 @@ def _text_embedding(tensors: Mapping[str, TensorInfo]) -> TensorInfo | None:
 
 def _head_name(embedding: str, config: Mapping[str, object]) -> str:
     """Return the name of the head: beside the `model` that holds the embedding, `language_model.lm_head` for one."""
-    head = _HEAD_OF_TYPE.get(str(config.get("model_type")), "lm_head")
+    head = families.HEAD_NAME.get(str(config.get("model_type")), "lm_head")
     outer, inside, _ = embedding.partition(".model.")
     return f"{outer}.{head}" if inside else head
 
@@ -211,7 +203,7 @@ def _shared_blocks(checkpoint: Checkpoint) -> Iterator[TiedGroup]:
     layers 0, n, 2n, … and stored with the first of them at least; copies count as tied without a comparison.
     """
     model_type = checkpoint.config.get("model_type") if checkpoint.config is not None else None
-    if not isinstance(model_type, str) or model_type not in _SHARED_BLOCK_TYPES:
+    if not isinstance(model_type, str) or model_type not in families.SHARED_BLOCKS:
         return
     matches = [(name, match) for name in checkpoint.tensors if (match := _SHARED_BLOCK.match(name)) is not None]
     layers = sorted({(int(match["number"]), match["layer"]) for _, match in matches})
