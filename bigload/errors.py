@@ -251,7 +251,8 @@ class DoesNotFitError(PlanError):
             needed, usable = format_size(needed_bytes), format_size(usable_bytes)
             message = f"{name} does not fit: it needs {needed}, the budget has room for {usable}"
         else:
-            message = f"{name} does not fit: {' and '.join(shortfalls)} cannot hold what has to be there to run it"
+            verb = "is" if len(shortfalls) == 1 else "are"
+            message = f"{name} does not fit: {' and '.join(shortfalls)} {verb} too small for the workspace to run it"
         short = tuple(
             f"short by {format_size(lacking)}" if device == "total" else f"{device} is short by {format_size(lacking)}"
             for device, lacking in shortfalls.items()
@@ -323,7 +324,7 @@ class InvalidManifestError(LayoutError, ValueError):
     def __init__(self, path: Path | str, reason: str) -> None:
         super().__init__(
             f"{path} is not a usable manifest: {reason}",
-            hint="it is damaged, or of a later bigload; without it the folder cannot be verified",
+            hint="it is damaged or of a later version of bigload; the folder cannot be verified without it",
         )
         self.path = path
 
@@ -393,7 +394,7 @@ class WriteError(LayoutError, OSError):
     def __init__(self, path: Path, reason: OSError) -> None:
         super().__init__(
             f"cannot write {path}: {reason.strerror or reason}",
-            hint="nothing half-written is left in place; mend the cause and run the same command again",
+            hint="no partial output remains; fix the cause and rerun the command",
         )
         self.path = path
         self.errno, self.filename = reason.errno, str(path)
@@ -407,7 +408,7 @@ class VerificationError(LayoutError):
         inside = f", in tensor {tensor}" if tensor else ""
         super().__init__(
             f"{path} differs from its source{where}{inside}",
-            hint="the disk or the memory altered data, or the source changed while it was read; run again",
+            hint="the disk or memory altered data, or the source changed while it was read; rerun the command",
         )
         self.path = path
         self.offset = offset
@@ -442,7 +443,10 @@ class RankError(BigloadError):
 
     def __init__(self, rank: int | None, reason: str, *, hint: str | None = None) -> None:
         who = "another process" if rank is None else f"process {rank}"
-        super().__init__(f"{who} failed: {reason}", hint=hint or "see what it said; the others stopped because of it")
+        super().__init__(
+            f"{who} failed: {reason}",
+            hint=hint or "its error text says why; the others stopped because of it",
+        )
         self.reason = reason
         self.rank = rank
 
@@ -459,7 +463,7 @@ class MainProcessFailedError(RankError):
 
     def __init__(self, rank: int, reason: str, *, function: str, traceback: Sequence[str] = ()) -> None:
         message = f"process {rank} failed in {function}, where the others wait for it: {reason}"
-        hint = "see what it said; the others stopped because of it"
+        hint = "its error text says why; the others stopped because of it"
         BigloadError.__init__(self, message, details=[f"{rank}: {line}" for line in traceback], hint=hint)
         self.rank = rank
         self.reason = reason
@@ -499,7 +503,9 @@ class WorkerError(ParallelError, RuntimeError):
         super().__init__(
             f"worker {rank} raised {kind} while {doing}: {text}",
             details=("traceback of the worker:", *worker_traceback.rstrip().splitlines()[-MAX_LISTED + 1 :]),
-            hint=None if is_shared else "not all workers came to this, so they have been ended; parallelize again",
+            hint=None
+            if is_shared
+            else "other workers did not raise it, so all have been ended; call parallelize again",
         )
         self.rank = rank
         self.kind = kind
@@ -517,10 +523,10 @@ class WorkerDiedError(ParallelError, RuntimeError):
         written = log.rstrip().splitlines()[-MAX_LISTED + 1 :]
         super().__init__(
             f"worker {rank} ended with {ending} while {doing}",
-            details=("the last it wrote:", *written) if written else ("it wrote nothing",),
-            hint="SIGKILL is what the kernel sends when memory runs out; dmesg tells"
+            details=("last lines of its output:", *written) if written else ("it wrote no output",),
+            hint="the kernel sends SIGKILL when memory runs out; see dmesg"
             if "SIGKILL" in ending
-            else "all workers have been ended; parallelize again to go on",
+            else "all workers have been ended; call parallelize again",
         )
         self.rank = rank
         self.exit_code = exit_code
@@ -549,8 +555,8 @@ class WorkersDisagreeError(ParallelError, RuntimeError):
         super().__init__(
             f"the workers disagree after {doing}",
             details=[f"worker {rank}: {answer:.300}" for rank, answer in enumerate(answers)],
-            hint="something in the model or its arguments differs from process to process: time, the order of a set, "
-            "random numbers of its own",
+            hint="something in the model or its arguments differs between processes: time, the order of a set, "
+            "or random numbers",
         )
         self.answers = tuple(answers)
 
@@ -772,7 +778,7 @@ class MissingWeightsError(LoadError, ValueError):
 
     def __init__(self, model: str, missing: Sequence[str], *, hint: str) -> None:
         super().__init__(
-            f"{model} cannot run: nothing gives values to {counted(len(missing), 'tensor')} on the meta device",
+            f"{model} cannot run: no hook gives values to {counted(len(missing), 'tensor')} on the meta device",
             details=missing,
             hint=hint,
         )

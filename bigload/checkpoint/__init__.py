@@ -1,1 +1,1 @@
-"""What is on disk: names, dtypes, shapes and byte ranges. Reads headers only, never weights; needs no torch."""
+"""Checkpoints on disk: names, dtypes, shapes and byte ranges of tensors. Headers only, never weights; no torch."""

@@ -1,4 +1,4 @@
-"""Whether stored tensors hold the same bytes, answered in milliseconds whatever they weigh."""
+"""Equality of stored tensors, by their bytes or by samples of them: milliseconds whatever their size."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tell whether a checkpoint is still the one that something was made for.
+"""Fingerprints of checkpoints: whether files are still those that a plan or a manifest was made for.
 
 A fingerprint is a digest of each shard's header and its size: reading it costs milliseconds where digesting the data of
 a 141 GB checkpoint would cost minutes. It notices every change of names, dtypes, shapes, order and length. It does not

@@ -1,4 +1,4 @@
-"""The value types of a checkpoint: spans, tensors, shards, and the checkpoint itself."""
+"""Value types of a checkpoint: spans (byte ranges), tensors, shards, and the checkpoint itself."""
 
 from __future__ import annotations
 

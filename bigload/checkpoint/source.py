@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
-from bigload.checkpoint.formats.format_error import LegacyFile
+from bigload.checkpoint.formats.format_error import LegacyFileError
 from bigload.checkpoint.formats.registry import FORMATS, main_files, read_shard_header, weight_suffixes
 from bigload.checkpoint.formats.unsupported import (
     adapter_warning,
@@ -216,7 +216,7 @@ def _read_headers(
             continue
         try:
             headers.append(read_shard_header(place, file))
-        except LegacyFile:
+        except LegacyFileError:
             legacy.append(file)
         except InvalidCheckpointError as error:
             problems += error.problems
@@ -251,7 +251,7 @@ def _total_size_warning(index: ShardIndex | None, tensors: Mapping[str, TensorIn
     """Compare the index's claim with the headers, which alone decide.
 
     No loader reads this number, and checkpoints that everyone uses get it wrong (RedPajama-7B by 117 MB, in a float),
-    so it is worth a word and not a refusal.
+    so it is a warning and no error.
     """
     if index is None or index.total_size is None:
         return ()

@@ -12,7 +12,7 @@ from enum import StrEnum
 from itertools import islice
 from pathlib import Path
 
-from bigload.checkpoint.formats.format_error import LegacyFile
+from bigload.checkpoint.formats.format_error import LegacyFileError
 from bigload.checkpoint.formats.registry import read_shard_header, weight_suffixes
 from bigload.checkpoint.index import resolve_shard
 from bigload.checkpoint.model import Checkpoint
@@ -126,6 +126,6 @@ def _weight_files(root: Path) -> Iterator[Path]:
 def _is_copy(place: Path, name: str, checkpoint: Checkpoint) -> bool:
     try:
         names = {tensor.name for tensor in read_shard_header(place, name).tensors}
-    except (InvalidCheckpointError, LegacyFile):  # what it holds is not known, so it may be needed
+    except (InvalidCheckpointError, LegacyFileError):  # what it holds is not known, so it may be needed
         return False
     return bool(names) and 2 * len(names & checkpoint.tensors.keys()) >= len(names)

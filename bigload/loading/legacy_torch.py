@@ -7,7 +7,7 @@ from pathlib import Path
 from pickle import UnpicklingError
 from typing import TYPE_CHECKING, TypeGuard
 
-from bigload.checkpoint.formats.format_error import Refusal
+from bigload.checkpoint.formats.format_error import FormatError
 from bigload.checkpoint.formats.state_dict import find_state_dict
 from bigload.checkpoint.model import Checkpoint, Span, TensorInfo
 from bigload.dtypes import DTYPES
@@ -90,8 +90,8 @@ def _load(path: Path) -> dict[str, torch.Tensor]:
 
     try:
         return dict(find_state_dict(loaded, is_tensor).tensors)
-    except Refusal as refusal:
-        raise _invalid(path, refusal.code, refusal.text) from None
+    except FormatError as error:
+        raise _invalid(path, error.code, error.text) from None
 
 
 def _reason(error: Exception) -> str:

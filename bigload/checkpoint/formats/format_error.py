@@ -1,10 +1,10 @@
-"""What the parts of a reader say to each other when a file is wrong; it never leaves `bigload.checkpoint`."""
+"""Errors inside a header reader, which knows no path; the reader raises them again as bigload's own."""
 
 from __future__ import annotations
 
 
-class Refusal(Exception):  # noqa: N818 - the reader that knows the file's name turns it into an error
-    """A file will not be read: a stable `code` and one sentence, as a `Problem` has them."""
+class FormatError(Exception):
+    """A file breaks its format, or holds what is not read: a stable `code` and one sentence, as in a `Problem`."""
 
     def __init__(self, code: str, text: str) -> None:
         super().__init__(code, text)
@@ -12,5 +12,5 @@ class Refusal(Exception):  # noqa: N818 - the reader that knows the file's name 
         self.text = text
 
 
-class LegacyFile(Exception):  # noqa: N818 - no fault of the file
-    """The file is a bare pickle, as torch before 1.6 wrote them."""
+class LegacyFileError(Exception):
+    """The file is a bare pickle, as torch before 1.6 wrote them: valid, but its parts cannot be read by themselves."""

@@ -18,7 +18,7 @@ from bigload.checkpoint.model import ShardHeader
 ReadHeader = Callable[[Path, str], ShardHeader]
 """Read the header of the file at a path, which the checkpoint calls by a name.
 
-It raises InvalidCheckpointError where the file breaks the format, LegacyFile for a bare pickle, and OSError."""
+It raises InvalidCheckpointError where the file breaks the format, LegacyFileError for a bare pickle, and OSError."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,7 +91,7 @@ def read_shard_header(place: Path, file: str) -> ShardHeader:
 
     Raises:
         InvalidCheckpointError: the file breaks the format.
-        LegacyFile: it is a bare pickle of torch before 1.6.
+        LegacyFileError: it is a bare pickle of torch before 1.6.
         OSError: it cannot be opened or read.
     """
     reader = (format_of(file) or SAFETENSORS).reader

@@ -23,7 +23,7 @@ from itertools import pairwise
 from types import MappingProxyType
 from typing import Any, ClassVar
 
-from bigload.checkpoint.formats.format_error import Refusal
+from bigload.checkpoint.formats.format_error import FormatError
 
 MAX_PICKLE_BYTES = 16 * 2**20
 """A tensor takes about 120, so this is more than 100 000 tensors. A byte takes up to 25 bytes of memory beside objects;
@@ -86,22 +86,22 @@ def unpickle(data: bytes) -> object:
     Dicts have keys of text or whole numbers; attributes of dicts (`_metadata`) are dropped.
 
     Raises:
-        Refusal: it asks for a global that is not listed, uses an opcode that state dicts do not, is broken or too
+        FormatError: it asks for a global that is not listed, uses an opcode that state dicts do not, is broken or too
             large.
     """
     if len(data) > MAX_PICKLE_BYTES:
-        raise Refusal("pickle-too-large", f"its pickle has {len(data)} bytes, at most {MAX_PICKLE_BYTES} are read")
+        raise FormatError("pickle-too-large", f"its pickle has {len(data)} bytes, at most {MAX_PICKLE_BYTES} are read")
     # These bytes occur in texts and numbers too, so they are at least as many as the objects.
     num_objects = sum(map(data.count, _OBJECT_OPCODES))
     if num_objects > MAX_OBJECTS:
-        raise Refusal("pickle-too-large", f"its pickle makes {num_objects} objects, at most {MAX_OBJECTS} are made")
+        raise FormatError("pickle-too-large", f"its pickle makes {num_objects} objects, at most {MAX_OBJECTS} are made")
     file = BytesIO(data)
     unpickler = _Unpickler(file)
     try:
         return unpickler.load()
     except (AttributeError, EOFError, LookupError, TypeError, ValueError, OverflowError, *_PICKLE_ERRORS):
         text = f"its pickle is broken, or does what no state dict does, before byte {file.tell()}"
-        raise Refusal("bad-pickle", text + unpickler.place()) from None
+        raise FormatError("bad-pickle", text + unpickler.place()) from None
 
 
 _PICKLE_ERRORS = (pickle.UnpicklingError, struct.error)
@@ -129,7 +129,7 @@ class _Unpickler(pickle._Unpickler):
         found = _GLOBALS.get((module, name))
         if found is None:
             text = f"its pickle asks for {f'{module}.{name}'!r:.200}, which is no part of a state dict"
-            raise Refusal("forbidden-global", f"{text}; nothing was executed{self.place()}")
+            raise FormatError("forbidden-global", f"{text}; nothing was executed{self.place()}")
         return found
 
     def persistent_load(self, pid: object) -> StorageRef:

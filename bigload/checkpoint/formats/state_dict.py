@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Generic, TypeGuard, TypeVar
 
-from bigload.checkpoint.formats.format_error import Refusal
+from bigload.checkpoint.formats.format_error import FormatError
 from bigload.units import counted
 
 NESTED_KEYS = ("state_dict", "model", "model_state_dict", "module")
@@ -19,25 +19,25 @@ _IsTensor = Callable[[object], TypeGuard[_Tensor]]
 
 
 @dataclass(frozen=True, slots=True)
-class Found(Generic[_Tensor]):
+class StateDict(Generic[_Tensor]):
     """The tensors by name, in the pickle's order, and the keys of what is beside them."""
 
     tensors: Mapping[str, _Tensor]
     left_out: tuple[str, ...]
 
 
-def find_state_dict(value: object, is_tensor: _IsTensor[_Tensor]) -> Found[_Tensor]:
+def find_state_dict(value: object, is_tensor: _IsTensor[_Tensor]) -> StateDict[_Tensor]:
     """Return the state dict that `value` is or holds; `is_tensor` knows its tensors.
 
     A dict whose values are tensors is one; so is one below `NESTED_KEYS` of a dict that holds no tensors itself. Beside
     tensors there may be plain values, which are left out.
 
     Raises:
-        Refusal: there is none, or more than one, or tensors lie deeper; the text names the keys.
+        FormatError: there is none, or more than one, or tensors lie deeper; the text names the keys.
     """
     if not isinstance(value, dict):
         what = "one tensor" if is_tensor(value) else f"a {type(value).__name__}"
-        raise Refusal("no-state-dict", f"it holds {what}, expected a dict of tensors by name")
+        raise FormatError("no-state-dict", f"it holds {what}, expected a dict of tensors by name")
     direct = [key for key, item in value.items() if is_tensor(item)]
     if direct or not value:
         return _tensors_of(value, is_tensor, path="")
@@ -46,15 +46,15 @@ def find_state_dict(value: object, is_tensor: _IsTensor[_Tensor]) -> Found[_Tens
     holding = {place for place, item in dicts.items() if _holds_directly(item, is_tensor)}
     holders = [key for key, item in value.items() if id(item) in holding]
     if not holders:
-        raise Refusal("no-state-dict", f"it holds no tensors by name, only {_listed(value)}")
+        raise FormatError("no-state-dict", f"it holds no tensors by name, only {_listed(value)}")
     if len(holders) > 1 or holders[0] not in NESTED_KEYS:
         text = f"tensors are below {_listed(holders)}; expected them by name at the top, or below one of"
-        raise Refusal("ambiguous-state-dict", f"{text} {_listed(NESTED_KEYS)} alone")
+        raise FormatError("ambiguous-state-dict", f"{text} {_listed(NESTED_KEYS)} alone")
     found = _tensors_of(value[holders[0]], is_tensor, path=f"{holders[0]}: ")
-    return Found(found.tensors, (*(str(key) for key in value if key != holders[0]), *found.left_out))
+    return StateDict(found.tensors, (*(str(key) for key in value if key != holders[0]), *found.left_out))
 
 
-def _tensors_of(state: Mapping[object, object], is_tensor: _IsTensor[_Tensor], path: str) -> Found[_Tensor]:
+def _tensors_of(state: Mapping[object, object], is_tensor: _IsTensor[_Tensor], path: str) -> StateDict[_Tensor]:
     tensors: dict[str, _Tensor] = {}
     left_out = []
     seen: set[int] = set()
@@ -62,13 +62,13 @@ def _tensors_of(state: Mapping[object, object], is_tensor: _IsTensor[_Tensor], p
         if not is_tensor(item):
             if _holds_anywhere(item, is_tensor, seen):
                 text = f"{path}{key!r:.200} holds tensors of its own, beside tensors by name"
-                raise Refusal("ambiguous-state-dict", text)
+                raise FormatError("ambiguous-state-dict", text)
             left_out.append(str(key))
         elif isinstance(key, str):
             tensors[key] = item
         else:
-            raise Refusal("no-state-dict", f"{path}a tensor has the key {key!r:.50}, expected a name")
-    return Found(tensors, tuple(left_out))
+            raise FormatError("no-state-dict", f"{path}a tensor has the key {key!r:.50}, expected a name")
+    return StateDict(tensors, tuple(left_out))
 
 
 def _holds_directly(value: Mapping[object, object], is_tensor: Callable[[object], bool]) -> bool:

@@ -18,7 +18,7 @@ from math import prod
 from pathlib import Path
 from typing import TypeGuard
 
-from bigload.checkpoint.formats.format_error import LegacyFile, Refusal
+from bigload.checkpoint.formats.format_error import FormatError, LegacyFileError
 from bigload.checkpoint.formats.restricted_unpickler import (
     MAX_PICKLE_BYTES,
     STORAGE_DTYPES,
@@ -29,7 +29,7 @@ from bigload.checkpoint.formats.restricted_unpickler import (
     unpickle,
 )
 from bigload.checkpoint.formats.state_dict import find_state_dict
-from bigload.checkpoint.formats.zip_records import LOCAL_SIGNATURE, Archive, Record, read_archive
+from bigload.checkpoint.formats.zip_records import LOCAL_SIGNATURE, ZipArchive, ZipRecord, read_archive
 from bigload.checkpoint.model import CheckpointWarning, Shard, ShardHeader, Span, TensorInfo
 from bigload.dtypes import DTYPES, DType
 from bigload.errors import InvalidCheckpointError, Problem
@@ -47,7 +47,7 @@ def read_header(path: Path, file: str) -> ShardHeader:
     """Read and check the archive at `path`, which the checkpoint calls `file`. Reads no tensor; executes nothing.
 
     Raises:
-        LegacyFile: it is a bare pickle.
+        LegacyFileError: it is a bare pickle.
         InvalidCheckpointError: it breaks the format, or asks for what is no part of a state dict.
         OSError: it cannot be opened or read.
     """
@@ -55,8 +55,8 @@ def read_header(path: Path, file: str) -> ShardHeader:
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
         return _read(descriptor, path, file)
-    except Refusal as refusal:
-        raise InvalidCheckpointError(path, [Problem(code=refusal.code, file=file, text=refusal.text)]) from None
+    except FormatError as error:
+        raise InvalidCheckpointError(path, [Problem(code=error.code, file=file, text=error.text)]) from None
     finally:
         os.close(descriptor)
 
@@ -65,7 +65,7 @@ def _read(descriptor: int, path: Path, file: str) -> ShardHeader:
     status = os.fstat(descriptor)
     num_bytes = status.st_size
     if not stat.S_ISREG(status.st_mode):
-        raise Refusal("not-a-file", "not a regular file")
+        raise FormatError("not-a-file", "not a regular file")
     _check_kind(os.pread(descriptor, 512, 0), num_bytes)
     archive = read_archive(descriptor, num_bytes)
     folder = next(iter(archive.records), "").partition("/")[0]
@@ -73,15 +73,15 @@ def _read(descriptor: int, path: Path, file: str) -> ShardHeader:
     if (byteorder := archive.records.get(f"{folder}/byteorder")) is not None:
         order = _checked(descriptor, byteorder, "byteorder", max_bytes=16)
         if order != b"little":
-            raise Refusal("byte-order", f"its numbers are stored in the byte order {order!r}, expected b'little'")
+            raise FormatError("byte-order", f"its numbers are stored in the byte order {order!r}, expected b'little'")
     raw = _checked(descriptor, pickled, "data.pkl", max_bytes=MAX_PICKLE_BYTES)
     found = find_state_dict(unpickle(raw), _is_tensor)
     tensors, problems = [], []
     for name, tensor in found.tensors.items():
         try:
             tensors.append(_tensor(name, tensor, archive.records, f"{folder}/data/", file))
-        except Refusal as refusal:
-            problems.append(Problem(code=refusal.code, file=file, text=f"tensor {name!r:.200}: {refusal.text}"))
+        except FormatError as error:
+            problems.append(Problem(code=error.code, file=file, text=f"tensor {name!r:.200}: {error.text}"))
     if problems:
         raise InvalidCheckpointError(path, problems)
     directory = os.pread(descriptor, num_bytes - archive.directory_start, archive.directory_start)
@@ -100,43 +100,45 @@ def _read(descriptor: int, path: Path, file: str) -> ShardHeader:
 def _check_kind(head: bytes, num_bytes: int) -> None:
     """Raise unless a file that begins with `head` is a zip archive; the text says what it is instead."""
     if not head:
-        raise Refusal("file-empty", "the file is empty")
+        raise FormatError("file-empty", "the file is empty")
     if head.startswith(LOCAL_SIGNATURE):
         return
     if head[:1] == b"\x80" and head[1:2] in b"\2\3\4\5":
-        raise LegacyFile
+        raise LegacyFileError
     if head.startswith(b"version https://git-lfs"):
-        raise Refusal("git-lfs-pointer", "a pointer of Git LFS, not the file itself; fetch it with git lfs pull")
+        raise FormatError("git-lfs-pointer", "a pointer of Git LFS, not the file itself; fetch it with git lfs pull")
     if head[257:262] == b"ustar":
-        raise Refusal("not-a-torch-file", "a tar archive, as torch before 0.1.10 wrote; load and save it with torch")
+        raise FormatError(
+            "not-a-torch-file", "a tar archive, as torch before 0.1.10 wrote; load and save it with torch"
+        )
     text = (
         f"no file that torch.save wrote: it begins with {head[:4]!r}, expected {LOCAL_SIGNATURE!r}; {num_bytes} bytes"
     )
-    raise Refusal("not-a-torch-file", text)
+    raise FormatError("not-a-torch-file", text)
 
 
-def _check_contents(archive: Archive, folder: str) -> Record:
+def _check_contents(archive: ZipArchive, folder: str) -> ZipRecord:
     """Return the record of the pickle, if the archive is one of `torch.save`."""
     records = archive.records
     if f"{folder}/constants.pkl" in records or any(name.startswith(f"{folder}/code/") for name in records):
         text = "a TorchScript program, not a state dict; save its state_dict() with torch.save"
-        raise Refusal("torchscript", text)
+        raise FormatError("torchscript", text)
     pickled = records.get(f"{folder}/data.pkl")
     if pickled is None:
-        raise Refusal("not-a-torch-file", "a zip archive without the data.pkl that torch.save writes")
+        raise FormatError("not-a-torch-file", "a zip archive without the data.pkl that torch.save writes")
     if archive.compressed:
         text = f"record {min(archive.compressed)!r:.200} is compressed; torch.save stores records as they are"
-        raise Refusal("compressed-record", text)
+        raise FormatError("compressed-record", text)
     return pickled
 
 
-def _checked(descriptor: int, record: Record, name: str, *, max_bytes: int) -> bytes:
+def _checked(descriptor: int, record: ZipRecord, name: str, *, max_bytes: int) -> bytes:
     num_bytes = record.stop - record.start
     if num_bytes > max_bytes:
-        raise Refusal("record-too-large", f"{name} has {num_bytes} bytes, at most {max_bytes} are read")
+        raise FormatError("record-too-large", f"{name} has {num_bytes} bytes, at most {max_bytes} are read")
     data = os.pread(descriptor, num_bytes, record.start)
     if zlib.crc32(data) != record.crc32:
-        raise Refusal("bad-checksum", f"{name} is damaged: its checksum is not the one in the archive's directory")
+        raise FormatError("bad-checksum", f"{name} is damaged: its checksum is not the one in the archive's directory")
     return data
 
 
@@ -145,17 +147,17 @@ def _is_tensor(value: object) -> TypeGuard[TensorRef | Opaque]:
 
 
 def _tensor(
-    name: str, tensor: TensorRef | Opaque, records: Mapping[str, Record], data_folder: str, file: str
+    name: str, tensor: TensorRef | Opaque, records: Mapping[str, ZipRecord], data_folder: str, file: str
 ) -> TensorInfo:
     """Return where `tensor` is, having checked that this is inside its storage and the storage inside its record."""
     if isinstance(tensor, Opaque):
-        raise Refusal("unsupported-tensor", f"it is {tensor.tensor_kind}, which cannot be read as plain bytes")
+        raise FormatError("unsupported-tensor", f"it is {tensor.tensor_kind}, which cannot be read as plain bytes")
     if tensor.flags:
         text = "it is stored conjugated or negated; save it with resolve_conj() or resolve_neg()"
-        raise Refusal("unsupported-tensor", text)
+        raise FormatError("unsupported-tensor", text)
     storage = tensor.storage
     if not isinstance(storage, StorageRef):
-        raise Refusal("bad-tensor", "it is no view of a storage")
+        raise FormatError("bad-tensor", "it is no view of a storage")
     dtype = _dtype(storage, tensor.dtype)
     record = _record(storage, records, data_folder)
     (offset,) = _numbers((tensor.offset,), "offset")
@@ -168,32 +170,36 @@ def _tensor(
     span = Span(file, record.start + offset * width, record.start + (offset + reach) * width)
     if span.stop > record.stop:
         text = f"it reaches to byte {span.stop - record.start} of a storage of {record.stop - record.start}"
-        raise Refusal("out-of-storage", text)
+        raise FormatError("out-of-storage", text)
     if dtype.bits < 8:
         if not is_plain or not shape:
-            raise Refusal("unsupported-tensor", f"it is a view of packed {dtype} elements, expected them row by row")
+            raise FormatError(
+                "unsupported-tensor", f"it is a view of packed {dtype} elements, expected them row by row"
+            )
         shape = (*shape[:-1], shape[-1] * 8 // dtype.bits)
     return TensorInfo(name, dtype, shape, span, None if is_plain else strides)
 
 
-def _record(storage: StorageRef, records: Mapping[str, Record], data_folder: str) -> Record:
+def _record(storage: StorageRef, records: Mapping[str, ZipRecord], data_folder: str) -> ZipRecord:
     """Return the record that holds `storage`, if it is as long as the pickle says."""
     record = records.get(data_folder + storage.key)
     if record is None:
-        raise Refusal("storage-missing", f"its data, record {data_folder + storage.key!r:.200}, is not in the archive")
+        raise FormatError(
+            "storage-missing", f"its data, record {data_folder + storage.key!r:.200}, is not in the archive"
+        )
     num_bytes = record.stop - record.start
     if storage.num_elements != num_bytes // _element_bytes(storage.kind):
         text = f"its storage has {storage.num_elements} elements by the pickle, but {num_bytes} bytes in the archive"
-        raise Refusal("size-mismatch", text)
+        raise FormatError("size-mismatch", text)
     return record
 
 
 def _form(tensor: TensorRef) -> tuple[tuple[int, ...], tuple[int, ...]]:
     shape, strides = _numbers(tensor.shape, "shape"), _numbers(tensor.strides, "strides")
     if len(shape) != len(strides):
-        raise Refusal("bad-shape", f"{counted(len(shape), 'dimension')}, but {counted(len(strides), 'stride')}")
+        raise FormatError("bad-shape", f"{counted(len(shape), 'dimension')}, but {counted(len(strides), 'stride')}")
     if prod(filter(None, shape)) > MAX_ELEMENTS:
-        raise Refusal("bad-shape", f"shape {shape}, expected sizes whose product fits 63 bits")
+        raise FormatError("bad-shape", f"shape {shape}, expected sizes whose product fits 63 bits")
     return shape, strides
 
 
@@ -204,7 +210,7 @@ def _dtype(storage: StorageRef, given: object) -> DType:
     )
     dtype = _BY_TORCH_NAME.get(torch_name) if torch_name is not None else None
     if dtype is None:
-        raise Refusal(
+        raise FormatError(
             "unknown-dtype", f"elements of type {torch_name or storage.kind}, which safetensors does not have"
         )
     return dtype
@@ -214,17 +220,17 @@ def _dtype(storage: StorageRef, given: object) -> DType:
 def _element_bytes(kind: str) -> int:
     torch_name = STORAGE_DTYPES.get(kind)
     if torch_name is None:
-        raise Refusal("unknown-dtype", f"its storage is a {kind}, which holds no plain numbers")
+        raise FormatError("unknown-dtype", f"its storage is a {kind}, which holds no plain numbers")
     return 16 if torch_name == "complex128" else _BY_TORCH_NAME[torch_name].alignment
 
 
 def _numbers(values: object, what: str) -> tuple[int, ...]:
     if not isinstance(values, tuple) or len(values) > MAX_DIMENSIONS:
-        raise Refusal("bad-shape", f"its {what} is no list of at most {MAX_DIMENSIONS} numbers")
+        raise FormatError("bad-shape", f"its {what} is no list of at most {MAX_DIMENSIONS} numbers")
     for value in values:
         if type(value) is not int or not 0 <= value <= MAX_ELEMENTS:
             found = value if type(value) is int else f"a {type(value).__name__}"
-            raise Refusal("bad-shape", f"its {what} has {found!s:.30}, expected whole numbers from 0 to 2^63 - 1")
+            raise FormatError("bad-shape", f"its {what} has {found!s:.30}, expected whole numbers from 0 to 2^63 - 1")
     return values
 
 

@@ -17,7 +17,7 @@ from io import BytesIO
 from itertools import pairwise
 from zipfile import ZIP_STORED, BadZipFile, ZipFile, ZipInfo
 
-from bigload.checkpoint.formats.format_error import Refusal
+from bigload.checkpoint.formats.format_error import FormatError
 
 LOCAL_SIGNATURE = b"PK\3\4"
 MAX_DIRECTORY_BYTES = 16 * 2**20
@@ -36,7 +36,7 @@ _ENCRYPTED, _SIZES_FOLLOW, _UTF_8 = 0x2041, 0x8, 0x800  # encrypted in any form;
 
 
 @dataclass(frozen=True, slots=True)
-class Record:
+class ZipRecord:
     """Bytes `start` to `stop` (exclusive) of the archive's file, and the CRC-32 that the directory claims for them."""
 
     start: int
@@ -45,43 +45,43 @@ class Record:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Archive:
+class ZipArchive:
     """Records by name, in the directory's order; the directory reaches from `directory_start` to the file's end.
 
     `compressed` are the names of records whose bytes are not stored as they are.
     """
 
-    records: Mapping[str, Record]
+    records: Mapping[str, ZipRecord]
     compressed: frozenset[str]
     directory_start: int
 
 
-def read_archive(descriptor: int, num_bytes: int) -> Archive:
+def read_archive(descriptor: int, num_bytes: int) -> ZipArchive:
     """Return the byte ranges of all records of the open file `descriptor` of `num_bytes` bytes. Reads headers only.
 
     Raises:
-        Refusal: the archive is cut off, contradicts itself, has too many records, or is encrypted.
+        FormatError: the archive is cut off, contradicts itself, has too many records, or is encrypted.
         OSError: the file cannot be read.
     """
     start, stop, num_records = _find_directory(descriptor, num_bytes)
     entries = _parse_directory(_read(descriptor, start, stop - start))
     if len(entries) != num_records:
         text = f"the directory lists {len(entries)} records, expected {num_records}, as the end record says"
-        raise Refusal("bad-zip", text)
-    records: dict[str, Record] = {}
+        raise FormatError("bad-zip", text)
+    records: dict[str, ZipRecord] = {}
     ranges = []
     for entry in entries:
         name = entry.orig_filename
         if name in records:
-            raise Refusal("duplicate-record", f"the archive holds two records called {name!r:.200}")
+            raise FormatError("duplicate-record", f"the archive holds two records called {name!r:.200}")
         records[name] = record = _locate(descriptor, entry)
         ranges.append((entry.header_offset, record.stop, name))
     ranges.sort()
     for (_, end, name), (begin, _, following) in pairwise([*ranges, (start, stop, "the directory")]):
         if end > begin:
-            raise Refusal("overlap", f"record {name!r:.200} overlaps {following!r:.200}")
+            raise FormatError("overlap", f"record {name!r:.200} overlaps {following!r:.200}")
     compressed = frozenset(entry.orig_filename for entry in entries if entry.compress_type != ZIP_STORED)
-    return Archive(records=records, compressed=compressed, directory_start=start)
+    return ZipArchive(records=records, compressed=compressed, directory_start=start)
 
 
 def _find_directory(descriptor: int, num_bytes: int) -> tuple[int, int, int]:
@@ -90,28 +90,30 @@ def _find_directory(descriptor: int, num_bytes: int) -> tuple[int, int, int]:
     tail = _read(descriptor, tail_start, num_bytes - tail_start)
     found = tail.rfind(b"PK\5\6")
     if found < 0 or len(tail) - found < _END.size:
-        raise Refusal("file-truncated", f"the file is cut off: {num_bytes} bytes without the end of a zip archive")
+        raise FormatError("file-truncated", f"the file is cut off: {num_bytes} bytes without the end of a zip archive")
     _, *numbers, comment_bytes = _END.unpack_from(tail, found)
     if found + _END.size + comment_bytes != len(tail):
-        raise Refusal("bad-zip", "bytes after the end of the zip archive")
+        raise FormatError("bad-zip", "bytes after the end of the zip archive")
     stop = tail_start + found
     locator = _read(descriptor, max(0, stop - _LOCATOR.size), min(stop, _LOCATOR.size))
     if locator.startswith(b"PK\6\7"):
         stop -= _LOCATOR.size + _END_64.size
         signature, _, _, _, *numbers_64 = _END_64.unpack(_read(descriptor, stop, _END_64.size))
         if signature != b"PK\6\6" or _LOCATOR.unpack(locator)[2] != stop:
-            raise Refusal("bad-zip", "the 64-bit end record of the zip archive is not before its locator")
+            raise FormatError("bad-zip", "the 64-bit end record of the zip archive is not before its locator")
         limits = (2**16 - 1,) * 4 + (_IN_64_BITS,) * 2
         if any(short not in (long, limit) for short, long, limit in zip(numbers, numbers_64, limits, strict=True)):
-            raise Refusal("bad-zip", "the two end records of the zip archive contradict each other")
+            raise FormatError("bad-zip", "the two end records of the zip archive contradict each other")
         numbers = numbers_64
     disk, first_disk, on_this_disk, num_records, size, start = numbers
     if disk or first_disk or on_this_disk != num_records:
-        raise Refusal("bad-zip", "a zip archive of several parts")
+        raise FormatError("bad-zip", "a zip archive of several parts")
     if start + size != stop:
-        raise Refusal("bad-zip", f"the directory ends at byte {start + size} by its size, but at {stop} in the file")
+        raise FormatError(
+            "bad-zip", f"the directory ends at byte {start + size} by its size, but at {stop} in the file"
+        )
     if size > MAX_DIRECTORY_BYTES:
-        raise Refusal("zip-too-large", f"a directory of {size} bytes, at most {MAX_DIRECTORY_BYTES} are read")
+        raise FormatError("zip-too-large", f"a directory of {size} bytes, at most {MAX_DIRECTORY_BYTES} are read")
     return start, stop, num_records
 
 
@@ -122,32 +124,34 @@ def _parse_directory(directory: bytes) -> list[ZipInfo]:
         with ZipFile(BytesIO(directory + end), metadata_encoding=_PLAIN) as file:
             return file.infolist()
     except (BadZipFile, NotImplementedError, ValueError, struct.error) as error:
-        raise Refusal("bad-zip", f"the directory of the zip archive is malformed: {error!s:.200}") from None
+        raise FormatError("bad-zip", f"the directory of the zip archive is malformed: {error!s:.200}") from None
 
 
-def _locate(descriptor: int, entry: ZipInfo) -> Record:
+def _locate(descriptor: int, entry: ZipInfo) -> ZipRecord:
     """Return the byte range of a record, after comparing its local header with its directory `entry`."""
     start, name = entry.header_offset, entry.orig_filename
     raw_name = name.encode("utf-8" if entry.flag_bits & _UTF_8 else _PLAIN)
     header = _read(descriptor, start, _LOCAL.size + len(raw_name))
     signature, _, flags, method, _, _, crc32, packed, num_bytes, name_bytes, extra_bytes = _LOCAL.unpack_from(header)
     if signature != LOCAL_SIGNATURE or name_bytes != len(raw_name) or not header.endswith(raw_name):
-        raise Refusal("bad-zip", f"record {name!r:.200} is not at byte {start}, where the directory says")
+        raise FormatError("bad-zip", f"record {name!r:.200} is not at byte {start}, where the directory says")
     if (flags | entry.flag_bits) & _ENCRYPTED:
-        raise Refusal("encrypted-record", f"record {name!r:.200} is encrypted")
+        raise FormatError("encrypted-record", f"record {name!r:.200} is encrypted")
     facts = ((crc32, entry.CRC), (packed, entry.compress_size), (num_bytes, entry.file_size))
     differ = not flags & _SIZES_FOLLOW and any(here not in (there, _IN_64_BITS) for here, there in facts)
     if differ or method != entry.compress_type or entry.volume:
-        raise Refusal("bad-zip", f"the local header of record {name!r:.200} and the directory contradict each other")
+        raise FormatError(
+            "bad-zip", f"the local header of record {name!r:.200} and the directory contradict each other"
+        )
     if method == ZIP_STORED and entry.compress_size != entry.file_size:
         text = f"record {name!r:.200} has two sizes, {entry.compress_size} and {entry.file_size} bytes"
-        raise Refusal("bad-zip", text)
+        raise FormatError("bad-zip", text)
     start += len(header) + extra_bytes
-    return Record(start, start + entry.compress_size, entry.CRC)
+    return ZipRecord(start, start + entry.compress_size, entry.CRC)
 
 
 def _read(descriptor: int, start: int, num_bytes: int) -> bytes:
     data = os.pread(descriptor, num_bytes, start) if 0 <= start < 2**63 else b""
     if len(data) != num_bytes:
-        raise Refusal("bad-zip", f"expected {num_bytes} bytes of a header at byte {start}, found {len(data)}")
+        raise FormatError("bad-zip", f"expected {num_bytes} bytes of a header at byte {start}, found {len(data)}")
     return data
