@@ -1,7 +1,15 @@
+"""Settings of hypothesis, bytecode and garbage collection for all tests."""
+
 import gc
 import os
+import sys
 
 from hypothesis import HealthCheck, settings
+
+# Without bytecode files, pytest rewrites all tests in each run, and every process that tests start compiles bigload:
+# 8 s of CPU time for a collection alone where the variable is set.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 # Budgets that nothing fits into are filtered out, and a busy machine is slow; neither says that a test is wrong.
 tolerated = [HealthCheck.too_slow, HealthCheck.filter_too_much]
