@@ -171,13 +171,13 @@ class _LoadBench:
         self._reports: dict[str, LoadReport] = {}
 
     def check(self, case: LoadCase) -> _CheckedCase:
-        """Load once, untimed, and digest what came."""
+        """Load once, untimed, and digest the tensors."""
         self._on_run(f"{case.name}: checking")
         prepare(self.files, self._cache)
         return _CheckedCase(case=case, sha256=digest_of(self.loading(case)()))
 
     def loading(self, case: LoadCase) -> Callable[[], LoadedTensors]:
-        """Return what loads everything to the last byte, and keeps the report of the load."""
+        """Return a function that loads everything to the last byte and keeps the report of the load."""
 
         def run() -> LoadedTensors:
             tensors = case.load(self.checkpoint)
@@ -295,7 +295,7 @@ class _LoadBench:
     def _limit_kind(self, memory: MemoryKind, method: Method) -> RawKind | None:
         is_from_disk = (self._cache is CacheState.COLD or method is Method.DIRECT) and can_read_direct(self.files)
         if memory is MemoryKind.DEVICE and not is_from_disk:
-            return None  # what the way to the device allows is not measured
+            return None  # there is no raw copy to a device to compare with
         return kind_for(memory, is_from_disk=is_from_disk)
 
     def _limit(self, memory: MemoryKind, method: Method, raw: Sequence[RawResult]) -> str | None:
@@ -338,13 +338,13 @@ def _on(device: str, memory: MemoryKind) -> MemoryKind:
 
 
 def short_problem(error: BaseException) -> str:
-    """Return the first line of an error, and not too much of it."""
+    """Return the first line of an error, shortened."""
     text = f"{type(error).__name__}: {error}".strip().splitlines()[0]
     return text if len(text) <= _LONGEST_PROBLEM else f"{text[: _LONGEST_PROBLEM - 1]}…"
 
 
 def load_average() -> float | None:
-    """Return how many processes wanted a core over the last minute; `None` where the system does not tell."""
+    """Return the load average of the last minute; `None` where the system does not report it."""
     try:
         return os.getloadavg()[0]
     except OSError:

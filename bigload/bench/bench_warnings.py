@@ -25,8 +25,8 @@ class BenchWarning:
 class Conditions:
     """Seconds of every run by name, and the state of the machine.
 
-    `cached` is the least and the largest part of the files in the page cache when a run began; `load_average` is that
-    of before the bench, `None` where the system does not tell. `option` is what asks for more runs.
+    `cached` is the least and the largest cached share of the files at the start of a run; `load_average` that before
+    the bench, `None` if unknown. `option` is the option for more runs.
     """
 
     seconds: Mapping[str, Sequence[float]]

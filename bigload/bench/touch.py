@@ -30,8 +30,7 @@ def finish(tensors: Iterable[torch.Tensor], memory: MemoryKind) -> None:
 def touch(tensors: Iterable[torch.Tensor], *, threads: int | None = None) -> int:
     """Read one byte of every page that holds a part of `tensors`, on a few threads; return how many were read.
 
-    It is the same for whoever made the tensors, so that maps of bigload and of others can be compared: both are done
-    when no byte is left that would have to be waited for.
+    All contenders are touched alike, so that maps of bigload and of others can be compared.
     """
     pieces = list(_pieces(tensors))
     run_jobs(_read, pieces, threads=threads or default_threads())

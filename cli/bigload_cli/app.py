@@ -1,4 +1,4 @@
-"""The program `bigload`. The verbs are imported where a Ctrl-C is caught: their imports are much of a short run."""
+"""Entry point of the program `bigload`; verbs are imported where a Ctrl-C is caught, for imports take longest."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def main() -> None:
 
 
 def _interrupted() -> int:
-    """Say what `failures.report` says of a Ctrl-C, which may not be imported yet; return its exit code."""
+    """Print the text of `failures.report` for a Ctrl-C before its import; return its exit code."""
     with suppress(OSError):
         sys.stderr.write("interrupted: nothing half-written was left\n")
     return 130

@@ -1,6 +1,6 @@
 """Exit codes of failures, with their text and hint on stderr.
 
-stdout stays empty when a command fails, unless `--json` asked for a document: then one that says why is the answer.
+stdout stays empty when a command fails, unless `--json` asked for a document: then it is the error document.
 """
 
 from __future__ import annotations

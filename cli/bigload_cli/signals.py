@@ -1,4 +1,4 @@
-"""Signals that end a command early: what it has finished is kept, and what it was at is put in order."""
+"""Signals that end a command early; finished files stay, and unfinished ones are cleaned up."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`bigload inspect`: what is in a checkpoint."""
+"""`bigload inspect`: contents of a checkpoint, read from its headers."""
 
 from __future__ import annotations
 

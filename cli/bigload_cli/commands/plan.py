@@ -1,4 +1,4 @@
-"""`bigload plan`: what goes where."""
+"""`bigload plan`: placement of a checkpoint's modules on devices."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`bigload reshard`: the same weights in another form on disk."""
+"""`bigload reshard`: a checkpoint rewritten in another layout."""
 
 from __future__ import annotations
 

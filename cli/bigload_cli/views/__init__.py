@@ -1,1 +1,1 @@
-"""Values of the library to words and tables. Nothing here prints, and no verb decides anything here."""
+"""Texts, tables and documents made from values of the library. Nothing here prints."""

@@ -1,4 +1,4 @@
-"""Values of the library as plain JSON values, where the library has no document of its own. Needs no rich."""
+"""JSON documents of values for which the library has none. Needs no rich."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command that carries a plan out."""
+"""Command line that executes a plan."""
 
 from __future__ import annotations
 

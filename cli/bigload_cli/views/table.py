@@ -1,4 +1,4 @@
-"""Tables on a terminal, where there are colours and a width to keep: drawn by rich.
+"""Tables for terminals, drawn by rich.
 
 Elsewhere neither matters: plain padding (`PlainTable.as_text`) does the same in a fraction of the time, which
 counts for a list of 92 000 tensors.

@@ -1,4 +1,4 @@
-"""Paths as words of a command."""
+"""Paths quoted for a command line."""
 
 from __future__ import annotations
 
