@@ -37,8 +37,8 @@ Examples:
   torchrun --nproc-per-node 4 --no-python bigload reshard plan.json ./split
 
 \b
-An interrupted run (Ctrl-C, SIGTERM, a crash, a full disk) keeps finished files
-in OUT.partial; --resume reads them back and continues.
+An interrupted run (Ctrl-C, SIGTERM, a crash, a full disk) keeps finished
+files in OUT.partial; --resume reads them back and continues.
 """
 
 
