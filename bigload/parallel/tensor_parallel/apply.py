@@ -1,4 +1,4 @@
-"""Tensor parallelism of a model: a plan of who holds what, and its application to the modules of one rank."""
+"""Tensor parallelism of a model: its plan, and the application of the plan to the modules of one rank."""
 
 from __future__ import annotations
 

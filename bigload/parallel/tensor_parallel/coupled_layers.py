@@ -1,7 +1,7 @@
-"""Which layers can be divided together, found by what flows between them.
+"""Coupled layers: layers that are divided together, found by the gradients of a weightless forward.
 
-A region ends in a layer that is divided by its inputs, each rank taking a part of them, and whose outputs are summed.
-What that part is made of shows in the gradients: of the layers before it, each rank needs some outputs only. Queries,
+They end in a layer that is divided by its inputs, each rank taking a part of them, and whose outputs are summed.
+Gradients show what that part is made of: of the layers before it, each rank needs some outputs only. Queries,
 keys and values, fused or apart, gates, shared heads and tables of positions are all found this way, without a name.
 """
 
@@ -55,34 +55,35 @@ def coupled_layers(
             kinds.setdefault((generic_name(name), inputs.shape[-1]), []).append(name)
 
     def found(name: str) -> CoupledLayers | None:
-        return _region(weightless, name, reference.inputs[name, 0], leaves, size)
+        return _coupled(weightless, name, reference.inputs[name, 0], leaves, size)
 
     for rows in kinds.values():
         samples = {name: found(name) for name in (*rows[:2], rows[-1])}
         last = samples[rows[-1]]
-        is_uniform = len({None if region is None else _form(region) for region in samples.values()}) == 1
+        is_uniform = len({None if coupled is None else _form(coupled) for coupled in samples.values()}) == 1
         for name in rows:
-            region = samples.get(name)
+            coupled = samples.get(name)
             if name not in samples and (last is not None or not is_uniform):
-                region = _transferred(weightless, last, name) if is_uniform and last is not None else found(name)
-            if region is not None:
-                yield region
+                coupled = _transferred(weightless, last, name) if is_uniform and last is not None else found(name)
+            if coupled is not None:
+                yield coupled
 
 
-def _form(region: CoupledLayers) -> frozenset[tuple[str, Division]]:
-    return frozenset((generic_name(name), division) for name, division in region.plan.divisions.items())
+def _form(coupled: CoupledLayers) -> frozenset[tuple[str, Division]]:
+    return frozenset((generic_name(name), division) for name, division in coupled.plan.divisions.items())
 
 
-def _transferred(weightless: WeightlessModel, region: CoupledLayers, row: str) -> CoupledLayers | None:
-    """Return `region` for another `row`: with the numbers in that, where names have those of the region's row."""
-    old, new = region.row.split("."), row.split(".")
+def _transferred(weightless: WeightlessModel, coupled: CoupledLayers, row: str) -> CoupledLayers | None:
+    """Return `coupled` for another `row`: with the numbers in that, where names have those of the coupled's row."""
+    old, new = coupled.row.split("."), row.split(".")
 
     def moved(name: str) -> str:
         parts = name.split(".")
         same = next((at for at, (a, b) in enumerate(zip(parts, old, strict=False)) if a != b), len(old))
         return ".".join(new[:same] + parts[same:])
 
-    divisions = {moved(name): division for name, division in region.plan.divisions.items()}
+    divisions = {moved(name): division for name, division in coupled.plan.divisions.items()}
+    styles = {moved(name): style for name, style in coupled.plan.styles.items()}
     for name, division in divisions.items():
         path, _, last = name.rpartition(".")
         try:
@@ -95,9 +96,9 @@ def _transferred(weightless: WeightlessModel, region: CoupledLayers, row: str) -
             return None
     return CoupledLayers(
         row=row,
-        columns=tuple(map(moved, region.columns)),
-        shared=tuple(map(moved, region.shared)),
-        plan=PartialPlan(divisions=divisions, styles={moved(name): word for name, word in region.plan.styles.items()}),
+        columns=tuple(map(moved, coupled.columns)),
+        shared=tuple(map(moved, coupled.shared)),
+        plan=PartialPlan(divisions=divisions, styles=styles),
     )
 
 
@@ -117,7 +118,7 @@ def _leaves(weightless: WeightlessModel, reference: ReferenceRun) -> dict[int, _
     return leaves
 
 
-def _region(
+def _coupled(
     weightless: WeightlessModel, row: str, inputs: Tensor, leaves: Mapping[int, _Leaf], size: int
 ) -> CoupledLayers | None:
     reached = [tensor for tensor in _reached(inputs) if id(tensor) in leaves]

@@ -1,4 +1,4 @@
-"""What modules of a tensor-parallel model do: torch's parallel styles for one rank's part of each.
+"""Forwards of divided modules: torch's parallel styles for one rank's part of each.
 
 Parameters are what `placements.placed` makes of them. What is computed are products of local tensors, and one
 collective on what comes out: an operation on a `DTensor` costs more than a small layer does. They are for inference:
@@ -178,7 +178,7 @@ FORWARDS: Mapping[str, type[LocalForward]] = {
     "local_params": LocalForward,
     "moe_tp_experts": SummedForward,
 }
-"""By the word that a plan has for it."""
+"""By forward style, as plans name it."""
 
 
 def local(parameter: Tensor | None) -> Tensor | None:

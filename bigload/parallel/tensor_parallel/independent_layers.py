@@ -1,4 +1,4 @@
-"""Large layers that are in no region: each is divided by itself, at the price of a collective of its own.
+"""Independent layers: large layers that are divided one by one, at the price of a collective each.
 
 Tables of embeddings are divided by rows, other layers by their outputs, which are gathered. A weight with several names
 is divided in one way or not at all.

@@ -1,4 +1,4 @@
-"""What a module does with its weight: multiplies by it, or looks rows up in it; found by trying, not by class names."""
+"""Kinds of layers by their use of the weight, a product or a look-up; found by trying, not by class names."""
 
 from __future__ import annotations
 

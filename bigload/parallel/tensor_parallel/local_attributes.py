@@ -1,6 +1,6 @@
-"""Numbers of heads and widths that modules remember, and that have to be a rank's own once their layers are divided.
+"""Local attributes: counts of heads and widths that modules remember, and that change once their layers are divided.
 
-Which they are is found by trying: a region of layers runs as one rank has it, and all that its layers get must be the
+They are found by trying: coupled layers run as one rank has them, and all their inputs must be the
 rank's part of what they would get undivided. Attributes that are called heads are tried first and together, so that
 code which this forward does not reach (caches, say) finds them right as well.
 """
@@ -33,16 +33,16 @@ _Changes = Mapping[str, int]
 def localised(
     weightless: WeightlessModel, reference: ReferenceRun, decided: PartialPlan, kind: Sequence[CoupledLayers], size: int
 ) -> PartialPlan | None:
-    """Return the plan of the regions of one `kind`, with the numbers that become local; `None` if it cannot work.
+    """Return the plan of coupled layers of one `kind`, with their local attributes; `None` if it cannot work.
 
-    `decided` is the plan of what is divided besides. Only the first two regions are tried.
+    `decided` is the plan of what is divided besides. Only the first two are tried.
     """
     base = PartialPlan()
-    for region in kind:
-        base = base | region.plan
+    for coupled in kind:
+        base = base | coupled.plan
     whole, until = decided | base, kind[:2][-1].row
 
-    owners = [_owners(weightless.module, region) for region in kind]
+    owners = [_owners(weightless.module, coupled) for coupled in kind]
     candidates = _candidates(weightless.module, owners, _ratios(weightless, kind[0], size))
     heads = {place: value for place, value in candidates.items() if _is_heads(place[1])}
     for changes in islice(_tries(candidates), _MAX_TRIES):
@@ -58,12 +58,12 @@ def localised(
 
 
 _AttributeKey = tuple[str, str]
-"""A module, by its name below the smallest one that has a whole region, and an attribute."""
+"""A module, by its name below the smallest one that has all coupled layers, and an attribute."""
 
 
-def _owners(module: nn.Module, region: CoupledLayers) -> dict[str, str]:
-    """Return the modules whose code a region runs in: names below the one that has it all, and their full names."""
-    parts = [name.split(".") for name in (region.row, *region.columns)]
+def _owners(module: nn.Module, coupled: CoupledLayers) -> dict[str, str]:
+    """Return the modules whose code coupled layers run in: names below the one that has all, and full names."""
+    parts = [name.split(".") for name in (coupled.row, *coupled.columns)]
     depth = next(
         (depth for depth in range(min(map(len, parts))) if len({tuple(part[: depth + 1]) for part in parts}) > 1), 0
     )
@@ -72,11 +72,11 @@ def _owners(module: nn.Module, region: CoupledLayers) -> dict[str, str]:
     return {".".join(part[depth:stop]): ".".join(part[:stop]) for part in parts for stop in range(depth, len(part))}
 
 
-def _ratios(weightless: WeightlessModel, region: CoupledLayers, size: int) -> list[Fraction]:
+def _ratios(weightless: WeightlessModel, coupled: CoupledLayers, size: int) -> list[Fraction]:
     """Return by what numbers may shrink: with queries, with keys that ranks share, with the quotient of both."""
     shares = {Fraction(1, number) for number in range(2, size + 1) if size % number == 0}
-    for name in region.columns:
-        division = region.plan.divisions[f"{name}.weight"]
+    for name in coupled.columns:
+        division = coupled.plan.divisions[f"{name}.weight"]
         weight = weightless.module.get_submodule(name)._parameters["weight"]
         assert weight is not None
         assert division.dim is not None
@@ -121,7 +121,7 @@ def _tries(candidates: Mapping[_AttributeKey, list[int]]) -> Iterator[dict[_Attr
 
 
 def _spread(owners: Sequence[Mapping[str, str]], changes: Mapping[_AttributeKey, int]) -> dict[str, int]:
-    """Return `changes` for every region of the kind, by qualified names."""
+    """Return `changes` for all coupled layers of the kind, by qualified names."""
     return {f"{names[path]}.{name}".lstrip("."): value for names in owners for (path, name), value in changes.items()}
 
 
@@ -131,7 +131,7 @@ def _arguments(
     owners: Sequence[Mapping[str, str]],
     heads: Mapping[_AttributeKey, list[int]],
 ) -> Iterator[dict[str, tuple[LocalArgument, ...]]]:
-    """Yield arguments of the modules that might have something for each head, for all regions of the kind at once."""
+    """Yield arguments of modules that may have a part for each head, for all coupled layers of the kind."""
     module = weightless.module.get_submodule(owners[0][""])
     given = _given(weightless, reference, module)
     counts = sorted({getattr(weightless.module.get_submodule(f"{owners[0][path]}"), name) for path, name in heads})

@@ -1,4 +1,4 @@
-"""Parts of a plan while it is being made, and names that differ in numbers only."""
+"""Partial plans, and the parts of tensors that a rank holds by their divisions."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from bigload.planning.tensor_parallel.division import Division
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartialPlan:
-    """What is decided of some modules, in the words of `TensorParallelPlan`."""
+    """Plan of some modules, in the fields of `TensorParallelPlan`."""
 
     divisions: Mapping[str, Division] = field(default_factory=dict)
     styles: Mapping[str, str] = field(default_factory=dict)
@@ -22,7 +22,7 @@ class PartialPlan:
     arguments: Mapping[str, tuple[LocalArgument, ...]] = field(default_factory=dict)
 
     def __or__(self, other: PartialPlan) -> PartialPlan:
-        """Return both together; where they disagree, what `other` says."""
+        """Return both together; where they disagree, `other` decides."""
         return PartialPlan(
             divisions={**self.divisions, **other.divisions},
             styles={**self.styles, **other.styles},

@@ -1,4 +1,4 @@
-"""Divisions in torch's words: which placement of a `DTensor` says what a rank holds."""
+"""Conversion of divisions to the placements of torch's `DTensor`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tensor-parallel plan of a model: what each rank holds of every parameter, and what its modules do about it."""
+"""Tensor-parallel plan of a model: the part of every parameter that each rank holds, and the forwards of modules."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a rank of a planed plan would meet: a model without weights runs as that rank, beside the whole."""
+"""Validation of plans: a model without weights runs as one rank, and its values are compared with the whole model's."""
 
 from __future__ import annotations
 
@@ -89,9 +89,9 @@ def run_as_rank(
         MismatchError: a layer gets, or the model returns, something else than its part of what it should be.
         Exception: whatever the model raises, which cannot work with what this rank has.
     """
-    cast = _RankRun(weightless, reference, plan, rank=rank, until=until)
+    rank_run = _RankRun(weightless, reference, plan, rank=rank, until=until)
     parameters = {
-        name: cast.local_parameter(name, division) for name, division in plan.divisions.items() if division != WHOLE
+        name: rank_run.local_parameter(name, division) for name, division in plan.divisions.items() if division != WHOLE
     }
     with ExitStack() as stack:
         stack.enter_context(torch.no_grad())
@@ -99,9 +99,9 @@ def run_as_rank(
         for name, arguments in plan.arguments.items():
             stack.enter_context(cutting(weightless.module.get_submodule(name), arguments, rank, size))
         for name in reference.summed:
-            stack.enter_context(cast.summing(name))
+            stack.enter_context(rank_run.summing(name))
         try:
-            outputs = tensors_in(weightless.run(reference.example, cast.on_call))
+            outputs = tensors_in(weightless.run(reference.example, rank_run.on_call))
         except _DoneError:
             return
     if len(outputs) != len(reference.outputs):
@@ -123,7 +123,7 @@ def misfit(
 
 
 class _RankRun:
-    """The parts that layers play in a rehearsal."""
+    """Outputs and parameters of layers in a run as one rank."""
 
     def __init__(
         self, weightless: WeightlessModel, reference: ReferenceRun, plan: PartialPlan, *, rank: int, until: str | None

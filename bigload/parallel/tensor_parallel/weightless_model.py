@@ -1,4 +1,4 @@
-"""A model that runs without its weights, to see which of its layers feed which.
+"""Model that runs without its weights, to show which of its layers feed which.
 
 Layers that have a matrix do not multiply by it: they answer with noise that is always the same. So a forward costs
 neither the memory nor the time of the weights, whatever the size of the model; each layer's input is a function of the
@@ -32,7 +32,7 @@ _NOISE = 1 << 16
 
 
 class OnCall(Protocol):
-    """What is told of each call of a layer, and says what the layer answers."""
+    """Callback for each call of a layer, which returns the output of the layer."""
 
     def __call__(self, name: str, number: int, inputs: Tensor, noise: Callable[[], Tensor], /) -> Tensor:
         """Return the answer of the layer `name`, called for the `number`th time, which may be what `noise` returns."""
@@ -67,7 +67,7 @@ class WeightlessModel:
         self.first_names = {name: names[id(self.module.get_submodule(name))] for name in self.layers}
 
     def run(self, example: Mapping[str, object], on_call: OnCall) -> object:
-        """Return the output of a forward with the arguments `example`; `on_call` is told of each layer's calls."""
+        """Return the output of a forward with the arguments `example`; `on_call` makes the outputs of layers."""
         self._calls.clear()
         self._on_call = on_call
         try:
