@@ -1,8 +1,8 @@
-"""Tensors that stand for weights whose values are elsewhere, and raise when an operation needs these values.
+"""Placeholder tensors for weights whose values are elsewhere, which raise when an operation needs the values.
 
-torch computes with a tensor of the meta device as if nothing were wrong: `F.linear` on the CPU reads memory that nobody
-has written. An absent weight tells its form (shape, dtype, device) as any tensor of the meta device does, at the same
-cost; whatever needs its values raises `AbsentWeightError`. That needs no check in a forward: torch asks the class of
+torch computes with a tensor of the meta device without an error: `F.linear` on the CPU reads memory that was never
+written. An absent weight has its form (shape, dtype, device) as any tensor of the meta device does, at the same cost;
+an operation that needs its values raises `AbsentWeightError`. That needs no check in a forward: torch asks the class of
 the tensor (`__torch_dispatch__`) when an operation reaches it.
 """
 

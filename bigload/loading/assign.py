@@ -1,4 +1,4 @@
-"""Tensors into an `nn.Module`: what matches is decided from names and shapes, before a byte is read."""
+"""Assignment of loaded tensors to an `nn.Module`, matched by names and shapes before a byte is read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Take memory for a schedule and have it filled, from files that stay the same meanwhile."""
+"""Allocate the buffers of a schedule and fill them, from files that are checked to stay the same."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Carry out a schedule: fill its buffers by its reads, on one thread or several."""
+"""Engine that executes a schedule: it fills the buffers by the read jobs, on one thread or several."""
 
 from __future__ import annotations
 
@@ -27,16 +27,19 @@ _PREFAULT_BYTES = 64 * MIB
 
 
 class Stager(Protocol):
-    """Brings bytes to one device by way of blocks that are used again and again. Called from several threads."""
+    """Stages read jobs for one device through recycled blocks. Called from several threads.
+
+    Calls, in order: `deliver` any number of times, `finish` after the last, `close` in every case.
+    """
 
     def deliver(self, job: ReadJob, source: ByteSource) -> None:
-        """Read the bytes of `job` and deliver its destinations; they may arrive later, but before `finish` returns."""
+        """Read the bytes of `job` and write them to its destinations, at the latest before `finish` returns."""
 
     def finish(self) -> None:
         """Wait until everything has arrived."""
 
     def close(self) -> None:
-        """Give the blocks back, also after an error; nothing is on its way any more when this returns."""
+        """Release the blocks, also after an error; no copy is in flight when this returns."""
 
 
 def read(
@@ -51,7 +54,7 @@ def read(
     faults_ahead: bool = False,
     on_progress: OnProgress = ignore_progress,
 ) -> None:
-    """Fill `memory` by all jobs of `schedule`, on `threads` threads, with at most `max_inflight_bytes` on their way.
+    """Fill `memory` by all jobs of `schedule`, on `threads` threads, with at most `max_inflight_bytes` in flight.
 
     Args:
         schedule: What to read.
@@ -60,9 +63,9 @@ def read(
         stagers: One for every device that a staged job is for.
         threads: Threads that read; 1 is the caller's own.
         max_inflight_bytes: The most that is being read or staged at one moment. A larger job goes alone.
-        recorder: Told what each thread does.
+        recorder: Records what each thread does.
         faults_ahead: Make memory ready in a thread of its own, ahead of the reads. It pays when they wait for a disk.
-        on_progress: Told of every finished job.
+        on_progress: Called after every finished job.
 
     Raises:
         ReadError: a read failed or came back short. The other threads have stopped.

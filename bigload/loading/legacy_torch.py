@@ -1,4 +1,4 @@
-"""Files of torch before 1.6: bare pickles, which torch alone can read, and only as a whole."""
+"""Loader for files of torch before 1.6: bare pickles that only torch can read, and only as a whole."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Load a checkpoint: the one way in for library users and the bench."""
+"""Load a checkpoint: the entry point of library users and of the bench."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def load(
         threads: Threads that read; 1 is serial. `loading.settings` says what holds when it is left out.
         max_inflight: The most that is being read or staged at one moment, in bytes or as text such as `256MiB`.
         trace: Note what each thread does and when, in `.report.activities`.
-        on_progress: Told of every finished read.
+        on_progress: Called after every finished read.
         open_source: How files are opened for reading, in the place of `method`.
 
     Raises:

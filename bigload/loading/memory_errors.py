@@ -1,4 +1,4 @@
-"""Memory that the system refuses as bigload's own error, whoever asked for it: Python, torch, or a new thread."""
+"""Translation of refused memory, whether Python, torch or a new thread asked for it, into `NotEnoughMemoryError`."""
 
 from __future__ import annotations
 

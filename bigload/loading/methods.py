@@ -1,4 +1,4 @@
-"""How bytes may be read; apart from everything heavy, because the command line's help needs the words."""
+"""I/O methods of a load; a module of its own, since the help of the command line imports it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from enum import StrEnum
 
 
 class Method(StrEnum):
-    """How the bytes of a checkpoint come into memory.
+    """I/O method by which the bytes of a checkpoint are brought into memory.
 
     `read`: positional reads through the page cache, into memory of this process. `direct`: the same past the page
     cache (O_DIRECT). `mmap`: tensors stay pages of the file, shared with every process that maps it, copied when they

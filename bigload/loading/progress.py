@@ -1,4 +1,4 @@
-"""What a running load or reshard tells those who watch it. The library prints nothing."""
+"""Progress of a running load or reshard, reported to a callback. The library prints nothing."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ OnProgress = Callable[[Progress], None]
 
 
 def ignore_progress(progress: Progress) -> None:
-    """Do nothing: the default where nobody watches."""
+    """Do nothing: the default callback."""
 
 
 class Tally:

@@ -1,4 +1,4 @@
-"""What a load did: how, why so, how much, and where the time went."""
+"""Report of a load: method and reason, bytes, seconds, and the phases of each thread when it is traced."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Activity:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadReport:
-    """What a load did.
+    """Result of a load, without its tensors.
 
     Attributes:
         method: The one that was used; never `auto`.
@@ -78,8 +78,8 @@ class LoadReport:
 class Recorder:
     """Keeps the activities of a load that is traced; does nothing, and costs next to nothing, for one that is not.
 
-    A traced load makes memory ready before it reads into it, so that faults and reads can be told apart; one that is
-    not lets the reads fault it in, which is faster.
+    A traced load faults memory in before it reads into it, which separates faults from reads; otherwise the reads
+    fault it in, which is faster.
     """
 
     def __init__(self, *, is_tracing: bool) -> None:

@@ -1,4 +1,4 @@
-"""Which bytes are read, in what order, and where they go: a pure function from wanted tensors to read jobs.
+"""Schedule of a load: a pure function from requested tensors to buffers and ordered read jobs.
 
 The CPU's memory is taken in one large buffer per file, not in one allocation per tensor: a page fault for every 4 KiB
 of every tensor is what makes naive loading slow. Tensors lie in their buffer at multiples of 64 bytes whatever their
@@ -29,10 +29,10 @@ STAGED_BLOCK_BYTES = 2 * MIB
 """Size of a read that is cast or gathered on the CPU: the bytes should still be in its cache when that happens."""
 
 MAX_GAP_BYTES = 64 * KIB
-"""Columns further apart than this are read one by one; others with what lies between them: a read costs more."""
+"""Columns further apart are read one by one; others with the gaps between them, which cost less than a read each."""
 
 MAX_GATHERED_ROW_BYTES = 256 * KIB
-"""And so are those of longer rows: a read of a whole row is long enough for itself."""
+"""Columns of longer rows are read one by one too: a read of a whole row is long enough."""
 
 MAX_SCATTERED_PIECES = 1024
 """In one read: about as many as one call of the system takes."""
@@ -43,7 +43,7 @@ _PAGE_BYTES = 4 * KIB
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestedTensor:
-    """A stored tensor, or a part of it, and what it shall be in memory: its dtype and its device (`cpu`, `cuda:0`)."""
+    """A stored tensor, or a part of it, with its dtype and device (`cpu`, `cuda:0`) in memory."""
 
     tensor: TensorInfo
     dtype: DType
@@ -83,7 +83,7 @@ class BufferSpec:
 
 @dataclass(frozen=True, slots=True)
 class BufferSlot:
-    """Where a tensor lies in memory: `buffer` is a position in `Schedule.buffers`."""
+    """Position of a tensor in memory: byte `start` of the buffer with index `buffer` in `Schedule.buffers`."""
 
     wanted: RequestedTensor
     buffer: int
@@ -100,9 +100,9 @@ class DTypeCast:
 
 @dataclass(frozen=True, slots=True)
 class Destination:
-    """Bytes of a read that belong together: `rows` times `row_bytes`, `stride` apart, the first at byte `source`.
+    """Part of a read with its target: `rows` times `row_bytes`, `stride` apart, the first at byte `source` of the read.
 
-    They go, without gaps, to byte `start` of a buffer and on; `cast` on the way, if that is not `None`.
+    They are written without gaps from byte `start` of a buffer on, converted by `cast` if there is one.
     """
 
     source: int
@@ -125,10 +125,10 @@ class Destination:
 
 
 class Delivery(Enum):
-    """How the bytes of a read get to their buffers."""
+    """Path of the bytes of a read to their buffers."""
 
     STRAIGHT = "read into them"
-    SCATTERED = "read into them, and what lies between them into memory that nobody looks at"
+    SCATTERED = "read into them, and the gaps between them into scratch memory"
     STAGED = "read into a block, and copied or cast from there"
     POPULATED = "made present in the map of the file, where they stay"
 

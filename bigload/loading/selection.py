@@ -1,4 +1,4 @@
-"""What the user asked for, tensor by tensor: which, which part, in which dtype, on which device."""
+"""Selection of the tensors to load: names, slices, dtypes and devices from the arguments of a load or a plan."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A part of a tensor along one dimension, and the bytes that hold it: pure arithmetic on row-major layouts.
+"""Slices of tensors along one dimension, and the byte ranges that hold them: arithmetic on row-major layouts.
 
 Rows of a matrix are one byte range. Columns are many: one in each row, all of one length, one row's length apart.
 So is a part along any dimension of any tensor, with the dimensions before it taken together as rows.

@@ -1,4 +1,4 @@
-"""Parts of views that are not stored row by row (transposed, cut out, expanded): which bytes to read, and how they lie.
+"""Byte ranges and strides of parts of views that are not stored row by row (transposed, cut out, expanded).
 
 Only torch files have such views. To write one row by row, a window of it is read in the order of the file, run by run,
 into memory without what lies between the runs, and put in order from there: a transposed matrix is not read once for

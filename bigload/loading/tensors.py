@@ -1,4 +1,4 @@
-"""Bytes in memory to torch tensors: views into the buffers, no copies."""
+"""Torch tensors as views into loaded buffers, without copies, and torch's dtypes and shapes."""
 
 from __future__ import annotations
 

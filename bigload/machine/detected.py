@@ -14,7 +14,7 @@ class DetectedMemory:
 
     `source` is `nvidia-smi`, `MemAvailable` (the kernel) or `cgroup` (the limit of a control group).
 
-    >>> print(DetectedMemory(device=CPU, total_bytes=32 * 2**30, free_bytes=20 * 2**30, source="cgroup"))
+    >>> print(DetectedMemory(device=Device("cpu"), total_bytes=32 * 2**30, free_bytes=20 * 2**30, source="cgroup"))
     cpu 20.00 GiB free of 32.00 GiB (cgroup)
     """
 

@@ -1,4 +1,4 @@
-"""On what a file lies: the file system, and the disk or server behind it, as the kernel lists them."""
+"""File system that holds a file, and the disk or server behind it, from the kernel's list of mounts."""
 
 from __future__ import annotations
 

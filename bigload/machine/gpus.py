@@ -1,6 +1,6 @@
-"""The NVIDIA GPUs of this machine and their memory, from `nvidia-smi` and the environment; no torch, no driver calls.
+"""NVIDIA GPUs of this machine and their memory, from `nvidia-smi` and the environment; no torch, no driver calls.
 
-Who sees what under which number is CUDA's business, and follows three variables and one mode:
+CUDA decides which GPU a process sees under which number, by three variables and one mode:
 
 - `CUDA_VISIBLE_DEVICES` lists indices or UUIDs (their beginnings will do); what it lists is numbered in its order, and
   the first item that names no GPU ends it (CUDA programming guide, "CUDA environment variables"). An index is what the
@@ -48,7 +48,7 @@ class _NoAnswerError(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Gpu:
-    """A line of `nvidia-smi`; where a size is no figure, `free_bytes` is `None` and `told` has what stands there."""
+    """A line of `nvidia-smi`; where a size is no figure, `free_bytes` is `None` and `told` has the text instead."""
 
     index: int
     uuid: str

@@ -24,8 +24,8 @@ _NOBODY = 65534
 def cached_bytes(path: Path, ranges: Iterable[tuple[int, int]] | None = None) -> int | None:
     """Return how many bytes of `path`, or of the given (start, stop) ranges of it, are in the page cache (mincore(2)).
 
-    `None` if the kernel would not say: since Linux 5.2 it answers those who neither own a file nor may write to it
-    that everything is cached. Ranges past the end of the file have nothing cached. 4 GiB take about 60 ms.
+    `None` if the kernel does not report it: since Linux 5.2 it reports everything as cached to users who neither own a
+    file nor may write to it. Ranges past the end of the file have nothing cached. 4 GiB take about 60 ms.
 
     Raises:
         OSError: the file cannot be opened or mapped.

@@ -1,9 +1,9 @@
-"""Files as memory: pages of the page cache that become part of this process, read when they are first touched.
+"""Memory maps of files: their page-cache pages in this process, read when they are first touched.
 
-The maps are private and writable: whoever writes to a tensor gets a copy of that page, and the file never changes.
+The maps are private and writable: a write to a tensor copies that page, and the file never changes.
 A page that was not written to is the file's own, so a file that another process cuts short or overwrites in place
 changes under the tensors; touching what is no longer there ends the process with SIGBUS. `populate` finds out in time
-what is missing by then; what happens later nobody can, other than by not using maps.
+what is missing by then; a later change can be avoided only by not using maps.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _STEP_BYTES = 8 * MIB
 _DISK_BYTES_PER_SECOND = 8 * GIB
 """Pages that come slower than this are not only entered into a table: they are read."""
 _DISK_THREADS = 2
-"""Threads that have pages read at a time: two keep a disk busy, more get into the way of those who compute."""
+"""Threads that read pages at a time: two keep a disk busy, more slow down threads that compute."""
 _PAGES_PER_TOUCH = 512  # bytes in a pipe: fewer than it holds (65536, or 4096 for a user with very many)
 
 
@@ -95,7 +95,7 @@ class MappedFile(OpenFile):
             fill(buffers, self.descriptor, offset, self.path)
 
     def close(self) -> None:
-        """Close the file and let go of the map, which lives on in those who hold a part of `buffer`."""
+        """Close the file and drop the map, which lives as long as a view of `buffer`."""
         self._buffer = None
         super().close()
 

@@ -1,4 +1,4 @@
-"""What torch says of accelerators: whether one is there, what memory it has left, and some of that memory."""
+"""Accelerators as torch reports them: presence, free memory, allocation."""
 
 from __future__ import annotations
 

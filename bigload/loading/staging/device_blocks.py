@@ -1,4 +1,4 @@
-"""Bring staged jobs to an accelerator: read into a block of pinned memory, and have it copied while others are read."""
+"""Stager for an accelerator: reads into pinned blocks, each copied while others are filled."""
 
 from __future__ import annotations
 

@@ -91,7 +91,7 @@ class HostStager:
         """Do nothing: what was delivered has arrived."""
 
     def close(self) -> None:
-        """Let go of the memory."""
+        """Release the memory."""
         self._memory = []
         self._idle = []
 

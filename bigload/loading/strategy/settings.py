@@ -1,4 +1,4 @@
-"""How a load goes about its work: from arguments, then environment variables, then what this machine suggests.
+"""Settings of a load: from arguments, then environment variables, then defaults.
 
 Nothing here needs a choice of how processes start, nor a guard around a program's main part: bigload's threads are
 threads of the calling process.
@@ -40,7 +40,7 @@ Value = TypeVar("Value")
 class LoadSettings:
     """How to load: threads that read, how they read, and the bytes that may be read or staged at one moment.
 
-    `threads` is `None` where nobody said anything: what suits then depends on how many bytes are read, and how.
+    `threads` is `None` where it is not set: the read strategy then chooses by bytes and method.
     """
 
     threads: int | None
@@ -55,9 +55,9 @@ def settings(
     *,
     environ: Mapping[str, str] = os.environ,
 ) -> LoadSettings:
-    """Return what holds for a load: an argument before bigload's variable, that before transformers', that before ours.
+    """Resolve the settings of a load. Precedence: argument, BIGLOAD_*, HF_*, default.
 
-    An empty variable is one that is not set, and one that is overruled is not looked at.
+    An empty variable counts as not set, and one that is overruled is not parsed.
 
     transformers (its page "Environment Variables", as of v5.12) loads shards one after the other unless
     `HF_ENABLE_PARALLEL_LOADING` is true, and then in `HF_PARALLEL_LOADING_WORKERS` threads, 8 when that is not set.
