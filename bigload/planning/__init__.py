@@ -1,1 +1,1 @@
-"""Where weights go: from names, sizes and a memory budget to a plan. Pure data in, pure data out; needs no torch."""
+"""Planning of where weights go, from names, sizes and a memory budget. Pure data in and out; needs no torch."""

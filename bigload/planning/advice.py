@@ -1,4 +1,4 @@
-"""What would help: limits that are tried with the policy before they are suggested."""
+"""Limits that would help, tried with the policy before they are suggested."""
 
 from __future__ import annotations
 

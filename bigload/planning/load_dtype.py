@@ -1,4 +1,4 @@
-"""How large tensors are once they are loaded in another floating-point type than they are stored in."""
+"""Sizes of tensors that are loaded in another floating-point type than they are stored in."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is worth knowing about a plan beside its figures, one sentence each."""
+"""Notes on a plan beside its figures, one sentence each."""
 
 from __future__ import annotations
 

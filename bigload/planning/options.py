@@ -1,4 +1,4 @@
-"""What a plan is asked to do beside keeping a memory budget."""
+"""Options of a plan beside its memory budget."""
 
 from __future__ import annotations
 

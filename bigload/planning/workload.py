@@ -1,4 +1,4 @@
-"""What a model is going to do with its memory besides holding weights: how many tokens, how many sequences."""
+"""Workload: the largest forward pass that a plan leaves room for, in tokens and sequences."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How much memory a plan may use on each device.
+"""Memory budget: bytes that a plan may use on each device.
 
 A budget is written as sizes, as shares of what is free now (`90%`), as `auto`, which is all that is free now, or in a
 file. `auto` on its own means this machine: every GPU and the RAM. It gives way to whatever names a device, before or

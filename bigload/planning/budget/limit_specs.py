@@ -1,4 +1,4 @@
-"""What someone wrote about memory limits, read but not yet compared with what is there.
+"""Limit specs: parsed memory limits, not yet compared with the memory of a machine.
 
 `cuda:0=22GiB` is a spec for bytes, `cuda:0=90%` one for a share of what is free on that device, `auto` one for all that
 is free on every device. Nothing here looks at the machine; files are the exception, because their words are words too.

@@ -1,4 +1,4 @@
-"""What the tensors of one block say about the state that the block keeps between tokens.
+"""Shapes of the layers of one block, read from the names and shapes of its tensors.
 
 Names tell which tensors make keys, values and recurrent state, shapes tell how wide they are. Shapes of packed weights
 (4-bit types stored as integers) are not those of the matrix; their biases and scales still are, and where those are

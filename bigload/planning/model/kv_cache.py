@@ -1,4 +1,4 @@
-"""What the blocks of a model keep between tokens: keys and values, latents, recurrent state.
+"""KV cache of a model's blocks, and what else they keep between tokens: latents, recurrent state.
 
 The sizes are those that transformers 5 allocates with its default, dynamic cache, and not always those of textbooks:
 

@@ -1,4 +1,4 @@
-"""What a forward pass needs beside the weights: cache, logits, activations."""
+"""Memory that a forward pass needs beside the weights: cache, logits, activations."""
 
 from __future__ import annotations
 

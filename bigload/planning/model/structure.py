@@ -1,4 +1,4 @@
-"""What a checkpoint is to a planner: units with all that they need, ties, and what is left out."""
+"""Structure of a model as planners see it: units with all that they need, ties, modules left out."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How good a plan is, proven: what it keeps off the accelerators, and what no plan at all could do without."""
+"""Certificate of a plan: what it keeps off the accelerators, and the least that any plan has to."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What each policy would make of the same model and budget."""
+"""Comparison of the plans that policies make of one model and budget."""
 
 from __future__ import annotations
 

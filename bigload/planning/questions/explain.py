@@ -1,4 +1,4 @@
-"""Why a module is where it is.
+"""Explanation of where a module is.
 
 Nothing here remembers how a policy went about it. A reason is what the bytes say, or what a trial shows: the plan with
 one module elsewhere is counted anew, as every plan is, and judged by the wishes of the exact policy.

@@ -1,4 +1,4 @@
-"""How much memory a model needs: on so many equal GPUs, or how many GPUs of a size.
+"""Sizing: the least memory per GPU for a number of equal GPUs, and the number of GPUs of one size.
 
 Without offload every GPU runs one stretch of the model, and GPUs are filled in execution order. For equal GPUs filling
 each as far as it goes is the best there is, so the least size is found by halving over bytes, exactly. All policies

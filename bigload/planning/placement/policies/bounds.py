@@ -1,4 +1,4 @@
-"""What no placement whatever can beat: the least that must be off the accelerators, and what that costs per token.
+"""Lower bounds of any placement: the least that must be off the accelerators, and what that costs per token.
 
 Even a placement that tears the order of the units apart keeps these bounds. Devices hold whole units, so the room that
 counts is the largest sum of unit sizes below a device's limit.
