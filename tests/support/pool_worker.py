@@ -16,7 +16,7 @@ REQUESTS = "bigload.parallel.workers.requests"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Failure:
+class WorkerFailure:
     kind: str
     text: str
     traceback: str
@@ -30,7 +30,7 @@ class Stop:
 def main():
     # The real module imports torch, and what is pickled names its classes, not theirs.
     sys.modules[REQUESTS] = requests = ModuleType(REQUESTS)
-    for kind in (Failure, Stop):
+    for kind in (WorkerFailure, Stop):
         kind.__module__ = REQUESTS
         setattr(requests, kind.__name__, kind)
     worker._serve = serve
@@ -71,8 +71,8 @@ ACTS = {
     "rank": lambda rank: rank,
     "environment": lambda rank: {name: os.environ.get(name) for name in ("RANK", "LOCAL_RANK", "OF_WORKERS_ALONE")},
     "talk": talk,
-    "fail": lambda rank: Failure(kind="ValueError", text="no", traceback=f"in line {rank}"),
-    "fail_apart": lambda rank: Failure(kind="ValueError", text=f"no, says {rank}", traceback=f"in line {rank}"),
+    "fail": lambda rank: WorkerFailure(kind="ValueError", text="no", traceback=f"in line {rank}"),
+    "fail_apart": lambda rank: WorkerFailure(kind="ValueError", text=f"no, says {rank}", traceback=f"in line {rank}"),
     "exit": leave,
     "kill": lambda rank: os.kill(os.getpid(), signal.SIGKILL),
     "abort": lambda rank: os.abort(),

@@ -23,7 +23,7 @@ from multiprocessing.connection import wait
 
 from bigload.errors import BigloadError, WorkerError, WorkersEndedError, WorkerTimeoutError
 from bigload.parallel.workers.messages import Message, pack, receive, send, unpack
-from bigload.parallel.workers.requests import Failure, Stop
+from bigload.parallel.workers.requests import Stop, WorkerFailure
 from bigload.parallel.workers.worker_process import WorkerProcess
 
 GRACE_SECONDS = 5.0
@@ -183,7 +183,7 @@ class _Exchange:
 
     @property
     def _has_failed(self) -> bool:
-        return any(isinstance(answer, Failure) for answer in self._answers.values())
+        return any(isinstance(answer, WorkerFailure) for answer in self._answers.values())
 
     def _remaining(self) -> float | None:
         return None if self._deadline is None else max(0.0, self._deadline - time.monotonic())
@@ -219,7 +219,7 @@ class _Exchange:
 
 
 def _raise_failures(answers: Sequence[object], doing: str) -> None:
-    failures = {rank: answer for rank, answer in enumerate(answers) if isinstance(answer, Failure)}
+    failures = {rank: answer for rank, answer in enumerate(answers) if isinstance(answer, WorkerFailure)}
     if failures:
         rank, first = next(iter(failures.items()))
         is_shared = len(failures) == len(answers) and len({(each.kind, each.text) for each in failures.values()}) == 1

@@ -94,7 +94,7 @@ class Stop:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Failure:
+class WorkerFailure:
     """The exception that a request raised: its class, text and traceback."""
 
     kind: str

@@ -61,13 +61,13 @@ def _exit_on_hang_up(connection: socket.socket) -> None:
 
 
 def _serve(connection: socket.socket, rank: int, began: float) -> None:
-    """Answer requests until asked to stop. The answer to a request that raises is a `Failure`.
+    """Answer requests until asked to stop. The answer to a request that raises is a `WorkerFailure`.
 
     Raises:
         EOFError: the process that started this one is gone.
     """
     from bigload.parallel.workers.messages import pack, receive, send, unpack
-    from bigload.parallel.workers.requests import Call, Failure, Start, Stop
+    from bigload.parallel.workers.requests import Call, Start, Stop, WorkerFailure
     from bigload.parallel.workers.worker_model import WorkerModel
 
     import_seconds = time.perf_counter() - began
@@ -85,6 +85,6 @@ def _serve(connection: socket.socket, rank: int, began: float) -> None:
                 assert hosted is not None
                 message = pack(hosted.call(request) if isinstance(request, Call) else hosted.memory())
         except BaseException as error:
-            failure = Failure(kind=type(error).__name__, text=str(error), traceback=traceback.format_exc())
+            failure = WorkerFailure(kind=type(error).__name__, text=str(error), traceback=traceback.format_exc())
             message = pack(failure)
         send(connection, message)
