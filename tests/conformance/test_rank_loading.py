@@ -1,4 +1,4 @@
-"""Models of transformers, filled by several ranks as the README shows it, on one host and on two."""
+"""Models of transformers, filled by several ranks as docs/processes.md shows it, on one host and on two."""
 
 import re
 import shlex
@@ -11,16 +11,16 @@ import pytest
 
 from make import load_recipe, make
 
-README = (Path(__file__).parents[2] / "README.md").read_text()
+GUIDE = (Path(__file__).parents[2] / "docs" / "processes.md").read_text()
 
 
 def script():
-    return next(block for block in re.findall(r"```py\n(.*?)```", README, re.DOTALL) if block.startswith("# fill.py"))
+    return next(block for block in re.findall(r"```py\n(.*?)```", GUIDE, re.DOTALL) if block.startswith("# fill.py"))
 
 
 def lines():
-    """Return the words of the torchrun lines of the README that run the script, for one host and for two."""
-    return [shlex.split(line, comments=True) for line in re.findall(r"^torchrun .*fill\.py.*$", README, re.MULTILINE)]
+    """Return the words of the torchrun lines of the guide that run the script, for one host and for two."""
+    return [shlex.split(line, comments=True) for line in re.findall(r"^torchrun .*fill\.py.*$", GUIDE, re.MULTILINE)]
 
 
 def free_port():
