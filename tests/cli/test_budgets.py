@@ -59,7 +59,7 @@ def test_the_option_and_the_variable_read_the_same_words(run, here, gpus, words,
     ("words", "says"),
     [
         ("@nowhere.toml", "cannot read budget file nowhere.toml: No such file"),
-        ("@limits.toml", "limits.toml is not TOML: Expected '=' after a key"),
+        ("@limits.toml", "limits.toml: not valid TOML: Expected '=' after a key"),
         ("cuda:0=90%", "cuda:0=90%: there is no cuda:0 here"),
         ("cpu=150%", "more than all of what is free on cpu"),
         ("cpu=auto,cpu=1GiB", "cpu has two limits"),
