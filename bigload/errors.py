@@ -58,8 +58,9 @@
     ├── ProcessControlError              processes that cannot wait for each other (RuntimeError)
     └── MissingPackageError              what was asked for needs a package that is not installed (ImportError)
 
-Each carries its facts as fields; the text is composed here and nowhere else. `str(error)` is the message, the details
-(one line each) and the hint; the command line prints the same three parts.
+Each carries its facts as fields. The text is composed here; rows and hint of `DoesNotFitError` come from
+`planning/planner.py`. `str(error)` is the message, the details (one line each) and the hint; the command line prints the
+same three parts.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Block of a model whose weights are loaded together before its forward and evicted after it."""
+"""Block of a model whose weights are loaded and evicted together; `streamer.py` decides when."""
 
 from __future__ import annotations
 
