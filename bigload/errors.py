@@ -59,8 +59,8 @@
     └── MissingPackageError              what was asked for needs a package that is not installed (ImportError)
 
 Each carries its facts as fields. The text is composed here; rows and hint of `DoesNotFitError` come from
-`planning/planner.py`. `str(error)` is the message, the details (one line each) and the hint; the command line prints the
-same three parts.
+`planning/planner.py`. `str(error)` is the message, the details (one line each) and the hint; the command line prints
+the same three parts.
 """
 
 from __future__ import annotations

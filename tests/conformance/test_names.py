@@ -17,6 +17,8 @@ from builders import checkpoint_of
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed")
 auto = pytest.importorskip("transformers.models.auto.modeling_auto", reason="transformers is not installed")
+conversion_mapping = pytest.importorskip("transformers.conversion_mapping", reason="transformers is not installed")
+core_model_loading = pytest.importorskip("transformers.core_model_loading", reason="transformers is not installed")
 
 pytestmark = [pytest.mark.peers, pytest.mark.filterwarnings("default")]
 
@@ -79,8 +81,8 @@ def on_meta(kind, config):
 
 def as_saved(model):
     """Return the tensors of the checkpoint that `save_pretrained` would write, without writing it."""
-    model._weight_conversions = transformers.conversion_mapping.get_model_conversion_mapping(model, add_legacy=False)
-    state = transformers.core_model_loading.revert_weight_conversion(model, model.state_dict())
+    model._weight_conversions = conversion_mapping.get_model_conversion_mapping(model, add_legacy=False)
+    state = core_model_loading.revert_weight_conversion(model, model.state_dict())
     return {
         name: ("BF16", list(tensor.shape)) for name, tensor in state.items() if name not in model.all_tied_weights_keys
     }
