@@ -1,6 +1,7 @@
 .DEFAULT_GOAL := help
 SHELL := /bin/bash
 PYTHON ?= python3
+WORKERS ?= 2
 BIN := .venv/bin
 STAMP := .venv/.installed
 NIGHTLY := .venv-nightly
@@ -24,8 +25,8 @@ $(STAMP): pyproject.toml constraints.txt
 demo: $(STAMP)  ## Run five of the verbs on a tiny checkpoint and on a header-only 70B one.
 	@PATH="$(CURDIR)/$(BIN):$$PATH" bash fixtures/demo.sh
 
-test: $(STAMP)  ## Run the default tests, in two processes.
-	$(BIN)/pytest -q -n 2 --dist loadfile
+test: $(STAMP)  ## Run the default tests, in two processes (WORKERS=1: in one).
+	$(BIN)/pytest -q $(if $(filter-out 1,$(WORKERS)),-n $(WORKERS) --dist loadfile)
 
 nightly: $(STAMP) $(NIGHTLY_STAMP)  ## Run everything: slow tests, peers, kills, accelerate's suite; two hours or so.
 	$(BIN)/pytest -q -m "slow or not slow"
