@@ -74,10 +74,14 @@ _MODULES = {
     "bigload.planning.plan_file": "read_plan write_plan",
     "bigload.planning.planner": "plan",
     "bigload.planning.tensor_parallel.division": "Division",
+    "bigload.runtime.accelerate_helpers": (
+        "clear_device_cache find_executable_batch_size get_module_class_from_name patch_environment release_memory "
+        "skip_first_batches"
+    ),
     "bigload.runtime.device_map.auto_device_map": "infer_auto_device_map",
     "bigload.runtime.device_map.checks": "check_device_map clean_device_map",
     "bigload.runtime.device_map.device_memory": "get_balanced_memory get_max_memory",
-    "bigload.runtime.device_map.first_fit_fallback": "fallback_allocate",
+    "bigload.runtime.device_map.first_fit": "fallback_allocate",
     "bigload.runtime.device_map.model_units": "units_of_model",
     "bigload.runtime.device_map.module_sizes": (
         "CustomDtype calculate_maximum_sizes compute_module_sizes compute_module_total_buffer_size "
@@ -102,7 +106,7 @@ _MODULES = {
     ),
     "bigload.runtime.hooks.layerwise_casting": "LayerwiseCastingHook attach_layerwise_casting_hooks",
     "bigload.runtime.hooks.send_to_device": "find_device send_to_device",
-    "bigload.runtime.init_empty_weights": "init_empty_weights init_on_device",
+    "bigload.runtime.modules.init_empty_weights": "init_empty_weights init_on_device",
     "bigload.runtime.modules.module_tensors": (
         "align_module_device check_device_same has_offloaded_params retie_parameters set_module_tensor_to_device"
     ),
@@ -115,10 +119,6 @@ _MODULES = {
     "bigload.runtime.offload.offloaded_weights_loader": "OffloadedWeightsLoader",
     "bigload.runtime.offload.stored_weights": "StoredWeights",
     "bigload.runtime.offload.weight_sources": "PrefixedDataset",
-    "bigload.runtime.utilities.data_batches": "skip_first_batches",
-    "bigload.runtime.utilities.device_cache": "clear_device_cache find_executable_batch_size release_memory",
-    "bigload.runtime.utilities.environment": "patch_environment",
-    "bigload.runtime.utilities.module_classes": "get_module_class_from_name",
 }
 
 # torch warns of a missing numpy whenever it is imported; bigload never asks torch for numpy's arrays.

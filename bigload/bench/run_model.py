@@ -19,7 +19,7 @@ from bigload.planning.plan import Plan
 from bigload.planning.plan_file import open_planned, read_plan
 from bigload.runtime.device_map.blocks import DeviceLike, device_of, main_device_of
 from bigload.runtime.dispatch.load_and_dispatch import load_and_dispatch, load_checkpoint_and_dispatch
-from bigload.runtime.init_empty_weights import init_empty_weights
+from bigload.runtime.modules.init_empty_weights import init_empty_weights
 from bigload.runtime.streaming.run_log import RunStats
 
 _ALL_ON_DISK: Mapping[str, DeviceLike] = {"": "disk"}

@@ -13,7 +13,7 @@ from torch import nn
 
 from bigload.documents import MAX_CONFIG_BYTES, DocumentError, parse_json, read_file
 from bigload.errors import CheckpointNotFoundError, MissingPackageError, OptionError
-from bigload.runtime.init_empty_weights import init_empty_weights
+from bigload.runtime.modules.init_empty_weights import init_empty_weights
 
 _CONFIG = "config.json"
 _GENERATION = "generation_config.json"

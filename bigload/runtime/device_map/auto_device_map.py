@@ -10,19 +10,23 @@ import logging
 import math
 import warnings
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from torch import nn
 
+from bigload.errors import DoesNotFitError
+from bigload.planning.budget.budget import MemoryBudget
+from bigload.planning.model.units import Unit
+from bigload.planning.placement.problem import Misfit, PlacementProblem
+from bigload.planning.placement.solve import solve
 from bigload.runtime.device_map.checks import clean_device_map
 from bigload.runtime.device_map.device_memory import DeviceKey, MaxMemoryLike, get_max_memory
-from bigload.runtime.device_map.first_fit import FirstFit
-from bigload.runtime.device_map.first_fit_fallback import TieGroups
+from bigload.runtime.device_map.first_fit import FirstFit, TieGroups
 from bigload.runtime.device_map.model_units import units_of_model
-from bigload.runtime.device_map.module_queue import ModuleQueue, ModuleSplitter, direct_parts
+from bigload.runtime.device_map.module_queue import ModuleQueue, direct_parts
 from bigload.runtime.device_map.module_sizes import DTypeLike, Size, class_names, compute_module_sizes
-from bigload.runtime.device_map.policy_device_map import map_by_policy
 from bigload.runtime.device_map.tied_parameters import check_tied_parameters_in_config, find_tied_parameters
+from bigload.units import MAX_SIZE, format_size
 
 _logger = logging.getLogger(__name__)
 
@@ -73,24 +77,19 @@ def infer_auto_device_map(
         _logger.warning("The model weights are not tied: call its tie_weights() before a device map is made of it")
     if policy is not None:
         units = units_of_model(model, no_split_module_classes, dtype, special_dtypes)
-        device_map = map_by_policy(policy, units, limits, model_name=type(model).__name__)
+        device_map = _map_by_policy(policy, units, limits, model_name=type(model).__name__)
     else:
         limits.setdefault("disk", math.inf)
-        cutter = ModuleSplitter(
-            compute_module_sizes(model, dtype, special_dtypes), class_names(no_split_module_classes)
-        )
-        run = FirstFit(
-            ModuleQueue(direct_parts(model), cutter),
-            TieGroups(ties),
-            limits,
-            fallback=fallback_allocation,
-            verbose=verbose,
-        )
+        sizes = compute_module_sizes(model, dtype, special_dtypes)
+        work = ModuleQueue(direct_parts(model), sizes, class_names(no_split_module_classes))
+        run = FirstFit(work, TieGroups(ties), limits, fallback=fallback_allocation, verbose=verbose)
         device_map = run.place(type(model).__name__)
         if not offload_buffers:
             buffers = compute_module_sizes(model, dtype, special_dtypes, buffers_only=True)
             _warn_of_offloaded_buffers(buffers, device_map, run)
-        _log_empty_devices(run)
+        if run.needed:
+            lines = [f"  {device}: {math.ceil(num_bytes)} bytes required" for device, num_bytes in run.needed.items()]
+            _logger.info("No module went to these devices, due to insufficient memory:\n%s", "\n".join(lines))
     if clean_result:
         clean_device_map(device_map)
     return device_map
@@ -108,7 +107,35 @@ def _warn_of_offloaded_buffers(buffers: Mapping[str, Size], device_map: Mapping[
         warnings.warn(text, stacklevel=3)
 
 
-def _log_empty_devices(run: FirstFit) -> None:
-    if run.needed:
-        lines = [f"  {device}: {math.ceil(num_bytes)} bytes required" for device, num_bytes in run.needed.items()]
-        _logger.info("No module went to these devices, due to insufficient memory:\n%s", "\n".join(lines))
+def _map_by_policy(
+    policy: str, units: Sequence[Unit], limits: Mapping[DeviceKey, Size], *, model_name: str
+) -> OrderedDict[str, DeviceKey]:
+    # Policies take whole numbers; no limit is the largest one.
+    budget = MemoryBudget.of({str(key): MAX_SIZE if limit == math.inf else int(limit) for key, limit in limits.items()})
+    found = solve(PlacementProblem(units=units, budget=budget), policy)
+    if isinstance(found, Misfit):
+        raise _does_not_fit(model_name, units, budget, found)
+    return OrderedDict(
+        (part.name, device.kind if device.index is None else device.index)
+        for unit, device in zip(units, found.placement.devices, strict=True)
+        for part in unit.parts
+    )
+
+
+def _does_not_fit(name: str, units: Sequence[Unit], budget: MemoryBudget, misfit: Misfit) -> DoesNotFitError:
+    needed = sum(unit.num_bytes for unit in units)
+    limits = {device: limit for device, limit in budget if limit is not None}
+    rows = [
+        f"{device}: {format_size(limit)}, of which {format_size(misfit.workspace.get(device, 0))} for what is streamed"
+        for device, limit in limits.items()
+    ]
+    shortfalls = {str(device): lacking for device, lacking in misfit.too_small.items()}
+    if misfit.unplaced_bytes or not shortfalls:
+        shortfalls["total"] = misfit.unplaced_bytes
+    return DoesNotFitError(
+        name,
+        needed_bytes=needed,
+        usable_bytes=needed - misfit.unplaced_bytes,
+        shortfalls=shortfalls,
+        details=rows,
+    )

@@ -1,4 +1,4 @@
-"""Device maps as dicts: whether one covers a model, and the shortest form of one.
+"""Device maps as dicts: whether one covers a model and fits this machine, and the shortest form of one.
 
 A device map gives modules, and tensors that a split module owns itself, a device each. What it says of a module holds
 for everything inside that it does not name. Names and signatures are those of `accelerate.utils.modeling` 1.15.
@@ -14,7 +14,8 @@ from typing import TypeVar
 import torch
 from torch import nn
 
-from bigload.errors import IncompleteDeviceMapError
+from bigload.errors import DeviceNotPresentError, IncompleteDeviceMapError
+from bigload.runtime.device_map.blocks import DeviceLike
 from bigload.runtime.modules.module_names import prefixes
 
 DeviceT = TypeVar("DeviceT", bound=int | str | torch.device)
@@ -78,3 +79,37 @@ def clean_device_map(device_map: dict[str, DeviceT], module_name: str = "") -> d
 def _from(module_name: str, name: str) -> list[str]:
     """Return the modules around `name` from `module_name` on, and `name` itself; none if it lies elsewhere."""
     return [prefix for prefix in prefixes(name) if f"{prefix}.".startswith(f"{module_name}.") or not module_name]
+
+
+def check_devices_present(device_map: Mapping[str, DeviceLike]) -> None:
+    """Check that torch can use every device of `device_map`, a plan's for example.
+
+    Raises:
+        DeviceNotPresentError: it cannot use one of them.
+    """
+    for device in dict.fromkeys(device_map.values()):
+        if device == "disk":
+            continue
+        try:
+            found = torch.device(device)
+        except RuntimeError as error:
+            if not isinstance(device, int):  # no device at all, which torch says
+                raise
+            raise _missing(device, device_map, "it sees no accelerator") from error
+        if found.type in ("cpu", "meta"):
+            continue
+        count = _num_devices(found)
+        if (found.index or 0) >= count:
+            raise _missing(device, device_map, f"it sees {count or 'none'} of kind {found.type}")
+
+
+def _num_devices(device: torch.device) -> int:
+    try:
+        module = torch.get_device_module(device)
+        return int(module.device_count()) if module.is_available() else 0
+    except (RuntimeError, AttributeError):  # this torch was built without that kind
+        return 0
+
+
+def _missing(device: DeviceLike, device_map: Mapping[str, DeviceLike], reason: str) -> DeviceNotPresentError:
+    return DeviceNotPresentError(str(device), [name for name, each in device_map.items() if each == device], reason)

@@ -36,39 +36,6 @@ class QueuedModule:
         self.before = self.after = self
 
 
-class ModuleSplitter:
-    """Makes items of modules, and cuts items into pieces: own parameters, children, own buffers."""
-
-    def __init__(self, sizes: Mapping[str, Size], no_split: Container[str]) -> None:
-        self._sizes = sizes
-        self._no_split = no_split
-        self._layers: dict[str, Size] = {}
-
-    def item(self, name: str, held: ModuleOrTensor) -> QueuedModule:
-        layer = self._largest_layer(name, held) if isinstance(held, nn.Module) else NO_LAYER
-        return QueuedModule(name, held, self._sizes.get(name, 0), layer)
-
-    def can_split(self, item: QueuedModule) -> bool:
-        return isinstance(item.held, nn.Module) and not self._is_layer(item.held)
-
-    def pieces(self, item: QueuedModule) -> list[QueuedModule]:
-        assert isinstance(item.held, nn.Module), "can_split() is asked first"
-        return [self.item(f"{item.name}.{key}", held) for key, held in direct_parts(item.held)]
-
-    def _is_layer(self, module: nn.Module) -> bool:
-        return type(module).__name__ in self._no_split or next(module.children(), None) is None
-
-    def _largest_layer(self, name: str, module: nn.Module) -> Size:
-        found = self._layers.get(name)
-        if found is None:
-            if self._is_layer(module):
-                found = self._sizes.get(name, 0)
-            else:
-                found = max(self._largest_layer(f"{name}.{key}", child) for key, child in module.named_children())
-            self._layers[name] = found
-        return found
-
-
 def direct_parts(module: nn.Module) -> Iterator[tuple[str, ModuleOrTensor]]:
     """Yield what `module` consists of, by its last name: its own parameters, its children, then its own buffers.
 
@@ -92,12 +59,16 @@ def _has_tensors(module: nn.Module) -> bool:
 class ModuleQueue:
     """Items in the order in which devices are sought for them, and the largest layer among them."""
 
-    def __init__(self, named: Iterable[tuple[str, ModuleOrTensor]], cutter: ModuleSplitter) -> None:
-        self._cutter = cutter
+    def __init__(
+        self, named: Iterable[tuple[str, ModuleOrTensor]], sizes: Mapping[str, Size], no_split: Container[str]
+    ) -> None:
+        self._sizes = sizes
+        self._no_split = no_split
+        self._layer_bytes: dict[str, Size] = {}
         self._items: dict[str, QueuedModule] = {}
         self._ends = QueuedModule("", None, 0, NO_LAYER)
         for name, held in named:
-            self._insert(cutter.item(name, held), self._ends)
+            self._insert(self._item(name, held), self._ends)
         self._layers = _LargestLayer(self)
 
     @property
@@ -119,7 +90,7 @@ class ModuleQueue:
         return item.after if item.after is not self._ends else None
 
     def copy(self) -> ModuleQueue:
-        return ModuleQueue([(item.name, item.held) for item in self], self._cutter)
+        return ModuleQueue([(item.name, item.held) for item in self], self._sizes, self._no_split)
 
     def take_first(self) -> QueuedModule | None:
         item = self.first
@@ -138,11 +109,12 @@ class ModuleQueue:
         self._layers.drop(item)
 
     def can_split(self, item: QueuedModule) -> bool:
-        return self._cutter.can_split(item)
+        return isinstance(item.held, nn.Module) and not self._is_layer(item.held)
 
     def split(self, item: QueuedModule, *, recount: bool = True) -> QueuedModule:
-        """Replace `item` by its pieces, where it stands, and return the first of them."""
-        pieces = self._cutter.pieces(item)
+        """Replace `item` by its own parameters, children and own buffers, and return the first of them."""
+        assert isinstance(item.held, nn.Module), "can_split() is asked first"
+        pieces = [self._item(f"{item.name}.{key}", held) for key, held in direct_parts(item.held)]
         following = item.after
         self.remove(item)
         for piece in pieces:
@@ -166,6 +138,23 @@ class ModuleQueue:
     def holder(self, name: str) -> QueuedModule | None:
         """Return the item that is or contains the tensor `name`."""
         return next((self._items[prefix] for prefix in prefixes(name) if prefix in self._items), None)
+
+    def _item(self, name: str, held: ModuleOrTensor) -> QueuedModule:
+        layer = self._largest_layer(name, held) if isinstance(held, nn.Module) else NO_LAYER
+        return QueuedModule(name, held, self._sizes.get(name, 0), layer)
+
+    def _is_layer(self, module: nn.Module) -> bool:
+        return type(module).__name__ in self._no_split or next(module.children(), None) is None
+
+    def _largest_layer(self, name: str, module: nn.Module) -> Size:
+        found = self._layer_bytes.get(name)
+        if found is None:
+            if self._is_layer(module):
+                found = self._sizes.get(name, 0)
+            else:
+                found = max(self._largest_layer(f"{name}.{key}", child) for key, child in module.named_children())
+            self._layer_bytes[name] = found
+        return found
 
     def _insert(self, item: QueuedModule, following: QueuedModule) -> None:
         self._items[item.name] = item

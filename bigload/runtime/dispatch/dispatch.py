@@ -23,8 +23,7 @@ from bigload.runtime.device_map.blocks import (
     device_of,
     main_device_of,
 )
-from bigload.runtime.device_map.checks import check_device_map
-from bigload.runtime.device_map.present_devices import check_devices_present
+from bigload.runtime.device_map.checks import check_device_map, check_devices_present
 from bigload.runtime.device_map.tied_parameters import find_tied_parameters, move_tied
 from bigload.runtime.dispatch.supplied_weights import check_supplied, with_tied_names
 from bigload.runtime.hooks.align_devices import AlignDevicesHook, TiedParams

@@ -29,7 +29,7 @@ from bigload.loading.tensors import dtype_of, parsed_dtype, torch_dtype
 from bigload.planning.load_dtype import as_dtype
 from bigload.planning.plan import Plan
 from bigload.runtime.device_map.blocks import device_of
-from bigload.runtime.device_map.present_devices import check_devices_present
+from bigload.runtime.device_map.checks import check_devices_present
 from bigload.runtime.device_map.tied_parameters import check_tied_parameters_on_same_device, find_tied_parameters
 from bigload.runtime.dispatch.checkpoint_source import CheckpointSource, DeviceMap, loaded_dtype
 from bigload.runtime.dispatch.module_filling import (

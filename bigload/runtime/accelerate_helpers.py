@@ -1,17 +1,22 @@
-"""Memory that the allocator of an accelerator keeps for later, and batch sizes that fit into what there is.
+"""Small functions of accelerate that transformers, diffusers and peft import.
 
-Names and signatures are those of `accelerate.utils.memory` 1.15.
+Names and signatures are those of `accelerate.utils` and `accelerate.data_loader` 1.15.
 """
 
 from __future__ import annotations
 
 import gc
 import inspect
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial, wraps
+from itertools import islice
 from typing import Any
 
 import torch
+from torch import nn
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 _OUT_OF_MEMORY = (
     " out of memory.",
@@ -20,6 +25,12 @@ _OUT_OF_MEMORY = (
     "DefaultCPUAllocator: can't allocate memory",
 )
 """What torch's errors say that are no `torch.OutOfMemoryError`."""
+
+_KEPT_OPTIONS = (
+    *("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context"),
+    *("generator", "prefetch_factor", "persistent_workers", "pin_memory_device"),
+)
+"""Options of a data loader that `skip_first_batches` hands on."""
 
 
 def clear_device_cache(garbage_collection: bool = False) -> None:
@@ -93,3 +104,63 @@ def _is_out_of_memory(error: Exception) -> bool:
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     return isinstance(error, RuntimeError) and any(text in str(error) for text in _OUT_OF_MEMORY)
+
+
+def get_module_class_from_name(module: nn.Module, name: str) -> type[nn.Module] | None:
+    """Return the class called `name` of `module` or of one inside, the outermost first; `None` if there is none."""
+    return next((type(each) for each in module.modules() if type(each).__name__ == name), None)
+
+
+@contextmanager
+def patch_environment(**kwargs: object) -> Iterator[None]:
+    """Set each keyword, in upper case, as an environment variable inside of a `with` statement."""
+    changes = {name.upper(): str(value) for name, value in kwargs.items()}
+    before = {name: os.environ.get(name) for name in changes}
+    os.environ.update(changes)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+def skip_first_batches(dataloader: DataLoader[Any], num_batches: int = 0) -> DataLoader[Any]:
+    """Return a data loader that gives what `dataloader` does, without the first `num_batches`.
+
+    Samples of those are not loaded, unless the data set can only be iterated.
+    """
+    options: dict[str, Any] = {name: getattr(dataloader, name) for name in _KEPT_OPTIONS}
+    dataset = dataloader.dataset
+    if isinstance(dataset, IterableDataset):
+        options.update(batch_size=dataloader.batch_size, drop_last=dataloader.drop_last)
+        return _LaterLoader(num_batches, dataset, **options)
+    is_in_sampler = isinstance(dataloader.sampler, BatchSampler)
+    batches: Any = dataloader.sampler if is_in_sampler else dataloader.batch_sampler
+    return DataLoader(dataset, batch_sampler=_LaterBatches(batches, num_batches), **options)
+
+
+class _LaterBatches(BatchSampler):
+    def __init__(self, batches: BatchSampler, num_skipped: int) -> None:
+        self.batches = batches
+        self.num_skipped = num_skipped
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return islice(self.batches, self.num_skipped, None)
+
+    def __len__(self) -> int:
+        return len(self.batches) - self.num_skipped
+
+
+class _LaterLoader(DataLoader[Any]):
+    def __init__(self, num_skipped: int, dataset: Any, **options: Any) -> None:
+        super().__init__(dataset, **options)
+        self.num_skipped = num_skipped
+
+    def __iter__(self) -> Any:
+        return islice(super().__iter__(), self.num_skipped, None)
+
+    def __len__(self) -> int:
+        return super().__len__() - self.num_skipped

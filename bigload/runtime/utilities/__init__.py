@@ -1,1 +1,0 @@
-"""Small functions of accelerate that transformers, diffusers and peft import."""
