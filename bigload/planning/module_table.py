@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
+from operator import itemgetter
 
 from bigload.checkpoint.model import TensorInfo
 from bigload.planning.model.module_tree import ModuleNode, is_index
@@ -127,6 +129,38 @@ def ranges(numbers: Sequence[int], *, max_runs: int = 3) -> str:
             runs.append([number])
     texts = [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs]
     return ", ".join([*texts[:max_runs], "…"] if len(texts) > max_runs else texts)
+
+
+def folded_names(modules: Sequence[str]) -> str:
+    """Return module names the short way, runs of blocks folded.
+
+    >>> folded_names(["model.embed_tokens", "model.layers.0", "model.layers.1", "model.layers.2", "lm_head"])
+    'embed_tokens, layers 0-2, lm_head'
+    >>> folded_names(["layers.0.mlp.experts", "layers.1.mlp.experts", "layers.2.attn", "layers.2.norm"])
+    'layers 0-1 mlp.experts, layers 2 (2 parts)'
+    """
+    blocks = [
+        (name, number, tuple(part for _, _, part in members))
+        for (name, number), members in groupby(map(_block_of, modules), key=itemgetter(0, 1))
+    ]
+    # Neighbours with the same difference of number and place follow each other in their list.
+    runs = groupby(enumerate(blocks), key=lambda at: (at[1][0], at[1][2], at[1][1] is not None and at[1][1] - at[0]))
+    texts = []
+    for (name, parts, _), run in runs:
+        numbers = [number for _, (_, number, _) in run if number is not None]
+        words = [name.removeprefix("model.").removeprefix("transformer."), ranges(numbers)]
+        words.append(parts[0] if len(parts) == 1 else f"({len(parts)} parts)")
+        texts.append(" ".join(filter(None, words)))
+    return ", ".join(texts)
+
+
+def _block_of(module: str) -> tuple[str, int | None, str]:
+    """Return the list, the number and the rest of a name: `layers`, 3, `mlp.gate`."""
+    words = module.split(".")
+    for place, word in enumerate(words[1:], start=1):
+        if is_index(word):
+            return ".".join(words[:place]), int(word), ".".join(words[place + 1 :])
+    return module, None, ""
 
 
 def _form(node: ModuleNode) -> int:

@@ -6,21 +6,21 @@ same inputs give the same plan to the last byte of its file.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import groupby
 from pathlib import Path
 
 from bigload.checkpoint.fingerprint import ShardFingerprint
 from bigload.checkpoint.model import TensorInfo
 from bigload.devices import CPU, DISK, Device
 from bigload.errors import InvalidPlanError
+from bigload.plain_text import PlainTable, Styled, printable, stacked_bar
 from bigload.planning.load_dtype import as_loaded
-from bigload.planning.model.module_tree import is_index
+from bigload.planning.module_table import folded_names
 from bigload.planning.options import PlanOptions
 from bigload.planning.placement.optimality import Certificate
-from bigload.units import common_unit
+from bigload.units import common_unit, counted, format_size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -185,28 +185,9 @@ class Plan:
         """Name and bytes of the unit in which this plan's figures read best."""
         return common_unit(use.budget_bytes or use.weights_bytes for use in self.used_devices)
 
-    @property
-    def table_terms(self) -> tuple[str, ...]:
-        """What the table shows of the equation: weights and workspace always, caches and `run_bytes` where any are."""
-        terms = ("weights", "kv", "run", "workspace")
-        always = ("weights", "workspace")
-        return tuple(
-            term for term in terms if term in always or any(getattr(use, f"{term}_bytes") for use in self.devices)
-        )
-
-    def table_figures(self, use: DeviceUse) -> tuple[str, ...]:
-        """Return budget, `table_terms` and free of a row in `table_unit`; a dash for none."""
-        name, factor = self.table_unit
-        digits = 0 if name == "B" else 2
-        terms = [getattr(use, f"{term}_bytes") or None for term in self.table_terms]
-        sizes = (use.budget_bytes, *terms, use.free_bytes)
-        return tuple("-" if size is None else f"{size / factor:.{digits}f}" for size in sizes)
-
     def __str__(self) -> str:
         """Return the table that `bigload plan` prints."""
-        from bigload.planning.plan_text import text_of  # it reads plans
-
-        return text_of(self)
+        return "\n".join([headline(self), "", device_table(self, blocks=True).as_text(), *closing_lines(self)])
 
 
 def _as_peers_say(device: Device) -> str | int:
@@ -249,56 +230,121 @@ def _home(name: str, homes: dict[str, Device | None]) -> Device | None:
     return homes[name]
 
 
-def summarize(modules: Sequence[str]) -> str:
-    """Return module names the short way, runs of blocks folded.
-
-    >>> summarize(["model.embed_tokens", "model.layers.0", "model.layers.1", "model.layers.2", "lm_head"])
-    'embed_tokens, layers 0-2, lm_head'
-    >>> summarize(["layers.0.mlp.experts", "layers.1.mlp.experts", "layers.2.attn", "layers.2.norm"])
-    'layers 0-1 mlp.experts, layers 2 (2 parts)'
-    """
-    runs: list[_ModuleRange] = []
-    for list_name, number, parts in _gathered(modules):
-        last = runs[-1] if runs else None
-        if number is None or last is None or (last.name, last.parts, last.stop) != (list_name, parts, number):
-            runs.append(_ModuleRange(list_name, parts, number, number))
-        if number is not None:
-            runs[-1].stop = number + 1
-    return ", ".join(map(str, runs))
+def headline(plan: Plan) -> str:
+    """Return where the weights are, in one line, and how the figures of the table read, in another."""
+    unit, _ = plan.table_unit
+    return f"{printable(plan.name)} fits: {whereabouts(plan)}\n{subject(plan)}, figures in {unit}"
 
 
-@dataclass(slots=True)
-class _ModuleRange:
-    """Blocks that follow each other, whole or the same parts of each; without numbers, any other module."""
-
-    name: str
-    parts: tuple[str, ...]
-    start: int | None
-    stop: int | None
-
-    def __str__(self) -> str:
-        words = [self.name.removeprefix("model.").removeprefix("transformer.")]
-        if self.start is not None and self.stop is not None:
-            words.append(f"{self.start}" if self.stop - self.start == 1 else f"{self.start}-{self.stop - 1}")
-        if self.parts != ("",):
-            words.append(self.parts[0] if len(self.parts) == 1 else f"({len(self.parts)} parts)")
-        return " ".join(words)
+def whereabouts(plan: Plan) -> str:
+    """Return the shares of the weights by where they are: `41% on GPUs, 59% in RAM`."""
+    accelerators = [use.device for use in plan.devices if use.device.is_accelerator]
+    noun = "GPU" if {device.kind for device in accelerators} <= {"cuda", "xpu", "mps"} else "accelerator"
+    on_accelerators = f"on the {noun}" if len(accelerators) == 1 else f"on {noun}s"
+    shares: dict[str, int] = {}
+    for use in plan.devices:
+        place = {CPU: "in RAM", DISK: "on disk"}.get(use.device, on_accelerators)
+        shares[place] = shares.get(place, 0) + use.weights_bytes
+    total = plan.weights_bytes or 1
+    return ", ".join(f"{size / total:.0%} {place}" for place, size in shares.items() if size) or "it is empty"
 
 
-def _gathered(modules: Sequence[str]) -> Iterator[tuple[str, int | None, tuple[str, ...]]]:
-    """Yield list, number and parts of each block that `modules` name, `("",)` for a whole one."""
-    for (name, number), members in groupby(map(_block_of, modules), key=lambda found: found[:2]):
-        parts = tuple(part for _, _, part in members)
-        if number is None:
-            yield from ((name, None, ("",)) for _ in parts)
-        else:
-            yield name, number, parts
+def subject(plan: Plan) -> str:
+    """Return what was planned: how large, for what, by which policy."""
+    workload = plan.options.workload
+    if workload.load_dtype is not None:
+        text = f"{format_size(plan.weights_bytes)} as {workload.load_dtype}"
+    else:
+        text = f"{format_size(plan.total_bytes)} as stored"
+    if workload.context:
+        batch = f"{counted(workload.batch, 'sequence')} of " if workload.batch > 1 else ""
+        text += f", {batch}{counted(workload.context, 'token')}"
+    return f"{text}, {plan.policy} policy"
 
 
-def _block_of(module: str) -> tuple[str, int | None, str]:
-    """Return the list, the number and the rest of a name: `layers`, 3, `mlp.gate`."""
-    words = module.split(".")
-    for place, word in enumerate(words[1:], start=1):
-        if is_index(word):
-            return ".".join(words[:place]), int(word), ".".join(words[place + 1 :])
-    return module, None, ""
+def device_table(plan: Plan, *, blocks: bool) -> PlainTable:
+    """Return the table: budget = weights + caches + run + workspace + free, for every device."""
+    terms = [
+        term
+        for term in ("weights", "kv", "run", "workspace")
+        if term in ("weights", "workspace") or any(getattr(use, f"{term}_bytes") for use in plan.devices)
+    ]
+    right = ("BUDGET =", *(f"{term.upper()} +" for term in terms), "FREE")
+    table = PlainTable(("DEVICE", *right, "USE", "HOLDS"), right=right, folding="HOLDS", droppable="USE")
+    unit, factor = plan.table_unit
+    digits = 0 if unit == "B" else 2
+    for use in plan.used_devices:
+        sizes = (use.budget_bytes, *(getattr(use, f"{term}_bytes") or None for term in terms), use.free_bytes)
+        figures = ("-" if size is None else f"{size / factor:.{digits}f}" for size in sizes)
+        table.add(str(use.device), *figures, Styled(_bar(use, blocks=blocks), "cyan"), folded_names(use.modules))
+    return table
+
+
+def _bar(use: DeviceUse, *, blocks: bool) -> str:
+    if not use.budget_bytes:
+        return ""
+    full, half, rest = ("█", "▒", "·") if blocks else ("#", "+", ".")
+    weights = use.weights_bytes / use.budget_bytes
+    beside = (use.used_bytes - use.weights_bytes) / use.budget_bytes
+    return stacked_bar([(weights, full), (beside, half), (1 - weights - beside, rest)], width=16)
+
+
+def closing_lines(plan: Plan) -> list[str]:
+    """Return the lines below the table: what running and streaming take, how good the plan is, and notes."""
+    running: dict[str, list[str]] = {}
+    for use in plan.devices:
+        terms = {"overhead": use.overhead_bytes, "activations": use.activation_bytes, "logits": use.logits_bytes}
+        words = " + ".join(f"{format_size(size)} {term}" for term, size in terms.items() if size)
+        if words:
+            running.setdefault(words, []).append(str(use.device))
+    quality = str(plan.certificate)
+    if sum(bool(use.modules) for use in plan.devices if use.device.is_accelerator) > 1:
+        quality = f"{counted(plan.num_device_changes, 'device change')} per forward pass; {quality}"
+    return [
+        *(f"RUN is {words} on {', '.join(devices)}." for words, devices in running.items()),
+        *streaming_lines(plan),
+        f"{quality[0].upper()}{quality[1:]}.",
+        *(f"note: {printable(note.text)}" for note in plan.notes),
+    ]
+
+
+def streaming_lines(plan: Plan) -> list[str]:
+    """Return sentences on what a token brings from RAM and disk; none when every module runs where it is."""
+    streamed = plan.streamed_bytes
+    if not streamed:
+        return []
+    origins = {CPU: "from RAM", DISK: "from disk"}
+    needed = {device: plan.token_bytes.get(device, 0) for device in streamed}
+    is_sparse = sum(needed.values()) < sum(streamed.values())
+    shown = needed if is_sparse else streamed
+    total = format_size(sum(shown.values()))
+    if is_sparse:
+        total = f"{total} of {format_size(sum(streamed.values()))}"
+    if len(shown) > 1:
+        sources = ", ".join(f"{format_size(size)} {origins[device]}" for device, size in shown.items())
+        brought = f"{total} to {plan.execution_device}: {sources}"
+    else:
+        brought = f"{total} {origins[next(iter(shown))]} to {plan.execution_device}"
+    speeds = {CPU: plan.options.bandwidth.link, DISK: plan.options.bandwidth.disk}
+    rates = " and ".join(f"{format_size(speeds[device])}/s {origins[device]}" for device in shown)
+    least = "" if plan.token_seconds < SHORTEST_SECONDS else "at least "
+    lines = [
+        f"Each {'token' if is_sparse else 'forward pass'} brings {brought}.",
+        f"At {rates} that is {least}{duration(plan.token_seconds)}.",
+    ]
+    if any(use.workspace_bytes for use in plan.devices):
+        ahead = all(note.code != "no-prefetch" for note in plan.notes)
+        held = "two streamed modules: one computes, the next arrives" if ahead else "the largest streamed module"
+        lines.append(f"Workspace holds {held}.")
+    return lines
+
+
+SHORTEST_SECONDS = 0.001
+"""Shorter times are not told apart."""
+
+
+def duration(seconds: float) -> str:
+    """Return a time as a word: `13.7 s`, `180 ms`."""
+    if seconds >= 1:
+        return f"{seconds:.1f} s"
+    return f"{seconds * 1000:.0f} ms" if seconds >= SHORTEST_SECONDS else "under 1 ms"

@@ -7,7 +7,8 @@ import pytest
 from bigload.devices import CPU, DISK, Device
 from bigload.errors import BudgetError, CheckpointNotFoundError, DoesNotFitError, InvalidPlanError, OptionError
 from bigload.planning.budget.budget import MemoryBudget
-from bigload.planning.plan import recount, summarize
+from bigload.planning.module_table import folded_names
+from bigload.planning.plan import recount
 from bigload.planning.plan_file import plan_from_json, plan_to_json
 from bigload.planning.planner import plan
 from builders import checkpoint_of, llama_config, llama_tensors, make_checkpoint, write_shard
@@ -440,4 +441,4 @@ def test_a_disk_is_shown_when_it_holds_something_or_has_a_limit():
     ],
 )
 def test_runs_of_blocks_are_folded(modules, text):
-    assert summarize(modules) == text
+    assert folded_names(modules) == text

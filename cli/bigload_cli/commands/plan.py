@@ -207,13 +207,11 @@ def show(made: Plan, *, as_json: bool, quiet: bool, color: ColorMode) -> None:
     elif quiet:
         output.print_text(str(made.total_bytes))
     else:
-        from bigload.planning import plan_text as view
+        from bigload.planning.plan import closing_lines, device_table, headline
 
-        output.print_text(view.headline(made) + "\n")
-        output.print_table(view.devices(made, blocks=output.can_draw_on_stdout()), color=color)
-        closing = view.closing(made)
-        if closing:
-            output.print_text("\n".join(["", *closing]))
+        output.print_text(headline(made) + "\n")
+        output.print_table(device_table(made, blocks=output.can_draw_on_stdout()), color=color)
+        output.print_text("\n".join(["", *closing_lines(made)]))
 
 
 def _check(made: Plan, tier: FailIf) -> None:

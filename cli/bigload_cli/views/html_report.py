@@ -14,8 +14,7 @@ from pathlib import Path
 from bigload.devices import CPU, DISK, Device
 from bigload.documents import check_replaceable
 from bigload.planning.placement.optimality import Verdict
-from bigload.planning.plan import TERMS, DeviceUse, Plan
-from bigload.planning.plan_text import duration, streaming, subject, whereabouts
+from bigload.planning.plan import TERMS, DeviceUse, Plan, duration, streaming_lines, subject, whereabouts
 from bigload.planning.planner import PlanDetails
 from bigload.units import counted, format_size
 from bigload_cli.result_files import is_stdout, write_result
@@ -77,7 +76,8 @@ def html_report(details: PlanDetails, *, plan_file: Path | None = None) -> str:
             fill("heading", name=name) for name in ("Device", "Budget =", *(f"{n} +" for n in names), "Free")
         ),
         equation=join(_equation(use, terms, plan.table_unit[1]) for use in plan.used_devices),
-        waiting=" ".join(streaming(plan)) or "Nothing is streamed: every module runs on the device that holds it.",
+        waiting=" ".join(streaming_lines(plan))
+        or "Nothing is streamed: every module runs on the device that holds it.",
         streamed=_streamed(plan),
         modules=join(row for use in plan.used_devices for row in _modules(plan, use, pieces)),
         left_out=fill("left_out", notes=" ".join(left_out)) if left_out else "",
