@@ -7,6 +7,7 @@ from bigload.bench.report import BenchReport as BenchReport
 from bigload.bench.report import StrategyResult as StrategyResult
 from bigload.bench.run_stats import RunStatsReport as RunStatsReport
 from bigload.bench.run_stats import run_forwards as run_forwards
+from bigload.checkpoint.byte_source import ByteSource as ByteSource
 from bigload.checkpoint.model import Checkpoint as Checkpoint
 from bigload.checkpoint.model import CheckpointWarning as CheckpointWarning
 from bigload.checkpoint.model import Shard as Shard
@@ -107,7 +108,6 @@ from bigload.loading.load import LoadedTensors as LoadedTensors
 from bigload.loading.load import load as load
 from bigload.loading.methods import Method as Method
 from bigload.loading.progress import Progress as Progress
-from bigload.loading.readers.byte_source import ByteSource as ByteSource
 from bigload.loading.report import LoadReport as LoadReport
 from bigload.loading.slices import Slice as Slice
 from bigload.parallel.parallelize import parallelize as parallelize

@@ -13,7 +13,7 @@ from typing import Protocol, TypeVar
 
 from bigload.bench.result_marks import MADE_BY_BENCH_LOAD, MADE_BY_RUN
 from bigload.documents import write_whole
-from bigload.loading.report import Activity
+from bigload.machine.activities import Activity
 from bigload.runtime.streaming.run_log import RunStats, TraceSpan
 
 

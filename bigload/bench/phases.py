@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from bigload.loading.report import LoadReport, Phase
+from bigload.loading.report import LoadReport
+from bigload.machine.activities import Phase
 
 
 def phase_shares(report: LoadReport) -> dict[Phase, float]:

@@ -14,7 +14,7 @@ from bigload.bench.recommendation import Recommendation
 from bigload.bench.runner import Measured
 from bigload.bench.statistics import Ratio, Summary, ratio, summarize
 from bigload.loading.methods import Method
-from bigload.loading.report import Activity, Phase
+from bigload.machine.activities import Activity, Phase
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from bigload.checkpoint.byte_source import SourceIdentity
 from bigload.checkpoint.model import Checkpoint
 from bigload.errors import NotEnoughSpaceError, OutputExistsError, WriteError
 from bigload.layouts.options import DEFAULTS, ReshardOptions
@@ -33,7 +34,6 @@ from bigload.layouts.writing.staging import (
     staging_folder,
 )
 from bigload.layouts.writing.windows import DataRanges, data_ranges
-from bigload.loading.readers.schemes import SourceIdentity
 from bigload.planning.plan import Plan
 
 

@@ -6,16 +6,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING
 
+from bigload.checkpoint.byte_source import ByteSource
 from bigload.checkpoint.model import Checkpoint
 from bigload.loading.checks import unchanged
 from bigload.loading.engine import Stager, opened_sources, read
 from bigload.loading.methods import Method
 from bigload.loading.progress import OnProgress
-from bigload.loading.readers.byte_source import ByteSource
 from bigload.loading.readers.mapped import MappedFile
-from bigload.loading.report import Recorder
 from bigload.loading.schedule import CPU, BufferSpec, Delivery, Schedule
 from bigload.loading.strategy.read_strategy import ReadStrategy
+from bigload.machine.activities import Recorder
 from bigload.machine.huge_pages import allocate
 
 if TYPE_CHECKING:

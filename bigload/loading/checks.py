@@ -7,14 +7,14 @@ from contextlib import closing, contextmanager
 from functools import partial
 from pathlib import Path
 
+from bigload.checkpoint.byte_source import read_range, scheme_of
 from bigload.checkpoint.fingerprint import ShardFingerprint, changes, current_fingerprint, of_shard
 from bigload.checkpoint.model import Checkpoint
 from bigload.errors import NotEnoughMemoryError, ReadError
 from bigload.loading.methods import Method
-from bigload.loading.readers.byte_source import NO_RECORDER, read_range
-from bigload.loading.readers.schemes import scheme_of
 from bigload.loading.schedule import CPU, Delivery, Schedule
 from bigload.loading.strategy.read_strategy import ReadStrategy
+from bigload.machine.activities import NO_RECORDER
 from bigload.machine.memory import available_memory
 
 

@@ -9,12 +9,12 @@ from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
+from bigload.checkpoint.byte_source import ByteSource
 from bigload.errors import NotEnoughMemoryError
 from bigload.loading.progress import OnProgress, Tally, ignore_progress
-from bigload.loading.readers.byte_source import ByteSource
 from bigload.loading.readers.mapped import MappedFile
-from bigload.loading.report import Phase, Recorder
 from bigload.loading.schedule import BLOCK_BYTES, CPU, Delivery, Destination, ReadJob, Schedule
+from bigload.machine.activities import Phase, Recorder
 from bigload.machine.huge_pages import prefault
 from bigload.machine.inflight_pool import InflightPool
 from bigload.machine.thread_pool import run_jobs

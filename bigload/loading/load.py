@@ -15,12 +15,13 @@ from bigload.loading.checks import check_memory, check_ram
 from bigload.loading.memory_errors import memory_errors
 from bigload.loading.methods import Method
 from bigload.loading.progress import OnProgress, ignore_progress
-from bigload.loading.report import LoadReport, Phase, Recorder
+from bigload.loading.report import LoadReport
 from bigload.loading.schedule import CPU, Schedule, schedule_reads
 from bigload.loading.selection import Selection, select
 from bigload.loading.slices import Slice
 from bigload.loading.strategy.read_strategy import OpenSource, ReadStrategy, choose_strategy
 from bigload.loading.strategy.settings import settings
+from bigload.machine.activities import Phase, Recorder
 from bigload.planning.plan import Plan
 from bigload.planning.plan_file import open_planned
 

@@ -2,42 +2,10 @@
 
 from __future__ import annotations
 
-import threading
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
-from enum import StrEnum
 
 from bigload.loading.methods import Method
-
-
-class Phase(StrEnum):
-    """What a thread does at a moment of a load; the parts of it that are none of these are waiting.
-
-    `read`: a system call brings bytes. `fault`: fresh memory, or pages of a map, are made ready. `copy`: bytes move
-    in memory or to a device. `cast`: to another dtype. `assign`: tensors are made and put into a module. `wait`: for
-    bytes in flight, or for a device.
-    """
-
-    READ = "read"
-    FAULT = "fault"
-    COPY = "copy"
-    CAST = "cast"
-    ASSIGN = "assign"
-    WAIT = "wait"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Activity:
-    """One stretch of one thread: `start` and `seconds` count from the beginning of the load."""
-
-    phase: Phase
-    thread: str
-    start: float
-    seconds: float
-    num_bytes: int
-    file: str
+from bigload.machine.activities import Activity, Phase
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,47 +41,3 @@ class LoadReport:
         for activity in self.activities:
             seconds[activity.phase] = seconds.get(activity.phase, 0.0) + activity.seconds
         return seconds
-
-
-class Recorder:
-    """Keeps the activities of a load that is traced; does nothing, and costs next to nothing, for one that is not.
-
-    A traced load faults memory in before it reads into it, which separates faults from reads; otherwise the reads
-    fault it in, which is faster.
-    """
-
-    def __init__(self, *, is_tracing: bool) -> None:
-        self.is_tracing = is_tracing
-        self._began = time.perf_counter()
-        self._activities: list[Activity] = []
-
-    @contextmanager
-    def span(self, phase: Phase, *, num_bytes: int = 0, file: str = "") -> Iterator[None]:
-        """Note that this thread is in `phase` as long as the context lasts."""
-        if not self.is_tracing:
-            yield
-            return
-        start = time.perf_counter()
-        try:
-            yield
-        finally:
-            seconds = time.perf_counter() - start
-            self._activities.append(  # append is atomic: no lock
-                Activity(
-                    phase=phase,
-                    thread=threading.current_thread().name,
-                    start=start - self._began,
-                    seconds=seconds,
-                    num_bytes=num_bytes,
-                    file=file,
-                )
-            )
-
-    @property
-    def seconds(self) -> float:
-        """Seconds since the load began."""
-        return time.perf_counter() - self._began
-
-    def activities(self) -> tuple[Activity, ...]:
-        """Return what was noted, in order of time."""
-        return tuple(sorted(self._activities, key=lambda activity: activity.start))

@@ -17,7 +17,7 @@ from bigload.bench.recommendation import measure_sizes
 from bigload.errors import CheckpointNotFoundError, NotEnoughMemoryError, OptionError
 from bigload.loading import checks as guards
 from bigload.loading.methods import Method
-from bigload.loading.report import Phase
+from bigload.machine.activities import Phase
 from bigload.machine.page_cache import cached_fraction
 from builders import make_checkpoint, stored_tensors, write_shard
 

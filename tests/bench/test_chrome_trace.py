@@ -7,7 +7,7 @@ import pytest
 from bigload import run_trace, write_trace
 from bigload.bench.chrome_trace import load_trace
 from bigload.errors import WriteError
-from bigload.loading.report import Activity, Phase
+from bigload.machine.activities import Activity, Phase
 from run_reports import spans, stats_of
 
 

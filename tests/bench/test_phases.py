@@ -2,7 +2,8 @@ import pytest
 
 from bigload.bench.phases import phase_shares
 from bigload.loading.methods import Method
-from bigload.loading.report import Activity, LoadReport, Phase
+from bigload.loading.report import LoadReport
+from bigload.machine.activities import Activity, Phase
 
 
 def activity(phase, seconds, *, thread="bigload-0", start=0.0, num_bytes=0):

@@ -23,7 +23,7 @@ import gc, json, os, signal, sys, threading, time
 import torch
 import bigload
 from bigload.errors import ReadError
-from bigload.loading.readers.byte_source import PositionalReader
+from bigload.checkpoint.byte_source import PositionalReader
 
 lock = threading.Lock()
 

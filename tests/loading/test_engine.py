@@ -3,12 +3,12 @@ import time
 
 import pytest
 
+from bigload.checkpoint.byte_source import PositionalReader
 from bigload.checkpoint.source import open_checkpoint
 from bigload.errors import ReadError
 from bigload.loading.engine import opened_sources, read
-from bigload.loading.readers.byte_source import PositionalReader
-from bigload.loading.report import Phase, Recorder
 from bigload.loading.schedule import RequestedTensor, schedule_reads
+from bigload.machine.activities import Phase, Recorder
 from bigload.machine.huge_pages import allocate
 from builders import data_for, make_checkpoint, num_bytes_of, open_descriptors
 

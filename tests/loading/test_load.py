@@ -9,10 +9,10 @@ from torch import nn
 
 import bigload
 import make as fixtures
+from bigload.checkpoint.byte_source import PositionalReader
 from bigload.dtypes import DTYPES
 from bigload.errors import NotEnoughMemoryError, ReadError, StateDictMismatchError, UnsupportedDTypeError
 from bigload.loading import checks as guards
-from bigload.loading.readers.byte_source import PositionalReader
 from builders import DTYPE_BITS, llama_tensors, make_checkpoint, open_descriptors, write_shard
 
 SIX_BITS = {"F6_E2M3", "F6_E3M2"}

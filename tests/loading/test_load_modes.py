@@ -10,11 +10,11 @@ from torch import nn
 
 import bigload
 import make as fixtures
+from bigload.checkpoint.byte_source import PositionalReader
 from bigload.errors import OptionError, ReadError, StalePlanError, StateDictMismatchError, UnsupportedMethodError
 from bigload.loading.methods import Method
-from bigload.loading.readers.byte_source import PositionalReader
-from bigload.loading.report import Phase
 from bigload.loading.slices import Slice
+from bigload.machine.activities import Phase
 from builders import make_checkpoint, open_descriptors, write_shard
 
 UP = "model.layers.1.mlp.up_proj.weight"

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from bigload.errors import NotEnoughMemoryError
-from bigload.loading.report import Phase, Recorder
 from bigload.machine import huge_pages
+from bigload.machine.activities import Phase, Recorder
 from bigload.machine.inflight_pool import BlockPool, InflightPool
 from bigload.units import MIB
 

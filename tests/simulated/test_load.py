@@ -6,8 +6,8 @@ from torch import nn
 
 import bigload
 import make as fixtures
+from bigload.checkpoint.byte_source import PositionalReader
 from bigload.errors import NotEnoughMemoryError, OptionError, ReadError
-from bigload.loading.readers.byte_source import PositionalReader
 from bigload.loading.slices import Slice
 
 SIM = [torch.device("sim", index) for index in range(4)]

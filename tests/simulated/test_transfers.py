@@ -9,10 +9,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bigload.loading.readers.byte_source import PositionalReader
-from bigload.loading.report import Phase, Recorder
+from bigload.checkpoint.byte_source import PositionalReader
 from bigload.loading.staging.accelerators import free_bytes
 from bigload.loading.staging.device_transfers import Transfers
+from bigload.machine.activities import Phase, Recorder
 from simulated_accelerator import watched
 from transfer_jobs import cut, numbers, send_all
 

@@ -9,7 +9,7 @@ from bigload.bench.recommendation import Recommendation, SizeMeasured
 from bigload.bench.report import BenchReport, PeerResult, RawResult, StrategyResult
 from bigload.bench.runner import Measured
 from bigload.loading.methods import Method
-from bigload.loading.report import Activity, Phase
+from bigload.machine.activities import Activity, Phase
 
 GIB = 2**30
 SHA = "0123456789abcdef" * 4

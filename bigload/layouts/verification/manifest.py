@@ -19,11 +19,11 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import TypeVar
 
+from bigload.checkpoint.byte_source import PositionalReader
 from bigload.checkpoint.fingerprint import ShardFingerprint
 from bigload.checkpoint.index import resolve_shard
 from bigload.documents import parse_json
 from bigload.errors import InvalidManifestError, ManifestNotFoundError
-from bigload.loading.readers.byte_source import PositionalReader
 from bigload.units import MAX_SIZE, MIB
 
 MANIFEST_FILE = "bigload-manifest.json"

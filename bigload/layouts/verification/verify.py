@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
+from bigload.checkpoint.byte_source import PositionalReader
 from bigload.checkpoint.formats.safetensors import read_header
 from bigload.checkpoint.index import resolve_shard
 from bigload.checkpoint.model import Span
@@ -29,7 +30,6 @@ from bigload.errors import (
 from bigload.layouts.verification.digests import FileDigest, TensorRange
 from bigload.layouts.verification.manifest import MANIFEST_FILE, FileRecord, Manifest, read_manifest
 from bigload.loading.progress import OnProgress, Tally, ignore_progress
-from bigload.loading.readers.byte_source import PositionalReader
 from bigload.loading.readers.direct import DirectReader
 from bigload.loading.strategy.settings import MAX_THREADS
 from bigload.machine.inflight_pool import BlockPool

@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from bigload.checkpoint.byte_source import fill
 from bigload.errors import BigloadError, ReadError, WriteError
-from bigload.loading.readers.byte_source import fill
 from bigload.loading.readers.direct import direct_alignment
 
 _libc = ctypes.CDLL(None, use_errno=True)

@@ -6,13 +6,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from bigload.checkpoint.byte_source import PositionalReader
 from bigload.errors import ReadError
 from bigload.layouts.output import OutputFile
 from bigload.layouts.verification.digests import FileDigest
 from bigload.layouts.verification.manifest import FileRecord
 from bigload.layouts.writing.journal import FileProgress
 from bigload.loading.progress import Tally
-from bigload.loading.readers.byte_source import PositionalReader
 from bigload.loading.readers.direct import DirectReader, direct_alignment
 from bigload.machine.inflight_pool import BlockPool
 from bigload.machine.sparse_files import data_extents

@@ -9,14 +9,14 @@ from contextlib import ExitStack
 from types import TracebackType
 from typing import Self
 
+from bigload.checkpoint.byte_source import ByteSource, PositionalReader, SourceIdentity, scheme_of
 from bigload.checkpoint.fingerprint import changes, fingerprint
 from bigload.checkpoint.model import Checkpoint, Span
 from bigload.errors import ReadError, StalePlanError
 from bigload.loading.checks import current_fingerprints
-from bigload.loading.readers.byte_source import NO_RECORDER, ByteSource, PositionalReader
 from bigload.loading.readers.cache_first import CacheFirstReader
 from bigload.loading.readers.direct import direct_alignment
-from bigload.loading.readers.schemes import SourceIdentity, scheme_of
+from bigload.machine.activities import NO_RECORDER
 from bigload.machine.inflight_pool import BlockPool
 from bigload.machine.sparse_files import data_extents
 

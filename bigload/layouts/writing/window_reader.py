@@ -17,11 +17,12 @@ from functools import partial
 from itertools import groupby
 from typing import TYPE_CHECKING
 
+from bigload.checkpoint.byte_source import ByteSource
 from bigload.layouts.output import OutputTensor
-from bigload.loading.readers.byte_source import NO_RECORDER, ByteSource
 from bigload.loading.schedule import BLOCK_BYTES, Delivery, DTypeCast, ReadJob, ReadRequest, jobs_of, requests_for
 from bigload.loading.slices import StridedRange, rows_between
 from bigload.loading.strided_views import view_parts
+from bigload.machine.activities import NO_RECORDER
 from bigload.units import MIB
 
 if TYPE_CHECKING:

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
-from bigload.loading.readers.byte_source import NO_RECORDER, PositionalReader
+from bigload.checkpoint.byte_source import PositionalReader
 from bigload.loading.readers.direct import DirectReader
-from bigload.loading.report import Recorder
+from bigload.machine.activities import NO_RECORDER, Recorder
 from bigload.machine.inflight_pool import BlockPool
 from bigload.machine.page_cache import cached_bytes
 

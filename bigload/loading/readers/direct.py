@@ -14,9 +14,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from bigload.checkpoint.byte_source import OpenFile, ended_early, read_once
 from bigload.errors import ReadError, UnsupportedMethodError
-from bigload.loading.readers.byte_source import NO_RECORDER, OpenFile, ended_early, read_once
-from bigload.loading.report import Phase, Recorder
+from bigload.machine.activities import NO_RECORDER, Phase, Recorder
 from bigload.machine.huge_pages import address_of
 from bigload.machine.inflight_pool import BlockPool
 from bigload.machine.libc import libc as _libc

@@ -17,9 +17,9 @@ import weakref
 from collections.abc import Sequence
 from pathlib import Path
 
+from bigload.checkpoint.byte_source import OpenFile, ended_early, fill
 from bigload.errors import ReadError
-from bigload.loading.readers.byte_source import NO_RECORDER, OpenFile, ended_early, fill
-from bigload.loading.report import Phase, Recorder
+from bigload.machine.activities import NO_RECORDER, Phase, Recorder
 from bigload.machine.huge_pages import address_of, no_memory
 from bigload.machine.libc import MAP_FAILED
 from bigload.machine.libc import libc as _libc

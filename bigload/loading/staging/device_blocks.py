@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from bigload.loading.readers.byte_source import ByteSource
+from bigload.checkpoint.byte_source import ByteSource
 from bigload.loading.schedule import Destination, ReadJob
 from bigload.loading.staging.device_transfers import HostBlock, Transfers
 from bigload.loading.tensors import Memory, torch_dtype

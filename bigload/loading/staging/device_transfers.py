@@ -17,7 +17,7 @@ from typing import Any, Self
 
 import torch
 
-from bigload.loading.report import Phase, Recorder
+from bigload.machine.activities import Phase, Recorder
 
 
 class HostBlock:

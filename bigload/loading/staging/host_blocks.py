@@ -9,11 +9,11 @@ from itertools import chain, starmap
 
 import torch
 
-from bigload.loading.readers.byte_source import ByteSource
-from bigload.loading.report import Phase, Recorder
+from bigload.checkpoint.byte_source import ByteSource
 from bigload.loading.schedule import STAGED_BLOCK_BYTES, Destination, DTypeCast, ReadJob
 from bigload.loading.strided_views import ViewPart
 from bigload.loading.tensors import Memory, torch_dtype
+from bigload.machine.activities import Phase, Recorder
 from bigload.machine.huge_pages import Buffer, allocate
 from bigload.units import KIB
 

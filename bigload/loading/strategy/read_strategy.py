@@ -8,19 +8,18 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from bigload.checkpoint.byte_source import ByteSource, SourceScheme, scheme_of
 from bigload.checkpoint.model import Checkpoint
 from bigload.errors import UnsupportedMethodError
 from bigload.loading.methods import Method
-from bigload.loading.readers.byte_source import ByteSource
 from bigload.loading.readers.cache_first import CacheFirstReader
 from bigload.loading.readers.direct import MAX_ALIGNMENT, DirectReader
 from bigload.loading.readers.mapped import MappedFile
-from bigload.loading.readers.schemes import SourceScheme, scheme_of
-from bigload.loading.report import Phase, Recorder
 from bigload.loading.schedule import BLOCK_BYTES, RequestedTensor
 from bigload.loading.slices import rows_of
 from bigload.loading.strategy.io_method import FileRanges, MethodChoice, choose_method
 from bigload.loading.strategy.settings import LoadSettings
+from bigload.machine.activities import Phase, Recorder
 from bigload.machine.inflight_pool import LENT_BLOCK_BYTES, BlockPool
 from bigload.machine.thread_pool import default_threads
 from bigload.units import MIB

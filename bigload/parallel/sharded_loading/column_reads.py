@@ -16,13 +16,13 @@ from dataclasses import dataclass
 
 import torch
 
+from bigload.checkpoint.byte_source import ByteSource, read_strided, scheme_of
 from bigload.checkpoint.model import Checkpoint
 from bigload.loading.checks import unchanged
 from bigload.loading.engine import opened_sources
-from bigload.loading.readers.byte_source import NO_RECORDER, ByteSource, read_strided
-from bigload.loading.readers.schemes import scheme_of
 from bigload.loading.schedule import CPU
 from bigload.loading.tensors import torch_dtype
+from bigload.machine.activities import NO_RECORDER
 from bigload.machine.huge_pages import Buffer
 from bigload.machine.inflight_pool import InflightPool
 from bigload.machine.thread_pool import run_jobs

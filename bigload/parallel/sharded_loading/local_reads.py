@@ -14,7 +14,6 @@ from bigload.dtypes import DTYPES, parse_dtype
 from bigload.loading.buffers import fill_buffers
 from bigload.loading.methods import Method
 from bigload.loading.progress import ignore_progress
-from bigload.loading.report import Recorder
 from bigload.loading.schedule import (
     CPU,
     BufferSpec,
@@ -29,6 +28,7 @@ from bigload.loading.schedule import (
 from bigload.loading.slices import StridedRange
 from bigload.loading.strategy.read_strategy import ReadStrategy, choose_strategy
 from bigload.loading.strategy.settings import LoadSettings
+from bigload.machine.activities import Recorder
 from bigload.parallel.sharded_loading.byte_ranges import StridedCopy, strided_copies
 from bigload.parallel.sharded_loading.column_reads import read_columns
 from bigload.parallel.sharded_loading.local_tensors import LocalTensor

@@ -23,6 +23,7 @@ from typing import Self
 import torch
 import xxhash
 
+from bigload.checkpoint.byte_source import OpenFile, PositionalReader
 from bigload.documents import staged_file
 from bigload.errors import InvalidCheckpointError, NotOffloadableError, Problem, ReadError, WriteError
 from bigload.layouts.dat_format import (
@@ -40,7 +41,6 @@ from bigload.layouts.dat_format import (
 )
 from bigload.layouts.offload_reader import IndexReading, read_dat_index
 from bigload.loading.checks import signature
-from bigload.loading.readers.byte_source import OpenFile, PositionalReader
 from bigload.loading.tensors import torch_dtype
 from bigload.machine.huge_pages import allocate
 from bigload.runtime.modules.module_tensors import data_address

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from bigload.loading.readers.byte_source import NO_RECORDER
 from bigload.loading.staging.device_blocks import PassingStager
 from bigload.loading.staging.device_transfers import Transfers
+from bigload.machine.activities import NO_RECORDER
 from bigload.runtime.streaming.weight_reads import BLOCK_BYTES, WeightReads
 
 _NUM_BLOCKS = 16

@@ -6,9 +6,10 @@ from collections.abc import Sequence
 
 import torch
 
-from bigload.loading.readers.byte_source import NO_RECORDER, ByteSource
+from bigload.checkpoint.byte_source import ByteSource
 from bigload.loading.schedule import CPU, ReadJob
 from bigload.loading.staging.host_blocks import HostStager, bytes_in
+from bigload.machine.activities import NO_RECORDER
 from bigload.runtime.streaming.buffer_pool import BufferPool, PooledBuffer
 from bigload.runtime.streaming.weight_reads import WeightReads
 from bigload.runtime.streaming.weights import Weight

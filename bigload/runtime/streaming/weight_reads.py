@@ -10,14 +10,15 @@ from dataclasses import replace
 import torch
 from torch import nn
 
+from bigload.checkpoint.byte_source import ByteSource, PositionalReader
 from bigload.checkpoint.model import Span, TensorInfo
 from bigload.dtypes import DType
 from bigload.loading.engine import Stager, opened_sources, read
-from bigload.loading.readers.byte_source import NO_RECORDER, ByteSource, PositionalReader
 from bigload.loading.schedule import RequestedTensor, schedule_reads
 from bigload.loading.strategy.read_strategy import usual_threads
 from bigload.loading.strategy.settings import settings
 from bigload.loading.tensors import Memory, as_tensors, dtype_of, torch_dtype, torch_shape
+from bigload.machine.activities import NO_RECORDER
 from bigload.machine.huge_pages import address_of
 from bigload.machine.page_cache import drop_cached_pages
 from bigload.runtime.modules.module_tensors import version_of

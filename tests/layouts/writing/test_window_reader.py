@@ -14,12 +14,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bigload.checkpoint.byte_source import PositionalReader
 from bigload.checkpoint.model import Span, TensorInfo
 from bigload.dtypes import DTYPES
 from bigload.errors import ReadError
 from bigload.layouts.output import OutputTensor
 from bigload.layouts.writing.window_reader import Portion, WindowReader
-from bigload.loading.readers.byte_source import PositionalReader
 from bigload.loading.slices import Slice
 from bigload.machine.huge_pages import allocate
 from bigload.machine.thread_pool import run_jobs
@@ -314,7 +314,7 @@ from bigload.dtypes import DTYPES
 from bigload.layouts.dtype_rules import config_with_dtype, dtype_rule
 from bigload.layouts.writing.window_reader import WindowReader, Portion
 from bigload.layouts.output import OutputTensor
-from bigload.loading.readers.byte_source import PositionalReader
+from bigload.checkpoint.byte_source import PositionalReader
 from bigload.loading.slices import Slice
 
 info = TensorInfo("w", DTYPES["BF16"], (4, 8), Span("f", 0, 64))

@@ -5,7 +5,7 @@ import pytest
 from bigload.errors import ReadError
 from bigload.loading.readers.cache_first import CacheFirstReader
 from bigload.loading.readers.direct import direct_alignment
-from bigload.loading.report import Phase, Recorder
+from bigload.machine.activities import Phase, Recorder
 from bigload.machine.page_cache import cached_bytes, evict
 from builders import open_descriptors
 

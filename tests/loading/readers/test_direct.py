@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from bigload.errors import ReadError, UnsupportedMethodError
 from bigload.loading.readers import direct
 from bigload.loading.readers.direct import DirectReader, direct_alignment
-from bigload.loading.report import Phase, Recorder
+from bigload.machine.activities import Phase, Recorder
 from bigload.machine.huge_pages import address_of, allocate
 from bigload.machine.inflight_pool import BlockPool
 from builders import open_descriptors

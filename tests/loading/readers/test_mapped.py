@@ -13,7 +13,7 @@ import pytest
 from bigload.errors import NotEnoughMemoryError, ReadError
 from bigload.loading.readers import mapped
 from bigload.loading.readers.mapped import MappedFile
-from bigload.loading.report import Phase, Recorder
+from bigload.machine.activities import Phase, Recorder
 from bigload.machine.huge_pages import address_of
 from bigload.machine.page_cache import evict
 from builders import open_descriptors

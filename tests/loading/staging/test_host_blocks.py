@@ -2,9 +2,9 @@
 
 import threading
 
-from bigload.loading.report import Recorder
 from bigload.loading.schedule import Delivery, Destination, ReadJob
 from bigload.loading.staging import host_blocks as host_staging
+from bigload.machine.activities import Recorder
 from bigload.machine.huge_pages import allocate
 
 

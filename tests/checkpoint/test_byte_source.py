@@ -4,8 +4,8 @@ from itertools import islice
 
 import pytest
 
+from bigload.checkpoint.byte_source import PositionalReader
 from bigload.errors import LoadError, ReadError
-from bigload.loading.readers.byte_source import PositionalReader
 from builders import open_descriptors
 
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import bigload
+from bigload.checkpoint.byte_source import SourceIdentity, SourceScheme, register_scheme, scheme_of
 from bigload.errors import ReadError, UnsupportedMethodError
-from bigload.loading.readers.schemes import SourceIdentity, SourceScheme, register_scheme, scheme_of
 from builders import make_checkpoint
 
 OBJECTS, OPEN, READS = {}, set(), []

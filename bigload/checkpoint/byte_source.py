@@ -1,21 +1,23 @@
-"""Byte sources: the protocol by which byte ranges are read, and its implementation by positional reads of a file."""
+"""Byte sources: the protocol by which headers and data are read, local files, and a registry by scheme of location.
+
+A new kind of source is a module with a `ByteSource`, and one call of `register_scheme`. `memory:/x/model.safetensors`
+is a location of the scheme `memory` (a `Path` keeps one slash of `memory://x`); every other location is a local file.
+"""
 
 from __future__ import annotations
 
 import errno
 import os
 import stat
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Protocol, Self
 
 from bigload.errors import ReadError
-from bigload.loading.report import Phase, Recorder
-
-NO_RECORDER = Recorder(is_tracing=False)
-"""For sources that nobody traces; it keeps nothing, so all of them can share it."""
+from bigload.machine.activities import NO_RECORDER, Phase, Recorder
 
 _MAX_BUFFERS = os.sysconf("SC_IOV_MAX")
 
@@ -24,7 +26,7 @@ class ByteSource(Protocol):
     """An open file of a checkpoint, local or remote, that is read by byte ranges.
 
     Calls, in order:
-      1. Opening: the constructor, or `open` of the source's scheme (`readers.schemes`). It raises `ReadError` if there
+      1. Opening: the constructor, or `open` of the source's scheme. It raises `ReadError` if there
          is no such file; it reads nothing, though a remote source may fetch its size.
       2. `read_into`, any number of times, in any order, also from several threads at once, each with ranges and buffers
          of its own. A source may split, coalesce or cache requests.
@@ -104,9 +106,6 @@ class OpenFile:
 class PositionalReader(OpenFile):
     """Reads through the page cache with `preadv`: no shared file position, so threads need no lock."""
 
-    def __init__(self, path: Path, *, recorder: Recorder = NO_RECORDER) -> None:
-        super().__init__(path, recorder=recorder)
-
     def expect(self, ranges: Iterable[tuple[int, int]]) -> None:
         """Have the kernel start reading these (start, stop) ranges into the page cache, all at once: a hint."""
         for start, stop in ranges:
@@ -158,3 +157,75 @@ def _unfilled(buffers: list[memoryview], count: int) -> list[memoryview]:
             return [buffer[count:], *buffers[index + 1 :]]
         count -= buffer.nbytes
     return []
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SourceIdentity:
+    """What is at a location now: files with equal identities are taken to have the same bytes.
+
+    Attributes:
+        num_bytes: Size.
+        version: Changes when the content is written to: mtime, an ETag. The same on every host.
+        local_version: Changes when the file is replaced, and may differ between hosts: inode.
+        status_version: Changes with every change of content or status, also with a new link: ctime, which no program
+            can set back.
+    """
+
+    num_bytes: int
+    version: tuple[int | str, ...]
+    local_version: tuple[int, ...] = ()
+    status_version: tuple[int, ...] = ()
+
+    def has_content_of(self, other: SourceIdentity) -> bool:
+        """Return whether they are equal but for links and permissions."""
+        return replace(self, status_version=other.status_version) == other
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SourceScheme:
+    """How files of one kind of location are identified and opened.
+
+    Attributes:
+        name: What stands before the colon of a location.
+        open: Opens a `ByteSource` that tells the recorder of its reads, or raises `ReadError`.
+        identity: Returns what is at a location now, without opening it, or raises `ReadError`.
+        is_local: Whether locations are paths of this machine: direct reads, maps and the page cache apply.
+    """
+
+    name: str
+    open: Callable[[Path, Recorder], ByteSource]
+    identity: Callable[[Path], SourceIdentity]
+    is_local: bool = False
+
+
+def register_scheme(scheme: SourceScheme) -> None:
+    """Have locations that begin with `scheme.name` and a colon read by `scheme`; a later one replaces an earlier."""
+    _SCHEMES[scheme.name] = scheme
+
+
+def scheme_of(location: Path) -> SourceScheme:
+    """Return the scheme of `location`: `file` where it begins with the name of no other."""
+    name, separator, _ = str(location).partition(":/")
+    return _SCHEMES.get(name, _FILE) if separator else _FILE
+
+
+def _file_identity(path: Path) -> SourceIdentity:
+    try:
+        status = path.stat()
+    except OSError as error:
+        raise ReadError(path, error.strerror or str(error)) from error
+    return SourceIdentity(
+        num_bytes=status.st_size,
+        version=(status.st_mtime_ns,),
+        local_version=(status.st_ino,),
+        status_version=(status.st_ctime_ns,),
+    )
+
+
+_FILE = SourceScheme(
+    name="file",
+    open=lambda path, recorder: PositionalReader(path, recorder=recorder),
+    identity=_file_identity,
+    is_local=True,
+)
+_SCHEMES = {_FILE.name: _FILE}
