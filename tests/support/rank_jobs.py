@@ -7,7 +7,7 @@ from torch.distributed.tensor import DTensor
 
 from bigload.errors import PartitionError
 from bigload.parallel.tensor_parallel.apply import apply_tensor_parallel, placed, plan_tensor_parallel
-from bigload.parallel.tensor_parallel.partial_plan import sliced
+from bigload.parallel.tensor_parallel.plan import sliced
 from parallel_models import MODELS, example
 
 

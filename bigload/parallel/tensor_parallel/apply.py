@@ -6,21 +6,17 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor.parallel import parallelize_module
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from bigload.errors import PartitionError
 from bigload.parallel.tensor_parallel.custom_policies import read_policies
-from bigload.parallel.tensor_parallel.forwards import FORWARDS
-from bigload.parallel.tensor_parallel.partial_plan import sliced
-from bigload.parallel.tensor_parallel.placements import placed
-from bigload.parallel.tensor_parallel.plan import TensorParallelPlan
+from bigload.parallel.tensor_parallel.forwards import cut_arguments, replace_forward
+from bigload.parallel.tensor_parallel.plan import TensorParallelPlan, sliced
 from bigload.parallel.tensor_parallel.planner import make_plan
-from bigload.parallel.tensor_parallel.validation import cut_arguments
-from bigload.planning.tensor_parallel.division import MAX_RANKS, WHOLE
-
-__all__ = ["apply_tensor_parallel", "placed", "plan_tensor_parallel"]
+from bigload.planning.tensor_parallel.division import MAX_RANKS, WHOLE, Division, chunks
 
 
 def plan_tensor_parallel(
@@ -74,14 +70,16 @@ def apply_tensor_parallel(model: nn.Module, plan: TensorParallelPlan, mesh: Devi
     """
     _check(model, plan, mesh)
     rank = mesh.get_local_rank()
-    styles = _styles(model, plan)
+    # A module with several names has the style of the first.
+    styles = {model.get_submodule(name): name for name in reversed(list(plan.styles))}
     _divide_parameters(model, plan, mesh, rank)
     for name, value in plan.attributes.items():
         path, _, last = name.rpartition(".")
         setattr(model.get_submodule(path), last, value)
     for name, arguments in plan.arguments.items():
         cut_arguments(model.get_submodule(name), arguments, rank, plan.size)
-    parallelize_module(model, mesh, styles)  # type: ignore[arg-type]
+    for module, name in styles.items():
+        replace_forward(module, plan.styles[name], plan.division(f"{name}.weight"), mesh)
 
 
 @contextmanager
@@ -108,12 +106,6 @@ def _check(model: nn.Module, plan: TensorParallelPlan, mesh: DeviceMesh) -> None
         )
 
 
-def _styles(model: nn.Module, plan: TensorParallelPlan) -> dict[str, object]:
-    """Return the style of each module, once for modules with several names."""
-    by_module = {id(model.get_submodule(name)): name for name in reversed(list(plan.styles))}
-    return {name: FORWARDS[plan.styles[name]](plan.division(f"{name}.weight")) for name in by_module.values()}
-
-
 def _divide_parameters(model: nn.Module, plan: TensorParallelPlan, mesh: DeviceMesh, rank: int) -> None:
     done: dict[int, nn.Parameter] = {}
     for name, parameter in list(model.named_parameters(remove_duplicate=False)):
@@ -126,3 +118,39 @@ def _divide_parameters(model: nn.Module, plan: TensorParallelPlan, mesh: DeviceM
             done[id(parameter)] = nn.Parameter(tensor, requires_grad=parameter.requires_grad)
         path, _, last = name.rpartition(".")
         model.get_submodule(path)._parameters[last] = done[id(parameter)]
+
+
+def placed(local: Tensor, name: str, plan: TensorParallelPlan, mesh: DeviceMesh) -> Tensor:
+    """Return `local`, what this rank holds of the parameter `name`, as the tensor that the parallel model has there.
+
+    A `DTensor` where torch has a placement for its division, else `local` itself.
+    """
+    division = plan.division(name)
+    shape = torch.Size(plan.shapes[name])
+    found = None if division.dim is None else _placement(division, shape[division.dim])
+    if found is None:
+        return local
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(local, mesh, [found], run_check=False, shape=shape, stride=stride)
+
+
+def _placement(division: Division, length: int) -> Placement | None:
+    """Return the placement of a tensor that is divided so along `length` elements; `None` where torch has none.
+
+    `Shard` for one range each, as `torch.chunk` has them; `_StridedShard` for equal parts, each divided so.
+    """
+    if division.dim is None:
+        return None
+    size = len(division.ranges)
+    if division.ranges == chunks(length, size):
+        return Shard(division.dim)
+    num_parts = len(division.ranges[0])
+    if num_parts < 2 or length % (num_parts * size):
+        return None
+    part = length // num_parts
+    by_part = [
+        tuple((start + number * part, stop + number * part) for ((start, stop),) in chunks(part, size))
+        for number in range(num_parts)
+    ]
+    is_strided = division.ranges == tuple(zip(*by_part, strict=True))
+    return _StridedShard(division.dim, split_factor=num_parts) if is_strided else None

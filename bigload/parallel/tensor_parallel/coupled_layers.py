@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from bigload.parallel.tensor_parallel.layer_kinds import LayerKind
-from bigload.parallel.tensor_parallel.partial_plan import PartialPlan
+from bigload.parallel.tensor_parallel.plan import PartialPlan
 from bigload.parallel.tensor_parallel.validation import ReferenceRun
 from bigload.parallel.tensor_parallel.weightless_model import WeightlessModel
 from bigload.planning.tensor_parallel.division import Division, Range, chunks

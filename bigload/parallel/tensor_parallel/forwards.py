@@ -1,204 +1,189 @@
-"""Forwards of divided modules: torch's parallel styles for one rank's part of each.
+"""Forwards of divided modules on one rank: products of local tensors, and one collective on what comes out.
 
-Parameters are what `placements.placed` makes of them. What is computed are products of local tensors, and one
-collective on what comes out: an operation on a `DTensor` costs more than a small layer does. They are for inference:
-sums have no history, so no gradient is made that would lack the other ranks' part.
+Parameters are what `apply.placed` makes of them, but an operation on a `DTensor` costs more than a small layer does.
+The forwards are for inference: sums have no history, so no gradient is made that would lack the other ranks' part.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial, wraps
+from inspect import signature
+from typing import Any
 
 import torch
 from torch import Tensor, distributed, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import ParallelStyle
 from torch.nn import functional
+from torch.utils.hooks import RemovableHandle
 
 from bigload.parallel.tensor_parallel.layer_kinds import LayerKind, layer_kind
-from bigload.parallel.tensor_parallel.partial_plan import sliced
+from bigload.parallel.tensor_parallel.plan import LocalArgument, sliced
 from bigload.planning.tensor_parallel.division import Division, Range
 
-_Forward = Callable[..., object]
 
-
-class LocalForward(ParallelStyle):
-    """A module that works on what this rank has of its parameters, as if that were all.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DividedModule:
+    """A module of which this process, a rank of `mesh`, has a part.
 
     Attributes:
+        own_forward: Its forward in the whole model.
         division: Of its weight, if it has one.
-    """
-
-    def __init__(self, division: Division) -> None:
-        super().__init__()
-        self.division = division
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        module.forward = partial(self.forward, module, device_mesh, module.forward)
-        return module
-
-    def forward(
-        self,
-        module: nn.Module,
-        mesh: DeviceMesh,  # noqa: ARG002
-        own_forward: _Forward,
-        *args: object,
-        **kwargs: object,
-    ) -> object:
-        """Return what the forward of `module`, a rank of `mesh`, returns in place of `own_forward`, which it was."""
-        with local_parameters(module):
-            return own_forward(*args, **kwargs)
-
-
-class SummedForward(LocalForward):
-    """A module whose outputs are added up with those of the others: experts, each rank having a part of each."""
-
-    def forward(
-        self, module: nn.Module, mesh: DeviceMesh, own_forward: _Forward, *args: object, **kwargs: object
-    ) -> object:
-        """Return the sum."""
-        return _summed(super().forward(module, mesh, own_forward, *args, **kwargs), mesh)
-
-
-class LayerForward(LocalForward):
-    """A layer, whose product is computed here.
-
-    Attributes:
         is_transposed: Whether its weight is stored inputs first.
     """
 
-    is_transposed = False
+    module: nn.Module
+    mesh: DeviceMesh
+    own_forward: Callable[..., object]
+    division: Division
+    is_transposed: bool = False
 
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        self.is_transposed = layer_kind(module) is LayerKind.TRANSPOSED
-        return super()._apply(module, device_mesh)
-
-    def forward(
-        self,
-        module: nn.Module,
-        mesh: DeviceMesh,
-        own_forward: _Forward,  # noqa: ARG002
-        *args: object,
-        **kwargs: object,
-    ) -> object:
-        """Return this rank's outputs, or those of all."""
-        (inputs,) = (*args, *kwargs.values())
-        assert isinstance(inputs, Tensor)
-        return self.answer(module, mesh, inputs)
-
-    def answer(self, module: nn.Module, mesh: DeviceMesh, inputs: Tensor) -> Tensor:
-        """Return what the layer makes of `inputs`."""
-        raise NotImplementedError
-
-    def product(self, module: nn.Module, inputs: Tensor, *, has_bias: bool) -> Tensor:
-        """Return the product of `inputs` and what this rank has of the weight, with its bias or without."""
-        weight = local(module._parameters["weight"])
+    def product(self, inputs: Tensor, *, has_bias: bool = True) -> Tensor:
+        """Return the product of `inputs` and this rank's part of the weight, with its bias or without."""
+        parameters = self.module._parameters
+        weight = _local(parameters["weight"])
         assert weight is not None
-        bias = local(module._parameters.get("bias")) if has_bias else None
+        bias = _local(parameters.get("bias")) if has_bias else None
         return functional.linear(inputs, weight.T if self.is_transposed else weight, bias)
 
 
-class ColwiseForward(LayerForward):
-    """A layer that makes some of the outputs, from all of the inputs."""
-
-    def answer(self, module: nn.Module, mesh: DeviceMesh, inputs: Tensor) -> Tensor:  # noqa: ARG002
-        """Return this rank's outputs."""
-        return self.product(module, inputs, has_bias=True)
-
-
-class GatheredForward(LayerForward):
-    """A layer that makes some of the outputs, and gets the others from those who make them."""
-
-    def answer(self, module: nn.Module, mesh: DeviceMesh, inputs: Tensor) -> Tensor:
-        """Return all outputs."""
-        return _gathered(self.product(module, inputs, has_bias=True), mesh, self.division.ranges)
-
-
-class RowwiseForward(LayerForward):
-    """A layer that works on some of the inputs, and adds up with the others what comes out."""
-
-    def answer(self, module: nn.Module, mesh: DeviceMesh, inputs: Tensor) -> Tensor:
-        """Return all outputs."""
-        outputs = _summed(self.product(module, inputs, has_bias=False), mesh)
-        bias = module._parameters.get("bias")
-        return outputs if bias is None else outputs + bias
-
-
-class SplitInputForward(RowwiseForward):
-    """A layer that takes its part of inputs of which every rank has all."""
-
-    def answer(self, module: nn.Module, mesh: DeviceMesh, inputs: Tensor) -> Tensor:
-        """Return all outputs."""
-        return super().answer(module, mesh, sliced(inputs, Division(-1, self.division.ranges), mesh.get_local_rank()))
-
-
-class LookupForward(LocalForward):
-    """A table of which each rank has some rows; it answers zeros for the others, and answers are added up."""
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+def replace_forward(module: nn.Module, style: str, division: Division, mesh: DeviceMesh) -> None:
+    """Give `module`, whose weight has this `division`, the forward of `style` in the ranks of `mesh`."""
+    forward = FORWARDS[style]
+    if forward is look_up:
         module.__dict__["padding_idx"] = None  # it means a row of the whole table, and is for gradients only
-        return super()._apply(module, device_mesh)
-
-    def forward(
-        self, module: nn.Module, mesh: DeviceMesh, own_forward: _Forward, *args: object, **kwargs: object
-    ) -> object:
-        """Return the rows that are asked for."""
-        (indices,) = (*args, *kwargs.values())
-        assert isinstance(indices, Tensor)
-        self._check(indices)
-        ((start, stop),) = self.division.ranges[mesh.get_local_rank()]
-        is_here = (indices >= start) & (indices < stop)
-        rows = super().forward(module, mesh, own_forward, torch.where(is_here, indices - start, 0))
-        assert isinstance(rows, Tensor)
-        return _summed(rows.masked_fill(~is_here.unsqueeze(-1), 0), mesh)
-
-    def _check(self, indices: Tensor) -> None:
-        """Raise `IndexError` for a row that no rank has, as a whole table does: else it would be answered with zeros.
-
-        On an accelerator a check would wait for it, so the kernel fails there, as that of a whole table does.
-        """
-        num_rows = max(stop for ranges in self.division.ranges for _, stop in ranges)
-        is_row = (indices >= 0) & (indices < num_rows)
-        if indices.device.type == "cuda":
-            torch._assert_async(is_row.all())
-        elif not is_row.all():
-            wrong = int(indices[~is_row].flatten()[0])
-            raise IndexError(f"index out of range: {wrong}, in a table of {num_rows} rows")
+    # A module that runs its own code may be anything: only products ask how the weight is stored.
+    is_transposed = forward in _PRODUCTS and layer_kind(module) is LayerKind.TRANSPOSED
+    divided = DividedModule(
+        module=module, mesh=mesh, own_forward=module.forward, division=division, is_transposed=is_transposed
+    )
+    module.forward = partial(forward, divided)
 
 
-FORWARDS: Mapping[str, type[LocalForward]] = {
-    "colwise": ColwiseForward,
-    "colwise_gather_output": GatheredForward,
-    "rowwise": RowwiseForward,
-    "rowwise_split_input": SplitInputForward,
-    "embedding_rowwise": LookupForward,
-    "local_params": LocalForward,
-    "moe_tp_experts": SummedForward,
+def run_locally(divided: DividedModule, *args: object, **kwargs: object) -> object:
+    """Run the module's own code on this rank's parameters, as if they were all."""
+    parameters = divided.module._parameters
+    own = dict(parameters)
+    try:
+        parameters.update({name: _local(parameter) for name, parameter in own.items()})  # type: ignore[misc]
+        return divided.own_forward(*args, **kwargs)
+    finally:
+        parameters.update(own)
+
+
+def run_summed(divided: DividedModule, *args: object, **kwargs: object) -> object:
+    """Run locally and sum the outputs of all ranks: experts, each rank having a part of each."""
+    return _summed(run_locally(divided, *args, **kwargs), divided.mesh)
+
+
+def _of_inputs(compute: Callable[[DividedModule, Tensor], Tensor]) -> Callable[..., object]:
+    @wraps(compute)
+    def forward(divided: DividedModule, *args: object, **kwargs: object) -> object:
+        (inputs,) = (*args, *kwargs.values())
+        assert isinstance(inputs, Tensor)
+        return compute(divided, inputs)
+
+    return forward
+
+
+@_of_inputs
+def colwise(divided: DividedModule, inputs: Tensor) -> Tensor:
+    """Return this rank's outputs, made of all inputs."""
+    return divided.product(inputs)
+
+
+@_of_inputs
+def gathered(divided: DividedModule, inputs: Tensor) -> Tensor:
+    """Return the outputs of all ranks, each made of all inputs."""
+    return _gathered(divided.product(inputs), divided.mesh, divided.division.ranges)
+
+
+@_of_inputs
+def rowwise(divided: DividedModule, inputs: Tensor) -> Tensor:
+    """Return the sum of what all ranks make of their own part of the inputs."""
+    return _rowwise(divided, inputs)
+
+
+@_of_inputs
+def rowwise_split_input(divided: DividedModule, inputs: Tensor) -> Tensor:
+    """Return what `rowwise` does, for inputs of which every rank has all."""
+    own = Division(-1, divided.division.ranges)
+    return _rowwise(divided, sliced(inputs, own, divided.mesh.get_local_rank()))
+
+
+def _rowwise(divided: DividedModule, inputs: Tensor) -> Tensor:
+    outputs = _summed(divided.product(inputs, has_bias=False), divided.mesh)
+    bias = divided.module._parameters.get("bias")
+    return outputs if bias is None else outputs + bias
+
+
+@_of_inputs
+def look_up(divided: DividedModule, indices: Tensor) -> Tensor:
+    """Return rows of a table that ranks divide: each gives zeros for the rows of others, and outputs are summed."""
+    _check_rows(divided.division, indices)
+    ((start, stop),) = divided.division.ranges[divided.mesh.get_local_rank()]
+    is_here = (indices >= start) & (indices < stop)
+    rows = run_locally(divided, torch.where(is_here, indices - start, 0))
+    assert isinstance(rows, Tensor)
+    return _summed(rows.masked_fill(~is_here.unsqueeze(-1), 0), divided.mesh)
+
+
+def _check_rows(division: Division, indices: Tensor) -> None:
+    """Raise `IndexError` for a row that no rank has, as a whole table does: else it would be answered with zeros.
+
+    On an accelerator a check would wait for it, so the kernel fails there, as that of a whole table does.
+    """
+    num_rows = max(stop for ranges in division.ranges for _, stop in ranges)
+    is_row = (indices >= 0) & (indices < num_rows)
+    if indices.device.type == "cuda":
+        torch._assert_async(is_row.all())
+    elif not is_row.all():
+        wrong = int(indices[~is_row].flatten()[0])
+        raise IndexError(f"index out of range: {wrong}, in a table of {num_rows} rows")
+
+
+_PRODUCTS = (colwise, gathered, rowwise, rowwise_split_input)
+
+FORWARDS: Mapping[str, Callable[..., object]] = {
+    "colwise": colwise,
+    "colwise_gather_output": gathered,
+    "rowwise": rowwise,
+    "rowwise_split_input": rowwise_split_input,
+    "embedding_rowwise": look_up,
+    "local_params": run_locally,
+    "moe_tp_experts": run_summed,
 }
 """By forward style, as plans name it."""
 
 
-def local(parameter: Tensor | None) -> Tensor | None:
-    """Return what this rank has of `parameter`."""
+def cut_arguments(module: nn.Module, arguments: Sequence[LocalArgument], rank: int, size: int) -> RemovableHandle:
+    """Let `module` see only what `rank` has of `arguments` from now on; return the handle that ends it."""
+    parameters = signature(module.forward)
+
+    def pre_forward(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        given = parameters.bind_partial(*args, **kwargs)
+        for argument in arguments:
+            value = given.arguments.get(argument.name)
+            if isinstance(value, Tensor) and value.shape[argument.dim] % argument.count == 0:  # else one for all
+                given.arguments[argument.name] = _cut(value, argument, rank, size)
+        return given.args, given.kwargs
+
+    return module.register_forward_pre_hook(pre_forward, with_kwargs=True)
+
+
+def _cut(tensor: Tensor, argument: LocalArgument, rank: int, size: int) -> Tensor:
+    dim, share = argument.dim, argument.count // size
+    heads = tensor.reshape(*tensor.shape[:dim], -1, argument.count, *tensor.shape[dim + 1 :])
+    return heads.narrow(dim + 1, rank * share, share).flatten(dim, dim + 1)
+
+
+def _local(parameter: Tensor | None) -> Tensor | None:
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
-@contextmanager
-def local_parameters(module: nn.Module) -> Iterator[None]:
-    """Let the code of `module` see this rank's part of its own parameters, within the context."""
-    own = dict(module._parameters)
-    try:
-        module._parameters.update({name: local(parameter) for name, parameter in own.items()})  # type: ignore[misc]
-        yield
-    finally:
-        module._parameters.update(own)
-
-
 def _summed(part: object, mesh: DeviceMesh) -> Tensor:
-    """Return the sum of what all ranks have, in place of `part`."""
     assert isinstance(part, Tensor)
     total = part.detach().contiguous()
     distributed.all_reduce(total, group=mesh.get_group())

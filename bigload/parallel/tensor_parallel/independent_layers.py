@@ -14,7 +14,7 @@ from operator import or_
 from torch import Tensor, nn
 
 from bigload.parallel.tensor_parallel.layer_kinds import LayerKind
-from bigload.parallel.tensor_parallel.partial_plan import PartialPlan
+from bigload.parallel.tensor_parallel.plan import PartialPlan
 from bigload.planning.tensor_parallel.division import Division, chunks
 from bigload.planning.tensor_parallel.ruled_layers import generic_name
 

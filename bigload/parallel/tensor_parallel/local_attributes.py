@@ -17,8 +17,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from bigload.parallel.tensor_parallel.coupled_layers import CoupledLayers
-from bigload.parallel.tensor_parallel.partial_plan import PartialPlan
-from bigload.parallel.tensor_parallel.plan import LocalArgument
+from bigload.parallel.tensor_parallel.plan import LocalArgument, PartialPlan
 from bigload.parallel.tensor_parallel.validation import ReferenceRun, misfit
 from bigload.parallel.tensor_parallel.weightless_model import WeightlessModel
 

@@ -7,6 +7,9 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Literal
 
+import torch
+from torch import Tensor
+
 from bigload.planning.plan import PlanNote
 from bigload.planning.tensor_parallel.division import WHOLE, Division
 
@@ -27,6 +30,25 @@ class LocalArgument:
     name: str
     dim: int
     count: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartialPlan:
+    """Plan of some modules, in the fields of `TensorParallelPlan`."""
+
+    divisions: Mapping[str, Division] = field(default_factory=dict)
+    styles: Mapping[str, str] = field(default_factory=dict)
+    attributes: Mapping[str, int] = field(default_factory=dict)
+    arguments: Mapping[str, tuple[LocalArgument, ...]] = field(default_factory=dict)
+
+    def __or__(self, other: PartialPlan) -> PartialPlan:
+        """Return both together; where they disagree, `other` decides."""
+        return PartialPlan(
+            divisions={**self.divisions, **other.divisions},
+            styles={**self.styles, **other.styles},
+            attributes={**self.attributes, **other.attributes},
+            arguments={**self.arguments, **other.arguments},
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,3 +87,11 @@ class TensorParallelPlan:
     def num_elements(self, rank: int) -> int:
         """Return how many numbers `rank` holds, a parameter with several names once for each of them."""
         return sum(prod(self.local_shape(name, rank)) for name in self.shapes)
+
+
+def sliced(tensor: Tensor, division: Division, rank: int) -> Tensor:
+    """Return what `rank` holds of `tensor`: a view where that is one range, all of it where it is not divided."""
+    if division.dim is None:
+        return tensor
+    parts = [tensor.narrow(division.dim, start, stop - start) for start, stop in division.ranges[rank]]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, division.dim)

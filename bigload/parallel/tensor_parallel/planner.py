@@ -35,8 +35,7 @@ from bigload.parallel.tensor_parallel.independent_layers import (
 )
 from bigload.parallel.tensor_parallel.layer_kinds import LayerKind, layer_kind
 from bigload.parallel.tensor_parallel.local_attributes import localised
-from bigload.parallel.tensor_parallel.partial_plan import PartialPlan
-from bigload.parallel.tensor_parallel.plan import PlanSource, TensorParallelPlan
+from bigload.parallel.tensor_parallel.plan import PartialPlan, PlanSource, TensorParallelPlan
 from bigload.parallel.tensor_parallel.rule_plans import config_of, own_rules, rule_plans
 from bigload.parallel.tensor_parallel.validation import ReferenceRun, misfit, run_reference
 from bigload.parallel.tensor_parallel.weightless_model import WeightlessModel

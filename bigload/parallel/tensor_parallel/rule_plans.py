@@ -7,15 +7,15 @@ the forward of each module, and what such a forward needs: a layer of the right 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-import torch
 from torch import nn
 
-from bigload.dtypes import DTYPES, DType
+from bigload.checkpoint.model import Span, TensorInfo
 from bigload.errors import PartitionError
+from bigload.loading.tensors import dtype_of
 from bigload.parallel.tensor_parallel.layer_kinds import LayerKind, layer_kind
-from bigload.parallel.tensor_parallel.partial_plan import PartialPlan
+from bigload.parallel.tensor_parallel.plan import PartialPlan
 from bigload.planning.model.config import ModelConfig
 from bigload.planning.tensor_parallel.division import WHOLE, Division
 from bigload.planning.tensor_parallel.layer_division import IndivisibleError, LayerDivider
@@ -23,23 +23,9 @@ from bigload.planning.tensor_parallel.rule_styles import RULE_STYLES, ForwardSty
 from bigload.planning.tensor_parallel.ruled_layers import ModelRules, RuledLayer
 from bigload.planning.tensor_parallel.rules import Rule
 
-_DTYPES: Mapping[torch.dtype, DType] = {
-    getattr(torch, dtype.torch_name): dtype
-    for dtype in DTYPES.values()
-    if dtype.torch_name is not None and hasattr(torch, dtype.torch_name)
-}
 _OF_TABLES = ("embedding_rowwise", "local_params")
 _UNEVEN = ("colwise_gather_output", "embedding_rowwise")
 """Forwards that work with parts of several lengths."""
-
-
-@dataclass(frozen=True, slots=True)
-class _ParameterForm:
-    """Name, element type and shape of a parameter."""
-
-    name: str
-    dtype: DType
-    shape: tuple[int, ...]
 
 
 def config_of(model: nn.Module) -> ModelConfig:
@@ -66,10 +52,11 @@ def rule_plans(
         PartitionError: the tensors of one layer have different rules.
     """
     forms = {
-        f"{path}.{leaf}".lstrip("."): _ParameterForm(f"{path}.{leaf}".lstrip("."), dtype, tuple(parameter.shape))
+        name: TensorInfo(name, dtype, tuple(parameter.shape), Span("", 0, 0))
         for path, module in model.named_modules()
         for leaf, parameter in module.named_parameters(recurse=False)
-        if (dtype := _DTYPES.get(parameter.dtype)) is not None
+        for name in [f"{path}.{leaf}".lstrip(".")]
+        if (dtype := dtype_of(parameter.dtype)) is not None
     }
     for layer in rules.layers(forms):
         try:

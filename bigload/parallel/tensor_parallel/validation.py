@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
-from inspect import signature
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from bigload.parallel.tensor_parallel.example_inputs import tensors_in
-from bigload.parallel.tensor_parallel.partial_plan import PartialPlan, cut, sliced
-from bigload.parallel.tensor_parallel.plan import LocalArgument
+from bigload.parallel.tensor_parallel.forwards import cut_arguments
+from bigload.parallel.tensor_parallel.plan import PartialPlan, sliced
 from bigload.parallel.tensor_parallel.weightless_model import WeightlessModel, hollow, is_hollow, replaced
 from bigload.planning.tensor_parallel.division import WHOLE, Division
 
@@ -63,7 +61,7 @@ def run_reference(
 
     with ExitStack() as stack, torch.enable_grad():
         for name in summed:
-            stack.enter_context(_hooked(weightless.module.get_submodule(name).register_forward_hook(keep(name))))
+            stack.enter_context(weightless.module.get_submodule(name).register_forward_hook(keep(name)))
         output = weightless.run(example, on_call)
     return ReferenceRun(example=example, inputs=inputs, answers=answers, summed=made, outputs=tensors_in(output))
 
@@ -72,93 +70,85 @@ class _DoneError(Exception):
     """All has been seen that was to be seen."""
 
 
-def run_as_rank(
-    weightless: WeightlessModel,
-    reference: ReferenceRun,
-    plan: PartialPlan,
-    *,
-    rank: int,
-    size: int,
-    until: str | None = None,
-) -> None:
-    """Run the model as `rank` of `size`, and let layers that sum or gather answer as if the others were there.
-
-    It ends when the layer `until` has got what it should, or with the forward.
-
-    Raises:
-        MismatchError: a layer gets, or the model returns, something else than its part of what it should be.
-        Exception: whatever the model raises, which cannot work with what this rank has.
-    """
-    rank_run = _RankRun(weightless, reference, plan, rank=rank, until=until)
-    parameters = {
-        name: rank_run.local_parameter(name, division) for name, division in plan.divisions.items() if division != WHOLE
-    }
-    with ExitStack() as stack:
-        stack.enter_context(torch.no_grad())
-        stack.enter_context(replaced(weightless.module, parameters, plan.attributes))
-        for name, arguments in plan.arguments.items():
-            stack.enter_context(cutting(weightless.module.get_submodule(name), arguments, rank, size))
-        for name in reference.summed:
-            stack.enter_context(rank_run.summing(name))
-        try:
-            outputs = tensors_in(weightless.run(reference.example, rank_run.on_call))
-        except _DoneError:
-            return
-    if len(outputs) != len(reference.outputs):
-        raise MismatchError(f"{len(outputs)} tensors come out, expected {len(reference.outputs)}")
-    for number, (found, expected) in enumerate(zip(outputs, reference.outputs, strict=True)):
-        _check(f"output {number}", found, expected)
-
-
 def misfit(
     weightless: WeightlessModel, reference: ReferenceRun, plan: PartialPlan, size: int, until: str | None = None
 ) -> str | None:
-    """Return what is wrong with `plan` for the first or the last of `size` ranks, `None` if nothing is."""
+    """Return what is wrong with `plan` for the first or the last of `size` ranks, `None` if nothing is.
+
+    Forwards end when the layer `until` has got what it should.
+    """
     for rank in (0, size - 1):
         try:
-            run_as_rank(weightless, reference, plan, rank=rank, size=size, until=until)
+            _RankRun(weightless=weightless, reference=reference, plan=plan, rank=rank, size=size, until=until).run()
         except Exception as error:  # of the model's own code, which meets shapes that it may not be made for
             return f"{error}" if isinstance(error, MismatchError) else f"{type(error).__name__}: {error}"
     return None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _RankRun:
-    """Outputs and parameters of layers in a run as one rank."""
+    """A forward as `rank` of `size`, in which layers that sum or gather answer as if the other ranks were there."""
 
-    def __init__(
-        self, weightless: WeightlessModel, reference: ReferenceRun, plan: PartialPlan, *, rank: int, until: str | None
-    ) -> None:
-        self._weightless, self._reference, self._plan = weightless, reference, plan
-        self._rank, self._until = rank, until
+    weightless: WeightlessModel
+    reference: ReferenceRun
+    plan: PartialPlan
+    rank: int
+    size: int
+    until: str | None
 
-    def local_parameter(self, name: str, division: Division) -> Tensor:
+    def run(self) -> None:
+        """Run the model.
+
+        Raises:
+            MismatchError: a layer gets, or the model returns, something else than its part of what it should be.
+            Exception: whatever the model raises, which cannot work with what this rank has.
+        """
+        module, plan = self.weightless.module, self.plan
+        parameters = {
+            name: self._local_parameter(name, division)
+            for name, division in plan.divisions.items()
+            if division != WHOLE
+        }
+        with ExitStack() as stack:
+            stack.enter_context(torch.no_grad())
+            stack.enter_context(replaced(module, parameters, plan.attributes))
+            for name, arguments in plan.arguments.items():
+                stack.enter_context(cut_arguments(module.get_submodule(name), arguments, self.rank, self.size))
+            for name in self.reference.summed:
+                stack.enter_context(self._summing(name))
+            try:
+                outputs = tensors_in(self.weightless.run(self.reference.example, self._on_call))
+            except _DoneError:
+                return
+        if len(outputs) != len(self.reference.outputs):
+            raise MismatchError(f"{len(outputs)} tensors come out, expected {len(self.reference.outputs)}")
+        for number, (found, expected) in enumerate(zip(outputs, self.reference.outputs, strict=True)):
+            _check(f"output {number}", found, expected)
+
+    def _local_parameter(self, name: str, division: Division) -> Tensor:
         path, _, last = name.rpartition(".")
-        whole = self._weightless.module.get_submodule(path)._parameters[last]
+        whole = self.weightless.module.get_submodule(path)._parameters[last]
         assert whole is not None
-        if path in self._weightless.layers or is_hollow(whole):
-            return hollow(division.shape(tuple(whole.shape), self._rank))
-        return nn.Parameter(sliced(whole.detach(), division, self._rank), requires_grad=False)
+        if path in self.weightless.layers or is_hollow(whole):
+            return hollow(division.shape(tuple(whole.shape), self.rank))
+        return nn.Parameter(sliced(whole.detach(), division, self.rank), requires_grad=False)
 
-    def on_call(self, name: str, number: int, given: Tensor, noise: object, /) -> Tensor:  # noqa: ARG002
-        if (name, number) not in self._reference.inputs:
+    def _on_call(self, name: str, number: int, given: Tensor, noise: object) -> Tensor:  # noqa: ARG002
+        inputs = self.reference.inputs
+        if (name, number) not in inputs:
             raise MismatchError(f"{name} is called more often")
-        expected = self._reference.inputs[name, number].detach()
-        answer = self._reference.answers[name, number].detach()
-        style = self._plan.styles.get(name)
-        division = self._plan.divisions.get(f"{name}.weight", WHOLE)
-        if style == "rowwise":
-            expected = sliced(expected, Division(-1, division.ranges), self._rank)
-        _check(name, given, expected)
-        if name == self._until and (name, number + 1) not in self._reference.inputs:
+        expected = inputs[name, number].detach()
+        answer = self.reference.answers[name, number].detach()
+        style = self.plan.styles.get(name)
+        local = Division(-1, self.plan.divisions[f"{name}.weight"].ranges) if style in _LOCAL else WHOLE
+        _check(name, given, sliced(expected, local, self.rank) if style == "rowwise" else expected)
+        if name == self.until and (name, number + 1) not in inputs:
             raise _DoneError
-        if style in ("colwise", "local_params"):
-            answer = sliced(answer, Division(-1, division.ranges), self._rank)
-        return answer.clone()
+        return (answer if style == "rowwise" else sliced(answer, local, self.rank)).clone()
 
-    @contextmanager
-    def summing(self, name: str) -> Iterator[None]:
+    def _summing(self, name: str) -> RemovableHandle:
         """Let the module `name` return the sum over all ranks; what it makes by itself has to have the sum's form."""
-        sums = iter(self._reference.summed[name])
+        sums = iter(self.reference.summed[name])
 
         def swap(_module: nn.Module, _inputs: object, output: Tensor) -> Tensor:
             whole = next(sums).detach()
@@ -166,38 +156,11 @@ class _RankRun:
                 raise MismatchError(f"{name} makes {tuple(output.shape)}, expected {tuple(whole.shape)}")
             return whole
 
-        with _hooked(self._weightless.module.get_submodule(name).register_forward_hook(swap)):
-            yield
+        return self.weightless.module.get_submodule(name).register_forward_hook(swap)
 
 
-@contextmanager
-def cutting(module: nn.Module, arguments: Sequence[LocalArgument], rank: int, size: int) -> Iterator[None]:
-    """Let `module` see only what `rank` has of `arguments`, within the context."""
-    with _hooked(cut_arguments(module, arguments, rank, size)):
-        yield
-
-
-def cut_arguments(module: nn.Module, arguments: Sequence[LocalArgument], rank: int, size: int) -> RemovableHandle:
-    """Let `module` see only what `rank` has of `arguments` from now on; return the handle that ends it."""
-    parameters = signature(module.forward)
-
-    def pre_forward(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        given = parameters.bind_partial(*args, **kwargs)
-        for argument in arguments:
-            value = given.arguments.get(argument.name)
-            if isinstance(value, Tensor) and value.shape[argument.dim] % argument.count == 0:  # else one for all
-                given.arguments[argument.name] = cut(value, argument, rank, size)
-        return given.args, given.kwargs
-
-    return module.register_forward_pre_hook(pre_forward, with_kwargs=True)
-
-
-@contextmanager
-def _hooked(handle: RemovableHandle) -> Iterator[None]:
-    try:
-        yield
-    finally:
-        handle.remove()
+_LOCAL = ("rowwise", "colwise", "local_params")
+"""Forward styles of layers whose inputs or outputs are those of one rank."""
 
 
 def _check(what: str, found: Tensor, expected: Tensor) -> None:

@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 from zlib import crc32
 
 import torch
@@ -31,12 +31,8 @@ MAX_STAND_IN = 1 << 22
 _NOISE = 1 << 16
 
 
-class OnCall(Protocol):
-    """Callback for each call of a layer, which returns the output of the layer."""
-
-    def __call__(self, name: str, number: int, inputs: Tensor, noise: Callable[[], Tensor], /) -> Tensor:
-        """Return the answer of the layer `name`, called for the `number`th time, which may be what `noise` returns."""
-        ...
+OnCall = Callable[[str, int, Tensor, Callable[[], Tensor]], Tensor]
+"""Returns the output of a layer: of its name, its number of calls before, its inputs, and what makes its noise."""
 
 
 class WeightlessModel:
@@ -58,13 +54,9 @@ class WeightlessModel:
         self._noise = torch.randn(2 * _NOISE, generator=torch.Generator().manual_seed(0))
         self._calls: Counter[str] = Counter()
         self._on_call: OnCall | None = None
-        names: dict[int, str] = {}
-        for name in self.layers:
-            layer = self.module.get_submodule(name)
-            if id(layer) not in names:  # one that has several names answers by the first
-                names[id(layer)] = name
+        for name, layer in self.module.named_modules():  # one that has several names answers by the first
+            if name in self.layers:
                 layer.forward = partial(self._answer, name, layer)
-        self.first_names = {name: names[id(self.module.get_submodule(name))] for name in self.layers}
 
     def run(self, example: Mapping[str, object], on_call: OnCall) -> object:
         """Return the output of a forward with the arguments `example`; `on_call` makes the outputs of layers."""
