@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from importlib import import_module
 from importlib.util import find_spec
@@ -17,12 +16,12 @@ from bigload.errors import MissingPackageError, OptionError
 from bigload.loading.tensors import torch_dtype
 from bigload.planning.plan import Plan
 from bigload.planning.plan_file import open_planned, read_plan
-from bigload.runtime.device_map.blocks import DeviceLike, device_of, main_device_of
+from bigload.runtime.device_map.blocks import DeviceMap, device_of, main_device_of
 from bigload.runtime.dispatch.load_and_dispatch import load_and_dispatch, load_checkpoint_and_dispatch
 from bigload.runtime.modules.init_empty_weights import init_empty_weights
 from bigload.runtime.streaming.run_log import RunStats
 
-_ALL_ON_DISK: Mapping[str, DeviceLike] = {"": "disk"}
+_ALL_ON_DISK: DeviceMap = {"": "disk"}
 _SEED = 0
 
 
@@ -141,7 +140,7 @@ class PlannedModel:
         )
 
     @property
-    def device_map(self) -> Mapping[str, DeviceLike]:
+    def device_map(self) -> DeviceMap:
         """Devices by checkpoint names of modules."""
         return _ALL_ON_DISK if self.plan is None else replace(self.plan, renamed=None).device_map
 

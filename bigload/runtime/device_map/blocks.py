@@ -13,8 +13,10 @@ import torch
 from torch import nn
 
 from bigload.runtime.modules.module_names import joined, prefixes
+from bigload.runtime.modules.module_tensors import DeviceLike
 
-DeviceLike = int | str | torch.device
+DeviceMap = Mapping[str, DeviceLike]
+"""Modules, and tensors by name, to devices: numbers of accelerators, `"cpu"`, `"disk"` or what torch calls them."""
 
 OFFLOADED = ("cpu", "disk")
 
@@ -56,12 +58,19 @@ def device_type(device: DeviceLike) -> str:
     return torch.device(device).type
 
 
-def main_device_of(device_map: Mapping[str, DeviceLike]) -> DeviceLike:
+def resolved_device(device: DeviceLike) -> torch.device:
+    """Return `device` as its tensors have it: with the number of the current one if it has none."""
+    found = torch.device(device)
+    is_whole = found.index is not None or found.type in {"cpu", "meta"} or not torch.accelerator.is_available()
+    return found if is_whole else torch.device(found.type, torch.accelerator.current_device_index())
+
+
+def main_device_of(device_map: DeviceMap) -> DeviceLike:
     """Return where offloaded modules run: the first device of the map that is an accelerator, else the CPU."""
     return next((device for device in device_map.values() if device_name(device) not in OFFLOADED), "cpu")
 
 
-def device_of(name: str, device_map: Mapping[str, DeviceLike]) -> DeviceLike:
+def device_of(name: str, device_map: DeviceMap) -> DeviceLike:
     """Return the device of the innermost module around the tensor `name` that the map has.
 
     Raises:
@@ -73,7 +82,7 @@ def device_of(name: str, device_map: Mapping[str, DeviceLike]) -> DeviceLike:
     return device_map[found[-1]]
 
 
-def blocks_of(model: nn.Module, device_map: Mapping[str, DeviceLike]) -> tuple[DeviceMapBlock, ...]:
+def blocks_of(model: nn.Module, device_map: DeviceMap) -> tuple[DeviceMapBlock, ...]:
     """Return the blocks of `device_map` in the order of `model`.
 
     Example: of a map `{"h": 0, "h.1": "cpu"}`, where the module `h` has the children 0, 1 and 2 and a bias, the blocks
@@ -84,7 +93,7 @@ def blocks_of(model: nn.Module, device_map: Mapping[str, DeviceLike]) -> tuple[D
 
 
 def _blocks(
-    module: nn.Module, name: str, around: DeviceLike | None, device_map: Mapping[str, DeviceLike], split: set[str]
+    module: nn.Module, name: str, around: DeviceLike | None, device_map: DeviceMap, split: set[str]
 ) -> Iterator[DeviceMapBlock]:
     device = device_map.get(name, around)
     if name not in split:

@@ -8,20 +8,20 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Mapping
 from typing import TypeVar
 
 import torch
 from torch import nn
 
 from bigload.errors import DeviceNotPresentError, IncompleteDeviceMapError
-from bigload.runtime.device_map.blocks import DeviceLike
+from bigload.runtime.device_map.blocks import DeviceMap
 from bigload.runtime.modules.module_names import prefixes
+from bigload.runtime.modules.module_tensors import DeviceLike
 
-DeviceT = TypeVar("DeviceT", bound=int | str | torch.device)
+DeviceT = TypeVar("DeviceT", bound=DeviceLike)
 
 
-def check_device_map(model: nn.Module, device_map: Mapping[str, int | str | torch.device]) -> None:
+def check_device_map(model: nn.Module, device_map: DeviceMap) -> None:
     """Check that `device_map` has a device for everything in the state dict of `model`.
 
     Keys that name nothing in the model, a typo for example, get a `UserWarning`.
@@ -81,7 +81,7 @@ def _from(module_name: str, name: str) -> list[str]:
     return [prefix for prefix in prefixes(name) if f"{prefix}.".startswith(f"{module_name}.") or not module_name]
 
 
-def check_devices_present(device_map: Mapping[str, DeviceLike]) -> None:
+def check_devices_present(device_map: DeviceMap) -> None:
     """Check that torch can use every device of `device_map`, a plan's for example.
 
     Raises:
@@ -111,5 +111,5 @@ def _num_devices(device: torch.device) -> int:
         return 0
 
 
-def _missing(device: DeviceLike, device_map: Mapping[str, DeviceLike], reason: str) -> DeviceNotPresentError:
+def _missing(device: DeviceLike, device_map: DeviceMap, reason: str) -> DeviceNotPresentError:
     return DeviceNotPresentError(str(device), [name for name, each in device_map.items() if each == device], reason)

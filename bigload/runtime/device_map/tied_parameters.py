@@ -11,10 +11,10 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import nn
 
-from bigload.runtime.device_map.blocks import device_of
+from bigload.runtime.device_map.blocks import DeviceMap, device_of
 from bigload.runtime.device_map.module_sizes import Size
 from bigload.runtime.modules.module_names import prefixes
-from bigload.runtime.modules.module_tensors import retie_parameters
+from bigload.runtime.modules.module_tensors import DeviceLike, retie_parameters
 
 _logger = logging.getLogger(__name__)
 
@@ -36,7 +36,7 @@ def find_tied_parameters(model: nn.Module, **_: object) -> list[list[str]]:
     return [sorted(group) for group in names.values() if len(group) > 1]
 
 
-def move_tied(model: nn.Module, device: int | str | torch.device) -> nn.Module:
+def move_tied(model: nn.Module, device: DeviceLike) -> nn.Module:
     """Move `model` to `device`, with tied parameters still tied, and return it.
 
     `Module.to` makes new parameters where the data of one cannot be set to that of another kind of device: then each
@@ -63,9 +63,7 @@ def check_tied_parameters_in_config(model: nn.Module) -> bool:
     return any(hasattr(module, "_tie_weights") for module in model.modules())
 
 
-def check_tied_parameters_on_same_device(
-    tied_params: Iterable[Sequence[str]], device_map: Mapping[str, int | str | torch.device]
-) -> None:
+def check_tied_parameters_on_same_device(tied_params: Iterable[Sequence[str]], device_map: DeviceMap) -> None:
     """Log a warning for every group of names in `tied_params` that `device_map` puts on different devices.
 
     Raises:

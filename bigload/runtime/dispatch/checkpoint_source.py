@@ -20,9 +20,7 @@ from bigload.loading.tensors import torch_dtype
 from bigload.planning.load_dtype import as_dtype
 from bigload.planning.plan import Plan
 from bigload.planning.plan_file import is_plan, open_planned, read_plan
-
-DeviceMap = Mapping[str, int | str | torch.device]
-"""Modules, and tensors by name, to devices: numbers of accelerators, `"cpu"`, `"disk"` or what torch calls them."""
+from bigload.runtime.device_map.blocks import DeviceMap
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,8 +5,7 @@ Names and signatures are those of `accelerate.big_modeling` 1.15.
 
 from __future__ import annotations
 
-import os
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,12 +15,13 @@ from bigload.errors import NoOffloadFolderError
 from bigload.layouts.dat_format import Entry
 from bigload.runtime.device_map.blocks import (
     OFFLOADED,
-    DeviceLike,
+    DeviceMap,
     DeviceMapBlock,
     blocks_of,
     device_name,
     device_of,
     main_device_of,
+    resolved_device,
 )
 from bigload.runtime.device_map.checks import check_device_map, check_devices_present
 from bigload.runtime.device_map.tied_parameters import find_tied_parameters, move_tied
@@ -33,24 +33,39 @@ from bigload.runtime.hooks.execution_device import name_execution_device
 from bigload.runtime.hooks.hooks import add_hook_to_module, hooks_of
 from bigload.runtime.hooks.refused_methods import refuse_changes
 from bigload.runtime.modules.module_names import prefixes
-from bigload.runtime.modules.module_tensors import set_module_tensor_to_device
+from bigload.runtime.modules.module_tensors import DeviceLike, set_module_tensor_to_device
 from bigload.runtime.modules.tensor_slots import refuse_compiled
 from bigload.runtime.offload.offload_functions import offloaded
+from bigload.runtime.offload.offload_writer import StrPath
 from bigload.runtime.offload.offloaded_weights_loader import OffloadedWeightsLoader
 from bigload.runtime.offload.weight_sources import LayeredWeights, PrefixedDataset
 from bigload.runtime.streaming.attach import stream
 from bigload.runtime.streaming.options import StreamOptions
 
-StrPath = str | os.PathLike[str]
 Weights = Mapping[str, torch.Tensor]
 
 _USING_WEIGHTS_OF_CHILDREN = ("MultiheadAttention",)
 """Classes of torch whose forward takes weights of modules inside without calling these."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DispatchOptions:
+    """How a model is dispatched, whatever its device map; see `dispatch_model`.
+
+    Attributes:
+        streaming: Bounds on the memory of streamed weights; `None` if each module loads its own when it runs.
+    """
+
+    offload_buffers: bool = False
+    skip_keys: str | list[str] | None = None
+    preload_module_classes: Sequence[str] | None = None
+    force_hooks: bool = False
+    streaming: StreamOptions | None = None
+
+
 def dispatch_model(
     model: nn.Module,
-    device_map: Mapping[str, DeviceLike],
+    device_map: DeviceMap,
     main_device: DeviceLike | None = None,
     state_dict: Weights | None = None,
     offload_dir: StrPath | None = None,
@@ -97,60 +112,55 @@ def dispatch_model(
         NotOffloadableError: a weight for the disk has no values, and the folder does not hold it either.
         WriteError: the system refused to write.
     """
-    streaming = StreamOptions.of(prefetch, prefetch_bytes, resident_bytes)
+    options = DispatchOptions(
+        offload_buffers=offload_buffers,
+        skip_keys=skip_keys,
+        preload_module_classes=preload_module_classes,
+        force_hooks=force_hooks,
+        streaming=StreamOptions.of(prefetch, prefetch_bytes, resident_bytes),
+    )
     check_device_map(model, device_map)
     check_devices_present(device_map)
-    if needs_hooks(device_map) or force_hooks:
-        on_disk = [name for name, device in device_map.items() if device == "disk"]
-        if on_disk and offload_dir is None and offload_index is None:
-            raise NoOffloadFolderError("offload_dir", on_disk, reason="their weights have no place")
-        resolved = ResolvedDeviceMap.of(model, device_map, main_device)
+    on_disk = [name for name, device in device_map.items() if device == "disk"]
+    if on_disk and offload_dir is None and offload_index is None:
+        raise NoOffloadFolderError("offload_dir", on_disk, reason="their weights have no place")
+
+    def offloaded_weights(resolved: ResolvedDeviceMap) -> Weights:
         in_ram = resolved.in_ram(model) if state_dict is None else state_dict
-        if on_disk and offload_index is None:
-            assert offload_dir is not None, "asked for above"
-            weights = offloaded(offload_dir, resolved.on_disk(model), in_ram)
-        else:
-            folder = offload_dir if on_disk else None
-            weights = OffloadedWeightsLoader(state_dict=in_ram, save_folder=folder, index=offload_index)
-        resolved.attach(model, weights, offload_buffers, skip_keys, preload_module_classes)
-        if streaming is not None:
-            stream(model, streaming)
-    else:
-        check_supplied(model, {})
-        move_tied(model, next(iter(device_map.values()), "cpu"))
-    _note_device_map(model, device_map)
-    return model
+        if offload_dir is not None and on_disk and offload_index is None:
+            return offloaded(offload_dir, resolved.on_disk(model), in_ram)
+        folder = offload_dir if on_disk else None
+        return OffloadedWeightsLoader(state_dict=in_ram, save_folder=folder, index=offload_index)
+
+    return _dispatch(model, device_map, options, offloaded_weights, main_device)
 
 
-def dispatch_loaded(
-    model: nn.Module,
-    device_map: Mapping[str, DeviceLike],
-    stored: Weights,
-    *,
-    offload_buffers: bool,
-    skip_keys: str | list[str] | None,
-    preload_module_classes: list[str] | None,
-    force_hooks: bool,
-    streaming: StreamOptions | None,
-) -> nn.Module:
+def dispatch_loaded(model: nn.Module, device_map: DeviceMap, stored: Weights, options: DispatchOptions) -> nn.Module:
     """Dispatch a model of which all is where `device_map` has it, and what is on disk is in `stored`, by name."""
-    if needs_hooks(device_map) or force_hooks:
-        resolved = ResolvedDeviceMap.of(model, device_map, None)
-        weights = LayeredWeights(resolved.in_ram(model, stored), stored)  # type: ignore[arg-type]  # nobody writes to it
-        resolved.attach(model, weights, offload_buffers, skip_keys, preload_module_classes)
-        if streaming is not None:
-            stream(model, streaming)
+    return _dispatch(
+        model,
+        device_map,
+        options,
+        lambda resolved: LayeredWeights(resolved.in_ram(model, stored), stored),  # type: ignore[arg-type]  # read only
+    )
+
+
+def _dispatch(
+    model: nn.Module,
+    device_map: DeviceMap,
+    options: DispatchOptions,
+    offloaded_weights: Callable[[ResolvedDeviceMap], Weights],
+    main_device: DeviceLike | None = None,
+) -> nn.Module:
+    places = {device_name(device) for device in device_map.values()}
+    if len(places) > 1 or "disk" in places or options.force_hooks:
+        resolved = ResolvedDeviceMap.of(model, device_map, main_device)
+        resolved.attach(model, offloaded_weights(resolved), options)
     else:
         check_supplied(model, {})
         move_tied(model, next(iter(device_map.values()), "cpu"))  # what no checkpoint has comes along
-    _note_device_map(model, device_map)
+        _note_device_map(model, device_map)
     return model
-
-
-def needs_hooks(device_map: Mapping[str, DeviceLike]) -> bool:
-    """Return whether inputs, or weights, have to be brought to where a model runs."""
-    places = {device_name(device) for device in device_map.values()}
-    return len(places) > 1 or "disk" in places
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,15 +174,13 @@ class ResolvedDeviceMap:
         tied: Names of each tied parameter.
     """
 
-    device_map: Mapping[str, DeviceLike]
+    device_map: DeviceMap
     main_device: DeviceLike
     blocks: tuple[DeviceMapBlock, ...]
     tied: Sequence[Sequence[str]]
 
     @classmethod
-    def of(
-        cls, model: nn.Module, device_map: Mapping[str, DeviceLike], main_device: DeviceLike | None
-    ) -> ResolvedDeviceMap:
+    def of(cls, model: nn.Module, device_map: DeviceMap, main_device: DeviceLike | None) -> ResolvedDeviceMap:
         """Return how `device_map` spreads `model`, whose parameters are still tied."""
         refuse_compiled(model)
         return cls(
@@ -202,14 +210,7 @@ class ResolvedDeviceMap:
             name: tensor for name, tensor in model.state_dict().items() if device_of(name, self.device_map) == "disk"
         }
 
-    def attach(
-        self,
-        model: nn.Module,
-        weights: Weights,
-        offload_buffers: bool,
-        skip_keys: str | list[str] | None,
-        preload_module_classes: list[str] | None,
-    ) -> None:
+    def attach(self, model: nn.Module, weights: Weights, options: DispatchOptions) -> None:
         """Give `model` the hooks that make it run so, with `weights` the values of what is offloaded.
 
         Raises:
@@ -220,16 +221,16 @@ class ResolvedDeviceMap:
         check_supplied(model, weights, lambda name: "." not in name or _is_in(name, offloaded))
         main, whole = self.main_device, [block for block in self.blocks if block.is_whole]
         tied_params_map = _addresses(model, self.tied)
-        runs_on = {name: _resolved(self._runs_on(name)) for group in self.tied for name in group}
+        runs_on = {name: resolved_device(self._runs_on(name)) for group in self.tied for name in group}
         _bring_own_tensors(model, main, weights)
         attach_align_device_hook_on_blocks(
             model,
             execution_device={"": main, **{block.name: block.runs_on(main) for block in whole}},
             offload={block.name: block.is_offloaded(main) for block in whole},
             weights_map=weights,
-            offload_buffers=offload_buffers,
-            skip_keys=skip_keys,
-            preload_module_classes=[*_USING_WEIGHTS_OF_CHILDREN, *(preload_module_classes or ())],
+            offload_buffers=options.offload_buffers,
+            skip_keys=options.skip_keys,
+            preload_module_classes=[*_USING_WEIGHTS_OF_CHILDREN, *(options.preload_module_classes or ())],
             tied_params_map=tied_params_map,
         )
         for block in self.blocks:
@@ -238,15 +239,14 @@ class ResolvedDeviceMap:
                     execution_device=block.runs_on(main),
                     offload=block.is_offloaded(main),
                     weights_map=PrefixedDataset(weights, f"{block.name}."),
-                    offload_buffers=offload_buffers,
-                    skip_keys=skip_keys,
+                    offload_buffers=options.offload_buffers,
+                    skip_keys=options.skip_keys,
                     tied_params_map=tied_params_map,
                 )
                 add_hook_to_module(model.get_submodule(block.name), hook, append=True)
         if isinstance(model._hf_hook, AlignDevicesHook):
             model._hf_hook.io_same_device = True
-        tie_on_devices(model, self.tied, runs_on)
-        refuse_changes(model)
+        _finish(model, self.tied, runs_on, self.device_map, options)
 
     def _offloaded(self) -> dict[str, bool]:
         """Return the names of blocks that are brought in for each forward, with whether they are whole."""
@@ -283,14 +283,14 @@ def cpu_offload(
     Raises:
         ValueError: no such size.
     """
-    streaming = StreamOptions.of(prefetch, prefetch_bytes, resident_bytes)
+    options = DispatchOptions(
+        offload_buffers=offload_buffers,
+        preload_module_classes=preload_module_classes,
+        streaming=StreamOptions.of(prefetch, prefetch_bytes, resident_bytes),
+    )
     if state_dict is None:
         state_dict = {name: tensor.to("cpu") for name, tensor in model.state_dict().items() if not tensor.is_meta}
-    weights = OffloadedWeightsLoader(state_dict=state_dict)
-    _offload_all(model, "cpu", weights, execution_device, offload_buffers, preload_module_classes)
-    if streaming is not None:
-        stream(model, streaming)
-    return model
+    return _offload_all(model, "cpu", OffloadedWeightsLoader(state_dict=state_dict), execution_device, options)
 
 
 def disk_offload(
@@ -321,12 +321,12 @@ def disk_offload(
         NotOffloadableError: a weight has no values, and the folder does not hold it either.
         WriteError: the system refused to write.
     """
-    streaming = StreamOptions.of(prefetch, prefetch_bytes, resident_bytes)
-    weights = offloaded(offload_dir, model.state_dict())
-    _offload_all(model, "disk", weights, execution_device, offload_buffers, preload_module_classes)
-    if streaming is not None:
-        stream(model, streaming)
-    return model
+    options = DispatchOptions(
+        offload_buffers=offload_buffers,
+        preload_module_classes=preload_module_classes,
+        streaming=StreamOptions.of(prefetch, prefetch_bytes, resident_bytes),
+    )
+    return _offload_all(model, "disk", offloaded(offload_dir, model.state_dict()), execution_device, options)
 
 
 def cpu_offload_with_hook(
@@ -350,13 +350,8 @@ def cpu_offload_with_hook(
 
 
 def _offload_all(
-    model: nn.Module,
-    place: str,
-    weights: Weights,
-    execution_device: DeviceLike | None,
-    offload_buffers: bool,
-    preload_module_classes: list[str] | None,
-) -> None:
+    model: nn.Module, place: str, weights: Weights, execution_device: DeviceLike | None, options: DispatchOptions
+) -> nn.Module:
     refuse_compiled(model)
     device = _first_device(model) if execution_device is None else execution_device
     check_devices_present({"": device})
@@ -370,16 +365,29 @@ def _offload_all(
         execution_device=device,
         offload=True,
         weights_map=weights,
-        offload_buffers=offload_buffers,
-        preload_module_classes=[*_USING_WEIGHTS_OF_CHILDREN, *(preload_module_classes or ())],
+        offload_buffers=options.offload_buffers,
+        preload_module_classes=[*_USING_WEIGHTS_OF_CHILDREN, *(options.preload_module_classes or ())],
         tied_params_map=tied_params_map,
     )
-    tie_on_devices(model, tied, {name: _resolved(device) for group in tied for name in group})
+    _finish(model, tied, {name: resolved_device(device) for group in tied for name in group}, {"": place}, options)
+    return model
+
+
+def _finish(
+    model: nn.Module,
+    tied: Sequence[Sequence[str]],
+    runs_on: Mapping[str, torch.device],
+    device_map: DeviceMap,
+    options: DispatchOptions,
+) -> None:
+    _tie_on_devices(model, tied, runs_on)
     refuse_changes(model)
-    _note_device_map(model, {"": place})
+    if options.streaming is not None:
+        stream(model, options.streaming)
+    _note_device_map(model, device_map)
 
 
-def _note_device_map(model: nn.Module, device_map: Mapping[str, DeviceLike]) -> None:
+def _note_device_map(model: nn.Module, device_map: DeviceMap) -> None:
     """Give `model` the map by which transformers and others see how it is dispatched, and its hooks the same one."""
     name_execution_device(model)
     noted = dict(device_map)
@@ -390,12 +398,12 @@ def _note_device_map(model: nn.Module, device_map: Mapping[str, DeviceLike]) -> 
                 hook.device_map = noted
 
 
-def tie_on_devices(model: nn.Module, tied_params: Sequence[Sequence[str]], runs_on: Mapping[str, torch.device]) -> None:
+def _tie_on_devices(model: nn.Module, tied: Sequence[Sequence[str]], runs_on: Mapping[str, torch.device]) -> None:
     """Make names of each group one parameter again, as far as they are on one device.
 
     A name that is offloaded becomes the parameter that stays where its module runs, if the group has one there.
     """
-    for group in tied_params:
+    for group in tied:
         slots = {name: (model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]) for name in group}
         there: dict[torch.device, nn.Parameter] = {}
         for owner, key in slots.values():
@@ -430,8 +438,3 @@ def _is_in(name: str, blocks: Mapping[str, bool]) -> bool:
 
 def _first_device(model: nn.Module) -> torch.device:
     return next((parameter.device for parameter in model.parameters() if not parameter.is_meta), torch.device("cpu"))
-
-
-def _resolved(device: DeviceLike) -> torch.device:
-    """Return `device` as tensors on it say it: `cuda` is one with a number."""
-    return torch.empty(0, device=device).device

@@ -11,13 +11,14 @@ from torch import nn
 
 from bigload.errors import AlreadyDispatchedError
 from bigload.planning.plan import Plan
+from bigload.runtime.device_map.checks import check_devices_present
 from bigload.runtime.dispatch.checkpoint_source import CheckpointSource
-from bigload.runtime.dispatch.dispatch import dispatch_model
-from bigload.runtime.dispatch.load_and_dispatch import StrPath, load_and_dispatch, map_for, opened_plan, streaming_of
+from bigload.runtime.dispatch.dispatch import DispatchOptions, dispatch_loaded
+from bigload.runtime.dispatch.load_and_dispatch import load_planned, map_for, opened_plan, streaming_of
 from bigload.runtime.hooks.hooks import OWN_METHODS, remove_hook_from_submodules
 from bigload.runtime.modules.module_tensors import as_parameter
 from bigload.runtime.modules.tensor_slots import TensorSlot, assign, shared_tensors
-from bigload.runtime.streaming.attach import stream
+from bigload.runtime.offload.offload_writer import StrPath
 
 _ATTRIBUTES = ("forward", "_old_forward", "_hf_hook", "hf_device_map", *OWN_METHODS)
 """What a dispatched module may have of its own."""
@@ -68,36 +69,22 @@ def dispatch(
         raise AlreadyDispatchedError(type(model).__name__, hooked)
     before = [_ModuleState.of(module) for module in model.modules()]
     try:
+        made = opened_plan(plan)
+        options = DispatchOptions(
+            offload_buffers=offload_buffers,
+            skip_keys=skip_keys,
+            preload_module_classes=preload_module_classes,
+            force_hooks=True,
+            streaming=streaming_of(made, prefetch, prefetch_bytes, resident_bytes),
+        )
         if any(tensor.is_meta for each in before for _, tensor in each.tensors):
-            _hide_from_loading(model, plan)
-            load_and_dispatch(
-                model,
-                plan,
-                offload_buffers=offload_buffers,
-                dtype=dtype,
-                skip_keys=skip_keys,
-                preload_module_classes=preload_module_classes,
-                force_hooks=True,
-                strict=strict,
-                prefetch=prefetch,
-                prefetch_bytes=prefetch_bytes,
-                resident_bytes=resident_bytes,
-            )
+            _hide_from_loading(model, made)
+            load_planned(model, made, options, dtype=dtype, strict=strict)
         else:
-            made = opened_plan(plan)
             placed = map_for(model, made)
-            dispatch_model(
-                model,
-                {name: "cpu" if device == "disk" else device for name, device in placed.items()},
-                offload_buffers=offload_buffers,
-                skip_keys=skip_keys,
-                preload_module_classes=preload_module_classes,
-                force_hooks=True,
-                prefetch=False,
-            )
-            options = streaming_of(made, prefetch, prefetch_bytes, resident_bytes)
-            if options is not None:
-                stream(model, options)
+            check_devices_present(placed)
+            in_memory = {name: "cpu" if device == "disk" else device for name, device in placed.items()}
+            dispatch_loaded(model, in_memory, {}, options)
         yield model
     finally:
         try:
@@ -107,12 +94,12 @@ def dispatch(
                 each.restore()
 
 
-def _hide_from_loading(model: nn.Module, plan: Plan | StrPath) -> None:
+def _hide_from_loading(model: nn.Module, plan: Plan) -> None:
     """Put forms in the places of values that the checkpoint has as well, so that nothing is written into these."""
     valued = [slots for slots in shared_tensors(model, recurse=True) if not slots[0].tensor.is_meta]
     persistent = [slots for slots in valued if any(slot.is_persistent for slot in slots)]
     if persistent:
-        stored = CheckpointSource.open(opened_plan(plan)).tensors
+        stored = CheckpointSource.open(plan).tensors
         for slots in persistent:
             if any(slot.name in stored for slot in slots):
                 tensor = slots[0].tensor

@@ -5,8 +5,6 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,18 +18,18 @@ from bigload.loading.memory_errors import memory_errors
 from bigload.planning.plan import Plan
 from bigload.planning.plan_file import read_plan
 from bigload.runtime.device_map.auto_device_map import infer_auto_device_map
-from bigload.runtime.device_map.blocks import DeviceLike
+from bigload.runtime.device_map.blocks import DeviceMap
 from bigload.runtime.device_map.checks import check_device_map
 from bigload.runtime.device_map.device_memory import MaxMemoryLike, get_balanced_memory
 from bigload.runtime.device_map.tied_parameters import find_tied_parameters
-from bigload.runtime.dispatch.dispatch import dispatch_loaded
+from bigload.runtime.dispatch.dispatch import DispatchOptions, dispatch_loaded
 from bigload.runtime.dispatch.load_checkpoint import load_matched
 from bigload.runtime.dispatch.name_matching import matched
 from bigload.runtime.dispatch.supplied_weights import check_supplied
 from bigload.runtime.modules.module_names import prefixes
+from bigload.runtime.modules.module_tensors import DeviceLike
+from bigload.runtime.offload.offload_writer import StrPath
 from bigload.runtime.streaming.options import StreamOptions
-
-StrPath = str | os.PathLike[str]
 
 _NAMED_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
 
@@ -40,7 +38,7 @@ _NAMED_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
 def load_checkpoint_and_dispatch(
     model: nn.Module,
     checkpoint: StrPath,
-    device_map: str | Mapping[str, DeviceLike] | None = None,
+    device_map: str | DeviceMap | None = None,
     max_memory: MaxMemoryLike | None = None,
     no_split_module_classes: list[str] | None = None,
     offload_folder: StrPath | None = None,
@@ -91,7 +89,13 @@ def load_checkpoint_and_dispatch(
         NoOffloadFolderError: a checkpoint in an old form is to be on disk, and there is no `offload_folder`.
         BigloadError: see `load_checkpoint_in_model` and `dispatch_model`.
     """
-    streaming = StreamOptions.of(prefetch, prefetch_bytes, resident_bytes)
+    options = DispatchOptions(
+        offload_buffers=offload_buffers,
+        skip_keys=skip_keys,
+        preload_module_classes=preload_module_classes,
+        force_hooks=force_hooks,
+        streaming=StreamOptions.of(prefetch, prefetch_bytes, resident_bytes),
+    )
     placed = _made_map(device_map, model, max_memory, no_split_module_classes, dtype, offload_buffers)
     if placed is not None:
         check_device_map(model, placed)
@@ -110,16 +114,7 @@ def load_checkpoint_and_dispatch(
     if placed is None:
         check_supplied(model, {})
         return model
-    return dispatch_loaded(
-        model,
-        placed,
-        on_disk,
-        offload_buffers=offload_buffers,
-        skip_keys=skip_keys,
-        preload_module_classes=preload_module_classes,
-        force_hooks=force_hooks,
-        streaming=streaming,
-    )
+    return dispatch_loaded(model, placed, on_disk, options)
 
 
 @memory_errors("the checkpoint")
@@ -161,20 +156,24 @@ def load_and_dispatch(
         BigloadError: see `load_checkpoint_in_model`.
     """
     made = opened_plan(plan)
-    found = matched(model, made, strict=strict, is_complete=True)  # before the map, of which a mismatch says less
-    placed = map_for(model, made)
-    streaming = streaming_of(made, prefetch, prefetch_bytes, resident_bytes)
-    on_disk = load_matched(model, found, device_map=placed, dtype=dtype, offload_buffers=offload_buffers)
-    return dispatch_loaded(
-        model,
-        placed,
-        on_disk,
+    options = DispatchOptions(
         offload_buffers=offload_buffers,
         skip_keys=skip_keys,
         preload_module_classes=preload_module_classes,
         force_hooks=force_hooks,
-        streaming=streaming,
+        streaming=streaming_of(made, prefetch, prefetch_bytes, resident_bytes),
     )
+    return load_planned(model, made, options, dtype=dtype, strict=strict)
+
+
+def load_planned(
+    model: nn.Module, plan: Plan, options: DispatchOptions, *, dtype: str | torch.dtype | None, strict: bool
+) -> nn.Module:
+    """Do what `load_and_dispatch` does, with a plan that was read."""
+    found = matched(model, plan, strict=strict, is_complete=True)  # before the map, of which a mismatch says less
+    placed = map_for(model, plan)
+    on_disk = load_matched(model, found, device_map=placed, dtype=dtype, offload_buffers=options.offload_buffers)
+    return dispatch_loaded(model, placed, on_disk, options)
 
 
 def opened_plan(plan: Plan | StrPath) -> Plan:
@@ -210,13 +209,13 @@ def streaming_of(
 
 
 def _made_map(
-    device_map: str | Mapping[str, DeviceLike] | None,
+    device_map: str | DeviceMap | None,
     model: nn.Module,
     max_memory: MaxMemoryLike | None,
     no_split_module_classes: list[str] | None,
     dtype: str | torch.dtype | None,
     offload_buffers: bool,
-) -> Mapping[str, DeviceLike] | None:
+) -> DeviceMap | None:
     if not isinstance(device_map, str):
         return device_map
     if device_map not in _NAMED_MAPS:
@@ -229,7 +228,7 @@ def _made_map(
     )
 
 
-def _check_readable_in_place(checkpoint: StrPath, device_map: Mapping[str, DeviceLike]) -> None:
+def _check_readable_in_place(checkpoint: StrPath, device_map: DeviceMap) -> None:
     on_disk = [name for name, device in device_map.items() if device == "disk"]
     if not on_disk:
         return
@@ -241,7 +240,7 @@ def _check_readable_in_place(checkpoint: StrPath, device_map: Mapping[str, Devic
         return  # a plan, or something that loading says better
 
 
-def _with_ties(model: nn.Module, device_map: Mapping[str, DeviceLike]) -> dict[str, DeviceLike]:
+def _with_ties(model: nn.Module, device_map: DeviceMap) -> dict[str, DeviceLike]:
     """Return `device_map` with devices for tied names that are not in the checkpoint: those of the stored ones."""
     placed = dict(device_map)
     for group in find_tied_parameters(model):

@@ -11,9 +11,8 @@ stays in the checkpoint is not loaded. So beside the module there are a batch an
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -28,10 +27,10 @@ from bigload.loading.memory_errors import memory_errors
 from bigload.loading.tensors import dtype_of, parsed_dtype, torch_dtype
 from bigload.planning.load_dtype import as_dtype
 from bigload.planning.plan import Plan
-from bigload.runtime.device_map.blocks import device_of
+from bigload.runtime.device_map.blocks import DeviceMap, device_of, resolved_device
 from bigload.runtime.device_map.checks import check_devices_present
 from bigload.runtime.device_map.tied_parameters import check_tied_parameters_on_same_device, find_tied_parameters
-from bigload.runtime.dispatch.checkpoint_source import CheckpointSource, DeviceMap, loaded_dtype
+from bigload.runtime.dispatch.checkpoint_source import CheckpointSource, loaded_dtype
 from bigload.runtime.dispatch.module_filling import (
     PlacedTensor,
     fill,
@@ -44,19 +43,17 @@ from bigload.runtime.dispatch.module_filling import (
 )
 from bigload.runtime.dispatch.name_matching import MatchedCheckpoint, matched
 from bigload.runtime.modules.module_names import prefixes
-from bigload.runtime.offload.offload_writer import OffloadWriter
+from bigload.runtime.offload.offload_writer import OffloadWriter, StrPath
 from bigload.runtime.offload.offloaded_weights_loader import OffloadedWeightsLoader
-from bigload.runtime.offload.stored_weights import FileWeight, StoredWeights
-from bigload.runtime.offload.weight_sources import WeightSource, source_of
+from bigload.runtime.offload.stored_weights import StoredWeights
+from bigload.runtime.offload.weight_sources import RenamedWeights
 
 DISK = "disk"
 
 _CPU = torch.device("cpu")
 
 
-def load_state_dict(
-    checkpoint_file: str | os.PathLike[str], device_map: DeviceMap | None = None
-) -> dict[str, torch.Tensor]:
+def load_state_dict(checkpoint_file: StrPath, device_map: DeviceMap | None = None) -> dict[str, torch.Tensor]:
     """Return the tensors of a checkpoint by name, each on its device.
 
     Args:
@@ -70,16 +67,16 @@ def load_state_dict(
     """
     source = CheckpointSource.open(checkpoint_file)
     found = {name: device_of(name, device_map) for name in source.tensors if device_map and _covered(name, device_map)}
-    places = {name: _CPU if found.get(name, DISK) == DISK else _resolved(found[name]) for name in source.tensors}
+    places = {name: _CPU if found.get(name, DISK) == DISK else resolved_device(found[name]) for name in source.tensors}
     return source.load(places, None)
 
 
 @memory_errors("the checkpoint")
 def load_checkpoint_in_model(
     model: nn.Module,
-    checkpoint: str | os.PathLike[str] | Checkpoint | Plan,
+    checkpoint: StrPath | Checkpoint | Plan,
     device_map: DeviceMap | None = None,
-    offload_folder: str | os.PathLike[str] | None = None,
+    offload_folder: StrPath | None = None,
     dtype: str | torch.dtype | None = None,
     offload_state_dict: bool = False,  # noqa: ARG001 - accelerate's signature
     offload_buffers: bool = False,
@@ -150,7 +147,7 @@ def load_matched(
     found: MatchedCheckpoint,
     *,
     device_map: DeviceMap | None,
-    offload_folder: str | os.PathLike[str] | None = None,
+    offload_folder: StrPath | None = None,
     dtype: str | torch.dtype | None = None,
     offload_buffers: bool = False,
     keep_in_fp32_modules: Iterable[str] | None = None,
@@ -219,7 +216,7 @@ class _PlacementRules:
             return _CPU if old.is_meta else old.device
         covered = [name for name in assignment.places if _covered(name, self.device_map)]
         found = [device_of(name, self.device_map) for name in covered or assignment.places]
-        device = next((_resolved(each) for each in found if each != DISK), None)
+        device = next((resolved_device(each) for each in found if each != DISK), None)
         is_buffer = not isinstance(old, nn.Parameter)
         return _CPU if device is None and is_buffer and not self.offload_buffers else device
 
@@ -247,13 +244,6 @@ class _PlacementRules:
         return any(key == name or f"{key}." in name for key in self.kept_whole)
 
 
-def _resolved(device: int | str | torch.device) -> torch.device:
-    """Return `device` as torch has it, with the number of the current one if it has none, as tensors' devices do."""
-    found = torch.device(device)
-    is_whole = found.index is not None or found.type in {"cpu", "meta"} or not torch.accelerator.is_available()
-    return found if is_whole else torch.device(found.type, torch.accelerator.current_device_index())
-
-
 def _is_repeated(tensor: torch.Tensor) -> bool:
     """Return whether elements of `tensor` share memory, as those of an expanded one do."""
     is_strided = tensor.layout is torch.strided
@@ -266,63 +256,29 @@ def _covered(name: str, device_map: DeviceMap) -> bool:
     return any(prefix in device_map for prefix in prefixes(name))
 
 
-class WeightsOnDisk(Mapping[str, torch.Tensor]):
-    """Weights by a module's names, read where they are stored when they are asked for, in the dtype that each gets."""
-
-    def __init__(self, stored: Mapping[str, torch.Tensor], dtypes: Mapping[str, torch.dtype]) -> None:
-        self.stored = stored
-        self.dtypes = dict(dtypes)
-
-    def __getitem__(self, name: str) -> torch.Tensor:
-        dtype = self.dtypes[name]
-        return self.stored[name].to(dtype)
-
-    def source(self, name: str) -> WeightSource | None:
-        """Return where the weight `name` is; see `source_of`."""
-        if name not in self.dtypes:
-            return None
-        source = source_of(self.stored, name)
-        return replace(source, dtype=self.dtypes[name]) if isinstance(source, FileWeight) else None
-
-    def __contains__(self, name: object) -> bool:
-        return name in self.dtypes
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.dtypes)
-
-    def __len__(self) -> int:
-        return len(self.dtypes)
-
-
 def _offload(
-    model: nn.Module, source: CheckpointSource, placed: list[PlacedTensor], folder: str | os.PathLike[str] | None
+    model: nn.Module, source: CheckpointSource, placed: list[PlacedTensor], folder: StrPath | None
 ) -> Mapping[str, torch.Tensor]:
     """Leave `placed` on disk, in `folder` if there is one, and nothing of them in the module but their form."""
     if not placed:
         return {}
-    on_disk = _on_disk(source, placed, folder)
+    dtypes = {place: each.dtype for each in placed for place in each.places}
+    if folder is not None:
+        on_disk = RenamedWeights(_written(source, placed, folder), {place: place for place in dtypes}, dtypes)
+    elif source.legacy is not None:
+        expected = "a folder: files of torch before 1.6 have no parts that could be read where they are"
+        raise OptionError.of("offload_folder", folder, expected)
+    else:
+        names = {place: each.name for each in placed for place in each.places}
+        on_disk = RenamedWeights(StoredWeights(source.checkpoint), names, dtypes)
     for each in placed:
-        first, dtype = each.places[0], on_disk.dtypes[each.places[0]]
-        replace_tensor(model, each.places, torch.empty_like(tensor_named(model, first), device="meta", dtype=dtype))
+        first = each.places[0]
+        form = torch.empty_like(tensor_named(model, first), device="meta", dtype=dtypes[first])
+        replace_tensor(model, each.places, form)
     return on_disk
 
 
-def _on_disk(
-    source: CheckpointSource, placed: list[PlacedTensor], folder: str | os.PathLike[str] | None
-) -> WeightsOnDisk:
-    dtypes = {place: each.dtype for each in placed for place in each.places}
-    if folder is not None:
-        return WeightsOnDisk(_written(source, placed, folder), dtypes)
-    if source.legacy is not None:
-        expected = "a folder: files of torch before 1.6 have no parts that could be read where they are"
-        raise OptionError.of("offload_folder", folder, expected)
-    aliases = {place: each.name for each in placed for place in each.places if place != each.name}
-    return WeightsOnDisk(StoredWeights(source.checkpoint, aliases=aliases), dtypes)
-
-
-def _written(
-    source: CheckpointSource, placed: list[PlacedTensor], folder: str | os.PathLike[str]
-) -> OffloadedWeightsLoader:
+def _written(source: CheckpointSource, placed: list[PlacedTensor], folder: StrPath) -> OffloadedWeightsLoader:
     """Write `placed` to `folder`, and return what reads it, opened before another writer has its turn."""
     with OffloadWriter(folder) as writer:
         for each in placed:

@@ -10,7 +10,7 @@ from torch import nn
 from bigload.errors import MissingWeightsError
 from bigload.runtime.modules.module_names import joined
 from bigload.runtime.modules.module_tensors import has_offloaded_params
-from bigload.runtime.offload.weight_sources import WeightSource, source_of
+from bigload.runtime.offload.weight_sources import LayeredWeights, RenamedWeights
 
 _META = torch.device("meta")
 
@@ -75,31 +75,6 @@ def _unhooked(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             yield from _unhooked(joined(name, key), child)
 
 
-class WeightsByTiedName(Mapping[str, torch.Tensor]):
-    """Weights under the names that they have, and under names of the model that are tied to these."""
-
-    def __init__(self, weights: Mapping[str, torch.Tensor], stored: Mapping[str, str]) -> None:
-        self.weights = weights
-        self.stored = stored
-
-    def __getitem__(self, name: str) -> torch.Tensor:
-        return self.weights[self.stored.get(name, name)]
-
-    def source(self, name: str) -> WeightSource | None:
-        """Return where the weight `name` is; see `source_of`."""
-        return source_of(self.weights, self.stored.get(name, name))
-
-    def __contains__(self, name: object) -> bool:
-        return name in self.stored or name in self.weights
-
-    def __iter__(self) -> Iterator[str]:
-        yield from self.weights
-        yield from self.stored
-
-    def __len__(self) -> int:
-        return len(self.weights) + len(self.stored)
-
-
 def with_tied_names(weights: Mapping[str, torch.Tensor], tied: Sequence[Sequence[str]]) -> Mapping[str, torch.Tensor]:
     """Return `weights` with a value for all names of each tied group of which it has one."""
     known = frozenset(weights) if tied else frozenset()
@@ -108,4 +83,6 @@ def with_tied_names(weights: Mapping[str, torch.Tensor], tied: Sequence[Sequence
         first = next((name for name in group if name in known), None)
         if first is not None:
             stored.update((name, first) for name in group if name not in known)
-    return WeightsByTiedName(weights, stored) if stored else weights
+    if not stored:
+        return weights
+    return LayeredWeights(weights, RenamedWeights(weights, stored))  # type: ignore[arg-type]  # nobody writes to them

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections import ChainMap
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from types import MappingProxyType
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -79,6 +80,46 @@ class PrefixedDataset(Mapping[str, torch.Tensor]):
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
+
+
+class RenamedWeights(Mapping[str, torch.Tensor]):
+    """Weights of `weights` by other names, in the dtypes that `dtypes` has for some of them.
+
+    Args:
+        weights: Weights by name.
+        names: Each name to its name in `weights`.
+        dtypes: By the new names.
+    """
+
+    def __init__(
+        self,
+        weights: Mapping[str, torch.Tensor],
+        names: Mapping[str, str],
+        dtypes: Mapping[str, torch.dtype] = MappingProxyType({}),
+    ) -> None:
+        self._weights = weights
+        self._names = names
+        self._dtypes = dtypes
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        weight = self._weights[self._names[name]]
+        return weight.to(self._dtypes.get(name, weight.dtype))
+
+    def source(self, name: str) -> WeightSource | None:
+        """Return the source of the weight `name`; see `source_of`."""
+        source = source_of(self._weights, self._names[name]) if name in self._names else None
+        if name not in self._dtypes:
+            return source
+        return replace(source, dtype=self._dtypes[name]) if isinstance(source, FileWeight) else None
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._names
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
 
 
 class LayeredWeights(ChainMap[str, torch.Tensor]):
