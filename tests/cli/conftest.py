@@ -6,6 +6,7 @@ MB) are at hand under those names.
 
 import contextlib
 import fcntl
+import functools
 import gc
 import io
 import os
@@ -23,6 +24,7 @@ from typing import TextIO
 from unittest import mock
 
 import pytest
+import typer
 
 from bigload_cli.app import main
 from make import load_recipe, make
@@ -38,6 +40,13 @@ class Outcome:
     code: int
     stdout: str
     stderr: str
+
+
+@pytest.fixture(scope="session", autouse=True)
+def parser():
+    """Build the parser of the command line once: a program needs one, and takes longer for it than for most answers."""
+    with mock.patch.object(typer.main, "get_command", functools.cache(typer.main.get_command)):
+        yield
 
 
 @pytest.fixture(scope="session")
