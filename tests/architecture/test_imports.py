@@ -13,21 +13,41 @@ from builders import make_checkpoint
 
 HEAVY = ("torch", "numpy", "safetensors", "rich", "huggingface_hub")
 
-QUIET = [("inspect", "tiny", "--json"), ("reshard", "plan.json", "out", "-q")]
+MODULES = [
+    "bigload",
+    "bigload.machine.page_cache",
+    "bigload.checkpoint.source",
+    "bigload.layouts.reshard",
+    "bigload.layouts.verification.verify",
+    "bigload.loading.engine",
+    "bigload.loading.load",
+    "bigload.distributed.barriers",
+    "bigload.distributed.main_process_first",
+    "bigload.distributed.on_process",
+    "bigload.distributed.saving",
+    "bigload.distributed.splitting",
+    "bigload.planning.plan",
+    "bigload.planning.plan_file",
+    "bigload_cli.app",
+]
 
 IMPORT = """
 import importlib, json, sys
-importlib.import_module(sys.argv[1])
-print(json.dumps(sorted(sys.modules)))
+for name in sys.argv[1:]:
+    importlib.import_module(name)
+    print(json.dumps([name, sorted(sys.modules)]))
 """
 
+# Each argument is a command line. What is imported stays, so a command that needs less goes before one that needs more.
 RUN = """
 import json, sys
 from bigload_cli import app
-try:
-    app.main()
-except SystemExit as end:
-    print(json.dumps({"code": end.code, "modules": sorted(sys.modules)}), file=sys.stderr)
+for words in sys.argv[1:]:
+    sys.argv = ["bigload", *words.split()]
+    try:
+        app.main()
+    except SystemExit as end:
+        print(json.dumps([words, end.code, sorted(sys.modules)]), file=sys.stderr)
 """
 
 
@@ -40,85 +60,58 @@ def heavy_among(modules):
     return [name for name in HEAVY if name in modules]
 
 
-def modules_after(*arguments):
-    """Run the command line with `arguments`, which succeed; return the modules that were imported by its end."""
-    ended = json.loads(run_python(RUN, *arguments).stderr.splitlines()[-1])
-    assert ended["code"] == 0
-    return ended["modules"]
+def modules_after(*commands):
+    """Run command lines in one process; return for each, all of which succeed, what was imported by its end."""
+    lines = run_python(RUN, *commands).stderr.splitlines()
+    ended = [json.loads(line) for line in lines if line.startswith('["')]
+    assert [(words, code) for words, code, _ in ended] == [(words, 0) for words in commands]
+    return {words: modules for words, _, modules in ended}
 
 
 @pytest.fixture
-def tiny(tmp_path):
+def tiny(tmp_path, monkeypatch):
     make_checkpoint(tmp_path / "tiny")
     write_plan(bigload.plan(tmp_path / "tiny", {"cpu": 4200}), tmp_path / "plan.json")
+    monkeypatch.chdir(tmp_path)
     return tmp_path
 
 
-@pytest.mark.parametrize(
-    "module",
-    [
-        "bigload",
-        "bigload.machine.page_cache",
-        "bigload.checkpoint.source",
-        "bigload.layouts.reshard",
-        "bigload.layouts.verification.verify",
-        "bigload.loading.engine",
-        "bigload.loading.load",
-        "bigload.distributed.barriers",
-        "bigload.distributed.main_process_first",
-        "bigload.distributed.on_process",
-        "bigload.distributed.saving",
-        "bigload.distributed.splitting",
-        "bigload.planning.plan",
-        "bigload.planning.plan_file",
-        "bigload_cli.app",
-    ],
-)
-def test_an_import_brings_no_heavy_library(module):
-    assert heavy_among(json.loads(run_python(IMPORT, module).stdout)) == []
+def test_an_import_brings_no_heavy_library():
+    found = [json.loads(line) for line in run_python(IMPORT, *MODULES).stdout.splitlines()]
+    assert [name for name, _ in found] == MODULES
+    assert {name: heavy_among(modules) for name, modules in found if heavy_among(modules)} == {}
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ("inspect", "tiny"),
-        ("inspect", "tiny", "--json"),
-        ("plan", "tiny", "-m", "cpu=1GiB"),
-        ("plan", "tiny", "-m", "cpu=1GiB", "-o", "new.json"),
-        ("reshard", "plan.json", "out", "--dry-run"),
-        ("reshard", "plan.json", "out"),
-        ("reshard", "plan.json", "out", "--json"),
-        ("--help",),
-        ("--version",),
-    ],
-    ids=" ".join,
-)
-def test_a_command_that_moves_no_tensors_never_imports_torch_or_numpy(tiny, monkeypatch, arguments):
-    monkeypatch.chdir(tiny)
-    assert {"torch", "numpy"}.isdisjoint(modules_after(*arguments))
+@pytest.mark.usefixtures("tiny")
+def test_a_command_that_moves_no_tensors_never_imports_torch_or_numpy():
+    commands = [
+        "inspect tiny",
+        "inspect tiny --json",
+        "plan tiny -m cpu=1GiB",
+        "plan tiny -m cpu=1GiB -o new.json",
+        "reshard plan.json out --dry-run",
+        "reshard plan.json out",
+        "reshard plan.json again --json",
+        "--help",
+        "--version",
+    ]
+    for command, modules in modules_after(*commands).items():
+        assert {"torch", "numpy"}.isdisjoint(modules), command
 
 
 def test_a_torch_file_is_inspected_planned_and_resharded_without_torch(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     torch.save({"a.weight": torch.ones(4)}, "model.bin")
-    for arguments in (
-        ("inspect", "model.bin"),
-        ("plan", "model.bin", "-m", "cpu=1GiB", "-o", "plan.json"),
-        ("reshard", "plan.json", "out"),
-    ):
-        assert {"torch", "numpy"}.isdisjoint(modules_after(*arguments)), arguments
+    commands = ["inspect model.bin", "plan model.bin -m cpu=1GiB -o plan.json", "reshard plan.json out"]
+    for command, modules in modules_after(*commands).items():
+        assert {"torch", "numpy"}.isdisjoint(modules), command
 
 
-@pytest.mark.parametrize("arguments", QUIET, ids=" ".join)
-def test_pickle_is_imported_for_torch_files_only(tiny, monkeypatch, arguments):
-    monkeypatch.chdir(tiny)
-    assert {"pickle", "zipfile"}.isdisjoint(modules_after(*arguments))
-
-
-@pytest.mark.parametrize("arguments", QUIET, ids=" ".join)
-def test_a_command_without_tables_imports_no_heavy_library(tiny, monkeypatch, arguments):
-    monkeypatch.chdir(tiny)
-    assert heavy_among(modules_after(*arguments)) == []
+@pytest.mark.usefixtures("tiny")
+def test_a_command_without_tables_imports_no_heavy_library_and_pickle_for_torch_files_only():
+    for command, modules in modules_after("inspect tiny --json", "reshard plan.json out -q").items():
+        assert heavy_among(modules) == [], command
+        assert {"pickle", "zipfile"}.isdisjoint(modules), command
 
 
 def test_the_names_of_the_package_are_there_before_their_modules_are():
@@ -136,17 +129,11 @@ def test_the_names_of_the_package_are_there_before_their_modules_are():
 WITHOUT_NUMPY = """
 import sys
 sys.modules["numpy"] = None
+import bigload; assert bigload.load("tiny")
+from bigload_cli import app; sys.argv[1:] = "bench-load tiny --runs 1 --threads 1".split(); app.main()
 """
 
 
-@pytest.mark.parametrize(
-    "program",
-    [
-        "import bigload; assert bigload.load('tiny')",
-        "from bigload_cli import app; sys.argv[1:] = 'bench-load tiny --runs 1 --threads 1'.split(); app.main()",
-    ],
-)
-def test_torch_does_not_warn_of_a_missing_numpy(tiny, program):
-    command = [sys.executable, "-c", WITHOUT_NUMPY + program]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=tiny)
-    assert "NumPy" not in done.stderr
+@pytest.mark.usefixtures("tiny")
+def test_torch_does_not_warn_of_a_missing_numpy():
+    assert "NumPy" not in run_python(WITHOUT_NUMPY).stderr

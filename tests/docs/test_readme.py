@@ -60,42 +60,49 @@ def test_the_program_for_several_processes_runs_as_printed(tmp_path):
     assert torch.load(tmp_path / "prompts.pt") == {"prompts": ["a", "b"]}
 
 
+@pytest.fixture
+def run(monkeypatch, capsys):
+    """Return a function that runs a command line, which must succeed, and returns what it prints."""
+
+    def run_in_process(command):
+        monkeypatch.setattr(sys, "argv", shlex.split(command))
+        capsys.readouterr()
+        try:
+            with pytest.raises(SystemExit) as ended:
+                bigload_main()
+        finally:
+            gc.enable()  # which a program has no need of
+        printed = capsys.readouterr()
+        assert not ended.value.code, (command, printed.err)
+        return printed.out
+
+    return run_in_process
+
+
 @pytest.mark.parametrize("guide", ["README.md", "docs/resharding.md"])
-def test_the_commands_of_a_guide_run(folder, guide):
+@pytest.mark.usefixtures("folder")
+def test_the_commands_of_a_guide_run(run, guide):
     commands = [line for line in re.findall(r"^bigload .*$", TEXTS[guide], re.MULTILINE) if "model" in line]
     assert len(commands) >= 5
     for command in commands:
-        program, *words = shlex.split(command)
-        done = subprocess.run(
-            [str(Path(sys.executable).with_name(program)), *words], capture_output=True, text=True, check=False
-        )
-        assert done.returncode == 0, (command, done.stderr)
+        run(command)
 
 
 @pytest.mark.slow
-def test_the_case_of_transformers_documents_can_be_made_and_timed(folder, monkeypatch, capsys):
+@pytest.mark.usefixtures("folder")
+def test_the_case_of_transformers_documents_can_be_made_and_timed(run):
     making, timing = re.findall(r"^(?:python|bigload) .*opt-4gb.*$", TEXTS["docs/loading.md"], re.MULTILINE)
     _, _, *words = shlex.split(making.replace("random", "sparse"))  # 4 GB of holes: this is about the words
     assert make_main(words) == 0
     assert len(open_checkpoint("opt-4gb").shards) == 8
-    monkeypatch.setattr(sys, "argv", shlex.split(timing.replace("opt-4gb", "model")))
-    try:
-        with pytest.raises(SystemExit) as ended:
-            bigload_main()
-    finally:
-        gc.enable()  # which a program has no need of
-    assert not ended.value.code, capsys.readouterr().err
+    run(timing.replace("opt-4gb", "model"))
 
 
-def test_the_readme_shows_what_the_program_prints(tmp_path, monkeypatch):
+def test_the_readme_shows_what_the_program_prints(run, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     make(load_recipe("llama-70b"), tmp_path / "llama-70b")
     command, shown = re.search(r"```console\n\$ (.*?)\n(.*?)```", README, re.DOTALL).groups()
-    program, *words = shlex.split(command)
-    done = subprocess.run(
-        [str(Path(sys.executable).with_name(program)), *words], capture_output=True, text=True, check=True
-    )
-    assert done.stdout == shown
+    assert run(command) == shown
 
 
 def test_every_link_of_the_documents_leads_somewhere():
