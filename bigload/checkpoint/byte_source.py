@@ -9,15 +9,19 @@ from __future__ import annotations
 import errno
 import os
 import stat
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Protocol, Self
 
 from bigload.errors import ReadError
 from bigload.machine.activities import NO_RECORDER, Phase, Recorder
+
+ReadRange = Callable[[int, int], bytes]
+"""Return the bytes from a start to a stop of a file, all of them. Errors are those of `ByteSource.read_into`."""
 
 _MAX_BUFFERS = os.sysconf("SC_IOV_MAX")
 
@@ -56,6 +60,13 @@ def read_range(source: ByteSource, start: int, stop: int) -> bytes:
     content = bytearray(stop - start)
     source.read_into([memoryview(content)], start)
     return bytes(content)
+
+
+@contextmanager
+def opened_range(location: Path) -> Iterator[ReadRange]:
+    """Open the file at `location` by its scheme, for a few small reads."""
+    with closing(scheme_of(location).open(location, NO_RECORDER)) as source:
+        yield partial(read_range, source)
 
 
 def read_strided(

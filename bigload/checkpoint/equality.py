@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
 from pathlib import Path
 
+from bigload.checkpoint.byte_source import opened_range
 from bigload.checkpoint.model import Checkpoint, Span
-from bigload.errors import CheckpointError
+from bigload.errors import CheckpointError, ReadError
 
 FULL_COMPARISON_BYTES = 4 * 2**20
 """Tensors up to this size are compared in full, larger ones by samples."""
@@ -36,38 +35,21 @@ def stored_equal(checkpoint: Checkpoint, names: Sequence[str]) -> bool:
 
 
 def _same_bytes(root: Path, one: Span, other: Span) -> bool:
-    with ExitStack() as stack:
-        files = [_open(root / span.file, stack) for span in (one, other)]
-        return all(
-            _read(files[0], root / one.file, one.start + start, length)
-            == _read(files[1], root / other.file, other.start + start, length)
-            for start, length in _places(one.num_bytes)
-        )
+    try:
+        with opened_range(root / one.file) as read_one, opened_range(root / other.file) as read_other:
+            return all(
+                read_one(one.start + start, one.start + stop) == read_other(other.start + start, other.start + stop)
+                for start, stop in _places(one.num_bytes)
+            )
+    except ReadError as error:
+        raise CheckpointError(error.message) from error
 
 
 def _places(num_bytes: int) -> Iterator[tuple[int, int]]:
-    """Yield start and length of the parts that are compared."""
+    """Yield start and stop of the parts that are compared."""
     if num_bytes <= FULL_COMPARISON_BYTES:
-        yield from ((start, min(_BLOCK_BYTES, num_bytes - start)) for start in range(0, num_bytes, _BLOCK_BYTES))
+        yield from ((start, min(start + _BLOCK_BYTES, num_bytes)) for start in range(0, num_bytes, _BLOCK_BYTES))
         return
-    last = num_bytes - SAMPLE_BYTES
-    yield from ((last * index // (NUM_SAMPLES - 1), SAMPLE_BYTES) for index in range(NUM_SAMPLES))
-
-
-def _open(path: Path, stack: ExitStack) -> int:
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    except OSError as error:
-        raise CheckpointError(f"cannot read {path}: {error.strerror or error}") from error
-    stack.callback(os.close, descriptor)
-    return descriptor
-
-
-def _read(descriptor: int, path: Path, start: int, length: int) -> bytes:
-    try:
-        data = os.pread(descriptor, length, start)
-    except OSError as error:
-        raise CheckpointError(f"cannot read {path}: {error.strerror or error} at byte {start}") from error
-    if len(data) < length:
-        raise CheckpointError(f"cannot read {path}: the file ended at byte {start + len(data)}, inside a tensor")
-    return data
+    for index in range(NUM_SAMPLES):
+        start = (num_bytes - SAMPLE_BYTES) * index // (NUM_SAMPLES - 1)
+        yield start, start + SAMPLE_BYTES

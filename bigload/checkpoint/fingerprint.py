@@ -9,9 +9,10 @@ that were saved again, because the directory there holds a checksum of every rec
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from bigload.checkpoint.byte_source import ReadRange
 from bigload.checkpoint.model import Checkpoint, Shard
 
 
@@ -34,10 +35,10 @@ def of_shard(shard: Shard) -> ShardFingerprint:
     return ShardFingerprint(file=shard.file, num_bytes=shard.num_bytes, header_sha256=shard.header_sha256)
 
 
-def current_fingerprint(shard: Shard, num_bytes: int, read: Callable[[int, int], bytes]) -> ShardFingerprint:
+def current_fingerprint(shard: Shard, num_bytes: int, read: ReadRange) -> ShardFingerprint:
     """Return the fingerprint of a file that has `num_bytes` now, and was `shard` when the checkpoint was opened.
 
-    `read` returns the bytes from a start to a stop; nothing past the end is asked of it.
+    Nothing past the end is asked of `read`.
     """
     digest = hashlib.sha256()
     for start, stop in shard.header_parts:

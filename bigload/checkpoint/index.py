@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
+from bigload.checkpoint.byte_source import opened_range, scheme_of
 from bigload.documents import DocumentError, parse_json, read_file
 from bigload.errors import InvalidCheckpointError, Problem
 
@@ -71,7 +72,13 @@ def read_beside(path: Path, *, max_bytes: int) -> bytes:
     if isinstance(place, str):
         raise _invalid(path, "unsafe-path", f"it {place}")
     try:
-        return read_file(place, max_bytes=max_bytes)
+        scheme = scheme_of(place)
+        if scheme.is_local:
+            return read_file(place, max_bytes=max_bytes)
+        if (num_bytes := scheme.identity(place).num_bytes) > max_bytes:
+            raise DocumentError("too-large", f"{num_bytes} bytes, expected {max_bytes} at most")
+        with opened_range(place) as read:
+            return read(0, num_bytes)
     except DocumentError as error:
         raise _invalid(path, error.code, str(error)) from None
 
@@ -95,6 +102,8 @@ def resolve_shard(root: Path, file: str) -> Path | str:
         return "is an absolute path"
     if ".." in name.parts:
         return "leaves the folder of the index"
+    if not scheme_of(root).is_local:
+        return root / name
     real_root = Path(os.path.realpath(root))
     real = Path(os.path.realpath(real_root / name))
     allowed = [real_root]

@@ -6,8 +6,8 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
-from bigload.checkpoint.formats.format_error import LegacyFileError
-from bigload.checkpoint.formats.registry import FORMATS, main_files, read_shard_header, weight_suffixes
+from bigload.checkpoint.byte_source import scheme_of
+from bigload.checkpoint.formats.registry import FORMATS, LegacyFileError, main_files, read_shard_header, weight_suffixes
 from bigload.checkpoint.formats.unsupported import (
     adapter_warning,
     refuse_other_file,
@@ -23,6 +23,7 @@ from bigload.errors import (
     InvalidCheckpointError,
     LegacyPickleError,
     Problem,
+    ReadError,
 )
 from bigload.units import counted
 
@@ -34,7 +35,8 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
     """Open the checkpoint at `path` by reading and validating its headers.
 
     `path` is a folder with `model.safetensors` or one `*.safetensors.index.json`, such an index, a `.safetensors` file,
-    or the name of a repository (`org/model`) that lies in the local Hugging Face cache. Nothing is downloaded. What
+    or the name of a repository (`org/model`) that lies in the local Hugging Face cache. Nothing is downloaded, unless
+    `path` is a location of a registered scheme (`checkpoint.byte_source`), which is read by byte ranges. What
     `torch.save` wrote (`.bin`, `.pt`, `.pth`; `pytorch_model.bin.index.json`) is read alike, and executes nothing; a
     folder's safetensors come first, as with transformers. An index of another name is taken where it is the only one.
 
@@ -51,7 +53,10 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
             return _open_folder(place, str(path))
         if place.suffix == ".json":
             return _open_sharded(place.parent, place.name, str(path))
-        refuse_other_file(place)
+        if scheme_of(place).is_local:
+            refuse_other_file(place)
+        elif not place.name.endswith(weight_suffixes()):
+            return _open_by_known_names(place, str(path))
         return _open_files(place.parent, None, [place.name], str(path))
     except OSError as error:
         if isinstance(error, CheckpointError):
@@ -69,6 +74,8 @@ def checkpoint_root(path: str | Path) -> Path | None:
 def _existing(path: str | Path) -> Path:
     try:
         place = Path(path).expanduser()
+        if not scheme_of(place).is_local:
+            return place
         exists = place.exists()
         if exists and str(path).endswith("/") and not place.is_dir():  # Path drops the slash, the system would not
             raise CheckpointNotFoundError(path, "not a folder")
@@ -128,6 +135,27 @@ def _open_folder(root: Path, path: str) -> Checkpoint:
     if not files and what_else is None:
         refuse_other_folder(path, names)
     raise CheckpointNotFoundError(path, _why_none(names), hint=what_else or _one_of(root, files))
+
+
+def _open_by_known_names(root: Path, path: str) -> Checkpoint:
+    """Open a checkpoint in a location that cannot be listed."""
+    for form in FORMATS.values():
+        if _is_there(root / form.whole_file):
+            return _open_files(root, None, [form.whole_file], path)
+        if _is_there(root / form.default_index):
+            return _open_sharded(root, form.default_index, path)
+    raise CheckpointNotFoundError(path, f"none of {', '.join(main_files())} can be read there")
+
+
+def _is_there(location: Path) -> bool:
+    scheme = scheme_of(location)
+    if scheme.is_local:
+        return location.exists()
+    try:
+        scheme.identity(location)
+    except ReadError:
+        return False
+    return True
 
 
 def _one_of(root: Path, files: list[str]) -> str | None:
@@ -265,7 +293,7 @@ def _total_size_warning(index: ShardIndex | None, tensors: Mapping[str, TensorIn
 
 def _read_config(root: Path) -> tuple[Mapping[str, object] | None, tuple[CheckpointWarning, ...]]:
     path = root / "config.json"
-    if not path.exists():
+    if not _is_there(path):
         return None, ()
     try:
         config = parse_json(read_beside(path, max_bytes=MAX_CONFIG_BYTES), object_pairs_hook=None)

@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from bigload.checkpoint.formats.registry import SAFETENSORS
-from bigload.checkpoint.formats.safetensors import MAX_HEADER_BYTES, read_header
+from bigload.checkpoint.formats.registry import SAFETENSORS, read_shard_header
+from bigload.checkpoint.formats.safetensors import MAX_HEADER_BYTES
 from bigload.checkpoint.index import resolve_shard
 from bigload.checkpoint.model import Checkpoint, Span, TensorInfo
 from bigload.checkpoint.source import open_checkpoint
@@ -241,7 +241,7 @@ class IndexReading:
         if file not in self._headers:
             self._headers[file] = None
             try:
-                header = read_header(self._real_root / file, file)
+                header = read_shard_header(self._real_root / file, file, SAFETENSORS)
                 self._headers[file] = {tensor.name: tensor for tensor in header.tensors}
             except InvalidCheckpointError as error:
                 self.problems += error.problems

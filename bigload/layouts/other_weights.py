@@ -12,8 +12,7 @@ from enum import StrEnum
 from itertools import islice
 from pathlib import Path
 
-from bigload.checkpoint.formats.format_error import LegacyFileError
-from bigload.checkpoint.formats.registry import read_shard_header, weight_suffixes
+from bigload.checkpoint.formats.registry import LegacyFileError, read_shard_header, weight_suffixes
 from bigload.checkpoint.index import resolve_shard
 from bigload.checkpoint.model import Checkpoint
 from bigload.errors import InvalidCheckpointError, OtherWeightsError

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import closing, contextmanager
-from functools import partial
+from contextlib import contextmanager
 from pathlib import Path
 
-from bigload.checkpoint.byte_source import read_range, scheme_of
+from bigload.checkpoint.byte_source import opened_range, scheme_of
 from bigload.checkpoint.fingerprint import ShardFingerprint, changes, current_fingerprint, of_shard
 from bigload.checkpoint.model import Checkpoint
 from bigload.errors import NotEnoughMemoryError, ReadError
 from bigload.loading.methods import Method
 from bigload.loading.schedule import CPU, Delivery, Schedule
 from bigload.loading.strategy.read_strategy import ReadStrategy
-from bigload.machine.activities import NO_RECORDER
 from bigload.machine.memory import available_memory
 
 
@@ -28,9 +26,8 @@ def current_fingerprints(checkpoint: Checkpoint, files: Collection[str]) -> list
     for shard in checkpoint.shards:
         if shard.file in files:
             location = checkpoint.root / shard.file
-            with closing(scheme.open(location, NO_RECORDER)) as source:
-                num_bytes = scheme.identity(location).num_bytes
-                found.append(current_fingerprint(shard, num_bytes, partial(read_range, source)))
+            with opened_range(location) as read:
+                found.append(current_fingerprint(shard, scheme.identity(location).num_bytes, read))
     return found
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from pickle import UnpicklingError
 from typing import TYPE_CHECKING, TypeGuard
 
-from bigload.checkpoint.formats.format_error import FormatError
+from bigload.checkpoint.formats.registry import FormatError
 from bigload.checkpoint.formats.state_dict import find_state_dict
 from bigload.checkpoint.model import Checkpoint, Span, TensorInfo
 from bigload.dtypes import DTYPES

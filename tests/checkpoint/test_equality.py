@@ -51,12 +51,12 @@ def test_a_large_tensor_that_is_other_throughout_is_other(tmp_path):
 def test_large_tensors_are_read_by_samples(tmp_path, monkeypatch):
     lengths = []
 
-    def counted(descriptor, length, start, pread=os.pread):
-        lengths.append(length)
-        return pread(descriptor, length, start)
+    def counted(descriptor, buffers, start, preadv=os.preadv):
+        lengths.append(sum(map(len, buffers)))
+        return preadv(descriptor, buffers, start)
 
     checkpoint = pair(tmp_path, LARGE)
-    monkeypatch.setattr(equality.os, "pread", counted)
+    monkeypatch.setattr(os, "preadv", counted)
     assert stored_equal(checkpoint, ["a", "b"])
     assert sum(lengths) == 2 * equality.NUM_SAMPLES * equality.SAMPLE_BYTES
 
@@ -92,7 +92,7 @@ def test_a_read_that_fails_is_reported_and_leaves_no_file_open(tmp_path, monkeyp
         raise OSError(errno.EIO, "Input/output error")
 
     checkpoint, before = pair(tmp_path, 8), open_descriptors()
-    monkeypatch.setattr(equality.os, "pread", broken)
+    monkeypatch.setattr(os, "preadv", broken)
     with pytest.raises(CheckpointError, match="Input/output error"):
         stored_equal(checkpoint, ["a", "b"])
     assert len(open_descriptors()) == len(before)

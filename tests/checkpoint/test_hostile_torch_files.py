@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from bigload.checkpoint.formats import restricted_unpickler as unpickler_module
 from bigload.checkpoint.formats import zip_records as zip_module
-from bigload.checkpoint.formats.format_error import FormatError
+from bigload.checkpoint.formats.registry import FormatError
 from bigload.checkpoint.formats.restricted_unpickler import unpickle
 from bigload.checkpoint.source import open_checkpoint
 from bigload.errors import BigloadError, InvalidCheckpointError, LegacyPickleError

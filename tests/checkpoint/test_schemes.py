@@ -1,6 +1,5 @@
 """A byte source that is registered from outside, and a checkpoint that is loaded through it from end to end."""
 
-import dataclasses
 import threading
 from pathlib import Path
 
@@ -9,7 +8,7 @@ import torch
 
 import bigload
 from bigload.checkpoint.byte_source import SourceIdentity, SourceScheme, register_scheme, scheme_of
-from bigload.errors import ReadError, UnsupportedMethodError
+from bigload.errors import CheckpointError, InvalidCheckpointError, ReadError, UnsupportedMethodError
 from builders import make_checkpoint
 
 OBJECTS, OPEN, READS = {}, set(), []
@@ -46,17 +45,39 @@ register_scheme(SourceScheme(name="memory", open=MemorySource, identity=identity
 
 @pytest.fixture
 def checkpoint(tmp_path):
-    """A checkpoint whose headers were read from a folder that is gone, and whose files are in memory."""
-    opened = bigload.open_checkpoint(make_checkpoint(tmp_path / "tiny"))
-    expected = bigload.load(opened)
+    """A checkpoint whose files are in memory, and its tensors."""
+    folder = make_checkpoint(tmp_path / "tiny", shards=3)
+    expected = bigload.load(folder)
     OBJECTS.clear()
+    OBJECTS.update({str(Path("memory://tiny") / path.name): path.read_bytes() for path in folder.iterdir()})
+    remote = bigload.open_checkpoint("memory://tiny")
     READS.clear()
-    root = Path("memory://tiny")
-    for shard in opened.shards:
-        path = tmp_path / "tiny" / shard.file
-        OBJECTS[str(root / shard.file)] = path.read_bytes()
-        path.unlink()
-    return dataclasses.replace(opened, root=root), expected
+    return remote, expected
+
+
+def test_headers_index_and_config_are_read_through_the_scheme(checkpoint, tmp_path):
+    remote, _ = checkpoint
+    local = bigload.open_checkpoint(tmp_path / "tiny")
+    assert (remote.shards, remote.tensors, remote.config) == (local.shards, local.tensors, local.config)
+    assert not OPEN
+    assert bigload.open_checkpoint(f"memory://tiny/{local.index_file}").tensors == local.tensors
+    part = bigload.open_checkpoint(f"memory://tiny/{local.shards[1].file}")
+    assert part.tensors.items() < local.tensors.items()
+    assert bigload.plan("memory://tiny", {"cpu": "1GiB"}).shards == bigload.plan(local, {"cpu": "1GiB"}).shards
+
+
+def test_a_header_that_breaks_its_format_names_the_file(checkpoint):
+    name = next(name for name in OBJECTS if name.endswith(".safetensors"))
+    OBJECTS[name] = b"{}"
+    with pytest.raises(InvalidCheckpointError, match=r"2 bytes, a safetensors file has at least 8") as caught:
+        bigload.open_checkpoint("memory://tiny/")
+    assert caught.value.problems[0].file == Path(name).name
+
+
+@pytest.mark.parametrize("path", ["memory://other", "memory://other/model.bin", "memory://other/index.json"])
+def test_a_location_without_a_checkpoint_is_an_error(checkpoint, path):
+    with pytest.raises(CheckpointError, match="other"):
+        bigload.open_checkpoint(path)
 
 
 @pytest.mark.parametrize("options", [{}, {"threads": 3}, {"dtype": "float32"}, {"device": {"": "cpu"}}])
@@ -78,7 +99,7 @@ def test_methods_of_local_files_are_refused(checkpoint, method):
 
 
 def test_an_object_that_was_replaced_since_it_was_opened_is_refused(checkpoint):
-    name = next(iter(OBJECTS))
+    name = next(name for name in OBJECTS if name.endswith(".safetensors"))
     OBJECTS[name] += b"more"
     with pytest.raises(ReadError, match="it changed since the checkpoint was opened"):
         bigload.load(checkpoint[0])
@@ -87,7 +108,7 @@ def test_an_object_that_was_replaced_since_it_was_opened_is_refused(checkpoint):
 
 def test_an_object_that_is_replaced_meanwhile_is_refused(checkpoint):
     def replace(progress):
-        name = next(iter(OBJECTS))
+        name = next(name for name in OBJECTS if name.endswith(".safetensors"))
         OBJECTS[name] += b"more"
 
     with pytest.raises(ReadError, match="it changed while it was being loaded"):
@@ -96,7 +117,7 @@ def test_an_object_that_is_replaced_meanwhile_is_refused(checkpoint):
 
 
 def test_an_object_that_is_gone_is_an_error_of_its_location(checkpoint):
-    del OBJECTS[next(iter(OBJECTS))]
+    del OBJECTS[next(name for name in OBJECTS if name.endswith(".safetensors"))]
     with pytest.raises(ReadError, match=r"memory:/tiny.*no such object"):
         bigload.load(checkpoint[0])
 

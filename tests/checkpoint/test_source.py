@@ -339,7 +339,7 @@ def test_a_shard_whose_reading_fails_is_reported_beside_the_others(tmp_path, mon
     def failing(*_):
         raise OSError(errno.EIO, "Input/output error")
 
-    monkeypatch.setattr(os, "pread", failing)
+    monkeypatch.setattr(os, "preadv", failing)
     assert problems(tmp_path) == [("unreadable", ONE), ("missing-shard", TWO)]
 
 
@@ -349,7 +349,7 @@ def test_a_single_file_that_cannot_be_read_is_a_checkpoint_error(tmp_path, monke
     def failing(*_):
         raise OSError(errno.EIO, "Input/output error")
 
-    monkeypatch.setattr(os, "pread", failing)
+    monkeypatch.setattr(os, "preadv", failing)
     with pytest.raises(CheckpointError, match="Input/output error"):
         open_checkpoint(tmp_path / ONE)
 

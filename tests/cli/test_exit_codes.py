@@ -294,8 +294,8 @@ def test_a_file_that_the_system_refuses_to_read_makes_no_plan_stale(run, here, m
     make_checkpoint(here / "model")
     assert run("bigload plan model -m cpu=1GiB -o plan.json").code == 0
 
-    def refuse(path: Path, file: str):
-        raise PermissionError(13, "Permission denied", str(path))
+    def refuse(read, num_bytes: int, file: str):
+        raise PermissionError(13, "Permission denied", file)
 
     monkeypatch.setattr("bigload.checkpoint.formats.safetensors.read_header", refuse)
     done = run("bigload reshard plan.json out")

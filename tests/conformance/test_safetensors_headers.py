@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bigload.checkpoint.formats.safetensors import encode_header, read_header
+from bigload.checkpoint.formats.registry import read_shard_header
+from bigload.checkpoint.formats.safetensors import encode_header
 from bigload.dtypes import DTYPES
 from bigload.errors import InvalidCheckpointError
 from builders import DTYPE_BITS, data_for, num_bytes_of, write_raw, write_shard
@@ -40,7 +41,7 @@ def slices(file):
 
 def accepted_by_bigload(path):
     try:
-        header = read_header(path, "a")
+        header = read_shard_header(path, "a")
     except InvalidCheckpointError:
         return None
     return {tensor.name: (tensor.dtype.name, list(tensor.shape)) for tensor in header.tensors}

@@ -7,18 +7,42 @@ zipfile and pickle take time that safetensors do not need.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import cast
 
+from bigload.checkpoint.byte_source import ReadRange, opened_range, scheme_of
 from bigload.checkpoint.model import ShardHeader
+from bigload.errors import InvalidCheckpointError, Problem, ReadError
 
-ReadHeader = Callable[[Path, str], ShardHeader]
-"""Read the header of the file at a path, which the checkpoint calls by a name.
+ReadHeader = Callable[[ReadRange, int, str], ShardHeader]
+"""Read the header of a file of so many bytes (not 0), which the checkpoint calls by a name.
 
-It raises InvalidCheckpointError where the file breaks the format, LegacyFileError for a bare pickle, and OSError."""
+It raises FormatError where the file breaks the format, LegacyFileError for a bare pickle, and what `ReadRange` does."""
+
+
+class FormatError(Exception):
+    """A file breaks its format, or holds what is not read: a stable `code` and one sentence, as in a `Problem`.
+
+    `problems` has all pairs of code and text where there are more than one.
+    """
+
+    def __init__(self, code: str, text: str, *, problems: Sequence[tuple[str, str]] = ()) -> None:
+        super().__init__(code, text)
+        self.code = code
+        self.text = text
+        self.problems = problems or [(code, text)]
+
+    @classmethod
+    def of(cls, problems: Sequence[tuple[str, str]]) -> FormatError:
+        """Return the error for several problems."""
+        return cls(*problems[0], problems=problems)
+
+
+class LegacyFileError(Exception):
+    """The file is a bare pickle, as torch before 1.6 wrote them: valid, but its parts cannot be read by themselves."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,14 +110,26 @@ def main_files() -> tuple[str, ...]:
     return tuple(name for each in FORMATS.values() for name in (each.default_index, each.whole_file))
 
 
-def read_shard_header(place: Path, file: str) -> ShardHeader:
-    """Read and validate the header of the file at `place`; without a suffix that is known, as safetensors.
+def read_shard_header(location: Path, file: str, form: CheckpointFormat | None = None) -> ShardHeader:
+    """Read and validate the header of the file at `location`, in the format of its name, or else as safetensors.
 
     Raises:
         InvalidCheckpointError: the file breaks the format.
         LegacyFileError: it is a bare pickle of torch before 1.6.
         OSError: it cannot be opened or read.
     """
-    reader = (format_of(file) or SAFETENSORS).reader
+    reader = (form or format_of(file) or SAFETENSORS).reader
     read = cast("ReadHeader", import_module(reader).read_header) if isinstance(reader, str) else reader
-    return read(place, file)
+    scheme = scheme_of(location)
+    try:
+        if scheme.is_local and not location.is_file() and location.exists():
+            raise FormatError("not-a-file", "not a regular file")
+        if not (num_bytes := scheme.identity(location).num_bytes):
+            raise FormatError("file-empty", "the file is empty")
+        with opened_range(location) as read_range:
+            return read(read_range, num_bytes, file)
+    except FormatError as error:
+        problems = [Problem(code=code, file=file, text=text) for code, text in error.problems]
+        raise InvalidCheckpointError(location, problems) from None
+    except ReadError as error:
+        raise error.__cause__ if isinstance(error.__cause__, OSError) else error from None

@@ -23,7 +23,7 @@ from itertools import pairwise
 from types import MappingProxyType
 from typing import Any, ClassVar
 
-from bigload.checkpoint.formats.format_error import FormatError
+from bigload.checkpoint.formats.registry import FormatError
 
 MAX_PICKLE_BYTES = 16 * 2**20
 """A tensor takes about 120, so this is more than 100 000 tensors. A byte takes up to 25 bytes of memory beside objects;

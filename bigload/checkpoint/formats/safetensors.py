@@ -16,20 +16,18 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
-import stat
 import struct
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
-from pathlib import Path
 from typing import NoReturn, TypeGuard
 
+from bigload.checkpoint.byte_source import ReadRange
+from bigload.checkpoint.formats.registry import FormatError
 from bigload.checkpoint.model import Shard, ShardHeader, Span, TensorInfo
 from bigload.documents import check_values
 from bigload.dtypes import DTYPES, DType
-from bigload.errors import InvalidCheckpointError, Problem
 
 MAX_HEADER_BYTES = 100_000_000
 """Cap of the reference implementation, against headers that exhaust memory."""
@@ -44,40 +42,43 @@ METADATA_KEY = "__metadata__"
 _FIELDS = frozenset({"dtype", "shape", "data_offsets"})
 
 
-def read_header(path: Path, file: str) -> ShardHeader:
-    """Read and validate the header of the safetensors file at `path`, which the checkpoint calls `file`.
+def read_header(read: ReadRange, num_bytes: int, file: str) -> ShardHeader:
+    """Read and validate the header of a safetensors file of `num_bytes` bytes (`registry.ReadHeader`).
 
     Raises:
-        InvalidCheckpointError: the file breaks the format; `.problems` lists every problem found.
-        OSError: the file cannot be opened or read.
+        FormatError: the file breaks the format; `.problems` lists every problem found.
     """
-    raw, num_bytes = _read_raw_header(path, file)
-    try:
-        return parse_header(raw, num_bytes=num_bytes, file=file)
-    except _HeaderProblems as problems:
-        raise InvalidCheckpointError(path, problems.problems) from None
+    if num_bytes < 8:
+        raise FormatError("file-truncated", f"{num_bytes} bytes, a safetensors file has at least 8")
+    length_field = read(0, 8)
+    length = int.from_bytes(length_field, "little")
+    if length > MAX_HEADER_BYTES:
+        raise FormatError("header-too-large", f"header of {length} bytes, the format allows {MAX_HEADER_BYTES}")
+    if 8 + length > num_bytes:
+        raise FormatError("file-truncated", f"header of {length} bytes, the file has {num_bytes} in all")
+    return parse_header(length_field + read(8, 8 + length), num_bytes=num_bytes, file=file)
 
 
 def parse_header(raw: bytes, *, num_bytes: int, file: str) -> ShardHeader:
     """Validate `raw`, the length field and the header of a file of `num_bytes` bytes."""
-    entries = _decode(raw[8:], file)
-    metadata = _metadata(entries.pop(METADATA_KEY, None), file)
+    entries = _decode(raw[8:])
+    metadata = _metadata(entries.pop(METADATA_KEY, None))
     tensors: list[TensorInfo] = []
-    problems: list[Problem] = []
+    problems: list[tuple[str, str]] = []
     for name, entry in entries.items():
         if len(problems) == MAX_PROBLEMS:
-            problems.append(Problem(code="more-problems", file=file, text="there is more, which is not listed"))
+            problems.append(("more-problems", "there is more, which is not listed"))
             break
         parsed = _tensor(name, entry, file, data_start=len(raw))
         if isinstance(parsed, TensorInfo):
             tensors.append(parsed)
         else:
-            problems.append(Problem(code=parsed[0], file=file, text=f"tensor {name!r:.200}: {parsed[1]}"))
+            problems.append((parsed[0], f"tensor {name!r:.200}: {parsed[1]}"))
     tensors.sort(key=lambda tensor: (tensor.span.start, tensor.span.stop))
     if not problems:
-        problems += islice(_coverage(tensors, file, data_start=len(raw), num_bytes=num_bytes), MAX_PROBLEMS)
+        problems += islice(_coverage(tensors, data_start=len(raw), num_bytes=num_bytes), MAX_PROBLEMS)
     if problems:
-        raise _HeaderProblems(*problems)
+        raise FormatError.of(problems)
     shard = Shard(
         file=file,
         num_bytes=num_bytes,
@@ -109,50 +110,9 @@ def encode_header(
     return struct.pack("<Q", len(text)) + text
 
 
-class _HeaderProblems(Exception):  # noqa: N818 - carries problems to read_header, never leaves this module
-    def __init__(self, *problems: Problem) -> None:
-        super().__init__(problems)
-        self.problems = problems
-
-
-def _read_raw_header(path: Path, file: str) -> tuple[bytes, int]:
-    # O_NONBLOCK: opening a FIFO must not wait for a writer that never comes.
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    try:
-        status = os.fstat(descriptor)
-        num_bytes = status.st_size
-        if not stat.S_ISREG(status.st_mode):
-            _refuse(path, "not-a-file", file, "not a regular file")
-        if num_bytes == 0:
-            _refuse(path, "file-empty", file, "the file is empty")
-        if num_bytes < 8:
-            _refuse(path, "file-truncated", file, f"{num_bytes} bytes, a safetensors file has at least 8")
-        length_field = os.pread(descriptor, 8, 0)
-        (length,) = struct.unpack("<Q", length_field)
-        if length > MAX_HEADER_BYTES:
-            _refuse(path, "header-too-large", file, f"header of {length} bytes, the format allows {MAX_HEADER_BYTES}")
-        if 8 + length > num_bytes:
-            _refuse(path, "file-truncated", file, f"header of {length} bytes, the file has {num_bytes} in all")
-        raw = length_field + os.pread(descriptor, length, 8)
-        if len(raw) != 8 + length:
-            _refuse(
-                path,
-                "file-truncated",
-                file,
-                f"the file shrank while its header was read, {len(raw)} of {8 + length} bytes",
-            )
-        return raw, num_bytes
-    finally:
-        os.close(descriptor)
-
-
-def _refuse(path: Path, code: str, file: str, text: str) -> NoReturn:
-    raise InvalidCheckpointError(path, [Problem(code=code, file=file, text=text)])
-
-
-def _decode(text: bytes, file: str) -> dict[str, object]:
+def _decode(text: bytes) -> dict[str, object]:
     if not text.startswith(b"{"):
-        raise _HeaderProblems(Problem(code="header-not-json", file=file, text="the header does not begin with '{'"))
+        raise FormatError("header-not-json", "the header does not begin with '{'")
     try:
         check_values(text)
         entries = json.loads(
@@ -166,11 +126,10 @@ def _decode(text: bytes, file: str) -> dict[str, object]:
             json.dumps(entries, ensure_ascii=False).encode()  # a lone surrogate is no Unicode text
     except _DuplicateKeys as error:
         twice = islice(error.counts.items(), MAX_PROBLEMS)
-        texts = [f"key {key!r:.200} occurs {count} times" for key, count in twice]
-        raise _HeaderProblems(*(Problem(code="duplicate-key", file=file, text=text) for text in texts)) from None
+        problems = [("duplicate-key", f"key {key!r:.200} occurs {count} times") for key, count in twice]
+        raise FormatError.of(problems) from None
     except (ValueError, RecursionError) as error:
-        reason = f"the header is not valid JSON: {error}"
-        raise _HeaderProblems(Problem(code="header-not-json", file=file, text=reason)) from None
+        raise FormatError("header-not-json", f"the header is not valid JSON: {error}") from None
     assert isinstance(entries, dict)
     return entries
 
@@ -220,13 +179,11 @@ def _is_out_of_range(value: object) -> bool:
     return False
 
 
-def _metadata(entry: object, file: str) -> Mapping[str, str]:
+def _metadata(entry: object) -> Mapping[str, str]:
     if entry is None:
         return {}
     if not isinstance(entry, dict) or not all(isinstance(value, str) for value in entry.values()):
-        raise _HeaderProblems(
-            Problem(code="bad-metadata", file=file, text=f"{METADATA_KEY} is not a map from text to text")
-        )
+        raise FormatError("bad-metadata", f"{METADATA_KEY} is not a map from text to text")
     return entry
 
 
@@ -275,7 +232,7 @@ def _is_size_list(value: object) -> TypeGuard[list[int]]:
     return True
 
 
-def _coverage(tensors: list[TensorInfo], file: str, *, data_start: int, num_bytes: int) -> Iterator[Problem]:
+def _coverage(tensors: list[TensorInfo], *, data_start: int, num_bytes: int) -> Iterator[tuple[str, str]]:
     """Yield where the tensors, sorted by offset, leave a hole, overlap, or end elsewhere than the file does."""
     position = data_start
     for tensor in tensors:
@@ -283,13 +240,10 @@ def _coverage(tensors: list[TensorInfo], file: str, *, data_start: int, num_byte
         if start != position:
             code, word = ("hole", "a hole") if start > position else ("overlap", "an overlap with the tensor")
             found, expected = start - data_start, position - data_start
-            text = f"{word} before tensor {tensor.name!r:.200}: it begins at {found}, expected {expected}"
-            yield Problem(code=code, file=file, text=text)
+            yield code, f"{word} before tensor {tensor.name!r:.200}: it begins at {found}, expected {expected}"
         position = max(position, stop)
     if position > num_bytes:
-        text = f"the file is cut off: {num_bytes} bytes, its header describes {position}"
-        yield Problem(code="file-truncated", file=file, text=text)
+        yield "file-truncated", f"the file is cut off: {num_bytes} bytes, its header describes {position}"
     elif position < num_bytes:
-        extra = num_bytes - position
-        text = f"{extra} bytes after the last tensor: {num_bytes} in all, the header describes {position}"
-        yield Problem(code="trailing-bytes", file=file, text=text)
+        extra = f"{num_bytes - position} bytes after the last tensor"
+        yield "trailing-bytes", f"{extra}: {num_bytes} in all, the header describes {position}"

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Generic, TypeGuard, TypeVar
 
-from bigload.checkpoint.formats.format_error import FormatError
+from bigload.checkpoint.formats.registry import FormatError
 from bigload.units import counted
 
 NESTED_KEYS = ("state_dict", "model", "model_state_dict", "module")

@@ -9,16 +9,14 @@ object (`restricted_unpickler.py`); `data/0`, `data/1` ..., the bytes of the sto
 from __future__ import annotations
 
 import hashlib
-import os
-import stat
 import zlib
 from collections.abc import Iterable, Mapping
 from functools import cache
 from math import prod
-from pathlib import Path
 from typing import TypeGuard
 
-from bigload.checkpoint.formats.format_error import FormatError, LegacyFileError
+from bigload.checkpoint.byte_source import ReadRange
+from bigload.checkpoint.formats.registry import FormatError, LegacyFileError
 from bigload.checkpoint.formats.restricted_unpickler import (
     MAX_PICKLE_BYTES,
     STORAGE_DTYPES,
@@ -32,7 +30,6 @@ from bigload.checkpoint.formats.state_dict import find_state_dict
 from bigload.checkpoint.formats.zip_records import LOCAL_SIGNATURE, ZipArchive, ZipRecord, read_archive
 from bigload.checkpoint.model import CheckpointWarning, Shard, ShardHeader, Span, TensorInfo
 from bigload.dtypes import DTYPES, DType
-from bigload.errors import InvalidCheckpointError, Problem
 from bigload.units import counted
 
 MAX_DIMENSIONS = 64
@@ -43,48 +40,33 @@ _MAX_NAMED = 5
 _BY_TORCH_NAME = {dtype.torch_name: dtype for dtype in DTYPES.values() if dtype.torch_name is not None}
 
 
-def read_header(path: Path, file: str) -> ShardHeader:
-    """Read and check the archive at `path`, which the checkpoint calls `file`. Reads no tensor; executes nothing.
+def read_header(read: ReadRange, num_bytes: int, file: str) -> ShardHeader:
+    """Read and check an archive of `num_bytes` bytes (`registry.ReadHeader`). Reads no tensor; executes nothing.
 
     Raises:
         LegacyFileError: it is a bare pickle.
-        InvalidCheckpointError: it breaks the format, or asks for what is no part of a state dict.
-        OSError: it cannot be opened or read.
+        FormatError: it breaks the format, or asks for what is no part of a state dict.
     """
-    # O_NONBLOCK: opening a FIFO must not wait for a writer that never comes.
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    try:
-        return _read(descriptor, path, file)
-    except FormatError as error:
-        raise InvalidCheckpointError(path, [Problem(code=error.code, file=file, text=error.text)]) from None
-    finally:
-        os.close(descriptor)
-
-
-def _read(descriptor: int, path: Path, file: str) -> ShardHeader:
-    status = os.fstat(descriptor)
-    num_bytes = status.st_size
-    if not stat.S_ISREG(status.st_mode):
-        raise FormatError("not-a-file", "not a regular file")
-    _check_kind(os.pread(descriptor, 512, 0), num_bytes)
-    archive = read_archive(descriptor, num_bytes)
+    _check_kind(read(0, min(512, num_bytes)), num_bytes)
+    archive = read_archive(read, num_bytes)
     folder = next(iter(archive.records), "").partition("/")[0]
     pickled = _check_contents(archive, folder)
     if (byteorder := archive.records.get(f"{folder}/byteorder")) is not None:
-        order = _checked(descriptor, byteorder, "byteorder", max_bytes=16)
+        order = _checked(read, byteorder, "byteorder", max_bytes=16)
         if order != b"little":
             raise FormatError("byte-order", f"its numbers are stored in the byte order {order!r}, expected b'little'")
-    raw = _checked(descriptor, pickled, "data.pkl", max_bytes=MAX_PICKLE_BYTES)
+    raw = _checked(read, pickled, "data.pkl", max_bytes=MAX_PICKLE_BYTES)
     found = find_state_dict(unpickle(raw), _is_tensor)
-    tensors, problems = [], []
+    tensors: list[TensorInfo] = []
+    problems: list[tuple[str, str]] = []
     for name, tensor in found.tensors.items():
         try:
             tensors.append(_tensor(name, tensor, archive.records, f"{folder}/data/", file))
         except FormatError as error:
-            problems.append(Problem(code=error.code, file=file, text=f"tensor {name!r:.200}: {error.text}"))
+            problems.append((error.code, f"tensor {name!r:.200}: {error.text}"))
     if problems:
-        raise InvalidCheckpointError(path, problems)
-    directory = os.pread(descriptor, num_bytes - archive.directory_start, archive.directory_start)
+        raise FormatError.of(problems)
+    directory = read(archive.directory_start, num_bytes)
     shard = Shard(
         file=file,
         num_bytes=num_bytes,
@@ -99,8 +81,6 @@ def _read(descriptor: int, path: Path, file: str) -> ShardHeader:
 
 def _check_kind(head: bytes, num_bytes: int) -> None:
     """Raise unless a file that begins with `head` is a zip archive; the text says what it is instead."""
-    if not head:
-        raise FormatError("file-empty", "the file is empty")
     if head.startswith(LOCAL_SIGNATURE):
         return
     if head[:1] == b"\x80" and head[1:2] in b"\2\3\4\5":
@@ -132,11 +112,11 @@ def _check_contents(archive: ZipArchive, folder: str) -> ZipRecord:
     return pickled
 
 
-def _checked(descriptor: int, record: ZipRecord, name: str, *, max_bytes: int) -> bytes:
+def _checked(read: ReadRange, record: ZipRecord, name: str, *, max_bytes: int) -> bytes:
     num_bytes = record.stop - record.start
     if num_bytes > max_bytes:
         raise FormatError("record-too-large", f"{name} has {num_bytes} bytes, at most {max_bytes} are read")
-    data = os.pread(descriptor, num_bytes, record.start)
+    data = read(record.start, record.stop)
     if zlib.crc32(data) != record.crc32:
         raise FormatError("bad-checksum", f"{name} is damaged: its checksum is not the one in the archive's directory")
     return data

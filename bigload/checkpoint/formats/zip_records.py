@@ -9,15 +9,15 @@ entry, and records must not overlap. The layout is that of PKWARE's APPNOTE 6.3.
 
 from __future__ import annotations
 
-import os
 import struct
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from io import BytesIO
 from itertools import pairwise
 from zipfile import ZIP_STORED, BadZipFile, ZipFile, ZipInfo
 
-from bigload.checkpoint.formats.format_error import FormatError
+from bigload.checkpoint.byte_source import ReadRange
+from bigload.checkpoint.formats.registry import FormatError
 
 LOCAL_SIGNATURE = b"PK\3\4"
 MAX_DIRECTORY_BYTES = 16 * 2**20
@@ -33,6 +33,9 @@ _PLAIN = "latin-1"
 """Encoding of names that are not marked as UTF-8: any that turns each byte into one character; this one is in C."""
 
 _ENCRYPTED, _SIZES_FOLLOW, _UTF_8 = 0x2041, 0x8, 0x800  # encrypted in any form; sizes after the record; name in UTF-8
+
+_ReadHeader = Callable[[int, int], bytes]
+"""Return so many bytes, the second number, from the first on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,15 +59,21 @@ class ZipArchive:
     directory_start: int
 
 
-def read_archive(descriptor: int, num_bytes: int) -> ZipArchive:
-    """Return the byte ranges of all records of the open file `descriptor` of `num_bytes` bytes. Reads headers only.
+def read_archive(read: ReadRange, num_bytes: int) -> ZipArchive:
+    """Return the byte ranges of all records of a file of `num_bytes` bytes. Reads headers only.
 
     Raises:
         FormatError: the archive is cut off, contradicts itself, has too many records, or is encrypted.
-        OSError: the file cannot be read.
     """
-    start, stop, num_records = _find_directory(descriptor, num_bytes)
-    entries = _parse_directory(_read(descriptor, start, stop - start))
+
+    def read_header(start: int, length: int) -> bytes:
+        if not 0 <= start <= num_bytes - length:
+            found = max(min(num_bytes - start, length), 0) if start >= 0 else 0
+            raise FormatError("bad-zip", f"expected {length} bytes of a header at byte {start}, found {found}")
+        return read(start, start + length)
+
+    start, stop, num_records = _find_directory(read_header, num_bytes)
+    entries = _parse_directory(read_header(start, stop - start))
     if len(entries) != num_records:
         text = f"the directory lists {len(entries)} records, expected {num_records}, as the end record says"
         raise FormatError("bad-zip", text)
@@ -74,7 +83,7 @@ def read_archive(descriptor: int, num_bytes: int) -> ZipArchive:
         name = entry.orig_filename
         if name in records:
             raise FormatError("duplicate-record", f"the archive holds two records called {name!r:.200}")
-        records[name] = record = _locate(descriptor, entry)
+        records[name] = record = _locate(read_header, entry)
         ranges.append((entry.header_offset, record.stop, name))
     ranges.sort()
     for (_, end, name), (begin, _, following) in pairwise([*ranges, (start, stop, "the directory")]):
@@ -84,10 +93,10 @@ def read_archive(descriptor: int, num_bytes: int) -> ZipArchive:
     return ZipArchive(records=records, compressed=compressed, directory_start=start)
 
 
-def _find_directory(descriptor: int, num_bytes: int) -> tuple[int, int, int]:
+def _find_directory(read: _ReadHeader, num_bytes: int) -> tuple[int, int, int]:
     """Return where the directory begins and ends, and how many records it should list."""
     tail_start = max(0, num_bytes - _END.size - _MAX_COMMENT_BYTES)
-    tail = _read(descriptor, tail_start, num_bytes - tail_start)
+    tail = read(tail_start, num_bytes - tail_start)
     found = tail.rfind(b"PK\5\6")
     if found < 0 or len(tail) - found < _END.size:
         raise FormatError("file-truncated", f"the file is cut off: {num_bytes} bytes without the end of a zip archive")
@@ -95,10 +104,10 @@ def _find_directory(descriptor: int, num_bytes: int) -> tuple[int, int, int]:
     if found + _END.size + comment_bytes != len(tail):
         raise FormatError("bad-zip", "bytes after the end of the zip archive")
     stop = tail_start + found
-    locator = _read(descriptor, max(0, stop - _LOCATOR.size), min(stop, _LOCATOR.size))
+    locator = read(max(0, stop - _LOCATOR.size), min(stop, _LOCATOR.size))
     if locator.startswith(b"PK\6\7"):
         stop -= _LOCATOR.size + _END_64.size
-        signature, _, _, _, *numbers_64 = _END_64.unpack(_read(descriptor, stop, _END_64.size))
+        signature, _, _, _, *numbers_64 = _END_64.unpack(read(stop, _END_64.size))
         if signature != b"PK\6\6" or _LOCATOR.unpack(locator)[2] != stop:
             raise FormatError("bad-zip", "the 64-bit end record of the zip archive is not before its locator")
         limits = (2**16 - 1,) * 4 + (_IN_64_BITS,) * 2
@@ -127,11 +136,11 @@ def _parse_directory(directory: bytes) -> list[ZipInfo]:
         raise FormatError("bad-zip", f"the directory of the zip archive is malformed: {error!s:.200}") from None
 
 
-def _locate(descriptor: int, entry: ZipInfo) -> ZipRecord:
+def _locate(read: _ReadHeader, entry: ZipInfo) -> ZipRecord:
     """Return the byte range of a record, after comparing its local header with its directory `entry`."""
     start, name = entry.header_offset, entry.orig_filename
     raw_name = name.encode("utf-8" if entry.flag_bits & _UTF_8 else _PLAIN)
-    header = _read(descriptor, start, _LOCAL.size + len(raw_name))
+    header = read(start, _LOCAL.size + len(raw_name))
     signature, _, flags, method, _, _, crc32, packed, num_bytes, name_bytes, extra_bytes = _LOCAL.unpack_from(header)
     if signature != LOCAL_SIGNATURE or name_bytes != len(raw_name) or not header.endswith(raw_name):
         raise FormatError("bad-zip", f"record {name!r:.200} is not at byte {start}, where the directory says")
@@ -148,10 +157,3 @@ def _locate(descriptor: int, entry: ZipInfo) -> ZipRecord:
         raise FormatError("bad-zip", text)
     start += len(header) + extra_bytes
     return ZipRecord(start, start + entry.compress_size, entry.CRC)
-
-
-def _read(descriptor: int, start: int, num_bytes: int) -> bytes:
-    data = os.pread(descriptor, num_bytes, start) if 0 <= start < 2**63 else b""
-    if len(data) != num_bytes:
-        raise FormatError("bad-zip", f"expected {num_bytes} bytes of a header at byte {start}, found {len(data)}")
-    return data

@@ -16,7 +16,7 @@ from enum import StrEnum
 from pathlib import Path
 
 from bigload.checkpoint.byte_source import PositionalReader
-from bigload.checkpoint.formats.safetensors import read_header
+from bigload.checkpoint.formats.registry import read_shard_header
 from bigload.checkpoint.index import resolve_shard
 from bigload.checkpoint.model import Span
 from bigload.errors import (
@@ -248,7 +248,7 @@ class _FileCheck:
             InvalidCheckpointError, OSError: its header is not one, or cannot be read.
         """
         if self._has_header:
-            return {tensor.name: tensor.span for tensor in read_header(place, self.file).tensors}
+            return {tensor.name: tensor.span for tensor in read_shard_header(place, self.file).tensors}
         if len(self.record.tensors) == 1:  # a file of bare bytes
             return {name: Span(self.file, 0, self.record.num_bytes) for name in self.record.tensors}
         return {}

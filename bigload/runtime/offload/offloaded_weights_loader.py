@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from bigload.checkpoint.formats.safetensors import read_header
+from bigload.checkpoint.formats.registry import SAFETENSORS, read_shard_header
 from bigload.checkpoint.model import TensorInfo
 from bigload.errors import CheckpointNotFoundError, InvalidCheckpointError, Problem, ReadError
 from bigload.layouts.dat_format import DAT_INDEX, DAT_SUFFIX, Entry
@@ -145,7 +145,7 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
         if path not in self._headers:
             try:
                 found = signature(path)
-                header = read_header(path, path.name)
+                header = read_shard_header(path, path.name, SAFETENSORS)
             except OSError as error:
                 raise ReadError(path, error.strerror or str(error)) from error
             except ValueError:  # NUL, or half of a surrogate pair

@@ -8,21 +8,21 @@ import pytest
 import torch
 
 import bigload
-from bigload.checkpoint.formats.registry import FORMATS, CheckpointFormat, format_of
+from bigload.checkpoint.formats.registry import FORMATS, CheckpointFormat, FormatError, format_of
 from bigload.checkpoint.model import Shard, ShardHeader, Span, TensorInfo
 from bigload.dtypes import DTYPES
-from bigload.errors import InvalidCheckpointError, Problem, UnsupportedFormatError
+from bigload.errors import InvalidCheckpointError, UnsupportedFormatError
 
 TENSORS = {"model.layers.0.w": torch.arange(6.0).reshape(2, 3), "model.layers.1.w": torch.ones(4)}
 
 
-def read_toy(path, file):
+def read_toy(read, num_bytes, file):
     """Read a line of JSON: names, shapes and offsets of float32 tensors after it."""
-    header = path.read_bytes().partition(b"\n")[0] + b"\n"
+    header = read(0, min(num_bytes, 1024)).partition(b"\n")[0] + b"\n"
     try:
         entries = json.loads(header)
     except ValueError as error:
-        raise InvalidCheckpointError(path, [Problem(code="not-json", file=file, text=str(error))]) from None
+        raise FormatError("not-json", str(error)) from None
     tensors = [
         TensorInfo(name, DTYPES["F32"], tuple(shape), Span(file, start, stop))
         for name, (shape, start, stop) in entries.items()
@@ -30,7 +30,7 @@ def read_toy(path, file):
     shard = Shard(
         file=file,
         format="toy",
-        num_bytes=path.stat().st_size,
+        num_bytes=num_bytes,
         header_parts=((0, len(header)),),
         header_sha256=hashlib.sha256(header).hexdigest(),
         metadata={},

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from bigload.checkpoint.formats.safetensors import MAX_HEADER_BYTES, encode_header, read_header
+from bigload.checkpoint.formats.registry import read_shard_header
+from bigload.checkpoint.formats.safetensors import MAX_HEADER_BYTES, encode_header
 from bigload.documents import MAX_VALUES, check_values
 from bigload.dtypes import DTYPES
 from bigload.errors import InvalidCheckpointError
@@ -19,7 +20,7 @@ FOUR = b"abcd"
 
 def problems(path):
     with pytest.raises(InvalidCheckpointError) as caught:
-        read_header(path, path.name)
+        read_shard_header(path, path.name)
     return caught.value.problems
 
 
@@ -44,7 +45,7 @@ def test_the_builders_know_the_dtypes_that_bigload_knows():
 @pytest.mark.parametrize("dtype", DTYPE_BITS)
 def test_every_dtype_is_read_with_its_name_shape_and_bytes(file, dtype):
     write_shard(file, {"a": (dtype, [4, 2]), "b": (dtype, [4])})
-    first, second = read_header(file, "a").tensors
+    first, second = read_shard_header(file, "a").tensors
     assert (first.name, first.dtype.name, first.shape) == ("a", dtype, (4, 2))
     assert (first.num_bytes, second.num_bytes) == (DTYPE_BITS[dtype], DTYPE_BITS[dtype] // 2)
 
@@ -55,7 +56,7 @@ def test_every_dtype_round_trips_through_a_file(file, dtype):
     listed = [(name, DTYPES[dtype], shape, num_bytes_of(dtype, shape)) for name, (_, shape) in forms.items()]
     data = b"".join(data_for(name, num_bytes_of(*form), dtype=dtype) for name, form in forms.items())
     file.write_bytes(encode_header(listed, metadata={"format": "pt"}) + data)
-    header = read_header(file, "a")
+    header = read_shard_header(file, "a")
     assert {tensor.name: (tensor.dtype.name, tensor.shape) for tensor in header.tensors} == forms
     raw = file.read_bytes()
     for tensor in header.tensors:
@@ -65,19 +66,19 @@ def test_every_dtype_round_trips_through_a_file(file, dtype):
 def test_spans_count_from_the_start_of_the_file(file):
     write_shard(file, {"a": ("U8", [3]), "b": ("U8", [5])})
     raw = file.read_bytes()
-    spans = {tensor.name: raw[tensor.span.start : tensor.span.stop] for tensor in read_header(file, "a").tensors}
+    spans = {tensor.name: raw[tensor.span.start : tensor.span.stop] for tensor in read_shard_header(file, "a").tensors}
     assert spans == {"a": data_for("a", 3), "b": data_for("b", 5)}
 
 
 def test_tensors_come_in_the_order_of_the_file_not_of_the_header(file):
     header = header_of({"a": ("U8", [2]), "b": ("U8", [2])})
     write_raw(file, dict(reversed(header.items())), FOUR)
-    assert [tensor.name for tensor in read_header(file, "a").tensors] == ["a", "b"]
+    assert [tensor.name for tensor in read_shard_header(file, "a").tensors] == ["a", "b"]
 
 
 def test_the_digest_is_of_length_field_and_header(file):
     write_shard(file, {"a": ("U8", [3])})
-    shard = read_header(file, "a").shard
+    shard = read_shard_header(file, "a").shard
     raw = file.read_bytes()
     assert shard.header_sha256 == hashlib.sha256(raw[:-3]).hexdigest()
     assert (shard.header_bytes, shard.num_bytes) == (len(raw) - 3, len(raw))
@@ -85,41 +86,41 @@ def test_the_digest_is_of_length_field_and_header(file):
 
 def test_metadata_is_kept(file):
     write_shard(file, {"a": ("U8", [3])}, metadata={"format": "pt", "é": "ü"})
-    assert read_header(file, "a").shard.metadata == {"format": "pt", "é": "ü"}
+    assert read_shard_header(file, "a").shard.metadata == {"format": "pt", "é": "ü"}
 
 
 def test_metadata_null_is_no_metadata(file):
     write_raw(file, {"__metadata__": None, "a": A_FLOAT}, FOUR)
-    assert read_header(file, "a").shard.metadata == {}
+    assert read_shard_header(file, "a").shard.metadata == {}
 
 
 def test_a_scalar_holds_one_element(file):
     write_shard(file, {"a": ("F32", [])})
-    assert read_header(file, "a").tensors[0].num_elements == 1
+    assert read_shard_header(file, "a").tensors[0].num_elements == 1
 
 
 def test_an_empty_tensor_holds_no_bytes(file):
     write_shard(file, {"a": ("F32", [0, 7]), "b": ("U8", [2]), "c": ("F64", [3, 0])})
-    assert [tensor.num_bytes for tensor in read_header(file, "a").tensors] == [0, 2, 0]
+    assert [tensor.num_bytes for tensor in read_shard_header(file, "a").tensors] == [0, 2, 0]
 
 
 def test_a_file_without_tensors_is_valid(file):
-    assert read_header(write_raw(file, "{}"), "a").tensors == ()
+    assert read_shard_header(write_raw(file, "{}"), "a").tensors == ()
 
 
 def test_blanks_after_the_header_are_padding(file):
     write_raw(file, json.dumps({"a": A_FLOAT}) + " " * 31, FOUR)
-    assert len(read_header(file, "a").tensors) == 1
+    assert len(read_shard_header(file, "a").tensors) == 1
 
 
 def test_unknown_keys_of_an_entry_are_ignored(file):
-    assert read_header(spoilt(file, comment={"deep": [1, 2.5, None]}), "a").tensors[0].shape == (1,)
+    assert read_shard_header(spoilt(file, comment={"deep": [1, 2.5, None]}), "a").tensors[0].shape == (1,)
 
 
 @pytest.mark.parametrize("name", ["", "é", "a b", "a\u2028b", "\0", "😀", ".", "a/b", "../a"])
 def test_any_text_is_a_tensor_name(file, name):
     write_shard(file, {name: ("U8", [1])})
-    assert read_header(file, "a").tensors[0].name == name
+    assert read_shard_header(file, "a").tensors[0].name == name
 
 
 def test_an_empty_file_is_refused(file):
@@ -268,7 +269,7 @@ def test_a_shape_that_takes_other_bytes_than_the_offsets_give_is_refused(file, d
 
 def test_the_largest_shape_with_a_zero_holds_no_bytes(file):
     write_raw(file, {"a": {"dtype": "F64", "shape": [2**64 - 1, 0], "data_offsets": [0, 0]}})
-    assert read_header(file, "a").tensors[0].num_bytes == 0
+    assert read_shard_header(file, "a").tensors[0].num_bytes == 0
 
 
 def two_bytes(start):
@@ -325,7 +326,7 @@ def test_holes_and_missing_bytes_are_reported_together(file):
 def test_a_problem_names_the_file_as_the_checkpoint_calls_it(file):
     file.touch()
     with pytest.raises(InvalidCheckpointError) as caught:
-        read_header(file, "shards/first")
+        read_shard_header(file, "shards/first")
     assert caught.value.problems[0].file == "shards/first"
 
 
@@ -345,7 +346,7 @@ def test_a_folder_in_place_of_a_file_is_refused(file):
 
 def test_a_missing_file_is_an_os_error(file):
     with pytest.raises(FileNotFoundError):
-        read_header(file, "a")
+        read_shard_header(file, "a")
 
 
 @contextmanager
@@ -371,7 +372,7 @@ def test_a_file_without_permission_is_an_os_error():
         file = write_shard(Path(folder, "a.safetensors"), {"a": ("U8", [1])})
         file.chmod(0)
         with no_longer_root(), pytest.raises(PermissionError):
-            read_header(file, "a")
+            read_shard_header(file, "a")
 
 
 def test_the_data_of_a_written_file_begins_at_a_multiple_of_the_alignment():
@@ -403,7 +404,7 @@ def test_every_key_that_occurs_twice_is_named_however_many_there_are(tmp_path):
     header = "{" + ",".join(f'"{name}":{entry}' for name in [*names, "t7", "t9"]) + "}"
     write_raw(tmp_path / "model.safetensors", header.encode(), b"")
     with pytest.raises(InvalidCheckpointError) as caught:
-        read_header(tmp_path / "model.safetensors", "model.safetensors")
+        read_shard_header(tmp_path / "model.safetensors", "model.safetensors")
     assert [problem.text for problem in caught.value.problems] == ["key 't7' occurs 2 times", "key 't9' occurs 2 times"]
 
 
@@ -432,7 +433,7 @@ def test_of_very_many_problems_the_first_are_listed(file):
 
 def codes_and_text(path):
     with pytest.raises(InvalidCheckpointError) as caught:
-        read_header(path, "a")
+        read_shard_header(path, "a")
     return str(caught.value)
 
 
@@ -441,7 +442,7 @@ def test_what_a_terminal_would_obey_is_escaped_in_the_text_of_errors(tmp_path):
     folder.mkdir()
     path = write_raw(folder / "c\x1b]0;d.safetensors", {"e\x1b[31m\nhint: run": {"dtype": "F32"}})
     with pytest.raises(InvalidCheckpointError) as caught:
-        read_header(path, path.name)
+        read_shard_header(path, path.name)
     text = str(caught.value)
     assert "\x1b" not in text
     assert "\nhint" not in text
