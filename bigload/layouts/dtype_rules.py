@@ -30,7 +30,7 @@ class Kept(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DTypeRule:
-    """The dtype of each tensor as it is written: an `output_files.DTypeOf`.
+    """The dtype of each tensor as it is written.
 
     Plain floating-point tensors (float16, bfloat16, float32, float64) become `dtype`, except that those which match a
     pattern of `keep_fp32` become float32, or stay it. All others stay as they are, as they do when a plan or a load

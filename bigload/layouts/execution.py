@@ -14,30 +14,17 @@ from bigload.checkpoint.fingerprint import fingerprint
 from bigload.distributed.process_group import ProcessGroup, run_on_all_ranks
 from bigload.errors import RankError, ReadError, WriteError
 from bigload.layouts.choices import Verify
-from bigload.layouts.documents import check_file, write_file
 from bigload.layouts.output import OutputFile
 from bigload.layouts.preparation import PreparedReshard
-from bigload.layouts.verification.manifest import (
-    MANIFEST_FILE,
-    FileRecord,
-    Manifest,
-    ManifestSource,
-    manifest_lines,
-)
+from bigload.layouts.selection import recorded_options
+from bigload.layouts.verification.manifest import MANIFEST_FILE, FileRecord, Manifest, ManifestSource, manifest_lines
 from bigload.layouts.writing.output_file_writer import direct_write_alignment
 from bigload.layouts.writing.resume_check import ReusableFile, recheck
+from bigload.layouts.writing.small_files import check_file, write_file
 from bigload.layouts.writing.source_files import SourceFiles
-from bigload.layouts.writing.staging import (
-    Staging,
-    joined,
-    keep_only,
-    staged,
-    tidy,
-)
-from bigload.layouts.writing.window_reader import WindowReader
-from bigload.layouts.writing.writer import LEAST_BYTES_PER_THREAD, FileToWrite, Writer, window_bytes
+from bigload.layouts.writing.staging import Staging, joined, keep_only, staged, tidy
+from bigload.layouts.writing.writer import FileToWrite, Writer, window_bytes
 from bigload.loading.progress import OnProgress, Tally
-from bigload.loading.strategy.settings import MAX_THREADS
 from bigload.machine.inflight_pool import BlockPool
 from bigload.machine.process_memory import trim_heap
 from bigload.version import __version__
@@ -65,8 +52,6 @@ class ReshardRun:
     def __init__(self, prepared: PreparedReshard, *, on_progress: OnProgress, team: ProcessGroup) -> None:
         self._prepared = prepared
         self._options = prepared.options
-        self._max_inflight = prepared.options.max_inflight
-        self._threads = min(prepared.options.threads, self._max_inflight // LEAST_BYTES_PER_THREAD, MAX_THREADS)
         self._on_progress = on_progress
         self._team = team
 
@@ -78,7 +63,7 @@ class ReshardRun:
         trim_heap()  # memory freed after reading headers and plans
         with ExitStack() as opened:
             staging = self._enter(opened, sign)
-            pool = BlockPool(self._threads, block_bytes=window_bytes(self._threads, self._max_inflight))
+            pool = BlockPool(self._options.num_threads, block_bytes=window_bytes(self._options))
             opened.callback(pool.close)
             sources = opened.enter_context(SourceFiles(self._prepared.checkpoint, pool=pool))
             try:
@@ -154,21 +139,17 @@ class ReshardRun:
         share = ProcessResult()
         share.kept_files = sum(file.kept is not None and file.kept.record is not None for file in files)
         share.kept_bytes = sum(file.kept.digest.position for file in files if file.kept is not None)
-        window_reader = WindowReader(sources, shared=sources.through_cache)
         writer = Writer(
             staging.folder,
             sources,
-            window_reader,
-            verify=self._options.verify,
+            self._options,
             journal=staging.journal,
             tally=tally,
             alignment=direct_write_alignment(staging.folder, rank=self._team.rank),
             kernel=self._prepared.kernel,
-            threads=self._threads,
-            max_inflight=self._max_inflight,
         )
         share.records = writer.write(files)
-        share.overflows = dict(window_reader.overflows)
+        share.overflows = dict(writer.overflows)
         self._check_unchanged(staging, sources)
         if self._options.verify is not Verify.NONE:
             self._check_sizes(staging, mine)
@@ -221,7 +202,7 @@ class ReshardRun:
                 shards=fingerprint(prepared.checkpoint),
             ),
             version=__version__,
-            options={**prepared.recorded_options, "recipe": prepared.recipe},
+            options={**recorded_options(self._options, prepared.output.layout), "recipe": prepared.recipe},
         )
         lines = (line.encode(errors="surrogateescape") for line in manifest_lines(manifest))
         self._write_small(staging, MANIFEST_FILE, lines)

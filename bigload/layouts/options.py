@@ -12,12 +12,15 @@ from bigload.checkpoint.model import Checkpoint
 from bigload.errors import OptionError
 from bigload.layouts.choices import OffloadFormat, Verify
 from bigload.layouts.dtype_rules import DTypeRule
-from bigload.layouts.output import DEFAULT_MAX_SHARD_BYTES
-from bigload.layouts.writing.writer import DEFAULT_MAX_INFLIGHT, LEAST_BYTES_PER_THREAD
-from bigload.units import format_size, parse_size
+from bigload.loading.strategy.settings import MAX_THREADS
+from bigload.units import KIB, MIB, format_size, parse_size
 
+DEFAULT_MAX_SHARD_BYTES = 5 * 10**9
 DEFAULT_THREADS = 4
 """Threads wait for the disk most of the time: more than cores, and enough to keep it busy."""
+
+DEFAULT_MAX_INFLIGHT = 96 * MIB
+LEAST_BYTES_PER_THREAD = 768 * KIB
 
 ChoiceT = TypeVar("ChoiceT", bound=StrEnum)
 
@@ -53,6 +56,11 @@ class ReshardOptions:
             value = getattr(self, name)
             if value is not None and value < least:
                 raise OptionError.of(name, value, expected)
+
+    @property
+    def num_threads(self) -> int:
+        """Threads that get enough memory of `max_inflight`."""
+        return min(self.threads, self.max_inflight // LEAST_BYTES_PER_THREAD, MAX_THREADS)
 
     def is_default(self, name: str) -> bool:
         """Return whether the option `name` has its default value."""

@@ -7,31 +7,23 @@ fingerprinted. `writing/writer.py` writes every output in the same way.
 from __future__ import annotations
 
 import hashlib
-import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
 from math import prod
 
 from bigload.checkpoint.fingerprint import ShardFingerprint
-from bigload.checkpoint.formats.registry import SAFETENSORS
 from bigload.checkpoint.formats.safetensors import encode_header
-from bigload.checkpoint.index import encode_index
-from bigload.checkpoint.model import Checkpoint, TensorInfo
+from bigload.checkpoint.model import TensorInfo
 from bigload.dtypes import DType
 from bigload.loading.slices import Slice, sliced_shape
 from bigload.units import KIB
 
-DEFAULT_MAX_SHARD_BYTES = 5 * 10**9
 DATA_ALIGNMENT = 4 * KIB
 """The data of a file starts at a multiple of this: at a block of the disk, and at a page of a map."""
 
-TENSOR_ALIGNMENT = 64
 _METADATA = {"format": "pt"}
-_NUMBER = re.compile(r"-\d+-of-\d+$")
-_LIBRARY_BASES = ("diffusion_pytorch_model", "adapter_model")
-"""Under which diffusers and PEFT look for weights, whatever the format."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,7 +121,7 @@ class Output:
     """Files of a reshard.
 
     Attributes:
-        layout: Name of the layout; set by `select_output`.
+        layout: Name of the layout; set by `selection.lay_out`.
         files: Files of weights.
         documents: Small files by relative path, in the order of writing. An index marks its folder as complete, so it
             comes after the other files, and that of the root comes last.
@@ -149,96 +141,3 @@ class Output:
     def num_bytes(self) -> int:
         """Bytes of all files of weights, holes included."""
         return sum(output.num_bytes for output in self.files)
-
-
-DTypeOf = Callable[[TensorInfo], DType]
-"""Returns the dtype in which a tensor is written."""
-
-
-def as_stored(tensor: TensorInfo) -> DType:
-    """Return the stored dtype of `tensor`, for a reshard that casts nothing."""
-    return tensor.dtype
-
-
-OffsetOf = Callable[[Sequence[OutputTensor]], int]
-"""Returns where, after a multiple of `DATA_ALIGNMENT`, the data of a file with these tensors starts."""
-
-
-def at_block(tensors: Sequence[OutputTensor]) -> int:  # noqa: ARG001 - see OffsetOf
-    """Return 0: data starts at a block of the disk."""
-    return 0
-
-
-def split(tensors: Iterable[OutputTensor], max_bytes: int | None) -> list[list[OutputTensor]]:
-    """Return `tensors` in files of at most `max_bytes` of data each, a larger tensor by itself; `None` for one file."""
-    parts: list[list[OutputTensor]] = []
-    filled = 0
-    for tensor in tensors:
-        if not parts or (max_bytes is not None and filled + tensor.num_bytes > max_bytes):
-            parts.append([])
-            filled = 0
-        parts[-1].append(tensor)
-        filled += tensor.num_bytes
-    return parts
-
-
-def aligned(tensors: Sequence[OutputTensor]) -> tuple[OutputTensor, ...]:
-    """Keep the order, but put odd sizes last, wide types first: the other tensors start at multiples of 64.
-
-    The format allows no gaps, so order is all that there is to align tensors by. Odd sizes are rare, and small.
-    """
-    even = [tensor for tensor in tensors if tensor.num_bytes % TENSOR_ALIGNMENT == 0]
-    odd = [tensor for tensor in tensors if tensor.num_bytes % TENSOR_ALIGNMENT]
-    return (*even, *sorted(odd, key=lambda tensor: -tensor.dtype.alignment))
-
-
-def base_name(checkpoint: Checkpoint) -> str:
-    """Return what the output's files are called before their numbers, which is what libraries look for.
-
-    Safetensors keep the name that they have, `diffusion_pytorch_model` for one. Torch files become `model`, as
-    transformers calls `pytorch_model.bin` in safetensors, unless diffusers or PEFT have their own name for them.
-    """
-    stored = (checkpoint.index_file or checkpoint.shards[0].file).rpartition("/")[2]
-    for suffix in (SAFETENSORS.index_suffix, ".safetensors"):
-        if stored.endswith(suffix) and (base := _NUMBER.sub("", stored.removesuffix(suffix))):
-            return base
-    base = stored.partition(".")[0]
-    return base if base in _LIBRARY_BASES else "model"
-
-
-def numbered(folder: str, parts: Sequence[Sequence[OutputTensor]], *, base: str = "model") -> tuple[OutputFile, ...]:
-    """Return the files of `parts` below `folder` under the names that save_pretrained gives them."""
-    prefix = f"{folder}/" if folder else ""
-    return tuple(
-        OutputFile(file=f"{prefix}{base}-{number:05d}-of-{len(parts):05d}.safetensors", tensors=aligned(part))
-        for number, part in enumerate(parts, start=1)
-    )
-
-
-def with_offsets(files: Iterable[OutputFile], offset_of: OffsetOf) -> tuple[OutputFile, ...]:
-    """Return `files` with their data where `offset_of` says."""
-    return tuple(replace(output, data_offset=offset_of(output.tensors)) for output in files)
-
-
-def with_aliases(files: Iterable[OutputFile], aliases: Mapping[str, str]) -> tuple[OutputFile, ...]:
-    """Return `files` with the other names of their tensors."""
-    others: dict[str, list[str]] = {}
-    for alias, name in aliases.items():
-        others.setdefault(name, []).append(alias)
-    return tuple(
-        replace(output, aliases={alias: t.name for t in output.tensors for alias in others.get(t.name, ())})
-        for output in files
-    )
-
-
-def index_of(files: Iterable[OutputFile], folder: str = "", *, base: str = "model") -> tuple[str, bytes]:
-    """Return path and content of the index of `folder`, which maps the tensors of all `files` in it and below."""
-    prefix = f"{folder}/" if folder else ""
-    weight_map: dict[str, str] = {}
-    total_bytes = 0
-    for output in files:
-        if output.file.startswith(prefix):
-            for tensor in output.tensors:
-                weight_map[tensor.name] = output.file.removeprefix(prefix)
-                total_bytes += tensor.num_bytes
-    return f"{prefix}{base}{SAFETENSORS.index_suffix}", encode_index(weight_map, total_size=total_bytes)

@@ -14,25 +14,18 @@ from pathlib import Path
 from bigload.checkpoint.byte_source import SourceIdentity
 from bigload.checkpoint.model import Checkpoint
 from bigload.errors import NotEnoughSpaceError, OutputExistsError, WriteError
+from bigload.layouts.layout import LayoutRequest
 from bigload.layouts.options import DEFAULTS, ReshardOptions
 from bigload.layouts.output import Output
-from bigload.layouts.selection import SelectedOutput, select_output
+from bigload.layouts.selection import lay_out, open_source
 from bigload.layouts.side_files import SideFile, SideFiles, is_single_file, side_files
-from bigload.layouts.verification.manifest import (
-    MANIFEST_FILE,
-    STAGING_SUFFIX,
-    read_manifest,
-)
+from bigload.layouts.verification.manifest import MANIFEST_FILE, STAGING_SUFFIX, read_manifest
 from bigload.layouts.verification.verify import Level
 from bigload.layouts.verification.verify import verify as verify_folder
 from bigload.layouts.writing.kernel_copy import KernelCopy, kernel_copy
 from bigload.layouts.writing.output_file_writer import BLOCK_BYTES, write_errors
 from bigload.layouts.writing.source_files import SourceFiles
-from bigload.layouts.writing.staging import (
-    check_output,
-    replaced_folder,
-    staging_folder,
-)
+from bigload.layouts.writing.staging import check_output, replaced_folder, staging_folder
 from bigload.layouts.writing.windows import DataRanges, data_ranges
 from bigload.planning.plan import Plan
 
@@ -52,7 +45,6 @@ class PreparedReshard:
         free_bytes: Free bytes there.
         kept_bytes: Bytes of an interrupted run that is resumed, before they are checked.
         options: Options that it was prepared with.
-        recorded_options: Those of them that decide the bytes, as plain values for the manifest.
         recipe: Digest of everything that decides which bytes are written.
         identities: Identities of the source files when `recipe` was made.
         kernel: What the kernel can copy by itself.
@@ -70,7 +62,6 @@ class PreparedReshard:
     free_bytes: int
     kept_bytes: int
     options: ReshardOptions
-    recorded_options: Mapping[str, object]
     recipe: str
     identities: Mapping[str, SourceIdentity]
     kernel: KernelCopy
@@ -88,60 +79,68 @@ def prepare_reshard(
 ) -> PreparedReshard:
     """Check source, output and disk space, and return what `run_reshard` would write. Writes nothing. See `reshard`."""
     target = _named(out)
-    chosen = select_output(source, options, kernel_between=lambda root: kernel_copy(root, _existing(target)))
-    opened = chosen.checkpoint
-    output = chosen.output
+    checkpoint, plan = open_source(source, checkpoint=options.checkpoint)
+    kernel = KernelCopy.NOTHING
+    if options.dtypes.dtype is None:
+        kernel = kernel_copy(checkpoint.root, _existing(target))
+    can_share_blocks = kernel is KernelCopy.CLONE
+    output = lay_out(
+        LayoutRequest(checkpoint=checkpoint, plan=plan, options=options, can_share_blocks=can_share_blocks)
+    )
     with write_errors(target):
-        _check_apart(opened, target)
-    beside = side_files(opened, output, dtype=options.dtypes.dtype) if _is_a_model(chosen) else SideFiles()
-    with SourceFiles(opened) as sources:
+        _check_apart(checkpoint, target)
+    beside = SideFiles()
+    if _is_a_model(checkpoint, plan, output):
+        beside = side_files(checkpoint, output, dtype=options.dtypes.dtype)
+    with SourceFiles(checkpoint) as sources:
         identities = sources.identities()  # before reading, so that a later change is noticed
         ranges = {file.file: data_ranges(file, sources.extents, block_bytes=BLOCK_BYTES) for file in output.files}
-    recipe = _recipe(chosen, identities)
-    small_bytes = sum(len(content) for content in output.documents.values()) + sum(
-        file.num_bytes for file in beside.files
-    )
-    stored = sum(found.num_bytes for found in ranges.values()) + small_bytes
+    recipe = _recipe(output, identities)
+    sizes = [
+        *(found.num_bytes for found in ranges.values()),
+        *(len(content) for content in output.documents.values()),
+        *(file.num_bytes for file in beside.files),
+    ]
     with write_errors(target):
         is_finished = options.resume and _is_published(target, recipe)
         if not is_finished:
             check_output(target, resume=options.resume, force=options.force)
         left = _stored_in(staging_folder(target))  # resumed, or removed first
         free = shutil.disk_usage(_existing(target)).free
-    if stored - left > free and not is_finished and chosen.kernel is not KernelCopy.CLONE:
-        raise NotEnoughSpaceError(target, needed_bytes=stored - left, free_bytes=free)
+    needed = sum(sizes) - left
+    if needed > free and not is_finished and not can_share_blocks:
+        raise NotEnoughSpaceError(target, needed_bytes=needed, free_bytes=free)
     return PreparedReshard(
-        checkpoint=opened,
-        plan=chosen.plan,
+        checkpoint=checkpoint,
+        plan=plan,
         out=target,
         output=output,
         ranges=ranges,
         side_files=beside.files,
-        stored_bytes=stored,
+        stored_bytes=sum(sizes),
         free_bytes=free,
         kept_bytes=left if options.resume else 0,
         options=options,
-        recorded_options=chosen.recorded_options,
         recipe=recipe,
         identities=identities,
-        kernel=chosen.kernel,
+        kernel=kernel,
         is_finished=is_finished,
-        notes=(*chosen.notes, *beside.notes),
+        notes=(*output.notes, *beside.notes),
     )
 
 
-def _recipe(chosen: SelectedOutput, identities: Mapping[str, SourceIdentity]) -> str:
+def _recipe(output: Output, identities: Mapping[str, SourceIdentity]) -> str:
     """Return a digest of everything that decides which bytes are written, the state of the source files included."""
     digest = hashlib.sha256()
     for name, identity in sorted(identities.items()):
         shared = (identity.num_bytes, *identity.version, *identity.status_version)
         digest.update(json.dumps([name, *shared]).encode())
-    for output in chosen.output.files:
-        digest.update(json.dumps([output.file, output.num_bytes]).encode() + output.header)
-        for tensor in output.tensors:
+    for file in output.files:
+        digest.update(json.dumps([file.file, file.num_bytes]).encode() + file.header)
+        for tensor in file.tensors:
             span, parts = tensor.source.span, [(part.dim, part.start, part.stop) for part in tensor.parts]
             digest.update(json.dumps([span.file, span.start, span.stop, tensor.dtype.name, parts]).encode())
-    for name, content in chosen.output.documents.items():
+    for name, content in output.documents.items():
         digest.update(name.encode() + b"\0" + content)
     return digest.hexdigest()
 
@@ -205,10 +204,9 @@ def _stored_in(folder: Path) -> int:
     return sum(path.lstat().st_blocks * 512 for path in folder.rglob("*") if path.is_file())
 
 
-def _is_a_model(chosen: SelectedOutput) -> bool:
+def _is_a_model(checkpoint: Checkpoint, plan: Plan | None, output: Output) -> bool:
     """Return whether all of the model is written: a config beside a part of it would have it taken for the whole."""
-    plan, output = chosen.plan, chosen.output
     if plan is None:
         return True
     written = {tensor.name for file in output.files for tensor in file.tensors} | output.aliases.keys()
-    return all(name in written or plan.leaves_out(name) for name in chosen.checkpoint.tensors)
+    return all(name in written or plan.leaves_out(name) for name in checkpoint.tensors)

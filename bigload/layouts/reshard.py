@@ -19,10 +19,16 @@ from bigload.dtypes import DType
 from bigload.layouts.choices import OffloadFormat, Verify
 from bigload.layouts.dtype_rules import dtype_rule
 from bigload.layouts.execution import ReshardRun
-from bigload.layouts.options import DEFAULT_THREADS, ReshardOptions, parse_bytes, parse_choice
-from bigload.layouts.output import DEFAULT_MAX_SHARD_BYTES, Output
+from bigload.layouts.options import (
+    DEFAULT_MAX_INFLIGHT,
+    DEFAULT_MAX_SHARD_BYTES,
+    DEFAULT_THREADS,
+    ReshardOptions,
+    parse_bytes,
+    parse_choice,
+)
+from bigload.layouts.output import Output
 from bigload.layouts.preparation import PreparedReshard, prepare_reshard
-from bigload.layouts.writing.writer import DEFAULT_MAX_INFLIGHT
 from bigload.loading.progress import OnProgress, ignore_progress
 from bigload.planning.plan import Plan
 

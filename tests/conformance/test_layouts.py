@@ -13,12 +13,12 @@ from safetensors.torch import load_file
 
 from bigload.checkpoint.source import open_checkpoint
 from bigload.dtypes import DTYPES
+from bigload.layouts.choices import OffloadFormat
 from bigload.layouts.dat_format import has_dat_form
-from bigload.layouts.kinds import device_folders, offload_folder, shards
 from bigload.layouts.offload_reader import OffloadFolder
 from bigload.layouts.reshard import reshard
 from bigload.planning.planner import plan
-from builders import write_output, write_shard
+from builders import laid_out, write_output, write_shard
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed")
@@ -89,12 +89,12 @@ def opened_by_accelerate(model, folder):
 @pytest.mark.parametrize("opened", [opened_by_transformers, opened_by_accelerate])
 @pytest.mark.parametrize("limit", [None, 30_000])
 def test_shards_are_a_model_that_gives_the_same_logits(model, checkpoint, tmp_path, opened, limit):
-    out = write(shards.lay_out(checkpoint, max_shard_bytes=limit), checkpoint, tmp_path / "out")
+    out = write(laid_out("shards", checkpoint, max_shard_bytes=limit), checkpoint, tmp_path / "out")
     assert torch.equal(logits(opened(model, out)), logits(model))
 
 
 def test_one_name_of_those_that_are_tied_stays_and_it_is_the_one_save_pretrained_keeps(model, checkpoint, tmp_path):
-    out = write(shards.lay_out(checkpoint, max_shard_bytes=None), checkpoint, tmp_path / "out")
+    out = write(laid_out("shards", checkpoint, max_shard_bytes=None), checkpoint, tmp_path / "out")
     model.save_pretrained(tmp_path / "saved", max_shard_size="1GB")
     assert load_file(out / "model.safetensors").keys() == load_file(tmp_path / "saved/model.safetensors").keys()
 
@@ -109,27 +109,27 @@ def test_a_head_that_no_config_ties_is_not_lost_though_the_file_stores_it_once(t
     silent = {key: value for key, value in config.to_dict().items() if key != "tie_word_embeddings"}
     (source / "config.json").write_text(json.dumps({**silent, "architectures": [type(model).__name__]}))
     checkpoint = open_checkpoint(source)
-    out = write(shards.lay_out(checkpoint), checkpoint, tmp_path / "out")
+    out = write(laid_out("shards", checkpoint), checkpoint, tmp_path / "out")
     assert torch.equal(logits(opened_by_transformers(model, out)), logits(model))
 
 
 @pytest.mark.parametrize("opened", [opened_by_transformers, opened_by_accelerate])
 def test_device_folders_are_a_model_that_gives_the_same_logits(model, checkpoint, tmp_path, opened):
     made = plan(checkpoint, {"cuda:0": 110_000, "cpu": 50_000}, overhead=0)
-    out = write(device_folders.lay_out(made, checkpoint, max_shard_bytes=20_000), checkpoint, tmp_path / "out")
+    out = write(laid_out("devices", checkpoint, plan=made, max_shard_bytes=20_000), checkpoint, tmp_path / "out")
     assert len({use.device for use in made.devices if use.weights_bytes}) > 1
     assert torch.equal(logits(opened(model, out)), logits(model))
 
 
 @pytest.mark.parametrize("opened", [opened_by_transformers, opened_by_accelerate])
 def test_an_offload_folder_of_everything_is_a_model(model, checkpoint, tmp_path, opened):
-    out = write(offload_folder.lay_out(checkpoint), checkpoint, tmp_path / "out")
+    out = write(laid_out("offload", checkpoint), checkpoint, tmp_path / "out")
     assert torch.equal(logits(opened(model, out)), logits(model))
 
 
-@pytest.mark.parametrize("offload_format", ["safetensors", "dat"])
+@pytest.mark.parametrize("offload_format", OffloadFormat)
 def test_accelerate_runs_a_model_from_an_offload_folder(model, checkpoint, tmp_path, offload_format):
-    out = write(offload_folder.lay_out(checkpoint, offload_format=offload_format), checkpoint, tmp_path / "out")
+    out = write(laid_out("offload", checkpoint, offload_format=offload_format), checkpoint, tmp_path / "out")
     with accelerate.init_empty_weights():
         found = kind_of(model.config).from_config(model.config).eval()
     found.tie_weights()
@@ -140,9 +140,9 @@ def test_accelerate_runs_a_model_from_an_offload_folder(model, checkpoint, tmp_p
     assert torch.equal(logits(dispatched), logits(model))
 
 
-@pytest.mark.parametrize("offload_format", ["safetensors", "dat"])
+@pytest.mark.parametrize("offload_format", OffloadFormat)
 def test_accelerate_loads_each_weight_by_each_of_its_names(model, checkpoint, tmp_path, offload_format):
-    out = write(offload_folder.lay_out(checkpoint, offload_format=offload_format), checkpoint, tmp_path / "out")
+    out = write(laid_out("offload", checkpoint, offload_format=offload_format), checkpoint, tmp_path / "out")
     index = OffloadFolder.open(out).accelerate_index()
     if offload_format == "dat":
         assert index == json.loads((out / "index.json").read_text())
@@ -163,7 +163,7 @@ def test_dat_files_have_the_bytes_and_the_index_that_accelerate_gives_them(tmp_p
     source.mkdir()
     write_shard(source / "model.safetensors", {f"w{len(shape)}.{sum(shape)}": (dtype, shape) for shape in shapes})
     checkpoint = open_checkpoint(source)
-    out = write_output(offload_folder.lay_out(checkpoint, offload_format="dat"), source, tmp_path / "out")
+    out = write_output(laid_out("offload", checkpoint, offload_format=OffloadFormat.DAT), source, tmp_path / "out")
     state = load_file(source / "model.safetensors")
     accelerate.utils.offload_state_dict(str(tmp_path / "theirs"), state)
     assert {file.name: file.read_bytes() for file in out.glob("*.dat")} == {

@@ -8,9 +8,9 @@ from safetensors.torch import load_file
 
 import bigload
 from bigload.errors import OptionError
-from bigload.layouts.layout import OutputLayout
+from bigload.layouts.layout import OutputLayout, aligned
 from bigload.layouts.options import ReshardOptions
-from bigload.layouts.output import Output, OutputFile, OutputTensor, aligned
+from bigload.layouts.output import Output, OutputFile, OutputTensor
 from bigload.layouts.preparation import prepare_reshard
 from bigload.layouts.registry import LAYOUTS, RegisteredLayout
 from bigload.layouts.reshard import run_reshard

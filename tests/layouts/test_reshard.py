@@ -25,14 +25,14 @@ from bigload.errors import (
     VerificationError,
     WriteError,
 )
-from bigload.layouts import documents, execution
+from bigload.layouts import execution
 from bigload.layouts.dtype_rules import dtype_rule
 from bigload.layouts.options import ReshardOptions
 from bigload.layouts.preparation import prepare_reshard
 from bigload.layouts.reshard import reshard, run_reshard
 from bigload.layouts.verification.manifest import MANIFEST_FILE
 from bigload.layouts.writing.output_file_writer import OutputFileWriter
-from bigload.layouts.writing.writer import Writer
+from bigload.layouts.writing.small_files import write_file
 from bigload.loading.strategy.settings import MAX_THREADS
 from bigload.planning.plan_file import write_plan
 from builders import (
@@ -176,16 +176,9 @@ def test_resharding_twice_writes_identical_bytes(tiny, out, tmp_path):
     assert contents(out) == contents(tmp_path / "again")
 
 
-def test_there_is_an_end_to_threads_however_much_memory_they_may_have(tiny, out, monkeypatch):
-    taken = []
-
-    def writer(*arguments, threads, **options):
-        taken.append(threads)
-        return Writer(*arguments, threads=threads, **options)
-
-    monkeypatch.setattr(execution, "Writer", writer)
-    reshard(tiny, out, threads=MAX_THREADS + 1, max_inflight=2**40)
-    assert taken == [MAX_THREADS]
+def test_there_is_an_end_to_threads_however_much_memory_they_may_have():
+    assert ReshardOptions(threads=MAX_THREADS + 1, max_inflight=2**40).num_threads == MAX_THREADS
+    assert ReshardOptions(threads=8, max_inflight=2**20).num_threads == 1
 
 
 def test_a_plan_file_gives_the_same_as_the_plan(tiny, out, tmp_path):
@@ -336,7 +329,6 @@ def test_weights_that_cannot_come_along_are_refused_and_named(tiny, out, make):
 
 def test_a_weight_file_that_is_written_to_while_it_is_copied_is_a_read_error(tiny, out, monkeypatch):
     name = add(tiny, "2_Dense/model.safetensors")
-    write_file = documents.write_file
 
     def written_to_meanwhile(path, content):
         if path.name != "model.safetensors":
@@ -762,7 +754,7 @@ def test_an_altered_byte_is_found_and_its_file_offset_and_tensor_are_named(tiny,
 def test_an_altered_byte_of_a_small_file_is_found(tiny, out, monkeypatch, name):
     def write_spoilt(path, content):
         text = bytearray(b"".join(content))
-        record = documents.write_file(path, [bytes(text)])
+        record = write_file(path, [bytes(text)])
         if path == out.with_name("out.partial") / name:
             text[-2] ^= 4
             path.write_bytes(text)
@@ -825,7 +817,7 @@ def test_an_interrupt_leaves_nothing(tiny, out):
 
 def written_until(monkeypatch, out, step):
     """Let the `step`-th small file fail; return what was in the staging folder at that moment."""
-    seen, calls, write_file = [], [], documents.write_file
+    seen, calls = [], []
 
     def fail_at_step(path, content):
         calls.append(path)

@@ -20,11 +20,15 @@ import xxhash
 
 from bigload.checkpoint.model import Checkpoint, Shard, Span, TensorInfo
 from bigload.dtypes import DTYPES
+from bigload.layouts.layout import LayoutRequest
+from bigload.layouts.options import ReshardOptions
 from bigload.layouts.output import Output
+from bigload.layouts.registry import layout_named
 from bigload.layouts.verification.manifest import FileRecord
 from bigload.planning.budget.budget import MemoryBudget
 from bigload.planning.model.units import Part, Unit, UnitKind
 from bigload.planning.placement.problem import PlacementProblem
+from bigload.planning.plan import Plan
 
 DTYPE_BITS = {
     **dict.fromkeys(("BOOL", "U8", "I8", "F8_E5M2", "F8_E4M3", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"), 8),
@@ -236,6 +240,13 @@ def problem_of(
 ) -> PlacementProblem:
     """Return the problem of placing `units_of(sizes)` on devices of so many bytes."""
     return PlacementProblem(units=units_of(sizes), budget=MemoryBudget.of(limits, use_disk=use_disk), **wishes)
+
+
+def laid_out(layout: str, checkpoint: Checkpoint, *, plan: Plan | None = None, **options: object) -> Output:
+    """Return the files of a layout, from options of `ReshardOptions`."""
+    return layout_named(layout).lay_out(
+        LayoutRequest(checkpoint=checkpoint, plan=plan, options=ReshardOptions(**options))
+    )
 
 
 def write_output(output: Output, source: Path, folder: Path) -> Path:

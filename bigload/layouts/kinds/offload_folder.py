@@ -32,34 +32,15 @@ from bigload.errors import NotOffloadableError
 from bigload.layouts.choices import OffloadFormat
 from bigload.layouts.dat_format import DAT_INDEX, DAT_SUFFIX, EMPTY, entry_of, has_dat_form, index_text, name_problem
 from bigload.layouts.kinds.aliases import absent_names, names_of_one
-from bigload.layouts.layout import LayoutRequest, OutputLayout
-from bigload.layouts.output import (
-    DEFAULT_MAX_SHARD_BYTES,
-    DTypeOf,
-    Output,
-    OutputFile,
-    OutputTensor,
-    aligned,
-    as_stored,
-    index_of,
-    split,
-    with_aliases,
-    with_offsets,
-)
-from bigload.planning.model.module_tree import ModuleNode, build_tree
+from bigload.layouts.layout import LayoutRequest, OutputLayout, aligned, index_of, split, with_aliases
+from bigload.layouts.output import Output, OutputFile, OutputTensor
+from bigload.planning.model.module_tree import build_tree
 from bigload.planning.model.units import cut_into_units
 from bigload.planning.plan import Plan
 
 
-def lay_out(
-    checkpoint: Checkpoint,
-    *,
-    plan: Plan | None = None,
-    offload_format: OffloadFormat | str = OffloadFormat.SAFETENSORS,
-    max_shard_bytes: int | None = None,
-    dtype_of: DTypeOf = as_stored,
-) -> Output:
-    """Return the files that hold what `plan` keeps on disk, without a plan all tensors, in execution order.
+def lay_out(request: LayoutRequest) -> Output:
+    """Return the files that hold what the plan keeps on disk, without a plan all tensors, in execution order.
 
     Blocks are the modules that a plan places whole. By default each is one file; those of more than `max_shard_bytes`
     are several that follow each other. A `.dat` file is always one tensor.
@@ -67,19 +48,22 @@ def lay_out(
     Raises:
         NotOffloadableError: nothing is on disk; or tensors whose dtype or name a `.dat` file cannot have.
         InvalidPlanError: a tensor has no device.
-        ValueError: no such format.
     """
-    root = build_tree(checkpoint.tensors.values())
-    tensors = [tensor for tensor in root.all_tensors() if plan is None or _is_on_disk(tensor.name, plan)]
+    checkpoint, plan, options = request.checkpoint, request.plan, request.options
+    tensors = [tensor for tensor in request.in_execution_order() if plan is None or _is_on_disk(tensor.name, plan)]
     if plan is not None and not tensors:
         hint = "make a plan with less memory, or give the checkpoint without a plan: then all of it is written"
         raise NotOffloadableError("the plan keeps nothing on disk", hint=hint)
-    aliases = names_of_one(tensors, dtype_of)
-    stored = [OutputTensor(source=one, dtype=dtype_of(one)) for one in tensors if one.name not in aliases]
+    aliases = names_of_one(tensors)
+    stored = [tensor for tensor in tensors if tensor.name not in aliases]
     aliases |= _absent(checkpoint, {tensor.name for tensor in tensors}, aliases)
-    if OffloadFormat(offload_format) is OffloadFormat.DAT:
-        return _as_dat(stored, aliases)
-    return _as_blocks(stored, aliases, _keys(root, plan), max_shard_bytes)
+    if options.offload_format is OffloadFormat.DAT:
+        output = _as_dat(stored, aliases)
+    else:
+        # A block is read as one; only who asks for smaller files gets them.
+        limit = None if options.is_default("max_shard_bytes") else options.max_shard_bytes
+        output = _as_blocks(stored, aliases, _keys(checkpoint, plan), limit)
+    return replace(output, files=request.at_offsets(output.files))
 
 
 def _is_on_disk(name: str, plan: Plan) -> bool:
@@ -94,11 +78,12 @@ def _absent(checkpoint: Checkpoint, there: Collection[str], aliases: Mapping[str
     }
 
 
-def _keys(root: ModuleNode, plan: Plan | None) -> Collection[str]:
+def _keys(checkpoint: Checkpoint, plan: Plan | None) -> Collection[str]:
     """Return the modules and parameters that are kept whole, and hold all others."""
     if plan is not None:
         return plan.homes.keys()
-    return {part.name for unit in cut_into_units(root) for part in unit.parts}
+    units = cut_into_units(build_tree(checkpoint.tensors.values()))
+    return {part.name for unit in units for part in unit.parts}
 
 
 def _as_blocks(
@@ -115,7 +100,7 @@ def _as_blocks(
         for number, (block, part) in enumerate(parts, start=1)
     )
     files = with_aliases(numbered, aliases)
-    return Output(files=files, documents=dict([index_of(files)]), aliases=aliases)
+    return Output(files=files, documents=index_of(files), aliases=aliases)
 
 
 def _block_of(tensor_name: str, keys: Collection[str], tensor_names: Collection[str]) -> str:
@@ -166,20 +151,6 @@ def _unfit(stored: Sequence[OutputTensor], aliases: Mapping[str, str]) -> Iterat
             yield f"{name!r:.200}: {problem}"
 
 
-def _lay_out(request: LayoutRequest) -> Output:
-    options = request.options
-    limit = options.max_shard_bytes
-    output = lay_out(
-        request.checkpoint,
-        plan=request.plan,
-        offload_format=options.offload_format,
-        # A block is read as one; only who asks for smaller files gets them.
-        max_shard_bytes=None if limit == DEFAULT_MAX_SHARD_BYTES else limit,
-        dtype_of=options.dtypes,
-    )
-    return replace(output, files=with_offsets(output.files, request.offset_of))
-
-
 def _next_step(out: str, output: Output, plan: Plan | None) -> str:
     if not any(file.is_raw for file in output.files):
         return f"in Python: bigload.OffloadFolder.open({out!r})"
@@ -189,7 +160,7 @@ def _next_step(out: str, output: Output, plan: Plan | None) -> str:
 
 
 LAYOUT = OutputLayout(
-    lay_out=_lay_out,
+    lay_out=lay_out,
     follows_plan=True,
     part_of_plan="only what the plan keeps on disk",
     own_options=("offload_format",),

@@ -14,30 +14,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 
-from bigload.checkpoint.model import Checkpoint, TensorInfo
+from bigload.checkpoint.model import Checkpoint
 from bigload.checkpoint.source import open_checkpoint
 from bigload.documents import DocumentError, parse_json, read_file
 from bigload.errors import CheckpointNotFoundError, InvalidCheckpointError, Problem
-from bigload.layouts.layout import LayoutRequest, OutputLayout
-from bigload.layouts.output import (
-    DEFAULT_MAX_SHARD_BYTES,
-    DTypeOf,
-    Output,
-    OutputFile,
-    OutputTensor,
-    aligned,
-    as_stored,
-    base_name,
-    index_of,
-    numbered,
-    split,
-)
+from bigload.layouts.layout import LayoutRequest, OutputLayout, base_name, index_of, one_or_numbered, split
+from bigload.layouts.output import Output, OutputTensor
 from bigload.loading.slices import Slice
-from bigload.planning.model.module_tree import build_tree
 from bigload.planning.plan import Plan, PlanNote
 from bigload.planning.tensor_parallel.division import MAX_RANKS, Division, Range
 from bigload.planning.tensor_parallel.partition import Partition, partition
@@ -58,85 +45,68 @@ def rank_folder(rank: int) -> str:
     return f"rank-{rank}"
 
 
-def lay_out(
-    checkpoint: Checkpoint,
-    *,
-    tp: int,
-    rules: Mapping[str, str] | str | Path | None = None,
-    dtype_of: DTypeOf = as_stored,
-    max_shard_bytes: int | None = DEFAULT_MAX_SHARD_BYTES,
-) -> Output:
+def lay_out(request: LayoutRequest) -> Output:
     """Return the files of `tp` ranks, each with its part of every tensor, in the order in which a load needs them.
 
     Files with the same number have the same tensors, and follow each other: what is read for one rank is still cached
-    for the next. `rules`, words by pattern or a file of them, go before those of the model's type.
+    for the next. `tp_rules`, words by pattern or a file of them, go before those of the model's type.
 
     Raises:
         PartitionError: see `read_tp_rules` and `partition`, both of `bigload.planning`.
     """
+    checkpoint, options = request.checkpoint, request.options
+    assert options.tp is not None, "required_options"
+    rules = options.tp_rules
     words = read_tp_rules(rules) if isinstance(rules, str | Path) else rules
-    divided = partition(checkpoint, tp=tp, rules=words)
-    tensors = list(build_tree(checkpoint.tensors.values()).all_tensors())
+    divided = partition(checkpoint, tp=options.tp, rules=words)
+    tensors = request.in_execution_order()
     # The first rank has the largest pieces (torch.chunk), so what fits into its files fits into those of all.
-    groups = split([_part(tensor, divided, 0, dtype_of) for tensor in tensors], max_shard_bytes)
+    groups = split([_part(tensor, divided, 0) for tensor in tensors], options.max_shard_bytes)
     base = base_name(checkpoint)
     by_rank = [
-        _files(rank, [[_part(tensor.source, divided, rank, dtype_of) for tensor in group] for group in groups], base)
-        for rank in range(tp)
+        one_or_numbered(
+            [[_part(tensor, divided, rank) for tensor in group] for group in groups],
+            folder=rank_folder(rank),
+            base=base,
+        )
+        for rank in range(options.tp)
     ]
-    documents = dict(
-        index_of(files, rank_folder(rank), base=base) for rank, files in enumerate(by_rank) if len(files) > 1
+    documents: dict[str, bytes] = {}
+    for rank, files in enumerate(by_rank):
+        if len(files) > 1:
+            documents |= index_of(files, rank_folder(rank), base=base)
+    documents[RANKS_FILE] = _document(divided, {tensor.name: tensor for tensor in tensors})
+    return Output(
+        files=tuple(file for same_number in zip(*by_rank, strict=True) for file in same_number),
+        documents=documents,
+        notes=tuple(note.text for note in divided.notes),
     )
-    documents[RANKS_FILE] = _document(divided, checkpoint.tensors, dtype_of)
-    files = tuple(file for same_number in zip(*by_rank, strict=True) for file in same_number)
-    notes = tuple(note.text for note in divided.notes)
-    return Output(files=files, documents=documents, notes=notes)
 
 
-def _part(tensor: TensorInfo, divided: Partition, rank: int, dtype_of: DTypeOf) -> OutputTensor:
+def _part(tensor: OutputTensor, divided: Partition, rank: int) -> OutputTensor:
     division = divided.divisions[tensor.name]
     dim = division.dim
     parts = () if dim is None else tuple(Slice(dim, start, stop) for start, stop in division.ranges[rank])
-    return OutputTensor(source=tensor, dtype=dtype_of(tensor), parts=parts)
+    return replace(tensor, parts=parts)
 
 
-def _files(rank: int, groups: Sequence[Sequence[OutputTensor]], base: str) -> tuple[OutputFile, ...]:
-    folder = rank_folder(rank)
-    if len(groups) > 1:
-        return numbered(folder, groups, base=base)
-    return (OutputFile(file=f"{folder}/{base}.safetensors", tensors=aligned(groups[0] if groups else [])),)
-
-
-def _document(divided: Partition, tensors: Mapping[str, TensorInfo], dtype_of: DTypeOf) -> bytes:
+def _document(divided: Partition, wholes: Mapping[str, OutputTensor]) -> bytes:
     """Return the text of `ranks.json`, a line for each tensor."""
     head = {"schema": SCHEMA, "tp": divided.tp, "notes": [{"code": n.code, "text": n.text} for n in divided.notes]}
     entries = (
-        f"    {_json(name)}: {_json(_entry(division, tensors[name], dtype_of))}"
-        for name, division in divided.divisions.items()
+        f"    {_json(name)}: {_json(_entry(division, wholes[name]))}" for name, division in divided.divisions.items()
     )
     text = "{\n" + "".join(f"  {_json(key)}: {_json(value)},\n" for key, value in head.items())
     return (text + '  "tensors": {\n' + ",\n".join(entries) + "\n  }\n}\n").encode()
 
 
-def _entry(division: Division, tensor: TensorInfo, dtype_of: DTypeOf) -> dict[str, object]:
-    entry: dict[str, object] = {"dtype": dtype_of(tensor).name, "shape": list(tensor.shape), "dim": division.dim}
+def _entry(division: Division, whole: OutputTensor) -> dict[str, object]:
+    entry: dict[str, object] = {"dtype": whole.dtype.name, "shape": list(whole.shape), "dim": division.dim}
     return entry if division.dim is None else {**entry, "ranges": division.ranges}
 
 
 def _json(value: object) -> str:
     return json.dumps(value, ensure_ascii=False)
-
-
-def _lay_out(request: LayoutRequest) -> Output:
-    options = request.options
-    assert options.tp is not None, "required_options"
-    return lay_out(
-        request.checkpoint,
-        tp=options.tp,
-        rules=options.tp_rules,
-        max_shard_bytes=options.max_shard_bytes,
-        dtype_of=options.dtypes,
-    )
 
 
 def _next_step(out: str, output: Output, plan: Plan | None) -> str:  # noqa: ARG001 - see OutputLayout
@@ -145,7 +115,7 @@ def _next_step(out: str, output: Output, plan: Plan | None) -> str:  # noqa: ARG
 
 
 LAYOUT = OutputLayout(
-    lay_out=_lay_out,
+    lay_out=lay_out,
     own_options=("tp", "tp_rules"),
     required_options={"tp": "the number of ranks"},
     recorded_options=("tp",),

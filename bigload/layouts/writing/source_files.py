@@ -6,7 +6,6 @@ import os
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
-from types import TracebackType
 from typing import Self
 
 from bigload.checkpoint.byte_source import ByteSource, PositionalReader, SourceIdentity, scheme_of
@@ -21,7 +20,7 @@ from bigload.machine.inflight_pool import BlockPool
 from bigload.machine.sparse_files import data_extents
 
 
-class SourceFiles(Mapping[str, ByteSource]):
+class SourceFiles:
     """Readers for the files of `checkpoint`. Threads may share them.
 
     Args:
@@ -36,16 +35,6 @@ class SourceFiles(Mapping[str, ByteSource]):
         self._readers: dict[tuple[str, bool], ByteSource] = {}
         self._lock = threading.Lock()
         self._opened = ExitStack()
-
-    def __getitem__(self, file: str) -> ByteSource:
-        """Return the reader for bytes that are read once: see `past_cache`."""
-        return self.past_cache(file)
-
-    def __iter__(self) -> Iterator[str]:
-        return (shard.file for shard in self._checkpoint.shards)
-
-    def __len__(self) -> int:
-        return len(self._checkpoint.shards)
 
     def past_cache(self, file: str) -> ByteSource:
         """Return a reader that uses cached pages and reads the rest directly, without filling the page cache.
@@ -87,7 +76,8 @@ class SourceFiles(Mapping[str, ByteSource]):
 
     def check_headers(self) -> None:
         """Raise StalePlanError unless the files have the headers and sizes that the checkpoint was opened with."""
-        now = current_fingerprints(self._checkpoint, list(self))
+        files = [shard.file for shard in self._checkpoint.shards]
+        now = current_fingerprints(self._checkpoint, files)
         differences = changes(fingerprint(self._checkpoint), now)
         if differences:
             hint = "something replaced them since they were opened; make a new plan"
@@ -100,18 +90,12 @@ class SourceFiles(Mapping[str, ByteSource]):
                 path = self._checkpoint.root / file
                 raise ReadError(path, "it was written to while it was read; nothing was kept")
 
-    def close(self) -> None:
-        """Close all files."""
-        self._readers.clear()
-        self._opened.close()
-
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
+    def __exit__(self, *_: object) -> None:
+        self._readers.clear()
+        self._opened.close()
 
     def _reader(self, file: str, *, past_cache: bool) -> ByteSource:
         with self._lock:

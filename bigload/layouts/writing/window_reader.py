@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 from bigload.checkpoint.byte_source import ByteSource
 from bigload.layouts.output import OutputTensor
+from bigload.layouts.writing.source_files import SourceFiles
 from bigload.loading.schedule import BLOCK_BYTES, Delivery, DTypeCast, ReadJob, ReadRequest, jobs_of, requests_for
 from bigload.loading.slices import StridedRange, rows_between
 from bigload.loading.strided_views import view_parts
@@ -101,15 +102,11 @@ class WindowReader:
     It allocates two blocks of 2 MiB for each thread that casts, and one of 16 MiB for each that puts views in
     order; otherwise next to none.
 
-    Args:
-        sources: Readers for bytes that are read once.
-        shared: Returns readers for rows of which only some columns are wanted: another rank's file needs the others
-            soon. `sources` when left out.
+    Rows of which only some columns are wanted are read through the page cache: another rank's file needs the others.
     """
 
-    def __init__(self, sources: Mapping[str, ByteSource], *, shared: Callable[[str], ByteSource] | None = None) -> None:
+    def __init__(self, sources: SourceFiles) -> None:
         self._sources = sources
-        self._shared = sources.__getitem__ if shared is None else shared
         self._lock = threading.Lock()
         self._stager: HostStager | None = None
         self._overflows: Counter[str] = Counter()
@@ -138,7 +135,7 @@ class WindowReader:
 
     def _source(self, job: ReadJob) -> ByteSource:
         has_gaps = sum(each.num_bytes for each in job.destinations) < job.num_bytes
-        return self._shared(job.file) if has_gaps else self._sources[job.file]
+        return self._sources.through_cache(job.file) if has_gaps else self._sources.past_cache(job.file)
 
     def _compute(self, views: Sequence[memoryview], portions: Sequence[Portion]) -> None:
         """Fill a window in which something is computed, which takes torch."""
@@ -162,7 +159,7 @@ class WindowReader:
 
     def _arrange(self, portion: Portion, view: memoryview, stager: HostStager) -> int:
         tensor = portion.tensor
-        source, cast = self._sources[tensor.source.span.file], DTypeCast(tensor.source.dtype, tensor.dtype)
+        source, cast = self._sources.past_cache(tensor.source.span.file), DTypeCast(tensor.source.dtype, tensor.dtype)
         stored_bytes, wanted_bytes = cast.stored.alignment, cast.wanted.alignment
         beyond, step = 0, _ARRANGED_BYTES // stored_bytes
         first, last = portion.start // wanted_bytes, portion.stop // wanted_bytes

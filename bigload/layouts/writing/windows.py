@@ -28,12 +28,11 @@ _NEVER_ZERO = "F8_E8M0"
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """Bytes `start` to `stop` of a file; `number` counts those of the file.
+    """Bytes `start` to `stop` of a file.
 
     Bytes that `header` and `portions` leave open are zeros: the rim of a hole.
     """
 
-    number: int
     start: int
     stop: int
     header: bytes
@@ -93,14 +92,12 @@ def windows(
 ) -> Iterator[Window]:
     """Yield the windows of `ranges` of `output` in file order, from the block at or before byte `begin` on."""
     starts = output.starts()
-    number = 0
     for start, stop in ranges.pairs:
         for left in range(start, stop, window_bytes):
             right = min(left + window_bytes, stop)
             if right > begin:
                 header = output.header[left:right] if left < output.header_bytes else b""
-                yield Window(number, left, right, header, tuple(_portions(output, starts, left, right)))
-                number += 1
+                yield Window(left, right, header, tuple(_portions(output, starts, left, right)))
 
 
 def _data_of(tensor: OutputTensor, extents: Extents) -> Iterator[tuple[int, int]]:

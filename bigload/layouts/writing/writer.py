@@ -17,6 +17,7 @@ from pathlib import Path
 
 from bigload.errors import BigloadError, VerificationError
 from bigload.layouts.choices import Verify
+from bigload.layouts.options import ReshardOptions
 from bigload.layouts.output import OutputFile
 from bigload.layouts.verification.digests import FileDigest, InOrderDigest
 from bigload.layouts.verification.manifest import FileRecord
@@ -31,11 +32,8 @@ from bigload.loading.progress import Tally
 from bigload.machine.huge_pages import address_of
 from bigload.machine.inflight_pool import BlockPool
 from bigload.machine.thread_pool import run_jobs
-from bigload.units import GIB, KIB
+from bigload.units import GIB
 
-DEFAULT_MAX_INFLIGHT = 12 * WINDOW_BYTES
-MIN_WINDOW_BYTES = 256 * KIB
-LEAST_BYTES_PER_THREAD = 3 * MIN_WINDOW_BYTES
 NOTE_EVERY_BYTES = GIB
 """Bytes of a file between two lines of the journal: they are written again after a crash."""
 
@@ -59,44 +57,43 @@ class Writer:
     Args:
         folder: Output folder; folders of files are created in it.
         sources: Source files.
-        window_reader: Fills windows from them.
-        verify: Verification of every window.
+        options: Options of the reshard: verification, threads and memory. Windows become smaller to fit.
         journal: Journal of finished parts.
         tally: Counter of progress.
         alignment: Alignment of direct writes; `None` to write through the page cache.
         kernel: What the kernel can copy by itself.
-        threads: Threads that fill and write.
-        max_inflight: Bytes of memory for the windows of all threads; windows become smaller to fit.
     """
 
     def __init__(
         self,
         folder: Path,
         sources: SourceFiles,
-        window_reader: WindowReader,
+        options: ReshardOptions,
         *,
-        verify: Verify,
         journal: Journal,
         tally: Tally,
         alignment: int | None,
         kernel: KernelCopy,
-        threads: int,
-        max_inflight: int,
     ) -> None:
         self._folder = folder
         self._sources = sources
-        self._window_reader = window_reader
-        self._verify = verify
+        self._window_reader = WindowReader(sources)
+        self._verify = options.verify
         self._journal = journal
         self._tally = tally
         self._alignment = alignment
         self._kernel = kernel
-        self._threads = threads
+        self._threads = options.num_threads
         # Each thread fills one window, compares with another, and lends a third to a read past the page cache.
-        self.window_bytes = window_bytes(threads, max_inflight)
-        num_blocks = threads * (2 if verify is Verify.FULL else 1)
-        self._memory = BlockPool(num_blocks, block_bytes=self.window_bytes, is_prefaulted=False)
+        self._window_bytes = window_bytes(options)
+        num_blocks = self._threads * (2 if self._verify is Verify.FULL else 1)
+        self._memory = BlockPool(num_blocks, block_bytes=self._window_bytes, is_prefaulted=False)
         self._open_files: list[_FileInProgress] = []
+
+    @property
+    def overflows(self) -> Mapping[str, int]:
+        """See `WindowReader.overflows`."""
+        return self._window_reader.overflows
 
     def write(self, files: Iterable[FileToWrite]) -> dict[str, FileRecord]:
         """Write `files`, and return the record of each.
@@ -142,21 +139,17 @@ class Writer:
         rest = file.ranges.without(copied)
         for start, stop in rest.pairs:
             sink.reserve(max(start, begin), stop)
+        found = [(window, False) for window in windows(output, rest, begin=begin, window_bytes=self._window_bytes)]
         if copied.pairs and self._verify is not Verify.FULL:
-            open_file.leave_undigested()
-            copied_windows: list[Window] = []
+            open_file.is_digested = False  # what the kernel has copied is not read
         else:
-            copied_windows = list(windows(output, copied, window_bytes=self.window_bytes))
-        written = list(windows(output, rest, begin=begin, window_bytes=self.window_bytes))
-        jobs = [_Job(open_file, window, is_copied=False) for window in written]
-        jobs += [_Job(open_file, window, is_copied=True) for window in copied_windows]
-        jobs.sort(key=lambda job: job.window.start)
-        open_file.expect([job.window for job in jobs])
-        if not jobs:
+            found += [(window, True) for window in windows(output, copied, window_bytes=self._window_bytes)]
+        found.sort(key=lambda each: each[0].start)
+        open_file.windows = [window for window, _ in found]
+        if not found:
             open_file.finish()
-        for number, job in enumerate(jobs):
-            job.number = number
-            yield job
+        for number, (window, is_copied) in enumerate(found):
+            yield _Job(open_file, window, number, is_copied)
 
     def _copy_in_kernel(self, output: OutputFile, sink: OutputFileWriter) -> DataRanges:
         if self._kernel is KernelCopy.NOTHING:
@@ -197,14 +190,14 @@ class Writer:
         file.done(job.number)
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class _Job:
-    """A window of a file; `is_copied` says that the kernel has put its bytes there already."""
+    """Window number `number` of a file; `is_copied` says that the kernel has put its bytes there already."""
 
     file: _FileInProgress
     window: Window
+    number: int
     is_copied: bool
-    number: int = 0
 
 
 class _FileInProgress:
@@ -224,6 +217,7 @@ class _FileInProgress:
         self.sink = sink
         self.digests = InOrderDigest(FileDigest.of(output) if kept is None else kept.digest)
         self.is_digested = True
+        self.windows: Sequence[Window] = ()
         self._journal = journal
         self._tally = tally
         self._records = records
@@ -231,31 +225,22 @@ class _FileInProgress:
         self._counted_stop = self.digests.digest.position
         self._lock = threading.Lock()
         self._noting = threading.Lock()
-        self._windows: Sequence[Window] = ()
         self._done: set[int] = set()
         self._num_in_order = 0
         self._noted_stop = self.digests.digest.position
         self._num_noted = len(self.digests.digest.tensors)
 
-    def expect(self, all_windows: Sequence[Window]) -> None:
-        """Set all windows of the file."""
-        self._windows = all_windows
-
-    def leave_undigested(self) -> None:
-        """Keep no digests: some of the bytes are not read."""
-        self.is_digested = False
-
     def done(self, number: int) -> None:
         """Count window `number` as written, and compared if that was asked for; finish the file after the last one."""
-        window = self._windows[number]
+        window = self.windows[number]
         self._count(max(window.stop - max(window.start, self._counted_stop), 0))
         with self._lock:
             self._done.add(number)
             while self._num_in_order in self._done:
                 self._done.remove(self._num_in_order)
                 self._num_in_order += 1
-            is_last = self._num_in_order == len(self._windows)
-            stop = self._windows[self._num_in_order - 1].stop if self._num_in_order else 0
+            is_last = self._num_in_order == len(self.windows)
+            stop = self.windows[self._num_in_order - 1].stop if self._num_in_order else 0
         if is_last:
             self.finish()
         elif stop - self._noted_stop >= NOTE_EVERY_BYTES and self._noting.acquire(blocking=False):
@@ -289,7 +274,7 @@ class _FileInProgress:
             return
         with suppress(BigloadError):
             if self._num_in_order and not self.sink.has_failed:
-                self._note(self._windows[self._num_in_order - 1].stop)
+                self._note(self.windows[self._num_in_order - 1].stop)
         self.sink.close()
 
     def verification_error(self, offset: int) -> VerificationError:
@@ -321,7 +306,7 @@ class _FileInProgress:
             self._num_noted, self._noted_stop = count, stop
 
 
-def window_bytes(threads: int, max_inflight: int) -> int:
+def window_bytes(options: ReshardOptions) -> int:
     """Return how large windows can be if every thread has three of them."""
-    share = max_inflight // (3 * threads) // BLOCK_BYTES * BLOCK_BYTES
-    return min(max(share, MIN_WINDOW_BYTES), WINDOW_BYTES)
+    share = options.max_inflight // (3 * options.num_threads) // BLOCK_BYTES * BLOCK_BYTES
+    return min(share, WINDOW_BYTES)

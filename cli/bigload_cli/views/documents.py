@@ -9,6 +9,7 @@ from bigload.checkpoint.model import Checkpoint, TensorInfo
 from bigload.checkpoint.quantisation import Quantisation, quantisation_of
 from bigload.layouts.preparation import PreparedReshard
 from bigload.layouts.reshard import ReshardReport
+from bigload.layouts.selection import recorded_options
 from bigload.layouts.verification.manifest import DIGEST, MANIFEST_FILE
 from bigload.layouts.verification.verify import FileProblem, VerifyReport
 from bigload.planning.module_table import OutlineRow
@@ -123,7 +124,8 @@ def of_reshard(prepared: PreparedReshard, report: ReshardReport | None, *, peak_
 def _reshard_options(prepared: PreparedReshard) -> dict[str, object]:
     """Return what was asked for and shows in the bytes: every key, null where it does not apply."""
     names = ("max_shard_bytes", "dtype", "keep_fp32", "tp", "offload_format")
-    return {name: prepared.recorded_options.get(name) for name in names}
+    recorded = recorded_options(prepared.options, prepared.output.layout)
+    return {name: recorded.get(name) for name in names}
 
 
 def of_verify(report: VerifyReport, *, peak_bytes: int | None) -> dict[str, object]:

@@ -13,12 +13,12 @@ import bigload
 from bigload.checkpoint.source import open_checkpoint
 from bigload.dtypes import DTYPES
 from bigload.errors import PlanError
-from bigload.layouts.kinds.device_folders import lay_out
-from bigload.planning.load_dtype import as_dtype
+from bigload.layouts.dtype_rules import dtype_rule
 from bigload.planning.plan_file import check_plan, plan_from_json, read_plan, write_plan
 from bigload.planning.planner import plan
 from builders import (
     checkpoint_of,
+    laid_out,
     llama_config,
     llama_tensors,
     make_checkpoint,
@@ -29,9 +29,13 @@ from builders import (
 )
 
 
-def laid_out(tensors, budget, **options):
+def files_of(tensors, budget, **options):
     checkpoint = checkpoint_of(tensors)
-    return lay_out(plan(checkpoint, budget, overhead=0), checkpoint, **options).files
+    return by_plan(plan(checkpoint, budget, overhead=0), checkpoint, **options).files
+
+
+def by_plan(made, checkpoint, **options):
+    return laid_out("devices", checkpoint, plan=made, **options)
 
 
 def held(files):
@@ -40,7 +44,7 @@ def held(files):
 
 def test_every_device_has_a_folder_and_the_disk_is_called_offload():
     tensors = {f"layers.{index}.proj.weight": 10 for index in range(7)}
-    assert held(laid_out(tensors, {"cuda:0": 30, "cpu": 30})) == {
+    assert held(files_of(tensors, {"cuda:0": 30, "cpu": 30})) == {
         "cuda-0/model-00001-of-00001.safetensors": ["layers.0.proj.weight", "layers.1.proj.weight"],
         "cpu/model-00001-of-00001.safetensors": ["layers.2.proj.weight", "layers.3.proj.weight"],
         "offload/model-00001-of-00001.safetensors": [f"layers.{index}.proj.weight" for index in (4, 5, 6)],
@@ -48,12 +52,12 @@ def test_every_device_has_a_folder_and_the_disk_is_called_offload():
 
 
 def test_a_device_without_weights_has_no_file():
-    assert [output.folder for output in laid_out({"a.weight": 10}, {"cuda:0": 100, "cpu": 100})] == ["cuda-0"]
+    assert [output.folder for output in files_of({"a.weight": 10}, {"cuda:0": 100, "cpu": 100})] == ["cuda-0"]
 
 
 def test_layers_that_get_no_device_are_in_no_file():
     tensors = {"layers.0.a.weight": 4, "layers.1.a.weight": 4, "mtp.a.weight": 1}
-    names = [name for names in held(laid_out(tensors, {"cpu": 100})).values() for name in names]
+    names = [name for names in held(files_of(tensors, {"cpu": 100})).values() for name in names]
     assert names == ["layers.0.a.weight", "layers.1.a.weight"]
 
 
@@ -62,18 +66,18 @@ def test_a_stored_copy_is_written_beside_what_it_is_a_copy_of():
     tensors = {"embed_tokens.weight": table, "layers.0.a.weight": 4, "layers.1.a.weight": 4, "lm_head.weight": table}
     checkpoint = checkpoint_of(tensors, config=llama_config(tied=True))
     made = plan(checkpoint, {"cuda:0": 8, "cpu": 100}, overhead=0)
-    files = held(lay_out(made, checkpoint).files)
+    files = held(by_plan(made, checkpoint).files)
     assert set(files["cuda-0/model-00001-of-00001.safetensors"]) == {"embed_tokens.weight", "lm_head.weight"}
 
 
 def test_tensors_come_in_execution_order_not_in_file_order():
-    files = laid_out({f"layers.{index}.proj.weight": 64 for index in (10, 2, 1)}, {"cpu": 1000})
+    files = files_of({f"layers.{index}.proj.weight": 64 for index in (10, 2, 1)}, {"cpu": 1000})
     assert list(held(files).values()) == [[f"layers.{index}.proj.weight" for index in (1, 2, 10)]]
 
 
 def test_a_file_ends_before_the_tensor_that_would_take_it_past_the_limit():
     tensors = {f"layers.{index}.proj.weight": size for index, size in enumerate((4, 4, 4, 8, 1))}
-    files = laid_out(tensors, {"cpu": 100}, max_shard_bytes=8)
+    files = files_of(tensors, {"cpu": 100}, max_shard_bytes=8)
     assert [[tensor.num_bytes for tensor in output.tensors] for output in files] == [[4, 4], [4], [8], [1]]
     assert [output.file for output in files] == [
         f"cpu/model-{index:05d}-of-00004.safetensors" for index in (1, 2, 3, 4)
@@ -82,7 +86,7 @@ def test_a_file_ends_before_the_tensor_that_would_take_it_past_the_limit():
 
 def test_without_a_limit_a_device_has_one_file():
     assert (
-        len(laid_out({f"layers.{index}.proj.weight": 4 for index in range(9)}, {"cpu": 100}, max_shard_bytes=None)) == 1
+        len(files_of({f"layers.{index}.proj.weight": 4 for index in range(9)}, {"cpu": 100}, max_shard_bytes=None)) == 1
     )
 
 
@@ -90,7 +94,7 @@ def test_without_a_limit_a_device_has_one_file():
 def test_a_tensor_larger_than_the_limit_has_a_file_of_its_own(place):
     sizes = [2, 2]
     sizes.insert(place, 50)
-    files = laid_out(
+    files = files_of(
         {f"layers.{index}.proj.weight": size for index, size in enumerate(sizes)}, {"cpu": 100}, max_shard_bytes=8
     )
     assert [50] in [[tensor.num_bytes for tensor in output.tensors] for output in files]
@@ -104,13 +108,13 @@ def test_tensors_of_odd_sizes_come_last_and_wide_types_first_among_them():
         "layers.2.proj.weight": ("BF16", [1]),
         "layers.3.proj.weight": ("F8_E4M3", [128]),
     }
-    (output,) = laid_out(tensors, {"cpu": 1000})
+    (output,) = files_of(tensors, {"cpu": 1000})
     assert [tensor.num_bytes for tensor in output.tensors] == [128, 8, 2, 3]
 
 
 def test_each_folder_maps_its_own_tensors_and_the_root_maps_all_and_is_written_last():
     checkpoint = checkpoint_of({f"layers.{index}.proj.weight": 10 for index in range(4)})
-    output = lay_out(plan(checkpoint, {"cuda:0": 60, "cpu": 20}, overhead=0), checkpoint, max_shard_bytes=10)
+    output = by_plan(plan(checkpoint, {"cuda:0": 60, "cpu": 20}, overhead=0), checkpoint, max_shard_bytes=10)
     maps = {
         path.removesuffix("model.safetensors.index.json"): json.loads(text)["weight_map"]
         for path, text in output.documents.items()
@@ -131,7 +135,7 @@ def test_every_placed_tensor_is_once_on_its_device_and_the_plan_inside_is_one(ch
         made = plan(checkpoint, budget, overhead=0)
     except PlanError:
         return
-    output = lay_out(made, checkpoint, max_shard_bytes=max_shard_bytes)
+    output = by_plan(made, checkpoint, max_shard_bytes=max_shard_bytes)
     placed = [(tensor.name, written.folder) for written in output.files for tensor in written.tensors]
     wanted = [(name, made.device_of(name).folder) for name in checkpoint.tensors if not made.leaves_out(name)]
     assert sorted(placed) == sorted(wanted)
@@ -148,7 +152,7 @@ def test_the_plan_inside_is_a_plan_for_the_folder_it_is_in(tmp_path):
     checkpoint = open_checkpoint(source)
     made = plan(checkpoint, {"cuda:0": 3000, "cpu": 2500}, overhead=0)
     assert made.left_out
-    out = write_output(lay_out(made, checkpoint, max_shard_bytes=1500), source, tmp_path / "out")
+    out = write_output(by_plan(made, checkpoint, max_shard_bytes=1500), source, tmp_path / "out")
     inside, opened = read_plan(out / "plan.json"), open_checkpoint(out)
     check_plan(inside, opened)
     assert inside.checkpoint_path == str(out)
@@ -179,7 +183,7 @@ def test_the_folder_is_loaded_by_the_plan_inside(tmp_path):
     source = make_checkpoint(tmp_path / "source")
     checkpoint = open_checkpoint(source)
     made = plan(checkpoint, {"cpu": 4000}, overhead=0)
-    out = write_output(lay_out(made, checkpoint), source, tmp_path / "out")
+    out = write_output(by_plan(made, checkpoint), source, tmp_path / "out")
     loaded = bigload.load(out, device=read_plan(out / "plan.json"))
     there = {name for name in checkpoint.tensors if made.device_of(name).kind == "cpu"}
     assert loaded.keys() == there != checkpoint.tensors.keys()
@@ -191,7 +195,7 @@ def test_the_plan_inside_counts_what_a_cast_leaves(tmp_path):
     source = make_checkpoint(tmp_path / "source", dtype="F32")
     checkpoint, narrow = open_checkpoint(source), DTYPES["BF16"]
     made = plan(checkpoint, {"cuda:0": 3000, "cpu": 2500}, overhead=0, dtype=narrow)
-    output = lay_out(made, checkpoint, dtype_of=lambda tensor: as_dtype(tensor, narrow).dtype)
+    output = by_plan(made, checkpoint, dtypes=dtype_rule(narrow))
     out = write_output(output, source, tmp_path / "out")
     inside, opened = read_plan(out / "plan.json"), open_checkpoint(out)
     check_plan(inside, opened)

@@ -14,13 +14,14 @@ from bigload.checkpoint.formats.safetensors import parse_header
 from bigload.checkpoint.source import open_checkpoint
 from bigload.dtypes import DTYPES
 from bigload.errors import CheckpointNotFoundError, InvalidCheckpointError, NotOffloadableError
+from bigload.layouts.choices import OffloadFormat
 from bigload.layouts.dat_format import has_dat_form
-from bigload.layouts.kinds.offload_folder import lay_out
+from bigload.layouts.layout import TENSOR_ALIGNMENT
 from bigload.layouts.offload_reader import OffloadFolder
-from bigload.layouts.output import TENSOR_ALIGNMENT
 from bigload.planning.planner import plan
 from builders import (
     checkpoint_of,
+    laid_out,
     llama_config,
     llama_tensors,
     make_checkpoint,
@@ -29,7 +30,7 @@ from builders import (
     write_shard,
 )
 
-FORMATS = ["safetensors", "dat"]
+FORMATS = list(OffloadFormat)
 INDEX = "model.safetensors.index.json"
 
 
@@ -38,7 +39,7 @@ def held(output):
 
 
 def written_by(checkpoint, folder, **options):
-    return write_output(lay_out(checkpoint, **options), checkpoint.root, folder)
+    return write_output(laid_out("offload", checkpoint, **options), checkpoint.root, folder)
 
 
 def read_back(folder):
@@ -61,7 +62,7 @@ def torch_source(folder, config):
 
 
 def test_a_block_is_a_file_and_so_is_a_module_outside_of_blocks():
-    output = lay_out(checkpoint_of({**llama_tensors(2), "token": 4, "model.scale": 4, "model.shift": 4}))
+    output = laid_out("offload", checkpoint_of({**llama_tensors(2), "token": 4, "model.scale": 4, "model.shift": 4}))
     files = held(output)
     assert list(files) == [
         "00001-parameters.safetensors",
@@ -79,7 +80,7 @@ def test_a_block_is_a_file_and_so_is_a_module_outside_of_blocks():
 def test_a_plan_says_what_is_written_and_what_is_kept_whole():
     checkpoint = checkpoint_of({**llama_tensors(4), "mtp.a.weight": 8}, config=llama_config())
     made = plan(checkpoint, {"cuda:0": 3000, "cpu": 1200}, overhead=0)
-    output = lay_out(checkpoint, plan=made)
+    output = laid_out("offload", checkpoint, plan=made)
     written = [tensor.name for file in output.files for tensor in file.tensors]
     on_disk = [name for name in checkpoint.tensors if not made.leaves_out(name) and made.device_of(name).kind == "disk"]
     assert sorted(written) == sorted(on_disk) != []
@@ -88,12 +89,14 @@ def test_a_plan_says_what_is_written_and_what_is_kept_whole():
 def test_a_plan_that_keeps_nothing_on_disk_leaves_nothing_to_write():
     checkpoint = checkpoint_of(llama_tensors())
     with pytest.raises(NotOffloadableError, match="keeps nothing on disk"):
-        lay_out(checkpoint, plan=plan(checkpoint, {"cpu": 10**6}, overhead=0))
+        laid_out("offload", checkpoint, plan=plan(checkpoint, {"cpu": 10**6}, overhead=0))
 
 
 def test_a_block_above_the_limit_is_several_files_that_follow_each_other():
-    output = lay_out(
-        checkpoint_of({f"layers.{block}.a.{part}": 64 for block in (0, 1) for part in "xyz"}), max_shard_bytes=128
+    output = laid_out(
+        "offload",
+        checkpoint_of({f"layers.{block}.a.{part}": 64 for block in (0, 1) for part in "xyz"}),
+        max_shard_bytes=128,
     )
     assert held(output) == {
         "00001-layers.0.safetensors": ["layers.0.a.x", "layers.0.a.y"],
@@ -105,7 +108,7 @@ def test_a_block_above_the_limit_is_several_files_that_follow_each_other():
 
 def test_names_of_modules_that_are_no_names_of_files_become_some():
     tensors = {"/etc a.weight": 1, "\0\u00e9.weight": 1, f"{'x' * 300}.weight": 1}
-    names = [name[6:] for name in held(lay_out(checkpoint_of(tensors)))]
+    names = [name[6:] for name in held(laid_out("offload", checkpoint_of(tensors)))]
     assert sorted(names) == ["_.safetensors", "_etc_a.safetensors", f"{'x' * 100}.safetensors"]
 
 
@@ -121,7 +124,7 @@ def test_what_is_written_is_read_back_byte_for_byte(tmp_path, offload_format):
 @pytest.mark.parametrize("tied", [True, False])
 def test_names_of_one_stored_tensor_are_stored_once_and_read_by_each(tmp_path, offload_format, tied):
     checkpoint, state = torch_source(tmp_path / "source", llama_config(tied=tied))
-    output = lay_out(checkpoint, offload_format=offload_format)
+    output = laid_out("offload", checkpoint, offload_format=offload_format)
     out = write_output(output, checkpoint.root, tmp_path / "out")
     assert output.aliases == {"lm_head.weight": "model.embed_tokens.weight"} == OffloadFolder.open(out).aliases
     tensors = OffloadFolder.open(out).tensors
@@ -144,7 +147,7 @@ def test_a_head_that_only_the_config_knows_is_found_by_its_name(tmp_path, offloa
 
 def test_links_that_a_copy_turned_into_files_are_tensors_of_their_own(tmp_path):
     checkpoint, _ = torch_source(tmp_path / "source", llama_config())
-    written_by(checkpoint, tmp_path / "out", offload_format="dat")
+    written_by(checkpoint, tmp_path / "out", offload_format=OffloadFormat.DAT)
     shutil.copytree(tmp_path / "out", tmp_path / "copy")
     assert read_back(tmp_path / "copy") == read_back(tmp_path / "out")
     assert not OffloadFolder.open(tmp_path / "copy").aliases
@@ -152,7 +155,7 @@ def test_links_that_a_copy_turned_into_files_are_tensors_of_their_own(tmp_path):
 
 def test_a_tensor_without_elements_has_the_one_byte_that_accelerate_gives_it(tmp_path):
     write_shard(tmp_path / "model.safetensors", {"a.empty": ("F32", [3, 0]), "a.weight": ("F32", [2])})
-    out = written_by(open_checkpoint(tmp_path), tmp_path / "out", offload_format="dat")
+    out = written_by(open_checkpoint(tmp_path), tmp_path / "out", offload_format=OffloadFormat.DAT)
     assert (out / "a.empty.dat").read_bytes() == b"\0"
     assert read_back(out)["a.empty"] == ("F32", (3, 0), b"")
 
@@ -173,15 +176,15 @@ def test_a_tensor_without_elements_has_the_one_byte_that_accelerate_gives_it(tmp
 def test_what_no_dat_file_can_be_is_refused_by_name(name, form):
     checkpoint = checkpoint_of({"fine": ("BF16", [1]), name: form})
     with pytest.raises(NotOffloadableError, match="offload-format safetensors") as caught:
-        lay_out(checkpoint, offload_format="dat")
+        laid_out("offload", checkpoint, offload_format=OffloadFormat.DAT)
     assert len(caught.value.details) == 1
     assert "fine" not in caught.value.details[0]
-    lay_out(checkpoint)
+    laid_out("offload", checkpoint)
 
 
 @given(tensors=forms().filter(bool), max_shard_bytes=st.none() | st.integers(1, 5000))
 def test_every_tensor_is_in_one_block_within_the_limit_that_both_readers_take(tensors, max_shard_bytes):
-    output = lay_out(checkpoint_of(tensors), max_shard_bytes=max_shard_bytes)
+    output = laid_out("offload", checkpoint_of(tensors), max_shard_bytes=max_shard_bytes)
     found = {}
     for written in output.files:
         data_bytes = written.num_bytes - len(written.header)
@@ -201,7 +204,7 @@ def test_every_tensor_is_in_one_block_within_the_limit_that_both_readers_take(te
 @given(tensors=forms())
 def test_every_dat_file_is_one_tensor_and_the_index_names_all(tensors):
     fit = {name: (dtype, shape) for name, (dtype, shape) in tensors.items() if has_dat_form(DTYPES[dtype], shape)}
-    output = lay_out(checkpoint_of(fit), offload_format="dat")
+    output = laid_out("offload", checkpoint_of(fit), offload_format=OffloadFormat.DAT)
     index = json.loads(output.documents["index.json"])
     assert {name: (entry["dtype"], entry["shape"]) for name, entry in index.items()} == {
         name: (DTYPES[dtype].torch_name, list(shape)) for name, (dtype, shape) in fit.items()

@@ -12,11 +12,11 @@ from jsonschema import Draft202012Validator
 from safetensors.torch import load_file
 
 import bigload
-from bigload.dtypes import DTYPES
 from bigload.errors import CheckpointNotFoundError, InvalidCheckpointError
-from bigload.layouts.kinds.rank_slices import RANKS_FILE, lay_out, read_ranks
+from bigload.layouts.dtype_rules import dtype_rule
+from bigload.layouts.kinds.rank_slices import RANKS_FILE, read_ranks
 from bigload.loading.slices import rows_of
-from builders import DTYPE_BITS, make_checkpoint, num_bytes_of, stored_tensors, write_shard
+from builders import DTYPE_BITS, laid_out, make_checkpoint, num_bytes_of, stored_tensors, write_shard
 
 SCHEMA = Path(__file__).parents[3] / "docs" / "schemas" / "ranks-1.0.json"
 CONFIG = {"model_type": "llama", "hidden_size": 8, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -108,7 +108,7 @@ def test_all_ranks_together_are_the_checkpoint(tmp_path_factory, model, max_shar
     tensors, config, tp, rules = model
     folder = tmp_path_factory.mktemp("ranks")
     source = opened(folder / "in", tensors, config)
-    output = lay_out(source, tp=tp, rules=rules, max_shard_bytes=max_shard_bytes)
+    output = laid_out("ranks", source, tp=tp, tp_rules=rules, max_shard_bytes=max_shard_bytes)
     write(output, source, folder / "out")
     ranks = read_ranks(folder / "out")
     assert ranks.tp == tp
@@ -119,7 +119,7 @@ def test_a_rank_reads_its_part_from_its_own_folder(tmp_path):
     root = make_checkpoint(tmp_path / "in")
     (root / "config.json").write_text(json.dumps({"model_type": "llama", "num_attention_heads": 4, "hidden_size": 8}))
     source = bigload.open_checkpoint(root)
-    output = lay_out(source, tp=2)
+    output = laid_out("ranks", source, tp=2)
     write(output, source, tmp_path / "out")
     assert [file.file for file in output.files] == ["rank-0/model.safetensors", "rank-1/model.safetensors"]
     assert list(output.documents) == [RANKS_FILE]
@@ -135,7 +135,7 @@ def test_a_rank_reads_its_part_from_its_own_folder(tmp_path):
 def test_files_of_one_number_follow_each_other_and_hold_the_same_tensors(tmp_path):
     tensors = {f"layers.{n}.mlp.up_proj.weight": ("F32", [7, 4]) for n in range(3)}
     source = opened(tmp_path / "in", tensors)
-    output = lay_out(source, tp=3, max_shard_bytes=60)
+    output = laid_out("ranks", source, tp=3, max_shard_bytes=60)
     names = [f"rank-{rank}/model-0000{number}-of-00003.safetensors" for number in (1, 2, 3) for rank in range(3)]
     assert [file.file for file in output.files] == names
     for number in range(3):
@@ -149,14 +149,14 @@ def test_files_of_one_number_follow_each_other_and_hold_the_same_tensors(tmp_pat
 
 def test_the_root_is_no_checkpoint(tmp_path):
     source = opened(tmp_path / "in", {"lm_head.weight": ("F32", [4, 4])})
-    write(lay_out(source, tp=2), source, tmp_path / "out")
+    write(laid_out("ranks", source, tp=2), source, tmp_path / "out")
     with pytest.raises(CheckpointNotFoundError):
         bigload.open_checkpoint(tmp_path / "out")
 
 
 def test_the_document_is_what_its_schema_says(tmp_path):
     source = opened(tmp_path / "in", {"lm_head.weight": ("F32", [4, 4]), "a\x1b\"'é": ("BF16", [3])})
-    document = json.loads(lay_out(source, tp=2).documents[RANKS_FILE])
+    document = json.loads(laid_out("ranks", source, tp=2).documents[RANKS_FILE])
     schema = json.loads(SCHEMA.read_text())
     Draft202012Validator.check_schema(schema)
     assert list(Draft202012Validator(schema).iter_errors(document)) == []
@@ -173,7 +173,7 @@ def test_the_document_is_what_its_schema_says(tmp_path):
 def folder(tmp_path):
     """A folder of two ranks, and its document to spoil."""
     source = opened(tmp_path / "in", {"lm_head.weight": ("F32", [4, 4]), "norm.weight": ("F32", [4])})
-    write(lay_out(source, tp=2), source, tmp_path / "out")
+    write(laid_out("ranks", source, tp=2), source, tmp_path / "out")
     return tmp_path / "out"
 
 
@@ -256,7 +256,7 @@ def test_reshard_writes_what_was_laid_out_from_rules_in_a_file(tmp_path):
 
 def test_slices_may_have_another_dtype(tmp_path):
     source = opened(tmp_path / "in", {"layers.0.mlp.down_proj.weight": ("F32", [6, 10]), "norm": ("F32", [3])})
-    output = lay_out(source, tp=2, dtype_of=lambda tensor: DTYPES["BF16"] if len(tensor.shape) == 2 else tensor.dtype)
+    output = laid_out("ranks", source, tp=2, dtypes=dtype_rule("bf16", keep_fp32=["norm"]))
     entries = json.loads(output.documents[RANKS_FILE])["tensors"].values()
     assert [entry["dtype"] for entry in entries] == ["BF16", "F32"]
     for file in output.files:

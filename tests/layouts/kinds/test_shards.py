@@ -11,10 +11,11 @@ from strategies import forms
 from bigload.checkpoint.formats.safetensors import parse_header
 from bigload.checkpoint.source import open_checkpoint
 from bigload.dtypes import DTYPES
-from bigload.layouts.kinds.shards import lay_out
-from bigload.layouts.output import TENSOR_ALIGNMENT
+from bigload.layouts.dtype_rules import DTypeRule
+from bigload.layouts.layout import TENSOR_ALIGNMENT
 from builders import (
     checkpoint_of,
+    laid_out,
     llama_config,
     llama_tensors,
     make_checkpoint,
@@ -46,7 +47,7 @@ def tied_source(folder, *, config):
 @pytest.mark.parametrize("limit", [None, 10**9])
 def test_what_fits_into_one_file_is_one_without_an_index(tmp_path, limit):
     source = make_checkpoint(tmp_path / "source", shards=3)
-    output = lay_out(open_checkpoint(source), max_shard_bytes=limit)
+    output = laid_out("shards", open_checkpoint(source), max_shard_bytes=limit)
     out = write_output(output, source, tmp_path / "out")
     assert [file.name for file in out.iterdir()] == ["model.safetensors"]
     assert stored_tensors(out / "model.safetensors") == stored_tensors(*source.glob("*.safetensors"))
@@ -54,7 +55,7 @@ def test_what_fits_into_one_file_is_one_without_an_index(tmp_path, limit):
 
 def test_more_files_are_numbered_and_mapped_in_the_order_of_a_load():
     tensors = llama_tensors(12, hidden=32)
-    output = lay_out(checkpoint_of(dict(sorted(tensors.items()))), max_shard_bytes=20_000)
+    output = laid_out("shards", checkpoint_of(dict(sorted(tensors.items()))), max_shard_bytes=20_000)
     count = len(output.files)
     assert [written.file for written in output.files] == [
         f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)
@@ -66,7 +67,7 @@ def test_more_files_are_numbered_and_mapped_in_the_order_of_a_load():
 
 def test_a_torch_file_that_ties_what_the_config_ties_keeps_one_name_as_save_pretrained_does(tmp_path):
     state = tied_source(tmp_path / "source", config=llama_config(tied=True))
-    output = lay_out(open_checkpoint(tmp_path / "source"))
+    output = laid_out("shards", open_checkpoint(tmp_path / "source"))
     out = write_output(output, tmp_path / "source", tmp_path / "out")
     assert output.aliases == {"lm_head.weight": "model.embed_tokens.weight"}
     found = load_file(out / "model.safetensors")
@@ -83,32 +84,33 @@ SILENT = {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
 @pytest.mark.parametrize("config", [None, llama_config(tied=False), SILENT])
 def test_names_that_no_config_ties_are_all_written(tmp_path, config):
     state = tied_source(tmp_path / "source", config=config)
-    output = lay_out(open_checkpoint(tmp_path / "source"))
+    output = laid_out("shards", open_checkpoint(tmp_path / "source"))
     found = load_file(write_output(output, tmp_path / "source", tmp_path / "out") / "model.safetensors")
     assert not output.aliases
     assert found.keys() == state.keys()
     assert all(torch.equal(tensor, state[name]) for name, tensor in found.items())
 
 
-def test_tied_names_that_are_written_in_two_dtypes_are_both_written(tmp_path):
-    tied_source(tmp_path / "source", config=llama_config(tied=True))
-
-    def dtype_of(tensor):
+class HeadInBf16(DTypeRule):
+    def __call__(self, tensor):
         return DTYPES["BF16"] if tensor.name == "lm_head.weight" else tensor.dtype
 
-    output = lay_out(open_checkpoint(tmp_path / "source"), dtype_of=dtype_of)
+
+def test_tied_names_that_are_written_in_two_dtypes_are_both_written(tmp_path):
+    tied_source(tmp_path / "source", config=llama_config(tied=True))
+    output = laid_out("shards", open_checkpoint(tmp_path / "source"), dtypes=HeadInBf16())
     assert {tensor.name for written in output.files for tensor in written.tensors} >= TIED
 
 
 def test_equal_bytes_that_the_source_stores_twice_stay_two_tensors():
     tensors = {"model.embed_tokens.weight": ("U8", [4, 4]), "layers.0.a": 4, "lm_head.weight": ("U8", [4, 4])}
-    output = lay_out(checkpoint_of(tensors, config=llama_config(tied=True)))
+    output = laid_out("shards", checkpoint_of(tensors, config=llama_config(tied=True)))
     assert {tensor.name for written in output.files for tensor in written.tensors} >= TIED
 
 
 @given(tensors=forms(), max_shard_bytes=st.none() | st.integers(1, 5000))
 def test_every_tensor_is_once_in_files_within_the_limit_that_both_readers_take(tensors, max_shard_bytes):
-    output = lay_out(checkpoint_of(tensors), max_shard_bytes=max_shard_bytes)
+    output = laid_out("shards", checkpoint_of(tensors), max_shard_bytes=max_shard_bytes)
     found = {}
     for written in output.files:
         assert (
@@ -144,7 +146,7 @@ def files_of(folder, names, **options):
     else:
         folder.mkdir()
         torch.save({name: torch.ones(4) for name in tensors}, folder / names[0])
-    output = lay_out(open_checkpoint(folder), **options)
+    output = laid_out("shards", open_checkpoint(folder), **options)
     return [*(file.file for file in output.files), *output.documents]
 
 

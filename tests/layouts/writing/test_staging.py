@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from bigload.errors import OutputExistsError, WriteError
-from bigload.layouts.documents import write_file
 from bigload.layouts.verification.manifest import MANIFEST_FILE, Manifest, ManifestSource, manifest_lines
 from bigload.layouts.writing.journal import journal_name
+from bigload.layouts.writing.small_files import write_file
 from bigload.layouts.writing.staging import (
     check_output,
     joined,
@@ -194,7 +194,7 @@ def test_another_process_that_writes_the_same_output_is_respected(tmp_path):
     program = (
         "import sys\n"
         "from pathlib import Path\n"
-        "from bigload.layouts.documents import write_file\n"
+        "from bigload.layouts.writing.small_files import write_file\n"
         "from bigload.layouts.writing.staging import staged\n"
         "with staged(Path(sys.argv[1]), 'recipe') as staging:\n"
         "    write_file(staging.folder / 'a', [b'theirs'])\n"

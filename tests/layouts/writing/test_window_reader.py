@@ -24,7 +24,7 @@ from bigload.loading.slices import Slice
 from bigload.machine.huge_pages import allocate
 from bigload.machine.thread_pool import run_jobs
 from bigload.units import MIB
-from builders import open_descriptors
+from builders import open_descriptors, write_shard
 
 torch = pytest.importorskip("torch")
 host_staging = pytest.importorskip("bigload.loading.staging.host_blocks")
@@ -101,7 +101,7 @@ def test_windows_hold_what_torch_makes_of_the_tensors(tmp_path_factory, drawn):
     path.write_bytes(data)
     written = bytearray()
     with PositionalReader(path) as source:
-        filler = WindowReader({"f": source})
+        filler = WindowReader(_Sources(source))
         for portions, num_bytes in _windows(tensors, choose):
             window = bytearray(num_bytes)
             filler.fill(memoryview(window), portions)
@@ -137,6 +137,13 @@ def _output(source, dtype=None, parts=()):
     return OutputTensor(source=source, dtype=DTYPES[dtype] if dtype else source.dtype, parts=parts)
 
 
+class _Sources:
+    """One file for all that is read."""
+
+    def __init__(self, source):
+        self.past_cache = self.through_cache = lambda file: source
+
+
 class _Source:
     """A file in memory, and how it was read."""
 
@@ -158,7 +165,7 @@ class _Source:
 
 def _filled(source, portions):
     window = bytearray(sum(portion.stop - portion.start for portion in portions))
-    filler = WindowReader({"f": source})
+    filler = WindowReader(_Sources(source))
     filler.fill(memoryview(window), portions)
     return bytes(window), filler
 
@@ -199,7 +206,7 @@ def test_nothing_outside_of_the_portions_is_written():
     source = _Source(bytes([7] * 64))
     window = bytearray(32)
     columns = _output(_plain("U8", (8, 8)), parts=(Slice(1, 2, 4),))
-    WindowReader({"f": source}).fill(memoryview(window), [Portion(columns, 3, 11, at=5)])
+    WindowReader(_Sources(source)).fill(memoryview(window), [Portion(columns, 3, 11, at=5)])
     assert window == bytes(5) + bytes([7] * 8) + bytes(19)
 
 
@@ -288,7 +295,7 @@ def test_threads_share_a_filler_without_threads_or_descriptors_of_its_own(tmp_pa
     windows = [bytearray(step) for _ in range(0, tensor.num_bytes, step)]
     tasks = []
     with PositionalReader(path) as source:
-        filler = WindowReader({"f": source})
+        filler = WindowReader(_Sources(source))
         before = open_descriptors()
 
         def work(number):
@@ -308,27 +315,26 @@ def _num_tasks():
 
 _WITHOUT_TORCH = """
 import sys
-from pathlib import Path
-from bigload.checkpoint.model import Span, TensorInfo
-from bigload.dtypes import DTYPES
+from bigload.checkpoint.source import open_checkpoint
 from bigload.layouts.dtype_rules import config_with_dtype, dtype_rule
-from bigload.layouts.writing.window_reader import WindowReader, Portion
 from bigload.layouts.output import OutputTensor
-from bigload.checkpoint.byte_source import PositionalReader
+from bigload.layouts.writing.source_files import SourceFiles
+from bigload.layouts.writing.window_reader import WindowReader, Portion
 from bigload.loading.slices import Slice
 
-info = TensorInfo("w", DTYPES["BF16"], (4, 8), Span("f", 0, 64))
+checkpoint = open_checkpoint(sys.argv[1])
+info = checkpoint.tensors["w"]
 tensor = OutputTensor(source=info, dtype=dtype_rule("bf16")(info), parts=(Slice(1, 0, 2), Slice(1, 4, 6)))
 window = bytearray(tensor.num_bytes)
-with PositionalReader(Path(sys.argv[1])) as source:
-    WindowReader({"f": source}).fill(memoryview(window), [Portion(tensor, 0, tensor.num_bytes, 0)])
+with SourceFiles(checkpoint) as sources:
+    WindowReader(sources).fill(memoryview(window), [Portion(tensor, 0, tensor.num_bytes, 0)])
 config_with_dtype(b"{}", tensor.dtype)
-assert window[4:8] == bytes([8, 9, 10, 11]), window
+stored = (checkpoint.root / info.span.file).read_bytes()[info.span.start :]
+assert window[4:8] == stored[8:12], window
 assert not {"torch", "numpy"} & set(sys.modules)
 """
 
 
 def test_nothing_of_torch_is_imported_where_nothing_is_computed(tmp_path):
-    path = tmp_path / "source"
-    path.write_bytes(bytes(range(64)))
+    path = write_shard(tmp_path / "model.safetensors", {"w": ("BF16", [4, 8])})
     subprocess.run([sys.executable, "-c", _WITHOUT_TORCH, path], check=True)

@@ -8,7 +8,7 @@ import pytest
 
 from bigload.checkpoint.source import open_checkpoint
 from bigload.errors import ReadError, VerificationError, WriteError
-from bigload.layouts.kinds.shards import lay_out
+from bigload.layouts.options import LEAST_BYTES_PER_THREAD, ReshardOptions
 from bigload.layouts.writing import kernel_copy as in_kernel_module
 from bigload.layouts.writing import writer as writer_module
 from bigload.layouts.writing.journal import Journal, journal_name, read_progress
@@ -16,12 +16,11 @@ from bigload.layouts.writing.kernel_copy import KernelCopy
 from bigload.layouts.writing.output_file_writer import BLOCK_BYTES, OutputFileWriter, direct_write_alignment
 from bigload.layouts.writing.resume_check import recheck
 from bigload.layouts.writing.source_files import SourceFiles
-from bigload.layouts.writing.window_reader import WindowReader
 from bigload.layouts.writing.windows import data_ranges
 from bigload.layouts.writing.writer import FileToWrite, Verify, Writer, window_bytes
 from bigload.loading.progress import Tally
 from bigload.machine.inflight_pool import BlockPool
-from builders import make_checkpoint, open_descriptors, stored_tensors
+from builders import laid_out, make_checkpoint, open_descriptors, stored_tensors
 
 thread_counts = pytest.mark.parametrize("threads", [1, 2, 4])
 
@@ -37,7 +36,7 @@ class Job:
 
     def __init__(self, folder, *, is_direct=True):
         self.checkpoint = open_checkpoint(make_checkpoint(folder / "tiny", shards=3, hidden=32, vocab=256))
-        self.files = lay_out(self.checkpoint, max_shard_bytes=40_000).files
+        self.files = laid_out("shards", self.checkpoint, max_shard_bytes=40_000).files
         self.out = folder / "written"
         self.out.mkdir()
         self.seen = []
@@ -47,19 +46,17 @@ class Job:
         lock = os.open(self.out / journal_name(0), os.O_RDWR | os.O_CREAT | os.O_APPEND)
         with ExitStack() as opened:
             opened.callback(os.close, lock)
-            pool = BlockPool(threads, block_bytes=window_bytes(threads, 1 << 20))
+            options = ReshardOptions(threads=threads, verify=verify)
+            pool = BlockPool(threads, block_bytes=window_bytes(options))
             sources = opened.enter_context(SourceFiles(self.checkpoint, pool=pool))
             writer = Writer(
                 self.out,
                 sources,
-                WindowReader(sources),
-                verify=verify,
+                options,
                 journal=Journal.begin(self.out / journal_name(0), lock, "recipe"),
                 tally=Tally(sum(output.num_bytes for output in self.files), self.seen.append),
                 alignment=direct_write_alignment(self.out) if self.is_direct else None,
                 kernel=kernel,
-                threads=threads,
-                max_inflight=1 << 20,
             )
             return writer.write(
                 FileToWrite(
@@ -285,9 +282,10 @@ def test_memory_is_two_windows_a_thread(job, monkeypatch):
 @pytest.mark.parametrize("threads", [1, 4, 8, 64])
 def test_many_threads_share_the_memory_of_a_few(monkeypatch, threads):
     monkeypatch.setattr(writer_module, "WINDOW_BYTES", 8 << 20)
-    assert 3 * threads * window_bytes(threads, 96 << 20) <= 96 << 20
-    assert window_bytes(threads, 1) == 256 << 10
-    assert window_bytes(threads, 96 << 20) % BLOCK_BYTES == 0
+    for max_inflight in (96 << 20, LEAST_BYTES_PER_THREAD):
+        options = ReshardOptions(threads=threads, max_inflight=max_inflight)
+        assert 256 << 10 <= window_bytes(options) <= max_inflight // (3 * options.num_threads)
+        assert window_bytes(options) % BLOCK_BYTES == 0
 
 
 def test_threads_that_end_late_add_nothing_to_a_finished_file(job, monkeypatch):
@@ -362,7 +360,7 @@ def test_a_flush_that_succeeds_after_one_that_failed_proves_nothing(job, monkeyp
     done = writer_module._FileInProgress.done
 
     def fail_before_the_last(self, number):
-        if number == len(self._windows) - 1:
+        if number == len(self.windows) - 1:
             self.sink.has_failed = True
         done(self, number)
 

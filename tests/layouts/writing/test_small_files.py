@@ -1,7 +1,7 @@
 import pytest
 
 from bigload.errors import ReadError, VerificationError, WriteError
-from bigload.layouts.documents import check_file, write_file
+from bigload.layouts.writing.small_files import check_file, write_file
 from builders import contents, record_of
 
 
