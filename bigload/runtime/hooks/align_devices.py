@@ -160,14 +160,14 @@ class AlignDevicesHook(ModelHook):
             self.weights_map = {slot.name: slots[0].tensor.detach().to("cpu") for slots in leaving for slot in slots}
         for slots in leaving:
             self._addresses.update((slot.name, data_address(slot.tensor)) for slot in slots)
-            assign(slots, absent(_put(slots, _META), Absence(self._full_name(slots[0]), _OFFLOADED, _PRELOAD)))
+            assign(slots, absent(_put(slots, _META), Absence(self.full_name(slots[0]), _OFFLOADED, _PRELOAD)))
         if self._device is not None:
             for slots in shared:
                 if not self._is_offloaded(slots[0]):
                     self._place(slots, self._device)
 
-    def _full_name(self, slot: TensorSlot) -> str:
-        """Return the name in the model, as far as it is known."""
+    def full_name(self, slot: TensorSlot) -> str:
+        """Return the name of a tensor in the model, as far as it is known."""
         return f"{getattr(self.weights_map, 'prefix', '')}{slot.name}"
 
     def _is_offloaded(self, slot: TensorSlot) -> bool:
@@ -360,9 +360,9 @@ class AlignDevicesHook(ModelHook):
         except ValueError as error:
             if value.shape == at_home.shape:
                 raise
-            raise ChangedShapeError(self._full_name(slot), expected=at_home.shape, found=value.shape) from error
+            raise ChangedShapeError(self.full_name(slot), expected=at_home.shape, found=value.shape) from error
         forwards.lent.append((on_devices, device))
-        refuse_gradients(brought, self._full_name(slot))
+        refuse_gradients(brought, self.full_name(slot))
 
     @property
     def module_name(self) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import errno
 import mmap
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
@@ -22,6 +22,7 @@ from bigload.machine.huge_pages import no_memory
 from bigload.machine.page_cache import drop_cached_pages
 from bigload.runtime.offload.stored_weights import FileWeight
 from bigload.runtime.offload.weight_sources import MemoryWeight
+from bigload.runtime.streaming.supply import Supply
 from bigload.runtime.streaming.weights import Weight
 
 _NEIGHBOURS_BYTES = 64 * 1024
@@ -36,24 +37,20 @@ def is_in_place(weight: Weight, device: torch.device) -> bool:
     return source.tensor.device == device and source.dtype == weight.placeholder.dtype
 
 
-class MappedSupply:
-    """Weights of a block in mapped files, and those that are in RAM already (`Supply`)."""
+class MappedSupply(Supply):
+    """Weights of a block in mapped files, and those that are in RAM already."""
 
     def __init__(self, weights: Sequence[Weight]) -> None:
         self.weights = weights
-        self._tensors = [
-            weight.source.view() if isinstance(weight.source, FileWeight) else weight.source.tensor
-            for weight in weights
-        ]
+        sources = [weight.source for weight in weights]
+        stored = [source for source in sources if isinstance(source, FileWeight)]
+        self._tensors = [source.view() if isinstance(source, FileWeight) else source.tensor for source in sources]
         self._in_memory = [
-            (number, weight.source) for number, weight in enumerate(weights) if isinstance(weight.source, MemoryWeight)
+            (number, source) for number, source in enumerate(sources) if isinstance(source, MemoryWeight)
         ]
-        self._files = {weight.source.path: weight.source for weight in weights if isinstance(weight.source, FileWeight)}
-        self._ranges = _merged(weight.source for weight in weights if isinstance(weight.source, FileWeight))
+        self._files = {source.path: source for source in stored}
+        self._ranges = _merged(stored)
         self.num_bytes = self.num_page_bytes = sum(each.stop - each.start for each in self._ranges)
-
-    def reserve(self) -> None:
-        """Do nothing: the page cache is the system's."""
 
     def fetch(self) -> None:
         """Have all pages present.
@@ -81,15 +78,13 @@ class MappedSupply:
             self._tensors[number] = source.tensor
         return self._tensors
 
-    def depart(self) -> None:
-        """Do nothing: the CPU has computed what it was asked for."""
-
     def drop(self, *, forget: bool) -> None:
         """Take the pages out of the page table; with `forget` out of the page cache, too."""
         for place, buffer, start, stop in self._ranges:
             release_pages(buffer, start, stop)
             if forget:
-                _forget(place, start, stop)
+                with suppress(OSError):  # gone meanwhile: the next fetch says so
+                    drop_cached_pages(place.path, [(start, stop)])
 
 
 class _MappedRange(NamedTuple):
@@ -101,7 +96,7 @@ class _MappedRange(NamedTuple):
     stop: int
 
 
-def _merged(places: Iterable[FileWeight]) -> list[_MappedRange]:
+def _merged(places: Sequence[FileWeight]) -> list[_MappedRange]:
     """Return the bytes of `places`, by file and offset, neighbours as one."""
     ranges: list[_MappedRange] = []
     for place in sorted(places, key=lambda place: (place.path, place.tensor.span.start)):
@@ -114,8 +109,3 @@ def _merged(places: Iterable[FileWeight]) -> list[_MappedRange]:
         else:
             ranges.append(_MappedRange(place, place.map(), span.start, span.stop))
     return ranges
-
-
-def _forget(place: FileWeight, start: int, stop: int) -> None:
-    with suppress(OSError):  # gone meanwhile: the next fetch says so
-        drop_cached_pages(place.path, [(start, stop)])

@@ -10,12 +10,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import nn
 
-from bigload.errors import ChangedShapeError
 from bigload.runtime.hooks.align_devices import AlignDevicesHook
-from bigload.runtime.hooks.gradient_guard import refuse_gradients
 from bigload.runtime.hooks.hooks import calls_hook, hooks_of
-from bigload.runtime.modules.module_names import joined
-from bigload.runtime.modules.module_tensors import as_parameter
 from bigload.runtime.modules.tensor_slots import TensorSlot
 from bigload.runtime.streaming.mapped_weights import MappedSupply
 from bigload.runtime.streaming.supply import Supply
@@ -36,55 +32,6 @@ class HookedModule(NamedTuple):
 
     module: nn.Module
     hook: AlignDevicesHook
-
-
-class _BlockWeight:
-    """A weight of a block, and the tensor that its slots hold while it is resident.
-
-    Attributes:
-        name: The weight's name in the model.
-        weight: Its slots, placeholder and source.
-        held: The tensor for the slots: a parameter of the placeholder's class, or a buffer.
-    """
-
-    __slots__ = ("_dtype", "_keys", "_tensor", "held", "name", "weight")
-
-    def __init__(self, name: str, weight: Weight) -> None:
-        self.name = name
-        self.weight = weight
-        self.held = weight.placeholder
-        self._dtype = weight.placeholder.dtype
-        self._keys = [(slot.table, slot.key) for slot in weight.slots]
-        self._tensor: torch.Tensor | None = None
-
-    def is_current(self) -> bool:
-        """Return whether all slots still hold the same placeholder, or have got a value from somebody else."""
-        placeholder = self.weight.placeholder
-        if placeholder.dtype != self._dtype:
-            return False
-        for table, key in self._keys:
-            tensor = table.get(key)
-            if tensor is not placeholder and (tensor is None or tensor.is_meta):
-                return False
-        return True
-
-    def set(self, tensor: torch.Tensor, device: torch.device) -> None:
-        """Make `held` of `tensor`, unless it is the one of the last time, as it mostly is."""
-        placeholder = self.weight.placeholder
-        if tensor is self._tensor and self.held.requires_grad == placeholder.requires_grad:
-            return
-        if tensor.shape != placeholder.shape:
-            raise ChangedShapeError(self.name, expected=placeholder.shape, found=tensor.shape)
-        with torch.inference_mode(mode=False):
-            held = tensor.to(device=device, dtype=placeholder.dtype)
-            if isinstance(placeholder, nn.Parameter):
-                held = as_parameter(held, placeholder)
-                refuse_gradients(held, self.name)
-        self._tensor, self.held = tensor, held
-
-    def forget(self) -> None:
-        """Release the tensor."""
-        self._tensor, self.held = None, self.weight.placeholder
 
 
 class BlockOwner(Protocol):
@@ -115,6 +62,7 @@ class StreamedBlock:
         num_uses: Forwards that have ended.
         is_kept: Whether the weights stay resident once they are loaded.
         has_failed: Whether prefetching failed: the forward that needs the weights tries again and raises.
+        is_installed: Whether the modules hold the weights.
     """
 
     def __init__(
@@ -138,11 +86,11 @@ class StreamedBlock:
         self.num_uses = 0
         self.is_kept = False
         self.has_failed = False
-        self._is_installed = False
+        self.is_installed = False
         self._supplies: tuple[Supply, ...] | None = None
         self._num_bytes = 0
-        self._weights: list[_BlockWeight] = []
-        self._weights_by_hook: dict[AlignDevicesHook, list[_BlockWeight]] = {}
+        self._weights: list[Weight] = []
+        self._weights_by_hook: dict[AlignDevicesHook, list[Weight]] = {}
         self._others: list[TensorSlot] = []  # with values of their own
         self._bypassed: list[HookedModule] = []
         self._hooks_in_use: list[AlignDevicesHook] = []
@@ -161,16 +109,10 @@ class StreamedBlock:
         self.__init__(**state)  # type: ignore[misc]
 
     @property
-    def is_installed(self) -> bool:
-        """Whether the modules hold the weights."""
-        return self._is_installed
-
-    @property
     def supplies(self) -> tuple[Supply, ...]:
         """Providers of the weights."""
         if self._supplies is None:
-            self._find_weights()
-        assert self._supplies is not None, "found just now"
+            self._supplies = self._found_supplies()
         return self._supplies
 
     def weights(self) -> list[Weight]:
@@ -181,29 +123,27 @@ class StreamedBlock:
         attached = [member for member in self.members if member.hook in hooks_of(member.module)]
         return [(member, offloaded_weights(member.module, member.hook)) for member in attached]
 
-    def _find_weights(self) -> None:
+    def _found_supplies(self) -> tuple[Supply, ...]:
         offloaded = self._offloaded()
-        weights = {weight.slots: (member.hook, weight) for member, found in offloaded for weight in found or ()}
-        names = {id(module): f"{self.name}.{name}".strip(".") for name, module in self.module.named_modules()}
+        weights = {tuple(weight.slots): weight for _, found in offloaded for weight in found or ()}
         with torch.inference_mode(mode=False):  # what is made here may be used where gradients are wanted
-            self._supplies = self.streamer.supplies_for([weight for _, weight in weights.values()], self.device)
-        self._num_bytes = sum(supply.num_bytes for supply in self._supplies)
-        self._weights, self._weights_by_hook = [], {}
-        for weight in (weight for supply in self._supplies for weight in supply.weights):
-            first = weight.slots[0]
-            each = _BlockWeight(joined(names.get(id(first.module), self.name), first.key), weight)
-            self._weights.append(each)
-            self._weights_by_hook.setdefault(weights[weight.slots][0], []).append(each)
+            supplies = self.streamer.supplies_for(list(weights.values()), self.device)
+        self._num_bytes = sum(supply.num_bytes for supply in supplies)
+        self._weights = [weight for supply in supplies for weight in supply.weights]
+        self._weights_by_hook = {}
+        for weight in self._weights:
+            self._weights_by_hook.setdefault(weight.hook, []).append(weight)
         self._bypassed = [member for member, found in offloaded if found is not None]
-        covered = {(id(slot.module), slot.key) for each in self._weights for slot in each.weight.slots}
+        covered = {(id(slot.module), slot.key) for weight in self._weights for slot in weight.slots}
         places = [slots for module, hook in self._bypassed for slots, _ in hook.offloaded_tensors(module)]
         self._others = [slot for slots in places for slot in slots if (id(slot.module), slot.key) not in covered]
+        return supplies
 
     @property
     def num_bytes(self) -> int:
         """Bytes that resident weights take on the device."""
         if self._supplies is None:
-            self._find_weights()
+            self._supplies = self._found_supplies()
         return self._num_bytes
 
     @property
@@ -222,8 +162,8 @@ class StreamedBlock:
         They do not after a cast of the model, after weights were tied again, or after a hook was removed.
         """
         if self._supplies is not None:
-            for each in self._weights:  # not by `all`: this is what each forward of a block has to pay
-                if not each.is_current():
+            for weight in self._weights:  # not by `all`: this is what each forward of a block has to pay
+                if not weight.is_current():
                     return False
             return not any(slot.tensor.is_meta for slot in self._others)
         return True
@@ -244,13 +184,13 @@ class StreamedBlock:
 
     def install(self) -> None:
         """Put the weights into their slots, and bypass the members' hooks."""
-        self._is_installed = True
+        self.is_installed = True
         tensors = [tensor for supply in self.supplies for tensor in supply.arrive()]
-        for each, tensor in zip(self._weights, tensors, strict=True):
-            each.set(tensor, self.device)
-        for hook, in_use in self._weights_by_hook.items():
+        for weight, tensor in zip(self._weights, tensors, strict=True):
+            weight.set(tensor, self.device)
+        for hook, weights in self._weights_by_hook.items():
             self._hooks_in_use.append(hook)
-            hook.hold([(each.weight.slots, each.weight.placeholder, each.held) for each in in_use])
+            hook.hold([(weight.slots, weight.placeholder, weight.held) for weight in weights])
         for module, hook in self._bypassed:
             own = module.__dict__
             around = own.get("forward")
@@ -270,7 +210,7 @@ class StreamedBlock:
 
     def uninstall(self) -> None:
         """Undo `install`; members that run by themselves keep their weights until they end."""
-        self._is_installed = False
+        self.is_installed = False
         while self._bypassed_calls:
             own, around, call = self._bypassed_calls.pop()
             if "_old_forward" in own and own.get("forward") in (None, own["_old_forward"]):  # nobody has changed it
@@ -285,8 +225,8 @@ class StreamedBlock:
         for supply in self._supplies or ():
             supply.drop(forget=forget)
         if self._supplies and not self.is_in_place:  # mapped supplies give the same tensors again
-            for each in self._weights:
-                each.forget()
+            for weight in self._weights:
+                weight.forget()
 
 
 def _call_directly(own: dict[str, Any]) -> None:

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Container, Iterable, Iterator, Sequence
+from dataclasses import replace
 
 import torch
 
-from bigload.runtime.offload.stored_weights import MappedFiles
-from bigload.runtime.streaming.device_buffers import DeviceBufferSupply
-from bigload.runtime.streaming.device_copy_stream import DeviceCopyStream
+from bigload.runtime.offload.stored_weights import FileWeight, MappedFiles
+from bigload.runtime.streaming.device_supplies import DeviceBufferSupply, DeviceCopyStream, TorchSupply
 from bigload.runtime.streaming.host_buffers import HostBuffers, HostBufferSupply
 from bigload.runtime.streaming.mapped_weights import MappedSupply, is_in_place
-from bigload.runtime.streaming.shared_supply import SharedCopy, SharedSupply
-from bigload.runtime.streaming.supply import Supply
-from bigload.runtime.streaming.torch_supply import TorchSupply
+from bigload.runtime.streaming.supply import SharedCopy, SharedSupply, Supply
 from bigload.runtime.streaming.weight_reads import can_be_read
 from bigload.runtime.streaming.weights import Weight
 
@@ -26,7 +24,7 @@ class SupplyFactory:
         self._host_buffers = HostBuffers()
         self._copy_streams: dict[torch.device, DeviceCopyStream] = {}
         self._files = MappedFiles()  # its own: pages that others have written to are not dropped here
-        self._pools: dict[tuple[int, torch.device], tuple[Weight, SharedCopy]] = {}
+        self._shared: dict[tuple[int, torch.device], tuple[Weight, SharedCopy]] = {}
 
     def supplies_for(
         self, weights: Sequence[Weight], device: torch.device, *, tied: Container[int]
@@ -37,47 +35,47 @@ class SupplyFactory:
         """
         if device.type != "cpu":
             device = torch.empty(0, device=device).device  # "cuda" has no index, its tensors have
-        in_place = [weight.mapped_by(self._files) for weight in weights if is_in_place(weight, device)]
-        copied = [weight for weight in weights if not is_in_place(weight, device)]
-        alone = [weight for weight in copied if id(weight.placeholder) not in tied]
+        in_place, alone = [], []
+        shared: dict[int, list[Weight]] = {}
+        for weight in weights:
+            if is_in_place(weight, device):
+                if isinstance(weight.source, FileWeight):
+                    weight.source = replace(weight.source, files=self._files)
+                in_place.append(weight)
+            elif id(weight.placeholder) in tied:
+                shared.setdefault(id(weight.placeholder), []).append(weight)
+            else:
+                alone.append(weight)
         supplies: list[Supply] = [MappedSupply(in_place)] if in_place else []
         supplies += self._copies(alone, device)
-        shared: dict[int, list[Weight]] = {}
-        for weight in copied:
-            if id(weight.placeholder) in tied:
-                shared.setdefault(id(weight.placeholder), []).append(weight)
-        supplies += [SharedSupply(each, self._pool(each[0], device)) for each in shared.values()]
+        supplies += [SharedSupply(each, self._shared_copy(each[0], device)) for each in shared.values()]
         return tuple(supplies)
 
     def close(self) -> None:
         """Release memory that nobody uses."""
         for copy_stream in self._copy_streams.values():
             copy_stream.close()
-        self._pools.clear()
-        self._host_buffers.memory.clear()
+        self._shared.clear()
+        self._host_buffers.pool.clear()
         self._files = MappedFiles()
 
     def _copies(self, weights: Sequence[Weight], device: torch.device) -> Iterator[Supply]:
         readable = [weight for weight in weights if can_be_read(weight)]
         others = [weight for weight in weights if not can_be_read(weight)]
-        if device.type == "cpu":
-            if readable:
-                yield HostBufferSupply(readable, self._host_buffers)
-            if others:
-                yield TorchSupply(others, device, lambda: None)
-            return
         copy_stream = self._copy_streams.get(device) or self._copy_streams.setdefault(device, DeviceCopyStream(device))
-        if readable:
+        if readable and device.type == "cpu":
+            yield HostBufferSupply(readable, self._host_buffers)
+        elif readable:
             yield DeviceBufferSupply(readable, copy_stream)
         if others:
-            yield TorchSupply(others, device, copy_stream.current_stream)
+            yield TorchSupply(others, copy_stream)
 
-    def _pool(self, weight: Weight, device: torch.device) -> SharedCopy:
+    def _shared_copy(self, weight: Weight, device: torch.device) -> SharedCopy:
         key = id(weight.placeholder), device  # good as long as the entry, which holds the placeholder
-        known = self._pools.get(key)
+        known = self._shared.get(key)
         if known is None:
             (supply,) = self._copies([weight], device)
-            known = self._pools[key] = weight, SharedCopy(supply)
+            known = self._shared[key] = weight, SharedCopy(supply)
         return known[1]
 
 

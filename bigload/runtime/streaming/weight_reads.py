@@ -46,7 +46,7 @@ def can_be_read(weight: Weight) -> bool:
 
 
 class WeightReads:
-    """Read schedule of some weights, computed once and run for each load.
+    """Read schedule of some weights.
 
     Args:
         weights: Those for which `can_be_read`.

@@ -13,7 +13,7 @@ import bigload
 import builders
 from bigload.errors import ReadError
 from bigload.machine.page_cache import cached_bytes
-from bigload.runtime.streaming import buffer_pool as recycled_memory
+from bigload.runtime.streaming import host_buffers
 
 WIDTH, NUM_BLOCKS = 512, 6
 BLOCK_BYTES = 2 * WIDTH * WIDTH * 4
@@ -54,8 +54,8 @@ def folder(tmp_path):
 def allocations(monkeypatch):
     """The sizes of memory that was taken from the system for weights."""
     sizes = []
-    allocate = recycled_memory.allocate
-    monkeypatch.setattr(recycled_memory, "allocate", lambda size: sizes.append(size) or allocate(size))
+    allocate = host_buffers.allocate
+    monkeypatch.setattr(host_buffers, "allocate", lambda size: sizes.append(size) or allocate(size))
     return sizes
 
 
@@ -217,7 +217,7 @@ def test_pages_are_forgotten_where_a_stay_says_so(folder):
 def test_memory_goes_with_the_model(folder):
     model = streamed(bigload.StoredWeights(folder))
     run(model)
-    memory = model.layers[0]._hf_hook.block.streamer._supply_factory._host_buffers.memory
+    memory = model.layers[0]._hf_hook.block.streamer._supply_factory._host_buffers.pool
     assert memory.num_bytes
     model.layers[0]._hf_hook.block.streamer.close()
     del model

@@ -370,6 +370,17 @@ def test_one_of_tied_names_can_get_a_weight_of_its_own(tmp_path):
         assert torch.equal(model(x), plain(x))
 
 
+def test_a_weight_may_be_tied_within_a_block_and_to_another_block():
+    plain = made(Tied)
+    plain.layers[1].up.weight = plain.layers[0].up.weight
+    values = {name: value.double() for name, value in plain.state_dict().items()}
+    model = bigload.cpu_offload(copy.deepcopy(plain), state_dict=values)
+    x = torch.randn(2, 8)
+    with settled(model):
+        for _ in range(2):
+            assert torch.equal(model(x), plain(x))
+
+
 def test_forwards_that_are_generators_may_be_interleaved(plain, folder):
     model = streamed(folder, **SMALL)
 

@@ -39,7 +39,7 @@ class Fake(StreamedBlock):
     def __setattr__(self, name, value):
         super().__setattr__(name, value)
         if (
-            name == "stay" and value is Residency.REQUESTED and self in self.streamer._blocks
+            name == "residency" and value is Residency.REQUESTED and self in self.streamer._blocks
         ):  # it is about to take memory
             check_bound(self.streamer)
 
@@ -59,10 +59,10 @@ class Fake(StreamedBlock):
 
     def install(self):
         assert self.residency is Residency.RESIDENT
-        self._is_installed = True
+        self.is_installed = True
 
     def uninstall(self):
-        self._is_installed = False
+        self.is_installed = False
 
     def arrive(self):
         assert self.residency is Residency.RESIDENT
