@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -33,6 +34,13 @@ def dtype_of(dtype: torch.dtype) -> DType | None:
 def torch_shape(dtype: DType, shape: tuple[int, ...]) -> tuple[int, ...]:
     """Return the shape that torch gives a tensor: packed 4-bit types hold two elements in each of torch's."""
     return (*shape[:-1], shape[-1] // 2) if dtype.bits == 4 and shape else shape
+
+
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """Return the memory of a contiguous tensor on the CPU, without numpy; it has to live as long as the view."""
+    if not tensor.nbytes:
+        return memoryview(bytearray())
+    return memoryview((ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
 
 
 def parsed_dtype(dtype: str | torch.dtype | None) -> DType | None:

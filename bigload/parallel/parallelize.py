@@ -36,6 +36,7 @@ P = ParamSpec("P")
 _BACKENDS = ("nccl", "gloo")
 _METHODS = ("forward", "generate")
 _VERBOSE = (None, "none", "simple", "detail")
+_SECONDS = "more than 0 seconds, or None"
 _log = logging.getLogger("bigload.parallel")
 
 
@@ -133,12 +134,21 @@ def parallelize(
     _check_not_imported_again()
     _check_options(num_gpus, backend, verbose=verbose, init_method=init_method, port=master_port)
     settings(None, method, None)  # raises if there is no such method
-    _check_seconds(timeout=timeout, start_timeout=start_timeout)
-    _check_kinds(model, example)
+    _require("timeout", timeout, _is_limit(timeout), _SECONDS)
+    _require("start_timeout", start_timeout, _is_limit(start_timeout), _SECONDS)
+    _require("model", model, isinstance(model, nn.Module | str | os.PathLike), "a torch.nn.Module, or a folder's path")
+    _require("example", example, _has_names(example), "arguments of a forward by name")
     if not isinstance(model, nn.Module):
         checkpoint = model if checkpoint is None else checkpoint
         model = model_from_folder(Path(model))
-    _check_not_parallel(model)
+    is_parallel = isinstance(getattr(vars(model).get("deparallelize"), "__self__", None), ParallelModel)
+    _require(
+        "model",
+        type(model).__name__,
+        not is_parallel,
+        "one that has no workers",
+        hint="call model.deparallelize() before",
+    )
     called = _methods(model, methods)
     _warn_of_too_many(num_gpus, backend)
     with torch.inference_mode(mode=False), torch.enable_grad():  # the plan is found by what flows back
@@ -168,26 +178,29 @@ def parallelize(
 
 def _check_options(num_gpus: int, backend: str, *, verbose: str | None, init_method: str, port: int | None) -> None:
     """Raise `OptionError` if an argument cannot be."""
-    if isinstance(num_gpus, bool) or not isinstance(num_gpus, int) or not 1 <= num_gpus <= MAX_RANKS:
-        raise OptionError.of("num_gpus", num_gpus, f"1 to {MAX_RANKS}")
-    if backend not in _BACKENDS:
-        raise OptionError.of("backend", backend, " or ".join(_BACKENDS))
-    if verbose not in _VERBOSE:
-        raise OptionError.of("verbose", verbose, "none, simple or detail")
-    if init_method != "spawn":
-        raise OptionError.of(
-            "init_method", init_method, "spawn", hint="workers are fresh interpreters, which forks are not"
-        )
-    if port is not None and not (isinstance(port, int) and 1 <= port <= 65535):
-        raise OptionError.of("master_port", port, "1 to 65535, or None")
-    num_accelerators = torch.cuda.device_count() if backend == "nccl" else num_gpus
-    if num_accelerators < num_gpus:
-        raise OptionError.of(
-            "num_gpus",
-            num_gpus,
-            f"at most {num_accelerators} for the backend nccl: one accelerator of CUDA for each worker",
-            hint='backend="gloo" runs the workers on the CPU',
-        )
+    _require("num_gpus", num_gpus, type(num_gpus) is int and 1 <= num_gpus <= MAX_RANKS, f"1 to {MAX_RANKS}")
+    _require("backend", backend, backend in _BACKENDS, " or ".join(_BACKENDS))
+    _require("verbose", verbose, verbose in _VERBOSE, "none, simple or detail")
+    hint = "workers are fresh interpreters, which forks are not"
+    _require("init_method", init_method, init_method == "spawn", "spawn", hint=hint)
+    is_port = port is None or (isinstance(port, int) and 1 <= port <= 65535)
+    _require("master_port", port, is_port, "1 to 65535, or None")
+    limit = torch.cuda.device_count() if backend == "nccl" else num_gpus
+    expected = f"at most {limit} for the backend nccl: one accelerator of CUDA for each worker"
+    _require("num_gpus", num_gpus, num_gpus <= limit, expected, hint='backend="gloo" runs the workers on the CPU')
+
+
+def _require(name: str, value: object, is_valid: bool, expected: str, *, hint: str | None = None) -> None:
+    if not is_valid:
+        raise OptionError.of(name, value, expected, hint=hint)
+
+
+def _is_limit(seconds: object) -> bool:
+    return seconds is None or (isinstance(seconds, int | float) and not isinstance(seconds, bool) and seconds > 0)
+
+
+def _has_names(example: object) -> bool:
+    return example is None or (isinstance(example, Mapping) and all(isinstance(name, str) for name in example))
 
 
 def _warn_of_too_many(num_workers: int, backend: str) -> None:
@@ -210,27 +223,6 @@ def _check_not_imported_again() -> None:
         )
 
 
-def _check_seconds(**limits: float | None) -> None:
-    for name, seconds in limits.items():
-        is_number = isinstance(seconds, int | float) and not isinstance(seconds, bool)
-        if seconds is not None and not (is_number and seconds > 0):
-            raise OptionError.of(name, seconds, "more than 0 seconds, or None")
-
-
-def _check_kinds(model: object, example: object) -> None:
-    if not isinstance(model, nn.Module | str | os.PathLike):
-        raise OptionError.of("model", model, "a torch.nn.Module, or the path of a folder")
-    if example is not None and not (isinstance(example, Mapping) and all(isinstance(name, str) for name in example)):
-        raise OptionError.of("example", example, "arguments of a forward by name")
-
-
-def _check_not_parallel(model: nn.Module) -> None:
-    if isinstance(getattr(vars(model).get("deparallelize"), "__self__", None), ParallelModel):
-        raise OptionError.of(
-            "model", type(model).__name__, "one that has no workers", hint="call model.deparallelize() before"
-        )
-
-
 def _methods(model: nn.Module, asked: Sequence[str] | None) -> list[str]:
     """Return the names of methods to run in workers."""
     for name in asked or ():
@@ -243,25 +235,20 @@ def _shared_weights(
     skeleton: Skeleton, weights: Sequence[torch.Tensor], checkpoint: Path | None
 ) -> dict[int, torch.Tensor]:
     """Return what workers get from this process: all weights, or beside a checkpoint the buffers that have values."""
-    forms = dict(enumerate(skeleton.weights))
+    if checkpoint is None:
+        expected, hint = "a checkpoint with the values", "give checkpoint=FOLDER"
+    else:
+        expected = "values of buffers that no checkpoint has"
+        hint = "make the model under bigload.init_empty_weights(), which leaves buffers their values"
+    forms = skeleton.weights
     empty = [
-        forms[number].names[0]
-        for number, tensor in enumerate(weights)
-        if tensor.is_meta and (checkpoint is None or not forms[number].is_stored)
+        form.names[0]
+        for form, tensor in zip(forms, weights, strict=True)
+        if tensor.is_meta and (checkpoint is None or not form.is_stored)
     ]
     if empty:
-        what = (
-            "of a checkpoint with the values" if checkpoint is None else "whose buffers that no checkpoint has are made"
-        )
-        raise OptionError.of(
-            "checkpoint",
-            checkpoint,
-            f"{what}, for {empty[0]} is on the meta device"
-            + (f", and {len(empty) - 1} more are" if len(empty) > 1 else ""),
-            hint="give checkpoint=FOLDER"
-            if checkpoint is None
-            else "make the model under bigload.init_empty_weights(), which leaves buffers their values",
-        )
+        more = f", and {len(empty) - 1} more are" if len(empty) > 1 else ""
+        raise OptionError.of("checkpoint", checkpoint, f"{expected}: {empty[0]} is on the meta device{more}", hint=hint)
     return {
         number: tensor
         for number, tensor in enumerate(weights)

@@ -351,7 +351,7 @@ OPTIONS = [
     ({"start_timeout": -1.0}, "start_timeout is -1.0"),
     ({"timeout": "soon"}, 'timeout is "soon"; expected more than 0 seconds'),
     ({"start_timeout": True}, "start_timeout is True"),
-    ({"model": 5}, "model is 5; expected a torch.nn.Module, or the path of a folder"),
+    ({"model": 5}, "model is 5; expected a torch.nn.Module, or a folder"),
     ({"example": torch.ones(1)}, "expected arguments of a forward by name"),
     ({"example": {1: 2}}, "expected arguments of a forward by name"),
     ({"methods": ["sing"]}, 'methods is "sing"; expected a method of TwoLayers'),

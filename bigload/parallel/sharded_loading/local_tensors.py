@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
@@ -12,7 +11,7 @@ import torch
 from bigload.loading.checks import check_ram
 from bigload.loading.schedule import ALIGNMENT, CPU
 from bigload.loading.staging.accelerators import take_memory
-from bigload.loading.tensors import Memory
+from bigload.loading.tensors import Memory, bytes_of
 from bigload.machine.huge_pages import allocate
 from bigload.parallel.sharded_loading.byte_ranges import StoredTensor
 from bigload.parallel.sharded_loading.shard_spec import ShardSpec, spec_shape
@@ -88,7 +87,9 @@ def local_tensors(name: str, path: str, parts: Sequence[LocalPart]) -> list[Loca
     for part, size in zip(parts, sizes, strict=True):
         if part.is_in_place:
             assert part.existing is not None
-            found.append(LocalTensor(part=part, tensor=part.existing, memory=_bytes_of(part.existing)))
+            is_here = part.device_name == CPU
+            memory = bytes_of(part.existing) if is_here else part.existing.view(-1).view(torch.uint8)
+            found.append(LocalTensor(part=part, tensor=part.existing, memory=memory))
         elif part.device_name == CPU:
             found.append(LocalTensor(part=part, tensor=_viewed(buffer, start, part), memory=buffer, start=start))
         else:
@@ -107,12 +108,3 @@ def _viewed(buffer: Memory, start: int, part: LocalPart) -> torch.Tensor:
         return torch.empty(part.shape, dtype=part.dtype, device="cpu")
     raw = torch.frombuffer(buffer, dtype=torch.uint8, count=part.num_bytes, offset=start)
     return raw.view(part.dtype).view(part.shape)
-
-
-def _bytes_of(tensor: torch.Tensor) -> Memory:
-    """Return the memory of a contiguous tensor; of one on the CPU without numpy, good for as long as `tensor` is."""
-    if tensor.device.type != "cpu":
-        return tensor.view(-1).view(torch.uint8)
-    if not tensor.nbytes:
-        return bytearray()
-    return memoryview((ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")

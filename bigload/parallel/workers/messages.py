@@ -12,7 +12,6 @@ A pickle can run anything, so none is read but from a socket that this process, 
 
 from __future__ import annotations
 
-import ctypes
 import io
 import pickle
 import socket
@@ -24,13 +23,16 @@ from typing import Any, cast
 import torch
 from torch.distributed.tensor import DTensor
 
-_NUMBER = struct.Struct("<Q")
+from bigload.loading.tensors import bytes_of
 
 PersistentId = Callable[[object], object | None]
 """Returns the id, made of builtins alone, of a value that stays where it is; `None` for values to pickle."""
 
 PersistentLoad = Callable[[object], object]
 """Returns the value that has an id."""
+
+Reduce = Callable[[object], object]
+"""Returns how to pickle a value, as `pickle.Pickler.reducer_override` does."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,10 +46,6 @@ class Message:
 
     pickled: bytes
     tensors: tuple[torch.Tensor, ...]
-
-
-Reduce = Callable[[object], object]
-"""Returns how to pickle a value, as `pickle.Pickler.reducer_override` does."""
 
 
 def pack(value: object, *, persistent_id: PersistentId | None = None, reduce: Reduce | None = None) -> Message:
@@ -143,19 +141,12 @@ def receive(sender: socket.socket) -> Message:
         EOFError: the other side is gone.
         OSError: the connection broke, or nothing came within the time-out of the socket.
     """
-    (num_parts,) = _NUMBER.unpack(_read(sender, _NUMBER.size))
+    (num_parts,) = struct.unpack("<Q", _read(sender, 8))
     lengths = struct.unpack(f"<{num_parts}Q", _read(sender, 8 * num_parts))
     about, pickled, *buffers = [_read(sender, length) for length in lengths]
     forms = pickle.loads(about)
     tensors = [_tensor(buffer, dtype, shape) for buffer, (dtype, shape) in zip(buffers, forms, strict=True)]
     return Message(pickled=bytes(pickled), tensors=tuple(tensors))
-
-
-def bytes_of(tensor: torch.Tensor) -> memoryview:
-    """Return a view of the memory of `tensor`, which has to live as long as the view."""
-    if not tensor.nbytes:
-        return memoryview(b"")
-    return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
 
 
 def _tensor(buffer: bytearray, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:

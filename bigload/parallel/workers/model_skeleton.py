@@ -18,7 +18,7 @@ from torch.nn.utils import parametrize
 
 from bigload.errors import ModelNotSendableError
 from bigload.parallel.workers.messages import Message, pack, unpack
-from bigload.parallel.workers.recorded_outputs import without_recorders
+from bigload.parallel.workers.transformers_models import without_recorders
 
 _OF_TRAINING = ("_state_dict_", "_load_state_dict_", "_backward_")
 _OF_THE_MODEL = (*_OF_TRAINING, "_forward_")
@@ -89,10 +89,6 @@ _PICKLE_HINT = (
 _TO_THE_TOP = ", at the top of that file and under a name: not inside of a function, and no lambda"
 
 
-def _has_a_name(value: type | FunctionType) -> bool:
-    return "<" not in value.__qualname__  # <locals> and <lambda>
-
-
 def refuse_main(value: object, where: str) -> None:
     """Raise if `value` is a class or a function of the script that runs, which workers do not run again.
 
@@ -100,11 +96,12 @@ def refuse_main(value: object, where: str) -> None:
         ModelNotSendableError: it is.
     """
     if getattr(value, "__module__", None) == "__main__" and isinstance(value, type | FunctionType):
+        is_at_the_top = "<" not in value.__qualname__  # <locals> and <lambda>
         raise ModelNotSendableError(
             where,
             f"{value.__qualname__} is defined in the script or notebook that runs, which workers do not run again",
             hint="put it into a file of its own, net.py for one, and import it from there"
-            + (f": from net import {value.__qualname__.partition('.')[0]}" if _has_a_name(value) else _TO_THE_TOP),
+            + (f": from net import {value.__qualname__.partition('.')[0]}" if is_at_the_top else _TO_THE_TOP),
         )
 
 
@@ -156,11 +153,8 @@ def _reducing(model: nn.Module) -> Callable[[object], object]:
 def _reduced(module: nn.Module, left_out: tuple[str, ...]) -> object:
     refuse_main(type(module), type(module).__name__)
     if parametrize.is_parametrized(module):  # whose class is made on the spot, and refuses to be pickled
-        return (
-            _parametrized,
-            (type(module).__bases__[0], tuple(_parametrizations(module))),
-            _without(module.__dict__, left_out),
-        )
+        names = tuple(module.parametrizations)  # type: ignore[arg-type]  # a ModuleDict
+        return _parametrized, (type(module).__bases__[0], names), _without(module.__dict__, left_out)
     reduced = module.__reduce_ex__(5)
     if isinstance(reduced, str) or len(reduced) < 3 or not isinstance(reduced[2], dict):
         return reduced
@@ -173,12 +167,6 @@ def _without(state: dict[str, Any], left_out: tuple[str, ...]) -> dict[str, Any]
         name: type(value)() if name.startswith(left_out) and "hooks" in name and isinstance(value, dict) else value
         for name, value in without_recorders(state).items()
     }
-
-
-def _parametrizations(module: nn.Module) -> list[str]:
-    found = module.parametrizations
-    assert isinstance(found, nn.ModuleDict)
-    return list(found)
 
 
 def _parametrized(base: type[nn.Module], names: tuple[str, ...]) -> nn.Module:

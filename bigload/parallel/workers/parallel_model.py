@@ -107,13 +107,8 @@ class ParallelModel:
         """Return the bytes that torch holds on the device of each worker; on the CPU all that its process alone has."""
         return {each.device: each.reserved_bytes for each in self._memory()}
 
-    def memory_cached(self) -> dict[str, int]:
-        """Return what `memory_reserved` does, under torch's older name for it."""
-        return self.memory_reserved()
-
-    def memory_chached(self) -> dict[str, int]:
-        """Return what `memory_reserved` does, under the name that parallelformers has for it."""
-        return self.memory_reserved()
+    memory_cached = memory_reserved  # torch's older name
+    memory_chached = memory_reserved  # parallelformers' name
 
     def logs(self) -> tuple[str, ...]:
         """Return the last 64 KiB that each worker wrote to its standard output and error; none after they ended."""
@@ -125,7 +120,9 @@ class ParallelModel:
 
     def _attach(self, methods: Sequence[str]) -> dict[str, object]:
         """Replace methods of the model by those that run in workers, and return the attributes that it had."""
-        replaced: dict[str, object] = {name: self._remote(name) for name in methods}
+        replaced: dict[str, object] = {
+            name: _RemoteMethod(partial(self._run, name), getattr(self.model, name)) for name in methods
+        }
         own = ("deparallelize", "memory_allocated", "memory_reserved", "memory_cached", "memory_chached")
         replaced.update((name, getattr(self, name)) for name in own)
         replaced.update((name, partial(self._end_and_move, name)) for name in _MOVES)
@@ -139,9 +136,6 @@ class ParallelModel:
         self.deparallelize()
         moved: nn.Module = getattr(self.model, method)(*args, **kwargs)
         return moved
-
-    def _remote(self, method: str) -> _RemoteMethod:
-        return _RemoteMethod(partial(self._run, method), getattr(self.model, method))
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
         raise ParallelCopyError  # a copy would have no workers, or the same ones

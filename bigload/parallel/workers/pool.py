@@ -80,10 +80,6 @@ class WorkerPool:
         """Process ids of the workers, in the order of their ranks; none after they have ended."""
         return tuple(worker.process_id for worker in self._workers)
 
-    @property
-    def is_ended(self) -> bool:
-        return self._reason is not None
-
     def logs(self) -> tuple[str, ...]:
         """Return the last 64 KiB that each worker wrote to its standard output and error; nothing after they ended."""
         with self._lock:
@@ -236,14 +232,9 @@ def _stop(workers: Sequence[WorkerProcess]) -> WorkerProcess | None:
         with suppress(OSError):  # it has ended, as its exit code shows
             send(worker.connection, message)
     until = time.monotonic() + GRACE_SECONDS
-    while time.monotonic() < until:
-        codes = [worker.exit_code() for worker in workers]
-        if any(codes):
-            return next(worker for worker, code in zip(workers, codes, strict=True) if code)
-        if None not in codes:
-            break
-        time.sleep(0.005)
-    return None
+    for worker in workers:
+        worker.wait(max(0.0, until - time.monotonic()))
+    return next((worker for worker in workers if worker.exit_code()), None)
 
 
 def _kill(workers: list[WorkerProcess]) -> None:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import torch
 from torch import nn
@@ -13,15 +12,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from bigload.parallel.workers.call_settings import CallSettings
 from bigload.parallel.workers.messages import Message
 from bigload.parallel.workers.model_skeleton import Skeleton
-from bigload.parallel.workers.rendezvous import WorkerRendezvous
 from bigload.parallel.workers.shared_weights import SharedWeights
 
+ModelSetup = Callable[[nn.Module, DeviceMesh, torch.device], int]
+"""Makes a model the part of this rank in the mesh, on the device; returns how many bytes of a checkpoint it read.
 
-class ModelSetup(Protocol):
-    """A callable that divides and fills the model of a worker. It is pickled: its class has to be importable."""
-
-    def __call__(self, model: nn.Module, mesh: DeviceMesh, device: torch.device) -> int:
-        """Make `model` the part of this rank in `mesh`, and return how many bytes of a checkpoint were read."""
+It is pickled: its class has to be importable.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +26,7 @@ class Start:
     """Join the other workers, and build the model; answered by a `WorkerReport`.
 
     Attributes:
+        store: Descriptor of the store by which workers meet, which they inherit.
         skeleton: The model without its weights.
         shared: Weights in memory of the process that asks; the others are on the meta device for `setup` to fill.
         setup: Divides and fills the model.
@@ -36,7 +34,10 @@ class Start:
         seed: Of the random number generators, the same for all.
     """
 
-    rendezvous: WorkerRendezvous
+    store: int
+    backend: str
+    size: int
+    timeout_seconds: float
     skeleton: Skeleton
     shared: SharedWeights
     setup: ModelSetup

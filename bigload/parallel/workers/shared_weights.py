@@ -6,15 +6,16 @@ it to 64 MB, and a file without a name cannot be left behind.
 
 from __future__ import annotations
 
-import ctypes
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from bigload.loading.readers.mapped import MappedFile
+from bigload.loading.tensors import bytes_of
 
 _ALIGNMENT = 64
 _MAX_WRITE_BYTES = 1 << 30
@@ -49,46 +50,45 @@ class SharedWeights:
             os.close(self.descriptor)
 
 
-class SharedMemory:
-    """Shared memory on the side of the process that fills it: made before its workers inherit the descriptor."""
+@contextmanager
+def memory_file(name: str) -> Iterator[int]:
+    """Give the descriptor of an empty file in memory; it lives as long as descriptors or maps of it."""
+    descriptor = os.memfd_create(name, os.MFD_CLOEXEC)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
 
-    def __init__(self) -> None:
-        self.descriptor = os.memfd_create("bigload-weights", os.MFD_CLOEXEC)
 
-    def close(self) -> None:
-        """Close the descriptor of this process; the memory lives as long as descriptors or maps of it."""
-        os.close(self.descriptor)
+def share_weights(descriptor: int, weights: Mapping[int, torch.Tensor]) -> SharedWeights:
+    """Move `weights` into a memory file: the same tensor objects, with other storage; copy those of accelerators.
 
-    def share(self, weights: Mapping[int, torch.Tensor]) -> SharedWeights:
-        """Move `weights` into shared memory: the same tensor objects, with other storage; copy those of accelerators.
+    Tensors that share a storage still do. The memory of each is freed before the next is moved.
+    """
+    groups: dict[int, list[int]] = {}
+    for number, tensor in weights.items():
+        groups.setdefault(tensor.untyped_storage()._cdata, []).append(number)
+    shared: dict[int, SharedTensor] = {}
+    end = 0
+    for numbers in groups.values():
+        shared.update((number, _shared_tensor(weights[number], end)) for number in numbers)
+        end += -(-shared[numbers[0]].storage_bytes // _ALIGNMENT) * _ALIGNMENT
+    os.ftruncate(descriptor, end)
+    views = _views(descriptor, end, shared)
+    for numbers in groups.values():
+        first = weights[numbers[0]]
+        _write(descriptor, shared[numbers[0]].storage_start, first.untyped_storage().cpu())  # type: ignore[no-untyped-call]
+        if first.device.type == "cpu":
+            for number in numbers:
+                weights[number].data = views[number]
+    return SharedWeights(descriptor=descriptor, num_bytes=end, by_number=shared)
 
-        Tensors that share a storage still do. The memory of each is freed before the next is moved.
-        """
-        groups: dict[int, list[int]] = {}
-        for number, tensor in weights.items():
-            groups.setdefault(tensor.untyped_storage()._cdata, []).append(number)
-        shared: dict[int, SharedTensor] = {}
-        end = 0
-        for numbers in groups.values():
-            shared.update((number, _shared_tensor(weights[number], end)) for number in numbers)
-            end += -(-shared[numbers[0]].storage_bytes // _ALIGNMENT) * _ALIGNMENT
-        os.ftruncate(self.descriptor, end)
-        views = _views(self.descriptor, end, shared)
-        for numbers in groups.values():
-            first = weights[numbers[0]]
-            self._write(shared[numbers[0]].storage_start, first.untyped_storage().cpu())  # type: ignore[no-untyped-call]
-            if first.device.type == "cpu":
-                for number in numbers:
-                    weights[number].data = views[number]
-        return SharedWeights(descriptor=self.descriptor, num_bytes=end, by_number=shared)
 
-    def _write(self, start: int, storage: torch.UntypedStorage) -> None:
-        if not storage.nbytes():
-            return
-        left = memoryview((ctypes.c_char * storage.nbytes()).from_address(storage.data_ptr())).cast("B")
-        while left:
-            num_written = os.pwrite(self.descriptor, left[:_MAX_WRITE_BYTES], start)
-            start, left = start + num_written, left[num_written:]
+def _write(descriptor: int, start: int, storage: torch.UntypedStorage) -> None:
+    left = bytes_of(torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage))
+    while left:
+        num_written = os.pwrite(descriptor, left[:_MAX_WRITE_BYTES], start)
+        start, left = start + num_written, left[num_written:]
 
 
 def _shared_tensor(tensor: torch.Tensor, start: int) -> SharedTensor:

@@ -1,7 +1,16 @@
-"""Start of a model's workers: processes, shared weights and the model in each."""
+"""Start of a model's workers: processes, shared weights, and the model in each.
+
+Workers meet by a store in a file without a name, whose descriptor they inherit. Other users cannot open it, whereas a
+TCPStore serves every user of the host. It is gone when the last worker has ended.
+
+By what the store says, workers connect over the loopback interface. gloo and NCCL do not authenticate there: another
+user of the host can connect to the port of a worker and make a start fail. What comes over these connections becomes
+elements of tensors, and is never unpickled.
+"""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from contextlib import ExitStack
 
@@ -10,9 +19,8 @@ import torch
 from bigload.parallel.workers.messages import pack
 from bigload.parallel.workers.model_skeleton import Skeleton
 from bigload.parallel.workers.pool import WorkerPool
-from bigload.parallel.workers.rendezvous import WorkerRendezvous, environment, open_store
 from bigload.parallel.workers.requests import ModelSetup, Start, WorkerReport
-from bigload.parallel.workers.shared_weights import SharedMemory
+from bigload.parallel.workers.shared_weights import memory_file, share_weights
 
 
 def start_workers(
@@ -40,30 +48,38 @@ def start_workers(
         WorkerError, WorkerDiedError, WorkerTimeoutError: a worker failed.
     """
     num_threads = max(1, torch.get_num_threads() // num_workers)
-    with ExitStack() as undo:
-        store = undo.enter_context(open_store())
-        memory = SharedMemory()
-        undo.callback(memory.close)
+    with memory_file("bigload-store") as store, memory_file("bigload-weights") as memory, ExitStack() as undo:
         pool = WorkerPool(
             num_workers,
-            environment=environment(num_workers, num_threads),
-            inherit=(memory.descriptor, store),
+            environment=_environment(num_workers, num_threads),
+            inherit=(memory, store),
             preload=(type(setup).__module__,),
             daemon=daemon,
         )
-        undo_pool = undo.enter_context(ExitStack())
-        undo_pool.callback(pool.end, "they could not be started")
+        undo.callback(pool.end, "they could not be started")
         start = Start(
-            rendezvous=WorkerRendezvous(
-                store=store, backend=backend, size=num_workers, timeout_seconds=timeout_seconds
-            ),
+            store=store,
+            backend=backend,
+            size=num_workers,
+            timeout_seconds=timeout_seconds,
             skeleton=skeleton,
-            shared=memory.share(shared),  # while the workers import torch
+            shared=share_weights(memory, shared),  # while the workers import torch
             setup=setup,
             default_dtype=torch.get_default_dtype(),
             num_threads=num_threads,
             seed=torch.initial_seed(),
         )
         reports = pool.ask(pack(start), "starting", timeout=timeout_seconds)
-        undo_pool.pop_all()
+        undo.pop_all()
     return pool, tuple(report for report in reports if isinstance(report, WorkerReport))
+
+
+def _environment(size: int, num_threads: int) -> dict[str, str]:
+    return {
+        "WORLD_SIZE": str(size),
+        "LOCAL_WORLD_SIZE": str(size),
+        "OMP_NUM_THREADS": str(num_threads),
+        # All are on this host. And gloo would look up the name of the host otherwise, which need not resolve.
+        "GLOO_SOCKET_IFNAME": "lo",
+        "NCCL_SOCKET_IFNAME": os.environ.get("NCCL_SOCKET_IFNAME", "lo"),
+    }

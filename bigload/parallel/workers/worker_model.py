@@ -5,25 +5,30 @@ from __future__ import annotations
 import os
 import time
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from datetime import timedelta
 from pathlib import Path
 from typing import cast
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import FileStore  # type: ignore[attr-defined]  # which torch documents
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
+from bigload.loading.tensors import bytes_of
 from bigload.machine.process_memory import trim_heap
 from bigload.parallel.workers.call_settings import apply_settings
-from bigload.parallel.workers.generation_stopping import synchronize_stopping
-from bigload.parallel.workers.messages import Message, bytes_of, pack, unpack
-from bigload.parallel.workers.recorded_outputs import register_outputs, with_all_heads
-from bigload.parallel.workers.rendezvous import join
+from bigload.parallel.workers.messages import pack, unpack
 from bigload.parallel.workers.requests import Arguments, Call, CallResult, Start, WorkerMemory, WorkerReport
+from bigload.parallel.workers.transformers_models import register_outputs, synchronize_stopping, with_all_heads
 from bigload.parallel.workers.worker_caches import WorkerCaches
 
 _MAX_COMPARED_BYTES = 1 << 20
+
+_COLLECTIVE_TIMEOUT = timedelta(days=30)
+"""Timeout of collectives: the process that started the workers ends those that wait too long, or for a dead one."""
 
 
 class WorkerModel:
@@ -36,7 +41,7 @@ class WorkerModel:
         torch.set_default_dtype(start.default_dtype)
         torch.set_grad_enabled(False)
         self._rank = rank
-        mesh, self._device = join(start.rendezvous, rank)
+        mesh, self._device = _join(start, rank)
         torch.manual_seed(start.seed)
         self._caches = WorkerCaches()
         self._model = start.skeleton.build(start.shared.tensors()).eval()
@@ -69,7 +74,8 @@ class WorkerModel:
         returned = with_all_heads(returned, self._model, are_asked=are_asked)
         value = pack(returned, persistent_id=self._caches.number_of)  # DTensors are gathered by all
         states = random_states() if self._rank == 0 else {}
-        return CallResult(value=value if self._rank == 0 else None, summary=_summary(value), random_states=states)
+        summary = "; ".join(map(_summary, value.tensors))
+        return CallResult(value=value if self._rank == 0 else None, summary=summary, random_states=states)
 
     def memory(self) -> WorkerMemory:
         """Return how much memory is in use."""
@@ -80,6 +86,17 @@ class WorkerModel:
         return WorkerMemory(
             device=f"{self._device.type}:{self._rank}", allocated_bytes=allocated, reserved_bytes=reserved
         )
+
+
+def _join(start: Start, rank: int) -> tuple[DeviceMesh, torch.device]:
+    """Join the others as number `rank`; return the mesh of all of them and the device of this one."""
+    device = torch.device("cpu") if start.backend == "gloo" else torch.device("cuda", rank)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    store = FileStore(f"/proc/self/fd/{start.store}")
+    store.set_timeout(timedelta(seconds=start.timeout_seconds))
+    dist.init_process_group(start.backend, store=store, rank=rank, world_size=start.size, timeout=_COLLECTIVE_TIMEOUT)
+    return init_device_mesh(device.type, (start.size,)), device
 
 
 def random_states() -> dict[str, torch.Tensor]:
@@ -97,28 +114,20 @@ def set_random_states(states: Mapping[str, torch.Tensor]) -> None:
         torch.cuda.set_rng_state(states["cuda"])
 
 
-def _summary(value: Message) -> str:
-    """Return forms of the tensors, and what small ones of whole numbers hold: cheap, and the same for all ranks.
+def _summary(tensor: torch.Tensor) -> str:
+    """Return dtype, shape and, of a small tensor of whole numbers, a checksum, which is cheap and the same for all.
 
     Values of floating point are not compared: kernels of accelerators may add in another order in each process.
     """
-    return "; ".join(_tensor_summary(tensor) for tensor in value.tensors)
-
-
-def _tensor_summary(tensor: torch.Tensor) -> str:
     form = f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
     if tensor.is_floating_point() or tensor.is_complex() or not 0 < tensor.nbytes <= _MAX_COMPARED_BYTES:
         return form
     return f"{form} crc32 {zlib.crc32(bytes_of(tensor)):08x}"
 
 
-def _local_weights(model: nn.Module) -> Iterator[torch.Tensor]:
-    for tensor in (*model.parameters(), *model.buffers()):
-        yield tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
 def _weight_bytes(model: nn.Module) -> int:
-    return sum(tensor.nbytes for tensor in _local_weights(model))
+    weights = (*model.parameters(), *model.buffers())
+    return sum((each.to_local() if isinstance(each, DTensor) else each).nbytes for each in weights)
 
 
 def _private_bytes() -> int:

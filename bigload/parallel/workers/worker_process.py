@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
+from contextlib import suppress
 from functools import partial
 from multiprocessing.spawn import get_executable
 from queue import SimpleQueue
@@ -69,6 +70,11 @@ class WorkerProcess:
         """Return its exit code, minus the number of the signal that ended it, or `None` while it runs."""
         return self._process.poll()
 
+    def wait(self, seconds: float) -> None:
+        """Wait until it has ended, `seconds` at most."""
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(seconds)
+
     def log(self, num_bytes: int = 8192, *, since: int = 0) -> str:
         """Return the end of its output."""
         size = self._output_bytes()
@@ -91,11 +97,9 @@ class WorkerProcess:
 
     def death(self, doing: str) -> WorkerDiedError:
         """Return the error of its end; it has closed its connection."""
-        try:
-            code = self._process.wait(_EXIT_SECONDS)
-        except subprocess.TimeoutExpired:
-            self.kill()
-            code = self._process.wait()
+        self.wait(_EXIT_SECONDS)
+        self.kill()
+        code = self._process.wait()
         return WorkerDiedError(self.rank, doing, exit_code=code, ending=_ending(code), log=self.log())
 
     def kill(self) -> None:

@@ -2,22 +2,21 @@
 
 import gc
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
-from bigload.parallel.workers.shared_weights import SharedMemory
+from bigload.parallel.workers.shared_weights import memory_file, share_weights
 
 
 def shared(tensors):
     """Share `tensors`, and return what another process would see."""
-    sharing = SharedMemory()
-    weights = sharing.share(dict(enumerate(tensors)))
-    inherited = os.dup(sharing.descriptor)
-    sharing.close()
-    return type(weights)(descriptor=inherited, num_bytes=weights.num_bytes, by_number=weights.by_number).tensors()
+    with memory_file("bigload-weights") as descriptor:
+        weights = share_weights(descriptor, dict(enumerate(tensors)))
+        return replace(weights, descriptor=os.dup(descriptor)).tensors()
 
 
 def maps():
@@ -88,9 +87,9 @@ def test_a_map_ends_with_the_last_tensor_and_keeps_no_descriptor():
 
 
 def test_no_descriptor_is_left_where_sharing_fails():
-    sharing = SharedMemory()
-    sharing.close()
+    with memory_file("bigload-weights") as descriptor:
+        pass
     descriptors = num_descriptors()
     with pytest.raises(OSError, match="Bad file descriptor"):
-        sharing.share({0: torch.ones(3)})
+        share_weights(descriptor, {0: torch.ones(3)})
     assert num_descriptors() == descriptors

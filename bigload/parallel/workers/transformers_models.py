@@ -1,13 +1,14 @@
-"""Hidden states and attention weights that models of transformers return on request, in a worker.
+"""Models of transformers in workers: hidden states and attention weights on request, and where generation stops.
 
-transformers records them by hooks, for models in a registry that constructors fill, which unpickling skips. And a rank
-has the attention weights of its own heads only.
+transformers records outputs by hooks, for models in a registry that constructors fill, which unpickling skips. And a
+rank has the attention weights of its own heads only.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Mapping, MutableMapping
+from functools import wraps
 from typing import Any
 
 import torch
@@ -21,6 +22,10 @@ _NUM_HEADS = (
     *("num_attention_heads", "num_heads", "n_head", "n_heads"),
     *("encoder_attention_heads", "decoder_attention_heads", "num_decoder_heads"),
 )
+
+
+_OF_TOKENS_ALONE = {"MaxLengthCriteria", "EosTokenCriteria", "StopStringCriteria"}
+"""Stopping criteria that are the same in all workers."""
 
 
 def register_outputs(model: nn.Module) -> None:
@@ -123,3 +128,35 @@ def _is_whole(parts: tuple[Tensor, ...], totals: set[int]) -> bool:
     if could_be_parts != could_be_whole:
         return could_be_whole
     return all(torch.equal(part, parts[0]) for part in parts)
+
+
+def synchronize_stopping(model: nn.Module) -> None:
+    """Make `model.generate` stop at the same token in all workers, even by the clock: where it stops in rank 0.
+
+    A worker that stopped before the others would leave them waiting in a collective. The method by which transformers
+    collects its criteria is private; a model without it stops as it does.
+    """
+    collect = getattr(model, "_get_stopping_criteria", None)
+    if collect is None:
+        return
+
+    @wraps(collect)
+    def collect_agreed(*args: object, **kwargs: object) -> Any:  # noqa: ANN401 - a list of transformers
+        criteria = collect(*args, **kwargs)
+        return criteria if all(type(each).__name__ in _OF_TOKENS_ALONE for each in criteria) else _agreed(criteria)
+
+    model._get_stopping_criteria = collect_agreed  # type: ignore[assignment]
+
+
+def _agreed(criteria: Any) -> Any:  # noqa: ANN401 - a list of transformers
+    kind: Any = type(criteria)
+
+    class Agreed(kind):  # type: ignore[misc, unused-ignore]
+        """Criteria whose result is that of rank 0."""
+
+        def __call__(self, *args: object, **kwargs: object) -> torch.Tensor:
+            is_done: torch.Tensor = super().__call__(*args, **kwargs).to(torch.uint8).contiguous()
+            dist.broadcast(is_done, 0)
+            return is_done.bool()
+
+    return Agreed(criteria)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from bigload.parallel.workers.recorded_outputs import _gathered, _is_whole, without_recorders
+from bigload.parallel.workers.transformers_models import _gathered, _is_whole, without_recorders
 from rank_processes import returned_by_all, run_launched
 
 
