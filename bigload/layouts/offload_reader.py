@@ -21,6 +21,7 @@ from bigload.documents import DocumentError, parse_json, read_file
 from bigload.errors import CheckpointNotFoundError, InvalidCheckpointError, Problem
 from bigload.layouts.choices import OffloadFormat
 from bigload.layouts.dat_format import DAT_INDEX, DAT_SUFFIX, BadForm, dat_form, shown
+from bigload.loading.checks import signature
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,24 +144,46 @@ def _invalid(root: Path, code: str, text: str) -> InvalidCheckpointError:
     return InvalidCheckpointError(root, [Problem(code=code, file=DAT_INDEX, text=text)])
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileHeader:
+    """Tensors of a safetensors file by name, and the signature that the file had before they were read."""
+
+    signature: tuple[int, int, int] | None
+    tensors: Mapping[str, TensorInfo]
+
+
 class IndexReading:
     """The tensors of an `index.json` as far as they are read, and all that is wrong with it.
 
-    Of files and links of other names outside of the folder `root` nothing is read.
+    Args:
+        root: The folder of the index. Of `.dat` files and links outside of it nothing is read.
+        headers: Headers that were read before, by file; new ones are added.
+        is_anywhere: Whether safetensors files may be outside of the folder, because it is the caller who names them.
+        casts: Whether an entry may have another dtype than its safetensors file.
     """
 
-    def __init__(self, root: Path) -> None:
+    def __init__(
+        self,
+        root: Path,
+        *,
+        headers: dict[str, FileHeader] | None = None,
+        is_anywhere: bool = False,
+        casts: bool = False,
+    ) -> None:
         self.tensors: dict[str, TensorInfo] = {}
         self.aliases: dict[str, str] = {}
         self.problems: list[Problem] = []
+        self.headers = {} if headers is None else headers
         self._root = root
         self._real_root = Path(os.path.realpath(root))
+        self._is_anywhere = is_anywhere
+        self._casts = casts
         self._first: dict[tuple[int, int], TensorInfo] = {}
-        self._headers: dict[str, Mapping[str, TensorInfo] | None] = {}
+        self._unreadable: set[str] = set()
 
     def add(self, name: str, entry: object) -> None:
         """Read one entry; what is wrong with it becomes a problem."""
-        if not isinstance(entry, dict):
+        if not isinstance(entry, Mapping):
             self._refuse("bad-entry", name, f"{shown(entry)}, expected an object")
         elif entry.get("safetensors_file") is not None:
             self._add_from_safetensors(name, entry)
@@ -205,20 +228,21 @@ class IndexReading:
 
     def _add_from_safetensors(self, name: str, entry: Mapping[str, object]) -> None:
         file, weight_name, dtype = entry["safetensors_file"], entry.get("weight_name", name), entry.get("dtype")
+        file = os.fspath(file) if isinstance(file, os.PathLike) else file
         if not isinstance(file, str) or not isinstance(weight_name, str):
             self._refuse("bad-entry", name, f"{shown(file)} and {shown(weight_name)}, expected names")
             return
-        place = self._place(file)
+        place = file if self._is_anywhere else self._place(file)
         if place is None:
             self._refuse("unsafe-path", name, f"{shown(file)} is no file in this folder")
             return
-        held = self._header(place)
-        if held is None:
+        header = self._header(place)
+        if header is None:
             return
-        tensor = held.get(weight_name)
+        tensor = header.tensors.get(weight_name)
         if tensor is None:
             self._refuse("tensor-missing", name, f"no tensor {weight_name!r:.200} in {place}")
-        elif dtype is not None and dtype not in (tensor.dtype.torch_name, f"torch.{tensor.dtype.torch_name}"):
+        elif not self._casts and dtype not in (None, tensor.dtype.torch_name, f"torch.{tensor.dtype.torch_name}"):
             self._refuse("bad-dtype", name, f"stored as {tensor.dtype.torch_name}, to be cast to {shown(dtype)}")
         else:
             self.tensors[name] = replace(tensor, name=name)
@@ -236,19 +260,26 @@ class IndexReading:
                 continue
         return None
 
-    def _header(self, file: str) -> Mapping[str, TensorInfo] | None:
-        """Return the tensors of a safetensors file; `None` if it is none, which is told once."""
-        if file not in self._headers:
-            self._headers[file] = None
+    def _header(self, file: str) -> FileHeader | None:
+        """Return the header of a safetensors file; `None` if it has none, which becomes a problem once."""
+        if file not in self.headers and file not in self._unreadable:
+            path, problems = self._real_root / file, list[Problem]()
             try:
-                header = read_shard_header(self._real_root / file, file, SAFETENSORS)
-                self._headers[file] = {tensor.name: tensor for tensor in header.tensors}
+                before = signature(path)
+                tensors = {tensor.name: tensor for tensor in read_shard_header(path, file, SAFETENSORS).tensors}
+                self.headers[file] = FileHeader(signature=before, tensors=tensors)
             except InvalidCheckpointError as error:
-                self.problems += error.problems
+                problems += error.problems
             except OSError as error:
                 text = f"cannot be read: {error.strerror or error}"
-                self.problems.append(Problem(code="unreadable", file=file, text=text))
-        return self._headers[file]
+                problems.append(Problem(code="unreadable", file=file, text=text))
+            except ValueError:  # NUL, or half of a surrogate pair
+                text = f"{file!r:.200} cannot be the name of a file"
+                problems.append(Problem(code="unsafe-path", file=DAT_INDEX, text=text))
+            if problems:
+                self.problems += problems
+                self._unreadable.add(file)
+        return self.headers.get(file)
 
     def _refuse(self, code: str, name: str, text: str) -> None:
         self.problems.append(Problem(code=code, file=DAT_INDEX, text=f"tensor {name!r:.200}: {text}"))

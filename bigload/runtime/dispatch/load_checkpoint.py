@@ -43,7 +43,7 @@ from bigload.runtime.dispatch.module_filling import (
 )
 from bigload.runtime.dispatch.name_matching import MatchedCheckpoint, matched
 from bigload.runtime.modules.module_names import prefixes
-from bigload.runtime.offload.offload_writer import OffloadWriter, StrPath
+from bigload.runtime.offload.offload_writer import StrPath, offload_writer
 from bigload.runtime.offload.offloaded_weights_loader import OffloadedWeightsLoader
 from bigload.runtime.offload.stored_weights import StoredWeights
 from bigload.runtime.offload.weight_sources import RenamedWeights
@@ -280,7 +280,7 @@ def _offload(
 
 def _written(source: CheckpointSource, placed: list[PlacedTensor], folder: StrPath) -> OffloadedWeightsLoader:
     """Write `placed` to `folder`, and return what reads it, opened before another writer has its turn."""
-    with OffloadWriter(folder) as writer:
+    with offload_writer(folder) as writer:
         for each in placed:
             if goes_in_rows(source, each):
                 shape = source.tensors[each.name].shape

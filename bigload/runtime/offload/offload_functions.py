@@ -13,15 +13,17 @@ import torch
 
 from bigload.errors import NotOffloadableError
 from bigload.layouts.dat_format import Entry
+from bigload.loading.tensors import torch_dtype
+from bigload.machine.huge_pages import allocate
 from bigload.runtime.modules.module_names import prefixes
 from bigload.runtime.modules.module_tensors import data_address
 from bigload.runtime.offload.offload_writer import (
-    OffloadWriter,
     StrPath,
     checked_entry,
     index_of,
+    offload_writer,
     on_cpu,
-    read_dat,
+    open_dat,
     write_dat,
     write_index,
 )
@@ -51,7 +53,14 @@ def load_offloaded_weight(weight_file: StrPath, weight_info: Mapping[str, object
         InvalidCheckpointError: no such dtype or shape, or the file has another size.
         ReadError: the file cannot be read.
     """
-    return read_dat(Path(weight_file), weight_info)
+    with open_dat(Path(weight_file), weight_info) as (file, form):
+        dtype, num_bytes = torch_dtype(form.dtype), form.num_bytes
+        assert dtype is not None, "numpy and torch call it the same"
+        if not num_bytes:
+            return torch.empty(form.shape, dtype=dtype, device="cpu")
+        memory = allocate(num_bytes)
+        file.read_into([memoryview(memory)[:num_bytes]], 0)
+    return torch.frombuffer(memory, dtype=torch.uint8, count=num_bytes).view(dtype).view(form.shape)
 
 
 def save_offload_index(index: Mapping[str, Entry] | None, offload_folder: StrPath) -> None:
@@ -87,7 +96,7 @@ def offloaded(
 
     That is opened before another writer has its turn, so it never gives weights of others.
     """
-    with OffloadWriter(save_dir) as writer:
+    with offload_writer(save_dir) as writer:
         first: dict[object, str] = {}
         for name, tensor in state_dict.items():
             if not isinstance(tensor, torch.Tensor):

@@ -14,11 +14,9 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 import torch
 import xxhash
@@ -41,8 +39,6 @@ from bigload.layouts.dat_format import (
 )
 from bigload.layouts.offload_reader import IndexReading, read_dat_index
 from bigload.loading.checks import signature
-from bigload.loading.tensors import torch_dtype
-from bigload.machine.huge_pages import allocate
 from bigload.runtime.modules.module_tensors import data_address
 from bigload.runtime.offload.stored_weights import Signature
 from bigload.units import MIB
@@ -55,27 +51,42 @@ _MAX_RECORDS_BYTES = 64 * MIB
 _BLOCK_BYTES = 8 * MIB
 
 
-class OffloadWriter:
-    """Writes an offload folder tensor by tensor, as `offload_state_dict` does; the index when the context ends well.
+@contextmanager
+def offload_writer(folder: StrPath) -> Iterator[OffloadWriter]:
+    """Yield a writer of the offload folder `folder`, which is made where there is none; finish at the end of the block.
 
-    Writers of one folder, also those of other processes, wait for each other: two models would be mixed in it.
-
-    Args:
-        folder: Made where there is none. What it holds stays, unless it is written again.
-        dtype: What floating-point tensors become on disk.
+    Writers of one folder, also those of other processes, wait for each other: two models would be mixed in it. What the
+    folder holds stays, unless it is written again.
 
     Raises:
         InvalidCheckpointError: the folder has an `index.json` that is none.
         WriteError: the system refused to write.
     """
+    root = Path(folder)
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError as error:
+        raise WriteError(root, error) from error
+    try:
+        with suppress(OSError):  # not every file system has locks
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        writer = OffloadWriter(root)
+        yield writer
+        writer.finish()
+    finally:
+        os.close(descriptor)
 
-    def __init__(self, folder: StrPath, *, dtype: torch.dtype | None = None) -> None:
-        self._folder = Path(folder)
-        self._dtype = dtype
-        self._index: dict[str, Entry] = {}
-        self._records: dict[str, _WeightRecord] = {}
-        self._has_index = self._is_changed = False
-        self._lock = ExitStack()
+
+class OffloadWriter:
+    """Writer of an offload folder that `offload_writer` has locked."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._index = index_of(folder)
+        self._records = _read_records(folder)
+        self._has_index = (folder / DAT_INDEX).exists()
+        self._is_changed = not self._has_index
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
         """Have the folder hold `tensor` as `name`. It is written unless it is there.
@@ -84,8 +95,6 @@ class OffloadWriter:
             NotOffloadableError: see `offload_weight`.
             WriteError: the system refused to write.
         """
-        if self._dtype is not None and tensor.is_floating_point():
-            tensor = tensor.to(self._dtype)
         entry = checked_entry(name, tensor)
         values = on_cpu(tensor)
         self._add(name, entry, lambda: [values])
@@ -157,23 +166,6 @@ class OffloadWriter:
             write_index(self._folder, self._index)
             self._is_changed, self._has_index = False, True
 
-    def __enter__(self) -> Self:
-        with ExitStack() as stack:
-            stack.enter_context(_exclusive_writer(self._folder))
-            self._index = index_of(self._folder)
-            self._records = _read_records(self._folder)
-            self._has_index = (self._folder / DAT_INDEX).exists()
-            self._is_changed = not self._has_index
-            self._lock = stack.pop_all()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        with self._lock:
-            if error is None:
-                self.finish()
-
     def _path(self, name: str) -> Path:
         return self._folder / f"{name}{DAT_SUFFIX}"
 
@@ -202,40 +194,13 @@ class OffloadWriter:
 
 
 @contextmanager
-def _exclusive_writer(folder: Path) -> Iterator[None]:
-    """Make `folder` if there is none, and keep other writers waiting, where the file system has locks."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    except OSError as error:
-        raise WriteError(folder, error) from error
-    try:
-        with suppress(OSError):
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(descriptor)
-
-
-def read_dat(path: Path, entry: Mapping[str, object]) -> torch.Tensor:
-    """Return the tensor in the `.dat` file at `path`, which the index gives `entry`, in memory of its own.
+def open_dat(path: Path, entry: Mapping[str, object]) -> Iterator[tuple[PositionalReader, DatForm]]:
+    """Open the `.dat` file at `path`, which the index gives `entry`, after checking that they go together.
 
     Raises:
         InvalidCheckpointError: no such dtype or shape, or the file has another size.
         ReadError: the file cannot be read.
     """
-    with _open_dat(path, entry) as (file, form):
-        dtype, num_bytes = torch_dtype(form.dtype), form.num_bytes
-        assert dtype is not None, "numpy and torch call it the same"
-        if not num_bytes:
-            return torch.empty(form.shape, dtype=dtype, device="cpu")
-        memory = allocate(num_bytes)
-        file.read_into([memoryview(memory)[:num_bytes]], 0)
-    return torch.frombuffer(memory, dtype=torch.uint8, count=num_bytes).view(dtype).view(form.shape)
-
-
-@contextmanager
-def _open_dat(path: Path, entry: Mapping[str, object]) -> Iterator[tuple[PositionalReader, DatForm]]:
     form = dat_form(entry)
     if isinstance(form, BadForm):
         raise InvalidCheckpointError(path, [Problem(code=form.code, file=path.name, text=form.text)])
@@ -326,11 +291,8 @@ def write_index(folder: Path, index: Mapping[str, Entry]) -> None:
 def _write(path: Path, contents: Iterable[memoryview]) -> None:
     """Have `path` hold `contents`, one after the other, and until then what it held before."""
     try:
-        with staged_file(path) as staged, staged.open("xb", buffering=0) as file:
-            for content in contents:
-                pending = content
-                while pending:
-                    pending = pending[file.write(pending) :]
+        with staged_file(path) as staged, staged.open("xb") as file:
+            file.writelines(contents)
     except OSError as error:
         raise WriteError(path, error) from error
 
@@ -366,7 +328,7 @@ def _digest_in(path: Path, entry: Entry) -> str | None:
     """Return the digest of the values in a `.dat` file; `None` if it is not one of that form."""
     digest = xxhash.xxh3_128()
     try:
-        with _open_dat(path, entry) as (file, form):
+        with open_dat(path, entry) as (file, form):
             num_bytes = form.num_bytes
             block = memoryview(bytearray(min(num_bytes, _BLOCK_BYTES)))
             for start in range(0, num_bytes, _BLOCK_BYTES):

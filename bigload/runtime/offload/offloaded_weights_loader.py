@@ -8,11 +8,9 @@ from pathlib import Path
 
 import torch
 
-from bigload.checkpoint.formats.registry import SAFETENSORS, read_shard_header
-from bigload.checkpoint.model import TensorInfo
 from bigload.errors import CheckpointNotFoundError, InvalidCheckpointError, Problem, ReadError
 from bigload.layouts.dat_format import DAT_INDEX, DAT_SUFFIX, Entry
-from bigload.layouts.offload_reader import IndexReading
+from bigload.layouts.offload_reader import FileHeader, IndexReading
 from bigload.loading.checks import signature
 from bigload.loading.schedule import RequestedTensor
 from bigload.loading.tensors import check_dtypes, torch_dtype
@@ -64,7 +62,7 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
         self._files = MappedFiles()
         self._signatures = {} if save_folder is None else _signatures(Path(save_folder))
         self._weights: dict[str, FileWeight] = {}
-        self._headers: dict[Path, tuple[Signature, Mapping[str, TensorInfo]]] = {}
+        self._headers: dict[str, FileHeader] = {}
 
     def __getitem__(self, key: str) -> torch.Tensor:
         """Return the weight `key`.
@@ -77,13 +75,9 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
         if key in self.state_dict:
             return self.state_dict[key]
         entry = self.index[key]
-        if not isinstance(entry, Mapping):
-            raise _bad("index", key, f"a {type(entry).__name__}, expected an object")
         stored = self._stored(key, entry)
-        weight = self._files.tensor(stored.path, stored.tensor, expected=stored.expected)
-        if entry.get("safetensors_file") is None:
-            return weight
-        return weight.to(device="cpu" if self.device is None else self.device, dtype=stored.dtype)
+        device = self.device if entry.get("safetensors_file") is not None and self.device is not None else "cpu"
+        return stored.view(populate=True).to(device=device, dtype=stored.dtype)
 
     def source(self, name: str) -> WeightSource | None:
         """Return the source of the weight `name`; `None` if there is no such weight, or it is computed.
@@ -111,50 +105,30 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
         known = self._weights.get(key)
         if known is not None:
             return known
-        if entry.get("safetensors_file") is None:
-            path, tensor = self._dat_file(key, entry)
-            name = path.name
-            expected = self._signatures.get(name) or self._signatures.setdefault(name, signature(path))
-        else:
-            path, tensor, expected = self._in_safetensors(key, entry)
-        dtype = torch_dtype(tensor.dtype)
+        is_dat = isinstance(entry, Mapping) and entry.get("safetensors_file") is None
+        if is_dat and self.save_folder is None:
+            raise _bad(key, "neither a safetensors_file nor a folder that has its .dat file")
+        folder = self._start if self.save_folder is None else self._start / self.save_folder
+        root = folder if is_dat or not self._may_leave_folder else self._start
+        reading = IndexReading(root, headers=self._headers, is_anywhere=self._may_leave_folder, casts=True)
+        reading.add(key, entry)
+        if reading.problems:
+            first = reading.problems[0]
+            if first.code == "unreadable":
+                raise ReadError(root / first.file, first.text)
+            raise InvalidCheckpointError(root, reading.problems)
+        tensor = reading.tensors[key]
         check_dtypes([RequestedTensor(tensor=tensor, dtype=tensor.dtype)])
+        dtype = torch_dtype(tensor.dtype)
         assert dtype is not None, "checked above"
-        if entry.get("safetensors_file") is not None and "dtype" in entry:
-            dtype = _dtype_named(entry["dtype"], key)
+        path, file = root / tensor.span.file, tensor.span.file
+        if is_dat:
+            expected = self._signatures.get(file) or self._signatures.setdefault(file, signature(path))
+        else:
+            expected = self._headers[file].signature
+            dtype = _dtype_named(entry["dtype"], key) if "dtype" in entry else dtype
         found = FileWeight(path=path, tensor=tensor, dtype=dtype, files=self._files, expected=expected)
         return self._weights.setdefault(key, found)
-
-    def _dat_file(self, key: str, entry: Entry) -> tuple[Path, TensorInfo]:
-        """Return the file in the folder that has the weight `key`, and its tensor there. No dtype is checked."""
-        if self.save_folder is None:
-            raise _bad("index", key, "neither a safetensors_file nor a folder that has its .dat file")
-        folder = self._start / self.save_folder
-        reading = IndexReading(folder)
-        is_dat = entry.get("safetensors_file") is None
-        reading.add(key, {said: value for said, value in entry.items() if is_dat or said != "dtype"})
-        if reading.problems:
-            raise InvalidCheckpointError(folder, reading.problems)
-        return folder / reading.tensors[key].span.file, reading.tensors[key]
-
-    def _in_safetensors(self, key: str, entry: Entry) -> tuple[Path, TensorInfo, Signature]:
-        """Return the safetensors file of the weight `key`, its tensor there, and the signature of the file."""
-        name = str(entry.get("weight_name", key))
-        is_anywhere = self._may_leave_folder
-        path = self._start / str(entry["safetensors_file"]) if is_anywhere else self._dat_file(key, entry)[0]
-        if path not in self._headers:
-            try:
-                found = signature(path)
-                header = read_shard_header(path, path.name, SAFETENSORS)
-            except OSError as error:
-                raise ReadError(path, error.strerror or str(error)) from error
-            except ValueError:  # NUL, or half of a surrogate pair
-                raise _bad("index", name, f"{str(path)!r:.200} cannot be the name of a file") from None
-            self._headers[path] = found, {tensor.name: tensor for tensor in header.tensors}
-        expected, tensors = self._headers[path]
-        if name not in tensors:
-            raise _bad(path, name, "no such tensor in this file")
-        return path, tensors[name], expected
 
 
 def _working_folder() -> Path:
@@ -176,10 +150,10 @@ def _signatures(folder: Path) -> dict[str, Signature]:
 def _dtype_named(name: object, key: str) -> torch.dtype:
     found = getattr(torch, str(name).removeprefix("torch."), None)
     if not isinstance(found, torch.dtype):
-        raise _bad("index", key, f"dtype {name!r:.100}, which is none")
+        raise _bad(key, f"dtype {name!r:.100}, which is none")
     return found
 
 
-def _bad(source: StrPath, name: str, text: str) -> InvalidCheckpointError:
+def _bad(name: str, text: str) -> InvalidCheckpointError:
     problem = Problem(code="bad-entry", file=DAT_INDEX, text=f"tensor {name!r:.200}: {text}")
-    return InvalidCheckpointError(Path(source), [problem])
+    return InvalidCheckpointError("index", [problem])

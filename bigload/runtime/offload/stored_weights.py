@@ -66,9 +66,12 @@ class FileWeight:
         is_aligned = self.tensor.span.start % self.tensor.dtype.alignment == 0
         return is_aligned and torch_dtype(self.tensor.dtype) == self.dtype
 
-    def view(self) -> torch.Tensor:
-        """Return the weight as it is stored, on the CPU; nothing is read. Errors are those of `MappedFiles.tensor`."""
-        return self.files.tensor(self.path, self.tensor, expected=self.expected, populate=False)
+    def view(self, *, populate: bool = False) -> torch.Tensor:
+        """Return the weight as it is stored, on the CPU; it is read only to `populate` its pages.
+
+        Errors are those of `MappedFiles.tensor`.
+        """
+        return self.files.tensor(self.path, self.tensor, expected=self.expected, populate=populate)
 
     def map(self) -> memoryview:
         """Return the map of the file, of which `view` shows a part. Errors are those of `view`."""
@@ -136,12 +139,10 @@ class StoredWeights(Mapping[str, torch.Tensor]):
             ReadError: the disk does not give it, or its file has changed.
             NotEnoughMemoryError: there is no memory for it.
         """
-        tensor = self._tensors.get(name)
-        if tensor is None:
+        weight = self.source(name)
+        if weight is None:
             raise UnknownTensorError(self._name, [name])
-        file = tensor.span.file
-        view = self._files.tensor(self._root / file, tensor, expected=self._signatures[file], populate=self._populates)
-        return view.to(device=self._device, dtype=torch_dtype(self._loaded(tensor)))
+        return weight.view(populate=self._populates).to(device=self._device, dtype=weight.dtype)
 
     def __contains__(self, name: object) -> bool:
         return name in self._tensors
@@ -165,10 +166,10 @@ class StoredWeights(Mapping[str, torch.Tensor]):
     def source(self, name: str) -> FileWeight | None:
         """Return where the weight `name` is stored; `None` if it is not."""
         tensor = self._tensors.get(name)
-        dtype = None if tensor is None else torch_dtype(self._loaded(tensor))
-        if tensor is None or dtype is None:
+        if tensor is None:
             return None
-        file = tensor.span.file
+        file, dtype = tensor.span.file, torch_dtype(self._loaded(tensor))
+        assert dtype is not None, "all were checked"
         return FileWeight(
             path=self._root / file, tensor=tensor, dtype=dtype, files=self._files, expected=self._signatures[file]
         )
