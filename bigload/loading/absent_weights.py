@@ -9,7 +9,7 @@ the tensor (`__torch_dispatch__`) when an operation reaches it.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,53 +56,46 @@ class Absence:
     hint: str
 
 
-class AbsentTensor(Tensor):
-    """A buffer, or part of a weight, without values."""
+class _WithoutValues:
+    """What tensors without values have in common."""
 
-    __slots__ = ("absence", "form")
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # as nn.Parameter does
+    __slots__ = ()
 
     absence: Absence
     form: Tensor
 
     @classmethod
-    def __torch_dispatch__(  # type: ignore[override]  # which is a function of C
+    def __torch_dispatch__(
         cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """Return what is true of the form alone, and raise `AbsentWeightError` for what needs values."""
         return _dispatched(func, args, kwargs or {})
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
-        return _copied(self, memo)
+    def __deepcopy__(self: Any, memo: dict[int, Any]) -> Tensor:
+        known: Tensor | None = memo.get(id(self))
+        if known is None:
+            known = memo[id(self)] = absent(copy.deepcopy(form_of(self), memo), self.absence)
+        return known
 
-    def __reduce_ex__(self, protocol: Any) -> tuple[object, ...]:
-        return _reduced(self)
+    def __reduce_ex__(self: Any, protocol: Any) -> tuple[object, ...]:
+        return absent, (form_of(self), self.absence)
 
 
-class AbsentParameter(nn.Parameter):
+class AbsentTensor(_WithoutValues, Tensor):  # type: ignore[misc]
+    """A buffer, or part of a weight, without values."""
+
+    __slots__ = ("absence", "form")
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # as nn.Parameter does
+
+
+class AbsentParameter(_WithoutValues, nn.Parameter):  # type: ignore[misc]
     """A parameter without values."""
 
     __slots__ = ("absence", "form")
 
-    absence: Absence
-    form: Tensor
-
     def __new__(cls, data: Tensor, requires_grad: bool = True) -> nn.Parameter:  # type: ignore[misc]
         """Return `data` as an ordinary parameter: code that replaces a weight makes the new one by the class of it."""
         return nn.Parameter(data, requires_grad)
-
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]  # which is a function of C
-        cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        """See `AbsentTensor`."""
-        return _dispatched(func, args, kwargs or {})
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
-        return _copied(self, memo)
-
-    def __reduce_ex__(self, protocol: Any) -> tuple[object, ...]:
-        return _reduced(self)
 
 
 Absent = (AbsentTensor, AbsentParameter)
@@ -151,17 +144,6 @@ def _dispatched(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> An
         names = tuple(dict.fromkeys(absence.name for absence in found))
         raise AbsentWeightError(names, operation, reason=found[0].reason, hint=found[0].hint)
     return tree_map_only(Tensor, lambda each: absent(each, found[0]), func(*plain_args, **plain_kwargs))
-
-
-def _copied(tensor: Any, memo: dict[int, Any]) -> Tensor:
-    known: Tensor | None = memo.get(id(tensor))
-    if known is None:
-        known = memo[id(tensor)] = absent(copy.deepcopy(form_of(tensor), memo), tensor.absence)
-    return known
-
-
-def _reduced(tensor: Any) -> tuple[Callable[..., Tensor], tuple[Any, ...]]:
-    return absent, (form_of(tensor), tensor.absence)
 
 
 def mark_absent(module: nn.Module, *, reason: str, hint: str) -> None:

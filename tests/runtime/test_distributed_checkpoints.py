@@ -44,8 +44,8 @@ def main(folder: Path, kind: str) -> None:
     from torch.distributed.fsdp import fully_shard
 
     from bigload import load_checkpoint_in_model
+    from bigload.runtime.dispatch import module_filling
     from bigload.runtime.dispatch.checkpoint_source import CheckpointSource
-    from bigload.runtime.dispatch.dispatch import module_filling
 
     module_filling._BATCH_BYTES = 64  # several batches
     reads = []
