@@ -36,15 +36,6 @@ def outline(root: ModuleNode, *, max_depth: int) -> tuple[OutlineRow, ...]:
     return tuple(_below([root], max_depth=max_depth, ancestors=()))
 
 
-def repeated_blocks(root: ModuleNode) -> Iterator[ModuleNode]:
-    """Yield the blocks of every outermost block list below `root`."""
-    if root.is_block_list:
-        yield from (child for key, child in root.children.items() if is_index(key))
-        return
-    for child in root.children.values():
-        yield from repeated_blocks(child)
-
-
 @dataclass(frozen=True, slots=True)
 class _Group:
     """Modules shown as one row; `parts` are those whose children the rows below show."""

@@ -27,6 +27,7 @@ from bigload.errors import (
     PlanNotFoundError,
     StalePlanError,
 )
+from bigload.planning.model.config import ModelConfig
 from bigload.planning.model.module_tree import build_tree
 from bigload.planning.model.mtp_layers import extra_layers
 from bigload.planning.model.ties import find_ties
@@ -245,7 +246,7 @@ def check_plan(plan: Plan, checkpoint: Checkpoint, *, source: str = "the plan") 
     if plan.total_bytes != checkpoint.total_bytes:
         _refuse(source, f"it claims {plan.total_bytes} bytes of tensors, the checkpoint has {checkpoint.total_bytes}")
     if plan.left_out:
-        extra = extra_layers(build_tree(checkpoint.tensors.values()), checkpoint.config)
+        extra = extra_layers(build_tree(checkpoint.tensors.values()), ModelConfig(checkpoint.config))
         wrong = [name for name in plan.left_out if name not in extra]
         if wrong:
             _refuse(source, f"it leaves out {', '.join(wrong)}, which a forward pass runs")

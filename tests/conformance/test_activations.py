@@ -16,9 +16,8 @@ from torch.utils._pytree import tree_leaves
 from bigload.planning.choices import Attention
 from bigload.planning.model.attention_memory import default_attention
 from bigload.planning.model.config import ModelConfig
-from bigload.planning.model.module_tree import build_tree
-from bigload.planning.model.run_memory import run_memory
-from bigload.planning.model.units import blocks_of
+from bigload.planning.model.module_tree import blocks_of, build_tree
+from bigload.planning.model.run_memory import memory_model
 from bigload.planning.workload import PREFILL_CHUNK, Workload
 from builders import checkpoint_of
 
@@ -247,9 +246,8 @@ def counted(model, context, attention=None):
     forms = {name: ("BF16", tuple(tensor.shape)) for name, tensor in model.state_dict().items()}
     tensors = checkpoint_of(forms).tensors
     config = {**model.config.to_dict(), "architectures": [type(model).__name__]}
-    return run_memory(
-        blocks_of(build_tree(tensors.values())), tensors, config, Workload(context=context, attention=attention)
-    )
+    found = memory_model(blocks_of(build_tree(tensors.values())), tensors, ModelConfig(config))
+    return found.at(Workload(context=context, attention=attention))
 
 
 def names(slow_but):

@@ -13,12 +13,12 @@ from pathlib import Path
 
 import pytest
 
+from bigload.planning.model.config import ModelConfig
 from bigload.planning.model.experts import dense_parts, routed_experts
-from bigload.planning.model.module_tree import build_tree
+from bigload.planning.model.module_tree import blocks_of, build_tree
 from bigload.planning.model.mtp_layers import extra_layers
 from bigload.planning.model.ties import find_ties
 from bigload.planning.model.units import UnitKind, cut_into_units
-from bigload.planning.module_table import repeated_blocks
 from builders import checkpoint_of
 
 FOLDER = os.environ.get("BIGLOAD_CATALOGUES")
@@ -133,14 +133,14 @@ def holds(key, modules):
 
 
 def test_layers_that_predict_further_tokens_are_deepseeks(catalogue):
-    extra = extra_layers(catalogue.root, catalogue.checkpoint.config)
+    extra = extra_layers(catalogue.root, ModelConfig(catalogue.checkpoint.config))
     is_deepseek = catalogue.checkpoint.config.get("num_nextn_predict_layers") == 1
     assert extra == (("model.layers.61",) if is_deepseek else ())
 
 
 def test_experts_and_dense_parts_hold_every_block_exactly(catalogue):
-    for block in repeated_blocks(catalogue.root):
-        experts = routed_experts(block, catalogue.checkpoint.config)
+    for block in blocks_of(catalogue.root):
+        experts = routed_experts(block, ModelConfig(catalogue.checkpoint.config))
         assert (experts is not None) == any(".experts." in tensor.name for tensor in block.all_tensors())
         if experts is not None:
             dense = dense_parts(block, experts)
@@ -166,7 +166,7 @@ def test_routed_experts_weigh_what_is_known_of_the_model(model):
     if path is None:
         pytest.skip(f"no catalogue of {model}")
     found = Catalogue(path)
-    experts = [routed_experts(block, found.checkpoint.config) for block in repeated_blocks(found.root)]
+    experts = [routed_experts(block, ModelConfig(found.checkpoint.config)) for block in blocks_of(found.root)]
     routed = [one for one in experts if one is not None]
     gib = round(sum(one.num_bytes for one in routed) / 2**30, 1)
     assert {(gib, one.num_experts, one.top_k) for one in routed} == {ROUTED_GIB[model]}

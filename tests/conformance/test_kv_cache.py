@@ -14,8 +14,9 @@ import pytest
 import torch
 
 import bigload
+from bigload.planning.model.config import ModelConfig
 from bigload.planning.model.module_tree import build_tree
-from bigload.planning.model.run_memory import run_memory
+from bigload.planning.model.run_memory import memory_model
 from bigload.planning.model.units import UnitKind, cut_into_units
 from bigload.planning.workload import PREFILL_CHUNK, Workload
 from builders import checkpoint_of
@@ -33,7 +34,7 @@ def counted_bytes(checkpoint, workload):
     root = build_tree(checkpoint.tensors.values())
     names = {part.name for unit in cut_into_units(root) for part in unit.parts if part.kind is UnitKind.BLOCK}
     blocks = [node for node in root.walk() if node.name in names]
-    return run_memory(blocks, checkpoint.tensors, checkpoint.config, workload)
+    return memory_model(blocks, checkpoint.tensors, ModelConfig(checkpoint.config)).at(workload)
 
 
 def held_bytes(output):

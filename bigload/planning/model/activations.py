@@ -1,9 +1,13 @@
 """Memory that a block holds while it runs, on top of weights and cache: an estimate.
 
 Counted are the tensors that transformers 5 keeps alive at once when a prompt is fed in chunks of `PREFILL_CHUNK`
-tokens, at the worst of three moments: in the feed-forward, in attention (`attention_memory.py`), in a recurrence
-(`scan_memory.py`). Beside each there is the residual stream. Of an encoder-decoder the encoder reads its whole input at
-once, and the decoder one token at a time, as `generate` runs them.
+tokens, at the worst of three moments: in the feed-forward, in attention (`attention_memory.py`), in a recurrence.
+Beside each there is the residual stream. Of an encoder-decoder the encoder reads its whole input at once, and the
+decoder one token at a time, as `generate` runs them.
+
+The kernels of mamba-ssm and causal-conv1d, which transformers takes where they are installed, keep the states of a scan
+in registers. Counted is torch without them, which holds the states of a whole chunk in 32 bits: mamba those of every
+token, mamba 2 and the gated delta rule the products within pieces of the chunk.
 
 Not counted: workspace of kernels, towers of other modalities.
 """
@@ -17,10 +21,9 @@ from bigload.dtypes import DType
 from bigload.planning.choices import Attention
 from bigload.planning.model import families
 from bigload.planning.model.attention_memory import AttentionMemory, attention_memory
-from bigload.planning.model.block_shapes import BlockShapes, FeedForwardShapes
+from bigload.planning.model.block_shapes import BlockShapes, FeedForwardShapes, RecurrentShapes
 from bigload.planning.model.config import ModelConfig
 from bigload.planning.model.kv_cache import BlockCache
-from bigload.planning.model.scan_memory import ScanMemory, scan_memory
 from bigload.planning.workload import PREFILL_CHUNK, Workload
 
 _STREAM = 5
@@ -42,6 +45,33 @@ _COMPOSED: Mapping[str, int] = {
 }
 """Activation functions that transformers composes of several operations: tensors alive at once, the input included.
 Others are one operation and hold its input and output."""
+
+
+_MAMBA2_PIECE = 256
+_DELTA_RULE_PIECE = 64
+"""Tokens that a scan multiplies at once, where the config does not say."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScanMemory:
+    """One recurrent layer.
+
+    Attributes:
+        narrow: Elements per token in the dtype of the model.
+        wide: Elements per token in 32 bits.
+        piece: Tokens, up to a multiple of which a chunk is padded.
+        is_scan: Whether states are held that a kernel would not store.
+    """
+
+    narrow: int
+    wide: int
+    piece: int
+    is_scan: bool
+
+    def num_bytes(self, tokens: int, width: int) -> int:
+        """Return the bytes at the peak for `tokens` tokens; `width` is the bytes of a number."""
+        padded = -(-tokens // self.piece) * self.piece
+        return tokens * self.narrow * width + padded * self.wide * 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,7 +153,7 @@ def block_activations(
         stream=(_STREAM + has_positions + keeps_both) * hidden + per_layer,
         feed_forward=feed_forward,
         attentions=attentions,
-        scans=tuple(scan_memory(part, state, config) for part in shapes.recurrences),
+        scans=tuple(_scan_memory(part, state, config) for part in shapes.recurrences),
         is_encoder=cache is None,
         is_stepwise=cache is not None and bool(config.flag("is_encoder_decoder")),
         max_tokens=cache.max_tokens if cache is not None else None,
@@ -177,3 +207,28 @@ def _routed(hidden: int, config: ModelConfig) -> int:
     size = config.number("expert_size") or config.number("ffn_size") or 0
     made = 9 if any(kind in families.BIASED_EXPERTS for kind in config.model_types) else 4
     return top_k * max(made * size + hidden, 6 * hidden)
+
+
+def _scan_memory(shapes: RecurrentShapes, state: int, config: ModelConfig) -> ScanMemory:
+    """Return what a layer of these shapes holds; `state` is the elements of its recurrent state."""
+    inner, channels, heads = shapes.inner_width or shapes.conv_channels, shapes.conv_channels, shapes.num_heads
+    columns = state // inner if inner else 0
+    if not heads:
+        # The linear unit of recurrentgemma: branch, convolution, two gates, the decay with its logarithm and square,
+        # the input with its normalised copies, states. A short convolution: three projections, the product of two of
+        # them, its convolution, the product with the third, and that once more in another order.
+        return ScanMemory(narrow=(12 if shapes.is_gated else 7) * inner, wide=0, piece=1, is_scan=False)
+    if shapes.state_size is not None:
+        # Projection to both branches, convolution and its contiguous copy, time steps, joined outputs. In 32 bits the
+        # decay, its product with the input and one factor of that for each column of the state; the output twice.
+        return ScanMemory(narrow=6 * inner, wide=inner * (3 * columns + 2), piece=1, is_scan=True)
+    if shapes.has_keys:
+        # Projections and the convolution. In 32 bits queries, keys, values, and their products with decay and beta;
+        # products of the keys of a piece with one another.
+        wide = 10 * inner + 3 * _DELTA_RULE_PIECE * heads
+        return ScanMemory(narrow=2 * (channels + inner), wide=wide, piece=_DELTA_RULE_PIECE, is_scan=True)
+    # Mamba 2: as above; B and C of every head, decayed; decay, product and both together within a piece. Then the
+    # output, or a copy of the states that it is made of.
+    piece = config.number("scan_piece") or _MAMBA2_PIECE
+    wide = heads * 3 * (columns + piece) + max(7 * inner, 4 * inner + heads * columns)
+    return ScanMemory(narrow=inner + 2 * channels, wide=wide, piece=piece, is_scan=True)

@@ -44,7 +44,7 @@ _ALIASES: Mapping[str, tuple[str, ...]] = {
     "head_dim": ("head_dim", "d_kv", "attention_head_dim", "kv_channels"),
     "ffn_size": ("intermediate_size", "n_inner", "ffn_dim", "d_ff", "ffn_hidden_size", "decoder_ffn_dim", "dff"),
     "expert_size": ("moe_intermediate_size", "expert_ffn_hidden_size"),
-    "num_experts": ("num_local_experts", "num_experts", "n_routed_experts"),
+    "num_experts": ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts"),
     "experts_per_token": (
         "num_experts_per_tok",
         "moe_top_k",
@@ -140,9 +140,19 @@ class ModelConfig:
                 return value
         return None
 
+    def count(self, question: str) -> int | None:
+        """Return the first answer to `question` that is at least 1; others, and an explicit null, are passed over."""
+        answers = self._answers(*_ALIASES.get(question, (question,)))
+        return next((value for value in answers if _is_number(value) and value), None)
+
     def flag(self, key: str) -> bool | None:
         """Return a yes or no."""
         return next((value for value in self._answers(key) if isinstance(value, bool)), None)
+
+    @property
+    def text(self) -> Mapping[str, object]:
+        """The section that describes the text decoder: a nested one, or all of it."""
+        return next(iter(_sections(self.raw)), {})
 
     def section(self, key: str) -> ModelConfig:
         """Return a nested section of the root, for example the one of the vision tower."""
@@ -167,20 +177,6 @@ class ModelConfig:
 
 def _is_number(value: object) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < MAX_NUMBER
-
-
-def text_config(config: Mapping[str, object] | None) -> Mapping[str, object]:
-    """Return the section of `config` that describes the text decoder: a nested one, or all of it."""
-    return next(iter(_sections(config)), {})
-
-
-def count_of(config: Mapping[str, object] | None, *keys: str) -> int | None:
-    """Return the whole number of at least 1 under the first of `keys` that has one.
-
-    The section of the text decoder is asked before those around it. `True`, `8.0`, `"8"` and `[8]` are no counts.
-    """
-    values = (section.get(key) for section in _sections(config) for key in keys)
-    return next((value for value in values if _is_number(value) and value), None)
 
 
 def _sections(config: Mapping[str, object] | None) -> list[Mapping[str, object]]:

@@ -8,24 +8,13 @@ tensors with one slice per expert beside a router.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from bigload.checkpoint.model import TensorInfo
-from bigload.planning.model.config import count_of
+from bigload.planning.model.config import ModelConfig
 from bigload.planning.model.module_tree import ModuleNode
 
-_TOP_K = (
-    "num_experts_per_tok",
-    "num_experts_per_token",
-    "experts_per_token",
-    "moe_top_k",
-    "moe_topk",
-    "moe_k",
-    "top_k_experts",
-    "num_selected_experts",
-)
-_NUM_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 _ROUTERS = ("router", "gate")
 
 
@@ -60,7 +49,7 @@ class RoutedExperts:
         return -(-self.num_bytes * self.top_k // self.num_experts)
 
 
-def routed_experts(block: ModuleNode, config: Mapping[str, object] | None) -> RoutedExperts | None:
+def routed_experts(block: ModuleNode, config: ModelConfig) -> RoutedExperts | None:
     """Return the routed experts of `block`; `None` for a dense one. Shared experts are no part of them.
 
     What the file says is believed before the config: pruned models still give the number of experts they once had.
@@ -68,11 +57,11 @@ def routed_experts(block: ModuleNode, config: Mapping[str, object] | None) -> Ro
     modules = list(_called_experts(block)) or list(_beside_a_router(block, config))
     if not modules:
         return None
-    told = _told(config, *_NUM_EXPERTS)
+    told = config.count("num_experts")
     single = [_separate(module) for module in modules]
     counts = {len(own) if own else _num_slices(module, told) for module, own in zip(modules, single, strict=True)}
     num_experts = counts.pop() if len(counts) == 1 else None
-    top_k = _told(config, *_TOP_K)
+    top_k = config.count("experts_per_token")
     num_bytes = sum(module.num_bytes for module in modules)
     are_separate = all(single)
     largest = num_bytes if num_experts is None else -(-num_bytes // num_experts)
@@ -116,9 +105,9 @@ def _called_experts(node: ModuleNode) -> Iterator[ModuleNode]:
             yield from _called_experts(child)
 
 
-def _beside_a_router(node: ModuleNode, config: Mapping[str, object] | None) -> Iterator[ModuleNode]:
+def _beside_a_router(node: ModuleNode, config: ModelConfig) -> Iterator[ModuleNode]:
     has_router = any(key in node.children for key in _ROUTERS)
-    num_experts = _told(config, *_NUM_EXPERTS) if has_router else None
+    num_experts = config.count("num_experts") if has_router else None
     for key, child in node.children.items():
         if key in _ROUTERS or key.startswith("shared"):
             continue
@@ -158,9 +147,3 @@ def _num_slices(experts: ModuleNode, told: int | None) -> int | None:
     if len(largest.shape) >= 3:
         return rows
     return told if told is not None and rows % told == 0 else None
-
-
-def _told(config: Mapping[str, object] | None, *keys: str) -> int | None:
-    """Return a count from the config, or from its `ffn_config`, where dbrx has it."""
-    nested = config.get("ffn_config") if config is not None else None
-    return count_of(config, *keys) or count_of(nested if isinstance(nested, Mapping) else None, *keys)

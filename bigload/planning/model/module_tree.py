@@ -105,6 +105,25 @@ def without(node: ModuleNode, names: Sequence[str]) -> ModuleNode:
     return ModuleNode(node.name, node.tensors, children, num_tensors, num_bytes)
 
 
+def block_lists(node: ModuleNode) -> Iterator[ModuleNode]:
+    """Yield the outermost lists of repeated blocks, in execution order."""
+    if node.is_block_list:
+        yield node
+        return
+    for child in node.children.values():
+        yield from block_lists(child)
+
+
+def blocks_of(node: ModuleNode) -> Iterator[ModuleNode]:
+    """Yield the repeated blocks of a model, in execution order."""
+    is_list = node.is_block_list  # it looks at all children, so it is asked once
+    for key, child in node.children.items():
+        if is_list and is_index(key):
+            yield child
+        else:
+            yield from blocks_of(child)
+
+
 def is_index(key: str) -> bool:
     """Return whether a part of a name is the number of a module in a list."""
     return key.isdecimal() and key.isascii() and len(key) < 10

@@ -7,15 +7,13 @@ Two forms are in use. DeepSeek-V3 and GLM-4.5 store them as blocks that follow t
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
-from bigload.planning.model.config import count_of
-from bigload.planning.model.module_tree import ModuleNode, is_index
-
-_COUNTS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers")
+from bigload.planning.model.config import ModelConfig
+from bigload.planning.model.module_tree import ModuleNode, block_lists, is_index
 
 
-def extra_layers(root: ModuleNode, config: Mapping[str, object] | None) -> tuple[str, ...]:
+def extra_layers(root: ModuleNode, config: ModelConfig) -> tuple[str, ...]:
     """Return the names of the modules below `root` that only predict further tokens, blocks first.
 
     Blocks are extra when their numbers begin where `config` says that the model ends, the model's own are all there
@@ -31,9 +29,9 @@ def extra_layers(root: ModuleNode, config: Mapping[str, object] | None) -> tuple
     return (*(node.name for node in _blocks_past_the_last(root, config)), *(node.name for node in named))
 
 
-def _blocks_past_the_last(root: ModuleNode, config: Mapping[str, object] | None) -> list[ModuleNode]:
-    num_layers = count_of(config, "num_hidden_layers")
-    main = max(_block_lists(root), key=lambda node: node.num_bytes, default=None)
+def _blocks_past_the_last(root: ModuleNode, config: ModelConfig) -> list[ModuleNode]:
+    num_layers = config.count("num_hidden_layers")
+    main = max(block_lists(root), key=lambda node: node.num_bytes, default=None)
     if num_layers is None or main is None:
         return []
     blocks = [(int(key), child) for key, child in main.children.items() if is_index(key)]
@@ -42,17 +40,8 @@ def _blocks_past_the_last(root: ModuleNode, config: Mapping[str, object] | None)
     if len(own) != num_layers or len(own) < len(extra):
         return []
     known = {part for block in own for part in block.children}
-    told = count_of(config, *_COUNTS) or 0
+    told = config.count("num_mtp_layers") or 0
     return extra if len(extra) <= told or all(block.children.keys() - known for block in extra) else []
-
-
-def _block_lists(node: ModuleNode) -> Iterator[ModuleNode]:
-    """Yield the outermost lists of blocks."""
-    if node.is_block_list:
-        yield node
-        return
-    for child in node.children.values():
-        yield from _block_lists(child)
 
 
 def _called_mtp(node: ModuleNode) -> Iterator[ModuleNode]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from bigload.checkpoint.model import TensorInfo
@@ -129,31 +129,22 @@ class MemoryModel:
         return max(held, default=0) + masks
 
 
-def run_memory(
-    blocks: Sequence[ModuleNode],
-    tensors: Mapping[str, TensorInfo],
-    config: Mapping[str, object] | None,
-    workload: Workload,
-) -> RunMemory:
-    """Return what a forward pass of `workload` needs beside the weights.
+def memory_model(blocks: Iterable[ModuleNode], tensors: Mapping[str, TensorInfo], config: ModelConfig) -> MemoryModel:
+    """Read what a forward pass needs beside the weights from blocks and config, once for all workloads.
 
-    `blocks` are the repeated blocks of the model, those of its towers included, `tensors` all that the checkpoint holds
-    and `config` its parsed config.json. Nothing in them is trusted: what they do not tell is said in `unknown` and is
-    counted as 0, or as full attention where only the reach of a window is missing.
+    `blocks` are the repeated blocks of the model, those of its towers included, `tensors` all that the checkpoint
+    holds. Nothing in them is trusted: what they do not tell is said in `unknown` and is counted as 0, or as full
+    attention where only the reach of a window is missing.
     """
-    return memory_model(blocks, tensors, config).at(workload)
-
-
-def memory_model(
-    blocks: Sequence[ModuleNode], tensors: Mapping[str, TensorInfo], config: Mapping[str, object] | None
-) -> MemoryModel:
-    """Read blocks and config once, for several workloads."""
-    known = ModelConfig(config if isinstance(config, Mapping) else None)
-    caches, shapes, unknown = block_caches(blocks, known)
-    num_words = _num_words(tensors, known, generates=bool(shapes))
+    blocks = tuple(blocks)
+    caches, shapes, unknown = block_caches(blocks, config)
+    num_words = _num_words(tensors, config, generates=bool(shapes))
     kept = {cache.block: cache for cache in caches}
-    encoders = _encoders(blocks, shapes, has_words=bool(num_words or _has_words(tensors, known)))
-    dtype = caches[0].dtype if caches else _dtype((*shapes.values(), *encoders.values()), known)
+    has_words = num_words or config.number("vocab_size") or any(name.endswith(_EMBEDDINGS) for name in tensors)
+    # The encoder of a text or, beside a decoder, of sound; the input of others is not known.
+    others = (block for block in blocks if block.name not in shapes and is_of_main_encoder(block.name))
+    encoders = [read_block(block) for block in others] if has_words else []
+    dtype = caches[0].dtype if caches else _dtype((*shapes.values(), *encoders), config)
     if not caches:  # a family with a state of its own
         kept = {block: BlockCache(block=block, dtype=dtype) for block in shapes}
     has_positions = any(name.endswith(_POSITIONS) for name in tensors)
@@ -161,16 +152,16 @@ def memory_model(
     unlike = dict.fromkeys(  # most blocks of a model are alike
         (
             *((shapes[block], replace(cache, block="")) for block, cache in kept.items()),
-            *((found, None) for found in encoders.values()),
+            *((found, None) for found in encoders),
         )
     )
     holding = [
-        block_activations(found, cache, known, has_positions=has_positions, is_biased=is_biased)
+        block_activations(found, cache, config, has_positions=has_positions, is_biased=is_biased)
         for found, cache in unlike
     ]
     activations = frozenset(block for block in holding if block is not None)
     sentences = [*unknown]
-    if not known.is_known and shapes:
+    if not config.is_known and shapes:
         sentences.append("no config.json tells how far attention reaches; it is taken to reach over the whole context")
     if shapes and not num_words:
         sentences.append("neither tensors nor config tell the size of the vocabulary; logits are not counted")
@@ -178,11 +169,11 @@ def memory_model(
         sentences.append("neither tensors nor config tell the widths of the layers; activations are not counted")
     return MemoryModel(
         caches=caches,
-        source_tokens=source_tokens(known),
+        source_tokens=source_tokens(config),
         num_words=num_words,
-        has_logits_of_all_tokens=any(name.endswith(_MASKED_HEAD) for name in known.architectures),
+        has_logits_of_all_tokens=any(name.endswith(_MASKED_HEAD) for name in config.architectures),
         activations=activations,
-        attention=default_attention(known) if any(block.attentions for block in activations) else None,
+        attention=default_attention(config) if any(block.attentions for block in activations) else None,
         has_scan=any(scan.is_scan for block in activations for scan in block.scans),
         dtype=dtype,
         unknown=tuple(sentences),
@@ -199,23 +190,6 @@ def _num_words(tensors: Mapping[str, TensorInfo], config: ModelConfig, *, genera
         if rows:
             return max(rows)
     return config.number("vocab_size") or 0
-
-
-def _has_words(tensors: Mapping[str, TensorInfo], config: ModelConfig) -> bool:
-    return bool(config.number("vocab_size")) or any(name.endswith(_EMBEDDINGS) for name in tensors)
-
-
-def _encoders(
-    blocks: Sequence[ModuleNode], decoders: Mapping[str, BlockShapes], *, has_words: bool
-) -> Mapping[str, BlockShapes]:
-    """Return the blocks of the encoder of a text or, beside a decoder, of sound; the input of others is not known."""
-    if not has_words:
-        return {}
-    return {
-        block.name: read_block(block)
-        for block in blocks
-        if block.name not in decoders and is_of_main_encoder(block.name)
-    }
 
 
 def _dtype(shapes: Sequence[BlockShapes], config: ModelConfig) -> DType:

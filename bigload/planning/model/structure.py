@@ -6,18 +6,19 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import cached_property
+from itertools import groupby
 
 from bigload.checkpoint.model import Checkpoint, TensorInfo
 from bigload.errors import OptionError
 from bigload.planning.choices import NameScheme
 from bigload.planning.load_dtype import as_loaded
-from bigload.planning.model.execution_order import execution_ranks, in_execution_order, visits
+from bigload.planning.model.config import ModelConfig
 from bigload.planning.model.experts import RoutedExperts, dense_parts, routed_experts
-from bigload.planning.model.module_tree import ModuleNode, build_tree, without
+from bigload.planning.model.module_tree import ModuleNode, blocks_of, build_tree, without
 from bigload.planning.model.mtp_layers import extra_layers
 from bigload.planning.model.run_memory import HEADS, NO_RUN_MEMORY, MemoryModel, RunMemory, memory_model
 from bigload.planning.model.ties import TiedGroup, find_ties
-from bigload.planning.model.units import Part, Unit, UnitKind, blocks_of, cut_into_units, key_above
+from bigload.planning.model.units import Part, Unit, UnitKind, cut_into_units, key_above, parts_in_order
 from bigload.planning.options import PlanOptions
 from bigload.planning.workload import Workload
 
@@ -28,6 +29,7 @@ class ModelStructure:
 
     Attributes:
         checkpoint: Where it was read.
+        config: Of the checkpoint.
         root: The module tree, without what is left out, with the sizes that tensors have in memory.
         ties: Tensors that share memory.
         left_out: Modules, of `left_out_bytes` in all, that no ordinary forward pass runs, and that get no device.
@@ -36,6 +38,7 @@ class ModelStructure:
     """
 
     checkpoint: Checkpoint
+    config: ModelConfig
     root: ModuleNode
     ties: tuple[TiedGroup, ...]
     left_out: tuple[str, ...]
@@ -50,7 +53,7 @@ class ModelStructure:
 
     @cached_property
     def memory(self) -> MemoryModel:
-        return memory_model(blocks_of(self.root), self.checkpoint.tensors, self.checkpoint.config)
+        return memory_model(blocks_of(self.root), self.checkpoint.tensors, self.config)
 
     def run_memory(self, workload: Workload) -> RunMemory:
         """Return what a forward pass needs beside the weights; without a context no block is looked at for it."""
@@ -59,7 +62,7 @@ class ModelStructure:
     @cached_property
     def experts(self) -> Mapping[str, tuple[ModuleNode, RoutedExperts]]:
         """The blocks that have routed experts, by name."""
-        found = ((block, routed_experts(block, self.checkpoint.config)) for block in blocks_of(self.root))
+        found = ((block, routed_experts(block, self.config)) for block in blocks_of(self.root))
         return {block.name: (block, experts) for block, experts in found if experts is not None}
 
     @cached_property
@@ -68,15 +71,35 @@ class ModelStructure:
 
     @cached_property
     def _ranks(self) -> dict[str, int]:
-        return execution_ranks(self.root, self.ties, self.no_split)
-
-    def visits(self, units: Sequence[Unit]) -> tuple[int, ...]:
-        """Return the indexes of `units` in the order in which a forward pass runs them, some several times."""
-        return visits(units, self.ties, self._ranks)
+        """The place in a forward pass of every module that is placed as a whole, stored or not."""
+        root = self.root
+        absent = [module for tie in self.ties for module in tie.absent_modules]
+        if absent:
+            tensors = list(root.all_tensors())
+            start = tensors[0].span.start
+            nothing = replace(tensors[0], shape=(0,), span=replace(tensors[0].span, stop=start), strides=None)
+            root = build_tree([*tensors, *(replace(nothing, name=f"{module}.weight") for module in absent)])
+        parts = parts_in_order(root, self.ties, no_split=self.no_split)
+        return {part.name: rank for rank, part in enumerate(parts)}
 
     def in_execution_order(self, names: Collection[str]) -> list[str]:
-        """Return keys of a device map in the order in which a forward pass runs them."""
-        return in_execution_order(names, self._ranks)
+        """Return keys of a device map in the order in which a forward pass runs them; pieces of a block keep theirs."""
+        ranks = self._ranks
+        return sorted(names, key=lambda name: len(ranks) if (key := key_above(name, ranks)) is None else ranks[key])
+
+    def visits(self, units: Sequence[Unit]) -> tuple[int, ...]:
+        """Return the indexes of `units` in the order in which a forward pass runs them, some several times.
+
+        A unit of tied weights runs wherever one of its names stands: as the embedding at the beginning, as the head at
+        the end. Each time the pass goes to its device. A shared block is visited by every layer that uses it.
+        """
+        unit_of = {part.name: index for index, unit in enumerate(units) for part in unit.parts}
+        for tie in self.ties:
+            key = key_above(tie.stored[0], unit_of)
+            for module in tie.absent_modules:
+                if key is not None and key_above(module, unit_of) is None:
+                    unit_of[module] = unit_of[key]
+        return tuple(index for index, _ in groupby(unit_of[name] for name in self.in_execution_order(unit_of)))
 
     def units(self, workload: Workload, *, split_experts: bool = False) -> tuple[Unit, ...]:
         """Return the units in execution order, with the bytes that `workload` needs beside their weights."""
@@ -141,11 +164,13 @@ def read_structure(checkpoint: Checkpoint, options: PlanOptions) -> ModelStructu
         OptionError: a pattern of `options.no_split` matches no module.
         CheckpointError: tied tensors cannot be compared.
     """
+    config = ModelConfig(checkpoint.config)
     root = build_tree(as_loaded(checkpoint.tensors.values(), options.workload.load_dtype))
-    left_out = () if options.keep_extra_layers else extra_layers(root, checkpoint.config)
+    left_out = () if options.keep_extra_layers else extra_layers(root, config)
     kept = without(root, left_out)
     structure = ModelStructure(
         checkpoint=checkpoint,
+        config=config,
         root=kept,
         ties=_present(find_ties(checkpoint), left_out),
         left_out=left_out,

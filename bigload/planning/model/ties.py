@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from bigload.checkpoint.equality import FULL_COMPARISON_BYTES, stored_equal
 from bigload.checkpoint.model import Checkpoint, TensorInfo
 from bigload.planning.model import families
-from bigload.planning.model.config import count_of, text_config
+from bigload.planning.model.config import ModelConfig
 
 _EMBEDDINGS = (
     "embed_tokens.weight",
@@ -164,12 +164,10 @@ def _says_tied(config: Mapping[str, object]) -> bool | None:
     model_type = config.get("model_type")
     if isinstance(model_type, str) and model_type in families.TIED_WHATEVER_CONFIG:
         return None
-    said = config.get("tie_word_embeddings")
-    if said is None:
-        said = text_config(config).get("tie_word_embeddings")
-    if said is None:
-        return None if "model_type" in config else False
-    return bool(said)
+    for section in (config, ModelConfig(config).text):
+        if (said := section.get("tie_word_embeddings")) is not None:
+            return bool(said)
+    return None if "model_type" in config else False
 
 
 def _head(embedding: str, tensors: Mapping[str, TensorInfo], config: Mapping[str, object]) -> str | None:
@@ -212,7 +210,7 @@ def _shared_blocks(checkpoint: Checkpoint) -> Iterator[TiedGroup]:
         if match["part"] != "linear":
             stored.setdefault(match["layer"], []).append(name)
     part = next((match["part"] for _, match in matches if match["part"] != "linear"), None)
-    count = count_of(checkpoint.config, "num_mem_blocks") or 1
+    count = ModelConfig(checkpoint.config).count("num_mem_blocks") or 1
     for first in range(min(count, len(layers)) if part is not None else 0):
         users = [layer for _, layer in layers[first::count]]
         names = [name for layer in users for name in stored.get(layer, ())]

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from fnmatch import fnmatchcase
 
-from bigload.planning.model.module_tree import ModuleNode, is_index
+from bigload.planning.model.module_tree import ModuleNode, blocks_of, is_index
 from bigload.planning.model.ties import TiedGroup
 
 
@@ -160,25 +160,11 @@ def _together(
         if part.is_held and index not in tied:
             yield {index, next(other for other in range(index, len(parts)) if not parts[other].is_held)}
     shared = {module for tie in ties for module in tie.modules}
-    for block in _blocks(root) if shared else ():
+    for block in blocks_of(root) if shared else ():
         if block.name not in owner:  # it was cut around a shared module
             yield {i for i, part in enumerate(parts) if part.name.startswith(f"{block.name}.")} - {
                 owner[module] for module in shared if module in owner
             }
-
-
-def blocks_of(root: ModuleNode) -> tuple[ModuleNode, ...]:
-    """Return the repeated blocks of a model, in execution order."""
-    return tuple(_blocks(root))
-
-
-def _blocks(node: ModuleNode) -> Iterator[ModuleNode]:
-    is_list = node.is_block_list  # it looks at all children, so it is asked once
-    for key, child in node.children.items():
-        if is_list and is_index(key):
-            yield child
-        else:
-            yield from _blocks(child)
 
 
 def _without_copies(parts: Sequence[Part], root: ModuleNode, shared: Collection[str]) -> list[Part]:

@@ -8,13 +8,12 @@ some shorter context, do worse than at the one found.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 
 from bigload.planning.budget.budget import MemoryBudget
 from bigload.planning.choices import Balance, Policy
-from bigload.planning.model.config import ModelConfig
 from bigload.planning.model.run_memory import RunMemory
 from bigload.planning.model.structure import ModelStructure
 from bigload.planning.options import PlanOptions
@@ -213,5 +212,4 @@ def _orders(problem: PlacementProblem) -> Iterator[Rooms]:
 
 
 def _trained_tokens(structure: ModelStructure) -> int | None:
-    config = ModelConfig(structure.checkpoint.config if isinstance(structure.checkpoint.config, Mapping) else None)
-    return next((number for key in _TRAINED if (number := config.number(key))), None)
+    return next((number for key in _TRAINED if (number := structure.config.number(key))), None)

@@ -13,7 +13,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
-from bigload.planning.model.config import count_of
 from bigload.planning.tensor_parallel.division import Division, Range, RankRanges, chunks
 from bigload.planning.tensor_parallel.families import num_kv_heads
 from bigload.planning.tensor_parallel.rule_styles import Packing, Side
@@ -77,7 +76,7 @@ class LayerDivider:
         """Return what each rank holds of `size` features of `layer`."""
         style, last = layer.style, layer.parts[-1]
         if style.side is Side.EXPERTS:
-            return self._units(size, _num_experts(layer, size), "experts")
+            return self._units(size, layer.config.count("num_experts") or max(size, 1), "experts")
         if style.packing is Packing.HALVES:
             if size % 2:
                 raise IndivisibleError(f"{size} features are not two halves")
@@ -234,12 +233,6 @@ def _check_stack(layer: RuledLayer, dims: Mapping[str, int]) -> None:
         shape = layer.tensors[leaf].shape
         if len(shape) == 3 and width and shape[3 - dim] != width:
             raise IndivisibleError(f"expected matrices with {width} features along dimension {3 - dim}")
-
-
-def _num_experts(layer: RuledLayer, size: int) -> int:
-    told = count_of(layer.config.raw, "num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
-    nested = layer.config.section("ffn_config").raw
-    return told or count_of(nested, "moe_num_experts") or max(size, 1)
 
 
 def _block(layer: RuledLayer, num_features: int, size: int) -> int:

@@ -14,8 +14,8 @@ from torch import nn
 
 from bigload.checkpoint.model import Span, TensorInfo
 from bigload.dtypes import DTYPES, DType
-from bigload.planning.model.module_tree import build_tree
-from bigload.planning.model.units import Part, Unit, UnitKind, blocks_of, merge_small_units
+from bigload.planning.model.module_tree import blocks_of, build_tree
+from bigload.planning.model.units import Part, Unit, UnitKind, merge_small_units
 from bigload.runtime.device_map.module_queue import direct_parts
 from bigload.runtime.device_map.module_sizes import DTypeLike, class_names, compute_module_sizes, named_module_tensors
 from bigload.runtime.device_map.tied_parameters import find_tied_parameters

@@ -32,8 +32,8 @@ def inspect(
     Reads the headers and checks them; weights are never read. PATH may also be a plan file.
     """
     from bigload.checkpoint.source import open_checkpoint
-    from bigload.planning.model.module_tree import build_tree
-    from bigload.planning.module_table import outline, repeated_blocks
+    from bigload.planning.model.module_tree import blocks_of, build_tree
+    from bigload.planning.module_table import outline
     from bigload_cli import output
 
     if _is_plan(path):
@@ -67,7 +67,7 @@ def inspect(
     if not show_shards and not show_tensors:
         output.print_table(view.modules(checkpoint, rows, blocks=output.can_draw_on_stdout()), color=color)
         output.print_text("")
-        output.print_text(view.closing(checkpoint, list(repeated_blocks(tree))))
+        output.print_text(view.closing(checkpoint, list(blocks_of(tree))))
 
 
 def _is_plan(path: str) -> bool:

@@ -1,9 +1,9 @@
 import pytest
 
 from bigload.checkpoint.model import TensorInfo
+from bigload.planning.model.config import ModelConfig
 from bigload.planning.model.experts import dense_parts, routed_experts
-from bigload.planning.model.module_tree import build_tree
-from bigload.planning.module_table import repeated_blocks
+from bigload.planning.model.module_tree import blocks_of, build_tree
 from builders import checkpoint_of
 
 DENSE = {"self_attn.q_proj.weight": 5, "input_layernorm.weight": 1}
@@ -12,11 +12,11 @@ DENSE = {"self_attn.q_proj.weight": 5, "input_layernorm.weight": 1}
 def block_of(parts):
     """The first of two blocks `layers.0` and `layers.1` with `parts`."""
     tensors = {f"layers.{index}.{name}": form for index in range(2) for name, form in parts.items()}
-    return next(repeated_blocks(build_tree(checkpoint_of(tensors).tensors.values())))
+    return next(blocks_of(build_tree(checkpoint_of(tensors).tensors.values())))
 
 
 def experts_of(parts, **config):
-    return routed_experts(block_of(parts), config or None)
+    return routed_experts(block_of(parts), ModelConfig(config or None))
 
 
 def separate(prefix, count, *, num_bytes=8, key="{}"):
@@ -136,14 +136,14 @@ def test_the_routed_experts_of_a_family_are_found(family):
 def test_the_dense_parts_of_a_family_are_all_the_rest(family):
     parts, config, _, expected = family
     block = block_of(parts)
-    dense = dense_parts(block, routed_experts(block, config))
+    dense = dense_parts(block, routed_experts(block, ModelConfig(config)))
     assert sorted(below(part.name) for part in dense) == sorted(expected.split())
 
 
 def test_dense_parts_and_experts_hold_every_tensor_once(family):
     parts, config, _, _ = family
     block = block_of(parts)
-    experts = routed_experts(block, config)
+    experts = routed_experts(block, ModelConfig(config))
     dense = dense_parts(block, experts)
     names = [*experts.modules, *(part.name for part in dense)]
     holders = {t.name: sum(f"{t.name}.".startswith(f"{name}.") for name in names) for t in block.all_tensors()}
@@ -153,7 +153,7 @@ def test_dense_parts_and_experts_hold_every_tensor_once(family):
 
 def test_a_tensor_beside_the_experts_is_a_part_by_itself():
     block = block_of({"moe.bias": 2, **separate("moe.experts", 4)})
-    (part,) = dense_parts(block, routed_experts(block, None))
+    (part,) = dense_parts(block, routed_experts(block, ModelConfig(None)))
     assert isinstance(part, TensorInfo)
 
 
@@ -214,6 +214,6 @@ def test_experts_without_elements_or_dimensions_are_survived(shape):
 def test_many_modules_of_experts_are_taken_out_of_one_block():
     parts = {f"part{index}.{name}.weight": 1 for index in range(50) for name in ("experts.0", "gate")}
     block = block_of(parts)
-    experts = routed_experts(block, None)
+    experts = routed_experts(block, ModelConfig(None))
     assert len(experts.modules) == 50
     assert {below(part.name) for part in dense_parts(block, experts)} == {f"part{index}.gate" for index in range(50)}

@@ -1,12 +1,13 @@
 import pytest
 
+from bigload.planning.model.config import ModelConfig
 from bigload.planning.model.module_tree import build_tree
 from bigload.planning.model.mtp_layers import extra_layers
 from builders import checkpoint_of
 
 
 def extra_of(tensors, **config):
-    return extra_layers(build_tree(checkpoint_of(tensors).tensors.values()), config or None)
+    return extra_layers(build_tree(checkpoint_of(tensors).tensors.values()), ModelConfig(config or None))
 
 
 def blocks(numbers, *parts, prefix="model.layers"):

@@ -5,8 +5,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bigload.planning.choices import Attention
+from bigload.planning.model.config import ModelConfig
 from bigload.planning.model.module_tree import build_tree
-from bigload.planning.model.run_memory import RunMemory, memory_model, run_memory
+from bigload.planning.model.run_memory import RunMemory, memory_model
 from bigload.planning.workload import Workload
 from builders import checkpoint_of, llama_config, llama_tensors
 
@@ -19,8 +20,7 @@ def blocks_of(tensors):
 
 
 def memory_of(forms, config, workload=HUNDRED):
-    tensors = checkpoint_of(forms).tensors
-    return run_memory(blocks_of(tensors), tensors, config, workload)
+    return memory_model_of(forms, config).at(workload)
 
 
 def test_without_context_nothing_is_needed():
@@ -77,7 +77,7 @@ def test_activations_are_those_of_the_block_that_needs_most():
 
 def memory_model_of(forms, config):
     tensors = checkpoint_of(forms).tensors
-    return memory_model(blocks_of(tensors), tensors, config)
+    return memory_model(blocks_of(tensors), tensors, ModelConfig(config))
 
 
 @pytest.mark.parametrize(
@@ -143,20 +143,13 @@ def test_widths_that_nothing_tells_are_said_to_be_unknown():
     assert "activations are not counted" in found.unknown[-1]
 
 
-@pytest.mark.parametrize("config", [None, {}, []])
+@pytest.mark.parametrize("config", [None, {}])
 def test_without_a_config_shapes_still_tell_and_the_rest_is_said(config):
     found = memory_of(llama_tensors(blocks=1), config)
     assert found.cache_bytes == {"model.layers.0": 100 * 16 * 2}
     assert found.unknown == (
         "no config.json tells how far attention reaches; it is taken to reach over the whole context",
     )
-
-
-def test_one_reading_answers_for_many_workloads():
-    tensors = checkpoint_of(llama_tensors()).tensors
-    model = memory_model(blocks_of(tensors), tensors, llama_config())
-    for workload in (Workload(), HUNDRED, Workload(context=7, batch=2)):
-        assert model.at(workload) == run_memory(blocks_of(tensors), tensors, llama_config(), workload)
 
 
 def test_no_tensors_need_nothing():
