@@ -7,6 +7,7 @@ full anyway, and both do as `sequential` does.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -32,7 +33,7 @@ def place_balanced_low_0(problem: PlacementProblem) -> Placement | Misfit:
 
     def lowered(sizes: Sequence[int], capacities: Capacities) -> Capacities:
         (first, limit), *others = capacities
-        least = _least(limit or 0, lambda size: _all_fit(sizes, [(first, size), *others]))
+        least = bisect_left(range(limit or 0), x=True, key=lambda size: _all_fit(sizes, [(first, size), *others]))
         return [(first, least), *_evened(sizes, others, before=[(first, least)])]
 
     return _spread(problem, lowered)
@@ -56,17 +57,8 @@ def _evened(sizes: Sequence[int], capacities: Capacities, before: Capacities = (
         return [(device, min(limit or 0, level)) for device, limit in capacities]
 
     highest = max((limit or 0 for _, limit in capacities), default=0)
-    return cut(_least(highest, lambda level: _all_fit(sizes, [*before, *cut(level)])))
+    return cut(bisect_left(range(highest), x=True, key=lambda level: _all_fit(sizes, [*before, *cut(level)])))
 
 
 def _all_fit(sizes: Sequence[int], capacities: Capacities) -> bool:
     return len(fill(sizes, capacities)) == len(sizes)
-
-
-def _least(enough: int, suffices: Callable[[int], bool]) -> int:
-    """Return the least number that suffices, by halving; `enough` does, and so does everything above one that does."""
-    low, high = 0, enough
-    while low < high:
-        middle = (low + high) // 2
-        low, high = (low, middle) if suffices(middle) else (middle + 1, high)
-    return low

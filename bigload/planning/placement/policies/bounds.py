@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from bigload.planning.placement.policies.knapsack import Bin, ItemKind, choose
-from bigload.planning.placement.policies.memory_tiers import Host
+from bigload.planning.placement.policies.memory_tiers import Host, sparsest
 from bigload.planning.placement.problem import PlacementProblem
 
 MAX_UNLIKE_ROOMS = 64
@@ -31,11 +31,9 @@ def lower_bound(problem: PlacementProblem) -> LowerBound:
     """Return the bound of a problem; without accelerators everything runs in RAM, and only the disk costs."""
     host = Host.of(problem)
     weights = sum(unit.num_bytes for unit in problem.units)
+    offloaded = weights
     if problem.budget.accelerators:
-        missing = _missing(problem)
-        offloaded = weights - _largest_sum((unit.num_bytes for unit in problem.units), weights - missing)
-    else:
-        offloaded = weights
+        offloaded -= _largest_sum((unit.num_bytes for unit in problem.units), weights - _missing(problem))
     disk = max(offloaded - _ram(problem, host, offloaded), 0)
     cost = _least_tokens(problem, offloaded) * host.ram_cost
     cost += _least_tokens(problem, disk) * (host.disk_cost - host.ram_cost)
@@ -46,11 +44,10 @@ def least_accelerators(problem: PlacementProblem, cost: int) -> int:
     """Return how many accelerators at least run something in a placement that costs no more than `cost`."""
     host = Host.of(problem)
     run = sum(unit.num_bytes + unit.run_bytes for unit in problem.units)
-    densest_free = _sparsest(problem)
-    if not densest_free[0] or not host.ram_cost:
+    tokens, size = sparsest(problem.units)
+    if not tokens or not host.ram_cost:
         return 1
     # The most bytes that can be off the accelerators at this cost: in RAM first, then on disk.
-    tokens, size = densest_free
     off = cost * size // (tokens * host.ram_cost)
     if off > host.ram_room:
         beyond = max(cost - host.ram_room * tokens * host.ram_cost // size, 0)
@@ -115,8 +112,3 @@ def _least_tokens(problem: PlacementProblem, num_bytes: int) -> int:
         tokens += taken * unit.token_bytes // unit.num_bytes if unit.num_bytes else 0
         num_bytes -= taken
     return tokens
-
-
-def _sparsest(problem: PlacementProblem) -> tuple[int, int]:
-    pairs = ((unit.token_bytes, unit.num_bytes) for unit in problem.units if unit.num_bytes)
-    return min(pairs, key=lambda pair: pair[0] / pair[1], default=(0, 1))

@@ -8,15 +8,22 @@ few labels survive; what cannot get below the best known placement is dropped as
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import groupby
 from typing import NamedTuple
 
 from bigload.devices import CPU, DISK
+from bigload.planning.model.units import Unit
 from bigload.planning.placement.policies.contiguous_ranges import RangeSearch, RankedPlacement, Rooms
-from bigload.planning.placement.policies.memory_tiers import Tier
+from bigload.planning.placement.policies.memory_tiers import (
+    Host,
+    Tier,
+    TierSplit,
+    TierSplitter,
+    members_of_forms,
+    sparsest,
+)
 from bigload.planning.placement.policies.sequential import roomier
-from bigload.planning.placement.policies.unit_kinds import Counts, UnitKinds
 
 MAX_LABELS = 40_000
 """Labels and steps towards them looked at before the search gives up; its answer is then not proven to be the best."""
@@ -75,11 +82,61 @@ class _Limits:
         return self.capacities[label.current] - label.used + self.later[label.current]
 
 
+Counts = tuple[int, ...]
+"""How many units of each kind are streamed."""
+
+
+class _UnitKinds:
+    """The kinds of a list of units, of which only the number that is streamed matters.
+
+    `of[i]` is the kind of unit `i`, `examples[k]` a unit of kind `k`.
+    """
+
+    def __init__(self, units: Sequence[Unit], host: Host) -> None:
+        self.host = host
+        numbers: dict[tuple[int, int, int, int], int] = {}
+        self.of = [
+            numbers.setdefault((unit.num_bytes, unit.run_bytes, unit.token_bytes, unit.stream_bytes), len(numbers))
+            for unit in units
+        ]
+        self.examples = [units[self.of.index(kind)] for kind in range(len(numbers))]
+        self.none: Counts = (0,) * len(numbers)
+        self.sparse_tokens, self.sparse_bytes = sparsest(units)
+        self._costs: dict[Counts, int | None] = {}
+
+    def more(self, counts: Counts, kind: int, number: int = 1) -> Counts:
+        """Return `counts` with `number` more of a kind."""
+        return (*counts[:kind], counts[kind] + number, *counts[kind + 1 :])
+
+    def cost(self, counts: Counts) -> int | None:
+        """Return the least that a token costs when these are streamed; `None` when the host cannot hold them."""
+        if counts not in self._costs:
+            split = self.split([unit for count, unit in zip(counts, self.examples, strict=True) for _ in range(count)])
+            self._costs[counts] = None if split is None else split.cost
+        return self._costs[counts]
+
+    def split(self, units: Sequence[Unit]) -> TierSplit | None:
+        """Split streamed units among RAM and disk."""
+        return TierSplitter(members_of_forms(units), self.host, len(units)).best(None)
+
+    def least_cost(self, counts: Counts, missing: int) -> int:
+        """Return a cost that is not above that of streaming these and `missing` bytes more, of whatever kind."""
+        tokens = -(-missing * self.sparse_tokens // self.sparse_bytes)
+        num_bytes = missing
+        for count, unit in zip(counts, self.examples, strict=True):
+            if count:
+                tokens += count * unit.token_bytes
+                num_bytes += count * unit.num_bytes
+        beyond_ram = max(num_bytes - max(self.host.ram_room, 0), 0)
+        on_disk = -(-beyond_ram * self.sparse_tokens // self.sparse_bytes)
+        return tokens * self.host.ram_cost + on_disk * (self.host.disk_cost - self.host.ram_cost)
+
+
 class InterleavedSearch:
     """The search for a problem. `steps` counts labels over all questions."""
 
     def __init__(self, stretches: RangeSearch) -> None:
-        self.kinds = kinds = UnitKinds(stretches.units, stretches.host)
+        self.kinds = kinds = _UnitKinds(stretches.units, stretches.host)
         self.units, self.num_in_flight = stretches.units, stretches.host.num_in_flight
         self.runs = [(kind, len(list(members))) for kind, members in groupby(kinds.of)]
         self.streams = sorted({unit.stream_bytes for unit in self.units})

@@ -7,7 +7,7 @@ of each size in each tier matters.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -58,11 +58,6 @@ class Host:
             disk_cost=bandwidth.link,
         )
 
-    def cost(self, units: Sequence[Unit], tiers: Sequence[Tier]) -> int:
-        """Return what a token costs when `units` are where `tiers` says."""
-        each = {Tier.ACCELERATOR: 0, Tier.RAM: self.ram_cost, Tier.DISK: self.disk_cost}
-        return sum(unit.token_bytes * each[tier] for unit, tier in zip(units, tiers, strict=True))
-
 
 @dataclass(frozen=True, slots=True)
 class TierSplit:
@@ -103,6 +98,12 @@ def members_of_forms(units: Sequence[Unit]) -> dict[UnitForm, list[int]]:
     for index, unit in enumerate(units):
         members.setdefault((unit.num_bytes, unit.token_bytes, unit.stream_bytes), []).append(index)
     return members
+
+
+def sparsest(units: Iterable[Unit]) -> tuple[int, int]:
+    """Return bytes per token, and bytes, of the unit of which a token needs the least share."""
+    pairs = ((unit.token_bytes, unit.num_bytes) for unit in units if unit.num_bytes)
+    return min(pairs, key=lambda pair: pair[0] / pair[1], default=(0, 1))
 
 
 class TierSplitter:

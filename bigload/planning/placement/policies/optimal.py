@@ -68,7 +68,9 @@ class _PlacementSearch:
             if not proven:
                 found = min(filter(None, (found, _sequential(self.problem))), key=lambda one: one.rank, default=None)
         if found is None:
-            return _misfit(self.problem)
+            misfit = place_sequentially(replace(self.problem, units=joined(self.problem.units)))
+            assert isinstance(misfit, Misfit), "filling the devices in order was tried"
+            return misfit
         if self.problem.balance is Balance.SPREAD and self.problem.accelerators:
             found = self._spread(found)
         return _placement(self.problem, replace(found, exact=proven))
@@ -212,10 +214,3 @@ def _placement(problem: PlacementProblem, found: RankedPlacement) -> Placement:
         num_in_flight=problem.num_in_flight,
         is_proven=found.exact,
     )
-
-
-def _misfit(problem: PlacementProblem) -> Misfit:
-    """Return what is short, as far as filling the devices in order tells."""
-    whole = replace(problem, units=joined(problem.units))
-    found = place_sequentially(whole)
-    return found if isinstance(found, Misfit) else Misfit(unplaced_bytes=0, host_bytes=0, workspace={})

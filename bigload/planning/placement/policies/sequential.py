@@ -7,7 +7,7 @@ starting at nothing and reserving what was found missing therefore ends at the l
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from bigload.devices import CPU, DISK, Device
@@ -47,7 +47,7 @@ def roomier(rooms: Sequence[tuple[Device, int]]) -> list[int]:
     return found
 
 
-def _place_from(problem: PlacementProblem, accelerators: Capacities) -> Placement | Misfit:
+def _place_from(problem: PlacementProblem, accelerators: Sequence[tuple[Device, int]]) -> Placement | Misfit:
     """Place units, streaming through the first of `accelerators`.
 
     Offloaded units run on the device that the first unit is on, as with accelerate. So if the first accelerator can
@@ -55,8 +55,8 @@ def _place_from(problem: PlacementProblem, accelerators: Capacities) -> Placemen
     """
     units = problem.units
     execution, room = accelerators[0]
-    assert room is not None, "only the disk is unbounded"
-    placed, reserve = _fill_beside_streamed(problem, accelerators)
+    sizes = [unit.num_bytes + unit.run_bytes for unit in units]
+    placed, reserve = _fill_beside_workspace(sizes, accelerators, lambda held: _streaming(problem, units[held:]))
     if reserve > room or (placed and placed[0] != execution):
         # Enough for sure: all units streamed, and the first one here rather than on the next accelerator.
         enough = _streaming(problem, units)
@@ -84,15 +84,15 @@ def _place_on_host(problem: PlacementProblem, units: Sequence[Unit], ram: int) -
 
     Without accelerators RAM runs what is on disk, and its buffers are the workspace.
     """
-    budget = problem.budget
+    budget, sizes = problem.budget, [unit.num_bytes for unit in units]
     if budget.has_disk and budget.has_cpu:
-        placed, reserve = _fill_beside_passing(problem, units, ram)
+        placed, reserve = _fill_beside_workspace(sizes, [(CPU, ram)], lambda held: _buffers(problem, units[held:]))
         if reserve > ram:
-            enough = problem.num_in_flight * max((unit.stream_bytes for unit in units), default=0)
+            enough = _buffers(problem, units)
             return Misfit(unplaced_bytes=0, host_bytes=0, workspace={}, too_small={CPU: enough - ram})
     else:
-        placed, reserve = fill([unit.num_bytes for unit in units], [(CPU, ram)]), 0
-    on_disk = fill([unit.num_bytes for unit in units[len(placed) :]], [(DISK, budget.get(DISK))])
+        placed, reserve = fill(sizes, [(CPU, ram)]), 0
+    on_disk = fill(sizes[len(placed) :], [(DISK, budget.get(DISK))])
     unplaced = units[len(placed) + len(on_disk) :]
     if unplaced:
         return Misfit(
@@ -103,36 +103,32 @@ def _place_on_host(problem: PlacementProblem, units: Sequence[Unit], ram: int) -
     return Placement(devices=(*placed, *on_disk), execution_device=CPU, num_in_flight=problem.num_in_flight)
 
 
-def _fill_beside_streamed(problem: PlacementProblem, devices: Capacities) -> tuple[list[Device], int]:
-    """Fill accelerators, the first of which also streams what is left over; return the devices and what that takes."""
-    sizes = [unit.num_bytes + unit.run_bytes for unit in problem.units]
+def _fill_beside_workspace(
+    sizes: Sequence[int], devices: Capacities, needed: Callable[[int], int]
+) -> tuple[list[Device], int]:
+    """Fill devices, the first beside the workspace for what is left over; return the devices and the workspace.
+
+    `needed` says how many bytes the units take there that follow the first so many.
+    """
     (first, room), *others = devices
     assert room is not None, "only the disk is unbounded"
     reserve = 0
     while True:
         placed = fill(sizes, [(first, room - reserve), *others])
-        needed = _streaming(problem, problem.units[len(placed) :])
-        if needed <= reserve or reserve > room:
+        more = needed(len(placed))
+        if more <= reserve or reserve > room:
             return placed, reserve
-        reserve = needed
+        reserve = more
+
+
+def _buffers(problem: PlacementProblem, units: Sequence[Unit]) -> int:
+    """Return the bytes of the buffers through which `units` are streamed."""
+    return problem.num_in_flight * max((unit.stream_bytes for unit in units), default=0)
 
 
 def _streaming(problem: PlacementProblem, units: Sequence[Unit]) -> int:
     """Return the bytes that streaming `units` takes on the device that runs them: buffers, and their caches."""
-    largest = max((unit.stream_bytes for unit in units), default=0)
-    return problem.num_in_flight * largest + sum(unit.run_bytes for unit in units)
-
-
-def _fill_beside_passing(problem: PlacementProblem, units: Sequence[Unit], ram: int) -> tuple[list[Device], int]:
-    """Fill RAM, through which passes what is left over; return the devices and the room for passing."""
-    reserve = 0
-    while True:
-        placed = fill([unit.num_bytes for unit in units], [(CPU, ram - reserve)])
-        left = units[len(placed) :]
-        needed = problem.num_in_flight * max((unit.stream_bytes for unit in left), default=0)
-        if needed <= reserve or reserve > ram:
-            return placed, reserve
-        reserve = needed
+    return _buffers(problem, units) + sum(unit.run_bytes for unit in units)
 
 
 Capacities = Sequence[tuple[Device, int | None]]
