@@ -12,6 +12,7 @@ into memory need it; opening, planning and resharding never do.
 from __future__ import annotations
 
 import warnings
+from contextlib import suppress
 from importlib import import_module
 
 from bigload.version import __version__
@@ -39,17 +40,13 @@ _MODULES = {
     "bigload.distributed.unwrapping": "extract_model_from_parallel",
     "bigload.dtypes": "DType",
     "bigload.errors": (
-        "AbsentWeightError AlreadyDispatchedError BigloadError BudgetError ChangedShapeError CheckpointError "
-        "CheckpointNotFoundError CompiledModuleError DamagedOutputError DeviceNotPresentError "
-        "DispatchedModelError DoesNotFitError IncompleteDeviceMapError InvalidCheckpointError "
-        "InvalidManifestError InvalidPlanError LayoutError LegacyPickleError LoadError MainProcessFailedError "
-        "ManifestNotFoundError MetaTensorError MissingPackageError MissingWeightsError ModelNotSendableError "
-        "NamesUnknownError NoOffloadFolderError NotEnoughMemoryError NotEnoughSpaceError NotOffloadableError "
-        "OffloadedEditError OffloadedTrainingError OptionError OtherWeightsError OutputExistsError "
-        "ParallelCopyError ParallelError PartitionError PlanError PlanNotFoundError Problem ProcessControlError "
-        "QuantisedParameterError RankError ReadError StalePlanError StateDictMismatchError UnknownTensorError "
-        "UnsupportedDTypeError UnsupportedFormatError UnsupportedMethodError VerificationError WorkerDiedError "
-        "WorkerError WorkerTimeoutError WorkersDisagreeError WorkersEndedError WriteError"
+        "AbsentWeightError BigloadError CheckpointError CheckpointNotFoundError DamagedOutputError DeviceMapError "
+        "DispatchedModelError DoesNotFitError InvalidCheckpointError InvalidPlanError LayoutError "
+        "LegacyPickleError LoadError ManifestNotFoundError MissingPackageError ModelNotSendableError "
+        "NamesUnknownError NotEnoughMemoryError NotEnoughSpaceError OptionError OutputExistsError ParallelError "
+        "PartitionError PlanError PlanNotFoundError Problem ProcessControlError RankError ReadError StalePlanError "
+        "StateDictMismatchError UnknownTensorError UnsupportedDTypeError UnsupportedFormatError "
+        "UnsupportedMethodError WorkerError WorkerTimeoutError WriteError"
     ),
     "bigload.layouts.kinds.rank_slices": "RanksFolder read_ranks",
     "bigload.layouts.offload_reader": "OffloadFolder",
@@ -124,8 +121,6 @@ _MODULES = {
 # torch warns of a missing numpy whenever it is imported; bigload never asks torch for numpy's arrays.
 warnings.filterwarnings("ignore", message="Failed to initialize NumPy", category=UserWarning)
 
-_OLD_ERRORS = frozenset(f"{kind}OptionError" for kind in ("Bench", "Load", "Parallel", "Plan", "Process", "Reshard"))
-
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names.split()}
 
 # `from bigload import *` is not to change what a program prints with.
@@ -136,8 +131,9 @@ def __getattr__(name: str) -> object:
     module = _MODULE_OF.get(name)
     if name == "bench_run":  # a public name until 0.2
         raise AttributeError("bigload.bench_run is now the script benchmarks/bench_run.py of the source tree")
-    if module is None and name in _OLD_ERRORS:  # which warns
-        return getattr(import_module("bigload.errors"), name)
+    if module is None and name.endswith("Error"):  # perhaps a former name, of which that module warns
+        with suppress(AttributeError):
+            return getattr(import_module("bigload.errors"), name)
     if module is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     found = getattr(import_module(module), name)

@@ -1,66 +1,7 @@
 """Every error that bigload raises on purpose.
 
-    BigloadError
-    ├── OptionError                      an argument, option or variable that cannot be (ValueError)
-    ├── CheckpointError                  what is on disk
-    │   ├── CheckpointNotFoundError      nothing at that path             (FileNotFoundError)
-    │   ├── InvalidCheckpointError       files that do not hold together  (ValueError)
-    │   ├── UnsupportedFormatError       weights in a format that is known and not read (ValueError)
-    │   └── LegacyPickleError            bare pickles, which only torch reads
-    ├── PlanError                        where weights go
-    │   ├── BudgetError                  a memory budget that makes no sense (ValueError)
-    │   ├── DoesNotFitError              no placement keeps the limits
-    │   ├── PlanNotFoundError            no file at that path             (FileNotFoundError)
-    │   ├── InvalidPlanError             a plan file that is not one      (ValueError)
-    │   ├── IncompleteDeviceMapError     tensors of a model without a device (ValueError)
-    │   ├── NamesUnknownError            what a model calls its modules is not known
-    │   ├── PartitionError               tensors that ranks cannot divide as asked (ValueError)
-    │   └── StalePlanError               made for another version of the checkpoint
-    ├── LayoutError                      forms on disk
-    │   ├── ManifestNotFoundError        no folder that a reshard finished (FileNotFoundError)
-    │   ├── InvalidManifestError         a manifest that is not one       (ValueError)
-    │   ├── DamagedOutputError           files are not what was written
-    │   ├── OutputExistsError            refuses to overwrite             (FileExistsError)
-    │   ├── NotEnoughSpaceError          the disk is too small            (OSError)
-    │   ├── NotOffloadableError          what an offload folder cannot hold (ValueError)
-    │   ├── OtherWeightsError            weight files beside a checkpoint that cannot be carried along (ValueError)
-    │   ├── WriteError                   the system refused a write       (OSError)
-    │   └── VerificationError            a written byte differs from its source
-    ├── LoadError                        bytes to tensors
-    │   ├── UnknownTensorError           asked for by a name that is not there (KeyError)
-    │   ├── ReadError                    a read failed or came back short (OSError)
-    │   ├── DeviceNotPresentError        a map's device is not here       (RuntimeError)
-    │   ├── UnsupportedDTypeError        torch has no such dtype          (TypeError)
-    │   ├── UnsupportedMethodError       files cannot be read that way    (ValueError)
-    │   ├── NotEnoughMemoryError         the tensors exceed free memory   (MemoryError)
-    │   ├── QuantisedParameterError      a parameter that packs its values itself (TypeError)
-    │   ├── StateDictMismatchError       module and checkpoint disagree   (ValueError)
-    │   ├── MissingWeightsError          a model that would run without some weights (ValueError)
-    │   ├── AbsentWeightError            an operation on a weight that is not there (NotImplementedError)
-    │   ├── ChangedShapeError            an offloaded weight whose form was changed (ValueError)
-    │   ├── MetaTensorError              an argument or output without values (NotImplementedError)
-    │   ├── NoOffloadFolderError         weights for the disk, and no place there (ValueError)
-    │   ├── AlreadyDispatchedError       a model that has hooks is to get others (RuntimeError)
-    │   ├── DispatchedModelError         a model that hooks hold in its places (RuntimeError)
-    │   ├── CompiledModuleError          torch.jit has compiled modules that hooks should serve (ValueError)
-    │   ├── OffloadedEditError           values for offloaded weights, which would be lost (RuntimeError)
-    │   └── OffloadedTrainingError       a gradient for a weight that does not stay (RuntimeError)
-    ├── RankError                        another process of a team failed
-    │   └── MainProcessFailedError       in what it does before the others
-    ├── ParallelError                    a model spread over workers
-    │   ├── ModelNotSendableError        workers cannot make it again     (TypeError)
-    │   ├── ParallelCopyError            copied or pickled with workers   (TypeError)
-    │   ├── WorkerError                  a worker raised; its traceback   (RuntimeError)
-    │   ├── WorkerDiedError              a worker ended by itself         (RuntimeError)
-    │   ├── WorkerTimeoutError           no answer in time                (TimeoutError)
-    │   ├── WorkersDisagreeError         answers that differ              (RuntimeError)
-    │   └── WorkersEndedError            called when they are gone        (RuntimeError)
-    ├── ProcessControlError              processes that cannot wait for each other (RuntimeError)
-    └── MissingPackageError              what was asked for needs a package that is not installed (ImportError)
-
-Each carries its facts as fields. The text is composed here; rows and hint of `DoesNotFitError` come from
-`planning/planner.py`. `str(error)` is the message, the details (one line each) and the hint; the command line prints
-the same three parts.
+A class is for what a program would catch apart from the rest, and carries the facts as fields. `str(error)` is the
+message, the details (one line each) and the hint; the command line prints the same three parts.
 """
 
 from __future__ import annotations
@@ -227,10 +168,6 @@ class PlanError(BigloadError):
     """A plan cannot be made, read or carried out."""
 
 
-class BudgetError(PlanError, ValueError):
-    """A memory budget names an unknown device or a size that cannot be read."""
-
-
 class DoesNotFitError(PlanError):
     """No assignment keeps every device within its budget.
 
@@ -272,16 +209,11 @@ class InvalidPlanError(PlanError, ValueError):
     """A plan file cannot be read, has another major schema version, or contradicts itself."""
 
 
-class IncompleteDeviceMapError(PlanError, ValueError):
-    """A device map has no device for `names`, which a model has."""
+class DeviceMapError(PlanError, ValueError):
+    """A device map has no device for `names`, tensors of the model, or one for them that torch cannot use here."""
 
-    def __init__(self, names: Sequence[str]) -> None:
-        super().__init__(
-            "The device_map provided does not give any device for the following parameters: "
-            + ", ".join(abridged(names)),
-            hint='give a device for "" to cover all that no other key does; a plan covers models with the names of the '
-            "checkpoint that it was made for",
-        )
+    def __init__(self, message: str, names: Sequence[str], *, details: Sequence[str] = (), hint: str) -> None:
+        super().__init__(message, details=details, hint=hint)
         self.names = tuple(names)
 
 
@@ -319,29 +251,33 @@ class ManifestNotFoundError(LayoutError, FileNotFoundError):
         self.errno, self.filename = errno.ENOENT, str(path)
 
 
-class InvalidManifestError(LayoutError, ValueError):
-    """A manifest cannot be read, has another major schema version, or names what lies outside of its folder."""
+class DamagedOutputError(LayoutError, ValueError):
+    """Files in the folder `path` are not what was written, or its manifest cannot be used.
 
-    def __init__(self, path: Path | str, reason: str) -> None:
-        super().__init__(
-            f"{path} is not a usable manifest: {reason}",
-            hint="it is damaged or of a later version of bigload; the folder cannot be verified without it",
-        )
-        self.path = path
+    Attributes:
+        path: Folder, or the one file that is wrong.
+        problems: Every instance found, where several were looked for.
+        offset: First byte of `path` that differs, where that is known.
+    """
 
-
-class DamagedOutputError(LayoutError):
-    """The files of the folder at `path` are not those that were written; `problems` lists every instance found."""
-
-    def __init__(self, path: Path | str, problems: Sequence[Problem]) -> None:
-        files = len({problem.file for problem in problems})
-        super().__init__(
-            f"{path} is not what was written: {counted(len(problems), 'problem')} in {counted(files, 'file')}",
-            details=[str(problem) for problem in problems],
-            hint="fetch the named files again, or reshard again from the source",
-        )
+    def __init__(self, path: Path | str, message: str, *, problems: Sequence[Problem] = (), hint: str) -> None:
+        super().__init__(message, details=[str(problem) for problem in problems], hint=hint)
         self.path = path
         self.problems = tuple(problems)
+        self.offset: int | None = None
+
+    @classmethod
+    def while_writing(cls, path: Path, *, offset: int | None = None, tensor: str | None = None) -> Self:
+        """Return the error for bytes read back that differ from those of the source."""
+        where = "" if offset is None else f" at byte {offset}"
+        inside = f", in tensor {tensor}" if tensor else ""
+        error = cls(
+            path,
+            f"{path} differs from its source{where}{inside}",
+            hint="the disk or memory altered data, or the source changed while it was read; rerun the command",
+        )
+        error.offset = offset
+        return error
 
 
 class OutputExistsError(LayoutError, FileExistsError):
@@ -368,27 +304,6 @@ class NotEnoughSpaceError(LayoutError, OSError):
         self.errno, self.filename = errno.ENOSPC, str(path)
 
 
-class NotOffloadableError(LayoutError, ValueError):
-    """An offload folder cannot hold what was asked for; `details` name the tensors, if it is about some."""
-
-    def __init__(self, reason: str, *, tensors: Sequence[str] = (), hint: str) -> None:
-        super().__init__(f"cannot write an offload folder: {reason}", details=tensors, hint=hint)
-
-
-class OtherWeightsError(LayoutError, ValueError):
-    """The folder of a checkpoint has weight files that an output would lack: parts of the model, as far as is known.
-
-    `named` is the index or the file of the checkpoint alone, for the hint.
-    """
-
-    def __init__(self, root: Path, problems: Sequence[str], *, named: str) -> None:
-        super().__init__(
-            f"{root} has weight files beside the checkpoint that cannot be carried along",
-            details=problems,
-            hint=f"to write the checkpoint without them, name it instead of its folder: {root / named}",
-        )
-
-
 class WriteError(LayoutError, OSError):
     """The system refused to create, write or flush an output file (disk full, quota, I/O error)."""
 
@@ -399,20 +314,6 @@ class WriteError(LayoutError, OSError):
         )
         self.path = path
         self.errno, self.filename = reason.errno, str(path)
-
-
-class VerificationError(LayoutError):
-    """Bytes read back differ from the bytes of the source; first at `offset` of `path`, where that is known."""
-
-    def __init__(self, path: Path, *, offset: int | None = None, tensor: str | None = None) -> None:
-        where = "" if offset is None else f" at byte {offset}"
-        inside = f", in tensor {tensor}" if tensor else ""
-        super().__init__(
-            f"{path} differs from its source{where}{inside}",
-            hint="the disk or memory altered data, or the source changed while it was read; rerun the command",
-        )
-        self.path = path
-        self.offset = offset
 
 
 class LoadError(BigloadError):
@@ -440,36 +341,39 @@ class ReadError(LoadError, OSError):
 
 
 class RankError(BigloadError):
-    """Another process of the team failed, or is gone; `rank` is which, `None` if that is not known."""
+    """Another process of the group failed, or is gone.
 
-    def __init__(self, rank: int | None, reason: str, *, hint: str | None = None) -> None:
+    Attributes:
+        rank: Which one, None if that is not known.
+        reason: What it raised, or how it ended.
+        function: Call such as `main_process_first` in which the others waited for it, if it was in one.
+        traceback: Last lines of its traceback, if it was in such a call.
+    """
+
+    def __init__(
+        self,
+        rank: int | None,
+        reason: str,
+        *,
+        function: str | None = None,
+        traceback: Sequence[str] = (),
+        hint: str | None = None,
+    ) -> None:
         who = "another process" if rank is None else f"process {rank}"
+        where = "" if function is None else f" in {function}, where the others wait for it"
         super().__init__(
-            f"{who} failed: {reason}",
+            f"{who} failed{where}: {reason}",
+            details=[f"{rank}: {line}" for line in traceback],
             hint=hint or "its error text says why; the others stopped because of it",
         )
         self.reason = reason
         self.rank = rank
+        self.function = function
+        self.traceback = tuple(traceback)
 
 
 class ParallelError(BigloadError):
     """A model could not be spread over workers, or not run by them."""
-
-
-class MainProcessFailedError(RankError):
-    """Process `rank`, which others wait for in `function`, failed there; `reason` is what it raised.
-
-    `traceback` has the last lines of where, as Python shows it.
-    """
-
-    def __init__(self, rank: int, reason: str, *, function: str, traceback: Sequence[str] = ()) -> None:
-        message = f"process {rank} failed in {function}, where the others wait for it: {reason}"
-        hint = "its error text says why; the others stopped because of it"
-        BigloadError.__init__(self, message, details=[f"{rank}: {line}" for line in traceback], hint=hint)
-        self.rank = rank
-        self.reason = reason
-        self.function = function
-        self.traceback = tuple(traceback)
 
 
 class ProcessControlError(BigloadError, RuntimeError):
@@ -477,59 +381,42 @@ class ProcessControlError(BigloadError, RuntimeError):
 
 
 class ModelNotSendableError(ParallelError, TypeError):
-    """A value, a model or an argument of a call, cannot be made again in another process; `where` says which part."""
-
-    def __init__(self, where: str, reason: str, *, hint: str) -> None:
-        super().__init__(f"workers cannot get {where}: {reason}", hint=hint)
-        self.where = where
-
-
-class ParallelCopyError(ParallelError, TypeError):
-    """A model whose methods run in workers was to be copied or pickled, which its workers cannot be."""
-
-    def __init__(self) -> None:
-        super().__init__(
-            "a model that runs in workers can be neither copied nor pickled",
-            hint="call its deparallelize() before, or take its state_dict()",
-        )
+    """A model, or an argument of a call, cannot be made again in another process, or copied with its workers."""
 
 
 class WorkerError(ParallelError, RuntimeError):
-    """Worker `rank` raised an exception of class `kind`; `worker_traceback` is what it would have shown.
+    """A worker raised or ended, the answers of workers differ, or they have been ended before.
 
-    Where all raised the same, `is_shared`, they can be asked again. Else they have been ended.
+    Attributes:
+        reason: Which of these.
+        rank: Worker that raised or ended.
+        kind: Class of the exception that it raised.
+        worker_traceback: Text of that exception's traceback.
+        is_shared: All workers raised the same, so they can be asked again. In all other cases they have been ended.
+        exit_code: Exit code of the worker's process, negative for a signal, as in subprocess.
+        log: End of what the worker wrote.
     """
 
-    def __init__(self, rank: int, doing: str, *, kind: str, text: str, worker_traceback: str, is_shared: bool) -> None:
-        super().__init__(
-            f"worker {rank} raised {kind} while {doing}: {text}",
-            details=("traceback of the worker:", *worker_traceback.rstrip().splitlines()[-MAX_LISTED + 1 :]),
-            hint=None
-            if is_shared
-            else "other workers did not raise it, so all have been ended; call parallelize again",
-        )
+    def __init__(
+        self,
+        message: str,
+        *,
+        reason: Literal["raised", "died", "disagreed", "ended"],
+        rank: int | None = None,
+        kind: str = "",
+        worker_traceback: str = "",
+        is_shared: bool = False,
+        exit_code: int | None = None,
+        log: str = "",
+        details: Sequence[str] = (),
+        hint: str | None = "all workers have been ended; call parallelize again",
+    ) -> None:
+        super().__init__(message, details=details, hint=hint)
+        self.reason = reason
         self.rank = rank
         self.kind = kind
         self.worker_traceback = worker_traceback
         self.is_shared = is_shared
-
-
-class WorkerDiedError(ParallelError, RuntimeError):
-    """Worker `rank` ended by itself; the others have been ended.
-
-    `exit_code` is that of its process, negative for a signal, as subprocess has it; `log` is the end of what it wrote.
-    """
-
-    def __init__(self, rank: int, doing: str, *, exit_code: int, ending: str, log: str) -> None:
-        written = log.rstrip().splitlines()[-MAX_LISTED + 1 :]
-        super().__init__(
-            f"worker {rank} ended with {ending} while {doing}",
-            details=("last lines of its output:", *written) if written else ("it wrote no output",),
-            hint="the kernel sends SIGKILL when memory runs out; see dmesg"
-            if "SIGKILL" in ending
-            else "all workers have been ended; call parallelize again",
-        )
-        self.rank = rank
         self.exit_code = exit_code
         self.log = log
 
@@ -547,47 +434,6 @@ class WorkerTimeoutError(ParallelError, TimeoutError):
         self.ranks = tuple(ranks)
         self.seconds = seconds
         self.stacks = stacks
-
-
-class WorkersDisagreeError(ParallelError, RuntimeError):
-    """Workers came to different answers where they have to have the same; `answers` says what each has, by rank."""
-
-    def __init__(self, doing: str, answers: Sequence[str]) -> None:
-        super().__init__(
-            f"the workers disagree after {doing}",
-            details=[f"worker {rank}: {answer:.300}" for rank, answer in enumerate(answers)],
-            hint="something in the model or its arguments differs between processes: time, the order of a set, "
-            "or random numbers",
-        )
-        self.answers = tuple(answers)
-
-
-class WorkersEndedError(ParallelError, RuntimeError):
-    """The workers of a model are gone, and `reason` says since when."""
-
-    def __init__(self, reason: str) -> None:
-        super().__init__(f"the workers have ended: {reason}", hint="deparallelize the model, and parallelize it again")
-        self.reason = reason
-
-
-class DeviceNotPresentError(LoadError, RuntimeError):
-    """A device map, a plan's for example, names a device that torch cannot use on this machine.
-
-    Attributes:
-        device: As the map names it.
-        modules: What the map places there.
-    """
-
-    def __init__(self, device: str, modules: Sequence[str], reason: str) -> None:
-        name = f"accelerator {device}" if device.isdigit() else device
-        super().__init__(
-            f"{counted(len(modules), 'module')} of the device map cannot go to {name}: torch cannot use it, {reason}",
-            details=[module or "the whole model" for module in modules],
-            hint="plan for the devices of this machine (bigload plan -m auto; bigload.plan(..., 'auto') in Python), "
-            "or run on the machine that the plan is for",
-        )
-        self.device = device
-        self.modules = tuple(modules)
 
 
 class UnsupportedDTypeError(LoadError, TypeError):
@@ -627,18 +473,6 @@ class NotEnoughMemoryError(LoadError, MemoryError):
         self.available_bytes = available_bytes
 
 
-class QuantisedParameterError(LoadError, TypeError):
-    """Values cannot be put into a parameter of class `kind`, which packs them itself when it is moved."""
-
-    def __init__(self, name: str, kind: str) -> None:
-        super().__init__(
-            f"cannot set the values of {name}: it is a {kind}, whose values bitsandbytes packs on an accelerator",
-            hint="let the library that quantised the model load its weights (from_pretrained of transformers does)",
-        )
-        self.name = name
-        self.kind = kind
-
-
 class StateDictMismatchError(LoadError, ValueError):
     """The tensors of a checkpoint and the parameters and buffers of a module do not correspond."""
 
@@ -646,9 +480,9 @@ class StateDictMismatchError(LoadError, ValueError):
         self,
         module: str,
         *,
-        missing: Sequence[str],
-        unexpected: Sequence[str],
-        misshapen: Sequence[str],
+        missing: Sequence[str] = (),
+        unexpected: Sequence[str] = (),
+        misshapen: Sequence[str] = (),
         hint: str = "strict=False loads what does match; nothing was assigned",
     ) -> None:
         super().__init__(
@@ -669,134 +503,34 @@ class StateDictMismatchError(LoadError, ValueError):
         self.unexpected = tuple(unexpected)
         self.misshapen = tuple(misshapen)
 
-
-class NoOffloadFolderError(LoadError, ValueError):
-    """Weights of `modules` are to be on disk, and nothing says where."""
-
-    def __init__(self, argument: str, modules: Sequence[str], *, reason: str) -> None:
-        super().__init__(
-            f"the device map has modules on disk, and no {argument} is given: {reason}",
-            details=[name or "(the whole model)" for name in modules],
-            hint=f"give a folder with room for their weights as {argument}; nothing was loaded or moved",
+    @classmethod
+    def of_shape(cls, name: str, *, expected: Sequence[int], found: Sequence[int]) -> Self:
+        """Return the error for the offloaded weight `name`, whose values have another shape than it has."""
+        return cls(
+            "the model",
+            misshapen=[f"{name} has the shape {list(expected)} in the model; its values have {list(found)}"],
+            hint="offloaded weights keep their shape: change the model (as by resize_token_embeddings) before dispatch",
         )
-        self.modules = tuple(modules)
 
 
 class DispatchedModelError(LoadError, RuntimeError):
-    """A model cannot be moved, or cast, by `method`: the values of `parameters` are elsewhere between forwards."""
+    """Hooks bring the weights of a model for each forward, which excludes what was asked for.
 
-    def __init__(
-        self, model: str, method: str, parameters: Sequence[str], *, verb: Literal["move", "cast"] = "move"
-    ) -> None:
-        hints = {
-            "move": "dispatch it anew with another device map, or take bigload.get_state_dict_offloaded_model(model)",
-            "cast": "cast it before it is dispatched, or load it with bigload.load_checkpoint_and_dispatch(dtype=...)",
-        }
-        super().__init__(
-            f"You can't {verb} a model that has some modules offloaded to cpu or disk: {model}.{method}() would have "
-            f"nothing to {verb} of {counted(len(parameters), 'parameter')}, which hooks bring in for each forward",
-            details=parameters,
-            hint=hints[verb],
-        )
-        self.parameters = tuple(parameters)
+    Such a model cannot be moved, cast, edited, trained or dispatched again. `names` are the weights or modules
+    concerned.
+    """
 
-
-class OffloadedEditError(LoadError, RuntimeError):
-    """Values for `parameters`, which are offloaded, would be lost: `by` changes placeholders, which hold none."""
-
-    def __init__(self, parameters: Sequence[str], *, by: str) -> None:
-        super().__init__(
-            f"{by} would change {counted(len(parameters), 'weight')} that hooks bring in for each forward, and the new "
-            "values would be lost: between forwards only a placeholder without memory is in the module",
-            details=parameters,
-            hint="remove the hooks with bigload.remove_hook_from_submodules(model), change the model and dispatch it "
-            "again; or give weights memory of their own with load_state_dict(..., assign=True)",
-        )
-        self.parameters = tuple(parameters)
-
-
-class CompiledModuleError(LoadError, ValueError):
-    """A model to be dispatched has `modules` that `torch.jit` has compiled: no hook can replace their weights."""
-
-    def __init__(self, model: str, modules: Sequence[str]) -> None:
-        super().__init__(
-            f"{model} cannot be dispatched: torch.jit compiled {counted(len(modules), 'module')} of it, and no hook "
-            "can replace the weights in there",
-            details=modules,
-            hint="dispatch the model with the plain modules in it; torch.compile works with hooks, torch.jit does not",
-        )
-        self.modules = tuple(modules)
-
-
-class AlreadyDispatchedError(LoadError, RuntimeError):
-    """A model is to be dispatched for a while, but modules of it, `hooked`, have hooks."""
-
-    def __init__(self, model: str, hooked: Sequence[str]) -> None:
-        super().__init__(
-            f"{model} has hooks already, on {counted(len(hooked), 'module')}: it is dispatched, or offloaded",
-            details=[name or "(the model itself)" for name in hooked],
-            hint="leave the `with` statement that dispatched it, or call bigload.remove_hook_from_submodules(model)",
-        )
-        self.hooked = tuple(hooked)
-
-
-class AbsentWeightError(LoadError, NotImplementedError):
-    """`operation` needs values of the weights `names`, which are not in memory at that moment."""
-
-    def __init__(self, names: Sequence[str], operation: str, *, reason: str, hint: str) -> None:
-        super().__init__(f"cannot compute {operation} with {', '.join(abridged(names))}, which {reason}", hint=hint)
+    def __init__(self, message: str, names: Sequence[str], *, hint: str) -> None:
+        super().__init__(message, details=[name or "(the model itself)" for name in names], hint=hint)
         self.names = tuple(names)
-        self.operation = operation
 
 
-class ChangedShapeError(LoadError, ValueError):
-    """The values of the weight `name` have the shape `found`, and the module wants `expected`."""
+class AbsentWeightError(LoadError, NotImplementedError, ValueError):
+    """Values are needed that are not in memory: of the weights `names`, or of another tensor on the meta device."""
 
-    def __init__(self, name: str, *, expected: Sequence[int], found: Sequence[int]) -> None:
-        super().__init__(
-            f"{name} has the shape {list(expected)} in the model; its values have {list(found)}",
-            hint="offloaded weights keep their shape: change the model (as by resize_token_embeddings) before dispatch",
-        )
-        self.name = name
-
-
-class MetaTensorError(LoadError, NotImplementedError):
-    """A tensor without values was to be sent to `device`, for `module` if that is known."""
-
-    def __init__(self, device: str, module: str | None = None) -> None:
-        what = "an argument or output" if module is None else f"an argument or output of {module}"
-        super().__init__(
-            f"{what} is on the meta device, where it has no values, and cannot be sent to {device}",
-            hint="code such as x.to(child.weight.device) sends x to the meta device while that child is offloaded: "
-            "keep the child on a device by the device map",
-        )
-        self.device = device
-        self.module = module
-
-
-class MissingWeightsError(LoadError, ValueError):
-    """Tensors of a model, `missing`, are on the meta device, and nothing would bring their values when it runs."""
-
-    def __init__(self, model: str, missing: Sequence[str], *, hint: str) -> None:
-        super().__init__(
-            f"{model} cannot run: no hook gives values to {counted(len(missing), 'tensor')} on the meta device",
-            details=missing,
-            hint=hint,
-        )
-        self.missing = tuple(missing)
-
-
-class OffloadedTrainingError(LoadError, RuntimeError):
-    """A gradient reached the weight `name`, which is offloaded and wants gradients."""
-
-    def __init__(self, name: str) -> None:
-        super().__init__(
-            f"a gradient has reached {name}, which is offloaded: it is there only while its module runs, and neither a "
-            "gradient of it nor what an optimizer made of it would be kept",
-            hint="freeze what is offloaded, with model.requires_grad_(False), and train adapters beside it; or keep "
-            "what is to be trained on a device, by the device map",
-        )
-        self.name = name
+    def __init__(self, message: str, names: Sequence[str] = (), *, details: Sequence[str] = (), hint: str) -> None:
+        super().__init__(message, details=details, hint=hint)
+        self.names = tuple(names)
 
 
 class MissingPackageError(BigloadError, ImportError):
@@ -807,9 +541,31 @@ class MissingPackageError(BigloadError, ImportError):
         self.package = package
 
 
+_RENAMED = {
+    **{f"{kind}OptionError": OptionError for kind in ("Bench", "Load", "Parallel", "Plan", "Process", "Reshard")},
+    "AlreadyDispatchedError": DispatchedModelError,
+    "BudgetError": OptionError,
+    "ChangedShapeError": StateDictMismatchError,
+    "IncompleteDeviceMapError": DeviceMapError,
+    "InvalidManifestError": DamagedOutputError,
+    "MainProcessFailedError": RankError,
+    "MetaTensorError": AbsentWeightError,
+    "MissingWeightsError": AbsentWeightError,
+    "NoOffloadFolderError": OptionError,
+    "NotOffloadableError": OptionError,
+    "OffloadedTrainingError": DispatchedModelError,
+    "ParallelCopyError": ModelNotSendableError,
+    "QuantisedParameterError": LoadError,
+    "VerificationError": DamagedOutputError,
+    "WorkerDiedError": WorkerError,
+    "WorkersDisagreeError": WorkerError,
+    "WorkersEndedError": WorkerError,
+}
+"""Classes by former names, which programs may catch."""
+
+
 def __getattr__(name: str) -> type[BigloadError]:
-    """Return the class of an error of version 0.1, which programs may catch."""
-    if name not in {f"{kind}OptionError" for kind in ("Bench", "Load", "Parallel", "Plan", "Process", "Reshard")}:
+    if name not in _RENAMED:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    warnings.warn(f"{name} is now OptionError", DeprecationWarning, stacklevel=2)
-    return OptionError
+    warnings.warn(f"{name} is now {_RENAMED[name].__name__}", DeprecationWarning, stacklevel=2)
+    return _RENAMED[name]

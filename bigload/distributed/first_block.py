@@ -24,7 +24,7 @@ from bigload.distributed.liveness import (
     store_errors,
     timed_out,
 )
-from bigload.errors import MainProcessFailedError, ProcessControlError, RankError
+from bigload.errors import ProcessControlError, RankError
 
 _EXIT_SECONDS = 1.0
 """How long after its connections are closed a process that was killed is surely gone."""
@@ -101,7 +101,7 @@ class FirstBlock:
         """Wait until the first process is done, without a limit once it has begun.
 
         Raises:
-            MainProcessFailedError: its block raised, or it has ended.
+            RankError: its block raised, or it has ended.
             RankError: it has not come within the timeout of the process group.
         """
         try:
@@ -113,7 +113,7 @@ class FirstBlock:
             raise
         if status["failed"] is not None:
             rank = status["first"]["rank"]
-            raise MainProcessFailedError(rank, status["failed"], function=self.function, traceback=status["traceback"])
+            raise RankError(rank, status["failed"], function=self.function, traceback=status["traceback"])
 
     def _result(self) -> _Status:
         for poll in polls():
@@ -141,8 +141,8 @@ class FirstBlock:
         if waited_seconds > group_timeout_seconds():
             raise timed_out(rank, f"has not come to {self.function}", waited_seconds)
 
-    def _ended(self, rank: int) -> MainProcessFailedError:
-        return MainProcessFailedError(rank, "it has ended, or was killed", function=self.function)
+    def _ended(self, rank: int) -> RankError:
+        return RankError(rank, "it has ended, or was killed", function=self.function)
 
     def wait_for_others(self, limit_seconds: float | None = None) -> None:
         """Wait until all others have read the result, by default at most for the timeout of the process group.

@@ -41,7 +41,7 @@ def main_process_first() -> Iterator[None]:
     Ctrl-C and `sys.exit` included, the others raise an error instead of running theirs.
 
     Raises:
-        MainProcessFailedError: (in the others) the block raised in process 0, or that process is gone.
+        RankError: (in the others) the block raised in process 0, or that process is gone.
         RankError: another process has ended, or has not come within the timeout of the process group.
         ProcessControlError: there are several processes and no process group.
     """
@@ -56,7 +56,7 @@ def local_main_process_first() -> Iterator[None]:
     Otherwise as `main_process_first`; a failure on one host does not reach the others.
 
     Raises:
-        MainProcessFailedError: (in the others of the host) the block raised in its process 0, or that process is gone.
+        RankError: (in the others of the host) the block raised in its process 0, or that process is gone.
         RankError: another process has ended, or has not come within the timeout of the process group.
         ProcessControlError: there are several processes and no process group.
     """

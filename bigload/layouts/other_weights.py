@@ -15,7 +15,7 @@ from pathlib import Path
 from bigload.checkpoint.formats.registry import LegacyFileError, read_shard_header, weight_suffixes
 from bigload.checkpoint.index import resolve_shard
 from bigload.checkpoint.model import Checkpoint
-from bigload.errors import InvalidCheckpointError, OtherWeightsError
+from bigload.errors import InvalidCheckpointError, OptionError
 from bigload.units import counted, format_size
 
 FOREIGN_SUFFIXES = frozenset({".h5", ".msgpack", ".onnx", ".gguf", ".npz", ".dat", ".ot", ".tflite"})
@@ -74,7 +74,7 @@ def other_weights(checkpoint: Checkpoint, *, taken: Collection[str]) -> OtherWei
         taken: First parts of paths that the output has for itself.
 
     Raises:
-        OtherWeightsError: files that are no copies cannot be copied: too large, links that leave the folder or lead
+        OptionError: files that are no copies cannot be copied: too large, links that leave the folder or lead
             nowhere, or the output has a file of that name.
     """
     if Path(checkpoint.path).is_file():
@@ -106,7 +106,12 @@ def other_weights(checkpoint: Checkpoint, *, taken: Collection[str]) -> OtherWei
             f"{name} has {format_size(size)}, expected {limit} at most in all" for name, size in carried.items()
         ]
     if problems:
-        raise OtherWeightsError(checkpoint.root, problems, named=checkpoint.index_file or checkpoint.shards[0].file)
+        named = checkpoint.root / (checkpoint.index_file or checkpoint.shards[0].file)
+        raise OptionError(
+            f"{checkpoint.root} has weight files beside the checkpoint that cannot be carried along",
+            details=problems,
+            hint=f"to write the checkpoint without them, name it instead of its folder: {named}",
+        )
     return OtherWeights(carried=tuple(carried), left=left)
 
 

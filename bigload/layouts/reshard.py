@@ -118,7 +118,7 @@ def reshard(
         OptionError: the options contradict each other, or do not suit the source.
         OutputExistsError: `out` is not empty, or an interrupted run left work there.
         NotEnoughSpaceError, WriteError: the disk is too small, or refuses.
-        VerificationError: what was read back differs from the source.
+        DamagedOutputError: what was read back differs from the source.
         CheckpointError, ReadError: the source cannot be opened, read, or changed meanwhile.
         RankError: another process of the team failed.
     """

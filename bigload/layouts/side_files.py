@@ -88,7 +88,7 @@ def side_files(checkpoint: Checkpoint, output: Output, *, dtype: DType | None) -
 
     Raises:
         ReadError: a file is not readable. They are copied last, so this is checked first.
-        OtherWeightsError: weights of other parts cannot be copied.
+        OptionError: weights of other parts cannot be copied.
     """
     taken = _taken(output)
     weights = other_weights(checkpoint, taken=taken)

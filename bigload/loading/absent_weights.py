@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from bigload.errors import AbsentWeightError
+from bigload.errors import AbsentWeightError, abridged
 
 _META = torch.device("meta")
 _OF_FORM = frozenset(
@@ -142,7 +142,8 @@ def _dispatched(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> An
     moves = operation in _OF_VALUES_ELSEWHERE and device is not None and torch.device(device) != _META
     if moves or not (operation in _OF_FORM or func.is_view):
         names = tuple(dict.fromkeys(absence.name for absence in found))
-        raise AbsentWeightError(names, operation, reason=found[0].reason, hint=found[0].hint)
+        message = f"cannot compute {operation} with {', '.join(abridged(names))}, which {found[0].reason}"
+        raise AbsentWeightError(message, names, hint=found[0].hint)
     return tree_map_only(Tensor, lambda each: absent(each, found[0]), func(*plain_args, **plain_kwargs))
 
 

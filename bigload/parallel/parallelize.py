@@ -127,7 +127,7 @@ def parallelize(
         PartitionError: the model does not divide among so many as `custom_policies` ask.
         ModelNotSendableError: workers could not make the model again: of classes in the script itself, for one.
         CheckpointError, LoadError: the checkpoint is not there, not sound, or not of this model.
-        WorkerError, WorkerDiedError, WorkerTimeoutError: a worker failed while it started, and all have been ended.
+        WorkerError, WorkerTimeoutError: a worker failed while it started, and all have been ended.
             Calls of the model raise them as well.
     """
     began = time.perf_counter()

@@ -53,7 +53,7 @@ def plan(
 
     Raises:
         DoesNotFitError: the policy found no placement that keeps every limit; the error says what is short where.
-        BudgetError: `max_memory` names an unknown device or a size that cannot be read.
+        OptionError: `max_memory` names an unknown device or a size that cannot be read.
         OptionError: a keyword has a value that cannot be, or contradicts another.
         NamesUnknownError: the names asked for are not known.
         CheckpointError: the checkpoint cannot be opened.

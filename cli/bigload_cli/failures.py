@@ -18,16 +18,13 @@ import typer
 
 from bigload.errors import (
     BigloadError,
-    BudgetError,
     CheckpointNotFoundError,
     DoesNotFitError,
     InvalidPlanError,
     ManifestNotFoundError,
     MissingPackageError,
     NamesUnknownError,
-    NotOffloadableError,
     OptionError,
-    OtherWeightsError,
     OutputExistsError,
     PartitionError,
     PlanNotFoundError,
@@ -41,7 +38,6 @@ from bigload_cli.output import say
 FAILED, BAD_USAGE, ANSWER_IS_NO, STALE_PLAN, INTERRUPTED, TERMINATED = 1, 2, 3, 4, 130, 143
 
 _CODES: tuple[tuple[type[BigloadError], int], ...] = (
-    (BudgetError, BAD_USAGE),
     (OptionError, BAD_USAGE),
     (MissingPackageError, BAD_USAGE),
     (NamesUnknownError, ANSWER_IS_NO),
@@ -51,8 +47,6 @@ _CODES: tuple[tuple[type[BigloadError], int], ...] = (
     (ManifestNotFoundError, BAD_USAGE),
     (OutputExistsError, BAD_USAGE),
     (PartitionError, BAD_USAGE),
-    (NotOffloadableError, BAD_USAGE),
-    (OtherWeightsError, BAD_USAGE),
     (DoesNotFitError, ANSWER_IS_NO),
     (StalePlanError, STALE_PLAN),
     (InvalidPlanError, STALE_PLAN),

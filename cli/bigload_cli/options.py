@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from bigload.errors import BudgetError
+from bigload.errors import OptionError
 from bigload.units import format_size, parse_size
 
 
@@ -91,16 +91,16 @@ def size_option(name: str, text: str, *, at_least: int = 1) -> int:
     """Return the bytes that the value of a size option stands for.
 
     Raises:
-        BudgetError: not a size, or one below `at_least` bytes.
+        OptionError: not a size, or one below `at_least` bytes.
     """
     try:
         size = parse_size(text)
     except ValueError as error:
-        raise BudgetError(f"{name} {error}") from None
+        raise OptionError(f"{name} {error}") from None
     if size <= 0 and at_least > 0:
-        raise BudgetError(f"{name} {text}: a size is more than 0 bytes")
+        raise OptionError(f"{name} {text}: a size is more than 0 bytes")
     if size < at_least:
-        raise BudgetError(f"{name} {text}: it takes {format_size(at_least)} or more")
+        raise OptionError(f"{name} {text}: it takes {format_size(at_least)} or more")
     return size
 
 

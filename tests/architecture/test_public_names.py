@@ -67,11 +67,14 @@ def test_every_public_error_is_a_bigload_error_and_every_error_is_public():
     assert all(issubclass(getattr(bigload, name), bigload.BigloadError) for name in defined)
 
 
-@pytest.mark.parametrize("name", ["LoadOptionError", "PlanOptionError"])
-def test_an_error_of_the_first_version_is_caught_by_its_old_name(name):
+@pytest.mark.parametrize(
+    ("name", "now"),
+    [("LoadOptionError", "OptionError"), ("BudgetError", "OptionError"), ("WorkerDiedError", "WorkerError")],
+)
+def test_an_error_of_the_first_version_is_caught_by_its_old_name(name, now):
     for module in (bigload, import_module("bigload.errors")):
-        with pytest.warns(DeprecationWarning, match=f"{name} is now OptionError"):
-            assert getattr(module, name) is bigload.OptionError
+        with pytest.warns(DeprecationWarning, match=f"{name} is now {now}"):
+            assert getattr(module, name) is getattr(bigload, now)
 
 
 def test_an_unknown_name_is_an_attribute_error_that_says_so():

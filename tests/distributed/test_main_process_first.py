@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import bigload
-from bigload.errors import MainProcessFailedError, ProcessControlError, RankError
+from bigload.errors import ProcessControlError
 from rank_processes import returned_by_all, run_launched
 
 TICK_SECONDS = 0.15
@@ -277,7 +277,7 @@ def test_blocks_may_be_nested(found):
 
 
 def check_others_are_told(ends, reason):
-    assert [end["kind"] for end in ends[1:]] == ["MainProcessFailedError"] * 3
+    assert [end["kind"] for end in ends[1:]] == ["RankError"] * 3
     assert [(end["rank"], end["reason"]) for end in ends[1:]] == [(0, reason)] * 3
 
 
@@ -304,7 +304,7 @@ def test_a_failure_in_an_inner_block_is_told_where_the_others_wait(found):
 
 def test_a_failure_on_one_host_does_not_reach_the_other(found):
     kinds = [end and (end["kind"], end["rank"]) for end in found["one_host_fails"]]
-    assert kinds == [None, None, ("ValueError", None), ("MainProcessFailedError", 2)]
+    assert kinds == [None, None, ("ValueError", None), ("RankError", 2)]
 
 
 def test_what_another_raises_is_its_own(found):
@@ -315,7 +315,7 @@ def test_to_wait_for_those_who_wait_is_an_error_and_not_a_deadlock(found):
     ends = found["main_would_wait_for_those_who_wait"]
     assert ends[0]["kind"] == "ProcessControlError"
     assert "would wait for ever" in ends[0]["text"]
-    assert {end["kind"] for end in ends[1:]} == {"MainProcessFailedError"}
+    assert {end["kind"] for end in ends[1:]} == {"RankError"}
 
 
 def test_a_trigger_of_one_is_seen_by_all_once(found):
@@ -465,7 +465,7 @@ def test_who_waits_for_a_first_that_is_killed_gets_an_error(tmp_path):
     ends = ends_of("main_dies_in_its_block", 3, tmp_path)
     assert [end.status for end in ends] == [-signal.SIGKILL, 0, 0]
     for end in ends[1:]:
-        assert (end.returned["kind"], end.returned["rank"]) == ("MainProcessFailedError", 0)
+        assert (end.returned["kind"], end.returned["rank"]) == ("RankError", 0)
         assert "was killed" in end.returned["reason"]
 
 
@@ -474,9 +474,9 @@ def test_who_waits_for_a_first_that_is_killed_gets_an_error(tmp_path):
 @pytest.mark.parametrize(
     ("function", "dying", "kind"),
     [
-        ("main_dies_in_its_block", 0, "MainProcessFailedError"),
-        ("main_dies_in_its_block_and_takes_the_store_along", 0, "MainProcessFailedError"),
-        ("main_dies_before_its_block", 0, "MainProcessFailedError"),
+        ("main_dies_in_its_block", 0, "RankError"),
+        ("main_dies_in_its_block_and_takes_the_store_along", 0, "RankError"),
+        ("main_dies_before_its_block", 0, "RankError"),
         ("another_dies_and_all_wait", 1, "RankError"),
     ],
 )
@@ -560,15 +560,6 @@ def test_several_processes_without_a_group_are_an_error_and_not_a_silent_pass(mo
         act()
 
 
-def test_errors_cross_processes():
-    import pickle
-
-    error = MainProcessFailedError(0, "ValueError: x", function="main_process_first", traceback=["line"])
-    again = pickle.loads(pickle.dumps(error))
-    assert isinstance(again, RankError)
-    assert (str(again), again.rank, again.function) == (str(error), 0, "main_process_first")
-
-
 # A process that ends before its first call has not said where it is.
 
 
@@ -617,4 +608,4 @@ def test_a_first_process_that_ended_before_its_first_call_is_missed(tmp_path):
     _, *others = run_launched(__file__, "first_ends_before_its_first_call", 3, tmp_path)
     for end in others:
         assert end.returned is not None, end.errors
-        assert (end.returned["kind"], end.returned["rank"]) == ("MainProcessFailedError", 0)
+        assert (end.returned["kind"], end.returned["rank"]) == ("RankError", 0)

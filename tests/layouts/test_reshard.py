@@ -16,13 +16,13 @@ from safetensors import safe_open
 
 import bigload
 from bigload.errors import (
+    DamagedOutputError,
     InvalidPlanError,
     NotEnoughSpaceError,
     OptionError,
     OutputExistsError,
     ReadError,
     StalePlanError,
-    VerificationError,
     WriteError,
 )
 from bigload.layouts import execution
@@ -319,7 +319,7 @@ def make_in_the_way(folder):
 @pytest.mark.parametrize("make", [make_large, make_link_out, make_broken_link, make_in_the_way])
 def test_weights_that_cannot_come_along_are_refused_and_named(tiny, out, make):
     make(tiny)
-    with nothing_left_of(out), pytest.raises(bigload.OtherWeightsError) as caught:
+    with nothing_left_of(out), pytest.raises(bigload.OptionError) as caught:
         reshard(planned(tiny), out)
     assert any(word in str(caught.value) for word in ("consolidated.00.pth", "2_Dense/model", "extra.safetensors"))
     assert str(tiny / INDEX) in caught.value.hint
@@ -742,7 +742,7 @@ def test_an_altered_byte_is_found_and_its_file_offset_and_tensor_are_named(tiny,
     monkeypatch.setattr(OutputFileWriter, way, spoil)
     monkeypatch.setattr(execution, "direct_write_alignment", lambda folder, *, rank=0: None)
     prepared = prepare_reshard(planned(tiny), out, ReshardOptions(threads=1))
-    with pytest.raises(VerificationError) as caught, nothing_left_of(out):
+    with pytest.raises(DamagedOutputError) as caught, nothing_left_of(out):
         run_reshard(prepared)
     first = prepared.output.files[0]
     assert caught.value.path == out.with_name("out.partial") / first.file
@@ -761,7 +761,7 @@ def test_an_altered_byte_of_a_small_file_is_found(tiny, out, monkeypatch, name):
         return record
 
     monkeypatch.setattr(execution, "write_file", write_spoilt)
-    with pytest.raises(VerificationError) as caught:
+    with pytest.raises(DamagedOutputError) as caught:
         reshard(planned(tiny), out)
     assert caught.value.path == out.with_name("out.partial") / name
     assert not out.exists()

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from bigload.devices import CPU, DISK, Device
-from bigload.errors import BudgetError, CheckpointNotFoundError, DoesNotFitError, InvalidPlanError, OptionError
+from bigload.errors import CheckpointNotFoundError, DoesNotFitError, InvalidPlanError, OptionError
 from bigload.planning.budget.budget import MemoryBudget
 from bigload.planning.module_table import folded_names
 from bigload.planning.plan import recount
@@ -84,7 +84,7 @@ def test_a_plan_for_no_checkpoint_is_refused(tmp_path):
 
 
 def test_a_plan_for_a_budget_that_makes_no_sense_is_refused():
-    with pytest.raises(BudgetError):
+    with pytest.raises(OptionError):
         plan(checkpoint_of(BLOCKS), {"cpu": "much"})
 
 

@@ -13,7 +13,6 @@ from torch.nn import functional
 import bigload
 from bigload import (
     AbsentWeightError,
-    MissingWeightsError,
     StateDictMismatchError,
     cpu_offload,
     disk_offload,
@@ -176,7 +175,7 @@ def test_dispatch_model_refuses_weights_that_nobody_has(tmp_path, where, force_h
     model = seeded(Net)
     model.head.to("meta")
     state_dict = dict(seeded(Net).body.state_dict(prefix="body."))
-    with pytest.raises((MissingWeightsError, bigload.NotOffloadableError), match=r"head\.weight"):
+    with pytest.raises(AbsentWeightError, match=r"head\.weight"):
         dispatch_model(model, MAPS[where], state_dict=state_dict, offload_dir=tmp_path, force_hooks=force_hooks)
     assert not hasattr(model, "_hf_hook")
 
@@ -189,24 +188,24 @@ def test_dispatch_model_takes_weights_from_an_index_and_refuses_one_that_lacks_s
     model = dispatch_model(empty(), {"": "disk"}, offload_index=index)
     assert torch.equal(model(X), seeded(Net)(X))
     del index["head.bias"]
-    with pytest.raises(MissingWeightsError) as caught:
+    with pytest.raises(AbsentWeightError) as caught:
         dispatch_model(empty(), {"": "disk"}, offload_index=index)
-    assert caught.value.missing == ("head.bias",)
+    assert caught.value.names == ("head.bias",)
 
 
 def test_cpu_offload_refuses_weights_that_nobody_has():
     state_dict = seeded(Net).state_dict()
     assert torch.equal(cpu_offload(empty(), "cpu", state_dict=dict(state_dict))(X), seeded(Net)(X))
     del state_dict["head.bias"]
-    with pytest.raises(MissingWeightsError) as caught:
+    with pytest.raises(AbsentWeightError) as caught:
         cpu_offload(empty(), "cpu", state_dict=state_dict)
-    assert caught.value.missing == ("head.bias",)
-    with pytest.raises(MissingWeightsError, match=r"body\.weight"):
+    assert caught.value.names == ("head.bias",)
+    with pytest.raises(AbsentWeightError, match=r"body\.weight"):
         cpu_offload(empty(), "cpu")
 
 
 def test_disk_offload_refuses_weights_that_nobody_has(tmp_path):
-    with pytest.raises(bigload.NotOffloadableError, match=r"body\.weight"):
+    with pytest.raises(AbsentWeightError, match=r"body\.weight"):
         disk_offload(empty(), tmp_path, "cpu")
 
 
@@ -227,9 +226,9 @@ def test_buffers_on_the_meta_device_that_no_checkpoint_holds_are_refused(tmp_pat
     folder = saved(tmp_path / "checkpoint", WithTable)
     model = load_checkpoint_and_dispatch(empty(WithTable), folder, where)
     assert torch.equal(model(X), seeded(WithTable)(X))
-    with pytest.raises(MissingWeightsError, match="table") as caught:
+    with pytest.raises(AbsentWeightError, match="table") as caught:
         load_checkpoint_and_dispatch(empty(WithTable, include_buffers=True), folder, where)
-    assert caught.value.missing == ("table",)
+    assert caught.value.names == ("table",)
     assert "init_empty_weights" in caught.value.hint
 
 
@@ -351,7 +350,7 @@ class SendsAnswersAway(Net):
 def test_inputs_sent_to_the_device_of_an_absent_weight_are_refused(kind, module, prefetch):
     model = cpu_offload(seeded(kind), "cpu", prefetch=prefetch)
     for _ in range(2):
-        with pytest.raises(bigload.MetaTensorError, match=module):
+        with pytest.raises(bigload.AbsentWeightError, match=module):
             model(X)
 
 
@@ -359,7 +358,7 @@ def test_inputs_sent_to_the_device_of_an_absent_weight_are_refused(kind, module,
 def test_an_offloaded_weight_of_another_shape_is_refused(prefetch):
     model = cpu_offload(seeded(Net), "cpu", prefetch=prefetch)
     model.head.weight = nn.Parameter(torch.empty(6, 4, device="meta"))
-    with pytest.raises(bigload.ChangedShapeError, match=r"head\.weight has the shape \[6, 4\].*\[4, 4\]"):
+    with pytest.raises(bigload.StateDictMismatchError, match=r"head\.weight has the shape \[6, 4\].*\[4, 4\]"):
         model(X)
 
 

@@ -28,7 +28,7 @@ from dataclasses import replace
 
 from bigload.checkpoint.model import Checkpoint
 from bigload.devices import DISK
-from bigload.errors import NotOffloadableError
+from bigload.errors import OptionError
 from bigload.layouts.choices import OffloadFormat
 from bigload.layouts.dat_format import DAT_INDEX, DAT_SUFFIX, EMPTY, entry_of, has_dat_form, index_text, name_problem
 from bigload.layouts.kinds.aliases import absent_names, names_of_one
@@ -46,14 +46,14 @@ def lay_out(request: LayoutRequest) -> Output:
     are several that follow each other. A `.dat` file is always one tensor.
 
     Raises:
-        NotOffloadableError: nothing is on disk; or tensors whose dtype or name a `.dat` file cannot have.
+        OptionError: nothing is on disk; or tensors whose dtype or name a `.dat` file cannot have.
         InvalidPlanError: a tensor has no device.
     """
     checkpoint, plan, options = request.checkpoint, request.plan, request.options
     tensors = [tensor for tensor in request.in_execution_order() if plan is None or _is_on_disk(tensor.name, plan)]
     if plan is not None and not tensors:
         hint = "make a plan with less memory, or give the checkpoint without a plan: then all of it is written"
-        raise NotOffloadableError("the plan keeps nothing on disk", hint=hint)
+        raise OptionError("cannot write an offload folder: the plan keeps nothing on disk", hint=hint)
     aliases = names_of_one(tensors)
     stored = [tensor for tensor in tensors if tensor.name not in aliases]
     aliases |= _absent(checkpoint, {tensor.name for tensor in tensors}, aliases)
@@ -118,9 +118,9 @@ def _file_name(module: str) -> str:
 def _as_dat(stored: Sequence[OutputTensor], aliases: Mapping[str, str]) -> Output:
     unfit = list(_unfit(stored, aliases))
     if unfit:
-        raise NotOffloadableError(
-            "accelerate's .dat files cannot hold these tensors",
-            tensors=unfit,
+        raise OptionError(
+            "cannot write an offload folder: accelerate's .dat files cannot hold these tensors",
+            details=unfit,
             hint="safetensors can: --offload-format safetensors",
         )
     forms = {tensor.name: entry_of(str(tensor.dtype.torch_name), tensor.shape) for tensor in stored}

@@ -23,7 +23,7 @@ from bigload.checkpoint.byte_source import PositionalReader
 from bigload.checkpoint.fingerprint import ShardFingerprint
 from bigload.checkpoint.index import resolve_shard
 from bigload.documents import parse_json
-from bigload.errors import InvalidManifestError, ManifestNotFoundError
+from bigload.errors import DamagedOutputError, ManifestNotFoundError
 from bigload.units import MAX_SIZE, MIB
 
 MANIFEST_FILE = "bigload-manifest.json"
@@ -132,7 +132,7 @@ def read_manifest(folder: str | Path) -> Manifest:
 
     Raises:
         ManifestNotFoundError: no such folder, none that a reshard finished, or only a part of one; the hint says which.
-        InvalidManifestError: the manifest is not one, has another major version, or names what lies elsewhere.
+        DamagedOutputError: the manifest is not one, has another major version, or names what lies elsewhere.
         ReadError: it cannot be read.
     """
     root = Path(folder)
@@ -140,7 +140,7 @@ def read_manifest(folder: str | Path) -> Manifest:
     with PositionalReader(place) as reader:
         num_bytes = os.fstat(reader.descriptor).st_size
         if num_bytes > MAX_MANIFEST_BYTES:
-            raise InvalidManifestError(place, f"{num_bytes} bytes, expected {MAX_MANIFEST_BYTES} at most")
+            raise _unusable(place, f"{num_bytes} bytes, expected {MAX_MANIFEST_BYTES} at most")
         content = bytearray(num_bytes)
         reader.read_into([memoryview(content)], 0)
     return manifest_from_json(content.decode(errors=_PATHS), source=str(root / MANIFEST_FILE))
@@ -150,7 +150,7 @@ def manifest_from_json(text: str, *, source: str = "the manifest") -> Manifest:
     """Return the manifest that `text` describes; `source` names it in errors.
 
     Raises:
-        InvalidManifestError: see `read_manifest`.
+        DamagedOutputError: see `read_manifest`.
     """
     try:
         document = parse_json(text)
@@ -159,9 +159,14 @@ def manifest_from_json(text: str, *, source: str = "the manifest") -> Manifest:
         _check_schema(document.get("schema"))
         return _manifest(document)
     except KeyError as error:
-        raise InvalidManifestError(source, f"it has no {error}") from None
+        raise _unusable(source, f"it has no {error}") from None
     except (TypeError, ValueError) as error:
-        raise InvalidManifestError(source, str(error)) from None
+        raise _unusable(source, str(error)) from None
+
+
+def _unusable(path: Path | str, reason: str) -> DamagedOutputError:
+    hint = "it is damaged or of a later version of bigload; the folder cannot be verified without it"
+    return DamagedOutputError(path, f"{path} is not a usable manifest: {reason}", hint=hint)
 
 
 def _manifest_of(root: Path) -> Path:
@@ -185,7 +190,7 @@ def _manifest_of(root: Path) -> Path:
         raise ManifestNotFoundError(root, f"no {MANIFEST_FILE} in it", hint=hint)
     place = resolve_shard(root, MANIFEST_FILE)
     if isinstance(place, str):
-        raise InvalidManifestError(root / MANIFEST_FILE, f"it {place}")
+        raise _unusable(root / MANIFEST_FILE, f"it {place}")
     return place
 
 

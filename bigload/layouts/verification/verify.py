@@ -35,7 +35,7 @@ from bigload.loading.strategy.settings import MAX_THREADS
 from bigload.machine.inflight_pool import BlockPool
 from bigload.machine.sparse_files import data_extents
 from bigload.machine.thread_pool import run_jobs
-from bigload.units import MIB
+from bigload.units import MIB, counted
 
 BLOCK_BYTES = 2 * MIB
 DEFAULT_THREADS = 4
@@ -112,7 +112,13 @@ class VerifyReport:
             DamagedOutputError: with all problems.
         """
         if self.problems:
-            raise DamagedOutputError(self.folder, self.problems)
+            files = counted(len({problem.file for problem in self.problems}), "file")
+            raise DamagedOutputError(
+                self.folder,
+                f"{self.folder} is not what was written: {counted(len(self.problems), 'problem')} in {files}",
+                problems=self.problems,
+                hint="fetch the named files again, or reshard again from the source",
+            )
 
 
 def verify(
@@ -134,7 +140,7 @@ def verify(
 
     Raises:
         ManifestNotFoundError: not a folder that a reshard finished.
-        InvalidManifestError: its manifest is not one.
+        DamagedOutputError: its manifest is not one.
         OptionError: `level` or `threads` is invalid.
         ReadError: the manifest cannot be read.
     """

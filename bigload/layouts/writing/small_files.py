@@ -9,7 +9,7 @@ from pathlib import Path
 
 import xxhash
 
-from bigload.errors import ReadError, VerificationError
+from bigload.errors import DamagedOutputError, ReadError
 from bigload.layouts.verification.manifest import FileRecord
 from bigload.layouts.writing.output_file_writer import write_errors
 from bigload.units import MIB
@@ -43,7 +43,7 @@ def check_file(path: Path, record: FileRecord) -> None:
     """Read a file back, from the disk where the system allows it, and compare it with what was written.
 
     Raises:
-        VerificationError: it differs.
+        DamagedOutputError: it differs.
         ReadError: the file cannot be read.
     """
     digest, num_bytes = xxhash.xxh3_128(), 0
@@ -57,4 +57,4 @@ def check_file(path: Path, record: FileRecord) -> None:
     except OSError as error:
         raise ReadError(path, error.strerror or str(error)) from error
     if (num_bytes, digest.hexdigest()) != (record.num_bytes, record.digest):
-        raise VerificationError(path)
+        raise DamagedOutputError.while_writing(path)

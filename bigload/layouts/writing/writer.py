@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from itertools import groupby, zip_longest
 from pathlib import Path
 
-from bigload.errors import BigloadError, VerificationError
+from bigload.errors import BigloadError, DamagedOutputError
 from bigload.layouts.choices import Verify
 from bigload.layouts.options import ReshardOptions
 from bigload.layouts.output import OutputFile
@@ -104,7 +104,7 @@ class Writer:
         Raises:
             WriteError: the system refused a write (disk full, quota, I/O error).
             ReadError: a source could not be read to the end.
-            VerificationError: a byte that was read back is not the one that was written.
+            DamagedOutputError: a byte that was read back is not the one that was written.
         """
         records: dict[str, FileRecord] = {}
         try:
@@ -277,13 +277,13 @@ class _FileInProgress:
                 self._note(self.windows[self._num_in_order - 1].stop)
         self.sink.close()
 
-    def verification_error(self, offset: int) -> VerificationError:
+    def verification_error(self, offset: int) -> DamagedOutputError:
         """Return the error for a difference at byte `offset`."""
         holder = None
         for tensor, start in zip(self.output.tensors, self.output.starts(), strict=True):
             if start <= offset < start + tensor.num_bytes:
                 holder = tensor.name
-        return VerificationError(self.sink.path, offset=offset, tensor=holder)
+        return DamagedOutputError.while_writing(self.sink.path, offset=offset, tensor=holder)
 
     def _count(self, num_bytes: int) -> None:
         if num_bytes:

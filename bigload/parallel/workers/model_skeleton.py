@@ -75,7 +75,8 @@ def make_skeleton(model: nn.Module) -> tuple[Skeleton, list[torch.Tensor]]:
         raise
     except Exception as error:  # whatever the classes of the model raise
         raise ModelNotSendableError(
-            _culprit(model), f"it cannot be pickled ({str(error) or type(error).__name__})", hint=_PICKLE_HINT
+            f"workers cannot get {_culprit(model)}: it cannot be pickled ({str(error) or type(error).__name__})",
+            hint=_PICKLE_HINT,
         ) from error
     return Skeleton(message=message, weights=tuple(form for form, _ in weights)), [tensor for _, tensor in weights]
 
@@ -98,8 +99,8 @@ def refuse_main(value: object, where: str) -> None:
     if getattr(value, "__module__", None) == "__main__" and isinstance(value, type | FunctionType):
         is_at_the_top = "<" not in value.__qualname__  # <locals> and <lambda>
         raise ModelNotSendableError(
-            where,
-            f"{value.__qualname__} is defined in the script or notebook that runs, which workers do not run again",
+            f"workers cannot get {where}: {value.__qualname__} is defined in the script or notebook that runs, which "
+            "workers do not run again",
             hint="put it into a file of its own, net.py for one, and import it from there"
             + (f": from net import {value.__qualname__.partition('.')[0]}" if is_at_the_top else _TO_THE_TOP),
         )

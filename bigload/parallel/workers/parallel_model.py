@@ -11,7 +11,7 @@ from typing import Any, NoReturn, SupportsIndex
 
 from torch import nn
 
-from bigload.errors import ModelNotSendableError, ParallelCopyError, WorkersDisagreeError
+from bigload.errors import ModelNotSendableError, WorkerError
 from bigload.parallel.workers.call_settings import current_settings
 from bigload.parallel.workers.messages import Message, pack, unpack
 from bigload.parallel.workers.model_skeleton import refuse_main
@@ -86,7 +86,7 @@ class ParallelModel:
         """Restore the methods of the model, and end the workers. Calling it again does nothing.
 
         Raises:
-            WorkerDiedError: one of them ended by itself since the last call. The model is restored all the same.
+            WorkerError: one of them ended by itself since the last call. The model is restored all the same.
         """
         for name, value in self._before.items():
             if value is _ABSENT:
@@ -138,7 +138,7 @@ class ParallelModel:
         return moved
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
-        raise ParallelCopyError  # a copy would have no workers, or the same ones
+        raise _not_copied()
 
     def _run(self, method: str, args: tuple[object, ...], kwargs: Mapping[str, object]) -> object:
         with self._lock:  # calls draw random numbers one after the other
@@ -153,7 +153,13 @@ class ParallelModel:
             answers = self._pool.ask(pack(call), f"running {method}", timeout=self._timeout)
             first, *others = (answer for answer in answers if isinstance(answer, CallResult))
             if any(other.summary != first.summary for other in others):
-                raise WorkersDisagreeError(f"running {method}", [first.summary, *(each.summary for each in others)])
+                raise WorkerError(
+                    f"the workers disagree after running {method}",
+                    reason="disagreed",
+                    details=[f"worker {rank}: {each.summary:.300}" for rank, each in enumerate((first, *others))],
+                    hint="something in the model or its arguments differs between processes: time, the order of a set, "
+                    "or random numbers",
+                )
             set_random_states(first.random_states)
             assert first.value is not None
             return unpack(first.value, persistent_load=self._handles.handle)
@@ -172,7 +178,14 @@ class _RemoteMethod:
         return self._run(args, kwargs)
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
-        raise ParallelCopyError  # a copy would have no workers, or the same ones
+        raise _not_copied()
+
+
+def _not_copied() -> ModelNotSendableError:  # a copy would have no workers, or the same ones
+    return ModelNotSendableError(
+        "a model that runs in workers can be neither copied nor pickled",
+        hint="call its deparallelize() before, or take its state_dict()",
+    )
 
 
 def _packed(arguments: object, method: str, handles: CacheHandles) -> Message:
@@ -186,7 +199,6 @@ def _packed(arguments: object, method: str, handles: CacheHandles) -> Message:
         raise
     except Exception as error:  # whatever the classes of the arguments raise
         raise ModelNotSendableError(
-            f"an argument of {method}",
-            f"it cannot be pickled ({str(error) or type(error).__name__})",
+            f"workers cannot get an argument of {method}: it cannot be pickled ({str(error) or type(error).__name__})",
             hint="workers are other processes: streamers, open files, lambdas and locks cannot go there",
         ) from error

@@ -21,7 +21,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from multiprocessing.connection import wait
 
-from bigload.errors import BigloadError, WorkerError, WorkersEndedError, WorkerTimeoutError
+from bigload.errors import MAX_LISTED, BigloadError, WorkerError, WorkerTimeoutError
 from bigload.parallel.workers.messages import Message, pack, receive, send, unpack
 from bigload.parallel.workers.requests import Stop, WorkerFailure
 from bigload.parallel.workers.worker_process import WorkerProcess
@@ -94,25 +94,22 @@ class WorkerPool:
             timeout: Seconds until all answers are there; `None` is unlimited.
 
         Raises:
-            WorkerError: one of them raised. Where all raised the same, the pool stays as it is.
-            WorkerDiedError: one of them ended by itself.
+            WorkerError: one of them raised or ended, or they were ended before. Where all raised the same, the pool
+                stays as it is.
             WorkerTimeoutError: an answer is late, also by comparison with the first one.
-            WorkersEndedError: they were ended before.
         """
         if os.getpid() != self._owner:  # before the lock, which a thread may have held when this process was forked
-            raise WorkersEndedError("this process was forked from the one that they belong to")
+            raise _ended("this process was forked from the one that they belong to")
         with self._lock:
             if self._reason is not None:
-                raise WorkersEndedError(self._reason)
+                raise _ended(self._reason)
             try:
                 answers = _Exchange(self._workers, doing, timeout).run(request)
                 _raise_failures(answers, doing)
-            except WorkerError as error:
-                if not error.is_shared:
-                    self._end(error.message)
-                raise
             except BaseException as error:  # an interrupt too: workers are at different points of the work
-                self._end(error.message if isinstance(error, BigloadError) else f"{type(error).__name__} while {doing}")
+                if not (isinstance(error, WorkerError) and error.is_shared):
+                    text = error.message if isinstance(error, BigloadError) else f"{type(error).__name__} while {doing}"
+                    self._end(text)
                 raise
             return answers
 
@@ -120,7 +117,7 @@ class WorkerPool:
         """Ask the workers to stop, and kill those that do not.
 
         Raises:
-            WorkerDiedError: one of them ended in another way than by stopping.
+            WorkerError: one of them ended in another way than by stopping.
         """
         if os.getpid() != self._owner:
             return
@@ -161,7 +158,7 @@ class _Exchange:
         """Return the answers of all, among them the failures of some.
 
         Raises:
-            WorkerDiedError, WorkerTimeoutError: see `WorkerPool.ask`.
+            WorkerError, WorkerTimeoutError: see `WorkerPool.ask`.
         """
         for worker in self._workers:
             self._transfer(worker, request)
@@ -219,9 +216,22 @@ def _raise_failures(answers: Sequence[object], doing: str) -> None:
     if failures:
         rank, first = next(iter(failures.items()))
         is_shared = len(failures) == len(answers) and len({(each.kind, each.text) for each in failures.values()}) == 1
+        hint = None if is_shared else "other workers did not raise it, so all have been ended; call parallelize again"
         raise WorkerError(
-            rank, doing, kind=first.kind, text=first.text, worker_traceback=first.traceback, is_shared=is_shared
+            f"worker {rank} raised {first.kind} while {doing}: {first.text}",
+            reason="raised",
+            rank=rank,
+            kind=first.kind,
+            worker_traceback=first.traceback,
+            is_shared=is_shared,
+            details=("traceback of the worker:", *first.traceback.rstrip().splitlines()[-MAX_LISTED + 1 :]),
+            hint=hint,
         )
+
+
+def _ended(reason: str) -> WorkerError:
+    hint = "deparallelize the model, and parallelize it again"
+    return WorkerError(f"the workers have ended: {reason}", reason="ended", hint=hint)
 
 
 def _stop(workers: Sequence[WorkerProcess]) -> WorkerProcess | None:

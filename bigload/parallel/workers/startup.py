@@ -45,7 +45,7 @@ def start_workers(
         timeout_seconds: The longest start.
 
     Raises:
-        WorkerError, WorkerDiedError, WorkerTimeoutError: a worker failed.
+        WorkerError, WorkerTimeoutError: a worker failed.
     """
     num_threads = max(1, torch.get_num_threads() // num_workers)
     with memory_file("bigload-store") as store, memory_file("bigload-weights") as memory, ExitStack() as undo:

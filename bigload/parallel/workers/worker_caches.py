@@ -55,8 +55,7 @@ class CacheHandles:
             return None
         if value._owner is not self:
             raise ModelNotSendableError(
-                "a cache that others keep",
-                "it is of another parallelized model, or of earlier workers",
+                "workers cannot get a cache that others keep: it is of another parallelized model or earlier workers",
                 hint="start with no cache",
             )
         return value.number

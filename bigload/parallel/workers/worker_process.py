@@ -19,7 +19,7 @@ from multiprocessing.spawn import get_executable
 from queue import SimpleQueue
 from typing import TypeVar
 
-from bigload.errors import ParallelError, WorkerDiedError
+from bigload.errors import MAX_LISTED, ParallelError, WorkerError
 
 _BOOT = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
@@ -95,12 +95,24 @@ class WorkerProcess:
             after = size
         return "\n".join(self.log(since=before).splitlines()[:_STACK_LINES])
 
-    def death(self, doing: str) -> WorkerDiedError:
+    def death(self, doing: str) -> WorkerError:
         """Return the error of its end; it has closed its connection."""
         self.wait(_EXIT_SECONDS)
         self.kill()
         code = self._process.wait()
-        return WorkerDiedError(self.rank, doing, exit_code=code, ending=_ending(code), log=self.log())
+        log = self.log()
+        written = log.rstrip().splitlines()[-MAX_LISTED + 1 :]
+        return WorkerError(
+            f"worker {self.rank} ended with {_ending(code)} while {doing}",
+            reason="died",
+            rank=self.rank,
+            exit_code=code,
+            log=log,
+            details=("last lines of its output:", *written) if written else ("it wrote no output",),
+            hint="the kernel sends SIGKILL when memory runs out; see dmesg"
+            if code == -signal.SIGKILL
+            else "all workers have been ended; call parallelize again",
+        )
 
     def kill(self) -> None:
         """Kill it, if it still runs."""

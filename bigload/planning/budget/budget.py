@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from bigload.devices import CPU, DISK, Device
-from bigload.errors import BudgetError
+from bigload.errors import OptionError
 from bigload.planning.budget.limit_specs import LimitSpec, limit_specs_of, parse_limit_words
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ class MemoryBudget:
         `machine` says what is free, by default this one; it is asked only for what the budget needs.
 
         Raises:
-            BudgetError: an unknown device, one named twice, a size that cannot be read, nothing that can compute, or a
+            OptionError: an unknown device, one named twice, a size that cannot be read, nothing that can compute, or a
                 device of which a share is wanted and nothing is known.
         """
         if isinstance(max_memory, str):
@@ -68,7 +68,7 @@ class MemoryBudget:
         """Return the budget of command-line words such as `auto`, `@budget.toml` or `cuda:0=22GiB,cpu=90%`.
 
         Raises:
-            BudgetError: as `of`, and a file that cannot be read.
+            OptionError: as `of`, and a file that cannot be read.
         """
         return _budget(list(parse_limit_words(texts)), use_disk=use_disk, machine=machine)
 
@@ -119,7 +119,7 @@ class MemoryBudget:
 def _budget(specs: Sequence[LimitSpec], *, use_disk: bool, machine: Machine | None) -> MemoryBudget:
     named = _by_device(specs)
     if DISK in named and named[DISK].gives_something and not use_disk:
-        raise BudgetError("disk has a limit and is forbidden", hint="drop --no-disk or the disk limit")
+        raise OptionError("disk has a limit and is forbidden", hint="drop --no-disk or the disk limit")
     detected: tuple[DetectedMemory, ...] = ()
     notes: tuple[str, ...] = ()
     if any(spec.percent is not None for spec in specs):
@@ -132,7 +132,7 @@ def _budget(specs: Sequence[LimitSpec], *, use_disk: bool, machine: Machine | No
         sizes = {device: spec.num_bytes for device, spec in named.items()}
     limits: dict[Device, int | None] = {device: size for device, size in sizes.items() if size}
     if not limits.keys() - {DISK}:
-        raise BudgetError("no device that computes has memory", hint="add a limit, for example -m cpu=64GiB")
+        raise OptionError("no device that computes has memory", hint="add a limit, for example -m cpu=64GiB")
     if use_disk and DISK not in sizes:
         limits.setdefault(DISK, None)
     in_order = tuple(sorted(detected, key=lambda memory: _rank(memory.device)))
@@ -145,7 +145,7 @@ def _by_device(specs: Sequence[LimitSpec]) -> dict[Device, LimitSpec]:
         if spec.device is None:
             continue
         if spec.device in named:
-            raise BudgetError(
+            raise OptionError(
                 f"{spec.device} has two limits",
                 details=(named[spec.device].text, spec.text),
                 hint="name each device once; only auto gives way",

@@ -12,7 +12,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from bigload.documents import DocumentError, parse_toml, read_text
-from bigload.errors import BudgetError
+from bigload.errors import OptionError
 from bigload.units import KIB
 
 MAX_FILE_BYTES = 16 * KIB
@@ -34,11 +34,11 @@ def read_budget_file(path: str) -> list[tuple[str, str | int]]:
     """Return devices and limits as they stand in the file at `path`, in its order; a leading `~` is the home folder.
 
     Raises:
-        BudgetError: the file cannot be read, is not TOML, or holds something else than a table of texts and numbers.
+        OptionError: the file cannot be read, is not TOML, or holds something else than a table of texts and numbers.
     """
     table = _limits(_parsed(path), path)
     if not table:
-        raise BudgetError(f"{path} names no device", hint=_EXAMPLE)
+        raise OptionError(f"{path} names no device", hint=_EXAMPLE)
     return [(key, _limit(key, value, path)) for key, value in table.items()]
 
 
@@ -46,10 +46,10 @@ def _parsed(path: str) -> dict[str, object]:
     try:
         return parse_toml(read_text(Path(path), max_bytes=MAX_FILE_BYTES))
     except OSError as error:
-        raise BudgetError(f"cannot read budget file {path}: {error.strerror}", hint=_EXAMPLE) from None
+        raise OptionError(f"cannot read budget file {path}: {error.strerror}", hint=_EXAMPLE) from None
     except DocumentError as error:
         colon = "; a colon needs quotes" if error.code == "not-toml" else ""
-        raise BudgetError(f"cannot read budget file {path}: {error}", hint=_EXAMPLE + colon) from None
+        raise OptionError(f"cannot read budget file {path}: {error}", hint=_EXAMPLE + colon) from None
 
 
 def _limits(document: dict[str, object], path: str) -> dict[str, object]:
@@ -57,17 +57,17 @@ def _limits(document: dict[str, object], path: str) -> dict[str, object]:
     if table is None:
         return document
     if not isinstance(table, dict):
-        raise BudgetError(f"{path}: {_TABLE} is {_kind(table)}; expected a table", hint=_EXAMPLE)
+        raise OptionError(f"{path}: {_TABLE} is {_kind(table)}; expected a table", hint=_EXAMPLE)
     outside = next((key for key in document if key != _TABLE), None)
     if outside is not None:
-        raise BudgetError(f'{path}: "{outside:.100}" stands outside of [{_TABLE}]', hint="move it below that line")
+        raise OptionError(f'{path}: "{outside:.100}" stands outside of [{_TABLE}]', hint="move it below that line")
     return table
 
 
 def _limit(key: str, value: object, path: str) -> str | int:
     if isinstance(value, str) or (isinstance(value, int) and not isinstance(value, bool)):
         return value
-    raise BudgetError(
+    raise OptionError(
         f'{path}: "{key:.100}" is {_kind(value)}; expected a size such as "22GiB", or whole bytes', hint=_EXAMPLE
     )
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from bigload.devices import CPU, DISK, Device
-from bigload.errors import BudgetError
+from bigload.errors import OptionError
 from bigload.machine.detected import DetectedGpus, DetectedMemory
 from bigload.machine.machine import Machine
 from bigload.planning.budget.limit_specs import LimitSpec
@@ -33,7 +33,7 @@ def resolve_limits(
     `auto` stands at its place for every device with something free. Limits that name a device go before it.
 
     Raises:
-        BudgetError: a device of which a share is wanted is not there, has nothing free, or does not say what it has.
+        OptionError: a device of which a share is wanted is not there, has nothing free, or does not say what it has.
     """
     view = _look(specs, machine or Machine())
     sizes: dict[Device, int] = {}
@@ -42,7 +42,7 @@ def resolve_limits(
             sizes[device] = _bytes_of(named.get(device, spec), device, view)
     if view.is_whole and not sizes.keys() - {DISK}:
         reasons = (view.gpus.missing, *_notes(view, named))
-        raise BudgetError(
+        raise OptionError(
             "auto finds no memory that is free",
             details=[reason for reason in reasons if reason],
             hint="add a limit, for example -m cpu=64GiB",
@@ -75,11 +75,11 @@ def _usable(view: _View, named: Mapping[Device, LimitSpec]) -> Iterator[Device]:
     """Yield what `auto` stands for.
 
     Raises:
-        BudgetError: a GPU that is there and does not say what it has; a plan without it would not be for this machine.
+        OptionError: a GPU that is there and does not say what it has; a plan without it would not be for this machine.
     """
     for unknown in view.gpus.unknown:
         if unknown.device not in named:
-            raise BudgetError(
+            raise OptionError(
                 f"auto: how much memory {unknown.device} has is not known: {unknown.reason}",
                 hint=f"give it a limit beside auto, -m {unknown.device}=SIZE; or leave it out: -m cpu=auto",
             )
@@ -93,11 +93,11 @@ def _bytes_of(spec: LimitSpec, device: Device, view: _View) -> int:
         return spec.num_bytes
     memory = view.memory.get(device)
     if memory is None:
-        raise BudgetError(f"{spec.text}: {_why_unknown(device, view)}", hint=f"give {device} a size")
+        raise OptionError(f"{spec.text}: {_why_unknown(device, view)}", hint=f"give {device} a size")
     parts, whole = spec.percent.as_integer_ratio()  # exact, whatever precision a caller gave to decimals
     num_bytes = memory.free_bytes * parts // (whole * 100)
     if num_bytes == 0:
-        raise BudgetError(f"{spec.text}: that is nothing: {memory}", hint=f"leave {device} out")
+        raise OptionError(f"{spec.text}: that is nothing: {memory}", hint=f"leave {device} out")
     return num_bytes
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from decimal import Decimal
 
 from bigload.devices import Device
-from bigload.errors import BudgetError
+from bigload.errors import OptionError
 from bigload.units import MAX_SIZE, parse_size
 
 ALL = Decimal(100)
@@ -45,7 +45,7 @@ def parse_limit_words(words: Iterable[str]) -> Iterator[LimitSpec]:
     """Yield what command-line words such as `auto`, `@budget.toml` or `cuda:0=22GiB,cpu=90%` ask for.
 
     Raises:
-        BudgetError: a word that is nothing of the kind, an unknown device, a limit that cannot be read.
+        OptionError: a word that is nothing of the kind, an unknown device, a limit that cannot be read.
     """
     for word in (part.strip() for joined in words for part in joined.split(",")):
         device, equals, limit = (part.strip() for part in word.partition("="))
@@ -56,7 +56,7 @@ def parse_limit_words(words: Iterable[str]) -> Iterator[LimitSpec]:
         elif equals and limit:
             yield _spec(device, limit, f"--max-memory {device:.100}={limit:.100}")
         else:
-            raise BudgetError(
+            raise OptionError(
                 f'"{word:.100}" is not a memory limit',
                 hint="write DEVICE=SIZE, for example cuda:0=22GiB or cpu=64GiB; auto for all that is free; or @FILE",
             )
@@ -66,7 +66,7 @@ def limit_specs_of(pairs: Iterable[tuple[str | int, str | int]]) -> Iterator[Lim
     """Yield what devices and limits such as `(0, "22GiB")`, `("cpu", 64 * 2**30)` or `("cuda:1", "90%")` ask for.
 
     Raises:
-        BudgetError: an unknown device, a limit that cannot be read.
+        OptionError: an unknown device, a limit that cannot be read.
     """
     for key, value in pairs:
         yield _spec(key, value, f"--max-memory {_shown(key)}={_shown(value)}")
@@ -90,40 +90,40 @@ def _spec(key: str | int, value: str | int, text: str) -> LimitSpec:
         percent = _percent(limit, device, text)
         return LimitSpec(text=text, device=device, percent=percent or None)
     if len(limit) > _MAX_SHOWN:
-        raise BudgetError(f"{text}: {len(limit)} characters are not a size")
+        raise OptionError(f"{text}: {len(limit)} characters are not a size")
     try:
         num_bytes = parse_size(limit)
     except ValueError as error:
-        raise BudgetError(f"{text}: {error}") from None
+        raise OptionError(f"{text}: {error}") from None
     if num_bytes == 0 and re.search("[1-9]", limit):
-        raise BudgetError(f"{text}: less than one byte", hint=f"{device}=0 gives it nothing")
+        raise OptionError(f"{text}: less than one byte", hint=f"{device}=0 gives it nothing")
     return _of_bytes(device, num_bytes, text)
 
 
 def _device(key: str | int, text: str) -> Device:
     if _is_huge(key) or len(str(key)) > _MAX_SHOWN:
-        raise BudgetError(f"{text}: unknown device")
+        raise OptionError(f"{text}: unknown device")
     try:
         return Device.parse(key)
     except ValueError as error:
-        raise BudgetError(f"{text}: {error}") from None
+        raise OptionError(f"{text}: {error}") from None
 
 
 def _of_bytes(device: Device, num_bytes: int, text: str) -> LimitSpec:
     if num_bytes < 0:
-        raise BudgetError(f"{text}: a limit is at least 0 bytes", hint=f"{device}=0 gives it nothing")
+        raise OptionError(f"{text}: a limit is at least 0 bytes", hint=f"{device}=0 gives it nothing")
     if num_bytes > MAX_SIZE:
-        raise BudgetError(f"{text}: more than any device has")
+        raise OptionError(f"{text}: more than any device has")
     return LimitSpec(text=text, device=device, num_bytes=num_bytes)
 
 
 def _percent(limit: str, device: Device, text: str) -> Decimal:
     match = re.fullmatch(_PERCENT, limit)
     if match is None:
-        raise BudgetError(f'{text}: "{limit:.100}" is not a percentage; write for example 90% or 12.5%')
+        raise OptionError(f'{text}: "{limit:.100}" is not a percentage; write for example 90% or 12.5%')
     percent = Decimal(match["number"])
     if percent > ALL:
-        raise BudgetError(f"{text}: more than all of what is free on {device}", hint=f"write at most {device}=100%")
+        raise OptionError(f"{text}: more than all of what is free on {device}", hint=f"write at most {device}=100%")
     return percent
 
 

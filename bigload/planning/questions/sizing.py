@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from bigload.devices import CPU, Device
-from bigload.errors import BudgetError, OptionError
+from bigload.errors import OptionError
 from bigload.planning.budget.budget import MemoryBudget
 from bigload.planning.choices import Balance, Experts, Policy
 from bigload.planning.model.structure import ModelStructure, replace_parts
@@ -157,10 +157,10 @@ def gpus(structure: ModelStructure, options: PlanOptions, gpu_bytes: int) -> Gpu
     """Return how many GPUs of `gpu_bytes` a model needs, and the least RAM for one less, and for a single one.
 
     Raises:
-        BudgetError: a size that no device has.
+        OptionError: a size that no device has.
     """
     if not 0 < gpu_bytes <= MAX_SIZE:
-        raise BudgetError("a GPU has more than 0 bytes and less than 8 EiB")
+        raise OptionError("a GPU has more than 0 bytes and less than 8 EiB")
     fixed = _fixed_bytes(structure, options)
     number = _num_ranges(_sizes(structure, options), gpu_bytes - fixed)
     fewer = {1} if number is None else {number - 1, 1} if number > 1 else set()

@@ -68,7 +68,7 @@ def infer_auto_device_map(
 
     Raises:
         DoesNotFitError: the limits, that on the disk included, leave no room for something.
-        BudgetError: `max_memory` names an unknown device or a size that cannot be read.
+        OptionError: `max_memory` names an unknown device or a size that cannot be read.
         OptionError: there is no such policy.
     """
     limits = get_max_memory(max_memory)

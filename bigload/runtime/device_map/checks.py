@@ -13,10 +13,11 @@ from typing import TypeVar
 import torch
 from torch import nn
 
-from bigload.errors import DeviceNotPresentError, IncompleteDeviceMapError
+from bigload.errors import DeviceMapError, abridged
 from bigload.runtime.device_map.blocks import DeviceMap
 from bigload.runtime.modules.module_names import prefixes
 from bigload.runtime.modules.module_tensors import DeviceLike
+from bigload.units import counted
 
 DeviceT = TypeVar("DeviceT", bound=DeviceLike)
 
@@ -27,7 +28,7 @@ def check_device_map(model: nn.Module, device_map: DeviceMap) -> None:
     Keys that name nothing in the model, a typo for example, get a `UserWarning`.
 
     Raises:
-        IncompleteDeviceMapError: something has no device.
+        DeviceMapError: something has no device.
     """
     entries = dict.fromkeys(model.state_dict())
     unknown = [name for name in device_map if name not in entries and not _exists(model, name)]
@@ -36,7 +37,13 @@ def check_device_map(model: nn.Module, device_map: DeviceMap) -> None:
         warnings.warn(text, UserWarning, stacklevel=2)
     missing = [name for name in entries if not any(prefix in device_map for prefix in prefixes(name))]
     if missing:
-        raise IncompleteDeviceMapError(missing)
+        raise DeviceMapError(
+            "The device_map provided does not give any device for the following parameters: "
+            + ", ".join(abridged(missing)),
+            missing,
+            hint='give a device for "" to cover all that no other key does; a plan covers models with the names of the '
+            "checkpoint that it was made for",
+        )
 
 
 def _exists(model: nn.Module, name: str) -> bool:
@@ -85,7 +92,7 @@ def check_devices_present(device_map: DeviceMap) -> None:
     """Check that torch can use every device of `device_map`, a plan's for example.
 
     Raises:
-        DeviceNotPresentError: it cannot use one of them.
+        DeviceMapError: it cannot use one of them.
     """
     for device in dict.fromkeys(device_map.values()):
         if device == "disk":
@@ -111,5 +118,13 @@ def _num_devices(device: torch.device) -> int:
         return 0
 
 
-def _missing(device: DeviceLike, device_map: DeviceMap, reason: str) -> DeviceNotPresentError:
-    return DeviceNotPresentError(str(device), [name for name, each in device_map.items() if each == device], reason)
+def _missing(device: DeviceLike, device_map: DeviceMap, reason: str) -> DeviceMapError:
+    modules = [name for name, each in device_map.items() if each == device]
+    name = f"accelerator {device}" if str(device).isdigit() else str(device)
+    return DeviceMapError(
+        f"{counted(len(modules), 'module')} of the device map cannot go to {name}: torch cannot use it, {reason}",
+        modules,
+        details=[module or "the whole model" for module in modules],
+        hint="plan for the devices of this machine (bigload plan -m auto; bigload.plan(..., 'auto') in Python), "
+        "or run on the machine that the plan is for",
+    )

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from bigload.devices import Device
-from bigload.errors import BudgetError
+from bigload.errors import OptionError
 from bigload.machine.memory import available_memory
 from bigload.runtime.device_map.module_sizes import (
     DTypeLike,
@@ -45,7 +45,7 @@ def get_max_memory(max_memory: MaxMemoryLike | None = None) -> dict[DeviceKey, S
     accelerator shares with the host counts once. A number that this machine has no accelerator for is logged.
 
     Raises:
-        BudgetError: an unknown device, one named twice, or a size that cannot be read or is less than nothing.
+        OptionError: an unknown device, one named twice, or a size that cannot be read or is less than nothing.
     """
     if max_memory is None:
         return dict(_free_memory())
@@ -53,7 +53,7 @@ def get_max_memory(max_memory: MaxMemoryLike | None = None) -> dict[DeviceKey, S
     for key, value in max_memory.items():
         device = _device_key(key)
         if device in limits:
-            raise BudgetError(f"max_memory has two limits for device {device}", hint="name each device once")
+            raise OptionError(f"max_memory has two limits for device {device}", hint="name each device once")
         limits[device] = _limit(key, value)
     numbers = sorted(device for device in limits if isinstance(device, int))
     available = torch.accelerator.device_count()
@@ -73,7 +73,7 @@ def _device_key(key: object) -> DeviceKey:
             device = None
         if device is not None:
             return device.kind if device.index is None else device.index
-    raise BudgetError(
+    raise OptionError(
         f"Device {key!r} is not recognized", hint="devices are the numbers of accelerators, 'mps', 'cpu' and 'disk'"
     )
 
@@ -84,7 +84,7 @@ def _limit(key: object, value: object) -> Size:
     try:
         size = convert_file_size_to_int(value)  # type: ignore[arg-type]  # it refuses other types in words
     except ValueError as error:
-        raise BudgetError(f"max_memory {key}={value}: {error}") from None
+        raise OptionError(f"max_memory {key}={value}: {error}") from None
     return value if isinstance(value, int | float) else size
 
 
@@ -136,7 +136,7 @@ def get_balanced_memory(
         low_zero: Keep the accelerator 0 as empty as can be.
 
     Raises:
-        BudgetError: as `get_max_memory` does.
+        OptionError: as `get_max_memory` does.
     """
     limits = get_max_memory(max_memory)
     devices = [device for device, limit in limits.items() if isinstance(device, int) and limit > 0]

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from bigload.errors import NoOffloadFolderError
+from bigload.errors import OptionError
 from bigload.layouts.dat_format import Entry
 from bigload.runtime.device_map.blocks import (
     OFFLOADED,
@@ -107,9 +107,8 @@ def dispatch_model(
 
     Raises:
         ValueError: the map does not cover the model, or no such size.
-        MissingWeightsError: a tensor is on the meta device, and nothing that was given has its value.
-        NoOffloadFolderError: something goes to disk, and neither `offload_dir` nor `offload_index` is given.
-        NotOffloadableError: a weight for the disk has no values, and the folder does not hold it either.
+        AbsentWeightError: a tensor is on the meta device, and neither what was given nor the folder has its value.
+        OptionError: something goes to disk, and neither `offload_dir` nor `offload_index` is given.
         WriteError: the system refused to write.
     """
     options = DispatchOptions(
@@ -123,7 +122,7 @@ def dispatch_model(
     check_devices_present(device_map)
     on_disk = [name for name, device in device_map.items() if device == "disk"]
     if on_disk and offload_dir is None and offload_index is None:
-        raise NoOffloadFolderError("offload_dir", on_disk, reason="their weights have no place")
+        raise no_offload_folder("offload_dir", on_disk, reason="their weights have no place")
 
     def offloaded_weights(resolved: ResolvedDeviceMap) -> Weights:
         in_ram = resolved.in_ram(model) if state_dict is None else state_dict
@@ -214,7 +213,7 @@ class ResolvedDeviceMap:
         """Give `model` the hooks that make it run so, with `weights` the values of what is offloaded.
 
         Raises:
-            MissingWeightsError: see `check_supplied`; the model is as it was.
+            AbsentWeightError: see `check_supplied`; the model is as it was.
         """
         weights = with_tied_names(weights, self.tied)
         offloaded = self._offloaded()
@@ -255,6 +254,15 @@ class ResolvedDeviceMap:
     def _runs_on(self, name: str) -> DeviceLike:
         device = device_of(name, self.device_map)
         return self.main_device if device_name(device) in OFFLOADED else device
+
+
+def no_offload_folder(argument: str, modules: Sequence[str], *, reason: str) -> OptionError:
+    """Return the error for `modules` that go to disk while `argument` does not say where."""
+    return OptionError(
+        f"the device map has modules on disk, and no {argument} is given: {reason}",
+        details=[name or "(the whole model)" for name in modules],
+        hint=f"give a folder with room for their weights as {argument}; nothing was loaded or moved",
+    )
 
 
 def cpu_offload(
@@ -318,7 +326,7 @@ def disk_offload(
 
     Raises:
         ValueError: no such size.
-        NotOffloadableError: a weight has no values, and the folder does not hold it either.
+        AbsentWeightError: a weight has no values, and the folder does not hold it either.
         WriteError: the system refused to write.
     """
     options = DispatchOptions(

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from bigload.errors import AlreadyDispatchedError
+from bigload.errors import DispatchedModelError
 from bigload.planning.plan import Plan
 from bigload.runtime.device_map.checks import check_devices_present
 from bigload.runtime.dispatch.checkpoint_source import CheckpointSource
@@ -19,6 +19,7 @@ from bigload.runtime.hooks.hooks import OWN_METHODS, remove_hook_from_submodules
 from bigload.runtime.modules.module_tensors import as_parameter
 from bigload.runtime.modules.tensor_slots import TensorSlot, assign, shared_tensors
 from bigload.runtime.offload.offload_writer import StrPath
+from bigload.units import counted
 
 _ATTRIBUTES = ("forward", "_old_forward", "_hf_hook", "hf_device_map", *OWN_METHODS)
 """What a dispatched module may have of its own."""
@@ -61,12 +62,17 @@ def dispatch(
         resident_bytes: See there.
 
     Raises:
-        AlreadyDispatchedError: the model has hooks: it is dispatched already, or is offloaded.
+        DispatchedModelError: the model has hooks: it is dispatched already, or is offloaded.
         PlanError: see `load_and_dispatch`, as for all others.
     """
     hooked = [name for name, module in model.named_modules() if "_hf_hook" in module.__dict__]
     if hooked:
-        raise AlreadyDispatchedError(type(model).__name__, hooked)
+        raise DispatchedModelError(
+            f"{type(model).__name__} has hooks already, on {counted(len(hooked), 'module')}: "
+            "it is dispatched, or offloaded",
+            hooked,
+            hint="leave the `with` statement that dispatched it, or call bigload.remove_hook_from_submodules(model)",
+        )
     before = [_ModuleState.of(module) for module in model.modules()]
     try:
         made = opened_plan(plan)

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from bigload.checkpoint.source import open_checkpoint
-from bigload.errors import CheckpointError, LegacyPickleError, NoOffloadFolderError, OptionError
+from bigload.errors import CheckpointError, LegacyPickleError, OptionError
 from bigload.layouts.kinds.device_folders import PLAN_FILE
 from bigload.loading.memory_errors import memory_errors
 from bigload.planning.plan import Plan
@@ -22,7 +22,7 @@ from bigload.runtime.device_map.blocks import DeviceMap
 from bigload.runtime.device_map.checks import check_device_map
 from bigload.runtime.device_map.device_memory import MaxMemoryLike, get_balanced_memory
 from bigload.runtime.device_map.tied_parameters import find_tied_parameters
-from bigload.runtime.dispatch.dispatch import DispatchOptions, dispatch_loaded
+from bigload.runtime.dispatch.dispatch import DispatchOptions, dispatch_loaded, no_offload_folder
 from bigload.runtime.dispatch.load_checkpoint import load_matched
 from bigload.runtime.dispatch.name_matching import matched
 from bigload.runtime.dispatch.supplied_weights import check_supplied
@@ -86,7 +86,7 @@ def load_checkpoint_and_dispatch(
     Raises:
         ValueError: the map does not cover the model.
         OptionError: no map of that name can be made.
-        NoOffloadFolderError: a checkpoint in an old form is to be on disk, and there is no `offload_folder`.
+        OptionError: a checkpoint in an old form is to be on disk, and there is no `offload_folder`.
         BigloadError: see `load_checkpoint_in_model` and `dispatch_model`.
     """
     options = DispatchOptions(
@@ -192,7 +192,7 @@ def map_for(model: nn.Module, plan: Plan) -> dict[str, DeviceLike]:
     """Return the device map that `plan` is for `model`.
 
     Raises:
-        IncompleteDeviceMapError: it does not cover the model.
+        DeviceMapError: it does not cover the model.
     """
     placed = _with_ties(model, replace(plan, renamed=None).device_map)
     check_device_map(model, placed)
@@ -235,7 +235,7 @@ def _check_readable_in_place(checkpoint: StrPath, device_map: DeviceMap) -> None
     try:
         open_checkpoint(Path(checkpoint))
     except LegacyPickleError as error:
-        raise NoOffloadFolderError("offload_folder", on_disk, reason=error.message) from error
+        raise no_offload_folder("offload_folder", on_disk, reason=error.message) from error
     except CheckpointError:
         return  # a plan, or something that loading says better
 

@@ -7,10 +7,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import torch
 from torch import nn
 
-from bigload.errors import MissingWeightsError
+from bigload.errors import AbsentWeightError
 from bigload.runtime.modules.module_names import joined
 from bigload.runtime.modules.module_tensors import has_offloaded_params
 from bigload.runtime.offload.weight_sources import LayeredWeights, RenamedWeights
+from bigload.units import counted
 
 _META = torch.device("meta")
 
@@ -28,7 +29,7 @@ def check_supplied(
         is_brought: Whether the tensor of a name will have a hook that takes its value from `weights`.
 
     Raises:
-        MissingWeightsError: a parameter or persistent buffer has no value, or is on the meta device where no hook
+        AbsentWeightError: a parameter or persistent buffer has no value, or is on the meta device where no hook
             brings it; or a buffer that no checkpoint holds is on the meta device.
     """
     groups = _without_values(model)
@@ -42,7 +43,13 @@ def check_supplied(
         if not (is_saved and is_brought(name) and any(each in known or each in weights for each in places))
     }
     if lacking:
-        raise MissingWeightsError(type(model).__name__, tuple(lacking), hint=_hint(all(lacking.values())))
+        raise AbsentWeightError(
+            f"{type(model).__name__} cannot run: no hook gives values to {counted(len(lacking), 'tensor')} on the meta "
+            "device",
+            tuple(lacking),
+            details=tuple(lacking),
+            hint=_hint(all(lacking.values())),
+        )
 
 
 def _hint(are_saved: bool) -> str:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bigload.errors import ChangedShapeError, MetaTensorError
+from bigload.errors import AbsentWeightError, StateDictMismatchError
 from bigload.loading.absent_weights import Absence, absent, form_of
 from bigload.runtime.hooks.call_weights import load_before_calls
 from bigload.runtime.hooks.eager_calls import eager
@@ -22,7 +22,7 @@ from bigload.runtime.hooks.forward_state import ForwardState
 from bigload.runtime.hooks.gradient_guard import refuse_gradients
 from bigload.runtime.hooks.hooks import ModelHook, within
 from bigload.runtime.hooks.refused_methods import refuse_loading
-from bigload.runtime.hooks.send_to_device import DeviceLike, find_device, send_to_device
+from bigload.runtime.hooks.send_to_device import DeviceLike, find_device, meta_tensor_error, send_to_device
 from bigload.runtime.hooks.wrapped_modules import DeviceMap, end_wrapping, watch_wrapping
 from bigload.runtime.modules.module_tensors import data_address, set_module_tensor_to_device
 from bigload.runtime.modules.tensor_slots import TensorSlot, assign, shared_tensors
@@ -199,10 +199,12 @@ class AlignDevicesHook(ModelHook):
                     args = send_to_device(args, device, skip_keys=self.skip_keys)
                     break
             return args, send_to_device(kwargs, device, skip_keys=self.skip_keys) if kwargs else kwargs
-        except MetaTensorError as error:
+        except AbsentWeightError as error:
             self.abort_forward(module)
+            if error.names:
+                raise
             name = getattr(self.weights_map, "prefix", "").rstrip(".")
-            raise MetaTensorError(error.device, f"{name} ({type(module).__name__})".lstrip()) from None
+            raise meta_tensor_error(device, f" of {name} ({type(module).__name__})".replace("  ", " ")) from None
         except BaseException:
             self.abort_forward(module)
             raise
@@ -360,7 +362,9 @@ class AlignDevicesHook(ModelHook):
         except ValueError as error:
             if value.shape == at_home.shape:
                 raise
-            raise ChangedShapeError(self.full_name(slot), expected=at_home.shape, found=value.shape) from error
+            raise StateDictMismatchError.of_shape(
+                self.full_name(slot), expected=at_home.shape, found=value.shape
+            ) from error
         forwards.lent.append((on_devices, device))
         refuse_gradients(brought, self.full_name(slot))
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from bigload.errors import OffloadedTrainingError
+from bigload.errors import DispatchedModelError
 
 
 def refuse_gradients(tensor: Tensor, name: str) -> None:
-    """Have `backward` raise `OffloadedTrainingError` when a gradient reaches `tensor`, if it wants gradients at all.
+    """Have `backward` raise `DispatchedModelError` when a gradient reaches `tensor`, if it wants gradients at all.
 
     Computing with it, and gradients of what else was computed with, are as ever.
     """
@@ -25,4 +25,10 @@ class _GradientRefusal:
         self.name = name
 
     def __call__(self, _: Tensor) -> None:
-        raise OffloadedTrainingError(self.name)
+        raise DispatchedModelError(
+            "a gradient has reached an offloaded weight: it is there only while its module runs, and neither a "
+            "gradient of it nor what an optimizer made of it would be kept",
+            [self.name],
+            hint="freeze what is offloaded, with model.requires_grad_(False), and train adapters beside it; or keep "
+            "what is to be trained on a device, by the device map",
+        )

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from bigload.errors import DispatchedModelError, OffloadedEditError
+from bigload.errors import DispatchedModelError
 from bigload.runtime.hooks.hooks import CASTING_METHODS, MOVING_METHODS, hooks_of
+from bigload.units import counted
 
 _logger = logging.getLogger(__name__)
 
@@ -49,13 +50,25 @@ def _move_or_cast(model: nn.Module, name: str, /, *args: Any, **kwargs: Any) -> 
             type(model).__name__,
         )
         if offloaded:
-            raise DispatchedModelError(type(model).__name__, name, [key for key, _ in offloaded])
+            hint = "dispatch it anew with another device map, or take bigload.get_state_dict_offloaded_model(model)"
+            raise _refusal(model, "move", name, [key for key, _ in offloaded], hint)
     elif dtype is not None:
         cast = [key for key, value in offloaded if value.is_floating_point() and value.dtype != dtype]
         if cast:
-            raise DispatchedModelError(type(model).__name__, name, cast, verb="cast")
+            hint = "cast it before it is dispatched, or load it with bigload.load_checkpoint_and_dispatch(dtype=...)"
+            raise _refusal(model, "cast", name, cast, hint)
     changed: nn.Module = getattr(type(model), name)(model, *args, **kwargs)
     return changed
+
+
+def _refusal(model: nn.Module, verb: str, method: str, parameters: list[str], hint: str) -> DispatchedModelError:
+    return DispatchedModelError(
+        f"You can't {verb} a model that has some modules offloaded to cpu or disk: {type(model).__name__}.{method}() "
+        f"would have nothing to {verb} of {counted(len(parameters), 'parameter')}, which hooks bring in for each "
+        "forward",
+        parameters,
+        hint=hint,
+    )
 
 
 def _is_dispatched(module: nn.Module) -> bool:
@@ -91,5 +104,11 @@ def _load(
         offloaded = [name for name, tensor in tensors if tensor.is_meta]
         lost = [name for name in offloaded if not getattr(state_dict.get(name), "is_meta", True)]
         if lost and _is_dispatched(module):
-            raise OffloadedEditError(lost, by="load_state_dict()")
+            raise DispatchedModelError(
+                f"load_state_dict() would change {counted(len(lost), 'weight')} that hooks bring in for each forward, "
+                "and the new values would be lost: between forwards only a placeholder without memory is in the module",
+                lost,
+                hint="remove the hooks with bigload.remove_hook_from_submodules(model), change the model and dispatch "
+                "it again; or give weights memory of their own with load_state_dict(..., assign=True)",
+            )
     type(module)._load_from_state_dict(module, state_dict, prefix, local_metadata, *args, **kwargs)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from bigload.errors import MetaTensorError
+from bigload.errors import AbsentWeightError
 
 DeviceLike = int | str | torch.device
 
@@ -40,7 +40,7 @@ def send_to_device(
         skip_keys: Keys of mappings and fields of dataclasses whose values stay as they are.
 
     Raises:
-        MetaTensorError: a tensor is on the meta device and `device` is another one.
+        AbsentWeightError: a tensor is on the meta device and `device` is another one.
     """
     if device is None:
         return tensor
@@ -51,6 +51,15 @@ def send_to_device(
     elif isinstance(skip_keys, str):
         skip_keys = (skip_keys,)
     return _sent(tensor, device, non_blocking, tuple(skip_keys))
+
+
+def meta_tensor_error(device: torch.device, owner: str = "") -> AbsentWeightError:
+    """Return the error for an argument or output, ` of` some module, that has no values to send to `device`."""
+    return AbsentWeightError(
+        f"an argument or output{owner} is on the meta device, where it has no values, and cannot be sent to {device}",
+        hint="code such as x.to(child.weight.device) sends x to the meta device while that child is offloaded: "
+        "keep the child on a device by the device map",
+    )
 
 
 def find_device(data: Any) -> torch.device | None:
@@ -72,7 +81,7 @@ def _sent(value: Any, device: torch.device, non_blocking: bool, skip: Container[
         if value.device == device:
             return value
         if value.is_meta and type(value) is torch.Tensor:  # absent weights say more themselves
-            raise MetaTensorError(str(device))
+            raise meta_tensor_error(device)
         return value.to(device, non_blocking=non_blocking)
     if type(value) in _WITHOUT_TENSORS or isinstance(value, nn.Module | type):
         return value

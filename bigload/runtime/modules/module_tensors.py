@@ -12,7 +12,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import nn
 
-from bigload.errors import QuantisedParameterError
+from bigload.errors import LoadError
 from bigload.loading.absent_weights import AbsentParameter
 
 DeviceLike = int | str | torch.device
@@ -74,7 +74,7 @@ def set_module_tensor_to_device(
     Raises:
         ValueError: no such tensor; no values; or `value` has another shape.
         AttributeError: no such module, as accelerate has it.
-        QuantisedParameterError: `value` is for a parameter of bitsandbytes, which packs values itself.
+        LoadError: `value` is for a parameter of bitsandbytes, which packs values itself.
     """
     owner, name = _owner(module, tensor_name)
     held: MutableMapping[str, Any] = owner._parameters if name in owner._parameters else owner._buffers
@@ -213,7 +213,11 @@ def _owner(module: nn.Module, tensor_name: str) -> tuple[nn.Module, str]:
 
 def _check(value: torch.Tensor, old: torch.Tensor, name: str) -> None:
     if is_packed_by_device(old):
-        raise QuantisedParameterError(name, type(old).__name__)
+        raise LoadError(
+            f"cannot set the values of {name}: it is a {type(old).__name__}, whose values bitsandbytes packs on an "
+            "accelerator",
+            hint="let the library that quantised the model load its weights (from_pretrained of transformers does)",
+        )
     shape = old.form.shape if type(old) is AbsentParameter else old.shape  # ten times as fast: attributes of subclasses
     if shape != value.shape:
         raise ValueError(

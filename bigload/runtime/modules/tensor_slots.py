@@ -8,8 +8,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from bigload.errors import CompiledModuleError
+from bigload.errors import DispatchedModelError
 from bigload.runtime.modules.module_names import joined
+from bigload.units import counted
 
 
 class TensorSlot(NamedTuple):
@@ -55,7 +56,7 @@ def refuse_compiled(model: nn.Module) -> None:
     """Raise if `model` has tensors in modules that `torch.jit` has compiled: nobody can replace them.
 
     Raises:
-        CompiledModuleError: it has.
+        DispatchedModelError: it has.
     """
     compiled = [
         name or type(model).__name__
@@ -64,7 +65,12 @@ def refuse_compiled(model: nn.Module) -> None:
         and (*module.parameters(recurse=False), *module.buffers(recurse=False))
     ]
     if compiled:
-        raise CompiledModuleError(type(model).__name__, compiled)
+        raise DispatchedModelError(
+            f"{type(model).__name__} cannot be dispatched: torch.jit compiled {counted(len(compiled), 'module')} of "
+            "it, and no hook can replace the weights in there",
+            compiled,
+            hint="dispatch the model with the plain modules in it; torch.compile works with hooks, torch.jit does not",
+        )
 
 
 def uncalled_modules(module: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Module]]:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from bigload.errors import NotOffloadableError
+from bigload.errors import OptionError
 from bigload.layouts.dat_format import Entry
 from bigload.loading.tensors import torch_dtype
 from bigload.machine.huge_pages import allocate
@@ -36,7 +36,8 @@ def offload_weight(
     """Write `weight` into `offload_folder` as `weight_name`, enter its form in `index` if given, and return that.
 
     Raises:
-        NotOffloadableError: the tensor has no values or no form that a `.dat` file has, or the name cannot be a file's.
+        AbsentWeightError: the tensor has no values.
+        OptionError: it has no form that a `.dat` file has, or the name cannot be a file's.
         WriteError: the system refused to write.
     """
     entry = checked_entry(weight_name, weight)
@@ -83,7 +84,8 @@ def offload_state_dict(save_dir: StrPath, state_dict: Mapping[str, torch.Tensor]
     has to be in the folder.
 
     Raises:
-        NotOffloadableError: see `offload_weight`; or a tensor on the meta device is not in the folder.
+        AbsentWeightError: a tensor on the meta device is not in the folder.
+        OptionError: see `offload_weight`.
         WriteError: the system refused to write. The folder then has no index, or the one from before.
     """
     offloaded(save_dir, state_dict)
@@ -101,7 +103,10 @@ def offloaded(
         for name, tensor in state_dict.items():
             if not isinstance(tensor, torch.Tensor):
                 found = type(tensor).__name__
-                raise NotOffloadableError(f"{name} is no tensor but a {found}", hint="leave it out of the state dict")
+                raise OptionError(
+                    f"cannot write an offload folder: {name} is no tensor but a {found}",
+                    hint="leave it out of the state dict",
+                )
             if tensor.is_meta:
                 writer.keep(name, tensor.shape)
             elif (same := first.setdefault(_memory(name, tensor), name)) != name and isinstance(state_dict, dict):

@@ -23,7 +23,7 @@ import xxhash
 
 from bigload.checkpoint.byte_source import OpenFile, PositionalReader
 from bigload.documents import staged_file
-from bigload.errors import InvalidCheckpointError, NotOffloadableError, Problem, ReadError, WriteError
+from bigload.errors import AbsentWeightError, InvalidCheckpointError, OptionError, Problem, ReadError, WriteError
 from bigload.layouts.dat_format import (
     DAT_DTYPES,
     DAT_INDEX,
@@ -92,7 +92,7 @@ class OffloadWriter:
         """Have the folder hold `tensor` as `name`. It is written unless it is there.
 
         Raises:
-            NotOffloadableError: see `offload_weight`.
+            OptionError: see `offload_weight`.
             WriteError: the system refused to write.
         """
         entry = checked_entry(name, tensor)
@@ -112,7 +112,7 @@ class OffloadWriter:
                 form, as what is there has to be compared first.
 
         Raises:
-            NotOffloadableError: see `offload_weight`.
+            OptionError: see `offload_weight`.
             WriteError: the system refused to write.
         """
         self._add(name, _entry(name, dtype, shape), lambda: map(on_cpu, parts()))
@@ -128,7 +128,7 @@ class OffloadWriter:
         """Have the folder hold what was added as `stored` as `name`, too: one file, where the file system has links.
 
         Raises:
-            NotOffloadableError: `name` cannot be a file's.
+            OptionError: `name` cannot be a file's.
             WriteError: the system refused to write.
         """
         _check_name(name)
@@ -142,16 +142,17 @@ class OffloadWriter:
         """Have the folder hold what it holds as `name`.
 
         Raises:
-            NotOffloadableError: it holds no such tensor, or one of another shape.
+            AbsentWeightError: it holds no such tensor, or one of another shape.
         """
         reading = IndexReading(self._folder)
         if name in self._index:
             reading.add(name, self._index[name])
         found = reading.tensors.get(name)
         if found is None or found.shape != tuple(shape):
-            raise NotOffloadableError(
+            raise AbsentWeightError(
                 f"tensors on the meta device have no values, and {self._folder} does not have them",
-                tensors=[f"{name} {list(shape)}", *map(str, reading.problems)],
+                [name],
+                details=[f"{name} {list(shape)}", *map(str, reading.problems)],
                 hint="name the folder that the weights were offloaded to, or load them first",
             )
 
@@ -215,11 +216,15 @@ def checked_entry(name: str, tensor: torch.Tensor) -> Entry:
     """Return what the index says of `tensor`.
 
     Raises:
-        NotOffloadableError: it has no values or no form that a `.dat` file has, or the name cannot be a file's.
+        AbsentWeightError: it has no values.
+        OptionError: it has no form that a `.dat` file has, or the name cannot be a file's.
     """
     entry = _entry(name, tensor.dtype, tensor.shape)
     if tensor.is_meta:
-        raise _not_offloadable(name, "it is on the meta device and has no values")
+        hint = "load it before it is offloaded"
+        raise AbsentWeightError(
+            f"{name} cannot be offloaded: it is on the meta device and has no values", [name], hint=hint
+        )
     if tensor.layout is not torch.strided:
         layout = str(tensor.layout).removeprefix("torch.")
         raise _not_offloadable(name, f"accelerate's .dat files cannot hold tensors of the layout {layout}")
@@ -236,14 +241,15 @@ def _entry(name: str, dtype: torch.dtype, shape: Sequence[int]) -> Entry:
     return entry_of(named, shape)
 
 
-def _not_offloadable(name: str, reason: str) -> NotOffloadableError:
-    return NotOffloadableError(reason, tensors=[name], hint="keep it on a device, or save it as safetensors")
+def _not_offloadable(name: str, reason: str) -> OptionError:
+    hint = "keep it on a device, or save it as safetensors"
+    return OptionError(f"cannot write an offload folder: {reason}", details=[name], hint=hint)
 
 
 def _check_name(name: str) -> None:
     problem = name_problem(name)
     if problem:
-        raise NotOffloadableError(problem, tensors=[f"{name!r:.300}"], hint="rename it")
+        raise OptionError(f"cannot write an offload folder: {problem}", details=[f"{name!r:.300}"], hint="rename it")
 
 
 def on_cpu(tensor: torch.Tensor) -> torch.Tensor:

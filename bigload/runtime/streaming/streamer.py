@@ -94,7 +94,7 @@ class Streamer:
         Raises:
             ReadError: they could not be read. The block is as it was before.
             NotEnoughMemoryError: there is no memory for them.
-            ChangedShapeError: values have other shapes than the model.
+            StateDictMismatchError: values have other shapes than the model.
         """
         began = time.perf_counter()
         with self._lock:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from bigload.errors import ChangedShapeError
+from bigload.errors import StateDictMismatchError
 from bigload.runtime.hooks.align_devices import AlignDevicesHook
 from bigload.runtime.hooks.gradient_guard import refuse_gradients
 from bigload.runtime.modules.module_tensors import as_parameter, is_packed_by_device
@@ -58,7 +58,7 @@ class Weight:
             return
         name = self.hook.full_name(self.slots[0])
         if tensor.shape != placeholder.shape:
-            raise ChangedShapeError(name, expected=placeholder.shape, found=tensor.shape)
+            raise StateDictMismatchError.of_shape(name, expected=placeholder.shape, found=tensor.shape)
         with torch.inference_mode(mode=False):
             held = tensor.to(device=device, dtype=placeholder.dtype)
             if isinstance(placeholder, nn.Parameter):

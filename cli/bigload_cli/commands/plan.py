@@ -150,11 +150,11 @@ def plan(
 
 
 def _budget(max_memory: list[str] | None, *, use_disk: bool) -> MemoryBudget:
-    from bigload.errors import BudgetError
+    from bigload.errors import OptionError
     from bigload.planning.budget import budget
 
     if not max_memory:
-        raise BudgetError(
+        raise OptionError(
             "no memory limits", hint="add them, for example: -m cuda:0=22GiB -m cpu=64GiB, or -m auto for this machine"
         )
     return budget.MemoryBudget.parse(max_memory, use_disk=use_disk)

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bigload.checkpoint.fingerprint import ShardFingerprint
-from bigload.errors import InvalidManifestError, ManifestNotFoundError, ReadError
+from bigload.errors import DamagedOutputError, ManifestNotFoundError, ReadError
 from bigload.layouts.verification import manifest as manifest_module
 from bigload.layouts.verification.manifest import (
     MANIFEST_FILE,
@@ -133,7 +133,7 @@ REFUSED = [
 
 @pytest.mark.parametrize(("changes", "words"), REFUSED, ids=lambda value: str(value)[:50])
 def test_what_is_no_manifest_is_refused_and_named(changes, words):
-    with pytest.raises(InvalidManifestError, match=words) as refused:
+    with pytest.raises(DamagedOutputError, match=words) as refused:
         manifest_from_json(json.dumps(document_of(**changes)), source="there.json")
     assert refused.value.message.startswith("there.json is not a usable manifest: ")
 
@@ -143,7 +143,7 @@ def test_what_is_no_manifest_is_refused_and_named(changes, words):
     ["../a", "a/../../b", "/etc/passwd", "", ".", "..", "a//b", "./a", "a/", "a\0b", MANIFEST_FILE],
 )
 def test_a_manifest_that_names_what_lies_elsewhere_is_refused(file):
-    with pytest.raises(InvalidManifestError, match="inside its folder"):
+    with pytest.raises(DamagedOutputError, match="inside its folder"):
         manifest_from_json(json.dumps(document_of(files={file: entry()["a"]})))
 
 
@@ -153,7 +153,7 @@ def test_a_manifest_that_names_what_lies_elsewhere_is_refused(file):
     ids=lambda text: text[:10] or "nothing",
 )
 def test_what_is_not_even_json_or_says_things_twice_is_refused(text):
-    with pytest.raises(InvalidManifestError):
+    with pytest.raises(DamagedOutputError):
         manifest_from_json(text)
 
 
@@ -162,7 +162,7 @@ def test_no_change_of_a_manifest_brings_anything_but_a_manifest_or_a_refusal(dat
     text = json.dumps(document_of())
     start = data.draw(st.integers(0, len(text)))
     stop = data.draw(st.integers(start, min(start + 20, len(text))))
-    with suppress(InvalidManifestError):
+    with suppress(DamagedOutputError):
         manifest_from_json(text[:start] + data.draw(st.text(max_size=5)) + text[stop:])
 
 
@@ -210,7 +210,7 @@ def test_a_manifest_that_is_a_link_out_of_the_folder_or_to_nothing_is_not_follow
     (tmp_path / "secret").write_text("{}")
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / MANIFEST_FILE).symlink_to("../secret")
-    with pytest.raises(InvalidManifestError, match="leaves the folder"):
+    with pytest.raises(DamagedOutputError, match="leaves the folder"):
         read_manifest(tmp_path / "out")
     (tmp_path / "out" / MANIFEST_FILE).unlink()
     (tmp_path / "out" / MANIFEST_FILE).symlink_to("nothing")
@@ -227,5 +227,5 @@ def test_a_manifest_that_is_no_file_is_refused_at_once(tmp_path):
 def test_a_manifest_that_would_exhaust_memory_is_refused_before_it_is_read(tmp_path):
     with (tmp_path / MANIFEST_FILE).open("wb") as file:
         file.truncate(manifest_module.MAX_MANIFEST_BYTES + 1)
-    with pytest.raises(InvalidManifestError, match="at most"):
+    with pytest.raises(DamagedOutputError, match="at most"):
         read_manifest(tmp_path)

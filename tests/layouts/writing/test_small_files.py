@@ -1,6 +1,6 @@
 import pytest
 
-from bigload.errors import ReadError, VerificationError, WriteError
+from bigload.errors import DamagedOutputError, ReadError, WriteError
 from bigload.layouts.writing.small_files import check_file, write_file
 from builders import contents, record_of
 
@@ -24,7 +24,7 @@ def test_what_was_written_is_read_back_as_it_is(tmp_path):
 def test_what_is_not_what_was_written_is_found(tmp_path, other):
     record = write_file(tmp_path / "a", [b"fo", b"ur"])
     (tmp_path / "a").write_bytes(other)
-    with pytest.raises(VerificationError, match="differs"):
+    with pytest.raises(DamagedOutputError, match="differs"):
         check_file(tmp_path / "a", record)
 
 

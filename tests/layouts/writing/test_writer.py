@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from bigload.checkpoint.source import open_checkpoint
-from bigload.errors import ReadError, VerificationError, WriteError
+from bigload.errors import DamagedOutputError, ReadError, WriteError
 from bigload.layouts.options import LEAST_BYTES_PER_THREAD, ReshardOptions
 from bigload.layouts.writing import kernel_copy as in_kernel_module
 from bigload.layouts.writing import writer as writer_module
@@ -171,7 +171,7 @@ def test_a_byte_that_changes_on_the_disk_is_found_and_its_tensor_named(job, monk
     position = output.starts()[place] + 3
     spoil_at(monkeypatch, job.out / output.file, position)
     with pytest.raises(
-        VerificationError, match=f"at byte {position}, in tensor {output.tensors[place].name}\n"
+        DamagedOutputError, match=f"at byte {position}, in tensor {output.tensors[place].name}\n"
     ) as caught:
         job.write(threads=threads)
     assert (caught.value.path, caught.value.offset) == (job.out / output.file, position)
@@ -180,7 +180,7 @@ def test_a_byte_that_changes_on_the_disk_is_found_and_its_tensor_named(job, monk
 
 def test_a_byte_that_changes_in_the_header_is_found(job, monkeypatch):
     spoil_at(monkeypatch, job.out / job.files[0].file, 20)
-    with pytest.raises(VerificationError, match="differs from its source at byte 20\n"):
+    with pytest.raises(DamagedOutputError, match="differs from its source at byte 20\n"):
         job.write(threads=1)
 
 
@@ -189,7 +189,7 @@ def test_after_an_error_what_is_good_is_noted_and_all_is_given_back(job, monkeyp
     before = open_descriptors()
     output = job.files[-1]
     spoil_at(monkeypatch, job.out / output.file, output.num_bytes - 1)
-    with pytest.raises(VerificationError):
+    with pytest.raises(DamagedOutputError):
         job.write(threads=threads)
     assert open_descriptors() == before
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("bigload-")]
@@ -351,7 +351,7 @@ def test_what_the_kernel_copied_wrongly_is_found(job, cloning, monkeypatch):
         copy(source, start + 1, target, at, num_bytes)
 
     monkeypatch.setattr(in_kernel_module, "_copy", spoil)
-    with pytest.raises(VerificationError):
+    with pytest.raises(DamagedOutputError):
         job.write(kernel=KernelCopy.COPY)
 
 

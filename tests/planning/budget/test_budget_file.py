@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from bigload.devices import CPU, DISK
 from bigload.documents import MAX_TOML_LINE
-from bigload.errors import BudgetError
+from bigload.errors import OptionError
 from bigload.planning.budget.budget import MemoryBudget
 from bigload.planning.budget.budget_file import MAX_FILE_BYTES, read_budget_file
 
@@ -113,7 +113,7 @@ def test_a_pipe_will_do(tmp_path):
     ],
 )
 def test_a_file_that_is_no_budget_is_refused_by_name_and_with_what_is_wrong(budget, content, says):
-    with pytest.raises(BudgetError) as refused:
+    with pytest.raises(OptionError) as refused:
         budget(content)
     assert says in str(refused.value)
     assert "budget.toml" in str(refused.value)
@@ -121,7 +121,7 @@ def test_a_file_that_is_no_budget_is_refused_by_name_and_with_what_is_wrong(budg
 
 
 def test_a_limit_beside_one_in_a_file_is_refused_with_both_places(budget):
-    with pytest.raises(BudgetError) as refused:
+    with pytest.raises(OptionError) as refused:
         budget('cpu = "1GiB"', "cpu=2GiB")
     assert refused.value.message == "cpu has two limits"
     assert 'budget.toml: "cpu" = 1GiB' in refused.value.details[0]
@@ -141,12 +141,12 @@ def test_a_limit_beside_one_in_a_file_is_refused_with_both_places(budget):
 )
 def test_a_path_that_cannot_be_read_is_refused(path, says, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(BudgetError, match=says):
+    with pytest.raises(OptionError, match=says):
         read_budget_file(path)
 
 
 def test_an_at_sign_alone_is_no_file():
-    with pytest.raises(BudgetError, match='"@" is not a memory limit'):
+    with pytest.raises(OptionError, match='"@" is not a memory limit'):
         MemoryBudget.parse(["@"])
 
 
@@ -170,7 +170,7 @@ def test_any_file_is_a_budget_or_refused(any_file, content):
     any_file.write_bytes(content)
     try:
         read = read_budget_file(str(any_file))
-    except BudgetError:
+    except OptionError:
         return
     assert read
     assert all(isinstance(key, str) and type(value) in (str, int) for key, value in read)

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bigload.devices import CPU, Device
-from bigload.errors import BudgetError
+from bigload.errors import OptionError
 from bigload.machine.detected import DetectedGpus, DetectedMemory, UnknownMemory
 from bigload.machine.machine import Machine
 from bigload.planning.budget.budget import MemoryBudget
@@ -50,7 +50,7 @@ class Asked:
         return {str(device): limit for device, limit in self.parse(*words, use_disk=False)}
 
     def refuses(self, *words):
-        with pytest.raises(BudgetError) as refused:
+        with pytest.raises(OptionError) as refused:
             self.parse(*words)
         return refused.value
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bigload.devices import CPU, Device
-from bigload.errors import BudgetError, OptionError
+from bigload.errors import OptionError
 from bigload.planning.budget.budget import MemoryBudget
 from bigload.planning.choices import Policy
 from bigload.planning.model.structure import read_structure
@@ -121,7 +121,7 @@ def test_a_number_of_gpus_that_makes_no_sense_is_refused(count):
 @pytest.mark.parametrize("size", [0, -1, 2**63])
 def test_a_size_of_gpus_that_makes_no_sense_is_refused(size):
     structure, options = llama()
-    with pytest.raises(BudgetError):
+    with pytest.raises(OptionError):
         gpus(structure, options, size)
 
 

@@ -367,7 +367,7 @@ def test_a_policy_streams_what_does_not_fit_and_the_disk_takes_the_rest():
 @pytest.mark.parametrize(("limits", "error"), [
     ({0: 10, "cpu": 20, "disk": 30}, bigload.DoesNotFitError),
     ({0: 70, "cpu": 20, "disk": 0}, bigload.DoesNotFitError),
-    ({"disk": 500}, bigload.BudgetError),
+    ({"disk": 500}, bigload.OptionError),
 ])  # fmt: skip
 def test_a_policy_that_finds_no_room_says_so(limits, error):
     with pytest.raises(error):

@@ -78,18 +78,18 @@ def test_floats_are_limits_too_and_infinity_is_none():
 
 @pytest.mark.parametrize("key", ["gpu", "", "disk:0", -1, None, 1.5, True], ids=str)
 def test_an_unknown_device_is_refused(key):
-    with pytest.raises(bigload.BudgetError, match="is not recognized"):
+    with pytest.raises(bigload.OptionError, match="is not recognized"):
         bigload.get_max_memory({key: 10})
 
 
 @pytest.mark.parametrize("size", ["1gb", "12 parsecs", -5, -0.5, math.nan, True, None, [1]], ids=str)
 def test_a_bad_size_is_refused_with_the_device_it_is_for(size):
-    with pytest.raises(bigload.BudgetError, match="max_memory 0="):
+    with pytest.raises(bigload.OptionError, match="max_memory 0="):
         bigload.get_max_memory({0: size})
 
 
 def test_a_device_named_twice_is_refused():
-    with pytest.raises(bigload.BudgetError, match="two limits for device 0"):
+    with pytest.raises(bigload.OptionError, match="two limits for device 0"):
         bigload.get_max_memory({0: 10, "0": 20})
 
 

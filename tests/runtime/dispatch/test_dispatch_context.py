@@ -183,7 +183,7 @@ def test_a_model_that_is_dispatched_already_is_refused_and_stays_so(planned):
     model = empty(**options)
     with bigload.dispatch(model, plan):
         inside = state(model)
-        with pytest.raises(bigload.AlreadyDispatchedError, match="has hooks already"), bigload.dispatch(model, plan):
+        with pytest.raises(bigload.DispatchedModelError, match="has hooks already"), bigload.dispatch(model, plan):
             pass
         assert_is(model, inside)
         assert torch.equal(model(IDS), plain(IDS))

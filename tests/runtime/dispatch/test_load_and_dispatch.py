@@ -10,7 +10,6 @@ from torch import nn
 import bigload
 from bigload import load_and_dispatch, load_checkpoint_and_dispatch
 from bigload.errors import (
-    NoOffloadFolderError,
     OptionError,
     PlanNotFoundError,
     StalePlanError,
@@ -149,7 +148,7 @@ def test_the_dtype_is_that_of_weights_on_disk_as_well(folder, tmp_path, offload_
 def test_a_missing_offload_folder_is_reported_before_anything_is_loaded(tmp_path):
     torch.save(made().state_dict(), tmp_path / "old.bin", _use_new_zipfile_serialization=False)
     model = empty()
-    with pytest.raises(NoOffloadFolderError, match="offload_folder"):
+    with pytest.raises(OptionError, match="offload_folder"):
         load_checkpoint_and_dispatch(model, tmp_path / "old.bin", HALF)
     assert all(parameter.is_meta for parameter in model.parameters())
     load_checkpoint_and_dispatch(model, tmp_path / "old.bin", HALF, offload_folder=tmp_path / "offload")

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import bigload
-from bigload.errors import DispatchedModelError, OffloadedEditError
+from bigload.errors import DispatchedModelError
 
 INPUT = torch.linspace(-1, 1, 8).reshape(2, 4)
 HALF = {"first": "disk", "norm": "cpu", "last": "cpu"}
@@ -105,7 +105,7 @@ def test_other_values_for_offloaded_weights_are_refused_before_any_is_taken(mode
     before = values(model)
     state = {f"{prefix}{name}": tensor for name, tensor in Model(seed=1).state_dict().items()}
     target = nn.ModuleDict({"inner": model}) if prefix else model
-    with pytest.raises(OffloadedEditError, match=r"(?s)load_state_dict.*first\.weight.*remove_hook_from_submodules"):
+    with pytest.raises(DispatchedModelError, match=r"(?s)load_state_dict.*first\.weight.*remove_hook_from_submodules"):
         target.load_state_dict(state, strict=strict)
     assert_unchanged(model, before)
 
@@ -113,14 +113,14 @@ def test_other_values_for_offloaded_weights_are_refused_before_any_is_taken(mode
 @pytest.mark.parametrize("where", ["first", "last", "last.1"])
 def test_parts_refuse_other_values_as_well(tmp_path, where):
     model = bigload.disk_offload(Model(), tmp_path)
-    with pytest.raises(OffloadedEditError):
+    with pytest.raises(DispatchedModelError):
         model.get_submodule(where).load_state_dict(Model(seed=1).get_submodule(where).state_dict())
 
 
 def test_a_bare_offloading_hook_refuses_other_values():
     layer = nn.Linear(4, 4)
     bigload.add_hook_to_module(layer, bigload.AlignDevicesHook("cpu", offload=True))
-    with pytest.raises(OffloadedEditError):
+    with pytest.raises(DispatchedModelError):
         layer.load_state_dict(nn.Linear(4, 4).state_dict())
 
 

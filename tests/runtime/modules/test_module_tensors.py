@@ -3,7 +3,7 @@ import torch
 from torch import nn
 
 import bigload
-from bigload.errors import QuantisedParameterError
+from bigload.errors import LoadError
 
 
 class Scaled(nn.Parameter):
@@ -192,7 +192,7 @@ def test_scales_go_along_as_an_attribute():
 def test_parameters_of_bitsandbytes_are_moved_but_given_no_values():
     module = nn.Module()
     module.weight = Int8Params(torch.ones(2), requires_grad=False)
-    with pytest.raises(QuantisedParameterError, match="Int8Params"):
+    with pytest.raises(LoadError, match="Int8Params"):
         bigload.set_module_tensor_to_device(module, "weight", "cpu", value=torch.zeros(2))
     bigload.set_module_tensor_to_device(module, "weight", "meta")
     assert module.weight.is_meta

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import bigload
-from bigload.errors import InvalidCheckpointError, NotOffloadableError, ReadError, WriteError
+from bigload.errors import InvalidCheckpointError, OptionError, ReadError, WriteError
 from bigload.runtime.offload.offload_writer import RECORDS_FILE, offload_writer
 from builders import contents, open_descriptors
 
@@ -158,10 +158,10 @@ def test_tensors_on_meta_have_to_be_in_the_folder_already(tmp_path):
     bigload.offload_state_dict(tmp_path, {"a": torch.empty(2, device="meta"), "b": torch.zeros(1)})
     check(tmp_path, {"a": torch.ones(2), "b": torch.zeros(1)})
     for name, shape in (("a", 3), ("c", 2)):
-        with pytest.raises(NotOffloadableError, match=f"{name} .{shape}."):
+        with pytest.raises(bigload.AbsentWeightError, match=f"{name} .{shape}."):
             bigload.offload_state_dict(tmp_path, {name: torch.empty(shape, device="meta")})
     (tmp_path / "a.dat").unlink()
-    with pytest.raises(NotOffloadableError, match="its file is missing"):
+    with pytest.raises(bigload.AbsentWeightError, match="its file is missing"):
         bigload.offload_state_dict(tmp_path, {"a": torch.empty(2, device="meta")})
 
 
@@ -290,7 +290,7 @@ def test_a_full_disk_leaves_what_was_there_before(tmp_path):
 
 
 def test_what_is_no_tensor_is_refused(tmp_path):
-    with pytest.raises(NotOffloadableError, match="_extra_state is no tensor but a dict"):
+    with pytest.raises(OptionError, match="_extra_state is no tensor but a dict"):
         bigload.offload_state_dict(tmp_path, {"_extra_state": {}})
 
 
