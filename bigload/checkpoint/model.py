@@ -49,6 +49,36 @@ class TensorInfo:
         return self.span.num_bytes if self.strides is None else -(-self.num_elements * self.dtype.bits // 8)
 
 
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A box of a tensor: its elements from index `start` on, as many as `tensor.shape` says, are stored as `tensor`."""
+
+    start: tuple[int, ...]
+    tensor: TensorInfo
+
+
+@dataclass(frozen=True, slots=True)
+class AssembledTensor:
+    """A tensor that is made of several stored ones, or of parts of them: each element is in one of `pieces`.
+
+    The shape is torch's, which counts pairs of packed 4-bit elements, and so are those of the pieces.
+    """
+
+    name: str
+    dtype: DType
+    shape: tuple[int, ...]
+    pieces: tuple[Piece, ...]
+
+    @property
+    def num_elements(self) -> int:
+        return prod(self.shape)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the tensor in memory, row by row."""
+        return prod(self.shape) * self.dtype.alignment
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shard:
     """One file of a checkpoint.

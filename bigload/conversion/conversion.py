@@ -1,0 +1,74 @@
+"""The way from stored tensors to the tensors of a model, as a value."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from bigload.checkpoint.model import AssembledTensor, Checkpoint, Piece, Span, TensorInfo
+from bigload.dtypes import DType
+from bigload.conversion.strided_pieces import PiecedTensor, StridedPiece, row_strides
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Conversion:
+    """What each tensor of a model is made of.
+
+    Attributes:
+        tensors: By their names in the model; shapes are those of the model.
+        unexpected: Names of stored tensors that no tensor of the model takes anything of.
+        ignored: Those among the rest for which the model's class says that they do not matter.
+        problems: Why other tensors of the model cannot be made, a sentence each.
+    """
+
+    tensors: Mapping[str, PiecedTensor]
+    unexpected: tuple[str, ...] = ()
+    ignored: tuple[str, ...] = ()
+    problems: tuple[str, ...] = ()
+
+    def of(self, checkpoint: Checkpoint) -> Mapping[str, TensorInfo | AssembledTensor]:
+        """Return the tensors of the model as `checkpoint` stores them, in the order of its files.
+
+        One that is a stored tensor, or consecutive rows of one, is a `TensorInfo` as any other.
+        """
+        made = {name: _located(name, tensor, checkpoint.tensors) for name, tensor in self.tensors.items()}
+        return dict(sorted(made.items(), key=lambda item: _position(item[1])))
+
+
+def _position(tensor: TensorInfo | AssembledTensor) -> tuple[str, int]:
+    first = tensor.pieces[0].tensor if isinstance(tensor, AssembledTensor) and tensor.pieces else tensor
+    return (first.span.file, first.span.start) if isinstance(first, TensorInfo) else ("", 0)
+
+
+def _located(name: str, tensor: PiecedTensor, stored: Mapping[str, TensorInfo]) -> TensorInfo | AssembledTensor:
+    pieces = tuple(Piece(each.start, _cut_out(each, stored[each.source])) for each in tensor.pieces)
+    whole = stored[tensor.pieces[0].source]
+    if tensor == as_stored(whole):
+        return replace(whole, name=name)
+    if len(pieces) == 1 and pieces[0].tensor.strides is None:
+        return TensorInfo(name, whole.dtype, _packed(tensor.shape, whole.dtype), pieces[0].tensor.span)
+    return AssembledTensor(name, whole.dtype, tensor.shape, pieces)
+
+
+def as_stored(tensor: TensorInfo) -> PiecedTensor:
+    """Return a stored tensor as the one piece that it is. Of packed 4-bit elements, pairs are counted, as in torch."""
+    shape = (*tensor.shape[:-1], tensor.shape[-1] // 2) if tensor.dtype.bits == 4 and tensor.shape else tensor.shape
+    return PiecedTensor.of(tensor.name, shape, tensor.strides)
+
+
+def _packed(shape: tuple[int, ...], dtype: DType) -> tuple[int, ...]:
+    return (*shape[:-1], shape[-1] * 2) if dtype.bits == 4 else shape
+
+
+def _cut_out(piece: StridedPiece, stored: TensorInfo) -> TensorInfo:
+    """Return the form in which `piece` is stored; without strides, if that is row by row."""
+    width = stored.dtype.alignment
+    begin = stored.span.start + piece.offset * width
+    reach = 1 + sum((size - 1) * stride for size, stride in zip(piece.shape, piece.strides, strict=True))
+    is_by_row = all(
+        size == 1 or stride == usual
+        for size, stride, usual in zip(piece.shape, piece.strides, row_strides(piece.shape), strict=True)
+    )
+    span = Span(stored.span.file, begin, begin + reach * width)
+    strides = None if is_by_row else piece.strides
+    return TensorInfo(stored.name, stored.dtype, _packed(piece.shape, stored.dtype), span, strides)

@@ -1,0 +1,167 @@
+"""Conversions for the models of transformers, told by transformers itself.
+
+Since version 5 transformers builds modules whose weights are not those of the files: renamed, fused, split, reordered.
+Its own loader is run here, on a copy of the model without memory, with tensors that hold no values and note where
+their elements come from. So order of rules, prefixes, scopes and operations are the installed version's, and what users
+have registered counts.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bigload.checkpoint.model import TensorInfo
+from bigload.conversion.conversion import Conversion, as_stored
+from bigload.conversion.recorded_tensor import RecordedTensor
+from bigload.conversion.strided_pieces import PiecedTensor
+from bigload.units import counted
+
+
+def is_of_transformers(model: nn.Module) -> bool:
+    """Return whether `model` is one of transformers, with conversions of its own; imports nothing."""
+    loaded = sys.modules.get("transformers.modeling_utils")
+    is_known = loaded is not None and isinstance(model, loaded.PreTrainedModel)
+    return is_known and "transformers.conversion_mapping" in sys.modules  # version 5 and later
+
+
+def conversion_for(model: nn.Module, stored: Mapping[str, TensorInfo]) -> Conversion:
+    """Return what the tensors of `model`, one of transformers, are made of, if a checkpoint has `stored`.
+
+    `model` stays as it is. Nothing is read.
+    """
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import convert_and_load_state_dict_in_model
+    from transformers.modeling_utils import LoadStateDictConfig
+
+    skeleton: Any = _without_memory(model)
+    expected = {name: tuple(tensor.shape) for name, tensor in _tensors(skeleton)}
+    recorded = {name: RecordedTensor(as_stored(tensor), _dtype(tensor)) for name, tensor in stored.items()}
+    quantizer = getattr(model, "hf_quantizer", None)
+    mapping = get_model_conversion_mapping(skeleton, _renames_of_version_4(model), quantizer)
+    # A device map with a disk has the loader work in this thread; no name begins with that key.
+    settings = LoadStateDictConfig(weight_mapping=mapping, hf_quantizer=quantizer, device_map={"": "cpu", "\0": "disk"})
+    with _without_progress_bars():
+        info, _ = convert_and_load_state_dict_in_model(skeleton, recorded, settings, None)
+    found = {name: tensor.origin for name, tensor in _tensors(skeleton) if isinstance(tensor, RecordedTensor)}
+    misshapen = {name: (tuple(made), tuple(shape)) for name, made, shape in info.mismatched_keys}
+    problems = [*_failed(info.conversion_errors), *_of_other_shape(misshapen), *_of_several_dtypes(found, stored)]
+    problems += _missing_experts(stored, expected)
+    left = [name for name in stored if name not in {each for made in found.values() for each in made.sources}]
+    names = _renamed(left, model, expected)
+    unmatched = set(info.unexpected_keys)
+    skeleton._adjust_missing_and_unexpected_keys(info)
+    problems += [
+        f"{name} and another stored tensor would both become {names[name]}"
+        for name in left
+        if names[name] in found and names[name] not in unmatched
+    ]
+    return Conversion(
+        tensors=found,
+        unexpected=tuple(name for name in left if names[name] in info.unexpected_keys),
+        ignored=tuple(name for name in left if names[name] in unmatched - info.unexpected_keys),
+        problems=tuple(problems),
+    )
+
+
+def _without_memory(model: nn.Module) -> nn.Module:
+    """Return a copy of `model` with all tensors on the meta device; ties stay ties."""
+    memo: dict[int, Any] = {}
+    for module in model.modules():
+        for tensor in (*module._parameters.values(), *module._buffers.values()):
+            if tensor is not None and id(tensor) not in memo:
+                empty = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+                is_parameter = isinstance(tensor, nn.Parameter)
+                memo[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if is_parameter else empty
+    return copy.deepcopy(model, memo)
+
+
+def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield what a checkpoint of `model` holds; not the extra state that some modules have."""
+    return ((name, each) for name, each in model.state_dict(keep_vars=True).items() if isinstance(each, Tensor))
+
+
+def _dtype(tensor: TensorInfo) -> torch.dtype:
+    found = getattr(torch, tensor.dtype.torch_name or "", None)
+    return found if isinstance(found, torch.dtype) else torch.uint8
+
+
+def _renames_of_version_4(model: nn.Module) -> dict[str, str] | None:
+    """Return the renames that remote code written for transformers 4 has in an attribute, which 5 no longer reads."""
+    return getattr(type(model), "_checkpoint_conversion_mapping", None) or None
+
+
+def _renamed(stored: Sequence[str], model: nn.Module, expected: Mapping[str, object]) -> dict[str, str]:
+    """Return what transformers calls the tensors `stored`; of those that are split, the first part."""
+    if not stored:
+        return {}
+    from transformers import core_model_loading as loader
+    from transformers.conversion_mapping import get_model_conversion_mapping
+
+    mapping = get_model_conversion_mapping(model, _renames_of_version_4(model), getattr(model, "hf_quantizer", None))
+    kinds = [[each for each in mapping if isinstance(each, kind)] for kind in (loader.WeightRenaming, loader.WeightConverter)]
+    renamed = {}
+    for name in sorted(stored, key=loader.dot_natural_key):
+        new, _ = loader.rename_source_key(name, *kinds, model.base_model_prefix, expected)
+        if new not in expected and name in expected:
+            new, _ = loader.rename_source_key(name, [], [], model.base_model_prefix, expected)
+        renamed[name] = new
+    return renamed
+
+
+def _failed(errors: Mapping[str, str]) -> Iterator[str]:
+    """Yield a sentence for each tensor whose conversion raised; transformers keeps the traceback and the message."""
+    for name, text in errors.items():
+        message = text.rpartition("\nError")[0].splitlines() or [text]
+        yield f"{name} cannot be made: {message[-1]}"
+
+
+def _of_other_shape(misshapen: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]]) -> Iterator[str]:
+    for name, (made, expected) in misshapen.items():
+        yield f"{name} would be {list(made)}, and is {list(expected)} in the model"
+
+
+def _of_several_dtypes(made: Mapping[str, PiecedTensor], stored: Mapping[str, TensorInfo]) -> Iterator[str]:
+    for name, tensor in made.items():
+        dtypes = dict.fromkeys(stored[source].dtype.name for source in tensor.sources)
+        if len(dtypes) > 1:
+            yield f"{name} would be made of tensors of several dtypes: {', '.join(dtypes)}"
+
+
+_EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(.+)")
+
+
+def _missing_experts(stored: Mapping[str, TensorInfo], expected: Mapping[str, object]) -> Iterator[str]:
+    """Yield which experts lack which tensor, where the model has them fused: transformers would move the others up."""
+    groups: dict[str, dict[str, set[int]]] = {}
+    for name in stored:
+        found = _EXPERT.fullmatch(name)
+        if found and name not in expected:
+            groups.setdefault(found[1], {}).setdefault(found[3], set()).add(int(found[2]))
+    for prefix, tensors in groups.items():
+        known = range(max(max(numbers) for numbers in tensors.values()) + 1)
+        for suffix, numbers in tensors.items():
+            missing = [number for number in known if number not in numbers]
+            if missing:
+                listed = ", ".join(map(str, missing[:8])) + (" …" if len(missing) > 8 else "")
+                yield f"{prefix} has no {suffix} for {counted(len(missing), 'expert')}: {listed}"
+
+
+@contextmanager
+def _without_progress_bars() -> Iterator[None]:
+    from transformers.utils import logging
+
+    was_enabled = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            logging.enable_progress_bar()
