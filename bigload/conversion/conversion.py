@@ -71,4 +71,4 @@ def _cut_out(piece: StridedPiece, stored: TensorInfo) -> TensorInfo:
     )
     span = Span(stored.span.file, begin, begin + reach * width)
     strides = None if is_by_row else piece.strides
-    return TensorInfo(stored.name, stored.dtype, _packed(piece.shape, stored.dtype), span, strides)
+    return TensorInfo(stored.name, stored.dtype, piece.shape, span, strides)

@@ -40,7 +40,7 @@ class RecordedTensor(Tensor):
     @staticmethod
     def __new__(cls, origin: PiecedTensor, dtype: torch.dtype) -> RecordedTensor:
         """Return the tensor that `origin` describes."""
-        made: RecordedTensor = Tensor._make_wrapper_subclass(cls, origin.shape, dtype=dtype, device="cpu")  # type: ignore[attr-defined]
+        made: RecordedTensor = Tensor._make_wrapper_subclass(cls, origin.shape, dtype=dtype, device=torch.device("cpu"))
         made.origin = origin
         return made
 

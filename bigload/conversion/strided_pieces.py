@@ -92,9 +92,7 @@ def sliced(tensor: PiecedTensor, dim: int, start: int, stop: int, step: int = 1)
 def squeezed(tensor: PiecedTensor, dim: int) -> PiecedTensor:
     """Return the tensor without `dim`, which has one element."""
     pieces = tuple(
-        StridedPiece(
-            each.source, each.offset, _cut(each.start, dim), _cut(each.shape, dim), _cut(each.strides, dim)
-        )
+        StridedPiece(each.source, each.offset, _cut(each.start, dim), _cut(each.shape, dim), _cut(each.strides, dim))
         for each in tensor.pieces
     )
     return PiecedTensor(_cut(tensor.shape, dim), pieces)

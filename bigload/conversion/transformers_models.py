@@ -106,7 +106,9 @@ def _renamed(stored: Sequence[str], model: nn.Module, expected: Mapping[str, obj
     from transformers.conversion_mapping import get_model_conversion_mapping
 
     mapping = get_model_conversion_mapping(model, _renames_of_version_4(model), getattr(model, "hf_quantizer", None))
-    kinds = [[each for each in mapping if isinstance(each, kind)] for kind in (loader.WeightRenaming, loader.WeightConverter)]
+    kinds = [
+        [each for each in mapping if isinstance(each, kind)] for kind in (loader.WeightRenaming, loader.WeightConverter)
+    ]
     renamed = {}
     for name in sorted(stored, key=loader.dot_natural_key):
         new, _ = loader.rename_source_key(name, *kinds, model.base_model_prefix, expected)

@@ -16,8 +16,9 @@ from dataclasses import dataclass, field
 from enum import Enum
 from math import prod
 
-from bigload.checkpoint.model import TensorInfo
+from bigload.checkpoint.model import AssembledTensor, Span, TensorInfo
 from bigload.dtypes import DType
+from bigload.loading.piece_copies import strided_copies
 from bigload.loading.slices import Slice, StridedRange, rows_of, sliced_shape
 from bigload.units import KIB, MIB
 
@@ -43,9 +44,9 @@ _PAGE_BYTES = 4 * KIB
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestedTensor:
-    """A stored tensor, or a part of it, with its dtype and device (`cpu`, `cuda:0`) in memory."""
+    """A stored tensor, or a part of it, or an assembled one, with its dtype and device (`cpu`, `cuda:0`) in memory."""
 
-    tensor: TensorInfo
+    tensor: TensorInfo | AssembledTensor
     dtype: DType
     part: Slice | None = None
     device: str = CPU
@@ -56,12 +57,14 @@ class RequestedTensor:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape in elements of the stored dtype."""
-        return sliced_shape(self.tensor, self.part)
+        """The shape in elements of the stored dtype; of an assembled tensor, torch's."""
+        return self.tensor.shape if isinstance(self.tensor, AssembledTensor) else sliced_shape(self.tensor, self.part)
 
     @property
     def num_bytes(self) -> int:
         """Bytes in memory; of a view that is not stored row by row, those from its first element to its last."""
+        if isinstance(self.tensor, AssembledTensor):
+            return self.tensor.num_elements * self.dtype.alignment
         if self.tensor.strides is not None:
             return self.tensor.span.num_bytes * self.dtype.bits // self.tensor.dtype.bits
         return prod(self.shape) * self.dtype.bits // 8
@@ -69,6 +72,14 @@ class RequestedTensor:
     @property
     def is_cast(self) -> bool:
         return self.dtype != self.tensor.dtype
+
+    @property
+    def spans(self) -> tuple[Span, ...]:
+        """The bytes of files that it lies in, those between its elements included."""
+        if isinstance(self.tensor, AssembledTensor):
+            return tuple(piece.tensor.span for piece in self.tensor.pieces)
+        rows = rows_of(self.tensor, self.part)
+        return (Span(self.tensor.span.file, rows.start, rows.start + (rows.count - 1) * rows.stride + rows.row_bytes),)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,10 +110,20 @@ class DTypeCast:
 
 
 @dataclass(frozen=True, slots=True)
+class Spread:
+    """Distances in memory, in elements of `bits` in the file: from one element of a row to the next, and of the rows."""
+
+    bits: int
+    step: int
+    row_stride: int
+
+
+@dataclass(frozen=True, slots=True)
 class Destination:
     """Part of a read with its target: `rows` times `row_bytes`, `stride` apart, the first at byte `source` of the read.
 
-    They are written without gaps from byte `start` of a buffer on, converted by `cast` if there is one.
+    They are written from byte `start` of a buffer on, without gaps or as `spread` says, converted by `cast` if there is
+    one.
     """
 
     source: int
@@ -112,6 +133,7 @@ class Destination:
     rows: int = 1
     stride: int = 0
     cast: DTypeCast | None = None
+    spread: Spread | None = None
 
     @property
     def num_bytes(self) -> int:
@@ -120,8 +142,21 @@ class Destination:
 
     @property
     def memory_bytes(self) -> int:
-        """Bytes in memory."""
-        return self.num_bytes if self.cast is None else self.num_bytes * self.cast.wanted.bits // self.cast.stored.bits
+        """Bytes in memory, without what a spread leaves between them."""
+        return self._in_memory(self.num_bytes)
+
+    def start_of_row(self, row: int) -> int:
+        """Return the byte of the buffer at which row `row` begins."""
+        if self.spread is None:
+            return self.start + self._in_memory(row * self.row_bytes)
+        return self.start + self._in_memory(row * self.spread.row_stride * self.spread.bits // 8)
+
+    def start_after(self, num_bytes: int) -> int:
+        """Return the byte of the buffer at which what comes after the first `num_bytes` of a single row begins."""
+        return self.start + self._in_memory(num_bytes * (1 if self.spread is None else self.spread.step))
+
+    def _in_memory(self, num_bytes: int) -> int:
+        return num_bytes if self.cast is None else num_bytes * self.cast.wanted.bits // self.cast.stored.bits
 
 
 class Delivery(Enum):
@@ -182,22 +217,29 @@ def schedule_reads(
     bytes at 100 to two destinations, one of 32 at 200 and one of 8 at 232; the tensors start at 0, 64 and 128 of one
     buffer.
     """
-    by_file: dict[str, list[RequestedTensor]] = {}
-    for want in sorted(wanted, key=lambda want: (want.tensor.span.file, want.tensor.span.start, want.name)):
-        by_file.setdefault(want.tensor.span.file, []).append(want)
     layout = _BufferLayout()
-    jobs: list[ReadJob] = []
-    for file, members in by_file.items():
-        requests: list[ReadRequest] = []
-        for want in members:
-            stays = in_map and _can_stay_in_map(want)
-            if layout.add(want, in_map=stays) and want.num_bytes and (populate or not stays):
-                requests += _requests_of(want, layout.slots[want.name], stays=stays)
-        jobs += jobs_of(file, requests, block_bytes)
+    requests: dict[str, list[ReadRequest]] = {}
+    is_assembled = False
+    for want in sorted(wanted, key=_position):
+        stays = in_map and _can_stay_in_map(want)
+        if layout.add(want, in_map=stays) and want.num_bytes and (populate or not stays):
+            is_assembled |= isinstance(want.tensor, AssembledTensor)
+            for file, request in _requests_of(want, layout.slots[want.name], stays=stays):
+                requests.setdefault(file, []).append(request)
+    if is_assembled:  # else they are in order
+        requests = {file: sorted(requests[file], key=lambda request: request.offset) for file in sorted(requests)}
+    jobs = [job for file, members in requests.items() for job in jobs_of(file, members, block_bytes)]
     return Schedule(buffers=layout.buffers(), slots=layout.slots, jobs=tuple(jobs))
 
 
+def _position(want: RequestedTensor) -> tuple[str, int, str]:
+    first = want.spans[0] if isinstance(want.tensor, AssembledTensor) else want.tensor.span
+    return first.file, first.start, want.name
+
+
 def _can_stay_in_map(want: RequestedTensor) -> bool:
+    if isinstance(want.tensor, AssembledTensor):
+        return False
     rows = rows_of(want.tensor, want.part)
     is_aligned = rows.start % max(want.dtype.bits // 8, 1) == 0
     return want.device == CPU and not want.is_cast and rows.count == 1 and is_aligned
@@ -214,16 +256,17 @@ class _BufferLayout:
 
     def add(self, want: RequestedTensor, *, in_map: bool) -> bool:
         """Give `want` a slot; return whether its bytes have to be read: not if another one has the same."""
-        same = (want.tensor.span, want.tensor.dtype, want.part, want.dtype, want.device)
+        stored = want.tensor.pieces if isinstance(want.tensor, AssembledTensor) else want.tensor.span
+        file, same = _position(want)[0], (stored, want.tensor.dtype, want.part, want.dtype, want.device)
         twin = self._shared.get(same)
         if twin is not None and want.num_bytes:
             self.slots[want.name] = BufferSlot(want, twin.buffer, twin.start)
             return False
-        key = (want.tensor.span.file, want.device, in_map, "" if want.device == CPU else want.name)
+        key = (file, want.device, in_map, "" if want.device == CPU else want.name)
         number = self._numbers.setdefault(key, len(self._numbers))
         if number == len(self._sizes):
             self._sizes.append(0 if in_map or want.device != CPU else _first_start(want))
-        if in_map:
+        if in_map and isinstance(want.tensor, TensorInfo):
             rows = rows_of(want.tensor, want.part)
             start = rows.start
             self._sizes[number] = max(self._sizes[number], rows.start + rows.num_bytes)
@@ -245,7 +288,7 @@ def _first_start(want: RequestedTensor) -> int:
 
     Most tensors are a multiple of 64 bytes long, so those after it lie like it, and direct reads can go in place.
     """
-    into_page = want.tensor.span.start % _PAGE_BYTES
+    into_page = _position(want)[1] % _PAGE_BYTES
     return into_page if into_page % ALIGNMENT == 0 else 0
 
 
@@ -284,49 +327,75 @@ class ReadRequest:
 
     def _split(self, step: int, *, head: tuple[int, int], tail: tuple[int, int]) -> tuple[ReadRequest, ReadRequest]:
         to = self.destination
-        first = Destination(0, head[1], to.buffer, to.start, head[0], to.stride if head[0] > 1 else 0, to.cast)
-        start = to.start + first.memory_bytes
-        second = Destination(0, tail[1], to.buffer, start, tail[0], to.stride if tail[0] > 1 else 0, to.cast)
+        first = _rows_of(to, to.start, *head)
+        second = _rows_of(to, to.start_of_row(head[0]) if to.rows > 1 else to.start_after(head[1]), *tail)
         return (
             ReadRequest(self.offset, first, self.delivery, self.device, self.unit),
             ReadRequest(self.offset + step, second, self.delivery, self.device, self.unit),
         )
 
 
-def _requests_of(want: RequestedTensor, slot: BufferSlot, *, stays: bool) -> Iterator[ReadRequest]:
+def _requests_of(want: RequestedTensor, slot: BufferSlot, *, stays: bool) -> Iterator[tuple[str, ReadRequest]]:
+    """Yield what brings `want` to its slot, each with the file that it is for."""
     cast = DTypeCast(want.tensor.dtype, want.dtype) if want.is_cast else None
     straight = Delivery.POPULATED if stays else Delivery.STRAIGHT
     delivery = straight if cast is None and want.device == CPU else Delivery.STAGED
+    if isinstance(want.tensor, AssembledTensor):
+        yield from _requests_of_pieces(want.tensor, want, slot, cast, delivery)
+        return
     rows = rows_of(want.tensor, want.part)
-    for request in requests_for(rows, slot.buffer, slot.start, cast=cast, delivery=delivery, device=want.device):
+    for request in requests_for(rows, slot.buffer, slot.start, cast, delivery, want.device):
         if request.destination.rows > 1:
             request.delivery = Delivery.STAGED
-        yield request
+        yield want.tensor.span.file, request
+
+
+def _requests_of_pieces(
+    tensor: AssembledTensor, want: RequestedTensor, slot: BufferSlot, cast: DTypeCast | None, delivery: Delivery
+) -> Iterator[tuple[str, ReadRequest]]:
+    width, memory_width = tensor.dtype.alignment, want.dtype.alignment
+    for piece in tensor.pieces:
+        for copy in strided_copies(piece, tensor.shape):
+            first = piece.tensor.span.start + copy.source * width
+            rows = StridedRange(first, copy.run * width, copy.count, copy.stride * width)
+            is_dense = copy.target_step == 1 and (copy.count == 1 or copy.target_stride == copy.run)
+            spread = None if is_dense else Spread(8 * width, copy.target_step, copy.target_stride)
+            start = slot.start + copy.target * memory_width
+            for request in requests_for(rows, slot.buffer, start, cast, delivery, want.device, spread):
+                if request.destination.rows > 1 or request.destination.spread is not None:
+                    request.delivery = Delivery.STAGED
+                yield piece.tensor.span.file, request
 
 
 def requests_for(
     rows: StridedRange,
     buffer: int,
     start: int,
-    *,
     cast: DTypeCast | None = None,
     delivery: Delivery = Delivery.SCATTERED,
     device: str = CPU,
+    spread: Spread | None = None,
 ) -> Iterator[ReadRequest]:
     """Yield what delivers `rows` to byte `start` of a buffer and on: all rows as one request, or each by itself."""
-    unit = max(cast.stored.bits // 8, 1) if cast is not None else 1
+    bits = cast.stored.bits if cast is not None else spread.bits if spread is not None else 8
+    unit = max(bits // 8, 1)
     gap = rows.stride - rows.row_bytes
     is_gathered = rows.count > 1 and gap <= MAX_GAP_BYTES and rows.stride <= MAX_GATHERED_ROW_BYTES
+    whole = Destination(
+        0, rows.row_bytes, buffer, start, rows.count, rows.stride if rows.count > 1 else 0, cast, spread
+    )
     if rows.count == 1 or is_gathered:
-        stride = rows.stride if rows.count > 1 else 0
-        yield ReadRequest(
-            rows.start, Destination(0, rows.row_bytes, buffer, start, rows.count, stride, cast), delivery, device, unit
-        )
+        yield ReadRequest(rows.start, whole, delivery, device, unit)
         return
+    # A row by itself needs no spread, unless there are gaps between its elements too.
+    within = spread if spread is not None and spread.step > 1 else None
     for row in range(rows.count):
-        destination = Destination(0, rows.row_bytes, buffer, start, cast=cast)
-        yield ReadRequest(rows.start + row * rows.stride, destination, delivery, device, unit)
-        start += destination.memory_bytes
+        single = Destination(0, rows.row_bytes, buffer, whole.start_of_row(row), cast=cast, spread=within)
+        yield ReadRequest(rows.start + row * rows.stride, single, delivery, device, unit)
+
+
+def _rows_of(to: Destination, start: int, rows: int, row_bytes: int) -> Destination:
+    return Destination(0, row_bytes, to.buffer, start, rows, to.stride if rows > 1 else 0, to.cast, to.spread)
 
 
 @dataclass(slots=True)
@@ -350,16 +419,9 @@ class _OpenJob:
 
     def add(self, request: ReadRequest) -> None:
         destination, source = request.destination, request.offset - self.offset
+        to = destination
         self.destinations.append(
-            Destination(
-                source,
-                destination.row_bytes,
-                destination.buffer,
-                destination.start,
-                destination.rows,
-                destination.stride,
-                destination.cast,
-            )
+            Destination(source, to.row_bytes, to.buffer, to.start, to.rows, to.stride, to.cast, to.spread)
         )
         self.num_bytes = source + request.num_bytes
 

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
+from bigload.checkpoint.model import AssembledTensor, TensorInfo
 from bigload.dtypes import DType, parse_dtype
 from bigload.errors import OptionError, UnsupportedDTypeError
 from bigload.loading.schedule import BufferSlot, RequestedTensor, Schedule
@@ -15,6 +16,9 @@ from bigload.planning.load_dtype import CASTABLE, EXPECTED_DTYPE
 
 Memory = Buffer | memoryview | torch.Tensor
 """A buffer of the CPU, or the map of a file, which tensors share; or the bytes of one tensor on another device."""
+
+MOVED_AS = {8: torch.uint8, 16: torch.int16, 32: torch.int32, 64: torch.int64}
+"""What elements are taken for that only move, by their width in bits: integers stay what they are, bit by bit."""
 
 
 def torch_dtype(dtype: DType) -> torch.dtype | None:
@@ -70,7 +74,9 @@ def check_dtypes(wanted: Iterable[RequestedTensor]) -> None:
     unsupported: dict[str, list[str]] = {}
     for want in wanted:
         for dtype in {want.tensor.dtype, want.dtype}:
-            is_odd = dtype.bits == 4 and (not want.shape or want.shape[-1] % 2 == 1)
+            is_odd = (
+                dtype.bits == 4 and isinstance(want.tensor, TensorInfo) and (not want.shape or want.shape[-1] % 2 == 1)
+            )
             if torch_dtype(dtype) is None or is_odd:
                 unsupported.setdefault(dtype.name, []).append(want.name)
     for name, names in unsupported.items():
@@ -89,13 +95,15 @@ def as_tensors(schedule: Schedule, memory: Sequence[Memory]) -> dict[str, torch.
 def _view(slot: BufferSlot, memory: Memory) -> torch.Tensor:
     want, dtype = slot.wanted, torch_dtype(slot.wanted.dtype)
     assert dtype is not None, "check_dtypes() comes first"
-    shape = torch_shape(want.dtype, want.shape)
+    shape = want.shape if isinstance(want.tensor, AssembledTensor) else torch_shape(want.dtype, want.shape)
     if isinstance(memory, torch.Tensor):
         raw = memory
     elif want.num_bytes:
         raw = torch.frombuffer(memory, dtype=torch.uint8, count=want.num_bytes, offset=slot.start)
     else:
         return torch.empty(shape, dtype=dtype, device="cpu")  # whatever the caller's default device
-    if want.tensor.strides is not None:  # a view in a torch file stays one, as torch itself loads it
+    if (
+        isinstance(want.tensor, TensorInfo) and want.tensor.strides is not None
+    ):  # a view in a torch file stays one, as torch itself loads it
         return raw.view(dtype).as_strided(shape, want.tensor.strides)
     return raw.view(dtype).view(shape)

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import torch
 
 from bigload.checkpoint.byte_source import ByteSource
-from bigload.loading.schedule import Destination, ReadJob
+from bigload.loading.schedule import Destination, ReadJob, Spread
 from bigload.loading.staging.device_transfers import HostBlock, Transfers
-from bigload.loading.tensors import Memory, torch_dtype
+from bigload.loading.tensors import MOVED_AS, Memory, torch_dtype
 
 
 class DeviceStager:
@@ -40,6 +40,10 @@ class DeviceStager:
     def _send(self, destination: Destination, block: HostBlock) -> None:
         memory = self._memory[destination.buffer]
         assert isinstance(memory, torch.Tensor), "a job for a device has destinations for that device"
+        spread = destination.spread
+        if spread is not None:
+            self._send_spread(destination, spread, block, memory)
+            return
         target = memory[destination.start : destination.start + destination.memory_bytes]
         stored = None
         if destination.cast is not None:
@@ -60,6 +64,24 @@ class DeviceStager:
                 stride_bytes=destination.stride,
                 dtype=stored,
             )
+
+    def _send_spread(self, destination: Destination, spread: Spread, block: HostBlock, memory: torch.Tensor) -> None:
+        stored = wanted = MOVED_AS[spread.bits]
+        if destination.cast is not None:
+            cast = torch_dtype(destination.cast.stored), torch_dtype(destination.cast.wanted)
+            assert cast[0] is not None and cast[1] is not None, "check_dtypes() comes first"
+            stored, wanted = cast
+        whole = memory[: memory.numel() // wanted.itemsize * wanted.itemsize].view(wanted)
+        shape = destination.rows, destination.row_bytes // stored.itemsize
+        self._transfers.send_rows(
+            block,
+            destination.source,
+            whole.as_strided(shape, (spread.row_stride, spread.step), destination.start // wanted.itemsize),
+            num_rows=destination.rows,
+            row_bytes=destination.row_bytes,
+            stride_bytes=destination.stride,
+            dtype=stored,
+        )
 
 
 class PassingStager(DeviceStager):

@@ -115,6 +115,8 @@ class Transfers:
     ) -> None:
         """Have `num_rows` pieces of `row_bytes`, `stride_bytes` apart, copied into `destination`, one after the other.
 
+        A destination with gaps has the shape of the rows.
+
         The first begins at `start` of `block`. What lies between them crosses the bus too and is left out on the
         device: it has been read from a disk, which is slower, and no core spends time on it. As `send` otherwise.
         """
@@ -122,7 +124,7 @@ class Transfers:
         with self._enqueuing(block, span_bytes):
             whole = self._bring(block._tensor[start : start + span_bytes])
             rows = whole.as_strided((num_rows, row_bytes), (stride_bytes, 1))
-            if dtype is None or dtype == destination.dtype:
+            if dtype is None or (dtype == destination.dtype and destination.is_contiguous()):
                 _bytes_of(destination).view(rows.shape).copy_(rows)
             else:
                 values = rows.view(dtype)

@@ -10,18 +10,15 @@ from itertools import chain, starmap
 import torch
 
 from bigload.checkpoint.byte_source import ByteSource
-from bigload.loading.schedule import STAGED_BLOCK_BYTES, Destination, DTypeCast, ReadJob
+from bigload.loading.schedule import STAGED_BLOCK_BYTES, Destination, DTypeCast, ReadJob, Spread
 from bigload.loading.strided_views import ViewPart
-from bigload.loading.tensors import Memory, torch_dtype
+from bigload.loading.tensors import MOVED_AS, Memory, torch_dtype
 from bigload.machine.activities import Phase, Recorder
 from bigload.machine.huge_pages import Buffer, allocate
 from bigload.units import KIB
 
 _Blocks = dict[str, tuple[memoryview, torch.Tensor]]
 """Memory that one job is staged in, by use; each block twice, for those who read and for torch."""
-
-_MOVED_AS = {8: torch.uint8, 16: torch.int16, 32: torch.int32, 64: torch.int64}
-"""What elements are taken for that only move, by their width: integers stay what they are, bit by bit."""
 
 _STEP_ELEMENTS = 32 * KIB - 64
 """What torch is given at a time: from 32768 elements on it calls its own threads to help. Those wait for each other at
@@ -77,7 +74,7 @@ class HostStager:
         """
         stored, wanted = torch_dtype(cast.stored), torch_dtype(cast.wanted)
         if cast.stored == cast.wanted:
-            stored = wanted = _MOVED_AS[cast.stored.bits]
+            stored = wanted = MOVED_AS[cast.stored.bits]
         assert stored is not None, "check_dtypes() comes first"
         assert wanted is not None, "check_dtypes() comes first"
         with self._lent() as blocks:
@@ -111,10 +108,12 @@ def _deliver(
     destination: Destination, staged: torch.Tensor, target: torch.Tensor, blocks: _Blocks, *, counts: bool
 ) -> int:
     """Write one destination to its place in `target`; return how many values lie beyond its dtype, if it `counts`."""
-    target = target[destination.start : destination.start + destination.memory_bytes].view(destination.rows, -1)
     rows = torch.as_strided(
         staged, (destination.rows, destination.row_bytes), (destination.stride, 1), destination.source
     )
+    if destination.spread is not None:
+        return _deliver_spread(destination, destination.spread, rows, target, blocks, counts=counts)
+    target = target[destination.start : destination.start + destination.memory_bytes].view(destination.rows, -1)
     if destination.cast is None:
         for source, part in _steps(rows, target):
             part.copy_(source)
@@ -125,6 +124,28 @@ def _deliver(
     if destination.source % stored.itemsize or destination.stride % stored.itemsize:
         rows = rows.clone(memory_format=torch.contiguous_format)  # elements across the borders of the block's
     return _cast(rows.view(stored), target.view(wanted), blocks, counts=counts)
+
+
+def _deliver_spread(
+    destination: Destination,
+    spread: Spread,
+    rows: torch.Tensor,
+    target: torch.Tensor,
+    blocks: _Blocks,
+    *,
+    counts: bool,
+) -> int:
+    stored = wanted = MOVED_AS[spread.bits]
+    if destination.cast is not None:
+        stored, wanted = torch_dtype(destination.cast.stored), torch_dtype(destination.cast.wanted)
+    assert stored is not None, "check_dtypes() comes first"
+    assert wanted is not None, "check_dtypes() comes first"
+    values = rows.clone(memory_format=torch.contiguous_format).view(stored)
+    written = target[: target.numel() // wanted.itemsize * wanted.itemsize].view(wanted)
+    strides = spread.row_stride, spread.step
+    return _cast(
+        values, written.as_strided(values.shape, strides, destination.start // wanted.itemsize), blocks, counts=counts
+    )
 
 
 def _cast(values: torch.Tensor, target: torch.Tensor, blocks: _Blocks, *, counts: bool) -> int:

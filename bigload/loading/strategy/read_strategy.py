@@ -16,7 +16,6 @@ from bigload.loading.readers.cache_first import CacheFirstReader
 from bigload.loading.readers.direct import MAX_ALIGNMENT, DirectReader
 from bigload.loading.readers.mapped import MappedFile
 from bigload.loading.schedule import BLOCK_BYTES, RequestedTensor
-from bigload.loading.slices import rows_of
 from bigload.loading.strategy.io_method import FileRanges, MethodChoice, choose_method
 from bigload.loading.strategy.settings import LoadSettings
 from bigload.machine.activities import Phase, Recorder
@@ -108,9 +107,8 @@ def _files(checkpoint: Checkpoint, wanted: Sequence[RequestedTensor]) -> list[Fi
     """Return the bytes that will be read, by file; of columns, those from the first to the last."""
     spans: dict[str, list[tuple[int, int]]] = {}
     for want in wanted:
-        rows = rows_of(want.tensor, want.part)
-        stop = rows.start + (rows.count - 1) * rows.stride + rows.row_bytes
-        spans.setdefault(want.tensor.span.file, []).append((rows.start, stop))
+        for span in want.spans:
+            spans.setdefault(span.file, []).append((span.start, span.stop))
     return [
         FileRanges(path=checkpoint.root / file, ranges=tuple(_merged(ranges))) for file, ranges in sorted(spans.items())
     ]
