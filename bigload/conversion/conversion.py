@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from bigload.checkpoint.model import AssembledTensor, Checkpoint, Piece, Span, TensorInfo
-from bigload.dtypes import DType
 from bigload.conversion.strided_pieces import PiecedTensor, StridedPiece, row_strides
+from bigload.dtypes import DType
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

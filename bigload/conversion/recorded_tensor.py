@@ -38,7 +38,7 @@ class RecordedTensor(Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # as nn.Parameter does
 
     @staticmethod
-    def __new__(cls, origin: PiecedTensor, dtype: torch.dtype) -> RecordedTensor:
+    def __new__(cls: type[RecordedTensor], origin: PiecedTensor, dtype: torch.dtype) -> RecordedTensor:
         """Return the tensor that `origin` describes."""
         made: RecordedTensor = Tensor._make_wrapper_subclass(cls, origin.shape, dtype=dtype, device=torch.device("cpu"))
         made.origin = origin

@@ -7,7 +7,7 @@ operation of the same name does to the tensor. All numbers count elements.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 
@@ -86,7 +86,8 @@ def sliced(tensor: PiecedTensor, dim: int, start: int, stop: int, step: int = 1)
                     _put(each.strides, dim, each.strides[dim] * step),
                 )
             )
-    return PiecedTensor(_put(tensor.shape, dim, max(-(-(stop - start) // step), 0)), tuple(pieces))
+    shape = _put(tensor.shape, dim, max(-(-(stop - start) // step), 0))
+    return PiecedTensor(shape, tuple(pieces) or tuple(_empty(each, shape) for each in tensor.pieces[:1]))
 
 
 def squeezed(tensor: PiecedTensor, dim: int) -> PiecedTensor:
@@ -195,18 +196,19 @@ def _merged(piece: StridedPiece, dim: int, size: int) -> Iterator[StridedPiece]:
     row_stride, column_stride = piece.strides[dim], piece.strides[dim + 1]
     first = piece.start[dim] * size + piece.start[dim + 1]
     if rows == 1:
-        yield _joined(piece, dim, 0, first, columns, column_stride)
+        yield _joined(piece, dim, first, columns, column_stride)
     elif columns == size and (columns == 1 or row_stride == column_stride * size):
-        yield _joined(piece, dim, 0, first, rows * columns, column_stride if columns > 1 else row_stride)
+        yield _joined(piece, dim, first, rows * columns, column_stride if columns > 1 else row_stride)
     else:
         for row in range(rows):
-            yield _joined(piece, dim, row * row_stride, first + row * size, columns, column_stride)
+            below = replace(piece, offset=piece.offset + row * row_stride)
+            yield _joined(below, dim, first + row * size, columns, column_stride)
 
 
-def _joined(piece: StridedPiece, dim: int, skipped: int, start: int, size: int, stride: int) -> StridedPiece:
+def _joined(piece: StridedPiece, dim: int, start: int, size: int, stride: int) -> StridedPiece:
     return StridedPiece(
         piece.source,
-        piece.offset + skipped,
+        piece.offset,
         (*piece.start[:dim], start, *piece.start[dim + 2 :]),
         (*piece.shape[:dim], size, *piece.shape[dim + 2 :]),
         (*piece.strides[:dim], stride, *piece.strides[dim + 2 :]),
@@ -214,7 +216,7 @@ def _joined(piece: StridedPiece, dim: int, skipped: int, start: int, size: int, 
 
 
 def _divided(piece: StridedPiece, dim: int, size: int) -> Iterator[StridedPiece]:
-    """Yield what `piece` becomes when `dim` is cut into rows of `size`: the end of one, whole ones, the start of one."""
+    """Yield what `piece` becomes when `dim` is cut into rows of `size`: part of one, whole ones, part of one."""
     first, stop, stride = piece.start[dim], piece.start[dim] + piece.shape[dim], piece.strides[dim]
     begin = first
     while begin < stop:

@@ -111,7 +111,7 @@ class DTypeCast:
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """Distances in memory, in elements of `bits` in the file: from one element of a row to the next, and of the rows."""
+    """Distances in memory, in elements: from one of a row to the next, and from row to row. `bits` are of the file."""
 
     bits: int
     step: int
@@ -344,7 +344,7 @@ def _requests_of(want: RequestedTensor, slot: BufferSlot, *, stays: bool) -> Ite
         yield from _requests_of_pieces(want.tensor, want, slot, cast, delivery)
         return
     rows = rows_of(want.tensor, want.part)
-    for request in requests_for(rows, slot.buffer, slot.start, cast, delivery, want.device):
+    for request in requests_for(rows, slot.buffer, slot.start, cast=cast, delivery=delivery, device=want.device):
         if request.destination.rows > 1:
             request.delivery = Delivery.STAGED
         yield want.tensor.span.file, request
@@ -361,7 +361,9 @@ def _requests_of_pieces(
             is_dense = copy.target_step == 1 and (copy.count == 1 or copy.target_stride == copy.run)
             spread = None if is_dense else Spread(8 * width, copy.target_step, copy.target_stride)
             start = slot.start + copy.target * memory_width
-            for request in requests_for(rows, slot.buffer, start, cast, delivery, want.device, spread):
+            for request in requests_for(
+                rows, slot.buffer, start, cast=cast, delivery=delivery, device=want.device, spread=spread
+            ):
                 if request.destination.rows > 1 or request.destination.spread is not None:
                     request.delivery = Delivery.STAGED
                 yield piece.tensor.span.file, request
@@ -371,6 +373,7 @@ def requests_for(
     rows: StridedRange,
     buffer: int,
     start: int,
+    *,
     cast: DTypeCast | None = None,
     delivery: Delivery = Delivery.SCATTERED,
     device: str = CPU,

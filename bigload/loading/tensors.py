@@ -10,7 +10,7 @@ import torch
 from bigload.checkpoint.model import AssembledTensor, TensorInfo
 from bigload.dtypes import DType, parse_dtype
 from bigload.errors import OptionError, UnsupportedDTypeError
-from bigload.loading.schedule import BufferSlot, RequestedTensor, Schedule
+from bigload.loading.schedule import BufferSlot, Destination, RequestedTensor, Schedule, Spread
 from bigload.machine.huge_pages import Buffer
 from bigload.planning.load_dtype import CASTABLE, EXPECTED_DTYPE
 
@@ -63,6 +63,16 @@ def parsed_dtype(dtype: str | torch.dtype | None) -> DType | None:
     if parsed.name not in CASTABLE:
         raise OptionError.of("dtype", str(dtype), EXPECTED_DTYPE)
     return parsed
+
+
+def spread_dtypes(destination: Destination, spread: Spread) -> tuple[torch.dtype, torch.dtype]:
+    """Return in which dtype elements are read, and in which they are written: those of a cast, or plain integers."""
+    if destination.cast is None:
+        return MOVED_AS[spread.bits], MOVED_AS[spread.bits]
+    stored, wanted = torch_dtype(destination.cast.stored), torch_dtype(destination.cast.wanted)
+    assert stored is not None, "check_dtypes() comes first"
+    assert wanted is not None, "check_dtypes() comes first"
+    return stored, wanted
 
 
 def check_dtypes(wanted: Iterable[RequestedTensor]) -> None:

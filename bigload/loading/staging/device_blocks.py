@@ -9,7 +9,7 @@ import torch
 from bigload.checkpoint.byte_source import ByteSource
 from bigload.loading.schedule import Destination, ReadJob, Spread
 from bigload.loading.staging.device_transfers import HostBlock, Transfers
-from bigload.loading.tensors import MOVED_AS, Memory, torch_dtype
+from bigload.loading.tensors import Memory, spread_dtypes, torch_dtype
 
 
 class DeviceStager:
@@ -66,11 +66,7 @@ class DeviceStager:
             )
 
     def _send_spread(self, destination: Destination, spread: Spread, block: HostBlock, memory: torch.Tensor) -> None:
-        stored = wanted = MOVED_AS[spread.bits]
-        if destination.cast is not None:
-            cast = torch_dtype(destination.cast.stored), torch_dtype(destination.cast.wanted)
-            assert cast[0] is not None and cast[1] is not None, "check_dtypes() comes first"
-            stored, wanted = cast
+        stored, wanted = spread_dtypes(destination, spread)
         whole = memory[: memory.numel() // wanted.itemsize * wanted.itemsize].view(wanted)
         shape = destination.rows, destination.row_bytes // stored.itemsize
         self._transfers.send_rows(

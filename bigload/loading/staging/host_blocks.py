@@ -12,7 +12,7 @@ import torch
 from bigload.checkpoint.byte_source import ByteSource
 from bigload.loading.schedule import STAGED_BLOCK_BYTES, Destination, DTypeCast, ReadJob, Spread
 from bigload.loading.strided_views import ViewPart
-from bigload.loading.tensors import MOVED_AS, Memory, torch_dtype
+from bigload.loading.tensors import MOVED_AS, Memory, spread_dtypes, torch_dtype
 from bigload.machine.activities import Phase, Recorder
 from bigload.machine.huge_pages import Buffer, allocate
 from bigload.units import KIB
@@ -135,11 +135,7 @@ def _deliver_spread(
     *,
     counts: bool,
 ) -> int:
-    stored = wanted = MOVED_AS[spread.bits]
-    if destination.cast is not None:
-        stored, wanted = torch_dtype(destination.cast.stored), torch_dtype(destination.cast.wanted)
-    assert stored is not None, "check_dtypes() comes first"
-    assert wanted is not None, "check_dtypes() comes first"
+    stored, wanted = spread_dtypes(destination, spread)
     values = rows.clone(memory_format=torch.contiguous_format).view(stored)
     written = target[: target.numel() // wanted.itemsize * wanted.itemsize].view(wanted)
     strides = spread.row_stride, spread.step

@@ -14,7 +14,7 @@ from bigload.checkpoint.byte_source import ByteSource, PositionalReader
 from bigload.checkpoint.model import Span, TensorInfo
 from bigload.dtypes import DType
 from bigload.loading.engine import Stager, opened_sources, read
-from bigload.loading.schedule import RequestedTensor, schedule_reads
+from bigload.loading.schedule import BufferSlot, RequestedTensor, schedule_reads
 from bigload.loading.strategy.read_strategy import usual_threads
 from bigload.loading.strategy.settings import settings
 from bigload.loading.tensors import Memory, as_tensors, dtype_of, torch_dtype, torch_shape
@@ -72,7 +72,7 @@ class WeightReads:
             block_bytes=BLOCK_BYTES,
         )
         self._pinned = [schedule.slots[name] for name, weight in each if place != "cpu" and _is_pinned(weight.source)]
-        apart = {slot.wanted.tensor.span.file for slot in self._pinned}
+        apart = {_file(slot) for slot in self._pinned}
         self.schedule = replace(schedule, jobs=tuple(job for job in schedule.jobs if job.file not in apart))
         self._ranges: dict[str, list[tuple[int, int]]] = {}
         for job in self.schedule.jobs:
@@ -99,7 +99,7 @@ class WeightReads:
         for slot in self._pinned:
             wanted = torch_dtype(slot.wanted.dtype)
             assert wanted is not None, "can_be_read() comes first"
-            yield self._value(slot.wanted.tensor.span.file), slot.buffer, wanted
+            yield self._value(_file(slot)), slot.buffer, wanted
 
     def carry_out(self, memory: Sequence[Memory], stagers: Mapping[str, Stager]) -> None:
         """Fill `memory`, as `loading.engine.read` does.
@@ -185,6 +185,11 @@ class TensorSource:
 
     def close(self) -> None:
         """Do nothing: the tensor goes with its last user."""
+
+
+def _file(slot: BufferSlot) -> str:
+    (span,) = slot.wanted.spans
+    return span.file
 
 
 def _stored(name: str, source: WeightSource) -> TensorInfo:
