@@ -162,7 +162,7 @@ class ReshardRun:
             return [None] * len(files)
         progress = staging.progress.files
         return [
-            recheck(staging.folder, output, progress[output.file], pool=pool, tally=tally)
+            recheck(staging.folder, output, progress[output.file], block_bytes=pool.block_bytes, tally=tally)
             if output.file in progress
             else None
             for output in files

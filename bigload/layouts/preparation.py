@@ -18,7 +18,7 @@ from bigload.layouts.layout import LayoutRequest
 from bigload.layouts.options import DEFAULTS, ReshardOptions
 from bigload.layouts.output import Output
 from bigload.layouts.selection import lay_out, open_source
-from bigload.layouts.side_files import SideFile, SideFiles, is_single_file, side_files
+from bigload.layouts.side_files import SideFile, is_single_file, side_files
 from bigload.layouts.verification.manifest import MANIFEST_FILE, STAGING_SUFFIX, read_manifest
 from bigload.layouts.verification.verify import Level
 from bigload.layouts.verification.verify import verify as verify_folder
@@ -89,9 +89,10 @@ def prepare_reshard(
     )
     with write_errors(target):
         _check_apart(checkpoint, target)
-    beside = SideFiles()
+    beside: tuple[SideFile, ...] = ()
+    notes: tuple[str, ...] = ()
     if _is_a_model(checkpoint, plan, output):
-        beside = side_files(checkpoint, output, dtype=options.dtypes.dtype)
+        beside, notes = side_files(checkpoint, output, dtype=options.dtypes.dtype)
     with SourceFiles(checkpoint) as sources:
         identities = sources.identities()  # before reading, so that a later change is noticed
         ranges = {file.file: data_ranges(file, sources.extents, block_bytes=BLOCK_BYTES) for file in output.files}
@@ -99,7 +100,7 @@ def prepare_reshard(
     sizes = [
         *(found.num_bytes for found in ranges.values()),
         *(len(content) for content in output.documents.values()),
-        *(file.num_bytes for file in beside.files),
+        *(file.num_bytes for file in beside),
     ]
     with write_errors(target):
         is_finished = options.resume and _is_published(target, recipe)
@@ -116,7 +117,7 @@ def prepare_reshard(
         out=target,
         output=output,
         ranges=ranges,
-        side_files=beside.files,
+        side_files=beside,
         stored_bytes=sum(sizes),
         free_bytes=free,
         kept_bytes=left if options.resume else 0,
@@ -125,7 +126,7 @@ def prepare_reshard(
         identities=identities,
         kernel=kernel,
         is_finished=is_finished,
-        notes=(*output.notes, *beside.notes),
+        notes=(*output.notes, *notes),
     )
 
 

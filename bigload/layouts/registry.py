@@ -42,15 +42,3 @@ def layout_named(name: str) -> OutputLayout:
         raise OptionError.of("layout", str(name), f"one of {', '.join(LAYOUTS)}")
     layout = LAYOUTS[name].layout
     return cast("OutputLayout", import_module(layout).LAYOUT) if isinstance(layout, str) else layout
-
-
-def default_layout(*, has_plan: bool, has_ranks: bool) -> str:
-    """Return the layout of a reshard that names none."""
-    if has_ranks:
-        return "ranks"
-    return "devices" if has_plan else "shards"
-
-
-def layouts_with(option: str) -> list[str]:
-    """Return the layouts that take `option` as one of their own; none if all layouts take it."""
-    return [name for name in LAYOUTS if option in layout_named(name).own_options]

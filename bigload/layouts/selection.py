@@ -13,7 +13,7 @@ from bigload.layouts.dtype_rules import Kept
 from bigload.layouts.layout import LayoutRequest, OutputLayout
 from bigload.layouts.options import ReshardOptions
 from bigload.layouts.output import Output
-from bigload.layouts.registry import LAYOUTS, default_layout, layout_named, layouts_with
+from bigload.layouts.registry import LAYOUTS, layout_named
 from bigload.planning.plan import Plan
 from bigload.planning.plan_file import open_planned, read_plan
 from bigload.units import counted, format_size
@@ -33,10 +33,9 @@ def open_source(
         StalePlanError, InvalidPlanError, PlanNotFoundError, CheckpointError: `source` cannot be opened.
     """
     plan_file = None
-    if isinstance(source, str | Path):
-        path = Path(source)
-        if is_plan_file(path) or (path.suffix == ".json" and not path.exists()):
-            source, plan_file = read_plan(source), path
+    if isinstance(source, str | Path) and _is_plan_file(Path(source)):
+        plan_file = Path(source)
+        source = read_plan(plan_file)
     if isinstance(source, Plan):
         place = checkpoint or _path_of(source, plan_file)
         return open_planned(source, place, source=str(plan_file or "the plan")), source
@@ -45,10 +44,11 @@ def open_source(
     return source if isinstance(source, Checkpoint) else open_checkpoint(str(source)), None
 
 
-def is_plan_file(path: str | Path) -> bool:
-    """Return whether `path` is a JSON file that is not an index: then it has to be a plan."""
-    file = Path(path)
-    return file.suffix == ".json" and not file.name.endswith(".index.json") and file.is_file()
+def _is_plan_file(path: Path) -> bool:
+    """Return whether `path` is JSON and no index; what does not exist is reported as a missing plan."""
+    if path.suffix != ".json":
+        return False
+    return not path.exists() or (path.is_file() and not path.name.endswith(".index.json"))
 
 
 def _path_of(plan: Plan, plan_file: Path | None) -> Path:
@@ -65,8 +65,9 @@ def lay_out(request: LayoutRequest) -> Output:
         OptionError: options that contradict each other, or do not suit this source.
     """
     options, tensors = request.options, request.checkpoint.tensors.values()
-    has_ranks = options.tp is not None or options.tp_rules is not None
-    name = options.layout or default_layout(has_plan=request.plan is not None, has_ranks=has_ranks)
+    name = options.layout or ("shards" if request.plan is None else "devices")
+    if options.layout is None and (options.tp is not None or options.tp_rules is not None):
+        name = "ranks"
     layout = layout_named(name)
     _check_options(name, layout, options, request.plan)
     options.dtypes.check(tensors)
@@ -96,11 +97,13 @@ def _check_options(name: str, layout: OutputLayout, options: ReshardOptions, pla
     for option, expected in layout.required_options.items():
         if options.is_default(option):
             raise OptionError.of(option, getattr(options, option), expected)
-    of_others = {option for other in LAYOUTS for option in layout_named(other).own_options} - {*layout.own_options}
-    for option in sorted(of_others):
+    takers: dict[str, list[str]] = {}
+    for other in LAYOUTS:
+        for option in layout_named(other).own_options:
+            takers.setdefault(option, []).append(other)
+    for option in sorted(takers.keys() - {*layout.own_options}):
         if not options.is_default(option):
-            takers = " and ".join(layouts_with(option))
-            expected = f"nothing: it is for the layout {takers}, not for {name}"
+            expected = f"nothing: it is for the layout {' and '.join(takers[option])}, not for {name}"
             raise OptionError.of(option, getattr(options, option), expected)
     dtype, keep_fp32 = options.dtypes.dtype, options.dtypes.keep_fp32
     planned = None if plan is None else plan.options.workload.load_dtype

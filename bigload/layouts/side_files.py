@@ -71,16 +71,10 @@ def _state(descriptor: int) -> tuple[int, int, int]:
     return status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SideFiles:
-    """Files to copy, and sentences for the user."""
-
-    files: tuple[SideFile, ...] = ()
-    notes: tuple[str, ...] = ()
-
-
-def side_files(checkpoint: Checkpoint, output: Output, *, dtype: DType | None) -> SideFiles:
-    """Return the files to copy, in the order of names; none has a name that the output needs.
+def side_files(
+    checkpoint: Checkpoint, output: Output, *, dtype: DType | None
+) -> tuple[tuple[SideFile, ...], tuple[str, ...]]:
+    """Return the files to copy, in the order of names, and notes; none has a name that the output needs.
 
     Folders, such as those of chat templates or of a pooling layer, are copied if their files are small, and so are
     weights of other parts of the model (`other_weights.py`). Beside a file that was named by itself, and may lie
@@ -103,7 +97,7 @@ def side_files(checkpoint: Checkpoint, output: Output, *, dtype: DType | None) -
             raise ReadError(path, os.strerror(errno.EACCES))
         config_dtype = dtype if path == config else None
         files.append(SideFile(path=path, name=name, num_bytes=path.stat().st_size, dtype=config_dtype))
-    return SideFiles(files=tuple(files), notes=tuple(weights.notes()))
+    return tuple(files), tuple(weights.notes())
 
 
 def _taken(output: Output) -> set[str]:

@@ -10,12 +10,11 @@ from __future__ import annotations
 import os
 import stat
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
-from bigload.checkpoint.byte_source import PositionalReader
 from bigload.checkpoint.formats.registry import read_shard_header
 from bigload.checkpoint.index import resolve_shard
 from bigload.checkpoint.model import Span
@@ -25,15 +24,13 @@ from bigload.errors import (
     OptionError,
     Problem,
     ReadError,
-    UnsupportedMethodError,
 )
 from bigload.layouts.verification.digests import FileDigest, TensorRange
 from bigload.layouts.verification.manifest import MANIFEST_FILE, FileRecord, Manifest, read_manifest
+from bigload.layouts.verification.stored_pieces import open_pieces
 from bigload.loading.progress import OnProgress, Tally, ignore_progress
-from bigload.loading.readers.direct import DirectReader
 from bigload.loading.strategy.settings import MAX_THREADS
 from bigload.machine.inflight_pool import BlockPool
-from bigload.machine.sparse_files import data_extents
 from bigload.machine.thread_pool import run_jobs
 from bigload.units import MIB, counted
 
@@ -276,19 +273,19 @@ class _FileCheck:
 
     def _read(self, place: Path, digest: FileDigest) -> None:
         """Digest all bytes of the file."""
-        end = self.record.num_bytes
-        with self._blocks.lend() as block, memoryview(block) as memory, _opened(place, self._blocks) as reader:
-            for start, stop in (*data_extents(reader.descriptor, 0, end), (end, end)):
-                while digest.position < start:
-                    num_bytes = min(BLOCK_BYTES, start - digest.position)
-                    digest.skip_to(digest.position + num_bytes)
-                    self._count(num_bytes)
-                for begin in range(start, stop, BLOCK_BYTES):
-                    view = memory[: min(BLOCK_BYTES, stop - begin)]
-                    reader.read_into([view], begin)
-                    self.read_bytes += view.nbytes
-                    digest.update(view)
-                    self._count(view.nbytes)
+        with open_pieces(place, self._blocks) as pieces:
+            for position, piece in pieces(0, self.record.num_bytes):
+                self._skip_to(position, digest)
+                self.read_bytes += piece.nbytes
+                digest.update(piece)
+                self._count(piece.nbytes)
+            self._skip_to(self.record.num_bytes, digest)
+
+    def _skip_to(self, position: int, digest: FileDigest) -> None:
+        while digest.position < position:  # in steps: a hole may take minutes to digest
+            num_bytes = min(BLOCK_BYTES, position - digest.position)
+            digest.skip_to(digest.position + num_bytes)
+            self._count(num_bytes)
 
     def _count(self, num_bytes: int) -> None:
         self._left_bytes -= num_bytes
@@ -298,23 +295,6 @@ class _FileCheck:
         self, code: str, text: str, *, tensor: str | None = None, start: int | None = None, stop: int | None = None
     ) -> FileProblem:
         return FileProblem(code=code, file=self.file, text=text, tensor=tensor, start=start, stop=stop)
-
-
-class _UncachedReader(PositionalReader):
-    """Reader through the page cache that evicts pages before and after each read."""
-
-    def read_into(self, buffers: Sequence[memoryview], offset: int) -> None:
-        num_bytes = sum(buffer.nbytes for buffer in buffers)
-        os.posix_fadvise(self.descriptor, offset, num_bytes, os.POSIX_FADV_DONTNEED)
-        super().read_into(buffers, offset)
-        os.posix_fadvise(self.descriptor, offset, num_bytes, os.POSIX_FADV_DONTNEED)
-
-
-def _opened(place: Path, blocks: BlockPool) -> DirectReader | PositionalReader:
-    try:
-        return DirectReader(place, pool=blocks)
-    except UnsupportedMethodError:
-        return _UncachedReader(place)
 
 
 def _extra_files(root: Path, manifest: Manifest) -> Iterator[FileProblem]:

@@ -6,14 +6,15 @@ journal is trusted: what it lists is read back and digested before it is kept. A
 
 from __future__ import annotations
 
+import errno
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self
 
-from bigload.errors import WriteError
+from bigload.layouts.writing.output_file_writer import write_errors
 from bigload.units import MIB
 
 SCHEMA = "bigload.journal/1.0"
@@ -68,14 +69,10 @@ class Journal:
         """
         journal = cls(path, descriptor)
         known, stop = _read(path)
-        try:
-            if known is not None and known.recipe == recipe:
-                os.ftruncate(descriptor, stop)  # what a crash cut short
-            else:
-                os.ftruncate(descriptor, 0)
-        except OSError as error:
-            raise WriteError(path, error) from error
-        if known is None or known.recipe != recipe:
+        is_continued = known is not None and known.recipe == recipe
+        with write_errors(path):
+            os.ftruncate(descriptor, stop if is_continued else 0)  # a crash can leave part of a line
+        if not is_continued:
             journal._append({"schema": SCHEMA, "recipe": recipe})
         return journal
 
@@ -89,13 +86,11 @@ class Journal:
 
     def _append(self, entry: Mapping[str, object]) -> None:
         line = json.dumps(entry, separators=(",", ":")).encode() + b"\n"
-        try:
+        with write_errors(self._path):
             # O_APPEND: one write is one line, also from several threads.
             if os.write(self._descriptor, line) != len(line):
-                raise OSError(28, os.strerror(28))
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             os.fdatasync(self._descriptor)
-        except OSError as error:
-            raise WriteError(self._path, error) from error
 
 
 def read_progress(folder: Path) -> JournalState | None:
@@ -151,14 +146,10 @@ def _take(entry: Mapping[str, object], files: dict[str, FileProgress]) -> bool:
     name, tensors, digest = entry.get("file"), entry.get("tensors"), entry.get("digest")
     if not isinstance(name, str) or not isinstance(tensors, dict) or not isinstance(digest, str | None):
         return False
-    if not _are_texts(tensors.items()):
+    if not all(isinstance(value, str) for value in tensors.values()):  # keys of JSON are texts
         return False
     file = files.setdefault(name, FileProgress())
     file.tensors.update(tensors)
     if entry.get("complete") is True:
         file.digest, file.is_complete = digest, True
     return True
-
-
-def _are_texts(pairs: Iterable[tuple[object, object]]) -> bool:
-    return all(isinstance(key, str) and isinstance(value, str) for key, value in pairs)

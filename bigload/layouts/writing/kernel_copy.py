@@ -14,7 +14,6 @@ import os
 import struct
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
@@ -52,18 +51,10 @@ def kernel_copy(source: Path, target: Path) -> KernelCopy:
 def data_offset(tensors: Sequence[OutputTensor]) -> int:
     """Return where in a block the data of a file has to start so that most of it lies in blocks as in the source."""
     weights: Counter[int] = Counter()
-    for run in _copyable_ranges(tensors, 0):
-        weights[(run.source.start - run.at) % DATA_ALIGNMENT] += run.source.num_bytes
+    for span, at in _copyable_ranges(tensors, 0):
+        weights[(span.start - at) % DATA_ALIGNMENT] += span.num_bytes
     fitting = [(num_bytes, offset) for offset, num_bytes in weights.items() if offset % 8 == 0]
     return max(fitting)[1] if fitting else 0
-
-
-@dataclass(frozen=True, slots=True)
-class CopyableRange:
-    """Byte range of a source file that is written unchanged at byte `at` of the output file."""
-
-    source: Span
-    at: int
 
 
 def copy_in_kernel(
@@ -76,19 +67,15 @@ def copy_in_kernel(
     done: list[tuple[int, int]] = []
     if kind is KernelCopy.NOTHING:
         return DataRanges(())
-    for run in _copyable_ranges(output.tensors, output.header_bytes):
-        begin = -(-run.at // block_bytes) * block_bytes
-        end = (run.at + run.source.num_bytes) // block_bytes * block_bytes
-        if end - begin < _LEAST_BYTES:
-            continue
-        start = run.source.start + begin - run.at
-        if kind is KernelCopy.CLONE and start % block_bytes:
+    copy = _clone if kind is KernelCopy.CLONE else _copy
+    for span, at in _copyable_ranges(output.tensors, output.header_bytes):
+        begin = -(-at // block_bytes) * block_bytes
+        end = (at + span.num_bytes) // block_bytes * block_bytes
+        start = span.start + begin - at
+        if end - begin < _LEAST_BYTES or (kind is KernelCopy.CLONE and start % block_bytes):
             continue
         try:
-            if kind is KernelCopy.CLONE:
-                _clone(source_of[run.source.file], start, descriptor, begin, end - begin)
-            else:
-                _copy(source_of[run.source.file], start, descriptor, begin, end - begin)
+            copy(source_of[span.file], start, descriptor, begin, end - begin)
         except OSError as error:
             if error.errno in _NOT_HERE:
                 break
@@ -97,21 +84,18 @@ def copy_in_kernel(
     return DataRanges(tuple(done))
 
 
-def _copyable_ranges(tensors: Sequence[OutputTensor], at: int) -> Iterator[CopyableRange]:
-    """Yield the ranges that are written as they are stored; adjacent ranges are merged."""
-    last: CopyableRange | None = None
+def _copyable_ranges(tensors: Sequence[OutputTensor], at: int) -> Iterator[tuple[Span, int]]:
+    """Yield ranges that are written as they are stored, and where they go; adjacent ranges are merged."""
+    last: tuple[Span, int] | None = None
     for tensor in tensors:
         span = tensor.source.span
-        if tensor.is_cast or tensor.parts or tensor.source.strides is not None:
-            if last is not None:
-                yield last
-            last = None
-        elif last is not None and (last.source.file, last.source.stop) == (span.file, span.start):
-            last = CopyableRange(Span(span.file, last.source.start, span.stop), last.at)
+        is_copyable = not (tensor.is_cast or tensor.parts or tensor.source.strides is not None)
+        if last is not None and is_copyable and (last[0].file, last[0].stop) == (span.file, span.start):
+            last = Span(span.file, last[0].start, span.stop), last[1]
         else:
             if last is not None:
                 yield last
-            last = CopyableRange(span, at)
+            last = (span, at) if is_copyable else None
         at += tensor.num_bytes
     if last is not None:
         yield last

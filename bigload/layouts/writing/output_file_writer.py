@@ -58,7 +58,7 @@ class OutputFileWriter:
                 os.ftruncate(self.descriptor, kept_bytes)
                 # One block too long until it is finished, so that readers of safetensors refuse it: a file left by a
                 # crash has a header, and with its final size it would pass for complete.
-                os.ftruncate(self.descriptor, self._up(num_bytes) + BLOCK_BYTES)
+                os.ftruncate(self.descriptor, self.padded(num_bytes) + BLOCK_BYTES)
         except BaseException:  # Ctrl-C, too
             self.close()
             raise
@@ -71,7 +71,7 @@ class OutputFileWriter:
         """
         if _libc_fallocate is None or start >= stop:
             return
-        stop = self._up(stop)
+        stop = self.padded(stop)
         with self._writing():
             if _libc_fallocate(self.descriptor, 0, ctypes.c_int64(start), ctypes.c_int64(stop - start)):
                 number = ctypes.get_errno()
@@ -101,7 +101,10 @@ class OutputFileWriter:
             ReadError: the system refused.
         """
         if not self._is_direct:
-            self._flush_and_evict(offset, len(view))
+            with self._writing():
+                if not self._sync_range(offset, len(view), _START_AND_WAIT):
+                    os.fdatasync(self.descriptor)
+            os.posix_fadvise(self.descriptor, offset, len(view), os.POSIX_FADV_DONTNEED)
         fill([view], self.descriptor, offset, self.path)
 
     def flush(self) -> None:
@@ -132,8 +135,8 @@ class OutputFileWriter:
             os.close(descriptor)
 
     def padded(self, num_bytes: int) -> int:
-        """Return the bytes to write or read for the last `num_bytes` of the file."""
-        return self._up(num_bytes) if self._is_direct else num_bytes
+        """Return the bytes to write or read for `num_bytes` at the end of the file: whole blocks where it is direct."""
+        return -(-num_bytes // BLOCK_BYTES) * BLOCK_BYTES if self._is_direct else num_bytes
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
@@ -143,16 +146,6 @@ class OutputFileWriter:
         except WriteError:
             self.has_failed = True
             raise
-
-    def _up(self, num_bytes: int) -> int:
-        return -(-num_bytes // BLOCK_BYTES) * BLOCK_BYTES if self._is_direct else num_bytes
-
-    def _flush_and_evict(self, start: int, num_bytes: int) -> None:
-        """Flush these bytes and evict their cached pages, so that the next read comes from the disk."""
-        with self._writing():
-            if not self._sync_range(start, num_bytes, _START_AND_WAIT):
-                os.fdatasync(self.descriptor)
-        os.posix_fadvise(self.descriptor, start, num_bytes, os.POSIX_FADV_DONTNEED)
 
     def _sync_range(self, offset: int, num_bytes: int, flags: int) -> bool:
         """Write these pages to the disk now (sync_file_range(2)); return whether the system can do that."""

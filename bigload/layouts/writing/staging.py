@@ -14,7 +14,7 @@ import os
 import shutil
 import time
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -165,16 +165,12 @@ def joined(out: Path, recipe: str, *, rank: int, sign: str) -> Iterator[Staging]
     """
     folder = staging_folder(out)
     _await_sign(folder / sign, rank)
-    descriptor = -1
-    try:
-        with write_errors(folder):
-            descriptor = _open_journal(folder, rank=rank)
-            if not _is_locked(descriptor):
-                raise _taken(out)
-            yield Staging(folder, Journal.begin(folder / journal_name(rank), descriptor, recipe), read_progress(folder))
-    finally:
-        if descriptor >= 0:
-            os.close(descriptor)
+    with write_errors(folder), ExitStack() as opened:
+        descriptor = _open_journal(folder, rank=rank)
+        opened.callback(os.close, descriptor)
+        if not _is_locked(descriptor):
+            raise _taken(out)
+        yield Staging(folder, Journal.begin(folder / journal_name(rank), descriptor, recipe), read_progress(folder))
 
 
 def _await_sign(sign: Path, rank: int) -> None:
@@ -224,12 +220,9 @@ def _check_replaceable(out: Path, *, force: bool) -> None:
 
 def _check_room_for_replaced(out: Path, hint: str) -> None:
     replaced = replaced_folder(out)
-    if replaced.is_symlink() or (replaced.exists() and not _is_empty_folder(replaced)):
+    is_empty_folder = replaced.is_dir() and not any(replaced.iterdir())
+    if replaced.is_symlink() or (replaced.exists() and not is_empty_folder):
         raise OutputExistsError(replaced, "it is needed for replacing the output", hint=hint)
-
-
-def _is_empty_folder(path: Path) -> bool:
-    return path.is_dir() and not any(path.iterdir())
 
 
 def _strays(out: Path) -> list[str]:
@@ -261,12 +254,14 @@ def _is_ours(lock: int, folder: Path) -> bool:
 
 
 def _is_locked(descriptor: int, kind: int = fcntl.LOCK_EX) -> bool:
-    """Lock the open journal; return `False` if another process has."""
+    """Lock the open journal; return `False` if another process has. Some clusters' file systems have no locks."""
     try:
-        with _unless_unsupported():
-            fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
+    except OSError as error:
+        if error.errno not in (errno.ENOSYS, errno.ENOTSUP, errno.EINVAL, errno.ENOLCK):
+            raise
     return True
 
 
@@ -386,13 +381,3 @@ def _remove(entry: Path) -> None:
 def _flush_folders(root: Path) -> None:
     for folder, _, _ in os.walk(root):
         flush_folder(Path(folder))
-
-
-@contextmanager
-def _unless_unsupported() -> Iterator[None]:
-    """Ignore that a file system lacks an operation: locks on some clusters, flushing of folders in user space."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno not in (errno.ENOSYS, errno.ENOTSUP, errno.EINVAL, errno.ENOLCK):
-            raise

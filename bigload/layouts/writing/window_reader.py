@@ -184,28 +184,23 @@ def _one_after_the_other(several: Iterable[StridedRange]) -> Iterator[ReadReques
 
 
 def _scatter(job: ReadJob, views: Sequence[memoryview], source: ByteSource) -> None:
-    for buffers, offset in _scattered(job, views):
-        source.read_into(buffers, offset)
-
-
-def _scattered(job: ReadJob, views: Sequence[memoryview]) -> Iterator[tuple[list[memoryview], int]]:
-    """Yield the reads of `job` as buffers and offsets: its destinations, what lies between in one scratch."""
+    """Read `job` into its destinations, and what lies between them into one scratch buffer."""
     scratch = memoryview(bytearray(_widest_gap(job)))
     buffers: list[memoryview] = []
     begin = end = 0
     for destination in job.destinations:
         view, length = views[destination.buffer], destination.row_bytes
         for row in range(destination.rows):
-            source, start = destination.source + row * destination.stride, destination.start + row * length
-            if source > end:
-                buffers.append(scratch[: source - end])
-            buffers.append(view[start : start + length])
-            end = source + length
+            start, at = destination.source + row * destination.stride, destination.start + row * length
+            if start > end:
+                buffers.append(scratch[: start - end])
+            buffers.append(view[at : at + length])
+            end = start + length
             if len(buffers) > _MAX_BUFFERS - 2:  # as many as one call of the system takes
-                yield buffers, job.offset + begin
+                source.read_into(buffers, job.offset + begin)
                 buffers, begin = [], end
     if buffers:
-        yield buffers, job.offset + begin
+        source.read_into(buffers, job.offset + begin)
 
 
 def _widest_gap(job: ReadJob) -> int:

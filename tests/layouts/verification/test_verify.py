@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 import bigload
 from bigload.errors import DamagedOutputError, OptionError
+from bigload.layouts.verification import stored_pieces as pieces_module
 from bigload.layouts.verification import verify as verify_module
 from bigload.layouts.verification.manifest import MANIFEST_FILE
 from bigload.layouts.verification.verify import verify
@@ -357,14 +358,14 @@ def test_a_disk_that_fails_is_a_problem_of_that_file_and_stops_no_other(folder, 
 
 
 def test_a_file_that_shrinks_while_it_is_read_is_a_problem(folder, monkeypatch):
-    real = verify_module._opened
+    real = pieces_module._opened
 
     def opened(place, blocks):
         os.truncate(place, 0)
         return real(place, blocks)
 
-    monkeypatch.setattr(verify_module, "_opened", opened)
-    monkeypatch.setattr(verify_module, "data_extents", lambda descriptor, start, stop: [(start, stop)] * (stop > 0))
+    monkeypatch.setattr(pieces_module, "_opened", opened)
+    monkeypatch.setattr(pieces_module, "data_extents", lambda descriptor, start, stop: [(start, stop)] * (stop > 0))
     assert {problem.code for problem in verify(folder).problems} == {"unreadable"}
 
 

@@ -9,11 +9,10 @@ from bigload.checkpoint.model import Span, TensorInfo
 from bigload.dtypes import DTYPES
 from bigload.layouts.output import OutputFile, OutputTensor
 from bigload.layouts.verification.digests import FileDigest
-from bigload.layouts.writing import resume_check as recheck_module
 from bigload.layouts.writing.journal import FileProgress
 from bigload.layouts.writing.resume_check import recheck
 from bigload.loading.progress import Tally
-from bigload.machine.inflight_pool import BlockPool
+from bigload.loading.readers import direct as direct_module
 from builders import digest_of, open_descriptors
 
 SIZES = (5000, 0, 70_000, 4096, 13)
@@ -37,13 +36,12 @@ def progress_of(content=CONTENT, *, count=5, is_complete=True):
 def check(tmp_path, monkeypatch, request):
     """Recheck, with one block of memory of 8 KiB: what is read in pieces is still one tensor."""
     if request.param != "direct":
-        monkeypatch.setattr(recheck_module, "direct_alignment", lambda path: None)
+        monkeypatch.setattr(direct_module, "direct_alignment", lambda path: None)
     (tmp_path / OUTPUT.file).write_bytes(CONTENT)
     told = []
 
     def run(progress, output=OUTPUT):
-        pool = BlockPool(1, block_bytes=8192)
-        return recheck(tmp_path, output, progress, pool=pool, tally=Tally(len(CONTENT), told.append))
+        return recheck(tmp_path, output, progress, block_bytes=8192, tally=Tally(len(CONTENT), told.append))
 
     run.path, run.told = tmp_path / OUTPUT.file, told
     return run

@@ -75,9 +75,9 @@ class Job:
 
     def rechecked(self):
         progress = read_progress(self.out).files
-        pool, tally = BlockPool(1), Tally(0, lambda _: None)
+        tally = Tally(0, lambda _: None)
         return {
-            output.file: recheck(self.out, output, progress[output.file], pool=pool, tally=tally)
+            output.file: recheck(self.out, output, progress[output.file], block_bytes=8192, tally=tally)
             for output in self.files
             if output.file in progress
         }
