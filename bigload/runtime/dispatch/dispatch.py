@@ -361,7 +361,8 @@ def _offload_all(
     model: nn.Module, place: str, weights: Weights, execution_device: DeviceLike | None, options: DispatchOptions
 ) -> nn.Module:
     refuse_compiled(model)
-    device = _first_device(model) if execution_device is None else execution_device
+    devices = (parameter.device for parameter in model.parameters() if not parameter.is_meta)
+    device = next(devices, "cpu") if execution_device is None else execution_device
     check_devices_present({"": device})
     tied = find_tied_parameters(model)
     weights = with_tied_names(weights, tied)
@@ -442,7 +443,3 @@ def _is_in(name: str, blocks: Mapping[str, bool]) -> bool:
     """Return whether the tensor `name` belongs to one of `blocks`, given with whether they are whole."""
     *around, owner, _ = prefixes(name)
     return owner in blocks or any(blocks.get(module) for module in around)
-
-
-def _first_device(model: nn.Module) -> torch.device:
-    return next((parameter.device for parameter in model.parameters() if not parameter.is_meta), torch.device("cpu"))

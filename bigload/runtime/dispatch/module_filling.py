@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -22,6 +22,8 @@ _BATCH_BYTES = 64 * MIB
 """How much is loaded at once for tensors that have memory already."""
 
 _CPU = torch.device("cpu")
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,20 +95,29 @@ def _batches(
     source: CheckpointSource, placed: Iterable[PlacedTensor]
 ) -> Iterator[list[tuple[PlacedTensor, Slice | None]]]:
     """Yield tensors, or rows of large ones that keep their memory, of some `_BATCH_BYTES` together."""
-    batch: list[tuple[PlacedTensor, Slice | None]] = []
-    num_bytes = 0
+    whole: list[PlacedTensor] = []
     for each in placed:
         if each.stays and goes_in_rows(source, each):
             for rows in _rows(source.tensors[each.name], each):
                 yield [(each, rows)]
-            continue
-        if batch and num_bytes + each.num_bytes > _BATCH_BYTES:
-            yield batch
-            batch, num_bytes = [], 0
-        batch.append((each, None))
-        num_bytes += each.num_bytes
-    if batch:
-        yield batch
+        else:
+            whole.append(each)
+    for batch in _grouped(whole, lambda each: each.num_bytes, _BATCH_BYTES):
+        yield [(each, None) for each in batch]
+
+
+def _grouped(items: Iterable[T], num_bytes: Callable[[T], int], max_bytes: int) -> Iterator[list[T]]:
+    """Yield items in groups of at most `max_bytes`, a larger one by itself."""
+    group: list[T] = []
+    held = 0
+    for item in items:
+        if group and held + num_bytes(item) > max_bytes:
+            yield group
+            group, held = [], 0
+        group.append(item)
+        held += num_bytes(item)
+    if group:
+        yield group
 
 
 def _rows(tensor: TensorInfo, each: PlacedTensor) -> Iterator[Slice]:
@@ -154,20 +165,7 @@ def set_by_torch(
     from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
     options = StateDictOptions(full_state_dict=full, strict=False, broadcast_from_rank0=is_broadcast)
-    for batch in _by_bytes(source, names):
+    for batch in _grouped(names, lambda name: source.tensors[name].num_bytes, 2 * _BATCH_BYTES):
         reads = not is_broadcast or get_rank() == 0
         tensors: dict[str, Any] = {**source.load(dict.fromkeys(batch, _CPU), None)} if reads else {}
         set_model_state_dict(model, tensors, options=options)
-
-
-def _by_bytes(source: CheckpointSource, names: Iterable[str]) -> Iterator[list[str]]:
-    batch: list[str] = []
-    num_bytes = 0
-    for name in names:
-        if batch and num_bytes + source.tensors[name].num_bytes > 2 * _BATCH_BYTES:
-            yield batch
-            batch, num_bytes = [], 0
-        batch.append(name)
-        num_bytes += source.tensors[name].num_bytes
-    if batch:
-        yield batch

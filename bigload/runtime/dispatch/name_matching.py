@@ -80,7 +80,7 @@ def _log(name: str, source: CheckpointSource, found: Comparison) -> None:
 
 def _likely_reason(missing: Sequence[str], unexpected: Sequence[str]) -> str | None:
     """Return why names differ, as far as the names tell, and what to do."""
-    prefix = _prefix(missing, unexpected)
+    prefix = _added(missing, unexpected) or _added(unexpected, missing)
     if prefix:
         return (
             f"the names differ by the prefix {prefix!r}: one of both is a base model without head. Make the model by "
@@ -105,12 +105,8 @@ def _likely_reason(missing: Sequence[str], unexpected: Sequence[str]) -> str | N
     return None
 
 
-def _prefix(missing: Sequence[str], unexpected: Sequence[str]) -> str | None:
-    """Return what is before most of the missing names, and not before the unexpected ones, or the other way round."""
-    return _added(missing, unexpected) or _added(unexpected, missing)
-
-
 def _added(longer: Sequence[str], shorter: Iterable[str]) -> str | None:
+    """Return what is before most of the `longer` names and not before the `shorter` ones."""
     known = set(shorter)
     for name in longer:
         head, _, tail = name.partition(".")

@@ -6,7 +6,7 @@ Names and signatures are those of `accelerate.utils.modeling` 1.15.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, MutableMapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -131,8 +131,7 @@ def has_offloaded_params(module: nn.Module) -> bool:
     return _offload_hook(module) is not None
 
 
-@contextmanager
-def align_module_device(module: nn.Module, execution_device: DeviceLike | None = None) -> Iterator[None]:
+def align_module_device(module: nn.Module, execution_device: DeviceLike | None = None) -> AbstractContextManager[None]:
     """Have the own parameters of `module` on `execution_device` while the context lasts.
 
     Offloaded weights are brought in, to the device where the module runs if none is given, and let go of afterwards;
@@ -142,13 +141,8 @@ def align_module_device(module: nn.Module, execution_device: DeviceLike | None =
     """
     hook = _offload_hook(module)
     if hook is not None:
-        with _brought_in(module, hook, execution_device):
-            yield
-    elif execution_device is not None:
-        with _moved(module, execution_device):
-            yield
-    else:
-        yield
+        return _brought_in(module, hook, execution_device)
+    return nullcontext() if execution_device is None else _moved(module, execution_device)
 
 
 @contextmanager
@@ -180,16 +174,12 @@ def _moved(module: nn.Module, device: DeviceLike) -> Iterator[None]:
         for name, copy in moved.items():
             now = module._parameters.get(name)
             if now is copy:
-                _take_changes(before[name], copy)
+                if copy is not before[name] and not copy.is_meta:
+                    with torch.no_grad():
+                        before[name].copy_(copy)
                 module._parameters[name] = before[name]
             elif now is not None:  # replaced meanwhile: what is there now goes to where the old one was
                 set_module_tensor_to_device(module, name, before[name].device)
-
-
-def _take_changes(parameter: nn.Parameter, copy: nn.Parameter) -> None:
-    if copy is not parameter and not copy.is_meta:
-        with torch.no_grad():
-            parameter.copy_(copy)
 
 
 def _offload_hook(module: nn.Module) -> OffloadHook | None:

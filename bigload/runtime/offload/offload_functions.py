@@ -22,7 +22,6 @@ from bigload.runtime.offload.offload_writer import (
     checked_entry,
     index_of,
     offload_writer,
-    on_cpu,
     open_dat,
     write_dat,
     write_index,
@@ -41,7 +40,7 @@ def offload_weight(
         WriteError: the system refused to write.
     """
     entry = checked_entry(weight_name, weight)
-    write_dat(Path(offload_folder), weight_name, [on_cpu(weight)])
+    write_dat(Path(offload_folder), weight_name, [weight])
     if index is not None:
         index[weight_name] = entry
     return index

@@ -7,7 +7,6 @@ another one by now is digested again when that matters, so whoever else writes t
 
 from __future__ import annotations
 
-import ctypes
 import fcntl
 import json
 import os
@@ -17,6 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 import torch
 import xxhash
@@ -39,6 +39,7 @@ from bigload.layouts.dat_format import (
 )
 from bigload.layouts.offload_reader import IndexReading, read_dat_index
 from bigload.loading.checks import signature
+from bigload.loading.tensors import bytes_of
 from bigload.runtime.modules.module_tensors import data_address
 from bigload.runtime.offload.stored_weights import Signature
 from bigload.units import MIB
@@ -95,9 +96,9 @@ class OffloadWriter:
             OptionError: see `offload_weight`.
             WriteError: the system refused to write.
         """
-        entry = checked_entry(name, tensor)
+        checked_entry(name, tensor)
         values = on_cpu(tensor)
-        self._add(name, entry, lambda: [values])
+        self.add_parts(name, tensor.dtype, tensor.shape, lambda: [values])
 
     def add_parts(
         self, name: str, dtype: torch.dtype, shape: Sequence[int], parts: Callable[[], Iterable[torch.Tensor]]
@@ -115,9 +116,7 @@ class OffloadWriter:
             OptionError: see `offload_weight`.
             WriteError: the system refused to write.
         """
-        self._add(name, _entry(name, dtype, shape), lambda: map(on_cpu, parts()))
-
-    def _add(self, name: str, entry: Entry, parts: Callable[[], Iterable[torch.Tensor]]) -> None:
+        entry = _entry(name, dtype, shape)
         digest = self._held(name, entry)
         if digest is None or digest != _digest_of(parts()):
             self._remove_index(name)
@@ -257,31 +256,22 @@ def on_cpu(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().to("cpu").resolve_conj().resolve_neg().contiguous()
 
 
-def _bytes_of(values: torch.Tensor) -> memoryview:
-    """Return the bytes of a contiguous tensor of the CPU, good for as long as the caller holds it."""
-    if not values.nbytes:
-        return memoryview(b"")
-    return memoryview((ctypes.c_char * values.nbytes).from_address(values.data_ptr())).cast("B")
-
-
 def write_dat(folder: Path, name: str, parts: Iterable[torch.Tensor]) -> str:
-    """Write what `on_cpu` returned, one after the other, as the `.dat` file of the weight `name`; return the digest.
+    """Write tensors one after the other as the `.dat` file of the weight `name`, and return the digest.
 
     Raises:
         WriteError: the system refused to write; what was there before still is.
     """
     digest = xxhash.xxh3_128()
-
-    def content() -> Iterator[memoryview]:
-        num_bytes = 0
-        for values in parts:
-            digest.update(part := _bytes_of(values))
-            num_bytes += len(part)
-            yield part
-        if not num_bytes:
-            yield memoryview(EMPTY)
-
-    _write(folder / f"{name}{DAT_SUFFIX}", content())
+    path = folder / f"{name}{DAT_SUFFIX}"
+    with _written(path) as file:
+        for part in parts:
+            values = on_cpu(part)  # which has to live as long as the view
+            content = bytes_of(values)
+            digest.update(content)
+            file.write(content)
+        if not file.tell():
+            file.write(EMPTY)
     return digest.hexdigest()
 
 
@@ -291,14 +281,16 @@ def write_index(folder: Path, index: Mapping[str, Entry]) -> None:
     Raises:
         WriteError: the system refused to write; what was there before still is.
     """
-    _write(folder / DAT_INDEX, [memoryview(index_text(index))])
+    with _written(folder / DAT_INDEX) as file:
+        file.write(index_text(index))
 
 
-def _write(path: Path, contents: Iterable[memoryview]) -> None:
-    """Have `path` hold `contents`, one after the other, and until then what it held before."""
+@contextmanager
+def _written(path: Path) -> Iterator[IO[bytes]]:
+    """Yield a file that becomes `path`, which holds until then what it held before."""
     try:
         with staged_file(path) as staged, staged.open("xb") as file:
-            file.writelines(contents)
+            yield file
     except OSError as error:
         raise WriteError(path, error) from error
 
@@ -325,8 +317,9 @@ def _is_one_file(first: Path, second: Path) -> bool:
 
 def _digest_of(parts: Iterable[torch.Tensor]) -> str:
     digest = xxhash.xxh3_128()
-    for values in parts:
-        digest.update(_bytes_of(values))
+    for part in parts:
+        values = on_cpu(part)  # which has to live as long as the view
+        digest.update(bytes_of(values))
     return digest.hexdigest()
 
 
@@ -392,4 +385,5 @@ def _read_records(folder: Path) -> dict[str, _WeightRecord]:
 def _write_records(folder: Path, records: Mapping[str, _WeightRecord]) -> None:
     weights = {name: {**one.entry, "digest": one.digest, "file": one.file} for name, one in records.items()}
     document = {"schema": _SCHEMA, "digest": "xxh3-128", "weights": weights}
-    _write(folder / RECORDS_FILE, [memoryview(json.dumps(document, indent=1).encode())])
+    with _written(folder / RECORDS_FILE) as file:
+        file.write(json.dumps(document, indent=1).encode())

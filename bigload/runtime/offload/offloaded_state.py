@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator, Mapping, MutableMapping
-from contextlib import contextmanager
+from collections.abc import Mapping, MutableMapping
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
@@ -39,10 +39,13 @@ def get_state_dict_offloaded_model(model: nn.Module) -> dict[str, torch.Tensor]:
     found: dict[str, torch.Tensor] = {}
     for prefix, module in model.named_modules(remove_duplicate=False):
         try:
-            with _on_cpu(module):
+            # What is not offloaded is copied to the CPU afterwards instead of being moved there and back.
+            with align_module_device(module, "cpu") if has_offloaded_params(module) else nullcontext():
                 for key, value in module.state_dict(prefix=f"{prefix}." if prefix else "").items():
-                    if key not in found and not _is_placeholder(value):
-                        found[key] = value.to("cpu") if isinstance(value, torch.Tensor) else value
+                    if not isinstance(value, torch.Tensor):
+                        found.setdefault(key, value)
+                    elif key not in found and not value.is_meta:
+                        found[key] = value.to("cpu")
         except MemoryError:
             raise MemoryError("Offloaded module must fit in CPU memory to call save_model!") from None
     names = model.state_dict()
@@ -100,17 +103,3 @@ def load_offloaded_weights(
             statistics = load_offloaded_weight(folder / f"{scales}{DAT_SUFFIX}", entries[scales])
         weight = load_offloaded_weight(folder / f"{name}{DAT_SUFFIX}", entry)
         set_module_tensor_to_device(model, name, "cpu", value=weight, fp16_statistics=statistics)
-
-
-def _is_placeholder(value: object) -> bool:
-    return isinstance(value, torch.Tensor) and value.is_meta
-
-
-@contextmanager
-def _on_cpu(module: nn.Module) -> Iterator[None]:
-    """Bring in what is offloaded; what is not is copied afterwards, and not moved there and back before."""
-    if has_offloaded_params(module):
-        with align_module_device(module, "cpu"):
-            yield
-    else:
-        yield

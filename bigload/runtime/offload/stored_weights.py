@@ -81,7 +81,7 @@ class FileWeight:
         """Raise `ReadError` if the file is no longer the one that was opened."""
         now = signature(self.path)
         if self.expected is not None and now != self.expected:
-            raise ReadError(self.path, "it changed since it was opened", hint="open the weights again")
+            raise _changed(self.path)
 
 
 class StoredWeights(Mapping[str, torch.Tensor]):
@@ -256,19 +256,23 @@ class MappedFiles:
             raise ReadError(path, error.strerror or str(error)) from error
         now = (status.st_ino, status.st_size, status.st_mtime_ns)
         if expected is not None and now != expected:
-            raise ReadError(path, "it changed since it was opened", hint="open the weights again")
+            raise _changed(path)
         key = (status.st_dev, status.st_ino)
         with self._lock:
             if self._is_closed:
                 raise ValueError(f"cannot read {path}: the weights are closed")
             found = self._maps.get(key) or _mapped(path, now)
             if found.signature != now:
-                raise ReadError(path, "it changed since it was opened", hint="open the weights again")
+                raise _changed(path)
             self._maps.pop(key, None)  # the last one asked for is the last to be let go of
             self._maps[key] = found
             if len(self._maps) > _MAX_MAPS:
                 del self._maps[next(iter(self._maps))]
             return found
+
+
+def _changed(path: Path) -> ReadError:
+    return ReadError(path, "it changed since it was opened", hint="open the weights again")
 
 
 class _FileMap(NamedTuple):
@@ -281,7 +285,7 @@ def _mapped(path: Path, seen: Signature) -> _FileMap:
         status = os.fstat(file.descriptor)
         found = (status.st_ino, status.st_size, status.st_mtime_ns)
         if found != seen:
-            raise ReadError(path, "it changed while it was being opened", hint="open the weights again")
+            raise _changed(path)
         advise_huge_pages(file.buffer)
         return _FileMap(file.buffer, found)
 
