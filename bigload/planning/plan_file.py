@@ -32,7 +32,7 @@ from bigload.planning.model.module_tree import build_tree
 from bigload.planning.model.mtp_layers import extra_layers
 from bigload.planning.model.ties import find_ties
 from bigload.planning.module_names import in_memory_names, rename_device_map
-from bigload.planning.options import PlanOptions, options_of
+from bigload.planning.options import PlanKeywords, PlanOptions, options_of
 from bigload.planning.placement.optimality import Certificate, Verdict
 from bigload.planning.plan import TERMS, DeviceUse, Plan, PlanNote, recount
 from bigload.units import MAX_SIZE, MIB
@@ -341,24 +341,16 @@ def _names(document: Mapping[str, object], key: str) -> tuple[str, ...]:
 
 
 def _options(document: Mapping[str, object]) -> PlanOptions:
-    """Return the options, checked as those of the command line are."""
+    """Return the options, checked as those of the command line are, except that sizes are numbers."""
     entry = _typed(document, "options", dict)
-    words = ("balance", "order", "experts", "names")
-    sizes = ("disk_bandwidth", "link_bandwidth", "context", "batch")
-    flags = ("prefetch", "mtp")
-    wishes: dict[str, object] = {"policy": _typed(document, "policy", str), "no_split": _names(entry, "no_split")}
-    wishes |= {key: _typed(entry, key, str) for key in words}
-    wishes |= {key: _typed(entry, key, int) for key in sizes}
-    wishes |= {key: None if entry[key] is None else _typed(entry, key, str) for key in ("dtype", "kv_dtype")}
-    # Plans made before there was a choice answer the default.
-    wishes["attention"] = None if entry.get("attention") is None else _typed(entry, "attention", str)
-    wishes["overhead"] = None if entry["overhead"] is None else _typed(entry, "overhead", int)
-    for key in flags:
-        if not isinstance(entry[key], bool):
-            raise TypeError(f"{key!r} is {entry[key]!r:.60}, expected true or false")
-        wishes[key] = entry[key]
+    keywords = {key: entry[key] for key in PlanKeywords.__annotations__ if key not in ("policy", "attention")}
+    keywords["no_split"] = _names(entry, "no_split")
+    for key in ("overhead", "disk_bandwidth", "link_bandwidth"):
+        if keywords[key] is not None:
+            _typed(entry, key, int)
     try:
-        return options_of(**wishes)  # type: ignore[arg-type]  # every value has just been checked
+        # Plans made before there was a choice of attention answer the default.
+        return options_of(policy=_typed(document, "policy", str), attention=entry.get("attention"), **keywords)
     except OptionError as error:
         raise ValueError(error.message) from None
 

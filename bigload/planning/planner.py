@@ -112,14 +112,23 @@ def place(structure: ModelStructure, budget: MemoryBudget, options: PlanOptions)
     """Place a model, with its experts apart from their blocks where that is asked for or streams less per token."""
     if options.experts is Experts.SPLIT and structure.experts:
         return _dense_first(structure, budget, options)
-    whole = solve(problem_of(structure, budget, options), options.policy)
-    can_split = options.experts is Experts.AUTO and policy_named(options.policy).splits_experts
-    if not (can_split and structure.experts) or (isinstance(whole, Solution) and _cost(whole, budget) == (False, 0)):
-        return whole
+    best = solve(problem_of(structure, budget, options), options.policy)
+    if True not in expert_forms(structure, options) or (
+        isinstance(best, Solution) and _cost(best, budget) == (False, 0)
+    ):
+        return best
     apart = solve(problem_of(structure, budget, options, split_experts=True), options.policy)
-    if isinstance(whole, Misfit) or (isinstance(apart, Solution) and _cost(apart, budget) < _cost(whole, budget)):
-        return apart if isinstance(apart, Solution) else whole
-    return whole
+    if isinstance(apart, Solution) and (isinstance(best, Misfit) or _cost(apart, budget) < _cost(best, budget)):
+        return apart
+    return best
+
+
+def expert_forms(structure: ModelStructure, options: PlanOptions) -> Iterator[bool]:
+    """Yield whether experts may be placed apart from their blocks: no, yes, or both."""
+    if options.experts is not Experts.SPLIT or not structure.experts:
+        yield False
+    if structure.experts and policy_named(options.policy).splits_experts and options.experts is not Experts.BLOCK:
+        yield True
 
 
 def _dense_first(structure: ModelStructure, budget: MemoryBudget, options: PlanOptions) -> Solution | Misfit:
@@ -138,14 +147,6 @@ def _cost(solution: Solution, budget: MemoryBudget) -> tuple[bool, int]:
     return placement.execution_device == CPU and bool(budget.accelerators), token_cost(problem, placement)
 
 
-def _token_bytes(solution: Solution) -> dict[Device, int]:
-    tokens: dict[Device, int] = {}
-    for unit, device in zip(solution.problem.units, solution.placement.devices, strict=True):
-        if not device.is_accelerator:
-            tokens[device] = tokens.get(device, 0) + unit.token_bytes
-    return tokens
-
-
 def _plan(structure: ModelStructure, budget: MemoryBudget, options: PlanOptions, solution: Solution) -> Plan:
     placement = solution.placement
     homes = {
@@ -153,10 +154,19 @@ def _plan(structure: ModelStructure, budget: MemoryBudget, options: PlanOptions,
         for unit, device, runs_on in zip(solution.problem.units, placement.devices, placement.running, strict=True)
         for part in unit.parts
     }
+    token_bytes: dict[Device, int] = {}
+    for unit, device in zip(solution.problem.units, placement.devices, strict=True):
+        if not device.is_accelerator:
+            token_bytes[device] = token_bytes.get(device, 0) + unit.token_bytes
     homes |= tie_homes(structure.ties, homes)
     homes = {name: homes[name] for name in structure.in_execution_order(homes)}
     devices = tuple(_device_uses(budget, options, solution, homes))
-    renamed, naming = _renamed(structure, options, homes)
+    notes = list(notes_on(structure, budget, options, solution, devices))
+    renamed = None
+    if options.names is not NameScheme.CHECKPOINT:
+        renaming = in_memory_names(tuple(homes), structure.checkpoint.tensors, structure.checkpoint.config)
+        renamed = rename_device_map(homes, renaming)
+        notes += [PlanNote(code="names", text=text) for text in renaming.notes]
     return Plan(
         checkpoint_path=structure.checkpoint.path,
         total_bytes=structure.checkpoint.total_bytes,
@@ -167,11 +177,11 @@ def _plan(structure: ModelStructure, budget: MemoryBudget, options: PlanOptions,
         devices=devices,
         certificate=certify(solution.problem, placement),
         num_device_changes=num_device_changes(solution.problem, placement),
-        token_bytes=_token_bytes(solution),
+        token_bytes=token_bytes,
         left_out=structure.left_out,
         shared=structure.shared,
         renamed=renamed,
-        notes=(*notes_on(structure, budget, options, solution, devices), *naming),
+        notes=tuple(notes),
     )
 
 
@@ -193,19 +203,6 @@ def _device_uses(
             workspace_bytes=load.workspace if load else 0,
             modules=tuple(module for module, home in homes.items() if home == device),
         )
-
-
-def _renamed(
-    structure: ModelStructure, options: PlanOptions, homes: Mapping[str, Device]
-) -> tuple[Mapping[str, Device] | None, tuple[PlanNote, ...]]:
-    """Return the device map in the names that were asked for, and what there is to say about them."""
-    if options.names is NameScheme.CHECKPOINT:
-        return None, ()
-    checkpoint = structure.checkpoint
-    renaming = in_memory_names(tuple(homes), checkpoint.tensors, checkpoint.config)
-    renamed = rename_device_map(homes, renaming)
-    notes = tuple(PlanNote(code="names", text=text) for text in renaming.notes)
-    return renamed, notes
 
 
 def _audit(made: Plan, checkpoint: Checkpoint) -> None:
@@ -230,15 +227,17 @@ def does_not_fit(
     for device, limit in budget:
         if limit is None:
             continue
+        runs = device.is_accelerator or not budget.accelerators
         terms = {
             "workspace": misfit.workspace.get(device, 0),
-            "overhead and activations": problem.fixed_bytes.get(device, 0) if _runs(device, budget) else 0,
+            "overhead and activations": problem.fixed_bytes.get(device, 0) if runs else 0,
         }
         taken = {name: size for name, size in terms.items() if size}
         left = limit - sum(taken.values())
         room += max(left, 0)
+        signed = format_size(left) if left >= 0 else f"-{format_size(-left)}"
         minus = "".join(f" - {format_size(size)} {name}" for name, size in taken.items())
-        rows.append(f"{device!s:<{width}}  {format_size(limit):>12}{minus}" + (f" = {_signed(left)}" if minus else ""))
+        rows.append(f"{device!s:<{width}}  {format_size(limit):>12}{minus}" + (f" = {signed}" if minus else ""))
     shortfalls = {str(device): lacking for device, lacking in misfit.too_small.items()}
     if misfit.unplaced_bytes:
         shortfalls["total"] = misfit.unplaced_bytes
@@ -264,14 +263,6 @@ def does_not_fit(
         details=rows,
         hint=_hint(problem, misfit, options.policy),
     )
-
-
-def _runs(device: Device, budget: MemoryBudget) -> bool:
-    return device.is_accelerator or not budget.accelerators
-
-
-def _signed(num_bytes: int) -> str:
-    return format_size(num_bytes) if num_bytes >= 0 else f"-{format_size(-num_bytes)}"
 
 
 def _hint(problem: PlacementProblem, misfit: Misfit, policy: str) -> str | None:

@@ -15,8 +15,9 @@ from bigload.devices import CPU, DISK, Device
 from bigload.planning.choices import Balance
 from bigload.planning.model.units import Part, UnitKind
 from bigload.planning.placement.policies.bounds import lower_bound
-from bigload.planning.placement.policies.optimal import token_cost, token_seconds
+from bigload.planning.placement.policies.optimal import token_seconds
 from bigload.planning.placement.problem import DeviceLoad, Placement, device_loads
+from bigload.planning.plan import PlanNote
 from bigload.planning.planner import PlanDetails
 from bigload.planning.policy_registry import policy_named
 from bigload.planning.questions.name_lookup import name_in_checkpoint
@@ -46,14 +47,6 @@ class AdjacentModule:
 
     name: str
     device: Device
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Reason:
-    """A stable `code` and one sentence."""
-
-    code: str
-    text: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,7 +91,7 @@ class Explanation:
     homes: tuple[DeviceShare, ...]
     before: AdjacentModule | None
     after: AdjacentModule | None
-    reasons: tuple[Reason, ...]
+    reasons: tuple[PlanNote, ...]
     alternatives: tuple[Alternative, ...]
 
     @property
@@ -230,10 +223,6 @@ class _Trials:
         first = next((device for device in devices if device.is_accelerator), self.base.execution_device)
         return replace(self.base, devices=devices, execution_device=first)
 
-    def free(self, device: Device) -> int | None:
-        limit = self.problem.budget.get(device)
-        return None if limit is None else limit - self.loads[device].total
-
     def lacking(self, loads: Mapping[Device, DeviceLoad]) -> dict[Device, int]:
         limits = {device: limit for device, limit in self.problem.budget if limit is not None}
         return {device: loads[device].total - limit for device, limit in limits.items() if loads[device].total > limit}
@@ -261,44 +250,44 @@ class _Trials:
         return len(set(order)) == len(order) and (self.problem.any_order or all(a < b for a, b in pairwise(order)))
 
 
-def _reasons(subject: _Subject, trials: _Trials) -> Iterator[Reason]:
+def _reasons(subject: _Subject, trials: _Trials) -> Iterator[PlanNote]:
     yield from _on_structure(subject)
     if not subject.keys:
         return
     budget = subject.details.budget
     if budget.accelerators and not trials.problem.budget.accelerators:
         text = "the cpu runs the model: no placement was found in which accelerators hold what is streamed to them"
-        yield Reason(code="runs-on-cpu", text=text)
+        yield PlanNote(code="runs-on-cpu", text=text)
     if len(subject.indexes) > _MAX_UNITS:
         number = counted(len(subject.keys), "module")
         text = f"it is {number} of the device map; ask for one, {subject.keys[0]} for example"
-        yield Reason(code="many", text=text)
+        yield PlanNote(code="many", text=text)
     streamed = [i for i in subject.indexes if trials.base.devices[i] != trials.base.running[i]]
     if streamed:
         yield from _on_streaming(streamed, trials)
 
 
-def _on_structure(subject: _Subject) -> Iterator[Reason]:
+def _on_structure(subject: _Subject) -> Iterator[PlanNote]:
     structure, keys = subject.details.structure, subject.keys
     prefixes = [name for name in structure.left_out if f"{subject.name}.".startswith(f"{name}.")]
     covered = [name for name in structure.left_out if f"{name}.".startswith(f"{subject.name}.")]
     if prefixes or (covered and not keys):
         text = "left out: it only predicts further tokens, which no ordinary forward pass runs (--mtp places it)"
-        yield Reason(code="left-out", text=text)
+        yield PlanNote(code="left-out", text=text)
     elif covered:
-        yield Reason(code="left-out", text=f"without {', '.join(covered)}: left out, only to predict further tokens")
+        yield PlanNote(code="left-out", text=f"without {', '.join(covered)}: left out, only to predict further tokens")
     if subject.name in structure.shared:
-        yield Reason(code="copy", text="a copy of a tensor that it is tied to, so it takes no memory of its own")
+        yield PlanNote(code="copy", text="a copy of a tensor that it is tied to, so it takes no memory of its own")
     if subject.is_part:
         whole = next((part for _, part in subject.parts), None)
         never = ", a repeated block, which is never split" if whole and whole.kind is UnitKind.BLOCK else ""
-        yield Reason(code="part", text=f"part of {keys[0]}{never}")
+        yield PlanNote(code="part", text=f"part of {keys[0]}{never}")
     tied = [key for key in _tied_to(subject) if key not in keys]
     if tied:
-        yield Reason(code="tied", text=f"tied to {', '.join(tied)}: one memory, so one device")
+        yield PlanNote(code="tied", text=f"tied to {', '.join(tied)}: one memory, so one device")
     small = [key for key in subject.companions if key not in tied]
     if small and len(subject.indexes) <= _MAX_UNITS:
-        yield Reason(code="together", text=f"placed together with {', '.join(small)}, because one of them is tiny")
+        yield PlanNote(code="together", text=f"placed together with {', '.join(small)}, because one of them is tiny")
     yield from _on_experts(subject)
 
 
@@ -311,79 +300,72 @@ def _tied_to(subject: _Subject) -> Iterator[str]:
             yield from members
 
 
-def _on_experts(subject: _Subject) -> Iterator[Reason]:
-    units = subject.units
+def _on_experts(subject: _Subject) -> Iterator[PlanNote]:
+    units, homes = subject.units, subject.placement.devices
     if len(subject.indexes) > _MAX_UNITS:
         return
     for index in subject.indexes:
         if units[index].is_routed:
-            block = units[index - 1].name
-            text = (
-                f"routed experts, placed apart from the rest of their block ({block} is on {_home(subject, index - 1)})"
-            )
-            yield Reason(code="experts", text=text)
+            where = f"{units[index - 1].name} is on {homes[index - 1]}"
+            text = f"routed experts, placed apart from the rest of their block ({where})"
+            yield PlanNote(code="experts", text=text)
         elif index + 1 < len(units) and units[index + 1].is_routed and index + 1 not in subject.indexes:
-            text = f"its routed experts are placed apart, {units[index + 1].name} on {_home(subject, index + 1)}"
-            yield Reason(code="experts", text=text)
+            text = f"its routed experts are placed apart, {units[index + 1].name} on {homes[index + 1]}"
+            yield PlanNote(code="experts", text=text)
 
 
-def _home(subject: _Subject, index: int) -> Device:
-    return subject.placement.devices[index]
-
-
-def _on_streaming(streamed: Sequence[int], trials: _Trials) -> Iterator[Reason]:
-    problem, base = trials.problem, trials.base
-    tokens = {source: _token_bytes(streamed, trials, source) for source in (CPU, DISK)}
+def _on_streaming(streamed: Sequence[int], trials: _Trials) -> Iterator[PlanNote]:
+    problem, homes = trials.problem, trials.base.devices
+    tokens = {
+        source: sum(problem.units[i].token_bytes for i in streamed if homes[i] == source) for source in (CPU, DISK)
+    }
     speeds = {CPU: problem.bandwidth.link, DISK: problem.bandwidth.disk}
     seconds = sum(tokens[source] / speeds[source] for source in tokens)
     used = [source for source, size in tokens.items() if size]
     rates = " and ".join(f"{format_size(tokens[source])} at {format_size(speeds[source])}/s" for source in used)
     text = f"it is streamed: a token needs {rates or 'none of it'}, {seconds * 1000:.1f} ms"
-    yield Reason(code="streamed", text=text)
+    yield PlanNote(code="streamed", text=text)
     yield from _on_room(trials)
     if len(streamed) <= _MAX_UNITS and problem.budget.accelerators:
-        yield from _on_exchange(streamed[0], trials, base)
+        yield from _on_exchange(streamed[0], trials)
 
 
-def _token_bytes(indexes: Sequence[int], trials: _Trials, source: Device) -> int:
-    return sum(trials.problem.units[i].token_bytes for i in indexes if trials.base.devices[i] == source)
-
-
-def _on_room(trials: _Trials) -> Iterator[Reason]:
+def _on_room(trials: _Trials) -> Iterator[PlanNote]:
     """Say why anything at all is streamed."""
     problem = trials.problem
     needed = sum(unit.num_bytes + unit.run_bytes for unit in problem.units)
     if not problem.budget.accelerators:
         lacking = needed - (problem.room(CPU) or 0)
         if lacking > 0:
-            yield Reason(code="no-room", text=f"the cpu lacks {format_size(lacking)} to hold the model")
+            yield PlanNote(code="no-room", text=f"the cpu lacks {format_size(lacking)} to hold the model")
         return
     room = sum(max(room, 0) for _, room in problem.accelerators)
     least = lower_bound(problem).offloaded_bytes
     if needed > room:
         text = f"all accelerators together have room for {format_size(room)}, and the model takes {format_size(needed)}"
-        yield Reason(code="no-room", text=f"{text}: they lack {format_size(needed - room)}, and what streaming takes")
+        yield PlanNote(code="no-room", text=f"{text}: they lack {format_size(needed - room)}, and what streaming takes")
     elif least:
         text = f"of whole modules, at least {format_size(least)} find no room on the accelerators"
-        yield Reason(code="no-room", text=text)
+        yield PlanNote(code="no-room", text=text)
 
 
-def _on_exchange(index: int, trials: _Trials, base: Placement) -> Iterator[Reason]:
+def _on_exchange(index: int, trials: _Trials) -> Iterator[PlanNote]:
     """Say whether it would help to stream another unit instead."""
-    others = [i for i, device in enumerate(base.devices) if device.is_accelerator]
-    exchanges = {i: trials.moved({index: base.devices[i], i: base.devices[index]}) for i in others}
+    homes = trials.base.devices
+    others = [i for i, device in enumerate(homes) if device.is_accelerator]
+    exchanges = {i: trials.moved({index: homes[i], i: homes[index]}) for i in others}
     saved = {i: seconds for i, trial in exchanges.items() if (seconds := trials.saves(trial)) > 0}
     # The first of those that save most; one that breaks the order only where no other saves anything.
     other = max(saved, key=lambda i: (trials.keeps_order(exchanges[i]), saved[i], -i), default=None)
     if other is not None:
-        where = f"{trials.problem.units[other].name} on {base.devices[other]}"
+        where = f"{trials.problem.units[other].name} on {homes[other]}"
         why = _blame(trials) if trials.keeps_order(exchanges[other]) else _OUT_OF_ORDER
         text = f"exchanged with {where}, it would save {saved[other] * 1000:.1f} ms a token{why}"
-        yield Reason(code="exchange", text=text)
+        yield PlanNote(code="exchange", text=text)
     elif others:
         number = counted(len(others), "module")
         text = f"exchanging it with any one of the {number} on accelerators would not save time"
-        yield Reason(code="exchange", text=text)
+        yield PlanNote(code="exchange", text=text)
 
 
 def _blame(trials: _Trials) -> str:
@@ -414,7 +396,7 @@ def _tried(index: int, device: Device, trials: _Trials, *, named: bool) -> Alter
     elif not rides_well:
         text = f"on {device} it would run elsewhere than the rest of its block"
     else:
-        text = _effect(device, trial, loads, trials)
+        text = _effect(device, trial, loads, trials, seconds=seconds, changes=changes)
     return Alternative(
         module=unit.name,
         device=device,
@@ -442,26 +424,32 @@ def _shortage(
     short: Device, device: Device, trial: Placement, loads: Mapping[Device, DeviceLoad], trials: _Trials
 ) -> str:
     needed = loads[short].total - trials.loads[short].total
-    free, more = format_size(trials.free(short) or 0), format_size(needed)
+    free = (trials.problem.budget.get(short) or 0) - trials.loads[short].total
+    lack = f"{short} has {format_size(free)} free"
     if short != device:
-        return f"on {device} it would be streamed, for which {short} has {free} free and needs {more}"
+        return f"on {device} it would be streamed, for which {lack} and needs {format_size(needed)}"
     runs = "" if trial.execution_device == trials.base.execution_device else ", because it would run what is streamed"
-    return f"{short} has {free} free, it needs {more}{runs}"
+    return f"{lack}, it needs {format_size(needed)}{runs}"
 
 
-def _effect(device: Device, trial: Placement, loads: Mapping[Device, DeviceLoad], trials: _Trials) -> str:
+def _effect(
+    device: Device,
+    trial: Placement,
+    loads: Mapping[Device, DeviceLoad],
+    trials: _Trials,
+    *,
+    seconds: float,
+    changes: int,
+) -> str:
     """Say what a trial that keeps all limits would change, by the first wish that tells them apart."""
-    cost = token_cost(trials.problem, trial) - token_cost(trials.problem, trials.base)
-    changes = trial.num_device_changes - trials.base.num_device_changes
-    milliseconds = abs(token_seconds(trials.problem, trial) - trials.seconds) * 1000
-    if cost > 0:
-        return f"on {device} it would cost {milliseconds:.1f} ms more per token"
-    if changes > 0 and cost == 0:
+    if seconds > 0:
+        return f"on {device} it would cost {seconds * 1000:.1f} ms more per token"
+    if changes > 0 and seconds == 0:
         return f"on {device} it would take {counted(changes, 'more device change')}"
-    if cost < 0 or changes < 0:
-        gain = f"save {milliseconds:.1f} ms per token" if cost < 0 else f"save {counted(-changes, 'device change')}"
+    if seconds < 0 or changes < 0:
+        gain = f"{-seconds * 1000:.1f} ms per token" if seconds < 0 else counted(-changes, "device change")
         order = "" if trials.keeps_order(trial) else _OUT_OF_ORDER
-        return f"on {device} it would {gain}{order or _blame(trials)}"
+        return f"on {device} it would save {gain}{order or _blame(trials)}"
     return f"on {device} it would run as fast; {_balance(loads, trials)}"
 
 

@@ -8,6 +8,7 @@ some shorter context, do worse than at the one found.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -17,13 +18,12 @@ from bigload.planning.choices import Balance, Policy
 from bigload.planning.model.run_memory import RunMemory
 from bigload.planning.model.structure import ModelStructure
 from bigload.planning.options import PlanOptions
-from bigload.planning.placement.policies.contiguous_ranges import RangeSearch, Rooms
+from bigload.planning.placement.policies.contiguous_ranges import RangeSearch
 from bigload.planning.placement.policies.optimal import orders_of, token_cost
 from bigload.planning.placement.problem import Misfit, Placement, PlacementProblem
 from bigload.planning.placement.solve import place_by, solve
-from bigload.planning.planner import does_not_fit, problem_of
+from bigload.planning.planner import does_not_fit, expert_forms, problem_of
 from bigload.planning.policy_registry import policy_named
-from bigload.planning.questions.sizing import expert_forms
 from bigload.planning.workload import MAX_CONTEXT
 from bigload.units import counted
 
@@ -120,17 +120,14 @@ def _most(highest: int, is_enough: Callable[..., bool]) -> int:
 
     Quick answers are never wrong when they say yes. They lead near the end, and the thorough ones begin there.
     """
-    found = _halved(0, highest, partial(is_enough, thorough=False))
+
+    def most(low: int, *, thorough: bool) -> int:
+        return bisect_left(range(highest), x=True, lo=low, key=lambda n: not is_enough(n + 1, thorough=thorough))
+
+    found = most(0, thorough=False)
     if found == highest or not is_enough(found + 1, thorough=True):
         return found
-    return _halved(found + 1, highest, partial(is_enough, thorough=True))
-
-
-def _halved(low: int, high: int, is_enough: Callable[[int], bool]) -> int:
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if is_enough(middle) else (low, middle - 1)
-    return low
+    return most(found + 1, thorough=True)
 
 
 class _Probe:
@@ -194,7 +191,7 @@ def _placed(problem: PlacementProblem, policy: str, *, thorough: bool) -> int | 
 
 def _quickly_placed(problem: PlacementProblem) -> int | None:
     search = RangeSearch(problem)
-    found = [best.cost for rooms in _orders(problem) if (best := search.best(rooms)) is not None]
+    found = [best.cost for rooms in orders_of(problem) if (best := search.best(rooms)) is not None]
     if not any(unit.is_routed for unit in problem.units):
         filled = place_by(Policy.SEQUENTIAL, problem)
         found += [token_cost(problem, filled)] if isinstance(filled, Placement) else []
@@ -204,11 +201,7 @@ def _quickly_placed(problem: PlacementProblem) -> int | None:
 def _all_held(problem: PlacementProblem) -> bool:
     """Return whether the accelerators hold everything."""
     search = RangeSearch(problem)
-    return any(search.starts(rooms)[-1][0] == 0 for rooms in _orders(problem))
-
-
-def _orders(problem: PlacementProblem) -> Iterator[Rooms]:
-    return orders_of(problem.accelerators, any_order=problem.any_order)
+    return any(search.starts(rooms)[-1][0] == 0 for rooms in orders_of(problem))
 
 
 def _trained_tokens(structure: ModelStructure) -> int | None:

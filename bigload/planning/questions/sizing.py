@@ -7,20 +7,21 @@ agree here: they differ in what they do with memory that is left over.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from bigload.devices import CPU, Device
 from bigload.errors import OptionError
 from bigload.planning.budget.budget import MemoryBudget
-from bigload.planning.choices import Balance, Experts, Policy
+from bigload.planning.choices import Balance, Policy
 from bigload.planning.model.structure import ModelStructure, replace_parts
 from bigload.planning.model.units import Unit
 from bigload.planning.options import PlanOptions
 from bigload.planning.placement.policies.optimal import token_seconds
 from bigload.planning.placement.problem import Placement, PlacementProblem
 from bigload.planning.placement.solve import place_by
-from bigload.planning.planner import problem_of
+from bigload.planning.planner import expert_forms, problem_of
 from bigload.planning.policy_registry import policy_named
 from bigload.units import MAX_SIZE, common_unit, format_rounded_up, format_size
 
@@ -54,20 +55,25 @@ class LeastMemory:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GpuSizes:
-    """What equal GPUs need when nothing is offloaded.
+class EveryGpu:
+    """What bounds the size of every GPU, however many there are.
 
     Attributes:
-        least: One answer per number of GPUs, as they were asked for.
-        fixed_bytes: Of every GPU that is used: overhead and activations, counted in `least`.
+        fixed_bytes: Of every GPU that is used: overhead and activations, which all sizes include.
         largest: The largest unit, `None` for an empty model.
         unknown: Sentences on what is not counted because neither names nor config tell.
     """
 
-    least: tuple[LeastMemory, ...]
     fixed_bytes: int
     largest: LargestUnit | None
     unknown: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuSizes(EveryGpu):
+    """What equal GPUs need when nothing is offloaded: one answer per number of GPUs, as they were asked for."""
+
+    least: tuple[LeastMemory, ...]
 
     def __str__(self) -> str:
         sizes = [least.gpu_bytes for least in self.least if least.gpu_bytes is not None]
@@ -120,24 +126,18 @@ class GpusWithRam:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GpuNeeds:
+class GpuNeeds(EveryGpu):
     """How many GPUs of one size a model needs.
 
     Attributes:
         gpu_bytes: Of each.
         without_offload: So many hold everything, and one less does not; `None` where no number does.
         with_ram: Fewer of them, and the RAM that they need then, the most GPUs first.
-        fixed_bytes: Of every GPU that is used: overhead and activations.
-        largest: The largest unit, `None` for an empty model.
-        unknown: Sentences on what is not counted because neither names nor config tell.
     """
 
     gpu_bytes: int
     without_offload: int | None
     with_ram: tuple[GpusWithRam, ...]
-    fixed_bytes: int
-    largest: LargestUnit | None
-    unknown: tuple[str, ...]
 
     def __str__(self) -> str:
         size = format_size(self.gpu_bytes)
@@ -187,15 +187,10 @@ def _fixed_bytes(structure: ModelStructure, options: PlanOptions) -> int:
 def _largest(structure: ModelStructure, options: PlanOptions) -> LargestUnit | None:
     units = structure.units(options.workload)
     found = max(units, key=lambda unit: unit.num_bytes + unit.run_bytes, default=None)
-    return (
-        None
-        if found is None
-        else LargestUnit(
-            name=found.name,
-            num_bytes=found.num_bytes + found.held_bytes,
-            run_bytes=found.run_bytes - found.held_bytes,
-        )
-    )
+    if found is None:
+        return None
+    held = found.held_bytes
+    return LargestUnit(name=found.name, num_bytes=found.num_bytes + held, run_bytes=found.run_bytes - held)
 
 
 def _least_size(sizes: Sequence[int], fixed: int, count: int) -> int | None:
@@ -206,7 +201,9 @@ def _least_size(sizes: Sequence[int], fixed: int, count: int) -> int | None:
         number = _num_ranges(sizes, room)
         return number is not None and number <= count
 
-    size = _least(max(sizes), sum(sizes), suffices) + fixed
+    if max(sizes) > MAX_SIZE:
+        return None
+    size = bisect_left(range(min(sum(sizes), MAX_SIZE)), x=True, lo=max(sizes), key=suffices) + fixed
     return size if size <= MAX_SIZE else None
 
 
@@ -222,66 +219,42 @@ def _num_ranges(sizes: Sequence[int], room: int) -> int | None:
     return number if room >= 0 or not sizes else None
 
 
-def _least(low: int, high: int, suffices: Callable[[int], bool]) -> int:
-    """Return the least number from `low` that suffices, by halving; `high` does, and all above one that does."""
-    while low < high:
-        middle = (low + high) // 2
-        low, high = (low, middle) if suffices(middle) else (middle + 1, high)
-    return low
-
-
-def expert_forms(structure: ModelStructure, options: PlanOptions) -> Iterator[bool]:
-    """Yield whether experts may be placed apart from their blocks: no, yes, or both."""
-    if options.experts is not Experts.SPLIT or not structure.experts:
-        yield False
-    if structure.experts and policy_named(options.policy).splits_experts and options.experts is not Experts.BLOCK:
-        yield True
-
-
 def _beside(structure: ModelStructure, options: PlanOptions, limits: Sequence[int]) -> GpusWithRam | None:
     """Return the RAM beside GPUs of these sizes: for experts alone where that is possible, else the least at all."""
     weights = sum(unit.num_bytes for unit in structure.units(options.workload))
     accelerators = tuple((Device("cuda", index), limit) for index, limit in enumerate(limits))
     budget = MemoryBudget((*accelerators, (CPU, weights)))
-    found: list[_Streamed] = []
+    best: tuple[GpusWithRam, PlacementProblem] | None = None
     for apart in expert_forms(structure, options):
         problem = replace(problem_of(structure, budget, options, split_experts=apart), balance=Balance.FILL)
         for dear in {1, weights + 1} if apart else {1}:
-            found += _least_streamed(problem, options.policy, dear)
-    best = min(found, key=lambda streamed: streamed.rank, default=None)
-    return None if best is None else _row(best, options.policy)
+            for placement in _least_streamed(problem, options.policy, dear):
+                row = _with_ram(problem, placement)
+                if best is None or _rank(row) < _rank(best[0]):
+                    best = row, problem
+    if best is None:
+        return None
+    row, problem = best
+    enough = _enough_for(problem, options.policy, row.ram_bytes)
+    return replace(row, ram_bytes=enough, is_least=row.is_least and enough == row.ram_bytes)
 
 
-@dataclass(frozen=True, slots=True)
-class _Streamed:
-    """A placement that has few bytes in RAM."""
-
-    problem: PlacementProblem
-    placement: Placement
-
-    @property
-    def units(self) -> list[Unit]:
-        homes = zip(self.problem.units, self.placement.devices, strict=True)
-        return [unit for unit, device in homes if device == CPU]
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(unit.num_bytes for unit in self.units)
-
-    @property
-    def are_experts(self) -> bool:
-        return all(unit.is_routed for unit in self.units)
-
-    @property
-    def seconds(self) -> float:
-        return token_seconds(self.problem, self.placement)
-
-    @property
-    def rank(self) -> tuple[bool, int, bool, float]:
-        return not self.are_experts, self.num_bytes, not self.placement.is_proven, self.seconds
+def _rank(row: GpusWithRam) -> tuple[bool, int, bool, float]:
+    return not row.only_experts, row.ram_bytes, not row.is_least, row.token_seconds
 
 
-def _least_streamed(problem: PlacementProblem, policy: str, dear: int) -> Iterator[_Streamed]:
+def _with_ram(problem: PlacementProblem, placement: Placement) -> GpusWithRam:
+    streamed = [unit for unit, device in zip(problem.units, placement.devices, strict=True) if device == CPU]
+    return GpusWithRam(
+        num_gpus=len(problem.accelerators),
+        ram_bytes=sum(unit.num_bytes for unit in streamed),
+        only_experts=all(unit.is_routed for unit in streamed),
+        token_seconds=token_seconds(problem, placement),
+        is_least=placement.is_proven,
+    )
+
+
+def _least_streamed(problem: PlacementProblem, policy: str, dear: int) -> Iterator[Placement]:
     """Yield placements with the fewest bytes in RAM; bytes of other units than experts count `dear`.
 
     That is what the exact policy looks for by itself when a token needs every byte, and it has all the RAM there could
@@ -292,19 +265,7 @@ def _least_streamed(problem: PlacementProblem, policy: str, dear: int) -> Iterat
     for chosen in (policy, Policy.SEQUENTIAL) if may_fill else (policy,):
         placement = place_by(chosen, asked)
         if isinstance(placement, Placement):
-            yield _Streamed(problem, placement)
-
-
-def _row(streamed: _Streamed, policy: str) -> GpusWithRam:
-    needed = streamed.num_bytes
-    enough = _enough_for(streamed.problem, policy, needed)
-    return GpusWithRam(
-        num_gpus=len(streamed.problem.accelerators),
-        ram_bytes=enough,
-        only_experts=streamed.are_experts,
-        token_seconds=streamed.seconds,
-        is_least=streamed.placement.is_proven and enough == needed,
-    )
+            yield placement
 
 
 def _all_needed(units: Sequence[Unit], dear: int) -> tuple[Unit, ...]:

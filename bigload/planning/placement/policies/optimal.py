@@ -50,7 +50,7 @@ class _PlacementSearch:
 
     def __init__(self, problem: PlacementProblem) -> None:
         self.problem = problem
-        self.orders = list(orders_of(problem.accelerators, any_order=problem.any_order))
+        self.orders = list(orders_of(problem))
         self.has_all_orders = len(self.orders) < MAX_ORDERS
         self.ranges = RangeSearch(problem)
         self.interleaved = InterleavedSearch(self.ranges)
@@ -143,9 +143,10 @@ class _PlacementSearch:
         return found
 
 
-def orders_of(rooms: Rooms, *, any_order: bool) -> Iterator[Rooms]:
+def orders_of(problem: PlacementProblem) -> Iterator[Rooms]:
     """Yield the orders in which accelerators may be used, the given one first; like ones are not exchanged."""
-    if not any_order:
+    rooms = problem.accelerators
+    if not problem.any_order:
         yield rooms
         return
     alike: dict[int, list[tuple[Device, int]]] = {}
