@@ -86,9 +86,9 @@ from bigload.layouts.verification.verify import VerifyReport as VerifyReport
 from bigload.layouts.verification.verify import verify as verify
 from bigload.loading.load import LoadedTensors as LoadedTensors
 from bigload.loading.load import load as load
-from bigload.loading.methods import Method as Method
 from bigload.loading.progress import Progress as Progress
 from bigload.loading.report import LoadReport as LoadReport
+from bigload.loading.settings import Method as Method
 from bigload.loading.slices import Slice as Slice
 from bigload.parallel.parallelize import parallelize as parallelize
 from bigload.parallel.sharded_loading.load_sharded import LoadedParts as LoadedParts

@@ -32,7 +32,7 @@ from bigload.bench.touch import finish
 from bigload.checkpoint.model import Checkpoint
 from bigload.checkpoint.source import open_checkpoint
 from bigload.errors import OptionError
-from bigload.loading.methods import Method
+from bigload.loading.settings import Method
 
 if TYPE_CHECKING:
     from bigload.bench.peers import Load, Peer

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from bigload.bench.memory_kind import MemoryKind
 from bigload.checkpoint.model import Checkpoint
 from bigload.loading.load import load
-from bigload.loading.methods import Method
+from bigload.loading.settings import Method
 from bigload.units import counted
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from bigload.bench.raw_limit import RawRead
 from bigload.bench.recommendation import Recommendation
 from bigload.bench.runner import Measured
 from bigload.bench.statistics import Ratio, Summary, ratio, summarize
-from bigload.loading.methods import Method
+from bigload.loading.settings import Method
 from bigload.machine.activities import Activity, Phase
 
 

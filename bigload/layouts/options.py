@@ -12,7 +12,7 @@ from bigload.checkpoint.model import Checkpoint
 from bigload.errors import OptionError
 from bigload.layouts.choices import OffloadFormat, Verify
 from bigload.layouts.dtype_rules import DTypeRule
-from bigload.loading.strategy.settings import MAX_THREADS
+from bigload.loading.settings import MAX_THREADS
 from bigload.units import KIB, MIB, format_size, parse_size
 
 DEFAULT_MAX_SHARD_BYTES = 5 * 10**9

@@ -10,10 +10,10 @@ from bigload.checkpoint.byte_source import ByteSource
 from bigload.checkpoint.model import Checkpoint
 from bigload.loading.checks import unchanged
 from bigload.loading.engine import Stager, opened_sources, read
-from bigload.loading.methods import Method
 from bigload.loading.progress import OnProgress
 from bigload.loading.readers.mapped import MappedFile
 from bigload.loading.schedule import CPU, BufferSpec, Delivery, Schedule
+from bigload.loading.settings import Method
 from bigload.loading.strategy.read_strategy import ReadStrategy
 from bigload.machine.activities import Recorder
 from bigload.machine.huge_pages import allocate
@@ -91,12 +91,12 @@ def _stager(
     device: str, memory: Sequence[Memory], strategy: ReadStrategy, recorder: Recorder, *, num_devices: int
 ) -> Stager:
     if device == CPU:
-        from bigload.loading.staging.host_blocks import HostStager
+        from bigload.loading.staging.cpu_stager import HostStager
 
         return HostStager(memory, recorder)
     import torch
 
-    from bigload.loading.staging.device_blocks import DeviceStager
+    from bigload.loading.staging.device_stager import DeviceStager
     from bigload.loading.staging.device_transfers import Transfers
 
     num_blocks = max(min(2 * strategy.threads, strategy.max_inflight_bytes // num_devices // strategy.block_bytes), 1)

@@ -10,8 +10,8 @@ from bigload.checkpoint.byte_source import opened_range, scheme_of
 from bigload.checkpoint.fingerprint import ShardFingerprint, changes, current_fingerprint, of_shard
 from bigload.checkpoint.model import Checkpoint
 from bigload.errors import NotEnoughMemoryError, ReadError
-from bigload.loading.methods import Method
 from bigload.loading.schedule import CPU, Delivery, Schedule
+from bigload.loading.settings import Method
 from bigload.loading.strategy.read_strategy import ReadStrategy
 from bigload.machine.memory import available_memory
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,14 +13,13 @@ from bigload.errors import LegacyPickleError, StateDictMismatchError
 from bigload.loading.buffers import fill_buffers
 from bigload.loading.checks import check_memory, check_ram
 from bigload.loading.memory_errors import memory_errors
-from bigload.loading.methods import Method
 from bigload.loading.progress import OnProgress, ignore_progress
 from bigload.loading.report import LoadReport
-from bigload.loading.schedule import CPU, Schedule, schedule_reads
+from bigload.loading.schedule import CPU, schedule_reads
 from bigload.loading.selection import Selection, select
+from bigload.loading.settings import LoadSettings, Method, settings
 from bigload.loading.slices import Slice
-from bigload.loading.strategy.read_strategy import OpenSource, ReadStrategy, choose_strategy
-from bigload.loading.strategy.settings import settings
+from bigload.loading.strategy.read_strategy import OpenSource, choose_strategy
 from bigload.machine.activities import Phase, Recorder
 from bigload.planning.plan import Plan
 from bigload.planning.plan_file import open_planned
@@ -99,37 +98,100 @@ def load(
         NotEnoughMemoryError: the tensors are larger than the free memory of a device.
         ReadError: a file could not be read to the end, or changed meanwhile. A module given as `into` is unchanged.
     """
-    from bigload.loading.tensors import as_tensors
+    from bigload.loading.absent_weights import LOAD_OR_DISPATCH, NOT_LOADED, mark_absent
+    from bigload.loading.assign import assign
+    from bigload.loading.legacy_torch import as_checkpoint
+    from bigload.loading.staging.accelerators import check_present
+    from bigload.loading.tensors import check_dtypes, parsed_dtype
 
     recorder = Recorder(is_tracing=trace)
-    request = _Request(into=into, only=only, slices=slices, dtype=dtype, device=device, strict=strict)
-    chosen = settings(threads, method, max_inflight)
+    chosen, wanted_dtype = settings(threads, method, max_inflight), parsed_dtype(dtype)
+    whole: Mapping[str, torch.Tensor] | None = None
     try:
         opened = open_planned(device if isinstance(device, Plan) else None, checkpoint)
-    except LegacyPickleError as error:
-        return _load_legacy(error, request, recorder)
-    selection, assignments = request.of(opened)
-    strategy = choose_strategy(opened, selection.wanted, chosen, open_source, recorder)
+    except LegacyPickleError as error:  # such files cannot be read in part
+        whole = _load_legacy(error)
+        opened = as_checkpoint(str(error.path), whole)
+    selection = select(opened, only=only, slices=slices, dtype=wanted_dtype, device=device)
+    assignments: tuple[Assignment, ...] = ()
+    if into is not None:
+        assignments = _matched(opened, into, selection, strict=strict)
+        selection = selection.of({assignment.tensor_name for assignment in assignments})
+    check_dtypes(selection.wanted)
+    for name in selection.devices:
+        check_present(name)
+    if whole is None:
+        tensors, report = _read(
+            opened, selection, chosen, open_source, recorder, populate=populate, on_progress=on_progress
+        )
+    else:
+        tensors, report = _taken(whole, selection)
+    with recorder.span(Phase.ASSIGN):
+        if into is not None:
+            assign(into, assignments, tensors)
+            mark_absent(into, reason=NOT_LOADED, hint=LOAD_OR_DISPATCH)
+    return LoadedTensors(tensors, replace(report, seconds=recorder.seconds, activities=recorder.activities()))
+
+
+def _matched(
+    checkpoint: Checkpoint, module: nn.Module, selection: Selection, *, strict: bool
+) -> tuple[Assignment, ...]:
+    from bigload.loading.assign import match
+
+    try:
+        return match(module, selection, strict=strict)
+    except StateDictMismatchError as error:
+        quantised = quantisation_of(checkpoint)
+        if quantised is not None:
+            error.hint = (
+                f"the checkpoint is quantised, {quantised}: let transformers make the model "
+                "(from_pretrained), with the layers that its library unpacks; nothing was assigned"
+            )
+        raise
+
+
+def _read(
+    checkpoint: Checkpoint,
+    selection: Selection,
+    chosen: LoadSettings,
+    open_source: OpenSource | None,
+    recorder: Recorder,
+    *,
+    populate: bool,
+    on_progress: OnProgress,
+) -> tuple[dict[str, torch.Tensor], LoadReport]:
+    from bigload.loading.tensors import as_tensors
+
+    strategy = choose_strategy(checkpoint, selection.wanted, chosen, open_source, recorder)
     is_mapped = strategy.method is Method.MMAP
     schedule = schedule_reads(selection.wanted, block_bytes=strategy.block_bytes, in_map=is_mapped, populate=populate)
-    check_memory(opened, schedule, strategy)
-    memory = fill_buffers(opened, schedule, strategy, recorder, on_progress)
+    check_memory(checkpoint, schedule, strategy)
+    memory = fill_buffers(checkpoint, schedule, strategy, recorder, on_progress)
     with recorder.span(Phase.ASSIGN):
-        tensors = as_tensors(schedule, memory)
-        request.assign(assignments, tensors)
-    ordered = {want.name: tensors[want.name] for want in selection.wanted}
-    return LoadedTensors(ordered, _report(schedule, selection, strategy, recorder))
+        made = as_tensors(schedule, memory)
+    report = LoadReport(
+        method=strategy.method,
+        reason=strategy.reason,
+        threads=strategy.threads,
+        max_inflight_bytes=strategy.max_inflight_bytes,
+        read_bytes=schedule.num_bytes,
+        tensor_bytes=sum(want.num_bytes for want in selection.wanted),
+        left_on_disk=selection.left_on_disk,
+    )
+    return {want.name: made[want.name] for want in selection.wanted}, report
 
 
-def _load_legacy(old: LegacyPickleError, request: _Request, recorder: Recorder) -> LoadedTensors:
-    """Have torch load everything, then take what is wanted of it: such files cannot be read in part."""
-    from bigload.loading.legacy_torch import as_checkpoint, as_requested, load_legacy
+def _load_legacy(error: LegacyPickleError) -> Mapping[str, torch.Tensor]:
+    from bigload.loading.legacy_torch import load_legacy
 
-    check_ram(Path(old.path).name, str(old.path), sum(path.stat().st_size for path in old.paths))
-    whole = load_legacy(old.paths)
-    selection, assignments = request.of(as_checkpoint(str(old.path), whole))
+    check_ram(Path(error.path).name, str(error.path), sum(path.stat().st_size for path in error.paths))
+    return load_legacy(error.paths)
+
+
+def _taken(whole: Mapping[str, torch.Tensor], selection: Selection) -> tuple[dict[str, torch.Tensor], LoadReport]:
+    from bigload.loading.legacy_torch import as_requested
+
     tensors = {want.name: as_requested(want, whole[want.name]) for want in selection.wanted}
-    request.assign(assignments, tensors)
     num_bytes = sum(tensor.nbytes for tensor in whole.values())
     report = LoadReport(
         method=Method.READ,
@@ -138,68 +200,6 @@ def _load_legacy(old: LegacyPickleError, request: _Request, recorder: Recorder) 
         max_inflight_bytes=num_bytes,
         read_bytes=num_bytes,
         tensor_bytes=sum(tensor.nbytes for tensor in tensors.values()),
-        seconds=recorder.seconds,
         left_on_disk=selection.left_on_disk,
     )
-    return LoadedTensors(tensors, report)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Request:
-    """What the caller of `load` wants, as it was said."""
-
-    into: nn.Module | None
-    only: Collection[str] | None
-    slices: Mapping[str, Slice] | None
-    dtype: str | torch.dtype | None
-    device: str | int | torch.device | Mapping[str, str | int | torch.device] | Plan
-    strict: bool
-
-    def of(self, checkpoint: Checkpoint) -> tuple[Selection, tuple[Assignment, ...]]:
-        """Return what is wanted of `checkpoint` and where in the module it goes, all checked before a byte is read."""
-        from bigload.loading.assign import match
-        from bigload.loading.staging.accelerators import check_present
-        from bigload.loading.tensors import check_dtypes, parsed_dtype
-
-        dtype = parsed_dtype(self.dtype)
-        selection = select(checkpoint, only=self.only, slices=self.slices, dtype=dtype, device=self.device)
-        assignments: tuple[Assignment, ...] = ()
-        if self.into is not None:
-            try:
-                assignments = match(self.into, selection, strict=self.strict)
-            except StateDictMismatchError as error:
-                quantised = quantisation_of(checkpoint)
-                if quantised is not None:
-                    error.hint = (
-                        f"the checkpoint is quantised, {quantised}: let transformers make the model "
-                        "(from_pretrained), with the layers that its library unpacks; nothing was assigned"
-                    )
-                raise
-            selection = selection.of({assignment.tensor_name for assignment in assignments})
-        check_dtypes(selection.wanted)
-        for device in selection.devices:
-            check_present(device)
-        return selection, assignments
-
-    def assign(self, assignments: tuple[Assignment, ...], tensors: Mapping[str, torch.Tensor]) -> None:
-        """Put `tensors` into the module, if there is one."""
-        from bigload.loading.absent_weights import LOAD_OR_DISPATCH, NOT_LOADED, mark_absent
-        from bigload.loading.assign import assign
-
-        if self.into is not None:
-            assign(self.into, assignments, tensors)
-            mark_absent(self.into, reason=NOT_LOADED, hint=LOAD_OR_DISPATCH)
-
-
-def _report(schedule: Schedule, selection: Selection, strategy: ReadStrategy, recorder: Recorder) -> LoadReport:
-    return LoadReport(
-        method=strategy.method,
-        reason=strategy.reason,
-        threads=strategy.threads,
-        max_inflight_bytes=strategy.max_inflight_bytes,
-        read_bytes=schedule.num_bytes,
-        tensor_bytes=sum(want.num_bytes for want in selection.wanted),
-        seconds=recorder.seconds,
-        activities=recorder.activities(),
-        left_on_disk=selection.left_on_disk,
-    )
+    return tensors, report

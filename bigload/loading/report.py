@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from bigload.loading.methods import Method
+from bigload.loading.settings import Method
 from bigload.machine.activities import Activity, Phase
 
 
@@ -30,7 +30,7 @@ class LoadReport:
     max_inflight_bytes: int
     read_bytes: int
     tensor_bytes: int
-    seconds: float
+    seconds: float = 0.0
     activities: tuple[Activity, ...] = ()
     left_on_disk: tuple[str, ...] = ()
 

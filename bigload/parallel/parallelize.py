@@ -15,8 +15,7 @@ import torch
 from torch import nn
 
 from bigload.errors import OptionError, ParallelError, StateDictMismatchError
-from bigload.loading.methods import Method
-from bigload.loading.strategy.settings import settings
+from bigload.loading.settings import Method, settings
 from bigload.machine.process_memory import trim_heap
 from bigload.parallel.model_from_folder import model_from_folder
 from bigload.parallel.shard_model import ShardModel

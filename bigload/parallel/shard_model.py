@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from bigload.loading.methods import Method
+from bigload.loading.settings import Method
 from bigload.parallel.sharded_loading.load_sharded import load_sharded
 from bigload.parallel.tensor_parallel.apply import apply_tensor_parallel
 from bigload.parallel.tensor_parallel.plan import TensorParallelPlan

@@ -16,7 +16,7 @@ from bigload.bench.raw_limit import RawKind
 from bigload.bench.recommendation import measure_sizes
 from bigload.errors import CheckpointNotFoundError, NotEnoughMemoryError, OptionError
 from bigload.loading import checks as guards
-from bigload.loading.methods import Method
+from bigload.loading.settings import Method
 from bigload.machine.activities import Phase
 from bigload.machine.page_cache import cached_fraction
 from builders import make_checkpoint, stored_tensors, write_shard

@@ -4,7 +4,7 @@ import pytest
 
 from bench_reports import full_report, report_of, strategy
 from bigload.bench.document import bench_document
-from bigload.loading.methods import Method
+from bigload.loading.settings import Method
 
 
 def test_the_document_is_plain_json():

@@ -1,8 +1,8 @@
 import pytest
 
 from bigload.bench.phases import phase_shares
-from bigload.loading.methods import Method
 from bigload.loading.report import LoadReport
+from bigload.loading.settings import Method
 from bigload.machine.activities import Activity, Phase
 
 

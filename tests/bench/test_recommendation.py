@@ -4,7 +4,7 @@ from bigload.bench.cases import LoadCase
 from bigload.bench.recommendation import Recommendation, SizeMeasured, best_of, measure_sizes, prefix
 from bigload.bench.statistics import Summary
 from bigload.checkpoint.source import open_checkpoint
-from bigload.loading.methods import Method
+from bigload.loading.settings import Method
 from builders import write_shard
 
 

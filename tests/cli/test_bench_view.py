@@ -17,7 +17,7 @@ from bigload.bench.recommendation import Recommendation, SizeMeasured
 from bigload.bench.report import PeerResult
 from bigload.bench.result_marks import MADE_BY_BENCH_LOAD
 from bigload.errors import MissingPackageError, OptionError, OutputExistsError, WriteError
-from bigload.loading.methods import Method
+from bigload.loading.settings import Method
 from bigload_cli.commands.bench_load import write_results
 from bigload_cli.views import bench_load as view
 from bigload_cli.views import exports

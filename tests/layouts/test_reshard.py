@@ -33,7 +33,7 @@ from bigload.layouts.reshard import reshard, run_reshard
 from bigload.layouts.verification.manifest import MANIFEST_FILE
 from bigload.layouts.writing.output_file_writer import OutputFileWriter
 from bigload.layouts.writing.small_files import write_file
-from bigload.loading.strategy.settings import MAX_THREADS
+from bigload.loading.settings import MAX_THREADS
 from bigload.planning.plan_file import write_plan
 from builders import (
     DTYPE_BITS,

@@ -14,8 +14,8 @@ from bigload.conversion.recorded_tensor import RecordedTensor
 from bigload.loading.buffers import fill_buffers
 from bigload.loading.progress import ignore_progress
 from bigload.loading.schedule import RequestedTensor, schedule_reads
+from bigload.loading.settings import settings
 from bigload.loading.strategy.read_strategy import choose_strategy
-from bigload.loading.strategy.settings import settings
 from bigload.loading.tensors import as_tensors, dtype_of
 from bigload.machine.activities import Recorder
 

@@ -12,7 +12,7 @@ import bigload
 import make as fixtures
 from bigload.checkpoint.byte_source import PositionalReader
 from bigload.errors import OptionError, ReadError, StalePlanError, StateDictMismatchError, UnsupportedMethodError
-from bigload.loading.methods import Method
+from bigload.loading.settings import Method
 from bigload.loading.slices import Slice
 from bigload.machine.activities import Phase
 from builders import make_checkpoint, open_descriptors, write_shard

@@ -8,7 +8,7 @@ from bigload.bench.raw_limit import RawKind, RawRead
 from bigload.bench.recommendation import Recommendation, SizeMeasured
 from bigload.bench.report import BenchReport, PeerResult, RawResult, StrategyResult
 from bigload.bench.runner import Measured
-from bigload.loading.methods import Method
+from bigload.loading.settings import Method
 from bigload.machine.activities import Activity, Phase
 
 GIB = 2**30

@@ -29,7 +29,7 @@ from bigload.layouts.verification.digests import FileDigest, TensorRange
 from bigload.layouts.verification.manifest import MANIFEST_FILE, FileRecord, Manifest, read_manifest
 from bigload.layouts.verification.stored_pieces import open_pieces
 from bigload.loading.progress import OnProgress, Tally, ignore_progress
-from bigload.loading.strategy.settings import MAX_THREADS
+from bigload.loading.settings import MAX_THREADS
 from bigload.machine.inflight_pool import BlockPool
 from bigload.machine.thread_pool import run_jobs
 from bigload.units import MIB, counted

@@ -13,8 +13,7 @@ from bigload.checkpoint.fingerprint import changes, fingerprint
 from bigload.checkpoint.model import Checkpoint, Span
 from bigload.errors import ReadError, StalePlanError
 from bigload.loading.checks import current_fingerprints
-from bigload.loading.readers.cache_first import CacheFirstReader
-from bigload.loading.readers.direct import direct_alignment
+from bigload.loading.readers.direct import CacheFirstReader, direct_alignment
 from bigload.machine.activities import NO_RECORDER
 from bigload.machine.inflight_pool import BlockPool
 from bigload.machine.sparse_files import data_extents

@@ -27,7 +27,7 @@ from bigload.machine.activities import NO_RECORDER
 from bigload.units import MIB
 
 if TYPE_CHECKING:
-    from bigload.loading.staging.host_blocks import HostStager
+    from bigload.loading.staging.cpu_stager import HostStager
 
 _MAX_BUFFERS = os.sysconf("SC_IOV_MAX")
 _ARRANGED_BYTES = 8 * MIB
@@ -139,7 +139,7 @@ class WindowReader:
 
     def _compute(self, views: Sequence[memoryview], portions: Sequence[Portion]) -> None:
         """Fill a window in which something is computed, which takes torch."""
-        from bigload.loading.staging.host_blocks import HostStager
+        from bigload.loading.staging.cpu_stager import HostStager
 
         with self._lock:
             stager = self._stager = self._stager or HostStager([], NO_RECORDER)

@@ -11,15 +11,17 @@ import ctypes
 import mmap
 import os
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import NamedTuple
 
-from bigload.checkpoint.byte_source import OpenFile, ended_early, read_once
+from bigload.checkpoint.byte_source import OpenFile, PositionalReader, ended_early, read_once
 from bigload.errors import ReadError, UnsupportedMethodError
 from bigload.machine.activities import NO_RECORDER, Phase, Recorder
 from bigload.machine.huge_pages import address_of
 from bigload.machine.inflight_pool import BlockPool
 from bigload.machine.libc import libc as _libc
+from bigload.machine.page_cache import cached_bytes
 from bigload.units import KIB, MIB
 
 _MIN_IN_PLACE_BYTES = MIB  # less than this is read together with its neighbours: a read is a trip to the disk
@@ -131,6 +133,39 @@ class DirectReader(OpenFile):
 
     def _up(self, position: int) -> int:
         return -(-position // self._alignment) * self._alignment
+
+
+class CacheFirstReader:
+    """Read through the page cache a range that is at least half cached, and past it any other.
+
+    The lookup takes 0.2 to 0.3 ms for 16 MiB, a thirtieth of what a disk of 2 GB/s takes to read them. Arguments and
+    errors are those of `DirectReader`.
+    """
+
+    def __init__(self, path: Path, *, pool: BlockPool | None = None, recorder: Recorder = NO_RECORDER) -> None:
+        self._path = path
+        with ExitStack() as opened:
+            self._past = DirectReader(path, pool=pool, recorder=recorder)
+            opened.callback(self._past.close)
+            self._through = PositionalReader(path, recorder=recorder)
+            opened.callback(self._through.close)
+            self._opened = opened.pop_all()
+
+    def read_into(self, buffers: Sequence[memoryview], offset: int) -> None:
+        """Fill all of `buffers`; see `ByteSource`."""
+        stop = offset + sum(buffer.nbytes for buffer in buffers)
+        source = self._through if 2 * self._cached(offset, stop) >= stop - offset else self._past
+        source.read_into(buffers, offset)
+
+    def close(self) -> None:
+        """Close the file."""
+        self._opened.close()
+
+    def _cached(self, start: int, stop: int) -> int:
+        try:
+            return cached_bytes(self._path, [(start, stop)]) or 0
+        except OSError:  # by now there may be nothing at that path; what is open can be read all the same
+            return 0
 
 
 class _Target(NamedTuple):

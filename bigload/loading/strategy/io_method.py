@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bigload.errors import UnsupportedMethodError
-from bigload.loading.methods import Method
 from bigload.loading.readers.direct import direct_alignment
+from bigload.loading.settings import Method
 from bigload.machine.file_systems import file_system_of
 from bigload.machine.page_cache import cached_bytes, probe_cached
 from bigload.units import MIB, format_size

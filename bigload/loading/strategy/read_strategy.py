@@ -11,13 +11,11 @@ from pathlib import Path
 from bigload.checkpoint.byte_source import ByteSource, SourceScheme, scheme_of
 from bigload.checkpoint.model import Checkpoint
 from bigload.errors import UnsupportedMethodError
-from bigload.loading.methods import Method
-from bigload.loading.readers.cache_first import CacheFirstReader
-from bigload.loading.readers.direct import MAX_ALIGNMENT, DirectReader
+from bigload.loading.readers.direct import MAX_ALIGNMENT, CacheFirstReader, DirectReader
 from bigload.loading.readers.mapped import MappedFile
 from bigload.loading.schedule import BLOCK_BYTES, RequestedTensor
+from bigload.loading.settings import LoadSettings, Method
 from bigload.loading.strategy.io_method import FileRanges, MethodChoice, choose_method
-from bigload.loading.strategy.settings import LoadSettings
 from bigload.machine.activities import Phase, Recorder
 from bigload.machine.inflight_pool import LENT_BLOCK_BYTES, BlockPool
 from bigload.machine.thread_pool import default_threads

@@ -18,8 +18,8 @@ from bigload.checkpoint.model import Checkpoint, Span, TensorInfo
 from bigload.distributed.torch_process_group import TorchProcessGroup
 from bigload.dtypes import DTYPES
 from bigload.errors import RankError
+from bigload.loading.settings import LoadSettings
 from bigload.loading.strategy.read_strategy import ReadStrategy
-from bigload.loading.strategy.settings import LoadSettings
 from bigload.loading.tensors import torch_dtype
 from bigload.parallel.sharded_loading.byte_ranges import StoredPiece, StoredTensor, strided_copies
 from bigload.parallel.sharded_loading.local_reads import fill_local

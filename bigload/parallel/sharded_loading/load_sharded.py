@@ -18,10 +18,9 @@ from bigload.distributed.torch_process_group import TorchProcessGroup
 from bigload.errors import OptionError, UnknownTensorError, UnsupportedDTypeError
 from bigload.loading.assign import Assignment
 from bigload.loading.memory_errors import memory_errors
-from bigload.loading.methods import Method
+from bigload.loading.settings import Method, settings
 from bigload.loading.staging.accelerators import check_present
 from bigload.loading.strategy.read_strategy import ReadStrategy
-from bigload.loading.strategy.settings import settings
 from bigload.loading.tensors import parsed_dtype, torch_dtype
 from bigload.parallel.sharded_loading.agreement import check_agreement
 from bigload.parallel.sharded_loading.broadcast import broadcast_tensors, stored_from_json, stored_to_json

@@ -12,7 +12,6 @@ from itertools import groupby
 from bigload.checkpoint.model import Checkpoint, Span, TensorInfo
 from bigload.dtypes import DTYPES, parse_dtype
 from bigload.loading.buffers import fill_buffers
-from bigload.loading.methods import Method
 from bigload.loading.progress import ignore_progress
 from bigload.loading.schedule import (
     CPU,
@@ -25,9 +24,9 @@ from bigload.loading.schedule import (
     jobs_of,
     requests_for,
 )
+from bigload.loading.settings import LoadSettings, Method
 from bigload.loading.slices import StridedRange
 from bigload.loading.strategy.read_strategy import ReadStrategy, choose_strategy
-from bigload.loading.strategy.settings import LoadSettings
 from bigload.machine.activities import Recorder
 from bigload.parallel.sharded_loading.byte_ranges import StridedCopy, strided_copies
 from bigload.parallel.sharded_loading.column_reads import read_columns

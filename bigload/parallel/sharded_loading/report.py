@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from bigload.loading.methods import Method
+from bigload.loading.settings import Method
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

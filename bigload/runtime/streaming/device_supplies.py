@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 import torch
 
 from bigload.loading.staging.accelerators import take_memory
-from bigload.loading.staging.device_blocks import PassingStager
+from bigload.loading.staging.device_stager import PassingStager
 from bigload.loading.staging.device_transfers import Transfers
 from bigload.machine.activities import NO_RECORDER
 from bigload.runtime.offload.stored_weights import FileWeight

@@ -16,7 +16,7 @@ import torch
 
 from bigload.checkpoint.byte_source import ByteSource
 from bigload.loading.schedule import CPU, ReadJob
-from bigload.loading.staging.host_blocks import HostStager, bytes_in
+from bigload.loading.staging.cpu_stager import HostStager, bytes_in
 from bigload.machine.activities import NO_RECORDER
 from bigload.machine.huge_pages import HUGE_PAGE_BYTES, Buffer, allocate
 from bigload.runtime.streaming.supply import Supply

@@ -15,8 +15,8 @@ from bigload.checkpoint.model import Span, TensorInfo
 from bigload.dtypes import DType
 from bigload.loading.engine import Stager, opened_sources, read
 from bigload.loading.schedule import BufferSlot, RequestedTensor, schedule_reads
+from bigload.loading.settings import settings
 from bigload.loading.strategy.read_strategy import usual_threads
-from bigload.loading.strategy.settings import settings
 from bigload.loading.tensors import Memory, as_tensors, dtype_of, torch_dtype, torch_shape
 from bigload.machine.activities import NO_RECORDER
 from bigload.machine.huge_pages import address_of

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from bigload.loading.methods import Method
+from bigload.loading.settings import Method
 from bigload_cli.options import (
     CheckpointArgument,
     ColorMode,

@@ -10,7 +10,7 @@ from bigload.bench.recommendation import Recommendation, best_of
 from bigload.bench.report import BenchReport, RawResult, StrategyResult
 from bigload.bench.runner import Measured
 from bigload.bench.statistics import summarize
-from bigload.loading.methods import Method
+from bigload.loading.settings import Method
 from bigload.plain_text import PlainTable, Styled, printable
 from bigload.units import GIB, MIB, counted, format_size
 from bigload_cli.views.bars import bar

@@ -27,7 +27,7 @@ from bigload.units import MIB
 from builders import open_descriptors, write_shard
 
 torch = pytest.importorskip("torch")
-host_staging = pytest.importorskip("bigload.loading.staging.host_blocks")
+host_staging = pytest.importorskip("bigload.loading.staging.cpu_stager")
 _FLOATS = ["F32", "F16", "BF16", "F64", "F8_E5M2"]
 _OTHERS = ["U8", "I64", "I16", "BOOL"]
 

@@ -3,8 +3,7 @@ import os
 import pytest
 
 from bigload.errors import ReadError
-from bigload.loading.readers.cache_first import CacheFirstReader
-from bigload.loading.readers.direct import direct_alignment
+from bigload.loading.readers.direct import CacheFirstReader, direct_alignment
 from bigload.machine.activities import Phase, Recorder
 from bigload.machine.page_cache import cached_bytes, evict
 from builders import open_descriptors

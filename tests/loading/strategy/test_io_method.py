@@ -4,8 +4,8 @@ from pathlib import Path
 import pytest
 
 from bigload.errors import UnsupportedMethodError
-from bigload.loading.methods import Method
 from bigload.loading.readers.direct import direct_alignment
+from bigload.loading.settings import Method
 from bigload.loading.strategy import io_method
 from bigload.loading.strategy.io_method import (
     MIN_DIRECT_BYTES,

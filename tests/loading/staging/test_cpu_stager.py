@@ -3,7 +3,7 @@
 import threading
 
 from bigload.loading.schedule import Delivery, Destination, ReadJob
-from bigload.loading.staging import host_blocks as host_staging
+from bigload.loading.staging import cpu_stager
 from bigload.machine.activities import Recorder
 from bigload.machine.huge_pages import allocate
 
@@ -21,9 +21,9 @@ def test_blocks_are_as_many_as_jobs_at_one_moment_not_as_threads(monkeypatch):
         taken.append(num_bytes)
         return allocate(num_bytes)
 
-    monkeypatch.setattr(host_staging, "allocate", counted)
+    monkeypatch.setattr(cpu_stager, "allocate", counted)
     memory = allocate(4)
-    stager = host_staging.HostStager([memory], Recorder(is_tracing=False))
+    stager = cpu_stager.HostStager([memory], Recorder(is_tracing=False))
     for column in range(4):  # each in a thread of its own, one after the other
         job = ReadJob("file", 2 * column, 1, (Destination(0, 1, 0, column),), Delivery.STAGED)
         thread = threading.Thread(target=stager.deliver, args=(job, Letters()))

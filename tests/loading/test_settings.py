@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bigload.errors import OptionError
-from bigload.loading.methods import Method
-from bigload.loading.strategy.settings import MAX_THREADS, MIN_INFLIGHT_BYTES, LoadSettings, settings
+from bigload.loading.settings import MAX_THREADS, MIN_INFLIGHT_BYTES, LoadSettings, Method, settings
 from bigload.units import MIB
 from bigload_cli.failures import BAD_USAGE, report
 from builders import write_shard

@@ -1,4 +1,4 @@
-"""Settings of a load: from arguments, then environment variables, then defaults.
+"""I/O methods and settings of a load: from arguments, then environment variables, then defaults.
 
 Nothing here needs a choice of how processes start, nor a guard around a program's main part: bigload's threads are
 threads of the calling process.
@@ -9,10 +9,10 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import TypeVar
 
 from bigload.errors import OptionError
-from bigload.loading.methods import Method
 from bigload.units import MIB, parse_size
 
 THREADS_VARIABLE = "BIGLOAD_LOADING_THREADS"
@@ -34,6 +34,21 @@ TRANSFORMERS_WORKERS = 8
 _TRUE, _FALSE = frozenset({"1", "on", "yes", "true"}), frozenset({"0", "off", "no", "false"})
 
 Value = TypeVar("Value")
+
+
+class Method(StrEnum):
+    """I/O method by which the bytes of a checkpoint are brought into memory.
+
+    `read`: positional reads through the page cache, into memory of this process. `direct`: the same past the page
+    cache (O_DIRECT). `mmap`: tensors stay pages of the file, shared with every process that maps it, copied when they
+    are first written to; what cannot stay (another dtype, another device) is read. `auto`: `read` or `direct`,
+    whichever is faster for these files now.
+    """
+
+    AUTO = "auto"
+    READ = "read"
+    MMAP = "mmap"
+    DIRECT = "direct"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
