@@ -39,8 +39,8 @@ from bigload.runtime.offload.offload_functions import offloaded
 from bigload.runtime.offload.offload_writer import StrPath
 from bigload.runtime.offload.offloaded_weights_loader import OffloadedWeightsLoader
 from bigload.runtime.offload.weight_sources import LayeredWeights, PrefixedDataset
-from bigload.runtime.streaming.attach import stream
-from bigload.runtime.streaming.options import StreamOptions
+from bigload.runtime.streaming.streaming_hook import stream
+from bigload.runtime.streaming.streaming_limits import StreamOptions
 
 Weights = Mapping[str, torch.Tensor]
 

@@ -29,7 +29,7 @@ from bigload.runtime.dispatch.supplied_weights import check_supplied
 from bigload.runtime.modules.module_names import prefixes
 from bigload.runtime.modules.module_tensors import DeviceLike
 from bigload.runtime.offload.offload_writer import StrPath
-from bigload.runtime.streaming.options import StreamOptions
+from bigload.runtime.streaming.streaming_limits import StreamOptions
 
 _NAMED_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
 

@@ -27,9 +27,7 @@ class PrefetchThread:
             self._queue.append(block)
             self._changed.notify()
             if self._thread is None or not self._thread.is_alive():  # ended, or left behind in the parent by a fork
-                self._thread = threading.Thread(
-                    target=_run, args=(weakref.ref(self), self._changed), name="bigload-fetch", daemon=True
-                )
+                self._thread = threading.Thread(target=self._run, name="bigload-fetch", daemon=True)
                 self._thread.start()
 
     def has(self, block: object) -> bool:
@@ -45,24 +43,14 @@ class PrefetchThread:
                 return True
             return False
 
-    def _next(self) -> tuple[object, Callable[[Any], None] | None] | None:
-        """Return what to do; `None` when there was nothing for a while. The lock is held."""
-        if not self._queue and not self._changed.wait(_IDLE_SECONDS) and not self._queue:
-            self._thread = None
-            return None
-        return (self._queue.popleft(), self._work()) if self._queue else (None, None)
-
-
-def _run(fetcher: weakref.ref[PrefetchThread], changed: threading.Condition) -> None:
-    while True:
-        me = fetcher()
-        if me is None:
-            return
-        with changed:
-            found = me._next()
-        if found is None:
-            return
-        block, work = found
-        if work is not None:
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                if not self._changed.wait_for(lambda: self._queue, _IDLE_SECONDS):
+                    self._thread = None
+                    return
+                block, work = self._queue.popleft(), self._work()
+            if work is None:
+                return
             work(block)
-        del me, found, block, work
+            del block, work  # which keep a model alive

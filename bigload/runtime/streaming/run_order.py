@@ -9,6 +9,12 @@ from typing import Generic, TypeVar
 BlockT = TypeVar("BlockT", bound=Hashable)
 
 
+class _LastTwo(threading.local, Generic[BlockT]):
+    """The last two blocks that ran in each thread."""
+
+    blocks: tuple[BlockT | None, BlockT | None] = (None, None)
+
+
 class RunOrder(Generic[BlockT]):
     """Tells which blocks come next, from the last two that ran.
 
@@ -21,24 +27,24 @@ class RunOrder(Generic[BlockT]):
     def __init__(self, guess: Sequence[BlockT]) -> None:
         self._after: dict[BlockT, BlockT] = dict(zip(guess, [*guess[1:], *guess[:1]], strict=True))
         self._after_two: dict[tuple[BlockT, BlockT], BlockT] = {}
-        self._here = threading.local()
+        self._here: _LastTwo[BlockT] = _LastTwo()
 
     def entered(self, block: BlockT) -> None:
         """Note that `block` runs now, in this thread."""
-        before, last = self._last_two
+        before, last = self._here.blocks
         if last is not None:
             self._after[last] = block
             if before is not None:
                 self._after_two[before, last] = block
-        self._last_two = (last, block)
+        self._here.blocks = last, block
 
     def forward_aborted(self) -> None:
         """Note that the pass of this thread ended in an error: what it runs next does not follow from it."""
-        self._last_two = (None, None)
+        self._here.blocks = None, None
 
     def ahead(self) -> Iterator[BlockT]:
         """Yield what this thread is expected to run next, without end where blocks go round."""
-        before, last = self._last_two
+        before, last = self._here.blocks
         while last is not None:
             following = self._after_two.get((before, last)) if before is not None else None
             following = following if following is not None else self._after.get(last)
@@ -46,12 +52,3 @@ class RunOrder(Generic[BlockT]):
                 return
             yield following
             before, last = last, following
-
-    @property
-    def _last_two(self) -> tuple[BlockT | None, BlockT | None]:
-        found: tuple[BlockT | None, BlockT | None] = self._here.__dict__.get("last_two", (None, None))
-        return found
-
-    @_last_two.setter
-    def _last_two(self, blocks: tuple[BlockT | None, BlockT | None]) -> None:
-        self._here.last_two = blocks

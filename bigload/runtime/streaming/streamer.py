@@ -10,21 +10,23 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Container, Iterable, Sequence
 from itertools import islice
 
 import torch
 
 from bigload.errors import NotEnoughMemoryError
-from bigload.runtime.streaming.options import StreamOptions
 from bigload.runtime.streaming.prefetch_thread import PrefetchThread
-from bigload.runtime.streaming.run_log import RunLog
+from bigload.runtime.streaming.run_log import RunLog, RunStats
 from bigload.runtime.streaming.run_order import RunOrder
 from bigload.runtime.streaming.streamed_block import Residency, StreamedBlock
-from bigload.runtime.streaming.streaming_limits import StreamingLimits, chosen_evenly, limits_for
+from bigload.runtime.streaming.streaming_limits import StreamingLimits, StreamOptions, chosen_evenly, limits_for
 from bigload.runtime.streaming.supply import Supply
 from bigload.runtime.streaming.supply_factory import SupplyFactory, tied_among
 from bigload.runtime.streaming.weights import Weight
+
+_NOTHING = StreamingLimits(prefetch_bytes=0, resident_bytes=0, expert_bytes=0, uncached=frozenset())
+"""Limits until a block runs."""
 
 _living: weakref.WeakSet[Streamer] = weakref.WeakSet()
 
@@ -45,7 +47,7 @@ class Streamer:
         self._prefetch_thread = PrefetchThread(weakref.WeakMethod(self._fetch_ahead))
         self._supply_factory = SupplyFactory()
         self._tied: frozenset[int] | None = None
-        self._limits: StreamingLimits | None = None
+        self._limits = _NOTHING
         self._order: RunOrder[StreamedBlock] = RunOrder([])
         self._held_bytes = 0
         self._num_absent = 0  # of the blocks that are not routed
@@ -64,29 +66,27 @@ class Streamer:
         """Have `block` streamed. The order of adding is the first guess at the order in which blocks run."""
         with self._lock:
             self._blocks.append(block)
-            self._limits = self._tied = None
+            self._limits, self._tied = _NOTHING, None
 
     def remove(self, block: StreamedBlock) -> None:
         """Evict `block`, and do not stream it any more."""
         with self._lock:
             if block in self._blocks:
                 self._blocks.remove(block)
-                self._limits = None
+                self._limits = _NOTHING
                 self._evict_and_wait(block)
                 if not self._blocks:
                     self._supply_factory.close()
-
-    def close(self) -> None:
-        """Evict and remove all blocks."""
-        with self._lock:
-            for block in list(self._blocks):
-                self.remove(block)
 
     def supplies_for(self, weights: Sequence[Weight], device: torch.device) -> tuple[Supply, ...]:
         """Return supplies of `weights` for `device`."""
         if self._tied is None:
             self._tied = tied_among([block.weights() for block in self._blocks])
         return self._supply_factory.supplies_for(weights, device, tied=self._tied)
+
+    def stats(self) -> RunStats:
+        """Return what the model did since it was dispatched."""
+        return self.log.stats()
 
     def enter(self, block: StreamedBlock) -> None:
         """Install the weights of `block` for a forward of the calling thread. Waits until they are resident.
@@ -98,7 +98,7 @@ class Streamer:
         """
         began = time.perf_counter()
         with self._lock:
-            limits = self._chosen_limits()
+            self._choose_limits()
             if not block.num_users and not block.is_current():
                 self._evict_and_wait(block)
                 block.renew()
@@ -108,7 +108,7 @@ class Streamer:
                 self._prefetched.pop(block, None)
                 if not block.is_routed:
                     self._order.entered(block)
-                self._prefetch(limits)
+                self._prefetch()
                 is_there = self._acquire(block)
             while not is_there:
                 self._fetch(block)
@@ -145,17 +145,17 @@ class Streamer:
         with self._lock:
             self._order.forward_aborted()
 
-    def _chosen_limits(self) -> StreamingLimits:
-        """Return the limits, which are chosen when the first block runs."""
-        if self._limits is None:
-            steady = [block for block in self._blocks if not block.is_routed]
-            self._order = RunOrder(steady)
-            self._limits = limits_for(self._blocks, self._options)
-            kept = set(chosen_evenly(steady, self._limits.resident_bytes))
-            for block in steady:
-                block.is_kept = block in kept
-            self._num_absent = sum(block.residency is Residency.ABSENT for block in steady)
-        return self._limits
+    def _choose_limits(self) -> None:
+        """Choose the limits, and the blocks that stay, when the first block runs."""
+        if self._limits is not _NOTHING:
+            return
+        steady = [block for block in self._blocks if not block.is_routed]
+        self._order = RunOrder(steady)
+        self._limits = limits_for(self._blocks, self._options)
+        kept = set(chosen_evenly(steady, self._limits.resident_bytes))
+        for block in steady:
+            block.is_kept = block in kept
+        self._num_absent = sum(block.residency is Residency.ABSENT for block in steady)
 
     def _evict_and_wait(self, block: StreamedBlock) -> None:
         """Evict `block`, if it is loading after that has ended."""
@@ -163,19 +163,19 @@ class Streamer:
         while not self._evict(block):
             self._arrived.wait()
 
-    def _prefetch(self, limits: StreamingLimits) -> None:
+    def _prefetch(self) -> None:
         """Request the blocks that are expected next, as far as the prefetch window goes."""
-        expected = self._expected(limits)
+        expected = self._expected()
         for block in expected:
             if block.residency is Residency.ABSENT and not block.has_failed:
-                if not self._fits_window(block, limits, expected) or not self._request(block):
+                if not self._fits_window(block, expected) or not self._request(block):
                     return
                 if not block.is_kept:
                     self._prefetched[block] = None
 
-    def _fits_window(self, block: StreamedBlock, limits: StreamingLimits, expected: Sequence[StreamedBlock]) -> bool:
+    def _fits_window(self, block: StreamedBlock, expected: Container[StreamedBlock]) -> bool:
         """Return whether `block` fits into the prefetch window, after evicting blocks that are no longer expected."""
-        excess = self._prefetched_bytes() + block.num_bytes - limits.prefetch_bytes
+        excess = _num_bytes(self._prefetched) + block.num_bytes - self._limits.prefetch_bytes
         for stale in [idle for idle in self._prefetched if idle not in expected]:
             if excess > 0 and self._evict(stale):
                 excess -= stale.num_bytes
@@ -197,9 +197,9 @@ class Streamer:
         self._num_absent -= not block.is_routed
         block.reserve()
 
-    def _expected(self, limits: StreamingLimits) -> list[StreamedBlock]:
+    def _expected(self) -> list[StreamedBlock]:
         """Return the absent blocks that are expected next in this thread, as many as fit into the window."""
-        num_bytes = limits.prefetch_bytes
+        num_bytes = self._limits.prefetch_bytes
         expected: dict[StreamedBlock, None] = {}
         if not num_bytes or not self._num_absent:
             return []
@@ -270,44 +270,34 @@ class Streamer:
     def _leave(self, block: StreamedBlock) -> None:
         """Remove a user, also one for whom loading failed."""
         block.num_users -= 1
-        if block.residency is Residency.REQUESTED and not self._prefetch_thread.has(
-            block
-        ):  # given up by the thread that was to load it
-            self._evict(block)
+        if block.residency is Residency.REQUESTED and not self._prefetch_thread.has(block):
+            self._evict(block)  # the thread that was to load it has given up
             self._arrived.notify_all()
         if block.num_users:
             return
         block.uninstall()
-        limits = self._limits
         if block.residency is Residency.ABSENT or block.is_kept:
             return
         if block.residency is Residency.RESIDENT:
             block.num_uses += 1
-        if limits is None or not (
-            self._keeps_expert(block, limits) if block.is_routed else self._keeps_prefetched(block, limits)
-        ):
+        if not (self._keeps_expert(block) if block.is_routed else self._keeps_prefetched(block)):
             self._evict(block)
 
-    def _keeps_prefetched(self, block: StreamedBlock, limits: StreamingLimits) -> bool:
+    def _keeps_prefetched(self, block: StreamedBlock) -> bool:
         """Return whether a block stays in the prefetch window: it is loading, or expected again at once."""
-        expected = self._expected(limits)
-        stays = block.residency is not Residency.RESIDENT or (
-            block in expected and self._fits_window(block, limits, expected)
-        )
+        expected = self._expected()
+        stays = block.residency is not Residency.RESIDENT or (block in expected and self._fits_window(block, expected))
         if stays:
             self._prefetched[block] = None
         return stays
 
-    def _keeps_expert(self, block: StreamedBlock, limits: StreamingLimits) -> bool:
+    def _keeps_expert(self, block: StreamedBlock) -> bool:
         """Return whether a routed block stays resident, in place of others that are used less."""
         self._cached_experts.pop(block, None)
-        excess = sum(each.num_bytes for each in self._cached_experts) + block.num_bytes - limits.expert_bytes
+        latest_first = [block, *reversed(self._cached_experts)]
+        excess = _num_bytes(latest_first) - self._limits.expert_bytes
         leaving = []
-        latest_first = [
-            block,
-            *reversed(self._cached_experts),
-        ]  # of equals the last one goes: they run in a cycle
-        for cold in sorted(latest_first, key=lambda each: each.num_uses):
+        for cold in sorted(latest_first, key=lambda each: each.num_uses):  # of equals the latest: they run in a cycle
             if excess > 0 and not cold.num_users:
                 excess -= cold.num_bytes
                 leaving.append(cold)
@@ -329,12 +319,12 @@ class Streamer:
             block.residency = Residency.ABSENT
             self._held_bytes -= block.num_bytes
             self._num_absent += not block.is_routed
-        limits = self._limits
-        block.drop(forget=limits is not None and block in limits.uncached)
+        block.drop(forget=block in self._limits.uncached)
         return True
 
-    def _prefetched_bytes(self) -> int:
-        return sum(block.num_bytes for block in self._prefetched)
+
+def _num_bytes(blocks: Iterable[StreamedBlock]) -> int:
+    return sum(block.num_bytes for block in blocks)
 
 
 def _begin_in_fork() -> None:

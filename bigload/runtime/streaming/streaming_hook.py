@@ -1,17 +1,23 @@
-"""Hook of a module whose weights, and those of modules inside, stream as one block."""
+"""Hook of a module whose weights, and those of modules inside, stream as one block; a model gets it for each block."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from bigload.runtime.hooks.align_devices import AlignDevicesHook
+from bigload.runtime.hooks.call_weights import load_before_calls
 from bigload.runtime.hooks.eager_calls import eager
+from bigload.runtime.hooks.hooks import add_hook_to_module, hooks_of, replace_hook
 from bigload.runtime.hooks.wrapped_modules import end_wrapping
-from bigload.runtime.streaming.streamed_block import StreamedBlock
+from bigload.runtime.streaming.blocks import BlockModules, cut_into_blocks
+from bigload.runtime.streaming.streamed_block import HookedModule, StreamedBlock
 from bigload.runtime.streaming.streamer import Streamer
+from bigload.runtime.streaming.streaming_limits import StreamOptions
+from bigload.runtime.streaming.weights import offloaded_weights
 
 
 class StreamingHook(AlignDevicesHook):
@@ -95,3 +101,75 @@ class StreamingHook(AlignDevicesHook):
 
 
 StreamingHook.__name__ = "AlignDevicesHook"  # by which PEFT finds in accelerate the class of hooks for trained copies
+
+
+def stream(model: nn.Module, options: StreamOptions) -> None:
+    """Have offloaded weights of `model`, which has its hooks, come block by block and ahead of time.
+
+    Blocks whose modules run on several devices are left to the hooks that they have, as are weights in the packed forms
+    of bitsandbytes. The model gets a method `bigload_stats`, which goes with its hook.
+
+    Args:
+        model: What `dispatch_model`, `cpu_offload` and their like have made.
+        options: How much memory that takes.
+    """
+    streamer = Streamer(options)
+    parts = [part for part in cut_into_blocks(model) if _can_stream(part)]
+    root = _own_hook(model)
+    if root is not None:
+        _streaming(model, root, streamer).counts_forwards = True
+    # All hooks are replaced before the first block refers to some: a module may be in one block and have another.
+    hooks = [_block_hook(part, streamer) for part in parts]
+    for part, hook in zip(parts, hooks, strict=True):
+        members = _members(part)
+        (device,) = _devices(members)
+        hook.block = StreamedBlock(
+            part.name, part.module, members, device=device, is_routed=part.is_routed, streamer=streamer
+        )
+        load_before_calls(part.module)
+    model.__dict__["bigload_stats"] = streamer.stats
+
+
+def _can_stream(part: BlockModules) -> bool:
+    members = _members(part)
+    if len(_devices(members)) != 1 or not (len(members) > 1 or any(hook.offload for _, hook in members)):
+        return False
+    return all(offloaded_weights(module, hook) is not None for module, hook in members)
+
+
+def _block_hook(part: BlockModules, streamer: Streamer) -> StreamingHook:
+    """Return the hook of the block's module, made if it has none: it may own no tensors itself."""
+    own = _own_hook(part.module)
+    if own is None:
+        given = _members(part)[0].hook
+        own = AlignDevicesHook(given.execution_device, skip_keys=given.skip_keys)
+        add_hook_to_module(part.module, own, append=True)
+    return _streaming(part.module, own, streamer)
+
+
+def _streaming(module: nn.Module, hook: AlignDevicesHook, streamer: Streamer) -> StreamingHook:
+    """Return `hook` of `module` as one that streams."""
+    if isinstance(hook, StreamingHook) and hook.streamer is streamer:
+        return hook
+    streaming = StreamingHook(hook, streamer)
+    replace_hook(module, hook, streaming)
+    return streaming
+
+
+def _members(part: BlockModules) -> list[HookedModule]:
+    return [
+        HookedModule(module, hook)
+        for module in part.members
+        for hook in hooks_of(module)
+        if isinstance(hook, AlignDevicesHook)
+    ]
+
+
+def _devices(members: Sequence[HookedModule]) -> set[torch.device]:
+    return {hook.device for _, hook in members if hook.device is not None}
+
+
+def _own_hook(module: nn.Module) -> AlignDevicesHook | None:
+    """Return the hook that dispatching has given `module`; classes derived by others stay as they are."""
+    own = [hook for hook in hooks_of(module) if type(hook) in (AlignDevicesHook, StreamingHook)]
+    return own[-1] if own else None  # type: ignore[return-value]

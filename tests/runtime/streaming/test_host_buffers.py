@@ -219,7 +219,7 @@ def test_memory_goes_with_the_model(folder):
     run(model)
     memory = model.layers[0]._hf_hook.block.streamer._supply_factory._host_buffers.pool
     assert memory.num_bytes
-    model.layers[0]._hf_hook.block.streamer.close()
+    bigload.remove_hook_from_submodules(model)
     del model
     gc.collect()
     memory.clear()

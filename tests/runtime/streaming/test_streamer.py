@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from streamed_models import IDS, blocks_of, fetchers, held, made, save, settled, streamed, streamer_of
 
 import bigload
-from bigload.runtime.streaming.options import StreamOptions
 from bigload.runtime.streaming.streamed_block import Residency, StreamedBlock
 from bigload.runtime.streaming.streamer import Streamer
+from bigload.runtime.streaming.streaming_limits import StreamOptions
 
 SMALL = {"prefetch_bytes": 3000, "resident_bytes": 0}
 
@@ -78,8 +78,6 @@ class Fake(StreamedBlock):
 def check_bound(streamer):
     """Check that what waits for its turn is within the window, and what stays within its own bound."""
     limits = streamer._limits
-    if limits is None:
-        return
     present = [block for block in streamer._blocks if block.residency is not Residency.ABSENT and not block.num_users]
     kept = sum(block.num_bytes for block in present if block.is_kept)
     hot = sum(block.num_bytes for block in present if block in streamer._cached_experts)

@@ -7,8 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bigload.runtime.streaming import streaming_limits
-from bigload.runtime.streaming.options import StreamOptions
-from bigload.runtime.streaming.streaming_limits import chosen_evenly, limits_for
+from bigload.runtime.streaming.streaming_limits import StreamOptions, chosen_evenly, limits_for
 
 
 def block(num_bytes, *, is_routed=False, in_place=True):
