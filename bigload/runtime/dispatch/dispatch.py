@@ -31,7 +31,7 @@ from bigload.runtime.hooks.attach_hooks import attach_align_device_hook, attach_
 from bigload.runtime.hooks.cpu_offload_hooks import CpuOffload, UserCpuOffloadHook
 from bigload.runtime.hooks.execution_device import name_execution_device
 from bigload.runtime.hooks.hooks import add_hook_to_module, hooks_of
-from bigload.runtime.hooks.refused_methods import refuse_changes
+from bigload.runtime.hooks.refusals import refuse_changes
 from bigload.runtime.modules.module_names import prefixes
 from bigload.runtime.modules.module_tensors import DeviceLike, set_module_tensor_to_device
 from bigload.runtime.modules.tensor_slots import refuse_compiled

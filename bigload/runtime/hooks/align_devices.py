@@ -8,20 +8,20 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from functools import partial
 from types import GeneratorType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules import module as torch_module
 
 from bigload.errors import AbsentWeightError, StateDictMismatchError
 from bigload.loading.absent_weights import Absence, absent, form_of
-from bigload.runtime.hooks.call_weights import load_before_calls
-from bigload.runtime.hooks.eager_calls import eager
 from bigload.runtime.hooks.forward_state import ForwardState
-from bigload.runtime.hooks.gradient_guard import refuse_gradients
-from bigload.runtime.hooks.hooks import ModelHook, within
-from bigload.runtime.hooks.refused_methods import refuse_loading
+from bigload.runtime.hooks.hooks import ModelHook, eager, hooks_of, within
+from bigload.runtime.hooks.refusals import refuse_gradients, refuse_loading
 from bigload.runtime.hooks.send_to_device import DeviceLike, find_device, meta_tensor_error, send_to_device
 from bigload.runtime.hooks.wrapped_modules import DeviceMap, end_wrapping, watch_wrapping
 from bigload.runtime.modules.module_tensors import data_address, set_module_tensor_to_device
@@ -249,7 +249,8 @@ class AlignDevicesHook(ModelHook):
 
     def _end(self) -> torch.device | None:
         """Offload what was loaded, and return the device that the arguments came from."""
-        device = self._pop_input_device()
+        devices = self._forwards.input_devices
+        device = devices.pop() if self.io_same_device and devices else None
         if self._loads_weights and not self._forwards.in_call:
             self._unload()
         return device
@@ -402,9 +403,30 @@ class AlignDevicesHook(ModelHook):
     def _unload(self) -> None:
         self.release()
 
-    def _pop_input_device(self) -> torch.device | None:
-        stack = self._forwards.input_devices
-        return stack.pop() if self.io_same_device and stack else None
+
+def load_before_calls(module: nn.Module) -> None:
+    """Have hooks of `module` load weights around each call, where it has forward hooks of its own.
+
+    torch runs forward pre-hooks before `forward`. Those that compute with weights, as those of
+    `torch.nn.utils.weight_norm` and `spectral_norm` do, need them earlier than `pre_forward` loads them.
+    """
+    module.__dict__["_call_impl"] = partial(_call, module)
+
+
+def _call(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+    call = type(module)._call_impl
+    if not (
+        module._forward_pre_hooks
+        or module._forward_hooks
+        or torch_module._global_forward_pre_hooks
+        or torch_module._global_forward_hooks
+    ):
+        return call(module, *args, **kwargs)  # type: ignore[no-untyped-call]
+    with ExitStack() as ends:
+        for hook in hooks_of(module):
+            if isinstance(hook, AlignDevicesHook) and hook.begin_call(module):
+                ends.callback(hook.end_call)
+        return call(module, *args, **kwargs)  # type: ignore[no-untyped-call]
 
 
 def _put(

@@ -6,7 +6,8 @@ Names and signatures are those of `accelerate.hooks` 1.15.
 from __future__ import annotations
 
 from collections.abc import Container, Mapping
-from typing import NamedTuple
+from functools import partial
+from typing import TypeVar
 
 from torch import Tensor, nn
 
@@ -16,6 +17,8 @@ from bigload.runtime.hooks.send_to_device import DeviceLike
 from bigload.runtime.modules.module_names import joined
 from bigload.runtime.modules.tensor_slots import called_modules, has_no_forward, shared_tensors
 from bigload.runtime.offload.weight_sources import PrefixedDataset
+
+ValueT = TypeVar("ValueT")
 
 
 def attach_execution_device_hook(
@@ -36,15 +39,18 @@ def attach_execution_device_hook(
         preload_module_classes: Classes of modules; what is inside of them gets no hook.
         tied_params_map: See `AlignDevicesHook`.
     """
-    own = shared_tensors(module, recurse=False)
-    is_brought = has_no_forward(module) and all(slots[0].tensor.is_meta for slots in own)  # there may be none
-    if not hasattr(module, "_hf_hook") and _has_state(module) and not is_brought:
-        hook = AlignDevicesHook(execution_device, skip_keys=skip_keys, tied_params_map=tied_params_map)
-        add_hook_to_module(module, hook)
-    if type(module).__name__ in (preload_module_classes or ()):
-        return
-    for child in module.children():
-        attach_execution_device_hook(child, execution_device, skip_keys, preload_module_classes, tied_params_map)
+
+    def attach(module: nn.Module) -> None:
+        own = shared_tensors(module, recurse=False)
+        is_brought = has_no_forward(module) and all(slots[0].tensor.is_meta for slots in own)  # there may be none
+        if not hasattr(module, "_hf_hook") and _has_state(module) and not is_brought:
+            hook = AlignDevicesHook(execution_device, skip_keys=skip_keys, tied_params_map=tied_params_map)
+            add_hook_to_module(module, hook)
+        if type(module).__name__ not in (preload_module_classes or ()):
+            for child in module.children():
+                attach(child)
+
+    attach(module)
 
 
 def _has_state(module: nn.Module) -> bool:
@@ -85,34 +91,27 @@ def attach_align_device_hook(
             weights of modules in them without calling these.
         tied_params_map: See there.
     """
-    is_preloaded = offload and type(module).__name__ in (preload_module_classes or ())
-    if is_preloaded or shared_tensors(module, recurse=False, uncalled=offload):
-        prefix = f"{module_name}." if module_name else ""
-        hook = AlignDevicesHook(
-            execution_device=execution_device,
-            offload=offload,
-            weights_map=None if weights_map is None else PrefixedDataset(weights_map, prefix),
-            offload_buffers=offload_buffers,
-            place_submodules=is_preloaded,
-            skip_keys=skip_keys,
-            tied_params_map=tied_params_map,
-        )
-        hook._loads_uncalled = offload
-        add_hook_to_module(module, hook, append=True)
-    if is_preloaded:
-        return
-    for name, child in called_modules(module) if offload else module.named_children():
-        attach_align_device_hook(
-            child,
-            execution_device=execution_device,
-            offload=offload,
-            weights_map=weights_map,
-            offload_buffers=offload_buffers,
-            module_name=joined(module_name, name),
-            skip_keys=skip_keys,
-            preload_module_classes=preload_module_classes,
-            tied_params_map=tied_params_map,
-        )
+
+    def attach(module: nn.Module, name: str) -> None:
+        is_preloaded = offload and type(module).__name__ in (preload_module_classes or ())
+        if is_preloaded or shared_tensors(module, recurse=False, uncalled=offload):
+            prefix = f"{name}." if name else ""
+            hook = AlignDevicesHook(
+                execution_device=execution_device,
+                offload=offload,
+                weights_map=None if weights_map is None else PrefixedDataset(weights_map, prefix),
+                offload_buffers=offload_buffers,
+                place_submodules=is_preloaded,
+                skip_keys=skip_keys,
+                tied_params_map=tied_params_map,
+            )
+            hook._loads_uncalled = offload
+            add_hook_to_module(module, hook, append=True)
+        if not is_preloaded:
+            for key, child in called_modules(module) if offload else module.named_children():
+                attach(child, joined(name, key))
+
+    attach(module, module_name)
 
 
 def attach_align_device_hook_on_blocks(
@@ -142,85 +141,50 @@ def attach_align_device_hook_on_blocks(
         preload_module_classes: See there.
         tied_params_map: See there.
     """
-    common = _HookSettings(weights_map, offload_buffers, skip_keys, preload_module_classes, tied_params_map)
-    if isinstance(execution_device, Mapping):
-        devices: Mapping[str, DeviceLike | None] = execution_device
-        offloads = offload if isinstance(offload, Mapping) else dict.fromkeys(devices, offload)
-        common.attach(module, module_name, devices, offloads)
-    elif isinstance(offload, Mapping):
-        common.attach(module, module_name, dict.fromkeys(offload, execution_device), offload)
-    elif offload:
-        common.offload(module, module_name, execution_device)
-    else:
-        common.place(module, execution_device, io_same_device=True)
+    make_hook = partial(
+        AlignDevicesHook, offload_buffers=offload_buffers, skip_keys=skip_keys, tied_params_map=tied_params_map
+    )
+    offload_all = partial(
+        attach_align_device_hook,
+        offload=True,
+        weights_map=weights_map,
+        offload_buffers=offload_buffers,
+        skip_keys=skip_keys,
+        preload_module_classes=preload_module_classes,
+        tied_params_map=tied_params_map,
+    )
+    if not isinstance(execution_device, Mapping) and not isinstance(offload, Mapping):
+        if offload:
+            offload_all(module, execution_device=execution_device, module_name=module_name)
+        else:
+            add_hook_to_module(module, make_hook(execution_device, io_same_device=True, place_submodules=True))
+        return
+    devices: Mapping[str, DeviceLike | None] = _by_block(execution_device, offload)
+    offloads = _by_block(offload, devices)
 
-
-class _HookSettings(NamedTuple):
-    """Arguments that all hooks of one model share, and the ways to attach them."""
-
-    weights_map: Mapping[str, Tensor] | None
-    offload_buffers: bool
-    skip_keys: str | list[str] | None
-    preload_module_classes: Container[str] | None
-    tied_params_map: TiedParams | None
-
-    def attach(
-        self,
-        module: nn.Module,
-        name: str,
-        devices: Mapping[str, DeviceLike | None],
-        offloads: Mapping[str, bool],
-    ) -> None:
-        is_root = not name
+    def attach(module: nn.Module, name: str) -> None:
+        is_root, device = not name, devices.get(name)
         if name in devices and name in offloads:
-            device = devices[name]
-            if offloads[name]:
-                self.offload(module, name, device)
-                if not hasattr(module, "_hf_hook"):
-                    self.align(module, device, io_same_device=is_root)
-                self.run_on(module, device, self.preload_module_classes)
-            else:
-                self.place(module, device, io_same_device=is_root)
-                self.run_on(module, device, None)
+            is_offloaded = offloads[name]
+            if is_offloaded:
+                offload_all(module, execution_device=device, module_name=name)
+            if not is_offloaded or not hasattr(module, "_hf_hook"):
+                hook = make_hook(device, io_same_device=is_root, place_submodules=not is_offloaded)
+                add_hook_to_module(module, hook)
+            if device is not None:
+                preload = preload_module_classes if is_offloaded else None
+                attach_execution_device_hook(module, device, skip_keys, preload, tied_params_map)
         elif is_root:
-            self.align(module, devices.get(""), io_same_device=True)
+            add_hook_to_module(module, make_hook(device, io_same_device=True))
         for key, child in module.named_children():
-            self.attach(child, joined(name, key), devices, offloads)
+            attach(child, joined(name, key))
 
-    def offload(self, module: nn.Module, name: str, device: DeviceLike | None) -> None:
-        attach_align_device_hook(
-            module,
-            execution_device=device,
-            offload=True,
-            weights_map=self.weights_map,
-            offload_buffers=self.offload_buffers,
-            module_name=name,
-            skip_keys=self.skip_keys,
-            preload_module_classes=self.preload_module_classes,
-            tied_params_map=self.tied_params_map,
-        )
+    attach(module, module_name)
 
-    def place(self, module: nn.Module, device: DeviceLike | None, *, io_same_device: bool) -> None:
-        self.align(module, device, io_same_device=io_same_device, place_submodules=True)
 
-    def align(
-        self,
-        module: nn.Module,
-        device: DeviceLike | None,
-        *,
-        io_same_device: bool,
-        place_submodules: bool = False,
-    ) -> None:
-        hook = AlignDevicesHook(
-            execution_device=device,
-            io_same_device=io_same_device,
-            offload_buffers=self.offload_buffers,
-            place_submodules=place_submodules,
-            skip_keys=self.skip_keys,
-            tied_params_map=self.tied_params_map,
-        )
-        add_hook_to_module(module, hook)
-
-    def run_on(self, module: nn.Module, device: DeviceLike | None, preload: Container[str] | None) -> None:
-        if device is not None:
-            attach_execution_device_hook(module, device, self.skip_keys, preload, self.tied_params_map)
+def _by_block(given: ValueT | Mapping[str, ValueT], blocks: object) -> Mapping[str, ValueT]:
+    """Return `given`, or with one value for all the names in `blocks` with that value."""
+    if isinstance(given, Mapping):
+        return given
+    assert isinstance(blocks, Mapping), "one of both is a mapping"
+    return dict.fromkeys(blocks, given)

@@ -8,8 +8,9 @@ copies of its graphs that have no hook of their own.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Generator, Iterator
-from functools import partial, update_wrapper
+from functools import partial, update_wrapper, wraps
 from typing import Any
 
 import torch
@@ -245,3 +246,21 @@ def within(
             outputs.close()
         finally:
             end()
+
+
+def eager(function: Callable[..., None]) -> Callable[..., None]:
+    """Return `function` as one that torch.compile calls as it is, and does not look into.
+
+    What says so imports the compiler, which takes seconds: that has to wait until somebody else has imported it.
+    """
+
+    @wraps(function)
+    def run(*args: Any) -> None:
+        if "torch._dynamo" not in sys.modules:
+            return function(*args)
+        if not disabled:
+            disabled.append(torch.compiler.disable(function))  # type: ignore[no-untyped-call]
+        return disabled[0](*args)
+
+    disabled: list[Callable[..., None]] = []
+    return run

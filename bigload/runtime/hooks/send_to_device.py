@@ -8,7 +8,9 @@ and with the same attributes; those of the caller stay as they are.
 from __future__ import annotations
 
 import copy
+import operator
 from collections.abc import Container, Iterable, Mapping, MutableMapping
+from contextlib import suppress
 from dataclasses import fields, is_dataclass
 from typing import Any
 
@@ -89,7 +91,7 @@ def _sent(value: Any, device: torch.device, non_blocking: bool, skip: Container[
         return _moved_by_itself(value, device, non_blocking)
     if isinstance(value, tuple | list):
         items = [_sent(item, device, non_blocking, skip) for item in value]
-        return value if all(map(_is, items, value)) else _rebuilt(value, items)
+        return value if all(map(operator.is_, items, value)) else _rebuilt(value, items)
     if isinstance(value, Mapping):
         entries = {key: _sent(item, device, non_blocking, skip) for key, item in value.items() if key not in skip}
         moved = {key: item for key, item in entries.items() if item is not value[key]}
@@ -99,16 +101,10 @@ def _sent(value: Any, device: torch.device, non_blocking: bool, skip: Container[
     return value
 
 
-def _is(one: object, other: object) -> bool:
-    return one is other
-
-
 def _moved_by_itself(value: Any, device: torch.device, non_blocking: bool) -> Any:
     if non_blocking:
-        try:
+        with suppress(TypeError):  # its `to` knows a device and nothing else
             return value.to(device, non_blocking=True)
-        except TypeError:  # its `to` knows a device and nothing else
-            pass
     return value.to(device)
 
 
@@ -129,7 +125,7 @@ def _with_entries(value: Any, moved: Mapping[Any, Any]) -> Any:
         return type(value)({**value, **moved})  # what mappings of the kind take
     changed = copy.copy(value)
     for key, item in moved.items():
-        changed[key] = item
+        changed[key] = item  # outputs of transformers refuse `update`
     return changed
 
 

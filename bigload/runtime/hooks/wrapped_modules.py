@@ -18,7 +18,6 @@ from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 
 from bigload.runtime.device_map.blocks import device_of
-from bigload.runtime.hooks.call_weights import LoadsWeights
 from bigload.runtime.hooks.hooks import hooks_of
 from bigload.runtime.modules.module_names import joined
 
@@ -26,7 +25,7 @@ DeviceMap = MutableMapping[str, int | str | torch.device]
 
 
 @runtime_checkable
-class HoldsWeights(LoadsWeights, Protocol):
+class HoldsWeights(Protocol):
     """A hook that can load the offloaded weights of its module without a forward."""
 
     offload: bool
@@ -39,6 +38,12 @@ class HoldsWeights(LoadsWeights, Protocol):
     @property
     def module_name(self) -> str:
         """The name that the module had in the model when it was dispatched."""
+
+    def begin_call(self, module: nn.Module) -> bool:
+        """Load the weights for a call; return whether `end_call` has to follow."""
+
+    def end_call(self) -> None:
+        """Offload them again."""
 
     def hold_weights(self, module: nn.Module) -> None:
         """Load the weights."""

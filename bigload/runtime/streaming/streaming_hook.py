@@ -8,10 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from bigload.runtime.hooks.align_devices import AlignDevicesHook
-from bigload.runtime.hooks.call_weights import load_before_calls
-from bigload.runtime.hooks.eager_calls import eager
-from bigload.runtime.hooks.hooks import add_hook_to_module, hooks_of, replace_hook
+from bigload.runtime.hooks.align_devices import AlignDevicesHook, load_before_calls
+from bigload.runtime.hooks.hooks import add_hook_to_module, eager, hooks_of, replace_hook
 from bigload.runtime.hooks.wrapped_modules import end_wrapping
 from bigload.runtime.streaming.blocks import BlockModules, cut_into_blocks
 from bigload.runtime.streaming.streamed_block import HookedModule, StreamedBlock

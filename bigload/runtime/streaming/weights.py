@@ -9,7 +9,7 @@ from torch import nn
 
 from bigload.errors import StateDictMismatchError
 from bigload.runtime.hooks.align_devices import AlignDevicesHook
-from bigload.runtime.hooks.gradient_guard import refuse_gradients
+from bigload.runtime.hooks.refusals import refuse_gradients
 from bigload.runtime.modules.module_tensors import as_parameter, is_packed_by_device
 from bigload.runtime.modules.tensor_slots import TensorSlot
 from bigload.runtime.offload.weight_sources import WeightSource, source_of

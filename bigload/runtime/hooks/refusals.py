@@ -1,4 +1,4 @@
-"""Methods of a dispatched model that refuse what offloaded weights cannot take part in: moves, casts, new values."""
+"""Refusals of what offloaded weights cannot take part in: moves, casts, new values and gradients of their own."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from functools import partial, update_wrapper
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from bigload.errors import DispatchedModelError
 from bigload.runtime.hooks.hooks import CASTING_METHODS, MOVING_METHODS, hooks_of
@@ -112,3 +112,30 @@ def _load(
                 "it again; or give weights memory of their own with load_state_dict(..., assign=True)",
             )
     type(module)._load_from_state_dict(module, state_dict, prefix, local_metadata, *args, **kwargs)
+
+
+def refuse_gradients(tensor: Tensor, name: str) -> None:
+    """Have `backward` raise `DispatchedModelError` when a gradient reaches `tensor`, if it wants gradients at all.
+
+    Nothing could keep that gradient. Gradients of inputs and of other weights are as ever.
+    """
+    if tensor.requires_grad:
+        tensor.register_hook(_GradientRefusal(name))  # type: ignore[no-untyped-call]
+
+
+class _GradientRefusal:
+    """A hook of a tensor. It knows a name alone, so that it keeps nothing alive."""
+
+    __torch_unserializable__ = True  # without which copies of the tensor would warn of it
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __call__(self, _: Tensor) -> None:
+        raise DispatchedModelError(
+            "a gradient has reached an offloaded weight: it is there only while its module runs, and neither a "
+            "gradient of it nor what an optimizer made of it would be kept",
+            [self.name],
+            hint="freeze what is offloaded, with model.requires_grad_(False), and train adapters beside it; or keep "
+            "what is to be trained on a device, by the device map",
+        )
