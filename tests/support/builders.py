@@ -19,13 +19,15 @@ from tempfile import mkdtemp
 
 import xxhash
 
+from bigload.checkpoint.formats.safetensors import parse_header
 from bigload.checkpoint.model import Checkpoint, Shard, Span, TensorInfo
 from bigload.dtypes import DTYPES
-from bigload.layouts.layout import LayoutRequest
+from bigload.layouts.layout import TENSOR_ALIGNMENT, LayoutRequest
 from bigload.layouts.options import ReshardOptions
-from bigload.layouts.output import Output
+from bigload.layouts.output import Output, OutputTensor
 from bigload.layouts.registry import layout_named
 from bigload.layouts.verification.manifest import FileRecord
+from bigload.loading.slices import rows_of
 from bigload.planning.budget.budget import MemoryBudget
 from bigload.planning.model.units import Part, Unit, UnitKind
 from bigload.planning.placement.problem import PlacementProblem
@@ -255,11 +257,8 @@ def write_output(output: Output, source: Path, folder: Path) -> Path:
     """Write what a layout describes the simplest way, casts as zeros and links as hard links. Returns `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     for written in output.files:
-        data = [written.header]
-        for tensor in written.tensors:
-            span = tensor.source.span
-            stored = b"" if tensor.is_cast else (source / span.file).read_bytes()[span.start : span.stop]
-            data.append(bytes(tensor.num_bytes) if tensor.is_cast else stored)
+        tensors = (bytes(t.num_bytes) if t.is_cast else written_bytes(t, source) for t in written.tensors)
+        data = [written.header, *tensors]
         (folder / written.file).parent.mkdir(parents=True, exist_ok=True)
         (folder / written.file).write_bytes(b"".join(data))
     for file, content in output.documents.items():
@@ -268,6 +267,31 @@ def write_output(output: Output, source: Path, folder: Path) -> Path:
     for link, file in output.links.items():
         (folder / link).hardlink_to(folder / file)
     return folder
+
+
+def written_bytes(tensor: OutputTensor, source: Path) -> bytes:
+    """Return the bytes of an output tensor that is not cast: in each row, its parts one after the other."""
+    stored = (source / tensor.source.span.file).read_bytes()
+    rows = [rows_of(tensor.source, part) for part in tensor.parts or (None,)]
+    starts = [(part.start + number * part.stride, part.row_bytes) for number in range(rows[0].count) for part in rows]
+    return b"".join(stored[start : start + length] for start, length in starts)
+
+
+def read_by_both(output: Output, max_shard_bytes: int | None) -> dict[str, Form]:
+    """Return the tensors of all headers as bigload and the reference read them; check the limit on files as well."""
+    import safetensors
+
+    found = {}
+    for written in output.files:
+        data_bytes = written.num_bytes - len(written.header)
+        assert max_shard_bytes is None or len(written.tensors) <= 1 or data_bytes <= max_shard_bytes
+        for tensor in parse_header(written.header, num_bytes=written.num_bytes, file=written.file).tensors:
+            assert tensor.num_bytes % TENSOR_ALIGNMENT or tensor.span.start % TENSOR_ALIGNMENT == 0
+            assert tensor.name not in found
+            found[tensor.name] = (tensor.dtype.name, list(tensor.shape))
+        reference = safetensors.deserialize(written.header + bytes(data_bytes))
+        assert {name for name, _ in reference} == {tensor.name for tensor in written.tensors}
+    return found
 
 
 def stored_tensors(*files: Path) -> dict[str, tuple[str, tuple[int, ...], bytes]]:

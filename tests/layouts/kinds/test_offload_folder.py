@@ -4,19 +4,16 @@ import shutil
 from math import prod
 
 import pytest
-import safetensors
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from strategies import forms
 
-from bigload.checkpoint.formats.safetensors import parse_header
 from bigload.checkpoint.source import open_checkpoint
 from bigload.dtypes import DTYPES
 from bigload.errors import CheckpointNotFoundError, InvalidCheckpointError, OptionError
 from bigload.layouts.choices import OffloadFormat
 from bigload.layouts.dat_format import has_dat_form
-from bigload.layouts.layout import TENSOR_ALIGNMENT
 from bigload.layouts.offload_reader import OffloadFolder
 from bigload.planning.planner import plan
 from builders import (
@@ -25,6 +22,7 @@ from builders import (
     llama_config,
     llama_tensors,
     make_checkpoint,
+    read_by_both,
     stored_tensors,
     write_output,
     write_shard,
@@ -185,16 +183,7 @@ def test_what_no_dat_file_can_be_is_refused_by_name(name, form):
 @given(tensors=forms().filter(bool), max_shard_bytes=st.none() | st.integers(1, 5000))
 def test_every_tensor_is_in_one_block_within_the_limit_that_both_readers_take(tensors, max_shard_bytes):
     output = laid_out("offload", checkpoint_of(tensors), max_shard_bytes=max_shard_bytes)
-    found = {}
-    for written in output.files:
-        data_bytes = written.num_bytes - len(written.header)
-        assert max_shard_bytes is None or len(written.tensors) == 1 or data_bytes <= max_shard_bytes
-        for tensor in parse_header(written.header, num_bytes=written.num_bytes, file=written.file).tensors:
-            assert tensor.num_bytes % TENSOR_ALIGNMENT or tensor.span.start % TENSOR_ALIGNMENT == 0
-            assert tensor.name not in found
-            found[tensor.name] = (tensor.dtype.name, list(tensor.shape))
-        reference = safetensors.deserialize(written.header + bytes(data_bytes))
-        assert {name for name, _ in reference} == {tensor.name for tensor in written.tensors}
+    found = read_by_both(output, max_shard_bytes)
     assert found == {name: (dtype, list(shape)) for name, (dtype, shape) in tensors.items()}
     assert json.loads(output.documents[INDEX])["weight_map"].keys() == tensors.keys()
     numbers = [written.file[:5] for written in output.files]

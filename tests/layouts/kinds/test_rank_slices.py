@@ -15,34 +15,11 @@ import bigload
 from bigload.errors import CheckpointNotFoundError, InvalidCheckpointError
 from bigload.layouts.dtype_rules import dtype_rule
 from bigload.layouts.kinds.rank_slices import RANKS_FILE, read_ranks
-from bigload.loading.slices import rows_of
-from builders import DTYPE_BITS, laid_out, make_checkpoint, num_bytes_of, stored_tensors, write_shard
+from builders import DTYPE_BITS, laid_out, make_checkpoint, num_bytes_of, stored_tensors, write_output, write_shard
 
 SCHEMA = Path(__file__).parents[3] / "docs" / "schemas" / "ranks-1.0.json"
 CONFIG = {"model_type": "llama", "hidden_size": 8, "num_attention_heads": 4, "num_key_value_heads": 2}
 RULES = {"c.*": "colwise", "r.*": "rowwise", "p.*": "packed_colwise", "q.*": "packed_rowwise"}
-
-
-def write(output, checkpoint, out):
-    """Write `output` by the plainest means: part by part, row by row."""
-    for file in output.files:
-        (out / file.folder).mkdir(parents=True, exist_ok=True)
-        content = bytearray(file.header)
-        for tensor in file.tensors:
-            content += stored(tensor, checkpoint.root)
-        assert len(content) == file.num_bytes
-        (out / file.file).write_bytes(content)
-    for name, document in output.documents.items():
-        (out / name).write_bytes(document)
-
-
-def stored(tensor, root):
-    """Return the bytes of an output tensor: in each row, its parts one after the other."""
-    source = (root / tensor.source.span.file).read_bytes()
-    rows = [rows_of(tensor.source, part) for part in tensor.parts or (None,)]
-    starts = [part.start + number * part.stride for number in range(rows[0].count) for part in rows]
-    lengths = [part.row_bytes for part in rows] * rows[0].count
-    return b"".join(source[start : start + length] for start, length in zip(starts, lengths, strict=True))
 
 
 def opened(folder, tensors, config=CONFIG):
@@ -109,7 +86,7 @@ def test_all_ranks_together_are_the_checkpoint(tmp_path_factory, model, max_shar
     folder = tmp_path_factory.mktemp("ranks")
     source = opened(folder / "in", tensors, config)
     output = laid_out("ranks", source, tp=tp, tp_rules=rules, max_shard_bytes=max_shard_bytes)
-    write(output, source, folder / "out")
+    write_output(output, source.root, folder / "out")
     ranks = read_ranks(folder / "out")
     assert ranks.tp == tp
     assert joined(ranks) == stored_tensors(folder / "in" / "model.safetensors")
@@ -120,7 +97,7 @@ def test_a_rank_reads_its_part_from_its_own_folder(tmp_path):
     (root / "config.json").write_text(json.dumps({"model_type": "llama", "num_attention_heads": 4, "hidden_size": 8}))
     source = bigload.open_checkpoint(root)
     output = laid_out("ranks", source, tp=2)
-    write(output, source, tmp_path / "out")
+    write_output(output, source.root, tmp_path / "out")
     assert [file.file for file in output.files] == ["rank-0/model.safetensors", "rank-1/model.safetensors"]
     assert list(output.documents) == [RANKS_FILE]
     whole = bigload.load(source, device="cpu")
@@ -143,13 +120,13 @@ def test_files_of_one_number_follow_each_other_and_hold_the_same_tensors(tmp_pat
         assert held == {(f"layers.{number}.mlp.up_proj.weight",)}
     indexes = [f"rank-{rank}/model.safetensors.index.json" for rank in range(3)]
     assert list(output.documents) == [*indexes, RANKS_FILE]
-    write(output, source, tmp_path / "out")
+    write_output(output, source.root, tmp_path / "out")
     assert [len(read_ranks(tmp_path / "out").checkpoint(rank).shards) for rank in range(3)] == [3, 3, 3]
 
 
 def test_the_root_is_no_checkpoint(tmp_path):
     source = opened(tmp_path / "in", {"lm_head.weight": ("F32", [4, 4])})
-    write(laid_out("ranks", source, tp=2), source, tmp_path / "out")
+    write_output(laid_out("ranks", source, tp=2), source.root, tmp_path / "out")
     with pytest.raises(CheckpointNotFoundError):
         bigload.open_checkpoint(tmp_path / "out")
 
@@ -173,7 +150,7 @@ def test_the_document_is_what_its_schema_says(tmp_path):
 def folder(tmp_path):
     """A folder of two ranks, and its document to spoil."""
     source = opened(tmp_path / "in", {"lm_head.weight": ("F32", [4, 4]), "norm.weight": ("F32", [4])})
-    write(laid_out("ranks", source, tp=2), source, tmp_path / "out")
+    write_output(laid_out("ranks", source, tp=2), source.root, tmp_path / "out")
     return tmp_path / "out"
 
 

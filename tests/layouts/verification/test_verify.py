@@ -68,6 +68,15 @@ def flip(path, position, mask):
         file.write(bytes([byte ^ mask]))
 
 
+def edit_record(folder, file, **tensors):
+    """Change digests of the manifest: of tensors by name, and of the `whole` file."""
+    manifest = json.loads((folder / MANIFEST_FILE).read_text())
+    record = manifest["files"][file]
+    record["digest"] = tensors.pop("whole", record["digest"])
+    record["tensors"] |= tensors
+    (folder / MANIFEST_FILE).write_text(json.dumps(manifest))
+
+
 @contextmanager
 def flipped(path, position, mask):
     """Change the bits of `mask` of one byte, and change them back."""
@@ -232,10 +241,7 @@ def test_a_header_of_another_dtype_is_a_problem_although_all_bytes_of_tensors_ar
 
 
 def test_what_the_file_system_cloned_has_no_digest_and_is_compared_by_its_header(folder):
-    manifest = json.loads((folder / MANIFEST_FILE).read_text())
-    record = manifest["files"][ONE]
-    record["digest"], record["tensors"] = None, dict.fromkeys(record["tensors"])
-    (folder / MANIFEST_FILE).write_text(json.dumps(manifest))
+    edit_record(folder, ONE, whole=None, **dict.fromkeys(FIRST))
     size = (folder / ONE).stat().st_size
     with flipped(folder / ONE, size - 1, 1):
         report = verify(folder)
@@ -247,10 +253,7 @@ def test_what_the_file_system_cloned_has_no_digest_and_is_compared_by_its_header
 
 
 def test_tensors_that_have_a_digest_are_compared_also_in_a_file_that_has_none(folder):
-    manifest = json.loads((folder / MANIFEST_FILE).read_text())
-    record = manifest["files"][ONE]
-    record["digest"] = record["tensors"]["embed"] = None
-    (folder / MANIFEST_FILE).write_text(json.dumps(manifest))
+    edit_record(folder, ONE, whole=None, embed=None)
     with flipped(folder / ONE, (folder / ONE).stat().st_size - 67, 1):
         assert verify(folder).ok
     with flipped(folder / ONE, (folder / ONE).stat().st_size - 1, 1):
@@ -426,9 +429,7 @@ def test_an_empty_manifest_has_nothing_to_differ(tmp_path):
 
 
 def test_a_manifest_that_contradicts_itself_is_held_against_the_file(folder):
-    manifest = json.loads((folder / MANIFEST_FILE).read_text())
-    manifest["files"][ONE]["tensors"]["head"] = "0" * 32
-    (folder / MANIFEST_FILE).write_text(json.dumps(manifest))
+    edit_record(folder, ONE, head="0" * 32)
     assert [problem.tensor for problem in verify(folder).problems] == ["head"]
 
 

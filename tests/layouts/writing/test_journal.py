@@ -1,7 +1,6 @@
 import errno
 import json
 import os
-import threading
 from contextlib import contextmanager
 
 import pytest
@@ -11,6 +10,7 @@ from hypothesis import strategies as st
 from bigload.errors import WriteError
 from bigload.layouts.writing import journal as journal_module
 from bigload.layouts.writing.journal import Journal, journal_name, read_progress
+from bigload.machine.thread_pool import run_jobs
 
 
 @contextmanager
@@ -45,15 +45,12 @@ def test_what_was_noted_is_read_again(full):
     assert (progress.num_complete, progress.is_empty) == (1, False)
 
 
-def test_a_journal_in_which_nothing_is_noted_is_empty(tmp_path):
-    with begun(tmp_path):
-        pass
-    assert read_progress(tmp_path).is_empty
-
-
 def test_a_folder_without_a_journal_has_no_progress(tmp_path):
     assert read_progress(tmp_path) is None
     assert read_progress(tmp_path / "nowhere") is None
+    with begun(tmp_path):
+        pass
+    assert read_progress(tmp_path).is_empty
 
 
 @pytest.mark.parametrize("kept", range(1, 5))
@@ -152,14 +149,7 @@ def test_each_line_is_flushed_before_the_call_returns(tmp_path, monkeypatch):
 
 def test_lines_of_several_threads_stay_whole(tmp_path):
     with begun(tmp_path) as journal:
-        workers = [
-            threading.Thread(target=lambda n=n: [journal.note(f"{n}", {f"{n}-{i}": "0" * 32}) for i in range(20)])
-            for n in range(4)
-        ]
-        for worker in workers:
-            worker.start()
-        for worker in workers:
-            worker.join()
+        run_jobs(lambda n: [journal.note(n, {f"{n}-{i}": "0" * 32}) for i in range(20)], "0123", threads=4)
     assert {name: len(file.tensors) for name, file in read_progress(tmp_path).files.items()} == dict.fromkeys(
         "0123", 20
     )

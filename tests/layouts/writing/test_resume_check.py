@@ -52,7 +52,9 @@ def kept_names(kept):
 
 
 def test_a_finished_file_is_kept_with_its_record(check):
+    before = open_descriptors()
     kept = check(progress_of())
+    assert open_descriptors() == before
     assert (kept.record.num_bytes, kept.record.digest) == (len(CONTENT), digest_of(CONTENT))
     assert kept.record.tensors == progress_of().tensors
     assert kept.digest.position == len(CONTENT)
@@ -172,9 +174,3 @@ def test_holes_are_kept_without_being_read(check, monkeypatch):
     kept = check(FileProgress(tensors=dict(digest.tensors), digest=whole, is_complete=True), output)
     assert kept.record.digest == whole
     assert sum(read) < 1 << 20
-
-
-def test_no_descriptor_stays_open(check):
-    before = open_descriptors()
-    check(progress_of())
-    assert open_descriptors() == before
