@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from bigload.bench.memory_kind import MemoryKind
+from bigload.bench.loaded_memory import MemoryKind
 from bigload.bench.peers import PEERS, SAFETENSORS, Load, Peer, PeerTarget, Tensors, merged
 from bigload.checkpoint.model import Checkpoint
 from bigload.errors import NotEnoughSpaceError

@@ -13,22 +13,20 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from bigload.bench.bench_warnings import BenchWarning, Conditions, warnings_for
 from bigload.bench.cases import LoadCase, all_cases
-from bigload.bench.digest import digest_of
 from bigload.bench.fresh_memory import renew
-from bigload.bench.memory_kind import MemoryKind
+from bigload.bench.loaded_memory import MemoryKind, digest_of, finish
 from bigload.bench.page_cache_state import CacheState, prepare
-from bigload.bench.phases import phase_shares
 from bigload.bench.raw_limit import RawKind, RawRead, can_read_direct, kind_for, raw_read, raw_reads
 from bigload.bench.recommendation import Recommendation, best_of, measure_sizes, whole
-from bigload.bench.report import BenchReport, PeerResult, RawResult, StrategyResult
+from bigload.bench.report import BenchReport, PeerResult, RawResult, StrategyResult, phase_shares
 from bigload.bench.runner import Clock, Contender, OnRun, Outcome, run_rounds
 from bigload.bench.steps import Steps
-from bigload.bench.touch import finish
 from bigload.checkpoint.model import Checkpoint
 from bigload.checkpoint.source import open_checkpoint
 from bigload.errors import OptionError
@@ -41,14 +39,6 @@ if TYPE_CHECKING:
 
 DEFAULT_RUNS = 5
 _LONGEST_PROBLEM = 200
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _CheckedCase:
-    """A case that was loaded once, and the digest of its tensors."""
-
-    case: LoadCase
-    sha256: str
 
 
 def bench_load(
@@ -110,15 +100,15 @@ def bench_load(
     )
     bench = _LoadBench(opened, cache, steps, clock)
     busy = load_average()
-    checked = [bench.check(case) for case in cases]
+    digests = {case: bench.check(case) for case in cases}
     with ExitStack() as made:
-        ready, absent = bench.ready_peers(device, checked[0].sha256, made) if peers else ({}, ())
+        ready, absent = bench.ready_peers(device, digests[cases[0]], made) if peers else ({}, ())
         reads = bench.raw_reads(cases, ready) if raw else ()
         steps.total_bytes += opened.stored_bytes * (len(reads) * runs + len(ready) * (1 + runs))
         outcome = run_rounds(
             [
                 *(Contender(name=case.name, run=bench.loading(case)) for case in cases),
-                *(Contender(name=read.name, run=_reading(read, opened)) for read in reads),
+                *(Contender(name=read.name, run=partial(raw_read, read, opened)) for read in reads),
                 *(Contender(name=peer.name, run=run.load, may_fail=True) for peer, run in ready.items()),
             ],
             runs=runs,
@@ -129,7 +119,7 @@ def bench_load(
             clock=clock,
         )
     raw_results = tuple(RawResult(read=read, measured=outcome.measured[read.name]) for read in reads)
-    results = tuple(bench.result(item, outcome, raw_results, trace=trace) for item in checked)
+    results = tuple(bench.result(*item, outcome, raw_results, trace=trace) for item in digests.items())
     peer_results = (*(bench.peer_result(*item, device, outcome, raw_results) for item in ready.items()), *absent)
     cached = [measured.cached for measured in outcome.measured.values()]
     report = BenchReport(
@@ -170,11 +160,11 @@ class _LoadBench:
         self._clock = clock
         self._reports: dict[str, LoadReport] = {}
 
-    def check(self, case: LoadCase) -> _CheckedCase:
-        """Load once, untimed, and digest the tensors."""
+    def check(self, case: LoadCase) -> str:
+        """Load once, untimed, and return the digest of the tensors."""
         self._on_run(f"{case.name}: checking")
         prepare(self.files, self._cache)
-        return _CheckedCase(case=case, sha256=digest_of(self.loading(case)()))
+        return digest_of(self.loading(case)())
 
     def loading(self, case: LoadCase) -> Callable[[], LoadedTensors]:
         """Return a function that loads everything to the last byte and keeps the report of the load."""
@@ -230,17 +220,17 @@ class _LoadBench:
         return ready, tuple(absent)
 
     def result(
-        self, checked: _CheckedCase, outcome: Outcome, raw: Sequence[RawResult], *, trace: bool
+        self, case: LoadCase, sha256: str, outcome: Outcome, raw: Sequence[RawResult], *, trace: bool
     ) -> StrategyResult:
         """Return a strategy's result; load once more for the trace if that is wanted."""
-        case, report = checked.case, self._reports[checked.case.name]
+        report = self._reports[case.name]
         result = StrategyResult(
             case=case,
             method=report.method,
             reason=report.reason,
             memory=case.memory,
             measured=outcome.measured[case.name],
-            sha256=checked.sha256,
+            sha256=sha256,
             limit=self._limit(case.memory, report.method, raw),
         )
         if not trace:
@@ -306,10 +296,6 @@ class _LoadBench:
     @staticmethod
     def _is_on_device(cases: Iterable[LoadCase]) -> bool:
         return any(case.memory is MemoryKind.DEVICE for case in cases)
-
-
-def _reading(way: RawRead, checkpoint: Checkpoint) -> Callable[[], object]:
-    return lambda: raw_read(way, checkpoint)
 
 
 def _cache_state(*, cold: bool, warm: bool) -> CacheState:

@@ -26,7 +26,7 @@ class Conditions:
     """Seconds of every run by name, and the state of the machine.
 
     `cached` is the least and the largest cached share of the files at the start of a run; `load_average` that before
-    the bench, `None` if unknown. `option` is the option for more runs.
+    the bench, `None` if unknown.
     """
 
     seconds: Mapping[str, Sequence[float]]
@@ -35,7 +35,6 @@ class Conditions:
     left_in_cache: Sequence[LeftInCache]
     load_average: float | None
     num_cores: int
-    option: str = "--runs"
 
 
 def warnings_for(conditions: Conditions) -> tuple[BenchWarning, ...]:
@@ -75,14 +74,14 @@ def _about_the_machine(conditions: Conditions) -> Iterator[BenchWarning]:
         yield BenchWarning(
             "machine-busy",
             f"the machine was busy before the bench: load {load:.1f} on {counted(cores, 'core')}; "
-            f"stop other work, or take more runs ({conditions.option})",
+            f"stop other work, or take more runs (--runs)",
         )
 
 
 def _about_the_runs(conditions: Conditions) -> Iterator[BenchWarning]:
     seconds = conditions.seconds
     if any(len(runs) == 1 for runs in seconds.values()):
-        yield BenchWarning("single-run", f"a single run says nothing about noise ({conditions.option})")
+        yield BenchWarning("single-run", "a single run says nothing about noise (--runs)")
         return
     spreads = {name: summarize(runs).relative_spread for name, runs in seconds.items()}
     slow = [name for name, runs in seconds.items() if len(runs) > 2 and runs[0] > SLOW_START * max(runs[1:])]
@@ -92,14 +91,14 @@ def _about_the_runs(conditions: Conditions) -> Iterator[BenchWarning]:
     odd = [name for name, runs in seconds.items() if set(outliers(runs)) - ({0} if name in slow else set())]
     if odd:
         what = f"there are outliers among the runs of {_listed(odd)}"
-        text = f"{what}: something else used the machine ({conditions.option})"
+        text = f"{what}: something else used the machine (--runs)"
         yield BenchWarning("outliers", text)
     widest = max(spreads, key=lambda name: spreads[name], default=None)
     if widest is not None and spreads[widest] > NOISY:
         yield BenchWarning(
             "noisy",
             f"runs differ by up to {spreads[widest]:.0%} ({widest}): the machine is busy, or there were too few runs "
-            f"({conditions.option})",
+            "(--runs)",
         )
 
 

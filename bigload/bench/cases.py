@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from bigload.bench.memory_kind import MemoryKind
+from bigload.bench.loaded_memory import MemoryKind
 from bigload.checkpoint.model import Checkpoint
 from bigload.loading.load import load
 from bigload.loading.settings import Method

@@ -13,8 +13,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bigload.bench.memory_kind import MemoryKind
-from bigload.bench.touch import finish
+from bigload.bench.loaded_memory import MemoryKind, finish
 from bigload.checkpoint.model import Checkpoint
 
 if TYPE_CHECKING:

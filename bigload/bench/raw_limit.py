@@ -17,7 +17,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import TypeVar
 
-from bigload.bench.memory_kind import MemoryKind
+from bigload.bench.loaded_memory import MemoryKind
 from bigload.checkpoint.model import Checkpoint
 from bigload.units import MIB, counted
 

@@ -7,12 +7,13 @@ from dataclasses import dataclass, field
 
 from bigload.bench.bench_warnings import BenchWarning
 from bigload.bench.cases import LoadCase
-from bigload.bench.memory_kind import MemoryKind
+from bigload.bench.loaded_memory import MemoryKind
 from bigload.bench.page_cache_state import CacheState, LeftInCache
 from bigload.bench.raw_limit import RawRead
 from bigload.bench.recommendation import Recommendation
 from bigload.bench.runner import Measured
 from bigload.bench.statistics import Ratio, Summary, ratio, summarize
+from bigload.loading.report import LoadReport
 from bigload.loading.settings import Method
 from bigload.machine.activities import Activity, Phase
 
@@ -161,3 +162,17 @@ class BenchReport:
         if raw is None or result.measured is None or not result.measured.median_seconds:
             return None
         return raw.measured.median_seconds / result.measured.median_seconds
+
+
+def phase_shares(report: LoadReport) -> dict[Phase, float]:
+    """Return the share of threads × wall time that each phase took; they add up to 1, empty without a trace.
+
+    Time that no activity covers counts as waiting: for another thread, the interpreter, a first or last block.
+    """
+    seconds = report.phase_seconds
+    if not seconds:
+        return {}
+    whole = max(report.threads * report.seconds, sum(seconds.values()))
+    shares: dict[Phase, float] = {phase: seconds.get(phase, 0.0) / whole for phase in Phase if phase != Phase.WAIT}
+    shares[Phase.WAIT] = max(0.0, 1 - sum(shares.values()))
+    return shares

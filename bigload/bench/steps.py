@@ -5,12 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+from bigload.bench.runner import Clock
 from bigload.units import GIB, format_size
 
 WORTH_TELLING_BYTES = GIB
 """A bench of less is over in seconds."""
-
-Clock = Callable[[], float]
 
 
 class Steps:
@@ -37,10 +36,8 @@ class Steps:
         """Say that a step begins; those before it are through."""
         done, total = self._done_bytes, self.total_bytes
         self._done_bytes += self._step_bytes
-        if total < WORTH_TELLING_BYTES or done >= total:
+        if not done or total < WORTH_TELLING_BYTES or done >= total:  # the first may be refused for lack of memory
             self._on_run(words)
-        elif not done:
-            self._on_run(f"{words}, {format_size(total)} to go")
         else:
             left = (self._clock() - self._began) * (total - done) / done
             self._on_run(f"{words}, {format_size(done)} of {format_size(total)}, {_duration(left)} left")

@@ -19,7 +19,9 @@ import typer
 from bigload.errors import (
     BigloadError,
     CheckpointNotFoundError,
+    DamagedOutputError,
     DoesNotFitError,
+    InvalidCheckpointError,
     InvalidPlanError,
     ManifestNotFoundError,
     MissingPackageError,
@@ -177,10 +179,30 @@ def _speaks_for_all() -> bool:
 
 def _print_document(error: BaseException, failure: Failure) -> None:
     from bigload_cli.output import print_json
-    from bigload_cli.views.error_document import of_failure
 
     with suppress(BigloadError, typer.Exit):  # stdout is full or closed: the words on stderr have to do
-        print_json(of_failure(error, failure))
+        print_json(_document_of(error, failure))
+
+
+def _document_of(error: BaseException, failure: Failure) -> dict[str, object]:
+    """Return what `--json` prints in place of an answer; keys that do not apply to this kind of failure are null."""
+    short = error if isinstance(error, DoesNotFitError) else None
+    problems = error.problems if isinstance(error, InvalidCheckpointError | DamagedOutputError) else None
+    return {
+        "schema": "bigload.error/1.0",
+        "exit_code": failure.exit_code,
+        "code": failure.code,
+        "message": failure.message,
+        "details": list(failure.details),
+        "hint": failure.hint,
+        "needed_bytes": None if short is None else short.needed_bytes,
+        "usable_bytes": None if short is None else short.usable_bytes,
+        "shortfalls": None
+        if short is None
+        else [{"device": device, "lacking_bytes": lacking} for device, lacking in short.shortfalls.items()],
+        "problems": None if problems is None else [{"code": p.code, "file": p.file, "text": p.text} for p in problems],
+        "changes": list(error.changes) if isinstance(error, StalePlanError) else None,
+    }
 
 
 def _say(failure: Failure) -> None:

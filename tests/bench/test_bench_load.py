@@ -10,7 +10,7 @@ from bigload.bench import bench_load as bench_module
 from bigload.bench import runner
 from bigload.bench.bench_load import bench_load
 from bigload.bench.cases import LoadCase
-from bigload.bench.memory_kind import MemoryKind
+from bigload.bench.loaded_memory import MemoryKind
 from bigload.bench.page_cache_state import evict_verified
 from bigload.bench.raw_limit import RawKind
 from bigload.bench.recommendation import measure_sizes

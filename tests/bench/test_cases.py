@@ -1,7 +1,7 @@
 import pytest
 
 from bigload.bench.cases import LoadCase, all_cases
-from bigload.bench.memory_kind import MemoryKind
+from bigload.bench.loaded_memory import MemoryKind
 from bigload.checkpoint.source import open_checkpoint
 from bigload.loading.settings import Method
 from builders import make_checkpoint

@@ -5,7 +5,7 @@ import pytest
 
 from bigload.bench import peers, runner
 from bigload.bench.bench_load import bench_load
-from bigload.bench.memory_kind import MemoryKind
+from bigload.bench.loaded_memory import MemoryKind
 from bigload.bench.peers import CannotLoadError, Peer
 from bigload.checkpoint.source import open_checkpoint
 from bigload.loading.load import load

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from bigload.bench import raw_limit
-from bigload.bench.memory_kind import MemoryKind
+from bigload.bench.loaded_memory import MemoryKind
 from bigload.bench.raw_limit import RawKind, RawRead, can_read_direct, kind_for, raw_blocks, raw_read, raw_reads
 from bigload.checkpoint.source import open_checkpoint
 from builders import make_checkpoint, write_shard

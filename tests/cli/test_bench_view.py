@@ -12,17 +12,17 @@ from pathlib import Path
 import pytest
 
 from bench_reports import full_report, report_of, strategy
-from bigload.bench.memory_kind import MemoryKind
+from bigload.bench.loaded_memory import MemoryKind
 from bigload.bench.recommendation import Recommendation, SizeMeasured
 from bigload.bench.report import PeerResult
 from bigload.bench.result_marks import MADE_BY_BENCH_LOAD
 from bigload.errors import MissingPackageError, OptionError, OutputExistsError, WriteError
 from bigload.loading.settings import Method
-from bigload_cli.commands.bench_load import write_results
+from bigload_cli.commands import bench_load
+from bigload_cli.commands.bench_load import check_picture, write_files
+from bigload_cli.result_files import check_results
 from bigload_cli.views import bench_load as view
-from bigload_cli.views import exports
 from bigload_cli.views.bench_markdown import markdown
-from bigload_cli.views.exports import Export, check_exports, check_picture
 
 GOLDEN = Path(__file__).parent / "golden"
 HAS_MATPLOTLIB = importlib.util.find_spec("matplotlib") is not None
@@ -113,14 +113,14 @@ def test_the_only_thread_count_is_not_called_the_best():
 
 
 def checked(*paths):
-    return check_exports([Export(path, MADE_BY_BENCH_LOAD) for path in paths])
+    return check_results(paths, made_by=MADE_BY_BENCH_LOAD)
 
 
 def test_markdown_and_trace_are_written_and_may_be_replaced(tmp_path):
     text, trace = tmp_path / "a.md", tmp_path / "b.json"
     for _ in range(2):
         checked(text, trace)
-        assert write_results(full_report(), name="x", markdown=text, trace=trace) == [text, trace]
+        assert write_files(full_report(), name="x", markdown=text, trace=trace) == [text, trace]
     assert text.read_text() == markdown(full_report(), name="x")
     events = json.loads(trace.read_text())["traceEvents"]
     assert {event["ph"] for event in events} == {"M", "X"}
@@ -150,7 +150,7 @@ def test_a_picture_of_another_kind_is_refused(tmp_path):
 
 
 def test_without_matplotlib_the_command_that_installs_it_is_told(tmp_path, monkeypatch):
-    monkeypatch.setattr(exports, "find_spec", lambda name: None)
+    monkeypatch.setattr(bench_load, "find_spec", lambda name: None)
     with pytest.raises(MissingPackageError, match=r"pip install 'bigload\[plot\]'"):
         check_picture(tmp_path / "a.png")
 
@@ -161,7 +161,7 @@ def test_a_picture_names_what_was_measured_and_may_be_replaced(tmp_path, suffix,
     path = tmp_path / f"a{suffix}"
     for _ in range(2):
         checked(path)
-        write_results(full_report(), name="a$b_{c}$", plot=path)
+        write_files(full_report(), name="a$b_{c}$", plot=path)
     content = path.read_bytes()
     assert content.startswith(beginning)
     if suffix == ".svg":

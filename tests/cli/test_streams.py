@@ -448,6 +448,7 @@ def test_a_device_takes_a_result_as_a_stream_and_stays_a_device(run, command):
     done = run(f"bigload {command} /dev/zero")
     assert done.code == 0
     assert "Wrote /dev/zero." in done.stderr
+    assert "Next:" not in done.stderr  # nothing that another command could read
     assert os.lstat("/dev/zero") == before
 
 

@@ -2,7 +2,7 @@
 
 from bigload.bench.bench_warnings import BenchWarning
 from bigload.bench.cases import LoadCase
-from bigload.bench.memory_kind import MemoryKind
+from bigload.bench.loaded_memory import MemoryKind
 from bigload.bench.page_cache_state import CacheState, LeftInCache
 from bigload.bench.raw_limit import RawKind, RawRead
 from bigload.bench.recommendation import Recommendation, SizeMeasured

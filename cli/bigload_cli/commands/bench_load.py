@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -35,6 +36,8 @@ for others alike. OF RAW compares medians with a raw read of the same bytes,
 by turns with the loads. PRIVATE and FILE are the most memory, of the process
 itself and of pages of files, above what was held before a run.
 """
+
+_PICTURE_SUFFIXES = (".png", ".svg")
 
 
 def bench_load(
@@ -85,13 +88,11 @@ def bench_load(
 
     counts, ways = thread_counts(threads), methods(method)
     inflight = None if max_inflight is None else size_option("--max-inflight", max_inflight)
-    from bigload.bench.result_marks import MADE_BY_BENCH_LOAD as MADE_BY
-    from bigload_cli.result_files import say_written
-    from bigload_cli.views.exports import Export, check_exports, check_picture
+    from bigload.bench.result_marks import MADE_BY_BENCH_LOAD
+    from bigload_cli.result_files import check_results, say_written
 
     check_picture(plot)
-    exports = [Export(path, MADE_BY) for path in (export_markdown, plot, trace)]
-    on_stdout = check_exports(exports, as_json=as_json)
+    on_stdout = check_results([export_markdown, plot, trace], made_by=MADE_BY_BENCH_LOAD, as_json=as_json)
     from bigload.bench.bench_load import bench_load as run_bench
     from bigload.checkpoint.source import open_checkpoint
     from bigload.errors import LoadError
@@ -115,7 +116,7 @@ def bench_load(
         raise LoadError(
             "the strategies loaded different bytes", hint="the files changed meanwhile, or memory is faulty"
         )
-    written = write_results(report, name=checkpoint.name, markdown=export_markdown, plot=plot, trace=trace)
+    written = write_files(report, name=checkpoint.name, markdown=export_markdown, plot=plot, trace=trace)
     if not on_stdout:
         _show(report, name=checkpoint.name, as_json=as_json, quiet=quiet, color=color)
     if not quiet:
@@ -135,7 +136,24 @@ def methods(text: str) -> tuple[Method, ...]:
     return tuple(dict.fromkeys(Method(word) for word in words))
 
 
-def write_results(
+def check_picture(path: Path | None) -> None:
+    """Raise unless a plot can be drawn for `path`.
+
+    Raises:
+        OptionError: the suffix is not that of a supported picture format.
+        MissingPackageError: matplotlib is not installed.
+    """
+    from bigload.errors import MissingPackageError, OptionError
+
+    if path is None:
+        return
+    if path.suffix.lower() not in _PICTURE_SUFFIXES:
+        raise OptionError(f"--plot {path}: a picture ends with {' or '.join(_PICTURE_SUFFIXES)}")
+    if find_spec("matplotlib") is None:
+        raise MissingPackageError("--plot", "matplotlib", extra="plot")
+
+
+def write_files(
     report: BenchReport,
     *,
     name: str,
@@ -147,11 +165,11 @@ def write_results(
     import json
 
     from bigload.bench.chrome_trace import load_trace
+    from bigload_cli.result_files import write_results
     from bigload_cli.views import bench_markdown, bench_plot
-    from bigload_cli.views.exports import write_exports
 
     activities = {result.name: result.activities for result in report.results}
-    return write_exports(
+    return write_results(
         (
             (markdown, lambda: bench_markdown.markdown(report, name=name)),
             (plot, lambda: bench_plot.picture(report, name=name, suffix=plot.suffix if plot else "")),

@@ -134,12 +134,12 @@ def plan(
         mtp=mtp,
         names=names,
     )
-    asked = questions.Question.of(explain=explain, compare=compare, fits=fits, gpus=gpus, max_context=max_context)
+    asked = questions.Question(explain=explain, compare=compare, fits=fits, gpus=gpus, max_context=max_context)
     asked.check(writes=out is not None or html is not None, fail_if=fail_if is not None)
     budget = None if asked.needs_no_budget else _budget(max_memory, use_disk=use_disk)
     checkpoint = open_checkpoint(path)
     say_warnings(checkpoint)
-    if asked.is_any:
+    if asked.asked:
         questions.answer(asked, checkpoint, budget, options, as_json=as_json, quiet=quiet, color=color)
         return
     assert budget is not None, "a plan has one"
@@ -164,6 +164,7 @@ def _deliver(
     made: PlanDetails, out: Path | None, html: Path | None, *, as_json: bool, quiet: bool, color: ColorMode
 ) -> None:
     """Write the files that were asked for, show the plan, and say what comes next."""
+    from bigload.documents import is_stream
     from bigload.planning.plan_file import plan_to_json, write_plan
     from bigload_cli.output import print_text, say
     from bigload_cli.result_files import answers_on_stdout, is_stdout, say_written, write_result
@@ -185,8 +186,8 @@ def _deliver(
     if quiet:
         return
     say_written([path for path in (html, out) if path is not None])
-    if out is not None and not on_stdout:
-        from bigload_cli.views.plan import next_command
+    if out is not None and not on_stdout and not is_stream(out):
+        from bigload_cli.views.text import next_command
 
         say(next_command(made.plan, out))
 

@@ -38,13 +38,6 @@ class Question:
     gpus: str | None = None
     max_context: bool = False
 
-    @classmethod
-    def of(
-        cls, *, explain: str | None, compare: str | None, fits: bool, gpus: str | None, max_context: bool
-    ) -> Question:
-        """Return the question that was asked."""
-        return cls(explain=explain, compare=compare, fits=fits, gpus=gpus, max_context=max_context)
-
     @property
     def asked(self) -> list[str]:
         """The options that ask."""
@@ -56,11 +49,6 @@ class Question:
             "--max-context": self.max_context,
         }
         return [name for name, is_asked in named.items() if is_asked]
-
-    @property
-    def is_any(self) -> bool:
-        """Whether anything is asked."""
-        return bool(self.asked)
 
     @property
     def needs_no_budget(self) -> bool:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import signal
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -210,13 +214,31 @@ def _confirm(prepared: PreparedReshard, *, yes: bool, may_ask: bool) -> None:
 
 def _run(prepared: PreparedReshard, on_progress: OnProgress, team: ProcessGroup) -> ReshardReport:
     from bigload.layouts.reshard import run_reshard
-    from bigload_cli.signals import sigterm_as_ctrl_c
 
-    with sigterm_as_ctrl_c() as came:
+    with _sigterm_as_ctrl_c() as came:
         try:
             return run_reshard(prepared, on_progress=on_progress, team=team)
         except KeyboardInterrupt:
             raise _stopped(prepared, TERMINATED if came else INTERRUPTED) from None
+
+
+@contextmanager
+def _sigterm_as_ctrl_c() -> Iterator[list[int]]:
+    """Let SIGTERM, which schedulers, systemd and torchrun send, end the block by KeyboardInterrupt as Ctrl-C does.
+
+    What is given holds the signal's number once it came: that is how the two are told apart.
+    """
+    came: list[int] = []
+
+    def interrupt(number: int, _frame: FrameType | None) -> None:
+        came.append(number)
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield came
+    finally:
+        signal.signal(signal.SIGTERM, before if before is not None else signal.SIG_DFL)
 
 
 def _stopped(prepared: PreparedReshard, code: int) -> StoppedError:

@@ -56,12 +56,11 @@ def run_stats(
 
     from bigload.bench.result_marks import MADE_BY_RUN
     from bigload_cli import output
-    from bigload_cli.result_files import say_written
-    from bigload_cli.views.exports import Export, check_exports, write_exports
+    from bigload_cli.result_files import check_results, say_written, write_results
 
     prefetch = None if prefetch_bytes is None else size_option("--prefetch-bytes", prefetch_bytes, at_least=0)
     resident = None if resident_bytes is None else size_option("--resident-bytes", resident_bytes, at_least=0)
-    on_stdout = check_exports([Export(trace, MADE_BY_RUN)], as_json=as_json)
+    on_stdout = check_results([trace], made_by=MADE_BY_RUN, as_json=as_json)
     from bigload.bench.chrome_trace import run_trace
     from bigload.bench.document import run_stats_document
     from bigload.bench.run_stats import run_forwards
@@ -82,7 +81,7 @@ def run_stats(
         )
     document = run_stats_document(report)
     models = {} if report.stats is None else {checkpoint.name: report.stats}
-    written = write_exports([(trace, lambda: json.dumps(run_trace(models)))])
+    written = write_results([(trace, lambda: json.dumps(run_trace(models)))])
     if on_stdout:
         pass  # the trace is the answer
     elif as_json:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from bigload.bench.memory_kind import MemoryKind
+from bigload.bench.loaded_memory import MemoryKind
 from bigload.bench.raw_limit import RawKind
 from bigload.bench.recommendation import Recommendation, best_of
 from bigload.bench.report import BenchReport, RawResult, StrategyResult
@@ -13,7 +13,7 @@ from bigload.bench.statistics import summarize
 from bigload.loading.settings import Method
 from bigload.plain_text import PlainTable, Styled, printable
 from bigload.units import GIB, MIB, counted, format_size
-from bigload_cli.views.bars import bar
+from bigload_cli.views.text import bar
 
 _BAR_WIDTH = 20
 CACHE_WORDS = {

@@ -12,9 +12,8 @@ from bigload.plain_text import PlainTable, Styled, printable
 from bigload.planning.model.module_tree import ModuleNode
 from bigload.planning.module_table import OutlineRow
 from bigload.units import counted, format_count, format_size
-from bigload_cli.views.bars import bar
 from bigload_cli.views.documents import bytes_by_dtype
-from bigload_cli.views.text import argument
+from bigload_cli.views.text import argument, bar
 
 _BAR_WIDTH = 16
 

@@ -19,8 +19,8 @@ from bigload.planning.planner import PlanDetails
 from bigload.units import counted, format_size
 from bigload_cli.result_files import is_stdout, write_result
 from bigload_cli.views.html_template import Markup, breakable, fill, join, script_hash
-from bigload_cli.views.plan import next_command
 from bigload_cli.views.plan_runs import Kind, Piece, Run, family_name, pieces_of, runs_of, short
+from bigload_cli.views.text import next_command
 
 MAX_CELLS = 160
 """Blocks of one device that are drawn one by one; of more, their runs are."""

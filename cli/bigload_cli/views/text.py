@@ -1,4 +1,4 @@
-"""Paths quoted for a command line."""
+"""Words of commands and bars of block characters that several views show."""
 
 from __future__ import annotations
 
@@ -6,8 +6,37 @@ import shlex
 from pathlib import Path
 
 from bigload.plain_text import printable
+from bigload.planning.plan import Plan
+
+_EIGHTHS = " ▏▎▍▌▋▊▉█"
+
+
+def bar(part: float, *, width: int, blocks: bool = True) -> str:
+    """Return a bar that fills `part` (0 to 1) of `width` cells; anything above nothing shows at least a sliver.
+
+    >>> bar(0.5, width=4), bar(0.001, width=4), bar(0.5, width=4, blocks=False)
+    ('██', '▏', '##')
+    """
+    if not blocks:
+        return "#" * max(round(part * width), 1 if part > 0 else 0)
+    eighths = max(round(part * width * 8), 1 if part > 0 else 0)
+    full, rest = divmod(eighths, 8)
+    return "█" * full + (_EIGHTHS[rest] if rest else "")
 
 
 def argument(path: str | Path) -> str:
     """Return a path as a word of a command that can be copied into a shell."""
     return shlex.quote(printable(str(path)))
+
+
+def next_command(plan: Plan, plan_file: Path) -> str:
+    """Return the command that carries the plan out, with an output folder beside the source."""
+    path = Path(plan.checkpoint_path)
+    folder = path.parent if path.suffix in (".json", ".safetensors") else path
+    if not folder.is_dir() or folder.parent.name == "snapshots":  # it lies in the cache of the Hub
+        out = f"{plan.name}.split"
+    elif folder.name in ("", ".."):
+        out = f"{folder / '..'}/{folder.resolve().name}.split"
+    else:
+        out = f"{folder}.split"
+    return f"Next: bigload reshard {argument(plan_file)} {argument(out)}"

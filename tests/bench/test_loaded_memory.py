@@ -2,7 +2,7 @@ import mmap
 
 import torch
 
-from bigload.bench.touch import touch
+from bigload.bench.loaded_memory import touch
 
 PAGE = mmap.PAGESIZE
 

@@ -1,6 +1,6 @@
 import pytest
 
-from bigload.bench.phases import phase_shares
+from bigload.bench.report import phase_shares
 from bigload.loading.report import LoadReport
 from bigload.loading.settings import Method
 from bigload.machine.activities import Activity, Phase

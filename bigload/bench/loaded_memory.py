@@ -1,12 +1,14 @@
-"""Page touching: a mapped tensor is loaded only once its pages are present."""
+"""Memory that loads end in: its kinds, the wait until it can be used, and the digest of what is in it."""
 
 from __future__ import annotations
 
+import ctypes
+import hashlib
 import mmap
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from enum import StrEnum
 from typing import TYPE_CHECKING
 
-from bigload.bench.memory_kind import MemoryKind
 from bigload.machine.thread_pool import default_threads, run_jobs
 from bigload.units import MIB
 
@@ -15,6 +17,18 @@ if TYPE_CHECKING:
 
 _PAGE = mmap.PAGESIZE
 _PIECE_BYTES = 64 * MIB
+
+
+class MemoryKind(StrEnum):
+    """The memory that holds loaded bytes; only loads of one kind are compared.
+
+    `private`: writable memory of this process. `file`: pages of the file in the page cache, shared with other maps.
+    `device`: memory of an accelerator.
+    """
+
+    PRIVATE = "private"
+    FILE = "file"
+    DEVICE = "device"
 
 
 def finish(tensors: Iterable[torch.Tensor], memory: MemoryKind) -> None:
@@ -52,3 +66,17 @@ def _pieces(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
 
 def _read(piece: torch.Tensor) -> None:
     piece.max()
+
+
+def digest_of(tensors: Mapping[str, torch.Tensor]) -> str:
+    """Return SHA-256, in hexadecimal, of names and bytes in the order of the names, whatever the order of loading."""
+    digests: dict[str, bytes] = {}
+
+    def digest(name: str) -> None:
+        tensor = tensors[name].detach().cpu().contiguous()
+        num_bytes = tensor.numel() * tensor.element_size()
+        memory = (ctypes.c_char * num_bytes).from_address(tensor.data_ptr()) if num_bytes else b""
+        digests[name] = hashlib.sha256(memory).digest()
+
+    run_jobs(digest, list(tensors), threads=default_threads())
+    return hashlib.sha256(b"".join(name.encode() + digests[name] for name in sorted(tensors))).hexdigest()
