@@ -92,9 +92,9 @@ from bigload.loading.settings import Method as Method
 from bigload.loading.slices import Slice as Slice
 from bigload.parallel.parallelize import parallelize as parallelize
 from bigload.parallel.sharded_loading.load_sharded import LoadedParts as LoadedParts
+from bigload.parallel.sharded_loading.load_sharded import RankLoadReport as RankLoadReport
 from bigload.parallel.sharded_loading.load_sharded import load_parts as load_parts
 from bigload.parallel.sharded_loading.load_sharded import load_sharded as load_sharded
-from bigload.parallel.sharded_loading.report import RankLoadReport as RankLoadReport
 from bigload.parallel.tensor_parallel.apply import apply_tensor_parallel as apply_tensor_parallel
 from bigload.parallel.tensor_parallel.apply import plan_tensor_parallel as plan_tensor_parallel
 from bigload.parallel.tensor_parallel.plan import LocalArgument as LocalArgument

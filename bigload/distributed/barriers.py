@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from threading import Event
 from typing import TYPE_CHECKING
 
 from bigload.distributed.process_group import check_not_in_first_block, first_line
@@ -14,13 +15,8 @@ if TYPE_CHECKING:
     import torch
 
 
-class _Trigger:
-    """Whether this process has called `set_trigger` since the last `check_trigger` that was true."""
-
-    is_set = False
-
-
-_trigger = _Trigger()
+_trigger = Event()
+"""Set if this process has called `set_trigger` since the last `check_trigger` that was true."""
 
 
 def wait_for_everyone() -> None:
@@ -45,7 +41,7 @@ def wait_for_everyone() -> None:
 
 def set_trigger() -> None:
     """Make the next `check_trigger` return true in every process, whichever of them calls this."""
-    _trigger.is_set = True
+    _trigger.set()
 
 
 def check_trigger() -> bool:
@@ -55,7 +51,7 @@ def check_trigger() -> bool:
         ProcessControlError: as `wait_for_everyone`.
         RankError: another process is gone, or has not come in time.
     """
-    is_set = _trigger.is_set
+    is_set = _trigger.is_set()
     if has_other_processes("check_trigger"):
         import torch
         import torch.distributed as dist
@@ -65,7 +61,7 @@ def check_trigger() -> bool:
             dist.all_reduce(flag, op=dist.ReduceOp.MAX)
             is_set = bool(flag.item())
     if is_set:
-        _trigger.is_set = False
+        _trigger.clear()
     return is_set
 
 

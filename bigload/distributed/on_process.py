@@ -10,14 +10,7 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any, ParamSpec, Protocol, TypeVar, overload
 
-from bigload.distributed.process_index import (
-    is_last_process,
-    is_local_main_process,
-    is_main_process,
-    local_process_index,
-    num_processes,
-)
-from bigload.distributed.process_index import process_index as process_index_of_this
+from bigload.distributed import process_index as processes
 from bigload.errors import OptionError
 
 P = ParamSpec("P")
@@ -30,17 +23,17 @@ class _Decorator(Protocol):
 
 def on_main_process(function: Callable[P, T]) -> Callable[P, T | None]:
     """Have `function` run in process 0 alone; a decorator."""
-    return _where(is_main_process, function)
+    return _where(processes.is_main_process, function)
 
 
 def on_local_main_process(function: Callable[P, T]) -> Callable[P, T | None]:
     """Have `function` run in process 0 of each host; a decorator."""
-    return _where(is_local_main_process, function)
+    return _where(processes.is_local_main_process, function)
 
 
 def on_last_process(function: Callable[P, T]) -> Callable[P, T | None]:
     """Have `function` run in the process with the highest number; a decorator."""
-    return _where(is_last_process, function)
+    return _where(processes.is_last_process, function)
 
 
 @overload
@@ -53,8 +46,7 @@ def on_process(function: Callable[..., Any] | None = None, process_index: int | 
     Raises:
         OptionError: `process_index` is no number of a process.
     """
-    number = _checked("process_index", process_index)
-    return _decorated(lambda: process_index_of_this() == number, function)
+    return _numbered(processes.process_index, process_index, function)
 
 
 @overload
@@ -69,29 +61,23 @@ def on_local_process(
     Raises:
         OptionError: `local_process_index` is no number of a process.
     """
-    number = _checked("local_process_index", local_process_index)
-    return _decorated(lambda: _local_process_index() == number, function)
+    return _numbered(processes.local_process_index, local_process_index, function)
 
 
-_local_process_index = local_process_index
-
-
-def _checked(name: str, number: int | None) -> int:
+def _numbered(index: Callable[[], int], number: object, function: Callable[..., Any] | None) -> Callable[..., Any]:
     if not isinstance(number, int) or isinstance(number, bool) or number < 0:
-        raise OptionError.of(name, number, "the number of the process that runs it, from 0 on")
-    return number
+        raise OptionError.of(index.__name__, number, "the number of the process that runs it, from 0 on")
 
+    def decorate(decorated: Callable[P, T]) -> Callable[P, T | None]:
+        return _where(lambda: index() == number, decorated)
 
-def _decorated(is_here: Callable[[], bool], function: Callable[..., Any] | None) -> Callable[..., Any]:
-    if function is None:
-        return lambda decorated: _where(is_here, decorated)
-    return _where(is_here, function)
+    return decorate if function is None else decorate(function)
 
 
 def _where(is_here: Callable[[], bool], function: Callable[P, T]) -> Callable[P, T | None]:
     @wraps(function)
     def runs_or_not(*arguments: P.args, **options: P.kwargs) -> T | None:
-        if num_processes() == 1 or is_here():
+        if processes.num_processes() == 1 or is_here():
             return function(*arguments, **options)
         return None
 

@@ -33,6 +33,8 @@ _TRANSFER_TIMEOUT = timedelta(days=30)
 _NEVER_SENT = 1
 """A tag that no message has."""
 
+_Operation = Callable[..., dist.Work | None]
+
 _Received = SimpleQueue[tuple[int, bytes | Exception]]
 """A message of each peer, or the error that says that the peer is gone."""
 
@@ -76,10 +78,9 @@ class TorchProcessGroup:
             self._listeners[peer] = listener
         gathered = {peer: _from_json(peer, message) for peer, message in self._from_each(values)}
         # No rank goes on before all have all values: so each is listened to until then, and missed if it dies.
-        sendings = [dist.isend(torch.zeros(1, dtype=torch.uint8), peer, group=self._group) for peer in self._peers]
+        sendings = [self._start(dist.isend, torch.zeros(1, dtype=torch.uint8), peer) for peer in self._peers]
         self._from_each(confirmations)
         for sending in sendings:
-            assert sending is not None
             sending.wait(_JOIN_TIMEOUT)
         self._join_listeners()
         gathered[self.rank] = value
@@ -101,11 +102,9 @@ class TorchProcessGroup:
         for sending in sendings:
             sending.result()
 
-    def _transfer(self, operation: Callable[..., dist.Work | None], values: torch.Tensor, peer: int) -> None:
+    def _transfer(self, operation: _Operation, values: torch.Tensor, peer: int) -> None:
         try:
-            work = operation(values, peer, group=self._group)
-            assert work is not None
-            work.wait(_TRANSFER_TIMEOUT)
+            self._start(operation, values, peer).wait(_TRANSFER_TIMEOUT)
         except RuntimeError as error:
             raise _unreachable(peer, error) from error
 
@@ -113,9 +112,7 @@ class TorchProcessGroup:
         """Receive from `peer` its value, and then the confirmation that it has those of all ranks."""
         try:
             values.put((peer, self._exchange(peer, own)))
-            confirmation = dist.irecv(torch.zeros(1, dtype=torch.uint8), peer, group=self._group)
-            assert confirmation is not None
-            confirmation.wait(_TRANSFER_TIMEOUT)
+            self._start(dist.irecv, torch.zeros(1, dtype=torch.uint8), peer).wait(_TRANSFER_TIMEOUT)
             confirmations.put((peer, b""))
         except (RuntimeError, ValueError) as error:  # the latter: of a group that is closed
             values.put((peer, error))
@@ -131,12 +128,14 @@ class TorchProcessGroup:
         return bytes(received)
 
     def _exchange_tensors(self, peer: int, own: torch.Tensor, received: torch.Tensor) -> None:
-        sending = dist.isend(own, peer, group=self._group)
-        receiving = dist.irecv(received, peer, group=self._group)
-        assert sending is not None
-        assert receiving is not None
+        sending, receiving = self._start(dist.isend, own, peer), self._start(dist.irecv, received, peer)
         receiving.wait(_TRANSFER_TIMEOUT)
         sending.wait(_TRANSFER_TIMEOUT)
+
+    def _start(self, operation: _Operation, values: torch.Tensor, peer: int, *, tag: int = 0) -> dist.Work:
+        work = operation(values, peer, group=self._group, tag=tag)
+        assert work is not None, "this rank is in the group"
+        return work
 
     def _from_each(self, received: _Received) -> list[tuple[int, bytes]]:
         """Return a message of each peer.
@@ -166,8 +165,7 @@ class TorchProcessGroup:
         """
         for peer in self._listeners:
             with suppress(RuntimeError):
-                nothing = dist.irecv(torch.zeros(1, dtype=torch.uint8), peer, group=self._group, tag=_NEVER_SENT)
-                assert nothing is not None
+                nothing = self._start(dist.irecv, torch.zeros(1, dtype=torch.uint8), peer, tag=_NEVER_SENT)
                 nothing.wait(timedelta(milliseconds=1))
         self._join_listeners()
         dist.destroy_process_group(self._group)

@@ -23,7 +23,7 @@ from bigload.loading.strategy.read_strategy import ReadStrategy
 from bigload.loading.tensors import torch_dtype
 from bigload.parallel.sharded_loading.byte_ranges import StoredPiece, StoredTensor, strided_copies
 from bigload.parallel.sharded_loading.local_reads import fill_local
-from bigload.parallel.sharded_loading.local_tensors import LocalPart, LocalTensor, local_tensors
+from bigload.parallel.sharded_loading.local_tensors import LocalPart, LocalTensor, copy_runs, local_tensors
 from bigload.parallel.sharded_loading.shard_spec import ShardSpec, whole_spec
 from bigload.parallel.sharded_loading.stored_tensors import StoredTensors
 from bigload.units import MIB
@@ -189,16 +189,6 @@ def _read(
 def _copy_local(batch: Sequence[BatchRows], memory: torch.Tensor, tensors: Mapping[str, Sequence[LocalTensor]]) -> None:
     """Copy this process's part of `batch` into `tensors`."""
     for rows in batch:
-        sent = rows.as_sent()
-        values = torch_dtype(sent.dtype)
-        assert values is not None
         for local in tensors.get(rows.stored.name, ()):
-            is_packed = rows.stored.dtype.bits < 8
-            target = local.tensor.view(torch.uint8) if is_packed else local.tensor
-            for lines in strided_copies(sent, local.part.spec):
-                form = (lines.count, lines.run_bytes // sent.item_bytes)
-                source = memory[lines.start : lines.start + lines.reach].view(values)
-                into = target.as_strided(
-                    form, (lines.target_stride, lines.target_step), target.storage_offset() + lines.target
-                )
-                into.copy_(source.as_strided(form, (lines.stride // sent.item_bytes, 1), source.storage_offset()))
+            for copy in strided_copies(rows.as_sent(), local.part.spec):
+                copy_runs(copy, memory[copy.start : copy.start + copy.reach], copy.stride, local)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 
@@ -28,7 +28,6 @@ from bigload.parallel.sharded_loading.byte_ranges import StoredTensor
 from bigload.parallel.sharded_loading.local_model import ModelPart, assign_local, check_parts, described
 from bigload.parallel.sharded_loading.local_reads import fill_local
 from bigload.parallel.sharded_loading.local_tensors import LocalPart, LocalTensor, local_tensors
-from bigload.parallel.sharded_loading.report import RankLoadReport
 from bigload.parallel.sharded_loading.shard_spec import check_divisions, spec_of_division
 from bigload.parallel.sharded_loading.stored_tensors import StoredTensors, open_stored
 from bigload.planning.load_dtype import as_dtype
@@ -36,6 +35,31 @@ from bigload.planning.tensor_parallel.division import Division
 
 _Fill = Callable[[Sequence[LocalTensor]], tuple[ReadStrategy | None, int]]
 """Fills local tensors; returns the read strategy, if this process reads, and how many bytes were read."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankLoadReport:
+    """One rank's share of a load.
+
+    Attributes:
+        rank: Its rank.
+        needed_bytes: Bytes of its part in the files.
+        read_bytes: Bytes that it asked of the files; none of what rank 0 sent.
+        stored_bytes: Bytes of all tensors of the checkpoint.
+        seconds: From the first check until the last byte was there.
+        method: How files were read that this rank has for itself; never `auto`. `None` if it was sent everything.
+        reason: Why this method, as half a sentence.
+        threads: Threads that read.
+    """
+
+    rank: int
+    needed_bytes: int
+    read_bytes: int
+    stored_bytes: int
+    seconds: float
+    method: Method | None
+    reason: str
+    threads: int
 
 
 class LoadedParts(dict[str, torch.Tensor]):
@@ -133,7 +157,10 @@ def load_sharded(
         parts = [part for _, part in places]
         tensors, report = run_on_all_ranks(group, lambda: _loaded(stored, parts, fill, group.rank, began))
         assign_local(module, [assignment for assignment, _ in places], tensors)
-        return tuple(map(RankLoadReport.from_json, group.all_gather(asdict(report))))
+        gathered = group.all_gather(asdict(report))
+        return tuple(
+            RankLoadReport(**{**each, "method": each["method"] and Method(each["method"])}) for each in gathered
+        )
 
 
 def _module(model: nn.Module) -> nn.Module:

@@ -11,12 +11,12 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from bigload.checkpoint.model import Span, TensorInfo
-from bigload.dtypes import DTYPES, parse_dtype
+from bigload.dtypes import DTYPES
 from bigload.errors import OptionError, StateDictMismatchError, abridged
 from bigload.loading.assign import Assignment, compare, tensor_named
 from bigload.loading.schedule import CPU, RequestedTensor
 from bigload.loading.staging.accelerators import check_present
-from bigload.loading.tensors import check_dtypes
+from bigload.loading.tensors import check_dtypes, dtype_of
 from bigload.parallel.sharded_loading.byte_ranges import StoredTensor
 from bigload.parallel.sharded_loading.local_tensors import LocalPart, LocalTensor
 from bigload.parallel.sharded_loading.shard_spec import (
@@ -53,9 +53,8 @@ class ModelPart:
         """
         self._check_names()
         tensors = self._by_names_in_model(stored)
-        found = compare(
-            self.model, {name: described(tensor, self._shape(name, tensor)) for name, tensor in tensors.items()}
-        )
+        forms = {name: described(tensor, self._shape(name, tensor)) for name, tensor in tensors.items()}
+        found = compare(self.model, forms)
         if self.strict and (found.missing or found.unexpected or found.misshapen):
             raise StateDictMismatchError(
                 type(self.model).__name__,
@@ -94,11 +93,8 @@ class ModelPart:
                 "names", type(self.names).__name__, "a mapping with the checkpoint's name for each name in the model"
             )
         known = {
-            name
-            for name, _ in (
-                *self.model.named_parameters(remove_duplicate=False),
-                *self.model.named_buffers(remove_duplicate=False),
-            )
+            *dict(self.model.named_parameters(remove_duplicate=False)),
+            *dict(self.model.named_buffers(remove_duplicate=False)),
         }
         for argument, told in (("divisions", self.divisions), ("names", self.names)):
             if unknown := [name for name in told if name not in known]:
@@ -178,12 +174,8 @@ def check_parts(parts: Sequence[LocalPart]) -> None:
     """
     for part in parts:
         check_dtypes(RequestedTensor(tensor=piece.tensor, dtype=part.stored.dtype) for piece in part.stored.pieces)
-        try:
-            wanted = parse_dtype(str(part.dtype))
-            is_castable = wanted == part.stored.dtype or min(wanted.bits, part.stored.dtype.bits) >= 8
-        except ValueError:  # none that files have
-            is_castable = False
-        if not is_castable:
+        wanted = dtype_of(part.dtype)
+        if wanted is None or (wanted != part.stored.dtype and min(wanted.bits, part.stored.dtype.bits) < 8):
             expected = f"a dtype that {part.stored.dtype}, which it has in the checkpoint, can be cast to"
             raise OptionError.of(f"the dtype of {part.stored.name} in the model", str(part.dtype), expected)
     for place in sorted({part.device_name for part in parts}):

@@ -11,10 +11,17 @@ import torch
 from bigload.loading.checks import check_ram
 from bigload.loading.schedule import ALIGNMENT, CPU
 from bigload.loading.staging.accelerators import take_memory
-from bigload.loading.tensors import Memory, bytes_of
+from bigload.loading.tensors import Memory, bytes_of, torch_dtype
 from bigload.machine.huge_pages import allocate
-from bigload.parallel.sharded_loading.byte_ranges import StoredTensor
+from bigload.parallel.sharded_loading.byte_ranges import StoredTensor, StridedCopy
 from bigload.parallel.sharded_loading.shard_spec import ShardSpec, spec_shape
+from bigload.units import KIB
+
+_MOVED_AS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""What elements are taken for that only move, by their width in bytes: torch copies no packed types."""
+
+_STEP_ELEMENTS = 32 * KIB - 64
+"""What torch copies at a time: from 32768 elements on it calls threads of its own, which want the cores of ours."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,6 +104,23 @@ def local_tensors(name: str, path: str, parts: Sequence[LocalPart]) -> list[Loca
             found.append(LocalTensor(part=part, tensor=raw.view(part.dtype).view(part.shape), memory=raw))
         start += size
     return found
+
+
+def copy_runs(copy: StridedCopy, source: torch.Tensor, apart: int, local: LocalTensor) -> None:
+    """Copy runs of bytes in `source`, each `apart` after the last, to where `copy` has them in `local`, cast."""
+    part, target = local.part, local.tensor
+    stored = torch_dtype(part.stored.dtype)
+    assert stored is not None, "torch has the dtypes of all that is loaded"
+    if stored == part.dtype:
+        stored = _MOVED_AS[stored.itemsize]
+        target = target.view(stored)
+    form = copy.count, copy.run_bytes // stored.itemsize
+    runs = source.view(stored).as_strided(form, (apart // stored.itemsize, 1))
+    strides = copy.target_stride, copy.target_step
+    target = target.as_strided(form, strides, target.storage_offset() + copy.target)
+    step = max(_STEP_ELEMENTS // form[1], 1) if part.device_name == CPU else copy.count
+    for first in range(0, copy.count, step):
+        target[first : first + step].copy_(runs[first : first + step])
 
 
 def _room(part: LocalPart) -> int:

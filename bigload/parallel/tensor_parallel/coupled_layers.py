@@ -39,15 +39,13 @@ class CoupledLayers:
     plan: PartialPlan
 
 
-def coupled_layers(
-    weightless: WeightlessModel, reference: ReferenceRun, size: int, styled: Collection[str] = ()
-) -> Iterator[CoupledLayers]:
+def coupled_layers(reference: ReferenceRun, size: int, styled: Collection[str] = ()) -> Iterator[CoupledLayers]:
     """Yield what `size` ranks could divide together, besides what is `styled`; some may turn out not to work.
 
     Of rows whose names differ in numbers only, the first two and the last are looked at. If what was found of the last
     is there for the others, it holds for them.
     """
-    leaves = _leaves(weightless, reference)
+    weightless, leaves = reference.weightless, _leaves(reference)
     kinds: dict[tuple[str, int], list[str]] = {}
     for (name, number), inputs in reference.inputs.items():
         is_row = number == 0 and name not in styled and weightless.layers[name] is not LayerKind.LOOKUP
@@ -110,9 +108,9 @@ class _Leaf:
     is_layer: bool
 
 
-def _leaves(weightless: WeightlessModel, reference: ReferenceRun) -> dict[int, _Leaf]:
+def _leaves(reference: ReferenceRun) -> dict[int, _Leaf]:
     leaves = {id(tensor): _Leaf(name, is_layer=True) for (name, _), tensor in reference.answers.items()}
-    for name, parameter in weightless.module.named_parameters():
+    for name, parameter in reference.weightless.module.named_parameters():
         if parameter.requires_grad:
             leaves[id(parameter)] = _Leaf(name, is_layer=False)
     return leaves

@@ -10,8 +10,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
+from functools import reduce
 from inspect import signature
 from itertools import combinations, islice
+from operator import or_
 from typing import Any
 
 from torch import Tensor, nn
@@ -19,7 +21,6 @@ from torch import Tensor, nn
 from bigload.parallel.tensor_parallel.coupled_layers import CoupledLayers
 from bigload.parallel.tensor_parallel.plan import LocalArgument, PartialPlan
 from bigload.parallel.tensor_parallel.validation import ReferenceRun, misfit
-from bigload.parallel.tensor_parallel.weightless_model import WeightlessModel
 
 _MAX_TRIES = 60
 _HEADS = re.compile(r"heads?$")
@@ -30,28 +31,26 @@ _Changes = Mapping[str, int]
 
 
 def localised(
-    weightless: WeightlessModel, reference: ReferenceRun, decided: PartialPlan, kind: Sequence[CoupledLayers], size: int
+    reference: ReferenceRun, decided: PartialPlan, kind: Sequence[CoupledLayers], size: int
 ) -> PartialPlan | None:
     """Return the plan of coupled layers of one `kind`, with their local attributes; `None` if it cannot work.
 
     `decided` is the plan of what is divided besides. Only the first two are tried.
     """
-    base = PartialPlan()
-    for coupled in kind:
-        base = base | coupled.plan
+    base = reduce(or_, (coupled.plan for coupled in kind))
     whole, until = decided | base, kind[:2][-1].row
-
-    owners = [_owners(weightless.module, coupled) for coupled in kind]
-    candidates = _candidates(weightless.module, owners, _ratios(weightless, kind[0], size))
+    module = reference.weightless.module
+    owners = [_owners(module, coupled) for coupled in kind]
+    candidates = _candidates(module, owners, _ratios(module, kind[0], size))
     heads = {place: value for place, value in candidates.items() if _is_heads(place[1])}
     for changes in islice(_tries(candidates), _MAX_TRIES):
         addition = PartialPlan(attributes=_spread(owners, changes))
-        if misfit(weightless, reference, whole | addition, size, until) is None:
+        if misfit(reference, whole | addition, size, until) is None:
             return base | addition
     attributes = PartialPlan(attributes=_spread(owners, {place: values[0] for place, values in heads.items()}))
-    for arguments in _arguments(weightless, reference, owners, heads):
+    for arguments in _arguments(reference, owners, heads):
         addition = attributes | PartialPlan(arguments=arguments)
-        if misfit(weightless, reference, whole | addition, size, until) is None:
+        if misfit(reference, whole | addition, size, until) is None:
             return base | addition
     return None
 
@@ -71,12 +70,12 @@ def _owners(module: nn.Module, coupled: CoupledLayers) -> dict[str, str]:
     return {".".join(part[depth:stop]): ".".join(part[:stop]) for part in parts for stop in range(depth, len(part))}
 
 
-def _ratios(weightless: WeightlessModel, coupled: CoupledLayers, size: int) -> list[Fraction]:
+def _ratios(module: nn.Module, coupled: CoupledLayers, size: int) -> list[Fraction]:
     """Return by what numbers may shrink: with queries, with keys that ranks share, with the quotient of both."""
     shares = {Fraction(1, number) for number in range(2, size + 1) if size % number == 0}
     for name in coupled.columns:
         division = coupled.plan.divisions[f"{name}.weight"]
-        weight = weightless.module.get_submodule(name)._parameters["weight"]
+        weight = module.get_submodule(name)._parameters["weight"]
         assert weight is not None
         assert division.dim is not None
         shares.add(Fraction(sum(stop - start for start, stop in division.ranges[0]), weight.shape[division.dim]))
@@ -125,15 +124,14 @@ def _spread(owners: Sequence[Mapping[str, str]], changes: Mapping[_AttributeKey,
 
 
 def _arguments(
-    weightless: WeightlessModel,
     reference: ReferenceRun,
     owners: Sequence[Mapping[str, str]],
     heads: Mapping[_AttributeKey, list[int]],
 ) -> Iterator[dict[str, tuple[LocalArgument, ...]]]:
     """Yield arguments of modules that may have a part for each head, for all coupled layers of the kind."""
-    module = weightless.module.get_submodule(owners[0][""])
-    given = _given(weightless, reference, module)
-    counts = sorted({getattr(weightless.module.get_submodule(f"{owners[0][path]}"), name) for path, name in heads})
+    model = reference.weightless.module
+    given = _given(reference, model.get_submodule(owners[0][""]))
+    counts = sorted({getattr(model.get_submodule(owners[0][path]), name) for path, name in heads})
     for name, value in given.items():
         if not isinstance(value, Tensor) or not value.is_floating_point():
             continue
@@ -144,16 +142,13 @@ def _arguments(
                     yield {names[""]: (argument,) for names in owners}
 
 
-def _given(weightless: WeightlessModel, reference: ReferenceRun, module: nn.Module) -> dict[str, Any]:
+def _given(reference: ReferenceRun, module: nn.Module) -> dict[str, Any]:
     """Return the arguments of the first call of `module` in a forward."""
     found: list[dict[str, Any]] = []
 
     def keep(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         found.append(dict(signature(module.forward).bind_partial(*args, **kwargs).arguments))
 
-    handle = module.register_forward_pre_hook(keep, with_kwargs=True)
-    try:
-        weightless.run(reference.example, lambda _name, _number, _inputs, noise: noise())
-    finally:
-        handle.remove()
+    with module.register_forward_pre_hook(keep, with_kwargs=True):
+        reference.weightless.run(reference.example, lambda _name, _number, _inputs, noise: noise())
     return found[0] if found else {}

@@ -111,7 +111,6 @@ class _Validator:
     size: int
     layers: Mapping[str, LayerKind]
     ties: Mapping[str, list[str]]
-    weightless: WeightlessModel | None = None
     reference: ReferenceRun | None = None
     problem: str | None = None
     _last: tuple[PartialPlan, str | None] | None = None
@@ -124,11 +123,8 @@ class _Validator:
         problem = "it is not known what a forward takes: give an example"
         if inputs:
             try:
-                weightless = WeightlessModel(model, is_short=example is None)
-                reference = run_reference(weightless, inputs, summed)
-                return _Validator(
-                    size=size, layers=weightless.layers, ties=ties, weightless=weightless, reference=reference
-                )
+                reference = run_reference(WeightlessModel(model, is_short=example is None), inputs, summed)
+                return _Validator(size=size, layers=reference.weightless.layers, ties=ties, reference=reference)
             except Exception as error:  # of the model's own code
                 problem = f"a forward fails: {type(error).__name__}: {error}"
         kinds = {name: layer_kind(module) for name, module in model.named_modules()}
@@ -142,11 +138,11 @@ class _Validator:
 
     def misfit(self, plan: PartialPlan) -> str | None:
         """Return why `plan` does not fit, `None` if it does or cannot be validated."""
-        if self.weightless is None or self.reference is None:
+        if self.reference is None:
             return None
         plan = with_ties(plan, self.ties)
         if self._last is None or self._last[0] != plan:  # the last one is often asked for twice
-            self._last = (plan, misfit(self.weightless, self.reference, plan, self.size))
+            self._last = (plan, misfit(self.reference, plan, self.size))
         return self._last[1]
 
     def fits(self, plan: PartialPlan) -> bool:
@@ -154,10 +150,10 @@ class _Validator:
 
     def kinds(self, divided: Collection[str]) -> list[_Kind]:
         """Return the coupled layers besides those that are `divided`, by kind."""
-        if self.weightless is None or self.reference is None:
+        if self.reference is None:
             return []
         if self._kinds is None:
-            found = _by_kind(coupled_layers(self.weightless, self.reference, self.size, divided))
+            found = _by_kind(coupled_layers(self.reference, self.size, divided))
             self._kinds = found if not divided else None
         else:
             found = self._kinds
@@ -167,13 +163,12 @@ class _Validator:
 
     def with_local_attributes(self, plan: PartialPlan) -> PartialPlan:
         """Return `plan` with the attributes that become local by its divisions of coupled layers."""
-        assert self.weightless is not None
         assert self.reference is not None
         for kind in self.kinds(()):
             if all(each.plan.divisions.items() <= plan.divisions.items() for each in kind):
                 # With all of its block: gradients do not show queries and keys of which a mask leaves nothing.
                 block = _of_block(plan, _block(kind[0].row))
-                plan = (localised(self.weightless, self.reference, block, kind, self.size) or PartialPlan()) | plan
+                plan = (localised(self.reference, block, kind, self.size) or PartialPlan()) | plan
         return plan
 
     def fitted(self, plan: PartialPlan) -> PartialPlan | None:
@@ -268,13 +263,13 @@ def _with_coupled_layers(
     validator: _Validator, plan: PartialPlan, whole: Collection[str]
 ) -> tuple[PartialPlan, set[str]]:
     """Return `plan` with coupled layers besides, none of those in `whole`, and the layers that have to stay whole."""
-    if validator.weightless is None or validator.reference is None:
+    if validator.reference is None:
         return plan, set()
     accepted: list[tuple[PartialPlan, _Kind]] = []
     together = plan
     for kind in validator.kinds(plan.styles.keys()):
         if not _names(kind) & (together.styles.keys() | set(whole)):
-            found = localised(validator.weightless, validator.reference, together, kind, validator.size)
+            found = localised(validator.reference, together, kind, validator.size)
             if found is not None:
                 accepted.append((found, kind))
                 together |= found

@@ -25,6 +25,7 @@ class ReferenceRun:
     """A forward of the undivided model.
 
     Attributes:
+        weightless: The model, in which each forward is run.
         example: Its arguments.
         inputs: What each layer got, in the order of calls.
         answers: The noise that each made of it, a leaf of the graph.
@@ -32,6 +33,7 @@ class ReferenceRun:
         outputs: The tensors that came out.
     """
 
+    weightless: WeightlessModel
     example: Mapping[str, object]
     inputs: Mapping[Call, Tensor]
     answers: Mapping[Call, Tensor]
@@ -63,23 +65,28 @@ def run_reference(
         for name in summed:
             stack.enter_context(weightless.module.get_submodule(name).register_forward_hook(keep(name)))
         output = weightless.run(example, on_call)
-    return ReferenceRun(example=example, inputs=inputs, answers=answers, summed=made, outputs=tensors_in(output))
+    return ReferenceRun(
+        weightless=weightless,
+        example=example,
+        inputs=inputs,
+        answers=answers,
+        summed=made,
+        outputs=tensors_in(output),
+    )
 
 
 class _DoneError(Exception):
     """All has been seen that was to be seen."""
 
 
-def misfit(
-    weightless: WeightlessModel, reference: ReferenceRun, plan: PartialPlan, size: int, until: str | None = None
-) -> str | None:
+def misfit(reference: ReferenceRun, plan: PartialPlan, size: int, until: str | None = None) -> str | None:
     """Return what is wrong with `plan` for the first or the last of `size` ranks, `None` if nothing is.
 
     Forwards end when the layer `until` has got what it should.
     """
     for rank in (0, size - 1):
         try:
-            _RankRun(weightless=weightless, reference=reference, plan=plan, rank=rank, size=size, until=until).run()
+            _RankRun(reference=reference, plan=plan, rank=rank, size=size, until=until).run()
         except Exception as error:  # of the model's own code, which meets shapes that it may not be made for
             return f"{error}" if isinstance(error, MismatchError) else f"{type(error).__name__}: {error}"
     return None
@@ -89,7 +96,6 @@ def misfit(
 class _RankRun:
     """A forward as `rank` of `size`, in which layers that sum or gather answer as if the other ranks were there."""
 
-    weightless: WeightlessModel
     reference: ReferenceRun
     plan: PartialPlan
     rank: int
@@ -103,7 +109,7 @@ class _RankRun:
             MismatchError: a layer gets, or the model returns, something else than its part of what it should be.
             Exception: whatever the model raises, which cannot work with what this rank has.
         """
-        module, plan = self.weightless.module, self.plan
+        module, plan = self.reference.weightless.module, self.plan
         parameters = {
             name: self._local_parameter(name, division)
             for name, division in plan.divisions.items()
@@ -117,7 +123,7 @@ class _RankRun:
             for name in self.reference.summed:
                 stack.enter_context(self._summing(name))
             try:
-                outputs = tensors_in(self.weightless.run(self.reference.example, self._on_call))
+                outputs = tensors_in(self.reference.weightless.run(self.reference.example, self._on_call))
             except _DoneError:
                 return
         if len(outputs) != len(self.reference.outputs):
@@ -127,9 +133,10 @@ class _RankRun:
 
     def _local_parameter(self, name: str, division: Division) -> Tensor:
         path, _, last = name.rpartition(".")
-        whole = self.weightless.module.get_submodule(path)._parameters[last]
+        weightless = self.reference.weightless
+        whole = weightless.module.get_submodule(path)._parameters[last]
         assert whole is not None
-        if path in self.weightless.layers or is_hollow(whole):
+        if path in weightless.layers or is_hollow(whole):
             return hollow(division.shape(tuple(whole.shape), self.rank))
         return nn.Parameter(sliced(whole.detach(), division, self.rank), requires_grad=False)
 
@@ -156,7 +163,7 @@ class _RankRun:
                 raise MismatchError(f"{name} makes {tuple(output.shape)}, expected {tuple(whole.shape)}")
             return whole
 
-        return self.weightless.module.get_submodule(name).register_forward_hook(swap)
+        return self.reference.weightless.module.get_submodule(name).register_forward_hook(swap)
 
 
 _LOCAL = ("rowwise", "colwise", "local_params")
