@@ -3,7 +3,6 @@
 import os
 import signal
 import socket
-import sys
 import threading
 import time
 from datetime import timedelta
@@ -67,8 +66,8 @@ def everything(rank, size, folder):
     from torch.distributed.distributed_c10d import _get_default_store
 
     results = {}
-    for check in CHECKS:
-        results[check.__name__] = check(rank, size, folder)
+    for name, check in CHECKS.items():
+        results[name] = check(rank, size, folder)
         bigload.wait_for_everyone()
     before = held(), _get_default_store().num_keys()
     bigload.wait_for_everyone()
@@ -118,32 +117,18 @@ def nested_the_other_way(rank, size, folder):
         return True
 
 
-def main_raises(rank, size, folder):
-    def act():
-        with bigload.main_process_first():
-            if rank == 0:
-                raise ValueError("disk full\nand more")
-            raise AssertionError("the others do not enter")
+def failing(failing_rank, error, block=bigload.main_process_first):
+    """Return a check in which one process raises `error` in its `block`."""
 
-    return raised(act)
+    def check(rank, size, folder):
+        def act():
+            with block():
+                if rank == failing_rank:
+                    raise error
 
+        return raised(act)
 
-def main_is_interrupted(rank, size, folder):
-    def act():
-        with bigload.main_process_first():
-            if rank == 0:
-                raise KeyboardInterrupt
-
-    return raised(act)
-
-
-def main_exits(rank, size, folder):
-    def act():
-        with bigload.main_process_first():
-            if rank == 0:
-                sys.exit(3)
-
-    return raised(act)
+    return check
 
 
 def main_raises_within_an_inner_block(rank, size, folder):
@@ -164,24 +149,6 @@ def main_gets_over_an_inner_failure(rank, size, folder):
                     raise ValueError("inner")
 
         return raised(act)
-
-
-def one_host_fails(rank, size, folder):
-    def act():
-        with bigload.local_main_process_first():
-            if rank == 2:
-                raise ValueError("no room on this host")
-
-    return raised(act)
-
-
-def another_raises(rank, size, folder):
-    def act():
-        with bigload.main_process_first():
-            if rank == 1:
-                raise ValueError("of its own")
-
-    return raised(act)
 
 
 def main_would_wait_for_those_who_wait(rank, size, folder):
@@ -237,22 +204,22 @@ def leaving_by_break(rank, size, folder):
     return True
 
 
-CHECKS = [
-    order,
-    nested,
-    nested_the_other_way,
-    main_raises,
-    main_is_interrupted,
-    main_exits,
-    main_raises_within_an_inner_block,
-    main_gets_over_an_inner_failure,
-    one_host_fails,
-    another_raises,
-    main_would_wait_for_those_who_wait,
-    triggers,
-    indexes,
-    leaving_by_break,
-]
+CHECKS = {
+    "order": order,
+    "nested": nested,
+    "nested_the_other_way": nested_the_other_way,
+    "main_raises": failing(0, ValueError("disk full\nand more")),
+    "main_is_interrupted": failing(0, KeyboardInterrupt()),
+    "main_exits": failing(0, SystemExit(3)),
+    "main_raises_within_an_inner_block": main_raises_within_an_inner_block,
+    "main_gets_over_an_inner_failure": main_gets_over_an_inner_failure,
+    "one_host_fails": failing(2, ValueError("no room on this host"), bigload.local_main_process_first),
+    "another_raises": failing(1, ValueError("of its own")),
+    "main_would_wait_for_those_who_wait": main_would_wait_for_those_who_wait,
+    "triggers": triggers,
+    "indexes": indexes,
+    "leaving_by_break": leaving_by_break,
+}
 
 
 @pytest.fixture(scope="module")
@@ -287,7 +254,7 @@ def test_what_the_first_raises_is_raised_in_the_others_with_its_reason(found):
     check_others_are_told(ends, "ValueError: disk full\nand more")
     assert "process 0 failed in main_process_first" in ends[1]["text"]
     assert Path(__file__).name in ends[1]["text"]
-    assert "main_first.py" not in ends[1]["text"].replace(Path(__file__).name, "")
+    assert "main_process_first.py" not in ends[1]["text"].replace(Path(__file__).name, "")
 
 
 def test_ctrl_c_and_an_exit_of_the_first_release_the_others(found):
@@ -350,55 +317,45 @@ def die():
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def main_dies_in_its_block(rank, size, folder):
-    join(rank, size, folder)
-
-    def act():
-        with bigload.main_process_first():
-            time.sleep(TICK_SECONDS)
-            die()
-
-    return raised(act)
-
-
-def main_dies_in_its_block_and_takes_the_store_along(rank, size, folder):
-    join_by_tcp(rank, size, folder)
-
-    def act():
-        with bigload.main_process_first():
-            time.sleep(TICK_SECONDS)
-            die()
-
-    return raised(act)
-
-
-def main_dies_before_its_block(rank, size, folder):
-    join(rank, size, folder)
+def go_first():
     with bigload.main_process_first():
         pass
 
-    def act():
-        if rank == 0:
+
+def killed_in_its_block(join):
+    """Return what ranks do of which the first is killed in its block."""
+
+    def ranks(rank, size, folder):
+        join(rank, size, folder)
+
+        def act():
+            with bigload.main_process_first():
+                time.sleep(TICK_SECONDS)
+                die()
+
+        return raised(act)
+
+    return ranks
+
+
+def killed_before_a_block(victim):
+    """Return what ranks do of which `victim` is killed before a second block."""
+
+    def ranks(rank, size, folder):
+        join(rank, size, folder)
+        go_first()
+        if rank == victim:
             time.sleep(TICK_SECONDS)
             die()
-        with bigload.main_process_first():
-            pass
+        return raised(go_first)
 
-    return raised(act)
+    return ranks
 
 
-def another_dies_before_it_comes(rank, size, folder):
-    join(rank, size, folder)
-    with bigload.main_process_first():
-        pass
-
-    def act():
-        if rank == 1:
-            die()
-        with bigload.main_process_first():
-            pass
-
-    return raised(act)
+main_dies_in_its_block = killed_in_its_block(join)
+main_dies_in_its_block_and_takes_the_store_along = killed_in_its_block(join_by_tcp)
+main_dies_before_its_block = killed_before_a_block(0)
+another_dies_before_it_comes = killed_before_a_block(1)
 
 
 def another_dies_and_all_wait(rank, size, folder):
@@ -426,14 +383,10 @@ def one_comes_late(rank, size, folder):
     join_by_tcp(rank, size, folder, timeout=timedelta(seconds=1))
     late = int((folder / "late").read_text())
 
-    def act():
-        if rank == late:
-            time.sleep(3)
-        else:
-            with bigload.main_process_first():
-                pass
-
-    return raised(act)
+    if rank == late:
+        time.sleep(3)
+        return None
+    return raised(go_first)
 
 
 def groups_one_after_the_other(rank, size, folder):
@@ -461,29 +414,24 @@ def ends_of(function, size, folder):
 
 
 @pytest.mark.slow
-def test_who_waits_for_a_first_that_is_killed_gets_an_error(tmp_path):
-    ends = ends_of("main_dies_in_its_block", 3, tmp_path)
-    assert [end.status for end in ends] == [-signal.SIGKILL, 0, 0]
-    for end in ends[1:]:
-        assert (end.returned["kind"], end.returned["rank"]) == ("RankError", 0)
-        assert "was killed" in end.returned["reason"]
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize(
-    ("function", "dying", "kind"),
+    ("function", "dying"),
     [
-        ("main_dies_in_its_block", 0, "RankError"),
-        ("main_dies_in_its_block_and_takes_the_store_along", 0, "RankError"),
-        ("main_dies_before_its_block", 0, "RankError"),
-        ("another_dies_and_all_wait", 1, "RankError"),
+        ("main_dies_in_its_block", 0),
+        ("main_dies_in_its_block_and_takes_the_store_along", 0),
+        ("main_dies_before_its_block", 0),
+        ("another_dies_and_all_wait", 1),
     ],
 )
-def test_who_waits_for_a_process_that_is_killed_gets_an_error(tmp_path, size, function, dying, kind):
+def test_who_waits_for_a_process_that_is_killed_gets_an_error(tmp_path, size, function, dying):
     ends = ends_of(function, size, tmp_path)
     assert [end.status for end in ends] == [-signal.SIGKILL if rank == dying else 0 for rank in range(size)]
-    assert [end.returned["kind"] for rank, end in enumerate(ends) if rank != dying] == [kind] * (size - 1)
+    others = [end.returned for rank, end in enumerate(ends) if rank != dying]
+    assert [end["kind"] for end in others] == ["RankError"] * (size - 1)
+    if dying == 0:
+        assert {end["rank"] for end in others} == {0}
+        assert all("was killed" in end["reason"] for end in others)
 
 
 @pytest.mark.slow
@@ -509,7 +457,7 @@ def test_a_first_that_fails_and_keeps_the_store_is_heard_before_it_ends(tmp_path
 def test_a_process_that_does_not_come_is_waited_for_as_long_as_the_group_says(tmp_path, late):
     (tmp_path / "late").write_text(str(late))
     ends = returned_by_all(ends_of("one_comes_late", 3, tmp_path))
-    waiting = [rank for rank in range(3) if rank != late] if late == 0 else [0]
+    waiting = [1, 2] if late == 0 else [0]
     assert [rank for rank, end in enumerate(ends) if end] == waiting
     for rank in waiting:
         assert (ends[rank]["kind"], ends[rank]["rank"]) == ("RankError", late)
@@ -539,18 +487,13 @@ def test_alone_nothing_waits(monkeypatch):
         raise ValueError("mine")
 
 
-def enter(context):
-    with context:
-        pass
-
-
 @pytest.mark.parametrize(
     "act",
     [
         bigload.wait_for_everyone,
         bigload.check_trigger,
-        lambda: enter(bigload.main_process_first()),
-        lambda: enter(bigload.local_main_process_first()),
+        bigload.main_process_first().__enter__,
+        bigload.local_main_process_first().__enter__,
     ],
 )
 def test_several_processes_without_a_group_are_an_error_and_not_a_silent_pass(monkeypatch, act):
@@ -579,11 +522,6 @@ def first_ends_before_its_first_call(rank, size, folder):
     if rank == 0:
         os._exit(0)
     return raised(go_first)
-
-
-def go_first():
-    with bigload.main_process_first():
-        pass
 
 
 def share():
