@@ -1,4 +1,4 @@
-"""On which device processes meet; that they do is tested with real ones, in test_main_first.py."""
+"""On which device processes meet; that they do is tested with real ones, in test_main_process_first.py."""
 
 from types import SimpleNamespace
 

@@ -472,8 +472,7 @@ def test_the_store_ends_with_its_group(tmp_path):
 # One process
 
 
-def test_alone_nothing_waits(monkeypatch):
-    monkeypatch.delenv("WORLD_SIZE", raising=False)
+def test_alone_nothing_waits():
     bigload.wait_for_everyone()
     with bigload.main_process_first(), bigload.local_main_process_first():
         bigload.wait_for_everyone()
@@ -496,9 +495,8 @@ def test_alone_nothing_waits(monkeypatch):
         bigload.local_main_process_first().__enter__,
     ],
 )
-def test_several_processes_without_a_group_are_an_error_and_not_a_silent_pass(monkeypatch, act):
-    monkeypatch.setenv("WORLD_SIZE", "4")
-    monkeypatch.setenv("RANK", "1")
+def test_several_processes_without_a_group_are_an_error_and_not_a_silent_pass(launched_by, act):
+    launched_by(WORLD_SIZE=4, RANK=1)
     with pytest.raises(ProcessControlError, match="has 4 processes to wait for"):
         act()
 

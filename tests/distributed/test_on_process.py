@@ -4,16 +4,6 @@ import bigload
 from bigload.errors import OptionError
 
 
-@pytest.fixture
-def be(monkeypatch):
-    def be(rank, size=4, local_rank=None):
-        monkeypatch.setenv("WORLD_SIZE", str(size))
-        monkeypatch.setenv("RANK", str(rank))
-        monkeypatch.setenv("LOCAL_RANK", str(rank % 2 if local_rank is None else local_rank))
-
-    return be
-
-
 @bigload.on_main_process
 def main(x, *, y=1):
     """Add."""
@@ -33,29 +23,28 @@ DECORATED = {
 
 
 @pytest.mark.parametrize("name", DECORATED)
-def test_a_function_runs_where_it_is_to_and_returns_none_elsewhere(be, name):
+def test_a_function_runs_where_it_is_to_and_returns_none_elsewhere(launched_by, name):
     decorated, ranks = DECORATED[name]
     found = []
     for rank in range(4):
-        be(rank)
+        launched_by(WORLD_SIZE=4, RANK=rank, LOCAL_RANK=rank % 2)
         found.append(decorated(2, y=3))
     assert found == [5 if rank in ranks else None for rank in range(4)]
 
 
 @pytest.mark.parametrize("name", DECORATED)
-def test_alone_it_runs_whatever_number_was_asked_for(monkeypatch, name):
-    monkeypatch.delenv("WORLD_SIZE", raising=False)
+def test_alone_it_runs_whatever_number_was_asked_for(name):
     assert DECORATED[name][0](2) == 3
 
 
-def test_methods_can_be_decorated_and_names_are_kept(be):
+def test_methods_can_be_decorated_and_names_are_kept(launched_by):
     class Trainer:
         @bigload.on_process(process_index=1)
         def rank(self):
             """Say something."""
             return self
 
-    be(1)
+    launched_by(WORLD_SIZE=4, RANK=1, LOCAL_RANK=1)
     trainer = Trainer()
     assert trainer.rank() is trainer
     assert Trainer.rank.__doc__ == "Say something."

@@ -132,29 +132,20 @@ def started(program, size, *arguments):
         yield processes
 
 
-@pytest.fixture
-def no_launcher(monkeypatch):
-    for name in ("RANK", "WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
-
-
-def test_without_a_launcher_one_works_alone(no_launcher):
+def test_without_a_launcher_one_works_alone():
     with launched_process_group() as team:
         assert (team.rank, team.size, team.all_gather("x")) == (0, 1, ["x"])
 
 
 @pytest.mark.parametrize("environment", [{"WORLD_SIZE": "1", "RANK": "0"}, {"WORLD_SIZE": "4"}])
-def test_one_rank_and_a_size_without_a_rank_are_alone(no_launcher, monkeypatch, environment):
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
+def test_one_rank_and_a_size_without_a_rank_are_alone(launched_by, environment):
+    launched_by(**environment)
     with launched_process_group() as team:
         assert isinstance(team, SingleProcess)
 
 
-def test_a_launcher_that_says_nonsense_is_named(no_launcher, monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.delenv("MASTER_ADDR", raising=False)
+def test_a_launcher_that_says_nonsense_is_named(launched_by):
+    launched_by(WORLD_SIZE=2, RANK=0)
     with (
         pytest.raises(RankError, match=r"cannot join the 2 of this job: .*MASTER_ADDR") as caught,
         launched_process_group(),

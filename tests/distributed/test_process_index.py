@@ -1,4 +1,4 @@
-"""Which process this is, as the environment tells it; what a process group tells is in test_main_first.py."""
+"""Which process this is, as the environment tells it; what a process group tells is in test_main_process_first.py."""
 
 import subprocess
 import sys
@@ -6,22 +6,8 @@ import sys
 import pytest
 
 import bigload
-from bigload.distributed.launchers import LAUNCHERS, launched_on_host
+from bigload.distributed.launchers import launched_on_host
 from bigload.errors import OptionError, ProcessControlError
-
-
-@pytest.fixture(autouse=True)
-def launched_by(monkeypatch):
-    for launcher in LAUNCHERS:
-        for name in (launcher.rank, launcher.size, launcher.local_rank, launcher.node):
-            if name is not None:
-                monkeypatch.delenv(name, raising=False)
-
-    def launched(**variables):
-        for name, value in variables.items():
-            monkeypatch.setenv(name, value)
-
-    return launched
 
 
 def place():

@@ -8,7 +8,6 @@ import torch
 from torch import nn
 
 import bigload
-from bigload.distributed.launchers import LAUNCHERS
 from bigload.errors import ProcessControlError
 from rank_processes import returned_by_all, run_launched
 
@@ -16,14 +15,6 @@ QUESTIONS = (
     *("is_main_process", "is_local_main_process", "is_last_process"),
     *("num_processes", "process_index", "local_process_index"),
 )
-
-
-@pytest.fixture(autouse=True)
-def no_launcher(monkeypatch):
-    for launcher in LAUNCHERS:
-        for name in (launcher.rank, launcher.size, launcher.local_rank, launcher.node):
-            if name is not None:
-                monkeypatch.delenv(name, raising=False)
 
 
 @pytest.mark.parametrize("name", QUESTIONS)
@@ -88,10 +79,8 @@ def test_a_model_is_taken_out_of_wrappers_and_stays_compiled():
     assert accelerator.unwrap_model(nn.DataParallel(torch.compile(model)), keep_torch_compile=False) is model
 
 
-def test_a_launcher_that_says_too_little_is_named(monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.delenv("MASTER_ADDR", raising=False)
+def test_a_launcher_that_says_too_little_is_named(launched_by):
+    launched_by(WORLD_SIZE=2, RANK=0)
     with pytest.raises(ProcessControlError, match=r"process 0 cannot join the 2 of this job: .*MASTER_ADDR"):
         bigload.PartialState(cpu=True)
     assert not torch.distributed.is_initialized()

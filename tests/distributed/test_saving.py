@@ -14,12 +14,6 @@ from safetensors.torch import load_file
 import bigload
 from bigload.errors import OptionError, WriteError
 
-
-@pytest.fixture(autouse=True)
-def alone(monkeypatch):
-    monkeypatch.delenv("WORLD_SIZE", raising=False)
-
-
 STATE = {"a": torch.arange(6.0).reshape(2, 3), "b": torch.ones(2, dtype=torch.bfloat16)}
 
 
@@ -48,9 +42,8 @@ def test_anything_can_be_pickled_and_bigload_loads_safetensors(tmp_path):
     ("rank", "local_rank", "each_node", "writes"),
     [(0, 0, False, True), (1, 1, False, False), (2, 0, False, False), (2, 0, True, True), (3, 1, True, False)],
 )
-def test_one_process_writes(tmp_path, monkeypatch, rank, local_rank, each_node, writes):  # noqa: PLR0917
-    for name, value in {"WORLD_SIZE": 4, "RANK": rank, "LOCAL_RANK": local_rank}.items():
-        monkeypatch.setenv(name, str(value))
+def test_one_process_writes(tmp_path, launched_by, rank, local_rank, each_node, writes):  # noqa: PLR0917
+    launched_by(WORLD_SIZE=4, RANK=rank, LOCAL_RANK=local_rank)
     bigload.save(STATE, tmp_path / "state.pt", save_on_each_node=each_node)
     assert entries(tmp_path) == (["state.pt"] if writes else [])
 

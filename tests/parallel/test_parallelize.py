@@ -6,9 +6,8 @@ import logging
 import multiprocessing
 import os
 import pickle
-import subprocess
-import sys
 import threading
+from inspect import signature
 from pathlib import Path
 
 import pytest
@@ -26,7 +25,7 @@ from bigload.errors import (
     WorkerError,
 )
 from bigload.parallel.parallelize import _warn_of_too_many
-from process_census import census, is_running, settled
+from process_census import census, is_running, run_program, settled
 from worker_models import Differing, TwoLayers, WithCaches
 
 METHODS = ("forward", "twice", "noise", "speak", "unpicklable")
@@ -163,8 +162,6 @@ def test_a_model_that_has_workers_is_not_given_others(spread):
 
 def test_methods_keep_their_signature(spread):
     model, plain, _ = spread
-    from inspect import signature
-
     assert signature(model.forward) == signature(plain.forward)
 
 
@@ -408,23 +405,17 @@ def test_a_model_without_weights_needs_a_checkpoint_that_has_them(saved, tmp_pat
 SCRIPT = """
 import torch, bigload
 from torch import nn
-{model}
-model = Net(4, 4)
-with bigload.parallelize(model, 2, backend="gloo", example={{"input": torch.ones(1, 4)}}):
+model = nn.Sequential(nn.Linear(4, 4))
+with bigload.parallelize(model, 2, backend="gloo", example={"input": torch.ones(1, 4)}):
     print(model(torch.ones(4)).shape)
 """
 
 
-def run_script(tmp_path, model):
-    script = tmp_path / "script.py"
-    script.write_text(SCRIPT.format(model=model))
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    return subprocess.run([sys.executable, script], check=False, capture_output=True, text=True, env=environment)
-
-
 @pytest.mark.slow
 def test_a_script_needs_no_guard(tmp_path):
-    run = run_script(tmp_path, "Net = lambda *sizes: nn.Sequential(nn.Linear(*sizes))")
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    run = run_program(script)
     assert run.stdout == "torch.Size([4])\n", run.stderr
 
 

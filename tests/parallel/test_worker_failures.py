@@ -3,8 +3,6 @@
 import gc
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 
@@ -15,7 +13,7 @@ from safetensors.torch import save_file
 import bigload
 from bigload.errors import WorkerError, WorkerTimeoutError
 from bigload.parallel.workers import pool
-from process_census import census, is_running, settled
+from process_census import census, ended, is_running, run_program, settled
 from worker_models import Deadly, Unbuildable
 
 X = torch.ones(4)
@@ -173,14 +171,8 @@ model(torch.ones(4), "sleep", rank=1)
 
 @pytest.mark.slow
 def test_workers_end_when_their_starter_is_killed_while_one_waits_in_a_collective():
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    parent = subprocess.run(
-        [sys.executable, "-c", PARENT], check=False, capture_output=True, text=True, env=environment
-    )
+    parent = run_program(PARENT)
     assert parent.returncode == -signal.SIGKILL, parent.stderr
     process_ids = [int(text) for text in parent.stdout.split()]
     assert len(process_ids) == 2
-    until = time.monotonic() + SOON
-    while any(map(is_running, process_ids)) and time.monotonic() < until:
-        time.sleep(0.01)
-    assert not any(map(is_running, process_ids))
+    assert ended(process_ids, within=SOON)

@@ -1,6 +1,8 @@
 """What this process has of the system: children, descriptors, shared memory, files; counted, for tests of leaks."""
 
 import os
+import subprocess
+import sys
 import tempfile
 import time
 from dataclasses import dataclass
@@ -55,3 +57,19 @@ def is_running(process_id):
         return Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except OSError:
         return False
+
+
+def ended(process_ids, *, within=1.0):
+    """Wait until none of the processes runs; return whether that was so within so many seconds."""
+    until = time.monotonic() + within
+    while any(map(is_running, process_ids)) and time.monotonic() < until:
+        time.sleep(0.01)
+    return not any(map(is_running, process_ids))
+
+
+def run_program(program, *arguments, **options):
+    """Run the text or file `program` in a fresh interpreter that finds what this one does; return how it ended."""
+    source = [program] if isinstance(program, Path) else ["-c", program]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, *source, *arguments]
+    return subprocess.run(command, check=False, capture_output=True, text=True, env=environment, timeout=60, **options)

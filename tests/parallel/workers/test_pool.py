@@ -3,8 +3,6 @@
 import gc
 import os
 import signal
-import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -17,7 +15,7 @@ from bigload.parallel.workers import pool as pool_module
 from bigload.parallel.workers import worker_process
 from bigload.parallel.workers.messages import pack
 from bigload.parallel.workers.pool import WorkerPool
-from process_census import census, is_running, settled
+from process_census import census, ended, is_running, run_program, settled
 
 BOOT = worker_process._BOOT.replace("bigload.parallel.workers.worker_main", "pool_worker")
 SOON = 1.0
@@ -40,14 +38,6 @@ def pool():
 
 def ask(pool, told, **options):
     return pool.ask(pack(told), told, **options)
-
-
-def ended(process_ids, *, within=SOON):
-    """Wait until none of the processes runs; return whether that was so in time."""
-    until = time.monotonic() + within
-    while any(map(is_running, process_ids)) and time.monotonic() < until:
-        time.sleep(0.01)
-    return not any(map(is_running, process_ids))
 
 
 def test_answers_come_in_the_order_of_ranks(pool):
@@ -270,8 +260,7 @@ print(*pool.process_ids, flush=True)
 @pytest.mark.parametrize("then", ["", "raise ValueError", "sys.exit(3)"])
 def test_workers_end_when_the_interpreter_that_started_them_does(then, daemon):
     program = PROGRAM.format(boot=BOOT, daemon=daemon) + then
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    run = subprocess.run([sys.executable, "-c", program], check=False, capture_output=True, text=True, env=environment)
+    run = run_program(program)
     assert run.returncode == {"": 0, "raise ValueError": 1, "sys.exit(3)": 3}[then], run.stderr
     process_ids = [int(text) for text in run.stdout.split()]
     assert len(process_ids) == 2
@@ -325,19 +314,13 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 @pytest.mark.slow
 def test_a_stopped_worker_dies_with_its_parent():
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, "-c", STOPPED, BOOT]
-    parent = subprocess.run(command, check=False, capture_output=True, text=True, env=environment, timeout=60)
+    parent = run_program(STOPPED, BOOT)
     assert parent.returncode == -signal.SIGKILL, parent.stderr
     worker = int(parent.stdout)
-    until = time.monotonic() + 10
-    while is_running(worker) and time.monotonic() < until:
-        time.sleep(0.01)
-    try:
-        assert not is_running(worker)
-    finally:
-        if is_running(worker):
-            os.kill(worker, signal.SIGKILL)
+    has_ended = ended([worker], within=10)
+    if not has_ended:
+        os.kill(worker, signal.SIGKILL)
+    assert has_ended
 
 
 def test_workers_outlive_the_thread_that_asked_for_them():
