@@ -14,7 +14,6 @@ from builders import (
     make_cached_repository,
     make_checkpoint,
     num_bytes_of,
-    split,
     write_index,
     write_raw,
     write_shard,
@@ -99,29 +98,24 @@ def test_a_snapshot_of_the_hugging_face_cache_opens(tmp_path):
     assert len(open_checkpoint(make_cached_repository(tmp_path)).shards) == 2
 
 
-def test_a_repository_opens_by_name_from_the_cache(tmp_path, monkeypatch):
-    import huggingface_hub.constants
-
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
-    snapshot = make_cached_repository(tmp_path, "org/tiny")
-    monkeypatch.chdir(tmp_path)
-    assert open_checkpoint("org/tiny").root == snapshot
-
-
-def test_a_repository_of_one_file_opens_by_name_from_the_cache(tmp_path, monkeypatch):
-    import huggingface_hub.constants
-
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
-    make_cached_repository(tmp_path, "org/tiny", shards=1)
-    monkeypatch.chdir(tmp_path)
-    assert len(open_checkpoint("org/tiny").shards) == 1
-
-
-def test_a_repository_that_is_not_cached_is_not_found_and_the_hint_fetches_it(tmp_path, monkeypatch):
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    """The folder of the Hugging Face cache, which is the working folder too."""
     import huggingface_hub.constants
 
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
     monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+def test_a_repository_opens_by_name_from_the_cache(cache, shards):
+    snapshot = make_cached_repository(cache, "org/tiny", shards=shards)
+    opened = open_checkpoint("org/tiny")
+    assert (opened.root, len(opened.shards)) == (snapshot, shards)
+
+
+def test_a_repository_that_is_not_cached_is_not_found_and_the_hint_fetches_it(cache):
     assert "hf download org/tiny" in not_found("org/tiny").hint
 
 
@@ -165,11 +159,15 @@ def test_a_folder_named_like_the_config_is_a_warning(tmp_path):
     assert [warning.code for warning in open_checkpoint(tmp_path).warnings] == ["bad-config"]
 
 
+def replace_by_link(path, target):
+    path.unlink(missing_ok=True)
+    path.symlink_to(target)
+
+
 def make_link_out(path):
     outside = path.parent.parent / f"elsewhere-{path.parent.name}.json"
     outside.write_text("{}")
-    path.unlink(missing_ok=True)
-    path.symlink_to(outside)
+    replace_by_link(path, outside)
 
 
 def make_too_large(path):
@@ -178,8 +176,7 @@ def make_too_large(path):
 
 
 def make_device(path):
-    path.unlink(missing_ok=True)
-    path.symlink_to("/dev/zero")
+    replace_by_link(path, "/dev/zero")
 
 
 def make_fifo(path):
@@ -231,39 +228,47 @@ def test_no_total_size_is_no_warning(tmp_path):
     assert open_checkpoint(tmp_path).warnings == ()
 
 
-def test_a_missing_shard_is_reported(tmp_path):
-    (two_shards(tmp_path) / ONE).unlink()
-    assert problems(tmp_path) == [("missing-shard", ONE)]
+def replace_by_fifo(path):
+    path.unlink()
+    os.mkfifo(path)
 
 
-def test_a_link_to_nothing_is_a_missing_shard(tmp_path):
-    (two_shards(tmp_path) / ONE).unlink()
-    (tmp_path / ONE).symlink_to("gone")
-    assert problems(tmp_path) == [("missing-shard", ONE)]
+def replace_by_folder(path):
+    path.unlink()
+    path.mkdir()
 
 
-def test_a_tensor_in_two_shards_is_reported(tmp_path):
-    write_sharded(tmp_path, {ONE: {"a": ("U8", [1])}, TWO: {"a": ("U8", [1]), "b": ("U8", [1])}})
-    write_index(tmp_path, {"a": ONE, "b": TWO})
-    assert problems(tmp_path) == [("tensor-twice", TWO)]
+@pytest.mark.parametrize(
+    ("change", "code"),
+    [
+        (lambda path: path.unlink(), "missing-shard"),
+        (lambda path: replace_by_link(path, "gone"), "missing-shard"),
+        (replace_by_fifo, "not-a-file"),
+        (replace_by_folder, "not-a-file"),
+        (lambda path: replace_by_link(path, path.name), "unreadable"),
+    ],
+)
+def test_what_is_there_in_place_of_a_shard_is_reported(tmp_path, change, code):
+    change(two_shards(tmp_path) / ONE)
+    assert problems(tmp_path) == [(code, ONE)]
 
 
-def test_a_tensor_of_the_index_that_no_shard_has_is_reported(tmp_path):
-    two_shards(tmp_path)
-    write_index(tmp_path, {"a": ONE, "b": TWO, "c": TWO})
-    assert problems(tmp_path) == [("tensor-missing", TWO)]
+BYTE = ("U8", [1])
 
 
-def test_a_tensor_of_a_shard_that_the_index_does_not_list_is_reported(tmp_path):
-    write_sharded(tmp_path, {ONE: {"a": ("U8", [1]), "b": ("U8", [1])}})
-    write_index(tmp_path, {"a": ONE})
-    assert problems(tmp_path) == [("tensor-unlisted", ONE)]
-
-
-def test_a_tensor_in_another_shard_than_the_index_says_is_reported(tmp_path):
-    write_sharded(tmp_path, {ONE: {"a": ("U8", [1]), "c": ("U8", [1])}, TWO: {"b": ("U8", [2])}})
-    write_index(tmp_path, {"a": TWO, "b": TWO, "c": ONE})
-    assert problems(tmp_path) == [("tensor-misplaced", TWO)]
+@pytest.mark.parametrize(
+    ("shards", "index", "found"),
+    [
+        ({ONE: {"a": BYTE}, TWO: {"a": BYTE, "b": BYTE}}, {"a": ONE, "b": TWO}, ("tensor-twice", TWO)),
+        ({ONE: {"a": BYTE}, TWO: {"b": BYTE}}, {"a": ONE, "b": TWO, "c": TWO}, ("tensor-missing", TWO)),
+        ({ONE: {"a": BYTE, "b": BYTE}}, {"a": ONE}, ("tensor-unlisted", ONE)),
+        ({ONE: {"a": BYTE, "c": BYTE}, TWO: {"b": BYTE}}, {"a": TWO, "b": TWO, "c": ONE}, ("tensor-misplaced", TWO)),
+    ],
+)
+def test_what_index_and_shards_say_differently_is_reported(tmp_path, shards, index, found):
+    write_sharded(tmp_path, shards)
+    write_index(tmp_path, index)
+    assert problems(tmp_path) == [found]
 
 
 def test_the_tensors_of_a_missing_shard_are_not_reported_one_by_one(tmp_path):
@@ -300,56 +305,31 @@ def test_a_shard_name_that_leaves_the_folder_is_never_opened(tmp_path, file):
     assert problems(root) == [("unsafe-path", "model.safetensors.index.json")]
 
 
-def test_a_link_out_of_the_folder_is_never_opened(tmp_path):
+@pytest.mark.parametrize("target", ["../out.safetensors", "/dev/zero"])
+def test_a_link_out_of_the_folder_or_to_a_device_is_never_opened(tmp_path, target):
     write_shard(tmp_path / "out.safetensors", {"a": ("U8", [1])})
     root = tmp_path / "model"
     root.mkdir()
-    (root / ONE).symlink_to("../out.safetensors")
+    (root / ONE).symlink_to(target)
     write_index(root, {"a": ONE})
     assert problems(root) == [("unsafe-path", "model.safetensors.index.json")]
 
 
-def test_a_link_to_a_device_is_never_opened(tmp_path):
-    (tmp_path / ONE).symlink_to("/dev/zero")
-    write_index(tmp_path, {"a": ONE})
-    assert problems(tmp_path) == [("unsafe-path", "model.safetensors.index.json")]
-
-
-def test_a_fifo_in_place_of_a_shard_is_reported(tmp_path):
-    (two_shards(tmp_path) / ONE).unlink()
-    os.mkfifo(tmp_path / ONE)
-    assert problems(tmp_path) == [("not-a-file", ONE)]
-
-
-def test_a_folder_in_place_of_a_shard_is_reported(tmp_path):
-    (two_shards(tmp_path) / ONE).unlink()
-    (tmp_path / ONE).mkdir()
-    assert problems(tmp_path) == [("not-a-file", ONE)]
-
-
-def test_a_shard_that_the_system_does_not_open_is_reported(tmp_path):
-    (two_shards(tmp_path) / ONE).unlink()
-    (tmp_path / ONE).symlink_to(ONE)
-    assert problems(tmp_path) == [("unreadable", ONE)]
-
-
-def test_a_shard_whose_reading_fails_is_reported_beside_the_others(tmp_path, monkeypatch):
-    (two_shards(tmp_path) / TWO).unlink()
-
+@pytest.fixture
+def broken_disk(monkeypatch):
     def failing(*_):
         raise OSError(errno.EIO, "Input/output error")
 
     monkeypatch.setattr(os, "preadv", failing)
+
+
+def test_a_shard_whose_reading_fails_is_reported_beside_the_others(tmp_path, broken_disk):
+    (two_shards(tmp_path) / TWO).unlink()
     assert problems(tmp_path) == [("unreadable", ONE), ("missing-shard", TWO)]
 
 
-def test_a_single_file_that_cannot_be_read_is_a_checkpoint_error(tmp_path, monkeypatch):
+def test_a_single_file_that_cannot_be_read_is_a_checkpoint_error(tmp_path, broken_disk):
     write_shard(tmp_path / ONE, {"a": ("U8", [1])})
-
-    def failing(*_):
-        raise OSError(errno.EIO, "Input/output error")
-
-    monkeypatch.setattr(os, "preadv", failing)
     with pytest.raises(CheckpointError, match="Input/output error"):
         open_checkpoint(tmp_path / ONE)
 
@@ -364,19 +344,25 @@ def test_a_shard_name_longer_than_the_system_allows_is_reported(tmp_path):
     assert [code for code, _ in problems(tmp_path)] == ["unreadable"]
 
 
-@pytest.mark.parametrize("path", ["nowhere", "no/where/at/all", "a\0b", "\ud800", "x.safetensors"])
+@pytest.mark.parametrize("path", ["nowhere", "no/where/at/all", "a\0b", "\ud800", "x.safetensors", "~nosuchuser/model"])
 def test_a_path_that_leads_nowhere_is_not_found(tmp_path, monkeypatch, path):
     monkeypatch.chdir(tmp_path)
     assert not_found(path).path == path
 
 
-def test_the_home_of_an_unknown_user_is_not_found():
-    not_found("~nosuchuser/model")
-
-
-def test_a_folder_without_a_checkpoint_is_not_found(tmp_path):
-    (tmp_path / "README.md").touch()
-    assert "neither" in str(not_found(tmp_path))
+@pytest.mark.parametrize(
+    ("files", "reason"),
+    [
+        (["README.md"], "neither"),
+        (["consolidated.00.pth", "consolidated.01.pth"], "2 .bin or .pt or .pth files but no index"),
+        (["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"], "no index"),
+        (["model-00001-of-00002.safetensors"], "no index"),
+    ],
+)
+def test_a_folder_without_a_checkpoint_is_not_found_and_says_why(tmp_path, files, reason):
+    for file in files:
+        (tmp_path / file).touch()
+    assert reason in str(not_found(tmp_path))
 
 
 def test_a_folder_of_ranks_or_of_raw_weights_is_not_found_and_says_how_to_read_it(tmp_path):
@@ -388,23 +374,6 @@ def test_a_folder_of_ranks_or_of_raw_weights_is_not_found_and_says_how_to_read_i
         (raw / name).touch()
     assert str(ranks / "rank-0") in not_found(ranks).hint
     assert "bigload.OffloadFolder.open" in not_found(raw).hint
-
-
-def test_a_folder_of_many_torch_files_without_an_index_is_not_found_and_says_why(tmp_path):
-    (tmp_path / "consolidated.00.pth").touch()
-    (tmp_path / "consolidated.01.pth").touch()
-    assert "2 .bin or .pt or .pth files but no index" in str(not_found(tmp_path))
-
-
-def test_shards_without_an_index_are_not_found_and_say_why(tmp_path):
-    for file, tensors in split(llama_tensors(), 2).items():
-        write_shard(tmp_path / file, tensors)
-    assert "no index" in str(not_found(tmp_path))
-
-
-def test_one_shard_of_many_is_no_checkpoint(tmp_path):
-    write_shard(tmp_path / "model-00001-of-00002.safetensors", {"a": ("U8", [1])})
-    assert "no index" in str(not_found(tmp_path))
 
 
 def test_several_indexes_are_not_chosen_from(tmp_path):

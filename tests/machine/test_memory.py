@@ -41,10 +41,6 @@ def machine(tmp_path):
     return machine
 
 
-def test_without_groups_the_kernels_figure_counts(machine):
-    assert machine.available() == 64 * GIB
-
-
 def test_a_system_that_tells_nothing_gives_nothing(tmp_path):
     assert Machine(tmp_path).available() is None
     assert available_memory(proc=tmp_path / "no", cgroup=tmp_path / "no") is None
@@ -55,93 +51,66 @@ def test_a_kernel_without_the_figure_gives_nothing(machine):
     assert machine.available() is None
 
 
-def test_a_limit_of_the_group_leaves_what_is_not_used(machine):
-    machine.is_in("0::/job")
-    machine.group("job", max=8 * GIB, current=3 * GIB)
-    assert machine.available() == 5 * GIB
+UNLIMITED = 9223372036854771712
 
 
-def test_the_machine_counts_where_the_group_leaves_more(machine):
-    machine.is_in("0::/job")
-    machine.group("job", max=800 * GIB, current=3 * GIB)
-    assert machine.available() == 64 * GIB
+@pytest.mark.parametrize(
+    ("lines", "groups", "left"),
+    [
+        ([], {}, 64),
+        (["0::/job"], {"job": {"max": 8 * GIB, "current": 3 * GIB}}, 5),
+        (["0::/job:1:2"], {"job:1:2": {"max": 8 * GIB, "current": 3 * GIB}}, 5),
+        (["0::/job"], {"job": {"max": 800 * GIB, "current": 3 * GIB}}, 64),  # the machine has less
+        (["0::/job"], {"job": {"max": "max", "current": 3 * GIB}}, 64),
+        (["0::/job"], {"job": {"max": GIB, "current": 2 * GIB}}, 0),
+        # page cache that can go does not count as used
+        (
+            ["0::/job"],
+            {"job": {"max": 8 * GIB, "current": 7 * GIB, "stat": f"anon 5\ninactive_file {2 * GIB}\nx 9"}},
+            3,
+        ),
+        # the least of all enclosing groups counts
+        (
+            ["0::/slice/job/step"],
+            {
+                "slice": {"max": 4 * GIB, "current": GIB},
+                "slice/job": {"max": 16 * GIB, "current": GIB},
+                "slice/job/step": {"max": "max", "current": GIB},
+            },
+            3,
+        ),
+        (["0::/"], {"": {"max": 2 * GIB, "current": GIB}}, 1),  # the root of a container
+        (["0::/host/side/name"], {"": {"max": 2 * GIB, "current": GIB}}, 1),  # its own folder is not visible
+        # a group that does not tell everything is passed over
+        *((["0::/job"], {"job": files}, 64) for files in ({"max": 8 * GIB}, {"current": GIB}, {})),
+        (["0::/job"], {"job": {"max": "", "current": GIB}}, 64),
+        # version 1
+        (
+            ["12:pids:/x", "11:cpu,memory:/docker/id", "0::/"],
+            {
+                "memory/docker/id": {
+                    **{"limit_in_bytes": 8 * GIB, "usage_in_bytes": 6 * GIB},
+                    "stat": f"total_inactive_file {GIB}",
+                },
+                "pids/x": {"max": 1, "current": 0},
+            },
+            3,
+        ),
+        (["11:memory:/id"], {"memory/id": {"limit_in_bytes": UNLIMITED, "usage_in_bytes": GIB}}, 64),
+    ],
+)
+def test_what_every_limited_group_leaves_counts_where_it_is_less_than_the_machine_has(machine, lines, groups, left):
+    machine.is_in(*lines)
+    for path, files in groups.items():
+        machine.group(path, **files)
+    assert machine.available() == left * GIB
 
 
-def test_page_cache_that_can_go_does_not_count_as_used(machine):
-    machine.is_in("0::/job")
-    machine.group("job", max=8 * GIB, current=7 * GIB, stat=f"anon 5\ninactive_file {2 * GIB}\nactive_file 9")
-    assert machine.available() == 3 * GIB
-
-
-def test_the_least_of_all_enclosing_groups_counts(machine):
-    machine.is_in("0::/slice/job/step")
-    machine.group("slice", max=4 * GIB, current=1 * GIB)
-    machine.group("slice/job", max=16 * GIB, current=1 * GIB)
-    machine.group("slice/job/step", max="max", current=1 * GIB)
-    assert machine.available() == 3 * GIB
-
-
-def test_a_limit_at_the_root_of_a_container_counts(machine):
-    machine.is_in("0::/")
-    machine.group("", max=2 * GIB, current=1 * GIB)
-    assert machine.available() == 1 * GIB
-
-
-def test_max_is_no_limit(machine):
-    machine.is_in("0::/job")
-    machine.group("job", max="max", current=3 * GIB)
-    assert machine.available() == 64 * GIB
-
-
-@pytest.mark.parametrize("files", [{"max": 8 * GIB}, {"current": GIB}, {}, {"max": "", "current": GIB}])
-def test_a_group_that_does_not_tell_everything_is_passed_over(machine, files):
-    machine.is_in("0::/job")
-    machine.group("job", **files)
-    assert machine.available() == 64 * GIB
-
-
-def test_a_group_that_uses_more_than_its_limit_leaves_nothing(machine):
-    machine.is_in("0::/job")
-    machine.group("job", max=GIB, current=2 * GIB)
-    assert machine.available() == 0
-
-
-def test_a_group_whose_folder_is_not_visible_leaves_its_parents(machine):
-    machine.is_in("0::/host/side/name")
-    machine.group("", max=2 * GIB, current=1 * GIB)
-    assert machine.available() == 1 * GIB
-
-
-def test_the_memory_controller_of_version_one_counts(machine):
-    machine.is_in("12:pids:/x", "11:cpu,memory:/docker/id", "0::/")
-    machine.group("memory/docker/id", limit_in_bytes=8 * GIB, usage_in_bytes=6 * GIB, stat=f"total_inactive_file {GIB}")
-    machine.group("pids/x", max=1, current=0)
-    assert machine.available() == 3 * GIB
-
-
-def test_version_one_without_a_limit_has_a_number_too_large_to_matter(machine):
-    machine.is_in("11:memory:/docker/id")
-    machine.group("memory/docker/id", limit_in_bytes=9223372036854771712, usage_in_bytes=GIB)
-    assert machine.available() == 64 * GIB
-
-
-def test_a_group_path_that_contains_colons_is_read(machine):
-    machine.is_in("0::/job:1:2")
-    machine.group("job:1:2", max=8 * GIB, current=3 * GIB)
-    assert machine.available() == 5 * GIB
-
-
-def test_groups_outside_of_the_file_system_are_not_looked_at(machine, tmp_path):
+@pytest.mark.parametrize("line", ["0::/job", "0::/../../job"], ids=["outside", "another namespace"])
+def test_groups_outside_of_the_file_system_are_not_looked_at(machine, tmp_path, line):
     (tmp_path / "memory.max").write_text("1")
     (tmp_path / "memory.current").write_text("0")
-    machine.is_in("0::/job")
-    assert machine.available() == 64 * GIB
-
-
-def test_a_process_in_another_namespace_is_read_without_leaving_the_root(machine, tmp_path):
-    (tmp_path / "memory.max").write_text("1")
-    (tmp_path / "memory.current").write_text("0")
-    machine.is_in("0::/../../job")
+    machine.is_in(line)
     assert machine.available() == 64 * GIB
 
 
