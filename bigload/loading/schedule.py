@@ -12,7 +12,7 @@ and again: what becomes another dtype, what goes to an accelerator, and columns,
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from math import prod
 
@@ -318,21 +318,18 @@ class ReadRequest:
         if self.num_bytes <= room:
             return self, None
         if to.rows == 1:
-            taken = max(room // self.unit, 1) * self.unit
-            if taken >= to.row_bytes:
+            step = max(room // self.unit, 1) * self.unit
+            if step >= to.row_bytes:
                 return self, None
-            return self._split(taken, head=(1, taken), tail=(1, to.row_bytes - taken))
-        rows = max((room - to.row_bytes) // to.stride + 1, 1)
-        return self._split(rows * to.stride, head=(rows, to.row_bytes), tail=(to.rows - rows, to.row_bytes))
-
-    def _split(self, step: int, *, head: tuple[int, int], tail: tuple[int, int]) -> tuple[ReadRequest, ReadRequest]:
-        to = self.destination
-        first = _rows_of(to, to.start, *head)
-        second = _rows_of(to, to.start_of_row(head[0]) if to.rows > 1 else to.start_after(head[1]), *tail)
-        return (
-            ReadRequest(self.offset, first, self.delivery, self.device, self.unit),
-            ReadRequest(self.offset + step, second, self.delivery, self.device, self.unit),
-        )
+            head = replace(to, row_bytes=step)
+            tail = replace(to, row_bytes=to.row_bytes - step, start=to.start_after(step))
+        else:
+            rows = max((room - to.row_bytes) // to.stride + 1, 1)
+            step = rows * to.stride
+            head = replace(to, rows=rows, stride=to.stride if rows > 1 else 0)
+            more = to.rows - rows
+            tail = replace(to, rows=more, stride=to.stride if more > 1 else 0, start=to.start_of_row(rows))
+        return replace(self, destination=head), replace(self, offset=self.offset + step, destination=tail)
 
 
 def _requests_of(want: RequestedTensor, slot: BufferSlot, *, stays: bool) -> Iterator[tuple[str, ReadRequest]]:
@@ -397,10 +394,6 @@ def requests_for(
         yield ReadRequest(rows.start + row * rows.stride, single, delivery, device, unit)
 
 
-def _rows_of(to: Destination, start: int, rows: int, row_bytes: int) -> Destination:
-    return Destination(0, row_bytes, to.buffer, start, rows, to.stride if rows > 1 else 0, to.cast, to.spread)
-
-
 @dataclass(slots=True)
 class _OpenJob:
     """A job that neighbours may still join."""
@@ -421,11 +414,8 @@ class _OpenJob:
         return is_neighbour and is_alike and self.num_bytes + gap + min(request.least_bytes, block_bytes) <= block_bytes
 
     def add(self, request: ReadRequest) -> None:
-        destination, source = request.destination, request.offset - self.offset
-        to = destination
-        self.destinations.append(
-            Destination(source, to.row_bytes, to.buffer, to.start, to.rows, to.stride, to.cast, to.spread)
-        )
+        source = request.offset - self.offset
+        self.destinations.append(replace(request.destination, source=source))
         self.num_bytes = source + request.num_bytes
 
     def closed(self) -> ReadJob:

@@ -1,5 +1,6 @@
 """Folders, indexes and caches of torch files are found as transformers finds them."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -93,28 +94,30 @@ def test_shards_that_lack_their_index_are_missed_and_not_what_a_training_left_be
         open_checkpoint(tmp_path)
 
 
-def test_a_link_to_a_file_that_was_never_fetched_is_told(tmp_path):
-    (tmp_path / "pytorch_model.bin").symlink_to("blob")
-    assert problems(tmp_path) == [("missing-shard", "pytorch_model.bin")]
+def cut_off_and_gone(folder):
+    (folder / ONE).write_bytes((folder / ONE).read_bytes()[:-30])
+    (folder / TWO).unlink()
 
 
-def test_every_problem_of_every_shard_is_told(tmp_path):
-    save_sharded(tmp_path)
-    (tmp_path / ONE).write_bytes((tmp_path / ONE).read_bytes()[:-30])
-    (tmp_path / TWO).unlink()
-    assert problems(tmp_path) == [("file-truncated", ONE), ("missing-shard", TWO)]
+@pytest.mark.parametrize(
+    ("change", "found"),
+    [
+        (cut_off_and_gone, [("file-truncated", ONE), ("missing-shard", TWO)]),
+        (lambda folder: save(folder / TWO, "d"), [("tensor-missing", TWO), ("tensor-unlisted", TWO)]),
+        (lambda folder: save(folder / TWO, "c", "a"), [("tensor-twice", TWO)]),
+    ],
+)
+def test_what_is_wrong_with_the_files_of_an_index_is_told(tmp_path, change, found):
+    change(save_sharded(tmp_path))
+    assert problems(tmp_path) == found
 
 
-def test_index_and_files_are_held_against_each_other(tmp_path):
-    save_sharded(tmp_path)
-    save(tmp_path / TWO, "d")
-    assert problems(tmp_path) == [("tensor-missing", TWO), ("tensor-unlisted", TWO)]
-
-
-def test_a_tensor_in_two_files_is_told(tmp_path):
-    save_sharded(tmp_path)
-    save(tmp_path / TWO, "c", "a")
-    assert ("tensor-twice", TWO) in problems(tmp_path)
+@pytest.mark.parametrize(
+    ("put", "code"), [(lambda path: path.symlink_to("blob"), "missing-shard"), (os.mkfifo, "not-a-file")]
+)
+def test_what_is_no_file_is_told(tmp_path, put, code):
+    put(tmp_path / "pytorch_model.bin")
+    assert problems(tmp_path) == [(code, "pytorch_model.bin")]
 
 
 @pytest.mark.parametrize(("total_size", "num_warnings"), [(16, 0), (8, 0), (12, 1)])
@@ -147,10 +150,3 @@ def test_a_repository_of_torch_files_opens_by_name_from_the_cache(tmp_path, monk
     (home / "refs").mkdir()
     (home / "refs" / "main").write_text("0" * 40)
     assert set(open_checkpoint("org/old").tensors) == {"a", "b", "c"}
-
-
-def test_a_pipe_is_no_file(tmp_path):
-    import os
-
-    os.mkfifo(tmp_path / "a.bin")
-    assert problems(tmp_path / "a.bin") == [("not-a-file", "a.bin")]
