@@ -18,7 +18,7 @@ def detect_ram(*, proc: Path = _PROC, cgroup: Path = _CGROUP) -> DetectedMemory 
     The least of the kernel's MemAvailable (proc(5)) and what the memory limit of every enclosing control group leaves
     counts: inside a container the machine's own figure is far too high. Swap is no memory.
     """
-    meminfo = _meminfo(proc)
+    meminfo = proc_sizes(proc / "meminfo")
     total = meminfo.get("MemTotal")
     figures = list(_cgroup_headroom(proc, cgroup))
     if "MemAvailable" in meminfo:
@@ -35,9 +35,9 @@ def available_memory(*, proc: Path = _PROC, cgroup: Path = _CGROUP) -> int | Non
     return None if ram is None else ram.free_bytes
 
 
-def _meminfo(proc: Path) -> dict[str, int]:
-    """Return the sizes in /proc/meminfo in bytes, by name."""
-    lines = (line.partition(":") for line in _read(proc / "meminfo").splitlines())
+def proc_sizes(path: Path) -> dict[str, int]:
+    """Return the sizes in a file such as /proc/meminfo or /proc/<pid>/status in bytes, by name; none if it is gone."""
+    lines = (line.partition(":") for line in _read(path).splitlines())
     return {key: int(value.split()[0]) * 1024 for key, _, value in lines if value.strip().endswith("kB")}
 
 

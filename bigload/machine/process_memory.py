@@ -15,6 +15,7 @@ from types import TracebackType
 from typing import Self
 
 from bigload.machine.libc import libc
+from bigload.machine.memory import proc_sizes
 
 _SELF = Path("/proc/self")
 _INTERVAL_SECONDS = 0.005
@@ -30,7 +31,7 @@ class ResidentMemory:
 
 def resident_memory(process: Path = _SELF) -> ResidentMemory:
     """Return what is resident now (proc(5)) in `process`, a folder of /proc; zeros where it is not reported."""
-    sizes = _status(process)
+    sizes = proc_sizes(process / "status")
     return ResidentMemory(sizes.get("RssAnon", 0), sizes.get("RssFile", 0) + sizes.get("RssShmem", 0))
 
 
@@ -42,7 +43,7 @@ def reset_peak() -> None:
 
 def peak_bytes(process: Path = _SELF) -> int:
     """Return the largest resident set since the last reset, shared libraries and torch included."""
-    return _status(process).get("VmHWM", 0)
+    return proc_sizes(process / "status").get("VmHWM", 0)
 
 
 def trim_heap(*, collect_garbage: bool = False) -> None:
@@ -94,9 +95,3 @@ class MemorySampler:
         self._most = ResidentMemory(
             max(now.private_bytes, self._most.private_bytes), max(now.file_bytes, self._most.file_bytes)
         )
-
-
-def _status(process: Path) -> dict[str, int]:
-    """Return the sizes in /proc/<pid>/status in bytes, by name."""
-    lines = (line.partition(":") for line in (process / "status").read_text().splitlines())
-    return {key: int(value.split()[0]) * 1024 for key, _, value in lines if value.endswith(" kB")}

@@ -64,13 +64,16 @@ def choose_strategy(
     if open_source is not None:
         choice = MethodChoice(method=Method.READ, reason="the caller opens the files")
     elif not scheme.is_local:
-        choice = _choose_remote(checkpoint.root, scheme, chosen.method)
+        reason = f"locations of the scheme {scheme.name} are read by byte ranges"
+        if chosen.method in (Method.DIRECT, Method.MMAP):
+            raise UnsupportedMethodError(checkpoint.root, chosen.method.value, reason)
+        choice = MethodChoice(method=Method.READ, reason=reason, waits_for_disk=True)
     else:
         with recorder.span(Phase.WAIT):
             choice = choose_method(files, asked=chosen.method)
     is_cast = any(want.is_cast for want in wanted)
-    threads = DISK_THREADS if choice.waits_for_disk else usual_threads(is_cast=is_cast)
-    threads = _threads(chosen, num_bytes, usual=threads)
+    usual = DISK_THREADS if choice.waits_for_disk else usual_threads(is_cast=is_cast)
+    threads = chosen.threads or (1 if num_bytes < PARALLEL_BYTES else usual)
     return ReadStrategy(
         method=choice.method,
         reason=choice.reason,
@@ -80,25 +83,12 @@ def choose_strategy(
     )
 
 
-def _choose_remote(root: Path, scheme: SourceScheme, asked: Method) -> MethodChoice:
-    reason = f"locations of the scheme {scheme.name} are read by byte ranges"
-    if asked in (Method.DIRECT, Method.MMAP):
-        raise UnsupportedMethodError(root, asked.value, reason)
-    return MethodChoice(method=Method.READ, reason=reason, waits_for_disk=True)
-
-
 def usual_threads(*, is_cast: bool) -> int:
     """Return the default number of threads for cached bytes: two per core, since each waits for page faults.
 
     Casting keeps a core busy by itself.
     """
     return default_threads() if is_cast else min(2 * len(os.sched_getaffinity(0)), DISK_THREADS)
-
-
-def _threads(chosen: LoadSettings, num_bytes: int, *, usual: int) -> int:
-    if chosen.threads is not None:
-        return chosen.threads
-    return 1 if num_bytes < PARALLEL_BYTES else usual
 
 
 def _files(checkpoint: Checkpoint, wanted: Sequence[RequestedTensor]) -> list[FileRanges]:
