@@ -9,6 +9,7 @@ from bigload.devices import CPU, DISK, Device
 from bigload.planning.advice import ram_without_disk
 from bigload.planning.budget.budget import MemoryBudget
 from bigload.planning.choices import NameScheme
+from bigload.planning.model.module_tree import key_above
 from bigload.planning.model.structure import ModelStructure
 from bigload.planning.model.ties import TiedGroup
 from bigload.planning.options import PlanOptions
@@ -105,7 +106,8 @@ def _on_experts(options: PlanOptions, solution: Solution) -> Iterator[PlanNote]:
 
 
 def _on_tie(tie: TiedGroup, devices: Sequence[DeviceUse]) -> Iterator[PlanNote]:
-    first, *stored = dict.fromkeys(_key_of(name, devices) for name in tie.stored)
+    keys = {module for use in devices for module in use.modules}
+    first, *stored = dict.fromkeys(key for name in tie.stored if (key := key_above(name, keys)) is not None)
     others = ", ".join([*stored, *(f"{module} (not stored)" for module in tie.absent_modules)])
     if others:
         compared = "; large tensors were compared by samples" if tie.is_sampled else ""
@@ -115,16 +117,10 @@ def _on_tie(tie: TiedGroup, devices: Sequence[DeviceUse]) -> Iterator[PlanNote]:
         yield PlanNote(code="not-tied", text=text)
 
 
-def _key_of(tensor_name: str, devices: Sequence[DeviceUse]) -> str:
-    """Return the key of the device map that covers a tensor."""
-    return next(module for use in devices for module in use.modules if f"{tensor_name}.".startswith(f"{module}."))
-
-
 def tie_homes(ties: Sequence[TiedGroup], homes: Mapping[str, Device]) -> dict[str, Device]:
     """Return the devices of modules that are not stored, because they share the weights of one that is."""
     added: dict[str, Device] = {}
     for tie in ties:
-        home = next(device for name, device in homes.items() if f"{tie.stored[0]}.".startswith(f"{name}."))
-        covered = tuple(f"{name}." for name in homes)
-        added.update({module: home for module in tie.absent_modules if not f"{module}.".startswith(covered)})
+        if (key := key_above(tie.stored[0], homes)) is not None:
+            added |= {module: homes[key] for module in tie.absent_modules if key_above(module, homes) is None}
     return added

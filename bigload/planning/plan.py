@@ -17,6 +17,7 @@ from bigload.devices import CPU, DISK, Device
 from bigload.errors import InvalidPlanError
 from bigload.plain_text import PlainTable, Styled, printable, stacked_bar
 from bigload.planning.load_dtype import as_loaded
+from bigload.planning.model.module_tree import key_above
 from bigload.planning.module_table import folded_names
 from bigload.planning.options import PlanOptions
 from bigload.planning.placement.optimality import Certificate
@@ -139,12 +140,10 @@ class Plan:
         Raises:
             InvalidPlanError: no key of the device map covers it.
         """
-        name = tensor_name
-        while (device := self.homes.get(name)) is None:
-            name, dot, _ = name.rpartition(".")
-            if not dot:
-                raise InvalidPlanError(f"the device map gives no device to tensor {tensor_name!r}")
-        return device
+        key = key_above(tensor_name, self.homes)
+        if key is None:
+            raise InvalidPlanError(f"the device map gives no device to tensor {tensor_name!r}")
+        return self.homes[key]
 
     def leaves_out(self, tensor_name: str) -> bool:
         """Return whether a tensor belongs to a module that gets no device."""

@@ -98,6 +98,15 @@ BIASED_EXPERTS = ("gpt_oss",)
 EVERY_EXPERT = ("llama4", "llama4_text")
 """Families whose tokens all pass through every expert, those that were not chosen with a weight of 0."""
 
+HEADS = ("lm_head.weight", "embed_out.weight", "proj_out.weight")
+"""What the weights of output heads are called."""
+
+EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight", "embed_in.weight", "shared.weight")
+"""What the weights of embeddings of words are called."""
+
+WITH_HEAD = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
+"""How the architectures end that generate text."""
+
 HEAD_NAME = {
     "whisper": "proj_out",
     "moonshine": "proj_out",

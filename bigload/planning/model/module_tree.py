@@ -7,7 +7,7 @@ before layers.2) and shards by dtype.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum, auto
 from functools import lru_cache
@@ -122,6 +122,15 @@ def blocks_of(node: ModuleNode) -> Iterator[ModuleNode]:
             yield child
         else:
             yield from blocks_of(child)
+
+
+def key_above(name: str, keys: Collection[str]) -> str | None:
+    """Return the key of a device map that covers a tensor or module: itself, or one whose name its name begins with."""
+    while name not in keys:
+        name, dot, _ = name.rpartition(".")
+        if not dot:
+            return None
+    return name
 
 
 def is_index(key: str) -> bool:

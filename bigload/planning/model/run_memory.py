@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from bigload.checkpoint.model import TensorInfo
 from bigload.dtypes import DTYPES, DType
 from bigload.planning.choices import Attention
+from bigload.planning.model import families
 from bigload.planning.model.activations import BlockActivations, block_activations, mask_bytes
 from bigload.planning.model.attention_memory import default_attention
 from bigload.planning.model.block_shapes import BlockShapes, is_matrix, read_block
@@ -17,9 +18,6 @@ from bigload.planning.model.module_tree import ModuleNode
 from bigload.planning.workload import PREFILL_CHUNK, Workload
 
 _LOGIT_BYTES = 4
-HEADS = ("lm_head.weight", "embed_out.weight", "proj_out.weight")
-"""What the weights of output heads are called."""
-
 _POSITIONS = (
     "wpe.weight",
     "embed_positions.weight",
@@ -27,9 +25,7 @@ _POSITIONS = (
     "position_embedding.weight",
 )
 _BIASES = "relative_attention_bias.weight"
-_EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight", "embed_in.weight", "shared.weight")
 _MASKED_HEAD = "ForMaskedLM"
-_GENERATES = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,7 +136,7 @@ def memory_model(blocks: Iterable[ModuleNode], tensors: Mapping[str, TensorInfo]
     caches, shapes, unknown = block_caches(blocks, config)
     num_words = _num_words(tensors, config, generates=bool(shapes))
     kept = {cache.block: cache for cache in caches}
-    has_words = num_words or config.number("vocab_size") or any(name.endswith(_EMBEDDINGS) for name in tensors)
+    has_words = num_words or config.number("vocab_size") or any(name.endswith(families.EMBEDDINGS) for name in tensors)
     # The encoder of a text or, beside a decoder, of sound; the input of others is not known.
     others = (block for block in blocks if block.name not in shapes and is_of_main_encoder(block.name))
     encoders = [read_block(block) for block in others] if has_words else []
@@ -182,10 +178,10 @@ def memory_model(blocks: Iterable[ModuleNode], tensors: Mapping[str, TensorInfo]
 
 def _num_words(tensors: Mapping[str, TensorInfo], config: ModelConfig, *, generates: bool) -> int:
     """Return the width of the logits; 0 for a model that has none."""
-    has_head = generates or any(name.endswith((*_GENERATES, _MASKED_HEAD)) for name in config.architectures)
+    has_head = generates or any(name.endswith((*families.WITH_HEAD, _MASKED_HEAD)) for name in config.architectures)
     if not has_head:
         return 0
-    for names in (HEADS, _EMBEDDINGS):
+    for names in (families.HEADS, families.EMBEDDINGS):
         rows = [tensor.shape[0] for name, tensor in tensors.items() if name.endswith(names) and is_matrix(tensor)]
         if rows:
             return max(rows)

@@ -12,13 +12,14 @@ from bigload.checkpoint.model import Checkpoint, TensorInfo
 from bigload.errors import OptionError
 from bigload.planning.choices import NameScheme
 from bigload.planning.load_dtype import as_loaded
+from bigload.planning.model import families
 from bigload.planning.model.config import ModelConfig
 from bigload.planning.model.experts import RoutedExperts, dense_parts, routed_experts
-from bigload.planning.model.module_tree import ModuleNode, blocks_of, build_tree, without
+from bigload.planning.model.module_tree import ModuleNode, blocks_of, build_tree, key_above, without
 from bigload.planning.model.mtp_layers import extra_layers
-from bigload.planning.model.run_memory import HEADS, NO_RUN_MEMORY, MemoryModel, RunMemory, memory_model
+from bigload.planning.model.run_memory import NO_RUN_MEMORY, MemoryModel, RunMemory, memory_model
 from bigload.planning.model.ties import TiedGroup, find_ties
-from bigload.planning.model.units import Part, Unit, UnitKind, cut_into_units, key_above, parts_in_order
+from bigload.planning.model.units import Part, Unit, UnitKind, cut_into_units, parts_in_order
 from bigload.planning.options import PlanOptions
 from bigload.planning.workload import Workload
 
@@ -147,14 +148,17 @@ class ModelStructure:
 
     def _head_part(self) -> str | None:
         """Return the name of the part that returns the logits: the head, or the embedding that it shares."""
-        names = [part.name for unit in self._units for part in unit.parts]
-        tensors = [name for name in self.checkpoint.tensors if name.endswith(HEADS)]
-        shared = [tie.stored[0] for tie in self.ties if any(f"{m}.weight".endswith(HEADS) for m in tie.absent_modules)]
+        names = dict.fromkeys(part.name for unit in self._units for part in unit.parts)
+        tensors = [name for name in self.checkpoint.tensors if name.endswith(families.HEADS)]
+        shared = [
+            tie.stored[0]
+            for tie in self.ties
+            if any(f"{m}.weight".endswith(families.HEADS) for m in tie.absent_modules)
+        ]
         for tensor in (*tensors, *shared):
-            found = next((name for name in names if f"{tensor}.".startswith(f"{name}.")), None)
-            if found is not None:
+            if (found := key_above(tensor, names)) is not None:
                 return found
-        return names[-1] if names else None
+        return next(reversed(names), None)
 
 
 def read_structure(checkpoint: Checkpoint, options: PlanOptions) -> ModelStructure:

@@ -18,25 +18,18 @@ from bigload.planning.model import families
 from bigload.planning.model.config import ModelConfig
 
 _EMBEDDINGS = (
-    "embed_tokens.weight",
-    "wte.weight",
-    "word_embeddings.weight",
-    "embed_in.weight",
+    *families.EMBEDDINGS,
     "tok_embeddings.weight",
     "tokens_embed.weight",
-    "shared.weight",
     "backbone.embeddings.weight",
 )
 _HEADS = (
-    "lm_head.weight",
-    "embed_out.weight",
-    "proj_out.weight",
+    *families.HEADS,
     "predictions.decoder.weight",
     "lm_head.decoder.weight",
     "output_projection.weight",
     "vocab_projector.weight",
 )
-_WITH_HEAD = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 _WITH_MASKED_HEAD = ("ForMaskedLM", "ForPreTraining")
 _MASKED_HEADS = ("cls", "predictions", "lm_head", "vocab_projector", "generator_lm_head", "decoder")
 
@@ -174,7 +167,7 @@ def _head(embedding: str, tensors: Mapping[str, TensorInfo], config: Mapping[str
     """Return the module of the output head, whose weight is not stored; `None` for a model without one."""
     architectures = config.get("architectures")
     names = [str(name) for name in architectures] if isinstance(architectures, list) else []
-    if any(name.endswith(_WITH_HEAD) for name in names):
+    if any(name.endswith(families.WITH_HEAD) for name in names):
         return _head_name(embedding, config)
     if any(name.endswith(_WITH_MASKED_HEAD) for name in names):
         return next((head for head in _MASKED_HEADS if any(name.startswith(f"{head}.") for name in tensors)), None)

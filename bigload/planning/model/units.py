@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from fnmatch import fnmatchcase
 
-from bigload.planning.model.module_tree import ModuleNode, blocks_of, is_index
+from bigload.planning.model.module_tree import ModuleNode, blocks_of, is_index, key_above
 from bigload.planning.model.ties import TiedGroup
 
 
@@ -250,15 +250,6 @@ def _own(node: ModuleNode) -> Iterator[Part]:
     is_held = bool(node.children)  # a model without modules has nothing that could run beside its parameters
     for tensor in node.tensors:
         yield Part(name=tensor.name, kind=UnitKind.PARAMETER, num_bytes=tensor.num_bytes, is_held=is_held)
-
-
-def key_above(name: str, keys: Collection[str]) -> str | None:
-    """Return the key of a device map that covers a tensor or module: itself, or one whose name its name begins with."""
-    while name not in keys:
-        name, dot, _ = name.rpartition(".")
-        if not dot:
-            return None
-    return name
 
 
 def joined(units: Sequence[Unit]) -> tuple[Unit, ...]:

@@ -99,9 +99,9 @@ class Misfit:
     its workspace.
     """
 
-    unplaced_bytes: int
-    host_bytes: int
-    workspace: Mapping[Device, int]
+    unplaced_bytes: int = 0
+    host_bytes: int = 0
+    workspace: Mapping[Device, int] = field(default_factory=dict)
     too_small: Mapping[Device, int] = field(default_factory=dict)
 
 

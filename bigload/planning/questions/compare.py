@@ -15,7 +15,6 @@ from bigload.planning.placement.problem import Misfit, device_loads, num_device_
 from bigload.planning.placement.solve import Solution
 from bigload.planning.planner import place
 from bigload.planning.policy_registry import policy_named
-from bigload.units import counted, format_size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,18 +45,6 @@ class PolicyOutcome:
     execution_device: Device | None = None
     lacking_bytes: int = 0
 
-    def __str__(self) -> str:
-        if not self.fits:
-            short = f", short by {format_size(self.lacking_bytes)}" if self.lacking_bytes else ""
-            return f"{self.policy}: does not fit{short}"
-        held = {"on accelerators": self.accelerator_bytes, "in RAM": self.ram_bytes, "on disk": self.disk_bytes}
-        where = ", ".join(f"{format_size(size)} {place}" for place, size in held.items() if size) or "nothing to place"
-        seconds = (
-            f"{self.token_seconds * 1000:.1f} ms per token to stream" if self.token_seconds else "nothing streamed"
-        )
-        full = "" if self.fullest_share is None else f", fullest accelerator {self.fullest_share:.0%}"
-        return f"{self.policy}: {where}; {seconds}, {counted(self.num_device_changes, 'device change')}{full}"
-
 
 def compare(
     structure: ModelStructure, budget: MemoryBudget, options: PlanOptions, policies: Sequence[str]
@@ -66,13 +53,12 @@ def compare(
 
     Policies that cannot place experts apart from their blocks keep them there whatever `options` say.
     """
-    asked = dict.fromkeys((options.policy, *policies))
-    return tuple(_outcome(policy, place(structure, budget, _options_for(policy, options))) for policy in asked)
-
-
-def _options_for(policy: str, options: PlanOptions) -> PlanOptions:
-    may_split = policy_named(policy).splits_experts or options.experts is not Experts.SPLIT
-    return replace(options, policy=policy, experts=options.experts if may_split else Experts.BLOCK)
+    outcomes = []
+    for policy in dict.fromkeys((options.policy, *policies)):
+        may_split = policy_named(policy).splits_experts or options.experts is not Experts.SPLIT
+        asked = replace(options, policy=policy, experts=options.experts if may_split else Experts.BLOCK)
+        outcomes.append(_outcome(policy, place(structure, budget, asked)))
+    return tuple(outcomes)
 
 
 def _outcome(policy: str, found: Solution | Misfit) -> PolicyOutcome:

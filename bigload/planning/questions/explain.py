@@ -113,10 +113,6 @@ class Explanation:
         ]
         return f"{self.name} is {', '.join(places)}{', ' if around else ''}{' and '.join(around)}"
 
-    def __str__(self) -> str:
-        texts = [*(reason.text for reason in self.reasons), *(other.text for other in self.alternatives)]
-        return "\n".join([self.headline, *(f"  {text}" for text in texts)])
-
 
 def explain(details: PlanDetails, name: str) -> Explanation:
     """Return why a module is where it is.

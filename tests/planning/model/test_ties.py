@@ -29,39 +29,44 @@ def test_a_silent_config_means_tied():
     assert ties_of({EMBED: TABLE}, **causal()) == (TiedGroup(stored=(EMBED,), absent_modules=("lm_head",)),)
 
 
-def test_a_config_of_no_model_says_nothing():
-    assert ties_of({EMBED: TABLE, HEAD: TABLE}, torch_dtype="bfloat16") == ()
-
-
-def test_no_config_means_no_ties():
-    assert ties_of({EMBED: TABLE, HEAD: TABLE}) == ()
+@pytest.mark.parametrize(
+    ("tensors", "config"),
+    [
+        pytest.param({EMBED: TABLE, HEAD: TABLE}, {"torch_dtype": "bfloat16"}, id="the config of no model"),
+        pytest.param({EMBED: TABLE, HEAD: TABLE}, {}, id="no config"),
+        pytest.param({EMBED: TABLE, HEAD: TABLE}, causal(tie_word_embeddings=False), id="an explicit false"),
+        pytest.param({EMBED: TABLE}, causal(tie_word_embeddings=False), id="an explicit false for an absent head"),
+        pytest.param(
+            {EMBED: TABLE, HEAD: TABLE},
+            causal(tie_word_embeddings=False, text_config={"tie_word_embeddings": True}),
+            id="the outer config has the last word",
+        ),
+        pytest.param({EMBED: TABLE, HEAD: ("F32", [32, 4])}, causal(), id="a head of another dtype"),
+        pytest.param({EMBED: TABLE, HEAD: ("BF16", [33, 4])}, causal(), id="a head of another shape"),
+        pytest.param({EMBED: ("F32", [])}, causal(), id="a scalar is no embedding"),
+        pytest.param({"embeddings.word_embeddings.weight": TABLE}, causal("bert", "BertModel"), id="an encoder"),
+        pytest.param(
+            {"encoder.embed_tokens.weight": TABLE, "decoder.embed_tokens.weight": TABLE}, {}, id="nothing shared"
+        ),
+        pytest.param({"shared.weight": TABLE, "a.weight": 3}, {}, id="called shared in a model without stacks"),
+        pytest.param(
+            {"model.layers.0.linear.weight": 4, "model.layers.0.shared_transformer.q_proj.weight": 8},
+            {"model_type": "other"},
+            id="a block that is only named like a shared one",
+        ),
+    ],
+)
+def test_nothing_is_tied(tensors, config):
+    assert ties_of(tensors, **config) == ()
 
 
 def test_embedding_and_head_that_are_both_stored_are_tied():
     assert ties_of({EMBED: TABLE, HEAD: TABLE}, **causal()) == (TiedGroup(stored=(EMBED, HEAD), copies=(HEAD,)),)
 
 
-def test_an_explicit_false_unties():
-    assert ties_of({EMBED: TABLE, HEAD: TABLE}, **causal(tie_word_embeddings=False)) == ()
-
-
-def test_an_explicit_false_emits_no_absent_head():
-    assert ties_of({EMBED: TABLE}, **causal(tie_word_embeddings=False)) == ()
-
-
 @pytest.mark.parametrize(("said", "count"), [(False, 0), (True, 1)])
 def test_the_config_of_the_text_model_is_asked_too(said, count):
     assert len(ties_of({EMBED: TABLE, HEAD: TABLE}, **causal(text_config={"tie_word_embeddings": said}))) == count
-
-
-def test_the_outer_config_has_the_last_word():
-    config = causal(tie_word_embeddings=False, text_config={"tie_word_embeddings": True})
-    assert ties_of({EMBED: TABLE, HEAD: TABLE}, **config) == ()
-
-
-@pytest.mark.parametrize("head", [("F32", [32, 4]), ("BF16", [33, 4])])
-def test_a_head_of_another_dtype_or_shape_is_not_tied(head):
-    assert ties_of({EMBED: TABLE, HEAD: head}, **causal()) == ()
 
 
 @pytest.mark.parametrize(
@@ -80,11 +85,6 @@ def test_embeddings_and_heads_are_known_by_the_names_of_the_families(embedding, 
     )
 
 
-def test_an_encoder_has_no_absent_head():
-    config = causal("bert", "BertModel")
-    assert ties_of({"embeddings.word_embeddings.weight": TABLE}, **config) == ()
-
-
 def test_the_embedding_with_the_most_rows_is_the_one_that_is_tied():
     tensors = {"vision.embed_tokens.weight": SMALL, EMBED: TABLE}
     assert ties_of(tensors, **causal())[0].stored == (EMBED,)
@@ -95,17 +95,6 @@ def test_the_embedding_of_an_extra_prediction_layer_is_not_tied():
     assert ties_of(tensors, **causal("deepseek_v3")) == (TiedGroup(stored=(EMBED, HEAD), copies=(HEAD,)),)
 
 
-def test_the_head_of_a_language_model_inside_another_is_named_below_it():
-    config = causal("llava", "LlavaForConditionalGeneration")
-    (tie,) = ties_of({"language_model.model.embed_tokens.weight": TABLE}, **config)
-    assert tie.absent_modules == ("language_model.lm_head",)
-
-
-def test_the_head_of_whisper_has_its_own_name():
-    config = causal("whisper", "WhisperForConditionalGeneration")
-    assert ties_of({"model.decoder.embed_tokens.weight": TABLE}, **config)[0].absent_modules == ("proj_out",)
-
-
 def test_the_shared_embeddings_of_t5_are_one_group():
     names = ("shared.weight", "encoder.embed_tokens.weight", "decoder.embed_tokens.weight")
     config = causal("t5", "T5ForConditionalGeneration", tie_word_embeddings=False)
@@ -114,25 +103,27 @@ def test_the_shared_embeddings_of_t5_are_one_group():
 
 
 T5 = {"shared.weight": TABLE, "encoder.block.0.q.weight": SMALL, "decoder.block.0.q.weight": SMALL}
+T5_ENCODER = {name: form for name, form in T5.items() if "decoder" not in name}
+UNTIED = {"tie_word_embeddings": False}
 
 
-def absent(ties):
-    return {module for tie in ties for module in tie.absent_modules}
-
-
-def test_the_shared_embedding_of_t5_names_all_modules_that_are_not_stored():
-    ties = ties_of(T5, **causal("t5", "T5ForConditionalGeneration"))
-    assert absent(ties) == {"encoder.embed_tokens", "decoder.embed_tokens", "lm_head"}
-
-
-def test_the_shared_embedding_of_an_encoder_decoder_is_shared_whatever_the_head_does():
-    ties = ties_of(T5, **causal("m2m_100", "M2M100ForConditionalGeneration", tie_word_embeddings=False))
-    assert absent(ties) == {"encoder.embed_tokens", "decoder.embed_tokens"}
-
-
-def test_t5_ties_its_head_although_its_config_denies_it():
-    ties = ties_of(T5, **causal("t5", "T5ForConditionalGeneration", tie_word_embeddings=False))
-    assert absent(ties) == {"encoder.embed_tokens", "decoder.embed_tokens", "lm_head"}
+@pytest.mark.parametrize(
+    ("tensors", "config", "modules"),
+    [
+        (T5, causal("t5", "T5ForConditionalGeneration"), "encoder.embed_tokens decoder.embed_tokens lm_head"),
+        # T5 ties its head although its config denies it.
+        (T5, causal("t5", "T5ForConditionalGeneration", **UNTIED), "encoder.embed_tokens decoder.embed_tokens lm_head"),
+        (
+            T5,
+            causal("m2m_100", "M2M100ForConditionalGeneration", **UNTIED),
+            "encoder.embed_tokens decoder.embed_tokens",
+        ),
+        (T5_ENCODER, causal("t5", "T5EncoderModel"), "encoder.embed_tokens"),
+    ],
+)
+def test_the_shared_embedding_of_stacks_names_all_modules_that_are_not_stored(tensors, config, modules):
+    (tie,) = ties_of(tensors, **config)
+    assert set(tie.absent_modules) == set(modules.split())
 
 
 def test_a_head_of_t5_with_other_bytes_is_not_tied_and_not_the_fault_of_the_config():
@@ -262,15 +253,11 @@ def test_an_odd_number_of_shared_blocks_is_survived(count):
     assert isinstance(find_ties(zamba(1, 3, num_mem_blocks=count)), tuple)
 
 
-def test_a_block_that_is_only_named_like_a_shared_one_is_tied_to_nothing():
-    tensors = {**hybrid(0, shared=True), **hybrid(1, shared=False)}
-    assert ties_of(tensors, model_type="other") == ()
-
-
 @pytest.mark.parametrize(
     ("embedding", "head"),
     [
         ("text_model.model.embed_tokens.weight", "text_model.lm_head"),
+        ("language_model.model.embed_tokens.weight", "language_model.lm_head"),
         ("thinker.model.embed_tokens.weight", "thinker.lm_head"),
         ("backbone.embeddings.weight", "lm_head"),
         ("model.language_model.embed_tokens.weight", "lm_head"),
@@ -280,20 +267,9 @@ def test_an_absent_head_is_named_beside_the_model_of_the_embedding(embedding, he
     assert ties_of({embedding: TABLE}, **causal())[0].absent_modules == (head,)
 
 
-def test_the_shared_embedding_of_bart_is_found_inside_its_model():
-    tensors = {f"model.{name}": form for name, form in T5.items()}
-    ties = ties_of(tensors, **causal("bart", "BartForConditionalGeneration"))
-    assert {"model.encoder.embed_tokens", "model.decoder.embed_tokens"} <= absent(ties)
-
-
-def test_an_encoder_alone_has_no_absent_decoder():
-    tensors = {name: form for name, form in T5.items() if "decoder" not in name}
-    assert absent(ties_of(tensors, **causal("t5", "T5EncoderModel"))) == {"encoder.embed_tokens"}
-
-
-def test_embeddings_of_encoder_and_decoder_without_a_shared_one_are_not_tied():
-    names = ("encoder.embed_tokens.weight", "decoder.embed_tokens.weight")
-    assert ties_of(dict.fromkeys(names, TABLE)) == ()
+def test_the_head_of_whisper_has_its_own_name():
+    config = causal("whisper", "WhisperForConditionalGeneration")
+    assert ties_of({"model.decoder.embed_tokens.weight": TABLE}, **config)[0].absent_modules == ("proj_out",)
 
 
 @pytest.mark.parametrize(
@@ -308,10 +284,6 @@ def test_embeddings_of_encoder_and_decoder_without_a_shared_one_are_not_tied():
 )
 def test_a_config_of_odd_types_is_survived(config):
     assert isinstance(ties_of({EMBED: TABLE, HEAD: ("BF16", [])}, **config), tuple)
-
-
-def test_a_scalar_embedding_is_no_embedding():
-    assert ties_of({EMBED: ("F32", [])}, **causal()) == ()
 
 
 def test_ties_do_not_depend_on_the_order_of_the_file():
@@ -329,10 +301,6 @@ def test_the_head_of_a_masked_language_model_stays_with_its_embedding():
     config = {"model_type": "bert", "architectures": ["BertForMaskedLM"]}
     made = plan(checkpoint_of(tensors, config=config), {"cuda:0": "1KiB", "cuda:1": "1KiB"}, overhead=0)
     assert made.device_map["cls"] == made.device_map["bert.embeddings"]
-
-
-def test_an_embedding_called_shared_in_a_model_without_stacks_is_tied_to_nothing():
-    assert ties_of({"shared.weight": TABLE, "a.weight": 3}) == ()
 
 
 def test_a_tied_module_inside_another_gets_no_key_of_its_own():

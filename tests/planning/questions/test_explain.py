@@ -264,10 +264,3 @@ def test_a_name_that_nothing_or_several_things_have_is_refused(name, said):
     with pytest.raises(OptionError) as caught:
         explain(made, name)
     assert re.search(said, str(caught.value), re.DOTALL)
-
-
-def test_lines_are_the_headline_and_a_line_per_reason_and_trial():
-    answer = explain(drafted(blocks(4, 4, 4), {"cuda:0": 10, "cuda:1": 4}), "layers.2")
-    lines = str(answer).splitlines()
-    assert lines[0] == answer.headline
-    assert len(lines) == 1 + len(answer.reasons) + len(answer.alternatives)

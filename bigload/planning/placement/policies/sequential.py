@@ -61,7 +61,7 @@ def _place_from(problem: PlacementProblem, accelerators: Sequence[tuple[Device, 
         # Enough for sure: all units streamed, and the first one here rather than on the next accelerator.
         enough = _streaming(problem, units)
         enough += units[0].num_bytes if len(accelerators) > 1 else 0
-        return Misfit(unplaced_bytes=0, host_bytes=0, workspace={}, too_small={execution: enough - room})
+        return Misfit(too_small={execution: enough - room})
     host = _place_on_host(problem, units[len(placed) :], problem.budget.get(CPU) or 0)
     if isinstance(host, Misfit):
         return replace(host, workspace={execution: reserve, **host.workspace})
@@ -89,7 +89,7 @@ def _place_on_host(problem: PlacementProblem, units: Sequence[Unit], ram: int) -
         placed, reserve = _fill_beside_workspace(sizes, [(CPU, ram)], lambda held: _buffers(problem, units[held:]))
         if reserve > ram:
             enough = _buffers(problem, units)
-            return Misfit(unplaced_bytes=0, host_bytes=0, workspace={}, too_small={CPU: enough - ram})
+            return Misfit(too_small={CPU: enough - ram})
     else:
         placed, reserve = fill(sizes, [(CPU, ram)]), 0
     on_disk = fill(sizes[len(placed) :], [(DISK, budget.get(DISK))])

@@ -19,72 +19,57 @@ def place(sizes, **limits):
     return place_sequentially(asked(sizes, **limits))
 
 
-def devices_of(sizes, **limits):
-    placement = place(sizes, **limits)
-    assert isinstance(placement, Placement), placement
-    return [str(device) for device in placement.devices]
+FOUR = [2, 2, 2, 2]
+TWO_IN_FLIGHT = {"num_in_flight": 2}
+CACHED = [unit_of(2, cache_bytes=1)] * 4
 
 
 @pytest.mark.parametrize(
-    ("limits", "devices"),
+    ("sizes", "limits", "devices"),
     [
-        ({"cuda_0": 8}, ["cuda:0"] * 4),
-        ({"cuda_0": 5, "cpu": 6}, ["cuda:0", "cpu", "cpu", "cpu"]),
-        ({"cuda_0": 5, "cpu": 5}, ["cuda:0", "cpu", "disk", "disk"]),
+        pytest.param(FOUR, {"cuda_0": 8}, "cuda:0 cuda:0 cuda:0 cuda:0", id="first example of the docstring"),
+        pytest.param(FOUR, {"cuda_0": 5, "cpu": 6}, "cuda:0 cpu cpu cpu", id="second example"),
+        pytest.param(FOUR, {"cuda_0": 5, "cpu": 5}, "cuda:0 cpu disk disk", id="third example"),
+        pytest.param([4, 3, 3], {"cuda_0": 10}, "cuda:0 cuda:0 cuda:0", id="what fits exactly needs no workspace"),
+        # The last unit of 3 is left over and takes 3: 6 remain, 4 fits and 4 + 3 does not. Two of 3 still take 3.
+        pytest.param([4, 3, 3], {"cuda_0": 9}, "cuda:0 disk disk", id="one byte less pays for the workspace"),
+        # The 1 left over takes 1, which leaves 5 of 6: the 3 is left over too and takes 3; then so does the 2.
+        pytest.param([2, 3, 1], {"cuda_0": 5, "cpu": 100}, "cuda:0 cpu cpu", id="a workspace grows what is left over"),
+        # Two buffers of 2 leave room for one block of 7; with one buffer it is two.
+        pytest.param(
+            FOUR, {"cuda_0": 7, "cpu": 100, "wishes": TWO_IN_FLIGHT}, "cuda:0 cpu cpu cpu", id="two in flight"
+        ),
+        pytest.param(FOUR, {"cuda_0": 7, "cpu": 100}, "cuda:0 cuda:0 cpu cpu", id="one in flight"),
+        pytest.param([2, 2, 2], {"cuda_1": 4, "cuda_0": 2}, "cuda:1 cuda:1 cuda:0", id="in the order of the budget"),
+        pytest.param(
+            [2, 5, 1], {"cuda_0": 4, "cuda_1": 100}, "cuda:0 cuda:1 cuda:1", id="a device is never returned to"
+        ),
+        # cuda:0 keeps 2 of 6 for streaming, RAM 2 of 5 for what comes from disk.
+        pytest.param([2] * 6, {"cuda_0": 6, "cpu": 5}, "cuda:0 cuda:0 cpu disk disk disk", id="RAM, then disk"),
+        pytest.param([2] * 6, {"cuda_0": 6, "cpu": 8}, "cuda:0 cuda:0 cpu cpu cpu cpu", id="RAM holds the rest"),
+        pytest.param([3, 3], {"cpu": 6}, "cpu cpu", id="RAM alone runs in place and needs no workspace"),
+        pytest.param([3] * 4, {"cpu": 9}, "cpu cpu disk disk", id="RAM alone keeps room for what comes from disk"),
+        pytest.param([3] * 4, {"cpu": 9, "wishes": TWO_IN_FLIGHT}, "cpu disk disk disk", id="RAM alone, two in flight"),
+        pytest.param(FOUR, {"cuda_0": 5}, "cuda:0 disk disk disk", id="without RAM the rest goes to disk"),
+        pytest.param([], {"cuda_0": 1}, "", id="no units fit anywhere"),
+        pytest.param(
+            [0, 0, 1], {"cuda_0": 1, "use_disk": False}, "cuda:0 cuda:0 cuda:0", id="empty units take no room"
+        ),
+        # 2 of weights and 1 of cache each: two find room on cuda:0 beside one buffer and the caches of the other two.
+        pytest.param(CACHED, {"cuda_0": 10, "cpu": 100}, "cuda:0 cuda:0 cpu cpu", id="caches of streamed units"),
+        pytest.param(CACHED, {"cuda_0": 9, "cpu": 100}, "cuda:0 cpu cpu cpu", id="caches with a byte less"),
+        pytest.param(
+            [2, 2, 2],
+            {"cuda_0": 6, "cpu": 100, "wishes": {"fixed_bytes": {CUDA0: 1}}},
+            "cuda:0 cpu cpu",
+            id="overhead leaves less room for weights",
+        ),
     ],
 )
-def test_the_examples_of_the_docstring(limits, devices):
-    assert devices_of([2, 2, 2, 2], **limits) == devices
-
-
-def test_what_fits_exactly_needs_no_workspace():
-    assert devices_of([4, 3, 3], cuda_0=10) == ["cuda:0"] * 3
-
-
-def test_one_byte_less_streams_and_pays_for_the_workspace():
-    # The last unit of 3 is left over and takes 3: 6 remain, 4 fits and 4 + 3 does not. Two of 3 still take 3.
-    assert devices_of([4, 3, 3], cuda_0=9) == ["cuda:0", "disk", "disk"]
-
-
-def test_what_is_left_over_grows_with_the_workspace_it_needs():
-    # The 1 left over takes 1, which leaves 5 of 6: the 3 is left over too and takes 3; then so does the 2 beside it.
-    assert devices_of([2, 3, 1], cuda_0=5, cpu=100) == ["cuda:0", "cpu", "cpu"]
-
-
-def test_with_two_in_flight_there_is_room_for_two_of_the_largest():
-    # Two buffers of 2 leave room for one block of 7; with one buffer it is two.
-    assert devices_of([2, 2, 2, 2], cuda_0=7, cpu=100, wishes={"num_in_flight": 2}) == ["cuda:0", "cpu", "cpu", "cpu"]
-    assert devices_of([2, 2, 2, 2], cuda_0=7, cpu=100) == ["cuda:0", "cuda:0", "cpu", "cpu"]
-
-
-def test_accelerators_are_filled_in_the_order_of_the_budget():
-    assert devices_of([2, 2, 2], cuda_1=4, cuda_0=2) == ["cuda:1", "cuda:1", "cuda:0"]
-
-
-def test_a_device_that_was_left_is_not_gone_back_to():
-    assert devices_of([2, 5, 1], cuda_0=4, cuda_1=100) == ["cuda:0", "cuda:1", "cuda:1"]
-
-
-def test_what_the_accelerators_cannot_hold_goes_to_ram_and_then_to_disk():
-    # cuda:0 keeps 2 of 6 for streaming, RAM 2 of 5 for what comes from disk.
-    assert devices_of([2] * 6, cuda_0=6, cpu=5) == ["cuda:0", "cuda:0", "cpu", "disk", "disk", "disk"]
-
-
-def test_what_ram_can_hold_does_not_go_to_disk():
-    assert devices_of([2] * 6, cuda_0=6, cpu=8) == ["cuda:0", "cuda:0", "cpu", "cpu", "cpu", "cpu"]
-
-
-def test_ram_alone_runs_in_place_and_needs_no_workspace():
-    assert devices_of([3, 3], cpu=6) == ["cpu", "cpu"]
-
-
-def test_ram_alone_keeps_room_for_what_comes_from_disk():
-    assert devices_of([3, 3, 3, 3], cpu=9) == ["cpu", "cpu", "disk", "disk"]
-    assert devices_of([3, 3, 3, 3], cpu=9, wishes={"num_in_flight": 2}) == ["cpu", "disk", "disk", "disk"]
-
-
-def test_without_ram_the_rest_goes_to_disk():
-    assert devices_of([2, 2, 2, 2], cuda_0=5) == ["cuda:0", "disk", "disk", "disk"]
+def test_devices_are_filled_in_order_beside_a_workspace(sizes, limits, devices):
+    placement = place(sizes, **limits)
+    assert isinstance(placement, Placement), placement
+    assert " ".join(map(str, placement.devices)) == devices
 
 
 def test_offloaded_units_run_on_the_device_of_the_first_unit():
@@ -99,14 +84,6 @@ def test_an_accelerator_that_holds_nothing_is_not_the_one_that_streams():
     placement = place([5, 1], cuda_0=4, cuda_1=6, cpu=6)
     assert [str(device) for device in placement.devices] == ["cuda:1", "cuda:1"]
     assert str(placement.execution_device) == "cuda:1"
-
-
-def test_no_units_fit_anywhere():
-    assert devices_of([], cuda_0=1) == []
-
-
-def test_empty_units_take_no_room():
-    assert devices_of([0, 0, 1], cuda_0=1, use_disk=False) == ["cuda:0"] * 3
 
 
 def test_bytes_that_find_no_device_are_counted():
@@ -134,13 +111,6 @@ def test_room_for_a_second_in_flight_is_kept_where_it_is_asked_for():
     assert isinstance(place([2, 2, 2], cuda_0=3), Placement)
 
 
-def test_caches_of_streamed_units_are_kept_on_the_device_that_runs_them():
-    # 2 of weights and 1 of cache each: two find room on cuda:0 beside one buffer and the caches of the other two.
-    blocks = [unit_of(2, cache_bytes=1)] * 4
-    assert devices_of(blocks, cuda_0=10, cpu=100) == ["cuda:0", "cuda:0", "cpu", "cpu"]
-    assert devices_of(blocks, cuda_0=9, cpu=100) == ["cuda:0", "cpu", "cpu", "cpu"]
-
-
 def test_a_device_with_room_for_the_buffer_and_not_for_the_caches_is_too_small():
     misfit = place([unit_of(2, cache_bytes=1)] * 4, cuda_0=5, cpu=100)
     assert dict(misfit.too_small) == {CUDA0: 1}
@@ -148,12 +118,8 @@ def test_a_device_with_room_for_the_buffer_and_not_for_the_caches_is_too_small()
 
 def test_ram_that_runs_the_model_holds_its_caches_and_overhead():
     blocks = [unit_of(2, cache_bytes=1)] * 2
-    assert devices_of(blocks, cpu=7, wishes={"fixed_bytes": {CPU: 1}}) == ["cpu", "cpu"]
+    assert place(blocks, cpu=7, wishes={"fixed_bytes": {CPU: 1}}).devices == (CPU, CPU)
     assert isinstance(place(blocks, cpu=6, use_disk=False, wishes={"fixed_bytes": {CPU: 1}}), Misfit)
-
-
-def test_overhead_leaves_less_room_for_weights():
-    assert devices_of([2, 2, 2], cuda_0=6, cpu=100, wishes={"fixed_bytes": {CUDA0: 1}}) == ["cuda:0", "cpu", "cpu"]
 
 
 def test_a_device_too_small_for_the_workspace_is_named_with_what_it_lacks():
@@ -161,16 +127,10 @@ def test_a_device_too_small_for_the_workspace_is_named_with_what_it_lacks():
     assert {str(device): lacking for device, lacking in misfit.too_small.items()} == {"cuda:0": 1}
 
 
-def test_a_device_fits_when_it_gets_what_it_was_said_to_lack():
-    misfit = place([2, 3, 1], cuda_0=2)
-    (lacking,) = misfit.too_small.values()
-    assert isinstance(place([2, 3, 1], cuda_0=2 + lacking), Placement)
-
-
-def test_a_device_beside_another_fits_when_it_gets_what_it_was_said_to_lack():
-    misfit = place([1, 2, 2], cuda_0=1, cuda_1=1)
-    (lacking,) = misfit.too_small.values()
-    assert isinstance(place([1, 2, 2], cuda_0=1 + lacking, cuda_1=1), Placement)
+@pytest.mark.parametrize(("sizes", "limits"), [([2, 3, 1], {"cuda_0": 2}), ([1, 2, 2], {"cuda_0": 1, "cuda_1": 1})])
+def test_a_device_fits_when_it_gets_what_it_was_said_to_lack(sizes, limits):
+    (lacking,) = place(sizes, **limits).too_small.values()
+    assert isinstance(place(sizes, **{**limits, "cuda_0": limits["cuda_0"] + lacking}), Placement)
 
 
 def test_ram_that_holds_what_the_accelerators_do_not_is_enough_beside_a_limited_disk():
