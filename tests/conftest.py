@@ -4,12 +4,17 @@ import gc
 import os
 import sys
 
+import pytest
 from hypothesis import HealthCheck, settings
 
 # Without bytecode files, pytest rewrites all tests in each run, and every process that tests start compiles bigload:
 # 8 s of CPU time for a collection alone where the variable is set.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
+
+# Models here are tiny. A second thread of torch only waits for the first, and burns a core that processes of the tests
+# need: with two, a `linear` of 8 x 8 takes 1.3 ms of a busy machine.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # Budgets that nothing fits into are filtered out, and a busy machine is slow; neither says that a test is wrong.
 tolerated = [HealthCheck.too_slow, HealthCheck.filter_too_much]
@@ -21,9 +26,19 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci" if os.environ.ge
 
 
 def pytest_collection_finish(session):
-    """Let no collection of garbage look at what importing torch and collecting thousands of tests has left for good.
+    _freeze_what_stays()
 
-    Many tests collect, as benches do before each run: that took a quarter of a second each time.
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item, nextitem):
+    if nextitem is not None and nextitem.path != item.path:
+        _freeze_what_stays()
+
+
+def _freeze_what_stays():
+    """Exempt what is alive between files of tests, such as modules, from later collections of garbage.
+
+    Many tests collect, as benches do before each run: in a process that has imported torch, that takes 0.3 s each time.
     """
     gc.collect()
     gc.freeze()

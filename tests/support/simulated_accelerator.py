@@ -85,6 +85,10 @@ class Simulation:
         """Do what is pending, then forget what was noted. Memory of tensors that still live stays counted."""
         self.synchronize()
         self.streams = list(self.default_streams.values())
+        for memory in self.memories.values():
+            memory.accesses.clear()  # all of them are done
+        for clock in (self.host, *(stream.clock for stream in self.streams)):
+            clock.seen.clear()
         self.limits: list[int | None] = [None] * NUM_DEVICES
         self.peak = list(self.used)
         self.transfers: list[Transfer] = []
