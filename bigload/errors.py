@@ -483,17 +483,19 @@ class StateDictMismatchError(LoadError, ValueError):
         missing: Sequence[str] = (),
         unexpected: Sequence[str] = (),
         misshapen: Sequence[str] = (),
+        problems: Sequence[str] = (),
         hint: str = "strict=False loads what does match; nothing was assigned",
     ) -> None:
         super().__init__(
             f"the checkpoint does not match {module}: {len(missing)} missing, {len(unexpected)} unexpected, "
-            f"{len(misshapen)} of another shape",
+            f"{len(misshapen)} of another shape" + (f", {len(problems)} that cannot be made" if problems else ""),
             details=[
                 f"{what}: {name}"
                 for what, names in (
                     ("missing from the checkpoint", missing),
                     ("not in the module", unexpected),
                     ("other shape", misshapen),
+                    ("conversion", problems),
                 )
                 for name in abridged(names, MAX_LISTED // 3)  # so that there is room for each kind
             ],
@@ -502,6 +504,7 @@ class StateDictMismatchError(LoadError, ValueError):
         self.missing = tuple(missing)
         self.unexpected = tuple(unexpected)
         self.misshapen = tuple(misshapen)
+        self.problems = tuple(problems)
 
     @classmethod
     def of_shape(cls, name: str, *, expected: Sequence[int], found: Sequence[int]) -> Self:

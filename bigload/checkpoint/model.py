@@ -44,6 +44,11 @@ class TensorInfo:
         return prod(self.shape)
 
     @property
+    def torch_shape(self) -> tuple[int, ...]:
+        """The shape that torch gives it: packed 4-bit types hold two elements in each of torch's."""
+        return (*self.shape[:-1], self.shape[-1] // 2) if self.dtype.bits == 4 and self.shape else self.shape
+
+    @property
     def num_bytes(self) -> int:
         """Bytes of the tensor in memory, row by row."""
         return self.span.num_bytes if self.strides is None else -(-self.num_elements * self.dtype.bits // 8)
@@ -72,6 +77,11 @@ class AssembledTensor:
     @property
     def num_elements(self) -> int:
         return prod(self.shape)
+
+    @property
+    def torch_shape(self) -> tuple[int, ...]:
+        """Its shape; see `TensorInfo`."""
+        return self.shape
 
     @property
     def num_bytes(self) -> int:

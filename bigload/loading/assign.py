@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 from torch import nn
 
-from bigload.checkpoint.model import TensorInfo
 from bigload.errors import StateDictMismatchError
-from bigload.loading.schedule import RequestedTensor
 from bigload.loading.selection import Selection
-from bigload.loading.tensors import torch_shape
+
+
+class HasTorchShape(Protocol):
+    """A tensor that is stored, assembled or requested."""
+
+    @property
+    def torch_shape(self) -> tuple[int, ...]:
+        """The shape that torch gives it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,33 +38,56 @@ class Comparison:
         missing: Names in the module, the first of each group of tied ones, of which the checkpoint has none.
         unexpected: Names in the checkpoint that the module does not have.
         misshapen: Names of different shapes, with both shapes in words.
+        problems: Why other tensors of the module cannot be made of stored ones, a sentence each.
     """
 
     assignments: tuple[Assignment, ...]
     missing: tuple[str, ...]
     unexpected: tuple[str, ...]
     misshapen: tuple[str, ...]
+    problems: tuple[str, ...] = ()
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether both have the same names and shapes."""
+        return not (self.missing or self.unexpected or self.misshapen or self.problems)
+
+    def error(self, module: str, **hint: str) -> StateDictMismatchError:
+        """Return the error that says all of it about a module of class `module`; see there for the default `hint`."""
+        return StateDictMismatchError(
+            module,
+            missing=self.missing,
+            unexpected=self.unexpected,
+            misshapen=self.misshapen,
+            problems=self.problems,
+            **hint,
+        )
 
 
-def match(module: nn.Module, selection: Selection, *, strict: bool) -> tuple[Assignment, ...]:
+def match(
+    module: nn.Module,
+    selection: Selection,
+    *,
+    strict: bool,
+    unexpected: Sequence[str] = (),
+    problems: Sequence[str] = (),
+) -> tuple[Assignment, ...]:
     """Return which of the wanted tensors goes where in `module`, without reading one.
 
-    What stays on disk is left alone.
+    What stays on disk is left alone. `unexpected` and `problems` are what a conversion has found; see `Comparison`.
 
     Raises:
-        StateDictMismatchError: `strict`, and something is missing, unexpected or of another shape.
+        StateDictMismatchError: there are problems; or `strict`, and something is missing, unexpected or of another
+            shape.
     """
-    found = compare(module, {want.name: want for want in selection.wanted}, selection.left_on_disk)
-    if strict and (found.missing or found.unexpected or found.misshapen):
-        raise StateDictMismatchError(
-            type(module).__name__, missing=found.missing, unexpected=found.unexpected, misshapen=found.misshapen
-        )
+    compared = compare(module, {want.name: want for want in selection.wanted}, selection.left_on_disk)
+    found = replace(compared, unexpected=(*compared.unexpected, *unexpected), problems=tuple(problems))
+    if found.problems or (strict and not found.is_exact):
+        raise found.error(type(module).__name__)
     return found.assignments
 
 
-def compare(
-    module: nn.Module, tensors: Mapping[str, RequestedTensor] | Mapping[str, TensorInfo], ignored: Collection[str] = ()
-) -> Comparison:
+def compare(module: nn.Module, tensors: Mapping[str, HasTorchShape], ignored: Collection[str] = ()) -> Comparison:
     """Return which of `tensors` goes where in `module`, and what does not correspond.
 
     Tied parameters need one stored tensor among them. Buffers that the module does not save are left alone, and so is
@@ -72,7 +101,7 @@ def compare(
             missing += [] if any(name in ignored for name in places) else [places[0]]
             continue
         want = tensors[stored[0]]
-        expected, found = tuple(tensor_named(module, places[0]).shape), torch_shape(want.dtype, want.shape)
+        expected, found = tuple(tensor_named(module, places[0]).shape), want.torch_shape
         if expected == found:
             assignments.append(Assignment(tensor_name=stored[0], places=places))
         else:

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, TypeGuard
 from bigload.checkpoint.formats.registry import FormatError
 from bigload.checkpoint.formats.state_dict import find_state_dict
 from bigload.checkpoint.model import Checkpoint, Span, TensorInfo
+from bigload.conversion.checkpoint_view import CheckpointView
+from bigload.conversion.conversion import as_stored
 from bigload.dtypes import DTYPES
 from bigload.errors import InvalidCheckpointError, Problem, ReadError, UnsupportedDTypeError
 from bigload.loading.memory_errors import memory_errors
@@ -56,6 +58,23 @@ def as_checkpoint(path: str, tensors: Mapping[str, torch.Tensor]) -> Checkpoint:
             raise UnsupportedDTypeError(str(tensor.dtype), [name])
         infos[name] = TensorInfo(name, dtype, tuple(tensor.shape), Span("", 0, tensor.nbytes))
     return Checkpoint(path=path, root=Path(path), index_file=None, shards=(), tensors=infos, config=None)
+
+
+def tensor_of(view: CheckpointView, name: str, whole: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """Return the tensor `name` of `view`, made of the tensors that torch has loaded; itself where it is one of them."""
+    import torch
+
+    if view.conversion is None:
+        return whole[name]
+    made = view.conversion.tensors[name]
+    first = whole[made.sources[0]]
+    if made == as_stored(view.checkpoint.tensors[made.sources[0]]):
+        return first
+    tensor = torch.empty(made.shape, dtype=first.dtype)
+    for piece in made.pieces:
+        box = tuple(slice(start, start + size) for start, size in zip(piece.start, piece.shape, strict=True))
+        tensor[box] = whole[piece.source].flatten().as_strided(piece.shape, piece.strides, piece.offset)
+    return tensor
 
 
 def as_requested(want: RequestedTensor, tensor: torch.Tensor) -> torch.Tensor:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from bigload.checkpoint.model import Checkpoint
 from bigload.checkpoint.quantisation import quantisation_of
+from bigload.conversion.checkpoint_view import CheckpointView, view_for
 from bigload.errors import LegacyPickleError, StateDictMismatchError
 from bigload.loading.buffers import fill_buffers
 from bigload.loading.checks import check_memory, check_ram
@@ -69,7 +70,8 @@ def load(
         into: A module to fill as well. Parameters on the meta device become the loaded tensors, without a second copy;
             others keep their memory, dtype and device and are copied into. Tied parameters stay tied. What a plan keeps
             on disk stays as it is. What is on the meta device afterwards raises `AbsentWeightError` when it is computed
-            with.
+            with. A model of transformers is given what the installed version would make of the stored tensors when it
+            renames, fuses, splits and reorders them; names in the other arguments and in the result are then its own.
         only: Names of the tensors to read; all when left out.
         slices: Parts of tensors, by name: rows, columns or whatever lies along one dimension. Only their bytes are
             read, as far as pieces are not so small and close together that a read each would take longer.
@@ -112,10 +114,12 @@ def load(
     except LegacyPickleError as error:  # such files cannot be read in part
         whole = _load_legacy(error)
         opened = as_checkpoint(str(error.path), whole)
-    selection = select(opened, only=only, slices=slices, dtype=wanted_dtype, device=device)
+    view = CheckpointView.of(opened) if into is None else view_for(into, opened)
+    selection = select(view, only=only, slices=slices, dtype=wanted_dtype, device=device)
     assignments: tuple[Assignment, ...] = ()
     if into is not None:
-        assignments = _matched(opened, into, selection, strict=strict)
+        unexpected = view.unexpected if only is None else ()
+        assignments = _matched(view, into, selection, unexpected, strict=strict)
         selection = selection.of({assignment.tensor_name for assignment in assignments})
     check_dtypes(selection.wanted)
     for name in selection.devices:
@@ -125,7 +129,7 @@ def load(
             opened, selection, chosen, open_source, recorder, populate=populate, on_progress=on_progress
         )
     else:
-        tensors, report = _taken(whole, selection)
+        tensors, report = _taken(view, whole, selection)
     with recorder.span(Phase.ASSIGN):
         if into is not None:
             assign(into, assignments, tensors)
@@ -134,14 +138,14 @@ def load(
 
 
 def _matched(
-    checkpoint: Checkpoint, module: nn.Module, selection: Selection, *, strict: bool
+    view: CheckpointView, module: nn.Module, selection: Selection, unexpected: Sequence[str], *, strict: bool
 ) -> tuple[Assignment, ...]:
     from bigload.loading.assign import match
 
     try:
-        return match(module, selection, strict=strict)
+        return match(module, selection, strict=strict, unexpected=unexpected, problems=view.problems)
     except StateDictMismatchError as error:
-        quantised = quantisation_of(checkpoint)
+        quantised = quantisation_of(view.checkpoint)
         if quantised is not None:
             error.hint = (
                 f"the checkpoint is quantised, {quantised}: let transformers make the model "
@@ -188,10 +192,12 @@ def _load_legacy(error: LegacyPickleError) -> Mapping[str, torch.Tensor]:
     return load_legacy(error.paths)
 
 
-def _taken(whole: Mapping[str, torch.Tensor], selection: Selection) -> tuple[dict[str, torch.Tensor], LoadReport]:
-    from bigload.loading.legacy_torch import as_requested
+def _taken(
+    view: CheckpointView, whole: Mapping[str, torch.Tensor], selection: Selection
+) -> tuple[dict[str, torch.Tensor], LoadReport]:
+    from bigload.loading.legacy_torch import as_requested, tensor_of
 
-    tensors = {want.name: as_requested(want, whole[want.name]) for want in selection.wanted}
+    tensors = {want.name: as_requested(want, tensor_of(view, want.name, whole)) for want in selection.wanted}
     num_bytes = sum(tensor.nbytes for tensor in whole.values())
     report = LoadReport(
         method=Method.READ,

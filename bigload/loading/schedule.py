@@ -61,6 +61,13 @@ class RequestedTensor:
         return self.tensor.shape if isinstance(self.tensor, AssembledTensor) else sliced_shape(self.tensor, self.part)
 
     @property
+    def torch_shape(self) -> tuple[int, ...]:
+        """The shape that torch gives it in memory; see `TensorInfo`."""
+        if isinstance(self.tensor, AssembledTensor):
+            return self.tensor.shape
+        return replace(self.tensor, dtype=self.dtype, shape=self.shape).torch_shape
+
+    @property
     def num_bytes(self) -> int:
         """Bytes in memory; of a view that is not stored row by row, those from its first element to its last."""
         if isinstance(self.tensor, AssembledTensor):

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from bigload.checkpoint.model import Checkpoint, TensorInfo
+from bigload.checkpoint.model import AssembledTensor, TensorInfo
+from bigload.conversion.checkpoint_view import CheckpointView
 from bigload.devices import DISK, Device
 from bigload.dtypes import DType
-from bigload.errors import OptionError, UnknownTensorError
+from bigload.errors import DeviceMapError, OptionError, UnknownTensorError
 from bigload.loading.schedule import CPU, RequestedTensor
 from bigload.loading.slices import Slice, rows_of
-from bigload.planning.load_dtype import as_dtype
+from bigload.planning.load_dtype import loaded_dtype
 from bigload.planning.plan import Plan
 from bigload.planning.plan_file import check_plan
 
@@ -37,14 +38,14 @@ class Selection:
 
 
 def select(
-    checkpoint: Checkpoint,
+    view: CheckpointView,
     *,
     only: Collection[str] | None = None,
     slices: Mapping[str, Slice] | None = None,
     dtype: DType | None = None,
     device: Plan | Mapping[str, DeviceLike] | DeviceLike = CPU,
 ) -> Selection:
-    """Return what to load, in the order of `only`, or of the checkpoint.
+    """Return what to load of a checkpoint, in the order of `only`, or of its files.
 
     A `dtype` is for plain floating-point tensors; `planning.load_dtype` says which. A plan brings its own where none is
     given here.
@@ -54,35 +55,35 @@ def select(
         OptionError: a slice that the tensor does not have; a device that is none; a tensor without a device.
         StalePlanError: the plan was made for another version of the checkpoint.
     """
-    names = _names(checkpoint, only, slices or {})
+    names = _names(view, only, slices or {})
     if isinstance(device, Plan):
-        check_plan(device, checkpoint)
+        check_plan(device, view.checkpoint)
         dtype = dtype or device.options.workload.load_dtype
-    devices = dict(_devices(names, device))
+    devices = dict(_devices(view, names, device))
     wanted = []
     for name, target in devices.items():
-        tensor = checkpoint.tensors[name]
+        tensor = view.tensors[name]
         if target != str(DISK):
-            loaded = as_dtype(tensor, dtype).dtype if dtype else tensor.dtype
+            loaded = loaded_dtype(name, tensor.dtype, dtype)
             part = _checked(tensor, (slices or {}).get(name))
             wanted.append(RequestedTensor(tensor=tensor, dtype=loaded, part=part, device=target))
     left_on_disk = tuple(name for name, target in devices.items() if target == str(DISK))
     return Selection(wanted=tuple(wanted), left_on_disk=left_on_disk)
 
 
-def _names(checkpoint: Checkpoint, only: Collection[str] | None, slices: Mapping[str, Slice]) -> list[str]:
-    names = list(checkpoint.tensors) if only is None else [only] if isinstance(only, str) else list(dict.fromkeys(only))
-    unknown = [name for name in (*names, *slices) if name not in checkpoint.tensors]
+def _names(view: CheckpointView, only: Collection[str] | None, slices: Mapping[str, Slice]) -> list[str]:
+    names = list(view.tensors) if only is None else [only] if isinstance(only, str) else list(dict.fromkeys(only))
+    unknown = [name for name in (*names, *slices) if name not in view.tensors]
     if unknown:
-        raise UnknownTensorError(checkpoint.name, list(dict.fromkeys(unknown)))
+        raise UnknownTensorError(view.checkpoint.name, list(dict.fromkeys(unknown)))
     return names
 
 
-def _checked(tensor: TensorInfo, part: Slice | None) -> Slice | None:
+def _checked(tensor: TensorInfo | AssembledTensor, part: Slice | None) -> Slice | None:
     if part is None:
         return None
-    if tensor.strides is not None:
-        expected = f"no part of it: it is stored with the strides {list(tensor.strides)}, not row by row"
+    if isinstance(tensor, AssembledTensor) or tensor.strides is not None:
+        expected = "no part of it: it is not stored row by row, in one piece"
         raise OptionError.of(f"slices[{tensor.name!r}]", part, expected)
     if not isinstance(part, Slice):
         raise OptionError.of(f"slices[{tensor.name!r}]", part, "a bigload.Slice(dim, start, stop)")
@@ -93,11 +94,14 @@ def _checked(tensor: TensorInfo, part: Slice | None) -> Slice | None:
     return part
 
 
-def _devices(names: list[str], device: Plan | Mapping[str, DeviceLike] | DeviceLike) -> Iterator[tuple[str, str]]:
+def _devices(
+    view: CheckpointView, names: list[str], device: Plan | Mapping[str, DeviceLike] | DeviceLike
+) -> Iterator[tuple[str, str]]:
     if isinstance(device, Plan):
         for name in names:
-            if not device.leaves_out(name):
-                yield name, str(device.device_of(name))
+            planned = planned_device(view, name, device)
+            if planned is not None:
+                yield name, str(planned)
     elif isinstance(device, Mapping):
         parsed = {module: _parse_device(value) for module, value in device.items()}
         for name in names:
@@ -106,6 +110,24 @@ def _devices(names: list[str], device: Plan | Mapping[str, DeviceLike] | DeviceL
         target = _parse_device(device)
         for name in names:
             yield name, target
+
+
+def planned_device(view: CheckpointView, name: str, plan: Plan) -> Device | None:
+    """Return the device of a tensor by a plan, which was made for the stored ones; `None` if it is left out.
+
+    Raises:
+        DeviceMapError: the tensor is made of several, which the plan has on different devices.
+    """
+    sources = [source for source in view.sources(name) if not plan.leaves_out(source)]
+    devices = {plan.device_of(source): source for source in sources}
+    if len(devices) > 1:
+        placed = ", ".join(f"{source} on {device}" for device, source in devices.items())
+        raise DeviceMapError(
+            f"{name} is made of stored tensors that the plan has on several devices: {placed}",
+            names=(name,),
+            hint="plan whole blocks (--experts block)",
+        )
+    return next(iter(devices), None)
 
 
 def _nearest(name: str, devices: Mapping[str, str]) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from bigload.checkpoint.model import AssembledTensor, TensorInfo
+from bigload.checkpoint.model import TensorInfo
 from bigload.dtypes import DType, parse_dtype
 from bigload.errors import OptionError, UnsupportedDTypeError
 from bigload.loading.schedule import BufferSlot, Destination, RequestedTensor, Schedule, Spread
@@ -105,7 +105,7 @@ def as_tensors(schedule: Schedule, memory: Sequence[Memory]) -> dict[str, torch.
 def _view(slot: BufferSlot, memory: Memory) -> torch.Tensor:
     want, dtype = slot.wanted, torch_dtype(slot.wanted.dtype)
     assert dtype is not None, "check_dtypes() comes first"
-    shape = want.shape if isinstance(want.tensor, AssembledTensor) else torch_shape(want.dtype, want.shape)
+    shape = want.torch_shape
     if isinstance(memory, torch.Tensor):
         raw = memory
     elif want.num_bytes:

@@ -29,10 +29,15 @@ def as_loaded(tensors: Iterable[TensorInfo], dtype: DType | None) -> Iterable[Te
     return tensors if dtype is None else [as_dtype(tensor, dtype) for tensor in tensors]
 
 
+def loaded_dtype(name: str, stored: DType, dtype: DType | None) -> DType:
+    """Return the dtype in memory of a tensor if plain floating-point tensors become `dtype`."""
+    is_scale = any(word in name.rpartition(".")[2].lower() for word in _SCALES)
+    return stored if dtype is None or stored.name not in CASTABLE or is_scale else dtype
+
+
 def as_dtype(tensor: TensorInfo, dtype: DType) -> TensorInfo:
     """Return one tensor as `as_loaded` does. Its span keeps its start, and is as long as the bytes in memory."""
-    last = tensor.name.rpartition(".")[2].lower()
-    if tensor.dtype.name not in CASTABLE or any(word in last for word in _SCALES):
+    if loaded_dtype(tensor.name, tensor.dtype, dtype) != dtype:
         return tensor
     num_bytes = -(-tensor.num_elements * dtype.bits // 8)
     span = Span(tensor.span.file, tensor.span.start, tensor.span.start + num_bytes)

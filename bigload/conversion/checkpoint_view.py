@@ -1,0 +1,51 @@
+"""The tensors of a checkpoint under the names of whoever wants them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from bigload.checkpoint.model import AssembledTensor, Checkpoint, TensorInfo
+from bigload.conversion.conversion import Conversion
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointView:
+    """The tensors of `checkpoint` as it stores them; or, with a `conversion`, those of a model that they make."""
+
+    checkpoint: Checkpoint
+    tensors: Mapping[str, TensorInfo | AssembledTensor]
+    conversion: Conversion | None = None
+
+    @classmethod
+    def of(cls, checkpoint: Checkpoint) -> CheckpointView:
+        """Return the tensors as they are stored."""
+        return cls(checkpoint=checkpoint, tensors=checkpoint.tensors)
+
+    def sources(self, name: str) -> tuple[str, ...]:
+        """Return the names of the stored tensors that the tensor `name` is made of."""
+        return (name,) if self.conversion is None else self.conversion.tensors[name].sources
+
+    @property
+    def unexpected(self) -> tuple[str, ...]:
+        """Stored tensors that the model has no place for, as far as its conversion tells."""
+        return () if self.conversion is None else self.conversion.unexpected
+
+    @property
+    def problems(self) -> tuple[str, ...]:
+        """Why tensors of the model cannot be made, a sentence each."""
+        return () if self.conversion is None else self.conversion.problems
+
+
+def view_for(model: nn.Module, checkpoint: Checkpoint) -> CheckpointView:
+    """Return the tensors of `checkpoint` under the names of `model`; as stored, if it is none of transformers."""
+    from bigload.conversion.transformers_models import conversion_for, is_of_transformers
+
+    if not is_of_transformers(model):
+        return CheckpointView.of(checkpoint)
+    conversion = conversion_for(model, checkpoint.tensors)
+    return CheckpointView(checkpoint=checkpoint, tensors=conversion.of(checkpoint), conversion=conversion)
