@@ -122,6 +122,25 @@ def parse_json(text: bytes | str, *, object_pairs_hook: PairsHook | None = uniqu
     return document
 
 
+def check_schema(document: object, schema: str) -> dict[str, object]:
+    """Return `document`, a JSON object whose `schema` is `schema` or another minor version of it.
+
+    Raises:
+        ValueError: it is no object, or its schema is another one.
+    """
+    if not isinstance(document, dict):
+        raise ValueError("expected a JSON object")
+    found = document.get("schema")
+    family, _, version = found.partition("/") if isinstance(found, str) else ("", "", "")
+    expected, _, known = schema.partition("/")
+    if family != expected:
+        raise ValueError(f'its "schema" is {found!r:.60}, expected "{schema}"')
+    major = known.partition(".")[0]
+    if version.partition(".")[0] != major:
+        raise ValueError(f"it has version {version:.20} of the schema, this bigload reads {major}.x")
+    return document
+
+
 def check_values(text: bytes | str) -> None:
     """Raise ValueError if `text` has more values than `MAX_VALUES`, counted by what comes before each: `[`, `{` or `,`.
 

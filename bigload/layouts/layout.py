@@ -60,7 +60,8 @@ class OutputLayout:
         follows_plan: A plan decides what is written where, so weights are cast only to the dtype that the plan counted.
         part_of_plan: The part of the checkpoint that is written by a plan, in words; empty if it is all of it.
         takes_keep_fp32: Tensors may differ in dtype.
-        own_options: Options that are refused by layouts that do not name them here.
+        own_options: Options that are refused by layouts that do not name them here: of `ReshardOptions`, or further
+            ones, which come in `layout_options`; `ReshardOptions.value` returns both.
         required_options: Options without which it cannot be made, and what is expected of each.
         recorded_options: Own options that the manifest records.
         next_step: How to use the output, from its path, files and plan; `None` if it can be loaded as a checkpoint.

@@ -45,6 +45,7 @@ class ReshardOptions:
     force: bool = False
     threads: int = DEFAULT_THREADS
     max_inflight: int = DEFAULT_MAX_INFLIGHT
+    layout_options: Mapping[str, object] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for name, least, expected in (
@@ -62,9 +63,13 @@ class ReshardOptions:
         """Threads that get enough memory of `max_inflight`."""
         return min(self.threads, self.max_inflight // LEAST_BYTES_PER_THREAD, MAX_THREADS)
 
+    def value(self, name: str) -> object:
+        """Return the option `name`, also one of `layout_options`; `None` where it is not given."""
+        return self.layout_options.get(name, getattr(self, name, None))
+
     def is_default(self, name: str) -> bool:
         """Return whether the option `name` has its default value."""
-        return bool(getattr(self, name) == getattr(DEFAULTS, name))
+        return self.value(name) == DEFAULTS.value(name)
 
 
 DEFAULTS = ReshardOptions()

@@ -87,6 +87,7 @@ def reshard(
     force: bool = False,
     threads: int | None = None,
     max_inflight: int | str | None = None,
+    layout_options: Mapping[str, object] | None = None,
     on_progress: OnProgress = ignore_progress,
     team: ProcessGroup | None = None,
 ) -> ReshardReport:
@@ -109,6 +110,7 @@ def reshard(
         force: Replace an `out` that bigload wrote, and discard an interrupted run.
         threads: Threads that fill and write; four when left out.
         max_inflight: Memory for bytes in flight, in bytes or as text; 96 MiB when left out.
+        layout_options: Options of a layout that is registered from outside, by name.
         on_progress: Called after every finished window.
         team: Processes that share the work, each its files; all of them call this with the same arguments. When left
             out: the ranks of torch.distributed, where this process has joined them, and else this process alone.
@@ -139,6 +141,7 @@ def reshard(
                 force=force,
                 threads=DEFAULT_THREADS if threads is None else threads,
                 max_inflight=DEFAULT_MAX_INFLIGHT if in_flight is None else in_flight,
+                layout_options=layout_options or {},
             )
             return prepare_reshard(source, out, options)
 

@@ -86,7 +86,7 @@ def recorded_options(options: ReshardOptions, layout: str) -> dict[str, object]:
     recorded: dict[str, object] = {"max_shard_bytes": options.max_shard_bytes}
     if options.dtypes.dtype is not None:
         recorded |= {"dtype": options.dtypes.dtype.name, "keep_fp32": list(options.dtypes.keep_fp32)}
-    return recorded | {name: getattr(options, name) for name in layout_named(layout).recorded_options}
+    return recorded | {name: options.value(name) for name in layout_named(layout).recorded_options}
 
 
 def _check_options(name: str, layout: OutputLayout, options: ReshardOptions, plan: Plan | None) -> None:
@@ -94,17 +94,7 @@ def _check_options(name: str, layout: OutputLayout, options: ReshardOptions, pla
     if layout.needs_plan and plan is None:
         hint = "make a plan and name it in place of the checkpoint: bigload plan CHECKPOINT -m ... -o plan.json"
         raise OptionError.of("layout", name, "another one, or a plan to say what goes where", hint=hint)
-    for option, expected in layout.required_options.items():
-        if options.is_default(option):
-            raise OptionError.of(option, getattr(options, option), expected)
-    takers: dict[str, list[str]] = {}
-    for other in LAYOUTS:
-        for option in layout_named(other).own_options:
-            takers.setdefault(option, []).append(other)
-    for option in sorted(takers.keys() - {*layout.own_options}):
-        if not options.is_default(option):
-            expected = f"nothing: it is for the layout {' and '.join(takers[option])}, not for {name}"
-            raise OptionError.of(option, getattr(options, option), expected)
+    _check_own_options(name, layout, options)
     dtype, keep_fp32 = options.dtypes.dtype, options.dtypes.keep_fp32
     planned = None if plan is None else plan.options.workload.load_dtype
     if dtype is not None and plan is not None and layout.follows_plan and planned != dtype:
@@ -118,6 +108,24 @@ def _check_options(name: str, layout: OutputLayout, options: ReshardOptions, pla
     if keep_fp32 and not layout.takes_keep_fp32:
         expected = f"none for the layout {name}: the plan counted all weights in one dtype"
         raise OptionError.of("keep_fp32", list(keep_fp32), expected)
+
+
+def _check_own_options(name: str, layout: OutputLayout, options: ReshardOptions) -> None:
+    """Raise OptionError unless options that only some layouts take are those of the layout `name`."""
+    for option, expected in layout.required_options.items():
+        if options.is_default(option):
+            raise OptionError.of(option, options.value(option), expected)
+    for option in options.layout_options:
+        if option not in layout.own_options or hasattr(options, option):
+            raise OptionError.of("layout_options", option, f"an option that only the layout {name} has")
+    takers: dict[str, list[str]] = {}
+    for other in LAYOUTS:
+        for option in layout_named(other).own_options:
+            takers.setdefault(option, []).append(other)
+    for option in sorted(takers.keys() - {*layout.own_options}):
+        if not options.is_default(option):
+            expected = f"nothing: it is for the layout {' and '.join(takers[option])}, not for {name}"
+            raise OptionError.of(option, options.value(option), expected)
 
 
 def _check_change(request: LayoutRequest, output: Output) -> None:

@@ -17,7 +17,7 @@ from bigload.checkpoint.fingerprint import ShardFingerprint, changes, fingerprin
 from bigload.checkpoint.model import Checkpoint
 from bigload.checkpoint.source import checkpoint_root, open_checkpoint
 from bigload.devices import DISK, Device
-from bigload.documents import PATH_ERRORS, DocumentError, check_replaceable, parse_json, read_file, write_whole
+from bigload.documents import PATH_ERRORS, check_replaceable, check_schema, parse_json, read_file, write_whole
 from bigload.errors import (
     CheckpointNotFoundError,
     InvalidCheckpointError,
@@ -38,7 +38,6 @@ from bigload.planning.plan import TERMS, DeviceUse, Plan, PlanNote, recount
 from bigload.units import MAX_SIZE, MIB
 
 SCHEMA = "bigload.plan/1.1"
-_FAMILY, _MAJOR = "bigload.plan", 1
 
 _BOUNDS = ("offloaded_bytes", "least_offloaded_bytes", "disk_bytes", "least_disk_bytes", "largest_bytes")
 
@@ -165,18 +164,15 @@ def is_plan(path: Path) -> bool:
         document = parse_json(read_file(path, max_bytes=MAX_PLAN_BYTES).decode("utf-8", PATH_ERRORS))
     except (OSError, ValueError):
         return False
-    return isinstance(document, dict) and str(document.get("schema")).startswith(_FAMILY)
+    return isinstance(document, dict) and str(document.get("schema")).startswith("bigload.plan")
 
 
 def plan_from_json(text: str, *, source: str = "the plan") -> Plan:
     """Return the plan that `text` describes; `source` names it in errors."""
     try:
-        document = parse_json(text)
-    except DocumentError as error:
+        document = check_schema(parse_json(text), SCHEMA)
+    except ValueError as error:
         _refuse(source, str(error))
-    if not isinstance(document, dict):
-        _refuse(source, "expected a JSON object")
-    _check_schema(document.get("schema"), source)
     try:
         return _plan(document)
     except (KeyError, TypeError, ValueError) as error:
@@ -392,14 +388,6 @@ def _typed(entry: Mapping[str, object], key: str, kind: type[T]) -> T:
     if isinstance(value, int) and abs(value) > MAX_SIZE:
         raise ValueError(f"{key!r} is more than any device has")
     return value
-
-
-def _check_schema(schema: object, source: str) -> None:
-    family, _, version = str(schema).partition("/")
-    if family != _FAMILY:
-        _refuse(source, f'its "schema" is {schema!r}, expected "{SCHEMA}"')
-    if version.partition(".")[0] != str(_MAJOR):
-        _refuse(source, f"it has version {version} of the schema, this bigload reads {_MAJOR}.x")
 
 
 def _refuse(source: str, reason: str) -> NoReturn:

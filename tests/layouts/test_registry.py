@@ -24,8 +24,10 @@ def lay_out_by_first_letter(request):
     for tensor in request.checkpoint.tensors.values():
         written = OutputTensor(source=tensor, dtype=request.options.dtypes(tensor))
         letters.setdefault(tensor.name[0], []).append(written)
+    prefix = request.options.value("prefix") or ""
     files = [
-        OutputFile(file=f"{letter}/model.safetensors", tensors=aligned(group)) for letter, group in letters.items()
+        OutputFile(file=f"{prefix}{letter}/model.safetensors", tensors=aligned(group))
+        for letter, group in letters.items()
     ]
     documents = {"letters.json": json.dumps(sorted(letters)).encode()}
     return Output(files=tuple(files), documents=documents, notes=(f"{len(letters)} letters",))
@@ -36,8 +38,8 @@ def letters(monkeypatch):
     layout = OutputLayout(
         lay_out=lay_out_by_first_letter,
         takes_keep_fp32=False,
-        own_options=("tp",),
-        recorded_options=("tp",),
+        own_options=("tp", "prefix"),
+        recorded_options=("tp", "prefix"),
         next_step=lambda out, output, plan: f"read {out}/letters.json",
     )
     monkeypatch.setitem(LAYOUTS, "letters", RegisteredLayout("a folder per letter", layout))
@@ -46,16 +48,19 @@ def letters(monkeypatch):
 
 def test_a_layout_from_outside_is_written_verified_and_loaded(letters, tmp_path):
     source = make_checkpoint(tmp_path / "source")
-    report = bigload.reshard(source, tmp_path / "out", layout="letters", dtype="fp16", tp=2)
+    report = bigload.reshard(
+        source, tmp_path / "out", layout="letters", dtype="fp16", tp=2, layout_options={"prefix": "by-"}
+    )
     assert report.output.layout == "letters"
     expected = {name: tensor.to(torch.float16) for name, tensor in bigload.load(source).items()}
     found = {}
-    for file in (tmp_path / "out").glob("*/*.safetensors"):
+    for file in (tmp_path / "out").glob("by-?/*.safetensors"):
         found |= load_file(file)
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], expected[name]) for name in expected)
     manifest = json.loads((tmp_path / "out" / "bigload-manifest.json").read_text())
-    assert (manifest["layout"], manifest["options"]["tp"]) == ("letters", 2)
+    assert manifest["layout"] == "letters"
+    assert {**manifest["options"], "tp": 2, "prefix": "by-"} == manifest["options"]
     assert bigload.verify(tmp_path / "out").ok
     file = next((tmp_path / "out").glob("*/*.safetensors"))
     content = bytearray(file.read_bytes())
@@ -76,6 +81,8 @@ def test_what_a_layout_cannot_do_is_refused_by_its_name(letters, tmp_path):
     for options, expected in (
         ({"keep_fp32": ["norm"], "dtype": "fp16"}, "none for the layout letters"),
         ({"offload_format": "dat"}, "it is for the layout offload, not for letters"),
+        ({"layout_options": {"suffix": 1}}, "an option that only the layout letters has"),
+        ({"layout_options": {"tp": 2}}, "an option that only the layout letters has"),
     ):
         with pytest.raises(OptionError, match=expected):
             bigload.reshard(source, tmp_path / "out", layout="letters", **options)

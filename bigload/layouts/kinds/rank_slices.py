@@ -20,7 +20,7 @@ from pathlib import Path
 
 from bigload.checkpoint.model import Checkpoint
 from bigload.checkpoint.source import open_checkpoint
-from bigload.documents import DocumentError, parse_json, read_file
+from bigload.documents import DocumentError, check_schema, parse_json, read_file
 from bigload.errors import CheckpointNotFoundError, InvalidCheckpointError, Problem
 from bigload.layouts.layout import LayoutRequest, OutputLayout, base_name, index_of, one_or_numbered, split
 from bigload.layouts.output import Output, OutputTensor
@@ -36,7 +36,6 @@ SCHEMA = "bigload.ranks/1.0"
 MAX_DOCUMENT_BYTES = 512 * MIB
 """Some thousand bytes for each of the 100 000 tensors that the largest models have."""
 
-_FAMILY, _MAJOR = "bigload.ranks", 1
 _HOW = "make one with: bigload reshard CHECKPOINT OUT --layout ranks --tp N"
 
 
@@ -215,15 +214,10 @@ def _read(path: Path) -> Mapping[str, object]:
     except DocumentError as error:
         code = "bad-ranks" if error.code == "too-large" else error.code
         raise _invalid(path, [(code, str(error))]) from None
-    if not isinstance(document, dict):
-        raise _invalid(path, [("bad-ranks", "expected a JSON object")])
-    schema = document.get("schema")
-    family, _, version = schema.partition("/") if isinstance(schema, str) else ("", "", "")
-    if family != _FAMILY:
-        raise _invalid(path, [("bad-ranks", f'"schema" is {schema!r:.50}, expected {SCHEMA!r}')])
-    if version.partition(".")[0] != str(_MAJOR):
-        raise _invalid(path, [("bad-ranks", f"version {version!r:.20} is not known, expected {SCHEMA!r}")])
-    return document
+    try:
+        return check_schema(document, SCHEMA)
+    except ValueError as error:
+        raise _invalid(path, [("bad-ranks", str(error))]) from None
 
 
 def _parsed(entry: object, tp: int) -> tuple[tuple[int, ...], Division]:

@@ -22,7 +22,7 @@ from typing import TypeVar
 from bigload.checkpoint.byte_source import PositionalReader
 from bigload.checkpoint.fingerprint import ShardFingerprint
 from bigload.checkpoint.index import resolve_shard
-from bigload.documents import parse_json
+from bigload.documents import check_schema, parse_json
 from bigload.errors import DamagedOutputError, ManifestNotFoundError
 from bigload.units import MAX_SIZE, MIB
 
@@ -35,7 +35,6 @@ MAX_MANIFEST_BYTES = 512 * MIB
 STAGING_SUFFIX = ".partial"
 """Of the folder in which a reshard is at work; nothing under such a name passes for finished."""
 
-_FAMILY, _MAJOR = "bigload.manifest", 1
 _HEX = re.compile(r"[0-9a-f]{32}")
 _PATHS = "surrogateescape"  # see `plan_file.py`: the path of the source need not be text
 
@@ -153,11 +152,7 @@ def manifest_from_json(text: str, *, source: str = "the manifest") -> Manifest:
         DamagedOutputError: see `read_manifest`.
     """
     try:
-        document = parse_json(text)
-        if not isinstance(document, dict):
-            raise TypeError("expected a JSON object")
-        _check_schema(document.get("schema"))
-        return _manifest(document)
+        return _manifest(check_schema(parse_json(text), SCHEMA))
     except KeyError as error:
         raise _unusable(source, f"it has no {error}") from None
     except (TypeError, ValueError) as error:
@@ -264,11 +259,3 @@ def _typed(entry: object, key: str, kind: type[T]) -> T:
     if not isinstance(value, kind):
         raise TypeError(f"{key!r} is {value!r:.60}, expected {kind.__name__}")
     return value
-
-
-def _check_schema(schema: object) -> None:
-    family, _, version = str(schema).partition("/")
-    if family != _FAMILY:
-        raise ValueError(f'its "schema" is {schema!r:.60}, expected "{SCHEMA}"')
-    if version.partition(".")[0] != str(_MAJOR):
-        raise ValueError(f"it has version {version:.20} of the schema, this bigload reads {_MAJOR}.x")
