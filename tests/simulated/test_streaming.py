@@ -10,6 +10,7 @@ import weakref
 import pytest
 import torch
 from safetensors.torch import save_file
+from streamed_models import Residual, Residuals, Tables, run_in_threads
 from torch import nn
 
 import bigload
@@ -23,27 +24,8 @@ ROUNDING = 4 * 512  # of the pieces of a block
 INPUT = torch.linspace(-1, 1, 3 * WIDTH).reshape(3, WIDTH)
 
 
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.up = nn.Linear(WIDTH, WIDTH)
-        self.down = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x):
-        return x + self.down(torch.relu(self.up(x)))
-
-
-class Model(nn.Module):
-    def __init__(self, dtype=torch.float32):
-        super().__init__()
-        torch.manual_seed(0)
-        self.layers = nn.ModuleList(Block() for _ in range(NUM_BLOCKS))
-        self.to(dtype)
-
-    def forward(self, x):
-        for layer in self.layers:
-            x = layer(x)
-        return x
+def Model(dtype=torch.float32):  # noqa: N802  a class with the sizes of this file
+    return Residuals(NUM_BLOCKS, WIDTH, dtype=dtype)
 
 
 def state(dtype=torch.float32):
@@ -149,12 +131,7 @@ def test_threads_run_one_model_together(own_streams, simulation, tmp_path):
         with torch.sim.stream(stream):
             wrong.extend(number for number in range(3) if not torch.equal(run(model, given), answer))
 
-    threads = [threading.Thread(target=work, args=pair) for pair in zip(inputs, answers, strict=True)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert not any(thread.is_alive() for thread in threads)
+    run_in_threads(work, *zip(inputs, answers, strict=True))
     assert not wrong
 
 
@@ -249,7 +226,7 @@ class Tied(nn.Module):
         super().__init__()
         torch.manual_seed(1)
         self.embed = nn.Embedding(16, WIDTH)
-        self.layer = Block()
+        self.layer = Residual(WIDTH, bias=True)
         self.head = nn.Linear(WIDTH, 16, bias=False)
         self.head.weight = self.embed.weight
 
@@ -293,26 +270,6 @@ def test_a_block_that_does_not_fit_is_told(simulation, tmp_path):
         run(model)
     simulation.limits[0] = None
     assert torch.equal(run(model), expected())
-
-
-class Table(nn.Module):
-    """A module that gives its weight out, as modules with tables of positions do."""
-
-    def __init__(self, value):
-        super().__init__()
-        self.weight = nn.Parameter(torch.full((WIDTH,), value))
-
-    def forward(self):
-        return self.weight
-
-
-class Tables(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.tables = nn.ModuleList(Table(float(number)) for number in range(6))
-
-    def forward(self):
-        return [table() for table in self.tables]
 
 
 def test_what_somebody_keeps_of_a_weight_is_never_overwritten(simulation):

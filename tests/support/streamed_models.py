@@ -40,6 +40,54 @@ class Model(nn.Module):
         return self.head(x)
 
 
+class Table(nn.Module):
+    """A module that gives its weight out, as modules with tables of positions do."""
+
+    def __init__(self, value):
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((1 << 12,), value))
+
+    def forward(self):
+        return self.weight
+
+
+class Tables(nn.Module):
+    """Six tables, each full of its number."""
+
+    def __init__(self, dtype=torch.float32):
+        super().__init__()
+        self.tables = nn.ModuleList(Table(float(number)) for number in range(6))
+        self.to(dtype)
+
+    def forward(self):
+        return [table() for table in self.tables]
+
+
+class Residual(nn.Module):
+    def __init__(self, width, bias):
+        super().__init__()
+        self.up = nn.Linear(width, width, bias=bias)
+        self.down = nn.Linear(width, width, bias=bias)
+
+    def forward(self, x):
+        return x + self.down(torch.relu(self.up(x)))
+
+
+class Residuals(nn.Module):
+    """Blocks of equal size, with the same weights each time that they are made."""
+
+    def __init__(self, num_blocks, width, bias=True, dtype=torch.float32):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(Residual(width, bias) for _ in range(num_blocks))
+        self.to(dtype)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
 IDS = torch.arange(10).reshape(2, 5)
 
 
@@ -88,6 +136,17 @@ def held(model):
     """Return what all places of `model` hold, and what is called, by identity."""
     tensors = {name: id(tensor) for name, tensor in bigload.named_module_tensors(model, recurse=True)}
     return tensors, {name: id(module.__dict__.get("forward")) for name, module in model.named_modules()}
+
+
+def run_in_threads(work, *arguments, while_running=lambda: None):
+    """Call `work` in a thread for each of `arguments`, tuples; return when all have ended."""
+    threads = [threading.Thread(target=work, args=each) for each in arguments]
+    for thread in threads:
+        thread.start()
+    while_running()
+    for thread in threads:
+        thread.join(60)
+    assert not any(thread.is_alive() for thread in threads)
 
 
 def fetchers():

@@ -2,12 +2,12 @@
 
 import gc
 import json
-import threading
+from functools import partial
 
 import pytest
 import torch
 from safetensors.torch import save, save_file
-from torch import nn
+from streamed_models import Residuals, Tables, run_in_threads
 
 import bigload
 import builders
@@ -19,28 +19,7 @@ WIDTH, NUM_BLOCKS = 512, 6
 BLOCK_BYTES = 2 * WIDTH * WIDTH * 4
 
 
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.up = nn.Linear(WIDTH, WIDTH, bias=False)
-        self.down = nn.Linear(WIDTH, WIDTH, bias=False)
-
-    def forward(self, x):
-        return x + self.down(torch.relu(self.up(x)))
-
-
-class Model(nn.Module):
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.layers = nn.ModuleList(Block() for _ in range(NUM_BLOCKS))
-
-    def forward(self, x):
-        for layer in self.layers:
-            x = layer(x)
-        return x
-
-
+Model = partial(Residuals, NUM_BLOCKS, WIDTH, bias=False)
 INPUT = torch.linspace(-1, 1, 2 * WIDTH).reshape(2, WIDTH)
 
 
@@ -109,27 +88,6 @@ def test_memory_is_used_again_for_block_after_block(folder, allocations):
     assert len(allocations) <= 4, "the window, the block that runs, and the one before"
 
 
-class Table(nn.Module):
-    """A module that gives its weight out, as modules with tables of positions do."""
-
-    def __init__(self, value):
-        super().__init__()
-        self.weight = nn.Parameter(torch.full((1 << 12,), value))
-
-    def forward(self):
-        return self.weight
-
-
-class Tables(nn.Module):
-    def __init__(self, dtype):
-        super().__init__()
-        self.tables = nn.ModuleList(Table(float(number)) for number in range(6))
-        self.to(dtype)
-
-    def forward(self):
-        return [table() for table in self.tables]
-
-
 def test_what_somebody_keeps_of_a_weight_is_never_overwritten(allocations):
     model = bigload.cpu_offload(Tables(torch.float32), "cpu", state_dict=Tables(torch.bfloat16).state_dict())
     kept = [table.detach()[1:] for _ in range(3) for table in model()]
@@ -172,12 +130,7 @@ def test_threads_run_one_model_together(folder):
     def work():
         wrong.extend(number for number in range(3) if not torch.equal(run(model), answer))
 
-    threads = [threading.Thread(target=work) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert not any(thread.is_alive() for thread in threads)
+    run_in_threads(work, *[()] * 3)
     assert not wrong
 
 

@@ -4,13 +4,24 @@ import copy
 import gc
 import io
 import pickle
-import threading
 import weakref
 from pathlib import Path
 
 import pytest
 import torch
-from streamed_models import IDS, Layer, Model, blocks_of, fetchers, made, save, settled, streamed, streamer_of
+from streamed_models import (
+    IDS,
+    Layer,
+    Model,
+    blocks_of,
+    fetchers,
+    made,
+    run_in_threads,
+    save,
+    settled,
+    streamed,
+    streamer_of,
+)
 from torch import nn
 
 import bigload
@@ -463,8 +474,5 @@ def test_threads_that_share_a_model_get_the_same_and_leave_it_as_it_was(plain, m
         wrong.extend(number for number in range(10) if not torch.equal(model(IDS), expected))
 
     with settled(model):
-        threads = [threading.Thread(target=run) for _ in range(4)]
-        [thread.start() for thread in threads]
-        [thread.join(60) for thread in threads]
-    assert not any(thread.is_alive() for thread in threads)
+        run_in_threads(run, *[()] * 4)
     assert wrong == []

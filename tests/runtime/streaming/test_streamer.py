@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from streamed_models import IDS, blocks_of, fetchers, held, made, save, settled, streamed, streamer_of
+from streamed_models import IDS, blocks_of, fetchers, held, made, run_in_threads, save, settled, streamed, streamer_of
 
 import bigload
 from bigload.runtime.streaming.streamed_block import Residency, StreamedBlock
@@ -251,11 +251,11 @@ def test_threads_that_need_one_block_have_it_fetched_once_and_all_get_it():
         inside.wait(10)
         streamer.leave(block)
 
-    threads = [threading.Thread(target=use) for _ in range(4)]
-    [thread.start() for thread in threads]
-    wait_until(lambda: block.num_users == 4)
-    block.may_end.set()
-    [thread.join(10) for thread in threads]
+    def end():
+        wait_until(lambda: block.num_users == 4)
+        block.may_end.set()
+
+    run_in_threads(use, *[()] * 4, while_running=end)
     assert block.calls == ["reserve", "fetch", "drop"]
     assert_at_rest(streamer)
 
@@ -273,12 +273,11 @@ def test_when_the_fetch_of_one_thread_fails_the_others_try_themselves():
         except OSError:
             failed.append(1)
 
-    threads = [threading.Thread(target=use) for _ in range(3)]
-    [thread.start() for thread in threads]
-    wait_until(lambda: block.num_users == 3)
-    block.may_end.set()
-    [thread.join(10) for thread in threads]
-    assert not any(thread.is_alive() for thread in threads)
+    def end():
+        wait_until(lambda: block.num_users == 3)
+        block.may_end.set()
+
+    run_in_threads(use, *[()] * 3, while_running=end)
     assert len(failed) == 3
     assert_at_rest(streamer)
 
@@ -296,10 +295,7 @@ def test_many_threads_keep_the_bound():
         except BaseException as error:
             errors.append(error)
 
-    threads = [threading.Thread(target=passes, args=(step,)) for step in (1, 1, 2, -1)]
-    [thread.start() for thread in threads]
-    [thread.join(60) for thread in threads]
-    assert not any(thread.is_alive() for thread in threads)
+    run_in_threads(passes, (1,), (1,), (2,), (-1,))
     assert errors == []
     assert_at_rest(streamer)
 
