@@ -359,7 +359,7 @@ class AlignDevicesHook(ModelHook):
         value, statistics = self._value(slots)
         device = value.device if self._device is None else self._device
         try:
-            brought = on_devices[device] = _put(slots, device, value, statistics)
+            loaded = on_devices[device] = _put(slots, device, value, statistics)
         except ValueError as error:
             if value.shape == at_home.shape:
                 raise
@@ -367,7 +367,7 @@ class AlignDevicesHook(ModelHook):
                 self.full_name(slot), expected=at_home.shape, found=value.shape
             ) from error
         forwards.lent.append((on_devices, device))
-        refuse_gradients(brought, self.full_name(slot))
+        refuse_gradients(loaded, self.full_name(slot))
 
     @property
     def module_name(self) -> str:

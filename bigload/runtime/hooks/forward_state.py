@@ -56,8 +56,8 @@ class ForwardState:
 
     def note_loaded(self) -> None:
         """Note addresses and versions of the loaded weights, to find those that are changed later."""
-        brought = [slots[0].tensor for slots, _ in self.away]
-        self._noted = [(tensor, data_address(tensor), version_of(tensor)) for tensor in brought]
+        loaded = [slots[0].tensor for slots, _ in self.away]
+        self._noted = [(tensor, data_address(tensor), version_of(tensor)) for tensor in loaded]
 
     def keep_changed(self) -> None:
         """Exempt weights that were changed since `note_loaded` from `put_back`."""

@@ -60,11 +60,7 @@ class ModelHook:
 
 
 class SequentialHook(ModelHook):
-    """Several hooks as one, each called in the order given.
-
-    Attributes:
-        hooks: They.
-    """
+    """Several hooks as one; each method calls that of all `hooks`, in the order given."""
 
     def __init__(self, *hooks: ModelHook) -> None:
         self.hooks = hooks
@@ -208,7 +204,7 @@ def remove_hook_from_module(module: nn.Module, recurse: bool = False) -> nn.Modu
     if old_forward is not None:
         own.pop("forward", None)
         if not isinstance(module, fx.GraphModule) and old_forward != module.forward:
-            module.forward = old_forward  # somebody else had replaced it before
+            module.forward = old_forward  # it had been replaced before the hook came
     for name in OWN_METHODS:
         own.pop(name, None)
     if recurse:
@@ -251,7 +247,7 @@ def within(
 def eager(function: Callable[..., None]) -> Callable[..., None]:
     """Return `function` as one that torch.compile calls as it is, and does not look into.
 
-    What says so imports the compiler, which takes seconds: that has to wait until somebody else has imported it.
+    `torch.compiler.disable` imports the compiler, which takes seconds, so it is called only once that is imported.
     """
 
     @wraps(function)

@@ -1,4 +1,4 @@
-"""Arguments and results of modules, brought to the device where they are wanted.
+"""Move arguments and results of modules, in containers of any nesting, to a device.
 
 What lies there already is passed on as it is, containers included: nothing is copied, and a list or a cache that a
 module writes to is the caller's own. Where something has to move, the containers around it are new, of the same type
@@ -136,5 +136,5 @@ def _dataclass_sent(value: Any, device: torch.device, non_blocking: bool, skip: 
         sent = held if field.name in skip else _sent(held, device, non_blocking, skip)
         if sent is not held:
             changed = copy.copy(value) if changed is value else changed
-            object.__setattr__(changed, field.name, sent)  # frozen ones too: the copy is nobody else's yet
+            object.__setattr__(changed, field.name, sent)  # frozen ones too: no one else has the copy yet
     return changed

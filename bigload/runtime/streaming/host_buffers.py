@@ -29,7 +29,7 @@ class PooledBuffer:
     """Memory on loan. It comes back when `view`, and all tensors made from `view`, are gone.
 
     Attributes:
-        buffer: The memory, for those who fill it: it may have become another's when `view` is gone.
+        buffer: The memory, to be filled only while `view` lives: then it is lent again.
         view: All of it.
     """
 
@@ -38,11 +38,11 @@ class PooledBuffer:
 
 
 class BufferPool:
-    """Lends memory, and lends it again when nobody has it any more. May be used from several threads.
+    """Lends memory, and lends it again once no tensor uses it. May be used from several threads.
 
     A tensor made from the view by `torch.frombuffer` holds the view as long as its storage lives, whoever holds that: a
-    module that gave it out as its result, a graph of autograd, a view of a view. So what somebody kept is never
-    overwritten, and nobody has to say that he is done.
+    module that gave it out as its result, a graph of autograd, a view of a view. So a tensor that is kept is never
+    overwritten, and none has to be given back.
 
     There is never more of it, lent and waiting to be lent, than there has been on loan at one moment.
     """
@@ -79,7 +79,7 @@ class BufferPool:
         return self._lent_bytes + sum(map(len, self._idle))
 
     def clear(self) -> None:
-        """Give what nobody has back to the system."""
+        """Free the memory that is not on loan."""
         with self._lock:
             self._take_back()
             self._idle.clear()
@@ -141,14 +141,14 @@ class HostBufferSupply(Supply):
         return self._tensors
 
     def drop(self, *, forget: bool) -> None:
-        """Release the weights: their memory is used again when nobody else holds one."""
+        """Release the weights: their memory is lent again once no tensor uses it."""
         self._tensors, self._memory = [], []
         if forget:
             self._reads.forget()
 
 
 class _PooledStager:
-    """Delivers into the memory of one stay by blocks that are there for all (`loading.engine.Stager`)."""
+    """Delivers into the memory of one block, through staging blocks that all share (`loading.engine.Stager`)."""
 
     def __init__(self, stager: HostStager, memory: Sequence[torch.Tensor]) -> None:
         self._stager = stager

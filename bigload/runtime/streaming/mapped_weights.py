@@ -2,7 +2,7 @@
 
 To load weights is to read their pages into the page cache and to enter them into the page table of this process,
 ahead of the block that would otherwise take a page fault for each. To drop them is to take them out of the table. They
-stay in the page cache as long as the system keeps them. Tensors that somebody kept stay valid: pages are read again.
+stay in the page cache as long as the system keeps them. Tensors that are kept stay valid: pages are read again.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from bigload.runtime.streaming.supply import Supply
 from bigload.runtime.streaming.weights import Weight
 
 _NEIGHBOURS_BYTES = 64 * 1024
-"""Tensors that lie as near as this in a file are brought as one: what lies between is padding, or little."""
+"""Tensors as near as this in a file are populated as one range: what lies between is padding, or little."""
 
 
 def is_in_place(weight: Weight, device: torch.device) -> bool:

@@ -13,7 +13,7 @@ _IDLE_SECONDS = 5.0
 
 
 class PrefetchThread:
-    """Calls `work(block)` for each block that is put, in a thread of its own, which keeps nobody alive."""
+    """Calls `work(block)` for each block that is put, in a thread that does not keep the streamer alive."""
 
     def __init__(self, work: weakref.WeakMethod[Callable[[Any], None]]) -> None:
         self._work = work

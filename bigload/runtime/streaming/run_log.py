@@ -21,9 +21,9 @@ class ForwardStats:
     Attributes:
         seconds: From its beginning to its end.
         bytes_from_disk: What this process has had read from disks; `None` where the system does not count that.
-        bytes_from_ram: Weights that were brought, and not from a disk: out of the page cache or the process's memory.
+        bytes_from_ram: Weights that were loaded, and not from a disk: out of the page cache or the process's memory.
         wait_seconds: How long it waited for weights.
-        fetch_seconds: How long weights were being brought.
+        fetch_seconds: How long weights were being loaded.
         peak_bytes: The most of weights that were there or on their way at one moment.
     """
 
@@ -36,7 +36,7 @@ class ForwardStats:
 
     @property
     def overlap(self) -> float | None:
-        """The part of fetching, 0 to 1, during which nobody waited; `None` if nothing was fetched."""
+        """The part of fetching, 0 to 1, during which no forward waited; `None` if nothing was fetched."""
         return max(0.0, 1 - self.wait_seconds / self.fetch_seconds) if self.fetch_seconds else None
 
 
@@ -98,7 +98,7 @@ class RunLog:
         self._began = time.perf_counter()
         self._lock = threading.Lock()
         self._forwards: deque[ForwardStats] = deque(maxlen=_FORWARDS_KEPT)
-        self._notes: deque[_Note] = deque(maxlen=_SPANS_KEPT)  # spans are made of them when somebody looks
+        self._notes: deque[_Note] = deque(maxlen=_SPANS_KEPT)  # spans are made of them only when asked for
         self._num_forwards = 0
         self._here = threading.local()
         self._now = _Counts(_bytes_read())
@@ -169,7 +169,7 @@ class RunLog:
 
     @contextmanager
     def fetching(self, name: str, num_bytes: int) -> Iterator[None]:
-        """Note that the weights of block `name` are brought by the calling thread while the context lasts."""
+        """Note that the calling thread loads the weights of block `name` while the context lasts."""
         began = time.perf_counter()
         try:
             yield

@@ -213,7 +213,7 @@ class StreamedBlock:
         self.is_installed = False
         while self._bypassed_calls:
             own, around, call = self._bypassed_calls.pop()
-            if "_old_forward" in own and own.get("forward") in (None, own["_old_forward"]):  # nobody has changed it
+            if "_old_forward" in own and own.get("forward") in (None, own["_old_forward"]):  # unchanged since `install`
                 own["forward"] = around
             if call is not None and "_old_forward" in own:
                 own["_call_impl"] = call
@@ -234,5 +234,5 @@ def _call_directly(own: dict[str, Any]) -> None:
     old = own["_old_forward"]
     if isinstance(old, MethodType) and old.__func__ is getattr(type(old.__self__), "forward", None):
         del own["forward"]
-    else:  # somebody had replaced it before the hook came
+    else:  # it had been replaced before the hook came
         own["forward"] = old

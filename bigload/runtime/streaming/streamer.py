@@ -10,8 +10,9 @@ import os
 import threading
 import time
 import weakref
+from collections import Counter
 from collections.abc import Container, Iterable, Sequence
-from itertools import islice
+from itertools import chain, islice
 
 import torch
 
@@ -22,7 +23,7 @@ from bigload.runtime.streaming.run_order import RunOrder
 from bigload.runtime.streaming.streamed_block import Residency, StreamedBlock
 from bigload.runtime.streaming.streaming_limits import StreamingLimits, StreamOptions, chosen_evenly, limits_for
 from bigload.runtime.streaming.supply import Supply
-from bigload.runtime.streaming.supply_factory import SupplyFactory, tied_among
+from bigload.runtime.streaming.supply_factory import SupplyFactory
 from bigload.runtime.streaming.weights import Weight
 
 _NOTHING = StreamingLimits(prefetch_bytes=0, resident_bytes=0, expert_bytes=0, uncached=frozenset())
@@ -81,7 +82,9 @@ class Streamer:
     def supplies_for(self, weights: Sequence[Weight], device: torch.device) -> tuple[Supply, ...]:
         """Return supplies of `weights` for `device`."""
         if self._tied is None:
-            self._tied = tied_among([block.weights() for block in self._blocks])
+            placeholders = [{id(weight.placeholder) for weight in block.weights()} for block in self._blocks]
+            counts = Counter(chain.from_iterable(placeholders))
+            self._tied = frozenset(key for key, count in counts.items() if count > 1)
         return self._supply_factory.supplies_for(weights, device, tied=self._tied)
 
     def stats(self) -> RunStats:

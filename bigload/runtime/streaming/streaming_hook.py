@@ -168,6 +168,6 @@ def _devices(members: Sequence[HookedModule]) -> set[torch.device]:
 
 
 def _own_hook(module: nn.Module) -> AlignDevicesHook | None:
-    """Return the hook that dispatching has given `module`; classes derived by others stay as they are."""
+    """Return the hook that dispatching has given `module`; classes derived by others are not replaced."""
     own = [hook for hook in hooks_of(module) if type(hook) in (AlignDevicesHook, StreamingHook)]
     return own[-1] if own else None  # type: ignore[return-value]

@@ -19,7 +19,7 @@ class Supply:
 
     Attributes:
         weights: The weights, in the order in which `arrive` returns their tensors.
-        num_bytes: Their bytes on the device while they are resident; 0 for what is there anyway.
+        num_bytes: Their bytes on the device while they are resident; 0 for values that are on the device anyway.
         num_page_bytes: Their bytes in the page cache: of files that are read, or mapped.
     """
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import replace
 
 import torch
@@ -29,7 +28,7 @@ class SupplyFactory:
     def supplies_for(
         self, weights: Sequence[Weight], device: torch.device, *, tied: Container[int]
     ) -> tuple[Supply, ...]:
-        """Return supplies of the `weights` of one block for `device`; one for each whose placeholder's id is in `tied`.
+        """Return supplies of the `weights` of one block for `device`; one for each placeholder whose id is in `tied`.
 
         Blocks of one device that hold the same placeholder share a copy while they are both there.
         """
@@ -52,7 +51,7 @@ class SupplyFactory:
         return tuple(supplies)
 
     def close(self) -> None:
-        """Release memory that nobody uses."""
+        """Release memory that no block uses."""
         for copy_stream in self._copy_streams.values():
             copy_stream.close()
         self._shared.clear()
@@ -77,9 +76,3 @@ class SupplyFactory:
             (supply,) = self._copies([weight], device)
             known = self._shared[key] = weight, SharedCopy(supply)
         return known[1]
-
-
-def tied_among(blocks: Iterable[Iterable[Weight]]) -> frozenset[int]:
-    """Return the ids of the placeholders that weights of more than one of `blocks` have."""
-    counts = Counter(key for weights in blocks for key in {id(weight.placeholder) for weight in weights})
-    return frozenset(key for key, count in counts.items() if count > 1)

@@ -62,8 +62,13 @@ class WeightReads:
         self._numbers = [first.setdefault(id(weight.placeholder), number) for number, weight in enumerate(weights)]
         each = [(str(number), weights[number]) for number in first.values()]
         stored = {name: _stored(name, weight.source) for name, weight in each}
-        self._sources = {stored[name].span.file: weight.source for name, weight in each}
-        self._planned = {info.span.file: info for info in stored.values()}
+        self._files: dict[str, FileWeight] = {}
+        self._values: dict[str, tuple[MemoryWeight, TensorInfo]] = {}
+        for name, weight in each:
+            if isinstance(weight.source, FileWeight):
+                self._files[stored[name].span.file] = weight.source
+            else:
+                self._values[stored[name].span.file] = weight.source, stored[name]
         schedule = schedule_reads(
             (
                 RequestedTensor(tensor=stored[name], dtype=_wanted(stored[name], weight), device=place)
@@ -76,7 +81,7 @@ class WeightReads:
         self.schedule = replace(schedule, jobs=tuple(job for job in schedule.jobs if job.file not in apart))
         self._ranges: dict[str, list[tuple[int, int]]] = {}
         for job in self.schedule.jobs:
-            if isinstance(self._sources[job.file], FileWeight):
+            if job.file in self._files:
                 self._ranges.setdefault(job.file, []).append((job.offset, job.offset + job.num_bytes))
         self.num_file_bytes = sum(stop - start for ranges in self._ranges.values() for start, stop in ranges)
         self._seen: dict[str, tuple[torch.Tensor, int]] = {}
@@ -126,42 +131,35 @@ class WeightReads:
         """Return whether a value in RAM is another one now, or was written to, since it was read."""
         return any(
             (now := source.tensor) is not self._seen[file][0] or version_of(now) != self._seen[file][1]
-            for file, source in self._sources.items()
-            if isinstance(source, MemoryWeight) and file in self._seen
+            for file, (source, _) in self._values.items()
+            if file in self._seen
         )
 
     def forget(self) -> None:
         """Drop what the page cache has of the files."""
         for file, ranges in self._ranges.items():
-            source = self._sources[file]
-            if isinstance(source, FileWeight):
-                with suppress(OSError):  # gone meanwhile: the next read says so
-                    drop_cached_pages(source.path, ranges)
+            with suppress(OSError):  # gone meanwhile: the next read says so
+                drop_cached_pages(self._files[file].path, ranges)
 
     def _note_values(self) -> None:
-        for file, source in self._sources.items():
-            if isinstance(source, MemoryWeight):
-                value = source.tensor
-                self._seen[file] = (value, version_of(value))
+        values = {file: source.tensor for file, (source, _) in self._values.items()}
+        self._seen = {file: (value, version_of(value)) for file, value in values.items()}
 
     def _value(self, file: str) -> torch.Tensor:
         """Return a value in RAM in the form that it had when the reads were planned."""
-        value, planned = self._seen[file][0].detach(), self._planned[file]
+        value, (_, planned) = self._seen[file][0].detach(), self._values[file]
         if tuple(value.shape) != planned.shape:
             raise ValueError(f"a weight in RAM of shape {planned.shape} has become one of {tuple(value.shape)}")
         return value.to(device="cpu", dtype=torch_dtype(planned.dtype)).contiguous()
 
     def _check_files(self) -> None:
         for file in self._ranges:
-            source = self._sources[file]
-            assert isinstance(source, FileWeight), "only files have ranges"
-            source.check()
+            self._files[file].check()
 
     def _open(self, file: str) -> ByteSource:
-        source = self._sources[file]
-        if isinstance(source, MemoryWeight):
+        if file in self._values:
             return TensorSource(self._value(file))
-        reader = PositionalReader(source.path)
+        reader = PositionalReader(self._files[file].path)
         reader.expect(self._ranges[file])
         return reader
 

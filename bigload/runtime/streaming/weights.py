@@ -41,7 +41,7 @@ class Weight:
         self._keys = [(slot.table, slot.key) for slot in slots]
 
     def is_current(self) -> bool:
-        """Return whether all slots still hold the same placeholder, or have got a value from somebody else."""
+        """Return whether all slots still hold the same placeholder, or have been assigned a value."""
         placeholder = self.placeholder
         if placeholder.dtype != self._dtype:
             return False
