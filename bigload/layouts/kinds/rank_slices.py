@@ -28,7 +28,7 @@ from bigload.loading.slices import Slice
 from bigload.planning.plan import Plan, PlanNote
 from bigload.planning.tensor_parallel.division import MAX_RANKS, Division, Range
 from bigload.planning.tensor_parallel.partition import Partition, partition
-from bigload.planning.tensor_parallel.rules_file import read_tp_rules
+from bigload.planning.tensor_parallel.rules import read_tp_rules
 from bigload.units import MIB
 
 RANKS_FILE = "ranks.json"

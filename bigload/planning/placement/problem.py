@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from fractions import Fraction
 from itertools import groupby, pairwise
 from operator import itemgetter
 from typing import Protocol
@@ -164,8 +165,19 @@ def _gathered(units: Sequence[Unit], devices: Sequence[Device]) -> dict[Device, 
 
 def keeps_limits(problem: PlacementProblem, placement: Placement) -> bool:
     """Return whether every device has room for what `placement` puts there."""
-    loads = device_loads(problem, placement)
-    return all(limit is None or loads[device].total <= limit for device, limit in problem.budget)
+    return not lacking_bytes(problem, device_loads(problem, placement))
+
+
+def lacking_bytes(problem: PlacementProblem, loads: Mapping[Device, DeviceLoad]) -> dict[Device, int]:
+    """Return by how much each device exceeds its limit, without those that do not."""
+    limits = {device: limit for device, limit in problem.budget if limit is not None}
+    return {device: loads[device].total - limit for device, limit in limits.items() if loads[device].total > limit}
+
+
+def fullest_share(problem: PlacementProblem, loads: Mapping[Device, DeviceLoad]) -> Fraction:
+    """Return the share of its limit that the fullest accelerator takes; 0 without accelerators."""
+    limits = [(device, limit) for device, limit in problem.budget if device.is_accelerator and limit]
+    return max((Fraction(loads[device].total, limit) for device, limit in limits), default=Fraction(0))
 
 
 def workspace(problem: PlacementProblem, placement: Placement) -> dict[Device, int]:

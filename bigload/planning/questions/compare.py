@@ -11,7 +11,7 @@ from bigload.planning.choices import Experts
 from bigload.planning.model.structure import ModelStructure
 from bigload.planning.options import PlanOptions
 from bigload.planning.placement.policies.optimal import token_seconds
-from bigload.planning.placement.problem import Misfit, device_loads, num_device_changes
+from bigload.planning.placement.problem import Misfit, device_loads, fullest_share, num_device_changes
 from bigload.planning.placement.solve import Solution
 from bigload.planning.planner import place
 from bigload.planning.policy_registry import policy_named
@@ -67,9 +67,6 @@ def _outcome(policy: str, found: Solution | Misfit) -> PolicyOutcome:
         return PolicyOutcome(policy=policy, fits=False, lacking_bytes=lacking)
     problem, placement = found.problem, found.placement
     loads = device_loads(problem, placement)
-    shares = [
-        loads[device].total / limit for device, limit in problem.budget if device.is_accelerator and limit is not None
-    ]
     return PolicyOutcome(
         policy=policy,
         fits=True,
@@ -78,6 +75,6 @@ def _outcome(policy: str, found: Solution | Misfit) -> PolicyOutcome:
         disk_bytes=loads[DISK].weights if DISK in loads else 0,
         token_seconds=token_seconds(problem, placement),
         num_device_changes=num_device_changes(problem, placement),
-        fullest_share=max(shares, default=None),
+        fullest_share=float(fullest_share(problem, loads)) if problem.accelerators else None,
         execution_device=placement.execution_device,
     )

@@ -8,15 +8,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from fractions import Fraction
 from itertools import pairwise
 
 from bigload.devices import CPU, DISK, Device
 from bigload.planning.choices import Balance
+from bigload.planning.model.module_tree import key_above
 from bigload.planning.model.units import Part, UnitKind
 from bigload.planning.placement.policies.bounds import lower_bound
 from bigload.planning.placement.policies.optimal import token_seconds
-from bigload.planning.placement.problem import DeviceLoad, Placement, device_loads
+from bigload.planning.placement.problem import (
+    DeviceLoad,
+    Placement,
+    device_loads,
+    fullest_share,
+    keeps_limits,
+    lacking_bytes,
+)
 from bigload.planning.plan import PlanNote
 from bigload.planning.planner import PlanDetails
 from bigload.planning.policy_registry import policy_named
@@ -143,9 +150,9 @@ class _Subject:
         self.details, self.name = details, name
         homes = details.plan.homes
         below = [key for key in homes if f"{key}.".startswith(f"{name}.")]
-        above = [key for key in homes if f"{name}.".startswith(f"{key}.")]
-        self.is_part = not below and bool(above)
-        self.keys = tuple(below or above)
+        above = key_above(name, homes)
+        self.is_part = not below and above is not None
+        self.keys = tuple(below) if above is None or below else (above,)
         self.units = details.solution.problem.units
         wanted = frozenset(self.keys)
         self.indexes = [i for i, unit in enumerate(self.units) if any(part.name in wanted for part in unit.parts)]
@@ -154,11 +161,6 @@ class _Subject:
     @property
     def placement(self) -> Placement:
         return self.details.solution.placement
-
-    @property
-    def companions(self) -> list[str]:
-        """Return the other keys that are one unit with those asked about."""
-        return [part.name for i in self.indexes for part in self.units[i].parts if part.name not in self.keys]
 
     def homes(self) -> Iterator[DeviceShare]:
         """Yield one home per device, in the order of the budget."""
@@ -219,17 +221,9 @@ class _Trials:
         first = next((device for device in devices if device.is_accelerator), self.base.execution_device)
         return replace(self.base, devices=devices, execution_device=first)
 
-    def lacking(self, loads: Mapping[Device, DeviceLoad]) -> dict[Device, int]:
-        limits = {device: limit for device, limit in self.problem.budget if limit is not None}
-        return {device: loads[device].total - limit for device, limit in limits.items() if loads[device].total > limit}
-
-    def peak(self, loads: Mapping[Device, DeviceLoad]) -> Fraction:
-        limits = [(device, limit) for device, limit in self.problem.budget if device.is_accelerator and limit]
-        return max((Fraction(loads[device].total, limit) for device, limit in limits), default=Fraction(0))
-
     def saves(self, trial: Placement) -> float:
         """Return the seconds per token that a placement saves, 0 for one that does not keep limits."""
-        if self.lacking(device_loads(self.problem, trial)) or not self.keeps_routed(trial):
+        if not keeps_limits(self.problem, trial) or not self.keeps_routed(trial):
             return 0.0
         return self.seconds - token_seconds(self.problem, trial)
 
@@ -281,7 +275,8 @@ def _on_structure(subject: _Subject) -> Iterator[PlanNote]:
     tied = [key for key in _tied_to(subject) if key not in keys]
     if tied:
         yield PlanNote(code="tied", text=f"tied to {', '.join(tied)}: one memory, so one device")
-    small = [key for key in subject.companions if key not in tied]
+    together = [part.name for i in subject.indexes for part in subject.units[i].parts]
+    small = [name for name in together if name not in keys and name not in tied]
     if small and len(subject.indexes) <= _MAX_UNITS:
         yield PlanNote(code="together", text=f"placed together with {', '.join(small)}, because one of them is tiny")
     yield from _on_experts(subject)
@@ -291,7 +286,7 @@ def _tied_to(subject: _Subject) -> Iterator[str]:
     homes = subject.details.plan.homes
     for tie in subject.details.structure.ties:
         names = (*tie.stored, *tie.absent_modules)
-        members = list(dict.fromkeys(key for name in names for key in homes if f"{name}.".startswith(f"{key}.")))
+        members = dict.fromkeys(key for name in names if (key := key_above(name, homes)) is not None)
         if any(key in subject.keys for key in members):
             yield from members
 
@@ -383,7 +378,7 @@ def _tried(index: int, device: Device, trials: _Trials, *, named: bool) -> Alter
     unit = trials.problem.units[index]
     trial = trials.moved(_going_along(index, device, trials))
     loads = device_loads(trials.problem, trial)
-    lacking = trials.lacking(loads)
+    lacking = lacking_bytes(trials.problem, loads)
     rides_well = trials.keeps_routed(trial)
     seconds = token_seconds(trials.problem, trial) - trials.seconds
     changes = trial.num_device_changes - trials.base.num_device_changes
@@ -450,7 +445,7 @@ def _effect(
 
 
 def _balance(loads: Mapping[Device, DeviceLoad], trials: _Trials) -> str:
-    before, after = trials.peak(trials.loads), trials.peak(loads)
+    before, after = fullest_share(trials.problem, trials.loads), fullest_share(trials.problem, loads)
     if before == after:
         return "neither time, nor device changes, nor the fullest accelerator would change"
     shares = f"the fullest accelerator would be {float(after):.1%} full instead of {float(before):.1%}"

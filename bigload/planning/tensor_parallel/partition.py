@@ -17,8 +17,7 @@ from bigload.planning.tensor_parallel.division import MAX_RANKS, WHOLE, Division
 from bigload.planning.tensor_parallel.families import FAMILIES
 from bigload.planning.tensor_parallel.layer_division import IndivisibleError, LayerDivider
 from bigload.planning.tensor_parallel.ruled_layers import ModelRules, RuledLayer, generic_name, grouped_by_layer
-from bigload.planning.tensor_parallel.rules import Rule, override_rules
-from bigload.planning.tensor_parallel.rules_file import HOW
+from bigload.planning.tensor_parallel.rules import HOW, Rule, override_rules
 from bigload.units import counted, format_size
 
 

@@ -12,7 +12,7 @@ from bigload.planning.tensor_parallel.division import MAX_RANKS, WHOLE
 from bigload.planning.tensor_parallel.families import FAMILIES
 from bigload.planning.tensor_parallel.partition import partition
 from bigload.planning.tensor_parallel.rule_styles import RULE_STYLES
-from bigload.planning.tensor_parallel.rules_file import MAX_FILE_BYTES, read_tp_rules
+from bigload.planning.tensor_parallel.rules import MAX_FILE_BYTES, read_tp_rules
 from builders import checkpoint_of
 
 LLAMA = {"model_type": "llama", "hidden_size": 16, "num_attention_heads": 4, "num_key_value_heads": 2}

@@ -27,7 +27,7 @@ from bigload.planning.placement.policies.contiguous_ranges import RangeSearch, R
 from bigload.planning.placement.policies.interleaved_streaming import InterleavedSearch
 from bigload.planning.placement.policies.memory_tiers import Host
 from bigload.planning.placement.policies.sequential import place_sequentially
-from bigload.planning.placement.problem import Misfit, Placement, PlacementProblem, device_loads
+from bigload.planning.placement.problem import Misfit, Placement, PlacementProblem, device_loads, fullest_share
 
 MAX_ORDERS = 1_000
 """Orders of unlike accelerators that are tried; eight cards of three types have 560."""
@@ -202,10 +202,7 @@ def _most(limit: int, level: Fraction, *, strictly: bool) -> int:
 
 
 def _peak(problem: PlacementProblem, found: RankedPlacement) -> Fraction:
-    loads = device_loads(problem, _placement(problem, found))
-    limits = dict(problem.budget.limits)
-    shares = [Fraction(load.total, limits[device] or 1) for device, load in loads.items() if device.is_accelerator]
-    return max(shares, default=Fraction(0))
+    return fullest_share(problem, device_loads(problem, _placement(problem, found)))
 
 
 def _placement(problem: PlacementProblem, found: RankedPlacement) -> Placement:
