@@ -13,8 +13,8 @@ Encoders, towers of images or sound, and blocks that only predict further tokens
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 
 from bigload.dtypes import DTYPES, DType
@@ -72,22 +72,8 @@ class BlockCache:
         return -(-(keys_values * (workload.kv_dtype or computing).bits + states) // 8)
 
 
-@dataclass(slots=True)
-class _Unknowns:
-    """Collects what could not be known: a reason, and the blocks that it is about."""
-
-    blocks: dict[str, list[str]] = field(default_factory=dict)
-
-    def add(self, reason: str, block: str) -> None:
-        self.blocks.setdefault(reason, []).append(block)
-
-    def sentences(self) -> tuple[str, ...]:
-        return tuple(
-            f"{names[0]}: {reason}"
-            if len(names) == 1
-            else f"{names[0]} and {counted(len(names) - 1, 'more block')}: {reason}"
-            for reason, names in self.blocks.items()
-        )
+_Report = Callable[[str], None]
+"""Records why something about a block is not known."""
 
 
 def source_tokens(config: ModelConfig) -> int | None:
@@ -106,21 +92,32 @@ def block_caches(
     blocks: Sequence[ModuleNode], config: ModelConfig
 ) -> tuple[tuple[BlockCache, ...], Mapping[str, BlockShapes], tuple[str, ...]]:
     """Return what every decoder block keeps, the shapes it was read from, and sentences on what could not be known."""
-    unknowns = _Unknowns()
+    unknown: dict[str, list[str]] = {}
+
+    def report_for(block: str) -> _Report:
+        return lambda reason: unknown.setdefault(reason, []).append(block)
+
     shapes = {block.name: read_block(block) for block in blocks if _is_decoder(block, config)}
+    caches: tuple[BlockCache, ...] = ()
     if shapes and any(kind in families.OWN_STATE for kind in config.model_types):
-        unknowns.add("the state of this family is not known; not counted", next(iter(shapes)))
-        return (), shapes, unknowns.sentences()
-    # Blocks that share an attention store it once (zamba 2), and every one of them has a cache of its own.
-    shared = next((found.attentions for found in shapes.values() if found.attentions), ())
-    caches = tuple(
-        _block_cache(block, found, shared, config, unknowns)
-        for block, found in shapes.items()
-        if not _is_beyond(block, found, config, unknowns)
-    )
-    if shapes and not any(found.attentions or found.recurrences for found in shapes.values()):
-        unknowns.add("no attention and no recurrence was recognised; their cache is not counted", next(iter(shapes)))
-    return caches, shapes, unknowns.sentences()
+        report_for(next(iter(shapes)))("the state of this family is not known; not counted")
+    else:
+        # Blocks that share an attention store it once (zamba 2), and every one of them has a cache of its own.
+        shared = next((found.attentions for found in shapes.values() if found.attentions), ())
+        caches = tuple(
+            _block_cache(block, found, shared, config, report_for(block))
+            for block, found in shapes.items()
+            if not _is_beyond(block, found, config, report_for(block))
+        )
+        if shapes and not any(found.attentions or found.recurrences for found in shapes.values()):
+            reason = "no attention and no recurrence was recognised; their cache is not counted"
+            report_for(next(iter(shapes)))(reason)
+    return caches, shapes, tuple(_sentence(reason, names) for reason, names in unknown.items())
+
+
+def _sentence(reason: str, blocks: Sequence[str]) -> str:
+    more = f" and {counted(len(blocks) - 1, 'more block')}" if len(blocks) > 1 else ""
+    return f"{blocks[0]}{more}: {reason}"
 
 
 def _is_decoder(block: ModuleNode, config: ModelConfig) -> bool:
@@ -143,7 +140,7 @@ def is_of_main_encoder(block: str) -> bool:
     return not any(_is_tower(part, _WORDS_OF_TOWERS[1:]) for part in block.lower().split("."))
 
 
-def _is_beyond(block: str, shapes: BlockShapes, config: ModelConfig, unknowns: _Unknowns) -> bool:
+def _is_beyond(block: str, shapes: BlockShapes, config: ModelConfig, report: _Report) -> bool:
     """Return whether a block lies past the layers that the config counts, which transformers does not build."""
     index = _index(block)
     is_seq2seq = any(attention.is_cross for attention in shapes.attentions) and ".decoder." in f".{block}"
@@ -153,7 +150,7 @@ def _is_beyond(block: str, shapes: BlockShapes, config: ModelConfig, unknowns: _
     if index is None or not num_layers or index < num_layers:
         return False
     if index >= num_layers + (config.number("num_mtp_layers") or 0):
-        unknowns.add(f"the config counts {num_layers} layers; a block past them is taken to keep nothing", block)
+        report(f"the config counts {num_layers} layers; a block past them is taken to keep nothing")
     return True
 
 
@@ -167,7 +164,7 @@ def _block_cache(
     shapes: BlockShapes,
     shared: tuple[AttentionShapes, ...],
     config: ModelConfig,
-    unknowns: _Unknowns,
+    report: _Report,
 ) -> BlockCache:
     kind = _layer_type(block, config)
     per_token = per_source = state = wide = 0
@@ -175,26 +172,26 @@ def _block_cache(
         if kind in _WITHOUT_CACHE or _shares_cache(block, config):
             continue
         if kind in _LINEAR:
-            state += _linear_state(attention, config, block, unknowns)
+            state += _linear_state(attention, config, report)
             continue
         width = _cached_width(attention, shapes, config)
         if width is None:
-            unknowns.add("neither shapes nor config tell the width of keys and values; not counted", block)
+            report("neither shapes nor config tell the width of keys and values; not counted")
         elif attention.is_cross:
             per_source += width
         else:
             per_token += width + attention.index_width
     for recurrence in shapes.recurrences:
         state += recurrence.conv_elements
-        wide += _recurrent_state(recurrence, config, block, unknowns)
+        wide += _recurrent_state(recurrence, config, report)
     return BlockCache(
         block=block,
         per_token=per_token,
-        max_tokens=_max_tokens(kind, config, block, unknowns) if per_token else None,
+        max_tokens=_max_tokens(kind, config, report) if per_token else None,
         per_source_token=per_source,
         state=state,
         wide_state=wide,
-        dtype=_computing_dtype(shapes, config, block, unknowns),
+        dtype=_computing_dtype(shapes, config, report),
     )
 
 
@@ -258,30 +255,28 @@ def _of_family(rule: Mapping[str, int], config: ModelConfig) -> int | None:
     return next((rule[kind] for kind in config.model_types if kind in rule), None)
 
 
-def _max_tokens(kind: str | None, config: ModelConfig, block: str, unknowns: _Unknowns) -> int | None:
+def _max_tokens(kind: str | None, config: ModelConfig, report: _Report) -> int | None:
     if kind is not None and kind not in (*_FULL, *_WINDOWED):
-        unknowns.add(
-            f'the config calls the attention "{kind:.40}", which bigload does not know; counted as full', block
-        )
+        report(f'the config calls the attention "{kind:.40}", which bigload does not know; counted as full')
     if kind not in _WINDOWED:
         return None
     window = config.number("attention_chunk_size" if kind == "chunked_attention" else "window")
     if not window:
-        unknowns.add(f"the config does not tell how far its {kind} reaches; the whole context is counted", block)
+        report(f"the config does not tell how far its {kind} reaches; the whole context is counted")
         return None
     # A window of one token keeps all: transformers slices with [-window + 1:], which is [0:] then.
     return window - 1 if window > 1 else None
 
 
-def _linear_state(attention: AttentionShapes, config: ModelConfig, block: str, unknowns: _Unknowns) -> int:
+def _linear_state(attention: AttentionShapes, config: ModelConfig, report: _Report) -> int:
     """Return the state of linear attention without a convolution (minimax): a matrix of keys by values per head."""
     if attention.query_width and config.head_dim:
         return attention.query_width * config.head_dim
-    unknowns.add("neither shapes nor config tell the state of linear attention; not counted", block)
+    report("neither shapes nor config tell the state of linear attention; not counted")
     return 0
 
 
-def _recurrent_state(recurrence: RecurrentShapes, config: ModelConfig, block: str, unknowns: _Unknowns) -> int:
+def _recurrent_state(recurrence: RecurrentShapes, config: ModelConfig, report: _Report) -> int:
     if recurrence.num_heads == 0:
         return 0
     if recurrence.state_size is not None:  # mamba: channels x state
@@ -290,7 +285,7 @@ def _recurrent_state(recurrence: RecurrentShapes, config: ModelConfig, block: st
     columns = _key_columns(recurrence, config) if recurrence.has_keys else _state_columns(recurrence, config)
     if inner and columns:
         return inner * columns
-    unknowns.add("neither shapes nor config tell the recurrent state; not counted", block)
+    report("neither shapes nor config tell the recurrent state; not counted")
     return 0
 
 
@@ -312,12 +307,12 @@ def _key_columns(recurrence: RecurrentShapes, config: ModelConfig) -> int | None
     return (recurrence.conv_channels - inner) // (2 * heads) if inner and heads else None
 
 
-def _computing_dtype(shapes: BlockShapes, config: ModelConfig, block: str, unknowns: _Unknowns) -> DType:
+def _computing_dtype(shapes: BlockShapes, config: ModelConfig, report: _Report) -> DType:
     """Return the dtype of stored weights; of quantised ones that which the config gives."""
     stored = stored_dtype(shapes)
     if stored is not None:
         return stored
     said = config.dtype
     if said is None and _weight_dtype(shapes) is not None:
-        unknowns.add("the config does not tell the dtype of computation; 16 bits are assumed", block)
+        report("the config does not tell the dtype of computation; 16 bits are assumed")
     return said or DTYPES["BF16"]

@@ -100,9 +100,7 @@ def without(node: ModuleNode, names: Sequence[str]) -> ModuleNode:
     if not any(f"{name}.".startswith(f"{node.name}." if node.name else "") for name in names):
         return node
     children = {key: without(child, names) for key, child in node.children.items() if child.name not in names}
-    num_tensors = len(node.tensors) + sum(child.num_tensors for child in children.values())
-    num_bytes = sum(tensor.num_bytes for tensor in node.tensors) + sum(child.num_bytes for child in children.values())
-    return ModuleNode(node.name, node.tensors, children, num_tensors, num_bytes)
+    return _summed(node.name, node.tensors, children)
 
 
 def block_lists(node: ModuleNode) -> Iterator[ModuleNode]:
@@ -176,9 +174,13 @@ def _node(path: str, own: Mapping[str, list[TensorInfo]], below: Mapping[str, li
         path and all(_is_tensor(child.name, child.tensors) for child in children.values())
     ):
         return _leaf(name, [*tensors, *(tail for child in children.values() for tail in child.all_tensors())])
+    return _summed(name, tuple(sorted(tensors, key=_by_name)), children)
+
+
+def _summed(name: str, tensors: tuple[TensorInfo, ...], children: Mapping[str, ModuleNode]) -> ModuleNode:
     num_bytes = sum([tensor.num_bytes for tensor in tensors]) + sum([child.num_bytes for child in children.values()])
     num_tensors = len(tensors) + sum([child.num_tensors for child in children.values()])
-    return ModuleNode(name, tuple(sorted(tensors, key=_by_name)), children, num_tensors, num_bytes)
+    return ModuleNode(name, tensors, children, num_tensors, num_bytes)
 
 
 def _leaf(name: str, tensors: list[TensorInfo]) -> ModuleNode:

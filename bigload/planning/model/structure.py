@@ -236,12 +236,7 @@ def _with_needs(
         cache, logits = caches.get(part.name, 0), needs.logits_bytes if part.name == head else 0
         return replace(part, cache_bytes=cache, logits_bytes=logits) if cache or logits else part
 
-    return tuple(replace_parts(unit, [needing(part) for part in unit.parts]) for unit in units)
-
-
-def replace_parts(unit: Unit, parts: Sequence[Part]) -> Unit:
-    """Return `unit` with other parts; its sums are made anew."""
-    return Unit(parts=tuple(parts), is_routed=unit.is_routed)
+    return tuple(replace(unit, parts=tuple(map(needing, unit.parts))) for unit in units)
 
 
 def _dense(block: ModuleNode, experts: RoutedExperts, whole: Part) -> Iterator[Part]:

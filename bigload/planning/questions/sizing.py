@@ -15,7 +15,7 @@ from bigload.devices import CPU, Device
 from bigload.errors import OptionError
 from bigload.planning.budget.budget import MemoryBudget
 from bigload.planning.choices import Balance, Policy
-from bigload.planning.model.structure import ModelStructure, replace_parts
+from bigload.planning.model.structure import ModelStructure
 from bigload.planning.model.units import Unit
 from bigload.planning.options import PlanOptions
 from bigload.planning.placement.policies.optimal import token_seconds
@@ -273,7 +273,7 @@ def _all_needed(units: Sequence[Unit], dear: int) -> tuple[Unit, ...]:
 
     def needed(unit: Unit) -> Unit:
         times = 1 if unit.is_routed else dear
-        return replace_parts(unit, [replace(part, token_bytes=part.num_bytes * times) for part in unit.parts])
+        return replace(unit, parts=tuple(replace(part, token_bytes=part.num_bytes * times) for part in unit.parts))
 
     return tuple(map(needed, units))
 
