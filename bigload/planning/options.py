@@ -10,14 +10,31 @@ from typing import TypedDict, TypeVar, Unpack
 from bigload.devices import Device
 from bigload.dtypes import DType, parse_dtype
 from bigload.errors import OptionError
-from bigload.planning.bandwidth import Bandwidth
 from bigload.planning.choices import Attention, Balance, Experts, NameScheme, Order, Policy
 from bigload.planning.policy_registry import policy_named
 from bigload.planning.workload import Workload
-from bigload.units import GIB, parse_size
+from bigload.units import GIB, format_size, parse_size
 
 CUDA_OVERHEAD = GIB // 2
 """Bytes that a CUDA context, its kernels and the allocator's slack take on a card, by default."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bandwidth:
+    """Bytes per second at which streamed weights come from disk, and from RAM over the link to the accelerator.
+
+    The defaults are those of an NVMe disk and of PCIe 4.0 x16.
+    """
+
+    disk: int = 3 * GIB
+    link: int = 24 * GIB
+
+    def __post_init__(self) -> None:
+        if not 0 < self.disk <= self.link:
+            raise OptionError(
+                f"a disk of {format_size(self.disk)}/s and a link of {format_size(self.link)}/s make no sense",
+                hint="weights from disk cross the link too, so the disk is the slower of the two",
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

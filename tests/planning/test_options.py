@@ -3,9 +3,8 @@ import pytest
 from bigload.devices import Device
 from bigload.dtypes import DTYPES
 from bigload.errors import OptionError
-from bigload.planning.bandwidth import Bandwidth
 from bigload.planning.choices import Attention, Balance, Experts, NameScheme, Policy
-from bigload.planning.options import PlanOptions, options_of
+from bigload.planning.options import Bandwidth, PlanOptions, options_of
 from bigload.planning.workload import Workload
 from bigload.units import GIB, MIB
 

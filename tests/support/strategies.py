@@ -6,11 +6,10 @@ from hypothesis import strategies as st
 
 from bigload.devices import DISK
 from bigload.dtypes import DTYPES
-from bigload.planning.bandwidth import Bandwidth
 from bigload.planning.budget.budget import MemoryBudget
 from bigload.planning.choices import Balance, Experts, Policy
 from bigload.planning.model.structure import read_structure
-from bigload.planning.options import PlanKeywords, options_of
+from bigload.planning.options import Bandwidth, PlanKeywords, options_of
 from bigload.planning.placement.problem import PlacementProblem
 from builders import checkpoint_of, unit_of
 

@@ -19,10 +19,10 @@ from operator import itemgetter
 from typing import Protocol
 
 from bigload.devices import CPU, DISK, Device
-from bigload.planning.bandwidth import Bandwidth
 from bigload.planning.budget.budget import MemoryBudget
 from bigload.planning.choices import Balance
 from bigload.planning.model.units import Unit
+from bigload.planning.options import Bandwidth
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

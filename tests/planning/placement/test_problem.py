@@ -2,7 +2,7 @@ import pytest
 
 from bigload.devices import CPU, DISK, Device
 from bigload.errors import OptionError
-from bigload.planning.bandwidth import Bandwidth
+from bigload.planning.options import Bandwidth
 from bigload.planning.placement.problem import Placement, device_loads, fetch_ahead, keeps_limits, workspace
 from builders import problem_of, unit_of
 

@@ -108,7 +108,7 @@ def test_no_split_costs_less_than_the_bound(units, host, room):
     ],
 )
 def test_a_host_that_runs_the_model_has_less_room_and_its_bytes_cost_nothing(limits, host):
-    from bigload.planning.bandwidth import Bandwidth
+    from bigload.planning.options import Bandwidth
 
     wishes = {"fixed_bytes": {CPU: 5}, "bandwidth": Bandwidth(disk=3, link=4)}
     assert Host.of(problem_of([unit_of(3, cache_bytes=2)], limits, **wishes)) == host
