@@ -162,7 +162,8 @@ class FirstBlock:
             store().delete_key(self._key)
 
     def _ranks(self, limit_seconds: float | None) -> list[int]:
-        return self._registry.ranks_on_host(limit_seconds) if self._is_local else list(range(self._registry.size))
+        ranks = range(self._registry.size)
+        return self._registry.on_this_host(ranks, limit_seconds) if self._is_local else list(ranks)
 
     @property
     def _num_firsts_key(self) -> str:

@@ -122,23 +122,12 @@ class ProcessRegistry:
         identity = self.identity(rank)
         return (may_probe and _is_disconnected(rank)) if identity is None else identity.has_ended()
 
-    def num_lower_ranks_on_host(self) -> int:
-        """Return how many processes of this host have a lower rank; waits until all such have published.
+    def on_this_host(self, ranks: Iterable[int], limit_seconds: float | None = None) -> list[int]:
+        """Return those of `ranks` that are processes of this host; waits until all of `ranks` have published.
 
         Raises:
             RankError: one does not.
         """
-        return len(self._on_this_host(range(self.rank), None))
-
-    def ranks_on_host(self, limit_seconds: float | None) -> list[int]:
-        """Return the ranks of the processes of this host; waits until all processes have published.
-
-        Raises:
-            RankError: one does not.
-        """
-        return self._on_this_host(range(self.size), limit_seconds)
-
-    def _on_this_host(self, ranks: Iterable[int], limit_seconds: float | None) -> list[int]:
         unknown = {rank: _identity_key(rank) for rank in ranks if rank not in self._known}
         self.wait_for_keys(unknown, "has not said which host it is on", limit_seconds=limit_seconds)
         identities = [self.identity(rank) for rank in ranks]

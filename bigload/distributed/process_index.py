@@ -101,7 +101,8 @@ def local_process_index() -> int:
         )
     from bigload.distributed.liveness import process_registry
 
-    return process_registry().num_lower_ranks_on_host()
+    registry = process_registry()
+    return len(registry.on_this_host(range(registry.rank)))
 
 
 @_Query

@@ -122,17 +122,23 @@ def assign(module: nn.Module, assignments: tuple[Assignment, ...], tensors: Mapp
     for assignment in assignments:
         value = tensors[assignment.tensor_name]
         old = tensor_named(module, assignment.places[0])
-        if not old.is_meta:
+        if old.is_meta:
+            replace_tensor(module, assignment, value)
+        else:
             with torch.no_grad():
                 old.copy_(value)
-            continue
-        new = value
-        if isinstance(old, nn.Parameter):
-            can_train = value.is_floating_point() or value.is_complex()  # quantised weights are neither
-            new = nn.Parameter(value, requires_grad=old.requires_grad and can_train)
-        for place in assignment.places:
-            parent, _, leaf = place.rpartition(".")
-            setattr(module.get_submodule(parent), leaf, new)
+
+
+def replace_tensor(module: nn.Module, assignment: Assignment, value: torch.Tensor) -> None:
+    """Make `value` the parameter or buffer of `module` at all places of `assignment`."""
+    old = tensor_named(module, assignment.places[0])
+    new = value
+    if isinstance(old, nn.Parameter):
+        can_train = value.is_floating_point() or value.is_complex()  # quantised weights are neither
+        new = nn.Parameter(value, requires_grad=old.requires_grad and can_train)
+    for place in assignment.places:
+        parent, _, leaf = place.rpartition(".")
+        setattr(module.get_submodule(parent), leaf, new)
 
 
 def _state(module: nn.Module) -> list[tuple[str, ...]]:

@@ -51,8 +51,7 @@ class BatchRows:
 
     @property
     def num_bytes(self) -> int:
-        count = self.stored.shape[0] if self.stored.shape else 1
-        return self.stored.num_bytes // count * (self.stop - self.start)
+        return self.stored.num_bytes // self.stored.num_rows * (self.stop - self.start)
 
     def as_sent(self) -> StoredTensor:
         """Return the tensor with these rows as its only piece, and the batch as their file."""
@@ -70,17 +69,16 @@ def batches(tensors: Sequence[StoredTensor]) -> Iterator[list[BatchRows]]:
     for stored in tensors:
         if not stored.num_bytes:
             continue
-        count = stored.shape[0] if stored.shape else 1
-        row_bytes = stored.num_bytes // count
+        row_bytes = stored.num_bytes // stored.num_rows
         start = 0
-        while start < count:
+        while start < stored.num_rows:
             at = -(-end // 64) * 64
             room = (BATCH_BYTES - at) // row_bytes
             if batch and not room:
                 yield batch
                 batch, end = [], 0
                 continue
-            stop = min(start + max(room, 1), count)
+            stop = min(start + max(room, 1), stored.num_rows)
             batch.append(BatchRows(stored, start, stop, at))
             end = at + batch[-1].num_bytes
             start = stop

@@ -51,6 +51,11 @@ class StoredTensor:
     def num_bytes(self) -> int:
         return prod(self.shape) * self.item_bytes
 
+    @property
+    def num_rows(self) -> int:
+        """Length of the first dimension; 1 of a single number."""
+        return self.shape[0] if self.shape else 1
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StridedCopy:

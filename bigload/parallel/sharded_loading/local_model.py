@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from bigload.checkpoint.model import Span, TensorInfo
 from bigload.dtypes import DTYPES
 from bigload.errors import OptionError, StateDictMismatchError, abridged
-from bigload.loading.assign import Assignment, compare, tensor_named
+from bigload.loading.assign import Assignment, compare, replace_tensor, tensor_named
 from bigload.loading.schedule import CPU, RequestedTensor
 from bigload.loading.staging.accelerators import check_present
 from bigload.loading.tensors import check_dtypes, dtype_of
@@ -185,22 +185,18 @@ def check_parts(parts: Sequence[LocalPart]) -> None:
 def assign_local(model: nn.Module, assignments: Sequence[Assignment], tensors: Sequence[LocalTensor]) -> None:
     """Assign `tensors` to `model`, unless they were read in place."""
     for assignment, local in zip(assignments, tensors, strict=True):
-        if local.part.existing is None:
-            _replace(model, assignment, local.tensor)
-        elif local.tensor is not local.part.existing:
-            local.part.existing.copy_(local.tensor)
-
-
-def _replace(model: nn.Module, assignment: Assignment, local: torch.Tensor) -> None:
-    old = tensor_named(model, assignment.places[0])
-    new = local
-    if isinstance(old, DTensor):
-        with torch.no_grad():
-            new = DTensor.from_local(
-                local, old.device_mesh, old.placements, run_check=False, shape=old.shape, stride=old.stride()
+        existing = local.part.existing
+        if existing is None:
+            old = tensor_named(model, assignment.places[0])
+            replace_tensor(
+                model, assignment, _distributed(local.tensor, old) if isinstance(old, DTensor) else local.tensor
             )
-    if isinstance(old, nn.Parameter):
-        new = nn.Parameter(new, requires_grad=old.requires_grad)
-    for place in assignment.places:
-        parent, _, leaf = place.rpartition(".")
-        setattr(model.get_submodule(parent), leaf, new)
+        elif local.tensor is not existing:
+            existing.copy_(local.tensor)
+
+
+@torch.no_grad()
+def _distributed(local: torch.Tensor, old: DTensor) -> DTensor:
+    """Return the tensor of which `local` is this rank's part, divided as `old`."""
+    mesh, placements, stride = old.device_mesh, old.placements, old.stride()
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=old.shape, stride=stride)

@@ -6,6 +6,7 @@ number of ranks, it reads what it needs of several files.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
@@ -83,24 +84,17 @@ def _pieces(
     parts: Sequence[TensorInfo], ranges: Sequence[Sequence[Range]], dim: int
 ) -> Iterator[tuple[int, TensorInfo]]:
     """Yield what makes up the tensor along `dim`, each element once: where it begins, and the stored part of it."""
-    edges = sorted({edge for held in ranges for part in held for edge in part})
+    edges = sorted({edge for of_rank in ranges for part in of_rank for edge in part})
+    held: dict[int, tuple[int, int]] = {}  # by edge: the first rank that holds what follows, and where in its part
+    for rank, of_rank in enumerate(ranges):
+        before = 0
+        for start, stop in of_rank:
+            for edge in edges[bisect_left(edges, start) : bisect_left(edges, stop)]:
+                held.setdefault(edge, (rank, before + edge - start))
+            before += stop - start
     for start, stop in pairwise(edges):
-        found = next(
-            ((rank, at) for rank, held in enumerate(ranges) if (at := _position(held, start)) is not None), None
-        )
-        assert found is not None  # `read_ranks` has seen that every element is held
-        rank, first = found
+        rank, first = held[start]  # `read_ranks` has seen that every element is held
         yield start, _cut(parts[rank], dim, first, first + stop - start)
-
-
-def _position(held: Sequence[Range], element: int) -> int | None:
-    """Return which of the elements `held` one is, if it is among them."""
-    before = 0
-    for start, stop in held:
-        if start <= element < stop:
-            return before + element - start
-        before += stop - start
-    return None
 
 
 def _cut(part: TensorInfo, dim: int, start: int, stop: int) -> TensorInfo:

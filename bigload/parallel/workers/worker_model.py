@@ -7,7 +7,6 @@ import time
 import zlib
 from collections.abc import Mapping
 from datetime import timedelta
-from pathlib import Path
 from typing import cast
 
 import torch
@@ -18,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from bigload.loading.tensors import bytes_of
-from bigload.machine.process_memory import trim_heap
+from bigload.machine.process_memory import resident_memory, trim_heap
 from bigload.parallel.workers.call_settings import apply_settings
 from bigload.parallel.workers.messages import pack, unpack
 from bigload.parallel.workers.requests import Arguments, Call, CallResult, Start, WorkerMemory, WorkerReport
@@ -82,7 +81,7 @@ class WorkerModel:
         if self._device.type == "cuda":
             allocated, reserved = torch.cuda.memory_allocated(self._device), torch.cuda.memory_reserved(self._device)
         else:
-            allocated, reserved = _weight_bytes(self._model), _private_bytes()
+            allocated, reserved = _weight_bytes(self._model), resident_memory().private_bytes
         return WorkerMemory(
             device=f"{self._device.type}:{self._rank}", allocated_bytes=allocated, reserved_bytes=reserved
         )
@@ -128,9 +127,3 @@ def _summary(tensor: torch.Tensor) -> str:
 def _weight_bytes(model: nn.Module) -> int:
     weights = (*model.parameters(), *model.buffers())
     return sum((each.to_local() if isinstance(each, DTensor) else each).nbytes for each in weights)
-
-
-def _private_bytes() -> int:
-    """Return the bytes of memory that this process shares with no other."""
-    rows = [line.split() for line in Path("/proc/self/smaps_rollup").read_text(encoding="ascii").splitlines()]
-    return sum(int(row[1]) for row in rows if row[0].startswith("Private_")) * 1024
