@@ -21,6 +21,15 @@ SECTIONS = {
 THEIRS = {title: names for title, names in SECTIONS.items() if title.startswith("accelerate.")}
 NAMES = [name for names in THEIRS.values() for name in names]
 MODULES = ("bigload.runtime.", "bigload.distributed.unwrapping")
+PROCESS_CONTROL = (
+    "barriers",
+    "main_process_first",
+    "on_process",
+    "process_index",
+    "process_state",
+    "saving",
+    "splitting",
+)
 STREAMING = {"prefetch", "prefetch_bytes", "resident_bytes"}
 DISPATCHING = ("cpu_offload", "disk_offload", "dispatch_model", "load_checkpoint_and_dispatch")
 WITH_MORE_ARGUMENTS = {"infer_auto_device_map": {"policy"}, **dict.fromkeys(DISPATCHING, STREAMING)}
@@ -76,6 +85,14 @@ def test_names_are_defined_where_the_page_says_and_take_the_same_arguments():
             more = WITH_MORE_ARGUMENTS.get(name, set())
             assert more <= {each[0] for each in ours}, name
             assert [each for each in ours if each[0] not in more] == arguments_of(theirs), name
+
+
+def test_the_page_names_all_functions_of_process_control_and_no_others():
+    section = PAGE.partition("## `PartialState` and `Accelerator`")[2].partition("\n## ")[0]
+    named = re.findall(r"^\| `(\w+)` \|", section, re.MULTILINE)
+    assert sorted(named) == sorted(
+        name for module in PROCESS_CONTROL for name in bigload._MODULES[f"bigload.distributed.{module}"].split()
+    )
 
 
 def arguments_of(called):

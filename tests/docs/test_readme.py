@@ -103,9 +103,3 @@ def test_the_readme_shows_what_the_program_prints(run, tmp_path, monkeypatch):
     make(load_recipe("llama-70b"), tmp_path / "llama-70b")
     command, shown = re.search(r"```console\n\$ (.*?)\n(.*?)```", README, re.DOTALL).groups()
     assert run(command) == shown
-
-
-def test_every_link_of_the_documents_leads_somewhere():
-    for document in [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]:
-        for link in re.findall(r"\]\(([^)#:]+)\)", document.read_text()):
-            assert (document.parent / link).exists(), (document.name, link)

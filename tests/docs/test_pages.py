@@ -1,0 +1,27 @@
+"""ARCHITECTURE.md names files and folders that exist, docs/cli.md is what the program says today, and links lead on."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_a_path_that_the_architecture_names_exists():
+    text = (ROOT / "ARCHITECTURE.md").read_text()
+    named = {path for path in re.findall(r"`([\w/.]+)`", text) if "/" in path and not path.startswith("org/")}
+    assert len(named) > 30
+    assert [path for path in named if not ((ROOT / path).exists() or (ROOT / "bigload" / path).exists())] == []
+
+
+def test_the_page_of_the_command_line_is_up_to_date():
+    command = [sys.executable, ROOT / "docs" / "generate.py"]
+    made = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert (ROOT / "docs" / "cli.md").read_text() == made, "run: make docs"
+
+
+def test_every_link_of_the_documents_leads_somewhere():
+    for document in [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]:
+        for link in re.findall(r"\]\(([^)#:]+)\)", document.read_text()):
+            assert (document.parent / link).exists(), (document.name, link)
