@@ -120,15 +120,6 @@ FAMILIES = {
 }
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    """Models of 32 features compute no faster on more threads, and far slower where other work runs beside them."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 MIXTURES = ("MixtralForCausalLM", "GptOssForCausalLM", "DeepseekV3ForCausalLM")
 
 

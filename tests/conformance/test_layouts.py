@@ -23,6 +23,8 @@ from builders import laid_out, write_output, write_shard
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed")
 
+from peer_models import kind_of, logits, made_of  # noqa: E402 - skips without transformers
+
 pytestmark = [pytest.mark.peers, pytest.mark.filterwarnings("default")]
 
 SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "vocab_size": 96}
@@ -36,8 +38,7 @@ SOURCES = ["safetensors", "bin"]
 
 @pytest.fixture(params=CONFIGS)
 def model(request):
-    torch.manual_seed(0)
-    return kind_of(CONFIGS[request.param]).from_config(CONFIGS[request.param]).eval()
+    return made_of(CONFIGS[request.param])
 
 
 @pytest.fixture(params=SOURCES)
@@ -54,23 +55,10 @@ def checkpoint(request, model, tmp_path):
     return open_checkpoint(folder)
 
 
-def kind_of(config):
-    return transformers.AutoModelForSeq2SeqLM if config.is_encoder_decoder else transformers.AutoModelForCausalLM
-
-
 def write(output, checkpoint, folder):
     write_output(output, checkpoint.root, folder)
     (folder / "config.json").write_bytes((checkpoint.root / "config.json").read_bytes())
     return folder
-
-
-def logits(model):
-    ids = torch.arange(12).reshape(1, 12) % 90
-    inputs = {"input_ids": ids}
-    if model.config.is_encoder_decoder:
-        inputs["decoder_input_ids"] = ids[:, :5]
-    with torch.no_grad():
-        return model(**inputs).logits
 
 
 def opened_by_transformers(model, folder):

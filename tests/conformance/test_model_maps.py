@@ -9,36 +9,19 @@ transformers = pytest.importorskip("transformers", reason="transformers is not i
 accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed")
 theirs = accelerate.utils.modeling
 
+from peer_models import CONFIGS, SIZES, logits, made_of  # noqa: E402 - skips without transformers
+
 pytestmark = [pytest.mark.peers, pytest.mark.filterwarnings("ignore")]
 
-SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4, "vocab_size": 96}
+OTHERS = (
+    transformers.BertConfig(**SIZES, max_position_embeddings=64, is_decoder=True),
+    transformers.BloomConfig(hidden_size=32, n_layer=4, n_head=4, vocab_size=96),
+)
 
 
-def configs():
-    yield transformers.LlamaConfig(**SIZES, num_key_value_heads=2, tie_word_embeddings=False)
-    yield transformers.Qwen3Config(**SIZES, num_key_value_heads=2, head_dim=8, tie_word_embeddings=True)
-    yield transformers.GPTNeoXConfig(**SIZES)
-    yield transformers.GPT2Config(n_embd=32, n_layer=4, n_head=4, vocab_size=96, n_positions=64)
-    yield transformers.MixtralConfig(**SIZES, num_key_value_heads=2, num_local_experts=4)
-    yield transformers.BertConfig(**SIZES, max_position_embeddings=64, is_decoder=True)
-    yield transformers.BloomConfig(hidden_size=32, n_layer=4, n_head=4, vocab_size=96)
-    yield transformers.T5Config(d_model=32, d_ff=64, d_kv=8, num_layers=3, num_heads=4, vocab_size=96)
-
-
-@pytest.fixture(params=configs(), ids=lambda config: config.model_type)
+@pytest.fixture(params=[*CONFIGS, *OTHERS], ids=lambda config: config.model_type)
 def model(request):
-    torch.manual_seed(0)
-    kind = transformers.AutoModelForSeq2SeqLM if request.param.is_encoder_decoder else transformers.AutoModelForCausalLM
-    return kind.from_config(request.param).eval()
-
-
-def logits(model):
-    ids = torch.arange(12).reshape(1, 12) % 90
-    inputs = {"input_ids": ids}
-    if model.config.is_encoder_decoder:
-        inputs["decoder_input_ids"] = ids[:, :5]
-    with torch.no_grad():
-        return model(**inputs).logits
+    return made_of(request.param)
 
 
 @pytest.mark.parametrize("classes", ["own", "none"])

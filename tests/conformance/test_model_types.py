@@ -140,13 +140,10 @@ def outcomes(request):
 
 
 @pytest.fixture(scope="module", autouse=True)
-def quietly_on_one_thread():
-    """Models of 32 features compute no faster on more threads."""
-    threads, level = torch.get_num_threads(), logging.getLogger("bigload").level
-    torch.set_num_threads(1)
+def quietly():
+    level = logging.getLogger("bigload").level
     logging.getLogger("bigload").setLevel(logging.ERROR)
     yield
-    torch.set_num_threads(threads)
     logging.getLogger("bigload").setLevel(level)
 
 

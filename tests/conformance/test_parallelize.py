@@ -20,14 +20,6 @@ WAYS = {
 }
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def answers(model):
     """Return logits, tokens by each way to generate, and a number that is drawn after them."""
     inputs = inputs_of(model)

@@ -11,51 +11,27 @@ import bigload
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed")
 
+from peer_models import CONFIGS, SIZES, kind_of, logits, made_of  # noqa: E402 - skips without transformers
+
 pytestmark = [pytest.mark.peers, pytest.mark.filterwarnings("default")]
 
-SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4, "vocab_size": 96}
-
-
-def configs():
-    yield transformers.LlamaConfig(**SIZES, num_key_value_heads=2, tie_word_embeddings=False)
-    yield transformers.Qwen3Config(**SIZES, num_key_value_heads=2, head_dim=8, tie_word_embeddings=True)
-    yield transformers.GPTNeoXConfig(**SIZES)
-    yield transformers.OPTConfig(
-        hidden_size=32,
-        ffn_dim=64,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        vocab_size=96,
-        word_embed_proj_dim=32,
-        max_position_embeddings=64,
-    )
-    yield transformers.GPT2Config(n_embd=32, n_layer=4, n_head=4, vocab_size=96, n_positions=64)
-    yield transformers.MixtralConfig(**SIZES, num_key_value_heads=2, num_local_experts=4)
-    yield transformers.T5Config(d_model=32, d_ff=64, d_kv=8, num_layers=3, num_heads=4, vocab_size=96)
-
+OPT = transformers.OPTConfig(
+    **{name: size for name, size in SIZES.items() if name != "intermediate_size"},
+    ffn_dim=64,
+    word_embed_proj_dim=32,
+    max_position_embeddings=64,
+)
 
 RENAMED_IN_MEMORY = {"gpt_neox": "embed_out is lm_head in memory", "mixtral": "experts are fused in memory"}
 """Families whose tensors have other names in memory than in their checkpoints, which is where `load` finds them."""
 
 
-@pytest.fixture(params=configs(), ids=lambda config: config.model_type)
+@pytest.fixture(params=[*CONFIGS, OPT], ids=lambda config: config.model_type)
 def saved(request, tmp_path):
     """A random model of some family, and the folder it was saved to."""
-    torch.manual_seed(0)
-    kind = transformers.AutoModelForSeq2SeqLM if request.param.is_encoder_decoder else transformers.AutoModelForCausalLM
-    model = kind.from_config(request.param).eval()
-    folder = tmp_path / "model"
+    model, folder = made_of(request.param), tmp_path / "model"
     model.save_pretrained(folder, max_shard_size="40KB")
-    return kind, model, folder
-
-
-def logits(model):
-    ids = torch.arange(12).reshape(1, 12) % 90
-    inputs = {"input_ids": ids}
-    if model.config.is_encoder_decoder:
-        inputs["decoder_input_ids"] = ids[:, :5]
-    with torch.no_grad():
-        return model(**inputs).logits
+    return kind_of(request.param), model, folder
 
 
 def test_transformers_reads_a_resharded_folder_as_the_original(saved, tmp_path):

@@ -57,7 +57,7 @@ pytestmark = [pytest.mark.peers, pytest.mark.filterwarnings("default")]
 def launch(folder, who, size):
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size)]
     path = os.pathsep.join((str(ROOT), os.environ.get("PYTHONPATH", "")))
-    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
+    environment = {**os.environ, "PYTHONPATH": path, "ACCELERATE_USE_CPU": "true"}
     command = [sys.executable, *launcher, __file__, who]
     return subprocess.run(
         command, env=environment, cwd=folder, capture_output=True, text=True, check=False, timeout=300

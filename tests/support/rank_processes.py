@@ -92,7 +92,7 @@ def _run(request: dict, size: int, folder: Path, timeout: int, *, has_group: boo
 def _server() -> subprocess.Popen:
     folders = (ROOT, ROOT / "cli", ROOT / "tests" / "support", ROOT / "tests")
     path = os.pathsep.join((*map(str, folders), os.environ.get("PYTHONPATH", "")))
-    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "PYTHONPATH": path}
     pipe = subprocess.PIPE
     server = subprocess.Popen([sys.executable, __file__], env=environment, stdin=pipe, stdout=pipe, text=True)
     atexit.register(_stop, server)
@@ -112,11 +112,10 @@ def _stop(server: subprocess.Popen) -> None:
 def main() -> None:
     import torch._dynamo  # before the forks, once for all: what models and their divisions import
     import torch.distributed.fsdp
-    import torch.distributed.tensor.parallel
+    import torch.distributed.tensor.parallel  # noqa: F401
 
     import bigload.parallel.sharded_loading.load_sharded  # noqa: F401
 
-    torch.set_num_threads(1)
     for line in sys.stdin:
         reading, writing = os.pipe()
         child = os.fork()
