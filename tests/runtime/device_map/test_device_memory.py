@@ -54,9 +54,17 @@ class Block(nn.Module):
         self.layers = linear(*sizes)
 
 
-def test_sizes_become_bytes_and_devices_come_in_order():
-    limits = bigload.get_max_memory({"disk": "1TB", "cpu": "2GiB", 1: 500, 0: "1.5KB"})
-    assert list(limits.items()) == [(0, 1500), (1, 500), ("cpu", 2 * GIB), ("disk", 10**12)]
+@pytest.mark.parametrize(
+    ("given", "limits"),
+    [
+        ({"disk": "1TB", "cpu": "2GiB", 1: 500, 0: "1.5KB"}, {0: 1500, 1: 500, "cpu": 2 * GIB, "disk": 10**12}),
+        ({"1": 10, "cuda:0": 20, "cpu": 1}, {0: 20, 1: 10, "cpu": 1}),
+        ({0: 10.5, "cpu": math.inf}, {0: 10.5, "cpu": math.inf}),
+    ],
+    ids=["units", "texts", "floats"],
+)
+def test_sizes_become_bytes_and_devices_come_in_order(given, limits):
+    assert list(bigload.get_max_memory(given).items()) == list(limits.items())
 
 
 def test_the_callers_max_memory_is_not_changed():
@@ -66,14 +74,6 @@ def test_the_callers_max_memory_is_not_changed():
     bigload.get_balanced_memory(model, given)
     bigload.infer_auto_device_map(model, given)
     assert given == {0: "1KiB", 1: "1KiB", "cpu": "2KiB"}
-
-
-def test_numbers_of_accelerators_may_be_texts():
-    assert bigload.get_max_memory({"1": 10, "cuda:0": 20, "cpu": 1}) == {0: 20, 1: 10, "cpu": 1}
-
-
-def test_floats_are_limits_too_and_infinity_is_none():
-    assert bigload.get_max_memory({0: 10.5, "cpu": math.inf}) == {0: 10.5, "cpu": math.inf}
 
 
 @pytest.mark.parametrize("key", ["gpu", "", "disk:0", -1, None, 1.5, True], ids=str)
@@ -141,22 +141,10 @@ def test_the_largest_block_of_a_class_is_the_block_size_not_the_first(classes):
     assert bigload.get_balanced_memory(model, {0: 300, 1: 300}, classes) == {0: 50 + 100, 1: 300}
 
 
-def test_the_first_of_a_class_is_no_measure_of_the_others():
-    first_is_small = nn.Sequential(Block(10), Block(90))
-    first_is_large = nn.Sequential(Block(90), Block(10))
-    limits = {0: 300, 1: 300}
-    one = bigload.get_balanced_memory(first_is_small, limits, "Block")
-    assert one == bigload.get_balanced_memory(first_is_large, limits, "Block")
-
-
 def test_low_zero_leaves_to_device_0_what_the_others_cannot_hold():
     model = linear(*[10] * 10)
     assert bigload.get_balanced_memory(model, {0: 99, 1: 99, 2: 99}, low_zero=True) == {0: 0, 1: 62, 2: 99}
     assert bigload.get_balanced_memory(model, {0: 99, 1: 30, 2: 30}, low_zero=True) == {0: 40, 1: 30, 2: 30}
-
-
-def test_low_zero_goes_by_device_ids_with_gaps_between_them():
-    model = linear(*[10] * 10)
     assert bigload.get_balanced_memory(model, {0: 99, 2: 30, 7: 30}, low_zero=True) == {0: 40, 2: 30, 7: 30}
 
 

@@ -2,7 +2,6 @@
 
 import copy
 import logging
-import warnings
 
 import pytest
 import torch
@@ -69,19 +68,6 @@ def test_an_offload_folder_is_never_reused_for_other_weights(tmp_path):
     assert torch.equal(other(INPUT), expected)
     with pytest.raises(ReadError):  # and the first model says so, instead of computing with the weights of the second
         one(INPUT)
-
-
-def test_the_folder_of_disk_offload_is_never_reused_for_other_weights(tmp_path):
-    disk_offload(Model(seed=1), tmp_path)
-    other, expected = Model(seed=2), Model(seed=2)(INPUT)
-    assert torch.equal(disk_offload(other, tmp_path)(INPUT), expected)
-
-
-def test_an_offload_folder_with_the_same_weights_is_not_written_again(tmp_path):
-    dispatch_model(Model(), HALF, offload_dir=tmp_path)
-    before = {path: path.stat().st_mtime_ns for path in tmp_path.glob("*.dat")}
-    dispatch_model(Model(), HALF, offload_dir=tmp_path)
-    assert {path: path.stat().st_mtime_ns for path in tmp_path.glob("*.dat")} == before
 
 
 def test_a_missing_offload_folder_is_reported_before_anything_is_moved():
@@ -154,13 +140,6 @@ def test_a_copy_of_a_dispatched_model_is_dispatched_by_itself(tmp_path):
     assert torch.equal(copied(INPUT), expected)
     with pytest.raises(DispatchedModelError):
         copied.to("cpu")
-
-
-def test_the_state_dict_of_a_dispatched_model_can_be_had(tmp_path):
-    found = bigload.get_state_dict_offloaded_model(dispatch_model(Model(), {"": "disk"}, offload_dir=tmp_path))
-    expected = Model().state_dict()
-    assert list(found) == list(expected)
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
 def test_weights_are_offloaded_again_when_a_forward_raises(tmp_path):
@@ -239,12 +218,6 @@ def test_a_model_with_a_hook_returned_by_another_makes_room_for_it():
     assert torch.equal(two(one(INPUT)), Model(seed=1)(Model()(INPUT)))
     second.remove()
     assert not hasattr(two, "_hf_hook")
-
-
-def test_nothing_warns_on_the_way(tmp_path):
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        dispatch_model(Model(), HALF, offload_dir=tmp_path)(INPUT)
 
 
 @pytest.mark.parametrize("where", ["disk", "cpu"])

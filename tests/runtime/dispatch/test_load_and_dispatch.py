@@ -100,17 +100,8 @@ def test_a_loaded_model_answers_as_the_saved_one(folder, where, include_buffers)
     model = load_checkpoint_and_dispatch(empty(include_buffers=include_buffers), folder, where, strict=True)
     assert torch.equal(model(IDS), EXPECTED)
     assert model.hf_device_map == where
+    assert where != {"": "disk"} or all(parameter.is_meta for parameter in model.parameters())
     assert contents(folder) == before, "what is on disk is read where it is"
-
-
-def test_a_map_that_is_all_disk_needs_no_memory_for_weights(folder):
-    model = load_checkpoint_and_dispatch(empty(), folder, {"": "disk"})
-    assert all(parameter.is_meta for parameter in model.parameters())
-
-
-def test_buffers_of_modules_on_disk_are_loaded(folder):
-    model = load_checkpoint_and_dispatch(empty(), folder, {"": "disk"})
-    assert torch.equal(model.model.layers[0].norm.running_mean, made().model.layers[0].norm.running_mean)
 
 
 def test_buffers_stay_on_disk_if_that_is_asked_for(folder):
@@ -125,15 +116,6 @@ def test_weights_are_written_to_an_offload_folder_if_one_is_given(folder, tmp_pa
     assert torch.equal(model(IDS), EXPECTED)
     index = bigload.OffloadFolder.open(tmp_path / "offload").tensors
     assert {name.rpartition(".")[0] for name in index} >= {"lm_head", "model.layers.0.proj"}
-
-
-def test_an_offload_folder_is_never_reused_for_other_weights(folder, tmp_path):
-    other = {name: tensor * 2 for name, tensor in load_file(folder / "model.safetensors").items()}
-    (tmp_path / "other").mkdir()
-    save_file(other, tmp_path / "other" / "model.safetensors")
-    load_checkpoint_and_dispatch(empty(), tmp_path / "other", HALF, offload_folder=tmp_path / "offload")
-    model = load_checkpoint_and_dispatch(empty(), folder, HALF, offload_folder=tmp_path / "offload")
-    assert torch.equal(model(IDS), EXPECTED)
 
 
 @pytest.mark.parametrize("offload_folder", [None, "offload"])
