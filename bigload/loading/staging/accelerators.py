@@ -16,14 +16,19 @@ def check_present(name: str) -> None:
     device = torch.device(name)
     if device.type == "cpu":
         return
-    try:
-        module = torch.get_device_module(device)
-        count = module.device_count() if module.is_available() else 0
-    except (RuntimeError, AttributeError):  # also of meta, which holds no bytes
-        count = 0
+    count = device_count(device)
     if (device.index or 0) >= count:
         found = f"{count} of them" if count else "none"
         raise OptionError.of("device", name, f"a device that torch can use: it sees {found} of kind {device.type}")
+
+
+def device_count(device: torch.device) -> int:
+    """Return how many devices of the kind of `device` torch can use."""
+    try:
+        module = torch.get_device_module(device)
+        return int(module.device_count()) if module.is_available() else 0
+    except (RuntimeError, AttributeError):  # this torch was built without the kind, or it is meta, which holds no bytes
+        return 0
 
 
 def free_bytes(name: str) -> int | None:

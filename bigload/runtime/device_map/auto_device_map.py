@@ -54,7 +54,7 @@ def infer_auto_device_map(
         max_memory: Limits by device, as `get_max_memory` takes them; without, what is free. The disk takes what is left
             over, up to its limit if it has one.
         no_split_module_classes: Classes whose modules stay whole. With a policy and without classes, the model's own
-            `_no_split_modules` and the repeated blocks that names tell of stay whole.
+            `_no_split_modules` and the repeated blocks that names show stay whole.
         dtype: What floating-point weights are loaded in, see `compute_module_sizes`.
         special_dtypes: What single tensors are loaded in, by name.
         verbose: Log every step at level INFO.

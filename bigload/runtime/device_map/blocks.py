@@ -70,6 +70,11 @@ def main_device_of(device_map: DeviceMap) -> DeviceLike:
     return next((device for device in device_map.values() if device_name(device) not in OFFLOADED), "cpu")
 
 
+def is_covered(name: str, device_map: DeviceMap) -> bool:
+    """Return whether the map has a device for the tensor `name`."""
+    return any(prefix in device_map for prefix in prefixes(name))
+
+
 def device_of(name: str, device_map: DeviceMap) -> DeviceLike:
     """Return the device of the innermost module around the tensor `name` that the map has.
 

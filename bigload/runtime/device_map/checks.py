@@ -1,7 +1,7 @@
 """Device maps as dicts: whether one covers a model and fits this machine, and the shortest form of one.
 
-A device map gives modules, and tensors that a split module owns itself, a device each. What it says of a module holds
-for everything inside that it does not name. Names and signatures are those of `accelerate.utils.modeling` 1.15.
+A device map gives modules, and tensors that a split module owns itself, a device each. The device of a module
+holds for everything inside that has no key. Names and signatures are those of `accelerate.utils.modeling` 1.15.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ import torch
 from torch import nn
 
 from bigload.errors import DeviceMapError, abridged
-from bigload.runtime.device_map.blocks import DeviceMap
+from bigload.loading.staging.accelerators import device_count
+from bigload.runtime.device_map.blocks import DeviceMap, is_covered
 from bigload.runtime.modules.module_names import prefixes
 from bigload.runtime.modules.module_tensors import DeviceLike
 from bigload.units import counted
@@ -35,7 +36,7 @@ def check_device_map(model: nn.Module, device_map: DeviceMap) -> None:
     if unknown:
         text = f"The following device_map keys do not match any submodules in the model: {unknown}"
         warnings.warn(text, UserWarning, stacklevel=2)
-    missing = [name for name in entries if not any(prefix in device_map for prefix in prefixes(name))]
+    missing = [name for name in entries if not is_covered(name, device_map)]
     if missing:
         raise DeviceMapError(
             "The device_map provided does not give any device for the following parameters: "
@@ -105,17 +106,9 @@ def check_devices_present(device_map: DeviceMap) -> None:
             raise _missing(device, device_map, "it sees no accelerator") from error
         if found.type in ("cpu", "meta"):
             continue
-        count = _num_devices(found)
+        count = device_count(found)
         if (found.index or 0) >= count:
             raise _missing(device, device_map, f"it sees {count or 'none'} of kind {found.type}")
-
-
-def _num_devices(device: torch.device) -> int:
-    try:
-        module = torch.get_device_module(device)
-        return int(module.device_count()) if module.is_available() else 0
-    except (RuntimeError, AttributeError):  # this torch was built without that kind
-        return 0
 
 
 def _missing(device: DeviceLike, device_map: DeviceMap, reason: str) -> DeviceMapError:

@@ -129,7 +129,7 @@ class FirstFit:
         self.used[self._device] += size
         self._device_map[item.name] = self._device
         for holder in dict.fromkeys(holder for _, holder in partners):
-            self._say("%s goes along, as it is tied", holder.name)
+            self._say("%s is placed with it, as it is tied", holder.name)
             self._work.remove(holder)
             self._device_map[holder.name] = self._device
 

@@ -9,19 +9,16 @@ from __future__ import annotations
 import math
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 
-import torch
 from torch import nn
 
 from bigload.checkpoint.model import Span, TensorInfo
-from bigload.dtypes import DTYPES, DType
+from bigload.dtypes import DType
 from bigload.planning.model.module_tree import blocks_of, build_tree
 from bigload.planning.model.units import Part, Unit, UnitKind, merge_small_units
 from bigload.runtime.device_map.module_queue import direct_parts
 from bigload.runtime.device_map.module_sizes import DTypeLike, class_names, compute_module_sizes, named_module_tensors
 from bigload.runtime.device_map.tied_parameters import find_tied_parameters
 from bigload.runtime.modules.module_names import prefixes
-
-_DTYPE_OF = {dtype.torch_name: dtype for dtype in DTYPES.values()}
 
 
 def units_of_model(
@@ -33,7 +30,7 @@ def units_of_model(
     """Return the units of `model` in the order in which its modules were registered; they cover its state dict.
 
     Modules of `no_split_module_classes` are blocks, and everything around them is cut down to modules without
-    children. Without classes the blocks are those in the model's `_no_split_modules` and those that names tell of;
+    children. Without classes the blocks are those in the model's `_no_split_modules` and those that names show;
     other modules stay whole unless there are blocks in them, or no blocks at all. Tensors that a cut module owns itself
     come first, as with a checkpoint. Modules with tied parameters become one unit, at the place of the first.
     Sizes are those of `compute_module_sizes` for `dtype` and `special_dtypes`, rounded up to whole bytes.
@@ -74,13 +71,9 @@ def _around(names: Iterable[str]) -> set[str]:
 
 def _tensor_infos(model: nn.Module) -> Iterator[TensorInfo]:
     for name, tensor in named_module_tensors(model, recurse=True):
-        num_bytes = tensor.numel() * tensor.element_size()
-        yield TensorInfo(name, _stored_dtype(tensor.dtype), tuple(tensor.shape), Span("", 0, num_bytes))
-
-
-def _stored_dtype(dtype: torch.dtype) -> DType:
-    name = str(dtype).removeprefix("torch.")
-    return _DTYPE_OF.get(name) or DType(name, dtype.itemsize * 8, name)
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        form = DType(dtype, tensor.dtype.itemsize * 8, dtype)
+        yield TensorInfo(name, form, tuple(tensor.shape), Span("", 0, tensor.numel() * tensor.element_size()))
 
 
 def _cut(

@@ -220,7 +220,7 @@ def class_names(no_split_module_classes: Iterable[str] | str | None) -> frozense
 
 
 def id_tensor_storage(tensor: torch.Tensor) -> tuple[torch.device, int, int]:
-    """Return what tells the memory of one tensor from another's while both live: device, address, bytes.
+    """Return the identity of a tensor's memory while it lives: device, address, bytes.
 
     Tensors that share memory have this in common. On the meta device there is no address, and it is 0 for all.
     """

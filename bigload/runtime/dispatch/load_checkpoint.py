@@ -27,7 +27,7 @@ from bigload.loading.memory_errors import memory_errors
 from bigload.loading.tensors import dtype_of, parsed_dtype, torch_dtype
 from bigload.planning.load_dtype import as_dtype
 from bigload.planning.plan import Plan
-from bigload.runtime.device_map.blocks import DeviceMap, device_of, resolved_device
+from bigload.runtime.device_map.blocks import DeviceMap, device_of, is_covered, resolved_device
 from bigload.runtime.device_map.checks import check_devices_present
 from bigload.runtime.device_map.tied_parameters import check_tied_parameters_on_same_device, find_tied_parameters
 from bigload.runtime.dispatch.checkpoint_source import CheckpointSource, loaded_dtype
@@ -42,7 +42,6 @@ from bigload.runtime.dispatch.module_filling import (
     set_by_torch,
 )
 from bigload.runtime.dispatch.name_matching import MatchedCheckpoint, matched
-from bigload.runtime.modules.module_names import prefixes
 from bigload.runtime.offload.offload_writer import StrPath, offload_writer
 from bigload.runtime.offload.offloaded_weights_loader import OffloadedWeightsLoader
 from bigload.runtime.offload.stored_weights import StoredWeights
@@ -66,7 +65,9 @@ def load_state_dict(checkpoint_file: StrPath, device_map: DeviceMap | None = Non
         LoadError: it cannot be loaded; see `bigload.load`.
     """
     source = CheckpointSource.open(checkpoint_file)
-    found = {name: device_of(name, device_map) for name in source.tensors if device_map and _covered(name, device_map)}
+    found = {
+        name: device_of(name, device_map) for name in source.tensors if device_map and is_covered(name, device_map)
+    }
     places = {name: _CPU if found.get(name, DISK) == DISK else resolved_device(found[name]) for name in source.tensors}
     return source.load(places, None)
 
@@ -163,7 +164,7 @@ def load_matched(
         return {}
     if device_map is not None:
         check_devices_present(device_map)
-        ties = [[name for name in group if _covered(name, device_map)] for group in find_tied_parameters(model)]
+        ties = [[name for name in group if is_covered(name, device_map)] for group in find_tied_parameters(model)]
         check_tied_parameters_on_same_device(ties, device_map)
     settle = _PlacementRules(
         model=model,
@@ -214,7 +215,7 @@ class _PlacementRules:
         """
         if self.device_map is None:
             return _CPU if old.is_meta else old.device
-        covered = [name for name in assignment.places if _covered(name, self.device_map)]
+        covered = [name for name in assignment.places if is_covered(name, self.device_map)]
         found = [device_of(name, self.device_map) for name in covered or assignment.places]
         device = next((resolved_device(each) for each in found if each != DISK), None)
         is_buffer = not isinstance(old, nn.Parameter)
@@ -250,10 +251,6 @@ def _is_repeated(tensor: torch.Tensor) -> bool:
     return is_strided and any(
         size > 1 and not stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
     )
-
-
-def _covered(name: str, device_map: DeviceMap) -> bool:
-    return any(prefix in device_map for prefix in prefixes(name))
 
 
 def _offload(

@@ -27,7 +27,7 @@ _WORDS = {
 def init_empty_weights(include_buffers: bool | None = None) -> Iterator[None]:
     """Build modules in this context whose parameters are on the meta device: shapes and dtypes, and no memory.
 
-    See `init_on_device` for `include_buffers`. Without them, a parameter is made as it always is and let go of at once:
+    See `init_on_device` for `include_buffers`. Without them, a parameter is made as always and freed at once:
     layers that make theirs unfilled, as those of torch do, touch none of that memory.
 
     >>> with init_empty_weights():

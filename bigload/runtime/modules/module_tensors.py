@@ -37,7 +37,7 @@ class OffloadHook(Protocol):
         """Bring the weights in."""
 
     def post_forward(self, module: nn.Module, output: object) -> object:
-        """Let go of them."""
+        """Evict them."""
 
 
 def set_module_tensor_to_device(
@@ -59,7 +59,7 @@ def set_module_tensor_to_device(
     Args:
         module: The module, or one around it.
         tensor_name: The name from `module` on, with dots.
-        device: Where to; `"meta"` lets go of the memory.
+        device: Where to; `"meta"` frees the memory.
         value: New values. A tensor on the meta device has none, and needs them to go elsewhere.
         dtype: What floating-point values become; integers and bools stay. Without it, `value` gets the dtype that the
             tensor has had.
@@ -69,7 +69,7 @@ def set_module_tensor_to_device(
         non_blocking: Let copies to an accelerator run on. Those to the CPU are waited for: nothing would say when
             they may be read.
         clear_cache: Ignored, for callers of accelerate's function. Emptying the device's cache after each tensor is
-            what made loading several times slower; who needs it calls `torch.accelerator.empty_cache()` once.
+            what made loading several times slower; callers that need it call `torch.accelerator.empty_cache()` once.
 
     Raises:
         ValueError: no such tensor; no values; or `value` has another shape.
@@ -134,7 +134,7 @@ def has_offloaded_params(module: nn.Module) -> bool:
 def align_module_device(module: nn.Module, execution_device: DeviceLike | None = None) -> AbstractContextManager[None]:
     """Have the own parameters of `module` on `execution_device` while the context lasts.
 
-    Offloaded weights are brought in, to the device where the module runs if none is given, and let go of afterwards;
+    Offloaded weights are brought in, to the device where the module runs if none is given, and evicted afterwards;
     changes to them are lost. On the CPU they may not be copies of what is stored: do not write to them. Others are
     moved there and back, changes included: the parameters that come back are the objects that were there before, so
     what is tied stays tied. Without a device they stay where they are.

@@ -53,7 +53,7 @@ def shared_tensors(module: nn.Module, recurse: bool, uncalled: bool = False) -> 
 
 
 def refuse_compiled(model: nn.Module) -> None:
-    """Raise if `model` has tensors in modules that `torch.jit` has compiled: nobody can replace them.
+    """Raise if `model` has tensors in modules that `torch.jit` has compiled: they cannot be replaced.
 
     Raises:
         DispatchedModelError: it has.
@@ -74,7 +74,7 @@ def refuse_compiled(model: nn.Module) -> None:
 
 
 def uncalled_modules(module: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """Yield the modules below that have no forward, such as lists of parameters: who is around them uses their tensors.
+    """Yield the modules below that have no forward, such as lists of parameters, whose tensors `module` uses.
 
     What lies inside of a module that has one is not looked at.
     """

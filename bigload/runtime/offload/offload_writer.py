@@ -1,8 +1,8 @@
 """Writer of offload folders, tensor by tensor: nothing twice, and complete or without an index.
 
 Beside accelerate's files lies `bigload-offload.json`, which accelerate does not look at: the digest of each weight, and
-which file that was known of (inode, size, time of change), in the form of docs/schemas/offload-1.0.json. A file that is
-another one by now is digested again when that matters, so whoever else writes to the folder does no harm.
+which file that was known of (inode, size, time of change), in the form of docs/schemas/offload-1.0.json. A file that
+has changed since is digested again when needed, so other writers to the folder do no harm.
 """
 
 from __future__ import annotations

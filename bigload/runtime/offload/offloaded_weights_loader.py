@@ -143,7 +143,7 @@ def _signatures(folder: Path) -> dict[str, Signature]:
     try:
         with os.scandir(folder) as entries:
             return {entry.name: signature(Path(entry)) for entry in entries if entry.name.endswith(DAT_SUFFIX)}
-    except OSError:  # what is not there is told when a weight is asked for
+    except OSError:  # a missing folder is reported when a weight is asked for
         return {}
 
 

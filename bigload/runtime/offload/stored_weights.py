@@ -175,7 +175,7 @@ class StoredWeights(Mapping[str, torch.Tensor]):
         )
 
     def close(self) -> None:
-        """Let go of the files. Tensors that were given out stay; asking for more raises `ValueError`."""
+        """Close the files. Tensors that were given out stay; asking for more raises `ValueError`."""
         self._files.close()
 
     def __enter__(self) -> Self:
@@ -244,7 +244,7 @@ class MappedFiles:
         return self._map(path, expected).buffer
 
     def close(self) -> None:
-        """Let go of all maps. What tensors are made of stays as long as they do."""
+        """Drop all maps. Memory that tensors use stays as long as they do."""
         with self._lock:
             self._is_closed = True
             self._maps.clear()
@@ -264,7 +264,7 @@ class MappedFiles:
             found = self._maps.get(key) or _mapped(path, now)
             if found.signature != now:
                 raise _changed(path)
-            self._maps.pop(key, None)  # the last one asked for is the last to be let go of
+            self._maps.pop(key, None)  # least recently used first
             self._maps[key] = found
             if len(self._maps) > _MAX_MAPS:
                 del self._maps[next(iter(self._maps))]
