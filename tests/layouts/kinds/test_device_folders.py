@@ -51,10 +51,6 @@ def test_every_device_has_a_folder_and_the_disk_is_called_offload():
     }
 
 
-def test_a_device_without_weights_has_no_file():
-    assert [output.folder for output in files_of({"a.weight": 10}, {"cuda:0": 100, "cpu": 100})] == ["cuda-0"]
-
-
 def test_layers_that_get_no_device_are_in_no_file():
     tensors = {"layers.0.a.weight": 4, "layers.1.a.weight": 4, "mtp.a.weight": 1}
     names = [name for names in held(files_of(tensors, {"cpu": 100})).values() for name in names]
@@ -75,30 +71,23 @@ def test_tensors_come_in_execution_order_not_in_file_order():
     assert list(held(files).values()) == [[f"layers.{index}.proj.weight" for index in (1, 2, 10)]]
 
 
-def test_a_file_ends_before_the_tensor_that_would_take_it_past_the_limit():
-    tensors = {f"layers.{index}.proj.weight": size for index, size in enumerate((4, 4, 4, 8, 1))}
-    files = files_of(tensors, {"cpu": 100}, max_shard_bytes=8)
-    assert [[tensor.num_bytes for tensor in output.tensors] for output in files] == [[4, 4], [4], [8], [1]]
+@pytest.mark.parametrize(
+    ("sizes", "limit", "expected"),
+    [
+        ((4, 4, 4, 8, 1), 8, [[4, 4], [4], [8], [1]]),
+        ((50, 2, 2), 8, [[50], [2, 2]]),
+        ((2, 50, 2), 8, [[2], [50], [2]]),
+        ((2, 2, 50), 8, [[2, 2], [50]]),
+        ((4,) * 9, None, [[4] * 9]),
+    ],
+)
+def test_a_file_ends_before_the_tensor_that_would_take_it_past_the_limit(sizes, limit, expected):
+    tensors = {f"layers.{index}.proj.weight": size for index, size in enumerate(sizes)}
+    files = files_of(tensors, {"cuda:0": 100, "cpu": 100}, max_shard_bytes=limit)  # the cpu needs no file
+    assert [[tensor.num_bytes for tensor in output.tensors] for output in files] == expected
     assert [output.file for output in files] == [
-        f"cpu/model-{index:05d}-of-00004.safetensors" for index in (1, 2, 3, 4)
+        f"cuda-0/model-{index:05d}-of-{len(files):05d}.safetensors" for index in range(1, len(files) + 1)
     ]
-
-
-def test_without_a_limit_a_device_has_one_file():
-    assert (
-        len(files_of({f"layers.{index}.proj.weight": 4 for index in range(9)}, {"cpu": 100}, max_shard_bytes=None)) == 1
-    )
-
-
-@pytest.mark.parametrize("place", [0, 1, 2])
-def test_a_tensor_larger_than_the_limit_has_a_file_of_its_own(place):
-    sizes = [2, 2]
-    sizes.insert(place, 50)
-    files = files_of(
-        {f"layers.{index}.proj.weight": size for index, size in enumerate(sizes)}, {"cpu": 100}, max_shard_bytes=8
-    )
-    assert [50] in [[tensor.num_bytes for tensor in output.tensors] for output in files]
-    assert sum(len(output.tensors) for output in files) == 3
 
 
 def test_tensors_of_odd_sizes_come_last_and_wide_types_first_among_them():

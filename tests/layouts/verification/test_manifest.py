@@ -83,12 +83,9 @@ def test_a_tensor_takes_one_line():
     assert text.count("\n") == few.count("\n") + 999
 
 
-def test_a_digest_is_the_one_that_xxhsum_prints():
-    assert record_of(b"") == FileRecord(num_bytes=0, digest=DIGEST_OF_NOTHING)
-
-
-def test_the_bytes_of_a_folder_are_those_of_all_its_files():
+def test_bytes_are_counted_over_all_files_and_digests_are_those_that_xxhsum_prints():
     assert manifest_of({"a": record_of(b"123"), "b": record_of(b"45")}).num_bytes == 5
+    assert record_of(b"") == FileRecord(num_bytes=0, digest=DIGEST_OF_NOTHING)
 
 
 def test_the_path_of_the_source_need_not_be_text(tmp_path):
@@ -169,21 +166,16 @@ def test_no_change_of_a_manifest_brings_anything_but_a_manifest_or_a_refusal(dat
 # In which folder
 
 
-def test_a_folder_that_does_not_exist_and_a_file_are_no_resharded_folders(tmp_path):
-    with pytest.raises(ManifestNotFoundError, match="no such folder") as refused:
-        read_manifest(tmp_path / "nowhere")
-    assert isinstance(refused.value, FileNotFoundError)
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [("nowhere", "no such folder"), ("file", "not a folder"), ("a\0b", "null"), ("", f"no {MANIFEST_FILE} in it")],
+)
+def test_what_is_no_resharded_folder_is_refused_with_the_reason(tmp_path, name, words):
     (tmp_path / "file").touch()
-    with pytest.raises(ManifestNotFoundError, match="not a folder"):
-        read_manifest(tmp_path / "file")
-    with pytest.raises(ManifestNotFoundError, match="null"):
-        read_manifest("a\0b")
-
-
-def test_a_folder_without_a_manifest_says_who_writes_one(tmp_path):
-    with pytest.raises(ManifestNotFoundError, match=f"no {MANIFEST_FILE} in it") as refused:
-        read_manifest(tmp_path)
-    assert "bigload reshard" in refused.value.hint
+    with pytest.raises(ManifestNotFoundError, match=words) as refused:
+        read_manifest(f"{tmp_path}/{name}")
+    assert isinstance(refused.value, FileNotFoundError)
+    assert name or "bigload reshard" in refused.value.hint
 
 
 @pytest.mark.parametrize("name", ["cuda-0", "ranks/0"])
