@@ -122,14 +122,18 @@ def read_shard_header(location: Path, file: str, form: CheckpointFormat | None =
     read = cast("ReadHeader", import_module(reader).read_header) if isinstance(reader, str) else reader
     scheme = scheme_of(location)
     try:
-        if scheme.is_local and not location.is_file() and location.exists():
-            raise FormatError("not-a-file", "not a regular file")
-        if not (num_bytes := scheme.identity(location).num_bytes):
-            raise FormatError("file-empty", "the file is empty")
+        num_bytes = scheme.identity(location).num_bytes
         with opened_range(location) as read_range:
+            if num_bytes == 0:
+                raise FormatError("file-empty", "the file is empty")
             return read(read_range, num_bytes, file)
     except FormatError as error:
         problems = [Problem(code=code, file=file, text=text) for code, text in error.problems]
         raise InvalidCheckpointError(location, problems) from None
     except ReadError as error:
-        raise error.__cause__ if isinstance(error.__cause__, OSError) else error from None
+        if isinstance(error.__cause__, OSError):
+            raise error.__cause__ from None
+        if scheme.is_local and location.exists() and not location.is_file():
+            problem = Problem(code="not-a-file", file=file, text="not a regular file")
+            raise InvalidCheckpointError(location, [problem]) from None
+        raise
