@@ -1,4 +1,4 @@
-"""Limits that would help, tried with the policy before they are suggested."""
+"""Error about what does not fit, and limits that would help, tried with the policy before they are suggested."""
 
 from __future__ import annotations
 
@@ -6,13 +6,71 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from bigload.devices import CPU, DISK, Device
+from bigload.errors import DoesNotFitError
 from bigload.planning.choices import Balance
 from bigload.planning.placement.policies.bounds import lower_bound
 from bigload.planning.placement.problem import Misfit, PlacementProblem
 from bigload.planning.placement.solve import Solution, solve
-from bigload.units import GIB, KIB, MIB
+from bigload.units import GIB, KIB, MIB, format_size
 
 _STEPS = 8
+
+
+def does_not_fit(name: str, problem: PlacementProblem, misfit: Misfit, policy: str) -> DoesNotFitError:
+    """Return the error that says what is short where, and what would do; `name` is that of the checkpoint."""
+    budget = problem.budget
+    rows, room = [], 0
+    width = max(len(str(device)) for device, _ in budget)
+    for device, limit in budget:
+        if limit is None:
+            continue
+        runs = device.is_accelerator or not budget.accelerators
+        terms = {
+            "workspace": misfit.workspace.get(device, 0),
+            "overhead and activations": problem.fixed_bytes.get(device, 0) if runs else 0,
+        }
+        taken = {term: size for term, size in terms.items() if size}
+        left = limit - sum(taken.values())
+        room += max(left, 0)
+        signed = format_size(left) if left >= 0 else f"-{format_size(-left)}"
+        minus = "".join(f" - {format_size(size)} {term}" for term, size in taken.items())
+        rows.append(f"{device!s:<{width}}  {format_size(limit):>12}{minus}" + (f" = {signed}" if minus else ""))
+    shortfalls = {str(device): lacking for device, lacking in misfit.too_small.items()}
+    if misfit.unplaced_bytes:
+        shortfalls["total"] = misfit.unplaced_bytes
+    beside = sum(unit.cache_bytes + unit.logits_bytes for unit in problem.units)
+    # RAM that runs the model may lack room for caches, overhead and activations too.
+    needed = max(sum(unit.num_bytes + unit.run_bytes for unit in problem.units), misfit.unplaced_bytes)
+    usable = needed - misfit.unplaced_bytes if misfit.unplaced_bytes else room
+    if room > usable and not any(unit.run_bytes for unit in problem.units):
+        rows.append(f"modules stay whole, which leaves {format_size(room - usable)} of that unused")
+    if beside:
+        rows.append(f"caches and logits take {format_size(beside)} where the blocks run")
+    biggest = max(problem.units, key=lambda unit: unit.num_bytes, default=None)
+    if misfit.too_small and biggest is not None:
+        size = format_size(biggest.num_bytes)
+        rows.append(f"what is streamed needs room there; the largest module is {biggest.name}, {size}")
+    if misfit.too_small and beside:
+        rows.append("--max-context says what context the memory holds")
+    return DoesNotFitError(
+        name,
+        needed_bytes=needed,
+        usable_bytes=usable,
+        shortfalls=shortfalls,
+        details=rows,
+        hint=_hint(problem, misfit, policy),
+    )
+
+
+def _hint(problem: PlacementProblem, misfit: Misfit, policy: str) -> str | None:
+    enough = limits_that_fit(problem, misfit, policy)
+    would_do = f"this would do: {enough}" if enough else None
+    budget = problem.budget
+    with_disk = replace(problem, budget=replace(budget, limits=(*budget.limits, (DISK, None))))
+    if budget.has_disk or isinstance(solve(with_disk, policy), Misfit):
+        return would_do
+    allow = "allow the disk (drop --no-disk or disk=0)"
+    return f"{would_do}, or {allow}" if would_do else allow
 
 
 def ram_without_disk(solution: Solution, policy: str) -> str | None:

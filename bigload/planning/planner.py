@@ -11,8 +11,8 @@ from bigload.checkpoint.fingerprint import fingerprint
 from bigload.checkpoint.model import Checkpoint
 from bigload.checkpoint.source import open_checkpoint
 from bigload.devices import CPU, DISK, Device
-from bigload.errors import DoesNotFitError, InvalidPlanError
-from bigload.planning.advice import limits_that_fit
+from bigload.errors import InvalidPlanError
+from bigload.planning.advice import does_not_fit
 from bigload.planning.budget.budget import MaxMemory, MemoryBudget
 from bigload.planning.choices import Experts, NameScheme
 from bigload.planning.model.structure import ModelStructure, read_structure
@@ -33,7 +33,6 @@ from bigload.planning.placement.problem import (
 from bigload.planning.placement.solve import Solution, place_by, solve
 from bigload.planning.plan import DeviceUse, Plan, PlanNote, recount
 from bigload.planning.policy_registry import policy_named
-from bigload.units import format_size
 
 
 def plan(
@@ -84,7 +83,7 @@ def plan_details(checkpoint: Checkpoint, budget: MemoryBudget, options: PlanOpti
     structure = read_structure(checkpoint, options)
     solution = place(structure, budget, options)
     if isinstance(solution, Misfit):
-        raise does_not_fit(structure, budget, options, solution)
+        raise does_not_fit(checkpoint.name, problem_of(structure, budget, options), solution, options.policy)
     made = _plan(structure, budget, options, solution)
     _audit(made, checkpoint)
     return PlanDetails(structure=structure, budget=budget, options=options, solution=solution, plan=made)
@@ -215,62 +214,3 @@ def _audit(made: Plan, checkpoint: Checkpoint) -> None:
                 f"map, {use.weights_bytes} by its row, {use.free_bytes} free",
                 hint="this is a bug in bigload; please report it with the output of: bigload inspect --json",
             )
-
-
-def does_not_fit(
-    structure: ModelStructure, budget: MemoryBudget, options: PlanOptions, misfit: Misfit
-) -> DoesNotFitError:
-    """Return the error that says what is short where, and what would do."""
-    problem = problem_of(structure, budget, replace(options, experts=Experts.BLOCK))
-    rows, room = [], 0
-    width = max(len(str(device)) for device, _ in budget)
-    for device, limit in budget:
-        if limit is None:
-            continue
-        runs = device.is_accelerator or not budget.accelerators
-        terms = {
-            "workspace": misfit.workspace.get(device, 0),
-            "overhead and activations": problem.fixed_bytes.get(device, 0) if runs else 0,
-        }
-        taken = {name: size for name, size in terms.items() if size}
-        left = limit - sum(taken.values())
-        room += max(left, 0)
-        signed = format_size(left) if left >= 0 else f"-{format_size(-left)}"
-        minus = "".join(f" - {format_size(size)} {name}" for name, size in taken.items())
-        rows.append(f"{device!s:<{width}}  {format_size(limit):>12}{minus}" + (f" = {signed}" if minus else ""))
-    shortfalls = {str(device): lacking for device, lacking in misfit.too_small.items()}
-    if misfit.unplaced_bytes:
-        shortfalls["total"] = misfit.unplaced_bytes
-    beside = sum(unit.cache_bytes + unit.logits_bytes for unit in problem.units)
-    # RAM that runs the model may lack room for caches, overhead and activations too.
-    needed = max(sum(unit.num_bytes + unit.run_bytes for unit in problem.units), misfit.unplaced_bytes)
-    usable = needed - misfit.unplaced_bytes if misfit.unplaced_bytes else room
-    if room > usable and not any(unit.run_bytes for unit in problem.units):
-        rows.append(f"modules stay whole, which leaves {format_size(room - usable)} of that unused")
-    if beside:
-        rows.append(f"caches and logits take {format_size(beside)} where the blocks run")
-    biggest = max(problem.units, key=lambda unit: unit.num_bytes, default=None)
-    if misfit.too_small and biggest is not None:
-        size = format_size(biggest.num_bytes)
-        rows.append(f"what is streamed needs room there; the largest module is {biggest.name}, {size}")
-    if misfit.too_small and beside:
-        rows.append("--max-context says what context the memory holds")
-    return DoesNotFitError(
-        structure.checkpoint.name,
-        needed_bytes=needed,
-        usable_bytes=usable,
-        shortfalls=shortfalls,
-        details=rows,
-        hint=_hint(problem, misfit, options.policy),
-    )
-
-
-def _hint(problem: PlacementProblem, misfit: Misfit, policy: str) -> str | None:
-    enough = limits_that_fit(problem, misfit, policy)
-    would_do = f"this would do: {enough}" if enough else None
-    budget = problem.budget
-    with_disk = replace(problem, budget=replace(budget, limits=(*budget.limits, (DISK, None))))
-    if budget.has_disk or isinstance(solve(with_disk, policy), Misfit):
-        return would_do
-    allow = "allow the disk (drop --no-disk or disk=0)"
-    return f"{would_do}, or {allow}" if would_do else allow

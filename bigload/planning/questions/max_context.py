@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 
+from bigload.errors import DoesNotFitError
+from bigload.planning.advice import does_not_fit
 from bigload.planning.budget.budget import MemoryBudget
 from bigload.planning.choices import Balance, Policy
 from bigload.planning.model.run_memory import RunMemory
@@ -22,7 +24,7 @@ from bigload.planning.placement.policies.contiguous_ranges import RangeSearch
 from bigload.planning.placement.policies.optimal import orders_of, token_cost
 from bigload.planning.placement.problem import Misfit, Placement, PlacementProblem
 from bigload.planning.placement.solve import place_by, solve
-from bigload.planning.planner import does_not_fit, expert_forms, problem_of
+from bigload.planning.planner import expert_forms, problem_of
 from bigload.planning.policy_registry import policy_named
 from bigload.planning.workload import MAX_CONTEXT
 from bigload.units import counted
@@ -97,7 +99,7 @@ def max_context(structure: ModelStructure, budget: MemoryBudget, options: PlanOp
     probe = _Probe(structure, budget, options)
     base = probe.cost(0)
     if base is None:
-        raise does_not_fit(structure, budget, probe.options_at(0), probe.misfit())
+        raise probe.does_not_fit()
     most = _most(MAX_CONTEXT, partial(probe.is_possible, may_stay_unused=base[0]))
     unslowed = _most(most, partial(probe.is_within, limit=base))
     return MaxContext(
@@ -158,11 +160,12 @@ class _Probe:
         """Return the cost of the best plan, `None` where there is none."""
         return min(self._costs(context, may_stay_unused=True, thorough=True), default=None)
 
-    def misfit(self) -> Misfit:
-        """Return what is short at a context of 0, where there is no plan."""
-        found = solve(self._problem(0, apart=self.forms[0]), self.options.policy)
-        assert isinstance(found, Misfit), "a plan was found before"
-        return found
+    def does_not_fit(self) -> DoesNotFitError:
+        """Return the error that says what is short at a context of 0, where there is no plan."""
+        misfit = solve(self._problem(0, apart=self.forms[0]), self.options.policy)
+        assert isinstance(misfit, Misfit), "a plan was found before"
+        name = self.structure.checkpoint.name
+        return does_not_fit(name, self._problem(0, apart=False), misfit, self.options.policy)
 
     def _problem(self, context: int, *, apart: bool) -> PlacementProblem:
         return problem_of(self.structure, self.budget, self.options_at(context), split_experts=apart)
