@@ -104,19 +104,14 @@ class AlignDevicesHook(ModelHook):
 
     @property
     def execution_device(self) -> DeviceLike | None:
-        """The device as it was given."""
+        """The device as it was given; `device` is what torch calls it."""
         device: DeviceLike | None = self.__dict__["execution_device"]
         return device
 
     @execution_device.setter
     def execution_device(self, device: DeviceLike | None) -> None:
         self.__dict__["execution_device"] = device
-        self._device = None if device is None else torch.device(device)
-
-    @property
-    def device(self) -> torch.device | None:
-        """The device as torch names it."""
-        return self._device
+        self.device = None if device is None else torch.device(device)
 
     def __repr__(self) -> str:
         said = ("execution_device", "offload", "io_same_device", "offload_buffers", "place_submodules")
@@ -138,9 +133,9 @@ class AlignDevicesHook(ModelHook):
         try:
             if self.offload:
                 self._offload_tensors(shared)
-            elif self._device is not None:
+            elif self.device is not None:
                 for slots in shared:
-                    self._place(slots, self._device)
+                    self._place(slots, self.device)
         except BaseException:
             self._restore(module)
             raise
@@ -161,10 +156,10 @@ class AlignDevicesHook(ModelHook):
         for slots in leaving:
             self._addresses.update((slot.name, data_address(slot.tensor)) for slot in slots)
             assign(slots, absent(_put(slots, _META), Absence(self.full_name(slots[0]), _OFFLOADED, _PRELOAD)))
-        if self._device is not None:
+        if self.device is not None:
             for slots in shared:
                 if not self._is_offloaded(slots[0]):
-                    self._place(slots, self._device)
+                    self._place(slots, self.device)
 
     def full_name(self, slot: TensorSlot) -> str:
         """Return the name of a tensor in the model, as far as it is known."""
@@ -190,7 +185,7 @@ class AlignDevicesHook(ModelHook):
         """Load offloaded weights, and return the arguments on the execution device."""
         if self._has_work:
             self._begin(module, args, kwargs)
-        device = self._device
+        device = self.device
         if device is None:
             return args, kwargs
         try:
@@ -350,14 +345,14 @@ class AlignDevicesHook(ModelHook):
     def _load_tensor(self, slots: Sequence[TensorSlot]) -> None:
         slot, forwards = slots[0], self._forwards
         at_home = slot.tensor
-        if not at_home.is_meta and self._device in (None, at_home.device):
+        if not at_home.is_meta and self.device in (None, at_home.device):
             return
         forwards.away.append((slots, at_home))
         on_devices = self._tied_copies(self._addresses.get(slot.name, 0) if at_home.is_meta else 0)
-        if self._device is not None and _take(slots, on_devices.get(self._device)):
+        if self.device is not None and _take(slots, on_devices.get(self.device)):
             return
         value, statistics = self._value(slots)
-        device = value.device if self._device is None else self._device
+        device = value.device if self.device is None else self.device
         try:
             loaded = on_devices[device] = _put(slots, device, value, statistics)
         except ValueError as error:

@@ -29,11 +29,8 @@ class HoldsWeights(Protocol):
     """A hook that can load the offloaded weights of its module without a forward."""
 
     offload: bool
+    device: torch.device | None
     device_map: DeviceMap | None
-
-    @property
-    def device(self) -> torch.device | None:
-        """Where the module runs."""
 
     @property
     def module_name(self) -> str:

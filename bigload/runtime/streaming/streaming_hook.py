@@ -70,7 +70,7 @@ class StreamingHook(AlignDevicesHook):
     def _streamed(self) -> StreamedBlock | None:
         """Return the block, unless `align_module_device` has the module on another device for a while."""
         block = self.block
-        return block if block is not None and self._device in (None, block.device) else None
+        return block if block is not None and self.device in (None, block.device) else None
 
     @eager
     def _load(self, module: nn.Module) -> None:

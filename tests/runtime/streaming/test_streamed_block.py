@@ -155,16 +155,21 @@ def test_a_forward_that_somebody_put_on_a_leaf_is_called(plain, model):
     assert len(calls) == 2
 
 
+class Notes(bigload.ModelHook):
+    """A hook that notes the class of each module that runs."""
+
+    def __init__(self, calls):
+        self.calls = calls
+
+    def pre_forward(self, module, *args, **kwargs):
+        self.calls.append(type(module).__name__)
+        return args, kwargs
+
+
 def test_hooks_added_to_leaves_and_blocks_later_run(plain, model):
     calls = []
-
-    class Notes(bigload.ModelHook):
-        def pre_forward(self, module, *args, **kwargs):
-            calls.append(type(module).__name__)
-            return args, kwargs
-
     for module in (model.layers[2].up, model.layers[2], model.head):
-        bigload.add_hook_to_module(module, Notes(), append=True)
+        bigload.add_hook_to_module(module, Notes(calls), append=True)
     assert torch.equal(model(IDS), plain(IDS))
     assert calls == ["Layer", "Linear", "Linear"]
     bigload.remove_hook_from_submodules(model)
@@ -172,16 +177,10 @@ def test_hooks_added_to_leaves_and_blocks_later_run(plain, model):
 
 def test_hooks_that_were_there_before_run_as_well(plain, folder):
     calls = []
-
-    class Notes(bigload.ModelHook):
-        def pre_forward(self, module, *args, **kwargs):
-            calls.append(type(module).__name__)
-            return args, kwargs
-
     with bigload.init_empty_weights():
         model = Model()
     for module in (model.layers[2].up, model.layers[3]):
-        bigload.add_hook_to_module(module, Notes())
+        bigload.add_hook_to_module(module, Notes(calls))
     bigload.load_checkpoint_and_dispatch(model, folder, {"": "disk"}, **SMALL)
     assert torch.equal(model(IDS), plain(IDS))
     assert calls == ["Linear", "Layer"]

@@ -75,6 +75,12 @@ class Fake(StreamedBlock):
         self.calls.append("drop")
 
 
+def streamer_of_tens(count, **options):
+    """Return a streamer, and its `count` blocks of ten bytes."""
+    streamer = Streamer(StreamOptions(**options))
+    return streamer, [Fake(str(number), 10, streamer) for number in range(count)]
+
+
 def check_bound(streamer):
     """Check that what waits for its turn is within the window, and what stays within its own bound."""
     limits = streamer._limits
@@ -152,8 +158,7 @@ def test_what_waits_is_within_the_window_and_what_stays_within_its_bound(sizes, 
 
 
 def test_the_blocks_that_come_next_are_fetched_while_one_computes():
-    streamer = Streamer(StreamOptions(prefetch_bytes=20, resident_bytes=0))
-    blocks = [Fake(str(number), 10, streamer) for number in range(5)]
+    streamer, blocks = streamer_of_tens(5, prefetch_bytes=20, resident_bytes=0)
     streamer.enter(blocks[0])
     wait_until(lambda: [block.residency for block in blocks] == [Residency.RESIDENT] * 3 + [Residency.ABSENT] * 2)
     streamer.leave(blocks[0])
@@ -165,8 +170,7 @@ def test_the_blocks_that_come_next_are_fetched_while_one_computes():
 
 
 def test_blocks_that_stay_are_fetched_once():
-    streamer = Streamer(StreamOptions(prefetch_bytes=10, resident_bytes=25))
-    blocks = [Fake(str(number), 10, streamer) for number in range(5)]
+    streamer, blocks = streamer_of_tens(5, prefetch_bytes=10, resident_bytes=25)
     for _ in range(4):
         for block in blocks:
             run(streamer, block)
@@ -187,8 +191,7 @@ def test_routed_blocks_come_when_they_are_called_and_those_that_are_used_most_st
 
 @pytest.mark.parametrize("error", [OSError("gone"), MemoryError(), KeyboardInterrupt()])
 def test_what_could_not_be_fetched_ahead_is_tried_again_by_who_needs_it(error):
-    streamer = Streamer(StreamOptions(prefetch_bytes=10, resident_bytes=0))
-    blocks = [Fake(str(number), 10, streamer) for number in range(2)]
+    streamer, blocks = streamer_of_tens(2, prefetch_bytes=10, resident_bytes=0)
     blocks[1].fails = error
     streamer.enter(blocks[0])
     wait_until(lambda: blocks[1].has_failed)
@@ -205,8 +208,7 @@ def test_what_could_not_be_fetched_ahead_is_tried_again_by_who_needs_it(error):
 
 
 def test_no_memory_or_no_thread_for_a_block_that_comes_later_does_not_disturb_this_one(monkeypatch):
-    streamer = Streamer(StreamOptions(prefetch_bytes=10, resident_bytes=0))
-    blocks = [Fake(str(number), 10, streamer) for number in range(2)]
+    streamer, blocks = streamer_of_tens(2, prefetch_bytes=10, resident_bytes=0)
 
     def refuse(*_):
         raise RuntimeError("can't start new thread")
@@ -220,8 +222,7 @@ def test_no_memory_or_no_thread_for_a_block_that_comes_later_does_not_disturb_th
 
 @pytest.mark.parametrize("ends", ["in time", "with an error"])
 def test_an_interrupt_while_waiting_for_the_thread_that_fetches_leaves_nothing_behind(ends):
-    streamer = Streamer(StreamOptions(prefetch_bytes=20, resident_bytes=0))
-    blocks = [Fake(str(number), 10, streamer) for number in range(4)]
+    streamer, blocks = streamer_of_tens(4, prefetch_bytes=20, resident_bytes=0)
     blocks[1].may_end.clear()
     streamer.enter(blocks[0])
     wait_until(lambda: blocks[1].residency is Residency.LOADING)
@@ -241,8 +242,7 @@ def test_an_interrupt_while_waiting_for_the_thread_that_fetches_leaves_nothing_b
 
 
 def test_threads_that_need_one_block_have_it_fetched_once_and_all_get_it():
-    streamer = Streamer(StreamOptions(prefetch_bytes=0, resident_bytes=0))
-    block = Fake("0", 10, streamer)
+    streamer, (block,) = streamer_of_tens(1, prefetch_bytes=0, resident_bytes=0)
     block.may_end.clear()
     inside = threading.Barrier(4)
 
@@ -261,8 +261,7 @@ def test_threads_that_need_one_block_have_it_fetched_once_and_all_get_it():
 
 
 def test_when_the_fetch_of_one_thread_fails_the_others_try_themselves():
-    streamer = Streamer(StreamOptions(prefetch_bytes=0, resident_bytes=0))
-    block = Fake("0", 10, streamer)
+    streamer, (block,) = streamer_of_tens(1, prefetch_bytes=0, resident_bytes=0)
     block.fails = OSError()
     block.may_end.clear()
     failed = []
@@ -386,8 +385,7 @@ def test_interrupts_at_random_moments_leave_a_model_that_works(plain, folder):
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_a_forked_process_streams_whatever_the_threads_were_at_when_it_was_made():
     gc.collect()  # what is left of other tests would be tidied up in the child as well
-    streamer = Streamer(StreamOptions(prefetch_bytes=20, resident_bytes=0))
-    blocks = [Fake(str(number), 10, streamer) for number in range(4)]
+    streamer, blocks = streamer_of_tens(4, prefetch_bytes=20, resident_bytes=0)
     blocks[1].may_end.clear()
     run(streamer, blocks[0])
     wait_until(lambda: blocks[1].residency is Residency.LOADING)

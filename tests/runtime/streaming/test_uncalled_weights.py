@@ -2,6 +2,7 @@
 
 import copy
 
+import pytest
 import torch
 from streamed_models import Layer, made, settled
 from torch import nn
@@ -48,16 +49,9 @@ def test_what_forward_and_its_methods_take_is_found_and_nothing_else():
     assert modules_read(Layer()) == []
 
 
-def test_a_model_that_takes_weights_of_its_children_computes_with_them(tmp_path):
-    plain = made(Reads).eval()
-    model = bigload.disk_offload(copy.deepcopy(plain), tmp_path, prefetch_bytes=2000, resident_bytes=0)
-    x = torch.randn(2, 8)
-    with settled(model):
-        for _ in range(2):
-            assert torch.equal(model(x), plain(x))
-
-
 class Head(nn.Module):
+    """Ends with the weight of its embedding."""
+
     def __init__(self):
         super().__init__()
         self.table = nn.Embedding(8, 8)
@@ -70,9 +64,10 @@ class Head(nn.Module):
         return functional.linear(x, self.table.weight)
 
 
-def test_a_head_that_takes_the_weight_of_the_embedding_gets_it(tmp_path):
-    plain = made(Head).eval()
+@pytest.mark.parametrize(("kind", "given"), [(Reads, torch.linspace(-1, 1, 16).reshape(2, 8)), (Head, torch.arange(4))])
+def test_a_model_that_takes_weights_of_its_children_computes_with_them(tmp_path, kind, given):
+    plain = made(kind).eval()
     model = bigload.disk_offload(copy.deepcopy(plain), tmp_path, prefetch_bytes=2000, resident_bytes=0)
     with settled(model):
         for _ in range(2):
-            assert torch.equal(model(torch.arange(4)), plain(torch.arange(4)))
+            assert torch.equal(model(given), plain(given))
