@@ -3,7 +3,7 @@
 the first process                         each of the others
 begin: publish its identity ───────────▶  wait_for_first: poll until the result is there, or the first has ended
 (runs its block, however long)
-publish_result: done, or the error ────▶  arrive
+publish: done, or the error ───────────▶  arrive
 wait_for_others ◀───────────────────────  (runs its block)
 remove_keys: the store may end with this process
 """
@@ -75,7 +75,7 @@ class FirstBlock:
         with store_errors():
             num_firsts = store().add(self._num_firsts_key, 1)
         if num_firsts == 1:
-            self._publish(is_done=False)
+            self.publish(is_done=False)
         self.arrive()
         if num_firsts > 1:
             raise ProcessControlError(
@@ -88,11 +88,8 @@ class FirstBlock:
         with store_errors():
             store().set(self._arrival_key(self._registry.rank), "")
 
-    def publish_result(self, *, failed: str | None = None, traceback: list[str] | None = None) -> None:
-        """Publish that the block of the first process has ended: well, or with an error."""
-        self._publish(is_done=True, failed=failed, traceback=traceback)
-
-    def _publish(self, *, is_done: bool, failed: str | None = None, traceback: list[str] | None = None) -> None:
+    def publish(self, *, is_done: bool, failed: str | None = None, traceback: list[str] | None = None) -> None:
+        """Publish that the first process has begun its block, or has ended it: well, or with an error."""
         status = _Status(first=asdict(self._registry.own), is_done=is_done, failed=failed, traceback=traceback or [])
         with store_errors():
             store().set(self._key, json.dumps(status))

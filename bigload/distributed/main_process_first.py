@@ -97,7 +97,7 @@ def _runs_first(block: FirstBlock) -> Iterator[None]:
         yield
     except BaseException as error:
         with suppress(RankError):  # the error of this process is the better reason
-            block.publish_result(failed=_reason(error), traceback=_traceback(error))
+            block.publish(is_done=True, failed=_reason(error), traceback=_traceback(error))
             if outer is None:
                 block.wait_for_others(_LINGER_SECONDS)
                 block.remove_keys()
@@ -105,7 +105,7 @@ def _runs_first(block: FirstBlock) -> Iterator[None]:
     finally:
         running_first_block.reset(tokens[0])
         _unread.reset(tokens[1])
-    block.publish_result()
+    block.publish(is_done=True)
     if outer is None:  # those who wait for an outer block come to an inner one after it
         for each in unread:
             each.wait_for_others()

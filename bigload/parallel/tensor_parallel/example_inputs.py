@@ -66,9 +66,14 @@ def _sound(config: object) -> Tensor:
 _MAKERS = {"input_ids": _ids, "pixel_values": _pixels, "input_features": _mel, "input_values": _sound}
 
 
+def with_parts(config: object) -> list[object]:
+    """Return `config` and the configs in it, as models of several parts have."""
+    return [config, *(value for value in vars(config).values() if hasattr(value, "to_dict"))]
+
+
 def _first(config: object, name: str, default: object) -> object:
     """Return the value of `name` in `config`, or in the part of it that has one."""
-    for part in (config, *(value for value in vars(config).values() if hasattr(value, "to_dict"))):
+    for part in with_parts(config):
         value = getattr(part, name, None)
         if value is not None:
             return value

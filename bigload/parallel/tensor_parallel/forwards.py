@@ -51,15 +51,14 @@ class DividedModule:
 
 def replace_forward(module: nn.Module, style: str, division: Division, mesh: DeviceMesh) -> None:
     """Give `module`, whose weight has this `division`, the forward of `style` in the ranks of `mesh`."""
-    forward = FORWARDS[style]
-    if forward is look_up:
+    if style == "embedding_rowwise":
         module.__dict__["padding_idx"] = None  # it means a row of the whole table, and is for gradients only
     # A module that runs its own code may be anything: only products ask how the weight is stored.
-    is_transposed = forward in _PRODUCTS and layer_kind(module) is LayerKind.TRANSPOSED
+    is_transposed = style in _PRODUCTS and layer_kind(module) is LayerKind.TRANSPOSED
     divided = DividedModule(
         module=module, mesh=mesh, own_forward=module.forward, division=division, is_transposed=is_transposed
     )
-    module.forward = partial(forward, divided)
+    module.forward = partial(FORWARDS[style], divided)
 
 
 def run_locally(divided: DividedModule, *args: object, **kwargs: object) -> object:
@@ -78,48 +77,29 @@ def run_summed(divided: DividedModule, *args: object, **kwargs: object) -> objec
     return _summed(run_locally(divided, *args, **kwargs), divided.mesh)
 
 
-def _of_inputs(compute: Callable[[DividedModule, Tensor], Tensor]) -> Callable[..., object]:
-    @wraps(compute)
-    def forward(divided: DividedModule, *args: object, **kwargs: object) -> object:
-        (inputs,) = (*args, *kwargs.values())
-        assert isinstance(inputs, Tensor)
-        return compute(divided, inputs)
-
-    return forward
-
-
-@_of_inputs
 def colwise(divided: DividedModule, inputs: Tensor) -> Tensor:
     """Return this rank's outputs, made of all inputs."""
     return divided.product(inputs)
 
 
-@_of_inputs
 def gathered(divided: DividedModule, inputs: Tensor) -> Tensor:
     """Return the outputs of all ranks, each made of all inputs."""
     return _gathered(divided.product(inputs), divided.mesh, divided.division.ranges)
 
 
-@_of_inputs
 def rowwise(divided: DividedModule, inputs: Tensor) -> Tensor:
     """Return the sum of what all ranks make of their own part of the inputs."""
-    return _rowwise(divided, inputs)
-
-
-@_of_inputs
-def rowwise_split_input(divided: DividedModule, inputs: Tensor) -> Tensor:
-    """Return what `rowwise` does, for inputs of which every rank has all."""
-    own = Division(-1, divided.division.ranges)
-    return _rowwise(divided, sliced(inputs, own, divided.mesh.get_local_rank()))
-
-
-def _rowwise(divided: DividedModule, inputs: Tensor) -> Tensor:
     outputs = _summed(divided.product(inputs, has_bias=False), divided.mesh)
     bias = divided.module._parameters.get("bias")
     return outputs if bias is None else outputs + bias
 
 
-@_of_inputs
+def rowwise_split_input(divided: DividedModule, inputs: Tensor) -> Tensor:
+    """Return what `rowwise` does, for inputs of which every rank has all."""
+    own = Division(-1, divided.division.ranges)
+    return rowwise(divided, sliced(inputs, own, divided.mesh.get_local_rank()))
+
+
 def look_up(divided: DividedModule, indices: Tensor) -> Tensor:
     """Return rows of a table that ranks divide: each gives zeros for the rows of others, and outputs are summed."""
     _check_rows(divided.division, indices)
@@ -144,14 +124,24 @@ def _check_rows(division: Division, indices: Tensor) -> None:
         raise IndexError(f"index out of range: {wrong}, in a table of {num_rows} rows")
 
 
-_PRODUCTS = (colwise, gathered, rowwise, rowwise_split_input)
+def _of_inputs(compute: Callable[[DividedModule, Tensor], Tensor]) -> Callable[..., object]:
+    @wraps(compute)
+    def forward(divided: DividedModule, *args: object, **kwargs: object) -> object:
+        (inputs,) = (*args, *kwargs.values())
+        assert isinstance(inputs, Tensor)
+        return compute(divided, inputs)
+
+    return forward
+
+
+_PRODUCTS = ("colwise", "colwise_gather_output", "rowwise", "rowwise_split_input")
 
 FORWARDS: Mapping[str, Callable[..., object]] = {
-    "colwise": colwise,
-    "colwise_gather_output": gathered,
-    "rowwise": rowwise,
-    "rowwise_split_input": rowwise_split_input,
-    "embedding_rowwise": look_up,
+    "colwise": _of_inputs(colwise),
+    "colwise_gather_output": _of_inputs(gathered),
+    "rowwise": _of_inputs(rowwise),
+    "rowwise_split_input": _of_inputs(rowwise_split_input),
+    "embedding_rowwise": _of_inputs(look_up),
     "local_params": run_locally,
     "moe_tp_experts": run_summed,
 }

@@ -61,7 +61,11 @@ def with_independent_layers(
     additions: list[PartialPlan] = []
     whole: set[str] = set()
     for kind in _groups(parameters, ties, layers):
-        group = [first for first in kind if not _is_settled(ties[first], plan)]
+        group = [
+            first
+            for first in kind
+            if not all(name in plan.divisions and name.rpartition(".")[0] in plan.styles for name in ties[first])
+        ]
         names = {name for first in group for name in ties[first]}
         owners = {name.rpartition(".")[0] for name in names}
         known = {name: plan.divisions[name] for name in names if name in plan.divisions}
@@ -80,10 +84,6 @@ def with_independent_layers(
         else:
             plan = without_owners(plan, addition.styles)
     return plan
-
-
-def _is_settled(names: Collection[str], plan: PartialPlan) -> bool:
-    return all(name in plan.divisions and name.rpartition(".")[0] in plan.styles for name in names)
 
 
 def with_siblings(
@@ -144,7 +144,7 @@ def _addition(
         division = Division(min(dims), chunks(length, size))
         if (
             len(dims) > 1
-            or _has_idle_rank(division)
+            or 0 in map(division.length, range(size))
             or any(known.get(name, division) != division for name in ties[first])
         ):
             return None
@@ -155,10 +155,6 @@ def _addition(
             if bias in parameters:
                 divisions |= dict.fromkeys(ties[bias], Division(0, division.ranges))
     return PartialPlan(divisions=divisions, styles=styles)
-
-
-def _has_idle_rank(division: Division) -> bool:
-    return any(start == stop for of_rank in division.ranges for start, stop in of_rank)
 
 
 def without_owners(plan: PartialPlan, owners: Collection[str]) -> PartialPlan:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from bigload.parallel.tensor_parallel.example_inputs import MAX_POSITIONS
+from bigload.parallel.tensor_parallel.example_inputs import MAX_POSITIONS, with_parts
 from bigload.parallel.tensor_parallel.layer_kinds import LayerKind, layer_kind
 
 MAX_STAND_IN = 1 << 22
@@ -174,17 +174,20 @@ def _like_buffer(buffer: Tensor, generator: torch.Generator) -> Tensor:
 
 def _settle(module: nn.Module) -> None:
     """Let the model keep no cache, and pick code that runs anywhere."""
-    for config in {id(part.config): part.config for part in module.modules() if hasattr(part, "config")}.values():
-        for each in (config, *(value for value in vars(config).values() if hasattr(value, "to_dict"))):
+    for config in _configs(module):
+        for each in with_parts(config):
             for name, value in (("use_cache", False), ("_experts_implementation", "eager")):
                 if hasattr(each, name):
                     setattr(each, name, value)
 
 
+def _configs(module: nn.Module) -> list[Any]:
+    return list({id(part.config): part.config for part in module.modules() if hasattr(part, "config")}.values())
+
+
 def _shorten(module: nn.Module) -> None:
     """Let the model take fewer frames, where it insists on as many as its config says (Whisper)."""
-    configs = {id(config): config for config in (getattr(part, "config", None) for part in module.modules())}
-    for config in configs.values():
+    for config in _configs(module):
         length = getattr(config, "max_source_positions", 0)
         if isinstance(length, int) and length > MAX_POSITIONS:
             config.__dict__["max_source_positions"] = MAX_POSITIONS
