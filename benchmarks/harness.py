@@ -8,14 +8,19 @@ from __future__ import annotations
 
 import os
 import platform
+import shutil
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TypeVar
 
 from bigload.bench.runner import rotated
+from bigload.errors import NotEnoughSpaceError
 from bigload.units import format_size
 
 sys.path.append(str(Path(__file__).parents[1] / "fixtures"))  # scripts import `make` after this module
@@ -74,6 +79,27 @@ def show_status(text: str) -> None:
     """Show the current step on a terminal, on one line that the next step overwrites."""
     if sys.stderr.isatty():
         print(f"\r\033[K{text[:79]}\r", end="", file=sys.stderr, flush=True)
+
+
+def installed_version(package: str) -> str | None:
+    """Return the installed version of a package, `None` where it is not installed."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def folder_beside(root: Path, prefix: str, needed_bytes: int, opened: ExitStack) -> Path:
+    """Return a new folder on the disk of the checkpoint at `root`, removed when `opened` closes.
+
+    Raises:
+        NotEnoughSpaceError: that disk has less than `needed_bytes` free.
+    """
+    beside = root.resolve().parent
+    free = shutil.disk_usage(beside).free
+    if needed_bytes > free:
+        raise NotEnoughSpaceError(beside, needed_bytes=needed_bytes, free_bytes=free)
+    return Path(opened.enter_context(tempfile.TemporaryDirectory(prefix=prefix, dir=beside)))
 
 
 def machine() -> dict[str, object]:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import shutil
-import tempfile
 from importlib import import_module
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,9 +11,9 @@ from torch import nn
 from bigload.bench.loaded_memory import MemoryKind
 from bigload.bench.peers import PEERS, SAFETENSORS, Load, Peer, PeerTarget, Tensors, merged
 from bigload.checkpoint.model import Checkpoint
-from bigload.errors import NotEnoughSpaceError
 from bigload.loading.tensors import torch_dtype, torch_shape
 from bigload.units import MIB
+from harness import folder_beside
 
 _SPARE_BYTES = 64 * MIB
 
@@ -77,12 +74,9 @@ def _tensorizer(target: PeerTarget) -> Load:
     """Write the checkpoint once in tensorizer's own format, on the same disk, and load that."""
     library = import_module("tensorizer")
     safetensors = import_module("safetensors.torch")
-    beside = target.checkpoint.root.resolve().parent
-    needed, free = target.checkpoint.total_bytes + _SPARE_BYTES, shutil.disk_usage(beside).free
-    if needed > free:
-        raise NotEnoughSpaceError(beside, needed_bytes=needed, free_bytes=free)
-    folder = target.opened.enter_context(tempfile.TemporaryDirectory(prefix=".bigload-tensorizer-", dir=beside))
-    file = str(Path(folder) / "model.tensors")
+    needed = target.checkpoint.total_bytes + _SPARE_BYTES
+    folder = folder_beside(target.checkpoint.root, ".bigload-tensorizer-", needed, target.opened)
+    file = str(folder / "model.tensors")
     serializer = library.TensorSerializer(file)
     serializer.write_state_dict(merged(safetensors.load_file(shard) for shard in target.files))
     serializer.close()

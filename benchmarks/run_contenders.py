@@ -5,27 +5,25 @@ accelerate and transformers are called as their own documentation shows, with th
 
 from __future__ import annotations
 
-import shutil
-import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
 from torch import nn
 
 from bigload.bench.run_model import PlannedModel
-from bigload.errors import NotEnoughMemoryError, NotEnoughSpaceError
+from bigload.errors import NotEnoughMemoryError
 from bigload.machine.memory import available_memory
 from bigload.planning.plan import Plan
 from bigload.runtime.device_map.blocks import device_name, device_of
 from bigload.runtime.dispatch.load_checkpoint import load_checkpoint_in_model
 from bigload.runtime.offload.stored_weights import StoredWeights
 from bigload.units import MIB, format_size
+from harness import folder_beside, installed_version
 
 _SPARE_BYTES = 256 * MIB
 
@@ -53,10 +51,7 @@ class Runtime:
     @property
     def version(self) -> str | None:
         """Return the installed version of the package, `None` where it is not installed."""
-        try:
-            return None if self.package is None else version(self.package)
-        except PackageNotFoundError:
-            return None
+        return None if self.package is None else installed_version(self.package)
 
 
 def files_of(planned: PlannedModel) -> tuple[Path, ...]:
@@ -108,7 +103,7 @@ def _transformers(planned: PlannedModel, opened: ExitStack) -> PreparedRuntime:
         device_map=dict(planned.device_map),
         local_files_only=True,
     )
-    beside = _folder_beside(planned, "bigload-transformers-", opened)
+    beside = folder_beside(planned.checkpoint.root, ".bigload-transformers-", 0, opened)
 
     def make() -> nn.Module:
         planned.maker.config.use_cache = planned.keeps_cache
@@ -125,11 +120,7 @@ def _source(planned: PlannedModel) -> Plan | str:
 def _written_by_accelerate(planned: PlannedModel, opened: ExitStack) -> Path:
     utils, placed = import_module("accelerate.utils"), planned.device_map
     needed = sum(planned.checkpoint.tensors[name].num_bytes for name in planned.on_disk) + _SPARE_BYTES
-    beside = planned.checkpoint.root.resolve().parent
-    free = shutil.disk_usage(beside).free
-    if needed > free:
-        raise NotEnoughSpaceError(beside, needed_bytes=needed, free_bytes=free)
-    folder = _folder_beside(planned, "bigload-accelerate-", opened)
+    folder = folder_beside(planned.checkpoint.root, ".bigload-accelerate-", needed, opened)
     index: dict[str, object] = {}
     with StoredWeights(planned.checkpoint, dtype=planned.load_dtype) as weights:
         for name in weights:
@@ -137,12 +128,6 @@ def _written_by_accelerate(planned: PlannedModel, opened: ExitStack) -> Path:
                 index = utils.offload_weight(weights[name], name, str(folder), index=index)
     utils.save_offload_index(index, str(folder))
     return folder
-
-
-def _folder_beside(planned: PlannedModel, prefix: str, opened: ExitStack) -> Path:
-    """Return a new folder on the disk of the checkpoint, removed after the benchmark."""
-    beside = planned.checkpoint.root.resolve().parent
-    return Path(opened.enter_context(tempfile.TemporaryDirectory(prefix=f".{prefix}", dir=beside)))
 
 
 def _free_bytes(device: torch.device) -> int | None:
