@@ -326,7 +326,7 @@ def test_an_error_in_one_thread_ends_all_and_leaves_nothing_under_way(simulation
         send_all(transfers, host, there, threads=threads, block_bytes=BLOCK, fault=fault)
     assert raised.value is stop
     assert simulation.num_pending == 0
-    assert threading.active_count() == before
+    assert threading.active_count() <= before  # threads of an earlier test may end meanwhile
 
 
 @pytest.mark.parametrize("threads", [1, 3])
