@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from bigload.checkpoint.model import TensorInfo
+from bigload.conversion.cache import LEAST_TENSORS, keep, key_of, read_cached
 from bigload.conversion.conversion import Conversion, as_stored
 from bigload.conversion.recorded_tensor import RecordedTensor
 from bigload.conversion.strided_pieces import PiecedTensor
@@ -35,9 +36,49 @@ def is_of_transformers(model: nn.Module) -> bool:
 def conversion_for(model: nn.Module, stored: Mapping[str, TensorInfo]) -> Conversion:
     """Return what the tensors of `model`, one of transformers, are made of, if a checkpoint has `stored`.
 
-    `model` stays as it is. Nothing is read.
+    `model` stays as it is. Nothing is read but the cache of conversions, which keeps large ones.
     """
     from transformers.conversion_mapping import get_model_conversion_mapping
+
+    mapping = get_model_conversion_mapping(model, _renames_of_version_4(model), getattr(model, "hf_quantizer", None))
+    if len(stored) < LEAST_TENSORS:
+        return _derived(model, mapping, stored)
+    key = key_of(_facts(model, mapping, stored))
+    conversion = read_cached(key)
+    if conversion is None:
+        conversion = _derived(model, mapping, stored)
+        if not conversion.problems:
+            keep(key, conversion)
+    return conversion
+
+
+def _facts(model: nn.Module, mapping: Sequence[object], stored: Mapping[str, TensorInfo]) -> list[object]:
+    """Return all that the conversion of a model follows from: versions, both sides, and the rules between them."""
+    import transformers
+
+    from bigload.version import __version__
+
+    expected = {name: [list(tensor.shape), str(tensor.dtype)] for name, tensor in _tensors(model)}
+    forms = {name: [each.dtype.name, each.shape, each.strides] for name, each in stored.items()}
+    rules = [_described(each) for each in mapping]
+    of_transformers: Any = model
+    config = of_transformers.config.to_json_string(use_diff=False)
+    return [__version__, transformers.__version__, type(model).__qualname__, expected, forms, rules, config]
+
+
+def _described(rule: object) -> object:
+    """Return what tells one rule, or one of its operations, from another."""
+    slots = [name for kind in type(rule).__mro__ for name in getattr(kind, "__slots__", ())]
+    values = {**{name: getattr(rule, name, None) for name in slots}, **getattr(rule, "__dict__", {})}
+    described = {
+        name: [_described(each) for each in value] if name == "operations" else str(value)
+        for name, value in values.items()
+        if name not in {"collected_tensors", "layer_targets", "_was_used"}
+    }
+    return [type(rule).__qualname__, described]
+
+
+def _derived(model: nn.Module, mapping: Sequence[object], stored: Mapping[str, TensorInfo]) -> Conversion:
     from transformers.core_model_loading import convert_and_load_state_dict_in_model
     from transformers.modeling_utils import LoadStateDictConfig
 
@@ -45,16 +86,19 @@ def conversion_for(model: nn.Module, stored: Mapping[str, TensorInfo]) -> Conver
     expected = {name: tuple(tensor.shape) for name, tensor in _tensors(skeleton)}
     recorded = {name: RecordedTensor(as_stored(tensor), _dtype(tensor)) for name, tensor in stored.items()}
     quantizer = getattr(model, "hf_quantizer", None)
-    mapping = get_model_conversion_mapping(skeleton, _renames_of_version_4(model), quantizer)
     # A device map with a disk has the loader work in this thread; no name begins with that key.
     settings = LoadStateDictConfig(weight_mapping=mapping, hf_quantizer=quantizer, device_map={"": "cpu", "\0": "disk"})
     with _without_progress_bars():
-        info, _ = convert_and_load_state_dict_in_model(skeleton, recorded, settings, None)
+        try:
+            info, _ = convert_and_load_state_dict_in_model(skeleton, recorded, settings, None)
+        except Exception as error:  # whatever stored names that contradict each other make of rules for others
+            return Conversion(tensors={}, problems=tuple(_contradictions(stored, model, expected, error)))
     found = {name: tensor.origin for name, tensor in _tensors(skeleton) if isinstance(tensor, RecordedTensor)}
     misshapen = {name: (tuple(made), tuple(shape)) for name, made, shape in info.mismatched_keys}
     problems = [*_failed(info.conversion_errors), *_of_other_shape(misshapen), *_of_several_dtypes(found, stored)]
     problems += _missing_experts(stored, expected)
-    left = [name for name in stored if name not in {each for made in found.values() for each in made.sources}]
+    used = {source for made in found.values() for source in made.sources}
+    left = [name for name in stored if name not in used]
     names = _renamed(left, model, expected)
     unmatched = set(info.unexpected_keys)
     skeleton._adjust_missing_and_unexpected_keys(info)
@@ -69,6 +113,19 @@ def conversion_for(model: nn.Module, stored: Mapping[str, TensorInfo]) -> Conver
         ignored=tuple(name for name in left if names[name] in unmatched - info.unexpected_keys),
         problems=tuple(problems),
     )
+
+
+def _contradictions(
+    stored: Mapping[str, TensorInfo], model: nn.Module, expected: Mapping[str, object], error: Exception
+) -> Iterator[str]:
+    """Yield which tensors of the model stored ones claim under its own name and under others; else what was raised."""
+    names = _renamed(list(stored), model, expected)
+    claimed = [name for name in stored if names[name] == name and list(names.values()).count(name) > 1]
+    for name in claimed:
+        other = next(source for source, new in names.items() if new == name and source != name)
+        yield f"{name} and {other} would both become {name}: names of two versions are mixed"
+    if not claimed:
+        yield f"transformers does not convert it: {type(error).__name__}: {error}"
 
 
 def _without_memory(model: nn.Module) -> nn.Module:

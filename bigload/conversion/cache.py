@@ -1,0 +1,82 @@
+"""Conversions kept on disk: deriving one for 45,000 tensors takes transformers seconds, reading it a tenth.
+
+Files lie in `$XDG_CACHE_HOME/bigload/conversions` (`~/.cache` without that variable), named by a digest of all that a
+conversion follows from. A file that cannot be read or written is as good as none.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from contextlib import suppress
+from pathlib import Path
+
+from bigload.conversion.conversion import Conversion
+from bigload.conversion.strided_pieces import PiecedTensor, StridedPiece
+from bigload.documents import MAX_CONFIG_BYTES, DocumentError, parse_json, read_file, write_whole
+from bigload.errors import BigloadError
+
+LEAST_TENSORS = 2000
+"""Conversions of fewer tensors are derived in a few tenths of a second, and are not kept."""
+
+_MOST_FILES = 32
+_VERSION = 1
+
+
+def folder() -> Path:
+    """Return where conversions are kept."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "bigload" / "conversions"
+
+
+def key_of(facts: object) -> str:
+    """Return the name for a conversion that follows from `facts`, which JSON can hold."""
+    return hashlib.sha256(json.dumps([_VERSION, facts], sort_keys=True).encode()).hexdigest()
+
+
+def read_cached(key: str) -> Conversion | None:
+    """Return the conversion that is kept as `key`, if there is one."""
+    try:
+        found = parse_json(read_file(folder() / f"{key}.json", max_bytes=8 * MAX_CONFIG_BYTES))
+        assert isinstance(found, dict)
+        sources = found["sources"]
+        tensors = {
+            name: PiecedTensor(
+                tuple(shape),
+                tuple(
+                    StridedPiece(sources[source], offset, tuple(start), tuple(size), tuple(strides))
+                    for source, offset, start, size, strides in pieces
+                ),
+            )
+            for name, (shape, pieces) in found["tensors"].items()
+        }
+        return Conversion(tensors=tensors, unexpected=tuple(found["unexpected"]), ignored=tuple(found["ignored"]))
+    except (OSError, DocumentError, ValueError, KeyError, TypeError, IndexError, AssertionError):
+        return None
+
+
+def keep(key: str, conversion: Conversion) -> None:
+    """Write `conversion` to disk as `key`, and remove the oldest of many."""
+    numbers: dict[str, int] = {}
+    tensors = {
+        name: [
+            tensor.shape,
+            [
+                [numbers.setdefault(each.source, len(numbers)), each.offset, each.start, each.shape, each.strides]
+                for each in tensor.pieces
+            ],
+        ]
+        for name, tensor in conversion.tensors.items()
+    }
+    found = {
+        "sources": list(numbers),
+        "tensors": tensors,
+        "unexpected": conversion.unexpected,
+        "ignored": conversion.ignored,
+    }
+    with suppress(OSError, BigloadError):
+        folder().mkdir(parents=True, exist_ok=True)
+        write_whole(folder() / f"{key}.json", json.dumps(found, separators=(",", ":")))
+        kept = sorted(folder().glob("*.json"), key=lambda path: path.stat().st_mtime)
+        for path in kept[:-_MOST_FILES]:
+            path.unlink()
