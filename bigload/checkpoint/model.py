@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
 from pathlib import Path
@@ -64,7 +64,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class AssembledTensor:
-    """A tensor that is made of several stored ones, or of parts of them: each element is in one of `pieces`.
+    """A tensor that is made of stored ones, or of parts of them: each element is in one of `pieces`.
 
     The shape is torch's, which counts pairs of packed 4-bit elements, and so are those of the pieces.
     """
@@ -73,6 +73,13 @@ class AssembledTensor:
     dtype: DType
     shape: tuple[int, ...]
     pieces: tuple[Piece, ...]
+
+    @classmethod
+    def of(cls, tensor: TensorInfo) -> AssembledTensor:
+        """Return the tensor that is stored as a whole, in one piece."""
+        shape = tensor.torch_shape
+        piece = Piece((0,) * len(shape), replace(tensor, shape=shape))
+        return cls(tensor.name, tensor.dtype, shape, (piece,))
 
     @property
     def num_elements(self) -> int:

@@ -1,4 +1,9 @@
-"""Copies that bring the pieces of an assembled tensor to their places in memory: arithmetic on strides."""
+"""Copies that bring the pieces of a tensor, or of a part of it, to their places in memory: pure arithmetic on boxes.
+
+A part is one box of the tensor or more, such as a rank holds of it. Files hold pieces, which are boxes as well. The
+elements of the intersection of two boxes are byte ranges of the file; ranges of equal length at a constant stride, in
+the file and in memory, are one `StridedCopy`.
+"""
 
 from __future__ import annotations
 
@@ -7,51 +12,105 @@ from dataclasses import dataclass
 from itertools import product
 from math import prod
 
-from bigload.checkpoint.model import Piece
+from bigload.checkpoint.model import AssembledTensor, Piece
+from bigload.planning.tensor_parallel.division import Range
+
+ShardSpec = tuple[tuple[Range, ...], ...]
+"""The ranges of each dimension, in rising order; their product is held."""
 
 
-@dataclass(frozen=True, slots=True)
-class PieceCopy:
-    """`count` runs of `run` elements that follow each other in the file, each `stride` after the last.
+def whole_spec(shape: Sequence[int]) -> ShardSpec:
+    """Return the spec of a whole tensor."""
+    return tuple(((0, size),) if size else () for size in shape)
 
-    The first run begins `source` elements into the piece. In memory it goes to element `target` of the tensor, the next
-    element of a run `target_step` further and the next run `target_stride`.
+
+def spec_shape(spec: ShardSpec) -> tuple[int, ...]:
+    """Return the shape of the part."""
+    return tuple(sum(stop - start for start, stop in ranges) for ranges in spec)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StridedCopy:
+    """`count` ranges of `run_bytes` of `file`, from byte `start` on, each `stride` bytes after the last, to copy.
+
+    In memory the first element goes to number `target` of the part, row by row, the next of its run `target_step`
+    further, and the first of the next run `target_stride`.
     """
 
-    source: int
-    run: int
+    file: str
+    start: int
+    run_bytes: int
     count: int
     stride: int
     target: int
-    target_step: int
     target_stride: int
+    target_step: int
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes to copy."""
+        return self.count * self.run_bytes
+
+    @property
+    def reach(self) -> int:
+        """Bytes from the first to the last, those between the ranges included."""
+        return (self.count - 1) * self.stride + self.run_bytes
 
 
-def strided_copies(piece: Piece, shape: Sequence[int]) -> Iterator[PieceCopy]:
-    """Yield the copies of `piece` into a tensor of `shape`, row by row in memory; none if it has no elements."""
-    target_strides = _row_strides(shape)
-    strides = piece.tensor.strides or _row_strides(piece.tensor.shape)
-    target = sum(index * stride for index, stride in zip(piece.start, target_strides, strict=True))
-    (run, _, step), (count, stride, target_stride), *slow = _runs(
-        list(zip(piece.tensor.shape, strides, target_strides, strict=True))
-    )
-    if not piece.tensor.num_elements:
-        return
+def strided_copies(tensor: AssembledTensor, spec: ShardSpec | None = None) -> Iterator[StridedCopy]:
+    """Yield the copies that bring the elements in `spec` of `tensor`, or all, into a contiguous tensor."""
+    spec = whole_spec(tensor.shape) if spec is None else spec
+    target_strides = _row_strides(spec_shape(spec))
+    for box in product(*(_with_positions(ranges) for ranges in spec)):
+        for piece in tensor.pieces:
+            yield from _intersection(piece, box, target_strides, tensor.dtype.alignment)
+
+
+def _with_positions(ranges: Sequence[Range]) -> list[tuple[int, int, int]]:
+    """Return start and stop of each range, and its start in the part."""
+    found = []
+    position = 0
+    for start, stop in ranges:
+        found.append((start, stop, position))
+        position += stop - start
+    return found
+
+
+def _intersection(
+    piece: Piece, box: Sequence[tuple[int, int, int]], target_strides: Sequence[int], width: int
+) -> Iterator[StridedCopy]:
+    """Yield the copies of what `piece` has of `box`; an element takes `width` bytes."""
+    shape = piece.tensor.shape
+    strides = piece.tensor.strides or _row_strides(shape)
+    source = target = 0
+    dims = []
+    for (start, stop, position), first, size, stride, target_stride in zip(
+        box, piece.start, shape, strides, target_strides, strict=True
+    ):
+        low, high = max(start, first), min(stop, first + size)
+        if low >= high:
+            return
+        source += (low - first) * stride
+        target += (position + low - start) * target_stride
+        dims.append((high - low, stride, target_stride))
+    span = piece.tensor.span
+    (run, _, step), (count, stride, target_stride), *slow = _as_runs(dims)
     for indices in product(*(range(size) for size, _, _ in reversed(slow))):
         pairs = list(zip(indices, reversed(slow), strict=True))
-        yield PieceCopy(
-            source=sum(index * apart for index, (_, apart, _) in pairs),
-            run=run,
+        yield StridedCopy(
+            file=span.file,
+            start=span.start + (source + sum(index * apart for index, (_, apart, _) in pairs)) * width,
+            run_bytes=run * width,
             count=count,
-            stride=stride,
+            stride=stride * width,
             target=target + sum(index * apart for index, (_, _, apart) in pairs),
-            target_step=step,
             target_stride=target_stride,
+            target_step=step,
         )
 
 
-def _runs(dims: Sequence[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
-    """Return size, stride in the file and in memory of each dimension, the fastest of the file first.
+def _as_runs(dims: Sequence[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
+    """Return size, distance in the file and in memory of each dimension, in elements, from the fastest of the file on.
 
     Those that continue each other in both are one. The first has neighbours of the file; there are at least two.
     """

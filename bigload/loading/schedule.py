@@ -357,20 +357,18 @@ def _requests_of(want: RequestedTensor, slot: BufferSlot, *, stays: bool) -> Ite
 def _requests_of_pieces(
     tensor: AssembledTensor, want: RequestedTensor, slot: BufferSlot, cast: DTypeCast | None, delivery: Delivery
 ) -> Iterator[tuple[str, ReadRequest]]:
-    width, memory_width = tensor.dtype.alignment, want.dtype.alignment
-    for piece in tensor.pieces:
-        for copy in strided_copies(piece, tensor.shape):
-            first = piece.tensor.span.start + copy.source * width
-            rows = StridedRange(first, copy.run * width, copy.count, copy.stride * width)
-            is_dense = copy.target_step == 1 and (copy.count == 1 or copy.target_stride == copy.run)
-            spread = None if is_dense else Spread(8 * width, copy.target_step, copy.target_stride)
-            start = slot.start + copy.target * memory_width
-            for request in requests_for(
-                rows, slot.buffer, start, cast=cast, delivery=delivery, device=want.device, spread=spread
-            ):
-                if request.destination.rows > 1 or request.destination.spread is not None:
-                    request.delivery = Delivery.STAGED
-                yield piece.tensor.span.file, request
+    width = tensor.dtype.alignment
+    for copy in strided_copies(tensor):
+        rows = StridedRange(copy.start, copy.run_bytes, copy.count, copy.stride)
+        is_dense = copy.target_step == 1 and (copy.count == 1 or copy.target_stride * width == copy.run_bytes)
+        spread = None if is_dense else Spread(8 * width, copy.target_step, copy.target_stride)
+        start = slot.start + copy.target * want.dtype.alignment
+        for request in requests_for(
+            rows, slot.buffer, start, cast=cast, delivery=delivery, device=want.device, spread=spread
+        ):
+            if request.destination.rows > 1 or request.destination.spread is not None:
+                request.delivery = Delivery.STAGED
+            yield copy.file, request
 
 
 def requests_for(

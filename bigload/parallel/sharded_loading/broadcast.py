@@ -1,7 +1,7 @@
 """Broadcast of a checkpoint that rank 0 alone reads: for files that only one host has.
 
 Rank 0 reads and sends rows of tensors in batches, and each process copies its part of them. A batch is described as a
-file that holds those rows, so the arithmetic of `byte_ranges.py` finds the part.
+file that holds those rows, so the arithmetic of `loading/piece_copies.py` finds the part.
 """
 
 from __future__ import annotations
@@ -14,17 +14,16 @@ from typing import Any
 
 import torch
 
-from bigload.checkpoint.model import Checkpoint, Span, TensorInfo
+from bigload.checkpoint.model import AssembledTensor, Checkpoint, Piece, Span, TensorInfo
 from bigload.distributed.torch_process_group import TorchProcessGroup
 from bigload.dtypes import DTYPES
 from bigload.errors import RankError
+from bigload.loading.piece_copies import ShardSpec, strided_copies, whole_spec
 from bigload.loading.settings import LoadSettings
 from bigload.loading.strategy.read_strategy import ReadStrategy
 from bigload.loading.tensors import torch_dtype
-from bigload.parallel.sharded_loading.byte_ranges import StoredPiece, StoredTensor, strided_copies
 from bigload.parallel.sharded_loading.local_reads import fill_local
 from bigload.parallel.sharded_loading.local_tensors import LocalPart, LocalTensor, copy_runs, local_tensors
-from bigload.parallel.sharded_loading.shard_spec import ShardSpec, whole_spec
 from bigload.parallel.sharded_loading.stored_tensors import StoredTensors
 from bigload.units import MIB
 
@@ -38,7 +37,7 @@ _DATA, _NO_MORE = 1, 0
 class BatchRows:
     """Rows `start` to `stop` of a stored tensor, or a scalar tensor, from byte `at` of a batch on."""
 
-    stored: StoredTensor
+    stored: AssembledTensor
     start: int
     stop: int
     at: int
@@ -51,39 +50,47 @@ class BatchRows:
 
     @property
     def num_bytes(self) -> int:
-        return self.stored.num_bytes // self.stored.num_rows * (self.stop - self.start)
+        return _row_bytes(self.stored) * (self.stop - self.start)
 
-    def as_sent(self) -> StoredTensor:
+    def as_sent(self) -> AssembledTensor:
         """Return the tensor with these rows as its only piece, and the batch as their file."""
         shape = (self.stop - self.start, *self.stored.shape[1:]) if self.stored.shape else ()
         begin = (self.start, *(0 for _ in self.stored.shape[1:])) if self.stored.shape else ()
         dtype = self.stored.dtype if self.stored.dtype.bits >= 8 else DTYPES["U8"]
         sent = TensorInfo(self.stored.name, dtype, shape, Span("", self.at, self.at + self.num_bytes))
-        return replace(self.stored, dtype=dtype, pieces=(StoredPiece(start=begin, tensor=sent),))
+        return replace(self.stored, dtype=dtype, pieces=(Piece(start=begin, tensor=sent),))
 
 
-def batches(tensors: Sequence[StoredTensor]) -> Iterator[list[BatchRows]]:
+def batches(tensors: Sequence[AssembledTensor]) -> Iterator[list[BatchRows]]:
     """Yield all rows of `tensors` in batches of some `BATCH_BYTES`; those of a tensor are aligned to 64 bytes."""
     batch: list[BatchRows] = []
     end = 0
     for stored in tensors:
         if not stored.num_bytes:
             continue
-        row_bytes = stored.num_bytes // stored.num_rows
+        row_bytes, num_rows = _row_bytes(stored), _num_rows(stored)
         start = 0
-        while start < stored.num_rows:
+        while start < num_rows:
             at = -(-end // 64) * 64
             room = (BATCH_BYTES - at) // row_bytes
             if batch and not room:
                 yield batch
                 batch, end = [], 0
                 continue
-            stop = min(start + max(room, 1), stored.num_rows)
+            stop = min(start + max(room, 1), num_rows)
             batch.append(BatchRows(stored, start, stop, at))
             end = at + batch[-1].num_bytes
             start = stop
     if batch:
         yield batch
+
+
+def _num_rows(stored: AssembledTensor) -> int:
+    return stored.shape[0] if stored.shape else 1  # a single number is a row
+
+
+def _row_bytes(stored: AssembledTensor) -> int:
+    return stored.num_bytes // _num_rows(stored)
 
 
 def stored_to_json(stored: StoredTensors) -> dict[str, Any]:
@@ -95,7 +102,7 @@ def stored_to_json(stored: StoredTensors) -> dict[str, Any]:
 def stored_from_json(described: Mapping[str, Any]) -> StoredTensors:
     """Return the tensors that rank 0 has described by `stored_to_json`."""
     tensors = {
-        name: StoredTensor(name=name, dtype=DTYPES[dtype], shape=tuple(shape), pieces=())
+        name: AssembledTensor(name, DTYPES[dtype], tuple(shape), ())
         for name, (dtype, shape) in described["tensors"].items()
     }
     checkpoint = Checkpoint(
@@ -108,7 +115,7 @@ def broadcast_tensors(
     group: TorchProcessGroup,
     checkpoint: Checkpoint,
     how: LoadSettings,
-    sent: Sequence[StoredTensor],
+    sent: Sequence[AssembledTensor],
     tensors: Sequence[LocalTensor],
 ) -> tuple[ReadStrategy | None, int]:
     """Read `sent` in rank 0, send it to all, and copy the part of each into its `tensors`. All ranks call it.

@@ -20,12 +20,12 @@ from bigload.checkpoint.byte_source import ByteSource, read_strided, scheme_of
 from bigload.checkpoint.model import Checkpoint
 from bigload.loading.checks import unchanged
 from bigload.loading.engine import opened_sources
+from bigload.loading.piece_copies import StridedCopy
 from bigload.loading.schedule import CPU
 from bigload.loading.tensors import torch_dtype
 from bigload.machine.activities import NO_RECORDER
 from bigload.machine.inflight_pool import InflightPool
 from bigload.machine.thread_pool import run_jobs
-from bigload.parallel.sharded_loading.byte_ranges import StridedCopy
 from bigload.parallel.sharded_loading.local_tensors import LocalTensor, copy_runs
 from bigload.units import MIB
 

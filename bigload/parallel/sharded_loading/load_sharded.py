@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from bigload.checkpoint.model import Checkpoint
+from bigload.checkpoint.model import AssembledTensor, Checkpoint
 from bigload.distributed.joining import current_process_group
 from bigload.distributed.process_group import ProcessGroup, run_on_all_ranks
 from bigload.distributed.torch_process_group import TorchProcessGroup
@@ -24,7 +24,6 @@ from bigload.loading.strategy.read_strategy import ReadStrategy
 from bigload.loading.tensors import parsed_dtype, torch_dtype
 from bigload.parallel.sharded_loading.agreement import check_agreement
 from bigload.parallel.sharded_loading.broadcast import broadcast_tensors, stored_from_json, stored_to_json
-from bigload.parallel.sharded_loading.byte_ranges import StoredTensor
 from bigload.parallel.sharded_loading.local_model import ModelPart, assign_local, check_parts, described
 from bigload.parallel.sharded_loading.local_reads import fill_local
 from bigload.parallel.sharded_loading.local_tensors import LocalPart, LocalTensor, local_tensors
@@ -187,7 +186,7 @@ def _opened_by_rank_0(checkpoint: Checkpoint | str | Path, group: TorchProcessGr
 
 def _wanted_by_any(
     stored: StoredTensors, places: Sequence[tuple[Assignment, LocalPart]], group: ProcessGroup
-) -> list[StoredTensor]:
+) -> list[AssembledTensor]:
     """Return the tensors of which any rank wants a part, in the same order in all ranks."""
     wanted = {name for names in group.all_gather([part.stored.name for _, part in places]) for name in names}
     return [tensor for tensor in stored.tensors.values() if tensor.name in wanted]

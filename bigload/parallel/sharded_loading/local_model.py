@@ -10,22 +10,19 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 
-from bigload.checkpoint.model import Span, TensorInfo
+from bigload.checkpoint.model import AssembledTensor, Span, TensorInfo
 from bigload.dtypes import DTYPES
 from bigload.errors import OptionError, StateDictMismatchError, abridged
 from bigload.loading.assign import Assignment, compare, replace_tensor, tensor_named
+from bigload.loading.piece_copies import ShardSpec, spec_shape, whole_spec
 from bigload.loading.schedule import CPU, RequestedTensor
 from bigload.loading.staging.accelerators import check_present
 from bigload.loading.tensors import check_dtypes, dtype_of
-from bigload.parallel.sharded_loading.byte_ranges import StoredTensor
 from bigload.parallel.sharded_loading.local_tensors import LocalPart, LocalTensor
 from bigload.parallel.sharded_loading.shard_spec import (
-    ShardSpec,
     check_divisions,
     spec_of_division,
     spec_of_dtensor,
-    spec_shape,
-    whole_spec,
 )
 from bigload.parallel.sharded_loading.stored_tensors import StoredTensors
 from bigload.planning.tensor_parallel.division import Division
@@ -71,7 +68,7 @@ class ModelPart:
         check_parts([part for _, part in places])
         return places
 
-    def _by_names_in_model(self, stored: StoredTensors) -> dict[str, StoredTensor]:
+    def _by_names_in_model(self, stored: StoredTensors) -> dict[str, AssembledTensor]:
         renamed = set(self.names.values())
         tensors = {name: tensor for name, tensor in stored.tensors.items() if name not in renamed}
         for name, theirs in self.names.items():
@@ -102,14 +99,14 @@ class ModelPart:
                     argument, unknown[0], f"names of parameters and buffers of {type(self.model).__name__}"
                 )
 
-    def _shape(self, name: str, tensor: StoredTensor) -> tuple[int, ...]:
+    def _shape(self, name: str, tensor: AssembledTensor) -> tuple[int, ...]:
         """Return the shape that a tensor has in the model: of a plain tensor that is divided, the local one."""
         division = self.divisions.get(name)
         if division is None or isinstance(tensor_named(self.model, name), DTensor):
             return tensor.shape
         return spec_shape(spec_of_division(name, tensor.shape, division, self.rank))
 
-    def _part(self, assignment: Assignment, tensor: StoredTensor) -> LocalPart:
+    def _part(self, assignment: Assignment, tensor: AssembledTensor) -> LocalPart:
         name = assignment.places[0]
         old = tensor_named(self.model, name).detach()
         division = next((self.divisions[each] for each in assignment.places if each in self.divisions), None)
@@ -129,7 +126,7 @@ class ModelPart:
             is_shared=not self.is_alone and _is_shared(old, spec, tensor),
         )
 
-    def _spans(self, name: str, old: torch.Tensor, tensor: StoredTensor, division: Division | None) -> ShardSpec:
+    def _spans(self, name: str, old: torch.Tensor, tensor: AssembledTensor, division: Division | None) -> ShardSpec:
         if division is not None:
             return spec_of_division(name, tensor.shape, division, self.rank)
         return spec_of_dtensor(name, old) if isinstance(old, DTensor) else whole_spec(tensor.shape)
@@ -141,7 +138,7 @@ class ModelPart:
         return torch.device(kind) if kind == CPU else torch.device(kind, torch.get_device_module(kind).current_device())
 
 
-def _is_shared(old: torch.Tensor, spec: ShardSpec, tensor: StoredTensor) -> bool:
+def _is_shared(old: torch.Tensor, spec: ShardSpec, tensor: AssembledTensor) -> bool:
     """Return whether another process holds the same elements, as far as can be told."""
     if spec == whole_spec(tensor.shape):
         return True
@@ -159,7 +156,7 @@ def _placed(old: torch.Tensor, division: Division | None) -> str:
     return f"its placements are {old.placements}" if isinstance(old, DTensor) else "it is not divided"
 
 
-def described(tensor: StoredTensor, shape: tuple[int, ...] | None = None) -> TensorInfo:
+def described(tensor: AssembledTensor, shape: tuple[int, ...] | None = None) -> TensorInfo:
     """Return `tensor`, of `shape` if that is given, in the form that modules are compared with."""
     dtype = tensor.dtype if tensor.dtype.bits >= 8 else DTYPES["U8"]  # its shape is torch's already
     return TensorInfo(tensor.name, dtype, tensor.shape if shape is None else shape, Span("", 0, 0))

@@ -12,6 +12,7 @@ from itertools import groupby
 from bigload.checkpoint.model import Checkpoint, Span, TensorInfo
 from bigload.dtypes import DTYPES, parse_dtype
 from bigload.loading.buffers import fill_buffers
+from bigload.loading.piece_copies import StridedCopy, strided_copies
 from bigload.loading.progress import ignore_progress
 from bigload.loading.schedule import (
     CPU,
@@ -28,7 +29,6 @@ from bigload.loading.settings import LoadSettings, Method
 from bigload.loading.slices import StridedRange
 from bigload.loading.strategy.read_strategy import ReadStrategy, choose_strategy
 from bigload.machine.activities import Recorder
-from bigload.parallel.sharded_loading.byte_ranges import StridedCopy, strided_copies
 from bigload.parallel.sharded_loading.column_reads import read_columns
 from bigload.parallel.sharded_loading.local_tensors import LocalTensor
 from bigload.units import KIB

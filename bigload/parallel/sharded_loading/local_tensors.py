@@ -8,13 +8,13 @@ from math import prod
 
 import torch
 
+from bigload.checkpoint.model import AssembledTensor
 from bigload.loading.checks import check_ram
+from bigload.loading.piece_copies import ShardSpec, StridedCopy, spec_shape
 from bigload.loading.schedule import ALIGNMENT, CPU
 from bigload.loading.staging.accelerators import take_memory
 from bigload.loading.tensors import Memory, bytes_of, torch_dtype
 from bigload.machine.huge_pages import allocate
-from bigload.parallel.sharded_loading.byte_ranges import StoredTensor, StridedCopy
-from bigload.parallel.sharded_loading.shard_spec import ShardSpec, spec_shape
 from bigload.units import KIB
 
 _MOVED_AS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -36,7 +36,7 @@ class LocalPart:
         is_shared: Whether other processes read the same bytes, which the page cache then has for them.
     """
 
-    stored: StoredTensor
+    stored: AssembledTensor
     spec: ShardSpec
     dtype: torch.dtype
     device: torch.device
@@ -60,7 +60,7 @@ class LocalPart:
     @property
     def stored_bytes(self) -> int:
         """Bytes of it in the files."""
-        return prod(self.shape) * self.stored.item_bytes
+        return prod(self.shape) * self.stored.dtype.alignment
 
     @property
     def device_name(self) -> str:

@@ -12,10 +12,9 @@ from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
-from bigload.checkpoint.model import Checkpoint, Span, TensorInfo
+from bigload.checkpoint.model import AssembledTensor, Checkpoint, Piece, Span, TensorInfo
 from bigload.errors import InvalidCheckpointError, Problem
 from bigload.layouts.kinds.rank_slices import RANKS_FILE, rank_folder, read_ranks
-from bigload.parallel.sharded_loading.byte_ranges import StoredPiece, StoredTensor
 from bigload.planning.tensor_parallel.division import Division, Range
 
 
@@ -24,7 +23,7 @@ def is_for_ranks(folder: Path) -> bool:
     return (folder / RANKS_FILE).is_file()
 
 
-def open_ranks(folder: Path) -> tuple[Checkpoint, Mapping[str, StoredTensor]]:
+def open_ranks(folder: Path) -> tuple[Checkpoint, Mapping[str, AssembledTensor]]:
     """Open all ranks of `folder`; return a checkpoint of their files and the whole tensors by name.
 
     Raises:
@@ -63,18 +62,18 @@ def _of_root(rank: Checkpoint, folder: str) -> Checkpoint:
     return replace(rank, tensors=tensors, shards=shards)
 
 
-def _joined(parts: Sequence[TensorInfo], shape: tuple[int, ...], division: Division) -> StoredTensor:
+def _joined(parts: Sequence[TensorInfo], shape: tuple[int, ...], division: Division) -> AssembledTensor:
     """Return the tensor of which each rank holds one of `parts`.
 
     Raises:
         ValueError: a part does not consist of boxes that lie in one stretch each.
     """
-    whole = StoredTensor.of(replace(parts[0], shape=shape))
+    whole = AssembledTensor.of(replace(parts[0], shape=shape))
     dim = division.dim
     if dim is None:
-        return replace(whole, pieces=StoredTensor.of(parts[0]).pieces)
+        return replace(whole, pieces=AssembledTensor.of(parts[0]).pieces)
     pieces = tuple(
-        StoredPiece(start=tuple(start if d == dim else 0 for d in range(len(shape))), tensor=tensor)
+        Piece(tuple(start if d == dim else 0 for d in range(len(shape))), replace(tensor, shape=tensor.torch_shape))
         for start, tensor in _pieces(parts, division.ranges, dim)
     )
     return replace(whole, pieces=pieces)

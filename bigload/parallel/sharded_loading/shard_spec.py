@@ -14,20 +14,8 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from bigload.errors import OptionError
+from bigload.loading.piece_copies import ShardSpec, whole_spec
 from bigload.planning.tensor_parallel.division import Division, Range
-
-ShardSpec = tuple[tuple[Range, ...], ...]
-"""The ranges of each dimension, in rising order; their product is held."""
-
-
-def whole_spec(shape: Sequence[int]) -> ShardSpec:
-    """Return the spec of a whole tensor."""
-    return tuple(((0, size),) if size else () for size in shape)
-
-
-def spec_shape(spec: ShardSpec) -> tuple[int, ...]:
-    """Return the shape of the part."""
-    return tuple(sum(stop - start for start, stop in ranges) for ranges in spec)
 
 
 def check_divisions(divisions: Mapping[str, Division], rank: int) -> None:

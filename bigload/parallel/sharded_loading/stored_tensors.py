@@ -16,10 +16,9 @@ from itertools import pairwise
 from math import prod
 from pathlib import Path
 
-from bigload.checkpoint.model import Checkpoint
+from bigload.checkpoint.model import AssembledTensor, Checkpoint, Piece
 from bigload.checkpoint.source import open_checkpoint
 from bigload.errors import CheckpointNotFoundError, InvalidCheckpointError, Problem
-from bigload.parallel.sharded_loading.byte_ranges import StoredPiece, StoredTensor
 from bigload.parallel.sharded_loading.rank_folders import is_for_ranks, open_ranks
 
 _PARTS = "shard-*.safetensors"
@@ -31,7 +30,7 @@ class StoredTensors:
     """The tensors of `checkpoint` by name, whichever pieces they are stored in; `checkpoint.tensors` are not asked."""
 
     checkpoint: Checkpoint
-    tensors: Mapping[str, StoredTensor]
+    tensors: Mapping[str, AssembledTensor]
 
     @property
     def num_bytes(self) -> int:
@@ -62,12 +61,12 @@ def open_stored(what: Checkpoint | str | Path) -> StoredTensors:
 
 
 def _of_checkpoint(checkpoint: Checkpoint) -> StoredTensors:
-    tensors = {name: StoredTensor.of(tensor) for name, tensor in checkpoint.tensors.items()}
+    tensors = {name: AssembledTensor.of(tensor) for name, tensor in checkpoint.tensors.items()}
     return StoredTensors(checkpoint=checkpoint, tensors=tensors)
 
 
 def _of_parts(folder: Path, parts: Sequence[Checkpoint]) -> StoredTensors:
-    pieces: dict[str, list[StoredPiece]] = {}
+    pieces: dict[str, list[Piece]] = {}
     problems: list[Problem] = []
     for part in parts:
         try:
@@ -95,7 +94,7 @@ def _of_parts(folder: Path, parts: Sequence[Checkpoint]) -> StoredTensors:
     return StoredTensors(checkpoint=checkpoint, tensors=tensors)
 
 
-def _pieces(part: Checkpoint) -> Iterator[StoredPiece]:
+def _pieces(part: Checkpoint) -> Iterator[Piece]:
     try:
         told = json.loads(part.shards[0].metadata.get(_OFFSETS, "null"))
     except (ValueError, RecursionError) as error:
@@ -109,10 +108,10 @@ def _pieces(part: Checkpoint) -> Iterator[StoredPiece]:
             raise ValueError(f"{_OFFSETS} has {start!r:.100} for tensor {name!r:.200} of shape {list(tensor.shape)}")
         if tensor.dtype.bits < 8:
             raise ValueError(f"tensor {name!r:.200} has the packed dtype {tensor.dtype}, whose parts share bytes")
-        yield StoredPiece(start=tuple(start), tensor=tensor)
+        yield Piece(start=tuple(start), tensor=tensor)
 
 
-def _joined(found: Sequence[StoredPiece]) -> StoredTensor:
+def _joined(found: Sequence[Piece]) -> AssembledTensor:
     """Return the tensor that `found` are the pieces of.
 
     Raises:
@@ -128,10 +127,10 @@ def _joined(found: Sequence[StoredPiece]) -> StoredTensor:
     if num_stored != prod(shape):
         raise ValueError(f"its parts have {num_stored} elements, {list(shape)} has {prod(shape)}")
     _check_apart([box for _, box in held], len(shape))
-    return StoredTensor(name=first.name, dtype=first.dtype, shape=shape, pieces=tuple(piece for piece, _ in held))
+    return AssembledTensor(first.name, first.dtype, shape, tuple(piece for piece, _ in held))
 
 
-def _edges(piece: StoredPiece) -> tuple[tuple[int, int], ...]:
+def _edges(piece: Piece) -> tuple[tuple[int, int], ...]:
     return tuple((first, first + size) for first, size in zip(piece.start, piece.tensor.shape, strict=True))
 
 

@@ -6,10 +6,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bigload.checkpoint.model import Span, TensorInfo
+from bigload.checkpoint.model import AssembledTensor, Piece, Span, TensorInfo
 from bigload.dtypes import DTYPES
-from bigload.parallel.sharded_loading.byte_ranges import StoredPiece, StoredTensor, strided_copies
-from bigload.parallel.sharded_loading.shard_spec import spec_shape
+from bigload.loading.piece_copies import spec_shape, strided_copies
 
 
 @st.composite
@@ -41,8 +40,8 @@ def stored_tensors(draw):
         )
         span = Span(file, lead, len(files[file]))
         tensor = TensorInfo("a", DTYPES["I16"], tuple(part.shape), span, strides)
-        pieces.append(StoredPiece(start=tuple(start for start, _ in box), tensor=tensor))
-    return StoredTensor(name="a", dtype=DTYPES["I16"], shape=shape, pieces=tuple(pieces)), values, files
+        pieces.append(Piece(tuple(start for start, _ in box), tensor))
+    return AssembledTensor("a", DTYPES["I16"], shape, tuple(pieces)), values, files
 
 
 @given(stored_tensors(), st.data())
@@ -69,7 +68,7 @@ def test_every_element_of_a_part_gets_to_its_place(drawn, data):
 
 
 def whole_spec(dtype, shape, num_bytes):
-    return StoredTensor.of(TensorInfo("a", DTYPES[dtype], shape, Span("f", 100, 100 + num_bytes)))
+    return AssembledTensor.of(TensorInfo("a", DTYPES[dtype], shape, Span("f", 100, 100 + num_bytes)))
 
 
 def test_rows_are_one_run_and_columns_one_in_each_row():
