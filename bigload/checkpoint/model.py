@@ -91,6 +91,11 @@ class AssembledTensor:
         return self.shape
 
     @property
+    def stored_shape(self) -> tuple[int, ...]:
+        """The shape that a file of it states, which counts each packed 4-bit element."""
+        return (*self.shape[:-1], self.shape[-1] * 2) if self.dtype.bits == 4 and self.shape else self.shape
+
+    @property
     def num_bytes(self) -> int:
         """Bytes of the tensor in memory, row by row."""
         return prod(self.shape) * self.dtype.alignment

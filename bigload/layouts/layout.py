@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from bigload.checkpoint.formats.registry import SAFETENSORS
 from bigload.checkpoint.index import encode_index
-from bigload.checkpoint.model import Checkpoint
+from bigload.checkpoint.model import AssembledTensor, Checkpoint
 from bigload.layouts.options import DEFAULTS, ReshardOptions
 from bigload.layouts.output import Output, OutputFile, OutputTensor
 from bigload.layouts.writing.kernel_copy import data_offset
@@ -26,7 +26,8 @@ class LayoutRequest:
     """Input of a layout.
 
     Attributes:
-        checkpoint: Checkpoint to rewrite.
+        checkpoint: Checkpoint to rewrite, with its tensors under the names to write.
+        assembled: Those of its tensors that are made of several stored ones, by name.
         plan: Plan to follow, if one was given; never `None` for a layout that `needs_plan`.
         options: Options of the reshard, of which it heeds sizes, dtypes and those in `OutputLayout.own_options`.
         can_share_blocks: Files whose bytes are unchanged can share blocks with the source if their data lies in blocks
@@ -34,6 +35,7 @@ class LayoutRequest:
     """
 
     checkpoint: Checkpoint
+    assembled: Mapping[str, AssembledTensor] = field(default_factory=dict)
     plan: Plan | None = None
     options: ReshardOptions = DEFAULTS
     can_share_blocks: bool = False
@@ -41,7 +43,10 @@ class LayoutRequest:
     def in_execution_order(self) -> list[OutputTensor]:
         """Return all tensors whole, in the dtype to write, in the order in which a forward pass needs them."""
         tensors = build_tree(self.checkpoint.tensors.values()).all_tensors()
-        return [OutputTensor(source=tensor, dtype=self.options.dtypes(tensor)) for tensor in tensors]
+        return [
+            OutputTensor(source=self.assembled.get(tensor.name, tensor), dtype=self.options.dtypes(tensor))
+            for tensor in tensors
+        ]
 
     def at_offsets(self, files: Iterable[OutputFile]) -> tuple[OutputFile, ...]:
         """Return `files` with their data where blocks can be shared with the source, if they can."""

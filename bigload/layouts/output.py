@@ -15,7 +15,7 @@ from math import prod
 
 from bigload.checkpoint.fingerprint import ShardFingerprint
 from bigload.checkpoint.formats.safetensors import encode_header
-from bigload.checkpoint.model import TensorInfo
+from bigload.checkpoint.model import AssembledTensor, TensorInfo
 from bigload.dtypes import DType
 from bigload.loading.slices import Slice, sliced_shape
 from bigload.units import KIB
@@ -31,12 +31,13 @@ class OutputTensor:
     """A tensor to write.
 
     Attributes:
-        source: The stored tensor.
+        source: The stored tensor, or what it is assembled from.
         dtype: Dtype to write.
-        parts: Slices along one dimension, written one after the other; empty for the whole tensor.
+        parts: Slices along one dimension, written one after the other; empty for the whole tensor, which an assembled
+            one always is.
     """
 
-    source: TensorInfo
+    source: TensorInfo | AssembledTensor
     dtype: DType
     parts: tuple[Slice, ...] = ()
 
@@ -51,6 +52,8 @@ class OutputTensor:
     @property
     def shape(self) -> tuple[int, ...]:
         """Shape as written."""
+        if isinstance(self.source, AssembledTensor):
+            return self.source.stored_shape
         if not self.parts:
             return self.source.shape
         dim, lengths = self.parts[0].dim, [part.stop - part.start for part in self.parts]

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bigload.checkpoint.byte_source import SourceIdentity
-from bigload.checkpoint.model import Checkpoint
+from bigload.checkpoint.model import AssembledTensor, Checkpoint, TensorInfo
 from bigload.errors import NotEnoughSpaceError, OutputExistsError, WriteError
 from bigload.layouts.layout import LayoutRequest
 from bigload.layouts.options import DEFAULTS, ReshardOptions
@@ -139,11 +139,19 @@ def _recipe(output: Output, identities: Mapping[str, SourceIdentity]) -> str:
     for file in output.files:
         digest.update(json.dumps([file.file, file.num_bytes]).encode() + file.header)
         for tensor in file.tensors:
-            span, parts = tensor.source.span, [(part.dim, part.start, part.stop) for part in tensor.parts]
-            digest.update(json.dumps([span.file, span.start, span.stop, tensor.dtype.name, parts]).encode())
+            parts = [(part.dim, part.start, part.stop) for part in tensor.parts]
+            digest.update(json.dumps([*_place_of(tensor.source), tensor.dtype.name, parts]).encode())
     for name, content in output.documents.items():
         digest.update(name.encode() + b"\0" + content)
     return digest.hexdigest()
+
+
+def _place_of(source: TensorInfo | AssembledTensor) -> list[object]:
+    """Return where `source` is stored, as JSON can hold it."""
+    if isinstance(source, TensorInfo):
+        return [source.span.file, source.span.start, source.span.stop]
+    pieces = ((piece.start, piece.tensor) for piece in source.pieces)
+    return [[start, tensor.shape, tensor.strides, *_place_of(tensor)] for start, tensor in pieces]
 
 
 def _is_published(out: Path, recipe: str) -> bool:

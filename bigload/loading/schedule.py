@@ -18,7 +18,7 @@ from math import prod
 
 from bigload.checkpoint.model import AssembledTensor, Span, TensorInfo
 from bigload.dtypes import DType
-from bigload.loading.piece_copies import strided_copies
+from bigload.loading.piece_copies import StridedCopy, strided_copies
 from bigload.loading.slices import Slice, StridedRange, rows_of, sliced_shape
 from bigload.units import KIB, MIB
 
@@ -357,18 +357,35 @@ def _requests_of(want: RequestedTensor, slot: BufferSlot, *, stays: bool) -> Ite
 def _requests_of_pieces(
     tensor: AssembledTensor, want: RequestedTensor, slot: BufferSlot, cast: DTypeCast | None, delivery: Delivery
 ) -> Iterator[tuple[str, ReadRequest]]:
-    width = tensor.dtype.alignment
     for copy in strided_copies(tensor):
-        rows = StridedRange(copy.start, copy.run_bytes, copy.count, copy.stride)
-        is_dense = copy.target_step == 1 and (copy.count == 1 or copy.target_stride * width == copy.run_bytes)
-        spread = None if is_dense else Spread(8 * width, copy.target_step, copy.target_stride)
-        start = slot.start + copy.target * want.dtype.alignment
-        for request in requests_for(
-            rows, slot.buffer, start, cast=cast, delivery=delivery, device=want.device, spread=spread
+        for request in requests_of_copy(
+            copy, tensor.dtype, slot.buffer, slot.start, cast=cast, delivery=delivery, device=want.device
         ):
-            if request.destination.rows > 1 or request.destination.spread is not None:
+            if request.destination.rows > 1:
                 request.delivery = Delivery.STAGED
             yield copy.file, request
+
+
+def requests_of_copy(
+    copy: StridedCopy,
+    dtype: DType,
+    buffer: int,
+    start: int,
+    *,
+    cast: DTypeCast | None = None,
+    delivery: Delivery = Delivery.SCATTERED,
+    device: str = CPU,
+) -> Iterator[ReadRequest]:
+    """Yield what delivers `copy`, of elements of `dtype`, to its places in the part at byte `start` of a buffer."""
+    width = dtype.alignment
+    rows = StridedRange(copy.start, copy.run_bytes, copy.count, copy.stride)
+    is_dense = copy.target_step == 1 and (copy.count == 1 or copy.target_stride * width == copy.run_bytes)
+    spread = None if is_dense else Spread(8 * width, copy.target_step, copy.target_stride)
+    at = start + copy.target * (width if cast is None else cast.wanted.alignment)
+    for request in requests_for(rows, buffer, at, cast=cast, delivery=delivery, device=device, spread=spread):
+        if request.destination.spread is not None:
+            request.delivery = Delivery.STAGED
+        yield request
 
 
 def requests_for(

@@ -67,7 +67,7 @@ def view_parts(tensor: TensorInfo, parts: Sequence[Slice], start: int, stop: int
     parts = parts or [Slice(0, 0, sizes[0])]
     dim = parts[0].dim
     sizes[dim] = sum(part.stop - part.start for part in parts)
-    for box, first in _boxes(tuple(sizes), start, stop):
+    for box, first in boxes_between(tuple(sizes), start, stop):
         lengths = [high - low for low, high in box]
         target_strides = tuple(prod(lengths[axis + 1 :]) for axis in range(len(lengths)))
         position = 0
@@ -82,7 +82,7 @@ def view_parts(tensor: TensorInfo, parts: Sequence[Slice], start: int, stop: int
             position += part.stop - part.start
 
 
-def _boxes(sizes: tuple[int, ...], start: int, stop: int) -> Iterator[tuple[Box, int]]:
+def boxes_between(sizes: tuple[int, ...], start: int, stop: int) -> Iterator[tuple[Box, int]]:
     """Yield boxes that together are elements `start` to `stop`, row by row, and the number of the first one of each.
 
     At most two for each dimension: what is left of a row at both ends, and whole rows between.
@@ -96,7 +96,7 @@ def _boxes(sizes: tuple[int, ...], start: int, stop: int) -> Iterator[tuple[Box,
             start += whole * inner
             continue
         end = min(stop, (row + 1) * inner)
-        for box, first in _boxes(sizes[1:], skipped, end - row * inner):
+        for box, first in boxes_between(sizes[1:], skipped, end - row * inner):
             yield ((row, row + 1), *box), row * inner + first
         start = end
 

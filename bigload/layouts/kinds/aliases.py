@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from bigload.checkpoint.model import Checkpoint
+from bigload.checkpoint.model import AssembledTensor, Checkpoint
 from bigload.layouts.output import OutputTensor
 from bigload.planning.model.ties import find_ties
 
@@ -49,4 +49,6 @@ def _memory(tensor: OutputTensor) -> object:
     source = tensor.source
     if not source.num_bytes:
         return tensor.name
+    if isinstance(source, AssembledTensor):
+        return source.pieces, source.shape, tensor.dtype
     return source.span, source.dtype, source.shape, source.strides, tensor.dtype

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from enum import Enum
 from pathlib import Path
 
-from bigload.checkpoint.model import Span
+from bigload.checkpoint.model import Span, TensorInfo
 from bigload.layouts.output import DATA_ALIGNMENT, OutputFile, OutputTensor
 from bigload.layouts.writing.windows import DataRanges
 from bigload.machine.file_systems import file_system_of
@@ -88,14 +88,15 @@ def _copyable_ranges(tensors: Sequence[OutputTensor], at: int) -> Iterator[tuple
     """Yield ranges that are written as they are stored, and where they go; adjacent ranges are merged."""
     last: tuple[Span, int] | None = None
     for tensor in tensors:
-        span = tensor.source.span
-        is_copyable = not (tensor.is_cast or tensor.parts or tensor.source.strides is not None)
-        if last is not None and is_copyable and (last[0].file, last[0].stop) == (span.file, span.start):
+        source = tensor.source
+        is_changed = tensor.is_cast or tensor.parts
+        span = source.span if isinstance(source, TensorInfo) and not (is_changed or source.strides) else None
+        if last is not None and span is not None and (last[0].file, last[0].stop) == (span.file, span.start):
             last = Span(span.file, last[0].start, span.stop), last[1]
         else:
             if last is not None:
                 yield last
-            last = (span, at) if is_copyable else None
+            last = (span, at) if span is not None else None
         at += tensor.num_bytes
     if last is not None:
         yield last

@@ -3,7 +3,8 @@
 A window may begin and end anywhere in a tensor: in the middle of a row of columns, between two elements of a cast. So
 each request is a `Portion`: a byte range of the written form of one tensor. Reads are merged over all portions of a
 window and go straight into the window. Bytes between wanted columns go to a scratch buffer in the same system call.
-Only casts and views that are not stored row by row need torch.
+Only casts, views that are not stored row by row, and pieces of assembled tensors that have gaps between their elements
+need torch.
 """
 
 from __future__ import annotations
@@ -15,14 +16,26 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
+from operator import itemgetter
 from typing import TYPE_CHECKING
 
 from bigload.checkpoint.byte_source import ByteSource
+from bigload.checkpoint.model import AssembledTensor, TensorInfo
 from bigload.layouts.output import OutputTensor
 from bigload.layouts.writing.source_files import SourceFiles
-from bigload.loading.schedule import BLOCK_BYTES, Delivery, DTypeCast, ReadJob, ReadRequest, jobs_of, requests_for
+from bigload.loading.piece_copies import strided_copies
+from bigload.loading.schedule import (
+    BLOCK_BYTES,
+    Delivery,
+    DTypeCast,
+    ReadJob,
+    ReadRequest,
+    jobs_of,
+    requests_for,
+    requests_of_copy,
+)
 from bigload.loading.slices import StridedRange, rows_between
-from bigload.loading.strided_views import view_parts
+from bigload.loading.strided_views import boxes_between, view_parts
 from bigload.machine.activities import NO_RECORDER
 from bigload.units import MIB
 
@@ -38,7 +51,7 @@ _ARRANGED_BYTES = 8 * MIB
 class Portion:
     """Bytes `start` to `stop` of what is written of `tensor`, wanted at byte `at` of the memory to fill.
 
-    No element is cut through where the tensor is cast or is not stored row by row.
+    No element is cut through where the tensor is cast, assembled, or not stored row by row.
     """
 
     tensor: OutputTensor
@@ -49,36 +62,49 @@ class Portion:
     @property
     def is_view(self) -> bool:
         """Whether the tensor is not stored row by row."""
-        return self.tensor.source.strides is not None
-
-    @property
-    def is_computed(self) -> bool:
-        """Whether its bytes are not simply some of the source's, one row after the other."""
-        return self.is_view or self.tensor.is_cast
+        return isinstance(self.tensor.source, TensorInfo) and self.tensor.source.strides is not None
 
 
 def jobs_for(portions: Sequence[Portion]) -> Iterator[ReadJob]:
-    """Yield the reads that bring those of `portions` that are stored row by row where they are wanted.
+    """Yield the reads that bring `portions` where they are wanted, except of views.
 
     Neighbours are merged. Buffer `i` of their destinations is the memory of `portions[i]`, and begins at its `at`.
-    What is cast is `STAGED`, in blocks that stay in a cache; all else is `SCATTERED`.
+    What is cast or spread in memory is `STAGED`, in blocks that stay in a cache; all else is `SCATTERED`.
     """
     numbered = ((number, portion) for number, portion in enumerate(portions) if not portion.is_view)
-    for file, members in groupby(numbered, key=lambda member: member[1].tensor.source.span.file):
-        run = (request for number, portion in members for request in _requests_of(portion, number))
-        yield from jobs_of(file, run, BLOCK_BYTES)
+    requests = (request for number, portion in numbered for request in _requests_of(portion, number))
+    for file, members in groupby(requests, key=itemgetter(0)):
+        yield from jobs_of(file, (request for _, request in members), BLOCK_BYTES)
 
 
-def _requests_of(portion: Portion, buffer: int) -> Iterator[ReadRequest]:
+def _requests_of(portion: Portion, buffer: int) -> Iterator[tuple[str, ReadRequest]]:
+    """Yield what to read, and of which file."""
     tensor = portion.tensor
+    cast = DTypeCast(tensor.source.dtype, tensor.dtype) if tensor.is_cast else None
+    delivery = Delivery.STAGED if cast is not None else Delivery.SCATTERED
+    if isinstance(tensor.source, AssembledTensor):
+        yield from _requests_of_pieces(tensor.source, portion, buffer, cast, delivery)
+        return
     stored, wanted = tensor.source.dtype, tensor.dtype
-    cast = DTypeCast(stored, wanted) if tensor.is_cast else None
     start, stop = (edge * stored.bits // wanted.bits for edge in (portion.start, portion.stop))
     filled = 0
     for rows in _joined(rows_between(tensor.source, tensor.parts, start, stop)):
-        delivery = Delivery.STAGED if cast is not None else Delivery.SCATTERED
-        yield from requests_for(rows, buffer, filled * wanted.bits // stored.bits, cast=cast, delivery=delivery)
+        at = filled * wanted.bits // stored.bits
+        for request in requests_for(rows, buffer, at, cast=cast, delivery=delivery):
+            yield tensor.source.span.file, request
         filled += rows.num_bytes
+
+
+def _requests_of_pieces(
+    source: AssembledTensor, portion: Portion, buffer: int, cast: DTypeCast | None, delivery: Delivery
+) -> Iterator[tuple[str, ReadRequest]]:
+    written = portion.tensor.dtype.alignment
+    first, last = portion.start // written, portion.stop // written
+    for box, number in boxes_between(source.shape, first, last):
+        for copy in strided_copies(source, tuple((edges,) for edges in box)):
+            at = (number - first) * written
+            for request in requests_of_copy(copy, source.dtype, buffer, at, cast=cast, delivery=delivery):
+                yield copy.file, request
 
 
 def _joined(several: Iterable[StridedRange]) -> Iterator[StridedRange]:
@@ -127,45 +153,46 @@ class WindowReader:
             ReadError: a source could not be read to the end of what is wanted.
         """
         views = [view[portion.at : portion.at + portion.stop - portion.start] for portion in portions]
-        if any(portion.is_computed for portion in portions):
-            self._compute(views, portions)
+        jobs = list(jobs_for(portions))
+        if any(portion.is_view for portion in portions) or any(job.delivery is Delivery.STAGED for job in jobs):
+            self._compute(views, portions, jobs)
             return
-        for job in jobs_for(portions):
+        for job in jobs:
             _scatter(job, views, self._source(job))
 
     def _source(self, job: ReadJob) -> ByteSource:
         has_gaps = sum(each.num_bytes for each in job.destinations) < job.num_bytes
         return self._sources.through_cache(job.file) if has_gaps else self._sources.past_cache(job.file)
 
-    def _compute(self, views: Sequence[memoryview], portions: Sequence[Portion]) -> None:
+    def _compute(self, views: Sequence[memoryview], portions: Sequence[Portion], jobs: Sequence[ReadJob]) -> None:
         """Fill a window in which something is computed, which takes torch."""
         from bigload.loading.staging.cpu_stager import HostStager
 
         with self._lock:
             stager = self._stager = self._stager or HostStager([], NO_RECORDER)
         beyond = [0] * len(views)
-        for job in jobs_for(portions):
+        for job in jobs:
             if job.delivery is Delivery.STAGED:
                 stager.deliver_to(views, job, self._source(job), beyond=beyond)
             else:
                 _scatter(job, views, self._source(job))
         for number, portion in enumerate(portions):
-            if portion.is_view:
-                beyond[number] += self._arrange(portion, views[number], stager)
+            if isinstance(portion.tensor.source, TensorInfo) and portion.is_view:
+                beyond[number] += self._arrange(portion, portion.tensor.source, views[number], stager)
         with self._lock:
             for portion, count in zip(portions, beyond, strict=True):
                 if count:
                     self._overflows[portion.tensor.name] += count
 
-    def _arrange(self, portion: Portion, view: memoryview, stager: HostStager) -> int:
+    def _arrange(self, portion: Portion, stored: TensorInfo, view: memoryview, stager: HostStager) -> int:
         tensor = portion.tensor
-        source, cast = self._sources.past_cache(tensor.source.span.file), DTypeCast(tensor.source.dtype, tensor.dtype)
+        source, cast = self._sources.past_cache(stored.span.file), DTypeCast(stored.dtype, tensor.dtype)
         stored_bytes, wanted_bytes = cast.stored.alignment, cast.wanted.alignment
         beyond, step = 0, _ARRANGED_BYTES // stored_bytes
         first, last = portion.start // wanted_bytes, portion.stop // wanted_bytes
         for start in range(first, last, step):
             memory = view[(start - first) * wanted_bytes :]
-            for piece in view_parts(tensor.source, tensor.parts, start, min(start + step, last)):
+            for piece in view_parts(stored, tensor.parts, start, min(start + step, last)):
                 beyond += stager.arrange(piece, memory, cast, partial(_read_rows, piece.rows, source))
         return beyond
 

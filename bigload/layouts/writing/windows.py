@@ -10,7 +10,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
-from bigload.checkpoint.model import Span
+from bigload.checkpoint.model import AssembledTensor, Span
 from bigload.layouts.output import OutputFile, OutputTensor
 from bigload.layouts.writing.window_reader import Portion
 from bigload.loading.slices import StridedRange, rows_of
@@ -102,19 +102,20 @@ def windows(
 
 def _data_of(tensor: OutputTensor, extents: Extents) -> Iterator[tuple[int, int]]:
     """Yield the bytes of the written tensor that come from data."""
-    span, num_bytes = tensor.source.span, tensor.num_bytes
+    source, num_bytes = tensor.source, tensor.num_bytes
     if not num_bytes:
         return
-    found = list(extents(span))
-    if tensor.is_cast and _NEVER_ZERO in (tensor.source.dtype.name, tensor.dtype.name):
-        found = [(span.start, span.stop)]
-    if len(tensor.parts) > 1 or tensor.source.strides is not None:
+    spans = [piece.tensor.span for piece in source.pieces] if isinstance(source, AssembledTensor) else [source.span]
+    found = [found for span in spans for found in extents(span)]
+    if tensor.is_cast and _NEVER_ZERO in (source.dtype.name, tensor.dtype.name):
+        found = [(span.start, span.stop) for span in spans]
+    if isinstance(source, AssembledTensor) or len(tensor.parts) > 1 or source.strides is not None:
         # Rearranged: where there is any data, take it for everywhere.
         if found:
             yield 0, num_bytes
         return
-    rows = rows_of(tensor.source, tensor.parts[0] if tensor.parts else None)
-    stored, written = tensor.source.dtype.bits, tensor.dtype.bits
+    rows = rows_of(source, tensor.parts[0] if tensor.parts else None)
+    stored, written = source.dtype.bits, tensor.dtype.bits
     for begin, end in found:
         start, stop = _touched(rows, begin, end)
         if start < stop:

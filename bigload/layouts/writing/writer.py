@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from itertools import groupby, zip_longest
 from pathlib import Path
 
+from bigload.checkpoint.model import TensorInfo
 from bigload.errors import BigloadError, DamagedOutputError
 from bigload.layouts.choices import Verify
 from bigload.layouts.options import ReshardOptions
@@ -154,7 +155,7 @@ class Writer:
     def _copy_in_kernel(self, output: OutputFile, sink: OutputFileWriter) -> DataRanges:
         if self._kernel is KernelCopy.NOTHING:
             return DataRanges(())
-        names = {tensor.source.span.file for tensor in output.tensors}
+        names = {each.source.span.file for each in output.tensors if isinstance(each.source, TensorInfo)}
         descriptors = {name: self._sources.through_cache(name).descriptor for name in names}
         return copy_in_kernel(output, sink.descriptor, descriptors, self._kernel, block_bytes=BLOCK_BYTES)
 
