@@ -261,9 +261,9 @@ def _deliver(prepared: PreparedReshard, report: ReshardReport | None, *, as_json
         for line in view.warnings(report):
             output.say(line)
     if as_json:
-        from bigload_cli.views import documents
+        from bigload_cli.views import reshard_documents
 
-        output.print_json(documents.of_reshard(prepared, report, peak_bytes=peak))
+        output.print_json(reshard_documents.of_reshard(prepared, report, peak_bytes=peak))
     elif quiet:
         output.print_text(str(prepared.out))
     elif report is None:

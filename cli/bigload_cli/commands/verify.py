@@ -51,9 +51,9 @@ def verify(
     for warning in report.warnings:
         output.say(f"warning: {printable(str(warning))}")
     if as_json:
-        from bigload_cli.views import documents
+        from bigload_cli.views import reshard_documents
 
-        output.print_json(documents.of_verify(report, peak_bytes=peak))
+        output.print_json(reshard_documents.of_verify(report, peak_bytes=peak))
     try:
         report.check()
     except DamagedOutputError as error:

@@ -1,0 +1,82 @@
+"""JSON documents of `bigload reshard` and `bigload verify`."""
+
+from __future__ import annotations
+
+from bigload.layouts.preparation import PreparedReshard
+from bigload.layouts.reshard import ReshardReport
+from bigload.layouts.selection import recorded_options
+from bigload.layouts.verification.manifest import DIGEST, MANIFEST_FILE
+from bigload.layouts.verification.verify import FileProblem, VerifyReport
+
+
+def of_reshard(prepared: PreparedReshard, report: ReshardReport | None, *, peak_bytes: int | None) -> dict[str, object]:
+    """Return what `--json` prints; the figures of a run are null after `--dry-run`."""
+    output = prepared.output
+    devices = {} if prepared.plan is None else {use.device.folder: str(use.device) for use in prepared.plan.devices}
+    return {
+        "schema": "bigload.reshard/1.1",
+        "source": prepared.checkpoint.path,
+        "out": str(prepared.out),
+        "layout": output.layout,
+        "options": _reshard_options(prepared),
+        "num_files": len(output.files),
+        "total_bytes": prepared.num_bytes,
+        "stored_bytes": prepared.stored_bytes,
+        "free_bytes": prepared.free_bytes,
+        "files": [
+            {
+                "file": file.file,
+                "device": devices.get(file.folder),
+                "num_tensors": len(file.tensors),
+                "total_bytes": file.num_bytes,
+            }
+            for file in output.files
+        ],
+        "aliases": dict(output.aliases),
+        "links": dict(output.links),
+        "side_files": [file.name for file in prepared.side_files],
+        "documents": list(output.documents),
+        "manifest_file": MANIFEST_FILE,
+        "left_out": [] if prepared.plan is None else list(prepared.plan.left_out),
+        "notes": list(prepared.notes),
+        "kept_files": None if report is None else report.kept_files,
+        "kept_bytes": None if report is None else report.kept_bytes,
+        "written_bytes": None if report is None else report.written_bytes,
+        "run_seconds": None if report is None else report.seconds,
+        "verify": None if report is None else str(report.verify),
+        "verified": None if report is None else report.verified,
+        "overflows": None if report is None else dict(sorted(report.overflows.items())),
+        "peak_bytes": peak_bytes,
+    }
+
+
+def _reshard_options(prepared: PreparedReshard) -> dict[str, object]:
+    """Return what was asked for and shows in the bytes: every key, null where it does not apply."""
+    names = ("max_shard_bytes", "dtype", "keep_fp32", "tp", "offload_format")
+    recorded = recorded_options(prepared.options, prepared.output.layout)
+    return {name: recorded.get(name) for name in names}
+
+
+def of_verify(report: VerifyReport, *, peak_bytes: int | None) -> dict[str, object]:
+    """Return what `--json` prints, also of a folder that is not what was written."""
+    return {
+        "schema": "bigload.verify/1.0",
+        "folder": str(report.folder),
+        "ok": report.ok,
+        "level": str(report.level),
+        "digest": DIGEST,
+        "layout": report.manifest.layout,
+        "num_files": len(report.manifest.files),
+        "num_tensors": report.num_tensors,
+        "total_bytes": report.manifest.num_bytes,
+        "read_bytes": report.read_bytes,
+        "problems": [_file_problem(problem) for problem in report.problems],
+        "warnings": [_file_problem(warning) for warning in report.warnings],
+        "undigested_files": list(report.undigested),
+        "run_seconds": report.seconds,
+        "peak_bytes": peak_bytes,
+    }
+
+
+def _file_problem(problem: FileProblem) -> dict[str, object]:
+    return {key: getattr(problem, key) for key in ("code", "file", "tensor", "start", "stop", "text")}
