@@ -13,12 +13,12 @@ _IDLE_SECONDS = 5.0
 
 
 class PrefetchThread:
-    """Calls `work(block)` for each block that is put, in a thread that does not keep the streamer alive."""
+    """Calls `work(block)`, a method, for each block that is put, in a thread that does not keep its object alive."""
 
-    def __init__(self, work: weakref.WeakMethod[Callable[[Any], None]]) -> None:
-        self._work = work
+    def __init__(self, work: Callable[[Any], None]) -> None:
         self._queue: deque[Any] = deque()
-        self._changed = threading.Condition()
+        self._changed = changed = threading.Condition()
+        self._work = weakref.WeakMethod(work, lambda _: _wake(changed))
         self._thread: threading.Thread | None = None
 
     def put(self, block: object) -> None:
@@ -46,11 +46,19 @@ class PrefetchThread:
     def _run(self) -> None:
         while True:
             with self._changed:
-                if not self._changed.wait_for(lambda: self._queue, _IDLE_SECONDS):
+                if not self._changed.wait_for(lambda: self._queue or self._work() is None, _IDLE_SECONDS):
                     self._thread = None
                     return
-                block, work = self._queue.popleft(), self._work()
-            if work is None:
-                return
+                work = self._work()
+                if work is None:
+                    return
+                block = self._queue.popleft()
             work(block)
             del block, work  # which keep a model alive
+
+
+def _wake(changed: threading.Condition) -> None:
+    # Called by garbage collection, which can interrupt anything, so it may not wait. Then the thread ends when idle.
+    if changed.acquire(blocking=False):
+        changed.notify_all()
+        changed.release()
