@@ -82,8 +82,11 @@ def _names(view: CheckpointView, only: Collection[str] | None, slices: Mapping[s
 def _checked(tensor: TensorInfo | AssembledTensor, part: Slice | None) -> Slice | None:
     if part is None:
         return None
-    if isinstance(tensor, AssembledTensor) or tensor.strides is not None:
-        expected = "no part of it: it is not stored row by row, in one piece"
+    if isinstance(tensor, AssembledTensor):
+        expected = "no part of it: it is assembled from stored tensors"
+        raise OptionError.of(f"slices[{tensor.name!r}]", part, expected)
+    if tensor.strides is not None:
+        expected = f"no part of it: it is stored with the strides {list(tensor.strides)}, not row by row"
         raise OptionError.of(f"slices[{tensor.name!r}]", part, expected)
     if not isinstance(part, Slice):
         raise OptionError.of(f"slices[{tensor.name!r}]", part, "a bigload.Slice(dim, start, stop)")

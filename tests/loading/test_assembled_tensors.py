@@ -9,11 +9,14 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 import bigload
+from bigload.conversion.checkpoint_view import CheckpointView
 from bigload.conversion.conversion import Conversion, as_stored
 from bigload.conversion.recorded_tensor import RecordedTensor
+from bigload.errors import OptionError
 from bigload.loading.buffers import fill_buffers
 from bigload.loading.progress import ignore_progress
 from bigload.loading.schedule import RequestedTensor, schedule_reads
+from bigload.loading.selection import select
 from bigload.loading.settings import settings
 from bigload.loading.strategy.read_strategy import choose_strategy
 from bigload.loading.tensors import as_tensors, dtype_of
@@ -95,3 +98,12 @@ def test_each_byte_is_read_once_where_pieces_are_contiguous(matrices):
     schedule = schedule_reads(wanted)
     assert schedule.num_bytes == tensors["made"].num_bytes == 2 * math.prod(a.shape) * 4
     assert len(schedule.jobs) == 2
+
+
+def test_a_slice_of_an_assembled_tensor_is_refused(matrices):
+    checkpoint, _ = matrices
+    stored = [RecordedTensor(as_stored(checkpoint.tensors[f"{side}.torch.float32"]), torch.float32) for side in "ab"]
+    tensors = Conversion(tensors={"made": torch.stack(stored).origin}).of(checkpoint)
+    view = CheckpointView(checkpoint=checkpoint, tensors=tensors)
+    with pytest.raises(OptionError, match=r"slices\['made'\].*assembled from stored tensors"):
+        select(view, slices={"made": bigload.Slice(0, 0, 1)})
