@@ -59,12 +59,15 @@ def test_tensors_that_the_model_owns_itself_stay_on_the_main_device(tmp_path):
     assert torch.equal(model(INPUT), expected)
 
 
-def test_an_offload_folder_is_never_reused_for_other_weights(tmp_path):
+@pytest.mark.parametrize(
+    "offload", [lambda model, folder: dispatch_model(model, HALF, offload_dir=folder), disk_offload], ids=["map", "all"]
+)
+def test_an_offload_folder_is_never_reused_for_other_weights(tmp_path, offload):
     one, other = Model(seed=1), Model(seed=2)
     expected = other(INPUT)
-    dispatch_model(one, HALF, offload_dir=tmp_path)
+    offload(one, tmp_path)
     one(INPUT)
-    dispatch_model(other, HALF, offload_dir=tmp_path)
+    offload(other, tmp_path)
     assert torch.equal(other(INPUT), expected)
     with pytest.raises(ReadError):  # and the first model says so, instead of computing with the weights of the second
         one(INPUT)
