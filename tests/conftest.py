@@ -25,13 +25,18 @@ settings.register_profile("thorough", settings.get_profile("dev"), max_examples=
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci" if os.environ.get("CI") else "dev"))
 
 
+FILE = pytest.StashKey()
+
+
 def pytest_collection_finish(session):
     _freeze_what_stays()
 
 
-@pytest.hookimpl(trylast=True)
-def pytest_runtest_teardown(item, nextitem):
-    if nextitem is not None and nextitem.path != item.path:
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item):
+    """Freeze before the first test of a file: the arguments of the last one before it are gone only now."""
+    if item.path != item.session.stash.get(FILE, None):
+        item.session.stash[FILE] = item.path
         _freeze_what_stays()
 
 
