@@ -9,7 +9,6 @@ have registered counts.
 from __future__ import annotations
 
 import copy
-import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -20,10 +19,9 @@ from torch import Tensor, nn
 
 from bigload.checkpoint.model import TensorInfo
 from bigload.conversion.cache import LEAST_TENSORS, keep, key_of, read_cached
+from bigload.conversion.checks import missing_experts, several_dtypes
 from bigload.conversion.conversion import Conversion, as_stored
 from bigload.conversion.recorded_tensor import RecordedTensor
-from bigload.conversion.strided_pieces import PiecedTensor
-from bigload.units import counted
 
 
 def is_of_transformers(model: nn.Module) -> bool:
@@ -95,8 +93,8 @@ def _derived(model: nn.Module, mapping: Sequence[object], stored: Mapping[str, T
             return Conversion(tensors={}, problems=tuple(_contradictions(stored, model, expected, error)))
     found = {name: tensor.origin for name, tensor in _tensors(skeleton) if isinstance(tensor, RecordedTensor)}
     misshapen = {name: (tuple(made), tuple(shape)) for name, made, shape in info.mismatched_keys}
-    problems = [*_failed(info.conversion_errors), *_of_other_shape(misshapen), *_of_several_dtypes(found, stored)]
-    problems += _missing_experts(stored, expected)
+    problems = [*_failed(info.conversion_errors), *_of_other_shape(misshapen), *several_dtypes(found, stored)]
+    problems += missing_experts(stored, expected)
     used = {source for made in found.values() for source in made.sources}
     left = [name for name in stored if name not in used]
     names = _renamed(left, model, expected)
@@ -185,32 +183,6 @@ def _failed(errors: Mapping[str, str]) -> Iterator[str]:
 def _of_other_shape(misshapen: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]]) -> Iterator[str]:
     for name, (made, expected) in misshapen.items():
         yield f"{name} would be {list(made)}, and is {list(expected)} in the model"
-
-
-def _of_several_dtypes(made: Mapping[str, PiecedTensor], stored: Mapping[str, TensorInfo]) -> Iterator[str]:
-    for name, tensor in made.items():
-        dtypes = dict.fromkeys(stored[source].dtype.name for source in tensor.sources)
-        if len(dtypes) > 1:
-            yield f"{name} would be made of tensors of several dtypes: {', '.join(dtypes)}"
-
-
-_EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(.+)")
-
-
-def _missing_experts(stored: Mapping[str, TensorInfo], expected: Mapping[str, object]) -> Iterator[str]:
-    """Yield which experts lack which tensor, where the model has them fused: transformers would move the others up."""
-    groups: dict[str, dict[str, set[int]]] = {}
-    for name in stored:
-        found = _EXPERT.fullmatch(name)
-        if found and name not in expected:
-            groups.setdefault(found[1], {}).setdefault(found[3], set()).add(int(found[2]))
-    for prefix, tensors in groups.items():
-        known = range(max(max(numbers) for numbers in tensors.values()) + 1)
-        for suffix, numbers in tensors.items():
-            missing = [number for number in known if number not in numbers]
-            if missing:
-                listed = ", ".join(map(str, missing[:8])) + (" …" if len(missing) > 8 else "")
-                yield f"{prefix} has no {suffix} for {counted(len(missing), 'expert')}: {listed}"
 
 
 @contextmanager

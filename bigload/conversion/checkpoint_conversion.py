@@ -1,0 +1,146 @@
+"""Conversions of checkpoints to the names and forms of transformers' models, derived without torch or transformers."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+from bigload.checkpoint.model import Checkpoint, TensorInfo
+from bigload.conversion.checks import missing_experts, several_dtypes
+from bigload.conversion.conversion import Conversion, as_stored
+from bigload.conversion.model_classes import ModelClass
+from bigload.conversion.operations import Surroundings, Tensors, converted
+from bigload.conversion.rules import Rule, apply_all, natural_order
+from bigload.conversion.strided_pieces import PiecedTensor
+
+
+def conversion_of_checkpoint(checkpoint: Checkpoint) -> Conversion:
+    """Return what the tensors of the model are made of that transformers builds for a checkpoint.
+
+    Which weights the model has, and of which shapes, only the model tells: what is missing or of another shape is not
+    seen here.
+
+    Raises:
+        NamesUnknownError: the configuration does not say which class the model has, or the table does not know it.
+    """
+    return conversion_of(ModelClass.of(checkpoint.config), checkpoint.tensors)
+
+
+def conversion_of(model: ModelClass, stored: Mapping[str, TensorInfo]) -> Conversion:
+    """Return what the tensors of `model` are made of, if a checkpoint has `stored`."""
+    naming = Naming.of(model, stored)
+    tensors: dict[str, PiecedTensor] = {}
+    problems = list(naming.problems)
+    for name, gathered in naming.targets.items():
+        try:
+            made = dict(_made(name, gathered, model, stored))
+        except (ValueError, IndexError, KeyError, ZeroDivisionError) as error:
+            problems.append(f"{name} cannot be made: {error}")
+            continue
+        problems += [f"{each} would be made twice" for each in made if each in tensors]
+        tensors |= made
+    problems += several_dtypes(tensors, stored)
+    problems += missing_experts(stored, {name for name, each in naming.targets.items() if each.rule is None})
+    return Conversion(
+        tensors=tensors,
+        unexpected=tuple(name for name in stored if name in naming.unexpected),
+        ignored=tuple(name for name in stored if name in naming.ignored),
+        problems=tuple(problems),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Gathered:
+    """The stored tensors that one tensor of a model, or several by one rule, are made of: by source pattern."""
+
+    rule: Rule | None
+    sources: dict[str, list[str]] = field(default_factory=dict)
+
+    def names_made(self, name: str) -> tuple[str, ...]:
+        """Return the names of all that is made, of which `name` is the first."""
+        if self.rule is None or len(self.rule.targets) == 1:
+            return (name,)
+        before, _, after = name.partition(self.rule.targets[0])
+        return tuple(f"{before}{target}{after}" for target in self.rule.targets)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Naming:
+    """Which stored tensors go where, before any operation.
+
+    Attributes:
+        targets: By the name in the model; of those that one rule makes of the same tensors, by the first name.
+        unexpected: Stored tensors that the model has no place for.
+        ignored: Those among the rest that do not matter to the class.
+        problems: Where stored tensors contradict each other, a sentence each.
+    """
+
+    targets: Mapping[str, Gathered]
+    unexpected: frozenset[str]
+    ignored: frozenset[str]
+    problems: tuple[str, ...]
+
+    @classmethod
+    def of(cls, model: ModelClass, stored: Iterable[str]) -> Naming:
+        """Return the naming of tensors of these names."""
+        # Of converters with a source pattern in common, transformers takes the last.
+        by_source = {source: rule for rule in model.rules if rule.kind == "convert" for source in rule.sources}
+        targets: dict[str, Gathered] = {}
+        unexpected: set[str] = set()
+        ignored: set[str] = set()
+        problems: list[str] = []
+        started: set[Rule] = set()
+        for name in sorted(stored, key=natural_order):
+            new, source = new_name(model, name, started)
+            rule = None if source is None else by_source[source]
+            if not (model.has(new) and model.builds(new)) or (model.ignored and model.ignored.search(new)):
+                (ignored if model.ignored and model.ignored.search(new) else unexpected).add(name)
+                continue
+            gathered = targets.setdefault(new, Gathered(rule))
+            if (gathered.rule is None) != (rule is None):
+                problems.append(
+                    f"{name} and another stored tensor would both become {new}: names of two versions are mixed"
+                )
+            elif rule is None and gathered.sources:
+                problems.append(f"{name} and another stored tensor would both become {new}")
+            else:
+                gathered.sources.setdefault(source or name, []).append(name)
+        return cls(
+            targets=targets, unexpected=frozenset(unexpected), ignored=frozenset(ignored), problems=tuple(problems)
+        )
+
+
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
+
+
+def new_name(model: ModelClass, name: str, started: set[Rule]) -> tuple[str, str | None]:
+    """Return the name of a stored tensor in the model, and the source pattern of the converter that matches it."""
+    new, source = apply_all(model.rules, name, started)
+    if new != name and model.final and _NUMBER.sub("*", name) in model.final:
+        new, source = name, None
+    if model.prefix and not model.has(new):
+        if new.startswith(model.prefix) and model.has(new[len(model.prefix) + 1 :]):
+            new = new[len(model.prefix) + 1 :]
+        elif model.has(f"{model.prefix}.{new}"):
+            new = f"{model.prefix}.{new}"
+    return new, source
+
+
+def _made(
+    name: str, gathered: Gathered, model: ModelClass, stored: Mapping[str, TensorInfo]
+) -> Iterator[tuple[str, PiecedTensor]]:
+    """Yield the tensors that are made of those gathered under `name`, with their names."""
+    tensors: Tensors = {
+        source: [as_stored(stored[each]) for each in names] for source, names in gathered.sources.items()
+    }
+    if gathered.rule is None:
+        ((_, (only,)),) = ((source, each) for source, each in tensors.items() if isinstance(each, list))
+        yield name, only
+        return
+    made = converted(tensors, Surroundings(rule=gathered.rule, size=model.size))
+    whole = name.replace("*.", "0.")
+    key = next((target for target in made if target in whole), None)
+    before, _, after = whole.partition(key) if key is not None else ("", "", "")
+    for target, tensor in made.items():
+        yield f"{before}{target}{after}", tensor if isinstance(tensor, PiecedTensor) else tensor[0]

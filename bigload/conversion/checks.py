@@ -1,0 +1,37 @@
+"""What stored tensors that are fused have in common, whoever derives the conversion."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Container, Iterable, Iterator, Mapping
+
+from bigload.checkpoint.model import TensorInfo
+from bigload.conversion.strided_pieces import PiecedTensor
+from bigload.units import counted
+
+
+def several_dtypes(made: Mapping[str, PiecedTensor], stored: Mapping[str, TensorInfo]) -> Iterator[str]:
+    """Yield which tensors would be made of stored ones of several dtypes."""
+    for name, tensor in made.items():
+        dtypes = dict.fromkeys(stored[source].dtype.name for source in tensor.sources)
+        if len(dtypes) > 1:
+            yield f"{name} would be made of tensors of several dtypes: {', '.join(dtypes)}"
+
+
+_EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(.+)")
+
+
+def missing_experts(stored: Iterable[str], expected: Container[str]) -> Iterator[str]:
+    """Yield which experts lack which tensor, where the model has them fused: transformers would move the others up."""
+    groups: dict[str, dict[str, set[int]]] = {}
+    for name in stored:
+        found = _EXPERT.fullmatch(name)
+        if found and name not in expected:
+            groups.setdefault(found[1], {}).setdefault(found[3], set()).add(int(found[2]))
+    for prefix, tensors in groups.items():
+        known = range(max(max(numbers) for numbers in tensors.values()) + 1)
+        for suffix, numbers in tensors.items():
+            missing = [number for number in known if number not in numbers]
+            if missing:
+                listed = ", ".join(map(str, missing[:8])) + (" …" if len(missing) > 8 else "")
+                yield f"{prefix} has no {suffix} for {counted(len(missing), 'expert')}: {listed}"
