@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from bigload.checkpoint.model import AssembledTensor, Checkpoint, TensorInfo
@@ -29,6 +29,11 @@ class CheckpointView:
     def sources(self, name: str) -> tuple[str, ...]:
         """Return the names of the stored tensors that the tensor `name` is made of."""
         return (name,) if self.conversion is None else self.conversion.tensors[name].sources
+
+    def stored(self, name: str) -> TensorInfo | None:
+        """Return the stored tensor that the tensor `name` is; `None` if it is made of several, or a part of one."""
+        stored, tensor = self.checkpoint.tensors[self.sources(name)[0]], self.tensors[name]
+        return stored if replace(stored, name=name) == tensor else None
 
     @property
     def unexpected(self) -> tuple[str, ...]:

@@ -103,8 +103,7 @@ def load(
     from bigload.loading.absent_weights import LOAD_OR_DISPATCH, NOT_LOADED, mark_absent
     from bigload.loading.assign import assign
     from bigload.loading.legacy_torch import as_checkpoint
-    from bigload.loading.staging.accelerators import check_present
-    from bigload.loading.tensors import check_dtypes, parsed_dtype
+    from bigload.loading.tensors import parsed_dtype
 
     recorder = Recorder(is_tracing=trace)
     chosen, wanted_dtype = settings(threads, method, max_inflight), parsed_dtype(dtype)
@@ -121,9 +120,7 @@ def load(
         unexpected = view.unexpected if only is None else ()
         assignments = _matched(view, into, selection, unexpected, strict=strict)
         selection = selection.of({assignment.tensor_name for assignment in assignments})
-    check_dtypes(selection.wanted)
-    for name in selection.devices:
-        check_present(name)
+    _check_loadable(selection)
     if whole is None:
         tensors, report = _read(
             opened, selection, chosen, open_source, recorder, populate=populate, on_progress=on_progress
@@ -135,6 +132,24 @@ def load(
             assign(into, assignments, tensors)
             mark_absent(into, reason=NOT_LOADED, hint=LOAD_OR_DISPATCH)
     return LoadedTensors(tensors, replace(report, seconds=recorder.seconds, activities=recorder.activities()))
+
+
+@memory_errors("the checkpoint")
+def load_selected(checkpoint: Checkpoint, selection: Selection) -> dict[str, torch.Tensor]:
+    """Bring the tensors of `selection`, which `checkpoint` has, into memory as `load` does, and return them by name."""
+    _check_loadable(selection)
+    recorder = Recorder(is_tracing=False)
+    tensors, _ = _read(checkpoint, selection, settings(), None, recorder, populate=True, on_progress=ignore_progress)
+    return tensors
+
+
+def _check_loadable(selection: Selection) -> None:
+    from bigload.loading.staging.accelerators import check_present
+    from bigload.loading.tensors import check_dtypes
+
+    check_dtypes(selection.wanted)
+    for name in selection.devices:
+        check_present(name)
 
 
 def _matched(

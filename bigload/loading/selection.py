@@ -11,7 +11,7 @@ from bigload.devices import DISK, Device
 from bigload.dtypes import DType
 from bigload.errors import DeviceMapError, OptionError, UnknownTensorError
 from bigload.loading.schedule import CPU, RequestedTensor
-from bigload.loading.slices import Slice, rows_of
+from bigload.loading.slices import Slice, cut_out, rows_of
 from bigload.planning.load_dtype import loaded_dtype
 from bigload.planning.plan import Plan
 from bigload.planning.plan_file import check_plan
@@ -62,10 +62,9 @@ def select(
     devices = dict(_devices(view, names, device))
     wanted = []
     for name, target in devices.items():
-        tensor = view.tensors[name]
         if target != str(DISK):
+            tensor, part = _part_of(view.tensors[name], (slices or {}).get(name))
             loaded = loaded_dtype(name, tensor.dtype, dtype)
-            part = _checked(tensor, (slices or {}).get(name))
             wanted.append(RequestedTensor(tensor=tensor, dtype=loaded, part=part, device=target))
     left_on_disk = tuple(name for name, target in devices.items() if target == str(DISK))
     return Selection(wanted=tuple(wanted), left_on_disk=left_on_disk)
@@ -79,22 +78,24 @@ def _names(view: CheckpointView, only: Collection[str] | None, slices: Mapping[s
     return names
 
 
-def _checked(tensor: TensorInfo | AssembledTensor, part: Slice | None) -> Slice | None:
+def _part_of(
+    tensor: TensorInfo | AssembledTensor, part: Slice | None
+) -> tuple[TensorInfo | AssembledTensor, Slice | None]:
+    """Return the tensor to read and which part of it, checked; of an assembled one, that part as a tensor."""
     if part is None:
-        return None
-    if isinstance(tensor, AssembledTensor):
-        expected = "no part of it: it is assembled from stored tensors"
-        raise OptionError.of(f"slices[{tensor.name!r}]", part, expected)
-    if tensor.strides is not None:
+        return tensor, None
+    if isinstance(tensor, TensorInfo) and tensor.strides is not None:
         expected = f"no part of it: it is stored with the strides {list(tensor.strides)}, not row by row"
         raise OptionError.of(f"slices[{tensor.name!r}]", part, expected)
     if not isinstance(part, Slice):
         raise OptionError.of(f"slices[{tensor.name!r}]", part, "a bigload.Slice(dim, start, stop)")
     try:
+        if isinstance(tensor, AssembledTensor):
+            return cut_out(tensor, part), None
         rows_of(tensor, part)
     except ValueError as error:
         raise OptionError.of(f"slices[{tensor.name!r}]", part, f"a part that the tensor has ({error})") from None
-    return part
+    return tensor, part
 
 
 def _devices(

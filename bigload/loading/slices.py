@@ -7,10 +7,10 @@ So is a part along any dimension of any tensor, with the dimensions before it ta
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
-from bigload.checkpoint.model import TensorInfo
+from bigload.checkpoint.model import AssembledTensor, Piece, Span, TensorInfo
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class StridedRange:
             start += length * (whole or 1)
 
 
-def sliced_shape(tensor: TensorInfo, part: Slice | None) -> tuple[int, ...]:
+def sliced_shape(tensor: TensorInfo | AssembledTensor, part: Slice | None) -> tuple[int, ...]:
     """Return the shape of `part` of `tensor`; of all of it when `part` is `None`.
 
     Raises:
@@ -113,3 +113,34 @@ def rows_between(tensor: TensorInfo, parts: Sequence[Slice], start: int, stop: i
             if begin < end:
                 yield StridedRange(first + row * stride + begin - position, end - begin, 1, end - begin)
             position += length
+
+
+def cut_out(tensor: AssembledTensor, part: Slice) -> AssembledTensor:
+    """Return `part` of `tensor`, made of what its pieces have of it.
+
+    Raises:
+        ValueError: there is no such part.
+    """
+    shape = sliced_shape(tensor, part)
+    cuts = [cut for piece in tensor.pieces if (cut := _cut_piece(piece, part)) is not None]
+    if not cuts:  # nothing is left; as with a tensor that has no elements, a piece says of which file
+        whole = tensor.pieces[0].tensor
+        span = replace(whole.span, stop=whole.span.start)
+        cuts = [Piece((0,) * len(shape), replace(whole, shape=shape, span=span, strides=None))]
+    return replace(tensor, shape=shape, pieces=tuple(cuts))
+
+
+def _cut_piece(piece: Piece, part: Slice) -> Piece | None:
+    dim, stored = part.dim, piece.tensor
+    first = max(part.start, piece.start[dim])
+    size = min(part.stop, piece.start[dim] + stored.shape[dim]) - first
+    if size <= 0:
+        return None
+    shape = (*stored.shape[:dim], size, *stored.shape[dim + 1 :])
+    strides = stored.strides or tuple(prod(stored.shape[inner + 1 :]) for inner in range(len(shape)))
+    reach = 1 + sum((length - 1) * stride for length, stride in zip(shape, strides, strict=True))
+    begin = stored.span.start + (first - piece.start[dim]) * strides[dim] * stored.dtype.alignment
+    span = Span(stored.span.file, begin, begin + reach * stored.dtype.alignment)
+    is_by_row = stored.strides is None and dim == 0
+    cut = replace(stored, shape=shape, span=span, strides=None if is_by_row else strides)
+    return Piece((*piece.start[:dim], first - part.start, *piece.start[dim + 1 :]), cut)

@@ -12,8 +12,8 @@ import bigload
 from bigload.conversion.checkpoint_view import CheckpointView
 from bigload.conversion.conversion import Conversion, as_stored
 from bigload.conversion.recorded_tensor import RecordedTensor
-from bigload.errors import OptionError
 from bigload.loading.buffers import fill_buffers
+from bigload.loading.load import load_selected
 from bigload.loading.progress import ignore_progress
 from bigload.loading.schedule import RequestedTensor, schedule_reads
 from bigload.loading.selection import select
@@ -100,10 +100,17 @@ def test_each_byte_is_read_once_where_pieces_are_contiguous(matrices):
     assert len(schedule.jobs) == 2
 
 
-def test_a_slice_of_an_assembled_tensor_is_refused(matrices):
-    checkpoint, _ = matrices
+@given(st.data())
+def test_a_slice_is_made_of_what_the_pieces_have_of_it(matrices, data):
+    checkpoint, values = matrices
+    kind = data.draw(st.sampled_from(list(MOVES)))
     stored = [RecordedTensor(as_stored(checkpoint.tensors[f"{side}.torch.float32"]), torch.float32) for side in "ab"]
-    tensors = Conversion(tensors={"made": torch.stack(stored).origin}).of(checkpoint)
-    view = CheckpointView(checkpoint=checkpoint, tensors=tensors)
-    with pytest.raises(OptionError, match=r"slices\['made'\].*assembled from stored tensors"):
-        select(view, slices={"made": bigload.Slice(0, 0, 1)})
+    conversion = Conversion(tensors={"made": MOVES[kind](*stored).origin})
+    view = CheckpointView(checkpoint=checkpoint, tensors=conversion.of(checkpoint), conversion=conversion)
+    expected = MOVES[kind](*values["torch.float32"])
+    dim = data.draw(st.integers(0, expected.dim() - 1))
+    start = data.draw(st.integers(0, expected.shape[dim]))
+    stop = data.draw(st.integers(start, expected.shape[dim]))
+    selection = select(view, slices={"made": bigload.Slice(dim, start, stop)})
+    found = load_selected(checkpoint, selection)["made"]
+    assert torch.equal(found, expected.narrow(dim, start, stop - start))

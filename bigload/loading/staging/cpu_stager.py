@@ -138,10 +138,8 @@ def _deliver_spread(
     stored, wanted = spread_dtypes(destination, spread)
     values = rows.clone(memory_format=torch.contiguous_format).view(stored)
     written = target[: target.numel() // wanted.itemsize * wanted.itemsize].view(wanted)
-    strides = spread.row_stride, spread.step
-    return _cast(
-        values, written.as_strided(values.shape, strides, destination.start // wanted.itemsize), blocks, counts=counts
-    )
+    strides, first = (spread.row_stride, spread.step), written.storage_offset() + destination.start // wanted.itemsize
+    return _cast(values, written.as_strided(values.shape, strides, first), blocks, counts=counts)
 
 
 def _cast(values: torch.Tensor, target: torch.Tensor, blocks: _Blocks, *, counts: bool) -> int:

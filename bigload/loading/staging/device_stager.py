@@ -69,10 +69,11 @@ class DeviceStager:
         stored, wanted = spread_dtypes(destination, spread)
         whole = memory[: memory.numel() // wanted.itemsize * wanted.itemsize].view(wanted)
         shape = destination.rows, destination.row_bytes // stored.itemsize
+        first = whole.storage_offset() + destination.start // wanted.itemsize  # several buffers may be one allocation
         self._transfers.send_rows(
             block,
             destination.source,
-            whole.as_strided(shape, (spread.row_stride, spread.step), destination.start // wanted.itemsize),
+            whole.as_strided(shape, (spread.row_stride, spread.step), first),
             num_rows=destination.rows,
             row_bytes=destination.row_bytes,
             stride_bytes=destination.stride,

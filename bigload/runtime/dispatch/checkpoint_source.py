@@ -8,19 +8,20 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
+from torch import nn
 
-from bigload.checkpoint.model import Checkpoint, TensorInfo
+from bigload.checkpoint.model import AssembledTensor, Checkpoint, TensorInfo
+from bigload.conversion.checkpoint_view import CheckpointView, view_for
 from bigload.dtypes import DType
 from bigload.errors import InvalidCheckpointError, LegacyPickleError, Problem
 from bigload.layouts.kinds.device_folders import PLAN_FILE
-from bigload.loading.legacy_torch import as_checkpoint, load_legacy
-from bigload.loading.load import load
+from bigload.loading.legacy_torch import as_checkpoint, as_requested, load_legacy, tensor_of
+from bigload.loading.load import load_selected
+from bigload.loading.selection import select
 from bigload.loading.slices import Slice
-from bigload.loading.tensors import torch_dtype
-from bigload.planning.load_dtype import as_dtype
+from bigload.planning import load_dtype
 from bigload.planning.plan import Plan
 from bigload.planning.plan_file import is_plan, open_planned, read_plan
-from bigload.runtime.device_map.blocks import DeviceMap
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,21 +29,20 @@ class CheckpointSource:
     """An opened checkpoint, and what came with it.
 
     Attributes:
-        device_map: Of the plan.
-        dtype: What the plan counted with.
+        view: Its tensors, by the names that they are loaded by.
+        plan: The plan that named the checkpoint.
         legacy: The tensors of torch files in the old form.
     """
 
-    checkpoint: Checkpoint
-    device_map: DeviceMap | None = None
-    dtype: DType | None = None
+    view: CheckpointView
+    plan: Plan | None = None
     legacy: Mapping[str, torch.Tensor] | None = None
 
     @classmethod
     def open(cls, what: str | os.PathLike[str] | Checkpoint | Plan) -> CheckpointSource:
         """Open a checkpoint, a plan or a resharded folder; see `load_checkpoint_in_model`."""
         if isinstance(what, Checkpoint):
-            return cls(checkpoint=_for_torch(what))
+            return cls(view=CheckpointView.of(_for_torch(what)))
         plan = what if isinstance(what, Plan) else _plan_at(Path(what))
         path = plan.checkpoint_path if plan is not None else what
         assert not isinstance(path, Plan), "its path was taken"
@@ -50,34 +50,47 @@ class CheckpointSource:
             opened = _for_torch(open_planned(plan, Path(path) if isinstance(path, os.PathLike) else path))
         except LegacyPickleError as error:
             whole = load_legacy(error.paths)
-            return cls(checkpoint=as_checkpoint(str(error.path), whole), legacy=whole)
+            return cls(view=CheckpointView.of(as_checkpoint(str(error.path), whole)), legacy=whole)
         if plan is None:
-            return cls(checkpoint=opened)
+            return cls(view=CheckpointView.of(opened))
         kept = {name: tensor for name, tensor in opened.tensors.items() if not plan.leaves_out(name)}
-        planned = replace(opened, tensors=kept)
-        return cls(checkpoint=planned, device_map=plan.device_map, dtype=plan.options.workload.load_dtype)
+        return cls(view=CheckpointView.of(replace(opened, tensors=kept)), plan=plan)
+
+    def for_model(self, model: nn.Module) -> CheckpointSource:
+        """Return the source with the tensors of `model` that the checkpoint makes, by their names there."""
+        return replace(self, view=view_for(model, self.checkpoint))
 
     @property
-    def tensors(self) -> Mapping[str, TensorInfo]:
-        """What the checkpoint holds."""
-        return self.checkpoint.tensors
+    def checkpoint(self) -> Checkpoint:
+        """What was opened, without what a plan leaves out."""
+        return self.view.checkpoint
+
+    @property
+    def tensors(self) -> Mapping[str, TensorInfo | AssembledTensor]:
+        """What can be loaded."""
+        return self.view.tensors
+
+    @property
+    def dtype(self) -> DType | None:
+        """What the plan counted with."""
+        return None if self.plan is None else self.plan.options.workload.load_dtype
 
     def load(
         self, places: Mapping[str, torch.device], dtype: DType | None, slices: Mapping[str, Slice] | None = None
     ) -> dict[str, torch.Tensor]:
         """Return the tensors that `places` names, on the devices that it says."""
+        selection = select(self.view, only=list(places), device=places, dtype=dtype, slices=slices)
         if self.legacy is None:
-            wanted = None if dtype is None else torch_dtype(dtype)
-            return dict(load(self.checkpoint, only=list(places), device=places, dtype=wanted, slices=slices))
+            return load_selected(self.checkpoint, selection)
         return {
-            name: self.legacy[name].to(device, torch_dtype(loaded_dtype(self.tensors[name], dtype)))
-            for name, device in places.items()
+            want.name: as_requested(want, tensor_of(self.view, want.name, self.legacy)) for want in selection.wanted
         }
 
     def can_slice(self, name: str) -> bool:
         """Return whether rows of a tensor can be loaded by themselves."""
         tensor = self.tensors[name]
-        return self.legacy is None and tensor.strides is None and bool(tensor.shape) and tensor.dtype.bits >= 8
+        is_by_row = isinstance(tensor, AssembledTensor) or (tensor.strides is None and tensor.dtype.bits >= 8)
+        return self.legacy is None and is_by_row and bool(tensor.shape)
 
 
 def _plan_at(path: Path) -> Plan | None:
@@ -112,6 +125,6 @@ def _for_torch(checkpoint: Checkpoint) -> Checkpoint:
     return checkpoint
 
 
-def loaded_dtype(tensor: TensorInfo, dtype: DType | None) -> DType:
+def loaded_dtype(tensor: TensorInfo | AssembledTensor, dtype: DType | None) -> DType:
     """Return what `tensor` becomes if plain floating-point tensors are to be of `dtype`."""
-    return tensor.dtype if dtype is None else as_dtype(tensor, dtype).dtype
+    return load_dtype.loaded_dtype(tensor.name, tensor.dtype, dtype)

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from bigload.conversion.transformers_models import is_of_transformers
 from bigload.errors import DispatchedModelError
 from bigload.planning.plan import Plan
 from bigload.runtime.device_map.checks import check_devices_present
@@ -87,7 +88,8 @@ def dispatch(
             _hide_from_loading(model, made)
             load_planned(model, made, options, dtype=dtype, strict=strict)
         else:
-            placed = map_for(model, made)
+            view = CheckpointSource.open(made).for_model(model).view if is_of_transformers(model) else None
+            placed = map_for(model, made, view)
             check_devices_present(placed)
             in_memory = {name: "cpu" if device == "disk" else device for name, device in placed.items()}
             dispatch_loaded(model, in_memory, {}, options)
@@ -105,7 +107,7 @@ def _hide_from_loading(model: nn.Module, plan: Plan) -> None:
     valued = [slots for slots in shared_tensors(model, recurse=True) if not slots[0].tensor.is_meta]
     persistent = [slots for slots in valued if any(slot.is_persistent for slot in slots)]
     if persistent:
-        stored = CheckpointSource.open(plan).tensors
+        stored = CheckpointSource.open(plan).for_model(model).tensors
         for slots in persistent:
             if any(slot.name in stored for slot in slots):
                 tensor = slots[0].tensor

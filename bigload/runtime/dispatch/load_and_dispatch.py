@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from bigload.checkpoint.source import open_checkpoint
+from bigload.conversion.checkpoint_view import CheckpointView
 from bigload.errors import CheckpointError, LegacyPickleError, OptionError
 from bigload.layouts.kinds.device_folders import PLAN_FILE
 from bigload.loading.memory_errors import memory_errors
@@ -21,12 +22,11 @@ from bigload.runtime.device_map.auto_device_map import infer_auto_device_map
 from bigload.runtime.device_map.blocks import DeviceMap
 from bigload.runtime.device_map.checks import check_device_map
 from bigload.runtime.device_map.device_memory import MaxMemoryLike, get_balanced_memory
-from bigload.runtime.device_map.tied_parameters import find_tied_parameters
 from bigload.runtime.dispatch.dispatch import DispatchOptions, dispatch_loaded, no_offload_folder
 from bigload.runtime.dispatch.load_checkpoint import load_matched
 from bigload.runtime.dispatch.name_matching import matched
+from bigload.runtime.dispatch.planned_map import planned_map
 from bigload.runtime.dispatch.supplied_weights import check_supplied
-from bigload.runtime.modules.module_names import prefixes
 from bigload.runtime.modules.module_tensors import DeviceLike
 from bigload.runtime.offload.offload_writer import StrPath
 from bigload.runtime.streaming.streaming_limits import StreamOptions
@@ -171,7 +171,7 @@ def load_planned(
 ) -> nn.Module:
     """Do what `load_and_dispatch` does, with a plan that was read."""
     found = matched(model, plan, strict=strict, is_complete=True)  # before the map, of which a mismatch says less
-    placed = map_for(model, plan)
+    placed = map_for(model, plan, found.source.view)
     on_disk = load_matched(model, found, device_map=placed, dtype=dtype, offload_buffers=options.offload_buffers)
     return dispatch_loaded(model, placed, on_disk, options)
 
@@ -188,13 +188,13 @@ def opened_plan(plan: Plan | StrPath) -> Plan:
     return read_plan(path / PLAN_FILE if path.is_dir() else path)
 
 
-def map_for(model: nn.Module, plan: Plan) -> dict[str, DeviceLike]:
-    """Return the device map that `plan` is for `model`.
+def map_for(model: nn.Module, plan: Plan, view: CheckpointView | None) -> dict[str, DeviceLike]:
+    """Return the device map that `plan` is for `model`; see `planned_map` for `view`.
 
     Raises:
-        DeviceMapError: it does not cover the model.
+        DeviceMapError: it does not cover the model; or see `planned_map`.
     """
-    placed = _with_ties(model, replace(plan, renamed=None).device_map)
+    placed = planned_map(model, plan, view)
     check_device_map(model, placed)
     return placed
 
@@ -238,14 +238,3 @@ def _check_readable_in_place(checkpoint: StrPath, device_map: DeviceMap) -> None
         raise no_offload_folder("offload_folder", on_disk, reason=error.message) from error
     except CheckpointError:
         return  # a plan, or something that loading says better
-
-
-def _with_ties(model: nn.Module, device_map: DeviceMap) -> dict[str, DeviceLike]:
-    """Return `device_map` with devices for tied names that are not in the checkpoint: those of the stored ones."""
-    placed = dict(device_map)
-    for group in find_tied_parameters(model):
-        known = {name: [prefix for prefix in prefixes(name) if prefix in placed] for name in group}
-        device = next((placed[found[-1]] for found in known.values() if found), None)
-        if device is not None:
-            placed.update((name.rpartition(".")[0], device) for name, found in known.items() if not found)
-    return placed

@@ -18,14 +18,13 @@ from functools import partial
 import torch
 from torch import nn
 
-from bigload.checkpoint.model import Checkpoint, TensorInfo
+from bigload.checkpoint.model import AssembledTensor, Checkpoint, TensorInfo
 from bigload.dtypes import DType
 from bigload.errors import OptionError
 from bigload.loading.absent_weights import LOAD_OR_DISPATCH, NOT_LOADED, mark_absent
 from bigload.loading.assign import Assignment, tensor_named
 from bigload.loading.memory_errors import memory_errors
 from bigload.loading.tensors import dtype_of, parsed_dtype, torch_dtype
-from bigload.planning.load_dtype import as_dtype
 from bigload.planning.plan import Plan
 from bigload.runtime.device_map.blocks import DeviceMap, device_of, is_covered, resolved_device
 from bigload.runtime.device_map.checks import check_devices_present
@@ -42,6 +41,7 @@ from bigload.runtime.dispatch.module_filling import (
     set_by_torch,
 )
 from bigload.runtime.dispatch.name_matching import MatchedCheckpoint, matched
+from bigload.runtime.dispatch.planned_map import planned_map
 from bigload.runtime.offload.offload_writer import StrPath, offload_writer
 from bigload.runtime.offload.offloaded_weights_loader import OffloadedWeightsLoader
 from bigload.runtime.offload.stored_weights import StoredWeights
@@ -157,7 +157,8 @@ def load_matched(
 ) -> Mapping[str, torch.Tensor]:
     """Do what `load_checkpoint_in_model` does, with what was found to correspond."""
     source, comparison = found.source, found.comparison
-    device_map = source.device_map if device_map is None else device_map
+    if device_map is None and source.plan is not None:
+        device_map = planned_map(model, source.plan, source.view)
     if device_map is None and (broadcast_from_rank0 or is_distributed(model)):
         names = [assignment.tensor_name for assignment in comparison.assignments]
         set_by_torch(model, source, names, full=full_state_dict, is_broadcast=broadcast_from_rank0)
@@ -189,7 +190,7 @@ class _PlacementRules:
     kept_whole: tuple[str, ...]
     offload_buffers: bool
 
-    def place(self, assignment: Assignment, tensor: TensorInfo) -> PlacedTensor:
+    def place(self, assignment: Assignment, tensor: TensorInfo | AssembledTensor) -> PlacedTensor:
         old = tensor_named(self.model, assignment.places[0])
         device = self._device(assignment, old)
         dtype = self._dtype(assignment, tensor, old)
@@ -203,7 +204,7 @@ class _PlacementRules:
             device=device,
             cast=cast,
             dtype=kind,
-            num_bytes=tensor.num_bytes if cast is None else as_dtype(tensor, cast).num_bytes,
+            num_bytes=tensor.num_bytes if cast is None else tensor.num_bytes * cast.bits // tensor.dtype.bits,
             is_fresh=old.is_meta,
             stays=stays,
         )
@@ -221,7 +222,7 @@ class _PlacementRules:
         is_buffer = not isinstance(old, nn.Parameter)
         return _CPU if device is None and is_buffer and not self.offload_buffers else device
 
-    def _dtype(self, assignment: Assignment, tensor: TensorInfo, old: torch.Tensor) -> DType:
+    def _dtype(self, assignment: Assignment, tensor: TensorInfo | AssembledTensor, old: torch.Tensor) -> DType:
         if self.dtype is not None:
             is_kept = self.dtype.name == "F16" and any(map(self._is_kept_whole, assignment.places))
             return loaded_dtype(tensor, parsed_dtype("float32") if is_kept else self.dtype)
@@ -229,7 +230,7 @@ class _PlacementRules:
             return tensor.dtype
         return loaded_dtype(tensor, dtype_of(old.dtype))
 
-    def _is_as_in_model(self, tensor: TensorInfo, old: torch.Tensor) -> bool:
+    def _is_as_in_model(self, tensor: TensorInfo | AssembledTensor, old: torch.Tensor) -> bool:
         """Return whether the model decides on the dtype: if nobody else does, and torch has a cast that keeps values.
 
         Other than on the way, where only plain floats are cast, this is about integers and quantised weights, too.
@@ -267,7 +268,7 @@ def _offload(
         raise OptionError.of("offload_folder", folder, expected)
     else:
         names = {place: each.name for each in placed for place in each.places}
-        on_disk = RenamedWeights(StoredWeights(source.checkpoint), names, dtypes)
+        on_disk = RenamedWeights(StoredWeights(source.view), names, dtypes)
     for each in placed:
         first = each.places[0]
         form = torch.empty_like(tensor_named(model, first), device="meta", dtype=dtypes[first])

@@ -6,12 +6,12 @@ import logging
 import os
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import nn
 
 from bigload.checkpoint.model import Checkpoint
-from bigload.errors import StateDictMismatchError, abridged
+from bigload.errors import abridged
 from bigload.loading.assign import Comparison, compare, tensor_named
 from bigload.planning.plan import Plan
 from bigload.runtime.dispatch.checkpoint_source import CheckpointSource
@@ -38,7 +38,8 @@ def matched(
 ) -> MatchedCheckpoint:
     """Open `checkpoint` and return what of it goes where in `model`. Nothing is read but headers.
 
-    What does not correspond is logged, if it is not refused. Shapes have to be equal in any case, as for torch.
+    What does not correspond is logged, if it is not refused. Shapes have to be equal in any case, as for torch. For
+    models of transformers the checkpoint is taken as what the installed version makes of it.
 
     Args:
         model: What is to be filled.
@@ -50,20 +51,17 @@ def matched(
         CheckpointError: the checkpoint cannot be opened.
         StateDictMismatchError: as said above.
     """
-    source = CheckpointSource.open(checkpoint)
+    source = CheckpointSource.open(checkpoint).for_model(model)
     found = compare(model, source.tensors)
+    found = replace(
+        found, unexpected=(*found.unexpected, *source.view.unexpected), problems=tuple(source.view.problems)
+    )
     without_values = is_complete and any(tensor_named(model, name).is_meta for name in found.missing)
-    if found.misshapen or without_values or (strict and (found.missing or found.unexpected)):
+    if found.misshapen or found.problems or without_values or (strict and not found.is_exact):
         hint = _likely_reason(found.missing, found.unexpected) or "strict=False loads what does match"
-        if found.misshapen:
+        if found.misshapen or found.problems:
             hint = "make the model by the config of this checkpoint"
-        raise StateDictMismatchError(
-            type(model).__name__,
-            missing=found.missing,
-            unexpected=found.unexpected,
-            misshapen=found.misshapen,
-            hint=f"{hint}; nothing was assigned",
-        )
+        raise found.error(type(model).__name__, hint=f"{hint}; nothing was assigned")
     _log(type(model).__name__, source, found)
     return MatchedCheckpoint(source=source, comparison=found)
 
@@ -86,17 +84,12 @@ def _likely_reason(missing: Sequence[str], unexpected: Sequence[str]) -> str | N
             f"the names differ by the prefix {prefix!r}: one of both is a base model without head. Make the model by "
             "the class that saved the checkpoint (see architectures in config.json)"
         )
-    from_pretrained = (
-        "its from_pretrained(folder, device_map=...) converts them while loading, and takes a plan's device_map"
-    )
+    advice = "the classes of transformers 5 say what they make of such files, and bigload loads them so"
     if any(_EXPERT.search(name) for name in missing) != any(_EXPERT.search(name) for name in unexpected):
-        reason = "of checkpoint and model one has experts one by one, the other has them fused, as in transformers 5"
-        return f"{reason}; {from_pretrained}"
+        reason = "of checkpoint and model one has experts one by one, the other has them fused"
+        return f"{reason}; {advice}"
     if missing and unexpected:
-        return (
-            "names were renamed, or tensors fused or split, since the checkpoint was saved, as transformers 5 does for "
-            f"many models; {from_pretrained}"
-        )
+        return f"names were renamed, or tensors fused or split, since the checkpoint was saved; {advice}"
     if missing and all(any(head in name for head in _HEADS) for name in missing):
         return (
             "the checkpoint is that of a base model, without this head. Make the model by the class that saved it, or "

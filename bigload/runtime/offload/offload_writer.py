@@ -41,7 +41,7 @@ from bigload.layouts.offload_reader import IndexReading, read_dat_index
 from bigload.loading.checks import signature
 from bigload.loading.tensors import bytes_of
 from bigload.runtime.modules.module_tensors import data_address
-from bigload.runtime.offload.stored_weights import Signature
+from bigload.runtime.offload.assembled_weights import Signature
 from bigload.units import MIB
 
 StrPath = str | os.PathLike[str]

@@ -14,8 +14,9 @@ from bigload.layouts.offload_reader import FileHeader, IndexReading
 from bigload.loading.checks import signature
 from bigload.loading.schedule import RequestedTensor
 from bigload.loading.tensors import check_dtypes, torch_dtype
+from bigload.runtime.offload.assembled_weights import Signature
 from bigload.runtime.offload.offload_writer import StrPath, index_of
-from bigload.runtime.offload.stored_weights import FileWeight, MappedFiles, Signature
+from bigload.runtime.offload.stored_weights import FileWeight, MappedFiles
 from bigload.runtime.offload.weight_sources import WeightSource, source_of
 
 

@@ -14,7 +14,7 @@ import mmap
 import os
 import threading
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple, Self
@@ -22,8 +22,9 @@ from typing import NamedTuple, Self
 import torch
 
 from bigload.checkpoint.formats.registry import main_files
-from bigload.checkpoint.model import Checkpoint, TensorInfo
+from bigload.checkpoint.model import AssembledTensor, Checkpoint, Piece, Span, TensorInfo
 from bigload.checkpoint.source import open_checkpoint
+from bigload.conversion.checkpoint_view import CheckpointView
 from bigload.dtypes import DType
 from bigload.errors import ReadError, UnknownTensorError
 from bigload.layouts.dat_format import DAT_INDEX
@@ -34,9 +35,8 @@ from bigload.loading.readers.mapped import MappedFile, advise_huge_pages, popula
 from bigload.loading.schedule import RequestedTensor
 from bigload.loading.tensors import check_dtypes, parsed_dtype, torch_dtype, torch_shape
 from bigload.machine.huge_pages import no_memory
-from bigload.planning.load_dtype import as_dtype
-
-Signature = tuple[int, int, int] | None
+from bigload.planning.load_dtype import loaded_dtype
+from bigload.runtime.offload.assembled_weights import AssembledWeight, Signature, WeightFile, changed
 
 _MAX_MAPS = 16384
 """Files that stay mapped. The system allows a process 65530 maps (`vm.max_map_count`), others need some as well."""
@@ -52,6 +52,7 @@ class FileWeight:
         dtype: What the map of weights gives it as.
         files: What maps the file.
         expected: The file's inode, size and time when the weights were opened; any, if `None`.
+        is_part: Whether the file has it as rows of a larger tensor, so that it has no name there.
     """
 
     path: Path
@@ -59,6 +60,12 @@ class FileWeight:
     dtype: torch.dtype
     files: MappedFiles
     expected: Signature = None
+    is_part: bool = False
+
+    @property
+    def stored_files(self) -> Mapping[str, WeightFile]:
+        """Its file, by its path."""
+        return {str(self.path): WeightFile(self.path, self.expected)}
 
     @property
     def is_as_wanted(self) -> bool:
@@ -79,9 +86,7 @@ class FileWeight:
 
     def check(self) -> None:
         """Raise `ReadError` if the file is no longer the one that was opened."""
-        now = signature(self.path)
-        if self.expected is not None and now != self.expected:
-            raise _changed(self.path)
+        WeightFile(self.path, self.expected).check()
 
 
 class StoredWeights(Mapping[str, torch.Tensor]):
@@ -91,7 +96,8 @@ class StoredWeights(Mapping[str, torch.Tensor]):
     the files anew. Names of one tensor give tensors at one address, as long as they need no cast and no other device.
 
     Args:
-        source: What `open_checkpoint` or `OffloadFolder.open` take, or what they returned.
+        source: What `open_checkpoint` or `OffloadFolder.open` take, or what they returned; or the view of a checkpoint
+            by the names of a model. Tensors that such a view makes of several are assembled whenever asked for.
         dtype: What plain floating-point tensors become; integers and quantised weights stay as they are.
         device: Where the tensors go.
         aliases: Names, to the stored names of the tensors that they shall give, whatever is stored under them. Names
@@ -110,22 +116,27 @@ class StoredWeights(Mapping[str, torch.Tensor]):
 
     def __init__(
         self,
-        source: Checkpoint | OffloadFolder | str | Path,
+        source: Checkpoint | OffloadFolder | CheckpointView | str | Path,
         *,
         dtype: str | torch.dtype | None = None,
         device: int | str | torch.device = "cpu",
         aliases: Mapping[str, str] | None = None,
         populate: bool = True,
     ) -> None:
+        view = source if isinstance(source, CheckpointView) else None
+        source = source.checkpoint if isinstance(source, CheckpointView) else source
         opened = _opened(source) if isinstance(source, str | Path) else source
         self._root = opened.root.absolute()
         self._name = str(opened.path if isinstance(opened, Checkpoint) else opened.root)
-        self._tensors = _with_aliases(opened, self._name, aliases or {})
+        self._view = view if view is not None and view.conversion is not None else None
+        self._tensors: Mapping[str, TensorInfo | AssembledTensor] = (
+            _with_aliases(opened, self._name, aliases or {}) if self._view is None else self._view.tensors
+        )
         self._dtype = parsed_dtype(dtype)
         self._device = torch.device(device)
         self._populates = populate
         check_dtypes(RequestedTensor(tensor=tensor, dtype=self._loaded(tensor)) for tensor in self._tensors.values())
-        files = {tensor.span.file for tensor in self._tensors.values()}
+        files = {file for tensor in self._tensors.values() for file in _files_of(tensor)}
         self._signatures = {file: signature(self._root / file) for file in files}
         if opened is source and isinstance(opened, Checkpoint):
             check_unchanged(opened, files)
@@ -153,7 +164,7 @@ class StoredWeights(Mapping[str, torch.Tensor]):
     def __len__(self) -> int:
         return len(self._tensors)
 
-    def info(self, name: str) -> TensorInfo:
+    def info(self, name: str) -> TensorInfo | AssembledTensor:
         """Return how the tensor `name` is stored: dtype, shape and place, without reading it.
 
         Raises:
@@ -163,15 +174,26 @@ class StoredWeights(Mapping[str, torch.Tensor]):
             raise UnknownTensorError(self._name, [name])
         return self._tensors[name]
 
-    def source(self, name: str) -> FileWeight | None:
+    def source(self, name: str) -> FileWeight | AssembledWeight | None:
         """Return where the weight `name` is stored; `None` if it is not."""
         tensor = self._tensors.get(name)
         if tensor is None:
             return None
-        file, dtype = tensor.span.file, torch_dtype(self._loaded(tensor))
+        dtype = torch_dtype(self._loaded(tensor))
         assert dtype is not None, "all were checked"
+        if isinstance(tensor, AssembledTensor):
+            files = {str(self._root / file): self._signatures[file] for file in _files_of(tensor)}
+            stored_files = {path: WeightFile(Path(path), expected) for path, expected in files.items()}
+            return AssembledWeight(tensor=_located(tensor, self._root), dtype=dtype, stored_files=stored_files)
+        stored = tensor if self._view is None else self._view.stored(name)
+        file = tensor.span.file
         return FileWeight(
-            path=self._root / file, tensor=tensor, dtype=dtype, files=self._files, expected=self._signatures[file]
+            path=self._root / file,
+            tensor=stored or tensor,
+            dtype=dtype,
+            files=self._files,
+            expected=self._signatures[file],
+            is_part=stored is None,
         )
 
     def close(self) -> None:
@@ -189,8 +211,8 @@ class StoredWeights(Mapping[str, torch.Tensor]):
     def __repr__(self) -> str:
         return f"StoredWeights({self._name!r}, {len(self)} tensors)"
 
-    def _loaded(self, tensor: TensorInfo) -> DType:
-        return as_dtype(tensor, self._dtype).dtype if self._dtype else tensor.dtype
+    def _loaded(self, tensor: TensorInfo | AssembledTensor) -> DType:
+        return loaded_dtype(tensor.name, tensor.dtype, self._dtype)
 
 
 class MappedFiles:
@@ -256,23 +278,19 @@ class MappedFiles:
             raise ReadError(path, error.strerror or str(error)) from error
         now = (status.st_ino, status.st_size, status.st_mtime_ns)
         if expected is not None and now != expected:
-            raise _changed(path)
+            raise changed(path)
         key = (status.st_dev, status.st_ino)
         with self._lock:
             if self._is_closed:
                 raise ValueError(f"cannot read {path}: the weights are closed")
             found = self._maps.get(key) or _mapped(path, now)
             if found.signature != now:
-                raise _changed(path)
+                raise changed(path)
             self._maps.pop(key, None)  # least recently used first
             self._maps[key] = found
             if len(self._maps) > _MAX_MAPS:
                 del self._maps[next(iter(self._maps))]
             return found
-
-
-def _changed(path: Path) -> ReadError:
-    return ReadError(path, "it changed since it was opened", hint="open the weights again")
 
 
 class _FileMap(NamedTuple):
@@ -285,7 +303,7 @@ def _mapped(path: Path, seen: Signature) -> _FileMap:
         status = os.fstat(file.descriptor)
         found = (status.st_ino, status.st_size, status.st_mtime_ns)
         if found != seen:
-            raise _changed(path)
+            raise changed(path)
         advise_huge_pages(file.buffer)
         return _FileMap(file.buffer, found)
 
@@ -295,6 +313,21 @@ def _opened(path: str | Path) -> Checkpoint | OffloadFolder:
     if os.path.lexists(Path(path) / DAT_INDEX) and not any(os.path.lexists(Path(path) / name) for name in main_files()):
         return OffloadFolder.open(path)
     return open_checkpoint(path)
+
+
+def _files_of(tensor: TensorInfo | AssembledTensor) -> list[str]:
+    spans = [piece.tensor.span for piece in tensor.pieces] if isinstance(tensor, AssembledTensor) else [tensor.span]
+    return list(dict.fromkeys(span.file for span in spans))
+
+
+def _located(tensor: AssembledTensor, root: Path) -> AssembledTensor:
+    """Return `tensor` with the paths of its files."""
+    pieces = []
+    for piece in tensor.pieces:
+        span = piece.tensor.span
+        at = replace(piece.tensor, span=Span(str(root / span.file), span.start, span.stop))
+        pieces.append(Piece(piece.start, at))
+    return replace(tensor, pieces=tuple(pieces))
 
 
 def _with_aliases(source: Checkpoint | OffloadFolder, name: str, aliases: Mapping[str, str]) -> dict[str, TensorInfo]:

@@ -1,4 +1,4 @@
-"""Sources of weights by name: bytes of a file, or a value in memory, through the maps that hooks read from."""
+"""Sources of weights by name: bytes of files, or a value in memory, through the maps that hooks read from."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Protocol, runtime_checkable
 import torch
 
 from bigload.layouts.dat_format import Entry, entry_of
+from bigload.runtime.offload.assembled_weights import AssembledWeight
 from bigload.runtime.offload.stored_weights import FileWeight
 
 
@@ -33,7 +34,8 @@ class MemoryWeight:
         return self.tensor.dtype
 
 
-WeightSource = FileWeight | MemoryWeight
+StoredWeight = FileWeight | AssembledWeight
+WeightSource = StoredWeight | MemoryWeight
 
 
 @runtime_checkable
@@ -110,7 +112,7 @@ class RenamedWeights(Mapping[str, torch.Tensor]):
         source = source_of(self._weights, self._names[name]) if name in self._names else None
         if name not in self._dtypes:
             return source
-        return replace(source, dtype=self._dtypes[name]) if isinstance(source, FileWeight) else None
+        return replace(source, dtype=self._dtypes[name]) if isinstance(source, StoredWeight) else None
 
     def __contains__(self, name: object) -> bool:
         return name in self._names
@@ -127,9 +129,13 @@ class LayeredWeights(ChainMap[str, torch.Tensor]):
 
     @cached_property
     def index(self) -> Mapping[str, Entry]:
-        """What is stored and where, in the form of an offload folder's index; files by absolute paths."""
+        """What is stored and where, in the form of an offload folder's index; files by absolute paths.
+
+        It has no entry for what a file does not hold as one tensor.
+        """
         places = {name: source_of(self, name) for name in self}
-        return {name: _entry(place) for name, place in places.items() if isinstance(place, FileWeight)}
+        whole = {name: place for name, place in places.items() if isinstance(place, FileWeight) and not place.is_part}
+        return {name: _entry(place) for name, place in whole.items()}
 
 
 def _entry(place: FileWeight) -> Entry:

@@ -19,7 +19,7 @@ from bigload.loading.staging.accelerators import take_memory
 from bigload.loading.staging.device_stager import PassingStager
 from bigload.loading.staging.device_transfers import Transfers
 from bigload.machine.activities import NO_RECORDER
-from bigload.runtime.offload.stored_weights import FileWeight
+from bigload.runtime.offload.weight_sources import MemoryWeight
 from bigload.runtime.streaming.supply import Supply
 from bigload.runtime.streaming.weight_reads import BLOCK_BYTES, WeightReads
 from bigload.runtime.streaming.weights import Weight
@@ -237,7 +237,7 @@ class TorchSupply(_DeviceSupply):
 
     def _moved(self, weight: Weight) -> torch.Tensor:
         source, held = weight.source, weight.placeholder
-        value = source.view().to(source.dtype) if isinstance(source, FileWeight) else source.tensor
+        value = source.tensor if isinstance(source, MemoryWeight) else source.view().to(source.dtype)
         if value.shape != held.shape:
             raise ValueError(f"{weight.slots[0].name} is of shape {tuple(value.shape)}, expected {tuple(held.shape)}")
         return value.detach().to(device=self._copy_stream.device, dtype=held.dtype)

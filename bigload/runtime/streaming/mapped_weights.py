@@ -20,6 +20,7 @@ from bigload.errors import ReadError
 from bigload.loading.readers.mapped import populate_pages_in_parallel, release_pages
 from bigload.machine.huge_pages import no_memory
 from bigload.machine.page_cache import drop_cached_pages
+from bigload.runtime.offload.assembled_weights import AssembledWeight
 from bigload.runtime.offload.stored_weights import FileWeight
 from bigload.runtime.offload.weight_sources import MemoryWeight
 from bigload.runtime.streaming.supply import Supply
@@ -34,6 +35,8 @@ def is_in_place(weight: Weight, device: torch.device) -> bool:
     source = weight.source
     if isinstance(source, FileWeight):
         return device.type == "cpu" and source.is_as_wanted and source.dtype == weight.placeholder.dtype
+    if isinstance(source, AssembledWeight):
+        return False
     return source.tensor.device == device and source.dtype == weight.placeholder.dtype
 
 
@@ -44,7 +47,7 @@ class MappedSupply(Supply):
         self.weights = weights
         sources = [weight.source for weight in weights]
         stored = [source for source in sources if isinstance(source, FileWeight)]
-        self._tensors = [source.view() if isinstance(source, FileWeight) else source.tensor for source in sources]
+        self._tensors = [source.tensor if isinstance(source, MemoryWeight) else source.view() for source in sources]
         self._in_memory = [
             (number, source) for number, source in enumerate(sources) if isinstance(source, MemoryWeight)
         ]

@@ -11,18 +11,18 @@ import torch
 from torch import nn
 
 from bigload.checkpoint.byte_source import ByteSource, PositionalReader
-from bigload.checkpoint.model import Span, TensorInfo
+from bigload.checkpoint.model import AssembledTensor, Span, TensorInfo
 from bigload.dtypes import DType
 from bigload.loading.engine import Stager, opened_sources, read
 from bigload.loading.schedule import BufferSlot, RequestedTensor, schedule_reads
 from bigload.loading.settings import settings
 from bigload.loading.strategy.read_strategy import usual_threads
-from bigload.loading.tensors import Memory, as_tensors, dtype_of, torch_dtype, torch_shape
+from bigload.loading.tensors import Memory, as_tensors, dtype_of, torch_dtype
 from bigload.machine.activities import NO_RECORDER
 from bigload.machine.huge_pages import address_of
 from bigload.machine.page_cache import drop_cached_pages
 from bigload.runtime.modules.module_tensors import version_of
-from bigload.runtime.offload.stored_weights import FileWeight
+from bigload.runtime.offload.assembled_weights import AssembledWeight, WeightFile
 from bigload.runtime.offload.weight_sources import MemoryWeight, WeightSource
 from bigload.runtime.streaming.weights import Weight
 
@@ -34,13 +34,12 @@ def can_be_read(weight: Weight) -> bool:
     """Return whether the bytes of `weight` are all that it takes: it is cast once at most, and plain where it is."""
     source, held = weight.source, weight.placeholder
     wanted = dtype_of(held.dtype)
-    if isinstance(source, FileWeight):
-        stored: DType | None = source.tensor.dtype
-        is_plain = source.dtype in (torch_dtype(source.tensor.dtype), held.dtype)
-        shape = torch_shape(source.tensor.dtype, source.tensor.shape)
+    if isinstance(source, MemoryWeight):
+        stored, is_plain, shape = dtype_of(source.dtype), _is_plain(source.tensor), tuple(source.tensor.shape)
     else:
-        stored, is_plain, shape = dtype_of(source.dtype), _is_plain(source.tensor), source.tensor.shape
-    if stored is None or wanted is None or not is_plain or tuple(shape) != tuple(held.shape):
+        stored, shape = source.tensor.dtype, source.tensor.torch_shape
+        is_plain = source.dtype in (torch_dtype(source.tensor.dtype), held.dtype)
+    if stored is None or wanted is None or not is_plain or shape != tuple(held.shape):
         return False
     return stored == wanted or min(stored.bits, wanted.bits) >= 8
 
@@ -62,13 +61,14 @@ class WeightReads:
         self._numbers = [first.setdefault(id(weight.placeholder), number) for number, weight in enumerate(weights)]
         each = [(str(number), weights[number]) for number in first.values()]
         stored = {name: _stored(name, weight.source) for name, weight in each}
-        self._files: dict[str, FileWeight] = {}
+        self._files: dict[str, WeightFile] = {}
         self._values: dict[str, tuple[MemoryWeight, TensorInfo]] = {}
         for name, weight in each:
-            if isinstance(weight.source, FileWeight):
-                self._files[stored[name].span.file] = weight.source
-            else:
-                self._values[stored[name].span.file] = weight.source, stored[name]
+            form = stored[name]
+            if not isinstance(weight.source, MemoryWeight):
+                self._files.update(weight.source.stored_files)
+            elif isinstance(form, TensorInfo):
+                self._values[form.span.file] = weight.source, form
         schedule = schedule_reads(
             (
                 RequestedTensor(tensor=stored[name], dtype=_wanted(stored[name], weight), device=place)
@@ -190,9 +190,11 @@ def _file(slot: BufferSlot) -> str:
     return span.file
 
 
-def _stored(name: str, source: WeightSource) -> TensorInfo:
+def _stored(name: str, source: WeightSource) -> TensorInfo | AssembledTensor:
     """Return the form of a weight where it is, under a name of its own and that of a file as this machine has it."""
-    if isinstance(source, FileWeight):
+    if isinstance(source, AssembledWeight):
+        return replace(source.tensor, name=name)
+    if not isinstance(source, MemoryWeight):
         span = source.tensor.span
         return replace(source.tensor, name=name, span=Span(str(source.path), span.start, span.stop))
     value, dtype = source.tensor, dtype_of(source.dtype)
@@ -200,7 +202,7 @@ def _stored(name: str, source: WeightSource) -> TensorInfo:
     return TensorInfo(name, dtype, tuple(value.shape), Span(f"{name} in RAM", 0, value.nbytes))
 
 
-def _wanted(stored: TensorInfo, weight: Weight) -> DType:
+def _wanted(stored: TensorInfo | AssembledTensor, weight: Weight) -> DType:
     held = weight.placeholder.dtype
     wanted = stored.dtype if torch_dtype(stored.dtype) == held else dtype_of(held)
     assert wanted is not None, "can_be_read() comes first"
@@ -214,7 +216,7 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 
 
 def _is_pinned(source: WeightSource) -> bool:
-    if isinstance(source, FileWeight) or source.tensor.device.type != "cpu" or not source.tensor.is_contiguous():
+    if not isinstance(source, MemoryWeight) or source.tensor.device.type != "cpu" or not source.tensor.is_contiguous():
         return False
     try:
         return source.tensor.is_pinned()

@@ -15,6 +15,7 @@ from bigload.errors import (
     StalePlanError,
     StateDictMismatchError,
 )
+from bigload.loading.load import load_selected
 from bigload.runtime.dispatch import checkpoint_source
 from builders import contents
 
@@ -211,11 +212,11 @@ def test_a_plan_is_carried_out(folder, tmp_path, form):
 def test_a_resharded_folder_is_read_once_and_what_is_for_the_disk_not_at_all(folder, tmp_path, monkeypatch):
     calls = []
 
-    def load(checkpoint, *, only, **options):
-        calls.append([checkpoint.tensors[name].span for name in only])
-        return bigload.load(checkpoint, only=only, **options)
+    def load(checkpoint, selection):
+        calls.append([want.tensor.span for want in selection.wanted])
+        return load_selected(checkpoint, selection)
 
-    monkeypatch.setattr(checkpoint_source, "load", load)
+    monkeypatch.setattr(checkpoint_source, "load_selected", load)
     bigload.reshard(plan_of(folder), tmp_path / "resharded")
     load_and_dispatch(empty(include_buffers=True), tmp_path / "resharded")
     (spans,) = [call for call in calls if call]

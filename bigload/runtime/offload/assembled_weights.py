@@ -1,0 +1,91 @@
+"""Weights that are assembled from pieces of files whenever they are asked for, and the identity of such files."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from bigload.checkpoint.byte_source import PositionalReader
+from bigload.checkpoint.model import AssembledTensor
+from bigload.errors import ReadError
+from bigload.loading.checks import signature
+from bigload.loading.engine import opened_sources, read
+from bigload.loading.schedule import CPU, RequestedTensor, schedule_reads
+from bigload.loading.settings import settings
+from bigload.loading.staging.cpu_stager import HostStager
+from bigload.loading.strategy.read_strategy import usual_threads
+from bigload.loading.tensors import as_tensors, dtype_of
+from bigload.machine.activities import NO_RECORDER
+from bigload.machine.huge_pages import allocate
+
+Signature = tuple[int, int, int] | None
+
+
+@dataclass(frozen=True, slots=True)
+class WeightFile:
+    """A file, and its inode, size and time when the weights were opened (`expected`; any, if `None`)."""
+
+    path: Path
+    expected: Signature = None
+
+    def check(self) -> None:
+        """Raise `ReadError` if the file is no longer the one that was opened."""
+        if self.expected is not None and signature(self.path) != self.expected:
+            raise changed(self.path)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AssembledWeight:
+    """A weight whose elements lie apart, in one file or several, and the dtype that it is wanted in.
+
+    Attributes:
+        tensor: Its pieces, with the paths of their files.
+        dtype: What the map of weights gives it as.
+        stored_files: Its files, by their paths.
+    """
+
+    tensor: AssembledTensor
+    dtype: torch.dtype
+    stored_files: Mapping[str, WeightFile]
+
+    def view(self, *, populate: bool = True) -> torch.Tensor:  # noqa: ARG002 - as FileWeight has it
+        """Return the weight on the CPU, in memory of its own, cast on the way.
+
+        Raises:
+            ReadError: a file does not give its bytes, or is no longer the one that was opened.
+            NotEnoughMemoryError: there is no memory for it.
+        """
+        wanted = dtype_of(self.dtype)
+        if wanted is None or min(wanted.bits, self.tensor.dtype.bits) < 8:
+            wanted = self.tensor.dtype
+        schedule = schedule_reads([RequestedTensor(tensor=self.tensor, dtype=wanted)])
+        memory = [allocate(buffer.num_bytes) for buffer in schedule.buffers]
+        self._check()
+        with opened_sources(sorted({job.file for job in schedule.jobs}), self._open) as sources:
+            chosen = settings()
+            read(
+                schedule,
+                memory,
+                sources,
+                {CPU: HostStager(memory, NO_RECORDER)},
+                threads=chosen.threads or usual_threads(is_cast=wanted != self.tensor.dtype),
+                max_inflight_bytes=chosen.max_inflight_bytes,
+                recorder=NO_RECORDER,
+            )
+        self._check()
+        return as_tensors(schedule, memory)[self.tensor.name]
+
+    def _check(self) -> None:
+        for file in self.stored_files.values():
+            file.check()
+
+    def _open(self, file: str) -> PositionalReader:
+        return PositionalReader(self.stored_files[file].path)
+
+
+def changed(path: Path) -> ReadError:
+    """Return the error for a file that is no longer the one that was opened."""
+    return ReadError(path, "it changed since it was opened", hint="open the weights again")
