@@ -218,7 +218,7 @@ class DeviceMapError(PlanError, ValueError):
 
 
 class NamesUnknownError(PlanError):
-    """A device map cannot be put into the names of the model in memory; the message says why."""
+    """Tensors or a device map cannot be put into the names of the model in memory, or back; the message says why."""
 
 
 class PartitionError(PlanError, ValueError):

@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from bigload.conversion.conversion import Conversion
-from bigload.conversion.strided_pieces import PiecedTensor, StridedPiece
+from bigload.conversion.conversion_file import conversion_from_values, conversion_to_values
 from bigload.documents import MAX_CONFIG_BYTES, DocumentError, parse_json, read_file, write_whole
 from bigload.errors import BigloadError
 
@@ -39,41 +39,14 @@ def read_cached(key: str) -> Conversion | None:
     try:
         found = parse_json(read_file(folder() / f"{key}.json", max_bytes=8 * MAX_CONFIG_BYTES))
         assert isinstance(found, dict)
-        sources = found["sources"]
-        tensors = {
-            name: PiecedTensor(
-                tuple(shape),
-                tuple(
-                    StridedPiece(sources[source], offset, tuple(start), tuple(size), tuple(strides))
-                    for source, offset, start, size, strides in pieces
-                ),
-            )
-            for name, (shape, pieces) in found["tensors"].items()
-        }
-        return Conversion(tensors=tensors, unexpected=tuple(found["unexpected"]), ignored=tuple(found["ignored"]))
+        return conversion_from_values(found)
     except (OSError, DocumentError, ValueError, KeyError, TypeError, IndexError, AssertionError):
         return None
 
 
 def keep(key: str, conversion: Conversion) -> None:
     """Write `conversion` to disk as `key`, and remove the oldest of many."""
-    numbers: dict[str, int] = {}
-    tensors = {
-        name: [
-            tensor.shape,
-            [
-                [numbers.setdefault(each.source, len(numbers)), each.offset, each.start, each.shape, each.strides]
-                for each in tensor.pieces
-            ],
-        ]
-        for name, tensor in conversion.tensors.items()
-    }
-    found = {
-        "sources": list(numbers),
-        "tensors": tensors,
-        "unexpected": conversion.unexpected,
-        "ignored": conversion.ignored,
-    }
+    found = conversion_to_values(conversion)
     with suppress(OSError, BigloadError):
         folder().mkdir(parents=True, exist_ok=True)
         write_whole(folder() / f"{key}.json", json.dumps(found, separators=(",", ":")))

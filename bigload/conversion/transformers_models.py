@@ -82,7 +82,7 @@ def _derived(model: nn.Module, mapping: Sequence[object], stored: Mapping[str, T
 
     skeleton: Any = _without_memory(model)
     expected = {name: tuple(tensor.shape) for name, tensor in _tensors(skeleton)}
-    recorded = {name: RecordedTensor(as_stored(tensor), _dtype(tensor)) for name, tensor in stored.items()}
+    recorded = {name: RecordedTensor(as_stored(tensor), torch_dtype_of(tensor)) for name, tensor in stored.items()}
     quantizer = getattr(model, "hf_quantizer", None)
     # A device map with a disk has the loader work in this thread; no name begins with that key.
     settings = LoadStateDictConfig(weight_mapping=mapping, hf_quantizer=quantizer, device_map={"": "cpu", "\0": "disk"})
@@ -143,7 +143,8 @@ def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     return ((name, each) for name, each in model.state_dict(keep_vars=True).items() if isinstance(each, Tensor))
 
 
-def _dtype(tensor: TensorInfo) -> torch.dtype:
+def torch_dtype_of(tensor: TensorInfo) -> torch.dtype:
+    """Return the dtype that torch has for a stored tensor; bytes, if none."""
     found = getattr(torch, tensor.dtype.torch_name or "", None)
     return found if isinstance(found, torch.dtype) else torch.uint8
 

@@ -13,6 +13,7 @@ from bigload.errors import OptionError
 from bigload.layouts.choices import OffloadFormat, Verify
 from bigload.layouts.dtype_rules import DTypeRule
 from bigload.loading.settings import MAX_THREADS
+from bigload.planning.choices import NameScheme
 from bigload.units import KIB, MIB, format_size, parse_size
 
 DEFAULT_MAX_SHARD_BYTES = 5 * 10**9
@@ -39,6 +40,7 @@ class ReshardOptions:
     dtypes: DTypeRule = field(default_factory=DTypeRule)
     tp: int | None = None
     tp_rules: Mapping[str, str] | str | Path | None = None
+    names: NameScheme | None = None
     offload_format: OffloadFormat = OffloadFormat.SAFETENSORS
     verify: Verify = Verify.FULL
     resume: bool = False

@@ -8,13 +8,14 @@ import json
 import os
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from bigload.checkpoint.byte_source import SourceIdentity
 from bigload.checkpoint.model import AssembledTensor, Checkpoint, TensorInfo
 from bigload.errors import NotEnoughSpaceError, OutputExistsError, WriteError
 from bigload.layouts.layout import LayoutRequest
+from bigload.layouts.names import CONVERSION_FILE, named_tensors
 from bigload.layouts.options import DEFAULTS, ReshardOptions
 from bigload.layouts.output import Output
 from bigload.layouts.selection import lay_out, open_source
@@ -84,15 +85,25 @@ def prepare_reshard(
     if options.dtypes.dtype is None:
         kernel = kernel_copy(checkpoint.root, _existing(target))
     can_share_blocks = kernel is KernelCopy.CLONE
-    output = lay_out(
-        LayoutRequest(checkpoint=checkpoint, plan=plan, options=options, can_share_blocks=can_share_blocks)
+    named = named_tensors(checkpoint, None if plan is not None else options.names)
+    asked = options if named.is_changed or plan is not None else replace(options, names=None)
+    request = LayoutRequest(
+        checkpoint=named.checkpoint,
+        assembled=named.assembled,
+        plan=plan,
+        options=asked,
+        can_share_blocks=can_share_blocks,
     )
+    output = lay_out(request)
+    output = replace(output, documents={**named.documents, **output.documents}, notes=(*named.notes, *output.notes))
     with write_errors(target):
         _check_apart(checkpoint, target)
     beside: tuple[SideFile, ...] = ()
     notes: tuple[str, ...] = ()
     if _is_a_model(checkpoint, plan, output):
         beside, notes = side_files(checkpoint, output, dtype=options.dtypes.dtype)
+        if named.is_changed:
+            beside = tuple(file for file in beside if file.name != CONVERSION_FILE)
     with SourceFiles(checkpoint) as sources:
         identities = sources.identities()  # before reading, so that a later change is noticed
         ranges = {file.file: data_ranges(file, sources.extents, block_bytes=BLOCK_BYTES) for file in output.files}
@@ -121,7 +132,7 @@ def prepare_reshard(
         stored_bytes=sum(sizes),
         free_bytes=free,
         kept_bytes=left if options.resume else 0,
-        options=options,
+        options=asked,
         recipe=recipe,
         identities=identities,
         kernel=kernel,

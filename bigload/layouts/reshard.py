@@ -30,6 +30,7 @@ from bigload.layouts.options import (
 from bigload.layouts.output import Output
 from bigload.layouts.preparation import PreparedReshard, prepare_reshard
 from bigload.loading.progress import OnProgress, ignore_progress
+from bigload.planning.choices import NameScheme
 from bigload.planning.plan import Plan
 
 
@@ -81,6 +82,7 @@ def reshard(
     keep_fp32: Sequence[str] = (),
     tp: int | None = None,
     tp_rules: Mapping[str, str] | str | Path | None = None,
+    names: NameScheme | str | None = None,
     offload_format: OffloadFormat | str = OffloadFormat.SAFETENSORS,
     verify: Verify | str = Verify.FULL,
     resume: bool = False,
@@ -104,6 +106,8 @@ def reshard(
         tp: Number of tensor-parallel ranks.
         tp_rules: Rules that divide tensors, by pattern of their module's name, or a file of rules. They take precedence
             over the rules of the architecture.
+        names: `transformers` for the tensors that its models have in memory, renamed and fused, so that a load has
+            nothing to convert; `checkpoint` for those of the original files. When left out: as they are stored.
         offload_format: `safetensors`, or `dat` as accelerate has it.
         verify: `full`: read everything back and compare it; `size`; or `none`.
         resume: Resume an interrupted run, after reading back what it has written.
@@ -118,6 +122,7 @@ def reshard(
     Raises:
         StalePlanError, InvalidPlanError: the plan is not for this checkpoint, or wrong in itself.
         OptionError: the options contradict each other, or do not suit the source.
+        NamesUnknownError: the conversion to `names` is not known, or tensors are in its way.
         OutputExistsError: `out` is not empty, or an interrupted run left work there.
         NotEnoughSpaceError, WriteError: the disk is too small, or refuses.
         DamagedOutputError: what was read back differs from the source.
@@ -135,6 +140,7 @@ def reshard(
                 dtypes=dtype_rule(dtype, keep_fp32=keep_fp32),
                 tp=tp,
                 tp_rules=tp_rules,
+                names=None if names is None else parse_choice("names", names, NameScheme),
                 offload_format=parse_choice("offload_format", offload_format, OffloadFormat),
                 verify=parse_choice("verify", verify, Verify),
                 resume=resume,

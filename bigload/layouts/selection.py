@@ -84,6 +84,8 @@ def lay_out(request: LayoutRequest) -> Output:
 def recorded_options(options: ReshardOptions, layout: str) -> dict[str, object]:
     """Return the options that decide the bytes, as plain values for the manifest."""
     recorded: dict[str, object] = {"max_shard_bytes": options.max_shard_bytes}
+    if options.names is not None:
+        recorded["names"] = options.names.value
     if options.dtypes.dtype is not None:
         recorded |= {"dtype": options.dtypes.dtype.name, "keep_fp32": list(options.dtypes.keep_fp32)}
     return recorded | {name: options.value(name) for name in layout_named(layout).recorded_options}
@@ -95,6 +97,11 @@ def _check_options(name: str, layout: OutputLayout, options: ReshardOptions, pla
         hint = "make a plan and name it in place of the checkpoint: bigload plan CHECKPOINT -m ... -o plan.json"
         raise OptionError.of("layout", name, "another one, or a plan to say what goes where", hint=hint)
     _check_own_options(name, layout, options)
+    if options.names is not None and (plan is not None or not layout.takes_names):
+        why = "a plan, which goes" if plan is not None else f"the layout {name}, whose rules go"
+        expected = f"none with {why} by the stored names"
+        hint = f"write the checkpoint under other names first: bigload reshard CHECKPOINT OUT --names {options.names}"
+        raise OptionError.of("names", str(options.names), expected, hint=hint)
     dtype, keep_fp32 = options.dtypes.dtype, options.dtypes.keep_fp32
     planned = None if plan is None else plan.options.workload.load_dtype
     if dtype is not None and plan is not None and layout.follows_plan and planned != dtype:
@@ -133,9 +140,10 @@ def _check_change(request: LayoutRequest, output: Output) -> None:
 
     Another order or number of files is no change by itself; safetensors in place of torch files are.
     """
-    changes = ("layout", "dtypes", "tp", "max_shard_bytes")
+    changes = ("layout", "dtypes", "tp", "names", "max_shard_bytes")
     is_default = request.plan is None and all(map(request.options.is_default, changes))
     shards, after = request.checkpoint.shards, len(output.files)
     if is_default and 5 * abs(after - len(shards)) <= after and FORMATS[shards[0].format].is_written:
         hint = f"to write its {format_size(output.num_bytes)} again in the order of a load: --layout shards"
-        raise OptionError.of("layout", None, "what to change: a plan, a layout, a dtype or a size of files", hint=hint)
+        expected = "what to change: a plan, a layout, a dtype, other names or a size of files"
+        raise OptionError.of("layout", None, expected, hint=hint)

@@ -82,4 +82,4 @@ def _plan_for(plan: Plan, files: Sequence[OutputFile]) -> Plan:
     )
 
 
-LAYOUT = OutputLayout(lay_out=lay_out, needs_plan=True, follows_plan=True, takes_keep_fp32=False)
+LAYOUT = OutputLayout(lay_out=lay_out, needs_plan=True, follows_plan=True, takes_keep_fp32=False, takes_names=False)

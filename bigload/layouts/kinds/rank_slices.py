@@ -116,6 +116,7 @@ def _next_step(out: str, output: Output, plan: Plan | None) -> str:  # noqa: ARG
 LAYOUT = OutputLayout(
     lay_out=lay_out,
     own_options=("tp", "tp_rules"),
+    takes_names=False,
     required_options={"tp": "the number of ranks"},
     recorded_options=("tp",),
     next_step=_next_step,

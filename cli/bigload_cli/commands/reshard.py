@@ -14,6 +14,7 @@ import typer
 
 from bigload.layouts.choices import OffloadFormat, Verify
 from bigload.layouts.registry import LAYOUTS
+from bigload.planning.choices import NameScheme
 from bigload_cli.failures import FAILED, INTERRUPTED, NOTHING_IS_LEFT, TERMINATED, StoppedError, named_as_options
 from bigload_cli.options import ColorMode, ColorOption, IoThreadsOption, JsonOption, QuietOption, YesOption, size_option
 
@@ -36,6 +37,7 @@ Examples:
   bigload reshard ./llama-70b ./llama-70b.2gb --max-shard-size 2GB
   bigload reshard ./llama-70b ./llama-70b.bf16 --dtype bf16 --keep-fp32 '*norm*'
   bigload reshard ./llama-70b ./llama-70b.tp4 --tp 4
+  bigload reshard ./mixtral ./mixtral.fused --names transformers
   bigload reshard ./llama-70b ./offload --layout offload --offload-format dat
   bigload reshard plan.json ./llama-70b.split --resume
   torchrun --nproc-per-node 4 --no-python bigload reshard plan.json ./split
@@ -94,6 +96,10 @@ def reshard(
         Path | None,
         typer.Option("--tp-rules", metavar="FILE", help="Rules that divide tensors, before those of the architecture."),
     ] = None,
+    names: Annotated[
+        NameScheme | None,
+        typer.Option("--names", help="Names and forms of tensors: transformers' in memory, or the original files'."),
+    ] = None,
     offload_format: Annotated[
         OffloadFormat, typer.Option("--offload-format", help="Files per block, or accelerate's .dat per tensor.")
     ] = OffloadFormat.SAFETENSORS,
@@ -148,6 +154,7 @@ def reshard(
             dtypes=dtype_rule(dtype, keep_fp32=keep_fp32 or ()),
             tp=tp,
             tp_rules=tp_rules,
+            names=names,
             offload_format=offload_format,
             verify=verify,
             resume=resume,

@@ -1,0 +1,209 @@
+"""Names and forms under which a reshard writes tensors: those of the files, or those of transformers' models in memory.
+
+Since version 5 transformers renames and fuses tensors when it loads them. A folder that has them in the form in memory
+is loaded without that work. The way back is recorded beside them, in `bigload-conversion.json`: what each tensor of the
+original form is made of, in the format of `conversion_to_values`, and the shapes of the tensors of the folder.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from importlib.util import find_spec
+
+from bigload.checkpoint.model import AssembledTensor, Checkpoint, Span, TensorInfo
+from bigload.conversion.conversion import Conversion, as_stored
+from bigload.conversion.conversion_file import check_pieces, conversion_from_values, conversion_to_values
+from bigload.conversion.inverse import inverse_of
+from bigload.conversion.strided_pieces import PiecedTensor
+from bigload.documents import MAX_CONFIG_BYTES, DocumentError, check_schema, parse_json, read_file
+from bigload.errors import NamesUnknownError
+from bigload.planning.choices import NameScheme
+from bigload.units import counted
+
+CONVERSION_FILE = "bigload-conversion.json"
+SCHEMA = "bigload.conversion/1.0"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NamedTensors:
+    """The tensors of a checkpoint as they are to be written.
+
+    Attributes:
+        checkpoint: The checkpoint with the tensors to write in place of its own. Spans of assembled ones are empty.
+        assembled: Those that are made of several stored ones, or of parts of them.
+        documents: What to write beside them.
+        is_changed: Names or forms differ from the stored ones.
+        notes: Sentences for the user.
+    """
+
+    checkpoint: Checkpoint
+    assembled: Mapping[str, AssembledTensor] = field(default_factory=dict)
+    documents: Mapping[str, bytes] = field(default_factory=dict)
+    is_changed: bool = False
+    notes: tuple[str, ...] = ()
+
+
+def named_tensors(checkpoint: Checkpoint, names: NameScheme | None) -> NamedTensors:
+    """Return the tensors of `checkpoint` under these names; `None` leaves them as they are.
+
+    Raises:
+        NamesUnknownError: the conversion is not known, loses something, or tensors contradict each other.
+    """
+    if names is None:
+        return NamedTensors(checkpoint=checkpoint)
+    recorded = _recorded(checkpoint)
+    if names is NameScheme.CHECKPOINT:
+        conversion = recorded or _original_of(checkpoint)
+    else:
+        conversion = _conversion_of(checkpoint) if recorded is None else None
+    if conversion is None or _changes_nothing(conversion, checkpoint):
+        return NamedTensors(checkpoint=checkpoint, notes=(f"the tensors have the names of {_WORDS[names]} already",))
+    way_back = _way_back(conversion, checkpoint)
+    tensors = _with_the_rest(conversion, checkpoint)
+    assembled = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, AssembledTensor)}
+    return NamedTensors(
+        checkpoint=replace(checkpoint, tensors={name: _form(tensor) for name, tensor in tensors.items()}),
+        assembled=assembled,
+        documents={} if names is NameScheme.CHECKPOINT else {CONVERSION_FILE: _document(way_back, tensors)},
+        is_changed=True,
+        notes=tuple(_notes(conversion, checkpoint, names)),
+    )
+
+
+_WORDS = {NameScheme.CHECKPOINT: "the original files", NameScheme.TRANSFORMERS: "transformers' models"}
+
+
+def _conversion_of(checkpoint: Checkpoint) -> Conversion:
+    """Return what the tensors in memory are made of."""
+    if find_spec("transformers") is None:
+        raise NamesUnknownError("names of transformers need transformers, which is not installed")
+    from bigload.conversion.transformers_checkpoints import conversion_by_transformers
+
+    return _checked(conversion_by_transformers(checkpoint), checkpoint)
+
+
+def _original_of(checkpoint: Checkpoint) -> Conversion | None:
+    """Return what the original tensors are made of, if `checkpoint` has those in memory."""
+    if not _changes_nothing(_conversion_of(checkpoint), checkpoint):
+        return None
+    if find_spec("transformers") is None:
+        raise NamesUnknownError(
+            f"nothing says what the original tensors of {checkpoint.name} are made of",
+            hint=f"install transformers, which knows; folders of reshard --names transformers have {CONVERSION_FILE}",
+        )
+    from bigload.conversion.transformers_checkpoints import original_by_transformers
+
+    return _checked(original_by_transformers(checkpoint), checkpoint)
+
+
+def _checked(conversion: Conversion, checkpoint: Checkpoint) -> Conversion:
+    left = set(_left_over(conversion, checkpoint))
+    problems = [
+        *conversion.problems,
+        *(f"{name} is stored, but would be made of other tensors" for name in conversion.tensors if name in left),
+    ]
+    if problems:
+        raise NamesUnknownError(
+            f"{checkpoint.name} cannot be converted: {counted(len(problems), 'problem')}",
+            details=problems,
+            hint="nothing was written; the checkpoint and the class in its config.json do not go together",
+        )
+    return conversion
+
+
+def _changes_nothing(conversion: Conversion, checkpoint: Checkpoint) -> bool:
+    stored = checkpoint.tensors
+    return all(name in stored and tensor == as_stored(stored[name]) for name, tensor in conversion.tensors.items())
+
+
+def _left_over(conversion: Conversion, checkpoint: Checkpoint) -> list[str]:
+    """Return the names of stored tensors that nothing is made of."""
+    used = {source for tensor in conversion.tensors.values() for source in tensor.sources}
+    return [name for name in checkpoint.tensors if name not in used]
+
+
+def _with_the_rest(conversion: Conversion, checkpoint: Checkpoint) -> dict[str, TensorInfo | AssembledTensor]:
+    """Return what `conversion` makes, and all other stored tensors as they are."""
+    rest = {name: checkpoint.tensors[name] for name in _left_over(conversion, checkpoint)}
+    return {**conversion.of(checkpoint), **rest}
+
+
+def _form(tensor: TensorInfo | AssembledTensor) -> TensorInfo:
+    if isinstance(tensor, TensorInfo):
+        return tensor
+    return TensorInfo(tensor.name, tensor.dtype, tensor.stored_shape, Span("", 0, tensor.num_bytes))
+
+
+def _way_back(conversion: Conversion, checkpoint: Checkpoint) -> Conversion:
+    """Return what the stored tensors are made of once those of `conversion` are written.
+
+    Raises:
+        NamesUnknownError: parts of some are lost.
+    """
+    stored, tensors = checkpoint.tensors, {}
+    for name, tensor in conversion.tensors.items():
+        if tensor == as_stored(stored[tensor.sources[0]]):  # also a view of a torch file, which is written row by row
+            tensors[name] = PiecedTensor.of(tensor.sources[0], tensor.shape)
+        elif all(stored[source].strides is None for source in tensor.sources):
+            tensors[name] = tensor
+    inverse = inverse_of(tensors, {name: as_stored(each).shape for name, each in stored.items()})
+    lost = sorted(stored.keys() - inverse.keys() - {*_left_over(conversion, checkpoint)})
+    if lost:
+        raise NamesUnknownError(
+            f"the conversion of {checkpoint.name} uses parts of {counted(len(lost), 'tensor')} only: the rest is lost",
+            details=lost,
+            hint="keep the stored names",
+        )
+    return Conversion(tensors=inverse)
+
+
+def _document(way_back: Conversion, tensors: Mapping[str, TensorInfo | AssembledTensor]) -> bytes:
+    used = {source for tensor in way_back.tensors.values() for source in tensor.sources}
+    shapes = {name: tensor.torch_shape for name, tensor in tensors.items() if name in used}
+    found = {"schema": SCHEMA, "shapes": shapes, **conversion_to_values(way_back)}
+    return json.dumps(found, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "surrogateescape")
+
+
+def _recorded(checkpoint: Checkpoint) -> Conversion | None:
+    """Return the way back that an earlier reshard wrote beside the tensors.
+
+    Raises:
+        NamesUnknownError: it is for other tensors, or cannot be read.
+    """
+    path = checkpoint.root / CONVERSION_FILE
+    if not path.is_file():
+        return None
+    try:
+        found = check_schema(parse_json(read_file(path, max_bytes=8 * MAX_CONFIG_BYTES)), SCHEMA)
+        shapes, conversion = found["shapes"], conversion_from_values(found)
+        stored = {name: list(as_stored(tensor).shape) for name, tensor in checkpoint.tensors.items()}
+        if not isinstance(shapes, dict):
+            raise TypeError('"shapes" is no object')
+        problems = [
+            f"{name} is {stored.get(name, 'not there')}, expected {shape}"
+            for name, shape in shapes.items()
+            if stored.get(name) != shape
+        ]
+        if not problems:
+            check_pieces(conversion, shapes)
+    except (OSError, DocumentError, ValueError, KeyError, TypeError, IndexError) as error:
+        problems = [str(error)]
+    if problems:
+        raise NamesUnknownError(
+            f"{path} is not about the tensors beside it",
+            details=problems,
+            hint="remove it if other weights have been written into the folder",
+        )
+    return conversion
+
+
+def _notes(conversion: Conversion, checkpoint: Checkpoint, names: NameScheme) -> Iterator[str]:
+    made = [tensor.sources for name, tensor in conversion.tensors.items() if len(tensor.pieces) > 1]
+    text = f"names of {_WORDS[names]}: {counted(len(conversion.tensors), 'tensor')}"
+    sources = {source for several in made for source in several}
+    yield f"{text}, {len(made)} of them made of {counted(len(sources), 'stored one')}" if made else text
+    left = _left_over(conversion, checkpoint)
+    if left:
+        yield f"{counted(len(left), 'tensor')} that no module holds, written as stored: {left[0]} for one"
