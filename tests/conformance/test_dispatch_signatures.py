@@ -21,4 +21,4 @@ def test_arguments_are_those_of_accelerate_and_bigloads_own_by_name_alone(name):
     assert [(each.name, each.default, each.kind) for each in ours if each not in own] == [
         (each.name, each.default, each.kind) for each in theirs
     ]
-    assert {each.name for each in own} <= {"prefetch", "prefetch_bytes", "resident_bytes"}
+    assert {each.name for each in own} <= {"prefetch", "prefetch_bytes", "resident_bytes", "experts_on_demand"}

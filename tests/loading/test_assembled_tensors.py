@@ -9,12 +9,15 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 import bigload
+from bigload.checkpoint.model import Span, TensorInfo
 from bigload.conversion.checkpoint_view import CheckpointView
 from bigload.conversion.conversion import Conversion, as_stored
 from bigload.conversion.recorded_tensor import RecordedTensor
+from bigload.dtypes import DTYPES
 from bigload.loading.buffers import fill_buffers
 from bigload.loading.load import load_selected
 from bigload.loading.progress import ignore_progress
+from bigload.loading.rows import row_of
 from bigload.loading.schedule import RequestedTensor, schedule_reads
 from bigload.loading.selection import select
 from bigload.loading.settings import settings
@@ -114,3 +117,30 @@ def test_a_slice_is_made_of_what_the_pieces_have_of_it(matrices, data):
     selection = select(view, slices={"made": bigload.Slice(dim, start, stop)})
     found = load_selected(checkpoint, selection)["made"]
     assert torch.equal(found, expected.narrow(dim, start, stop - start))
+
+
+@pytest.mark.parametrize("kind", MOVES)
+def test_rows_are_those_of_the_tensor_and_read_nothing_else(matrices, kind):
+    checkpoint, values = matrices
+    a, b = values["torch.bfloat16"]
+    stored = [RecordedTensor(as_stored(checkpoint.tensors[f"{side}.torch.bfloat16"]), a.dtype) for side in "ab"]
+    whole = Conversion(tensors={"made": MOVES[kind](*stored).origin}).of(checkpoint)["made"]
+    expected = MOVES[kind](a, b)
+    rows = [row_of(whole, index) for index in range(len(expected))]
+    found = loaded(checkpoint, {row.name: row for row in rows})
+    assert all(torch.equal(found[row.name], value) for row, value in zip(rows, expected, strict=True))
+    assert all(row.num_bytes == expected[0].nbytes for row in rows)
+    assert (kind in ("stacked", "joined")) == all(isinstance(row, TensorInfo) and not row.strides for row in rows)
+    for index in (-1, len(expected)):
+        with pytest.raises(ValueError, match="row"):
+            row_of(whole, index)
+
+
+def test_rows_of_packed_elements_begin_at_whole_bytes():
+    def packed(*shape):
+        return TensorInfo("w", DTYPES["F4"], shape, Span("f", 100, 100 + math.prod(shape) // 2))
+
+    row = row_of(packed(4, 2, 6), 2)
+    assert (row.shape, row.span) == ((2, 6), Span("f", 112, 118))
+    with pytest.raises(ValueError, match="cuts through"):
+        row_of(packed(4, 3), 1)

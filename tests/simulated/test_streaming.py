@@ -7,6 +7,7 @@ import random
 import threading
 import weakref
 
+import fused_models
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -351,3 +352,27 @@ def test_a_cast_of_the_modules_is_a_cast_of_their_weights(simulation, tmp_path):
     for module in model.children():  # the model itself refuses
         module.bfloat16()
     assert torch.equal(run(model, wanted=torch.bfloat16), expected(wanted=torch.bfloat16))
+
+
+@pytest.mark.parametrize("where", ["disk", "ram"])
+@pytest.mark.parametrize("num_kept", [0, 7])
+def test_experts_of_a_fused_module_come_one_by_one(where, num_kept, simulation, tmp_path):
+    plain = fused_models.mixture()
+    save_file(plain.state_dict(), tmp_path / "model.safetensors")
+    values = bigload.StoredWeights(tmp_path) if where == "disk" else plain.state_dict()
+    inputs = torch.randint(0, 64, (6, 2), generator=torch.Generator().manual_seed(1))
+    on_device = copy.deepcopy(plain).to("sim:0")
+    others = sum(each.nbytes for name, each in plain.named_parameters() if "experts" not in name)
+    expert_bytes = 3 * 512 + fused_models.EXPERT_BYTES
+    with bigload.init_empty_weights():
+        model = fused_models.mixture()
+    before = simulation.used[0]
+    options = {"resident_bytes": num_kept * expert_bytes, "prefetch_bytes": 0 if num_kept else 8 * expert_bytes}
+    bigload.cpu_offload(model, "sim:0", state_dict=values, **options)
+    with torch.no_grad():
+        for ids in inputs:
+            assert torch.equal(model(ids.to("sim:0")).cpu(), on_device(ids.to("sim:0")).cpu())
+        chosen = {name for ids in inputs for name in fused_models.chosen_experts(plain, ids)}
+    assert set(fused_models.fetched_experts(model)) == chosen
+    most = (num_kept + 9) * expert_bytes + others + 8192
+    assert simulation.peak[0] - before <= most < 3 * fused_models.NUM_EXPERTS * expert_bytes

@@ -78,6 +78,7 @@ def dispatch_model(
     prefetch: bool = True,
     prefetch_bytes: int | str | None = None,
     resident_bytes: int | str | None = None,
+    experts_on_demand: bool = True,
 ) -> nn.Module:
     """Put every part of `model` on its device in `device_map`, and return the model, which then takes any input.
 
@@ -103,7 +104,11 @@ def dispatch_model(
         prefetch_bytes: The most of weights that are there, or on their way, before their block runs, in bytes or as
             text (`2GiB`). By default twice the largest block.
         resident_bytes: The most of offloaded weights that stay once they are there. By default, on the CPU, pages of
-            files stay if all of them fit into the memory that is free; nothing does on other devices.
+            files stay if all of them fit into the memory that is free, else as many experts as do; nothing does on
+            other devices.
+        experts_on_demand: Load the experts that the router has chosen, where a module of transformers holds those of a
+            layer in the same parameters; they are computed with as by transformers' `eager`. Without, and where that
+            cannot be (llama4, dbrx), all experts of a layer come with it.
 
     Raises:
         ValueError: the map does not cover the model, or no such size.
@@ -116,7 +121,7 @@ def dispatch_model(
         skip_keys=skip_keys,
         preload_module_classes=preload_module_classes,
         force_hooks=force_hooks,
-        streaming=StreamOptions.of(prefetch, prefetch_bytes, resident_bytes),
+        streaming=StreamOptions.of(prefetch, prefetch_bytes, resident_bytes, experts_on_demand),
     )
     check_device_map(model, device_map)
     check_devices_present(device_map)
@@ -275,6 +280,7 @@ def cpu_offload(
     prefetch: bool = True,
     prefetch_bytes: int | str | None = None,
     resident_bytes: int | str | None = None,
+    experts_on_demand: bool = True,
 ) -> nn.Module:
     """Keep the weights of `model` on the CPU, bring those of each module in when it runs, and return the model.
 
@@ -287,6 +293,7 @@ def cpu_offload(
         prefetch: See `dispatch_model`.
         prefetch_bytes: See there.
         resident_bytes: See there.
+        experts_on_demand: See there.
 
     Raises:
         ValueError: no such size.
@@ -294,7 +301,7 @@ def cpu_offload(
     options = DispatchOptions(
         offload_buffers=offload_buffers,
         preload_module_classes=preload_module_classes,
-        streaming=StreamOptions.of(prefetch, prefetch_bytes, resident_bytes),
+        streaming=StreamOptions.of(prefetch, prefetch_bytes, resident_bytes, experts_on_demand),
     )
     if state_dict is None:
         state_dict = {name: tensor.to("cpu") for name, tensor in model.state_dict().items() if not tensor.is_meta}
@@ -311,6 +318,7 @@ def disk_offload(
     prefetch: bool = True,
     prefetch_bytes: int | str | None = None,
     resident_bytes: int | str | None = None,
+    experts_on_demand: bool = True,
 ) -> nn.Module:
     """Keep the weights of `model` in the folder `offload_dir`, as `cpu_offload` does on the CPU, and return the model.
 
@@ -323,6 +331,7 @@ def disk_offload(
         prefetch: See `dispatch_model`.
         prefetch_bytes: See there.
         resident_bytes: See there.
+        experts_on_demand: See there.
 
     Raises:
         ValueError: no such size.
@@ -332,7 +341,7 @@ def disk_offload(
     options = DispatchOptions(
         offload_buffers=offload_buffers,
         preload_module_classes=preload_module_classes,
-        streaming=StreamOptions.of(prefetch, prefetch_bytes, resident_bytes),
+        streaming=StreamOptions.of(prefetch, prefetch_bytes, resident_bytes, experts_on_demand),
     )
     return _offload_all(model, "disk", offloaded(offload_dir, model.state_dict()), execution_device, options)
 

@@ -55,6 +55,7 @@ def load_checkpoint_and_dispatch(
     prefetch: bool = True,
     prefetch_bytes: int | str | None = None,
     resident_bytes: int | str | None = None,
+    experts_on_demand: bool = True,
 ) -> nn.Module:
     """Fill `model` from `checkpoint`, dispatch it by `device_map`, and return it.
 
@@ -82,6 +83,7 @@ def load_checkpoint_and_dispatch(
         prefetch: See `dispatch_model`.
         prefetch_bytes: See there.
         resident_bytes: See there.
+        experts_on_demand: See there.
 
     Raises:
         ValueError: the map does not cover the model.
@@ -94,7 +96,7 @@ def load_checkpoint_and_dispatch(
         skip_keys=skip_keys,
         preload_module_classes=preload_module_classes,
         force_hooks=force_hooks,
-        streaming=StreamOptions.of(prefetch, prefetch_bytes, resident_bytes),
+        streaming=StreamOptions.of(prefetch, prefetch_bytes, resident_bytes, experts_on_demand),
     )
     placed = _made_map(device_map, model, max_memory, no_split_module_classes, dtype, offload_buffers)
     if placed is not None:
@@ -131,6 +133,7 @@ def load_and_dispatch(
     prefetch: bool = True,
     prefetch_bytes: int | str | None = None,
     resident_bytes: int | str | None = None,
+    experts_on_demand: bool = True,
 ) -> nn.Module:
     """Fill `model` as `plan` says from the checkpoint it was made for, dispatch it, and return it.
 
@@ -149,6 +152,7 @@ def load_and_dispatch(
         prefetch: See `dispatch_model`.
         prefetch_bytes: See there. By default what the plan has reserved for streamed weights, less the largest block.
         resident_bytes: See `dispatch_model`.
+        experts_on_demand: See there.
 
     Raises:
         PlanError: there is no such plan, it is none, or it was made for another version of the checkpoint.
@@ -161,7 +165,7 @@ def load_and_dispatch(
         skip_keys=skip_keys,
         preload_module_classes=preload_module_classes,
         force_hooks=force_hooks,
-        streaming=streaming_of(made, prefetch, prefetch_bytes, resident_bytes),
+        streaming=streaming_of(made, prefetch, prefetch_bytes, resident_bytes, experts_on_demand),
     )
     return load_planned(model, made, options, dtype=dtype, strict=strict)
 
@@ -200,10 +204,14 @@ def map_for(model: nn.Module, plan: Plan, view: CheckpointView | None) -> dict[s
 
 
 def streaming_of(
-    plan: Plan, prefetch: bool, prefetch_bytes: int | str | None, resident_bytes: int | str | None
+    plan: Plan,
+    prefetch: bool,
+    prefetch_bytes: int | str | None,
+    resident_bytes: int | str | None,
+    experts_on_demand: bool = True,
 ) -> StreamOptions | None:
     """Return what was asked for, within what `plan` has reserved for streamed weights; see `StreamOptions.of`."""
-    options = StreamOptions.of(prefetch, prefetch_bytes, resident_bytes)
+    options = StreamOptions.of(prefetch, prefetch_bytes, resident_bytes, experts_on_demand)
     reserved = sum(use.workspace_bytes for use in plan.devices if use.device == plan.execution_device)
     return replace(options, workspace_bytes=reserved) if options is not None and reserved else options
 

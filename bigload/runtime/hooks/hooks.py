@@ -171,8 +171,8 @@ def replace_hook(module: nn.Module, old: ModelHook, new: ModelHook) -> None:
 def _forward(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
     """Run the forward of a hooked module. A function of its own, bound late, so that copies call their own hooks."""
     hook: ModelHook = module._hf_hook  # type: ignore[assignment]
-    forward: Callable[..., Any] = module._old_forward  # type: ignore[assignment]
     args, kwargs = hook.pre_forward(module, *args, **kwargs)
+    forward: Callable[..., Any] = module._old_forward  # type: ignore[assignment]
     try:
         if hook.no_grad:
             with torch.no_grad():

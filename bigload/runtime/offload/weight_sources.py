@@ -11,27 +11,39 @@ from typing import Protocol, runtime_checkable
 
 import torch
 
+from bigload.checkpoint.model import AssembledTensor, TensorInfo
 from bigload.layouts.dat_format import Entry, entry_of
+from bigload.loading.rows import row_of
 from bigload.runtime.offload.assembled_weights import AssembledWeight
-from bigload.runtime.offload.stored_weights import FileWeight
+from bigload.runtime.offload.stored_weights import FileWeight, MappedFiles
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryWeight:
-    """A weight in memory: the value that a dict has for it."""
+    """A weight in memory: the value that a dict has for it, or the row `row` of that."""
 
     values: dict[str, torch.Tensor]
     name: str
+    row: int | None = None
+
+    @property
+    def whole(self) -> torch.Tensor:
+        """The value in the dict as it is now."""
+        return self.values[self.name]
 
     @property
     def tensor(self) -> torch.Tensor:
-        """The value as it is now."""
-        return self.values[self.name]
+        """The weight as it is now."""
+        return self.part_of(self.whole)
+
+    def part_of(self, whole: torch.Tensor) -> torch.Tensor:
+        """Return the weight in `whole`, which the dict has, or had, for it."""
+        return whole if self.row is None else whole.detach()[self.row]
 
     @property
     def dtype(self) -> torch.dtype:
         """Its dtype."""
-        return self.tensor.dtype
+        return self.whole.dtype
 
 
 StoredWeight = FileWeight | AssembledWeight
@@ -55,6 +67,34 @@ def source_of(weights: Mapping[str, torch.Tensor], name: str) -> WeightSource | 
     if isinstance(weights, dict) and isinstance(weights.get(name), torch.Tensor):
         return MemoryWeight(weights, name)
     return None
+
+
+def row_of_source(source: WeightSource, index: int) -> WeightSource:
+    """Return the source of row `index` of a weight.
+
+    Raises:
+        ValueError: the weight has no such row, or it begins inside a byte.
+    """
+    if not isinstance(source, MemoryWeight):
+        row = row_of(source.tensor, index)
+        if isinstance(source, FileWeight):
+            assert isinstance(row, TensorInfo), "a row of one piece is one piece"
+            return replace(source, tensor=row, is_part=True)
+        if isinstance(row, AssembledTensor):
+            files = {piece.tensor.span.file for piece in row.pieces}
+            return replace(source, tensor=row, stored_files={file: source.stored_files[file] for file in files})
+        stored = source.stored_files[row.span.file]
+        return FileWeight(
+            path=stored.path,
+            tensor=row,
+            dtype=source.dtype,
+            files=MappedFiles(),
+            expected=stored.expected,
+            is_part=True,
+        )
+    if not 0 <= index < len(source.whole):
+        raise ValueError(f"row {index} of a tensor of shape {list(source.whole.shape)}")
+    return replace(source, row=index)
 
 
 class PrefixedDataset(Mapping[str, torch.Tensor]):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Collection, Container, Iterator, Sequence
 from dataclasses import dataclass
 
 from torch import nn
@@ -22,37 +22,41 @@ class BlockModules:
         module: What is called. Its own tensors always belong to the block.
         members: The modules whose own tensors make up the block, `module` first.
         is_routed: Whether it is one of the experts of a block around it.
+        is_fused: Whether its own tensors are those of all experts of a layer, fetched one by one.
     """
 
     name: str
     module: nn.Module
     members: tuple[nn.Module, ...]
     is_routed: bool = False
+    is_fused: bool = False
 
 
-def cut_into_blocks(model: nn.Module) -> tuple[BlockModules, ...]:
+def cut_into_blocks(model: nn.Module, fused: Collection[nn.Module] = ()) -> tuple[BlockModules, ...]:
     """Return the blocks of `model`, in the order in which modules were registered; together they are all of it.
 
     Blocks are modules of the classes in the model's `_no_split_modules`, and siblings of one class that have modules
     inside, unless these are themselves lists of such siblings (stages). Experts, which are such siblings in a list with
     `expert` and not `shared` in its name, are blocks inside of blocks. What is around blocks, or a model without any,
     is cut down to the modules that own tensors: each alone, for it may be as large as a block, unless the module around
-    takes its weights without calling it.
+    takes its weights without calling it. So are modules in `fused`, which hold the experts of a layer in the same
+    parameters.
     """
-    parts = {id(part.module): part for part in reversed(list(_cut("", model, _BlockCriteria.of(model))))}
+    parts = {id(part.module): part for part in reversed(list(_cut("", model, _BlockCriteria.of(model, fused))))}
     return tuple(reversed(parts.values()))  # a module with several names is cut where it has the first
 
 
 @dataclass(frozen=True, slots=True)
 class _BlockCriteria:
-    """Modules by `id`: the elements of lists, and which of these are experts."""
+    """Modules by `id`: the elements of lists, which of these are experts, and modules that hold all experts."""
 
     repeated: frozenset[int]
     experts: frozenset[int]
+    fused: frozenset[int]
     classes: frozenset[str]
 
     @classmethod
-    def of(cls, model: nn.Module) -> _BlockCriteria:
+    def of(cls, model: nn.Module, fused: Collection[nn.Module]) -> _BlockCriteria:
         repeated: set[int] = set()
         experts: set[int] = set()
         for name, module in model.named_modules():
@@ -62,7 +66,10 @@ class _BlockCriteria:
                 if "shared" not in key:  # those all tokens use: a part of the layer like any other
                     (experts if "expert" in key else repeated).update(map(id, found))
         return cls(
-            frozenset(repeated), frozenset(experts), class_names(getattr(model, "_no_split_modules", None) or ())
+            frozenset(repeated),
+            frozenset(experts),
+            frozenset(map(id, fused)),
+            class_names(getattr(model, "_no_split_modules", None) or ()),
         )
 
     def is_block(self, module: nn.Module) -> bool:
@@ -87,6 +94,11 @@ def _cut(name: str, module: nn.Module, marks: _BlockCriteria) -> Iterator[BlockM
     if id(module) in marks.experts:
         yield BlockModules(name=name, module=module, members=_members(module, ()), is_routed=True)
         return
+    if id(module) in marks.fused:
+        yield BlockModules(name=name, module=module, members=(module,), is_fused=True)
+        for key, child in called_modules(module):
+            yield from _cut(joined(name, key), child, marks)
+        return
     if name and marks.is_block(module):
         routed = list(_experts(name, module, marks))
         apart = {id(below) for _, expert in routed for below in expert.modules()}
@@ -104,7 +116,7 @@ def _cut(name: str, module: nn.Module, marks: _BlockCriteria) -> Iterator[BlockM
 def _experts(name: str, module: nn.Module, marks: _BlockCriteria) -> Iterator[tuple[str, nn.Module]]:
     """Yield the experts inside of `module`, but none inside of others."""
     for key, child in module.named_children():
-        if id(child) in marks.experts:
+        if id(child) in marks.experts or id(child) in marks.fused:
             yield joined(name, key), child
         else:
             yield from _experts(joined(name, key), child, marks)

@@ -34,7 +34,8 @@ def is_in_place(weight: Weight, device: torch.device) -> bool:
     """Return whether `weight` can be used on `device` where it is, as it is."""
     source = weight.source
     if isinstance(source, FileWeight):
-        return device.type == "cpu" and source.is_as_wanted and source.dtype == weight.placeholder.dtype
+        is_aligned = source.tensor.span.start % weight.alignment == 0
+        return device.type == "cpu" and source.is_as_wanted and is_aligned and source.dtype == weight.placeholder.dtype
     if isinstance(source, AssembledWeight):
         return False
     return source.tensor.device == device and source.dtype == weight.placeholder.dtype

@@ -55,15 +55,18 @@ class StreamedBlock:
         module: The module that is called.
         members: The modules of the block, `module` too where it has offloaded weights of its own.
         device: Where it runs.
-        is_routed: Whether it is an expert, which only some tokens need: never prefetched.
+        is_routed: Whether it is an expert, which only some tokens need: loaded when its layer asks for it.
         streamer: What schedules the block. The attributes below are guarded by its lock.
         residency: State of the weights.
         num_users: Forwards that run now.
-        num_uses: Forwards that have ended.
+        num_uses: Forwards that have ended; of fused experts, tokens.
         is_kept: Whether the weights stay resident once they are loaded.
         has_failed: Whether prefetching failed: the forward that needs the weights tries again and raises.
         is_installed: Whether the modules hold the weights.
     """
+
+    is_fused = False
+    """Whether it is an expert in the parameters of all of its layer."""
 
     def __init__(
         self,
@@ -167,6 +170,10 @@ class StreamedBlock:
                     return False
             return not any(slot.tensor.is_meta for slot in self._others)
         return True
+
+    def note_use(self) -> None:
+        """Count a forward that has ended."""
+        self.num_uses += 1
 
     def renew(self) -> None:
         """Discard the supplies, to find them anew. Only while the weights are absent."""

@@ -17,6 +17,7 @@ from itertools import chain, islice
 import torch
 
 from bigload.errors import NotEnoughMemoryError
+from bigload.runtime.streaming.expert_cache import ExpertCache, hottest
 from bigload.runtime.streaming.prefetch_thread import PrefetchThread
 from bigload.runtime.streaming.run_log import RunLog, RunStats
 from bigload.runtime.streaming.run_order import RunOrder
@@ -26,7 +27,9 @@ from bigload.runtime.streaming.supply import Supply
 from bigload.runtime.streaming.supply_factory import SupplyFactory
 from bigload.runtime.streaming.weights import Weight
 
-_NOTHING = StreamingLimits(prefetch_bytes=0, resident_bytes=0, expert_bytes=0, uncached=frozenset())
+_NOTHING = StreamingLimits(
+    prefetch_bytes=0, resident_bytes=0, expert_bytes=0, expert_prefetch_bytes=0, uncached=frozenset()
+)
 """Limits until a block runs."""
 
 _living: weakref.WeakSet[Streamer] = weakref.WeakSet()
@@ -42,7 +45,7 @@ class Streamer:
     def __init__(self, options: StreamOptions) -> None:
         self.log = RunLog()
         self._options = options
-        self._blocks: list[StreamedBlock] = []
+        self._blocks: dict[StreamedBlock, None] = {}
         self._lock = threading.RLock()
         self._arrived = threading.Condition(self._lock)
         self._prefetch_thread = PrefetchThread(self._fetch_ahead)
@@ -53,7 +56,8 @@ class Streamer:
         self._held_bytes = 0
         self._num_absent = 0  # of the blocks that are not routed
         self._prefetched: dict[StreamedBlock, None] = {}  # loaded or loading, not kept, not in use; oldest first
-        self._cached_experts: dict[StreamedBlock, None] = {}  # routed ones
+        self._cached_experts: ExpertCache[StreamedBlock] = ExpertCache()
+        self._hot: frozenset[StreamedBlock] = frozenset()  # experts that a recorded run used most, as many as may stay
         _living.add(self)
 
     def __getstate__(self) -> dict[str, StreamOptions]:
@@ -66,16 +70,19 @@ class Streamer:
     def add(self, block: StreamedBlock) -> None:
         """Have `block` streamed. The order of adding is the first guess at the order in which blocks run."""
         with self._lock:
-            self._blocks.append(block)
+            self._blocks[block] = None
+            if block.is_routed:
+                self._cached_experts.set_count(block, self._options.expert_counts.get(block.name, 0))
             self._limits, self._tied = _NOTHING, None
 
     def remove(self, block: StreamedBlock) -> None:
         """Evict `block`, and do not stream it any more."""
         with self._lock:
             if block in self._blocks:
-                self._blocks.remove(block)
+                del self._blocks[block]
                 self._limits = _NOTHING
                 self._evict_and_wait(block)
+                self._cached_experts.forget(block)
                 if not self._blocks:
                     self._supply_factory.close()
 
@@ -132,6 +139,24 @@ class Streamer:
                 self._leave(block)
         self.log.left(block.name)
 
+    def expect(self, now: Sequence[StreamedBlock], later: Sequence[StreamedBlock] = ()) -> None:
+        """Request routed blocks: `now` runs in this order, `later` has those of which the hot ones are worth keeping.
+
+        The latter take memory of those that stay, and are loaded after the former.
+        """
+        with self._lock:
+            self._choose_limits()
+            for block in now:
+                if block.residency is Residency.ABSENT and not block.has_failed:
+                    if not self._fits_window(block, now) or not self._request(block):
+                        break
+                    self._prefetched[block] = None
+            hot = [block for block in later if block in self._hot] if self._hot else []
+            for block in hot:
+                is_wanted = block.residency is Residency.ABSENT and not block.has_failed
+                if is_wanted and not (self._admits(block) and self._request(block)):
+                    break
+
     def begin_in_fork(self) -> None:
         """Start over in a forked process, where no other thread would ever release its locks."""
         self._lock = threading.RLock()
@@ -154,7 +179,10 @@ class Streamer:
             return
         steady = [block for block in self._blocks if not block.is_routed]
         self._order = RunOrder(steady)
-        self._limits = limits_for(self._blocks, self._options)
+        self._limits = limits_for(list(self._blocks), self._options)
+        self._cached_experts.capacity = self._limits.expert_bytes
+        counts = {block: self._options.expert_counts.get(block.name, 0) for block in self._blocks if block.is_routed}
+        self._hot = hottest(counts, {block: block.num_bytes for block in counts}, self._limits.expert_bytes)
         kept = set(chosen_evenly(steady, self._limits.resident_bytes))
         for block in steady:
             block.is_kept = block in kept
@@ -178,8 +206,10 @@ class Streamer:
 
     def _fits_window(self, block: StreamedBlock, expected: Container[StreamedBlock]) -> bool:
         """Return whether `block` fits into the prefetch window, after evicting blocks that are no longer expected."""
-        excess = _num_bytes(self._prefetched) + block.num_bytes - self._limits.prefetch_bytes
-        for stale in [idle for idle in self._prefetched if idle not in expected]:
+        limit = self._limits.expert_prefetch_bytes if block.is_routed else self._limits.prefetch_bytes
+        prefetched = [idle for idle in self._prefetched if idle.is_routed == block.is_routed]
+        excess = _num_bytes(prefetched) + block.num_bytes - limit
+        for stale in [idle for idle in prefetched if idle not in expected]:
             if excess > 0 and self._evict(stale):
                 excess -= stale.num_bytes
         return excess <= 0
@@ -282,7 +312,7 @@ class Streamer:
         if block.residency is Residency.ABSENT or block.is_kept:
             return
         if block.residency is Residency.RESIDENT:
-            block.num_uses += 1
+            block.note_use()
         if not (self._keeps_expert(block) if block.is_routed else self._keeps_prefetched(block)):
             self._evict(block)
 
@@ -295,21 +325,21 @@ class Streamer:
         return stays
 
     def _keeps_expert(self, block: StreamedBlock) -> bool:
-        """Return whether a routed block stays resident, in place of others that are used less."""
-        self._cached_experts.pop(block, None)
-        latest_first = [block, *reversed(self._cached_experts)]
-        excess = _num_bytes(latest_first) - self._limits.expert_bytes
-        leaving = []
-        for cold in sorted(latest_first, key=lambda each: each.num_uses):  # of equals the latest: they run in a cycle
-            if excess > 0 and not cold.num_users:
-                excess -= cold.num_bytes
-                leaving.append(cold)
-        if block in leaving:  # without it the others fit, as they did before
-            return False
-        for cold in leaving:
+        """Return whether a routed block stays: it is loading, or used more than others, which then leave."""
+        if block.residency is not Residency.RESIDENT:
+            self._prefetched[block] = None
+            return True
+        self._cached_experts.note_use(block)
+        return self._admits(block)
+
+    def _admits(self, block: StreamedBlock) -> bool:
+        """Return whether a routed block is to stay, after evicting those that leave for it."""
+        leaving = self._cached_experts.admit(
+            block, block.num_bytes, lambda other: bool(other.num_users) or other.residency is Residency.LOADING
+        )
+        for cold in leaving or ():
             self._evict(cold)
-        self._cached_experts[block] = None
-        return True
+        return leaving is not None
 
     def _evict(self, block: StreamedBlock) -> bool:
         """Evict the weights of `block`; return `False` if they are loading."""
@@ -317,7 +347,7 @@ class Streamer:
             return False
         self._prefetch_thread.cancel(block)
         self._prefetched.pop(block, None)
-        self._cached_experts.pop(block, None)
+        self._cached_experts.discard(block)
         if block.residency is not Residency.ABSENT:
             block.residency = Residency.ABSENT
             self._held_bytes -= block.num_bytes

@@ -12,6 +12,7 @@ from bigload.runtime.hooks.align_devices import AlignDevicesHook, load_before_ca
 from bigload.runtime.hooks.hooks import add_hook_to_module, eager, hooks_of, replace_hook
 from bigload.runtime.hooks.wrapped_modules import end_wrapping
 from bigload.runtime.streaming.blocks import BlockModules, cut_into_blocks
+from bigload.runtime.streaming.fused_experts import FusedExperts, can_fetch
 from bigload.runtime.streaming.streamed_block import HookedModule, StreamedBlock
 from bigload.runtime.streaming.streamer import Streamer
 from bigload.runtime.streaming.streaming_limits import StreamOptions
@@ -27,6 +28,7 @@ class StreamingHook(AlignDevicesHook):
 
     Attributes:
         block: The module's block, if it is streamed.
+        experts: The experts that the module holds, if they are fetched one by one.
         counts_forwards: Whether forwards of the module are those that the streamer's log is about.
     """
 
@@ -34,6 +36,7 @@ class StreamingHook(AlignDevicesHook):
         self.__dict__.update(base.__dict__)
         self.streamer = streamer
         self.block: StreamedBlock | None = None
+        self.experts: FusedExperts | None = None
         self.counts_forwards = False
 
     @property
@@ -45,6 +48,8 @@ class StreamingHook(AlignDevicesHook):
         return self._offload or self.block is not None
 
     def _begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self._on_demand() is not None and (args or kwargs):  # without, the caller wants to look at the weights
+            self._begin_experts(args, kwargs)
         super()._begin(module, args, kwargs)
         if self.counts_forwards:
             self._note_begin()
@@ -52,7 +57,15 @@ class StreamingHook(AlignDevicesHook):
     def _end(self) -> torch.device | None:
         if self.counts_forwards:
             self._note_end()
-        return super()._end()
+        try:
+            return super()._end()
+        finally:
+            if self.experts is not None:
+                self._end_experts()
+
+    def begin_call(self, module: nn.Module) -> bool:
+        """Load the weights for a call of `module`, unless its experts come one by one."""
+        return self._on_demand() is None and super().begin_call(module)
 
     def abort_forward(self, module: nn.Module) -> None:
         """Evict what was loaded, and forget the order of this thread's pass, which did not reach its end."""
@@ -65,6 +78,9 @@ class StreamingHook(AlignDevicesHook):
         if self.block is not None:
             self.streamer.remove(self.block)
             self.block = None
+        if self.experts is not None:
+            self.experts.detach()
+            self.experts = None
         return super().detach_hook(module)
 
     def _streamed(self) -> StreamedBlock | None:
@@ -72,22 +88,41 @@ class StreamingHook(AlignDevicesHook):
         block = self.block
         return block if block is not None and self.device in (None, block.device) else None
 
+    def _on_demand(self) -> FusedExperts | None:
+        """Return the experts, likewise."""
+        experts = self.experts
+        return experts if experts is not None and self.device in (None, experts.device) else None
+
+    def _runs_experts(self) -> bool:
+        experts = self._on_demand()
+        return experts is not None and experts.is_running
+
     @eager
     def _load(self, module: nn.Module) -> None:
         end_wrapping()
         block = self._streamed()
-        if block is None:
-            self._load_own(module)
-        else:
+        if block is not None:
             self.streamer.enter(block)
+        elif not self._runs_experts():
+            self._load_own(module)
 
     @eager
     def _unload(self) -> None:
         block = self._streamed()
-        if block is None:
-            self.release()
-        else:
+        if block is not None:
             self.streamer.leave(block)
+        elif not self._runs_experts():
+            self.release()
+
+    @eager
+    def _begin_experts(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        assert self.experts is not None, "asked before"
+        self.experts.begin(args, kwargs)
+
+    @eager
+    def _end_experts(self) -> None:
+        assert self.experts is not None, "asked before"
+        self.experts.end()
 
     @eager
     def _note_begin(self) -> None:
@@ -112,7 +147,7 @@ def stream(model: nn.Module, options: StreamOptions) -> None:
         options: How much memory that takes.
     """
     streamer = Streamer(options)
-    parts = [part for part in cut_into_blocks(model) if _can_stream(part)]
+    parts = [part for part in cut_into_blocks(model, _fused(model, options)) if part.is_fused or _can_stream(part)]
     root = _own_hook(model)
     if root is not None:
         _streaming(model, root, streamer).counts_forwards = True
@@ -121,11 +156,26 @@ def stream(model: nn.Module, options: StreamOptions) -> None:
     for part, hook in zip(parts, hooks, strict=True):
         members = _members(part)
         (device,) = _devices(members)
-        hook.block = StreamedBlock(
-            part.name, part.module, members, device=device, is_routed=part.is_routed, streamer=streamer
-        )
-        load_before_calls(part.module)
+        if part.is_fused:
+            hook.experts = FusedExperts(part.name, part.module, hook, device, streamer)
+        else:
+            hook.block = StreamedBlock(
+                part.name, part.module, members, device=device, is_routed=part.is_routed, streamer=streamer
+            )
+            load_before_calls(part.module)
+    experts = [hook.experts for hook in hooks if hook.experts is not None]
+    for each, following in zip(experts, [*experts[1:], *experts[:1]], strict=True):
+        each.following = following
+        each.attach()
     model.__dict__["bigload_stats"] = streamer.stats
+
+
+def _fused(model: nn.Module, options: StreamOptions) -> list[nn.Module]:
+    """Return the modules whose experts are to be fetched one by one."""
+    if not options.experts_on_demand:
+        return []
+    own = ((module, _own_hook(module)) for module in model.modules())
+    return [module for module, hook in own if hook is not None and hook.device is not None and can_fetch(module, hook)]
 
 
 def _can_stream(part: BlockModules) -> bool:

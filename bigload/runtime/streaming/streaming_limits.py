@@ -6,8 +6,8 @@ stays, and the others are read each time.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from bigload.machine.memory import available_memory
 from bigload.runtime.device_map.module_sizes import convert_file_size_to_int
@@ -28,18 +28,27 @@ class StreamOptions:
         prefetch_bytes: Bound of the prefetch window; 0 loads nothing ahead. `None` is twice the largest block.
         resident_bytes: Bound of resident weights: always the same blocks, evenly among the others, so that these can
             be loaded meanwhile. What is left is for the routed experts that are used most.
-            `None` is, on the CPU, all pages of files if they fit into the memory that is free, and else nothing.
+            `None` is, on the CPU, all pages of files if they fit into the memory that is free, and else as many experts
+            as do.
         workspace_bytes: What a plan has reserved for a block that runs and those that come ahead, if there is a plan.
             Without `prefetch_bytes`, all but the largest block is for these.
+        experts_on_demand: Whether experts in the parameters of one module are loaded one by one, where that can be.
+        expert_counts: How often experts were used in a recorded run, by the names of their blocks.
     """
 
     prefetch_bytes: int | None = None
     resident_bytes: int | None = None
     workspace_bytes: int | None = None
+    experts_on_demand: bool = True
+    expert_counts: Mapping[str, float] = field(default_factory=dict)
 
     @classmethod
     def of(
-        cls, prefetch: bool, prefetch_bytes: int | str | None, resident_bytes: int | str | None
+        cls,
+        prefetch: bool,
+        prefetch_bytes: int | str | None,
+        resident_bytes: int | str | None,
+        experts_on_demand: bool = True,
     ) -> StreamOptions | None:
         """Return what was asked for, sizes being numbers or text; `None` if nothing is to be streamed.
 
@@ -47,7 +56,9 @@ class StreamOptions:
             ValueError: a text is no size.
         """
         bounds = [size if size is None else convert_file_size_to_int(size) for size in (prefetch_bytes, resident_bytes)]
-        return cls(prefetch_bytes=bounds[0], resident_bytes=bounds[1]) if prefetch else None
+        if not prefetch:
+            return None
+        return cls(prefetch_bytes=bounds[0], resident_bytes=bounds[1], experts_on_demand=experts_on_demand)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,12 +69,14 @@ class StreamingLimits:
         prefetch_bytes: For blocks that are loaded ahead of their forward.
         resident_bytes: For blocks that stay.
         expert_bytes: For routed blocks, the most used of which stay.
+        expert_prefetch_bytes: For routed blocks that are loaded while another one of their layer computes.
         uncached: Blocks whose pages are dropped from the page cache after use: those of all would not fit.
     """
 
     prefetch_bytes: int
     resident_bytes: int
     expert_bytes: int
+    expert_prefetch_bytes: int
     uncached: frozenset[StreamedBlock]
 
 
@@ -71,20 +84,33 @@ def limits_for(blocks: Sequence[StreamedBlock], options: StreamOptions) -> Strea
     """Return the limits for `blocks` on this machine, by the memory that is free now."""
     prefetch_bytes, resident_bytes = options.prefetch_bytes, options.resident_bytes
     steady = [block for block in blocks if not block.is_routed]
+    routed = [block for block in blocks if block.is_routed]
+    largest = max((block.num_bytes for block in steady), default=0)
+    largest_expert = max((block.num_bytes for block in routed if block.is_fused), default=0)
     if prefetch_bytes is None:
-        largest, reserved = max((block.num_bytes for block in steady), default=0), options.workspace_bytes
-        prefetch_bytes = _BLOCKS_AHEAD * largest if reserved is None else max(reserved - largest, 0)
+        together, reserved = largest + largest_expert, options.workspace_bytes
+        prefetch_bytes = _BLOCKS_AHEAD * together if reserved is None else max(reserved - together, 0)
+    expert_prefetch_bytes = prefetch_bytes * largest_expert // (largest + largest_expert) if largest_expert else 0
     paged_bytes = sum(block.num_page_bytes for block in blocks)
     available = available_memory()
-    pages_fit = available is None or paged_bytes <= _SHARE_FOR_PAGES * available
+    room = int(_SHARE_FOR_PAGES * (available or 0))
+    pages_fit = available is None or paged_bytes <= room
     if resident_bytes is None:
-        resident_bytes = paged_bytes if pages_fit and all(block.is_in_place for block in steady) else 0
-    cached = set(blocks) if pages_fit else set(chosen_evenly(steady, int(_SHARE_FOR_PAGES * (available or 0))))
+        steady_bytes = sum(block.num_bytes for block in steady)
+        resident_bytes = 0
+        if all(block.is_in_place for block in steady):
+            if pages_fit:
+                resident_bytes = paged_bytes
+            elif routed and steady_bytes < room:  # copies cannot be taken back by the system, as pages can
+                left = room - steady_bytes
+                resident_bytes = steady_bytes + (left if all(block.is_in_place for block in routed) else left // 2)
+    cached = set(blocks) if pages_fit else set(chosen_evenly(steady, room))
     kept_bytes = sum(block.num_bytes for block in chosen_evenly(steady, resident_bytes))
     return StreamingLimits(
-        prefetch_bytes=prefetch_bytes,
+        prefetch_bytes=prefetch_bytes - expert_prefetch_bytes,
         resident_bytes=resident_bytes,
         expert_bytes=resident_bytes - kept_bytes,
+        expert_prefetch_bytes=expert_prefetch_bytes,
         uncached=frozenset(set(blocks) - cached),
     )
 

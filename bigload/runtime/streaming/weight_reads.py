@@ -130,7 +130,7 @@ class WeightReads:
     def is_stale(self) -> bool:
         """Return whether a value in RAM is another one now, or was written to, since it was read."""
         return any(
-            (now := source.tensor) is not self._seen[file][0] or version_of(now) != self._seen[file][1]
+            (now := source.whole) is not self._seen[file][0] or version_of(now) != self._seen[file][1]
             for file, (source, _) in self._values.items()
             if file in self._seen
         )
@@ -142,12 +142,13 @@ class WeightReads:
                 drop_cached_pages(self._files[file].path, ranges)
 
     def _note_values(self) -> None:
-        values = {file: source.tensor for file, (source, _) in self._values.items()}
+        values = {file: source.whole for file, (source, _) in self._values.items()}
         self._seen = {file: (value, version_of(value)) for file, value in values.items()}
 
     def _value(self, file: str) -> torch.Tensor:
         """Return a value in RAM in the form that it had when the reads were planned."""
-        value, (_, planned) = self._seen[file][0].detach(), self._values[file]
+        source, planned = self._values[file]
+        value = source.part_of(self._seen[file][0].detach())
         if tuple(value.shape) != planned.shape:
             raise ValueError(f"a weight in RAM of shape {planned.shape} has become one of {tuple(value.shape)}")
         return value.to(device="cpu", dtype=torch_dtype(planned.dtype)).contiguous()

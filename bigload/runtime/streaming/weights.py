@@ -23,15 +23,22 @@ class Weight:
         slots: The places in modules that hold it.
         placeholder: What they hold between forwards; it tells dtype, class and whether gradients are wanted.
         source: Where it is on disk, or in memory.
+        alignment: What the address of its values has to be a multiple of.
         held: What they hold while it is resident: a parameter of the placeholder's class, or a buffer.
     """
 
-    __slots__ = ("_dtype", "_keys", "_tensor", "held", "hook", "placeholder", "slots", "source")
+    __slots__ = ("_dtype", "_keys", "_tensor", "alignment", "held", "hook", "placeholder", "slots", "source")
 
     def __init__(
-        self, hook: AlignDevicesHook, slots: Sequence[TensorSlot], placeholder: torch.Tensor, source: WeightSource
+        self,
+        hook: AlignDevicesHook,
+        slots: Sequence[TensorSlot],
+        placeholder: torch.Tensor,
+        source: WeightSource,
+        alignment: int = 1,
     ) -> None:
         self.hook = hook
+        self.alignment = alignment
         self.slots = slots
         self.placeholder = placeholder
         self.source = source

@@ -10,9 +10,11 @@ from bigload.runtime.streaming import streaming_limits
 from bigload.runtime.streaming.streaming_limits import StreamOptions, chosen_evenly, limits_for
 
 
-def block(num_bytes, *, is_routed=False, in_place=True):
+def block(num_bytes, *, is_routed=False, in_place=True, is_fused=False):
     paged = num_bytes if in_place else 0
-    return _Block(num_bytes=num_bytes, num_page_bytes=paged, is_in_place=in_place, is_routed=is_routed)
+    return _Block(
+        num_bytes=num_bytes, num_page_bytes=paged, is_in_place=in_place, is_routed=is_routed, is_fused=is_fused
+    )
 
 
 class _Block(SimpleNamespace):

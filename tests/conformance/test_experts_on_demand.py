@@ -1,0 +1,71 @@
+"""Experts of transformers' fused modules are loaded one by one; results are those of its loop, `eager`, bit for bit."""
+
+import copy
+
+import model_types
+import pytest
+import torch
+from fused_models import fetched_experts
+
+import bigload
+
+transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+
+pytestmark = [pytest.mark.peers, pytest.mark.filterwarnings("ignore")]
+
+EVERY_DAY = ("mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss", "aria_text", "nemotron_h")
+OTHERS = (
+    *("qwen2_moe", "olmoe", "jamba", "glm4_moe", "minimax", "phimoe", "granitemoe", "ernie4_5_moe"),
+    *("flex_olmo", "qwen3_next", "qwen3_vl_moe", "muse_spark_text", "minimax_m2"),
+)
+OUTSIDE = ("jetmoe", "nllb-moe", "switch_transformers")
+
+
+def made(model_type, dtype=torch.float32):
+    kind = model_types.class_of(transformers, model_type)
+    torch.manual_seed(0)
+    model = kind(model_types.configuration(transformers, model_type)).eval().to(dtype)
+    model.set_experts_implementation("eager")
+    return model
+
+
+def offloaded(plain, folder, **options):
+    return bigload.disk_offload(copy.deepcopy(plain), folder, **options)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("model_type", [*EVERY_DAY, *(pytest.param(each, marks=pytest.mark.slow) for each in OTHERS)])
+def test_results_are_those_of_eager(model_type, dtype, tmp_path):
+    plain = made(model_type, dtype)
+    expected = model_types.answers(plain)
+    for resident_bytes in (None, 0):
+        model = offloaded(plain, tmp_path, resident_bytes=resident_bytes)
+        model.set_experts_implementation("grouped_mm")
+        found = model_types.answers(model)
+        assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
+        assert fetched_experts(model)
+
+
+@pytest.mark.parametrize("model_type", ["mixtral", "deepseek_v3", "nemotron_h"])
+def test_experts_are_read_from_their_own_tensors(model_type, tmp_path):
+    plain = made(model_type)
+    plain.save_pretrained(tmp_path)
+    with bigload.init_empty_weights(include_buffers=False):
+        empty = type(plain)(plain.config).eval()
+    expected = model_types.answers(plain)
+    model = bigload.load_checkpoint_and_dispatch(empty, tmp_path, {"": "disk"}, resident_bytes=0)
+    assert all(torch.equal(*pair) for pair in zip(model_types.answers(model), expected, strict=True))
+    experts = [block for block in model._hf_hook.streamer._blocks if block.is_fused]
+    assert set(fetched_experts(model)) <= {block.name for block in experts}
+    assert fetched_experts(model)
+
+
+@pytest.mark.parametrize("model_type", [pytest.param(each, marks=pytest.mark.slow) for each in OUTSIDE])
+def test_families_with_loops_of_their_own_come_block_by_block(model_type, tmp_path):
+    kind = model_types.class_of(transformers, model_type)
+    torch.manual_seed(0)
+    plain = kind(model_types.configuration(transformers, model_type)).eval()
+    expected = model_types.answers(plain)
+    model = offloaded(plain, tmp_path)
+    assert all(torch.equal(*pair) for pair in zip(model_types.answers(model), expected, strict=True))
+    assert not any(block.is_fused for block in model._hf_hook.streamer._blocks)
