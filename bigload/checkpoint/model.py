@@ -75,8 +75,10 @@ class AssembledTensor:
     pieces: tuple[Piece, ...]
 
     @classmethod
-    def of(cls, tensor: TensorInfo) -> AssembledTensor:
-        """Return the tensor that is stored as a whole, in one piece."""
+    def of(cls, tensor: TensorInfo | AssembledTensor) -> AssembledTensor:
+        """Return `tensor`; one that is stored as a whole has one piece."""
+        if isinstance(tensor, AssembledTensor):
+            return tensor
         shape = tensor.torch_shape
         piece = Piece((0,) * len(shape), replace(tensor, shape=shape))
         return cls(tensor.name, tensor.dtype, shape, (piece,))
@@ -99,6 +101,10 @@ class AssembledTensor:
     def num_bytes(self) -> int:
         """Bytes of the tensor in memory, row by row."""
         return prod(self.shape) * self.dtype.alignment
+
+
+StoredTensor = TensorInfo | AssembledTensor
+"""A tensor as files hold it: in one piece or in several."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from bigload.checkpoint.model import AssembledTensor, Checkpoint, TensorInfo
+from bigload.checkpoint.model import Checkpoint, StoredTensor, TensorInfo
 from bigload.conversion.conversion import Conversion
 
 if TYPE_CHECKING:
@@ -15,10 +15,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointView:
-    """The tensors of `checkpoint` as it stores them; or, with a `conversion`, those of a model that they make."""
+    """The tensors of `checkpoint` as it stores them; or, with a `conversion`, those of a model that they make.
+
+    Where the files of `checkpoint` hold parts of tensors, `tensors` has the whole ones.
+    """
 
     checkpoint: Checkpoint
-    tensors: Mapping[str, TensorInfo | AssembledTensor]
+    tensors: Mapping[str, StoredTensor]
     conversion: Conversion | None = None
 
     @classmethod
@@ -36,6 +39,11 @@ class CheckpointView:
         return stored if replace(stored, name=name) == tensor else None
 
     @property
+    def num_bytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(tensor.num_bytes for tensor in self.tensors.values())
+
+    @property
     def unexpected(self) -> tuple[str, ...]:
         """Stored tensors that the model has no place for, as far as its conversion tells."""
         return () if self.conversion is None else self.conversion.unexpected
@@ -46,11 +54,17 @@ class CheckpointView:
         return () if self.conversion is None else self.conversion.problems
 
 
-def view_for(model: nn.Module, checkpoint: Checkpoint) -> CheckpointView:
-    """Return the tensors of `checkpoint` under the names of `model`; as stored, if it is none of transformers."""
+def view_for(
+    model: nn.Module, checkpoint: Checkpoint | CheckpointView, shapes: Mapping[str, tuple[int, ...]] | None = None
+) -> CheckpointView:
+    """Return the tensors of `checkpoint` under the names of `model`; as stored, if it is none of transformers.
+
+    `shapes` are those of whole tensors of which `model` has a part.
+    """
     from bigload.conversion.transformers_models import conversion_for, is_of_transformers
 
+    stored = checkpoint if isinstance(checkpoint, CheckpointView) else CheckpointView.of(checkpoint)
     if not is_of_transformers(model):
-        return CheckpointView.of(checkpoint)
-    conversion = conversion_for(model, checkpoint.tensors)
-    return CheckpointView(checkpoint=checkpoint, tensors=conversion.of(checkpoint), conversion=conversion)
+        return stored
+    conversion = conversion_for(model, stored.tensors, shapes)
+    return replace(stored, tensors=conversion.made_of(stored.tensors), conversion=conversion)

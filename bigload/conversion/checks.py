@@ -5,12 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Container, Iterable, Iterator, Mapping
 
-from bigload.checkpoint.model import TensorInfo
+from bigload.checkpoint.model import StoredTensor
 from bigload.conversion.strided_pieces import PiecedTensor
 from bigload.units import counted
 
 
-def several_dtypes(made: Mapping[str, PiecedTensor], stored: Mapping[str, TensorInfo]) -> Iterator[str]:
+def several_dtypes(made: Mapping[str, PiecedTensor], stored: Mapping[str, StoredTensor]) -> Iterator[str]:
     """Yield which tensors would be made of stored ones of several dtypes."""
     for name, tensor in made.items():
         dtypes = dict.fromkeys(stored[source].dtype.name for source in tensor.sources)

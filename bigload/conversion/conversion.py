@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from bigload.checkpoint.model import AssembledTensor, Checkpoint, Piece, Span, TensorInfo
-from bigload.conversion.strided_pieces import PiecedTensor, StridedPiece, row_strides
+from bigload.checkpoint.model import AssembledTensor, Checkpoint, Piece, Span, StoredTensor, TensorInfo
+from bigload.conversion.strided_pieces import PiecedTensor, StridedPiece, boxes_of, intersection, row_strides
 from bigload.dtypes import DType
 
 
@@ -26,38 +26,55 @@ class Conversion:
     ignored: tuple[str, ...] = ()
     problems: tuple[str, ...] = ()
 
-    def of(self, checkpoint: Checkpoint) -> Mapping[str, TensorInfo | AssembledTensor]:
-        """Return the tensors of the model as `checkpoint` stores them, in the order of its files.
+    def of(self, checkpoint: Checkpoint) -> Mapping[str, StoredTensor]:
+        """Return the tensors of the model as `checkpoint` stores them; see `made_of`."""
+        return self.made_of(checkpoint.tensors)
 
-        One that is a stored tensor, or consecutive rows of one, is a `TensorInfo` as any other.
+    def made_of(self, stored: Mapping[str, StoredTensor]) -> Mapping[str, StoredTensor]:
+        """Return the tensors of the model as they lie in files, in their order, if a checkpoint has `stored`.
+
+        One that is a stored tensor, or consecutive rows of one, is a `TensorInfo` as any other. Where parts of stored
+        tensors are in several files, these are assembled tensors themselves.
         """
-        made = {name: _located(name, tensor, checkpoint.tensors) for name, tensor in self.tensors.items()}
+        made = {name: _located(name, tensor, stored) for name, tensor in self.tensors.items()}
         return dict(sorted(made.items(), key=lambda item: _position(item[1])))
 
 
-def _position(tensor: TensorInfo | AssembledTensor) -> tuple[str, int]:
+def _position(tensor: StoredTensor) -> tuple[str, int]:
     first = tensor.pieces[0].tensor if isinstance(tensor, AssembledTensor) and tensor.pieces else tensor
     return (first.span.file, first.span.start) if isinstance(first, TensorInfo) else ("", 0)
 
 
-def _located(name: str, tensor: PiecedTensor, stored: Mapping[str, TensorInfo]) -> TensorInfo | AssembledTensor:
-    pieces = tuple(Piece(each.start, _cut_out(each, stored[each.source])) for each in tensor.pieces)
+def _located(name: str, tensor: PiecedTensor, stored: Mapping[str, StoredTensor]) -> StoredTensor:
     whole = stored[tensor.pieces[0].source]
     if tensor == as_stored(whole):
         return replace(whole, name=name)
+    pieces = tuple(piece for each in tensor.pieces for piece in _pieces(each, stored[each.source]))
     if len(pieces) == 1 and pieces[0].tensor.strides is None:
         return TensorInfo(name, whole.dtype, _packed(tensor.shape, whole.dtype), pieces[0].tensor.span)
     return AssembledTensor(name, whole.dtype, tensor.shape, pieces)
 
 
-def as_stored(tensor: TensorInfo) -> PiecedTensor:
-    """Return a stored tensor as the one piece that it is. Of packed 4-bit elements, pairs are counted, as in torch."""
-    shape = (*tensor.shape[:-1], tensor.shape[-1] // 2) if tensor.dtype.bits == 4 and tensor.shape else tensor.shape
-    return PiecedTensor.of(tensor.name, shape, tensor.strides)
+def as_stored(tensor: StoredTensor) -> PiecedTensor:
+    """Return a stored tensor as one piece. Of packed 4-bit elements, pairs are counted, as in torch."""
+    strides = tensor.strides if isinstance(tensor, TensorInfo) else None
+    return PiecedTensor.of(tensor.name, tensor.torch_shape, strides)
 
 
 def _packed(shape: tuple[int, ...], dtype: DType) -> tuple[int, ...]:
     return (*shape[:-1], shape[-1] * 2) if dtype.bits == 4 else shape
+
+
+def _pieces(piece: StridedPiece, stored: StoredTensor) -> Iterator[Piece]:
+    """Yield the pieces of files that hold `piece` of a stored tensor."""
+    if isinstance(stored, TensorInfo):
+        yield Piece(piece.start, _cut_out(piece, stored))
+        return
+    for box in boxes_of(piece, stored.shape):
+        for part in stored.pieces:
+            cut = intersection(box, part.start, part.tensor.shape, part.tensor.strides)
+            if cut is not None:
+                yield Piece(cut.start, _cut_out(cut, part.tensor))
 
 
 def _cut_out(piece: StridedPiece, stored: TensorInfo) -> TensorInfo:

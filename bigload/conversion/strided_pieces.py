@@ -233,6 +233,72 @@ def _divided(piece: StridedPiece, dim: int, size: int) -> Iterator[StridedPiece]
         begin += rows * columns
 
 
+@dataclass(frozen=True, slots=True)
+class StoredBox:
+    """A piece that is a box of its stored tensor too: every `steps[dim]`-th element from `first` on.
+
+    Attributes:
+        axes: For each dimension of the piece the one of the stored tensor along which it goes; `None` if it has one
+            element.
+    """
+
+    piece: StridedPiece
+    first: tuple[int, ...]
+    axes: tuple[int | None, ...]
+    steps: tuple[int, ...]
+
+
+def boxes_of(piece: StridedPiece, shape: Sequence[int]) -> Iterator[StoredBox]:
+    """Yield the fewest boxes of the stored tensor of `shape`, which counts row by row, that make `piece`."""
+    if not prod(piece.shape):
+        return
+    apart = row_strides(shape)
+    first = tuple(piece.offset // stride % size for size, stride in zip(shape, apart, strict=True))
+    axes: list[int | None] = [None] * len(piece.shape)
+    steps = [1] * len(piece.shape)
+    for dim in sorted(range(len(piece.shape)), key=lambda dim: piece.strides[dim]):
+        count, stride = piece.shape[dim], piece.strides[dim]
+        if count == 1:
+            continue
+        axis = next(each for each, step in enumerate(apart) if shape[each] > 1 and step <= stride)
+        steps[dim], rest = divmod(stride, apart[axis])
+        room = 1 if rest or axis in axes else (shape[axis] - 1 - first[axis]) // steps[dim] + 1
+        if count > room:  # goes on in the next row
+            for begin, end in ((0, room), (room, count)):
+                offset = piece.offset + begin * stride
+                start = _put(piece.start, dim, piece.start[dim] + begin)
+                cut = replace(piece, offset=offset, start=start, shape=_put(piece.shape, dim, end - begin))
+                yield from boxes_of(cut, shape)
+            return
+        axes[dim] = axis
+    yield StoredBox(piece, first, tuple(axes), tuple(steps))
+
+
+def intersection(
+    box: StoredBox, start: Sequence[int], shape: Sequence[int], strides: Sequence[int] | None
+) -> StridedPiece | None:
+    """Return what a part of the stored tensor, of `shape` from index `start` on, has of `box`; offsets are its own."""
+    apart = row_strides(shape) if strides is None else strides
+    free = [axis for axis in range(len(shape)) if axis not in box.axes]
+    if not all(start[axis] <= box.first[axis] < start[axis] + shape[axis] for axis in free):
+        return None
+    offset = sum((box.first[axis] - start[axis]) * apart[axis] for axis in free)
+    begins, sizes, steps = list(box.piece.start), list(box.piece.shape), [0] * len(box.axes)
+    for dim, axis in enumerate(box.axes):
+        if axis is None:
+            continue
+        first, step = box.first[axis] - start[axis], box.steps[dim]
+        low = max(-(first // step), 0)  # rounded up
+        high = min(-((first - shape[axis]) // step), sizes[dim])
+        if low >= high:
+            return None
+        offset += (first + low * step) * apart[axis]
+        begins[dim] += low
+        sizes[dim] = high - low
+        steps[dim] = step * apart[axis]
+    return StridedPiece(box.piece.source, offset, tuple(begins), tuple(sizes), tuple(steps))
+
+
 def _without_minus_one(shape: Sequence[int], num_elements: int) -> tuple[int, ...]:
     if -1 not in shape:
         return tuple(shape)

@@ -8,7 +8,6 @@ have registered counts.
 
 from __future__ import annotations
 
-import copy
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -17,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bigload.checkpoint.model import TensorInfo
+from bigload.checkpoint.model import StoredTensor
 from bigload.conversion.cache import LEAST_TENSORS, keep, key_of, read_cached
 from bigload.conversion.checks import missing_experts, several_dtypes
 from bigload.conversion.conversion import Conversion, as_stored
@@ -31,33 +30,40 @@ def is_of_transformers(model: nn.Module) -> bool:
     return is_known and "transformers.conversion_mapping" in sys.modules  # version 5 and later
 
 
-def conversion_for(model: nn.Module, stored: Mapping[str, TensorInfo]) -> Conversion:
+def conversion_for(
+    model: nn.Module,
+    stored: Mapping[str, StoredTensor],
+    shapes: Mapping[str, tuple[int, ...]] | None = None,
+) -> Conversion:
     """Return what the tensors of `model`, one of transformers, are made of, if a checkpoint has `stored`.
 
-    `model` stays as it is. Nothing is read but the cache of conversions, which keeps large ones.
+    `model` stays as it is; ranks may have divided it. `shapes` are those of whole tensors of which it has a plain part.
+    Nothing is read but the cache of conversions, which keeps large ones.
     """
     from transformers.conversion_mapping import get_model_conversion_mapping
 
-    mapping = get_model_conversion_mapping(model, _renames_of_version_4(model), getattr(model, "hf_quantizer", None))
+    skeleton = _without_memory(model, shapes or {})
+    quantizer = getattr(model, "hf_quantizer", None)
+    mapping = get_model_conversion_mapping(skeleton, _renames_of_version_4(skeleton), quantizer)
     if len(stored) < LEAST_TENSORS:
-        return _derived(model, mapping, stored)
-    key = key_of(_facts(model, mapping, stored))
+        return _derived(skeleton, mapping, stored)
+    key = key_of(_facts(skeleton, mapping, stored))
     conversion = read_cached(key)
     if conversion is None:
-        conversion = _derived(model, mapping, stored)
+        conversion = _derived(skeleton, mapping, stored)
         if not conversion.problems:
             keep(key, conversion)
     return conversion
 
 
-def _facts(model: nn.Module, mapping: Sequence[object], stored: Mapping[str, TensorInfo]) -> list[object]:
+def _facts(model: nn.Module, mapping: Sequence[object], stored: Mapping[str, StoredTensor]) -> list[object]:
     """Return all that the conversion of a model follows from: versions, both sides, and the rules between them."""
     import transformers
 
     from bigload.version import __version__
 
     expected = {name: [list(tensor.shape), str(tensor.dtype)] for name, tensor in _tensors(model)}
-    forms = {name: [each.dtype.name, each.shape, each.strides] for name, each in stored.items()}
+    forms = {name: [each.dtype.name, each.torch_shape, getattr(each, "strides", None)] for name, each in stored.items()}
     rules = [_described(each) for each in mapping]
     of_transformers: Any = model
     config = of_transformers.config.to_json_string(use_diff=False)
@@ -76,30 +82,30 @@ def _described(rule: object) -> object:
     return [type(rule).__qualname__, described]
 
 
-def _derived(model: nn.Module, mapping: Sequence[object], stored: Mapping[str, TensorInfo]) -> Conversion:
+def _derived(skeleton: nn.Module, mapping: Sequence[object], stored: Mapping[str, StoredTensor]) -> Conversion:
     from transformers.core_model_loading import convert_and_load_state_dict_in_model
     from transformers.modeling_utils import LoadStateDictConfig
 
-    skeleton: Any = _without_memory(model)
     expected = {name: tuple(tensor.shape) for name, tensor in _tensors(skeleton)}
     recorded = {name: RecordedTensor(as_stored(tensor), torch_dtype_of(tensor)) for name, tensor in stored.items()}
-    quantizer = getattr(model, "hf_quantizer", None)
+    quantizer = getattr(skeleton, "hf_quantizer", None)
     # A device map with a disk has the loader work in this thread; no name begins with that key.
     settings = LoadStateDictConfig(weight_mapping=mapping, hf_quantizer=quantizer, device_map={"": "cpu", "\0": "disk"})
     with _without_progress_bars():
         try:
             info, _ = convert_and_load_state_dict_in_model(skeleton, recorded, settings, None)
         except Exception as error:  # whatever stored names that contradict each other make of rules for others
-            return Conversion(tensors={}, problems=tuple(_contradictions(stored, model, expected, error)))
+            return Conversion(tensors={}, problems=tuple(_contradictions(stored, skeleton, expected, error)))
     found = {name: tensor.origin for name, tensor in _tensors(skeleton) if isinstance(tensor, RecordedTensor)}
     misshapen = {name: (tuple(made), tuple(shape)) for name, made, shape in info.mismatched_keys}
     problems = [*_failed(info.conversion_errors), *_of_other_shape(misshapen), *several_dtypes(found, stored)]
     problems += missing_experts(stored, expected)
     used = {source for made in found.values() for source in made.sources}
     left = [name for name in stored if name not in used]
-    names = _renamed(left, model, expected)
+    names = _renamed(left, skeleton, expected)
     unmatched = set(info.unexpected_keys)
-    skeleton._adjust_missing_and_unexpected_keys(info)
+    of_transformers: Any = skeleton
+    of_transformers._adjust_missing_and_unexpected_keys(info)
     problems += [
         f"{name} and another stored tensor would both become {names[name]}"
         for name in left
@@ -114,7 +120,10 @@ def _derived(model: nn.Module, mapping: Sequence[object], stored: Mapping[str, T
 
 
 def _contradictions(
-    stored: Mapping[str, TensorInfo], model: nn.Module, expected: Mapping[str, object], error: Exception
+    stored: Mapping[str, StoredTensor],
+    model: nn.Module,
+    expected: Mapping[str, object],
+    error: Exception,
 ) -> Iterator[str]:
     """Yield which tensors of the model stored ones claim under its own name and under others; else what was raised."""
     names = _renamed(list(stored), model, expected)
@@ -126,16 +135,49 @@ def _contradictions(
         yield f"transformers does not convert it: {type(error).__name__}: {error}"
 
 
-def _without_memory(model: nn.Module) -> nn.Module:
-    """Return a copy of `model` with all tensors on the meta device; ties stay ties."""
-    memo: dict[int, Any] = {}
-    for module in model.modules():
-        for tensor in (*module._parameters.values(), *module._buffers.values()):
-            if tensor is not None and id(tensor) not in memo:
-                empty = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-                is_parameter = isinstance(tensor, nn.Parameter)
-                memo[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if is_parameter else empty
-    return copy.deepcopy(model, memo)
+def _without_memory(model: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> nn.Module:
+    """Return a copy of the modules of `model` with whole tensors, on the meta device; ties stay ties.
+
+    Other attributes are those of `model`. FSDP refuses deep copies, and its classes have other names than the rules.
+    """
+    made: dict[int, Any] = {}
+
+    def emptied(name: str, tensor: Tensor) -> Tensor:
+        if id(tensor) not in made:
+            empty = torch.empty(shapes.get(name, tensor.shape), dtype=tensor.dtype, device="meta")
+            is_parameter = isinstance(tensor, nn.Parameter)
+            made[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if is_parameter else empty
+        found: Tensor = made[id(tensor)]
+        return found
+
+    def copied(prefix: str, module: nn.Module) -> nn.Module:
+        if id(module) not in made:
+            kind, attributes = _undivided(module)
+            made[id(module)] = found = kind.__new__(kind)
+            found.__dict__.update(attributes)
+            for each in ("_parameters", "_buffers"):
+                found.__dict__[each] = {
+                    name: None if tensor is None else emptied(f"{prefix}{name}", tensor)
+                    for name, tensor in attributes[each].items()
+                }
+            found.__dict__["_modules"] = {
+                name: None if child is None else copied(f"{prefix}{name}.", child)
+                for name, child in module._modules.items()
+            }
+        same: nn.Module = made[id(module)]
+        return same
+
+    return copied("", model)
+
+
+def _undivided(module: nn.Module) -> tuple[type[nn.Module], dict[str, Any]]:
+    """Return class and attributes of a module as they were before `fully_shard`."""
+    fsdp = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
+    if fsdp is None or not isinstance(module, fsdp):
+        return type(module), vars(module)
+    kind = next(each for each in type(module).__mro__ if not issubclass(each, fsdp))
+    hooks: dict[str, object] = {name: {} for name in vars(module) if name.startswith("_state_dict_")}
+    return kind, {**vars(module), **hooks}
 
 
 def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -143,7 +185,7 @@ def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     return ((name, each) for name, each in model.state_dict(keep_vars=True).items() if isinstance(each, Tensor))
 
 
-def torch_dtype_of(tensor: TensorInfo) -> torch.dtype:
+def torch_dtype_of(tensor: StoredTensor) -> torch.dtype:
     """Return the dtype that torch has for a stored tensor; bytes, if none."""
     found = getattr(torch, tensor.dtype.torch_name or "", None)
     return found if isinstance(found, torch.dtype) else torch.uint8

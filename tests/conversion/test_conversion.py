@@ -1,12 +1,16 @@
 """What a conversion makes of a checkpoint: plain tensors where it can, pieces of files elsewhere."""
 
+import math
+
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 import bigload
 from bigload.checkpoint.model import AssembledTensor, TensorInfo
 from bigload.conversion.conversion import Conversion, as_stored
-from bigload.conversion.strided_pieces import concatenated, permuted, sliced
+from bigload.conversion.strided_pieces import StridedPiece, boxes_of, concatenated, intersection, permuted, sliced
 
 
 def converted(tmp_path, make):
@@ -53,3 +57,34 @@ def test_a_joined_tensor_has_a_piece_of_each(tmp_path):
         ((4, 0), "b", None),
     ]
     assert made.num_bytes == 2 * 96
+
+
+@given(st.data())
+def test_boxes_of_stored_tensors_in_parts_make_the_piece(data):
+    """Any strided piece of a matrix: each of its elements comes from the one part that has it."""
+    shape = (data.draw(st.integers(1, 9)), data.draw(st.integers(1, 9)))
+    size, form, strides = math.prod(shape), [], []
+    offset = reach = data.draw(st.integers(0, size - 1))
+    for _ in range(data.draw(st.integers(0, 3))):
+        strides.append(data.draw(st.sampled_from([1, 2, 3, shape[1], 2 * shape[1], 3 * shape[1], size])))
+        form.append(data.draw(st.integers(1, (size - 1 - reach) // strides[-1] + 1)))
+        reach += (form[-1] - 1) * strides[-1]
+    piece = StridedPiece("a", offset, tuple(0 for _ in form), tuple(form), tuple(strides))
+    source = torch.arange(size).view(shape)
+    made = torch.full(form, -1)
+    row, column = (data.draw(st.integers(0, each)) for each in shape)
+    parts = [
+        ((top, left), source[top:bottom, left:right].clone(memory_format=torch.contiguous_format))
+        for top, bottom in ((0, row), (row, shape[0]))
+        for left, right in ((0, column), (column, shape[1]))
+    ]
+    for box in boxes_of(piece, shape):
+        for start, part in parts:
+            cut = intersection(box, start, part.shape, None)
+            if cut is not None:
+                place = made
+                for dim, (begin, count) in enumerate(zip(cut.start, cut.shape, strict=True)):
+                    place = place.narrow(dim, begin, count)
+                assert (place == -1).all()
+                place.copy_(part.as_strided(cut.shape, cut.strides, cut.offset))
+    assert torch.equal(made, source.as_strided(form, strides, offset))

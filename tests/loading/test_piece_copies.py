@@ -7,6 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bigload.checkpoint.model import AssembledTensor, Piece, Span, TensorInfo
+from bigload.conversion.conversion import Conversion, as_stored
+from bigload.conversion.recorded_tensor import RecordedTensor
 from bigload.dtypes import DTYPES
 from bigload.loading.piece_copies import spec_shape, strided_copies
 
@@ -44,9 +46,47 @@ def stored_tensors(draw):
     return AssembledTensor("a", DTYPES["I16"], shape, tuple(pieces)), values, files
 
 
+@st.composite
+def moved(draw, tensor):
+    """What some random moves make of `tensor`, which may be a recorded one; the same moves for the same draws."""
+    dims = tensor.dim()
+    dim = draw(st.integers(0, max(dims - 1, 0)))
+    size = tensor.shape[dim] if dims else 1
+    moves = {
+        "stacked": lambda each: torch.stack([each, each]),
+        "flat": lambda each: each.reshape(-1),
+    }
+    if dims:
+        step = draw(st.integers(1, 3))
+        moves["by steps"] = lambda each: each[(slice(None),) * dim + (slice(draw_start, None, step),)]
+        draw_start = draw(st.integers(0, size - 1)) if size else 0
+        moves["interleaved"] = lambda each: torch.cat([each.narrow(dim, size // 2, size - size // 2), each], dim)
+        moves["turned"] = lambda each: each.transpose(dim, 0)
+        halves = [each for each in (2, 3) if size % each == 0 and size]
+        if halves:
+            count = draw(st.sampled_from(halves))
+            shape = (*tensor.shape[:dim], size // count, count, *tensor.shape[dim + 1 :])
+            moves["heads"] = lambda each: each.reshape(shape).transpose(dim, dim + 1).reshape(each.shape)
+    return moves[draw(st.sampled_from(sorted(moves)))]
+
+
+@given(stored_tensors(), st.data())
+def test_every_element_of_a_part_of_a_converted_tensor_gets_to_its_place(drawn, data):
+    stored, values, files = drawn
+    made = RecordedTensor(as_stored(stored), values.dtype)
+    for _ in range(data.draw(st.integers(0, 3))):
+        move = data.draw(moved(values))
+        made, values = move(made), move(values)
+    (tensor,) = Conversion(tensors={"made": made.origin}).made_of({"a": stored}).values()
+    check_part(AssembledTensor.of(tensor), values, files, data)
+
+
 @given(stored_tensors(), st.data())
 def test_every_element_of_a_part_gets_to_its_place(drawn, data):
-    stored, values, files = drawn
+    check_part(*drawn, data)
+
+
+def check_part(stored, values, files, data):
     spans, expected = [], values
     for dim, size in enumerate(stored.shape):
         cuts = list(pairwise(data.draw(edges(size))))

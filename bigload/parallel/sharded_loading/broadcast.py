@@ -15,6 +15,8 @@ from typing import Any
 import torch
 
 from bigload.checkpoint.model import AssembledTensor, Checkpoint, Piece, Span, TensorInfo
+from bigload.conversion.checkpoint_view import CheckpointView
+from bigload.conversion.conversion import Conversion
 from bigload.distributed.torch_process_group import TorchProcessGroup
 from bigload.dtypes import DTYPES
 from bigload.errors import RankError
@@ -24,7 +26,6 @@ from bigload.loading.strategy.read_strategy import ReadStrategy
 from bigload.loading.tensors import torch_dtype
 from bigload.parallel.sharded_loading.local_reads import fill_local
 from bigload.parallel.sharded_loading.local_tensors import LocalPart, LocalTensor, copy_runs, local_tensors
-from bigload.parallel.sharded_loading.stored_tensors import StoredTensors
 from bigload.units import MIB
 
 BATCH_BYTES = 64 * MIB
@@ -93,13 +94,18 @@ def _row_bytes(stored: AssembledTensor) -> int:
     return stored.num_bytes // _num_rows(stored)
 
 
-def stored_to_json(stored: StoredTensors) -> dict[str, Any]:
-    """Return `stored` for JSON, for ranks that cannot see the files: names, dtypes and shapes."""
-    tensors = {name: [tensor.dtype.name, list(tensor.shape)] for name, tensor in stored.tensors.items()}
-    return {"path": stored.checkpoint.path, "root": str(stored.checkpoint.root.resolve()), "tensors": tensors}
+def stored_to_json(stored: CheckpointView) -> dict[str, Any]:
+    """Return `stored` for JSON, for ranks that cannot see the files: names, dtypes, shapes, and what is unexpected."""
+    return {
+        "path": stored.checkpoint.path,
+        "root": str(stored.checkpoint.root.resolve()),
+        "tensors": {name: [tensor.dtype.name, list(tensor.torch_shape)] for name, tensor in stored.tensors.items()},
+        "unexpected": list(stored.unexpected),
+        "problems": list(stored.problems),
+    }
 
 
-def stored_from_json(described: Mapping[str, Any]) -> StoredTensors:
+def stored_from_json(described: Mapping[str, Any]) -> CheckpointView:
     """Return the tensors that rank 0 has described by `stored_to_json`."""
     tensors = {
         name: AssembledTensor(name, DTYPES[dtype], tuple(shape), ())
@@ -108,7 +114,9 @@ def stored_from_json(described: Mapping[str, Any]) -> StoredTensors:
     checkpoint = Checkpoint(
         path=described["path"], root=Path(described["root"]), index_file=None, shards=(), tensors={}, config=None
     )
-    return StoredTensors(checkpoint=checkpoint, tensors=tensors)
+    unexpected, problems = tuple(described["unexpected"]), tuple(described["problems"])
+    conversion = Conversion(tensors={}, unexpected=unexpected, problems=problems)
+    return CheckpointView(checkpoint=checkpoint, tensors=tensors, conversion=conversion)
 
 
 def broadcast_tensors(

@@ -35,6 +35,9 @@ _STRIP_BYTES = 2 * MIB
 _RUNS_PER_STRIP = 2048
 """And how many calls it makes: a job is also what a thread takes at a time."""
 
+_Job = list[tuple[StridedCopy, LocalTensor]]
+"""One strip that is read run by run, or strips that are read together with what lies between their runs."""
+
 
 def read_columns(checkpoint: Checkpoint, columns: Sequence[tuple[StridedCopy, LocalTensor]], *, threads: int) -> int:
     """Read `columns` into their tensors, and return how many bytes were asked of the files.
@@ -42,25 +45,21 @@ def read_columns(checkpoint: Checkpoint, columns: Sequence[tuple[StridedCopy, Lo
     Raises:
         ReadError: a file cannot be read to the end, or is not the one that was opened, or changed meanwhile.
     """
-    strips = sorted(
-        ((strip, tensor) for copy, tensor in columns for strip in _strips(copy)),
-        key=lambda each: (each[0].file, each[0].start),
-    )
-    files = sorted({strip.file for strip, _ in strips})
+    jobs = list(_jobs([(strip, tensor) for copy, tensor in columns for strip in _strips(copy)]))
+    files = sorted({strip.file for job in jobs for strip, _ in job})
     scheme = scheme_of(checkpoint.root)
-    largest = max((_read_bytes(strip) for strip, _ in strips), default=0)
+    largest = max(map(_read_bytes, jobs), default=0)
     pool = InflightPool(threads * max(largest, _STRIP_BYTES), is_prefaulted=False)
     with (
         unchanged(checkpoint, files),
         opened_sources(files, lambda file: scheme.open(checkpoint.root / file, NO_RECORDER)) as sources,
     ):
 
-        def read(job: tuple[StridedCopy, LocalTensor]) -> None:
-            strip, tensor = job
-            _read(strip, tensor, sources[strip.file], pool)
+        def read(job: _Job) -> None:
+            _read(job, sources[job[0][0].file], pool)
 
-        run_jobs(read, strips, threads=min(threads, max(len(strips), 1)))
-    return sum(_read_bytes(strip) for strip, _ in strips)
+        run_jobs(read, jobs, threads=min(threads, max(len(jobs), 1)))
+    return sum(map(_read_bytes, jobs))
 
 
 def _strips(copy: StridedCopy) -> Iterator[StridedCopy]:
@@ -70,16 +69,39 @@ def _strips(copy: StridedCopy) -> Iterator[StridedCopy]:
         yield replace(copy, start=start, count=min(step, copy.count - first), target=target)
 
 
+def _jobs(strips: list[tuple[StridedCopy, LocalTensor]]) -> Iterator[_Job]:
+    """Yield strips in the order of the files; those of interleaved runs together, since one read has them all."""
+    strips.sort(key=lambda each: (each[0].file, _is_read_by_runs(each[0]), each[0].start))
+    job: _Job = []
+    for each in strips:
+        strip = each[0]
+        if job:
+            last = job[-1][0]
+            is_alone = _is_read_by_runs(strip) or _is_read_by_runs(last) or strip.file != last.file
+            stop = strip.start + strip.reach
+            is_near = strip.start < last.start + last.reach and stop - job[0][0].start <= 2 * _STRIP_BYTES
+            if is_alone or not is_near:
+                yield job
+                job = []
+        job.append(each)
+    if job:
+        yield job
+
+
 def _is_read_by_runs(strip: StridedCopy) -> bool:
     return strip.stride - strip.run_bytes >= mmap.PAGESIZE
 
 
-def _read_bytes(strip: StridedCopy) -> int:
+def _read_bytes(job: _Job) -> int:
     """Return how many bytes are asked of the file."""
-    return strip.num_bytes if _is_read_by_runs(strip) else strip.reach
+    first = job[0][0]
+    if _is_read_by_runs(first):
+        return first.num_bytes
+    return max(strip.start + strip.reach for strip, _ in job) - first.start
 
 
-def _read(strip: StridedCopy, tensor: LocalTensor, source: ByteSource, pool: InflightPool) -> None:
+def _read(job: _Job, source: ByteSource, pool: InflightPool) -> None:
+    strip, tensor = job[0]
     part = tensor.part
     is_kept = torch_dtype(part.stored.dtype) == part.dtype
     if _is_read_by_runs(strip) and is_kept and part.device_name == CPU and strip.target_step == 1:
@@ -87,14 +109,18 @@ def _read(strip: StridedCopy, tensor: LocalTensor, source: ByteSource, pool: Inf
         view = memoryview(tensor.memory)[tensor.start + strip.target * width :]  # type: ignore[arg-type]
         _read_runs(strip, view, strip.target_stride * width, source)
         return
-    with pool.lend(max(_read_bytes(strip), _STRIP_BYTES)) as block:
-        view, apart = memoryview(block), strip.stride
+    num_bytes = _read_bytes(job)
+    with pool.lend(max(num_bytes, _STRIP_BYTES)) as block:
+        view = memoryview(block)
         if _is_read_by_runs(strip):
-            apart = strip.run_bytes
-            _read_runs(strip, view, apart, source)
-        else:
-            source.read_into([view[: strip.reach]], strip.start)
-        copy_runs(strip, torch.frombuffer(block, dtype=torch.uint8), apart, tensor)
+            _read_runs(strip, view, strip.run_bytes, source)
+            copy_runs(strip, torch.frombuffer(block, dtype=torch.uint8), strip.run_bytes, tensor)
+            return
+        source.read_into([view[:num_bytes]], strip.start)
+        for each, its in job:
+            lying = torch.frombuffer(block, dtype=torch.uint8, offset=each.start - strip.start)
+            width = its.part.stored.dtype.alignment
+            copy_runs(each, lying[: len(lying) // width * width], each.stride, its)
 
 
 def _read_runs(strip: StridedCopy, view: memoryview, apart: int, source: ByteSource) -> None:

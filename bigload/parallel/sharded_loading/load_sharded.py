@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from bigload.checkpoint.model import AssembledTensor, Checkpoint
+from bigload.conversion.checkpoint_view import CheckpointView
 from bigload.distributed.joining import current_process_group
 from bigload.distributed.process_group import ProcessGroup, run_on_all_ranks
 from bigload.distributed.torch_process_group import TorchProcessGroup
@@ -24,12 +25,12 @@ from bigload.loading.strategy.read_strategy import ReadStrategy
 from bigload.loading.tensors import parsed_dtype, torch_dtype
 from bigload.parallel.sharded_loading.agreement import check_agreement
 from bigload.parallel.sharded_loading.broadcast import broadcast_tensors, stored_from_json, stored_to_json
-from bigload.parallel.sharded_loading.local_model import ModelPart, assign_local, check_parts, described
+from bigload.parallel.sharded_loading.local_model import ModelPart, assign_local, check_parts
 from bigload.parallel.sharded_loading.local_reads import fill_local
 from bigload.parallel.sharded_loading.local_tensors import LocalPart, LocalTensor, local_tensors
 from bigload.parallel.sharded_loading.shard_spec import check_divisions, spec_of_division
-from bigload.parallel.sharded_loading.stored_tensors import StoredTensors, open_stored
-from bigload.planning.load_dtype import as_dtype
+from bigload.parallel.sharded_loading.stored_tensors import open_stored
+from bigload.planning.load_dtype import loaded_dtype
 from bigload.planning.tensor_parallel.division import Division
 
 _Fill = Callable[[Sequence[LocalTensor]], tuple[ReadStrategy | None, int]]
@@ -74,7 +75,7 @@ class LoadedParts(dict[str, torch.Tensor]):
 @memory_errors("the part of this rank")
 def load_sharded(
     model: nn.Module,
-    checkpoint: Checkpoint | str | Path,
+    checkpoint: Checkpoint | CheckpointView | str | Path,
     *,
     divisions: Mapping[str, Division] | None = None,
     rank: int | None = None,
@@ -102,7 +103,9 @@ def load_sharded(
         model: What this process has of it: `DTensor`s, tensors that every rank has as a whole, and parts that
             `divisions` describe. Of a `DistributedDataParallel`, its module.
         checkpoint: What `open_checkpoint` takes, or the folder of parts that torch.distributed.checkpoint's
-            `HuggingFaceStorageWriter(save_distributed=True)` wrote, from any number of ranks.
+            `HuggingFaceStorageWriter(save_distributed=True)` wrote, from any number of ranks. A model of transformers
+            gets what the installed version would make of the stored tensors when it renames, fuses, splits and reorders
+            them; a rank reads the elements of its part of the result. Or a view of one, by the names of `model`.
         divisions: By names in `model`, what ranks hold of tensors for which torch has no placement, such as queries,
             keys and values in one. In `model` there is a `DTensor` of the whole shape, or a tensor of the local one.
         rank: The number of this process in `divisions`; by default that in the default process group.
@@ -146,7 +149,7 @@ def load_sharded(
         )
         fill: _Fill
         if broadcast_from_rank0 and isinstance(group, TorchProcessGroup):
-            stored = _opened_by_rank_0(checkpoint, group)
+            stored = _opened_by_rank_0(checkpoint, plan, group)
             places = run_on_all_ranks(group, lambda: plan.parts(stored))
             sent = _wanted_by_any(stored, places, group)
             fill = partial(broadcast_tensors, group, stored.checkpoint, how, sent)
@@ -176,31 +179,37 @@ def _device(device: str | torch.device | None) -> torch.device:
         raise OptionError.of("device", str(device), f"a device ({str(error).splitlines()[0]:.200})") from None
 
 
-def _opened_by_rank_0(checkpoint: Checkpoint | str | Path, group: TorchProcessGroup) -> StoredTensors:
+def _opened_by_rank_0(
+    checkpoint: Checkpoint | CheckpointView | str | Path, plan: ModelPart, group: TorchProcessGroup
+) -> CheckpointView:
     """Return what rank 0 has opened, in the others without pieces."""
-    opened = run_on_all_ranks(group, lambda: open_stored(checkpoint) if group.rank == 0 else None)
+    opened = run_on_all_ranks(group, lambda: _view(checkpoint, plan) if group.rank == 0 else None)
     described = group.all_gather(None if opened is None else stored_to_json(opened))[0]
     assert described is not None, "rank 0 has opened it, or raised"
     return stored_from_json(described) if opened is None else opened
 
 
 def _wanted_by_any(
-    stored: StoredTensors, places: Sequence[tuple[Assignment, LocalPart]], group: ProcessGroup
+    stored: CheckpointView, places: Sequence[tuple[Assignment, LocalPart]], group: ProcessGroup
 ) -> list[AssembledTensor]:
     """Return the tensors of which any rank wants a part, in the same order in all ranks."""
     wanted = {name for names in group.all_gather([part.stored.name for _, part in places]) for name in names}
-    return [tensor for tensor in stored.tensors.values() if tensor.name in wanted]
+    return [AssembledTensor.of(tensor) for name, tensor in stored.tensors.items() if name in wanted]
 
 
 def _opened(
-    checkpoint: Checkpoint | str | Path, plan: ModelPart
-) -> tuple[StoredTensors, list[tuple[Assignment, LocalPart]]]:
-    stored = open_stored(checkpoint)
+    checkpoint: Checkpoint | CheckpointView | str | Path, plan: ModelPart
+) -> tuple[CheckpointView, list[tuple[Assignment, LocalPart]]]:
+    stored = _view(checkpoint, plan)
     return stored, plan.parts(stored)
 
 
+def _view(checkpoint: Checkpoint | CheckpointView | str | Path, plan: ModelPart) -> CheckpointView:
+    return checkpoint if isinstance(checkpoint, CheckpointView) else plan.view(open_stored(checkpoint))
+
+
 def _loaded(
-    stored: StoredTensors, parts: Sequence[LocalPart], fill: _Fill, rank: int, began: float
+    stored: CheckpointView, parts: Sequence[LocalPart], fill: _Fill, rank: int, began: float
 ) -> tuple[list[LocalTensor], RankLoadReport]:
     tensors = local_tensors(stored.checkpoint.name, stored.checkpoint.path, parts)
     strategy, read_bytes = fill(tensors)
@@ -257,9 +266,9 @@ def load_parts(
         raise UnknownTensorError(stored.checkpoint.name, unknown)
     parts = []
     for name, division in divisions.items():
-        tensor = stored.tensors[name]
-        loaded = tensor.dtype if wanted is None else as_dtype(described(tensor), wanted).dtype
-        kind = torch_dtype(loaded if tensor.dtype.bits >= 8 else tensor.dtype)
+        tensor = AssembledTensor.of(stored.tensors[name])
+        loaded = loaded_dtype(name, tensor.dtype, wanted)
+        kind = torch_dtype(loaded)
         if kind is None:
             raise UnsupportedDTypeError(loaded.name, [name])
         spec = spec_of_division(name, tensor.shape, division, rank)

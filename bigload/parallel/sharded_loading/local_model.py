@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 
-from bigload.checkpoint.model import AssembledTensor, Span, TensorInfo
-from bigload.dtypes import DTYPES
+from bigload.checkpoint.model import AssembledTensor
+from bigload.conversion.checkpoint_view import CheckpointView, view_for
 from bigload.errors import OptionError, StateDictMismatchError, abridged
 from bigload.loading.assign import Assignment, compare, replace_tensor, tensor_named
 from bigload.loading.piece_copies import ShardSpec, spec_shape, whole_spec
@@ -24,7 +24,6 @@ from bigload.parallel.sharded_loading.shard_spec import (
     spec_of_division,
     spec_of_dtensor,
 )
-from bigload.parallel.sharded_loading.stored_tensors import StoredTensors
 from bigload.planning.tensor_parallel.division import Division
 
 _logger = logging.getLogger(__name__)
@@ -42,46 +41,53 @@ class ModelPart:
     strict: bool
     is_alone: bool
 
-    def parts(self, stored: StoredTensors) -> list[tuple[Assignment, LocalPart]]:
-        """Return the parts of `stored` and their assignments; raise all errors that need no byte of the files.
-
-        Raises:
-            StateDictMismatchError, UnsupportedDTypeError, OptionError: see `load_sharded`.
-        """
+    def view(self, stored: CheckpointView) -> CheckpointView:
+        """Return the tensors of `stored` by their names in the model, converted if transformers would convert them."""
         self._check_names()
-        tensors = self._by_names_in_model(stored)
-        forms = {name: described(tensor, self._shape(name, tensor)) for name, tensor in tensors.items()}
-        found = compare(self.model, forms)
-        if self.strict and (found.missing or found.unexpected or found.misshapen):
-            raise StateDictMismatchError(
-                type(self.model).__name__,
-                missing=found.missing,
-                unexpected=found.unexpected,
-                misshapen=found.misshapen,
-                hint=self._hint(stored),
-            )
-        if found.missing or found.misshapen:
-            text = "Some weights of %s are not in the checkpoint at %s and stay as they were: %s"
-            names = "; ".join(abridged((*found.missing, *found.misshapen)))
-            _logger.warning(text, type(self.model).__name__, stored.checkpoint.path, names)
-        places = [(each, self._part(each, tensors[each.tensor_name])) for each in found.assignments]
-        check_parts([part for _, part in places])
-        return places
-
-    def _by_names_in_model(self, stored: StoredTensors) -> dict[str, AssembledTensor]:
         renamed = set(self.names.values())
         tensors = {name: tensor for name, tensor in stored.tensors.items() if name not in renamed}
         for name, theirs in self.names.items():
             tensors.pop(name, None)
             if theirs in stored.tensors:
-                tensors[name] = stored.tensors[theirs]
-        return tensors
+                tensors[name] = replace(stored.tensors[theirs], name=name)
+        return view_for(self.model, replace(stored, tensors=tensors), self._whole_shapes())
 
-    def _hint(self, stored: StoredTensors) -> str:
-        unknown = next((pair for pair in self.names.items() if pair[1] not in stored.tensors), None)
+    def parts(self, view: CheckpointView) -> list[tuple[Assignment, LocalPart]]:
+        """Return the parts of the tensors of `view` and their assignments; raise all errors that need no byte of files.
+
+        Raises:
+            StateDictMismatchError, UnsupportedDTypeError, OptionError: see `load_sharded`.
+        """
+        self._check_names()
+        tensors = {name: AssembledTensor.of(tensor) for name, tensor in view.tensors.items()}
+        forms = {name: replace(tensor, shape=self._shape(name, tensor)) for name, tensor in tensors.items()}
+        found = compare(self.model, forms)
+        found = replace(found, unexpected=(*found.unexpected, *view.unexpected), problems=view.problems)
+        if found.problems or (self.strict and not found.is_exact):
+            raise found.error(type(self.model).__name__, **self._hint(view))
+        if found.missing or found.misshapen:
+            text = "Some weights of %s are not in the checkpoint at %s and stay as they were: %s"
+            names = "; ".join(abridged((*found.missing, *found.misshapen)))
+            _logger.warning(text, type(self.model).__name__, view.checkpoint.path, names)
+        places = [(each, self._part(each, tensors[each.tensor_name])) for each in found.assignments]
+        check_parts([part for _, part in places])
+        return places
+
+    def _whole_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of the whole tensors of which the model has a plain part."""
+        shapes = {}
+        for name, division in self.divisions.items():
+            shape = list(tensor_named(self.model, name).shape)
+            if division.dim is not None and division.dim < len(shape):
+                shape[division.dim] = max(stop for ranges in division.ranges for _, stop in ranges)
+            shapes[name] = tuple(shape)
+        return shapes
+
+    def _hint(self, view: CheckpointView) -> dict[str, str]:
+        unknown = next((pair for pair in self.names.items() if pair[0] not in view.tensors), None)
         if unknown is None:
-            return "strict=False loads what does match; nothing was assigned"
-        return f'names has "{unknown[1]}" for {unknown[0]}, and the checkpoint has not; nothing was assigned'
+            return {}
+        return {"hint": f'names has "{unknown[1]}" for {unknown[0]}, and the checkpoint has not; nothing was assigned'}
 
     def _check_names(self) -> None:
         check_divisions(self.divisions, self.rank)
@@ -154,12 +160,6 @@ def _placed(old: torch.Tensor, division: Division | None) -> str:
     if division is not None:
         return f"its division is {division!r:.200}"
     return f"its placements are {old.placements}" if isinstance(old, DTensor) else "it is not divided"
-
-
-def described(tensor: AssembledTensor, shape: tuple[int, ...] | None = None) -> TensorInfo:
-    """Return `tensor`, of `shape` if that is given, in the form that modules are compared with."""
-    dtype = tensor.dtype if tensor.dtype.bits >= 8 else DTYPES["U8"]  # its shape is torch's already
-    return TensorInfo(tensor.name, dtype, tensor.shape if shape is None else shape, Span("", 0, 0))
 
 
 def check_parts(parts: Sequence[LocalPart]) -> None:

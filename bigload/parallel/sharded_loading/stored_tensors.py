@@ -10,14 +10,14 @@ consolidation makes of it, in the folder above, is a checkpoint as any other.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from math import prod
 from pathlib import Path
 
 from bigload.checkpoint.model import AssembledTensor, Checkpoint, Piece
 from bigload.checkpoint.source import open_checkpoint
+from bigload.conversion.checkpoint_view import CheckpointView
 from bigload.errors import CheckpointNotFoundError, InvalidCheckpointError, Problem
 from bigload.parallel.sharded_loading.rank_folders import is_for_ranks, open_ranks
 
@@ -25,20 +25,7 @@ _PARTS = "shard-*.safetensors"
 _OFFSETS, _SAVED = "DCP_SHARDING_INFO", "saved_offsets"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StoredTensors:
-    """The tensors of `checkpoint` by name, whichever pieces they are stored in; `checkpoint.tensors` are not asked."""
-
-    checkpoint: Checkpoint
-    tensors: Mapping[str, AssembledTensor]
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of all tensors."""
-        return sum(tensor.num_bytes for tensor in self.tensors.values())
-
-
-def open_stored(what: Checkpoint | str | Path) -> StoredTensors:
+def open_stored(what: Checkpoint | str | Path) -> CheckpointView:
     """Open what `open_checkpoint` takes, or has opened, or a folder of parts or of ranks; only headers are read.
 
     Raises:
@@ -46,12 +33,12 @@ def open_stored(what: Checkpoint | str | Path) -> StoredTensors:
         InvalidCheckpointError: parts do not say where they belong, or leave elements out, or have some twice.
     """
     if isinstance(what, Checkpoint):
-        return _of_checkpoint(what)
+        return CheckpointView.of(what)
     if is_for_ranks(Path(what).expanduser()):
         joined, whole = open_ranks(Path(what).expanduser())
-        return StoredTensors(checkpoint=joined, tensors=whole)
+        return CheckpointView(checkpoint=joined, tensors=whole)
     try:
-        return _of_checkpoint(open_checkpoint(what))
+        return CheckpointView.of(open_checkpoint(what))
     except CheckpointNotFoundError:
         folder = Path(what).expanduser()
         files = sorted(folder.glob(_PARTS)) if folder.is_dir() else []
@@ -60,12 +47,7 @@ def open_stored(what: Checkpoint | str | Path) -> StoredTensors:
     return _of_parts(folder, [open_checkpoint(file) for file in files])
 
 
-def _of_checkpoint(checkpoint: Checkpoint) -> StoredTensors:
-    tensors = {name: AssembledTensor.of(tensor) for name, tensor in checkpoint.tensors.items()}
-    return StoredTensors(checkpoint=checkpoint, tensors=tensors)
-
-
-def _of_parts(folder: Path, parts: Sequence[Checkpoint]) -> StoredTensors:
+def _of_parts(folder: Path, parts: Sequence[Checkpoint]) -> CheckpointView:
     pieces: dict[str, list[Piece]] = {}
     problems: list[Problem] = []
     for part in parts:
@@ -91,7 +73,7 @@ def _of_parts(folder: Path, parts: Sequence[Checkpoint]) -> StoredTensors:
         tensors={},
         config=None,
     )
-    return StoredTensors(checkpoint=checkpoint, tensors=tensors)
+    return CheckpointView(checkpoint=checkpoint, tensors=tensors)
 
 
 def _pieces(part: Checkpoint) -> Iterator[Piece]:

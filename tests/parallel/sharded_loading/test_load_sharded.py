@@ -2,6 +2,7 @@
 
 import os
 import signal
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -10,6 +11,9 @@ from safetensors.torch import save_file
 from torch import nn
 
 import bigload
+from bigload.conversion.checkpoint_view import CheckpointView
+from bigload.conversion.conversion import Conversion, as_stored
+from bigload.conversion.recorded_tensor import RecordedTensor
 from bigload.distributed.torch_process_group import TorchProcessGroup
 from bigload.errors import OptionError, ReadError, StateDictMismatchError, UnknownTensorError
 from bigload.parallel.sharded_loading import broadcast as sending_out
@@ -297,6 +301,49 @@ def test_divisions_say_what_a_plain_tensor_is_a_part_of(folder):
     whole = values()["down.weight"]
     assert model.down.weight.equal(torch.cat([whole[:, 2000:3000], whole[:, 4050:4100]], 1))
     assert report.read_bytes == report.needed_bytes == report.stored_bytes - ROWS * (WIDTH - 1050) * 4
+
+
+class Fused(nn.Module):
+    def __init__(self, rows):
+        super().__init__()
+        self.experts = nn.Parameter(torch.zeros(2, rows, 6))
+        self.interleaved = nn.Parameter(torch.zeros(rows, 6))
+        self.turned = nn.Parameter(torch.zeros(rows, 6))
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_reads_its_part_of_tensors_that_are_made_of_others(tmp_path, rank, in_place):
+    stored = {name: torch.rand(4, 6) for name in "abcd"} | {"e": torch.rand(8, 6), "f": torch.rand(6, 8)}
+    save_file(stored, tmp_path / "model.safetensors")
+    checkpoint = bigload.open_checkpoint(tmp_path)
+
+    def fused(*tensors):
+        a, b, c, d, e, f = tensors
+        experts = torch.stack([torch.cat([a, b]), torch.cat([c, d])])
+        return {"experts": experts, "interleaved": torch.cat([e[::2], e[1::2]]), "turned": f.T}
+
+    recorded = [RecordedTensor(as_stored(checkpoint.tensors[name]), torch.float32) for name in stored]
+    conversion = Conversion(tensors={name: each.origin for name, each in fused(*recorded).items()})
+    view = CheckpointView(checkpoint=checkpoint, tensors=conversion.of(checkpoint), conversion=conversion)
+    ranges = (((0, 2), (4, 6)), ((2, 4), (6, 8)))  # of gates and ups
+    divisions = {"experts": Division(1, ranges), "interleaved": Division(0, ranges), "turned": Division(0, ranges)}
+    with torch.device("cpu" if in_place else "meta"):
+        model = Fused(4)
+    (report,) = load_sharded(model, view, divisions=divisions, rank=rank)
+    for name, whole in fused(*stored.values()).items():
+        dim = divisions[name].dim
+        part = torch.cat([whole.narrow(dim, start, stop - start) for start, stop in ranges[rank]], dim)
+        assert torch.equal(getattr(model, name), part), name
+    between = (6 * 8 - 6 * 4) * 4  # what lies between short runs of the one that is turned
+    assert report.needed_bytes <= report.read_bytes <= report.needed_bytes + between
+
+
+def test_what_cannot_be_made_of_a_checkpoint_is_refused_strict_or_not(folder):
+    conversion = Conversion(tensors={}, problems=("experts.down_proj cannot be made",))
+    view = replace(CheckpointView.of(bigload.open_checkpoint(folder)), conversion=conversion)
+    with pytest.raises(StateDictMismatchError, match="down_proj cannot be made"):
+        load_sharded(empty(), view, strict=False)
 
 
 def test_names_may_differ(folder):

@@ -1,0 +1,115 @@
+"""Ranks that load what transformers renames, fuses and splits have the parts of `from_pretrained`'s tensors."""
+
+import model_types
+import pytest
+import torch
+from torch import nn
+
+import bigload
+from bigload.planning.tensor_parallel.division import Division
+from rank_processes import run_ranks
+
+transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+
+pytestmark = [pytest.mark.peers, pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
+
+TYPES = {
+    "mixtral": "experts merged, gates and ups in one",
+    "qwen3_moe": "the same, by other names",
+    "qwen2_vl": "prefixes",
+    "inkling2_text": "rows interleaved",
+    "dinov2": "chunks",
+    "nomic_bert": "chunks",
+    "qwen3_vl_moe_text": "transposed where shapes differ",
+    "deepseek_v3": "experts beside shared ones",
+}
+KINDS = ("rows", "columns", "fsdp", "ranges")
+
+
+def empty(kind, folder):
+    with bigload.init_empty_weights(include_buffers=False):
+        return kind(kind.config_class.from_pretrained(folder)).eval()
+
+
+def dim_of(how, tensor):
+    return None if not tensor.dim() else tensor.dim() - 1 if how == "columns" else 0
+
+
+def divide(model, how):
+    """Make `model`, on the meta device, the part of this rank of two; return divisions."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    divisions = {}
+    if how == "fsdp":
+        fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+        return divisions
+    names = {id(tensor): [] for tensor in model.parameters()}
+    for name, tensor in model.named_parameters(remove_duplicate=False):
+        names[id(tensor)].append(name)
+    for tensor, same in [(tensor, names[id(tensor)]) for tensor in model.parameters()]:
+        dim = dim_of(how, tensor)
+        if how == "ranges" and tensor.dim() and tensor.shape[0] % 4 == 0:
+            part = tensor.shape[0] // 4
+            ranges = tuple(((k * part, (k + 1) * part), ((k + 2) * part, (k + 3) * part)) for k in range(2))
+            divisions |= {name: Division(0, ranges) for name in same}
+            made = torch.empty((2 * part, *tensor.shape[1:]), dtype=tensor.dtype, device="meta")
+        elif how != "ranges" and dim is not None:
+            made = distribute_tensor(tensor.detach(), init_device_mesh("cpu", (2,)), [Shard(dim)], src_data_rank=None)
+        else:
+            continue
+        parameter = nn.Parameter(made, requires_grad=False)
+        for name in same:
+            parent, _, leaf = name.rpartition(".")
+            setattr(model.get_submodule(parent), leaf, parameter)
+    return divisions
+
+
+def part_of(whole, how, rank, *, is_divided):
+    """Return what `rank` of two holds of a tensor."""
+    if not is_divided:
+        return whole
+    if how == "ranges":
+        quarters = whole.chunk(4, 0)
+        return torch.cat([quarters[rank], quarters[rank + 2]])
+    chunks = whole.chunk(2, dim_of(how, whole))
+    return chunks[rank] if rank < len(chunks) else chunks[0].narrow(dim_of(how, whole), 0, 0)
+
+
+def load_type(folder, model_type, *, is_sent):
+    """Load in each way; return the names of tensors that differ from their part, and the bytes read and needed."""
+    rank = torch.distributed.get_rank()
+    kind = model_types.class_of(transformers, model_type)
+    expected = kind.from_pretrained(folder).state_dict()
+    wrong, read = [], []
+    for how in KINDS:
+        model = empty(kind, folder)
+        divisions = divide(model, how)
+        reports = bigload.load_sharded(model, folder, divisions=divisions, broadcast_from_rank0=is_sent, strict=False)
+        case = f"{model_type} {how} {'sent' if is_sent else 'read'}"
+        read += [(case, each.read_bytes, each.needed_bytes) for each in reports]
+        for name, tensor in model.state_dict(keep_vars=True).items():
+            is_divided = name in divisions or hasattr(tensor, "to_local")
+            local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+            part = part_of(expected[name], how, rank, is_divided=is_divided)
+            if not (local.dtype == part.dtype and torch.equal(local, part)):
+                wrong.append(f"{case}: {name}")
+    return wrong, read
+
+
+def load_types(folder, types):
+    found = [load_type(f"{folder}/{each}", each, is_sent=is_sent) for each in types for is_sent in (False, True)]
+    return [name for wrong, _ in found for name in wrong], [each for _, read in found for each in read]
+
+
+def test_parts_are_those_of_from_pretrained(tmp_path):
+    for model_type in TYPES:
+        kind = model_types.class_of(transformers, model_type)
+        torch.manual_seed(0)
+        kind(model_types.configuration(transformers, model_type)).save_pretrained(tmp_path / model_type)
+    ranks = run_ranks(2, load_types, str(tmp_path), list(TYPES), patience_seconds=500)
+    assert [rank[0] if isinstance(rank, list) else rank for rank in ranks] == [[], []]
+    # Columns of tiny rows are read with what lies between them.
+    more = [each for each in ranks[0][1] if each[0].endswith("read") and each[1] > each[2] and "columns" not in each[0]]
+    assert more == []
