@@ -8,9 +8,9 @@ original form is made of, in the format of `conversion_to_values`, and the shape
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from importlib.util import find_spec
 
 from bigload.checkpoint.model import AssembledTensor, Checkpoint, Span, TensorInfo
 from bigload.conversion.conversion import Conversion, as_stored
@@ -77,18 +77,47 @@ _WORDS = {NameScheme.CHECKPOINT: "the original files", NameScheme.TRANSFORMERS: 
 
 def _conversion_of(checkpoint: Checkpoint) -> Conversion:
     """Return what the tensors in memory are made of."""
-    if find_spec("transformers") is None:
-        raise NamesUnknownError("names of transformers need transformers, which is not installed")
+    return _checked(_derived(checkpoint), checkpoint)
+
+
+def _derived(checkpoint: Checkpoint) -> Conversion:
+    """Return what the tensors in memory are made of, by the table of classes, which needs no torch, or by transformers.
+
+    Transformers itself is asked in a program that has imported it, which may have registered conversions of its own;
+    where it is newer than the table; and about classes that the table does not know.
+    """
+    # Imported here: a reshard that keeps the names needs neither the table nor what it is read with.
+    from bigload.conversion.checkpoint_conversion import conversion_of_checkpoint
+    from bigload.conversion.model_classes import newer_transformers
+
+    if "transformers" not in sys.modules and newer_transformers() is None:
+        try:
+            return conversion_of_checkpoint(checkpoint)
+        except NamesUnknownError as error:
+            if not _has_transformers_5():
+                hint = "leave the names as they are; or install transformers, which may know more"
+                raise NamesUnknownError(error.message, hint=hint) from None
+    elif not _has_transformers_5():
+        return conversion_of_checkpoint(checkpoint)
     from bigload.conversion.transformers_checkpoints import conversion_by_transformers
 
-    return _checked(conversion_by_transformers(checkpoint), checkpoint)
+    return conversion_by_transformers(checkpoint)
+
+
+def _has_transformers_5() -> bool:
+    from importlib import metadata
+
+    try:
+        return int(metadata.version("transformers").partition(".")[0]) >= 5
+    except (metadata.PackageNotFoundError, ValueError):
+        return False
 
 
 def _original_of(checkpoint: Checkpoint) -> Conversion | None:
     """Return what the original tensors are made of, if `checkpoint` has those in memory."""
     if not _changes_nothing(_conversion_of(checkpoint), checkpoint):
         return None
-    if find_spec("transformers") is None:
+    if not _has_transformers_5():
         raise NamesUnknownError(
             f"nothing says what the original tensors of {checkpoint.name} are made of",
             hint=f"install transformers, which knows; folders of reshard --names transformers have {CONVERSION_FILE}",

@@ -9,7 +9,7 @@ import torch
 
 import bigload
 from bigload.planning.plan_file import write_plan
-from builders import make_checkpoint
+from builders import make_checkpoint, make_mixtral
 
 HEAVY = ("torch", "numpy", "safetensors", "rich", "huggingface_hub")
 
@@ -71,6 +71,7 @@ def modules_after(*commands):
 @pytest.fixture
 def tiny(tmp_path, monkeypatch):
     make_checkpoint(tmp_path / "tiny")
+    make_mixtral(tmp_path / "mixtral")
     write_plan(bigload.plan(tmp_path / "tiny", {"cpu": 4200}), tmp_path / "plan.json")
     monkeypatch.chdir(tmp_path)
     return tmp_path
@@ -92,6 +93,8 @@ def test_a_command_that_moves_no_tensors_never_imports_torch_or_numpy():
         "reshard plan.json out --dry-run",
         "reshard plan.json out",
         "reshard plan.json again --json",
+        "reshard mixtral fused --names transformers",
+        "reshard fused apart --names checkpoint",
         "--help",
         "--version",
     ]

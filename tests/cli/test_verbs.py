@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import bigload
-from builders import make_checkpoint, make_split, write_manifest, write_shard
+from builders import make_checkpoint, make_mixtral, make_split, write_manifest, write_shard
 
 PROGRAM = Path(sys.executable).with_name("bigload")
 PLAN = "bigload plan tiny-llama --overhead 0 -m cuda:0=6MiB,cpu=8MiB -o tiny.json"
@@ -22,6 +22,11 @@ PLAN = "bigload plan tiny-llama --overhead 0 -m cuda:0=6MiB,cpu=8MiB -o tiny.jso
 def plan(run, here) -> Path:
     assert run(PLAN).code == 0
     return here / "tiny.json"
+
+
+@pytest.fixture
+def mixtral(here) -> Path:
+    return make_mixtral(here / "mixtral")
 
 
 def names(folder: Path) -> set[str]:
@@ -530,3 +535,35 @@ def test_every_verb_says_that_an_adapter_is_no_model(run, here, verb):
     assert done.code == 0
     assert "warning: this is a LoRA adapter of rank 8 for a base model" in done.stderr
     assert "bigload plan lora" not in done.stdout
+
+
+# reshard --names
+
+
+@pytest.mark.usefixtures("mixtral")
+def test_a_dry_run_says_what_is_fused(run, run_program_on_terminal, here):
+    words = "names of transformers' models: 12 tensors, 2 of them made of 12 stored ones"
+    shown = run_program_on_terminal("bigload reshard mixtral out --names transformers --dry-run")
+    assert shown.code == 0
+    assert words in " ".join(shown.stdout.split())
+    assert "bigload-conversion.json" in shown.stdout
+    assert not (here / "out").exists()
+    done = run("bigload reshard mixtral out --names transformers")
+    assert f"note: {words}\n" in done.stderr
+    assert "12 tensors: every byte read back and equal to the source\n" in done.stdout
+    assert run("bigload verify out").code == 0
+    assert run("bigload reshard out back --names checkpoint -q").code == 0
+    stored = [json.loads(run(f"bigload inspect {folder} --json").stdout)["tensors"] for folder in ("mixtral", "back")]
+    assert stored[0] == stored[1]
+
+
+def test_names_that_cannot_be_had_are_an_error_with_a_hint(run_program_on_terminal, mixtral):
+    done = run_program_on_terminal("bigload reshard mixtral out --tp 2 --names transformers")
+    assert done.code == 2
+    text = " ".join(done.stdout.split())
+    assert "expected none with the layout ranks, whose rules go by the stored names" in text
+    assert "hint: write the checkpoint under other names first: bigload reshard CHECKPOINT OUT --names" in text
+    (mixtral / "config.json").unlink()
+    done = run_program_on_terminal("bigload reshard mixtral out --names transformers")
+    assert done.code == 3
+    assert "what transformers calls the modules is not known" in " ".join(done.stdout.split())

@@ -19,6 +19,8 @@ from bigload.layouts.reshard import reshard
 from bigload.layouts.verification.manifest import read_manifest
 from bigload.layouts.writing import writer
 from bigload.planning.choices import NameScheme
+from builders import make_mixtral, stored_tensors
+from thread_process_groups import outcomes
 
 torch = pytest.importorskip("torch")
 safe = pytest.importorskip("safetensors.torch")
@@ -268,3 +270,53 @@ def test_plans_and_ranks_go_by_the_stored_names(experts, known, tmp_path):
         reshard(bigload.plan(folder, {"cpu": "1GiB"}), tmp_path / "out", names="transformers")
     with pytest.raises(OptionError, match="one of checkpoint, transformers"):
         reshard(folder, tmp_path / "out", names="torch")
+
+
+def test_the_table_of_classes_knows_what_is_fused(tmp_path):
+    folder = make_mixtral(tmp_path / "mixtral", experts=2)
+    stored = loaded(folder)
+    report = reshard(folder, tmp_path / "fused", names="transformers")
+    found = loaded(tmp_path / "fused")
+    experts = "model.layers.0.block_sparse_moe.experts"
+    pairs = [[stored[f"{experts}.{expert}.{name}.weight"] for name in ("w1", "w3")] for expert in range(2)]
+    assert torch.equal(found[FUSED], torch.stack([torch.cat(pair) for pair in pairs]))
+    assert report.output.notes == ("names of transformers' models: 12 tensors, 2 of them made of 6 stored ones",)
+    reshard(tmp_path / "fused", tmp_path / "back", names="checkpoint")
+    assert stored_tensors(*(tmp_path / "back").glob("*.safetensors")) == stored_tensors(*folder.glob("*.safetensors"))
+
+
+def test_missing_experts_are_refused_before_anything_is_written(tmp_path):
+    folder = make_mixtral(tmp_path / "mixtral")
+    kept = {name: each for name, each in loaded(folder).items() if "experts.1.w2" not in name}
+    (folder / "model.safetensors.index.json").unlink()
+    for file in folder.glob("*.safetensors"):
+        file.unlink()
+    safe.save_file(kept, folder / "model.safetensors")
+    with pytest.raises(NamesUnknownError, match=r"1 problem\n.*experts has no w2.weight for 1 expert: 1"):
+        reshard(folder, tmp_path / "out", names="transformers")
+    assert not (tmp_path / "out").exists()
+
+
+def test_without_transformers_unknown_classes_and_folders_of_others_are_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(names, "_has_transformers_5", lambda: False)
+    folder = make_mixtral(tmp_path / "mixtral")
+    config = json.loads((folder / "config.json").read_text())
+    reshard(folder, tmp_path / "fused", names="transformers")
+    (tmp_path / "fused" / CONVERSION_FILE).unlink()
+    with pytest.raises(NamesUnknownError, match=r"nothing says what the original.*\n.*install transformers"):
+        reshard(tmp_path / "fused", tmp_path / "out", names="checkpoint")
+    (folder / "config.json").write_text(json.dumps({**config, "architectures": ["OthersForCausalLM"]}))
+    with pytest.raises(NamesUnknownError, match=r"OthersForCausalLM.*\n.*install transformers"):
+        reshard(folder, tmp_path / "out", names="transformers")
+    (folder / "config.json").unlink()
+    with pytest.raises(NamesUnknownError, match="config"):
+        reshard(folder, tmp_path / "out", names="transformers")
+
+
+def test_processes_share_the_files(tmp_path):
+    folder = make_mixtral(tmp_path / "mixtral")
+    reshard(folder, tmp_path / "one", names="transformers", max_shard_bytes=1000)
+    outcomes(2, lambda team: reshard(folder, tmp_path / "two", names="transformers", max_shard_bytes=1000, team=team))
+    assert stored_tensors(*(tmp_path / "two").glob("*.safetensors")) == stored_tensors(
+        *(tmp_path / "one").glob("*.safetensors")
+    )

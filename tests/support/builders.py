@@ -178,6 +178,30 @@ def make_checkpoint(
     return write_sharded(folder, split(tensors, shards), config=llama_config(tied=tied))
 
 
+def make_mixtral(folder: Path, *, experts: int = 4) -> Path:
+    """Write one layer of a tiny mixtral with experts as files have them: apart, each of three matrices."""
+    layer = "model.layers.0"
+    forms = {"model.embed_tokens.weight": (32, 8), "model.norm.weight": (8,), "lm_head.weight": (32, 8)}
+    forms |= {f"{layer}.self_attn.{name}_proj.weight": (8, 8) for name in "qkvo"}
+    forms |= {f"{layer}.{name}_layernorm.weight": (8,) for name in ("input", "post_attention")}
+    forms[f"{layer}.block_sparse_moe.gate.weight"] = (experts, 8)
+    for expert in range(experts):
+        shapes = {"w1": (16, 8), "w2": (8, 16), "w3": (16, 8)}
+        forms |= {f"{layer}.block_sparse_moe.experts.{expert}.{name}.weight": each for name, each in shapes.items()}
+    config = {
+        "model_type": "mixtral",
+        "architectures": ["MixtralForCausalLM"],
+        "hidden_size": 8,
+        "intermediate_size": 16,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "num_hidden_layers": 1,
+        "num_local_experts": experts,
+        "vocab_size": 32,
+    }
+    return write_sharded(folder, split({name: ("BF16", shape) for name, shape in forms.items()}, 2), config=config)
+
+
 def make_cached_repository(cache: Path, repository: str = "org/tiny", *, shards: int = 2) -> Path:
     """Write a tiny llama as the Hugging Face cache stores it: a snapshot of links to blobs. Returns the snapshot."""
     home = cache / f"models--{repository.replace('/', '--')}"
