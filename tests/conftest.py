@@ -1,7 +1,8 @@
-"""Settings of hypothesis, bytecode and garbage collection for all tests."""
+"""Settings of hypothesis, bytecode, signals and garbage collection for all tests."""
 
 import gc
 import os
+import signal
 import sys
 
 import pytest
@@ -11,6 +12,10 @@ from hypothesis import HealthCheck, settings
 # 8 s of CPU time for a collection alone where the variable is set.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
+
+# A shell without job control has what runs in the background ignore Ctrl-C, and so all processes that tests interrupt.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Models here are tiny. A second thread of torch only waits for the first, and burns a core that processes of the tests
 # need: with two, a `linear` of 8 x 8 takes 1.3 ms of a busy machine.
