@@ -1,6 +1,4 @@
 import os
-import threading
-from pathlib import Path
 
 import pytest
 
@@ -8,7 +6,7 @@ from bigload.bench import raw_limit
 from bigload.bench.loaded_memory import MemoryKind
 from bigload.bench.raw_limit import RawKind, RawRead, can_read_direct, kind_for, raw_blocks, raw_read, raw_reads
 from bigload.checkpoint.source import open_checkpoint
-from builders import make_checkpoint, write_shard
+from builders import make_checkpoint, no_thread_left, open_descriptors, write_shard
 
 
 @pytest.fixture
@@ -59,9 +57,10 @@ def test_a_direct_raw_read_asks_for_every_byte(checkpoint, monkeypatch):
 
 @pytest.mark.parametrize("kind", list(RawKind))
 def test_nothing_stays_open_and_no_thread_runs_on(checkpoint, kind):
-    before = len(list(Path("/proc/self/fd").iterdir())), threading.active_count()
-    raw_read(RawRead(kind, 4), checkpoint)
-    assert (len(list(Path("/proc/self/fd").iterdir())), threading.active_count()) == before
+    before = open_descriptors()
+    with no_thread_left():
+        raw_read(RawRead(kind, 4), checkpoint)
+    assert open_descriptors() == before
 
 
 def test_a_checkpoint_without_a_byte_can_be_read(tmp_path):

@@ -1,11 +1,11 @@
 import mmap
-import threading
 
 import pytest
 
 from bigload.bench import runner
 from bigload.bench.page_cache_state import CacheState, LeftInCache
 from bigload.bench.runner import Contender, run_rounds
+from builders import no_thread_left
 
 
 @pytest.fixture(autouse=True)
@@ -84,10 +84,8 @@ def test_one_that_may_fail_is_left_out_from_its_first_error_on(files):
 
 
 def test_the_error_of_another_ends_the_bench_and_leaves_no_thread(files):
-    before = threading.active_count()
-    with pytest.raises(ZeroDivisionError):
+    with no_thread_left(), pytest.raises(ZeroDivisionError):
         run_rounds(contenders("a", run=lambda: 1 / 0), runs=3, files=files)
-    assert threading.active_count() == before
 
 
 def test_the_cache_is_prepared_before_every_run_and_the_worst_that_stayed_is_kept(files, monkeypatch):

@@ -4,7 +4,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import threading
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -42,6 +41,7 @@ from builders import (
     llama_config,
     make_cached_repository,
     make_checkpoint,
+    no_thread_left,
     num_bytes_of,
     open_descriptors,
     split,
@@ -87,11 +87,11 @@ def entries(folder):
 def nothing_left_of(out):
     """The block fails in its own way, and neither the output nor its staging folder nor a descriptor remains."""
     descriptors = open_descriptors()
-    yield
+    with no_thread_left():
+        yield
     assert not out.exists()
     assert not out.with_name("out.partial").exists()
     assert open_descriptors() == descriptors
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("bigload-")]
 
 
 # What is written

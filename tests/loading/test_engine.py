@@ -10,7 +10,7 @@ from bigload.loading.engine import opened_sources, read
 from bigload.loading.schedule import RequestedTensor, schedule_reads
 from bigload.machine.activities import Phase, Recorder
 from bigload.machine.huge_pages import allocate
-from builders import data_for, make_checkpoint, num_bytes_of, open_descriptors
+from builders import data_for, make_checkpoint, no_thread_left, num_bytes_of, open_descriptors
 
 MIB = 2**20
 
@@ -50,21 +50,17 @@ def held(memory, slot):
     return bytes(memory[slot.buffer][slot.start : slot.start + slot.wanted.num_bytes])
 
 
-def threads_of_ours():
-    return [thread for thread in threading.enumerate() if thread.name.startswith("bigload-")]
-
-
 @pytest.mark.parametrize("threads", [1, 2, 4])
 @pytest.mark.parametrize("block_bytes", [1, 100, 16 * MIB])
 @pytest.mark.parametrize("faults_ahead", [False, True])
 @pytest.mark.parametrize("trace", [False, True])
 def test_every_slot_holds_the_bytes_of_its_tensor(checkpoint, threads, block_bytes, faults_ahead, trace):
     schedule = scheduled(checkpoint, block_bytes=block_bytes)
-    memory, _ = filled(checkpoint, schedule, threads=threads, faults_ahead=faults_ahead, trace=trace)
+    with no_thread_left():
+        memory, _ = filled(checkpoint, schedule, threads=threads, faults_ahead=faults_ahead, trace=trace)
     for name, slot in schedule.slots.items():
         tensor = slot.wanted.tensor
         assert held(memory, slot) == data_for(name, num_bytes_of(tensor.dtype.name, tensor.shape)), name
-    assert not threads_of_ours()
 
 
 def test_progress_reaches_the_total_and_names_every_file(checkpoint):
@@ -147,7 +143,7 @@ def test_a_source_that_fails_on_one_thread_leaves_no_thread_and_no_descriptor(ch
             super().read_into(buffers, offset)
 
     before = open_descriptors()
-    with pytest.raises(ReadError, match="at byte 7"):
+    with no_thread_left(), pytest.raises(ReadError, match="at byte 7"):
         filled(
             checkpoint,
             scheduled(checkpoint, block_bytes=64),
@@ -157,7 +153,6 @@ def test_a_source_that_fails_on_one_thread_leaves_no_thread_and_no_descriptor(ch
             faults_ahead=faults_ahead,
         )
     assert open_descriptors() == before
-    assert not threads_of_ours()
 
 
 def test_a_file_that_cannot_be_opened_closes_those_that_were(checkpoint):

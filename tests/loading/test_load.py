@@ -1,5 +1,4 @@
 import os
-import threading
 from contextlib import contextmanager
 
 import pytest
@@ -13,7 +12,7 @@ from bigload.checkpoint.byte_source import PositionalReader
 from bigload.dtypes import DTYPES
 from bigload.errors import NotEnoughMemoryError, ReadError, StateDictMismatchError, UnsupportedDTypeError
 from bigload.loading import checks as guards
-from builders import DTYPE_BITS, llama_tensors, make_checkpoint, open_descriptors, write_shard
+from builders import DTYPE_BITS, llama_tensors, make_checkpoint, no_thread_left, open_descriptors, write_shard
 
 SIX_BITS = {"F6_E2M3", "F6_E3M2"}
 TORCH_DTYPES = sorted(DTYPE_BITS.keys() - SIX_BITS)
@@ -39,10 +38,10 @@ def oracle(folder):
 
 @contextmanager
 def nothing_leaked():
-    before, threads = open_descriptors(), set(threading.enumerate())
-    yield
+    before = open_descriptors()
+    with no_thread_left():
+        yield
     assert open_descriptors() == before
-    assert set(threading.enumerate()) <= threads
 
 
 def llama_module(blocks=4, *, tied=False, hidden=8, vocab=32, device=None, dtype=torch.bfloat16):

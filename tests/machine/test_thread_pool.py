@@ -7,6 +7,7 @@ from collections import Counter
 import pytest
 
 from bigload.machine.thread_pool import MAX_DEFAULT_THREADS, default_threads, run_jobs
+from builders import no_thread_left
 
 many_threads = pytest.mark.parametrize("threads", [2, 3, 8])
 any_threads = pytest.mark.parametrize("threads", [1, 2, 3, 8])
@@ -16,8 +17,10 @@ class WorkerError(Exception):
     pass
 
 
-def crew():
-    return [thread for thread in threading.enumerate() if thread.name.startswith("bigload-")]
+@pytest.fixture(autouse=True)
+def threads_end():
+    with no_thread_left():
+        yield
 
 
 @any_threads
@@ -109,7 +112,6 @@ def test_running_jobs_are_waited_for_and_no_more_are_started_after_an_error():
     with pytest.raises(WorkerError):
         run_jobs(work, range(1000), threads=2)
     assert (sorted(started), finished) == ([0, 1], [1])
-    assert crew() == []
 
 
 @many_threads
@@ -120,13 +122,11 @@ def test_an_error_while_the_next_job_is_made_is_raised_in_the_caller(threads):
 
     with pytest.raises(WorkerError, match="no second job"):
         run_jobs(lambda job: None, jobs(), threads=threads)
-    assert crew() == []
 
 
 @many_threads
 def test_all_threads_have_ended_after_the_last_job(threads):
     run_jobs(lambda job: None, range(20), threads=threads)
-    assert crew() == []
 
 
 @many_threads
@@ -142,7 +142,6 @@ def test_threads_that_cannot_be_started_leave_none_running(threads, monkeypatch)
     monkeypatch.setattr(threading.Thread, "start", start_one)
     with pytest.raises(RuntimeError, match="can't start"):
         run_jobs(lambda job: None, range(20), threads=threads)
-    assert crew() == []
 
 
 @any_threads

@@ -10,6 +10,7 @@ import atexit
 import json
 import os
 import struct
+import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
@@ -349,6 +350,14 @@ def only_our_errors() -> Iterator[None]:
 def open_descriptors() -> list[str]:
     """Return the file descriptors of this process, for a comparison of before and after."""
     return sorted(path.name for path in Path("/proc/self/fd").iterdir())
+
+
+@contextmanager
+def no_thread_left() -> Iterator[None]:
+    """Check that all threads that start inside end inside. One of an earlier test may end meanwhile."""
+    before = set(threading.enumerate())
+    yield
+    assert set(threading.enumerate()) <= before
 
 
 def make_split(folder: Path) -> Path:
