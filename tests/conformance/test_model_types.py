@@ -1,8 +1,9 @@
 """Model types of transformers, as `save_pretrained` writes them, loaded and dispatched in all ways: right or refused.
 
-A type may be refused with an error of bigload's: transformers 5 renames and fuses tensors of many types while it loads.
-An answer that differs from the plain model's, or an error of somebody else's, is a failure. Ends with a table of what
-was refused; `BIGLOAD_MODEL_TYPES_TABLE=path` writes it to a file.
+A model may be refused that computes with an offloaded weight of another module. Names are no reason: tensors that
+transformers renames, fuses, splits or reorders while it loads are loaded so here too. An answer that differs from the
+plain model's, or an error of somebody else's, is a failure. Ends with a table of what was refused;
+`BIGLOAD_MODEL_TYPES_TABLE=path` writes it to a file.
 """
 
 import logging
@@ -163,7 +164,8 @@ def test_a_model_type_answers_as_the_plain_model_or_is_refused(model_type, tmp_p
     expected = model_types.answers(kind.from_pretrained(tmp_path / "model").eval())
     found = {way: outcome(way, kind, tmp_path, expected) for way in WAYS}
     outcomes.update({(model_type, way): text for way, text in found.items()})
-    assert {way: text for way, text in found.items() if not text.startswith(("equal", "refused"))} == {}
+    answered = ("equal", "refused: AbsentWeightError")
+    assert {way: text for way, text in found.items() if not text.startswith(answered)} == {}
 
 
 def outcome(way, kind, folder, expected):

@@ -51,7 +51,7 @@ def dispatch(
     in place; a tensor that was put on another device for the time is a copy, whose changes are lost.
 
     Args:
-        model: With values or without, with names as in the checkpoint.
+        model: With values or without; with names as in the checkpoint, or of transformers, which knows what it renames.
         plan: A plan, a plan file, or a folder that `reshard` wrote in the layout `devices`.
         offload_buffers: See `load_and_dispatch`.
         dtype: See there; only for weights of the checkpoint.

@@ -141,7 +141,8 @@ def load_and_dispatch(
     machine's kind. From a folder that was resharded by a plan each device's own folder is read once, in file order.
 
     Args:
-        model: Made under `init_empty_weights`, with names as in the checkpoint.
+        model: Made under `init_empty_weights`, with names as in the checkpoint. One of transformers may have others: it
+            gets what the installed version makes of the stored tensors, on the devices that the plan has for these.
         plan: A plan, a plan file, or a folder that `reshard` wrote in the layout `devices`.
         offload_buffers: Whether buffers of offloaded modules are offloaded too.
         dtype: What floating-point tensors become; by default what the plan counted with, else what they are in `model`.

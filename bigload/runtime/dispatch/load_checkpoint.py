@@ -96,7 +96,8 @@ def load_checkpoint_in_model(
     with, until it is loaded or brought by a hook.
 
     Args:
-        model: On the meta device, in memory, or partly.
+        model: On the meta device, in memory, or partly. One of transformers gets what the installed version would make
+            of the stored tensors when it renames, fuses, splits and reorders them.
         checkpoint: A folder, an index, a file, safetensors or what `torch.save` wrote; a plan or its file; a folder
             that was resharded by a plan.
         device_map: Modules to devices. Without one, that of the plan; without a plan, every tensor goes where it is in

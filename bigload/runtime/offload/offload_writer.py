@@ -270,6 +270,7 @@ def write_dat(folder: Path, name: str, parts: Iterable[torch.Tensor]) -> str:
             content = bytes_of(values)
             digest.update(content)
             file.write(content)
+            del part, values, content  # before the next one is made
         if not file.tell():
             file.write(EMPTY)
     return digest.hexdigest()
@@ -320,6 +321,7 @@ def _digest_of(parts: Iterable[torch.Tensor]) -> str:
     for part in parts:
         values = on_cpu(part)  # which has to live as long as the view
         digest.update(bytes_of(values))
+        del part, values  # before the next one is made
     return digest.hexdigest()
 
 
