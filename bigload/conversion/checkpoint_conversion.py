@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from bigload.checkpoint.model import Checkpoint, TensorInfo
 from bigload.conversion.checks import missing_experts, several_dtypes
 from bigload.conversion.conversion import Conversion, as_stored
-from bigload.conversion.model_classes import ModelClass
+from bigload.conversion.model_classes import NUMBER, ModelClass, template
 from bigload.conversion.operations import Surroundings, Tensors, converted
 from bigload.conversion.rules import Rule, apply_all, natural_order
 from bigload.conversion.strided_pieces import PiecedTensor
@@ -90,12 +90,15 @@ class Naming:
         unexpected: set[str] = set()
         ignored: set[str] = set()
         problems: list[str] = []
-        started: set[Rule] = set()
+        renamer = _Renamer(model)
         for name in sorted(stored, key=natural_order):
-            new, source = new_name(model, name, started)
+            new, source = renamer.new_name(name)
             rule = None if source is None else by_source[source]
-            if not (model.has(new) and model.builds(new)) or (model.ignored and model.ignored.search(new)):
-                (ignored if model.ignored and model.ignored.search(new) else unexpected).add(name)
+            if model.ignores(new):
+                ignored.add(name)
+                continue
+            if not (model.has(new) and model.builds(new)):
+                unexpected.add(name)
                 continue
             gathered = targets.setdefault(new, Gathered(rule))
             if (gathered.rule is None) != (rule is None):
@@ -111,20 +114,49 @@ class Naming:
         )
 
 
-_NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
+class _Renamer:
+    """Names of stored tensors in a model, one after the other in natural order.
+
+    Names that differ in numbers only are renamed alike, if no rule looks at the value of a number, so that the rules
+    are applied once for all layers and experts.
+    """
+
+    def __init__(self, model: ModelClass) -> None:
+        self._model = model
+        self._started: set[Rule] = set()
+        self._by_template: dict[str, tuple[list[str], str | None]] = {}
+        self._is_any_number_alike = not any(rule.is_about_numbers for rule in model.rules)
+
+    def new_name(self, name: str) -> tuple[str, str | None]:
+        """Return the name in the model, and the source pattern of the converter that matches, if one does."""
+        numbers = NUMBER.findall(name)
+        if not self._is_any_number_alike or len(set(numbers)) < len(numbers):
+            return self._by_rules(name)
+        key = NUMBER.sub("*", name)
+        if key not in self._by_template:
+            counted = iter(_STAND_INS)
+            new, source = self._by_rules(NUMBER.sub(lambda _: next(counted), name))
+            self._by_template[key] = re.split(_STAND_IN, new), source
+        parts, source = self._by_template[key]
+        texts = (numbers[int(part)] if index % 2 else part for index, part in enumerate(parts))
+        return "".join(texts), source
+
+    def _by_rules(self, name: str) -> tuple[str, str | None]:
+        model = self._model
+        new, source = apply_all(model.rules, name, self._started)
+        if new != name and model.final and template(name) in model.final:
+            new, source = name, None
+        if model.prefix and not model.is_known(new):
+            if new.startswith(model.prefix) and model.is_known(new[len(model.prefix) + 1 :]):
+                new = new[len(model.prefix) + 1 :]
+            elif model.is_known(f"{model.prefix}.{new}"):
+                new = f"{model.prefix}.{new}"
+        return new, source
 
 
-def new_name(model: ModelClass, name: str, started: set[Rule]) -> tuple[str, str | None]:
-    """Return the name of a stored tensor in the model, and the source pattern of the converter that matches it."""
-    new, source = apply_all(model.rules, name, started)
-    if new != name and model.final and _NUMBER.sub("*", name) in model.final:
-        new, source = name, None
-    if model.prefix and not model.has(new):
-        if new.startswith(model.prefix) and model.has(new[len(model.prefix) + 1 :]):
-            new = new[len(model.prefix) + 1 :]
-        elif model.has(f"{model.prefix}.{new}"):
-            new = f"{model.prefix}.{new}"
-    return new, source
+_STAND_INS = tuple(f"77000{index}" for index in range(10))
+_STAND_IN = re.compile(r"77000(\d)")
+"""Numbers in place of those in a name: its first one, its second one, and so on."""
 
 
 def _made(

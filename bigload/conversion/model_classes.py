@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from importlib import metadata, resources
+from pathlib import Path
 from typing import Any
 
 from bigload.conversion.rules import Rule, pattern_of
@@ -37,7 +37,8 @@ class ModelClass:
         roots: Outermost modules that hold weights; within the base model, the modules below it.
         computed: Modules outside of numbered layers that hold no weights but buffers that are computed.
         final: Names that rules would match and that stay as they are, with `*` for numbers.
-        ignored: What matches names in files that do not matter to the class.
+        ignored: What matches names in files that do not matter to the class, but for `kept`, with `*` for numbers.
+        unbuilt: Modules of the base model that the class does without.
         rules: In the order in which they hold.
         sizes: By key and name, the number in the configuration, or the default one.
         num_layers: Of the text model, where the configuration says it.
@@ -51,6 +52,8 @@ class ModelClass:
     computed: tuple[str, ...]
     final: frozenset[str]
     ignored: re.Pattern[str] | None
+    kept: frozenset[str]
+    unbuilt: frozenset[str]
     rules: tuple[Rule, ...]
     sizes: Mapping[str, int]
     num_layers: int | None
@@ -65,7 +68,7 @@ class ModelClass:
         """
         config = config or {}
         model_type, named = _identity(config)
-        name = _REMOTE_CLASSES.get(named, named)
+        name = _of_type(_REMOTE_CLASSES.get(named, named), model_type)
         facts = _table()["classes"].get(name)
         if facts is None:
             raise NamesUnknownError(
@@ -83,10 +86,12 @@ class ModelClass:
             computed=tuple(_computed(facts, parts)),
             final=frozenset(facts.get("final", "").split()),
             ignored=re.compile("|".join(f"({pattern})" for pattern in patterns)) if patterns else None,
+            kept=frozenset(facts.get("kept", "").split()),
+            unbuilt=frozenset(_unbuilt(facts)),
             rules=tuple(_rules(name, facts, parts, config)),
             sizes=dict(_sizes(facts.get("values", {}), config)),
             num_layers=_num_layers(config),
-            remote_class=named if name != named else None,
+            remote_class=named if named not in _table()["classes"] else None,
         )
 
     def size(self, key: str, name: str) -> int | None:
@@ -94,11 +99,24 @@ class ModelClass:
         return self.sizes.get(f"{key}.{name}".lstrip("."), self.sizes.get(name))
 
     def has(self, name: str) -> bool:
-        """Return whether the class has a weight of this name, as far as its outermost modules tell."""
+        """Return whether the class has a weight of this name, as far as its outermost modules tell.
+
+        Within the base model there may be others than the table has, by the configuration.
+        """
         if name.partition(".")[0] in self.roots:
             return True
         below = name.removeprefix(f"{self.base}.")
-        return below != name and f"{self.base}.{below.partition('.')[0]}" in self.roots
+        return below != name and below.partition(".")[0] not in self.unbuilt
+
+    def is_known(self, name: str) -> bool:
+        """Return whether the table says that the class has such a weight."""
+        below = name.removeprefix(f"{self.base}.")
+        is_in_base = below != name and f"{self.base}.{below.partition('.')[0]}" in self.roots
+        return name.partition(".")[0] in self.roots or is_in_base
+
+    def ignores(self, name: str) -> bool:
+        """Return whether a stored tensor of this name does not matter."""
+        return self.ignored is not None and bool(self.ignored.search(name)) and template(name) not in self.kept
 
     def builds(self, name: str) -> bool:
         """Return whether it has the layer of `name`: none for multi-token prediction, past the last one."""
@@ -106,6 +124,15 @@ class ModelClass:
             return False
         layer = _TEXT_LAYER.match(name)
         return layer is None or self.num_layers is None or int(layer[1]) < self.num_layers
+
+
+NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
+"""A number among the parts of a name."""
+
+
+def template(name: str) -> str:
+    """Return a name with `*` for numbers."""
+    return NUMBER.sub("*", name)
 
 
 _PREDICTION = re.compile(r"(model\.)?mtp(\.|$)")
@@ -119,6 +146,8 @@ def table_version() -> str:
 
 def newer_transformers() -> str | None:
     """Return the version of transformers that is installed, if it is a later one than the table's."""
+    from importlib import metadata  # which imports a good part of the standard library
+
     try:
         installed = metadata.version("transformers")
     except metadata.PackageNotFoundError:
@@ -132,14 +161,13 @@ def _release(version: str) -> tuple[int, ...]:
 
 @lru_cache(maxsize=1)
 def _table() -> dict[str, Any]:
-    text = resources.files("bigload.conversion").joinpath("transformers_rules.json").read_text(encoding="utf-8")
-    table: dict[str, Any] = json.loads(text)
+    table: dict[str, Any] = json.loads(Path(__file__).with_name("transformers_rules.json").read_bytes())
     return table
 
 
 def _whole(facts: Mapping[str, Any]) -> dict[str, Any]:
     """Return the facts of a class together with those of the base model within, which the table has once."""
-    within = _table()["classes"].get(facts.get("within"))
+    within = _table()["classes"].get(facts.get("within", ""))
     if within is None:
         return dict(facts)
     base = facts["base"]
@@ -150,6 +178,35 @@ def _whole(facts: Mapping[str, Any]) -> dict[str, Any]:
         "roots": f"{roots} {facts.get('roots', '')}",
         "computed": f"{computed} {facts.get('computed', '')}",
     }
+
+
+def _of_type(name: str, model_type: str) -> str:
+    """Return the class that transformers builds for a model type, where files name another one with the same head.
+
+    They do for models that came with code of their own, and for a text model that is saved with the class of the
+    multimodal model that it is a part of.
+    """
+    classes = _table()["classes"]
+    if name in classes and classes[name]["type"] == model_type:
+        return name
+    head = _HEAD.search(name)
+    heads = [head[0], *(["ForCausalLM"] if name in classes else [])] if head else []
+    alike = (each for head in heads for each, facts in classes.items() if _has_head(each, facts, model_type, head))
+    return next(alike, name)
+
+
+_HEAD = re.compile(r"For[A-Z]\w+$")
+
+
+def _has_head(name: str, facts: Mapping[str, Any], model_type: str, head: str) -> bool:
+    return bool(facts["type"] == model_type and name.endswith(head))
+
+
+def _unbuilt(facts: Mapping[str, Any]) -> Iterator[str]:
+    inner = _whole(_table()["classes"].get(_table()["types"].get(facts["type"]), {}))
+    base, roots = facts.get("base", ""), facts.get("roots", "").split()
+    if base and not inner.get("base"):
+        yield from (root for root in inner.get("roots", "").split() if f"{base}.{root}" not in roots)
 
 
 def _identity(config: Mapping[str, object]) -> tuple[str, str]:

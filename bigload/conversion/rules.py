@@ -31,6 +31,11 @@ class Rule:
     operations: tuple[tuple[str, Mapping[str, object]], ...] = ()
     prefixes: tuple[str, ...] = ("",)
 
+    @property
+    def is_about_numbers(self) -> bool:
+        """Whether the rule looks at the value of a number that is a part of a name of its own, or may do so."""
+        return self.kind in {"group", "offset"} or any(_VALUE.search(source) for source in self.sources)
+
     def apply(self, name: str, started: set[Rule]) -> tuple[str, str | None]:
         """Return the new name and the source pattern that matched; `None` if none did.
 
@@ -58,6 +63,10 @@ class Rule:
         if r"\1" not in text:
             return text
         return text.replace(r"\1", str(int(group(1)) + self.offset) if self.kind == "offset" else group(1))
+
+
+_VALUE = re.compile(r"(?<![A-Za-z0-9_\\{,])\d|\[[^\]]*\d")
+"""A digit in a pattern that does not end a word, as in `proj.0`, or one among several."""
 
 
 @lru_cache(maxsize=4096)

@@ -38,7 +38,7 @@ def notes_on(
         yield PlanNote(code="no-prefetch", text=text if options.prefetch else f"{text} (--prefetch keeps room for two)")
     yield from _on_empty(devices, solution.placement.execution_device)
     yield from _on_structure(structure, options)
-    yield from _on_experts(options, solution)
+    yield from _on_experts(structure, options, solution)
     for tie in structure.ties:
         yield from _on_tie(tie, devices)
 
@@ -92,8 +92,8 @@ def _on_structure(structure: ModelStructure, options: PlanOptions) -> Iterator[P
             yield PlanNote(code=code, text=text)
 
 
-def _on_experts(options: PlanOptions, solution: Solution) -> Iterator[PlanNote]:
-    """Say what a runtime has to be able to do with experts that are apart from their block."""
+def _on_experts(structure: ModelStructure, options: PlanOptions, solution: Solution) -> Iterator[PlanNote]:
+    """Say which experts a token is assumed to stream, where the runtimes that carry out a plan differ."""
     riding = [unit for unit in solution.problem.units if unit.is_routed]
     streamed = any(unit.stream_bytes < unit.num_bytes for unit in riding)
     if streamed and options.names is NameScheme.CHECKPOINT:
@@ -102,6 +102,15 @@ def _on_experts(options: PlanOptions, solution: Solution) -> Iterator[PlanNote]:
             code="experts-apart",
             text=f"only the experts that a token chooses are streamed; transformers streams all of a block, {whole}: "
             "plan for it with --names transformers",
+        )
+    placed = zip(solution.problem.units, solution.placement.devices, strict=True)
+    stored = (unit for unit, device in placed if not device.is_accelerator)
+    has_experts = any(unit.is_routed or part.name in structure.experts for unit in stored for part in unit.parts)
+    if options.names is NameScheme.TRANSFORMERS and has_experts:
+        yield PlanNote(
+            code="experts-fused",
+            text="a token is counted to stream all experts of a block, as transformers and accelerate do; with --names "
+            "checkpoint, only the experts that it chooses are counted",
         )
 
 

@@ -71,6 +71,17 @@ def test_the_model_within_is_the_one_that_the_configuration_names():
     assert names(told, stored) == "model.vision_tower.encoder.layers.0.layer_norm1.weight"
 
 
+def test_a_text_model_in_a_file_of_its_multimodal_model_is_the_text_model():
+    told = config("qwen3_5_moe_text", "Qwen3_5MoeForConditionalGeneration")
+    assert names(told, "model.language_model.norm.weight") == "model.norm.weight"
+
+
+def test_numbers_that_rules_name_are_no_layer_numbers():
+    told = config("kimi_k25", "KimiK25ForConditionalGeneration")
+    found = names(told, "mm_projector.proj.0.weight mm_projector.proj.2.weight")
+    assert found == "model.mm_projector.in_proj.weight model.mm_projector.out_proj.weight"
+
+
 def test_scales_of_fp8_weights_are_fused_as_the_weights_are():
     told = config("qwen3_moe", "Qwen3MoeForCausalLM")
     stored = " ".join(

@@ -22,7 +22,7 @@ def renamed(keys, told, *, tensors: Mapping | None = None):
 
 
 def names_of(keys, told, **more):
-    return " ".join(renamed(keys, told, **more).keys.values())
+    return " ".join(name for names in renamed(keys, told, **more).keys.values() for name in names)
 
 
 FAMILIES = {
@@ -100,8 +100,10 @@ def test_keys_have_the_names_of_the_modules_in_memory(keys, told, expected):
 
 def test_fused_modules_need_one_device():
     keys = "model.layers.0.mlp.gate model.layers.0.mlp.experts.0 model.layers.0.mlp.experts.1"
-    renaming = renamed(keys, config("qwen3_moe", "Qwen3MoeForCausalLM"))
     gate, first, second = keys.split()
+    weights = [f"{expert}.{kind}_proj.weight" for expert in (first, second) for kind in ("gate", "up", "down")]
+    told = config("qwen3_moe", "Qwen3MoeForCausalLM")
+    renaming = renamed(keys, told, tensors=dict.fromkeys([f"{gate}.weight", *weights], 1))
     assert rename_device_map({gate: "cuda:0", first: "cpu", second: "cpu"}, renaming) == {
         "model.layers.0.mlp.gate": "cuda:0",
         "model.layers.0.mlp.experts": "cpu",
@@ -113,8 +115,19 @@ def test_fused_modules_need_one_device():
 
 def test_a_module_that_moves_into_another_shares_its_name():
     keys = "model.layers.0.mlp.gate model.layers.0.mlp.moe_statics"
-    renaming = renamed(keys, config("ernie4_5_moe", "Ernie4_5_MoeForCausalLM"))
-    assert set(renaming.keys.values()) == {"model.layers.0.mlp.gate"}
+    told = config("ernie4_5_moe", "Ernie4_5_MoeForCausalLM")
+    gate, statics = keys.split()
+    renaming = renamed(keys, told, tensors={f"{gate}.weight": 1, f"{statics}.e_score_correction_bias": 1})
+    assert set(renaming.keys.values()) == {("model.layers.0.mlp.gate",)}
+
+
+def test_a_key_whose_tensors_part_ways_has_several_names():
+    told = config("phimoe", "PhimoeForCausalLM")
+    key = "model.layers.0.block_sparse_moe"
+    experts = [f"{key}.experts.0.{kind}.weight" for kind in ("w1", "w2", "w3")]
+    tensors = dict.fromkeys([f"{key}.gate.weight", *experts, "model.layers.0.mlp.other.weight"], 1)
+    renaming = renamed(f"{key} model.layers.0.mlp.other", told, tensors=tensors)
+    assert renaming.keys[key] == ("model.layers.0.mlp.router", "model.layers.0.mlp.experts")
 
 
 def test_layers_that_transformers_does_not_build_are_left_out_and_said():

@@ -277,6 +277,19 @@ def test_layers_that_only_predict_further_tokens_are_placed_when_that_is_asked_f
     assert (made.left_out, made.homes["mtp"], made.notes) == ((), CUDA0, ())
 
 
+def test_names_of_transformers_count_all_experts_of_a_block_and_say_so():
+    experts = {f"model.layers.0.mlp.experts.{expert}.up_proj.weight": 10 for expert in range(4)}
+    tensors = {"model.embed_tokens.weight": 4, **experts, "lm_head.weight": 4}
+    config = {"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "num_experts": 4}
+    config["num_experts_per_tok"] = 1
+    by_file, by_model = (
+        planned(tensors, {"cpu": 100}, config=config, names=names) for names in ("checkpoint", "transformers")
+    )
+    assert by_model.token_bytes[CPU] - by_file.token_bytes[CPU] == 30
+    assert "experts-fused" in codes(by_model)
+    assert "experts-fused" not in codes(by_file)
+
+
 def test_what_could_not_be_detected_is_noted():
     budget = replace(MemoryBudget.of({"cpu": 100}), notes=("the driver does not answer",))
     (note,) = plan(checkpoint_of(BLOCKS, config=CONFIG), budget).notes

@@ -58,7 +58,7 @@ def _translated(details: PlanDetails) -> dict[str, str]:
         return {}
     checkpoint = details.structure.checkpoint
     renaming = in_memory_names(tuple(details.plan.homes), checkpoint.tensors, checkpoint.config)
-    return {name: key for key, name in reversed(tuple(renaming.keys.items()))}
+    return {name: key for key, names in reversed(tuple(renaming.keys.items())) for name in names}
 
 
 def _close(name: str, keys: list[str]) -> list[str]:
