@@ -14,6 +14,7 @@ from typing import Any, ParamSpec
 import torch
 from torch import nn
 
+from bigload.conversion.checkpoint_view import CheckpointView, view_for
 from bigload.errors import OptionError, ParallelError, StateDictMismatchError
 from bigload.loading.settings import Method, settings
 from bigload.machine.process_memory import trim_heap
@@ -156,15 +157,16 @@ def parallelize(
     skeleton, weights = make_skeleton(model)
     source = None if checkpoint is None else Path(checkpoint).absolute()
     shared = _shared_weights(skeleton, weights, source)
-    if source is not None:
-        _check_has_all(skeleton, source, type(model).__name__)
+    stored = None if source is None else view_for(model, open_stored(source))
+    if stored is not None:
+        _check_has_all(skeleton, stored, type(model).__name__)
     del weights
     if seed is not None:
         torch.manual_seed(seed)
     pool, workers = start_workers(
         skeleton,
         shared,
-        ShardModel(plan=plan, checkpoint=source, method=method, dtype=torch.float16 if fp16 else None),
+        ShardModel(plan=plan, stored=stored, method=method, dtype=torch.float16 if fp16 else None),
         num_workers=num_gpus,
         backend=backend,
         daemon=daemon,
@@ -255,25 +257,25 @@ def _shared_weights(
     }
 
 
-def _check_has_all(skeleton: Skeleton, checkpoint: Path, model: str) -> None:
-    """Raise if `checkpoint` is not sound or lacks a parameter, before any process is started."""
-    stored = open_stored(checkpoint).tensors
+def _check_has_all(skeleton: Skeleton, view: CheckpointView, model: str) -> None:
+    """Raise if a parameter is not in `view` or cannot be made, before any process is started."""
+    stored = view.tensors
     parameters = [form for form in skeleton.weights if form.is_parameter]
     missing = [form.names[0] for form in parameters if not any(name in stored for name in form.names)]
     misshapen = [
-        f"{name} has shape {list(stored[name].shape)}, expected {list(form.shape)}"
+        f"{name} has shape {list(stored[name].torch_shape)}, expected {list(form.shape)}"
         for form in parameters
         for name in form.names
-        if name in stored and stored[name].shape != form.shape
+        if name in stored and stored[name].torch_shape != form.shape
     ]
-    if missing or misshapen:
+    if missing or misshapen or view.problems:
         raise StateDictMismatchError(
             model,
             missing=missing,
             unexpected=(),
             misshapen=misshapen,
-            hint="nothing was started; a checkpoint that transformers puts together in another form while it loads it, "
-            "experts for one, is for from_pretrained: parallelize what that returns, without checkpoint",
+            problems=view.problems,
+            hint="check that the checkpoint is one of this model; nothing was started",
         )
 
 

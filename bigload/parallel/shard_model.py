@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from bigload.conversion.checkpoint_view import CheckpointView
 from bigload.loading.settings import Method
 from bigload.parallel.sharded_loading.load_sharded import load_sharded
 from bigload.parallel.tensor_parallel.apply import apply_tensor_parallel
@@ -21,13 +21,13 @@ class ShardModel:
 
     Attributes:
         plan: How ranks divide the model.
-        checkpoint: A folder or file with the weights that are on the meta device, if there are some.
+        stored: The tensors of a checkpoint by the names of the model, if there are weights on the meta device.
         method: How files are read.
         dtype: What floating-point weights become; `None` leaves each as it is.
     """
 
     plan: TensorParallelPlan
-    checkpoint: Path | None
+    stored: CheckpointView | None
     method: Method | str | None
     dtype: torch.dtype | None
 
@@ -36,12 +36,10 @@ class ShardModel:
         apply_tensor_parallel(model, self.plan, mesh)
         if self.dtype is not None:
             _cast(model, self.dtype)
-        if self.checkpoint is None:
+        if self.stored is None:
             return 0
         divided = {name: division for name, division in self.plan.divisions.items() if division.dim is not None}
-        reports = load_sharded(
-            model, self.checkpoint, divisions=divided, device=device, strict=False, method=self.method
-        )
+        reports = load_sharded(model, self.stored, divisions=divided, device=device, strict=False, method=self.method)
         return next(report.read_bytes for report in reports if report.rank == mesh.get_rank())
 
 

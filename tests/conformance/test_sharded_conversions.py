@@ -3,6 +3,7 @@
 import model_types
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 import bigload
@@ -113,3 +114,50 @@ def test_parts_are_those_of_from_pretrained(tmp_path):
     # Columns of tiny rows are read with what lies between them.
     more = [each for each in ranks[0][1] if each[0].endswith("read") and each[1] > each[2] and "columns" not in each[0]]
     assert more == []
+
+
+def saved(model_type, folder):
+    """Save a tiny model of which every weight counts; return its class and the answers of what is loaded from there."""
+    kind = model_types.class_of(transformers, model_type)
+    torch.manual_seed(0)
+    model = kind(model_types.configuration(transformers, model_type)).eval()
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.2)
+    model.save_pretrained(folder)
+    return kind, model_types.answers(kind.from_pretrained(folder).eval())
+
+
+def check_workers(kind, folder, checkpoint, expected):
+    model = empty(kind, folder)
+    with bigload.parallelize(model, 2, backend="gloo", checkpoint=checkpoint, timeout=300) as parallel:
+        found = model_types.answers(model)
+        held = [worker.weight_bytes for worker in parallel.report.workers]
+    assert max(held) < 0.7 * sum(parameter.nbytes for parameter in empty(kind, folder).parameters())
+    for one, other in zip(found, expected, strict=True):
+        assert torch.allclose(one, other, rtol=0, atol=1e-5 * other.abs().max().item())
+
+
+@pytest.mark.parametrize(
+    "model_type", ["mixtral", "qwen3_moe", "qwen2_vl", "inkling2_text", "nomic_bert", "deepseek_v3", "qwen3_vl_moe"]
+)
+def test_workers_answer_as_what_from_pretrained_returns(model_type, tmp_path):
+    kind, expected = saved(model_type, tmp_path)
+    check_workers(kind, tmp_path, tmp_path, expected)
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+def test_workers_fuse_experts_that_ranks_have_stored_in_parts(tp, tmp_path):
+    kind, expected = saved("mixtral", tmp_path / "model")
+    bigload.reshard(tmp_path / "model", tmp_path / "ranks", layout="ranks", tp=tp)
+    check_workers(kind, tmp_path / "model", tmp_path / "ranks", expected)
+
+
+def test_a_missing_expert_is_told_before_workers_start(tmp_path):
+    kind, _ = saved("mixtral", tmp_path)
+    file = tmp_path / "model.safetensors"
+    save_file(
+        {name: each for name, each in load_file(file).items() if "0.block_sparse_moe.experts.1.w1" not in name}, file
+    )
+    with pytest.raises(bigload.StateDictMismatchError, match=r"experts has no w1.weight for 1 expert: 1") as caught:
+        bigload.parallelize(empty(kind, tmp_path), 2, backend="gloo", checkpoint=tmp_path)
+    assert "nothing was started" in caught.value.hint

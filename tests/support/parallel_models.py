@@ -132,6 +132,21 @@ class Chosen(nn.Module):
         return functional.linear(functional.relu(functional.linear(x, self.up[0])), self.down[0])
 
 
+class Convolved(nn.Module):
+    """A convolution between two layers that is never called: the module around calls a kernel with its weight."""
+
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Linear(WIDTH, 2 * WIDTH)
+        self.mix = nn.Conv1d(2 * WIDTH, 2 * WIDTH, 3, groups=2 * WIDTH, padding=1, bias=False)
+        self.down = nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x, bias=None):
+        kernel = self.mix.weight
+        mixed = functional.conv1d(self.up(x).transpose(1, 2), kernel, padding=1, groups=len(kernel))
+        return self.down(mixed.transpose(1, 2))
+
+
 class Routed(nn.Module):
     """Experts that are layers of their own, of which only the second is ever chosen."""
 
@@ -175,4 +190,5 @@ MODELS = {
     "head bias": lambda: made(has_head_bias=True),
     "untied": lambda: made(tied=False),
     "peeking": lambda: made(kind=Peeking),
+    "convolved": lambda: made(Convolved),
 }

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
+from torch.nn.modules.conv import _ConvNd
 
 from bigload.errors import PartitionError
 from bigload.parallel.tensor_parallel.custom_policies import read_policies
@@ -60,8 +61,8 @@ def apply_tensor_parallel(model: nn.Module, plan: TensorParallelPlan, mesh: Devi
 
     Args:
         model: On the meta device, or with full values, of which each rank keeps its own. A parameter becomes a
-            `DTensor`, or a tensor of its local shape where torch has no placement for its division (`placed`), or
-            stays what it is if every rank has all of it.
+            `DTensor`, or a tensor of its local shape where torch has no placement for its division (`placed`) and in
+            convolutions, or stays what it is if every rank has all of it.
         plan: Made for this model.
         mesh: The ranks, as many as the plan has.
 
@@ -112,12 +113,14 @@ def _divide_parameters(model: nn.Module, plan: TensorParallelPlan, mesh: DeviceM
         division = plan.division(name)
         if division == WHOLE:
             continue
-        if id(parameter) not in done:
-            part = sliced(parameter.detach(), division, rank).clone()  # lets go of the rest
-            tensor = placed(part.contiguous(), name, plan, mesh)
-            done[id(parameter)] = nn.Parameter(tensor, requires_grad=parameter.requires_grad)
         path, _, last = name.rpartition(".")
-        model.get_submodule(path)._parameters[last] = done[id(parameter)]
+        owner = model.get_submodule(path)
+        if id(parameter) not in done:
+            part = sliced(parameter.detach(), division, rank).clone().contiguous()  # lets go of the rest
+            # The module around a convolution may call a kernel of its own with its weight.
+            tensor = part if isinstance(owner, _ConvNd) else placed(part, name, plan, mesh)
+            done[id(parameter)] = nn.Parameter(tensor, requires_grad=parameter.requires_grad)
+        owner._parameters[last] = done[id(parameter)]
 
 
 def placed(local: Tensor, name: str, plan: TensorParallelPlan, mesh: DeviceMesh) -> Tensor:
