@@ -18,10 +18,12 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING
 
 import torch
-import transformers
 from safetensors.torch import save_file
 
 import bigload
@@ -29,6 +31,9 @@ from bigload.bench.page_cache_state import CacheState, prepare
 from bigload.machine.process_memory import MemorySampler
 from bigload.units import GIB, MIB
 from harness import Goal, in_rounds
+
+if TYPE_CHECKING:
+    import transformers
 
 HIDDEN, INNER, EXPERTS, VOCABULARY = 1024, 3584, 8, 32000
 LAYER_BYTES = 2 * 3 * EXPERTS * HIDDEN * INNER
@@ -52,15 +57,21 @@ def main() -> None:
         checkpoint = bigload.open_checkpoint(folder)
         state = CacheState(arguments.state)
         print(f"{checkpoint.total_bytes / GIB:.2f} GiB in {len(checkpoint.tensors)} tensors, {arguments.state} cache")
-        runs = in_rounds(
-            {name: lambda name=name: child(name, Path(folder), state) for name in LOADS}, rounds=arguments.rounds
-        )
+        loads = {name: partial(child, name, Path(folder), state) for name in LOADS}
+        runs = in_rounds(loads, rounds=arguments.rounds)
         show(runs, checkpoint.total_bytes)
+
+
+def peer() -> ModuleType:
+    """Return transformers, an extra that the help of this script does without."""
+    import transformers  # noqa: PLC0415
+
+    return transformers
 
 
 def config(layers: int) -> transformers.MixtralConfig:
     """Return the configuration of the model."""
-    return transformers.MixtralConfig(
+    return peer().MixtralConfig(
         hidden_size=HIDDEN,
         intermediate_size=INNER,
         num_hidden_layers=layers,
@@ -108,7 +119,7 @@ def make(folder: Path, *, layers: int) -> None:
 def empty(folder: Path) -> transformers.PreTrainedModel:
     """Return the model without weights."""
     with bigload.init_empty_weights(include_buffers=False):
-        return transformers.MixtralForCausalLM(transformers.MixtralConfig.from_pretrained(folder)).to(torch.bfloat16)
+        return peer().MixtralForCausalLM(peer().MixtralConfig.from_pretrained(folder)).to(torch.bfloat16)
 
 
 def load_into(folder: Path) -> Callable[[], object]:
@@ -125,8 +136,8 @@ def load_and_dispatch(folder: Path) -> Callable[[], object]:
 
 def from_pretrained(folder: Path) -> Callable[[], object]:
     """Prepare transformers' own loader, which makes the empty model itself: some milliseconds."""
-    transformers.utils.logging.disable_progress_bar()
-    return lambda: transformers.MixtralForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    peer().utils.logging.disable_progress_bar()
+    return lambda: peer().MixtralForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
 
 
 LOADS = {OURS: load_into, DISPATCH: load_and_dispatch, THEIRS: from_pretrained}

@@ -51,6 +51,15 @@ def test_loading_is_measured_beside_raw_reads(tiny, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.peers
+def test_a_fused_checkpoint_is_loaded_beside_from_pretrained(tmp_path):
+    pytest.importorskip("transformers")
+    done = run_script("bench_conversion.py", "--gib", "0.1", "--rounds", "1", "--folder", tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "load(into=) faster than from_pretrained" in done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.peers
 @pytest.mark.parametrize("option", ["--cold", "--new-tokens=2"])
 def test_a_model_is_run_beside_others_and_leaves_nothing_behind(tiny, option):
     pytest.importorskip("transformers")
