@@ -8,16 +8,21 @@ from hypothesis import strategies as st
 from piece_moves import bijections
 
 import bigload
+from bigload.checkpoint.model import Checkpoint, Span, TensorInfo
 from bigload.conversion import strided_pieces as pieces
 from bigload.conversion.conversion import Conversion, as_stored
+from bigload.conversion.inverse import inverse_of
+from bigload.dtypes import DTYPES
 from bigload.errors import NamesUnknownError, OptionError
 from bigload.layouts import names
 from bigload.layouts.names import CONVERSION_FILE
 from bigload.layouts.options import ReshardOptions
+from bigload.layouts.output import OutputTensor
 from bigload.layouts.preparation import prepare_reshard
 from bigload.layouts.reshard import reshard
 from bigload.layouts.verification.manifest import read_manifest
 from bigload.layouts.writing import writer
+from bigload.layouts.writing.window_reader import Portion, jobs_for
 from bigload.planning.choices import NameScheme
 from builders import make_mixtral, stored_tensors
 from thread_process_groups import outcomes
@@ -305,8 +310,10 @@ def test_without_transformers_unknown_classes_and_folders_of_others_are_refused(
     (tmp_path / "fused" / CONVERSION_FILE).unlink()
     with pytest.raises(NamesUnknownError, match=r"nothing says what the original.*\n.*install transformers"):
         reshard(tmp_path / "fused", tmp_path / "out", names="checkpoint")
-    (folder / "config.json").write_text(json.dumps({**config, "architectures": ["OthersForCausalLM"]}))
-    with pytest.raises(NamesUnknownError, match=r"OthersForCausalLM.*\n.*install transformers"):
+    (folder / "config.json").write_text(
+        json.dumps({**config, "model_type": "others", "architectures": ["OthersModel"]})
+    )
+    with pytest.raises(NamesUnknownError, match=r"OthersModel.*\n.*install transformers"):
         reshard(folder, tmp_path / "out", names="transformers")
     (folder / "config.json").unlink()
     with pytest.raises(NamesUnknownError, match="config"):
@@ -320,3 +327,15 @@ def test_processes_share_the_files(tmp_path):
     assert stored_tensors(*(tmp_path / "two").glob("*.safetensors")) == stored_tensors(
         *(tmp_path / "one").glob("*.safetensors")
     )
+
+
+def test_rows_that_take_turns_are_read_in_one_go():
+    rows = pieces.PiecedTensor.of("a", (64, 512))
+    turned = pieces.concatenated([pieces.sliced(rows, 0, start, 64, 2) for start in (0, 1)], 0)
+    stored = {"b": TensorInfo("b", DTYPES["F32"], (64, 512), Span("b", 0, 64 * 512 * 4))}
+    checkpoint = Checkpoint(path="x", root="x", index_file=None, shards=(), tensors=stored, config=None)
+    source = Conversion(tensors=inverse_of({"b": turned}, {"a": (64, 512)})).of(checkpoint)["a"]
+    tensor = OutputTensor(source=source, dtype=source.dtype)
+    assert [(job.offset, job.num_bytes) for job in jobs_for([Portion(tensor, 0, tensor.num_bytes, 0)])] == [
+        (0, 64 * 512 * 4)
+    ]

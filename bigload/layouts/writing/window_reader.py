@@ -43,6 +43,9 @@ if TYPE_CHECKING:
     from bigload.loading.staging.cpu_stager import HostStager
 
 _MAX_BUFFERS = os.sysconf("SC_IOV_MAX")
+_LEAST_SCATTERED_BYTES = 256
+"""Shorter rows are copied from a block: the system takes longer for one than a copy does."""
+
 _ARRANGED_BYTES = 8 * MIB
 """Bytes of a view that are put in order at once: the more, the longer are the ranges to read."""
 
@@ -97,14 +100,19 @@ def _requests_of(portion: Portion, buffer: int) -> Iterator[tuple[str, ReadReque
 
 def _requests_of_pieces(
     source: AssembledTensor, portion: Portion, buffer: int, cast: DTypeCast | None, delivery: Delivery
-) -> Iterator[tuple[str, ReadRequest]]:
+) -> list[tuple[str, ReadRequest]]:
     written = portion.tensor.dtype.alignment
     first, last = portion.start // written, portion.stop // written
+    found = []
     for box, number in boxes_between(source.shape, first, last):
         for copy in strided_copies(source, tuple((edges,) for edges in box)):
             at = (number - first) * written
             for request in requests_of_copy(copy, source.dtype, buffer, at, cast=cast, delivery=delivery):
-                yield copy.file, request
+                if request.destination.rows > 1 and request.destination.row_bytes < _LEAST_SCATTERED_BYTES:
+                    request.delivery = Delivery.STAGED
+                found.append((copy.file, request))
+    # Pieces that take turns in memory are often neighbours in the file.
+    return sorted(found, key=lambda each: (each[0], each[1].offset))
 
 
 def _joined(several: Iterable[StridedRange]) -> Iterator[StridedRange]:
