@@ -110,7 +110,7 @@ def _on_experts(structure: ModelStructure, options: PlanOptions, solution: Solut
         yield PlanNote(
             code="experts-fused",
             text="a token is counted to stream all experts of a block, as transformers and accelerate do; with --names "
-            "checkpoint, only the experts that it chooses are counted",
+            "checkpoint, only the experts that it chooses, as bigload streams them",
         )
 
 

@@ -4,6 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import bigload
+from bigload.conversion import model_classes
 from bigload.errors import NamesUnknownError, PlanError
 from bigload.planning.choices import NameScheme
 from bigload.planning.module_names import in_memory_names, rename_device_map
@@ -73,6 +75,11 @@ FAMILIES = {
         "vision_model.transformer.layers.0 multi_modal_projector language_model.model.layers.3 language_model.lm_head",
         config("mllama", "MllamaForConditionalGeneration"),
         "model.vision_model.transformer.layers.0 model.multi_modal_projector model.language_model.layers.3 lm_head",
+    ),
+    "code of its own, now a class of transformers under another name": (
+        "mm_projector vision_tower.patch_embed language_model.model.layers.0 language_model.lm_head",
+        config("kimi_k25", "KimiK25ForConditionalGeneration"),
+        "model.mm_projector model.vision_tower.patch_embed model.language_model.layers.0 lm_head",
     ),
     "layers with another name": ("encoder.layer.11", config("vit", "ViTModel"), "layers.11"),
     "remote code that transformers took in": (
@@ -158,6 +165,23 @@ def test_code_that_comes_with_a_model_is_pointed_out():
     told = llama_config() | {"auto_map": {"AutoModelForCausalLM": "modeling.Mine"}}
     assert "code that comes with the model may use others" in renamed("lm_head", told).notes[0]
     assert not renamed("lm_head", llama_config()).notes
+
+
+@pytest.mark.parametrize(("installed", "is_said"), [("99.1.0", True), (model_classes.table_version(), False)])
+def test_a_transformers_newer_than_the_table_is_pointed_out(installed, is_said, monkeypatch):
+    monkeypatch.setattr("importlib.metadata.version", lambda _: installed)
+    notes = renamed("lm_head", llama_config()).notes
+    assert bool(notes) == is_said
+    assert all("99.1.0 is installed and may use others" in note for note in notes)
+
+
+def test_the_table_is_read_for_names_in_memory_only():
+    model_classes._table.cache_clear()
+    checkpoint = checkpoint_of({"model.norm.weight": 1}, config=llama_config())
+    bigload.plan(checkpoint, {"cpu": 100})
+    assert model_classes._table.cache_info().misses == 0
+    bigload.plan(checkpoint, {"cpu": 100}, names="transformers")
+    assert model_classes._table.cache_info().misses == 1
 
 
 @pytest.mark.parametrize(
