@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from bigload.checkpoint.model import AssembledTensor, TensorInfo
+from bigload.checkpoint.model import AssembledTensor, StoredTensor, TensorInfo
 from bigload.conversion.checkpoint_view import CheckpointView
 from bigload.devices import DISK, Device
 from bigload.dtypes import DType
@@ -78,9 +78,7 @@ def _names(view: CheckpointView, only: Collection[str] | None, slices: Mapping[s
     return names
 
 
-def _part_of(
-    tensor: TensorInfo | AssembledTensor, part: Slice | None
-) -> tuple[TensorInfo | AssembledTensor, Slice | None]:
+def _part_of(tensor: StoredTensor, part: Slice | None) -> tuple[StoredTensor, Slice | None]:
     """Return the tensor to read and which part of it, checked; of an assembled one, that part as a tensor."""
     if part is None:
         return tensor, None

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from bigload.checkpoint.model import AssembledTensor, Checkpoint, TensorInfo
+from bigload.checkpoint.model import AssembledTensor, Checkpoint, StoredTensor
 from bigload.conversion.checkpoint_view import CheckpointView, view_for
 from bigload.dtypes import DType
 from bigload.errors import InvalidCheckpointError, LegacyPickleError, Problem
@@ -66,7 +66,7 @@ class CheckpointSource:
         return self.view.checkpoint
 
     @property
-    def tensors(self) -> Mapping[str, TensorInfo | AssembledTensor]:
+    def tensors(self) -> Mapping[str, StoredTensor]:
         """What can be loaded."""
         return self.view.tensors
 
@@ -125,6 +125,6 @@ def _for_torch(checkpoint: Checkpoint) -> Checkpoint:
     return checkpoint
 
 
-def loaded_dtype(tensor: TensorInfo | AssembledTensor, dtype: DType | None) -> DType:
+def loaded_dtype(tensor: StoredTensor, dtype: DType | None) -> DType:
     """Return what `tensor` becomes if plain floating-point tensors are to be of `dtype`."""
     return load_dtype.loaded_dtype(tensor.name, tensor.dtype, dtype)

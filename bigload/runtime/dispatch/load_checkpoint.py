@@ -18,7 +18,7 @@ from functools import partial
 import torch
 from torch import nn
 
-from bigload.checkpoint.model import AssembledTensor, Checkpoint, TensorInfo
+from bigload.checkpoint.model import Checkpoint, StoredTensor
 from bigload.dtypes import DType
 from bigload.errors import OptionError
 from bigload.loading.absent_weights import LOAD_OR_DISPATCH, NOT_LOADED, mark_absent
@@ -191,7 +191,7 @@ class _PlacementRules:
     kept_whole: tuple[str, ...]
     offload_buffers: bool
 
-    def place(self, assignment: Assignment, tensor: TensorInfo | AssembledTensor) -> PlacedTensor:
+    def place(self, assignment: Assignment, tensor: StoredTensor) -> PlacedTensor:
         old = tensor_named(self.model, assignment.places[0])
         device = self._device(assignment, old)
         dtype = self._dtype(assignment, tensor, old)
@@ -223,7 +223,7 @@ class _PlacementRules:
         is_buffer = not isinstance(old, nn.Parameter)
         return _CPU if device is None and is_buffer and not self.offload_buffers else device
 
-    def _dtype(self, assignment: Assignment, tensor: TensorInfo | AssembledTensor, old: torch.Tensor) -> DType:
+    def _dtype(self, assignment: Assignment, tensor: StoredTensor, old: torch.Tensor) -> DType:
         if self.dtype is not None:
             is_kept = self.dtype.name == "F16" and any(map(self._is_kept_whole, assignment.places))
             return loaded_dtype(tensor, parsed_dtype("float32") if is_kept else self.dtype)
@@ -231,7 +231,7 @@ class _PlacementRules:
             return tensor.dtype
         return loaded_dtype(tensor, dtype_of(old.dtype))
 
-    def _is_as_in_model(self, tensor: TensorInfo | AssembledTensor, old: torch.Tensor) -> bool:
+    def _is_as_in_model(self, tensor: StoredTensor, old: torch.Tensor) -> bool:
         """Return whether the model decides on the dtype: if nobody else does, and torch has a cast that keeps values.
 
         Other than on the way, where only plain floats are cast, this is about integers and quantised weights, too.

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from bigload.checkpoint.model import AssembledTensor, TensorInfo
+from bigload.checkpoint.model import StoredTensor
 from bigload.dtypes import DType
 from bigload.loading.assign import tensor_named
 from bigload.loading.slices import Slice
@@ -120,7 +120,7 @@ def _grouped(items: Iterable[T], num_bytes: Callable[[T], int], max_bytes: int) 
         yield group
 
 
-def _rows(tensor: TensorInfo | AssembledTensor, each: PlacedTensor) -> Iterator[Slice]:
+def _rows(tensor: StoredTensor, each: PlacedTensor) -> Iterator[Slice]:
     num_rows = tensor.shape[0]
     step = max(_BATCH_BYTES * num_rows // max(tensor.num_bytes, each.num_bytes), 1)
     return (Slice(0, start, min(start + step, num_rows)) for start in range(0, num_rows, step))

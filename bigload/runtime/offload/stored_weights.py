@@ -22,7 +22,7 @@ from typing import NamedTuple, Self
 import torch
 
 from bigload.checkpoint.formats.registry import main_files
-from bigload.checkpoint.model import AssembledTensor, Checkpoint, Piece, Span, TensorInfo
+from bigload.checkpoint.model import AssembledTensor, Checkpoint, Piece, Span, StoredTensor, TensorInfo
 from bigload.checkpoint.source import open_checkpoint
 from bigload.conversion.checkpoint_view import CheckpointView
 from bigload.dtypes import DType
@@ -129,7 +129,7 @@ class StoredWeights(Mapping[str, torch.Tensor]):
         self._root = opened.root.absolute()
         self._name = str(opened.path if isinstance(opened, Checkpoint) else opened.root)
         self._view = view if view is not None and view.conversion is not None else None
-        self._tensors: Mapping[str, TensorInfo | AssembledTensor] = (
+        self._tensors: Mapping[str, StoredTensor] = (
             _with_aliases(opened, self._name, aliases or {}) if self._view is None else self._view.tensors
         )
         self._dtype = parsed_dtype(dtype)
@@ -164,7 +164,7 @@ class StoredWeights(Mapping[str, torch.Tensor]):
     def __len__(self) -> int:
         return len(self._tensors)
 
-    def info(self, name: str) -> TensorInfo | AssembledTensor:
+    def info(self, name: str) -> StoredTensor:
         """Return how the tensor `name` is stored: dtype, shape and place, without reading it.
 
         Raises:
@@ -211,7 +211,7 @@ class StoredWeights(Mapping[str, torch.Tensor]):
     def __repr__(self) -> str:
         return f"StoredWeights({self._name!r}, {len(self)} tensors)"
 
-    def _loaded(self, tensor: TensorInfo | AssembledTensor) -> DType:
+    def _loaded(self, tensor: StoredTensor) -> DType:
         return loaded_dtype(tensor.name, tensor.dtype, self._dtype)
 
 
@@ -315,7 +315,7 @@ def _opened(path: str | Path) -> Checkpoint | OffloadFolder:
     return open_checkpoint(path)
 
 
-def _files_of(tensor: TensorInfo | AssembledTensor) -> list[str]:
+def _files_of(tensor: StoredTensor) -> list[str]:
     spans = [piece.tensor.span for piece in tensor.pieces] if isinstance(tensor, AssembledTensor) else [tensor.span]
     return list(dict.fromkeys(span.file for span in spans))
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from bigload.checkpoint.byte_source import ByteSource, PositionalReader
-from bigload.checkpoint.model import AssembledTensor, Span, TensorInfo
+from bigload.checkpoint.model import Span, StoredTensor, TensorInfo
 from bigload.dtypes import DType
 from bigload.loading.engine import Stager, opened_sources, read
 from bigload.loading.schedule import BufferSlot, RequestedTensor, schedule_reads
@@ -191,7 +191,7 @@ def _file(slot: BufferSlot) -> str:
     return span.file
 
 
-def _stored(name: str, source: WeightSource) -> TensorInfo | AssembledTensor:
+def _stored(name: str, source: WeightSource) -> StoredTensor:
     """Return the form of a weight where it is, under a name of its own and that of a file as this machine has it."""
     if isinstance(source, AssembledWeight):
         return replace(source.tensor, name=name)
@@ -203,7 +203,7 @@ def _stored(name: str, source: WeightSource) -> TensorInfo | AssembledTensor:
     return TensorInfo(name, dtype, tuple(value.shape), Span(f"{name} in RAM", 0, value.nbytes))
 
 
-def _wanted(stored: TensorInfo | AssembledTensor, weight: Weight) -> DType:
+def _wanted(stored: StoredTensor, weight: Weight) -> DType:
     held = weight.placeholder.dtype
     wanted = stored.dtype if torch_dtype(stored.dtype) == held else dtype_of(held)
     assert wanted is not None, "can_be_read() comes first"
