@@ -133,6 +133,7 @@ def check_covered_once(model, device_map, *, but_own_buffers=False):
     assert {name: count for name in tensors if (count := covers(device_map, name)) != 1} == {}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model_type", sorted(auto.MODEL_MAPPING_NAMES))
 def test_every_key_is_a_module_and_every_tensor_has_one_key(model_type):
     if model_type in NOT_LOADED:
