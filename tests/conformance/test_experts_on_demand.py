@@ -1,6 +1,8 @@
 """Experts of transformers' fused modules are loaded one by one; results are those of its loop, `eager`, bit for bit."""
 
 import copy
+import subprocess
+import sys
 
 import model_types
 import pytest
@@ -8,6 +10,7 @@ import torch
 from fused_models import fetched_experts
 
 import bigload
+from bigload.planning.expert_stats import ExpertStats
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
@@ -69,3 +72,19 @@ def test_families_with_loops_of_their_own_come_block_by_block(model_type, tmp_pa
     model = offloaded(plain, tmp_path)
     assert all(torch.equal(*pair) for pair in zip(model_types.answers(model), expected, strict=True))
     assert not any(block.is_fused for block in model._hf_hook.streamer._blocks)
+
+
+def test_run_stats_records_experts_that_later_runs_keep(tmp_path):
+    plain = made("qwen3_moe")
+    plain.save_pretrained(tmp_path / "model")
+    file = tmp_path / "experts.json"
+    words = ["run-stats", str(tmp_path / "model"), "--tokens", "32", "--forwards", "2", "--experts", str(file)]
+    subprocess.run([sys.executable, "-m", "bigload_cli", *words], check=True, capture_output=True)
+    stats = ExpertStats.read(file)
+    layers = plain.config.num_hidden_layers
+    assert sum(map(sum, stats.uses.values())) == layers * 2 * 32 * plain.config.num_experts_per_tok
+    with bigload.init_empty_weights(include_buffers=False):
+        empty = type(plain)(plain.config).eval()
+    model = bigload.load_checkpoint_and_dispatch(empty, tmp_path / "model", {"": "disk"}, experts_on_demand=file)
+    expected = model_types.answers(plain)
+    assert all(torch.equal(*pair) for pair in zip(model_types.answers(model), expected, strict=True))

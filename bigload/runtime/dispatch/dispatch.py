@@ -78,7 +78,7 @@ def dispatch_model(
     prefetch: bool = True,
     prefetch_bytes: int | str | None = None,
     resident_bytes: int | str | None = None,
-    experts_on_demand: bool = True,
+    experts_on_demand: bool | StrPath = True,
 ) -> nn.Module:
     """Put every part of `model` on its device in `device_map`, and return the model, which then takes any input.
 
@@ -108,7 +108,8 @@ def dispatch_model(
             other devices.
         experts_on_demand: Load the experts that the router has chosen, where a module of transformers holds those of a
             layer in the same parameters; they are computed with as by transformers' `eager`. Without, and where that
-            cannot be (llama4, dbrx), all experts of a layer come with it.
+            cannot be (llama4, dbrx), all experts of a layer come with it. The path of a file that `run-stats --experts`
+            wrote has the experts that were used most then stay from the beginning.
 
     Raises:
         ValueError: the map does not cover the model, or no such size.
@@ -121,7 +122,7 @@ def dispatch_model(
         skip_keys=skip_keys,
         preload_module_classes=preload_module_classes,
         force_hooks=force_hooks,
-        streaming=StreamOptions.of(prefetch, prefetch_bytes, resident_bytes, experts_on_demand),
+        streaming=StreamOptions.of(prefetch, prefetch_bytes, resident_bytes, experts_on_demand, model),
     )
     check_device_map(model, device_map)
     check_devices_present(device_map)
@@ -280,7 +281,7 @@ def cpu_offload(
     prefetch: bool = True,
     prefetch_bytes: int | str | None = None,
     resident_bytes: int | str | None = None,
-    experts_on_demand: bool = True,
+    experts_on_demand: bool | StrPath = True,
 ) -> nn.Module:
     """Keep the weights of `model` on the CPU, bring those of each module in when it runs, and return the model.
 
@@ -301,7 +302,7 @@ def cpu_offload(
     options = DispatchOptions(
         offload_buffers=offload_buffers,
         preload_module_classes=preload_module_classes,
-        streaming=StreamOptions.of(prefetch, prefetch_bytes, resident_bytes, experts_on_demand),
+        streaming=StreamOptions.of(prefetch, prefetch_bytes, resident_bytes, experts_on_demand, model),
     )
     if state_dict is None:
         state_dict = {name: tensor.to("cpu") for name, tensor in model.state_dict().items() if not tensor.is_meta}
@@ -318,7 +319,7 @@ def disk_offload(
     prefetch: bool = True,
     prefetch_bytes: int | str | None = None,
     resident_bytes: int | str | None = None,
-    experts_on_demand: bool = True,
+    experts_on_demand: bool | StrPath = True,
 ) -> nn.Module:
     """Keep the weights of `model` in the folder `offload_dir`, as `cpu_offload` does on the CPU, and return the model.
 
@@ -341,7 +342,7 @@ def disk_offload(
     options = DispatchOptions(
         offload_buffers=offload_buffers,
         preload_module_classes=preload_module_classes,
-        streaming=StreamOptions.of(prefetch, prefetch_bytes, resident_bytes, experts_on_demand),
+        streaming=StreamOptions.of(prefetch, prefetch_bytes, resident_bytes, experts_on_demand, model),
     )
     return _offload_all(model, "disk", offloaded(offload_dir, model.state_dict()), execution_device, options)
 

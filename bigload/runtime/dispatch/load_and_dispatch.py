@@ -55,7 +55,7 @@ def load_checkpoint_and_dispatch(
     prefetch: bool = True,
     prefetch_bytes: int | str | None = None,
     resident_bytes: int | str | None = None,
-    experts_on_demand: bool = True,
+    experts_on_demand: bool | StrPath = True,
 ) -> nn.Module:
     """Fill `model` from `checkpoint`, dispatch it by `device_map`, and return it.
 
@@ -96,7 +96,7 @@ def load_checkpoint_and_dispatch(
         skip_keys=skip_keys,
         preload_module_classes=preload_module_classes,
         force_hooks=force_hooks,
-        streaming=StreamOptions.of(prefetch, prefetch_bytes, resident_bytes, experts_on_demand),
+        streaming=StreamOptions.of(prefetch, prefetch_bytes, resident_bytes, experts_on_demand, model),
     )
     placed = _made_map(device_map, model, max_memory, no_split_module_classes, dtype, offload_buffers)
     if placed is not None:
@@ -133,7 +133,7 @@ def load_and_dispatch(
     prefetch: bool = True,
     prefetch_bytes: int | str | None = None,
     resident_bytes: int | str | None = None,
-    experts_on_demand: bool = True,
+    experts_on_demand: bool | StrPath = True,
 ) -> nn.Module:
     """Fill `model` as `plan` says from the checkpoint it was made for, dispatch it, and return it.
 
@@ -166,7 +166,7 @@ def load_and_dispatch(
         skip_keys=skip_keys,
         preload_module_classes=preload_module_classes,
         force_hooks=force_hooks,
-        streaming=streaming_of(made, prefetch, prefetch_bytes, resident_bytes, experts_on_demand),
+        streaming=streaming_of(made, prefetch, prefetch_bytes, resident_bytes, experts_on_demand, model),
     )
     return load_planned(model, made, options, dtype=dtype, strict=strict)
 
@@ -209,10 +209,11 @@ def streaming_of(
     prefetch: bool,
     prefetch_bytes: int | str | None,
     resident_bytes: int | str | None,
-    experts_on_demand: bool = True,
+    experts_on_demand: bool | StrPath = True,
+    model: nn.Module | None = None,
 ) -> StreamOptions | None:
     """Return what was asked for, within what `plan` has reserved for streamed weights; see `StreamOptions.of`."""
-    options = StreamOptions.of(prefetch, prefetch_bytes, resident_bytes, experts_on_demand)
+    options = StreamOptions.of(prefetch, prefetch_bytes, resident_bytes, experts_on_demand, model)
     reserved = sum(use.workspace_bytes for use in plan.devices if use.device == plan.execution_device)
     return replace(options, workspace_bytes=reserved) if options is not None and reserved else options
 

@@ -300,6 +300,17 @@ def can_fetch(module: nn.Module, hook: AlignDevicesHook) -> bool:
     return all(_has_rows(each, source_of(hook.weights_map, key)) for key, each in parameters.items())
 
 
+def num_experts(model: nn.Module) -> dict[str, int]:
+    """Return how many experts each module in `model` holds that holds some: rows of its parameters, or modules."""
+    found = {}
+    for name, module in model.named_modules():
+        if all(key in module.__dict__ for key in _OF_TRANSFORMERS):
+            found[name] = _num_experts(module)
+        elif "expert" in name.rpartition(".")[2] and isinstance(module, nn.ModuleList | nn.ModuleDict):
+            found[name] = len(module)
+    return found
+
+
 def _num_experts(module: nn.Module) -> int:
     """Return how many rows all parameters of `module` have; 0 if they differ."""
     shapes = [tuple(each.shape) for each in module._parameters.values() if each is not None]

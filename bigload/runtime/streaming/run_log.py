@@ -5,9 +5,9 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 _FORWARDS_KEPT = 1000
@@ -69,11 +69,14 @@ class RunStats:
         forwards: The last thousand forwards, oldest first.
         num_forwards: How many there have been.
         spans: The last twenty thousand stretches of time, by their beginning.
+        experts: How often routed experts were used, in their order, by the name of the module that holds them: tokens,
+            or forwards where each is a module of its own.
     """
 
     forwards: tuple[ForwardStats, ...]
     num_forwards: int
     spans: tuple[TraceSpan, ...]
+    experts: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
 
 _Note = tuple[str, str, threading.Thread, float, float, int]

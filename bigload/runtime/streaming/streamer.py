@@ -12,6 +12,7 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Container, Iterable, Sequence
+from dataclasses import replace
 from itertools import chain, islice
 
 import torch
@@ -45,6 +46,7 @@ class Streamer:
     def __init__(self, options: StreamOptions) -> None:
         self.log = RunLog()
         self._options = options
+        self._recorded = {} if options.expert_stats is None else options.expert_stats.counts
         self._blocks: dict[StreamedBlock, None] = {}
         self._lock = threading.RLock()
         self._arrived = threading.Condition(self._lock)
@@ -72,7 +74,7 @@ class Streamer:
         with self._lock:
             self._blocks[block] = None
             if block.is_routed:
-                self._cached_experts.set_count(block, self._options.expert_counts.get(block.name, 0))
+                self._cached_experts.set_count(block, self._recorded.get(block.name, 0))
             self._limits, self._tied = _NOTHING, None
 
     def remove(self, block: StreamedBlock) -> None:
@@ -96,7 +98,11 @@ class Streamer:
 
     def stats(self) -> RunStats:
         """Return what the model did since it was dispatched."""
-        return self.log.stats()
+        uses: dict[str, list[int]] = {}
+        for block in list(self._blocks):
+            if block.is_routed:
+                uses.setdefault(block.name.rpartition(".")[0], []).append(block.num_uses)
+        return replace(self.log.stats(), experts={name: tuple(counts) for name, counts in uses.items()})
 
     def enter(self, block: StreamedBlock) -> None:
         """Install the weights of `block` for a forward of the calling thread. Waits until they are resident.
@@ -181,7 +187,7 @@ class Streamer:
         self._order = RunOrder(steady)
         self._limits = limits_for(list(self._blocks), self._options)
         self._cached_experts.capacity = self._limits.expert_bytes
-        counts = {block: self._options.expert_counts.get(block.name, 0) for block in self._blocks if block.is_routed}
+        counts = {block: self._recorded.get(block.name, 0) for block in self._blocks if block.is_routed}
         self._hot = hottest(counts, {block: block.num_bytes for block in counts}, self._limits.expert_bytes)
         kept = set(chosen_evenly(steady, self._limits.resident_bytes))
         for block in steady:

@@ -6,11 +6,17 @@ stays, and the others are read each time.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import nn
 
 from bigload.machine.memory import available_memory
+from bigload.planning.expert_stats import ExpertStats
 from bigload.runtime.device_map.module_sizes import convert_file_size_to_int
+from bigload.runtime.streaming.fused_experts import num_experts
 from bigload.runtime.streaming.streamed_block import StreamedBlock
 
 _BLOCKS_AHEAD = 2
@@ -33,14 +39,14 @@ class StreamOptions:
         workspace_bytes: What a plan has reserved for a block that runs and those that come ahead, if there is a plan.
             Without `prefetch_bytes`, all but the largest block is for these.
         experts_on_demand: Whether experts in the parameters of one module are loaded one by one, where that can be.
-        expert_counts: How often experts were used in a recorded run, by the names of their blocks.
+        expert_stats: How often they were used in a recorded run.
     """
 
     prefetch_bytes: int | None = None
     resident_bytes: int | None = None
     workspace_bytes: int | None = None
     experts_on_demand: bool = True
-    expert_counts: Mapping[str, float] = field(default_factory=dict)
+    expert_stats: ExpertStats | None = None
 
     @classmethod
     def of(
@@ -48,17 +54,27 @@ class StreamOptions:
         prefetch: bool,
         prefetch_bytes: int | str | None,
         resident_bytes: int | str | None,
-        experts_on_demand: bool = True,
+        experts_on_demand: bool | str | os.PathLike[str] = True,
+        model: nn.Module | None = None,
     ) -> StreamOptions | None:
-        """Return what was asked for, sizes being numbers or text; `None` if nothing is to be streamed.
+        """Return what was asked for `model`, sizes being numbers or text; `None` if nothing is to be streamed.
 
         Raises:
             ValueError: a text is no size.
+            OptionError: `experts_on_demand` is the path of a file that is no record of the model's experts.
         """
         bounds = [size if size is None else convert_file_size_to_int(size) for size in (prefetch_bytes, resident_bytes)]
         if not prefetch:
             return None
-        return cls(prefetch_bytes=bounds[0], resident_bytes=bounds[1], experts_on_demand=experts_on_demand)
+        stats = None if isinstance(experts_on_demand, bool) else ExpertStats.read(Path(experts_on_demand))
+        if stats is not None and model is not None:
+            stats.check(num_experts(model))
+        return cls(
+            prefetch_bytes=bounds[0],
+            resident_bytes=bounds[1],
+            experts_on_demand=experts_on_demand is not False,
+            expert_stats=stats,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -24,6 +24,7 @@ EPILOG = """\b
 Examples:
   bigload run-stats ./llama-8b
   bigload run-stats ./llama-8b --plan plan.json --forwards 5 --trace trace.json
+  bigload run-stats ./mixtral --tokens 512 --experts experts.json
   bigload run-stats ./llama-8b --resident-bytes 4GiB --tokens 128 --json
 
 \b
@@ -44,6 +45,10 @@ def run_stats(
         Path | None,
         typer.Option("--trace", metavar="FILE", help="Write a trace of all threads, for chrome://tracing or Perfetto."),
     ] = None,
+    experts: Annotated[
+        Path | None,
+        typer.Option("--experts", metavar="FILE", help="Record how often each expert was used, for later runs."),
+    ] = None,
     as_json: JsonOption = False,
     quiet: QuietOption = False,
     color: ColorOption = ColorMode.AUTO,
@@ -55,12 +60,15 @@ def run_stats(
     import json
 
     from bigload.bench.result_marks import MADE_BY_RUN
+    from bigload.planning.expert_stats import SCHEMA, ExpertStats
     from bigload_cli import output
-    from bigload_cli.result_files import check_results, say_written, write_results
+    from bigload_cli.result_files import answers_on_stdout, check_results, say_written, write_results
 
     prefetch = None if prefetch_bytes is None else size_option("--prefetch-bytes", prefetch_bytes, at_least=0)
     resident = None if resident_bytes is None else size_option("--resident-bytes", resident_bytes, at_least=0)
+    answers_on_stdout([trace, experts], as_json=as_json)
     on_stdout = check_results([trace], made_by=MADE_BY_RUN, as_json=as_json)
+    on_stdout |= check_results([experts], made_by=SCHEMA, as_json=as_json)
     from bigload.bench.chrome_trace import run_trace
     from bigload.bench.document import run_stats_document
     from bigload.bench.run_stats import run_forwards
@@ -81,9 +89,11 @@ def run_stats(
         )
     document = run_stats_document(report)
     models = {} if report.stats is None else {checkpoint.name: report.stats}
-    written = write_results([(trace, lambda: json.dumps(run_trace(models)))])
+    uses = {} if report.stats is None else report.stats.experts
+    recorded = ExpertStats(uses=uses)
+    written = write_results([(trace, lambda: json.dumps(run_trace(models))), (experts, recorded.to_json)])
     if on_stdout:
-        pass  # the trace is the answer
+        pass  # the trace or the record is the answer
     elif as_json:
         output.print_json(document)
     elif quiet:

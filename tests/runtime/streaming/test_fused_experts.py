@@ -10,7 +10,8 @@ from fused_models import EXPERT_BYTES, NUM_EXPERTS, Experts, chosen_experts, fet
 from streamed_models import held, run_in_threads, save
 
 import bigload
-from bigload.errors import AbsentWeightError
+from bigload.errors import AbsentWeightError, OptionError
+from bigload.planning.expert_stats import ExpertStats
 
 IDS = torch.tensor([3, 17, 40])
 
@@ -209,3 +210,34 @@ def test_uses_are_counted_by_tokens(plain, folder):
             counted[f"layers.{layer}.experts.{number}"] += 1
     blocks = {block.name: block.num_uses for block in model._hf_hook.streamer._blocks if block.is_fused}
     assert {name: uses for name, uses in blocks.items() if uses} == counted
+
+
+def test_recorded_experts_are_loaded_ahead_and_stay(plain, folder, tmp_path):
+    recorded = dispatched(folder, resident_bytes=0)
+    for ids in torch.randint(0, 64, (20, 3), generator=torch.Generator().manual_seed(1)):
+        recorded(ids)
+    stats = ExpertStats(uses=recorded.bigload_stats().experts)
+    assert {name: len(uses) for name, uses in stats.uses.items()} == dict.fromkeys(
+        [f"layers.{number}.experts" for number in range(3)], NUM_EXPERTS
+    )
+    assert sum(map(sum, stats.uses.values())) == 20 * 3 * 3 * 2
+    file = tmp_path / "experts.json"
+    file.write_text(stats.to_json())
+    layers = sum(block.num_bytes for block in recorded._hf_hook.streamer._blocks if not block.is_routed)
+    model = dispatched(folder, resident_bytes=layers + 6 * EXPERT_BYTES, experts_on_demand=file)
+    assert torch.equal(model(IDS), plain(IDS))
+    assert torch.equal(model(IDS), plain(IDS))
+    hottest = sorted(stats.counts, key=lambda name: -stats.counts[name])[:6]
+    kept = {block.name for block in model._hf_hook.streamer._cached_experts}
+    assert all(stats.counts[name] + 2 >= stats.counts[hottest[-1]] for name in kept)
+    assert len(kept) == 6
+    assert not all(name in chosen_experts(plain, IDS) for name in kept)  # some came ahead
+
+
+def test_experts_recorded_in_another_model_are_refused_before_anything_is_loaded(folder, tmp_path):
+    file = tmp_path / "experts.json"
+    file.write_text(ExpertStats(uses={"layers.0.experts": (1,) * 5, "layers.7.experts": (1,)}).to_json())
+    with pytest.raises(OptionError, match="another model: 2 modules"):
+        dispatched(folder, experts_on_demand=file)
+    with pytest.raises(OptionError, match="No such file"):
+        dispatched(folder, experts_on_demand=tmp_path / "none.json")

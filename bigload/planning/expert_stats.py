@@ -1,0 +1,78 @@
+"""Recorded frequencies of routed experts: `bigload.expert-stats/1.0`, JSON."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from bigload.documents import DocumentError, check_schema, parse_json, read_file
+from bigload.errors import OptionError
+from bigload.units import counted
+
+SCHEMA = "bigload.expert-stats/1.0"
+_MAX_BYTES = 64 * 2**20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertStats:
+    """How often each expert was used in a recorded run.
+
+    Attributes:
+        uses: By the name of the module that holds the experts, in their order: tokens, or forwards where each is a
+            module of its own.
+    """
+
+    uses: Mapping[str, tuple[int, ...]]
+
+    @property
+    def counts(self) -> dict[str, float]:
+        """The uses by the name of each expert, `layers.0.mlp.experts.7`."""
+        return {f"{name}.{number}": count for name, uses in self.uses.items() for number, count in enumerate(uses)}
+
+    def check(self, num_experts: Mapping[str, int]) -> None:
+        """Raise unless the model has all recorded experts: `num_experts` are its numbers of experts by module.
+
+        Raises:
+            OptionError: the record is of another model.
+        """
+        other = [
+            f"{name} has {counted(num_experts.get(name, 0), 'expert')}, recorded were {len(uses)}"
+            for name, uses in self.uses.items()
+            if num_experts.get(name) != len(uses)
+        ]
+        if other:
+            raise OptionError(
+                f"the recorded experts are those of another model: {counted(len(other), 'module')} of it differ",
+                details=other[:8],
+                hint="record the experts of this model with bigload run-stats --experts FILE",
+            )
+
+    def to_json(self) -> str:
+        """Return the text of the file."""
+        return json.dumps({"schema": SCHEMA, "experts": self.uses}, indent=1) + "\n"
+
+    @classmethod
+    def read(cls, path: Path) -> ExpertStats:
+        """Read the file at `path`.
+
+        Raises:
+            OptionError: it cannot be read, or holds something else.
+        """
+        try:
+            document = check_schema(parse_json(read_file(path, max_bytes=_MAX_BYTES)), SCHEMA)
+            return cls(uses=_uses(document.get("experts")))
+        except (OSError, DocumentError, ValueError) as error:
+            reason = error.strerror if isinstance(error, OSError) else str(error)
+            expected = f"a file of bigload run-stats --experts ({reason})"
+            raise OptionError.of("the file of expert statistics", path, expected) from error
+
+
+def _uses(found: object) -> dict[str, tuple[int, ...]]:
+    if not isinstance(found, dict):
+        raise ValueError('"experts" is no object')
+    for name, uses in found.items():
+        if not isinstance(uses, list) or not all(type(count) is int and count >= 0 for count in uses):
+            raise ValueError(f"{name!r:.60} has no list of numbers of uses")
+    return {name: tuple(uses) for name, uses in found.items()}
