@@ -80,6 +80,28 @@ def test_what_is_left_is_for_routed_ones(free):
     assert (room.resident_bytes, room.expert_bytes) == (15, 5)
 
 
+def test_experts_in_shared_parameters_have_their_part_of_the_window(free):
+    blocks = [block(30), *(block(10, is_routed=True, is_fused=True) for _ in range(4))]
+    room = limits_for(blocks, StreamOptions())
+    assert (room.prefetch_bytes, room.expert_prefetch_bytes) == (60, 20)
+    room = limits_for(blocks, StreamOptions(prefetch_bytes=40))
+    assert (room.prefetch_bytes, room.expert_prefetch_bytes) == (30, 10)
+
+
+@pytest.mark.parametrize(("in_place", "expert_bytes"), [(True, 60), (False, 30)])
+def test_of_experts_that_do_not_fit_as_many_stay_as_do(free, in_place, expert_bytes):
+    free(100)
+    experts = [expert(10, in_place) for _ in range(10)]
+    room = limits_for([block(20), *experts], StreamOptions())
+    assert (room.resident_bytes, room.expert_bytes) == (20 + expert_bytes, expert_bytes)
+
+
+def expert(num_bytes, in_place):
+    made = block(num_bytes, is_routed=True, is_fused=True, in_place=in_place)
+    made.num_page_bytes = num_bytes
+    return made
+
+
 def test_a_plan_bounds_what_runs_and_what_comes_together(free):
     assert limits_for([block(10), block(30)], StreamOptions(workspace_bytes=50)).prefetch_bytes == 20
     assert limits_for([block(10), block(30)], StreamOptions(workspace_bytes=20)).prefetch_bytes == 0
