@@ -17,13 +17,15 @@ class PrefetchThread:
 
     def __init__(self, work: Callable[[Any], None]) -> None:
         self._queue: deque[Any] = deque()
-        self._changed = changed = threading.Condition()
+        # `with` takes the lock itself: Ctrl-C inside of `Condition.__enter__`, which is Python, would leave it locked.
+        self._lock = threading.RLock()
+        self._changed = changed = threading.Condition(self._lock)
         self._work = weakref.WeakMethod(work, lambda _: _wake(changed))
         self._thread: threading.Thread | None = None
 
     def put(self, block: object) -> None:
         """Have `block` worked on after all that were put before."""
-        with self._changed:
+        with self._lock:
             self._queue.append(block)
             self._changed.notify()
             if self._thread is None or not self._thread.is_alive():  # ended, or left behind in the parent by a fork
@@ -32,12 +34,12 @@ class PrefetchThread:
 
     def has(self, block: object) -> bool:
         """Return whether `block` waits to be worked on."""
-        with self._changed:
+        with self._lock:
             return block in self._queue
 
     def cancel(self, block: object) -> bool:
         """Return whether `block` had not been begun, and is not worked on any more."""
-        with self._changed:
+        with self._lock:
             if block in self._queue:
                 self._queue.remove(block)
                 return True
@@ -45,7 +47,7 @@ class PrefetchThread:
 
     def _run(self) -> None:
         while True:
-            with self._changed:
+            with self._lock:
                 if not self._changed.wait_for(lambda: self._queue or self._work() is None, _IDLE_SECONDS):
                     self._thread = None
                     return

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from streamed_models import IDS, blocks_of, fetchers, held, made, run_in_threads, save, settled, streamed, streamer_of
 
 import bigload
+from bigload.runtime.streaming.prefetch_thread import PrefetchThread
 from bigload.runtime.streaming.streamed_block import Residency, StreamedBlock
 from bigload.runtime.streaming.streamer import Streamer
 from bigload.runtime.streaming.streaming_limits import StreamOptions
@@ -354,6 +355,36 @@ def test_two_models_stream_from_one_checkpoint_side_by_side(plain, folder):
     assert torch.equal(models[0](IDS), plain(IDS))
     handle.remove()
     assert torch.equal(seen[0], plain(IDS))
+
+
+def test_an_interrupt_never_leaves_the_queue_of_the_thread_locked():
+    class Worker:
+        def work(self, block):
+            pass
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    def use_queue_until_interrupted(seconds):
+        signal.setitimer(signal.ITIMER_REAL, seconds)
+        while True:
+            thread.put(1)
+            thread.cancel(1)
+
+    worker = Worker()
+    thread = PrefetchThread(worker.work)
+    thread.put(0)
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        for number in range(200):
+            with pytest.raises(KeyboardInterrupt):
+                use_queue_until_interrupted(0.0002 + 0.000002 * number)
+            other = threading.Thread(target=thread.has, args=(1,), daemon=True)
+            other.start()
+            other.join(30)
+            assert not other.is_alive()
+    finally:
+        signal.signal(signal.SIGALRM, before)
 
 
 @pytest.mark.slow
