@@ -21,16 +21,21 @@ def several_dtypes(made: Mapping[str, PiecedTensor], stored: Mapping[str, Stored
 _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(.+)")
 
 
-def missing_experts(stored: Iterable[str], expected: Container[str]) -> Iterator[str]:
-    """Yield which experts lack which tensor, where the model has them fused: transformers would move the others up."""
+def missing_experts(stored: Iterable[str], expected: Container[str], fitting: Container[str] = ()) -> Iterator[str]:
+    """Yield which experts lack which tensor, where the model has them fused: transformers would move the others up.
+
+    Of the stored tensors `fitting` some of the model's shape are made: their last expert is the last that has one.
+    """
     groups: dict[str, dict[str, set[int]]] = {}
     for name in stored:
         found = _EXPERT.fullmatch(name)
         if found and name not in expected:
             groups.setdefault(found[1], {}).setdefault(found[3], set()).add(int(found[2]))
     for prefix, tensors in groups.items():
-        known = range(max(max(numbers) for numbers in tensors.values()) + 1)
+        most = max(max(numbers) for numbers in tensors.values())
         for suffix, numbers in tensors.items():
+            last = max(numbers)
+            known = range((last if f"{prefix}.{last}.{suffix}" in fitting else most) + 1)
             missing = [number for number in known if number not in numbers]
             if missing:
                 listed = ", ".join(map(str, missing[:8])) + (" …" if len(missing) > 8 else "")

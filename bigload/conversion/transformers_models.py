@@ -99,8 +99,8 @@ def _derived(skeleton: nn.Module, mapping: Sequence[object], stored: Mapping[str
     found = {name: tensor.origin for name, tensor in _tensors(skeleton) if isinstance(tensor, RecordedTensor)}
     misshapen = {name: (tuple(made), tuple(shape)) for name, made, shape in info.mismatched_keys}
     problems = [*_failed(info.conversion_errors), *_of_other_shape(misshapen), *several_dtypes(found, stored)]
-    problems += missing_experts(stored, expected)
     used = {source for made in found.values() for source in made.sources}
+    problems += missing_experts(stored, expected, used)
     left = [name for name in stored if name not in used]
     names = _renamed(left, skeleton, expected)
     unmatched = set(info.unexpected_keys)
