@@ -24,6 +24,10 @@ transformers = pytest.importorskip("transformers", reason="transformers is not i
 
 pytestmark = [pytest.mark.peers, pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
+DIVIDED = """
+    mixtral qwen3_moe olmoe deepseek_v3 LlavaForConditionalGeneration Gemma3ForConditionalGeneration
+    Mistral3ForConditionalGeneration
+"""
 FEWEST_TYPES = 390
 FEWEST_KEYS = 215
 """Of the classes and types for which transformers 5.23 has conversions: 251."""
@@ -170,6 +174,17 @@ def test_on_two_simulated_accelerators():
     environment = {**os.environ, "BIGLOAD_SIMULATED": "1"}
     ended = subprocess.run(command, check=False, capture_output=True, text=True, env=environment, cwd=folder.parents[1])
     assert ended.returncode == 0, ended.stdout + ended.stderr
+
+
+@pytest.mark.parametrize("name", DIVIDED.split())
+def test_workers_read_their_parts_of_a_checkpoint_that_is_converted(name, tmp_path):
+    plain = model_types.saved(transformers, name, tmp_path)
+    expected, inputs = model_types.answers(plain), model_types.inputs_of(plain)
+    model = model_types.empty(type(plain), tmp_path)
+    with bigload.parallelize(model, 2, backend="gloo", checkpoint=tmp_path, timeout=300) as parallel:
+        found = model_types.tensors_of(parallel(**inputs))
+        assert all(worker.read_bytes for worker in parallel.report.workers)
+    assert model_types.deviation(list(found), expected) < model_types.ROUNDING
 
 
 @pytest.mark.parametrize("model_type", model_types.NAMES)

@@ -343,16 +343,17 @@ def answers(model):
     """Return all floating-point tensors that the model answers with, in order."""
     torch.manual_seed(2)
     with torch.no_grad():
-        return list(_tensors(model(**inputs_of(model))))
+        return list(tensors_of(model(**inputs_of(model))))
 
 
-def _tensors(value):
+def tensors_of(value):
+    """Yield copies of the floating-point tensors in an answer, in order."""
     if isinstance(value, torch.Tensor):
         if value.is_floating_point():
             yield value.clone()
     elif isinstance(value, dict):
         for each in value.values():
-            yield from _tensors(each)
+            yield from tensors_of(each)
     elif isinstance(value, tuple | list):
         for each in value:
-            yield from _tensors(each)
+            yield from tensors_of(each)
