@@ -10,6 +10,7 @@ from jsonschema import Draft202012Validator
 
 from bigload.checkpoint.fingerprint import ShardFingerprint
 from bigload.layouts.verification.manifest import FileRecord, Manifest, ManifestSource, manifest_lines
+from bigload.planning.expert_stats import ExpertStats
 from builders import make_checkpoint, make_split, record_of, write_shard
 
 VERSIONS = {"plan": "1.1", "inspect": "1.2", "reshard": "1.1", "bench-load": "1.1"}
@@ -25,6 +26,7 @@ NAMES = [
     "verify",
     "bench-load",
     "run-stats",
+    "expert-stats",
     "error",
     *QUESTIONS,
 ]
@@ -152,6 +154,11 @@ def test_what_is_printed_is_what_its_schema_describes(run, here, command):
     described = schema(verb)
     Draft202012Validator(described).validate(document)
     Draft202012Validator(strict(described)).validate(document)
+
+
+def test_recorded_experts_are_what_their_schema_describes():
+    document = parsed(ExpertStats(uses={"layers.0.experts": (3, 0)}).to_json())
+    Draft202012Validator(strict(schema("expert-stats"))).validate(document)
 
 
 @pytest.mark.peers
