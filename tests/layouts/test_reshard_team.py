@@ -18,6 +18,7 @@ from bigload.errors import BigloadError, OutputExistsError, RankError, ReadError
 from bigload.layouts import execution
 from bigload.layouts.reshard import reshard
 from bigload.layouts.writing import staging as staging_module
+from bigload.layouts.writing.journal import journal_name
 from builders import contents, make_checkpoint
 from thread_process_groups import GoneError, outcomes
 
@@ -98,6 +99,24 @@ def test_who_dies_between_steps_is_named_and_the_work_is_gone_on_with(source, ex
             assert is_gone or end.rank == dying or "does not see" in end.reason
     assert not out.exists() or contents(out) == expected
     check_resumed(source, out, expected, 4 - size)
+
+
+def test_a_folder_with_nothing_but_the_journal_of_another_rank_is_taken_over(source, expected, out):
+    # What is left if rank 0 removes the folder of a failed run while rank 2 opens its journal there.
+    staging = staging_module.staging_folder(out)
+    staging.mkdir()
+    (staging / journal_name(2)).touch()
+    check_resumed(source, out, expected, 1)
+
+
+def test_a_journal_beside_files_of_others_is_not_taken_over(source, out):
+    staging = staging_module.staging_folder(out)
+    staging.mkdir()
+    (staging / journal_name(2)).touch()
+    (staging / "mine.txt").touch()
+    with pytest.raises(OutputExistsError, match="not made by bigload"):
+        run(source, out, SingleProcess(), resume=True)
+    assert (staging / "mine.txt").exists()
 
 
 def test_the_last_share_is_the_last_place_to_die_at(source, tmp_path):

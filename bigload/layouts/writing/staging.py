@@ -79,7 +79,7 @@ def check_output(out: Path, *, resume: bool = False, force: bool = False) -> Non
             _check_room_for_replaced(out, "it was not put there by an interrupted run: move it away, or remove it")
         return
     is_folder = staging.is_dir() and not staging.is_symlink()
-    if not is_folder or (any(staging.iterdir()) and not _is_only_name(staging / journal_name(0))):
+    if not is_folder or not _is_begun_by_us(staging):
         raise _foreign(staging)
     if _is_locked_by_others(staging):
         raise _taken(out)
@@ -358,6 +358,16 @@ def _amount(progress: JournalState) -> str:
 
 def _is_regular(path: Path) -> bool:
     return path.is_file() and not path.is_symlink()
+
+
+def _is_begun_by_us(staging: Path) -> bool:
+    """Return whether a staging folder has the journal of rank 0, or nothing but journals.
+
+    The latter is left when rank 0 fails and removes the folder at the moment in which another rank opens its journal.
+    """
+    journals = set(staging.glob(f"{PREFIX}*.jsonl"))
+    is_first_there = _is_only_name(staging / journal_name(0))
+    return is_first_there or all(path in journals and _is_only_name(path) for path in staging.iterdir())
 
 
 def _is_only_name(path: Path) -> bool:
