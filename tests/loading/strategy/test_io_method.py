@@ -166,8 +166,15 @@ def test_the_part_that_is_cached_is_counted_over_all_files(files):
 
 def test_files_of_another_user_are_probed(files, monkeypatch):
     monkeypatch.setattr(io_method, "cached_bytes", lambda path, ranges: None)
-    warm(files[1])
-    assert cached_part(files) == pytest.approx(1 / 3)
+
+    def probed():
+        evict([file.path for file in files])
+        warm(files[1])
+        return cached_part(files)
+
+    # A probe has the kernel read the page that it asks for, and a quick disk may answer before the probe is over.
+    found = [probed() for _ in range(5)]
+    assert min(found) == pytest.approx(1 / 3)
 
 
 def test_of_much_only_spread_parts_are_asked_for(files, monkeypatch):
