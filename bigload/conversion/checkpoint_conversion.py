@@ -11,7 +11,7 @@ from bigload.conversion.checks import missing_experts, several_dtypes
 from bigload.conversion.conversion import Conversion, as_stored
 from bigload.conversion.model_classes import NUMBER, ModelClass, template
 from bigload.conversion.operations import Surroundings, Tensors, converted
-from bigload.conversion.rules import Rule, apply_all, natural_order
+from bigload.conversion.rules import RenameRule, apply_all, natural_order
 from bigload.conversion.strided_pieces import PiecedTensor
 
 
@@ -54,7 +54,7 @@ def conversion_of(model: ModelClass, stored: Mapping[str, TensorInfo]) -> Conver
 class Gathered:
     """The stored tensors that one tensor of a model, or several by one rule, are made of: by source pattern."""
 
-    rule: Rule | None
+    rule: RenameRule | None
     sources: dict[str, list[str]] = field(default_factory=dict)
 
     def names_made(self, name: str) -> tuple[str, ...]:
@@ -123,7 +123,7 @@ class _Renamer:
 
     def __init__(self, model: ModelClass) -> None:
         self._model = model
-        self._started: set[Rule] = set()
+        self._started: set[RenameRule] = set()
         self._by_template: dict[str, tuple[list[str], str | None]] = {}
         self._is_any_number_alike = not any(rule.is_about_numbers for rule in model.rules)
 

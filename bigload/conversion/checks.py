@@ -1,4 +1,4 @@
-"""What stored tensors that are fused have in common, whoever derives the conversion."""
+"""Checks of stored tensors that are fused: numbers of experts, dtypes and shapes, whoever derives the conversion."""
 
 from __future__ import annotations
 

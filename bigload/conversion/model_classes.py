@@ -15,7 +15,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from bigload.conversion.rules import Rule, pattern_of
+from bigload.conversion.rules import RenameRule, pattern_of
 from bigload.errors import NamesUnknownError
 
 _REMOTE_CLASSES = {"RWForCausalLM": "FalconForCausalLM", "RWModel": "FalconModel"}
@@ -54,7 +54,7 @@ class ModelClass:
     ignored: re.Pattern[str] | None
     kept: frozenset[str]
     unbuilt: frozenset[str]
-    rules: tuple[Rule, ...]
+    rules: tuple[RenameRule, ...]
     sizes: Mapping[str, int]
     num_layers: int | None
     remote_class: str | None
@@ -223,7 +223,7 @@ def _identity(config: Mapping[str, object]) -> tuple[str, str]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
+class _SubModel:
     """A model within the model; `is_own` unless the configuration puts one of another type there."""
 
     path: str
@@ -232,7 +232,7 @@ class _Part:
     is_own: bool = True
 
 
-def _parts(name: str, facts: Mapping[str, Any], config: Mapping[str, object]) -> Iterator[_Part]:
+def _parts(name: str, facts: Mapping[str, Any], config: Mapping[str, object]) -> Iterator[_SubModel]:
     """Yield the models within a model, outermost first, as the configuration has them."""
     replaced: list[str] = []
     for path, kind, model_type, key in facts.get("parts", []):
@@ -242,16 +242,16 @@ def _parts(name: str, facts: Mapping[str, Any], config: Mapping[str, object]) ->
         found = held.get("model_type") if isinstance(held, Mapping) else None
         other = _table()["types"].get(found) if isinstance(found, str) and found != model_type else None
         if other is None or other == name:
-            yield _Part(path, kind, model_type)
+            yield _SubModel(path, kind, model_type)
             continue
         replaced.append(path)
-        yield _Part(path, other, str(found), is_own=False)
+        yield _SubModel(path, other, str(found), is_own=False)
         inner = _whole(_table()["classes"].get(other, {}))
         for each in inner.get("parts", []):
-            yield _Part(f"{path}.{each[0]}", each[1], each[2], is_own=False)
+            yield _SubModel(f"{path}.{each[0]}", each[1], each[2], is_own=False)
 
 
-def _computed(facts: Mapping[str, Any], parts: list[_Part]) -> Iterator[str]:
+def _computed(facts: Mapping[str, Any], parts: list[_SubModel]) -> Iterator[str]:
     replaced = [part for part in parts if not part.is_own]
     for module in facts.get("computed", "").split():
         if not any(f"{module}.".startswith(f"{part.path}.") for part in replaced):
@@ -285,10 +285,12 @@ def _num_layers(config: Mapping[str, object]) -> int | None:
     return None
 
 
-def _rules(name: str, facts: Mapping[str, Any], parts: list[_Part], config: Mapping[str, object]) -> Iterator[Rule]:
+def _rules(
+    name: str, facts: Mapping[str, Any], parts: list[_SubModel], config: Mapping[str, object]
+) -> Iterator[RenameRule]:
     """Yield the rules of a model and of those within, which hold for the names below them, in transformers' order."""
     prefix = facts.get("prefix", facts.get("base", ""))
-    rules = [*_collected([_Part("", name, facts["type"]), *parts], prefix)]
+    rules = [*_collected([_SubModel("", name, facts["type"]), *parts], prefix)]
     rules += [_rule(number) for number in _table()["registry"]["legacy"]]
     quantisation = config.get("quantization_config")
     if isinstance(quantisation, Mapping) and quantisation.get("quant_method") == "fp8":
@@ -298,7 +300,7 @@ def _rules(name: str, facts: Mapping[str, Any], parts: list[_Part], config: Mapp
         yield from _of_scales(rule)
 
 
-def _collected(parts: list[_Part], base: str) -> Iterator[Rule]:
+def _collected(parts: list[_SubModel], base: str) -> Iterator[RenameRule]:
     """Yield rules by class, else by model type; within a model whose type has them, none of that type again."""
     registry = _table()["registry"]
     claimed: dict[str, list[str]] = {}
@@ -322,12 +324,12 @@ def _collected(parts: list[_Part], base: str) -> Iterator[Rule]:
 
 
 @lru_cache(maxsize=1024)
-def _rule(number: int) -> Rule:
+def _rule(number: int) -> RenameRule:
     entry = _table()["rules"][number]
     sources, targets = (
         (texts,) if isinstance(texts, str) else tuple(texts) for texts in (entry["sources"], entry["targets"])
     )
-    return Rule(
+    return RenameRule(
         kind=entry.get("kind", "rename"),
         sources=sources,
         targets=targets,
@@ -341,7 +343,7 @@ _SCALE = "_scale_inv"
 """What names of block scales of FP8 weights end with, after the name of the weight."""
 
 
-def _of_scales(rule: Rule) -> Iterator[Rule]:
+def _of_scales(rule: RenameRule) -> Iterator[RenameRule]:
     """Yield the rule that does to scales of FP8 weights what a converter does to the weights."""
     if rule.kind == "convert" and all(source.endswith(".weight") for source in rule.sources):
         sources = tuple(source + _SCALE for source in rule.sources)
@@ -349,6 +351,6 @@ def _of_scales(rule: Rule) -> Iterator[Rule]:
         yield replace(rule, sources=sources, targets=targets, pattern=re.compile(pattern_of(sources)))
 
 
-def _scale_renames() -> Iterator[Rule]:
+def _scale_renames() -> Iterator[RenameRule]:
     for source, target in ((r"^(.+)\.scale", r"\1.weight_scale_inv"), (r"\.qscale_weight", ".weight_scale_inv")):
-        yield Rule(kind="rename", sources=(source,), targets=(target,), pattern=re.compile(pattern_of((source,))))
+        yield RenameRule(kind="rename", sources=(source,), targets=(target,), pattern=re.compile(pattern_of((source,))))

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from bigload.conversion.rules import Rule
+from bigload.conversion.rules import RenameRule
 from bigload.conversion.strided_pieces import PiecedTensor, concatenated, permuted, reshaped, sliced, unsqueezed
 
 Tensors = dict[str, "list[PiecedTensor] | PiecedTensor"]
@@ -19,7 +19,7 @@ Tensors = dict[str, "list[PiecedTensor] | PiecedTensor"]
 class Surroundings:
     """What operations depend on besides tensors: the rule that they are part of, and sizes of the model."""
 
-    rule: Rule
+    rule: RenameRule
     size: Callable[[str, str], int | None]
     """Return a number of the configuration that is held under a key, or of the whole one without such a key."""
 

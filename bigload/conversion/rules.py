@@ -13,7 +13,7 @@ from functools import lru_cache
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Rule:
+class RenameRule:
     """One rule.
 
     Attributes:
@@ -36,7 +36,7 @@ class Rule:
         """Whether the rule looks at the value of a number that is a part of a name of its own, or may do so."""
         return self.kind in {"group", "offset"} or any(_VALUE.search(source) for source in self.sources)
 
-    def apply(self, name: str, started: set[Rule]) -> tuple[str, str | None]:
+    def apply(self, name: str, started: set[RenameRule]) -> tuple[str, str | None]:
         """Return the new name and the source pattern that matched; `None` if none did.
 
         `started` are the rules of kind `group` that have begun to hold.
@@ -81,7 +81,7 @@ def pattern_of(sources: Sequence[str]) -> str:
     return "|".join(branches)
 
 
-def apply_all(rules: Iterable[Rule], name: str, started: set[Rule]) -> tuple[str, str | None]:
+def apply_all(rules: Iterable[RenameRule], name: str, started: set[RenameRule]) -> tuple[str, str | None]:
     """Return the name after all renames and the first converter that matches, and the source pattern of that one."""
     source = None
     converters = []

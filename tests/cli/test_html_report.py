@@ -17,7 +17,7 @@ from bigload.planning.plan import TERMS
 from bigload.planning.planner import plan_details
 from bigload_cli.views.html_report import MAX_CELLS, html_report, write_report
 from bigload_cli.views.html_template import breakable, fill
-from bigload_cli.views.plan_runs import MAX_RUNS, Kind, Piece, pieces_of, runs_of
+from bigload_cli.views.plan_runs import MAX_RUNS, Kind, UnitPiece, pieces_of, runs_of
 from builders import checkpoint_of, llama_tensors
 
 VOID = {"meta", "wbr"}
@@ -294,7 +294,7 @@ def test_a_model_of_very_many_blocks_and_experts_has_a_small_page():
 
 def test_very_many_different_modules_are_taken_together_and_none_is_lost():
     pieces = [
-        Piece(family=(f"module{number}", ""), number=None, kind=Kind.OTHER, num_bytes=1 + number % 7, home=CPU,
+        UnitPiece(family=(f"module{number}", ""), number=None, kind=Kind.OTHER, num_bytes=1 + number % 7, home=CPU,
               runs_on=CPU, step=number)
         for number in range(20_000)
     ]  # fmt: skip

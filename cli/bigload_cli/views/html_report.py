@@ -19,7 +19,7 @@ from bigload.planning.planner import PlanDetails
 from bigload.units import counted, format_size
 from bigload_cli.result_files import is_stdout, write_result
 from bigload_cli.views.html_template import Markup, breakable, fill, join, script_hash
-from bigload_cli.views.plan_runs import Kind, Piece, Run, family_name, pieces_of, runs_of, short
+from bigload_cli.views.plan_runs import Kind, Run, UnitPiece, family_name, pieces_of, runs_of, short
 from bigload_cli.views.text import next_command
 
 MAX_CELLS = 160
@@ -125,7 +125,7 @@ def _facts(plan: Plan) -> Iterator[tuple[str, str, str]]:
     yield "Certificate", _VERDICTS[plan.certificate.verdict], str(plan.certificate).removeprefix("optimal: ")
 
 
-def _legend(plan: Plan, pieces: Sequence[Piece]) -> Markup:
+def _legend(plan: Plan, pieces: Sequence[UnitPiece]) -> Markup:
     kinds = {piece.kind for piece in pieces if piece.num_bytes}
     used = {look for use in plan.used_devices for look, _, _ in _beside_weights(use)}
     keys = [(_look(kind), str(kind)) for kind in Kind if kind in kinds]
@@ -133,7 +133,7 @@ def _legend(plan: Plan, pieces: Sequence[Piece]) -> Markup:
     return join(fill("key", look=look, name=name) for look, name in keys)
 
 
-def _device(plan: Plan, use: DeviceUse, pieces: Sequence[Piece]) -> Markup:
+def _device(plan: Plan, use: DeviceUse, pieces: Sequence[UnitPiece]) -> Markup:
     """Return the bar of one device, as wide as its budget, with names below what is wide enough."""
     whole = use.budget_bytes or use.used_bytes
     runs = [run for run in runs_of(_held(use, pieces)) if run.num_bytes]
@@ -171,7 +171,7 @@ def _cells(run: Run, *, each: bool) -> list[tuple[str, int]]:
     return [(piece.name, piece.num_bytes) for piece in run.pieces if piece.num_bytes]
 
 
-def _scale(plan: Plan, pieces: Sequence[Piece]) -> Markup:
+def _scale(plan: Plan, pieces: Sequence[UnitPiece]) -> Markup:
     """Return all devices beside each other on one scale; nothing when their bars have one scale already."""
     sizes = {use.device: use.budget_bytes or use.used_bytes for use in plan.used_devices}
     if len(set(sizes.values())) < 2:
@@ -188,17 +188,17 @@ def _scale(plan: Plan, pieces: Sequence[Piece]) -> Markup:
     return fill("scale", told=told, rows=join(rows))
 
 
-def _lane(use: DeviceUse, pieces: Sequence[Piece], steps: int) -> Markup:
+def _lane(use: DeviceUse, pieces: Sequence[UnitPiece], steps: int) -> Markup:
     """Return what a device holds of a forward pass, from first step to last, and what is brought there to run."""
     passing = [piece for piece in pieces if piece.runs_on == use.device != piece.home]
     boxes = [*_boxes(_held(use, pieces), steps, None), *_boxes(passing, steps, use.device)]
     return fill("lane", device=use.device, look="lane passed" if passing else "lane", boxes=join(boxes))
 
 
-def _boxes(pieces: Iterable[Piece], steps: int, passing: Device | None) -> Iterator[Markup]:
+def _boxes(pieces: Iterable[UnitPiece], steps: int, passing: Device | None) -> Iterator[Markup]:
     """Yield a box for every stretch of columns in which pieces of one kind are."""
     each, columns = _columns(steps)
-    stretches: list[tuple[int, Kind, list[Piece]]] = []
+    stretches: list[tuple[int, Kind, list[UnitPiece]]] = []
     in_order = sorted(pieces, key=lambda piece: piece.step)
     for column, members in groupby(in_order, key=lambda piece: piece.step // each):
         here = list(members)
@@ -219,7 +219,7 @@ def _boxes(pieces: Iterable[Piece], steps: int, passing: Device | None) -> Itera
         )
 
 
-def _axis(pieces: Sequence[Piece], steps: int) -> Iterator[Markup]:
+def _axis(pieces: Sequence[UnitPiece], steps: int) -> Iterator[Markup]:
     """Yield names for the stretches of the axis that have room for one."""
     each, columns = _columns(steps)
     end = 0
@@ -271,7 +271,7 @@ def _row(name: str, *cells: str) -> Markup:
     return fill("row", name=name, cells=join(fill("cell", text=cell) for cell in cells))
 
 
-def _modules(plan: Plan, use: DeviceUse, pieces: Sequence[Piece]) -> Iterator[Markup]:
+def _modules(plan: Plan, use: DeviceUse, pieces: Sequence[UnitPiece]) -> Iterator[Markup]:
     runs = runs_of(_held(use, pieces))
     if runs:
         yield fill("group", device=use.device)
@@ -290,7 +290,7 @@ def _modules(plan: Plan, use: DeviceUse, pieces: Sequence[Piece]) -> Iterator[Ma
         )
 
 
-def _held(use: DeviceUse, pieces: Iterable[Piece]) -> list[Piece]:
+def _held(use: DeviceUse, pieces: Iterable[UnitPiece]) -> list[UnitPiece]:
     return [piece for piece in pieces if piece.home == use.device]
 
 

@@ -44,7 +44,7 @@ _KIND_OF_STAGE = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Piece:
+class UnitPiece:
     """A module, or several parts of one block that are together.
 
     Attributes:
@@ -77,7 +77,7 @@ class Run:
 
     name: str
     kind: Kind
-    pieces: tuple[Piece, ...]
+    pieces: tuple[UnitPiece, ...]
 
     @property
     def num_bytes(self) -> int:
@@ -85,13 +85,13 @@ class Run:
         return sum(piece.num_bytes for piece in self.pieces)
 
 
-def pieces_of(details: PlanDetails) -> tuple[Piece, ...]:
+def pieces_of(details: PlanDetails) -> tuple[UnitPiece, ...]:
     """Return the pieces of a model in execution order; together they hold all bytes that have a device.
 
     A block whose routed experts are on the device of its other parts is one piece, as if it had never been cut.
     """
     placement, sparse = details.solution.placement, details.structure.experts
-    pieces: list[Piece] = []
+    pieces: list[UnitPiece] = []
     step = -1
     for unit, home, device in zip(details.solution.problem.units, placement.devices, placement.running, strict=True):
         step += not unit.is_routed
@@ -106,7 +106,7 @@ def pieces_of(details: PlanDetails) -> tuple[Piece, ...]:
     return tuple(pieces)
 
 
-def _same_block(experts: Piece, pieces: Sequence[Piece]) -> int | None:
+def _same_block(experts: UnitPiece, pieces: Sequence[UnitPiece]) -> int | None:
     """Return the place of the other parts of a block among the pieces of this step that are on the same device."""
     for place in range(len(pieces) - 1, -1, -1):
         piece = pieces[place]
@@ -117,7 +117,7 @@ def _same_block(experts: Piece, pieces: Sequence[Piece]) -> int | None:
     return None
 
 
-def runs_of(pieces: Iterable[Piece]) -> tuple[Run, ...]:
+def runs_of(pieces: Iterable[UnitPiece]) -> tuple[Run, ...]:
     """Return pieces of one device as runs, `MAX_RUNS` at most: beyond that neighbours are taken together.
 
     Blocks of one list that follow each other on the device are a run, whether or not others, which are elsewhere, run
@@ -148,7 +148,7 @@ def short(name: str) -> str:
     return name.removeprefix("model.").removeprefix("transformer.")
 
 
-def _run_key(piece: Piece) -> tuple[tuple[str, str], Kind, bool]:
+def _run_key(piece: UnitPiece) -> tuple[tuple[str, str], Kind, bool]:
     return piece.family, piece.kind, piece.number is not None
 
 
@@ -160,13 +160,13 @@ def _merged(runs: Sequence[Run]) -> Run:
     return Run(name=f"{runs[0].name} … {runs[-1].name}", kind=heaviest.kind, pieces=pieces)
 
 
-def _pieces(unit: Unit, sparse: Container[str], *, home: Device, runs_on: Device, step: int) -> Iterator[Piece]:
+def _pieces(unit: Unit, sparse: Container[str], *, home: Device, runs_on: Device, step: int) -> Iterator[UnitPiece]:
     """Yield the pieces of a unit: parts of one block together, every other part alone."""
     placed = [(*_block_of(part.name, sparse), part) for part in unit.parts]
     for (blocks, number, is_held), members in groupby(placed, key=lambda found: (*found[:2], found[-1].is_held)):
         *_, rests, parts = zip(*members, strict=True)
         is_sparse = f"{blocks}.{number}" in sparse and not unit.is_routed
-        yield Piece(
+        yield UnitPiece(
             family=(blocks, _rest(rests, is_sparse=is_sparse)),
             number=number,
             kind=Kind.EXPERTS if unit.is_routed else _kind(parts, is_sparse=is_sparse),
