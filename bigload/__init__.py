@@ -40,8 +40,8 @@ _MODULES = {
     "bigload.distributed.unwrapping": "extract_model_from_parallel",
     "bigload.dtypes": "DType",
     "bigload.errors": (
-        "AbsentWeightError BigloadError CheckpointError CheckpointNotFoundError DamagedOutputError DeviceMapError "
-        "DispatchedModelError DoesNotFitError InvalidCheckpointError InvalidPlanError LayoutError "
+        "AbsentWeightError AccessDeniedError BigloadError CheckpointError CheckpointNotFoundError DamagedOutputError "
+        "DeviceMapError DispatchedModelError DoesNotFitError InvalidCheckpointError InvalidPlanError LayoutError "
         "LegacyPickleError LoadError ManifestNotFoundError MissingPackageError ModelNotSendableError "
         "NamesUnknownError NotEnoughMemoryError NotEnoughSpaceError OptionError OutputExistsError ParallelError "
         "PartitionError PlanError PlanNotFoundError Problem ProcessControlError RankError ReadError StalePlanError "

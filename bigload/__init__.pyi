@@ -39,6 +39,7 @@ from bigload.distributed.splitting import split_between_processes as split_betwe
 from bigload.distributed.unwrapping import extract_model_from_parallel as extract_model_from_parallel
 from bigload.dtypes import DType as DType
 from bigload.errors import AbsentWeightError as AbsentWeightError
+from bigload.errors import AccessDeniedError as AccessDeniedError
 from bigload.errors import BigloadError as BigloadError
 from bigload.errors import CheckpointError as CheckpointError
 from bigload.errors import CheckpointNotFoundError as CheckpointNotFoundError

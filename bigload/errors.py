@@ -112,6 +112,15 @@ class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
         self.errno, self.filename = errno.ENOENT, str(path)
 
 
+class AccessDeniedError(CheckpointError, PermissionError):
+    """A service refuses `path` to this user: a gated or private repository, or a token that is missing or too weak."""
+
+    def __init__(self, path: Path | str, reason: str, *, hint: str | None = None) -> None:
+        super().__init__(f"no access to {path}: {reason}", hint=hint)
+        self.path = path
+        self.errno, self.filename = errno.EACCES, str(path)
+
+
 class InvalidCheckpointError(CheckpointError, ValueError):
     """The files at `path` break the format or contradict each other; `problems` lists every instance found."""
 

@@ -1,7 +1,16 @@
 """Byte sources: the protocol by which headers and data are read, local files, and a registry by scheme of location.
 
-A new kind of source is a module with a `ByteSource`, and one call of `register_scheme`. `memory:/x/model.safetensors`
-is a location of the scheme `memory` (a `Path` keeps one slash of `memory://x`); every other location is a local file.
+A location is a `Path`. `memory:/x/model.safetensors` is one of the scheme `memory` (a `Path` keeps one slash of
+`memory://x`); every other location is a local file. A new kind of source is a module with a `ByteSource`, and one call
+of `register_scheme`; the sources of bigload itself are modules of `checkpoint/sources/`, imported by the first location
+that needs them (`_MODULES`).
+
+How a remote checkpoint is read:
+  1. `pin` turns what the user named into a location that always has the same content: a branch of the Hub becomes a
+     commit. All locations of the checkpoint are made from the pinned one.
+  2. `list_folder` gives the names, sizes and versions of its files, by one request where the service can.
+  3. `open` and `read_into` read byte ranges, from several threads.
+  4. `identity` says what is there now. A plan, a load or a journal compares it with what was there before.
 """
 
 from __future__ import annotations
@@ -9,10 +18,11 @@ from __future__ import annotations
 import errno
 import os
 import stat
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from types import TracebackType
 from typing import Protocol, Self
@@ -176,16 +186,19 @@ class SourceIdentity:
 
     Attributes:
         num_bytes: Size.
-        version: Changes when the content is written to: mtime, an ETag. The same on every host.
+        version: Changes when the content is written to: mtime; commit and ETag. The same on every host.
         local_version: Changes when the file is replaced, and may differ between hosts: inode.
         status_version: Changes with every change of content or status, also with a new link: ctime, which no program
             can set back.
+        sha256: Digest of the whole content in hexadecimal, where the service knows it without reading: a file in LFS
+            or Xet on the Hub.
     """
 
     num_bytes: int
     version: tuple[int | str, ...]
     local_version: tuple[int, ...] = ()
     status_version: tuple[int, ...] = ()
+    sha256: str | None = None
 
     def has_content_of(self, other: SourceIdentity) -> bool:
         """Return whether they are equal but for links and permissions."""
@@ -194,19 +207,35 @@ class SourceIdentity:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceScheme:
-    """How files of one kind of location are identified and opened.
+    """How files of one kind of location are found, identified and opened. All functions can be called by any thread.
+
+    They raise `ReadError` where the file or the service cannot be read, `CheckpointNotFoundError` where a service says
+    that there is no such place, and `AccessDeniedError` where it refuses this user. Temporary failures are retried
+    before they are raised. No text of an error holds a token or a signed address.
 
     Attributes:
         name: What stands before the colon of a location.
-        open: Opens a `ByteSource` that tells the recorder of its reads, or raises `ReadError`.
-        identity: Returns what is at a location now, without opening it, or raises `ReadError`.
+        open: Opens a `ByteSource` that tells the recorder of its reads.
+        identity: Returns what is at a location now, without opening it.
         is_local: Whether locations are paths of this machine: direct reads, maps and the page cache apply.
+        pin: Returns a location with a fixed version, such as a commit, for one that the user named; itself where there
+            are no versions. It may return a local folder that has the same files. All other functions take pinned
+            locations only.
+        list_folder: Returns the files of a folder and of the folders in it, by their names relative to it (`a/b.json`),
+            in no order; an empty mapping if there is no such folder. None for services that cannot list: checkpoints
+            are then found by their usual names.
+        display: Returns the text of a location for people, which `open_checkpoint` takes: `hf://org/model@…/sub`.
+        is_immutable: Whether the content of a pinned location never changes, so that headers are cached for good.
     """
 
     name: str
     open: Callable[[Path, Recorder], ByteSource]
     identity: Callable[[Path], SourceIdentity]
     is_local: bool = False
+    pin: Callable[[Path], Path] = lambda location: location
+    list_folder: Callable[[Path], Mapping[str, SourceIdentity]] | None = None
+    display: Callable[[Path], str] = lambda location: str(location).replace(":/", "://", 1)
+    is_immutable: bool = False
 
 
 def register_scheme(scheme: SourceScheme) -> None:
@@ -217,6 +246,9 @@ def register_scheme(scheme: SourceScheme) -> None:
 def scheme_of(location: Path) -> SourceScheme:
     """Return the scheme of `location`: `file` where it begins with the name of no other."""
     name, separator, _ = str(location).partition(":/")
+    if separator and name not in _SCHEMES and name in _MODULES:
+        for scheme in import_module(_MODULES[name]).SCHEMES:
+            _SCHEMES.setdefault(scheme.name, scheme)
     return _SCHEMES.get(name, _FILE) if separator else _FILE
 
 
@@ -240,3 +272,5 @@ _FILE = SourceScheme(
     is_local=True,
 )
 _SCHEMES = {_FILE.name: _FILE}
+_MODULES: dict[str, str] = {}
+"""Modules that have the schemes of a name as `SCHEMES`. They are imported when a location of theirs is read."""
