@@ -482,6 +482,12 @@ class NotEnoughMemoryError(LoadError, MemoryError):
         self.available_bytes = available_bytes
 
 
+_OF_CONTRADICTIONS = (
+    "download files again that are incomplete or of several versions of the checkpoint, and make the model by the "
+    "config.json beside them"
+)
+
+
 class StateDictMismatchError(LoadError, ValueError):
     """The tensors of a checkpoint and the parameters and buffers of a module do not correspond."""
 
@@ -493,18 +499,21 @@ class StateDictMismatchError(LoadError, ValueError):
         unexpected: Sequence[str] = (),
         misshapen: Sequence[str] = (),
         problems: Sequence[str] = (),
-        hint: str = "strict=False loads what does match; nothing was assigned",
+        hint: str | None = None,
     ) -> None:
+        if hint is None:
+            hint = f"{_OF_CONTRADICTIONS if problems else 'strict=False loads what does match'}; nothing was assigned"
         super().__init__(
             f"the checkpoint does not match {module}: {len(missing)} missing, {len(unexpected)} unexpected, "
-            f"{len(misshapen)} of another shape" + (f", {len(problems)} that cannot be made" if problems else ""),
+            f"{len(misshapen)} of another shape"
+            + (f", {counted(len(problems), 'problem')} of conversion" if problems else ""),
             details=[
                 f"{what}: {name}"
                 for what, names in (
-                    ("missing from the checkpoint", missing),
+                    ("conversion", problems),
+                    (f"missing from the checkpoint{', or not converted' if problems else ''}", missing),
                     ("not in the module", unexpected),
                     ("other shape", misshapen),
-                    ("conversion", problems),
                 )
                 for name in abridged(names, MAX_LISTED // 3)  # so that there is room for each kind
             ],

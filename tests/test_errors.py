@@ -171,6 +171,12 @@ def test_a_mismatch_counts_and_lists_all_three_kinds():
     assert len(error.details) == 3
 
 
+def test_strict_is_no_advice_where_tensors_cannot_be_converted():
+    error = StateDictMismatchError("Net", problems=["a cannot be made"])
+    assert "1 problem of conversion" in error.message
+    assert "strict=False" not in error.hint
+
+
 ERRORS = [
     errors.CheckpointNotFoundError("there", "gone", hint="look elsewhere"),
     errors.InvalidCheckpointError("there", [errors.Problem(code="hole", file="a", text="a hole")]),

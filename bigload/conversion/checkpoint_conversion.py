@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from bigload.checkpoint.model import Checkpoint, TensorInfo
-from bigload.conversion.checks import missing_experts, several_dtypes
+from bigload.conversion.checks import claimed_twice, missing_experts, several_dtypes, unequal_experts
 from bigload.conversion.conversion import Conversion, as_stored
 from bigload.conversion.model_classes import NUMBER, ModelClass, template
 from bigload.conversion.operations import Surroundings, Tensors, converted
@@ -31,17 +31,18 @@ def conversion_of(model: ModelClass, stored: Mapping[str, TensorInfo]) -> Conver
     """Return what the tensors of `model` are made of, if a checkpoint has `stored`."""
     naming = Naming.of(model, stored)
     tensors: dict[str, PiecedTensor] = {}
-    problems = list(naming.problems)
+    problems = [*naming.problems]
+    problems += missing_experts(stored, {name for name, each in naming.targets.items() if each.rule is None})
     for name, gathered in naming.targets.items():
         try:
             made = dict(_made(name, gathered, model, stored))
         except (ValueError, IndexError, KeyError, ZeroDivisionError) as error:
             problems.append(f"{name} cannot be made: {error}")
             continue
-        problems += [f"{each} would be made twice" for each in made if each in tensors]
+        problems += [f"{each} would be made of stored tensors of two kinds" for each in made if each in tensors]
         tensors |= made
-    problems += several_dtypes(tensors, stored)
-    problems += missing_experts(stored, {name for name, each in naming.targets.items() if each.rule is None})
+    used = {source for made in tensors.values() for source in made.sources}
+    problems += [*several_dtypes(tensors, stored), *unequal_experts(stored, used)]
     return Conversion(
         tensors=tensors,
         unexpected=tuple(name for name in stored if name in naming.unexpected),
@@ -101,12 +102,11 @@ class Naming:
                 unexpected.add(name)
                 continue
             gathered = targets.setdefault(new, Gathered(rule))
+            other = next((names[0] for names in gathered.sources.values()), "")
             if (gathered.rule is None) != (rule is None):
-                problems.append(
-                    f"{name} and another stored tensor would both become {new}: names of two versions are mixed"
-                )
-            elif rule is None and gathered.sources:
-                problems.append(f"{name} and another stored tensor would both become {new}")
+                problems.append(claimed_twice(new, name, other, has_two_versions=True))
+            elif rule is None and other:
+                problems.append(claimed_twice(new, name, other))
             else:
                 gathered.sources.setdefault(source or name, []).append(name)
         return cls(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Container, Iterable, Iterator, Mapping
 
 from bigload.checkpoint.model import StoredTensor
@@ -19,6 +20,26 @@ def several_dtypes(made: Mapping[str, PiecedTensor], stored: Mapping[str, Stored
 
 
 _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(.+)")
+
+
+def claimed_twice(name: str, one: str, other: str, *, has_two_versions: bool = False) -> str:
+    """Return that two stored tensors would both become the tensor `name` of a model."""
+    text = f"{one} and {other} would both become {name}"
+    return f"{text}: names of two versions are mixed" if has_two_versions else text
+
+
+def unequal_experts(stored: Mapping[str, StoredTensor], used: Container[str]) -> Iterator[str]:
+    """Yield which experts have a tensor of another shape than most, where no tensor is made of it."""
+    groups: dict[tuple[str, str], dict[str, tuple[int, ...]]] = {}
+    for name, tensor in stored.items():
+        found = _EXPERT.fullmatch(name)
+        if found:
+            groups.setdefault((found[1], found[3]), {})[name] = tensor.torch_shape
+    for shapes in groups.values():
+        usual, _ = Counter(shapes.values()).most_common(1)[0]
+        for name, shape in shapes.items():
+            if shape != usual and name not in used:
+                yield f"{name} is {list(shape)}, and {list(usual)} of other experts: all have to be of one shape"
 
 
 def missing_experts(stored: Iterable[str], expected: Container[str], fitting: Container[str] = ()) -> Iterator[str]:

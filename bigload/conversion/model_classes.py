@@ -22,8 +22,8 @@ _REMOTE_CLASSES = {"RWForCausalLM": "FalconForCausalLM", "RWModel": "FalconModel
 """Classes that came with code of their own, and the class of transformers that took the model in."""
 
 _HINT = (
-    "keep the checkpoint's names (--names checkpoint); they are also those of a model that runs with code from its own "
-    "repository"
+    "keep the checkpoint's names (--names checkpoint): load_and_dispatch takes such a plan too and asks the installed "
+    "transformers for the names; they are also those of a model that runs with code from its own repository"
 )
 
 

@@ -36,7 +36,7 @@ def converted(tensors: Tensors, around: Surroundings) -> Tensors:
     for name, arguments in around.rule.operations:
         operation = OPERATIONS.get(name)
         if operation is None:
-            raise ValueError(f"transformers' operation {name} is not known here")
+            raise ValueError(f"transformers' operation {name} is not known to this version of bigload")
         tensors = operation(tensors, arguments, around)
     return tensors
 

@@ -124,7 +124,8 @@ def concatenated(tensors: Sequence[PiecedTensor], dim: int) -> PiecedTensor:
     position = 0
     for tensor in tensors:
         if _cut(tensor.shape, dim) != _cut(tensors[0].shape, dim):
-            raise ValueError(f"tensors of shapes {list(tensors[0].shape)} and {list(tensor.shape)} are joined")
+            shapes = f"{list(tensors[0].shape)} and {list(tensor.shape)}"
+            raise ValueError(f"tensors of shapes {shapes} cannot be joined along dimension {dim}")
         for each in tensor.pieces:
             start = _put(each.start, dim, each.start[dim] + position)
             pieces.append(StridedPiece(each.source, each.offset, start, each.shape, each.strides))
@@ -140,7 +141,7 @@ def reshaped(tensor: PiecedTensor, shape: Sequence[int]) -> PiecedTensor:
     """
     wanted = _without_minus_one(shape, prod(tensor.shape))
     if prod(wanted) != prod(tensor.shape):
-        raise ValueError(f"a tensor of shape {list(tensor.shape)} as one of {list(wanted)}")
+        raise ValueError(f"a tensor of shape {list(tensor.shape)} cannot become one of {list(wanted)}")
     made = tensor
     if not prod(wanted):
         return PiecedTensor(wanted, tuple(_empty(each, wanted) for each in tensor.pieces[:1]))

@@ -18,9 +18,10 @@ from torch import Tensor, nn
 
 from bigload.checkpoint.model import StoredTensor
 from bigload.conversion.cache import LEAST_TENSORS, keep, key_of, read_cached
-from bigload.conversion.checks import missing_experts, several_dtypes
+from bigload.conversion.checks import claimed_twice, missing_experts, several_dtypes, unequal_experts
 from bigload.conversion.conversion import Conversion, as_stored
 from bigload.conversion.recorded_tensor import RecordedTensor
+from bigload.units import counted
 
 
 def is_of_transformers(model: nn.Module) -> bool:
@@ -98,16 +99,16 @@ def _derived(skeleton: nn.Module, mapping: Sequence[object], stored: Mapping[str
             return Conversion(tensors={}, problems=tuple(_contradictions(stored, skeleton, expected, error)))
     found = {name: tensor.origin for name, tensor in _tensors(skeleton) if isinstance(tensor, RecordedTensor)}
     misshapen = {name: (tuple(made), tuple(shape)) for name, made, shape in info.mismatched_keys}
-    problems = [*_failed(info.conversion_errors), *_of_other_shape(misshapen), *several_dtypes(found, stored)]
     used = {source for made in found.values() for source in made.sources}
-    problems += missing_experts(stored, expected, used)
+    problems = [*missing_experts(stored, expected, used), *unequal_experts(stored, used)]
+    problems += [*_failed(info.conversion_errors), *_of_other_shape(misshapen), *several_dtypes(found, stored)]
     left = [name for name in stored if name not in used]
     names = _renamed(left, skeleton, expected)
     unmatched = set(info.unexpected_keys)
     of_transformers: Any = skeleton
     of_transformers._adjust_missing_and_unexpected_keys(info)
     problems += [
-        f"{name} and another stored tensor would both become {names[name]}"
+        claimed_twice(names[name], name, found[names[name]].sources[0])
         for name in left
         if names[name] in found and names[name] not in unmatched
     ]
@@ -130,7 +131,7 @@ def _contradictions(
     claimed = [name for name in stored if names[name] == name and list(names.values()).count(name) > 1]
     for name in claimed:
         other = next(source for source, new in names.items() if new == name and source != name)
-        yield f"{name} and {other} would both become {name}: names of two versions are mixed"
+        yield claimed_twice(name, name, other, has_two_versions=True)
     if not claimed:
         yield f"transformers does not convert it: {type(error).__name__}: {error}"
 
@@ -225,7 +226,9 @@ def _failed(errors: Mapping[str, str]) -> Iterator[str]:
 
 def _of_other_shape(misshapen: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]]) -> Iterator[str]:
     for name, (made, expected) in misshapen.items():
-        yield f"{name} would be {list(made)}, and is {list(expected)} in the model"
+        text = f"{name}: the model expects {list(expected)}, the stored tensors make {list(made)}"
+        is_short_of_experts = ".experts." in name and made[1:] == expected[1:]
+        yield f"{text}: {made[0]} of {counted(expected[0], 'expert')}" if is_short_of_experts else text
 
 
 @contextmanager

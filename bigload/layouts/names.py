@@ -137,7 +137,8 @@ def _checked(conversion: Conversion, checkpoint: Checkpoint) -> Conversion:
         raise NamesUnknownError(
             f"{checkpoint.name} cannot be converted: {counted(len(problems), 'problem')}",
             details=problems,
-            hint="nothing was written; the checkpoint and the class in its config.json do not go together",
+            hint="download files again that are incomplete or of several versions of the checkpoint, and check that "
+            "config.json is theirs; nothing was written",
         )
     return conversion
 

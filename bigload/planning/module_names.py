@@ -17,6 +17,7 @@ from bigload.checkpoint.model import TensorInfo
 from bigload.conversion.checkpoint_conversion import Naming
 from bigload.conversion.model_classes import ModelClass, newer_transformers, table_version
 from bigload.errors import NamesUnknownError
+from bigload.units import counted
 
 T = TypeVar("T")
 
@@ -42,7 +43,8 @@ def in_memory_names(
     """Return what transformers calls the modules and parameters that a checkpoint calls `device_map_keys`.
 
     Raises:
-        NamesUnknownError: the class of the model is not known, or the config does not say which one it is.
+        NamesUnknownError: the class of the model is not known, or the config does not say which one it is; or several
+            tensors have the same name there.
     """
     model = ModelClass.of(config)
     keys = _without_nested(_names_in_memory(model, device_map_keys, tensors))
@@ -75,6 +77,12 @@ def _names_in_memory(model: ModelClass, keys: Sequence[str], tensors: Iterable[s
     """Return the modules of each key: together they hold its tensors and none that are of other keys only."""
     below = _tensors_below(keys, tensors)
     naming = Naming.of(model, [name for names in below.values() for name in names])
+    if naming.problems and (problems := Naming.of(model, tensors).problems):  # none that a made-up name has caused
+        raise NamesUnknownError(
+            f"the tensors have no clear names in {model.name}: {counted(len(problems), 'problem')}",
+            details=problems,
+            hint="replace files that are of another version of the checkpoint, or keep its names (--names checkpoint)",
+        )
     made: dict[str, tuple[str, ...]] = {}
     for target, gathered in naming.targets.items():
         names = gathered.names_made(target)

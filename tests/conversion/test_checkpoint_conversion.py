@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from bigload.conversion import operations
 from bigload.conversion.checkpoint_conversion import conversion_of_checkpoint
 from bigload.conversion.strided_pieces import PiecedTensor, StridedPiece
 from bigload.errors import NamesUnknownError
@@ -22,6 +23,7 @@ def config(model_type, architecture, **more):
     return {"model_type": model_type, "architectures": [architecture], **more}
 
 
+FUSED = "model.layers.0.mlp.experts.down_proj"
 MIXTRAL = config("mixtral", "MixtralForCausalLM")
 
 
@@ -109,16 +111,21 @@ def test_tensors_without_a_place_are_unexpected_or_ignored():
         (mixtral(0, 2), r"experts has no w1.weight for 1 expert: 1"),
         (mixtral(0, 1) | mixtral(2, weights=["w1"]), r"experts has no w[23].weight for 1 expert: 2"),
         (mixtral(0) | mixtral(1) | {next(iter(mixtral(1))): [3, 2]}, r"gate_up_proj cannot be made: tensors of shapes"),
-        (mixtral(0) | {"model.layers.0.mlp.experts.down_proj": [1, 2, 4]}, "names of two versions are mixed"),
+        (
+            mixtral(0, 1, 2) | {next(iter(mixtral(1))): [3, 2]},
+            r"experts.1.w1.weight is \[3, 2\], and \[4, 2\] of other",
+        ),
+        (mixtral(0) | {FUSED: [1, 2, 4]}, f"{FUSED} and .*0.w2.weight would both become .*: names of two versions"),
         (
             {"model.norm.weight": [2], "norm.weight": [2]},
-            r"norm.weight and another stored tensor would both become model.norm.weight",
+            r"^norm.weight and model.norm.weight would both become model.norm.weight$",
         ),
     ],
     ids=[
         "an expert is missing",
         "one of its tensors is missing",
         "shapes differ",
+        "the one that differs",
         "fused and not",
         "two names for one",
     ],
@@ -126,6 +133,21 @@ def test_tensors_without_a_place_are_unexpected_or_ignored():
 def test_tensors_that_contradict_each_other_are_problems(shapes, problem):
     found = conversion_of_checkpoint(checkpoint(MIXTRAL, shapes))
     assert any(re.search(problem, each) for each in found.problems), found.problems
+
+
+def test_all_problems_are_collected():
+    shapes = mixtral(0, 2) | {"model.norm.weight": [2], "norm.weight": [2], FUSED: [1, 2, 4]}
+    problems = conversion_of_checkpoint(checkpoint(MIXTRAL, shapes)).problems
+    for text in ("no w1.weight for 1 expert: 1", "no w2", "no w3", "two versions", "both become model.norm.weight"):
+        assert any(text in each for each in problems), text
+
+
+def test_an_operation_that_is_not_known_is_refused_by_name(monkeypatch):
+    monkeypatch.delitem(operations.OPERATIONS, "Concatenate")
+    found = conversion_of_checkpoint(checkpoint(MIXTRAL, mixtral(0)))
+    (problem,) = found.problems
+    assert "mlp.experts.gate_up_proj cannot be made: transformers' operation Concatenate is not known" in problem
+    assert "gate_up_proj" not in "".join(found.tensors)
 
 
 @pytest.mark.parametrize("told", [None, {}, config("llama", "LlamaSomething"), {"model_type": "llama"}])

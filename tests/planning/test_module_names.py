@@ -175,6 +175,21 @@ def test_a_transformers_newer_than_the_table_is_pointed_out(installed, is_said, 
     assert all("99.1.0 is installed and may use others" in note for note in notes)
 
 
+def test_names_of_two_versions_in_one_checkpoint_are_refused():
+    experts = {f"layers.0.block_sparse_moe.experts.0.{part}.weight": ("F32", [4, 4]) for part in ("w1", "w2", "w3")}
+    tensors = {
+        **experts,
+        "layers.0.mlp.experts.down_proj": ("F32", [1, 4, 4]),
+        "norm.weight": 1,
+        "model.norm.weight": 1,
+    }
+    told = config("mixtral", "MixtralForCausalLM")
+    with pytest.raises(NamesUnknownError, match=r"no clear names in MixtralForCausalLM: 2 problems") as caught:
+        bigload.plan(checkpoint_of(tensors, config=told), {"cpu": 10_000}, names="transformers")
+    assert "names of two versions" in str(caught.value)
+    assert "norm.weight and model.norm.weight would both become model.norm.weight" in str(caught.value)
+
+
 def test_the_table_is_read_for_names_in_memory_only():
     model_classes._table.cache_clear()
     checkpoint = checkpoint_of({"model.norm.weight": 1}, config=llama_config())

@@ -58,8 +58,10 @@ def matched(
     )
     without_values = is_complete and any(tensor_named(model, name).is_meta for name in found.missing)
     if found.misshapen or found.problems or without_values or (strict and not found.is_exact):
+        if found.problems:
+            raise found.error(type(model).__name__)
         hint = _likely_reason(found.missing, found.unexpected) or "strict=False loads what does match"
-        if found.misshapen or found.problems:
+        if found.misshapen:
             hint = "make the model by the config of this checkpoint"
         raise found.error(type(model).__name__, hint=f"{hint}; nothing was assigned")
     _log(type(model).__name__, source, found)
