@@ -1,24 +1,29 @@
 """Measure what decoding reads per token when experts are loaded on demand, beside whole blocks and accelerate.
 
     python benchmarks/bench_experts.py [--layers 12] [--tokens 32] [--share 4]
+    python benchmarks/bench_experts.py --layers 60 --tokens 8 --memory 1GiB
 
 A model of the shape of Qwen3-MoE (128 experts a layer, 8 for a token) is made, with a router that prefers some experts
 as trained ones do, and decodes the same tokens in each way. Weights are `--share` times as large as what may stay in
 memory (`resident_bytes`). Files are dropped from the page cache before each token, so what the system counts as read
-from the disk is what a machine without room for a cache would read. Logits have to be those of transformers' `eager`,
-bit for bit. Needs transformers, and accelerate to compare with.
+from the disk is what a machine without room for a cache would read. With `--memory` each way runs in a process whose
+memory and page cache are limited by a control group instead, and chooses by itself what stays. Logits have to be those
+of transformers' `eager`, bit for bit. Needs transformers, and accelerate to compare with.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
+import subprocess
+import sys
 import tempfile
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -28,8 +33,9 @@ import torch
 import bigload
 from bigload.planning.expert_stats import ExpertStats
 from bigload.runtime.streaming.expert_cache import ExpertCache
-from bigload.units import format_size
+from bigload.units import format_size, parse_size
 from harness import Goal, installed_version, machine, show_status
+from memory_group import run_within
 
 COMMON = 1.0
 """The size of what all tokens have in common, as a share of what they have not."""
@@ -56,22 +62,27 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=32)
     parser.add_argument("--share", type=int, default=4, help="weights, as a multiple of what may stay")
     parser.add_argument("--folder", type=Path, help="where to write the model; on the disk to be measured")
+    parser.add_argument("--memory", type=parse_size, help="run each way in a control group with this much memory")
+    parser.add_argument("--way", choices=WAYS, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
+    if arguments.way is not None:
+        print(json.dumps(asdict(decoded(arguments.way, arguments.folder, None, arguments.tokens))))
+        return
     print(", ".join(f"{name} {value}" for name, value in machine().items()))
     versions = (f"{name} {installed_version(name)}" for name in ("torch", "transformers", "accelerate"))
     print(", ".join(versions))
     with tempfile.TemporaryDirectory(dir=arguments.folder, prefix="bench-experts-") as folder:
-        measure(Path(folder), arguments.layers, arguments.tokens, arguments.share)
+        measure(Path(folder), arguments.layers, arguments.tokens, arguments.share, arguments.memory)
 
 
-def measure(folder: Path, num_layers: int, num_tokens: int, share: int) -> None:
+def measure(folder: Path, num_layers: int, num_tokens: int, share: int, memory: int | None) -> None:
     """Decode in each way, print what each reads, and compare the policy of the cache with an LRU cache."""
     show_status("making the model")
     plain = made(num_layers)
     plain.save_pretrained(folder / "model", max_shard_size="200MB")
     total = sum(each.nbytes for each in plain.parameters())
-    room = total // share
+    room = total // share if memory is None else memory
     expert = plain.model.layers[0].mlp.experts
     expert_bytes = sum(each[0].nbytes for each in expert.parameters())
     size = (max(num_tokens, TRACED_TOKENS),)
@@ -82,22 +93,37 @@ def measure(folder: Path, num_layers: int, num_tokens: int, share: int) -> None:
         expected = list(logits(plain, tokens))
     stats = folder / "experts.json"
     stats.write_text(ExpertStats(uses=uses_of(recorded, plain)).to_json())
+    torch.save((tokens, expected), folder / "expected.pt")
+    has_accelerate = installed_version("accelerate") is not None
+    if has_accelerate:
+        show_status("writing what accelerate reads")
+        import_module("accelerate.utils").offload_state_dict(str(folder / "accelerate"), plain.state_dict())
+    capacity = max((room - dense_bytes(plain)) // expert_bytes, 1)
+    num_experts = plain.config.num_experts
+    del plain
+    os.sync()  # pages that are not yet on the disk stay in the page cache, charged to this process
     found: dict[str, Decoding] = {}
     for way in WAYS:
         show_status(way)
-        if way == "accelerate" and installed_version(way) is None:
+        if way == "accelerate" and not has_accelerate:
             continue
-        model, files = dispatched(way, plain, folder, room, stats)
-        found[way] = decode(model, files, tokens[:num_tokens], expected[:num_tokens])
-        del model
+        if memory is None:
+            found[way] = decoded(way, folder, room, num_tokens)
+            continue
+        arguments = ("--way", way, "--folder", str(folder), "--tokens", str(num_tokens))
+        try:
+            found[way] = Decoding(**json.loads(run_within([sys.executable, __file__, *arguments], memory)))
+        except subprocess.CalledProcessError as error:
+            print(f"  {way}: ended with {error.returncode}")
     print(
         f"{format_size(total)} of weights, {format_size(room)} may stay, {num_layers} layers of "
-        f"{plain.config.num_experts} experts of {format_size(expert_bytes)}, {num_tokens} tokens; page cache dropped"
+        f"{num_experts} experts of {format_size(expert_bytes)}, {num_tokens} tokens; "
+        f"{'page cache dropped' if memory is None else 'in a control group'}"
     )
     for way, each in found.items():
         equal = "bit-equal to eager" if each.is_equal else "DIFFERS from eager"
         print(f"  {way:26}{format_size(round(each.read_bytes)):>12} a token {each.seconds:8.3f} s a token  {equal}")
-    demand, capacity = found["experts on demand"], max((room - dense_bytes(plain)) // expert_bytes, 1)
+    demand = found["experts on demand"]
     lru = lru_misses(trace, capacity)
     counted = frequency_misses(trace, capacity, Counter(recorded))
     print(f"  misses among {len(trace)} uses, {capacity} experts stay: LRU {lru}, with recorded frequencies {counted}")
@@ -137,33 +163,39 @@ def made(num_layers: int) -> Any:  # noqa: ANN401 - a class of transformers
     return model
 
 
-def dispatched(way: str, plain: Any, folder: Path, room: int, stats: Path) -> tuple[Any, list[Path]]:  # noqa: ANN401
+def decoded(way: str, folder: Path, room: int | None, num_tokens: int) -> Decoding:
+    """Decode in one way; without `room`, with the system's page cache and what bigload chooses to keep."""
+    tokens, expected = torch.load(folder / "expected.pt")
+    model, files = dispatched(way, folder, room)
+    for file in files:
+        drop(file)
+    list(logits(model, tokens[:2]))  # loads what stays
+    before, began, is_equal = bytes_read(), time.perf_counter(), True
+    found = logits(model, tokens[:num_tokens], () if room is None else files)
+    for answer, wanted in zip(found, expected[:num_tokens], strict=True):
+        is_equal &= torch.equal(answer, wanted)
+    seconds = time.perf_counter() - began
+    return Decoding((bytes_read() - before) / num_tokens, seconds / num_tokens, is_equal)
+
+
+def dispatched(way: str, folder: Path, room: int | None) -> tuple[Any, list[Path]]:
     """Return the model with its weights on disk, and the files that they are in."""
+    transformers = import_module("transformers")
+    config = transformers.AutoConfig.from_pretrained(folder / "model")
     torch.set_default_dtype(torch.bfloat16)  # which leaves buffers in float32, as `to` would not
     with bigload.init_empty_weights(include_buffers=False):
-        model = type(plain)(plain.config).eval()
+        model = transformers.Qwen3MoeForCausalLM(config).eval()
     torch.set_default_dtype(torch.float32)
+    model.set_experts_implementation("eager")
     if way == "accelerate":
-        model.load_state_dict(plain.state_dict(), assign=True)
-        model.tie_weights()
         offloaded = folder / "accelerate"
         import_module("accelerate").disk_offload(model, str(offloaded), execution_device=torch.device("cpu"))
         return model, list(offloaded.iterdir())
-    on_demand = {"whole blocks": False, "with recorded frequencies": stats}.get(way, True)
+    on_demand = {"whole blocks": False, "with recorded frequencies": folder / "experts.json"}.get(way, True)
     bigload.load_checkpoint_and_dispatch(
         model, folder / "model", {"": "disk"}, resident_bytes=room, experts_on_demand=on_demand
     )
     return model, list((folder / "model").glob("*.safetensors"))
-
-
-def decode(model: Any, files: Sequence[Path], tokens: torch.Tensor, expected: Sequence[torch.Tensor]) -> Decoding:  # noqa: ANN401
-    """Decode `tokens`, and measure it, after a few that load what stays."""
-    list(logits(model, tokens[:2]))
-    before, began, is_equal = bytes_read(), time.perf_counter(), True
-    for found, wanted in zip(logits(model, tokens, files), expected, strict=True):
-        is_equal &= torch.equal(found, wanted)
-    seconds = time.perf_counter() - began
-    return Decoding((bytes_read() - before) / len(tokens), seconds / len(tokens), is_equal)
 
 
 def logits(model: Any, tokens: torch.Tensor, files: Sequence[Path] = ()) -> Iterator[torch.Tensor]:  # noqa: ANN401
@@ -171,13 +203,18 @@ def logits(model: Any, tokens: torch.Tensor, files: Sequence[Path] = ()) -> Iter
     cache = None
     for token in tokens:
         for file in files:
-            descriptor = os.open(file, os.O_RDONLY)
-            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-            os.close(descriptor)
+            drop(file)
         with torch.no_grad():
             answer = model(input_ids=token.view(1, 1), past_key_values=cache, use_cache=True)
         cache = answer.past_key_values
         yield answer.logits
+
+
+def drop(file: Path) -> None:
+    """Drop `file` from the page cache."""
+    descriptor = os.open(file, os.O_RDONLY)
+    os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+    os.close(descriptor)
 
 
 def bytes_read() -> int:

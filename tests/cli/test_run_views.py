@@ -5,6 +5,7 @@ The expected text lies in `golden/`; `BIGLOAD_UPDATE_GOLDEN=1` writes it anew.
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -34,6 +35,13 @@ def test_a_run_with_nothing_to_bring_in_says_so():
     assert "Nothing was brought in" in stats_text(stats_report())
     resident = forward(disk=0, ram=0, fetch=0.0, wait=0.0)
     assert "All weights were there before." in stats_text(stats_report(resident, resident))
+
+
+def test_experts_that_cannot_be_loaded_one_by_one_are_named():
+    report = stats_report(forward())
+    names = tuple(f"model.layers.{number}.feed_forward.experts" for number in range(4))
+    told = replace(report, stats=replace(report.stats, whole_experts=names))
+    assert "note: all experts of layers 0-3 feed_forward.experts are loaded together." in stats_text(told)
 
 
 def test_what_the_system_does_not_count_is_no_zero():

@@ -300,6 +300,14 @@ def can_fetch(module: nn.Module, hook: AlignDevicesHook) -> bool:
     return all(_has_rows(each, source_of(hook.weights_map, key)) for key, each in parameters.items())
 
 
+def holds_experts(module: nn.Module) -> bool:
+    """Return whether parameters of `module` hold the experts of a layer, by its attributes or the name of its class."""
+    kind = type(module).__name__
+    is_named = "Expert" in kind and "Shared" not in kind
+    is_known = is_named or all(key in module.__dict__ for key in _OF_TRANSFORMERS)
+    return is_known and any(each is not None for each in module._parameters.values())
+
+
 def num_experts(model: nn.Module) -> dict[str, int]:
     """Return how many experts each module in `model` holds that holds some: rows of its parameters, or modules."""
     found = {}

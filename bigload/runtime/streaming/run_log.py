@@ -71,12 +71,15 @@ class RunStats:
         spans: The last twenty thousand stretches of time, by their beginning.
         experts: How often routed experts were used, in their order, by the name of the module that holds them: tokens,
             or forwards where each is a module of its own.
+        whole_experts: Modules whose experts were to come on demand and are all loaded with the module, because its
+            computation cannot be replaced: loops of their own (llama4, dbrx), or an implementation that a user chose.
     """
 
     forwards: tuple[ForwardStats, ...]
     num_forwards: int
     spans: tuple[TraceSpan, ...]
     experts: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    whole_experts: tuple[str, ...] = ()
 
 
 _Note = tuple[str, str, threading.Thread, float, float, int]

@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Container, Iterable, Sequence
 from dataclasses import replace
 from itertools import chain, islice
+from typing import Any
 
 import torch
 
@@ -41,10 +42,12 @@ class Streamer:
 
     Args:
         options: How much memory that takes.
+        whole_experts: See `RunStats`.
     """
 
-    def __init__(self, options: StreamOptions) -> None:
+    def __init__(self, options: StreamOptions, whole_experts: tuple[str, ...] = ()) -> None:
         self.log = RunLog()
+        self._whole_experts = whole_experts
         self._options = options
         self._recorded = {} if options.expert_stats is None else options.expert_stats.counts
         self._blocks: dict[StreamedBlock, None] = {}
@@ -62,10 +65,10 @@ class Streamer:
         self._hot: frozenset[StreamedBlock] = frozenset()  # experts that a recorded run used most, as many as may stay
         _living.add(self)
 
-    def __getstate__(self) -> dict[str, StreamOptions]:
-        return {"options": self._options}
+    def __getstate__(self) -> dict[str, Any]:
+        return {"options": self._options, "whole_experts": self._whole_experts}
 
-    def __setstate__(self, state: dict[str, StreamOptions]) -> None:
+    def __setstate__(self, state: dict[str, Any]) -> None:
         """Become a streamer of a copied model, whose blocks add themselves."""
         self.__init__(**state)  # type: ignore[misc]
 
@@ -102,7 +105,8 @@ class Streamer:
         for block in list(self._blocks):
             if block.is_routed:
                 uses.setdefault(block.name.rpartition(".")[0], []).append(block.num_uses)
-        return replace(self.log.stats(), experts={name: tuple(counts) for name, counts in uses.items()})
+        experts = {name: tuple(counts) for name, counts in uses.items()}
+        return replace(self.log.stats(), experts=experts, whole_experts=self._whole_experts)
 
     def enter(self, block: StreamedBlock) -> None:
         """Install the weights of `block` for a forward of the calling thread. Waits until they are resident.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from bigload.runtime.hooks.align_devices import AlignDevicesHook, load_before_ca
 from bigload.runtime.hooks.hooks import add_hook_to_module, eager, hooks_of, replace_hook
 from bigload.runtime.hooks.wrapped_modules import end_wrapping
 from bigload.runtime.streaming.blocks import BlockModules, cut_into_blocks
-from bigload.runtime.streaming.fused_experts import FusedExperts, can_fetch
+from bigload.runtime.streaming.fused_experts import FusedExperts, can_fetch, holds_experts
 from bigload.runtime.streaming.streamed_block import HookedModule, StreamedBlock
 from bigload.runtime.streaming.streamer import Streamer
 from bigload.runtime.streaming.streaming_limits import StreamOptions
@@ -146,8 +146,9 @@ def stream(model: nn.Module, options: StreamOptions) -> None:
         model: What `dispatch_model`, `cpu_offload` and their like have made.
         options: How much memory that takes.
     """
-    streamer = Streamer(options)
-    parts = [part for part in cut_into_blocks(model, _fused(model, options)) if part.is_fused or _can_stream(part)]
+    fused = _fused(model, options)
+    parts = [part for part in cut_into_blocks(model, fused) if part.is_fused or _can_stream(part)]
+    streamer = Streamer(options, tuple(_whole_experts(model, fused)) if options.experts_on_demand else ())
     root = _own_hook(model)
     if root is not None:
         _streaming(model, root, streamer).counts_forwards = True
@@ -176,6 +177,14 @@ def _fused(model: nn.Module, options: StreamOptions) -> list[nn.Module]:
         return []
     own = ((module, _own_hook(module)) for module in model.modules())
     return [module for module, hook in own if hook is not None and hook.device is not None and can_fetch(module, hook)]
+
+
+def _whole_experts(model: nn.Module, fused: Collection[nn.Module]) -> Iterator[str]:
+    """Yield the names of modules that hold offloaded experts, and are not among `fused`."""
+    for name, module in model.named_modules():
+        hook = _own_hook(module)
+        if hook is not None and hook.offload and module not in fused and holds_experts(module):
+            yield name
 
 
 def _can_stream(part: BlockModules) -> bool:

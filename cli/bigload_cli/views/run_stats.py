@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from bigload.bench.run_stats import RunStatsReport
 from bigload.plain_text import PlainTable, Styled, printable
-from bigload.runtime.streaming.run_log import ForwardStats
+from bigload.planning.module_table import folded_names
+from bigload.runtime.streaming.run_log import ForwardStats, RunStats
 from bigload.units import counted, format_rate, format_size
 
 _COLUMNS = ("SECONDS", "FROM DISK", "FROM RAM", "WAITED", "OVERLAP", "WEIGHTS")
@@ -35,15 +36,21 @@ def forwards(report: RunStatsReport) -> PlainTable:
 
 
 def closing(report: RunStatsReport) -> list[str]:
-    """Return the rate of what was brought in."""
+    """Return the rate of what was brought in, and which experts could not be loaded one by one."""
     if report.stats is None or not report.stats.forwards:
         return ["Nothing was brought in: the plan leaves no weights that would have to be."]
-    total = _sum(report.stats.forwards)
+    whole = report.stats.whole_experts
+    notes = [f"note: all experts of {printable(folded_names(whole))} are loaded together."] if whole else []
+    return [_rate(report.stats), *notes]
+
+
+def _rate(stats: RunStats) -> str:
+    total = _sum(stats.forwards)
     num_bytes = total.bytes_from_ram + (total.bytes_from_disk or 0)
     if not total.fetch_seconds:
-        return ["All weights were there before."]
+        return "All weights were there before."
     rate = format_rate(num_bytes, total.fetch_seconds)
-    return [f"{format_size(num_bytes)} were brought in at {rate}, {total.fetch_seconds:.3f} s in all."]
+    return f"{format_size(num_bytes)} were brought in at {rate}, {total.fetch_seconds:.3f} s in all."
 
 
 def _cells(forward: ForwardStats) -> tuple[str, ...]:

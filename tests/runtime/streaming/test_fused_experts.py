@@ -48,6 +48,7 @@ def test_only_the_experts_that_the_router_chose_are_loaded_and_results_are_the_l
         before = held(model)
         assert torch.equal(model(IDS), cast(IDS))
         assert fetched_experts(model) == chosen_experts(cast, IDS)
+        assert model.bigload_stats().whole_experts == ()
         for ids in torch.randint(0, 64, (4, 5), generator=torch.Generator().manual_seed(1)):
             assert torch.equal(model(ids), cast(ids))
     assert held(model) == before
@@ -77,6 +78,7 @@ def test_experts_that_stay_are_loaded_once(plain, folder):
 def test_switched_off_a_layer_comes_as_one_block(plain, folder):
     model = dispatched(folder, resident_bytes=0, experts_on_demand=False)
     assert torch.equal(model(IDS), plain(IDS))
+    assert model.bigload_stats().whole_experts == ()
     assert fetched_experts(model) == []
     assert not any(block.is_routed for block in model._hf_hook.streamer._blocks)
 
@@ -98,6 +100,9 @@ def test_what_the_loop_may_not_replace_comes_as_one_block(plain, folder, change)
     model = bigload.cpu_offload(empty, "cpu", state_dict=state)
     assert torch.equal(model(IDS), plain(IDS))
     assert not any(block.is_fused for block in model._hf_hook.streamer._blocks)
+    whole = tuple(f"layers.{number}.experts" for number in range(3))
+    assert model.bigload_stats().whole_experts == whole
+    assert copy.deepcopy(model).bigload_stats().whole_experts == whole
 
 
 def test_removed_hooks_leave_the_modules_own_implementation(plain, folder):
