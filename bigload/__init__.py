@@ -6,7 +6,7 @@
     >>> tensors = bigload.load("./llama-8b")                                     # doctest: +SKIP
 
 Names are loaded when they are first used, so that `import bigload` is quick and needs no torch. Those that move weights
-into memory need it; opening, planning and resharding never do.
+into memory need it, and raise MissingPackageError without it; opening, planning and resharding do not, but for casts.
 """
 
 from __future__ import annotations
@@ -135,7 +135,14 @@ def __getattr__(name: str) -> object:
             return getattr(import_module("bigload.errors"), name)
     if module is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    found = getattr(import_module(module), name)
+    try:
+        found = getattr(import_module(module), name)
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        from bigload.errors import MissingPackageError
+
+        raise MissingPackageError(f"bigload.{name}", "torch", extra="torch") from None
     globals()[name] = found
     return found
 

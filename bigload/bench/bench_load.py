@@ -30,6 +30,7 @@ from bigload.bench.steps import Steps
 from bigload.checkpoint.model import Checkpoint
 from bigload.checkpoint.source import open_checkpoint
 from bigload.errors import OptionError
+from bigload.extras import require
 from bigload.loading.settings import Method
 
 if TYPE_CHECKING:
@@ -84,8 +85,10 @@ def bench_load(
     Raises:
         ValueError: no strategy or no run was asked for.
         OptionError: options that exclude each other.
+        MissingPackageError: torch is not installed.
         LoadError: a strategy cannot load the checkpoint; above all NotEnoughMemoryError, before anything is timed.
     """
+    require("torch", asked_by="bench-load", extra="torch")
     cases = all_cases(threads, [Method(m) for m in methods], device=device, dtype=dtype, max_inflight=max_inflight)
     if runs < 1:
         raise ValueError(f"{runs} runs; expected at least one")

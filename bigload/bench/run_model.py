@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,8 @@ import torch
 from torch import nn
 
 from bigload.checkpoint.model import Checkpoint
-from bigload.errors import MissingPackageError, OptionError
+from bigload.errors import OptionError
+from bigload.extras import require
 from bigload.loading.tensors import torch_dtype
 from bigload.planning.plan import Plan
 from bigload.planning.plan_file import open_planned, read_plan
@@ -47,8 +47,7 @@ class ModelMaker:
             MissingPackageError: transformers is not installed; the error names `asked_by`.
             OptionError: there is no config.json, or it names no class that takes tokens.
         """
-        if find_spec("transformers") is None:
-            raise MissingPackageError(asked_by, "transformers", extra="run")
+        require("transformers", asked_by=asked_by, extra="run")
         if not (checkpoint.root / "config.json").is_file():
             raise OptionError(
                 f"{checkpoint.path} has no config.json",

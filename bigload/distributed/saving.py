@@ -11,6 +11,7 @@ from typing import IO, TYPE_CHECKING
 from bigload.distributed.process_index import is_local_main_process, is_main_process
 from bigload.documents import atomic_file
 from bigload.errors import OptionError
+from bigload.extras import require
 
 if TYPE_CHECKING:
     import torch
@@ -39,10 +40,12 @@ def save(
 
     Raises:
         OptionError: `obj` cannot be written as safetensors.
+        MissingPackageError: torch is not installed.
         WriteError: the system refused a write, or there is no such folder.
     """
     if not (is_local_main_process() if save_on_each_node else is_main_process()):
         return
+    require("torch", asked_by="bigload.save", extra="torch")
     write = _write_safetensors if safe_serialization else _write_pickle
     if not isinstance(f, str | os.PathLike):
         write(obj, f)

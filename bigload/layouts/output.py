@@ -50,6 +50,11 @@ class OutputTensor:
         return self.dtype != self.source.dtype
 
     @property
+    def is_view(self) -> bool:
+        """Whether the stored tensor is not stored row by row."""
+        return isinstance(self.source, TensorInfo) and self.source.strides is not None
+
+    @property
     def shape(self) -> tuple[int, ...]:
         """Shape as written."""
         if isinstance(self.source, AssembledTensor):

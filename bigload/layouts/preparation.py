@@ -14,6 +14,7 @@ from pathlib import Path
 from bigload.checkpoint.byte_source import SourceIdentity
 from bigload.checkpoint.model import AssembledTensor, Checkpoint, TensorInfo
 from bigload.errors import NotEnoughSpaceError, OutputExistsError, WriteError
+from bigload.extras import require
 from bigload.layouts.layout import LayoutRequest
 from bigload.layouts.names import CONVERSION_FILE, named_tensors
 from bigload.layouts.options import DEFAULTS, ReshardOptions
@@ -96,6 +97,7 @@ def prepare_reshard(
     )
     output = lay_out(request)
     output = replace(output, documents={**named.documents, **output.documents}, notes=(*named.notes, *output.notes))
+    _check_torch(output)
     with write_errors(target):
         _check_apart(checkpoint, target)
     beside: tuple[SideFile, ...] = ()
@@ -139,6 +141,14 @@ def prepare_reshard(
         is_finished=is_finished,
         notes=(*output.notes, *notes),
     )
+
+
+def _check_torch(output: Output) -> None:
+    tensors = [tensor for file in output.files for tensor in file.tensors]
+    if any(tensor.is_cast for tensor in tensors):
+        require("torch", asked_by="a cast to another dtype", extra="torch")
+    if any(tensor.is_view for tensor in tensors):
+        require("torch", asked_by="a tensor that is stored as a view", extra="torch")
 
 
 def _recipe(output: Output, identities: Mapping[str, SourceIdentity]) -> str:

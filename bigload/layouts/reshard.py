@@ -123,6 +123,7 @@ def reshard(
         StalePlanError, InvalidPlanError: the plan is not for this checkpoint, or wrong in itself.
         OptionError: the options contradict each other, or do not suit the source.
         NamesUnknownError: the conversion to `names` is not known, or tensors are in its way.
+        MissingPackageError: torch is not installed, and tensors are cast or stored as views.
         OutputExistsError: `out` is not empty, or an interrupted run left work there.
         NotEnoughSpaceError, WriteError: the disk is too small, or refuses.
         DamagedOutputError: what was read back differs from the source.

@@ -11,6 +11,7 @@ from bigload.checkpoint.model import Checkpoint
 from bigload.checkpoint.quantisation import quantisation_of
 from bigload.conversion.checkpoint_view import CheckpointView, view_for
 from bigload.errors import LegacyPickleError, StateDictMismatchError
+from bigload.extras import require
 from bigload.loading.buffers import fill_buffers
 from bigload.loading.checks import check_memory, check_ram
 from bigload.loading.memory_errors import memory_errors
@@ -93,6 +94,7 @@ def load(
     Raises:
         CheckpointError: the checkpoint cannot be opened.
         OptionError: an argument or an environment variable that cannot be.
+        MissingPackageError: torch is not installed.
         UnknownTensorError: `only` or `slices` name a tensor that is not there.
         StateDictMismatchError: `into` and the checkpoint disagree.
         StalePlanError: the plan was made for another version of the checkpoint.
@@ -100,6 +102,7 @@ def load(
         NotEnoughMemoryError: the tensors are larger than the free memory of a device.
         ReadError: a file could not be read to the end, or changed meanwhile. A module given as `into` is unchanged.
     """
+    require("torch", asked_by="bigload.load", extra="torch")
     from bigload.loading.absent_weights import LOAD_OR_DISPATCH, NOT_LOADED, mark_absent
     from bigload.loading.assign import assign
     from bigload.loading.legacy_torch import as_checkpoint

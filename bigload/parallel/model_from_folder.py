@@ -12,7 +12,8 @@ from typing import Any
 from torch import nn
 
 from bigload.documents import MAX_CONFIG_BYTES, DocumentError, parse_json, read_file
-from bigload.errors import CheckpointNotFoundError, MissingPackageError, OptionError
+from bigload.errors import CheckpointNotFoundError, OptionError
+from bigload.extras import require
 from bigload.runtime.modules.init_empty_weights import init_empty_weights
 
 _CONFIG = "config.json"
@@ -28,10 +29,8 @@ def model_from_folder(folder: Path) -> nn.Module:
         MissingPackageError: transformers is not installed.
     """
     name = _class_name(folder)
-    try:
-        transformers = import_module("transformers")
-    except ImportError:
-        raise MissingPackageError("parallelize of a folder", "transformers", extra="peers") from None
+    require("transformers", asked_by="parallelize of a folder", extra="run")
+    transformers = import_module("transformers")
     kind = getattr(transformers, name, None)
     if not (isinstance(kind, type) and issubclass(kind, nn.Module) and hasattr(kind, "config_class")):
         raise _unknown(folder, f"one of a model whose class transformers has, not {name!r:.100}")

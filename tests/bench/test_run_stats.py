@@ -2,11 +2,12 @@
 
 import importlib.machinery
 import json
+import sys
 
 import pytest
 
 import bigload
-from bigload.bench import run_model
+from bigload import extras
 from bigload.errors import MissingPackageError, OptionError, StalePlanError, StateDictMismatchError
 from builders import write_shard
 from make import load_recipe, make
@@ -25,7 +26,7 @@ def transformers():
 
 
 def test_without_transformers_the_command_that_installs_it_is_told(llama, monkeypatch):
-    monkeypatch.setattr(run_model, "find_spec", lambda name: None)
+    monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(MissingPackageError, match=r"run-stats needs transformers.*\n*.*pip install 'bigload\[run\]'"):
         bigload.run_forwards(llama)
 
@@ -37,7 +38,7 @@ def test_nothing_to_do_is_refused(llama, wrong):
 
 
 def test_weights_without_a_config_are_no_model(tmp_path, monkeypatch):
-    monkeypatch.setattr(run_model, "find_spec", lambda name: importlib.machinery.ModuleSpec(name, None))
+    monkeypatch.setattr(extras, "find_spec", lambda name: importlib.machinery.ModuleSpec(name, None))
     write_shard(tmp_path / "model.safetensors", {})
     with pytest.raises(OptionError, match=r"no config\.json"):
         bigload.run_forwards(tmp_path)

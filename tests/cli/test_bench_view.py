@@ -12,13 +12,13 @@ from pathlib import Path
 import pytest
 
 from bench_reports import full_report, report_of, strategy
+from bigload import extras
 from bigload.bench.loaded_memory import MemoryKind
 from bigload.bench.recommendation import Recommendation, SizeMeasured
 from bigload.bench.report import PeerResult
 from bigload.bench.result_marks import MADE_BY_BENCH_LOAD
 from bigload.errors import MissingPackageError, OptionError, OutputExistsError, WriteError
 from bigload.loading.settings import Method
-from bigload_cli.commands import bench_load
 from bigload_cli.commands.bench_load import check_picture, write_files
 from bigload_cli.result_files import check_results
 from bigload_cli.views import bench_load as view
@@ -150,7 +150,7 @@ def test_a_picture_of_another_kind_is_refused(tmp_path):
 
 
 def test_without_matplotlib_the_command_that_installs_it_is_told(tmp_path, monkeypatch):
-    monkeypatch.setattr(bench_load, "find_spec", lambda name: None)
+    monkeypatch.setattr(extras, "find_spec", lambda name: None)
     with pytest.raises(MissingPackageError, match=r"pip install 'bigload\[plot\]'"):
         check_picture(tmp_path / "a.png")
 

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 
 from bigload.checkpoint.byte_source import ByteSource
 from bigload.checkpoint.model import AssembledTensor, TensorInfo
+from bigload.extras import require
 from bigload.layouts.output import OutputTensor
 from bigload.layouts.writing.source_files import SourceFiles
 from bigload.loading.piece_copies import strided_copies
@@ -65,7 +66,7 @@ class Portion:
     @property
     def is_view(self) -> bool:
         """Whether the tensor is not stored row by row."""
-        return isinstance(self.tensor.source, TensorInfo) and self.tensor.source.strides is not None
+        return self.tensor.is_view
 
 
 def jobs_for(portions: Sequence[Portion]) -> Iterator[ReadJob]:
@@ -174,6 +175,7 @@ class WindowReader:
 
     def _compute(self, views: Sequence[memoryview], portions: Sequence[Portion], jobs: Sequence[ReadJob]) -> None:
         """Fill a window in which something is computed, which takes torch."""
+        require("torch", asked_by="computing tensors while resharding", extra="torch")
         from bigload.loading.staging.cpu_stager import HostStager
 
         with self._lock:

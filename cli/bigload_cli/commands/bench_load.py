@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -143,14 +142,14 @@ def check_picture(path: Path | None) -> None:
         OptionError: the suffix is not that of a supported picture format.
         MissingPackageError: matplotlib is not installed.
     """
-    from bigload.errors import MissingPackageError, OptionError
+    from bigload.errors import OptionError
+    from bigload.extras import require
 
     if path is None:
         return
     if path.suffix.lower() not in _PICTURE_SUFFIXES:
         raise OptionError(f"--plot {path}: a picture ends with {' or '.join(_PICTURE_SUFFIXES)}")
-    if find_spec("matplotlib") is None:
-        raise MissingPackageError("--plot", "matplotlib", extra="plot")
+    require("matplotlib", asked_by="--plot", extra="plot")
 
 
 def write_files(

@@ -60,6 +60,7 @@ def run_stats(
     import json
 
     from bigload.bench.result_marks import MADE_BY_RUN
+    from bigload.extras import require
     from bigload.planning.expert_stats import SCHEMA, ExpertStats
     from bigload_cli import output
     from bigload_cli.result_files import answers_on_stdout, check_results, say_written, write_results
@@ -69,6 +70,7 @@ def run_stats(
     answers_on_stdout([trace, experts], as_json=as_json)
     on_stdout = check_results([trace], made_by=MADE_BY_RUN, as_json=as_json)
     on_stdout |= check_results([experts], made_by=SCHEMA, as_json=as_json)
+    require("torch", asked_by="run-stats", extra="run")
     from bigload.bench.chrome_trace import run_trace
     from bigload.bench.document import run_stats_document
     from bigload.bench.run_stats import run_forwards

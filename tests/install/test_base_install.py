@@ -1,0 +1,142 @@
+"""What `pip install bigload` alone can do: everything but moving tensors into memory, which names the extra it needs.
+
+BIGLOAD_BASE names an environment made by pip from the wheel, as .ci/run does; without it, one is made of links.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+from base_install import ROOT, BaseInstall, make_base_environment
+
+import bigload
+from builders import make_checkpoint, make_mixtral, stored_tensors
+from make import load_recipe, make
+
+HEAVY = ["torch", "numpy", "transformers", "tokenizers", "matplotlib", "pydantic"]
+
+
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory):
+    if "BIGLOAD_BASE" in os.environ:
+        return Path(os.environ["BIGLOAD_BASE"])
+    folder = tmp_path_factory.mktemp("base") / "venv"
+    make_base_environment(folder)
+    return folder
+
+
+@pytest.fixture
+def base(environment, tmp_path):
+    make_checkpoint(tmp_path / "tiny")
+    return BaseInstall(environment, tmp_path)
+
+
+def weights_of(folder):
+    return stored_tensors(*folder.glob("*.safetensors"))
+
+
+def said(done):
+    """Return the exit code of a command that has to fail without an answer, and its error."""
+    assert done.stdout == ""
+    return done.returncode, done.stderr.splitlines()
+
+
+def test_the_base_holds_no_heavy_package(base):
+    program = "import importlib.util, sys; print([name for name in sys.argv[1:] if importlib.util.find_spec(name)])"
+    assert base.run("python", "-c", program, *HEAVY).stdout == "[]\n"
+
+
+def test_the_package_is_imported_without_a_warning(base):
+    done = base.run("python", "-W", "error", "-c", "import bigload; print(bigload.__version__)")
+    assert (done.stdout, done.stderr) == (f"{bigload.__version__}\n", "")
+
+
+def test_the_help_lists_what_it_lists_everywhere(base):
+    here = subprocess.run([sys.executable, "-m", "bigload_cli", "--help"], capture_output=True, text=True, check=True)
+    assert base.bigload("--help").stdout == here.stdout
+
+
+def test_a_checkpoint_is_inspected_planned_resharded_and_verified(base):
+    make(load_recipe("tiny-llama"), base.here / "llama", data="sparse")
+    lines = [
+        "inspect tiny",
+        "inspect tiny --json",
+        "plan tiny -m cuda:0=4200 -m cpu=3200 --overhead 0 -o plan.json",
+        "plan tiny -m auto",
+        "plan tiny --gpus 24GiB",
+        "reshard plan.json split --dry-run",
+        "reshard plan.json split",
+        "verify split",
+        "reshard llama halves --tp 2",
+        "verify halves",
+        "reshard tiny small --max-shard-size 1KiB",
+        "inspect small",
+    ]
+    for line in lines:
+        done = base.bigload(line)
+        assert done.returncode == 0, (line, done.stderr)
+    assert weights_of(base.here / "small") == weights_of(base.here / "tiny")
+
+
+def test_experts_are_fused_for_transformers_without_torch(base):
+    make_mixtral(base.here / "mixtral")
+    for line in ("reshard mixtral fused --names transformers", "reshard fused apart --names checkpoint"):
+        done = base.bigload(line)
+        assert done.returncode == 0, (line, done.stderr)
+
+
+@pytest.mark.parametrize(
+    ("line", "what", "package", "extra"),
+    [
+        ("bench-load tiny", "bench-load", "torch", "torch"),
+        ("bench-load tiny --plot picture.png", "--plot", "matplotlib", "plot"),
+        ("run-stats tiny", "run-stats", "torch", "run"),
+        ("reshard tiny out --dtype fp16", "a cast to another dtype", "torch", "torch"),
+        ("reshard tiny out --dtype fp16 --dry-run", "a cast to another dtype", "torch", "torch"),
+    ],
+)
+def test_a_command_that_needs_more_names_the_extra_and_writes_nothing(base, line, what, package, extra):
+    error, hint = f"{what} needs {package}, which is not installed", f"pip install 'bigload[{extra}]'"
+    assert said(base.bigload(line)) == (2, [f"error: {error}", f"hint: {hint}"])
+    assert json.loads(base.bigload(f"{line} --json").stdout)["hint"] == hint
+    assert [path.name for path in base.here.iterdir()] == ["tiny"]
+
+
+USES = """
+import json, bigload
+for use in ("bigload.load('tiny')", "bigload.bench_load('tiny')", "bigload.save({}, 'saved')"):
+    try:
+        exec(use)
+    except bigload.MissingPackageError as error:
+        print(use, error.package)
+missing = []
+for name in bigload.__all__:
+    try:
+        getattr(bigload, name)
+    except bigload.MissingPackageError as error:
+        assert str(error) == f"bigload.{name} needs torch, which is not installed\\nhint: pip install 'bigload[torch]'"
+        missing.append(name)
+print(json.dumps(missing))
+"""
+
+
+def test_a_public_name_either_works_or_names_the_extra(base):
+    done = base.run("python", "-c", USES)
+    assert done.stderr == ""
+    *used, missing = done.stdout.splitlines()
+    assert [line.split()[-1] for line in used] == ["torch"] * 3
+    assert {"load_and_dispatch", "parallelize", "load_sharded", "init_empty_weights"} <= set(json.loads(missing))
+    torch_free = {"plan", "reshard", "verify", "open_checkpoint", "read_plan", "write_plan", "PartialState", "Plan"}
+    assert torch_free.isdisjoint(json.loads(missing))
+
+
+def test_the_extras_that_errors_name_exist():
+    sources = [*(ROOT / "bigload").rglob("*.py"), *(ROOT / "cli").rglob("*.py")]
+    named = {word.split('"')[0] for path in sources for word in path.read_text(encoding="utf-8").split('extra="')[1:]}
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert named
+    assert named <= set(project["optional-dependencies"])
