@@ -21,6 +21,9 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 # need: with two, a `linear` of 8 x 8 takes 1.3 ms of a busy machine.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+# A name such as org/model is one of the Hub: tests that want a Hub start one (tests/support/hub_server.py).
+os.environ["HF_HUB_OFFLINE"] = "1"
+
 # Budgets that nothing fits into are filtered out, and a busy machine is slow; neither says that a test is wrong.
 tolerated = [HealthCheck.too_slow, HealthCheck.filter_too_much]
 # Each run on a desk draws other examples, and keeps those that failed; that of CI draws the same ones each time.

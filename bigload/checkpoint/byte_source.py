@@ -18,10 +18,9 @@ from __future__ import annotations
 import errno
 import os
 import stat
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager, suppress
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import partial
 from importlib import import_module
 from pathlib import Path
 from types import TracebackType
@@ -70,13 +69,6 @@ def read_range(source: ByteSource, start: int, stop: int) -> bytes:
     content = bytearray(stop - start)
     source.read_into([memoryview(content)], start)
     return bytes(content)
-
-
-@contextmanager
-def opened_range(location: Path) -> Iterator[ReadRange]:
-    """Open the file at `location` by its scheme, for a few small reads."""
-    with closing(scheme_of(location).open(location, NO_RECORDER)) as source:
-        yield partial(read_range, source)
 
 
 def read_strided(
@@ -209,9 +201,10 @@ class SourceIdentity:
 class SourceScheme:
     """How files of one kind of location are found, identified and opened. All functions can be called by any thread.
 
-    They raise `ReadError` where the file or the service cannot be read, `CheckpointNotFoundError` where a service says
-    that there is no such place, and `AccessDeniedError` where it refuses this user. Temporary failures are retried
-    before they are raised. No text of an error holds a token or a signed address.
+    They raise `ReadError` where a file or the service cannot be read (`from` a `FileNotFoundError` where there is no
+    such file), `CheckpointNotFoundError` where a service says that there is no such place, and `AccessDeniedError`
+    where it refuses this user. Temporary failures are retried before they are raised. No text of an error holds a token
+    or a signed address.
 
     Attributes:
         name: What stands before the colon of a location.
@@ -219,13 +212,15 @@ class SourceScheme:
         identity: Returns what is at a location now, without opening it.
         is_local: Whether locations are paths of this machine: direct reads, maps and the page cache apply.
         pin: Returns a location with a fixed version, such as a commit, for one that the user named; itself where there
-            are no versions. It may return a local folder that has the same files. All other functions take pinned
-            locations only.
+            are no versions. All other functions but `local_folder` take pinned locations only.
+        local_folder: Returns the folder of this machine that has some or all files of a location, without asking the
+            service; None if there is none.
         list_folder: Returns the files of a folder and of the folders in it, by their names relative to it (`a/b.json`),
             in no order; an empty mapping if there is no such folder. None for services that cannot list: checkpoints
             are then found by their usual names.
         display: Returns the text of a location for people, which `open_checkpoint` takes: `hf://org/model@…/sub`.
-        is_immutable: Whether the content of a pinned location never changes, so that headers are cached for good.
+        has_strong_versions: Whether files of equal location and identity have equal bytes for good (commit and ETag),
+            so that headers are kept on disk and read only once.
     """
 
     name: str
@@ -233,9 +228,10 @@ class SourceScheme:
     identity: Callable[[Path], SourceIdentity]
     is_local: bool = False
     pin: Callable[[Path], Path] = lambda location: location
+    local_folder: Callable[[Path], Path | None] = lambda _location: None
     list_folder: Callable[[Path], Mapping[str, SourceIdentity]] | None = None
     display: Callable[[Path], str] = lambda location: str(location).replace(":/", "://", 1)
-    is_immutable: bool = False
+    has_strong_versions: bool = False
 
 
 def register_scheme(scheme: SourceScheme) -> None:
@@ -272,5 +268,9 @@ _FILE = SourceScheme(
     is_local=True,
 )
 _SCHEMES = {_FILE.name: _FILE}
-_MODULES: dict[str, str] = {}
+_MODULES = {
+    "hf": "bigload.checkpoint.sources.hub",
+    "http": "bigload.checkpoint.sources.http",
+    "https": "bigload.checkpoint.sources.http",
+}
 """Modules that have the schemes of a name as `SCHEMES`. They are imported when a location of theirs is read."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from bigload.checkpoint.byte_source import opened_range
 from bigload.checkpoint.model import Checkpoint, Span
+from bigload.checkpoint.sources.small_reads import opened_range
 from bigload.errors import CheckpointError, ReadError
 
 FULL_COMPARISON_BYTES = 4 * 2**20

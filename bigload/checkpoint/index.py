@@ -12,7 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-from bigload.checkpoint.byte_source import opened_range, scheme_of
+from bigload.checkpoint.byte_source import scheme_of
+from bigload.checkpoint.sources.small_reads import opened_range
 from bigload.documents import DocumentError, parse_json, read_file
 from bigload.errors import InvalidCheckpointError, Problem
 
@@ -75,10 +76,11 @@ def read_beside(path: Path, *, max_bytes: int) -> bytes:
         scheme = scheme_of(place)
         if scheme.is_local:
             return read_file(place, max_bytes=max_bytes)
-        if (num_bytes := scheme.identity(place).num_bytes) > max_bytes:
-            raise DocumentError("too-large", f"{num_bytes} bytes, expected {max_bytes} at most")
-        with opened_range(place) as read:
-            return read(0, num_bytes)
+        identity = scheme.identity(place)
+        if identity.num_bytes > max_bytes:
+            raise DocumentError("too-large", f"{identity.num_bytes} bytes, expected {max_bytes} at most")
+        with opened_range(place, identity, guess=identity.num_bytes) as read:
+            return read(0, identity.num_bytes)
     except DocumentError as error:
         raise _invalid(path, error.code, str(error)) from None
 

@@ -190,8 +190,9 @@ class Checkpoint:
 
     @property
     def name(self) -> str:
-        """The last part of the path: what tables and messages call this checkpoint."""
-        return Path(self.path).name or self.root.resolve().name or str(self.root)
+        """The last part of the path, without a commit: what tables and messages call this checkpoint."""
+        name = Path(self.path).name
+        return (name.partition("@")[0] if "://" in self.path else name) or self.root.resolve().name or str(self.root)
 
     @cached_property
     def total_bytes(self) -> int:

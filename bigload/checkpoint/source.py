@@ -1,10 +1,12 @@
-"""Find the files of a checkpoint and open it: a file, a folder, an index, or a repository in the Hugging Face cache."""
+"""Find the files of a checkpoint and open it: a file, a folder or an index, on this machine or a remote one."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import TypeVar
 
 from bigload.checkpoint.byte_source import scheme_of
 from bigload.checkpoint.formats.registry import FORMATS, LegacyFileError, main_files, read_shard_header, weight_suffixes
@@ -16,6 +18,7 @@ from bigload.checkpoint.formats.unsupported import (
 )
 from bigload.checkpoint.index import ShardIndex, read_beside, read_index, resolve_shard
 from bigload.checkpoint.model import Checkpoint, CheckpointWarning, ShardHeader, TensorInfo
+from bigload.checkpoint.sources.small_reads import GUESSED_BYTES
 from bigload.documents import MAX_CONFIG_BYTES, parse_json
 from bigload.errors import (
     CheckpointError,
@@ -27,16 +30,19 @@ from bigload.errors import (
 )
 from bigload.units import counted
 
+REMOTE_READS = 16
+"""Headers that are fetched at once: as many connections as the client keeps open."""
+
 _SHARD_OF_MANY = re.compile(r".*-of-\d+\.\w+")
-_REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 def open_checkpoint(path: str | Path) -> Checkpoint:
     """Open the checkpoint at `path` by reading and validating its headers.
 
     `path` is a folder with `model.safetensors` or one `*.safetensors.index.json`, such an index, a `.safetensors` file,
-    or the name of a repository (`org/model`) that lies in the local Hugging Face cache. Nothing is downloaded, unless
-    `path` is a location of a registered scheme (`checkpoint.byte_source`), which is read by byte ranges. What
+    or a location of a registered scheme (`checkpoint.byte_source`), which is read by byte ranges. `org/model`, which
+    may go on with `@revision` and `/subfolder`, is a repository of the Hugging Face Hub (`hf://org/model`), unless it
+    is a path that exists; the Hugging Face cache comes first. What
     `torch.save` wrote (`.bin`, `.pt`, `.pth`; `pytorch_model.bin.index.json`) is read alike, and executes nothing; a
     folder's safetensors come first, as with transformers. An index of another name is taken where it is the only one.
 
@@ -45,22 +51,26 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
         UnsupportedFormatError: weights in another format, or a pipeline of several models; it says what it is.
         InvalidCheckpointError: files break the format or contradict the index; `.problems` lists them all.
         LegacyPickleError: files of torch before 1.6, which have no parts that could be read by themselves.
+        AccessDeniedError: a service refuses it to this user.
         CheckpointError: a file cannot be read.
     """
-    place = _existing(path)
     try:
+        place = locate(path)
+        if not scheme_of(place).is_local:
+            return _open_remote(place)
         if place.is_dir():
             return _open_folder(place, str(path))
         if place.suffix == ".json":
             return _open_sharded(place.parent, place.name, str(path))
-        if scheme_of(place).is_local:
-            refuse_other_file(place)
-        elif not place.name.endswith(weight_suffixes()):
-            return _open_by_known_names(place, str(path))
+        refuse_other_file(place)
         return _open_files(place.parent, None, [place.name], str(path))
+    except CheckpointError:
+        raise
+    except ReadError as error:
+        if isinstance(error.__cause__, FileNotFoundError):
+            raise CheckpointNotFoundError(path, error.message, hint=error.hint) from error
+        raise CheckpointError(error.message, hint=error.hint) from error
     except OSError as error:
-        if isinstance(error, CheckpointError):
-            raise
         raise CheckpointError(f"cannot read {error.filename or path}: {error.strerror or error}") from error
 
 
@@ -71,15 +81,22 @@ def checkpoint_root(path: str | Path) -> Path | None:
     return root if root.is_dir() else None
 
 
-def _existing(path: str | Path) -> Path:
+def locate(path: str | Path) -> Path:
+    """Return the location of what `path` names: a path of this machine that exists, or a pinned remote location.
+
+    Raises:
+        CheckpointNotFoundError: there is nothing of that name.
+        AccessDeniedError: a service refuses it to this user.
+        CheckpointError, ReadError: the system or a service cannot be asked.
+    """
     try:
         place = Path(path).expanduser()
         if not scheme_of(place).is_local:
-            return place
+            return _remote(place)
         exists = place.exists()
         if exists and str(path).endswith("/") and not place.is_dir():  # Path drops the slash, the system would not
             raise CheckpointNotFoundError(path, "not a folder")
-    except CheckpointNotFoundError:
+    except (CheckpointError, ReadError):
         raise
     except (RuntimeError, ValueError) as error:  # no such user; a NUL character
         raise CheckpointNotFoundError(path, str(error)) from None
@@ -87,32 +104,67 @@ def _existing(path: str | Path) -> Path:
         raise CheckpointError(f"cannot read {path}: {error.strerror or error}") from error
     if exists:
         return place
-    snapshot = _cached_snapshot(str(path)) if _REPOSITORY.fullmatch(str(path)) else None
-    if snapshot is not None:
-        return snapshot
-    hint = f"if this is a repository on the Hugging Face Hub, fetch it first: hf download {path}"
-    raise CheckpointNotFoundError(
-        path, "no such file or folder", hint=hint if _REPOSITORY.fullmatch(str(path)) else None
-    )
+    location = _hub_location(str(path))
+    if location is None:
+        raise CheckpointNotFoundError(path, "no such file or folder")
+    try:
+        return _remote(location)
+    except CheckpointNotFoundError as error:
+        reason = f"no such file or folder here, and {error.message.partition(': ')[2]}"
+        raise CheckpointNotFoundError(path, reason, details=error.details, hint=error.hint) from None
 
 
-def _cached_snapshot(repository: str) -> Path | None:
-    # Imported here: it takes time at every start, and a local path never needs it.
-    from huggingface_hub import try_to_load_from_cache
-    from huggingface_hub.errors import HFValidationError
+def _hub_location(text: str) -> Path | None:
+    """Return the location of `org/model[@revision][/subfolder]`; None where that is another path, or none at all."""
+    first, _, rest = text.partition("/")
+    if not rest or first in ("", ".", "..", "~") or ("/" in rest and "@" not in rest and Path(first).is_dir()):
+        return None
+    # Imported here: a local path never needs it.
+    from bigload.checkpoint.sources.hub import parse_address
 
-    for file in main_files():
-        try:
-            found = try_to_load_from_cache(repository, file)
-        except HFValidationError:
-            return None
-        if isinstance(found, str):
-            return Path(found).parent
-    return None
+    address = parse_address(text)
+    return None if address is None else address.location
+
+
+def _remote(location: Path) -> Path:
+    """Return the pinned location, or the local folder that has the whole checkpoint already."""
+    scheme = scheme_of(location)
+    folder = scheme.local_folder(location)
+    return folder if folder is not None and _is_whole(folder) else scheme.pin(location)
+
+
+def _is_whole(place: Path) -> bool:
+    """Return whether the cache holds a checkpoint with all of its shards."""
+    if not place.is_dir():
+        return place.is_file() and not place.name.endswith(".json")
+    for form in FORMATS.values():
+        if (place / form.whole_file).is_file():
+            return True
+        if (place / form.default_index).is_file():
+            shards = set(read_index(place / form.default_index).weight_map.values())
+            return all((place / shard).is_file() for shard in shards)
+    return False
+
+
+def _open_remote(location: Path) -> Checkpoint:
+    scheme = scheme_of(location)
+    path = scheme.display(location)
+    if location.name.endswith(".json"):
+        return _open_sharded(location.parent, location.name, path)
+    if location.name.endswith(weight_suffixes()):
+        return _open_files(location.parent, None, [location.name], path)
+    if scheme.list_folder is None:
+        return _open_by_known_names(location, path)
+    return _open_names(location, sorted(scheme.list_folder(location)), path)
 
 
 def _open_folder(root: Path, path: str) -> Checkpoint:
-    names = sorted(file.name for file in root.iterdir() if not file.is_dir())
+    return _open_names(root, sorted(file.name for file in root.iterdir() if not file.is_dir()), path)
+
+
+def _open_names(root: Path, listed: list[str], path: str) -> Checkpoint:
+    """Open the checkpoint in a folder whose files are `listed`, with those of its folders as `folder/name`."""
+    names = [name for name in listed if "/" not in name]
     for form in FORMATS.values():
         indexes = [name for name in names if name.endswith(form.index_suffix)]
         if form.whole_file in names:
@@ -124,11 +176,11 @@ def _open_folder(root: Path, path: str) -> Checkpoint:
         if indexes:
             hint = f"name the one you mean: {root / indexes[0]}"
             raise CheckpointNotFoundError(path, f"{len(indexes)} index files, which differ", details=indexes, hint=hint)
-    refuse_pipeline(root, path, names)
+    refuse_pipeline(root, path, listed)
     indexes = [name for name in names if name.endswith(".index.json")]
     if len(indexes) == 1:
         return _open_sharded(root, indexes[0], path)
-    what_else = _what_else(root, names)
+    what_else = _what_else(root, listed)
     files = _files_of_first_form(names)
     if len(files) == 1 and what_else is None and not _SHARD_OF_MANY.fullmatch(files[0]):
         return _open_files(root, None, files, path)
@@ -153,8 +205,10 @@ def _is_there(location: Path) -> bool:
         return location.exists()
     try:
         scheme.identity(location)
-    except ReadError:
-        return False
+    except ReadError as error:
+        if isinstance(error.__cause__, FileNotFoundError):
+            return False
+        raise
     return True
 
 
@@ -181,7 +235,8 @@ def _why_none(names: list[str]) -> str:
 
 def _what_else(root: Path, names: list[str]) -> str | None:
     """Return what to do with a folder of weights that is no checkpoint in itself, if it is one that is known."""
-    if "ranks.json" in names and (root / "rank-0").is_dir():
+    is_there = any(name.startswith("rank-0/") for name in names) or (root / "rank-0").is_dir()
+    if "ranks.json" in names and is_there:
         return f"it was resharded for tensor-parallel ranks; name the folder of one of them: {root / 'rank-0'}"
     if "index.json" in names and any(name.endswith(".dat") for name in names):
         return "it is an offload folder as accelerate has them; in Python: bigload.OffloadFolder.open"
@@ -199,7 +254,7 @@ def _open_sharded(root: Path, index_file: str, path: str) -> Checkpoint:
 def _open_files(
     root: Path, index_file: str | None, files: list[str], path: str, index: ShardIndex | None = None
 ) -> Checkpoint:
-    headers, problems, legacy = _read_headers(root, files, index_file)
+    headers, problems, legacy = _read_headers(root, files, index_file, index)
     tensors: dict[str, TensorInfo] = {}
     for header in headers:
         for tensor in header.tensors:
@@ -231,29 +286,73 @@ def _open_files(
 
 
 def _read_headers(
-    root: Path, files: list[str], index_file: str | None
+    root: Path, files: list[str], index_file: str | None, index: ShardIndex | None
 ) -> tuple[list[ShardHeader], list[Problem], list[str]]:
     """Return the headers of `files`, what is wrong with the others, and which are bare pickles."""
-    headers, problems, legacy = [], [], []
-    for file in files:
-        place = resolve_shard(root, file) if index_file is not None else root / file
-        if isinstance(place, str):
-            problems.append(
-                Problem(code="unsafe-path", file=index_file or file, text=f"the shard name {file!r} {place}")
-            )
-            continue
-        try:
-            headers.append(read_shard_header(place, file))
-        except LegacyFileError:
-            legacy.append(file)
-        except InvalidCheckpointError as error:
-            problems += error.problems
-        except FileNotFoundError:
-            text = f"missing, but named in {index_file}" if index_file is not None else "missing: a link to nothing"
-            problems.append(Problem(code="missing-shard", file=file, text=text))
-        except OSError as error:
-            problems.append(Problem(code="unreadable", file=file, text=f"cannot be read: {error.strerror or error}"))
+    guesses = Counter[str]() if index is None or scheme_of(root).is_local else _guessed_header_bytes(index)
+    headers, problems, legacy = [], list[Problem](), []
+
+    def read(file: str) -> ShardHeader | Problem | InvalidCheckpointError | LegacyFileError:
+        return _read_header(root, file, index_file, guess=guesses[file] or GUESSED_BYTES)
+
+    for file, found in zip(files, _each(read, files, is_local=scheme_of(root).is_local), strict=True):
+        match found:
+            case ShardHeader():
+                headers.append(found)
+            case Problem():
+                problems.append(found)
+            case InvalidCheckpointError():
+                problems += found.problems
+            case LegacyFileError():
+                legacy.append(file)
     return headers, problems, legacy
+
+
+T = TypeVar("T")
+
+
+def _each(read: Callable[[str], T], files: list[str], *, is_local: bool) -> Iterator[T]:
+    """Yield what `read` returns for each of `files`, in their order; remote ones are read several at once."""
+    if is_local or len(files) == 1:
+        yield from map(read, files)
+        return
+    from concurrent.futures import ThreadPoolExecutor
+
+    pool = ThreadPoolExecutor(min(REMOTE_READS, len(files)), thread_name_prefix="bigload-header")
+    try:
+        yield from pool.map(read, files)
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _guessed_header_bytes(index: ShardIndex) -> Counter[str]:
+    """Return how large the header of each shard is at most: over 1,836 real shards, 3.4 % more than they have."""
+    guesses = Counter(dict.fromkeys(index.weight_map.values(), 72 + 4096))  # 4 KiB for texts in `__metadata__`
+    for name, file in index.weight_map.items():
+        guesses[file] += len(name) + 80
+    return guesses
+
+
+def _read_header(
+    root: Path, file: str, index_file: str | None, *, guess: int
+) -> ShardHeader | Problem | InvalidCheckpointError | LegacyFileError:
+    """Return the header of one shard, or what is wrong with it."""
+    place = resolve_shard(root, file) if index_file is not None else root / file
+    if isinstance(place, str):
+        return Problem(code="unsafe-path", file=index_file or file, text=f"the shard name {file!r} {place}")
+    try:
+        return read_shard_header(place, file, guess=guess)
+    except (LegacyFileError, InvalidCheckpointError) as error:
+        return error
+    except FileNotFoundError as error:
+        if isinstance(error, CheckpointError):
+            raise
+        text = f"missing, but named in {index_file}" if index_file is not None else "missing: a link to nothing"
+        return Problem(code="missing-shard", file=file, text=text)
+    except OSError as error:
+        if not scheme_of(root).is_local:  # the service failed or refuses: nothing is wrong with the checkpoint
+            raise
+        return Problem(code="unreadable", file=file, text=f"cannot be read: {error.strerror or error}")
 
 
 def _contradictions(index: ShardIndex, tensors: Mapping[str, TensorInfo], read: set[str]) -> Iterator[Problem]:
@@ -297,9 +396,11 @@ def _read_config(root: Path) -> tuple[Mapping[str, object] | None, tuple[Checkpo
         return None, ()
     try:
         config = parse_json(read_beside(path, max_bytes=MAX_CONFIG_BYTES), object_pairs_hook=None)
-    except InvalidCheckpointError:
+    except CheckpointError:
         raise
     except (OSError, ValueError) as error:
+        if not scheme_of(root).is_local and isinstance(error, OSError):
+            raise
         reason = f"config.json cannot be read ({error}): tied weights are unknown"
         return None, (CheckpointWarning(code="bad-config", text=reason),)
     if not isinstance(config, dict):

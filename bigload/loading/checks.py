@@ -6,9 +6,10 @@ from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from bigload.checkpoint.byte_source import opened_range, scheme_of
+from bigload.checkpoint.byte_source import scheme_of
 from bigload.checkpoint.fingerprint import ShardFingerprint, changes, current_fingerprint, of_shard
 from bigload.checkpoint.model import Checkpoint
+from bigload.checkpoint.sources.small_reads import opened_range
 from bigload.errors import NotEnoughMemoryError, ReadError
 from bigload.loading.schedule import CPU, Delivery, Schedule
 from bigload.loading.settings import Method

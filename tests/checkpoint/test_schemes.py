@@ -17,7 +17,7 @@ OBJECTS, OPEN, READS = {}, set(), []
 class MemorySource:
     def __init__(self, location, recorder):
         if str(location) not in OBJECTS:
-            raise ReadError(location, "no such object")
+            raise ReadError(location, "no such object") from FileNotFoundError()
         self.location, self.content = location, OBJECTS[str(location)]
         OPEN.add(self)
 
@@ -35,7 +35,7 @@ class MemorySource:
 
 def identity(location):
     if str(location) not in OBJECTS:
-        raise ReadError(location, "no such object")
+        raise ReadError(location, "no such object") from FileNotFoundError()
     content = OBJECTS[str(location)]
     return SourceIdentity(num_bytes=len(content), version=(hash(content),))
 

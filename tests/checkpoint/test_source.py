@@ -115,8 +115,10 @@ def test_a_repository_opens_by_name_from_the_cache(cache, shards):
     assert (opened.root, len(opened.shards)) == (snapshot, shards)
 
 
-def test_a_repository_that_is_not_cached_is_not_found_and_the_hint_fetches_it(cache):
-    assert "hf download org/tiny" in not_found("org/tiny").hint
+def test_a_repository_that_is_not_cached_is_not_found_offline(cache):
+    error = not_found("org/tiny")
+    assert "no such file or folder here, and offline mode is on" in error.message
+    assert error.hint == "unset HF_HUB_OFFLINE"
 
 
 @pytest.mark.parametrize("name", ["--x/y", "a--b/c", "x/y.git", "x" * 200 + "/y"])

@@ -54,7 +54,7 @@ USAGE = [
     ("bigload inspect tiny-llama --depth 0", "--depth", "0"),
     ("bigload inspect tiny-llama --color blue", "blue", "never"),
     ("bigload inspect nowhere", "nowhere", "no such file or folder"),
-    ("bigload inspect org/nowhere", "org/nowhere", "hf download org/nowhere"),
+    ("bigload inspect org/nowhere", "org/nowhere", "HF_HUB_OFFLINE"),
     ("bigload inspect empty", "empty", "model.safetensors"),
     ("bigload plan tiny-llama", "no memory limits", "-m cuda:0=22GiB"),
     ("bigload plan tiny-llama -m cuda:0=22Gb", '"Gb" means gigabits', "22GiB", "22GB (20.49 GiB)"),

@@ -13,8 +13,9 @@ from importlib import import_module
 from pathlib import Path
 from typing import cast
 
-from bigload.checkpoint.byte_source import ReadRange, opened_range, scheme_of
+from bigload.checkpoint.byte_source import ReadRange, scheme_of
 from bigload.checkpoint.model import ShardHeader
+from bigload.checkpoint.sources.small_reads import GUESSED_BYTES, opened_range
 from bigload.errors import InvalidCheckpointError, Problem, ReadError
 
 ReadHeader = Callable[[ReadRange, int, str], ShardHeader]
@@ -110,8 +111,12 @@ def main_files() -> tuple[str, ...]:
     return tuple(name for each in FORMATS.values() for name in (each.default_index, each.whole_file))
 
 
-def read_shard_header(location: Path, file: str, form: CheckpointFormat | None = None) -> ShardHeader:
+def read_shard_header(
+    location: Path, file: str, form: CheckpointFormat | None = None, *, guess: int = GUESSED_BYTES
+) -> ShardHeader:
     """Read and validate the header of the file at `location`, in the format of its name, or else as safetensors.
+
+    A remote file's first `guess` bytes are fetched at once.
 
     Raises:
         InvalidCheckpointError: the file breaks the format.
@@ -122,11 +127,11 @@ def read_shard_header(location: Path, file: str, form: CheckpointFormat | None =
     read = cast("ReadHeader", import_module(reader).read_header) if isinstance(reader, str) else reader
     scheme = scheme_of(location)
     try:
-        num_bytes = scheme.identity(location).num_bytes
-        with opened_range(location) as read_range:
-            if num_bytes == 0:
+        identity = scheme.identity(location)
+        with opened_range(location, identity, guess=guess) as read_range:
+            if identity.num_bytes == 0:
                 raise FormatError("file-empty", "the file is empty")
-            return read(read_range, num_bytes, file)
+            return read(read_range, identity.num_bytes, file)
     except FormatError as error:
         problems = [Problem(code=code, file=file, text=text) for code, text in error.problems]
         raise InvalidCheckpointError(location, problems) from None

@@ -6,9 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from bigload.checkpoint.byte_source import scheme_of
 from bigload.checkpoint.formats.registry import weight_suffixes
+from bigload.checkpoint.index import read_beside
 from bigload.checkpoint.model import CheckpointWarning
-from bigload.documents import MAX_CONFIG_BYTES, parse_json, read_file
+from bigload.documents import MAX_CONFIG_BYTES, parse_json
 from bigload.errors import UnsupportedFormatError
 
 PIPELINE_FILE = "model_index.json"
@@ -91,13 +93,18 @@ def _unread() -> list[_OtherFormat]:
 def refuse_pipeline(folder: Path, shown: str, names: Sequence[str]) -> None:
     """Raise if `folder` is a pipeline of diffusers, whose parts are checkpoints of their own.
 
+    `names` are its files; of a remote folder, also those in its folders.
+
     Raises:
         UnsupportedFormatError: it is.
     """
     if PIPELINE_FILE not in names:
         return
-    parts = sorted(part.name for part in folder.iterdir() if part.is_dir() and _has_weights(part))
-    hint = f"name a part, for example: bigload inspect {Path(shown) / parts[0]}" if parts else _ELSEWHERE
+    if scheme_of(folder).is_local:
+        parts = sorted(part.name for part in folder.iterdir() if part.is_dir() and _has_weights(part))
+    else:
+        parts = sorted({name.partition("/")[0] for name in names if "/" in name and name.endswith(weight_suffixes())})
+    hint = f"name a part, for example: bigload inspect {shown.rstrip('/')}/{parts[0]}" if parts else _ELSEWHERE
     listed = ", ".join(f"{part}/" for part in parts) or "not here"
     raise UnsupportedFormatError(shown, f"it is a diffusers pipeline; its parts are {listed}", hint=hint)
 
@@ -139,7 +146,7 @@ def _has_weights(folder: Path) -> bool:
 
 def _json_of(path: Path) -> dict[str, object] | None:
     try:
-        document = parse_json(read_file(path, max_bytes=MAX_CONFIG_BYTES), object_pairs_hook=None)
+        document = parse_json(read_beside(path, max_bytes=MAX_CONFIG_BYTES), object_pairs_hook=None)
     except (OSError, ValueError):
         return None
     return document if isinstance(document, dict) else None

@@ -1,0 +1,432 @@
+"""Byte ranges over HTTP: the reader that the Hub's source and plain web servers share, on huggingface_hub's client.
+
+The client brings the user's proxies, certificates, offline mode and client factory. What is checked here, because a
+checkpoint must never be a mixture: only the range that was asked for is taken, bytes are counted, no encoding is
+undone, and every answer has the ETag of the first. Answers that were cut off are continued where they stopped.
+"""
+
+from __future__ import annotations
+
+import errno
+import re
+import ssl
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote, urlsplit
+
+from bigload.checkpoint.byte_source import SourceIdentity, SourceScheme, ended_early
+from bigload.errors import AccessDeniedError, BigloadError, CheckpointNotFoundError, ReadError
+from bigload.machine.activities import Phase, Recorder
+
+MAX_FRUITLESS_TRIES = 5
+"""Requests in a row that bring no byte before a temporary failure is raised."""
+
+_TEMPORARY = frozenset({408, 425, 429, 500, 502, 503, 504})
+_CHUNK_BYTES = 1 << 18
+_CONTENT_RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+|\*)")
+_EMPTY_RANGE = re.compile(r"bytes \*/(\d+)")
+_RATE_LIMIT = re.compile(r'"[\w-]+"\s*;\s*r\s*=\s*(\d+)\s*;\s*t\s*=\s*(\d+)')
+_CERTIFICATE_HINT = "set SSL_CERT_FILE to the certificates of your proxy or mirror"
+_OFFLINE_HINT = "unset HF_HUB_OFFLINE to use the network"
+_NO_RANGES_HINT = "download the files, then name their folder"
+
+
+class RateLimitWarning(UserWarning):
+    """A server asked for a pause; requests go on after it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """A response whose body is read as it arrives.
+
+    Attributes:
+        status: Of the last response, after redirects.
+        headers: Of the last response.
+        first: Headers of the first response, which names the file where the last one is of a content network.
+        chunks: Yields the body as it was sent, without decoding.
+    """
+
+    status: int
+    headers: Mapping[str, str]
+    first: Mapping[str, str]
+    chunks: Callable[[], Iterator[bytes]]
+
+    @property
+    def etag(self) -> str | None:
+        """Version of the file: that of the first response."""
+        found = self.first.get("x-linked-etag") or self.first.get("etag")
+        return None if found is None else plain_etag(found)
+
+
+class HttpStatusError(Exception):
+    """The server refused for good; `code` and `reason` are the Hub's words, empty with other servers."""
+
+    def __init__(self, status: int, headers: Mapping[str, str]) -> None:
+        super().__init__(status)
+        self.status = status
+        self.headers = headers
+        self.code = headers.get("x-error-code", "")
+        self.reason = headers.get("x-error-message", "")
+
+
+class _TemporaryError(Exception):
+    """A request failed in a way that may pass. `wait` is how many seconds the server asked for, None if it did not."""
+
+    def __init__(self, reason: str, wait: float | None = None) -> None:
+        super().__init__(reason)
+        self.reason = reason
+        self.wait = wait
+
+
+class _Pause:
+    """Time until which requests to a host wait: one limit for all threads."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._until: dict[str, float] = {}
+
+    def extend(self, host: str, seconds: float) -> None:
+        """Have requests to `host` wait for `seconds` from now, and say so once for all threads."""
+        until = time.monotonic() + seconds
+        with self._lock:
+            is_new = until > self._until.get(host, 0) + 1
+            self._until[host] = max(until, self._until.get(host, 0))
+        if is_new:
+            text = f"{host} limits the rate of requests; waiting {seconds:.0f} s as it asks"
+            warnings.warn(text, RateLimitWarning, stacklevel=2)
+
+    def wait(self, host: str) -> None:
+        """Wait until requests to `host` are welcome again."""
+        while (seconds := self._until.get(host, 0) - time.monotonic()) > 0:
+            _sleep(min(seconds, 1))  # by seconds, so that Ctrl-C and a longer pause are noticed
+
+
+_PAUSE = _Pause()
+
+
+def _sleep(seconds: float) -> None:
+    time.sleep(seconds)
+
+
+def plain_etag(text: str) -> str:
+    """Return an ETag without quotes and the mark of a weak one."""
+    return text.removeprefix("W/").strip('"')
+
+
+@contextmanager
+def requested(url: str, headers: Mapping[str, str]) -> Iterator[Answer]:
+    """Send one GET, redirects followed, and give its answer; the body is not read.
+
+    Raises:
+        HttpStatusError: the server refused for good.
+        _TemporaryError: it did for now, or the connection failed, also while the body is read in this context.
+        ReadError: the certificate is not trusted, or the client is offline.
+    """
+    from huggingface_hub import constants
+    from huggingface_hub.utils import get_session  # type: ignore[attr-defined]
+
+    host = urlsplit(url).netloc.rpartition("@")[2]
+    client: Any = get_session()  # of httpx, httpx2 or requests, as the version of huggingface_hub has it
+    _PAUSE.wait(host)
+    options = {"headers": dict(headers), "timeout": constants.HF_HUB_DOWNLOAD_TIMEOUT}
+    try:
+        if hasattr(client, "stream"):
+            with client.stream("GET", url, follow_redirects=True, **options) as response:
+                yield _checked(response, host, response.status_code, response.iter_raw)
+        else:
+            with client.get(url, stream=True, **options) as response:
+                raw = response.raw
+                yield _checked(
+                    response, host, response.status_code, lambda: raw.stream(_CHUNK_BYTES, decode_content=False)
+                )
+    except (HttpStatusError, _TemporaryError, BigloadError):
+        raise
+    except ConnectionError as error:
+        if type(error).__name__ != "OfflineModeIsEnabled":
+            raise _TemporaryError(_reason(error)) from None
+        raise ReadError(host, "offline mode is on", hint=_OFFLINE_HINT) from None
+    except _failures(client) as error:
+        # Not `from error`: its text and its request may have a token or a signed address.
+        if _is_certificate(error):
+            raise ReadError(host, "its certificate is not trusted", hint=_CERTIFICATE_HINT) from None
+        raise _TemporaryError(_reason(error)) from None
+
+
+def _failures(client: object) -> tuple[type[Exception], ...]:
+    """Return what a client raises where a connection fails or a body ends early."""
+    library = sys.modules[type(client).__module__.partition(".")[0]]
+    if hasattr(library, "RequestException"):
+        return library.RequestException, sys.modules["urllib3"].exceptions.HTTPError
+    return library.HTTPError, library.StreamError
+
+
+def _checked(response: object, host: str, status: int, chunks: Callable[[], Iterator[bytes]]) -> Answer:
+    headers: Mapping[str, str] = response.headers  # type: ignore[attr-defined]
+    history = response.history  # type: ignore[attr-defined]
+    if status in _TEMPORARY:
+        wait = _asked_wait(headers) if status in (429, 503) else None
+        if wait is not None:
+            _PAUSE.extend(host, wait)
+        raise _TemporaryError(f"the server answered {status}", wait)
+    if status >= 400:
+        raise HttpStatusError(status, headers)
+    return Answer(status=status, headers=headers, first=history[0].headers if history else headers, chunks=chunks)
+
+
+def _asked_wait(headers: Mapping[str, str]) -> float | None:
+    """Return how many seconds to wait: `RateLimit` of the Hub, or `Retry-After` in seconds."""
+    limit = _RATE_LIMIT.search(headers.get("ratelimit", ""))
+    if limit and int(limit[1]) == 0:
+        return int(limit[2]) + 1
+    after = headers.get("retry-after", "").strip()
+    return max(int(after), 1) if after.isdecimal() else None
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    found: BaseException | None = error
+    while found is not None:
+        yield found
+        found = found.__cause__ or found.__context__
+
+
+def _is_certificate(error: BaseException) -> bool:
+    return any(isinstance(cause, ssl.SSLCertVerificationError) for cause in _causes(error)) or (
+        "CERTIFICATE_VERIFY_FAILED" in str(error)
+    )
+
+
+def _reason(error: BaseException) -> str:
+    """Return why a connection failed, without the texts of libraries, which may quote an address."""
+    strerrors = [cause.strerror for cause in _causes(error) if isinstance(cause, OSError) and cause.strerror]
+    words = re.sub(r"(?<=[a-z])(?=[A-Z])", " ", type(error).__name__).lower()
+    return f"the connection failed: {strerrors[-1] if strerrors else words}"
+
+
+class _Retries:
+    """Counts the tries of one read that brought nothing, and waits between them."""
+
+    def __init__(self, location: Path | str) -> None:
+        self._location = location
+        self._fruitless = 0
+        self._done = 0
+
+    def failed(self, error: _TemporaryError, done: int) -> None:
+        """Return when it is time to try again; `done` bytes have come so far.
+
+        Raises:
+            ReadError: too many tries in a row brought nothing.
+        """
+        # A pause that the server asked for is not a failure.
+        self._fruitless = 0 if done > self._done else self._fruitless + (error.wait is None)
+        self._done = done
+        if self._fruitless >= MAX_FRUITLESS_TRIES:
+            raise ReadError(self._location, f"{error.reason}, {self._fruitless} times in a row") from None
+        if error.wait is None and self._fruitless:
+            _sleep(0.5 * 2 ** (self._fruitless - 1))
+
+
+def read_document(url: str, headers: Mapping[str, str], location: Path | str, *, max_bytes: int) -> bytes:
+    """Return the body at `url`, such as an answer of an API.
+
+    Raises:
+        HttpStatusError: the server refused for good.
+        ReadError: it could not be reached, or the body has more than `max_bytes`.
+    """
+    retries = _Retries(location)
+    while True:
+        body = bytearray()
+        try:
+            with requested(url, {**headers, "Accept-Encoding": "identity"}) as answer:
+                for chunk in answer.chunks():
+                    body += chunk
+                    if len(body) > max_bytes:
+                        raise ReadError(location, f"the answer has more than {max_bytes} bytes")
+                expected = answer.headers.get("content-length", "")
+                if expected.isdecimal() and len(body) != int(expected):
+                    raise _TemporaryError("the answer was cut off")
+            return bytes(body)
+        except _TemporaryError as error:
+            retries.failed(error, 0)
+
+
+Refuse = Callable[[Path, HttpStatusError], BigloadError]
+"""Return the error to raise for a location whose server answered with a status."""
+
+
+class HttpSource:
+    """A file that is read by range requests; see `ByteSource`. Opening it sends nothing.
+
+    Args:
+        location: Named by errors.
+        url: Address that is asked for every range: signed addresses that it leads to are good for one range only.
+        headers: Returns the headers of each request.
+        refuse: Makes the error for a status.
+        etag: Version that every answer must have; None takes that of the first answer.
+        num_bytes: Size that every answer must state, where it is known.
+    """
+
+    def __init__(
+        self,
+        location: Path,
+        url: str,
+        recorder: Recorder,
+        *,
+        headers: Callable[[], Mapping[str, str]] = dict,
+        refuse: Refuse | None = None,
+        etag: str | None = None,
+        num_bytes: int | None = None,
+    ) -> None:
+        self._location = location
+        self._url = url
+        self._recorder = recorder
+        self._headers = headers
+        self._refuse = refuse or refusal
+        self._etag = etag
+        self._num_bytes = num_bytes
+
+    def read_into(self, buffers: Sequence[memoryview], offset: int) -> None:
+        """Fill all of `buffers`; see `ByteSource`."""
+        views = [buffer.cast("B") for buffer in buffers if buffer.nbytes]
+        total, done, retries = sum(view.nbytes for view in views), 0, _Retries(self._location)
+        with self._recorder.span(Phase.READ, num_bytes=total, file=self._location.name):
+            while done < total:
+                try:
+                    for chunk in self._chunks(offset + done, offset + total):
+                        if done + len(chunk) > total:
+                            raise ReadError(self._location, "the server sent more than was asked for")
+                        _copy(chunk, views, done)
+                        done += len(chunk)
+                    if done < total:
+                        raise _TemporaryError("the answer was cut off")
+                except _TemporaryError as error:
+                    retries.failed(error, done)
+                except HttpStatusError as error:
+                    if error.status == 416 and (end := _EMPTY_RANGE.search(error.headers.get("content-range", ""))):
+                        raise ended_early(self._location, int(end[1]), missing=total - done) from None
+                    refused = self._refuse(self._location, error)
+                    raise refused from refused.__cause__
+
+    def close(self) -> None:
+        """Do nothing: connections belong to the client that all sources share."""
+
+    def _chunks(self, start: int, stop: int) -> Iterator[bytes]:
+        # gzip in Accept-Encoding has content networks ignore Range.
+        headers = {**self._headers(), "Range": f"bytes={start}-{stop - 1}", "Accept-Encoding": "identity"}
+        with requested(self._url, headers) as answer:
+            self._check(answer, start, stop)
+            yield from answer.chunks()
+
+    def _check(self, answer: Answer, start: int, stop: int) -> None:
+        encoding = answer.headers.get("content-encoding", "identity")
+        if encoding != "identity":
+            raise ReadError(self._location, f"the server sent it encoded as {encoding:.30}, expected plain bytes")
+        if answer.etag is not None:
+            self._etag = self._etag or answer.etag
+            if answer.etag != self._etag:
+                self._changed(f"ETag {self._etag:.70} expected, {answer.etag:.70} found")
+        if answer.status == 200:
+            if start or answer.headers.get("content-length") != str(stop):
+                text = "the server does not support byte ranges (status 200, expected 206)"
+                raise ReadError(self._location, text, hint=_NO_RANGES_HINT)
+            return
+        found = _CONTENT_RANGE.fullmatch(answer.headers.get("content-range", ""))
+        if found is None or int(found[1]) != start or int(found[2]) >= stop:
+            shown = answer.headers.get("content-range", "none")
+            text = f"asked for bytes {start}-{stop - 1}, the server answers {answer.status} with {shown:.60}"
+            raise ReadError(self._location, text)
+        if found[3] == "*":
+            return
+        if self._num_bytes not in (None, int(found[3])):
+            self._changed(f"{self._num_bytes} bytes expected, {found[3]} found")
+        if int(found[3]) < stop:
+            raise ended_early(self._location, int(found[3]), missing=stop - int(found[3]))
+
+    def _changed(self, text: str) -> None:
+        raise ReadError(self._location, f"it changed since the checkpoint was opened: {text}")
+
+
+def _copy(chunk: bytes, views: Sequence[memoryview], position: int) -> None:
+    """Copy `chunk` to `position` of `views`, taken one after the other."""
+    rest = memoryview(chunk)
+    for view in views:
+        if position >= view.nbytes:
+            position -= view.nbytes
+            continue
+        count = min(view.nbytes - position, rest.nbytes)
+        view[position : position + count] = rest[:count]
+        rest, position = rest[count:], 0
+        if not rest.nbytes:
+            return
+
+
+def refusal(location: Path, error: HttpStatusError) -> BigloadError:
+    """Return the error for a status of a plain web server."""
+    shown = url_of(location)
+    if error.status in (404, 410):
+        return missing(shown, f"no such file (status {error.status})")
+    if error.status in (401, 403):
+        return AccessDeniedError(shown, f"the server answers {error.status}", hint="only public files are read")
+    return ReadError(shown, f"the server answers {error.status}")
+
+
+def missing(location: str, reason: str) -> ReadError:
+    """Return the error for a file that is not there."""
+    error = ReadError(location, reason)
+    error.__cause__ = FileNotFoundError(errno.ENOENT, reason, location)
+    return error
+
+
+def url_of(location: Path) -> str:
+    """Return the address of a location of the schemes http and https."""
+    scheme, _, rest = str(location).partition(":/")
+    return f"{scheme}://{quote(rest, safe='/:@!$&()*+,;=~%-._[]')}"
+
+
+def _pinned(location: Path) -> Path:
+    parts = urlsplit(url_of(location).replace("%3F", "?"))
+    if parts.query or parts.username is not None:
+        shown = f"{parts.scheme}://{parts.hostname}{parts.path}"
+        hint = "secrets of an address would be written into plans; use a public address, or an object store"
+        raise CheckpointNotFoundError(shown, "an address with a query or a user is not read", hint=hint)
+    return location
+
+
+def _identity(location: Path) -> SourceIdentity:
+    """Ask for the first byte: unlike HEAD, that shows whether ranges are supported, and gets past signed addresses."""
+    retries = _Retries(location)
+    while True:
+        try:
+            headers = {"Range": "bytes=0-0", "Accept-Encoding": "identity"}
+            with requested(url_of(location), headers) as answer:
+                version = (answer.etag or answer.first.get("last-modified", ""),)
+                if answer.status == 206 and (found := _CONTENT_RANGE.fullmatch(answer.headers["content-range"])):
+                    return SourceIdentity(num_bytes=int(found[3]), version=version)
+                if (size := answer.headers.get("content-length", "")).isdecimal():
+                    return SourceIdentity(num_bytes=int(size), version=version)
+            raise ReadError(url_of(location), "the server does not say how large it is", hint=_NO_RANGES_HINT)
+        except _TemporaryError as error:
+            retries.failed(error, 0)
+        except HttpStatusError as error:
+            if error.status == 416 and _EMPTY_RANGE.fullmatch(error.headers.get("content-range", "")):
+                return SourceIdentity(num_bytes=0, version=())
+            refused = refusal(location, error)
+            raise refused from refused.__cause__
+
+
+def _scheme(name: str) -> SourceScheme:
+    return SourceScheme(
+        name=name,
+        open=lambda location, recorder: HttpSource(location, url_of(location), recorder),
+        identity=_identity,
+        pin=_pinned,
+    )
+
+
+SCHEMES = (_scheme("https"), _scheme("http"))

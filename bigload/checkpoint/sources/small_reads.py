@@ -1,0 +1,131 @@
+"""Small reads of checkpoint files, such as headers: few requests, and none for what was read before.
+
+A remote file is read from its beginning in one guessed piece. What was read is kept in `$XDG_CACHE_HOME/bigload` under
+a digest of location and identity, where equal identities mean equal bytes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager, suppress
+from pathlib import Path
+
+from bigload.checkpoint.byte_source import ByteSource, ReadRange, SourceIdentity, read_range, scheme_of
+from bigload.machine.activities import NO_RECORDER
+
+GUESSED_BYTES = 64 << 10
+"""First read of a file of which nothing is known: three of four headers are smaller."""
+
+
+@contextmanager
+def opened_range(
+    location: Path, identity: SourceIdentity | None = None, *, guess: int = GUESSED_BYTES
+) -> Iterator[ReadRange]:
+    """Open the file at `location` by its scheme, for a few small reads.
+
+    Args:
+        location: Local or remote.
+        identity: What is there, if that is known already.
+        guess: Bytes from the beginning on that are probably read; remote sources fetch them at once.
+    """
+    scheme = scheme_of(location)
+    with closing(_Opening(lambda: scheme.open(location, NO_RECORDER), is_late=scheme.has_strong_versions)) as opening:
+        if scheme.is_local:
+            yield opening.read
+            return
+        identity = identity or scheme.identity(location)
+        path = _cached_at(location, identity) if scheme.has_strong_versions else None
+        parts = _Parts(opening.read, num_bytes=identity.num_bytes, guess=guess, known=_kept(path))
+        yield parts.read
+        if path is not None and parts.is_grown:
+            _keep(path, parts.known)
+
+
+def cache_folder() -> Path:
+    """Return the folder of what bigload keeps about remote checkpoints; it can be deleted at any time."""
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base, "bigload")
+
+
+class _Opening:
+    """A source that is opened by its first read where nothing may have to be read."""
+
+    def __init__(self, open_source: Callable[[], ByteSource], *, is_late: bool) -> None:
+        self._open = open_source
+        self._source = None if is_late else open_source()
+
+    def read(self, start: int, stop: int) -> bytes:
+        if self._source is None:
+            self._source = self._open()
+        return read_range(self._source, start, stop)
+
+    def close(self) -> None:
+        if self._source is not None:
+            self._source.close()
+
+
+class _Parts:
+    """Reads of one file: what is known is not read again, and the first read fetches `guess` bytes."""
+
+    def __init__(self, fetch: ReadRange, *, num_bytes: int, guess: int, known: list[tuple[int, bytes]]) -> None:
+        self._fetch = fetch
+        self._num_bytes = num_bytes
+        self._guess = guess
+        self.known = known
+        self.is_grown = False
+
+    def read(self, start: int, stop: int) -> bytes:
+        for index, (begin, content) in enumerate(self.known):
+            if begin <= start <= begin + len(content):
+                if stop > begin + len(content):
+                    self.known[index] = begin, content + self._fetched(begin + len(content), stop)
+                return self.known[index][1][start - begin : stop - begin]
+        content = self._fetched(start, stop if start else max(stop, min(self._guess, self._num_bytes)))
+        self.known.append((start, content))
+        return content[: stop - start]
+
+    def _fetched(self, start: int, stop: int) -> bytes:
+        self.is_grown = True
+        return self._fetch(start, stop)
+
+
+def _cached_at(location: Path, identity: SourceIdentity) -> Path:
+    key = hashlib.sha256(json.dumps([str(location), identity.num_bytes, *identity.version]).encode()).hexdigest()
+    return cache_folder() / "headers" / key[:2] / key
+
+
+def _kept(path: Path | None) -> list[tuple[int, bytes]]:
+    """Return the parts that are kept at `path`; none if it is not whole."""
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        if path is not None:
+            line, _, content = path.read_bytes().partition(b"\n")
+            entry = json.loads(line)
+            if entry["crc32"] == zlib.crc32(content):
+                parts, position = [], 0
+                for start, length in entry["parts"]:
+                    parts.append((start, content[position : position + length]))
+                    position += length
+                return parts
+    return []
+
+
+def _keep(path: Path, parts: list[tuple[int, bytes]]) -> None:
+    content = b"".join(part for _, part in parts)
+    entry = {"crc32": zlib.crc32(content), "parts": [[start, len(part)] for start, part in parts]}
+    keep_file(path, json.dumps(entry).encode() + b"\n" + content)
+
+
+def keep_file(path: Path, content: bytes) -> None:
+    """Write a file of the cache whole or not at all; a full disk or a folder that is read-only is no error."""
+    staged = path.with_name(f"{path.name}.{os.getpid()}.{os.urandom(4).hex()}")
+    with suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        try:
+            staged.write_bytes(content)
+            staged.replace(path)
+        finally:
+            staged.unlink(missing_ok=True)
