@@ -16,7 +16,6 @@ from bigload.errors import RankError, ReadError, WriteError
 from bigload.layouts.choices import Verify
 from bigload.layouts.output import OutputFile
 from bigload.layouts.preparation import PreparedReshard
-from bigload.layouts.selection import recorded_options
 from bigload.layouts.verification.manifest import MANIFEST_FILE, FileRecord, Manifest, ManifestSource, manifest_lines
 from bigload.layouts.writing.output_file_writer import direct_write_alignment
 from bigload.layouts.writing.resume_check import ReusableFile, recheck
@@ -65,7 +64,8 @@ class ReshardRun:
             staging = self._enter(opened, sign)
             pool = BlockPool(self._options.num_threads, block_bytes=window_bytes(self._options))
             opened.callback(pool.close)
-            sources = opened.enter_context(SourceFiles(self._prepared.checkpoint, pool=pool))
+            sources = SourceFiles(self._prepared.checkpoint, files=self._prepared.identities, pool=pool)
+            opened.enter_context(sources)
             try:
                 share = run_on_all_ranks(self._team, lambda: self._write(staging, sources, pool))
             except RankError:
@@ -120,7 +120,13 @@ class ReshardRun:
 
     def _begin(self, opened: ExitStack, sign: str) -> Staging:
         prepared = self._prepared
-        first = staged(prepared.out, prepared.recipe, resume=self._options.resume, force=self._options.force)
+        first = staged(
+            prepared.out,
+            prepared.recipe,
+            resume=self._options.resume,
+            force=self._options.force,
+            how=prepared.resume_by,
+        )
         staging = opened.enter_context(first)
         if staging.progress is not None:
             keep_only(staging.folder, {output.file for output in prepared.output.files})
@@ -202,7 +208,7 @@ class ReshardRun:
                 shards=fingerprint(prepared.checkpoint),
             ),
             version=__version__,
-            options={**recorded_options(self._options, prepared.output.layout), "recipe": prepared.recipe},
+            options={**prepared.recorded, "recipe": prepared.recipe},
         )
         lines = (line.encode(errors="surrogateescape") for line in manifest_lines(manifest))
         self._write_small(staging, MANIFEST_FILE, lines)

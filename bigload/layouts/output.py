@@ -12,11 +12,12 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
 from math import prod
+from typing import Self
 
 from bigload.checkpoint.fingerprint import ShardFingerprint
 from bigload.checkpoint.formats.safetensors import encode_header
-from bigload.checkpoint.model import AssembledTensor, TensorInfo
-from bigload.dtypes import DType
+from bigload.checkpoint.model import AssembledTensor, Span, TensorInfo
+from bigload.dtypes import DTYPES, DType
 from bigload.loading.slices import Slice, sliced_shape
 from bigload.units import KIB
 
@@ -80,6 +81,9 @@ class OutputFile:
         data_offset: The data starts at this many bytes after a multiple of `DATA_ALIGNMENT`.
         aliases: Further names of tensors in it, to the names they have here. They go into `__metadata__`, where
             safetensors' `save_model` and huggingface_hub's `save_torch_state_dict` say so too.
+        is_copy: The file is a copy of a file of the source, whatever is in it. `tensors` has one that stands for all
+            of its bytes, and that no record names.
+        sha256: Digest that the service has for the whole file, in hexadecimal.
     """
 
     file: str
@@ -87,6 +91,15 @@ class OutputFile:
     is_raw: bool = False
     data_offset: int = 0
     aliases: Mapping[str, str] = field(default_factory=dict)
+    is_copy: bool = False
+    sha256: str | None = None
+
+    @classmethod
+    def copy_of(cls, file: str, num_bytes: int, *, sha256: str | None = None) -> Self:
+        """Return a copy of `file`, which has `num_bytes`, under the same name."""
+        whole = TensorInfo(file, DTYPES["U8"], (num_bytes,), Span(file, 0, num_bytes))
+        tensors = (OutputTensor(source=whole, dtype=whole.dtype),)
+        return cls(file=file, tensors=tensors, is_raw=True, is_copy=True, sha256=sha256)
 
     @property
     def header(self) -> bytes:

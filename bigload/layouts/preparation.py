@@ -7,11 +7,11 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from bigload.checkpoint.byte_source import SourceIdentity
+from bigload.checkpoint.byte_source import SourceIdentity, scheme_of
 from bigload.checkpoint.model import AssembledTensor, Checkpoint, TensorInfo
 from bigload.errors import NotEnoughSpaceError, OutputExistsError, WriteError
 from bigload.extras import require
@@ -19,15 +19,15 @@ from bigload.layouts.layout import LayoutRequest
 from bigload.layouts.names import CONVERSION_FILE, named_tensors
 from bigload.layouts.options import DEFAULTS, ReshardOptions
 from bigload.layouts.output import Output
-from bigload.layouts.selection import lay_out, open_source
-from bigload.layouts.side_files import SideFile, is_single_file, side_files
+from bigload.layouts.selection import lay_out, open_source, recorded_options
+from bigload.layouts.side_files import SideFile, files_beside, is_single_file
 from bigload.layouts.verification.manifest import MANIFEST_FILE, STAGING_SUFFIX, read_manifest
 from bigload.layouts.verification.verify import Level
 from bigload.layouts.verification.verify import verify as verify_folder
 from bigload.layouts.writing.kernel_copy import KernelCopy, kernel_copy
 from bigload.layouts.writing.output_file_writer import BLOCK_BYTES, write_errors
 from bigload.layouts.writing.source_files import SourceFiles
-from bigload.layouts.writing.staging import check_output, replaced_folder, staging_folder
+from bigload.layouts.writing.staging import RESUME, check_output, replaced_folder, staging_folder
 from bigload.layouts.writing.windows import DataRanges, data_ranges
 from bigload.planning.plan import Plan
 
@@ -52,6 +52,8 @@ class PreparedReshard:
         kernel: What the kernel can copy by itself.
         is_finished: The run to resume had published everything.
         notes: Sentences for the user.
+        recorded: Options that decide the bytes, for the manifest.
+        resume_by: How an interrupted run is resumed, in words.
     """
 
     checkpoint: Checkpoint
@@ -69,6 +71,8 @@ class PreparedReshard:
     kernel: KernelCopy
     is_finished: bool
     notes: tuple[str, ...] = ()
+    recorded: Mapping[str, object] = field(default_factory=dict)
+    resume_by: str = RESUME
 
     @property
     def num_bytes(self) -> int:
@@ -80,10 +84,10 @@ def prepare_reshard(
     source: Plan | Checkpoint | str | Path, out: str | Path, options: ReshardOptions = DEFAULTS
 ) -> PreparedReshard:
     """Check source, output and disk space, and return what `run_reshard` would write. Writes nothing. See `reshard`."""
-    target = _named(out)
+    target = output_folder(out)
     checkpoint, plan = open_source(source, checkpoint=options.checkpoint)
     kernel = KernelCopy.NOTHING
-    if options.dtypes.dtype is None:
+    if options.dtypes.dtype is None and scheme_of(checkpoint.root).is_local:
         kernel = kernel_copy(checkpoint.root, _existing(target))
     can_share_blocks = kernel is KernelCopy.CLONE
     named = named_tensors(checkpoint, None if plan is not None else options.names)
@@ -97,23 +101,53 @@ def prepare_reshard(
     )
     output = lay_out(request)
     output = replace(output, documents={**named.documents, **output.documents}, notes=(*named.notes, *output.notes))
-    _check_torch(output)
-    with write_errors(target):
-        _check_apart(checkpoint, target)
+    check_apart(checkpoint, target)
     beside: tuple[SideFile, ...] = ()
     notes: tuple[str, ...] = ()
     if _is_a_model(checkpoint, plan, output):
-        beside, notes = side_files(checkpoint, output, dtype=options.dtypes.dtype)
+        beside, notes = files_beside(checkpoint, output, dtype=options.dtypes.dtype)
         if named.is_changed:
             beside = tuple(file for file in beside if file.name != CONVERSION_FILE)
-    with SourceFiles(checkpoint) as sources:
+    return prepare_output(
+        checkpoint,
+        target,
+        output,
+        asked,
+        plan=plan,
+        side_files=beside,
+        notes=notes,
+        kernel=kernel,
+        recorded=recorded_options(asked, output.layout),
+    )
+
+
+def prepare_output(
+    checkpoint: Checkpoint,
+    target: Path,
+    output: Output,
+    options: ReshardOptions,
+    *,
+    files: Iterable[str] | None = None,
+    plan: Plan | None = None,
+    side_files: tuple[SideFile, ...] = (),
+    notes: tuple[str, ...] = (),
+    kernel: KernelCopy = KernelCopy.NOTHING,
+    recorded: Mapping[str, object],
+    resume_by: str = RESUME,
+) -> PreparedReshard:
+    """Check whether `output` can be written to `target`, an `output_folder`; `files` are read, by default all shards.
+
+    Raises as `prepare_reshard` does.
+    """
+    _check_torch(output)
+    with SourceFiles(checkpoint, files=files) as sources:
         identities = sources.identities()  # before reading, so that a later change is noticed
         ranges = {file.file: data_ranges(file, sources.extents, block_bytes=BLOCK_BYTES) for file in output.files}
     recipe = _recipe(output, identities)
     sizes = [
         *(found.num_bytes for found in ranges.values()),
         *(len(content) for content in output.documents.values()),
-        *(file.num_bytes for file in beside),
+        *(file.num_bytes for file in side_files),
     ]
     with write_errors(target):
         is_finished = options.resume and _is_published(target, recipe)
@@ -122,7 +156,7 @@ def prepare_reshard(
         left = _stored_in(staging_folder(target))  # resumed, or removed first
         free = shutil.disk_usage(_existing(target)).free
     needed = sum(sizes) - left
-    if needed > free and not is_finished and not can_share_blocks:
+    if needed > free and not is_finished and kernel is not KernelCopy.CLONE:
         raise NotEnoughSpaceError(target, needed_bytes=needed, free_bytes=free)
     return PreparedReshard(
         checkpoint=checkpoint,
@@ -130,16 +164,18 @@ def prepare_reshard(
         out=target,
         output=output,
         ranges=ranges,
-        side_files=beside,
+        side_files=side_files,
         stored_bytes=sum(sizes),
         free_bytes=free,
         kept_bytes=left if options.resume else 0,
-        options=asked,
+        options=options,
         recipe=recipe,
         identities=identities,
         kernel=kernel,
         is_finished=is_finished,
         notes=(*output.notes, *notes),
+        recorded=recorded,
+        resume_by=resume_by,
     )
 
 
@@ -181,8 +217,15 @@ def _is_published(out: Path, recipe: str) -> bool:
     return is_this and verify_folder(out, level=Level.SIZE).ok
 
 
-def _check_apart(checkpoint: Checkpoint, target: Path) -> None:
-    """Raise if the output is inside the source, or the source inside the output."""
+def check_apart(checkpoint: Checkpoint, target: Path) -> None:
+    """Raise OutputExistsError if the output is inside the source, or the source inside the output."""
+    if not scheme_of(checkpoint.root).is_local:
+        return
+    with write_errors(target):
+        _check_folders(checkpoint, target)
+
+
+def _check_folders(checkpoint: Checkpoint, target: Path) -> None:
     root, out = (Path(os.path.realpath(folder)) for folder in (checkpoint.root, target))
     hint = "choose a folder outside of it"
     if not is_single_file(checkpoint) and out == root:
@@ -197,7 +240,7 @@ def _check_apart(checkpoint: Checkpoint, target: Path) -> None:
             raise OutputExistsError(folder, reason, hint="choose another folder")
 
 
-def _named(out: str | Path) -> Path:
+def output_folder(out: str | Path) -> Path:
     """Return `out` as a path beside which the staging folder can be made.
 
     Raises:

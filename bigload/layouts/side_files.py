@@ -71,7 +71,7 @@ def _state(descriptor: int) -> tuple[int, int, int]:
     return status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
 
-def side_files(
+def files_beside(
     checkpoint: Checkpoint, output: Output, *, dtype: DType | None
 ) -> tuple[tuple[SideFile, ...], tuple[str, ...]]:
     """Return the files to copy, in the order of names, and notes; none has a name that the output needs.

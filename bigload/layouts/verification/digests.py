@@ -6,6 +6,7 @@ digesting takes no time beside writing. It does not protect against forgery.
 
 from __future__ import annotations
 
+import hashlib
 import threading
 from collections.abc import Iterable
 from functools import lru_cache
@@ -33,6 +34,8 @@ class DigestMark(NamedTuple):
     position: int
     num_tensors: int
     whole: xxhash.xxh3_128
+    tensor: xxhash.xxh3_128
+    sha256: hashlib._Hash | None
 
 
 class FileDigest:
@@ -41,31 +44,44 @@ class FileDigest:
     Args:
         ranges: Where each tensor is, in file order and without overlaps.
         num_bytes: Size of the file.
+        with_sha256: Compute the SHA-256 of the file as well, at 1 to 2 GiB/s.
 
     Attributes:
         position: Bytes digested so far.
         tensors: Digests, in hexadecimal, of the tensors that are complete, by name.
     """
 
-    def __init__(self, ranges: Iterable[TensorRange], num_bytes: int) -> None:
+    def __init__(self, ranges: Iterable[TensorRange], num_bytes: int, *, with_sha256: bool = False) -> None:
         self.position = 0
         self.tensors: dict[str, str] = {}
         self._ranges = tuple(ranges)
         self._num_bytes = num_bytes
         self._whole = xxhash.xxh3_128()
         self._tensor = xxhash.xxh3_128()
+        self._sha256 = hashlib.sha256() if with_sha256 else None
         self.update(_ZEROS[:0])  # completes tensors without bytes at the beginning
 
     @classmethod
     def of(cls, output: OutputFile) -> FileDigest:
         """Return the digest of a file to write, before its first byte."""
         starts = zip(output.tensors, output.starts(), strict=True)
-        return cls((TensorRange(one.name, start, start + one.num_bytes) for one, start in starts), output.num_bytes)
+        ranges = (TensorRange(one.name, start, start + one.num_bytes) for one, start in starts)
+        return cls(ranges, output.num_bytes, with_sha256=output.sha256 is not None)
+
+    @property
+    def so_far(self) -> str:
+        """Digest of all bytes up to `position`."""
+        return self._whole.hexdigest()
+
+    @property
+    def sha256(self) -> str | None:
+        """SHA-256 of all bytes up to `position`, if it is computed."""
+        return None if self._sha256 is None else self._sha256.hexdigest()
 
     def update(self, view: memoryview) -> None:
         """Digest the bytes that follow in the file."""
         begin, self.position = self.position, self.position + view.nbytes
-        self._whole.update(view)
+        self._feed(view)
         while len(self.tensors) < len(self._ranges):
             name, start, stop = self._ranges[len(self.tensors)]
             if start > self.position:
@@ -85,7 +101,7 @@ class FileDigest:
             if self.position == start and stop <= position:
                 # Models have few sizes of tensors: the digest of zeros is the same for all of one size.
                 for begin in range(start, stop, len(_ZEROS)):
-                    self._whole.update(_ZEROS[: stop - begin])
+                    self._feed(_ZEROS[: stop - begin])
                 self.position = stop
                 self.tensors[name] = _digest_of_zeros(stop - start)
                 self.update(_ZEROS[:0])  # completes tensors without bytes that follow
@@ -99,14 +115,20 @@ class FileDigest:
         return self._whole.hexdigest()
 
     def mark(self) -> DigestMark:
-        """Return what `rewind` needs to return here: a position where a tensor begins or all of them have ended."""
-        return DigestMark(self.position, len(self.tensors), self._whole.copy())
+        """Return what `rewind` needs to return here."""
+        sha256 = None if self._sha256 is None else self._sha256.copy()
+        return DigestMark(self.position, len(self.tensors), self._whole.copy(), self._tensor.copy(), sha256)
 
     def rewind(self, mark: DigestMark) -> None:
         """Forget what was digested since `mark`; once for each mark."""
         while len(self.tensors) > mark.num_tensors:
             self.tensors.popitem()
-        self.position, self._whole, self._tensor = mark.position, mark.whole, xxhash.xxh3_128()
+        self.position, self._whole, self._tensor, self._sha256 = mark.position, mark.whole, mark.tensor, mark.sha256
+
+    def _feed(self, view: memoryview) -> None:
+        self._whole.update(view)
+        if self._sha256 is not None:
+            self._sha256.update(view)
 
 
 @lru_cache(maxsize=1024)
@@ -122,10 +144,15 @@ class InOrderDigest:
 
     Windows are handed to threads in file order, so the next window to digest is always owned by a running thread (no
     deadlock).
+
+    Attributes:
+        digest: Digest of the file.
+        prefixes: Digest of all bytes up to the end of each window, by that position.
     """
 
     def __init__(self, digest: FileDigest) -> None:
         self.digest = digest
+        self.prefixes: dict[int, str] = {}
         self._next = 0
         self._changed = threading.Condition()
         self._is_aborted = False
@@ -143,6 +170,7 @@ class InOrderDigest:
         # Outside of the lock: all other threads wait for this window anyway.
         self.digest.skip_to(start)
         self.digest.update(view[self.digest.position - start :])
+        self.prefixes[self.digest.position] = self.digest.so_far
         with self._changed:
             self._next += 1
             self._changed.notify_all()

@@ -30,11 +30,24 @@ def journal_name(rank: int) -> str:
 
 @dataclass(slots=True)
 class FileProgress:
-    """Digests of the tensors of a file that are on the disk, from the first on, and of the file once it is complete."""
+    """What of a file is on the disk.
+
+    Attributes:
+        tensors: Digests of its tensors, from the first on.
+        prefixes: Digests of all bytes up to a position, by that position.
+        digest: Of the complete file.
+        is_complete: All of it is there.
+    """
 
     tensors: dict[str, str] = field(default_factory=dict)
+    prefixes: dict[int, str] = field(default_factory=dict)
     digest: str | None = None
     is_complete: bool = False
+
+    @property
+    def is_begun(self) -> bool:
+        """Whether anything of it is listed."""
+        return bool(self.tensors or self.prefixes or self.is_complete)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +59,12 @@ class JournalState:
 
     @property
     def is_empty(self) -> bool:
-        return not any(file.tensors or file.is_complete for file in self.files.values())
+        return not any(file.is_begun for file in self.files.values())
+
+    @property
+    def begun_bytes(self) -> int:
+        """Bytes of unfinished files that are there."""
+        return sum(max(file.prefixes, default=0) for file in self.files.values() if not file.is_complete)
 
     @property
     def num_complete(self) -> int:
@@ -76,9 +94,12 @@ class Journal:
             journal._append({"schema": SCHEMA, "recipe": recipe})
         return journal
 
-    def note(self, file: str, tensors: Mapping[str, str]) -> None:
-        """Record that these further tensors of `file`, and everything before them, are on the disk."""
-        self._append({"file": file, "tensors": dict(tensors)})
+    def note(self, file: str, tensors: Mapping[str, str], prefix: tuple[int, str] | None = None) -> None:
+        """Record that these further tensors of `file`, and everything before them, are on the disk.
+
+        `prefix` is a position and the digest of all bytes up to it, which are there, too.
+        """
+        self._append({"file": file, "tensors": dict(tensors), **({} if prefix is None else {"prefix": prefix})})
 
     def complete(self, file: str, tensors: Mapping[str, str], digest: str | None) -> None:
         """Record that all of `file` is on the disk; `tensors` are those not recorded before."""
@@ -104,6 +125,7 @@ def read_progress(folder: Path) -> JournalState | None:
             mine = files.setdefault(name, FileProgress())
             # A resumed file may be listed by several ranks: combined, the lists begin at its first tensor.
             mine.tensors.update(file.tensors)
+            mine.prefixes.update(file.prefixes)
             mine.digest = mine.digest or file.digest
             mine.is_complete = mine.is_complete or file.is_complete
     return JournalState(found[0].recipe, files)
@@ -150,6 +172,9 @@ def _take(entry: Mapping[str, object], files: dict[str, FileProgress]) -> bool:
         return False
     file = files.setdefault(name, FileProgress())
     file.tensors.update(tensors)
+    match entry.get("prefix"):
+        case [int(position), str(prefix)]:
+            file.prefixes[position] = prefix
     if entry.get("complete") is True:
         file.digest, file.is_complete = digest, True
     return True

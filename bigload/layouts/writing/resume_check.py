@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,7 +29,8 @@ def recheck(
 ) -> ReusableFile | None:
     """Read back what `progress` lists of `output` below `folder`; return `None` if nothing of it can be kept.
 
-    Everything up to the first tensor that is missing or differs is kept.
+    Everything up to the last digest that matches is kept: of a tensor, if those of all before it are listed, or of all
+    bytes up to a position.
     """
     path = folder / output.file
     try:
@@ -36,7 +38,7 @@ def recheck(
         if size < output.header_bytes:
             return None
         if progress.is_complete and size != output.num_bytes:
-            progress = FileProgress(tensors=progress.tensors)
+            progress = FileProgress(tensors=progress.tensors, prefixes=progress.prefixes)
         with open_pieces(path, BlockPool(2, block_bytes=block_bytes)) as pieces:
             return _compared(output, progress, pieces, size, tally)
     except (ReadError, OSError):
@@ -54,22 +56,35 @@ def _compared(
         return None
     digest.update(memoryview(header))
     good = digest.mark()
-    for tensor in output.tensors:
-        noted = progress.tensors.get(tensor.name)
-        start, stop = digest.position, digest.position + tensor.num_bytes
-        if noted is None or stop > size:
+    for stop, name, noted in sorted(_noted(output, progress)):
+        start = digest.position
+        if not start <= stop <= min(size, output.num_bytes):
             break
         for position, piece in pieces(start, stop):
             digest.skip_to(position)
             digest.update(piece)
         digest.skip_to(stop)
-        if digest.tensors.get(tensor.name) != noted:
+        if (digest.tensors.get(name) if name else digest.so_far) != noted:
             break
-        tally.add(tensor.num_bytes, phase="check", file=output.file)
+        tally.add(stop - start, phase="check", file=output.file)
         good = digest.mark()
     digest.rewind(good)
     is_all_there = progress.is_complete and progress.digest is not None and len(digest.tensors) == len(output.tensors)
     if not is_all_there or digest.finish() != progress.digest:
         return ReusableFile(digest=digest, record=None)
-    record = FileRecord(num_bytes=output.num_bytes, digest=progress.digest, tensors=dict(digest.tensors))
+    tensors = {} if output.is_copy else dict(digest.tensors)
+    record = FileRecord(num_bytes=output.num_bytes, digest=progress.digest, tensors=tensors)
     return ReusableFile(digest=digest, record=record)
+
+
+def _noted(output: OutputFile, progress: FileProgress) -> Iterator[tuple[int, str, str]]:
+    """Yield where a digest is noted, of which tensor (`""` for all bytes up to there), and the digest."""
+    yield from ((position, "", digest) for position, digest in progress.prefixes.items())
+    if output.is_copy:
+        if progress.is_complete and progress.digest is not None:
+            yield output.num_bytes, "", progress.digest
+        return
+    for tensor, start in zip(output.tensors, output.starts(), strict=True):
+        if tensor.name not in progress.tensors:
+            return
+        yield start + tensor.num_bytes, tensor.name, progress.tensors[tensor.name]

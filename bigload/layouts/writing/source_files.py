@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from typing import Self
 
@@ -24,12 +24,20 @@ class SourceFiles:
 
     Args:
         checkpoint: Checkpoint whose files are read.
+        files: Files to read, if not its shards.
         pool: Memory for direct reads.
+
+    Attributes:
+        is_local: They are files of this machine.
     """
 
-    def __init__(self, checkpoint: Checkpoint, *, pool: BlockPool | None = None) -> None:
+    def __init__(
+        self, checkpoint: Checkpoint, *, files: Iterable[str] | None = None, pool: BlockPool | None = None
+    ) -> None:
         self._checkpoint = checkpoint
+        self._files = tuple(shard.file for shard in checkpoint.shards) if files is None else tuple(files)
         self._scheme = scheme_of(checkpoint.root)
+        self.is_local = self._scheme.is_local
         self._pool = pool
         self._readers: dict[tuple[str, bool], ByteSource] = {}
         self._lock = threading.Lock()
@@ -43,23 +51,34 @@ class SourceFiles:
         """
         return self._reader(file, past_cache=True)
 
-    def through_cache(self, file: str) -> PositionalReader:
+    def through_cache(self, file: str) -> ByteSource:
         """Return a reader for bytes that are read again soon.
+
+        Raises:
+            ReadError: the file cannot be opened.
+        """
+        return self._reader(file, past_cache=not self.is_local)
+
+    def descriptor(self, file: str) -> int:
+        """Return the descriptor of a local file.
 
         Raises:
             ReadError: the file cannot be opened.
         """
         reader = self._reader(file, past_cache=False)
         assert isinstance(reader, PositionalReader)
-        return reader
+        return reader.descriptor
 
     def extents(self, span: Span) -> Iterator[tuple[int, int]]:
-        """Yield the parts of `span` that hold data; the rest are holes.
+        """Yield the parts of `span` that hold data; the rest are holes. Only local files have any.
 
         Raises:
             ReadError: the file cannot be opened, or has become shorter.
         """
-        descriptor = self.through_cache(span.file).descriptor
+        if not self.is_local:
+            yield span.start, span.stop
+            return
+        descriptor = self.descriptor(span.file)
         size = os.fstat(descriptor).st_size
         if size < span.stop:  # SEEK_DATA reports a hole past the end of a file
             raise ReadError(span.file, f"the file ended at byte {size}, {span.stop - size} bytes too early")
@@ -71,13 +90,12 @@ class SourceFiles:
         Raises:
             ReadError: one is gone.
         """
-        return {shard.file: self._identity(shard.file) for shard in self._checkpoint.shards}
+        return {file: self._identity(file) for file in self._files}
 
     def check_headers(self) -> None:
         """Raise StalePlanError unless the files have the headers and sizes that the checkpoint was opened with."""
-        files = [shard.file for shard in self._checkpoint.shards]
-        now = current_fingerprints(self._checkpoint, files)
-        differences = changes(fingerprint(self._checkpoint), now)
+        now = current_fingerprints(self._checkpoint, self._files)
+        differences = changes([shard for shard in fingerprint(self._checkpoint) if shard.file in self._files], now)
         if differences:
             hint = "something replaced them since they were opened; make a new plan"
             raise StalePlanError("the plan", self._checkpoint.path, differences, hint=hint)

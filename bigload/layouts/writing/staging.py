@@ -23,7 +23,7 @@ from bigload.errors import BigloadError, OutputExistsError, RankError, WriteErro
 from bigload.layouts.verification.manifest import MANIFEST_FILE, STAGING_SUFFIX, read_manifest
 from bigload.layouts.writing.journal import PREFIX, Journal, JournalState, journal_name, read_progress
 from bigload.layouts.writing.output_file_writer import write_errors
-from bigload.units import counted
+from bigload.units import counted, format_size
 
 _SIGHT_SECONDS = 60.0
 """How long a folder that another host made may stay unseen here: by default NFS remembers for so long what is not there
@@ -58,6 +58,10 @@ class Staging:
     journal: Journal
     progress: JournalState | None
     is_void: bool = False
+
+
+RESUME = "rerun the command with --resume"
+"""How an interrupted run is resumed, in words."""
 
 
 def check_output(out: Path, *, resume: bool = False, force: bool = False) -> None:
@@ -96,7 +100,9 @@ def leftover(out: Path) -> str | None:
 
 
 @contextmanager
-def staged(out: Path, recipe: str, *, resume: bool = False, force: bool = False) -> Iterator[Staging]:
+def staged(
+    out: Path, recipe: str, *, resume: bool = False, force: bool = False, how: str = RESUME
+) -> Iterator[Staging]:
     """Yield a folder to write into, and publish it as `out` when the block ends without an exception.
 
     After an exception, files that the journal lists are kept to be resumed; without any, the folder is removed.
@@ -105,7 +111,8 @@ def staged(out: Path, recipe: str, *, resume: bool = False, force: bool = False)
         out: Folder to publish.
         recipe: Digest of what is written: only a run of the same recipe is resumed.
         resume: Keep what an interrupted run of the same recipe left.
-        force: Replace an `out` that bigload wrote, and discard what an interrupted run left.
+        force: Replace an `out` that bigload wrote, and discard what an interrupted run left, unless it is resumed.
+        how: How an interrupted run is resumed, in words.
 
     Raises:
         OutputExistsError: see `check_output`; or another process is writing the same output now; or the run to
@@ -123,6 +130,8 @@ def staged(out: Path, recipe: str, *, resume: bool = False, force: bool = False)
         if not _is_ours(lock, folder) or _is_locked_by_others(folder, own=journal_name(0)):
             raise _taken(out)
         progress = read_progress(folder) if resume else None
+        if progress is not None and progress.recipe != recipe and force:
+            progress = None
         if progress is not None and progress.recipe != recipe:
             hint = "rerun it with its own options and source, or discard its work with --force"
             raise OutputExistsError(folder, "the interrupted run there has another source or other options", hint=hint)
@@ -139,7 +148,7 @@ def staged(out: Path, recipe: str, *, resume: bool = False, force: bool = False)
             with suppress(OSError):
                 folder.rmdir()
         elif is_ours:
-            _leave(folder, lock, error, is_void=staging is not None and staging.is_void)
+            _leave(folder, lock, error, how=how, is_void=staging is not None and staging.is_void)
         if isinstance(error, OSError) and not isinstance(error, BigloadError):
             raise WriteError(folder, error) from error
         raise
@@ -327,7 +336,7 @@ def tidy(out: Path, *, force: bool) -> None:
             replaced.rmdir()  # also what a crash emptied and no more
 
 
-def _leave(folder: Path, lock: int, error: BaseException, *, is_void: bool) -> None:
+def _leave(folder: Path, lock: int, error: BaseException, *, how: str, is_void: bool) -> None:
     """Keep what can be resumed, and say so in the hint of `error`; remove the folder if there is nothing."""
     if not _is_ours(lock, folder):
         return  # it is published
@@ -336,7 +345,7 @@ def _leave(folder: Path, lock: int, error: BaseException, *, is_void: bool) -> N
         if not _is_shared_for(folder, _LEAVE_SECONDS):
             shutil.rmtree(folder, ignore_errors=True)
     elif isinstance(error, BigloadError):
-        error.hint = f"fix the cause and rerun the command with --resume: {folder} keeps {_amount(progress)}"
+        error.hint = f"fix the cause and {how}: {folder} keeps {_amount(progress)}"
 
 
 def _is_shared_for(folder: Path, seconds: float) -> bool:
@@ -351,9 +360,10 @@ def _is_shared_for(folder: Path, seconds: float) -> bool:
 
 def _amount(progress: JournalState) -> str:
     num_tensors = sum(len(file.tensors) for file in progress.files.values())
-    if not progress.num_complete:
-        return f"{counted(num_tensors, 'tensor')} of unfinished files"
-    return f"{counted(progress.num_complete, 'finished file')} ({counted(num_tensors, 'tensor')})"
+    tensors = counted(num_tensors, "tensor")
+    if progress.num_complete:
+        return f"{counted(progress.num_complete, 'finished file')}{f' ({tensors})' if num_tensors else ''}"
+    return f"{tensors if num_tensors else format_size(progress.begun_bytes)} of unfinished files"
 
 
 def _is_regular(path: Path) -> bool:

@@ -16,7 +16,7 @@ from itertools import groupby, zip_longest
 from pathlib import Path
 
 from bigload.checkpoint.model import TensorInfo
-from bigload.errors import BigloadError, DamagedOutputError
+from bigload.errors import BigloadError, DamagedOutputError, ReadError
 from bigload.layouts.choices import Verify
 from bigload.layouts.options import ReshardOptions
 from bigload.layouts.output import OutputFile
@@ -36,7 +36,9 @@ from bigload.machine.thread_pool import run_jobs
 from bigload.units import GIB
 
 NOTE_EVERY_BYTES = GIB
-"""Bytes of a file between two lines of the journal: they are written again after a crash."""
+"""Bytes of a file between two lines of the journal: they are written again after a crash.
+
+What comes over a network is recorded window by window, so that it is not transferred again."""
 
 _libc = ctypes.CDLL(None)
 _libc.memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
@@ -132,7 +134,13 @@ class Writer:
         begin = 0 if file.kept is None else file.kept.digest.position // BLOCK_BYTES * BLOCK_BYTES
         sink = OutputFileWriter(path, num_bytes=output.num_bytes, alignment=self._alignment, kept_bytes=begin)
         open_file = _FileInProgress(
-            output, sink, journal=self._journal, tally=self._tally, records=records, kept=file.kept
+            output,
+            sink,
+            journal=self._journal,
+            tally=self._tally,
+            records=records,
+            kept=file.kept,
+            note_every=NOTE_EVERY_BYTES if self._sources.is_local else 1,
         )
         # Finished files are dropped: their digests of 90 000 tensors take memory.
         self._open_files = [*(other for other in self._open_files if other.sink.descriptor >= 0), open_file]
@@ -156,7 +164,7 @@ class Writer:
         if self._kernel is KernelCopy.NOTHING:
             return DataRanges(())
         names = {each.source.span.file for each in output.tensors if isinstance(each.source, TensorInfo)}
-        descriptors = {name: self._sources.through_cache(name).descriptor for name in names}
+        descriptors = {name: self._sources.descriptor(name) for name in names}
         return copy_in_kernel(output, sink.descriptor, descriptors, self._kernel, block_bytes=BLOCK_BYTES)
 
     def _do_job(self, job: _Job) -> None:
@@ -213,6 +221,7 @@ class _FileInProgress:
         tally: Tally,
         records: dict[str, FileRecord],
         kept: ReusableFile | None,
+        note_every: int,
     ) -> None:
         self.output = output
         self.sink = sink
@@ -222,6 +231,7 @@ class _FileInProgress:
         self._journal = journal
         self._tally = tally
         self._records = records
+        self._note_every = note_every
         self._num_counted = 0 if kept is None else kept.digest.position - output.header_bytes
         self._counted_stop = self.digests.digest.position
         self._lock = threading.Lock()
@@ -244,7 +254,7 @@ class _FileInProgress:
             stop = self.windows[self._num_in_order - 1].stop if self._num_in_order else 0
         if is_last:
             self.finish()
-        elif stop - self._noted_stop >= NOTE_EVERY_BYTES and self._noting.acquire(blocking=False):
+        elif stop - self._noted_stop >= self._note_every and self._noting.acquire(blocking=False):
             try:
                 self._note(stop)
             finally:
@@ -259,11 +269,12 @@ class _FileInProgress:
             digest = None
             if self.is_digested:
                 digest = self.digests.digest.finish()
-                tensors = self.digests.digest.tensors
+                tensors = {} if self.output.is_copy else self.digests.digest.tensors
+                self._check_sha256(self.digests.digest.sha256)
             self.sink.finish()
-            noted = list(self.digests.digest.tensors.items())[self._num_noted :] if self.is_digested else []
-            self._journal.complete(self.output.file, dict(noted), digest)
-            self._num_noted = len(self.output.tensors)  # a late thread has nothing to add
+            noted = list(tensors.items())[self._num_noted :] if self.is_digested else []
+            self._journal.complete(self.output.file, {name: str(found) for name, found in noted}, digest)
+            self._noted_stop = self.output.num_bytes  # a late thread has nothing to add
             record = FileRecord(num_bytes=self.output.num_bytes, digest=digest, tensors=tensors)
             self._records[self.output.file] = record
             self.sink.close()
@@ -299,12 +310,24 @@ class _FileInProgress:
         ends = [
             start + tensor.num_bytes for tensor, start in zip(self.output.tensors, self.output.starts(), strict=True)
         ]
-        closed = list(self.digests.digest.tensors.items())
+        closed = [] if self.output.is_copy else list(self.digests.digest.tensors.items())
         count = sum(end <= stop for end in ends[: len(closed)])
-        if count > self._num_noted:
+        if stop > self._noted_stop:
             self.sink.flush()
-            self._journal.note(self.output.file, dict(closed[self._num_noted : count]))
+            prefixes = self.digests.prefixes
+            self._journal.note(self.output.file, dict(closed[self._num_noted : count]), (stop, prefixes[stop]))
             self._num_noted, self._noted_stop = count, stop
+            for position in [position for position in list(prefixes) if position <= stop]:  # others add to it
+                del prefixes[position]
+
+    def _check_sha256(self, found: str | None) -> None:
+        """Remove the file and raise ReadError unless it is what the service says that it is."""
+        if found == self.output.sha256:
+            return
+        with suppress(OSError):
+            self.sink.path.unlink()
+        reason = f"its SHA-256 is {found}, the service says {self.output.sha256}; this file was not kept"
+        raise ReadError(self.output.file, reason)
 
 
 def window_bytes(options: ReshardOptions) -> int:

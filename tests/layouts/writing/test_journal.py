@@ -33,6 +33,7 @@ def full(tmp_path):
         journal.note("a", {"one": "1", "two": "2"})
         journal.complete("a", {"three": "3"}, "0")
         journal.note("b", {"four": "4"})
+        journal.note("b", {}, (4096, "5"))
     return tmp_path
 
 
@@ -42,6 +43,7 @@ def test_what_was_noted_is_read_again(full):
     assert progress.files["a"].tensors == {"one": "1", "two": "2", "three": "3"}
     assert (progress.files["a"].digest, progress.files["a"].is_complete) == ("0", True)
     assert (progress.files["b"].digest, progress.files["b"].is_complete) == (None, False)
+    assert (progress.files["b"].prefixes, progress.begun_bytes) == ({4096: "5"}, 4096)
     assert (progress.num_complete, progress.is_empty) == (1, False)
 
 

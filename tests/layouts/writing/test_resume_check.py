@@ -1,5 +1,6 @@
 """What an interrupted run left is kept as far as it is what the journal says, and no further."""
 
+import hashlib
 import os
 import shutil
 
@@ -155,6 +156,35 @@ def test_what_is_not_there_or_no_file_is_written_again(check, make):
     before = open_descriptors()
     assert check(progress_of()) is None
     assert open_descriptors() == before
+
+
+@pytest.mark.parametrize("position", [len(OUTPUT.header) + 100, OUTPUT.starts()[2] + 4096, len(CONTENT)])
+def test_a_digest_of_all_bytes_up_to_a_position_keeps_them_in_the_middle_of_a_tensor(check, position):
+    kept = check(FileProgress(prefixes={position: digest_of(CONTENT[:position])}))
+    assert (kept.record, kept.digest.position) == (None, position)
+    kept.digest.update(memoryview(CONTENT)[position:])
+    assert (kept.digest.finish(), kept.digest.tensors) == (digest_of(CONTENT), progress_of().tensors)
+
+
+def test_of_several_positions_the_last_before_a_changed_byte_is_kept(check):
+    positions = [OUTPUT.starts()[2] + offset for offset in (1000, 2000, 3000)]
+    content = bytearray(CONTENT)
+    content[positions[1] + 1] ^= 1
+    check.path.write_bytes(content)
+    kept = check(FileProgress(prefixes={position: digest_of(CONTENT[:position]) for position in positions}))
+    assert kept.digest.position == positions[1]
+    kept.digest.update(memoryview(CONTENT)[positions[1] :])
+    assert kept.digest.tensors == progress_of().tensors
+
+
+def test_a_copy_is_kept_with_its_sha256_and_without_names_of_tensors(check):
+    copy = OutputFile.copy_of(OUTPUT.file, len(CONTENT), sha256=hashlib.sha256(CONTENT).hexdigest())
+    position = len(CONTENT) // 2
+    kept = check(FileProgress(prefixes={position: digest_of(CONTENT[:position])}), copy)
+    kept.digest.update(memoryview(CONTENT)[position:])
+    assert (kept.digest.finish(), kept.digest.sha256) == (digest_of(CONTENT), copy.sha256)
+    finished = check(FileProgress(digest=digest_of(CONTENT), is_complete=True), copy)
+    assert (finished.record.digest, finished.record.tensors) == (digest_of(CONTENT), {})
 
 
 def test_holes_are_kept_without_being_read(check, monkeypatch):
