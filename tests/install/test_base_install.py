@@ -14,7 +14,7 @@ import pytest
 from base_install import ROOT, BaseInstall, make_base_environment
 
 import bigload
-from builders import make_checkpoint, make_mixtral, stored_tensors
+from builders import make_cached_repository, make_checkpoint, make_mixtral, stored_tensors
 from make import load_recipe, make
 
 HEAVY = ["torch", "numpy", "transformers", "tokenizers", "matplotlib", "pydantic"]
@@ -87,6 +87,13 @@ def test_experts_are_fused_for_transformers_without_torch(base):
     for line in ("reshard mixtral fused --names transformers", "reshard fused apart --names checkpoint"):
         done = base.bigload(line)
         assert done.returncode == 0, (line, done.stderr)
+
+
+def test_a_repository_in_the_cache_is_planned(base):
+    cache = base.here / "cache"
+    make_cached_repository(cache)
+    done = base.bigload("plan org/tiny -m cpu=1GiB", HF_HUB_CACHE=str(cache), HF_HUB_OFFLINE="1")
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 @pytest.mark.parametrize(
