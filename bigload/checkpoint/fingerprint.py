@@ -18,11 +18,12 @@ from bigload.checkpoint.model import Checkpoint, Shard
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardFingerprint:
-    """What is remembered of one shard."""
+    """What is remembered of one shard; of a remote one also its ETag, which notices other weights of the same form."""
 
     file: str
     num_bytes: int
     header_sha256: str
+    etag: str | None = None
 
 
 def fingerprint(checkpoint: Checkpoint) -> tuple[ShardFingerprint, ...]:
@@ -32,7 +33,9 @@ def fingerprint(checkpoint: Checkpoint) -> tuple[ShardFingerprint, ...]:
 
 def of_shard(shard: Shard) -> ShardFingerprint:
     """Return the fingerprint of `shard` as it was when the checkpoint was opened."""
-    return ShardFingerprint(file=shard.file, num_bytes=shard.num_bytes, header_sha256=shard.header_sha256)
+    return ShardFingerprint(
+        file=shard.file, num_bytes=shard.num_bytes, header_sha256=shard.header_sha256, etag=shard.etag
+    )
 
 
 def current_fingerprint(shard: Shard, num_bytes: int, read: ReadRange) -> ShardFingerprint:
@@ -61,4 +64,6 @@ def changes(then: Sequence[ShardFingerprint], now: Sequence[ShardFingerprint]) -
             lines.append(f"{file}   header {before.header_sha256[:8]}… then, {after.header_sha256[:8]}… now")
         elif before.num_bytes != after.num_bytes:
             lines.append(f"{file}   {before.num_bytes} bytes then, {after.num_bytes} now")
+        elif None not in (before.etag, after.etag) and before.etag != after.etag:
+            lines.append(f"{file}   ETag {before.etag:.16} then, {after.etag:.16} now")
     return lines

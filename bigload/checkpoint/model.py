@@ -118,6 +118,7 @@ class Shard:
             all data.
         header_sha256: Digest of these parts, one after the other, in hexadecimal; not of the data.
         metadata: The texts of a safetensors header's `__metadata__`.
+        etag: Version of a remote file, where its service has one: on the Hub, the SHA-256 of a file in LFS.
     """
 
     file: str
@@ -126,11 +127,18 @@ class Shard:
     header_sha256: str
     metadata: Mapping[str, str]
     format: str = "safetensors"
+    etag: str | None = None
 
     @property
     def header_bytes(self) -> int:
         """Bytes of all `header_parts`."""
         return sum(stop - start for start, stop in self.header_parts)
+
+
+def name_of(path: str) -> str:
+    """Return the last part of a path or location, without the revision of a repository."""
+    name = Path(path).name
+    return name.partition("@")[0] if "://" in path else name
 
 
 def distinct_bytes(spans: Iterable[Span]) -> int:
@@ -191,8 +199,7 @@ class Checkpoint:
     @property
     def name(self) -> str:
         """The last part of the path, without a commit: what tables and messages call this checkpoint."""
-        name = Path(self.path).name
-        return (name.partition("@")[0] if "://" in self.path else name) or self.root.resolve().name or str(self.root)
+        return name_of(self.path) or self.root.resolve().name or str(self.root)
 
     @cached_property
     def total_bytes(self) -> int:

@@ -12,7 +12,7 @@ from functools import cached_property
 from pathlib import Path
 
 from bigload.checkpoint.fingerprint import ShardFingerprint
-from bigload.checkpoint.model import TensorInfo
+from bigload.checkpoint.model import TensorInfo, name_of
 from bigload.devices import CPU, DISK, Device
 from bigload.errors import InvalidPlanError
 from bigload.plain_text import PlainTable, Styled, printable, stacked_bar
@@ -116,7 +116,7 @@ class Plan:
     @property
     def name(self) -> str:
         """What tables and messages call the checkpoint."""
-        return Path(self.checkpoint_path).name or Path(self.checkpoint_path).resolve().name
+        return name_of(self.checkpoint_path) or Path(self.checkpoint_path).resolve().name
 
     @property
     def policy(self) -> str:

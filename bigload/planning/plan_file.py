@@ -57,7 +57,12 @@ def plan_document(plan: Plan) -> dict[str, object]:
             "path": plan.checkpoint_path,
             "total_bytes": plan.total_bytes,
             "shards": [
-                {"file": shard.file, "bytes": shard.num_bytes, "header_sha256": shard.header_sha256}
+                {
+                    "file": shard.file,
+                    "bytes": shard.num_bytes,
+                    "header_sha256": shard.header_sha256,
+                    "etag": shard.etag,
+                }
                 for shard in plan.shards
             ],
         },
@@ -302,6 +307,7 @@ def _plan(document: dict[str, object]) -> Plan:
                 file=_typed(shard, "file", str),
                 num_bytes=_typed(shard, "bytes", int),
                 header_sha256=_typed(shard, "header_sha256", str),
+                etag=None if shard.get("etag") is None else _typed(shard, "etag", str),
             )
             for shard in _typed(checkpoint, "shards", list)
         ),

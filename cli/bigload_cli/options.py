@@ -31,7 +31,7 @@ CheckpointArgument = Annotated[
     str,
     typer.Argument(
         metavar="PATH",
-        help="Folder, index, .safetensors file or .bin, .pt, .pth file of torch; or org/model in the local Hub cache.",
+        help="Folder, index, .safetensors file or .bin, .pt, .pth file of torch; org/model[@revision] of the Hub; https://.",
     ),
 ]
 ModelArgument = Annotated[

@@ -58,6 +58,18 @@ def say_warnings(checkpoint: Checkpoint) -> None:
         say(f"warning: {printable(warning.text)}")
 
 
+def warning_shower(usual: Callable[..., None]) -> Callable[..., None]:
+    """Return a function for `warnings.showwarning` that says warnings of bigload as the program says all else."""
+
+    def show(message: Warning | str, category: type[Warning], *place: object) -> None:
+        if category.__module__.partition(".")[0] == "bigload":
+            say(f"warning: {printable(str(message))}")
+        else:
+            usual(message, category, *place)
+
+    return show
+
+
 def say_table(table: PlainTable, *, color: ColorMode) -> None:
     """Print a table beside the answer."""
     _write(_drawn(table, sys.stderr, color), sys.stderr)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Annotated
 
 import typer
 
-from bigload_cli import failures
+from bigload_cli import failures, output
 from bigload_cli.commands import bench_load, bench_run, inspect, plan, reshard, run_stats, verify
 
 EXIT_CODES = """\b
@@ -56,6 +57,7 @@ def _root(
 
 def run() -> int:
     """Run the command line and return its exit code."""
+    warnings.showwarning = output.warning_shower(warnings.showwarning)
     try:
         code = app(prog_name="bigload", standalone_mode=False)
         if code == failures.INTERRUPTED:  # what Typer makes of a Ctrl-C

@@ -8,7 +8,7 @@ zipfile and pickle take time that safetensors do not need.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
 from typing import cast
@@ -131,7 +131,9 @@ def read_shard_header(
         with opened_range(location, identity, guess=guess) as read_range:
             if identity.num_bytes == 0:
                 raise FormatError("file-empty", "the file is empty")
-            return read(read_range, identity.num_bytes, file)
+            header = read(read_range, identity.num_bytes, file)
+        etag = identity.version[-1] if identity.version else None
+        return replace(header, shard=replace(header.shard, etag=etag)) if isinstance(etag, str) and etag else header
     except FormatError as error:
         problems = [Problem(code=code, file=file, text=text) for code, text in error.problems]
         raise InvalidCheckpointError(location, problems) from None

@@ -94,7 +94,7 @@ class _Pause:
 
     def extend(self, host: str, seconds: float) -> None:
         """Have requests to `host` wait for `seconds` from now, and say so once for all threads."""
-        until = time.monotonic() + seconds
+        until = _now() + seconds
         with self._lock:
             is_new = until > self._until.get(host, 0) + 1
             self._until[host] = max(until, self._until.get(host, 0))
@@ -104,15 +104,15 @@ class _Pause:
 
     def wait(self, host: str) -> None:
         """Wait until requests to `host` are welcome again."""
-        while (seconds := self._until.get(host, 0) - time.monotonic()) > 0:
+        while (seconds := self._until.get(host, 0) - _now()) > 0:
             _sleep(min(seconds, 1))  # by seconds, so that Ctrl-C and a longer pause are noticed
 
 
 _PAUSE = _Pause()
 
 
-def _sleep(seconds: float) -> None:
-    time.sleep(seconds)
+_now = time.monotonic
+_sleep = time.sleep
 
 
 def plain_etag(text: str) -> str:

@@ -1,6 +1,7 @@
 """Repositories of the Hub, served from the loopback with the real huggingface_hub in between."""
 
 import os
+import re
 
 import pytest
 import torch
@@ -11,8 +12,9 @@ from bigload.checkpoint.source import locate, open_checkpoint
 from bigload.checkpoint.sources import hub as hub_source
 from bigload.checkpoint.sources.hub import HubAddress, parse_address
 from bigload.checkpoint.sources.small_reads import cache_folder
-from bigload.errors import AccessDeniedError, CheckpointError, CheckpointNotFoundError, ReadError
+from bigload.errors import AccessDeniedError, CheckpointError, CheckpointNotFoundError, ReadError, StalePlanError
 from bigload.machine.activities import NO_RECORDER
+from bigload.planning.plan_file import open_planned, plan_from_json, plan_to_json
 from builders import make_checkpoint
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -26,6 +28,10 @@ def repository(served, tmp_path):
 def forget():
     """Have the process forget what it knows, as a new one would."""
     hub_source._listings.clear()
+
+
+def read_plan_text(plan):
+    return plan_from_json(plan_to_json(plan))
 
 
 def without_agents(server):
@@ -229,6 +235,20 @@ def test_a_plan_names_the_commit_and_is_checked_without_a_request(served, reposi
     forget()
     assert bigload.plan(plan.checkpoint_path, {"cpu": "1GiB"}) == plan
     assert not served.requests
+
+
+def test_a_plan_is_stale_when_files_of_the_same_form_have_other_weights(served, repository, tmp_path):
+    plan = bigload.plan("org/tiny", {"cpu": "1GiB"})
+    assert read_plan_text(plan) == plan
+    shard = tmp_path / "source/model-00002-of-00003.safetensors"
+    content = bytearray(shard.read_bytes())
+    content[-1] ^= 1
+    shard.write_bytes(content)
+    repository.refs["main"] = COMMIT
+    with pytest.raises(StalePlanError) as caught:
+        open_planned(plan, f"org/tiny@{COMMIT}")
+    (line,) = caught.value.changes
+    assert re.fullmatch(r"model-00002-of-00003.safetensors   ETag [0-9a-f]{16} then, [0-9a-f]{16} now", line)
 
 
 def test_a_location_in_a_folder_of_the_commit_has_identity_and_digest(served, repository, tmp_path):
