@@ -5,7 +5,9 @@
 A checkpoint in the form of Mixtral, each expert in tensors of its own, is made in FOLDER or in the temporary folder.
 Each load is a process of its own, in rotating order; the first round is not counted. A load counts from an empty model
 on until all weights are there; imports and the making of the empty model do not count. Peaks are sampled: `private` is
-anonymous memory, `resident` that and the most pages of files. Needs transformers. Nothing here decides a test.
+anonymous memory, `resident` that and the most pages of files. The floor is what this machine takes for the same bytes:
+`preadv` into fresh huge pages, nothing else. Where a host gives a virtual machine its memory at the first touch, this
+is most of every load. Needs transformers. Nothing here decides a test.
 """
 
 from __future__ import annotations
@@ -17,7 +19,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -28,7 +31,11 @@ from safetensors.torch import save_file
 
 import bigload
 from bigload.bench.page_cache_state import CacheState, prepare
+from bigload.checkpoint.byte_source import PositionalReader
+from bigload.loading.schedule import BLOCK_BYTES
+from bigload.machine.huge_pages import Buffer, allocate
 from bigload.machine.process_memory import MemorySampler
+from bigload.machine.thread_pool import default_threads, run_jobs
 from bigload.units import GIB, MIB
 from harness import Goal, in_rounds
 
@@ -37,7 +44,7 @@ if TYPE_CHECKING:
 
 HIDDEN, INNER, EXPERTS, VOCABULARY = 1024, 3584, 8, 32000
 LAYER_BYTES = 2 * 3 * EXPERTS * HIDDEN * INNER
-OURS, DISPATCH, THEIRS = "bigload.load(into=)", "load_checkpoint_and_dispatch", "from_pretrained"
+OURS, DISPATCH, THEIRS, FLOOR = "bigload.load(into=)", "load_checkpoint_and_dispatch", "from_pretrained", "floor"
 
 
 def main() -> None:
@@ -140,19 +147,41 @@ def from_pretrained(folder: Path) -> Callable[[], object]:
     return lambda: peer().MixtralForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
 
 
-LOADS = {OURS: load_into, DISPATCH: load_and_dispatch, THEIRS: from_pretrained}
+def floor(folder: Path) -> Callable[[], object]:
+    """Prepare reads of all files into fresh memory, by a thread for each core."""
+    return lambda: read_whole(sorted(folder.glob("*.safetensors")))
+
+
+def read_whole(files: Sequence[Path]) -> list[Buffer]:
+    """Read `files` into memory in blocks."""
+    buffers = []
+    with ExitStack() as opened:
+        reads = []
+        for file in files:
+            source = PositionalReader(file)
+            opened.callback(source.close)
+            size = file.stat().st_size
+            buffers.append(allocate(size))
+            view = memoryview(buffers[-1])[:size]
+            reads += [(source, view[at : at + BLOCK_BYTES], at) for at in range(0, size, BLOCK_BYTES)]
+        run_jobs(lambda read: read[0].read_into([read[1]], read[2]), reads, threads=default_threads())
+    return buffers
+
+
+LOADS = {OURS: load_into, DISPATCH: load_and_dispatch, THEIRS: from_pretrained, FLOOR: floor}
 
 
 def measured(prepare_load: Callable[[Path], Callable[[], object]], folder: Path) -> dict[str, float]:
     """Load once, and return seconds and peaks beside what was there before."""
     load = prepare_load(folder)
     with MemorySampler() as sampler:
-        began = time.perf_counter()
+        began, used = time.perf_counter(), time.process_time()
         kept = load()
-        seconds = time.perf_counter() - began
+        seconds, processor = time.perf_counter() - began, time.process_time() - used
     del kept
     peak = sampler.peak
-    return {"seconds": seconds, "private": peak.private_bytes, "resident": peak.private_bytes + peak.file_bytes}
+    resident = peak.private_bytes + peak.file_bytes
+    return {"seconds": seconds, "cpu": processor, "private": peak.private_bytes, "resident": resident}
 
 
 def child(name: str, folder: Path, state: CacheState) -> dict[str, float]:
@@ -173,9 +202,11 @@ def show(runs: dict[str, list[dict[str, float]]], num_bytes: int) -> None:
     for name, found in medians.items():
         beside = (found["private"] - num_bytes) / MIB
         private = f"private {found['private'] / GIB:5.2f} GiB ({beside:+.0f} MiB beside the weights)"
-        print(f"{name:<30} {found['seconds']:6.2f} s  {private}  resident {found['resident'] / GIB:5.2f} GiB")
+        seconds = f"{found['seconds']:6.2f} s (CPU {found['cpu']:6.2f})"
+        print(f"{name:<30} {seconds}  {private}  resident {found['resident'] / GIB:5.2f} GiB")
     ours, theirs = medians[OURS], medians[THEIRS]
-    print(Goal(text="load(into=) faster than from_pretrained", value=theirs["seconds"] / ours["seconds"], bound=1.5))
+    faster = statistics.median(a["seconds"] / b["seconds"] for a, b in zip(runs[THEIRS], runs[OURS], strict=True))
+    print(Goal(text="load(into=) faster than from_pretrained, median of rounds", value=faster, bound=1.5))
     peak = 100 * ours["resident"] / theirs["resident"]
     print(Goal(text="resident peak beside from_pretrained's", value=peak, bound=60, is_least=False, unit="%"))
     beside = (ours["private"] - num_bytes) / MIB
