@@ -66,13 +66,15 @@ class Piece:
 class AssembledTensor:
     """A tensor that is made of stored ones, or of parts of them: each element is in one of `pieces`.
 
-    The shape is torch's, which counts pairs of packed 4-bit elements, and so are those of the pieces.
+    The shape is torch's, which counts pairs of packed 4-bit elements, and so are those of the pieces. Where rows of
+    pieces take turns, `shape` has more dimensions than `written_shape`, the tensor's own: row by row they are the same.
     """
 
     name: str
     dtype: DType
     shape: tuple[int, ...]
     pieces: tuple[Piece, ...]
+    written_shape: tuple[int, ...] | None = None
 
     @classmethod
     def of(cls, tensor: TensorInfo | AssembledTensor) -> AssembledTensor:
@@ -90,12 +92,13 @@ class AssembledTensor:
     @property
     def torch_shape(self) -> tuple[int, ...]:
         """Its shape; see `TensorInfo`."""
-        return self.shape
+        return self.shape if self.written_shape is None else self.written_shape
 
     @property
     def stored_shape(self) -> tuple[int, ...]:
         """The shape that a file of it states, which counts each packed 4-bit element."""
-        return (*self.shape[:-1], self.shape[-1] * 2) if self.dtype.bits == 4 and self.shape else self.shape
+        shape = self.torch_shape
+        return (*shape[:-1], shape[-1] * 2) if self.dtype.bits == 4 and shape else shape
 
     @property
     def num_bytes(self) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from bigload.checkpoint.model import AssembledTensor, Checkpoint, Piece, Span, StoredTensor, TensorInfo
 from bigload.conversion.strided_pieces import PiecedTensor, StridedPiece, boxes_of, intersection, row_strides
@@ -19,12 +19,14 @@ class Conversion:
         unexpected: Names of stored tensors that no tensor of the model takes anything of.
         ignored: Those among the rest for which the model's class says that they do not matter.
         problems: Why other tensors of the model cannot be made, a sentence each.
+        written_shapes: Shapes of those whose shape in `tensors` is a finer one, of the same elements row by row.
     """
 
     tensors: Mapping[str, PiecedTensor]
     unexpected: tuple[str, ...] = ()
     ignored: tuple[str, ...] = ()
     problems: tuple[str, ...] = ()
+    written_shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
     def of(self, checkpoint: Checkpoint) -> Mapping[str, StoredTensor]:
         """Return the tensors of the model as `checkpoint` stores them; see `made_of`."""
@@ -36,7 +38,9 @@ class Conversion:
         One that is a stored tensor, or consecutive rows of one, is a `TensorInfo` as any other. Where parts of stored
         tensors are in several files, these are assembled tensors themselves.
         """
-        made = {name: _located(name, tensor, stored) for name, tensor in self.tensors.items()}
+        made = {
+            name: _located(name, tensor, stored, self.written_shapes.get(name)) for name, tensor in self.tensors.items()
+        }
         return dict(sorted(made.items(), key=lambda item: _position(item[1])))
 
 
@@ -45,14 +49,16 @@ def _position(tensor: StoredTensor) -> tuple[str, int]:
     return (first.span.file, first.span.start) if isinstance(first, TensorInfo) else ("", 0)
 
 
-def _located(name: str, tensor: PiecedTensor, stored: Mapping[str, StoredTensor]) -> StoredTensor:
+def _located(
+    name: str, tensor: PiecedTensor, stored: Mapping[str, StoredTensor], written: tuple[int, ...] | None
+) -> StoredTensor:
     whole = stored[tensor.pieces[0].source]
     if tensor == as_stored(whole):
         return replace(whole, name=name)
     pieces = tuple(piece for each in tensor.pieces for piece in _pieces(each, stored[each.source]))
     if len(pieces) == 1 and pieces[0].tensor.strides is None:
-        return TensorInfo(name, whole.dtype, _packed(tensor.shape, whole.dtype), pieces[0].tensor.span)
-    return AssembledTensor(name, whole.dtype, tensor.shape, pieces)
+        return TensorInfo(name, whole.dtype, _packed(written or tensor.shape, whole.dtype), pieces[0].tensor.span)
+    return AssembledTensor(name, whole.dtype, tensor.shape, pieces, written)
 
 
 def as_stored(tensor: StoredTensor) -> PiecedTensor:

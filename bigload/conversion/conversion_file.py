@@ -23,7 +23,9 @@ def conversion_to_values(conversion: Conversion) -> dict[str, object]:
         ]
         for name, tensor in conversion.tensors.items()
     }
-    left = {"unexpected": conversion.unexpected, "ignored": conversion.ignored}
+    left: dict[str, object] = {"unexpected": conversion.unexpected, "ignored": conversion.ignored}
+    if conversion.written_shapes:
+        left["written_shapes"] = dict(conversion.written_shapes)
     return {"sources": list(numbers), "tensors": tensors, **left}
 
 
@@ -44,7 +46,12 @@ def conversion_from_values(found: Mapping[str, Any]) -> Conversion:
         )
         for name, (shape, pieces) in found["tensors"].items()
     }
-    return Conversion(tensors=tensors, unexpected=tuple(found["unexpected"]), ignored=tuple(found["ignored"]))
+    return Conversion(
+        tensors=tensors,
+        unexpected=tuple(found["unexpected"]),
+        ignored=tuple(found["ignored"]),
+        written_shapes={name: tuple(shape) for name, shape in dict(found.get("written_shapes", {})).items()},
+    )
 
 
 def check_pieces(conversion: Conversion, shapes: Mapping[str, Sequence[int]]) -> None:
@@ -63,3 +70,6 @@ def check_pieces(conversion: Conversion, shapes: Mapping[str, Sequence[int]]) ->
                 raise ValueError(f"a piece of {name!r:.100} reaches beyond a tensor")
         if sum(prod(piece.shape) for piece in tensor.pieces) != prod(tensor.shape):
             raise ValueError(f"the pieces of {name!r:.100} do not fill it")
+        written = conversion.written_shapes.get(name, tensor.shape)
+        if not all(isinstance(size, int) and size >= 0 for size in written) or prod(written) != prod(tensor.shape):
+            raise ValueError(f"{name!r:.100} has not as many elements as its shape")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from math import prod
 
 from bigload.conversion.strided_pieces import PiecedTensor, StridedPiece, row_strides
@@ -17,8 +17,10 @@ def inverse_of(
     """Return what those of the `stored` tensors, given by their shapes, are made of that are wholly in `tensors`.
 
     `tensors` are made of stored ones, which lie row by row, and so will they. Of several tensors that each hold all of
-    a stored one, the first is taken.
+    a stored one, the first is taken. The shape of one whose rows or elements take turns has more dimensions than the
+    stored one, which it equals row by row: even and odd rows of `(n, m)` are two boxes of `(n / 2, 2, m)`.
     """
+    stored = _divided_shapes(tensors, stored)
     found: dict[str, dict[str, list[StridedPiece]]] = {}
     for name, tensor in tensors.items():
         distances = row_strides(tensor.shape)
@@ -39,6 +41,28 @@ def inverse_of(
                 inverse[source] = PiecedTensor(shape, tuple(sorted(pieces, key=lambda piece: piece.start)))
                 break
     return inverse
+
+
+def _divided_shapes(
+    tensors: Mapping[str, PiecedTensor], stored: Mapping[str, tuple[int, ...]]
+) -> Mapping[str, tuple[int, ...]]:
+    """Return the stored shapes, divided where pieces take only every second element of a dimension, or third."""
+    steps: dict[str, set[int]] = {}
+    for tensor in tensors.values():
+        for piece in tensor.pieces:
+            found = (step for size, step in zip(piece.shape, piece.strides, strict=True) if size > 1)
+            steps.setdefault(piece.source, set()).update(found)
+    return {name: _divided(shape, sorted(steps.get(name, ()))) for name, shape in stored.items()}
+
+
+def _divided(shape: tuple[int, ...], steps: Iterable[int]) -> tuple[int, ...]:
+    for step in steps:
+        for dim, stride in enumerate(row_strides(shape)):
+            times, rest = divmod(step, stride) if stride else (0, 0)
+            if 1 < times < shape[dim] and not rest and not shape[dim] % times:
+                shape = (*shape[:dim], shape[dim] // times, times, *shape[dim + 1 :])
+                break
+    return shape
 
 
 def _boxes(name: str, offset: int, first: int, dims: list[_Dim], shape: tuple[int, ...]) -> Iterator[StridedPiece]:

@@ -178,7 +178,8 @@ def _way_back(conversion: Conversion, checkpoint: Checkpoint) -> Conversion:
             tensors[name] = PiecedTensor.of(tensor.sources[0], tensor.shape)
         elif all(stored[source].strides is None for source in tensor.sources):
             tensors[name] = tensor
-    inverse = inverse_of(tensors, {name: as_stored(each).shape for name, each in stored.items()})
+    shapes = {name: as_stored(each).shape for name, each in stored.items()}
+    inverse = inverse_of(tensors, shapes)
     lost = sorted(stored.keys() - inverse.keys() - {*_left_over(conversion, checkpoint)})
     if lost:
         raise NamesUnknownError(
@@ -186,7 +187,8 @@ def _way_back(conversion: Conversion, checkpoint: Checkpoint) -> Conversion:
             details=lost,
             hint="keep the stored names",
         )
-    return Conversion(tensors=inverse)
+    finer = {name: shapes[name] for name, tensor in inverse.items() if tensor.shape != shapes[name]}
+    return Conversion(tensors=inverse, written_shapes=finer)
 
 
 def _document(way_back: Conversion, tensors: Mapping[str, TensorInfo | AssembledTensor]) -> bytes:

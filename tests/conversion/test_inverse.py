@@ -1,5 +1,8 @@
 """The inverse of a conversion makes the stored tensors again."""
 
+from math import prod
+
+import pytest
 from hypothesis import given
 from piece_moves import bijections, in_memory, numbered
 
@@ -16,7 +19,7 @@ def test_what_is_made_back_is_what_was_stored(drawn):
     inverse = inverse_of(made, shapes)
     assert inverse.keys() == shapes.keys()
     for name, tensor in inverse.items():
-        assert tensor.shape == shapes[name]
+        assert prod(tensor.shape) == prod(shapes[name])
         assert in_memory(tensor, written) == stored[name]
 
 
@@ -51,3 +54,21 @@ def test_rows_that_are_there_twice_do_not_stand_for_those_that_are_not():
 def test_a_tensor_that_is_used_twice_comes_from_the_first():
     a = PiecedTensor.of("a", (4, 6))
     assert inverse_of({"one": a, "other": a}, {"a": (4, 6)})["a"].sources == ("one",)
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize("apart", [2, 3])
+def test_rows_and_elements_that_take_turns_are_few_boxes(dim, apart):
+    a = PiecedTensor.of("a", (600, 1200))
+    parts = [pieces.sliced(a, dim, start, a.shape[dim], apart) for start in range(apart)]
+    inverse = inverse_of({"made": pieces.concatenated(parts, dim)}, {"a": a.shape})["a"]
+    assert inverse.shape == ((200 * 3 // apart, apart, 1200) if dim == 0 else (600, 400 * 3 // apart, apart))
+    assert len(inverse.pieces) == apart
+
+
+def test_the_turns_of_several_parts_of_a_tensor_are_few_boxes():
+    a = PiecedTensor.of("a", (512, 64))
+    heads = [pieces.sliced(a, 0, start, start + 128) for start in range(0, 512, 128)]
+    turned = [pieces.sliced(head, 0, start, 128, 2) for head in heads for start in (0, 1)]
+    inverse = inverse_of({"made": pieces.concatenated(turned, 0)}, {"a": a.shape})["a"]
+    assert (inverse.shape, len(inverse.pieces)) == ((256, 2, 64), 8)
