@@ -24,7 +24,9 @@ class InflightPool:
         self._limit = limit_bytes
         self._is_prefaulted = is_prefaulted
         self._held = 0
-        self._freed = threading.Condition()
+        # `with` takes the lock itself: Ctrl-C inside of `Condition.__enter__`, which is Python, would leave it locked.
+        self._lock = threading.RLock()
+        self._freed = threading.Condition(self._lock)
         self._idle: list[Buffer] = []
 
     @contextmanager
@@ -32,7 +34,7 @@ class InflightPool:
         self, num_bytes: int, *, waiting: Callable[[], AbstractContextManager[None]] = nullcontext
     ) -> Iterator[None]:
         """Count `num_bytes` as in flight while the context lasts; first wait for room, inside `waiting()`."""
-        with self._freed:
+        with self._lock:
             if not self._has_room(num_bytes):
                 with waiting():
                     self._freed.wait_for(lambda: self._has_room(num_bytes))
@@ -40,7 +42,7 @@ class InflightPool:
         try:
             yield
         finally:
-            with self._freed:
+            with self._lock:
                 self._held -= num_bytes
                 self._freed.notify_all()
 

@@ -6,6 +6,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+from lock_interrupts import assert_leaves_no_lock
 
 from bigload.errors import NotEnoughMemoryError
 from bigload.machine import huge_pages
@@ -123,3 +124,13 @@ def test_closing_a_pool_gives_its_memory_back():
 def mapped_bytes():
     """Return the bytes of address space that this process has mapped."""
     return int(Path("/proc/self/statm").read_text().split()[0]) * mmap.PAGESIZE
+
+
+def test_an_interrupt_never_leaves_the_pool_locked():
+    inflight = InflightPool(10)
+
+    def hold():
+        with inflight.hold(1):
+            pass
+
+    assert_leaves_no_lock(hold)

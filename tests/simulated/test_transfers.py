@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from lock_interrupts import assert_leaves_no_lock
 
 from bigload.checkpoint.byte_source import PositionalReader
 from bigload.loading.staging.accelerators import free_bytes
@@ -462,3 +463,15 @@ def test_a_driver_that_does_not_tell_is_not_an_error(simulation, monkeypatch):
 
     monkeypatch.setattr(type(torch.sim), "mem_get_info", staticmethod(fail))
     assert free_bytes(torch.device("sim:2")) is None
+
+
+@pytest.mark.parametrize("what", ["take", "abort"])
+def test_an_interrupt_never_leaves_the_blocks_locked(simulation, what):
+    def use():
+        if what == "take":
+            transfers.release(transfers.take())
+        else:
+            transfers.abort(ReadFailedError())
+
+    with transfers_to() as transfers:
+        assert_leaves_no_lock(use)

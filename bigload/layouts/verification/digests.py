@@ -154,7 +154,8 @@ class InOrderDigest:
         self.digest = digest
         self.prefixes: dict[int, str] = {}
         self._next = 0
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()  # taken by itself, as in `InflightPool`: Ctrl-C then leaves it unlocked
+        self._changed = threading.Condition(self._lock)
         self._is_aborted = False
 
     def add(self, number: int, start: int, view: memoryview) -> bool:
@@ -163,7 +164,7 @@ class InOrderDigest:
         Bytes that are digested already, of a file that is resumed, are left out. Returns False if an earlier window
         failed.
         """
-        with self._changed:
+        with self._lock:
             self._changed.wait_for(lambda: self._next == number or self._is_aborted)
             if self._is_aborted:
                 return False
@@ -171,13 +172,13 @@ class InOrderDigest:
         self.digest.skip_to(start)
         self.digest.update(view[self.digest.position - start :])
         self.prefixes[self.digest.position] = self.digest.so_far
-        with self._changed:
+        with self._lock:
             self._next += 1
             self._changed.notify_all()
         return True
 
     def abort(self) -> None:
         """Release all waiting threads: a window will never come."""
-        with self._changed:
+        with self._lock:
             self._is_aborted = True
             self._changed.notify_all()

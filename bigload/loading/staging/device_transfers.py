@@ -69,7 +69,8 @@ class Transfers:
         memory, self.is_pinned = _host_memory(num_blocks * block_bytes)
         starts = range(0, num_blocks * block_bytes, block_bytes)
         self._free = deque(HostBlock(memory[start : start + block_bytes], self._new_event()) for start in starts)
-        self._returned = threading.Condition()
+        self._lock = threading.RLock()  # taken by itself, as in `InflightPool`: Ctrl-C then leaves it unlocked
+        self._returned = threading.Condition(self._lock)
         self._ended_by: BaseException | None = None
 
     def take(self) -> HostBlock:
@@ -78,7 +79,7 @@ class Transfers:
         Raises what `abort` was given, also in threads that wait already.
         """
         with self._recorder.span(Phase.WAIT):
-            with self._returned:
+            with self._lock:
                 while not self._free and self._ended_by is None:
                     self._returned.wait()
                 if self._ended_by is not None:
@@ -149,7 +150,7 @@ class Transfers:
 
     def release(self, block: HostBlock) -> None:
         """Give `block` back, sent or not. It is lent again when its copies are done."""
-        with self._returned:  # blocks line up in the order of their events
+        with self._lock:  # blocks line up in the order of their events
             if block in self._free:
                 raise ValueError("a block was released that nobody holds")
             if block._has_copies and block._copied is not None:
@@ -160,7 +161,7 @@ class Transfers:
 
     def abort(self, error: BaseException) -> None:
         """Let no thread wait for a block any more: `take` raises `error`, or what an earlier call gave."""
-        with self._returned:
+        with self._lock:
             self._ended_by = self._ended_by or error
             self._returned.notify_all()
 
@@ -182,7 +183,7 @@ class Transfers:
         closed = ValueError("a block was asked for after the transfers were closed")
         self.abort(closed)
         self.finish()
-        with self._returned:
+        with self._lock:
             self._free.clear()
             self._ended_by = closed  # an error holds its frames, they hold tensors and this: no cycle of it may stay
 

@@ -4,6 +4,7 @@ import pytest
 import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
+from lock_interrupts import assert_leaves_no_lock
 
 from bigload.checkpoint.model import Span, TensorInfo
 from bigload.dtypes import DTYPES
@@ -129,3 +130,7 @@ def test_an_aborted_lane_lets_everybody_go():
     waiting.join()
     assert results == [False]
     assert lane.digest.position == 0
+
+
+def test_an_interrupt_never_leaves_a_lane_locked():
+    assert_leaves_no_lock(InOrderDigest(FileDigest.of(file_of([100], is_raw=True))).abort)
