@@ -180,6 +180,24 @@ def test_a_split_module_runs_where_its_own_parameter_lives(devices, tmp_path, si
     assert_same(model(INPUT), expected)
 
 
+class Scaled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("scale", torch.tensor(8.0), persistent=False)
+        self.first, self.last = nn.Linear(64, 64), nn.Linear(64, 64)
+
+    def forward(self, x):
+        return self.last(self.first(x) * self.scale)
+
+
+def test_a_scalar_that_a_split_module_owns_stays_in_ram(simulation):
+    model = nn.Sequential(Scaled())
+    expected = model(INPUT)
+    dispatch_model(model, {"0.first": 0, "0.last": 1, "0.scale": 1})
+    assert_same(model(INPUT), expected)
+    assert model[0].scale.device.type == "cpu"
+
+
 @pytest.fixture
 def folder(tmp_path):
     folder = tmp_path / "checkpoint"

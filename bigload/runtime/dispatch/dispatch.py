@@ -239,7 +239,7 @@ class ResolvedDeviceMap:
             tied_params_map=tied_params_map,
         )
         for block in self.blocks:
-            if block.name and not block.is_whole:
+            if block.name and not block.is_whole and not _owns_scalars_only(model.get_submodule(block.name)):
                 hook = AlignDevicesHook(
                     execution_device=block.runs_on(main),
                     offload=block.is_offloaded(main),
@@ -447,6 +447,12 @@ def _bring_own_tensors(model: nn.Module, device: DeviceLike, weights: Weights) -
         tensor = model._parameters.get(key, model._buffers.get(key))
         if tensor is not None and tensor.is_meta and key in weights:
             set_module_tensor_to_device(model, key, device, value=weights[key])
+
+
+def _owns_scalars_only(module: nn.Module) -> bool:
+    """Return whether what `module` owns itself are scalars in RAM, which torch computes with on any device."""
+    own = (*module._parameters.values(), *module._buffers.values())
+    return all(tensor.dim() == 0 and tensor.device.type == "cpu" for tensor in own if tensor is not None)
 
 
 def _is_in(name: str, blocks: Mapping[str, bool]) -> bool:
