@@ -3,14 +3,13 @@
 A model may be refused that computes with an offloaded weight of another module. Names are no reason: tensors that
 transformers renames, fuses, splits or reorders while it loads are loaded so here too. An answer that differs from the
 plain model's, or an error of somebody else's, is a failure. Ends with a table of what was refused;
-`BIGLOAD_MODEL_TYPES_TABLE=path` writes it to a file.
+`BIGLOAD_MODEL_TYPES_TABLE=path` appends it to a file.
 """
 
 import logging
 import os
 import subprocess
 import sys
-from collections import Counter
 from pathlib import Path
 
 import model_types
@@ -72,12 +71,12 @@ def loaded_into(kind, folder, _):
 
 
 def dispatched(kind, folder, offload):
-    model = kind.from_pretrained(folder).eval()
+    model = model_types.plain(kind, folder)
     return bigload.dispatch_model(model, half_map(model), offload_dir=offload)
 
 
 def offloaded(kind, folder, _):
-    return bigload.cpu_offload(kind.from_pretrained(folder).eval(), "cpu", prefetch=False)
+    return bigload.cpu_offload(model_types.plain(kind, folder), "cpu", prefetch=False)
 
 
 def by_two_ranks(kind, folder, _):
@@ -121,25 +120,8 @@ WAYS = {
 
 @pytest.fixture(scope="module")
 def outcomes(request):
-    """What came of each type and way; a table of it at the end."""
-    found = {}
-    yield found
-    counts = Counter(outcome.split(":")[0] for outcome in found.values())
-    rows = [f"| {kind} | {way} | {text} |" for (kind, way), text in found.items() if not text.startswith("equal")]
-    lines = [
-        f"{len({kind for kind, _ in found})} types: {dict(counts)}",
-        "",
-        "| type | way | outcome |",
-        "|---|---|---|",
-        *rows,
-    ]
-    path = os.environ.get("BIGLOAD_MODEL_TYPES_TABLE")
-    if path:
-        Path(path).write_text("\n".join(lines) + "\n")
-    writer = request.config.get_terminal_writer()
-    writer.line()
-    for line in lines:
-        writer.line(line)
+    with model_types.table_of_outcomes(request) as found:
+        yield found
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -116,6 +116,46 @@ def test_parts_are_those_of_from_pretrained(tmp_path):
     assert more == []
 
 
+def load_halves(folder, names):
+    """Load a model of each type, saved by rank 0, as the halves of its rows; return what differs and what raised."""
+    rank, found = torch.distributed.get_rank(), []
+    for name in names:
+        path = f"{folder}/{name}"
+        if rank == 0:
+            model_types.saved(transformers, name, path)
+        torch.distributed.barrier()
+        try:
+            found += [f"{name}: {each}" for each in wrong_halves(model_types.class_of(transformers, name), path, rank)]
+        except Exception as error:
+            found.append(f"{name}: {type(error).__name__}: {error}")
+    return found
+
+
+def wrong_halves(kind, folder, rank):
+    expected = kind.from_pretrained(folder).state_dict()
+    model = empty(kind, folder)
+    divide(model, "rows")
+    bigload.load_sharded(model, folder, strict=False)
+    found = model.state_dict(keep_vars=True)
+    yield from expected.keys() ^ found.keys()
+    for name, tensor in found.items():
+        is_divided = hasattr(tensor, "to_local")
+        local = tensor.to_local() if is_divided else tensor
+        part = part_of(expected[name], "rows", rank, is_divided=is_divided)
+        if not (local.dtype == part.dtype and torch.equal(local.nan_to_num(), part.nan_to_num())):
+            yield name
+
+
+PORTION = 50
+"""Types for one pair of processes, which would otherwise start for each."""
+
+
+@pytest.mark.parametrize("first", range(0, len(model_types.NAMES), PORTION))
+def test_two_processes_hold_the_halves_of_every_type(first, tmp_path):
+    names = model_types.NAMES[first : first + PORTION]
+    assert run_ranks(2, load_halves, str(tmp_path), names, patience_seconds=580) == [[], []]
+
+
 def saved(model_type, folder):
     """Save a tiny model of which every weight counts; return its class and the answers of what is loaded from there."""
     kind = model_types.class_of(transformers, model_type)

@@ -3,7 +3,12 @@
 Sizes are set by the names that configurations have for them, in nested configurations as well.
 """
 
+import copy
 import inspect
+import os
+from collections import Counter
+from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 
@@ -249,38 +254,46 @@ def saved(transformers, name, folder):
         if isinstance(module, torch.nn.Embedding) and module.padding_idx is not None:
             module.weight.data[module.padding_idx] = 0  # as `from_pretrained` makes it, whatever was saved
     model.save_pretrained(folder)
-    return kind.from_pretrained(folder).eval()
+    return plain(kind, folder)
+
+
+def plain(kind, folder):
+    """Return what `from_pretrained` makes of a saved model; its experts in the loop whose bits offloaded ones have."""
+    return kind.from_pretrained(folder, experts_implementation="eager").eval()
 
 
 def empty(kind, folder):
-    """Return the model without weights, by the config that was saved with them."""
+    """Return the model without weights, by the config that was saved with them; see `plain`."""
     config = kind.config_class.from_pretrained(folder)
+    config._experts_implementation = "eager"
     with init_empty_weights():
         return kind(config).eval()
 
 
-def outcome(make, plain):
+def outcome(make, plain, *others):
     """Return what comes of the model that `make` returns: whether it has the values of `plain` and answers the same.
 
     Two forwards, since some defects show in the second only. Where `plain` has no answer to tokens alone, values count.
+    Bits depend on where weights begin in memory: in a file that is mapped, as for `plain`, or aligned, as in a copy;
+    and on kernels, so that `others` may be that model on another device.
     """
     try:
-        expected = answers(plain)
+        expected = [answers(each) for each in (plain, copy.deepcopy(plain), *others)]
     except Exception:
-        expected = None
+        expected = []
     try:
         model = make()
         different = [] if model is plain else differences(values(model), values(plain))
         if different:
             return f"wrong: {len(different)} tensors, {', '.join(different[:3])}"
-        if expected is None:
+        if not expected:
             return "equal values"
         first, second = (answers(model) for _ in range(2))
     except BigloadError as error:
         return f"refused: {type(error).__name__}: {error.message}; {(error.hint or '').split(';')[0]}"
     except Exception as error:
         return f"foreign: {type(error).__name__}: {error}".replace("\n", " ")[:300]
-    difference = max(deviation(first, expected), deviation(second, expected))
+    difference = min(max(deviation(first, each), deviation(second, each)) for each in expected)
     if difference == 0:
         return "equal"
     is_steady = not deviation(first, second)
@@ -341,19 +354,42 @@ def values(model):
 
 def answers(model):
     """Return all floating-point tensors that the model answers with, in order."""
+    inputs = inputs_of(model)
+    if not hasattr(model, "hf_device_map") and model.device.type != "meta":
+        inputs = {name: each.to(model.device) for name, each in inputs.items()}
     torch.manual_seed(2)
     with torch.no_grad():
-        return list(tensors_of(model(**inputs_of(model))))
+        return list(tensors_of(model(**inputs)))
 
 
 def tensors_of(value):
-    """Yield copies of the floating-point tensors in an answer, in order."""
+    """Yield copies of the floating-point tensors in an answer, in order, on the CPU."""
     if isinstance(value, torch.Tensor):
         if value.is_floating_point():
-            yield value.clone()
+            yield value.clone().cpu()
     elif isinstance(value, dict):
         for each in value.values():
             yield from tensors_of(each)
     elif isinstance(value, tuple | list):
         for each in value:
             yield from tensors_of(each)
+
+
+@contextmanager
+def table_of_outcomes(request):
+    """Yield a dictionary for what comes of each type and way; print a table of it at the end."""
+    found = {}
+    yield found
+    counts = Counter(outcome.split(":")[0] for outcome in found.values())
+    rows = [
+        f"| {kind} | {way} | {text} |" for (kind, way), text in found.items() if text not in ("equal", "equal values")
+    ]
+    lines = [f"{len({kind for kind, _ in found})} types: {dict(counts)}", ""]
+    lines += ["| type | way | outcome |", "|---|---|---|", *rows]
+    path = os.environ.get("BIGLOAD_MODEL_TYPES_TABLE")
+    if path:
+        with Path(path).open("a") as file:
+            file.write("\n".join(lines) + "\n\n")
+    writer = request.config.get_terminal_writer()
+    for line in ("", *lines):
+        writer.line(line)

@@ -34,6 +34,7 @@ from torch.utils import dlpack
 NAME = "sim"
 NUM_DEVICES = 4
 POISON = 0xFF  # NaN in every float format
+ALIGNMENT = 512  # of all memory, as torch's allocators for devices have it
 
 aten = torch.ops.aten
 
@@ -110,7 +111,8 @@ class Memory:
     """What one storage of a device lies in. Work that is queued keeps the bytes, but not the account."""
 
     def __init__(self, num_bytes, index):
-        self.data = bytearray(max(num_bytes, 1))
+        self.data = bytearray(max(num_bytes, 1) + ALIGNMENT)
+        self.start = -ctypes.addressof(ctypes.c_char.from_buffer(self.data)) % ALIGNMENT
         self.num_bytes = num_bytes
         self.index = index
         self.stream = current_stream(index)
@@ -119,7 +121,7 @@ class Memory:
 
     def bytes(self):
         """Return the memory as a tensor of the CPU."""
-        return torch.frombuffer(self.data, dtype=torch.uint8)
+        return torch.frombuffer(self.data, dtype=torch.uint8, count=max(self.num_bytes, 1), offset=self.start)
 
     def touch(self, access, what):
         """Note `access`; whatever it may not overlap has to be known as done."""
