@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -254,7 +256,8 @@ def _open_sharded(root: Path, index_file: str, path: str) -> Checkpoint:
 def _open_files(
     root: Path, index_file: str | None, files: list[str], path: str, index: ShardIndex | None = None
 ) -> Checkpoint:
-    headers, problems, legacy = _read_headers(root, files, index_file, index)
+    with _meanwhile(partial(_read_config, root), is_local=scheme_of(root).is_local) as read_config:
+        headers, problems, legacy = _read_headers(root, files, index_file, index)
     tensors: dict[str, TensorInfo] = {}
     for header in headers:
         for tensor in header.tensors:
@@ -268,7 +271,7 @@ def _open_files(
         raise InvalidCheckpointError(path, problems)
     if legacy:
         raise LegacyPickleError(path, [root / file for file in files], legacy=legacy)
-    config, config_warnings = _read_config(root)
+    config, config_warnings = read_config()
     return Checkpoint(
         path=path,
         root=root,
@@ -323,6 +326,18 @@ def _each(read: Callable[[str], T], files: list[str], *, is_local: bool) -> Iter
         yield from pool.map(read, files)
     finally:
         pool.shutdown(cancel_futures=True)
+
+
+@contextmanager
+def _meanwhile(read: Callable[[], T], *, is_local: bool) -> Iterator[Callable[[], T]]:
+    """Give `read`; of a remote file, what gives its result, which a thread fetches while the context lasts."""
+    if is_local:
+        yield read
+        return
+    from concurrent.futures import ThreadPoolExecutor
+
+    with ThreadPoolExecutor(1, thread_name_prefix="bigload-config") as pool:
+        yield pool.submit(read).result
 
 
 def _guessed_header_bytes(index: ShardIndex) -> Counter[str]:

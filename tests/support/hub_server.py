@@ -164,7 +164,7 @@ class HubServer:
         is_lfs = path.suffix in (".safetensors", ".bin", ".gguf") or path.stat().st_size >= repository.lfs_bytes
         if key not in repository.etags:
             if not self.hashes:  # sparse files of terabytes
-                repository.etags[key] = hashlib.sha256(str(key).encode()).hexdigest()
+                repository.etags[key] = hashlib.sha256(str(key).encode()).hexdigest()[: 64 if is_lfs else 40]
             elif is_lfs:
                 with path.open("rb") as file:
                     repository.etags[key] = hashlib.file_digest(file, "sha256").hexdigest()

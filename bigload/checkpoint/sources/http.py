@@ -137,7 +137,7 @@ def requested(url: str, headers: Mapping[str, str]) -> Iterator[Answer]:
     _PAUSE.wait(host)
     options = {"headers": dict(headers), "timeout": constants.HF_HUB_DOWNLOAD_TIMEOUT}
     try:
-        if hasattr(client, "stream"):
+        if callable(client.stream):
             with client.stream("GET", url, follow_redirects=True, **options) as response:
                 yield _checked(response, host, response.status_code, response.iter_raw)
         else:
@@ -284,6 +284,7 @@ class HttpSource:
         num_bytes: int | None = None,
     ) -> None:
         self._location = location
+        self._shown = str(location).replace(":/", "://", 1)
         self._url = url
         self._recorder = recorder
         self._headers = headers
@@ -294,13 +295,13 @@ class HttpSource:
     def read_into(self, buffers: Sequence[memoryview], offset: int) -> None:
         """Fill all of `buffers`; see `ByteSource`."""
         views = [buffer.cast("B") for buffer in buffers if buffer.nbytes]
-        total, done, retries = sum(view.nbytes for view in views), 0, _Retries(self._location)
+        total, done, retries = sum(view.nbytes for view in views), 0, _Retries(self._shown)
         with self._recorder.span(Phase.READ, num_bytes=total, file=self._location.name):
             while done < total:
                 try:
                     for chunk in self._chunks(offset + done, offset + total):
                         if done + len(chunk) > total:
-                            raise ReadError(self._location, "the server sent more than was asked for")
+                            raise ReadError(self._shown, "the server sent more than was asked for")
                         _copy(chunk, views, done)
                         done += len(chunk)
                     if done < total:
@@ -309,7 +310,7 @@ class HttpSource:
                     retries.failed(error, done)
                 except HttpStatusError as error:
                     if error.status == 416 and (end := _EMPTY_RANGE.search(error.headers.get("content-range", ""))):
-                        raise ended_early(self._location, int(end[1]), missing=total - done) from None
+                        raise ended_early(self._shown, int(end[1]), missing=total - done) from None
                     refused = self._refuse(self._location, error)
                     raise refused from refused.__cause__
 
@@ -326,7 +327,7 @@ class HttpSource:
     def _check(self, answer: Answer, start: int, stop: int) -> None:
         encoding = answer.headers.get("content-encoding", "identity")
         if encoding != "identity":
-            raise ReadError(self._location, f"the server sent it encoded as {encoding:.30}, expected plain bytes")
+            raise ReadError(self._shown, f"the server sent it encoded as {encoding:.30}, expected plain bytes")
         if answer.etag is not None:
             self._etag = self._etag or answer.etag
             if answer.etag != self._etag:
@@ -334,22 +335,22 @@ class HttpSource:
         if answer.status == 200:
             if start or answer.headers.get("content-length") != str(stop):
                 text = "the server does not support byte ranges (status 200, expected 206)"
-                raise ReadError(self._location, text, hint=_NO_RANGES_HINT)
+                raise ReadError(self._shown, text, hint=_NO_RANGES_HINT)
             return
         found = _CONTENT_RANGE.fullmatch(answer.headers.get("content-range", ""))
         if found is None or int(found[1]) != start or int(found[2]) >= stop:
             shown = answer.headers.get("content-range", "none")
             text = f"asked for bytes {start}-{stop - 1}, the server answers {answer.status} with {shown:.60}"
-            raise ReadError(self._location, text)
+            raise ReadError(self._shown, text)
         if found[3] == "*":
             return
         if self._num_bytes not in (None, int(found[3])):
             self._changed(f"{self._num_bytes} bytes expected, {found[3]} found")
         if int(found[3]) < stop:
-            raise ended_early(self._location, int(found[3]), missing=stop - int(found[3]))
+            raise ended_early(self._shown, int(found[3]), missing=stop - int(found[3]))
 
     def _changed(self, text: str) -> None:
-        raise ReadError(self._location, f"it changed since the checkpoint was opened: {text}")
+        raise ReadError(self._shown, f"it changed since the checkpoint was opened: {text}")
 
 
 def _copy(chunk: bytes, views: Sequence[memoryview], position: int) -> None:
@@ -400,7 +401,7 @@ def _pinned(location: Path) -> Path:
 
 def _identity(location: Path) -> SourceIdentity:
     """Ask for the first byte: unlike HEAD, that shows whether ranges are supported, and gets past signed addresses."""
-    retries = _Retries(location)
+    retries = _Retries(url_of(location))
     while True:
         try:
             headers = {"Range": "bytes=0-0", "Accept-Encoding": "identity"}
