@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from hashlib import sha256
 from pathlib import Path
 
 from bigload.documents import DocumentError, check_schema, parse_json, read_file
@@ -31,8 +32,15 @@ class ExpertStats:
         """The uses by the name of each expert, `layers.0.mlp.experts.7`."""
         return {f"{name}.{number}": count for name, uses in self.uses.items() for number, count in enumerate(uses)}
 
-    def check(self, num_experts: Mapping[str, int]) -> None:
+    @property
+    def sha256(self) -> str:
+        """Digest of the record, whatever its file looks like."""
+        return sha256(self.to_json().encode()).hexdigest()
+
+    def check(self, num_experts: Mapping[str, int], *, is_complete: bool = False) -> None:
         """Raise unless the model has all recorded experts: `num_experts` are its numbers of experts by module.
+
+        With `is_complete`, raise as well unless all experts of the model are recorded.
 
         Raises:
             OptionError: the record is of another model.
@@ -42,6 +50,12 @@ class ExpertStats:
             for name, uses in self.uses.items()
             if num_experts.get(name) != len(uses)
         ]
+        if is_complete:
+            other += [
+                f"{name} has {counted(number, 'expert')}, none were recorded"
+                for name, number in num_experts.items()
+                if name not in self.uses
+            ]
         if other:
             raise OptionError(
                 f"the recorded experts are those of another model: {counted(len(other), 'module')} of it differ",

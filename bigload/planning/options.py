@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from pathlib import Path
 from typing import TypedDict, TypeVar, Unpack
 
 from bigload.devices import Device
 from bigload.dtypes import DType, parse_dtype
 from bigload.errors import OptionError
 from bigload.planning.choices import Attention, Balance, Experts, NameScheme, Order, Policy
+from bigload.planning.expert_stats import ExpertStats
 from bigload.planning.policy_registry import policy_named
 from bigload.planning.workload import Workload
 from bigload.units import GIB, format_size, parse_size
@@ -53,6 +55,7 @@ class PlanOptions:
         no_split: Patterns of modules to keep whole, instead of the blocks that are found.
         keep_extra_layers: Whether layers that no ordinary forward pass runs are placed too.
         names: Whose names the device map speaks.
+        expert_stats: How often experts were used in a recorded run. The most used stay on the device that runs them.
     """
 
     policy: str = Policy.OPTIMAL
@@ -66,6 +69,7 @@ class PlanOptions:
     no_split: tuple[str, ...] = ()
     keep_extra_layers: bool = False
     names: NameScheme = NameScheme.CHECKPOINT
+    expert_stats: ExpertStats | None = None
 
     def __post_init__(self) -> None:
         """Check what contradicts itself.
@@ -82,6 +86,16 @@ class PlanOptions:
                 f"the {self.policy} policy keeps experts with their block",
                 hint="leave out --policy, or leave out --experts split",
             )
+        if self.expert_stats is not None:
+            together = {
+                f"the {self.policy} policy keeps experts with their block": not entry.splits_experts,
+                "--experts block keeps experts with their block": self.experts is Experts.BLOCK,
+                "--names transformers plans for transformers, which loads all experts of a block": (
+                    self.names is NameScheme.TRANSFORMERS
+                ),
+            }
+            if problems := [text for text, holds in together.items() if holds]:
+                raise OptionError("--expert-stats places experts one by one", details=problems, hint="leave it out")
 
     def overhead_of(self, device: Device) -> int:
         """Return the bytes of overhead on a device that runs something; none on cpu, which has no context."""
@@ -111,6 +125,7 @@ class PlanKeywords(TypedDict, total=False):
     no_split: Sequence[str]
     mtp: bool
     names: NameScheme | str
+    expert_stats: ExpertStats | str | Path | None
 
 
 def options_of(**keywords: Unpack[PlanKeywords]) -> PlanOptions:
@@ -147,7 +162,12 @@ def options_of(**keywords: Unpack[PlanKeywords]) -> PlanOptions:
         no_split=_patterns("no_split", keywords.get("no_split", ())),
         keep_extra_layers=_flag("mtp", keywords.get("mtp", False)),
         names=_word("names", keywords.get("names", default.names), NameScheme),
+        expert_stats=_stats(keywords.get("expert_stats")),
     )
+
+
+def _stats(value: ExpertStats | str | Path | None) -> ExpertStats | None:
+    return value if value is None or isinstance(value, ExpertStats) else ExpertStats.read(Path(value))
 
 
 def _policy(name: str) -> str:

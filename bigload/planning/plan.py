@@ -36,7 +36,7 @@ class DeviceUse:
         logits_bytes: What the head returns, if it runs there.
         activation_bytes: One buffer for what blocks compute.
         overhead_bytes: What the device takes besides: context, kernels, slack.
-        workspace_bytes: Room for streamed weights.
+        workspace_bytes: Room for streamed weights, and for experts that stay on the execution device.
         modules: Keys of the device map, in execution order.
     """
 
@@ -76,6 +76,34 @@ class PlanNote:
     text: str
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResidentExperts:
+    """Routed experts of blocks that are elsewhere, which stay on the execution device because they are used most.
+
+    Attributes:
+        experts: Their numbers, by the module that holds them in the model that runs.
+        num_bytes: Room for them, a part of the workspace of the execution device.
+        num_uses: How often a recorded run used them.
+        num_recorded: How often it used any expert of blocks that are elsewhere.
+        stats_sha256: Digest of the record.
+    """
+
+    experts: Mapping[str, tuple[int, ...]]
+    num_bytes: int
+    num_uses: int
+    num_recorded: int
+    stats_sha256: str
+
+    @property
+    def num_experts(self) -> int:
+        return sum(map(len, self.experts.values()))
+
+    def __str__(self) -> str:
+        share = self.num_uses / (self.num_recorded or 1)
+        used = counted(self.num_experts, "most used expert")
+        return f"{used}, {format_size(self.num_bytes)}, with {share:.0%} of recorded uses"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Plan:
     """Where every tensor of a checkpoint goes.
@@ -91,10 +119,12 @@ class Plan:
         devices: One row per device of the budget, in its order.
         certificate: How far from the best the plan is at most.
         num_device_changes: How often a forward pass moves on to another device.
-        token_bytes: Weights that one token needs from RAM and from disk, for routed experts those chosen.
+        token_bytes: Weights that one token needs from RAM and from disk, for routed experts those chosen; less what
+            is expected to hit `resident_experts`.
         left_out: Modules without a device, because no ordinary forward pass runs them.
         shared: Stored tensors that take no memory, because they are copies of others.
         renamed: Names that `options.names` asks for to device, `None` where they are those of the checkpoint.
+        resident_experts: Experts that stay on the execution device; `None` without recorded uses, or room for one.
         notes: Whatever else there is to know.
     """
 
@@ -111,6 +141,7 @@ class Plan:
     left_out: tuple[str, ...] = ()
     shared: tuple[str, ...] = ()
     renamed: Mapping[str, Device] | None = None
+    resident_experts: ResidentExperts | None = None
     notes: tuple[PlanNote, ...] = ()
 
     @property
@@ -335,6 +366,8 @@ def streaming_lines(plan: Plan) -> list[str]:
         ahead = all(note.code != "no-prefetch" for note in plan.notes)
         held = "two streamed modules: one computes, the next arrives" if ahead else "the largest streamed module"
         lines.append(f"Workspace holds {held}.")
+    if plan.resident_experts is not None:
+        lines.append(f"It also holds the {plan.resident_experts}.")
     return lines
 
 

@@ -30,11 +30,13 @@ from bigload.errors import (
 from bigload.planning.model.config import ModelConfig
 from bigload.planning.model.module_tree import build_tree
 from bigload.planning.model.mtp_layers import extra_layers
+from bigload.planning.model.structure import read_structure
 from bigload.planning.model.ties import find_ties
 from bigload.planning.module_names import in_memory_names, rename_device_map
 from bigload.planning.options import PlanKeywords, PlanOptions, options_of
 from bigload.planning.placement.optimality import Certificate, Verdict
-from bigload.planning.plan import TERMS, DeviceUse, Plan, PlanNote, recount
+from bigload.planning.plan import TERMS, DeviceUse, Plan, PlanNote, ResidentExperts, recount
+from bigload.planning.resident_experts import layers_of
 from bigload.units import MAX_SIZE, MIB
 
 SCHEMA = "bigload.plan/1.1"
@@ -42,6 +44,8 @@ SCHEMA = "bigload.plan/1.1"
 _BOUNDS = ("offloaded_bytes", "least_offloaded_bytes", "disk_bytes", "least_disk_bytes", "largest_bytes")
 
 _HOW = "make one with: bigload plan PATH -m DEVICE=SIZE -o plan.json"
+
+_RESIDENT_COUNTS = ("num_bytes", "num_uses", "num_recorded")
 
 MAX_PLAN_BYTES = 256 * MIB
 """No plan is larger: one of 100,000 modules takes 10 MiB."""
@@ -83,6 +87,7 @@ def plan_document(plan: Plan) -> dict[str, object]:
             for use in plan.devices
         ],
         "num_device_changes": plan.num_device_changes,
+        "resident_experts": _resident_document(plan.resident_experts),
         "token_bytes": {str(device): num_bytes for device, num_bytes in plan.token_bytes.items()},
         "certificate": {
             "verdict": str(plan.certificate.verdict),
@@ -91,6 +96,14 @@ def plan_document(plan: Plan) -> dict[str, object]:
         },
         "notes": [{"code": note.code, "text": note.text} for note in plan.notes],
     }
+
+
+def _resident_document(resident: ResidentExperts | None) -> dict[str, object]:
+    if resident is None:
+        return {**dict.fromkeys(_RESIDENT_COUNTS, 0), "stats_sha256": None, "experts": {}}
+    experts = {module: list(numbers) for module, numbers in resident.experts.items()}
+    counts = {name: getattr(resident, name) for name in _RESIDENT_COUNTS}
+    return {**counts, "stats_sha256": resident.stats_sha256, "experts": experts}
 
 
 def _options_document(options: PlanOptions) -> dict[str, object]:
@@ -252,6 +265,8 @@ def check_plan(plan: Plan, checkpoint: Checkpoint, *, source: str = "the plan") 
         if wrong:
             _refuse(source, f"it leaves out {', '.join(wrong)}, which a forward pass runs")
     _check_names(plan, checkpoint, source)
+    if plan.resident_experts is not None and (problem := _resident_problem(plan, plan.resident_experts, checkpoint)):
+        _refuse(source, problem)
     counted = recount(plan, checkpoint.tensors.values())
     for use in plan.devices:
         if counted[use.device] != use.weights_bytes:
@@ -259,6 +274,19 @@ def check_plan(plan: Plan, checkpoint: Checkpoint, *, source: str = "the plan") 
                 source,
                 f"it gives {use.device} {use.weights_bytes} bytes of weights, its device map {counted[use.device]}",
             )
+
+
+def _resident_problem(plan: Plan, resident: ResidentExperts, checkpoint: Checkpoint) -> str | None:
+    structure = read_structure(checkpoint, plan.options)
+    layers = {layer.name: layer for layer in layers_of(structure, resident.experts)}
+    num_bytes = 0
+    for name, numbers in resident.experts.items():
+        if name not in layers or (numbers and numbers[-1] >= layers[name].num_experts):
+            return f"it keeps experts of {name} resident, which {checkpoint.name} does not have"
+        num_bytes += len(numbers) * layers[name].expert_bytes
+    if num_bytes != resident.num_bytes:
+        return f"it gives resident experts {resident.num_bytes} bytes, they have {num_bytes}"
+    return None
 
 
 def _check_names(plan: Plan, checkpoint: Checkpoint, source: str) -> None:
@@ -325,9 +353,30 @@ def _plan(document: dict[str, object]) -> Plan:
         renamed=None
         if document["renamed_device_map"] is None
         else _homes(_typed(document, "renamed_device_map", dict)),
+        resident_experts=_resident(document, uses, execution),
         notes=tuple(
             PlanNote(code=_typed(n, "code", str), text=_typed(n, "text", str)) for n in _typed(document, "notes", list)
         ),
+    )
+
+
+def _resident(document: Mapping[str, object], uses: list[DeviceUse], execution: Device) -> ResidentExperts | None:
+    if "resident_experts" not in document:  # a plan made before there were any
+        return None
+    entry = _typed(document, "resident_experts", dict)
+    experts = {str(module): numbers for module, numbers in _typed(entry, "experts", dict).items()}
+    if not experts:
+        return None
+    for module, numbers in experts.items():
+        if not isinstance(numbers, list) or numbers != sorted({_count(number, module) for number in numbers}):
+            raise TypeError(f"the resident experts of {module!r} are {numbers!r:.60}, expected ascending numbers")
+    counts = {name: _count(entry[name], name) for name in _RESIDENT_COUNTS}
+    if counts["num_bytes"] > sum(use.workspace_bytes for use in uses if use.device == execution):
+        raise ValueError(f"the workspace of {execution} is less than its resident experts")
+    return ResidentExperts(
+        experts={module: tuple(numbers) for module, numbers in experts.items()},
+        stats_sha256=_typed(entry, "stats_sha256", str),
+        **counts,
     )
 
 
@@ -345,7 +394,9 @@ def _names(document: Mapping[str, object], key: str) -> tuple[str, ...]:
 def _options(document: Mapping[str, object]) -> PlanOptions:
     """Return the options, checked as those of the command line are, except that sizes are numbers."""
     entry = _typed(document, "options", dict)
-    keywords = {key: entry[key] for key in PlanKeywords.__annotations__ if key not in ("policy", "attention")}
+    keywords = {
+        key: entry[key] for key in PlanKeywords.__annotations__ if key not in ("policy", "attention", "expert_stats")
+    }
     keywords["no_split"] = _names(entry, "no_split")
     for key in ("overhead", "disk_bandwidth", "link_bandwidth"):
         if keywords[key] is not None:

@@ -20,7 +20,7 @@ from bigload.planning.model.units import with_dense_held
 from bigload.planning.module_names import in_memory_names, rename_device_map
 from bigload.planning.notes import notes_on, tie_homes
 from bigload.planning.options import PlanKeywords, PlanOptions, options_of
-from bigload.planning.placement.optimality import certify
+from bigload.planning.placement.optimality import Verdict, certify
 from bigload.planning.placement.policies.optimal import token_cost
 from bigload.planning.placement.problem import (
     Misfit,
@@ -33,6 +33,7 @@ from bigload.planning.placement.problem import (
 from bigload.planning.placement.solve import Solution, place_by, solve
 from bigload.planning.plan import DeviceUse, Plan, PlanNote, recount
 from bigload.planning.policy_registry import policy_named
+from bigload.planning.resident_experts import best_by_uses, checked_layers, expected_units, resident_experts
 
 
 def plan(
@@ -47,8 +48,8 @@ def plan(
     `max_memory` maps devices to sizes, `{"cuda:0": "22GiB", "cpu": "64GiB"}`, or is `"auto"`. What finds no room goes
     to disk, unless `disk=False` (`--no-disk`) or a limit of 0 forbids that. Other keywords are those of the command
     line, with the same defaults: `policy`, `context`, `batch`, `dtype`, `kv_dtype`, `attention`, `overhead`, `balance`,
-    `order`, `experts`, `prefetch`, `no_split`, `mtp`, `names`, `disk_bandwidth`, `link_bandwidth` (`PlanOptions` says
-    what they mean).
+    `order`, `experts`, `prefetch`, `no_split`, `mtp`, `names`, `disk_bandwidth`, `link_bandwidth`, `expert_stats`
+    (`PlanOptions` says what they mean).
 
     Raises:
         DoesNotFitError: the policy found no placement that keeps every limit; the error says what is short where.
@@ -108,7 +109,20 @@ def problem_of(
 
 
 def place(structure: ModelStructure, budget: MemoryBudget, options: PlanOptions) -> Solution | Misfit:
-    """Place a model, with its experts apart from their blocks where that is asked for or streams less per token."""
+    """Place a model, with its experts apart from their blocks where that is asked for or streams less per token.
+
+    Raises:
+        OptionError: recorded uses of experts are those of another model.
+    """
+    plain = _place(structure, budget, options)
+    if options.expert_stats is None:
+        return plain
+    layers = checked_layers(structure, options.expert_stats)
+    problem = problem_of(structure, budget, options, split_experts=True)
+    return best_by_uses(plain if isinstance(plain, Solution) else None, problem, layers, options.expert_stats) or plain
+
+
+def _place(structure: ModelStructure, budget: MemoryBudget, options: PlanOptions) -> Solution | Misfit:
     if options.experts is Experts.SPLIT and structure.experts:
         return _dense_first(structure, budget, options)
     best = solve(problem_of(structure, budget, options), options.policy)
@@ -154,12 +168,19 @@ def _plan(structure: ModelStructure, budget: MemoryBudget, options: PlanOptions,
         for part in unit.parts
     }
     token_bytes: dict[Device, int] = {}
-    for unit, device in zip(solution.problem.units, placement.devices, strict=True):
+    units, resident, certificate = solution.problem.units, None, certify(solution.problem, placement)
+    if options.expert_stats is not None:
+        layers = checked_layers(structure, options.expert_stats)
+        resident = resident_experts(solution, layers, options.expert_stats)
+        units = expected_units(solution, layers, options.expert_stats)
+        if token_cost(solution.problem, placement):  # what is proven is not proven of recorded uses
+            certificate = replace(certificate, verdict=Verdict.BOUNDED)
+    for unit, device in zip(units, placement.devices, strict=True):
         if not device.is_accelerator:
             token_bytes[device] = token_bytes.get(device, 0) + unit.token_bytes
     homes |= tie_homes(structure.ties, homes)
     homes = {name: homes[name] for name in structure.in_execution_order(homes)}
-    devices = tuple(_device_uses(budget, options, solution, homes))
+    devices = tuple(_device_uses(budget, options, solution, homes, 0 if resident is None else resident.num_bytes))
     notes = list(notes_on(structure, budget, options, solution, devices))
     renamed = None
     if options.names is not NameScheme.CHECKPOINT:
@@ -170,24 +191,26 @@ def _plan(structure: ModelStructure, budget: MemoryBudget, options: PlanOptions,
         checkpoint_path=structure.checkpoint.path,
         total_bytes=structure.checkpoint.total_bytes,
         shards=fingerprint(structure.checkpoint),
-        options=options,
+        options=replace(options, expert_stats=None),
         execution_device=placement.execution_device,
         homes=homes,
         devices=devices,
-        certificate=certify(solution.problem, placement),
+        certificate=certificate,
         num_device_changes=num_device_changes(solution.problem, placement),
         token_bytes=token_bytes,
         left_out=structure.left_out,
         shared=structure.shared,
         renamed=renamed,
+        resident_experts=resident,
         notes=tuple(notes),
     )
 
 
 def _device_uses(
-    budget: MemoryBudget, options: PlanOptions, solution: Solution, homes: Mapping[str, Device]
+    budget: MemoryBudget, options: PlanOptions, solution: Solution, homes: Mapping[str, Device], resident_bytes: int
 ) -> Iterator[DeviceUse]:
     loads = device_loads(solution.problem, solution.placement)
+    extra = {solution.placement.execution_device: resident_bytes}
     for device, limit in budget:
         load = loads.get(device)
         overhead = options.overhead_of(device) if load is not None and load.fixed else 0
@@ -199,7 +222,7 @@ def _device_uses(
             logits_bytes=load.logits if load else 0,
             activation_bytes=load.fixed - overhead if load else 0,
             overhead_bytes=overhead,
-            workspace_bytes=load.workspace if load else 0,
+            workspace_bytes=load.workspace + extra.get(device, 0) if load else 0,
             modules=tuple(module for module, home in homes.items() if home == device),
         )
 

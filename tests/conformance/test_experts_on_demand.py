@@ -24,10 +24,13 @@ OTHERS = (
 OUTSIDE = ("jetmoe", "nllb-moe", "switch_transformers")
 
 
-def made(model_type, dtype=torch.float32):
+def made(model_type, dtype=torch.float32, **changes):
     kind = model_types.class_of(transformers, model_type)
+    config = model_types.configuration(transformers, model_type)
+    for name, value in changes.items():
+        setattr(config, name, value)
     torch.manual_seed(0)
-    model = kind(model_types.configuration(transformers, model_type)).eval().to(dtype)
+    model = kind(config).eval().to(dtype)
     model.set_experts_implementation("eager")
     return model
 
@@ -88,5 +91,24 @@ def test_run_stats_records_experts_that_later_runs_keep(tmp_path):
     with bigload.init_empty_weights(include_buffers=False):
         empty = type(plain)(plain.config).eval()
     model = bigload.load_checkpoint_and_dispatch(empty, tmp_path / "model", {"": "disk"}, experts_on_demand=file)
+    expected = model_types.answers(plain)
+    assert all(torch.equal(*pair) for pair in zip(model_types.answers(model), expected, strict=True))
+
+
+@pytest.mark.parametrize(("model_type", "count"), [("mixtral", "num_local_experts"), ("qwen3_moe", "num_experts")])
+def test_a_plan_keeps_the_experts_that_a_run_used_most(model_type, count, tmp_path):
+    plain = made(model_type, **{count: 24})
+    plain.save_pretrained(tmp_path / "model")
+    words = ["run-stats", str(tmp_path / "model"), "--tokens", "32", "--experts", str(tmp_path / "experts.json")]
+    subprocess.run([sys.executable, "-m", "bigload_cli", *words], check=True, capture_output=True)
+    experts = sum(each.nbytes for name, each in plain.named_parameters() if ".experts." in name)
+    room = sum(each.nbytes for each in plain.parameters()) - experts // 2
+    plan = bigload.plan(tmp_path / "model", {"cpu": room}, expert_stats=tmp_path / "experts.json")
+    stay = {f"{name}.{number}" for name, numbers in plan.resident_experts.experts.items() for number in numbers}
+    with bigload.init_empty_weights(include_buffers=False):
+        empty = type(plain)(plain.config).eval()
+    model = bigload.load_and_dispatch(empty, plan, resident_bytes=0)
+    assert stay
+    assert set(fetched_experts(model)) == stay
     expected = model_types.answers(plain)
     assert all(torch.equal(*pair) for pair in zip(model_types.answers(model), expected, strict=True))

@@ -122,7 +122,7 @@ def keys_printed(value):
         return set().union(*map(keys_printed, value))
     if not isinstance(value, dict):
         return set()
-    maps = ("device_map", "renamed_device_map", "token_bytes")
+    maps = ("device_map", "renamed_device_map", "token_bytes", "experts")
     below = ((key, {()} if key in maps else {()} | keys_printed(inner)) for key, inner in value.items())
     return {(key, *path) for key, paths in below for path in paths}
 
@@ -194,7 +194,7 @@ def test_a_file_that_is_no_text_is_refused(tmp_path):
 @pytest.mark.parametrize(
     "path",
     [
-        *((key,) for key in DOCUMENT if key != "schema"),
+        *((key,) for key in DOCUMENT if key not in ("schema", "resident_experts")),
         *(("checkpoint", key) for key in DOCUMENT["checkpoint"]),
         *(("options", key) for key in DOCUMENT["options"] if key != "attention"),
         *(("certificate", key) for key in ("verdict", *BOUNDS)),
@@ -209,6 +209,11 @@ def test_a_plan_without_one_of_its_values_is_refused(document, path):
         holder = holder[step]
     del holder[key]
     assert key in refused(document)
+
+
+def test_a_plan_made_before_experts_could_stay_is_read(checkpoint, document):
+    del document["resident_experts"]
+    assert plan_from_json(json.dumps(document)) == made_of(checkpoint, {"cuda:0": 2500, "cpu": 9000, "disk": 9000})
 
 
 def test_a_plan_of_the_first_version_has_to_be_made_anew(document):
@@ -251,6 +256,9 @@ def test_a_gap_in_blocks_is_worked_out_anew(document):
         ("token_bytes", {"cpu": True}),
         ("token_bytes", {"cpu": 10**400}),
         ("certificate", []),
+        ("resident_experts", []),
+        ("resident_experts", {"experts": []}),
+        ("resident_experts", {"experts": {"a": [0]}}),
     ],
 )
 def test_a_value_of_the_wrong_kind_is_refused(document, key, value):

@@ -51,12 +51,14 @@ def compare(
 ) -> tuple[PolicyOutcome, ...]:
     """Return what the policy of `options`, and then each of `policies`, makes of the same question.
 
-    Policies that cannot place experts apart from their blocks keep them there whatever `options` say.
+    Policies that cannot place experts apart from their blocks keep them there whatever `options` say. Recorded uses of
+    experts are left out: a token is counted to use all alike.
     """
     outcomes = []
     for policy in dict.fromkeys((options.policy, *policies)):
         may_split = policy_named(policy).splits_experts or options.experts is not Experts.SPLIT
-        asked = replace(options, policy=policy, experts=options.experts if may_split else Experts.BLOCK)
+        experts = options.experts if may_split else Experts.BLOCK
+        asked = replace(options, policy=policy, experts=experts, expert_stats=None)
         outcomes.append(_outcome(policy, place(structure, budget, asked)))
     return tuple(outcomes)
 

@@ -13,12 +13,14 @@ from itertools import pairwise
 from bigload.devices import CPU, DISK, Device
 from bigload.planning.choices import Balance
 from bigload.planning.model.module_tree import key_above
-from bigload.planning.model.units import Part, UnitKind
+from bigload.planning.model.units import Part, Unit, UnitKind
+from bigload.planning.module_table import ranges
 from bigload.planning.placement.policies.bounds import lower_bound
 from bigload.planning.placement.policies.optimal import token_seconds
 from bigload.planning.placement.problem import (
     DeviceLoad,
     Placement,
+    PlacementProblem,
     device_loads,
     fullest_share,
     keeps_limits,
@@ -28,6 +30,7 @@ from bigload.planning.plan import PlanNote
 from bigload.planning.planner import PlanDetails
 from bigload.planning.policy_registry import policy_named
 from bigload.planning.questions.name_lookup import name_in_checkpoint
+from bigload.planning.resident_experts import layers_of
 from bigload.units import counted, format_size
 
 _OUT_OF_ORDER = ", but modules would not be in order on the accelerators"
@@ -210,7 +213,7 @@ class _Trials:
     """
 
     def __init__(self, details: PlanDetails) -> None:
-        self.details, self.problem = details, details.solution.problem
+        self.details, self.problem = details, _with_resident_experts(details)
         self.base = replace(details.solution.placement, num_in_flight=self.problem.num_in_flight)
         self.loads = device_loads(self.problem, self.base)
         self.seconds = token_seconds(self.problem, self.base)
@@ -238,6 +241,16 @@ class _Trials:
         accelerators = self.problem.budget.accelerators
         order = [accelerators.index(device) for device in ranges]
         return len(set(order)) == len(order) and (self.problem.any_order or all(a < b for a, b in pairwise(order)))
+
+
+def _with_resident_experts(details: PlanDetails) -> PlacementProblem:
+    """Return the problem of a plan with what its resident experts take, so that no trial gives it away."""
+    problem, plan = details.solution.problem, details.plan
+    if plan.resident_experts is None:
+        return problem
+    device = plan.execution_device
+    taken = problem.fixed_bytes.get(device, 0) + plan.resident_experts.num_bytes
+    return replace(problem, fixed_bytes={**problem.fixed_bytes, device: taken})
 
 
 def _reasons(subject: _Subject, trials: _Trials) -> Iterator[PlanNote]:
@@ -300,9 +313,22 @@ def _on_experts(subject: _Subject) -> Iterator[PlanNote]:
             where = f"{units[index - 1].name} is on {homes[index - 1]}"
             text = f"routed experts, placed apart from the rest of their block ({where})"
             yield PlanNote(code="experts", text=text)
+            yield from _on_resident_experts(units[index], subject.details)
         elif index + 1 < len(units) and units[index + 1].is_routed and index + 1 not in subject.indexes:
             text = f"its routed experts are placed apart, {units[index + 1].name} on {homes[index + 1]}"
             yield PlanNote(code="experts", text=text)
+
+
+def _on_resident_experts(unit: Unit, details: PlanDetails) -> Iterator[PlanNote]:
+    resident = details.plan.resident_experts
+    if resident is None:
+        return
+    modules = tuple(part.name for part in unit.parts)
+    for layer in layers_of(details.structure, resident.experts):
+        if layer.modules == modules and (numbers := resident.experts.get(layer.name)):
+            device, number = details.plan.execution_device, counted(layer.num_experts, "expert")
+            text = f"{len(numbers)} of its {number} stay on {device}, those that were used most: {ranges(numbers)}"
+            yield PlanNote(code="resident-experts", text=text)
 
 
 def _on_streaming(streamed: Sequence[int], trials: _Trials) -> Iterator[PlanNote]:

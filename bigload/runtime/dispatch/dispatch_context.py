@@ -82,7 +82,7 @@ def dispatch(
             skip_keys=skip_keys,
             preload_module_classes=preload_module_classes,
             force_hooks=True,
-            streaming=streaming_of(made, prefetch, prefetch_bytes, resident_bytes),
+            streaming=streaming_of(made, prefetch, prefetch_bytes, resident_bytes, model=model),
         )
         if any(tensor.is_meta for each in before for _, tensor in each.tensors):
             _hide_from_loading(model, made)

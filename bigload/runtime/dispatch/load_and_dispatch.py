@@ -13,10 +13,10 @@ from torch import nn
 
 from bigload.checkpoint.source import open_checkpoint
 from bigload.conversion.checkpoint_view import CheckpointView
-from bigload.errors import CheckpointError, LegacyPickleError, OptionError
+from bigload.errors import CheckpointError, InvalidPlanError, LegacyPickleError, OptionError
 from bigload.layouts.kinds.device_folders import PLAN_FILE
 from bigload.loading.memory_errors import memory_errors
-from bigload.planning.plan import Plan
+from bigload.planning.plan import Plan, ResidentExperts
 from bigload.planning.plan_file import read_plan
 from bigload.runtime.device_map.auto_device_map import infer_auto_device_map
 from bigload.runtime.device_map.blocks import DeviceMap
@@ -29,6 +29,7 @@ from bigload.runtime.dispatch.planned_map import planned_map
 from bigload.runtime.dispatch.supplied_weights import check_supplied
 from bigload.runtime.modules.module_tensors import DeviceLike
 from bigload.runtime.offload.offload_writer import StrPath
+from bigload.runtime.streaming.fused_experts import num_experts
 from bigload.runtime.streaming.streaming_limits import StreamOptions
 
 _NAMED_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
@@ -214,8 +215,24 @@ def streaming_of(
 ) -> StreamOptions | None:
     """Return what was asked for, within what `plan` has reserved for streamed weights; see `StreamOptions.of`."""
     options = StreamOptions.of(prefetch, prefetch_bytes, resident_bytes, experts_on_demand, model)
-    reserved = sum(use.workspace_bytes for use in plan.devices if use.device == plan.execution_device)
-    return replace(options, workspace_bytes=reserved) if options is not None and reserved else options
+    if options is None:
+        return None
+    if plan.resident_experts is not None and options.experts_on_demand:
+        _check_experts(plan.resident_experts, model)
+        options = replace(options, resident_experts=plan.resident_experts.experts)
+    resident_bytes = 0 if plan.resident_experts is None else plan.resident_experts.num_bytes
+    reserved = sum(use.workspace_bytes for use in plan.devices if use.device == plan.execution_device) - resident_bytes
+    return replace(options, workspace_bytes=reserved) if reserved else options
+
+
+def _check_experts(resident: ResidentExperts, model: nn.Module | None) -> None:
+    known = {} if model is None else num_experts(model)
+    unknown = [name for name, numbers in resident.experts.items() if known.get(name, 0) <= max(numbers, default=-1)]
+    if unknown and model is not None:
+        raise InvalidPlanError(
+            f"the plan keeps experts resident that {type(model).__name__} does not have: {', '.join(unknown[:3])}",
+            hint="plan for this model, with the record that bigload run-stats --experts makes of it",
+        )
 
 
 def _made_map(

@@ -78,6 +78,9 @@ class Streamer:
             self._blocks[block] = None
             if block.is_routed:
                 self._cached_experts.set_count(block, self._recorded.get(block.name, 0))
+                module, _, number = block.name.rpartition(".")
+                kept = self._options.resident_experts.get(module, ())
+                block.is_kept = bool(kept) and number.isdecimal() and int(number) in kept
             self._limits, self._tied = _NOTHING, None
 
     def remove(self, block: StreamedBlock) -> None:
@@ -178,6 +181,23 @@ class Streamer:
                 block.residency = Residency.REQUESTED
                 self._evict(block)
 
+    def load_resident_experts(self) -> None:
+        """Load the experts that are to be there from the beginning.
+
+        Raises:
+            ReadError: one could not be read.
+            NotEnoughMemoryError: there is no memory for them.
+        """
+        for block in [block for block in self._blocks if block.is_routed and block.is_kept]:
+            with self._lock:
+                self._choose_limits()
+                try:
+                    self._reserve(block)
+                except BaseException:
+                    self._evict(block)
+                    raise
+            self._fetch(block)
+
     def forward_aborted(self) -> None:
         """Note that the pass of the calling thread ended in an error."""
         with self._lock:
@@ -191,7 +211,8 @@ class Streamer:
         self._order = RunOrder(steady)
         self._limits = limits_for(list(self._blocks), self._options)
         self._cached_experts.capacity = self._limits.expert_bytes
-        counts = {block: self._recorded.get(block.name, 0) for block in self._blocks if block.is_routed}
+        routed = (block for block in self._blocks if block.is_routed and not block.is_kept)
+        counts = {block: self._recorded.get(block.name, 0) for block in routed}
         self._hot = hottest(counts, {block: block.num_bytes for block in counts}, self._limits.expert_bytes)
         kept = set(chosen_evenly(steady, self._limits.resident_bytes))
         for block in steady:
@@ -319,10 +340,12 @@ class Streamer:
         if block.num_users:
             return
         block.uninstall()
-        if block.residency is Residency.ABSENT or block.is_kept:
+        if block.residency is Residency.ABSENT:
             return
         if block.residency is Residency.RESIDENT:
             block.note_use()
+        if block.is_kept:
+            return
         if not (self._keeps_expert(block) if block.is_routed else self._keeps_prefetched(block)):
             self._evict(block)
 

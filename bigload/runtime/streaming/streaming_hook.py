@@ -168,6 +168,7 @@ def stream(model: nn.Module, options: StreamOptions) -> None:
     for each, following in zip(experts, [*experts[1:], *experts[:1]], strict=True):
         each.following = following
         each.attach()
+    streamer.load_resident_experts()
     model.__dict__["bigload_stats"] = streamer.stats
 
 

@@ -7,8 +7,8 @@ stays, and the others are read each time.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from torch import nn
@@ -40,6 +40,8 @@ class StreamOptions:
             Without `prefetch_bytes`, all but the largest block is for these.
         experts_on_demand: Whether experts in the parameters of one module are loaded one by one, where that can be.
         expert_stats: How often they were used in a recorded run.
+        resident_experts: Numbers of experts that are loaded when the model is dispatched and stay, by their module:
+            those of a plan, in addition to what `resident_bytes` bounds.
     """
 
     prefetch_bytes: int | None = None
@@ -47,6 +49,7 @@ class StreamOptions:
     workspace_bytes: int | None = None
     experts_on_demand: bool = True
     expert_stats: ExpertStats | None = None
+    resident_experts: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -97,8 +100,13 @@ class StreamingLimits:
 
 
 def limits_for(blocks: Sequence[StreamedBlock], options: StreamOptions) -> StreamingLimits:
-    """Return the limits for `blocks` on this machine, by the memory that is free now."""
+    """Return the limits for `blocks` on this machine, by the memory that is free now.
+
+    Routed blocks that are kept have memory of their own.
+    """
     prefetch_bytes, resident_bytes = options.prefetch_bytes, options.resident_bytes
+    planned_bytes = sum(block.num_bytes for block in blocks if block.is_routed and block.is_kept)
+    blocks = [block for block in blocks if not (block.is_routed and block.is_kept)]
     steady = [block for block in blocks if not block.is_routed]
     routed = [block for block in blocks if block.is_routed]
     largest = max((block.num_bytes for block in steady), default=0)
@@ -109,7 +117,7 @@ def limits_for(blocks: Sequence[StreamedBlock], options: StreamOptions) -> Strea
     expert_prefetch_bytes = prefetch_bytes * largest_expert // (largest + largest_expert) if largest_expert else 0
     paged_bytes = sum(block.num_page_bytes for block in blocks)
     available = available_memory()
-    room = int(_SHARE_FOR_PAGES * (available or 0))
+    room = int(_SHARE_FOR_PAGES * (available or 0)) - planned_bytes
     pages_fit = available is None or paged_bytes <= room
     if resident_bytes is None:
         steady_bytes = sum(block.num_bytes for block in steady)

@@ -75,6 +75,12 @@ def plan(
     experts: Annotated[
         Experts, typer.Option("--experts", help="Place routed experts with their block, or apart.")
     ] = Experts.AUTO,
+    expert_stats: Annotated[
+        Path | None,
+        typer.Option(
+            "--expert-stats", metavar="FILE", help="Keep the experts resident that run-stats found most used."
+        ),
+    ] = None,
     prefetch: Annotated[
         bool, typer.Option("--prefetch", help="Keep room for a second streamed module, to arrive meanwhile.")
     ] = False,
@@ -133,6 +139,7 @@ def plan(
         no_split=no_split or (),
         mtp=mtp,
         names=names,
+        expert_stats=expert_stats,
     )
     asked = questions.Question(explain=explain, compare=compare, fits=fits, gpus=gpus, max_context=max_context)
     asked.check(writes=out is not None or html is not None, fail_if=fail_if is not None)

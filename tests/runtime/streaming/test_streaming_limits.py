@@ -18,6 +18,8 @@ def block(num_bytes, *, is_routed=False, in_place=True, is_fused=False):
 
 
 class _Block(SimpleNamespace):
+    is_kept = False
+
     __eq__, __hash__ = object.__eq__, object.__hash__
 
 
