@@ -15,6 +15,7 @@ from base_install import ROOT, BaseInstall, make_base_environment
 
 import bigload
 from builders import make_cached_repository, make_checkpoint, make_mixtral, stored_tensors
+from hub_server import HubServer
 from make import load_recipe, make
 
 HEAVY = ["torch", "numpy", "transformers", "tokenizers", "matplotlib", "pydantic"]
@@ -94,6 +95,15 @@ def test_a_repository_in_the_cache_is_planned(base):
     make_cached_repository(cache)
     done = base.bigload("plan org/tiny -m cpu=1GiB", HF_HUB_CACHE=str(cache), HF_HUB_OFFLINE="1")
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_model_on_the_hub_is_inspected_and_planned_from_its_headers(base):
+    variables = {"HF_HUB_OFFLINE": "0", "HF_HOME": str(base.here / "hf"), "XDG_CACHE_HOME": str(base.here / "cache")}
+    with HubServer() as hub:
+        hub.add("org/model", base.here / "tiny")
+        for line in ("inspect org/model", "plan org/model -m cpu=1GiB"):
+            done = base.bigload(line, HF_ENDPOINT=hub.url, **variables)
+            assert (done.returncode, done.stderr) == (0, ""), line
 
 
 @pytest.mark.parametrize(
