@@ -48,6 +48,7 @@ _MODULES = {
         "StateDictMismatchError UnknownTensorError UnsupportedDTypeError UnsupportedFormatError "
         "UnsupportedMethodError WorkerError WorkerTimeoutError WriteError"
     ),
+    "bigload.layouts.fetching.fetch": "FetchReport fetch",
     "bigload.layouts.kinds.rank_slices": "RanksFolder read_ranks",
     "bigload.layouts.offload_reader": "OffloadFolder",
     "bigload.layouts.reshard": "ReshardReport reshard",

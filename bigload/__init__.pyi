@@ -77,6 +77,8 @@ from bigload.errors import UnsupportedMethodError as UnsupportedMethodError
 from bigload.errors import WorkerError as WorkerError
 from bigload.errors import WorkerTimeoutError as WorkerTimeoutError
 from bigload.errors import WriteError as WriteError
+from bigload.layouts.fetching.fetch import FetchReport as FetchReport
+from bigload.layouts.fetching.fetch import fetch as fetch
 from bigload.layouts.kinds.rank_slices import RanksFolder as RanksFolder
 from bigload.layouts.kinds.rank_slices import read_ranks as read_ranks
 from bigload.layouts.offload_reader import OffloadFolder as OffloadFolder

@@ -20,6 +20,7 @@ from bigload.checkpoint.formats.unsupported import (
 )
 from bigload.checkpoint.index import ShardIndex, read_beside, read_index, resolve_shard
 from bigload.checkpoint.model import Checkpoint, CheckpointWarning, ShardHeader, TensorInfo
+from bigload.checkpoint.part import part_warning
 from bigload.checkpoint.sources.small_reads import GUESSED_BYTES
 from bigload.documents import MAX_CONFIG_BYTES, parse_json
 from bigload.errors import (
@@ -284,6 +285,7 @@ def _open_files(
             *(warning for header in headers for warning in header.warnings),
             *config_warnings,
             *adapter_warning(root),
+            *part_warning(root),
         ),
     )
 

@@ -95,11 +95,11 @@ class OutputFile:
     sha256: str | None = None
 
     @classmethod
-    def copy_of(cls, file: str, num_bytes: int, *, sha256: str | None = None) -> Self:
-        """Return a copy of `file`, which has `num_bytes`, under the same name."""
+    def copy_of(cls, file: str, num_bytes: int, *, sha256: str | None = None, to: str | None = None) -> Self:
+        """Return a copy of `file`, which has `num_bytes`, under the same name or `to`."""
         whole = TensorInfo(file, DTYPES["U8"], (num_bytes,), Span(file, 0, num_bytes))
         tensors = (OutputTensor(source=whole, dtype=whole.dtype),)
-        return cls(file=file, tensors=tensors, is_raw=True, is_copy=True, sha256=sha256)
+        return cls(file=to or file, tensors=tensors, is_raw=True, is_copy=True, sha256=sha256)
 
     @property
     def header(self) -> bytes:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from bigload.checkpoint.model import Checkpoint
+from bigload.checkpoint.part import PART_CODE
 from bigload.checkpoint.quantisation import quantisation_of
 from bigload.conversion.checkpoint_view import CheckpointView, view_for
 from bigload.errors import LegacyPickleError, StateDictMismatchError
@@ -163,6 +164,9 @@ def _matched(
     try:
         return match(module, selection, strict=strict, unexpected=unexpected, problems=view.problems)
     except StateDictMismatchError as error:
+        for warning in view.checkpoint.warnings:
+            if warning.code == PART_CODE:
+                error.hint = f"{warning.text}: fetch all of it, or what is missing too; nothing was assigned"
         quantised = quantisation_of(view.checkpoint)
         if quantised is not None:
             error.hint = (

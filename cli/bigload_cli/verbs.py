@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from bigload_cli import failures, output
-from bigload_cli.commands import bench_load, bench_run, inspect, plan, reshard, run_stats, verify
+from bigload_cli.commands import bench_load, bench_run, fetch, inspect, plan, reshard, run_stats, verify
 
 EXIT_CODES = """\b
 Exit codes:
@@ -31,6 +31,7 @@ app = typer.Typer(
 )
 app.command("inspect", epilog=inspect.EPILOG)(inspect.inspect)
 app.command("plan", epilog=plan.EPILOG)(plan.plan)
+app.command("fetch", epilog=fetch.EPILOG)(fetch.fetch)
 app.command("reshard", epilog=reshard.EPILOG)(reshard.reshard)
 app.command("verify", epilog=verify.EPILOG)(verify.verify)
 app.command("bench-load", epilog=bench_load.EPILOG)(bench_load.bench_load)

@@ -8,7 +8,7 @@ import typer.main
 
 from bigload_cli import verbs as program
 
-VERBS = ["inspect", "plan", "reshard", "verify", "bench-load", "run-stats"]
+VERBS = ["inspect", "plan", "fetch", "reshard", "verify", "bench-load", "run-stats"]
 EPILOGS = {verb: getattr(program, verb.replace("-", "_")).EPILOG for verb in VERBS}
 EXAMPLES = [
     (verb, line.strip())

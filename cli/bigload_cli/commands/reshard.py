@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import signal
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -15,8 +10,9 @@ import typer
 from bigload.layouts.choices import OffloadFormat, Verify
 from bigload.layouts.registry import LAYOUTS
 from bigload.planning.choices import NameScheme
-from bigload_cli.failures import FAILED, INTERRUPTED, NOTHING_IS_LEFT, TERMINATED, StoppedError, named_as_options
+from bigload_cli.failures import named_as_options
 from bigload_cli.options import ColorMode, ColorOption, IoThreadsOption, JsonOption, QuietOption, YesOption, size_option
+from bigload_cli.output_folders import confirm, interruptible
 
 if TYPE_CHECKING:
     from bigload.distributed.process_group import ProcessGroup
@@ -176,7 +172,7 @@ def reshard(
         report = None
         if not dry_run:
             if force and not prepared.is_finished:
-                _confirm(prepared, yes=yes, may_ask=team.size == 1)
+                confirm(prepared, yes=yes, may_ask=team.size == 1)
             with shown_progress(quiet=quiet or team.rank > 0) as on_progress:
                 report = _run(prepared, on_progress, team)
     if team.rank == 0:
@@ -196,65 +192,11 @@ def _announce(prepared: PreparedReshard, *, dry_run: bool, color: ColorMode) -> 
         table(rows, color=color)
 
 
-def _confirm(prepared: PreparedReshard, *, yes: bool, may_ask: bool) -> None:
-    """Ask once whether to destroy what `--force` destroys, if there is anything.
-
-    Raises:
-        OutputExistsError: there is no terminal to ask on, and `--yes` was not given.
-        StoppedError: the answer was no.
-    """
-    from bigload.errors import OutputExistsError
-    from bigload_cli.views.reshard import destroyed
-
-    what = destroyed(prepared)
-    if what is None or yes:
-        return
-    if not (may_ask and sys.stdin.isatty() and sys.stderr.isatty()):
-        raise OutputExistsError(prepared.out, f"--force would {what}", hint="add --yes to let it")
-    try:
-        is_agreed = typer.confirm(f"{what[:1].upper()}{what[1:]}?", err=True)
-    except typer.Abort:  # Ctrl-C or Ctrl-D
-        raise KeyboardInterrupt from None
-    if not is_agreed:
-        raise StoppedError(FAILED, "nothing was changed")
-
-
 def _run(prepared: PreparedReshard, on_progress: OnProgress, team: ProcessGroup) -> ReshardReport:
     from bigload.layouts.reshard import run_reshard
 
-    with _sigterm_as_ctrl_c() as came:
-        try:
-            return run_reshard(prepared, on_progress=on_progress, team=team)
-        except KeyboardInterrupt:
-            raise _stopped(prepared, TERMINATED if came else INTERRUPTED) from None
-
-
-@contextmanager
-def _sigterm_as_ctrl_c() -> Iterator[list[int]]:
-    """Let SIGTERM, which schedulers, systemd and torchrun send, end the block by KeyboardInterrupt as Ctrl-C does.
-
-    What is given holds the signal's number once it came: that is how the two are told apart.
-    """
-    came: list[int] = []
-
-    def interrupt(number: int, _frame: FrameType | None) -> None:
-        came.append(number)
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield came
-    finally:
-        signal.signal(signal.SIGTERM, before if before is not None else signal.SIG_DFL)
-
-
-def _stopped(prepared: PreparedReshard, code: int) -> StoppedError:
-    from bigload_cli.views.reshard import kept
-
-    words = kept(prepared)
-    if words is None:
-        return StoppedError(code, NOTHING_IS_LEFT)
-    return StoppedError(code, words, hint="run the same command with --resume to go on")
+    with interruptible(prepared, how="run the same command with --resume to go on"):
+        return run_reshard(prepared, on_progress=on_progress, team=team)
 
 
 def _deliver(prepared: PreparedReshard, report: ReshardReport | None, *, as_json: bool, quiet: bool) -> None:

@@ -111,6 +111,8 @@ def kept(prepared: PreparedReshard) -> str | None:
         are = "is" if progress.num_complete == 1 else "are"
         return f"{progress.num_complete} of {files} {are} finished and kept in {folder}"
     num_tensors = sum(len(file.tensors) for file in progress.files.values())
+    if not num_tensors:
+        return f"none of {files} is finished, {format_size(progress.begun_bytes)} are kept in {folder}"
     are = "is" if num_tensors == 1 else "are"
     return f"none of {files} is finished, {counted(num_tensors, 'tensor')} {are} kept in {folder}"
 

@@ -1,0 +1,281 @@
+"""Copy a checkpoint from where it is stored: all of it, or only the byte ranges of some devices, a rank or names.
+
+`prepare_fetch` checks everything that can fail before a byte is transferred, and returns what would be as data; a dry
+run ends there. `run_fetch` transfers it. An interrupted fetch of the same files resumes by itself: what the journal of
+the staging folder lists is read back from there, and not transferred again.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from bigload.checkpoint.byte_source import scheme_of
+from bigload.checkpoint.model import Checkpoint
+from bigload.checkpoint.part import Part
+from bigload.devices import Device
+from bigload.errors import OptionError
+from bigload.layouts.choices import Verify
+from bigload.layouts.fetching.files import LeftOut, folder_files
+from bigload.layouts.fetching.parts import Selection, byte_ranges, fetched_output
+from bigload.layouts.options import ReshardOptions, parse_bytes
+from bigload.layouts.preparation import PreparedReshard, check_apart, output_folder, prepare_output
+from bigload.layouts.reshard import run_reshard
+from bigload.layouts.selection import open_source
+from bigload.loading.progress import OnProgress, ignore_progress
+from bigload.planning.plan import Plan
+from bigload.planning.plan_file import read_plan
+from bigload.units import MIB
+
+DEFAULT_THREADS = 8
+DEFAULT_MAX_INFLIGHT = 128 * MIB
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FetchOptions:
+    """Options of `bigload.fetch`, which describes them.
+
+    Raises:
+        OptionError: options that contradict each other, or go together and are not all there.
+    """
+
+    only: tuple[str, ...] = ()
+    include: tuple[str, ...] = ()
+    exclude: tuple[str, ...] = ()
+    plan: Plan | str | Path | None = None
+    devices: tuple[str, ...] = ()
+    rank: int | None = None
+    tp: int | None = None
+    tp_rules: Mapping[str, str] | str | Path | None = None
+    force: bool = False
+    threads: int = DEFAULT_THREADS
+    max_inflight: int = DEFAULT_MAX_INFLIGHT
+
+    def __post_init__(self) -> None:
+        chosen = {"only": self.only or None, "plan": self.plan, "rank": self.rank}
+        names = [name for name, value in chosen.items() if value is not None]
+        if len(names) > 1:
+            raise OptionError.of(names[1], chosen[names[1]], f"nothing beside {names[0]}: one of only, plan and rank")
+        for name, other in (("plan", "device"), ("device", "plan"), ("rank", "tp"), ("tp", "rank"), ("tp_rules", "tp")):
+            values = {"device": self.devices or None}
+            value, needed = (values.get(key, getattr(self, key, None)) for key in (name, other))
+            if value is not None and needed is None:
+                raise OptionError.of(other, None, f"a value, which {name} goes with")
+        if self.rank is not None and self.tp is not None and not 0 <= self.rank < self.tp:
+            raise OptionError.of("rank", self.rank, f"0 to {self.tp - 1}, of {self.tp} ranks")
+
+    @property
+    def described(self) -> dict[str, object]:
+        """The options that choose what is fetched, as plain JSON values."""
+        found: dict[str, object] = {
+            name: list(value)
+            for name, value in (
+                ("only", self.only),
+                ("device", self.devices),
+                ("include", self.include),
+                ("exclude", self.exclude),
+            )
+            if value
+        }
+        return found | {name: value for name, value in (("rank", self.rank), ("tp", self.tp)) if value is not None}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreparedFetch:
+    """A checked fetch, ready to run.
+
+    Attributes:
+        run: Files to write, and what is there already.
+        source: Location of the checkpoint, with its commit where it has one.
+        selection: Options that chose the files.
+        part: What the result is a part of; `None` for the whole checkpoint.
+        left: Files beside the checkpoint that are not fetched, and the reason.
+        num_ranges: Byte ranges to transfer, if nothing of them is there already.
+        transfer_bytes: Bytes of them.
+    """
+
+    run: PreparedReshard
+    source: str
+    selection: Mapping[str, object]
+    part: Part | None
+    left: Mapping[str, LeftOut]
+    num_ranges: int
+    transfer_bytes: int
+
+    @property
+    def num_hashed(self) -> int:
+        """Files whose SHA-256 the service knows, so that it is checked."""
+        return sum(file.sha256 is not None for file in self.run.output.files)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FetchReport:
+    """Result of a fetch.
+
+    Attributes:
+        out: Published folder.
+        source: Location of the checkpoint, with its commit where it has one.
+        part: What the folder is a part of; `None` for the whole checkpoint.
+        num_files: Files, without small ones that only say what is there.
+        num_bytes: Bytes of them.
+        kept_bytes: Bytes that an interrupted fetch had brought, read back and found right.
+        num_hashed: Files that have the SHA-256 that the service knows.
+        seconds: Time from the first byte until publication.
+    """
+
+    out: Path
+    source: str
+    part: Part | None
+    num_files: int
+    num_bytes: int
+    kept_bytes: int
+    num_hashed: int
+    seconds: float
+
+    @property
+    def fetched_bytes(self) -> int:
+        """Bytes that this run brought."""
+        return self.num_bytes - self.kept_bytes
+
+
+def fetch(
+    model: Checkpoint | str | Path,
+    out: str | Path | None = None,
+    *,
+    only: str | Sequence[str] = (),
+    plan: Plan | str | Path | None = None,
+    device: str | Sequence[str] = (),
+    rank: int | None = None,
+    tp: int | None = None,
+    tp_rules: Mapping[str, str] | str | Path | None = None,
+    include: str | Sequence[str] = (),
+    exclude: str | Sequence[str] = (),
+    force: bool = False,
+    threads: int | None = None,
+    max_inflight: int | str | None = None,
+    on_progress: OnProgress = ignore_progress,
+) -> FetchReport:
+    """Copy a checkpoint to the new folder `out`, or only what is needed of it; an interrupted fetch is resumed.
+
+    Files are copied byte for byte, and compared with the SHA-256 that the Hub has for them. Of a file of which less
+    than nine tenths are needed, only these byte ranges are transferred: the result is a checkpoint with fewer tensors,
+    which says what it is a part of.
+
+    Args:
+        model: A checkpoint or what `open_checkpoint` takes: `org/model`, a location, a folder.
+        out: Must not exist, or be empty. It appears when everything is there and verified. When left out: a folder of
+            this directory that is called like the model.
+        only: Names of tensors or modules, or patterns of them such as `model.layers.*`.
+        plan: Plan of which the weights of `device` are fetched, in the layout `devices`.
+        device: One device of the plan, or several.
+        rank: The tensor-parallel rank whose slices are fetched, in the layout `ranks`.
+        tp: Number of tensor-parallel ranks.
+        tp_rules: Rules that divide tensors; see `reshard`.
+        include: Patterns of files to fetch, in place of the rule that leaves out other forms of the same weights.
+        exclude: Patterns of files to leave out.
+        force: Replace an `out` that bigload wrote, and discard an interrupted fetch of other files.
+        threads: Threads that read and write; eight when left out.
+        max_inflight: Memory for bytes in flight, in bytes or as text; 128 MiB when left out.
+        on_progress: Called after every finished window.
+
+    Raises:
+        OptionError: options that contradict each other, or stand for nothing in this checkpoint.
+        StalePlanError, InvalidPlanError: the plan is not for this checkpoint.
+        OutputExistsError: `out` is not empty, or an interrupted fetch of other files left work there.
+        NotEnoughSpaceError, WriteError: the disk is too small, or refuses.
+        DamagedOutputError: what was read back differs from what was written.
+        CheckpointError, ReadError: the source cannot be opened, read, or changed meanwhile; or a file is not what its
+            SHA-256 says.
+    """
+    in_flight = parse_bytes("max_inflight", max_inflight)
+    options = FetchOptions(
+        only=_texts(only),
+        include=_texts(include),
+        exclude=_texts(exclude),
+        plan=plan,
+        devices=_texts(device),
+        rank=rank,
+        tp=tp,
+        tp_rules=tp_rules,
+        force=force,
+        threads=DEFAULT_THREADS if threads is None else threads,
+        max_inflight=DEFAULT_MAX_INFLIGHT if in_flight is None else in_flight,
+    )
+    return run_fetch(prepare_fetch(model, out, options), on_progress=on_progress)
+
+
+def prepare_fetch(
+    model: Checkpoint | str | Path, out: str | Path | None = None, options: FetchOptions | None = None
+) -> PreparedFetch:
+    """Check source, output and disk space, and return what `run_fetch` would do. Writes nothing. See `fetch`."""
+    asked = options or FetchOptions()
+    plan = read_plan(asked.plan) if isinstance(asked.plan, str | Path) else asked.plan
+    checkpoint, plan = open_source(model) if plan is None else open_source(plan, checkpoint=model)
+    target = output_folder(checkpoint.name if out is None else out)
+    check_apart(checkpoint, target)
+    files = folder_files(checkpoint, include=asked.include, exclude=asked.exclude)
+    selection = Selection(
+        only=asked.only,
+        plan=plan,
+        devices=_devices(asked.devices),
+        rank=asked.rank,
+        tp=asked.tp,
+        tp_rules=asked.tp_rules,
+    )
+    output, part = fetched_output(checkpoint, files, selection, asked.described)
+    if not output.files:
+        raise OptionError.of("include", list(asked.include), "patterns that leave files to fetch")
+    ranges = list(byte_ranges(output))
+    source = scheme_of(checkpoint.root).display(checkpoint.root)
+    run = prepare_output(
+        checkpoint,
+        target,
+        output,
+        ReshardOptions(
+            verify=Verify.FULL, resume=True, force=asked.force, threads=asked.threads, max_inflight=asked.max_inflight
+        ),
+        files={file for file, _, _ in ranges},
+        plan=plan,
+        notes=tuple(files.notes()) if part is None else (),
+        recorded={"source": source, "selection": asked.described},
+        resume_by="rerun the command",
+    )
+    versions = {name: [*found.version] for name, found in sorted(run.identities.items())}
+    return PreparedFetch(
+        run=replace(run, recorded={**run.recorded, "versions": versions}),
+        source=source,
+        selection=asked.described,
+        part=part,
+        left=files.left,
+        num_ranges=sum(stop > start for _, start, stop in ranges),
+        transfer_bytes=sum(stop - start for _, start, stop in ranges),
+    )
+
+
+def run_fetch(prepared: PreparedFetch, *, on_progress: OnProgress = ignore_progress) -> FetchReport:
+    """Transfer what `prepared` describes; see `fetch`."""
+    began = time.monotonic()
+    done = run_reshard(prepared.run, on_progress=on_progress)
+    return FetchReport(
+        out=done.out,
+        source=prepared.source,
+        part=prepared.part,
+        num_files=len(prepared.run.output.files),
+        num_bytes=done.num_bytes,
+        kept_bytes=done.kept_bytes,
+        num_hashed=prepared.num_hashed,
+        seconds=time.monotonic() - began,
+    )
+
+
+def _texts(value: str | Sequence[str]) -> tuple[str, ...]:
+    return (value,) if isinstance(value, str) else tuple(value)
+
+
+def _devices(texts: Sequence[str]) -> tuple[Device, ...]:
+    try:
+        return tuple(map(Device.parse, texts))
+    except ValueError as error:
+        raise OptionError.of("device", list(texts), f"devices of the plan ({error})") from None

@@ -1,0 +1,164 @@
+"""`bigload fetch`: a model copied to this machine, whole or in part."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from bigload_cli.failures import named_as_options
+from bigload_cli.options import ColorMode, ColorOption, JsonOption, QuietOption, YesOption, size_option
+from bigload_cli.output_folders import confirm, interruptible
+
+if TYPE_CHECKING:
+    from bigload.layouts.fetching.fetch import FetchReport, PreparedFetch
+
+EPILOG = """\b
+Examples:
+  bigload fetch org/model --dry-run
+  bigload fetch org/model /models/llama-70b
+  bigload fetch org/model ./layers --only 'model.layers.*'
+  bigload fetch org/model ./gpu0 --plan plan.json --device cuda:0
+  bigload fetch org/model ./rank3 --rank 3 --tp 8
+  bigload fetch org/model ./texts --exclude '*.safetensors'
+
+\b
+Left out, unless --include names them: other forms of the same weights (torch
+files beside safetensors, GGUF, original/, onnx/), states of a training and
+hidden files. Of a file of which less than 90 % is needed, only the byte
+ranges of its tensors are transferred.
+
+\b
+An interrupted fetch (Ctrl-C, SIGTERM, a crash, a full disk, a lost network)
+keeps what it has in OUT.partial; the same command reads it back and goes on.
+"""
+
+_OPTIONS = {"threads": "--io-threads", "max_inflight": "--max-memory-in-flight"}
+"""Options of other names than the arguments of `bigload.fetch`."""
+
+_Patterns = list[str] | None
+
+
+def fetch(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="org/model[@revision], or what bigload inspect takes.")],
+    out: Annotated[
+        Path | None,
+        typer.Argument(metavar="OUT", help="Folder to make; must not exist or be empty. Default: named like MODEL."),
+    ] = None,
+    only: Annotated[
+        _Patterns,
+        typer.Option("--only", metavar="NAME", help="Only these tensors or modules: 'model.layers.*'. Repeatable."),
+    ] = None,
+    plan: Annotated[
+        Path | None, typer.Option("--plan", metavar="FILE", help="Only what this plan puts on --device.")
+    ] = None,
+    device: Annotated[
+        _Patterns, typer.Option("--device", metavar="DEVICE", help="Device of the plan: cuda:0. Repeat for more.")
+    ] = None,
+    rank: Annotated[
+        int | None, typer.Option("--rank", metavar="R", min=0, help="Only the slices of this tensor-parallel rank.")
+    ] = None,
+    tp: Annotated[int | None, typer.Option("--tp", metavar="N", min=1, help="Number of tensor-parallel ranks.")] = None,
+    tp_rules: Annotated[
+        Path | None,
+        typer.Option("--tp-rules", metavar="FILE", help="Rules that divide tensors, before those of the architecture."),
+    ] = None,
+    include: Annotated[
+        _Patterns, typer.Option("--include", metavar="PATTERN", help="Only files of these names. Repeat for more.")
+    ] = None,
+    exclude: Annotated[
+        _Patterns, typer.Option("--exclude", metavar="PATTERN", help="No files of these names. Repeat for more.")
+    ] = None,
+    force: Annotated[
+        bool, typer.Option("--force", help="Replace an OUT that bigload made, or what a fetch of other files left.")
+    ] = False,
+    yes: YesOption = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Check everything, list what would be transferred, write nothing.")
+    ] = False,
+    max_memory_in_flight: Annotated[
+        str | None,
+        typer.Option("--max-memory-in-flight", metavar="SIZE", help="Memory for bytes in flight. Default: 128MiB."),
+    ] = None,
+    io_threads: Annotated[
+        int | None,
+        typer.Option("--io-threads", "--threads", metavar="N", min=1, max=256, help="Reads at once. Default: 8."),
+    ] = None,
+    as_json: JsonOption = False,
+    quiet: QuietOption = False,
+    color: ColorOption = ColorMode.AUTO,
+) -> None:
+    """Copy a model from the Hub or elsewhere: all of it, or only what a device, a rank or some modules need.
+
+    OUT appears when everything in it is written and verified. A part is a checkpoint too, and says what it is a part
+    of.
+    """
+    from bigload.layouts.fetching.fetch import DEFAULT_MAX_INFLIGHT, DEFAULT_THREADS, FetchOptions, prepare_fetch
+    from bigload.layouts.options import LEAST_BYTES_PER_THREAD
+    from bigload_cli import output
+
+    in_flight = DEFAULT_MAX_INFLIGHT
+    if max_memory_in_flight is not None:
+        in_flight = size_option("--max-memory-in-flight", max_memory_in_flight, at_least=LEAST_BYTES_PER_THREAD)
+    with named_as_options(_OPTIONS):
+        options = FetchOptions(
+            only=tuple(only or ()),
+            include=tuple(include or ()),
+            exclude=tuple(exclude or ()),
+            plan=plan,
+            devices=tuple(device or ()),
+            rank=rank,
+            tp=tp,
+            tp_rules=tp_rules,
+            force=force,
+            threads=io_threads or DEFAULT_THREADS,
+            max_inflight=in_flight,
+        )
+        prepared = prepare_fetch(model, out, options)
+    output.say_warnings(prepared.run.checkpoint)
+    if not as_json and not quiet:
+        _announce(prepared, dry_run=dry_run, color=color)
+    report = None if dry_run else _run(prepared, yes=yes, quiet=quiet)
+    _deliver(prepared, report, as_json=as_json, quiet=quiet)
+
+
+def _announce(prepared: PreparedFetch, *, dry_run: bool, color: ColorMode) -> None:
+    from bigload_cli import output
+    from bigload_cli.views import fetch as view
+
+    if not dry_run:
+        output.say(view.headline(prepared))
+        return
+    output.print_text(view.headline(prepared) + "\n")
+    output.print_table(view.files(prepared), color=color)
+
+
+def _run(prepared: PreparedFetch, *, yes: bool, quiet: bool) -> FetchReport:
+    from bigload.layouts.fetching.fetch import run_fetch
+    from bigload_cli.progress import shown_progress
+
+    if prepared.run.options.force and not prepared.run.is_finished:
+        confirm(prepared.run, yes=yes)
+    with (
+        shown_progress(quiet=quiet) as on_progress,
+        interruptible(prepared.run, how="run the same command to go on"),
+    ):
+        return run_fetch(prepared, on_progress=on_progress)
+
+
+def _deliver(prepared: PreparedFetch, report: FetchReport | None, *, as_json: bool, quiet: bool) -> None:
+    from bigload.machine.process_memory import peak_bytes
+    from bigload_cli import output
+    from bigload_cli.views import fetch as view
+
+    peak = peak_bytes()
+    if as_json:
+        output.print_json(view.document(prepared, report, peak_bytes=peak))
+    elif quiet:
+        output.print_text(str(prepared.run.out))
+    elif report is None:
+        output.print_text("\ndry run: nothing was written")
+    else:
+        output.say("")
+        output.print_text("\n".join(view.closing(prepared, report, peak_bytes=peak)))

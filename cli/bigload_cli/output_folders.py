@@ -1,0 +1,71 @@
+"""Runs that write a folder: the question before `--force` destroys something, and what an interruption leaves."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import TYPE_CHECKING
+
+import typer
+
+from bigload_cli.failures import FAILED, INTERRUPTED, NOTHING_IS_LEFT, TERMINATED, StoppedError
+
+if TYPE_CHECKING:
+    from bigload.layouts.preparation import PreparedReshard
+
+
+def confirm(prepared: PreparedReshard, *, yes: bool, may_ask: bool = True) -> None:
+    """Ask once whether to destroy what `--force` destroys, if there is anything.
+
+    Raises:
+        OutputExistsError: there is no terminal to ask on, and `--yes` was not given.
+        StoppedError: the answer was no.
+    """
+    from bigload.errors import OutputExistsError
+    from bigload_cli.views.reshard import destroyed
+
+    what = destroyed(prepared)
+    if what is None or yes:
+        return
+    if not (may_ask and sys.stdin.isatty() and sys.stderr.isatty()):
+        raise OutputExistsError(prepared.out, f"--force would {what}", hint="add --yes to let it")
+    try:
+        is_agreed = typer.confirm(f"{what[:1].upper()}{what[1:]}?", err=True)
+    except typer.Abort:  # Ctrl-C or Ctrl-D
+        raise KeyboardInterrupt from None
+    if not is_agreed:
+        raise StoppedError(FAILED, "nothing was changed")
+
+
+@contextmanager
+def interruptible(prepared: PreparedReshard, *, how: str) -> Iterator[None]:
+    """Write in this context; Ctrl-C and SIGTERM, which schedulers, systemd and torchrun send, end it alike.
+
+    Raises:
+        StoppedError: one of them did. It says what is kept, and `how` to go on.
+    """
+    came: list[int] = []
+
+    def interrupt(number: int, _frame: FrameType | None) -> None:
+        came.append(number)
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise _stopped(prepared, TERMINATED if came else INTERRUPTED, how) from None
+    finally:
+        signal.signal(signal.SIGTERM, before if before is not None else signal.SIG_DFL)
+
+
+def _stopped(prepared: PreparedReshard, code: int, how: str) -> StoppedError:
+    from bigload_cli.views.reshard import kept
+
+    words = kept(prepared)
+    if words is None:
+        return StoppedError(code, NOTHING_IS_LEFT)
+    return StoppedError(code, words, hint=how)

@@ -1,0 +1,40 @@
+"""A Hub on the loopback, which this process takes for the real one, and a model there."""
+
+import json
+
+import pytest
+
+from bigload.checkpoint.sources import http, hub
+from builders import make_checkpoint
+from hub_server import HubServer, hub_as_endpoint
+
+
+@pytest.fixture
+def served(tmp_path, monkeypatch):
+    monkeypatch.setattr(http, "_sleep", lambda seconds: None)
+    monkeypatch.setattr(hub, "_listings", {})
+    monkeypatch.chdir(tmp_path)
+    with HubServer() as server, hub_as_endpoint(monkeypatch, server, tmp_path / "cache"):
+        yield server
+
+
+def make_model(folder, **options):
+    """Write a checkpoint of three shards with heads to divide, and files beside it."""
+    make_checkpoint(folder, shards=3, hidden=64, vocab=256, **options)
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"num_attention_heads": 4, "num_key_value_heads": 4, "hidden_size": 64}
+    (folder / "config.json").write_text(json.dumps(config))
+    for name in ("README.md", "tokenizer.json", "modeling.py", "1_Pooling/config.json", "empty.txt"):
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text("" if name == "empty.txt" else name)
+    return folder
+
+
+@pytest.fixture
+def model(tmp_path):
+    return make_model(tmp_path / "model")
+
+
+@pytest.fixture
+def repository(served, model):
+    return served.add("org/tiny", model)
