@@ -64,6 +64,19 @@ class ByteSource(Protocol):
         """Release what the source holds."""
 
 
+class StreamedSource(ByteSource, Protocol):
+    """A remote file: each request costs as much time as many bytes, so one should serve many reads."""
+
+    def expect(self, ranges: Iterable[tuple[int, int]]) -> None:
+        """Take the (start, stop) ranges that the calling thread is about to read, in their order: a hint."""
+
+
+def expect_reads(source: ByteSource, ranges: Iterable[tuple[int, int]]) -> None:
+    """Tell a remote source what the calling thread is about to read, if it can use that."""
+    if not isinstance(source, OpenFile) and hasattr(source, "expect"):
+        source.expect(ranges)
+
+
 def read_range(source: ByteSource, start: int, stop: int) -> bytes:
     """Return bytes `start` to `stop`, few enough to be copied. Errors are those of `ByteSource.read_into`."""
     content = bytearray(stop - start)

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING
 
-from bigload.checkpoint.byte_source import ByteSource
+from bigload.checkpoint.byte_source import ByteSource, scheme_of
 from bigload.checkpoint.model import Checkpoint
 from bigload.loading.checks import unchanged
 from bigload.loading.engine import Stager, opened_sources, read
@@ -56,6 +56,7 @@ def fill_buffers(
                 max_inflight_bytes=strategy.max_inflight_bytes,
                 recorder=recorder,
                 faults_ahead=strategy.method is Method.DIRECT,
+                is_remote=not scheme_of(checkpoint.root).is_local,
                 on_progress=on_progress,
             )
     return memory

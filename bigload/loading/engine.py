@@ -9,7 +9,8 @@ from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
-from bigload.checkpoint.byte_source import ByteSource
+from bigload.checkpoint.byte_source import ByteSource, expect_reads
+from bigload.checkpoint.sources.range_streams import MAX_GAP_BYTES, MAX_STREAM_BYTES
 from bigload.errors import NotEnoughMemoryError
 from bigload.loading.progress import OnProgress, Tally, ignore_progress
 from bigload.loading.readers.mapped import MappedFile
@@ -52,6 +53,7 @@ def read(
     max_inflight_bytes: int,
     recorder: Recorder,
     faults_ahead: bool = False,
+    is_remote: bool = False,
     on_progress: OnProgress = ignore_progress,
 ) -> None:
     """Fill `memory` by all jobs of `schedule`, on `threads` threads, with at most `max_inflight_bytes` in flight.
@@ -64,6 +66,7 @@ def read(
         threads: Threads that read; 1 is the caller's own.
         max_inflight_bytes: The most that is being read or staged at one moment. A larger job goes alone.
         recorder: Records what each thread does.
+        is_remote: A thread takes neighbouring reads that one response can serve.
         faults_ahead: Make memory ready in a thread of its own, ahead of the reads. It pays when they wait for a disk.
         on_progress: Called after every finished job.
 
@@ -75,12 +78,19 @@ def read(
 
     def work(batch: Sequence[ReadJob]) -> None:
         with inflight.hold(max(job.num_bytes for job in batch), waiting=partial(recorder.span, Phase.WAIT)):
+            if is_remote:
+                ranges = ((job.offset, job.offset + job.num_bytes) for job in batch)
+                expect_reads(sources[batch[0].file], ranges)
             for job in batch:
                 _carry(job, sources[job.file], memory, stagers, recorder)
-        tally.add(sum(job.num_bytes for job in batch), phase="read", file=batch[0].file)
+                if is_remote:  # a batch takes seconds
+                    tally.add(job.num_bytes, phase="read", file=job.file)
+        if not is_remote:
+            tally.add(sum(job.num_bytes for job in batch), phase="read", file=batch[0].file)
 
     with _faulted_ahead(schedule, memory, recorder, wanted=faults_ahead):
-        run_jobs(work, _batches(schedule.jobs), threads=threads)
+        batches = _streams(schedule, threads) if is_remote else _batches(schedule.jobs)
+        run_jobs(work, batches, threads=threads)
     for stager in stagers.values():
         stager.finish()
 
@@ -96,6 +106,23 @@ def _batches(jobs: Sequence[ReadJob]) -> Iterator[list[ReadJob]]:
         if batch and not (is_small and _may_join(job, batch)):
             yield batch
             batch = []
+        batch.append(job)
+    if batch:
+        yield batch
+
+
+def _streams(schedule: Schedule, threads: int) -> Iterator[list[ReadJob]]:
+    """Yield reads of a remote checkpoint as threads take them: neighbours in a file, which one response serves."""
+    most = min(max(schedule.num_bytes // (4 * threads), BLOCK_BYTES), MAX_STREAM_BYTES)
+    batch: list[ReadJob] = []
+    for job in schedule.jobs:
+        if batch:
+            first, last = batch[0], batch[-1]
+            gap = job.offset - last.offset - last.num_bytes
+            is_near = job.file == first.file and 0 <= gap <= MAX_GAP_BYTES
+            if not is_near or job.offset + job.num_bytes - first.offset > most:
+                yield batch
+                batch = []
         batch.append(job)
     if batch:
         yield batch

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from queue import SimpleQueue
 from typing import Generic, TypeVar
 
@@ -23,7 +23,8 @@ def run_jobs(work: Callable[[Job], None], jobs: Iterable[Job], *, threads: int) 
     """Call `work` once for every job, in order of their start, on `threads` threads; 1 means the caller's own.
 
     When a call raises, no further job is started, the running ones are waited for, and the first error is raised here.
-    The same holds for KeyboardInterrupt, so nothing still reads or writes when this function has returned.
+    The same holds for KeyboardInterrupt, so nothing still reads or writes when this function has returned. Only threads
+    that wait in `abandonable` are left behind: there they wait for others, and then end without touching anything.
     """
     if threads < 1:
         raise ValueError(f"{threads} threads; expected 1 or more")
@@ -36,16 +37,16 @@ def run_jobs(work: Callable[[Job], None], jobs: Iterable[Job], *, threads: int) 
     try:
         for worker in workers:
             worker.start()
-        while state.num_ended < threads:
+        while state.num_ended < threads and state.error is None:
             state.ended.get()
     finally:
         state.stop()
         # Not by join(): when Ctrl-C hits it, CPython takes the thread it waits for as ended (bpo-45274).
-        while state.num_active:
+        while state.is_busy():
             with suppress(KeyboardInterrupt):
                 state.ended.get()
         for worker in workers:
-            if worker.ident is not None:
+            if worker.ident is not None and not state.num_waiting:
                 worker.join()
     if state.error is not None:
         error, state.error = state.error, None
@@ -53,6 +54,33 @@ def run_jobs(work: Callable[[Job], None], jobs: Iterable[Job], *, threads: int) 
             raise error
         finally:
             del error  # it holds this frame and the thread's, with all their buffers: a cycle would keep them
+
+
+class StoppedError(Exception):
+    """The pool of the calling thread has stopped; it is raised in its threads only."""
+
+
+@contextmanager
+def abandonable() -> Iterator[None]:
+    """Wait for a network in this context: a pool that stops does not wait for the end of it.
+
+    What other threads may use must not be touched in the context: the caller of `run_jobs` may have gone on.
+
+    Raises:
+        StoppedError: the pool of the calling thread has stopped, before or meanwhile.
+    """
+    pool: _PoolState[object] | None = getattr(_thread, "pool", None)
+    if pool is None:
+        yield
+        return
+    pool.begin_waiting()
+    try:
+        yield
+    finally:
+        pool.end_waiting()
+
+
+_thread = threading.local()  # `pool`: that for which the thread works
 
 
 class _PoolState(Generic[Job]):
@@ -66,6 +94,7 @@ class _PoolState(Generic[Job]):
         self.error: BaseException | None = None
         self.num_active = 0
         self.num_ended = 0
+        self.num_waiting = 0
         self.ended: SimpleQueue[None] = SimpleQueue()
         self._work = work
         self._jobs = jobs
@@ -76,8 +105,28 @@ class _PoolState(Generic[Job]):
         """Start no further job; also not from a thread that has yet to begin."""
         self._stopped = True
 
+    def is_busy(self) -> bool:
+        """Return whether a thread does more than wait for a network."""
+        with self._lock:
+            return self.num_active > self.num_waiting
+
+    def begin_waiting(self) -> None:
+        """Count the calling thread as one that can be left behind."""
+        with self._lock:
+            if self._stopped:
+                raise StoppedError
+            self.num_waiting += 1
+
+    def end_waiting(self) -> None:
+        """Count the calling thread as one that works, unless all were stopped."""
+        with self._lock:
+            self.num_waiting -= 1
+            if self._stopped:
+                raise StoppedError
+
     def run(self) -> None:
         """Do jobs until there are none, one fails, or all are stopped."""
+        _thread.pool = self
         with self._lock:
             self.num_active += 1
         try:

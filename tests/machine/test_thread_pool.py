@@ -6,7 +6,13 @@ from collections import Counter
 
 import pytest
 
-from bigload.machine.thread_pool import MAX_DEFAULT_THREADS, default_threads, run_jobs
+from bigload.machine.thread_pool import (
+    MAX_DEFAULT_THREADS,
+    StoppedError,
+    abandonable,
+    default_threads,
+    run_jobs,
+)
 from builders import no_thread_left
 
 many_threads = pytest.mark.parametrize("threads", [2, 3, 8])
@@ -203,3 +209,33 @@ def test_the_default_is_one_thread_per_usable_core_and_four_at_most(monkeypatch)
 def test_less_than_one_thread_is_refused(threads):
     with pytest.raises(ValueError, match="expected 1 or more"):
         run_jobs(print, [1], threads=threads)
+
+
+def test_a_thread_that_may_be_abandoned_is_not_waited_for_and_goes_no_further():
+    is_waiting, go_on, ended = threading.Event(), threading.Event(), []
+
+    def work(job):
+        if job:
+            is_waiting.wait(30)
+            raise WorkerError
+        try:
+            with abandonable():
+                is_waiting.set()
+                go_on.wait(30)
+            ended.append("went on")
+        except StoppedError:
+            ended.append("stopped")
+            raise
+
+    with pytest.raises(WorkerError):
+        run_jobs(work, range(2), threads=2)
+    go_on.set()
+    for thread in threading.enumerate():
+        if thread.name.startswith("bigload-"):
+            thread.join(30)
+    assert ended == ["stopped"]
+
+
+def test_waiting_for_others_is_nothing_special_outside_of_a_pool():
+    with abandonable():
+        pass

@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,8 +22,10 @@ from typing import Any
 from urllib.parse import quote, urlsplit
 
 from bigload.checkpoint.byte_source import SourceIdentity, SourceScheme, ended_early
+from bigload.checkpoint.sources.range_streams import RangeStreams
 from bigload.errors import AccessDeniedError, BigloadError, CheckpointNotFoundError, ReadError
 from bigload.machine.activities import Phase, Recorder
+from bigload.machine.thread_pool import abandonable
 
 MAX_FRUITLESS_TRIES = 5
 """Requests in a row that bring no byte before a temporary failure is raised."""
@@ -229,7 +231,8 @@ class _Retries:
         if self._fruitless >= MAX_FRUITLESS_TRIES:
             raise ReadError(self._location, f"{error.reason}, {self._fruitless} times in a row") from None
         if error.wait is None and self._fruitless:
-            _sleep(0.5 * 2 ** (self._fruitless - 1))
+            with abandonable():
+                _sleep(0.5 * 2 ** (self._fruitless - 1))
 
 
 def read_document(url: str, headers: Mapping[str, str], location: Path | str, *, max_bytes: int) -> bytes:
@@ -291,21 +294,26 @@ class HttpSource:
         self._refuse = refuse or refusal
         self._etag = etag
         self._num_bytes = num_bytes
+        self._streams = RangeStreams(self._answered)
+
+    def expect(self, ranges: Iterable[tuple[int, int]]) -> None:
+        """Have one response serve what the calling thread is about to read: `ranges`, in their order."""
+        self._streams.expect(ranges)
 
     def read_into(self, buffers: Sequence[memoryview], offset: int) -> None:
         """Fill all of `buffers`; see `ByteSource`."""
         views = [buffer.cast("B") for buffer in buffers if buffer.nbytes]
         total, done, retries = sum(view.nbytes for view in views), 0, _Retries(self._shown)
         with self._recorder.span(Phase.READ, num_bytes=total, file=self._location.name):
-            while done < total:
+            while views:
                 try:
-                    for chunk in self._chunks(offset + done, offset + total):
-                        if done + len(chunk) > total:
-                            raise ReadError(self._shown, "the server sent more than was asked for")
-                        _copy(chunk, views, done)
-                        done += len(chunk)
-                    if done < total:
+                    chunk = self._streams.at(offset + done, offset + total).take(views[0].nbytes)
+                    if not chunk:
                         raise _TemporaryError("the answer was cut off")
+                    views[0][: len(chunk)] = chunk
+                    views[0], done = views[0][len(chunk) :], done + len(chunk)
+                    if not views[0]:
+                        del views[0]
                 except _TemporaryError as error:
                     retries.failed(error, done)
                 except HttpStatusError as error:
@@ -315,14 +323,24 @@ class HttpSource:
                     raise refused from refused.__cause__
 
     def close(self) -> None:
-        """Do nothing: connections belong to the client that all sources share."""
+        """End the responses; connections belong to the client that all sources share."""
+        self._streams.close()
 
-    def _chunks(self, start: int, stop: int) -> Iterator[bytes]:
+    @contextmanager
+    def _answered(self, start: int, stop: int) -> Iterator[Iterator[bytes]]:
         # gzip in Accept-Encoding has content networks ignore Range.
         headers = {**self._headers(), "Range": f"bytes={start}-{stop - 1}", "Accept-Encoding": "identity"}
         with requested(self._url, headers) as answer:
             self._check(answer, start, stop)
-            yield from answer.chunks()
+            yield self._counted(answer, stop - start)
+
+    def _counted(self, answer: Answer, num_bytes: int) -> Iterator[bytes]:
+        for chunk in answer.chunks():
+            num_bytes -= len(chunk)
+            if num_bytes < 0:
+                raise ReadError(self._shown, "the server sent more than was asked for")
+            if chunk:
+                yield chunk
 
     def _check(self, answer: Answer, start: int, stop: int) -> None:
         encoding = answer.headers.get("content-encoding", "identity")
@@ -351,20 +369,6 @@ class HttpSource:
 
     def _changed(self, text: str) -> None:
         raise ReadError(self._shown, f"it changed since the checkpoint was opened: {text}")
-
-
-def _copy(chunk: bytes, views: Sequence[memoryview], position: int) -> None:
-    """Copy `chunk` to `position` of `views`, taken one after the other."""
-    rest = memoryview(chunk)
-    for view in views:
-        if position >= view.nbytes:
-            position -= view.nbytes
-            continue
-        count = min(view.nbytes - position, rest.nbytes)
-        view[position : position + count] = rest[:count]
-        rest, position = rest[count:], 0
-        if not rest.nbytes:
-            return
 
 
 def refusal(location: Path, error: HttpStatusError) -> BigloadError:

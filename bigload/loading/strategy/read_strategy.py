@@ -27,6 +27,9 @@ PARALLEL_BYTES = 64 * MIB
 DISK_THREADS = 8
 """Threads that wait for a disk need no core: more of them than cores keep its queue filled."""
 
+NETWORK_THREADS = 16
+"""Connections: one seldom fills a line, and each waits for two round trips before its first byte."""
+
 OpenSource = Callable[[Path], ByteSource]
 
 
@@ -73,7 +76,8 @@ def choose_strategy(
             choice = choose_method(files, asked=chosen.method)
     is_cast = any(want.is_cast for want in wanted)
     usual = DISK_THREADS if choice.waits_for_disk else usual_threads(is_cast=is_cast)
-    threads = chosen.threads or (1 if num_bytes < PARALLEL_BYTES else usual)
+    usual = usual if scheme.is_local else NETWORK_THREADS
+    threads = chosen.threads or (1 if num_bytes < PARALLEL_BYTES and scheme.is_local else usual)
     return ReadStrategy(
         method=choice.method,
         reason=choice.reason,
