@@ -6,6 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -39,7 +40,13 @@ REMOTE_READS = 16
 _SHARD_OF_MANY = re.compile(r".*-of-\d+\.\w+")
 
 
-def open_checkpoint(path: str | Path) -> Checkpoint:
+OnHeader = Callable[[int, int], None]
+"""Called with how many headers have been read, and of how many."""
+
+_on_header: ContextVar[OnHeader | None] = ContextVar("on_header", default=None)
+
+
+def open_checkpoint(path: str | Path, *, on_header: OnHeader | None = None) -> Checkpoint:
     """Open the checkpoint at `path` by reading and validating its headers.
 
     `path` is a folder with `model.safetensors` or one `*.safetensors.index.json`, such an index, a `.safetensors` file,
@@ -49,6 +56,10 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
     `torch.save` wrote (`.bin`, `.pt`, `.pth`; `pytorch_model.bin.index.json`) is read alike, and executes nothing; a
     folder's safetensors come first, as with transformers. An index of another name is taken where it is the only one.
 
+    Args:
+        path: What to open.
+        on_header: Called after each header, by the calling thread.
+
     Raises:
         CheckpointNotFoundError: nothing there, or nothing that is a checkpoint.
         UnsupportedFormatError: weights in another format, or a pipeline of several models; it says what it is.
@@ -57,6 +68,7 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
         AccessDeniedError: a service refuses it to this user.
         CheckpointError: a file cannot be read.
     """
+    token = _on_header.set(on_header)
     try:
         place = locate(path)
         if not scheme_of(place).is_local:
@@ -75,6 +87,8 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
         raise CheckpointError(error.message, hint=error.hint) from error
     except OSError as error:
         raise CheckpointError(f"cannot read {error.filename or path}: {error.strerror or error}") from error
+    finally:
+        _on_header.reset(token)
 
 
 def checkpoint_root(path: str | Path) -> Path | None:
@@ -300,7 +314,9 @@ def _read_headers(
     def read(file: str) -> ShardHeader | Problem | InvalidCheckpointError | LegacyFileError:
         return _read_header(root, file, index_file, guess=guesses[file] or GUESSED_BYTES)
 
-    for file, found in zip(files, _each(read, files, is_local=scheme_of(root).is_local), strict=True):
+    on_header = _on_header.get() or (lambda _done, _total: None)
+    for done, found in enumerate(_each(read, files, is_local=scheme_of(root).is_local), start=1):
+        on_header(done, len(files))
         match found:
             case ShardHeader():
                 headers.append(found)
@@ -309,7 +325,7 @@ def _read_headers(
             case InvalidCheckpointError():
                 problems += found.problems
             case LegacyFileError():
-                legacy.append(file)
+                legacy.append(files[done - 1])
     return headers, problems, legacy
 
 

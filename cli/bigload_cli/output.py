@@ -9,7 +9,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, TextIO
 
 import typer
@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 
 LINE_EVERY_SECONDS = 30
 """Of progress, where stderr is no terminal."""
+
+SHOWN_AFTER_SECONDS = 1
+"""Before headers that are read are counted on stderr."""
 
 _UNLIMITED_WIDTH = 10_000
 _BLANKS_AT_LINE_END = re.compile(r"[ ]+((?:\x1b\[[0-9;]*m)*)$", re.MULTILINE)
@@ -56,6 +59,22 @@ def say_warnings(checkpoint: Checkpoint) -> None:
     """Print what is odd about a checkpoint beside the answer."""
     for warning in checkpoint.warnings:
         say(f"warning: {printable(warning.text)}")
+
+
+def open_shown(path: str, *, quiet: bool) -> Checkpoint:
+    """Open a checkpoint, and show how many headers have been read if that takes long."""
+    from bigload.checkpoint.source import open_checkpoint
+
+    began, show = time.monotonic(), None
+    with ExitStack() as stack:  # a line is cleared only if there was one
+
+        def on_header(done: int, total: int) -> None:
+            nonlocal show
+            if time.monotonic() - began >= SHOWN_AFTER_SECONDS:
+                show = show or stack.enter_context(status_line(quiet=quiet))
+                show(f"read {done} of {total} headers")
+
+        return open_checkpoint(path, on_header=on_header)
 
 
 def warning_shower(usual: Callable[..., None]) -> Callable[..., None]:

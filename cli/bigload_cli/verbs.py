@@ -58,11 +58,12 @@ def _root(
 
 def run() -> int:
     """Run the command line and return its exit code."""
-    warnings.showwarning = output.warning_shower(warnings.showwarning)
-    try:
-        code = app(prog_name="bigload", standalone_mode=False)
-        if code == failures.INTERRUPTED:  # what Typer makes of a Ctrl-C
-            raise KeyboardInterrupt
-    except BaseException as error:  # every way to fail ends in one table
-        code = failures.report(error)
+    with warnings.catch_warnings():
+        warnings.showwarning = output.warning_shower(warnings.showwarning)
+        try:
+            code = app(prog_name="bigload", standalone_mode=False)
+            if code == failures.INTERRUPTED:  # what Typer makes of a Ctrl-C
+                raise KeyboardInterrupt
+        except BaseException as error:  # every way to fail ends in one table
+            code = failures.report(error)
     return code if isinstance(code, int) else 0

@@ -497,7 +497,7 @@ def test_ctrl_c_at_any_stage_keeps_what_is_finished_and_nothing_else(run, place,
 
 
 def test_sigint_while_loading_ends_with_130(run, monkeypatch):
-    def interrupt(*_arguments: object):
+    def interrupt(*_arguments: object, **_options: object):
         raise KeyboardInterrupt
 
     monkeypatch.setattr("bigload.checkpoint.source.open_checkpoint", interrupt)

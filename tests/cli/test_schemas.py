@@ -250,7 +250,7 @@ def test_the_document_of_a_failure_has_its_facts(run, spoiled):
 
 
 def test_an_interrupted_command_says_so_in_json(run, monkeypatch):
-    def interrupt(*_arguments: object):
+    def interrupt(*_arguments: object, **_options: object):
         raise KeyboardInterrupt
 
     monkeypatch.setattr("bigload.checkpoint.source.open_checkpoint", interrupt)

@@ -103,7 +103,7 @@ def test_debugging_shows_the_traceback_after_the_same_words(run, command):
 
 
 def test_a_bug_is_one_line_with_the_way_to_see_more_and_exit_code_1(run, monkeypatch):
-    def fail(*_arguments: object):
+    def fail(*_arguments: object, **_options: object):
         raise ZeroDivisionError("a bug")
 
     monkeypatch.setattr("bigload.checkpoint.source.open_checkpoint", fail)

@@ -31,7 +31,6 @@ def inspect(
 
     Reads the headers and checks them; weights are never read. PATH may also be a plan file.
     """
-    from bigload.checkpoint.source import open_checkpoint
     from bigload.planning.model.module_tree import blocks_of, build_tree
     from bigload.planning.module_table import outline
     from bigload_cli import output
@@ -42,7 +41,7 @@ def inspect(
 
         show(read_plan(path), as_json=as_json, quiet=quiet, color=color)
         return
-    checkpoint = open_checkpoint(path)
+    checkpoint = output.open_shown(path, quiet=quiet or as_json)
     output.say_warnings(checkpoint)
     if quiet and not as_json:
         output.print_text(str(checkpoint.total_bytes))

@@ -117,10 +117,9 @@ def plan(
 
     Works from the names and sizes in the headers alone: no model code, no torch, no weights.
     """
-    from bigload.checkpoint.source import open_checkpoint
     from bigload.planning.options import options_of
     from bigload.planning.planner import plan_details
-    from bigload_cli.output import say_warnings
+    from bigload_cli.output import open_shown, say_warnings
 
     options = options_of(
         policy=policy,
@@ -144,7 +143,7 @@ def plan(
     asked = questions.Question(explain=explain, compare=compare, fits=fits, gpus=gpus, max_context=max_context)
     asked.check(writes=out is not None or html is not None, fail_if=fail_if is not None)
     budget = None if asked.needs_no_budget else _budget(max_memory, use_disk=use_disk)
-    checkpoint = open_checkpoint(path)
+    checkpoint = open_shown(path, quiet=quiet or as_json)
     say_warnings(checkpoint)
     if asked.asked:
         questions.answer(asked, checkpoint, budget, options, as_json=as_json, quiet=quiet, color=color)

@@ -1,0 +1,83 @@
+"""Commands on a repository of a loopback Hub."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from bigload_cli import output
+from builders import make_checkpoint
+from hub_server import HubServer
+
+
+@pytest.fixture
+def hub(tmp_path):
+    with HubServer() as server:
+        server.add("org/tiny", make_checkpoint(tmp_path / "source", shards=3))
+        yield server
+
+
+PROGRAM = """
+import json, sys
+from bigload_cli import app, output
+output.SHOWN_AFTER_SECONDS = 0
+try:
+    app.main()
+except SystemExit as end:
+    heavy = [name for name in ("torch", "numpy", "safetensors") if name in sys.modules]
+    print(json.dumps([end.code, heavy]), file=sys.stderr)
+"""
+
+
+def run(hub, tmp_path, *words):
+    """Run a command in a process of its own, which takes `hub` for the Hub; return its answer, notes and end."""
+    environment = {"PATH": "/usr/bin:/bin", "HOME": str(tmp_path), **hub.environment(tmp_path / "cache")}
+    command = [sys.executable, "-c", PROGRAM, *words]
+    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=True)
+    *notes, end = done.stderr.splitlines()
+    return done.stdout, "\n".join(notes), json.loads(end)
+
+
+def test_inspect_and_plan_take_a_repository_without_torch_and_plans_open_by_their_path(hub, tmp_path):
+    commit = hub.repositories["org/tiny"].commit
+    answer, _, end = run(hub, tmp_path, "inspect", "org/tiny", "--json", "--shards")
+    assert end == [0, []]
+    assert json.loads(answer)["path"] == f"hf://org/tiny@{commit}"
+    hub.requests.clear()
+    _, _, end = run(hub, tmp_path, "plan", "org/tiny", "-m", "cpu=1GiB", "-o", "plan.json")
+    assert end == [0, []]
+    assert not hub.requests
+    plan = json.loads((tmp_path / "plan.json").read_text())
+    assert plan["checkpoint"]["path"] == f"hf://org/tiny@{commit}"
+    assert all(len(shard["etag"]) == 64 for shard in plan["checkpoint"]["shards"])
+    answer, _, end = run(hub, tmp_path, "plan", "hf://org/tiny", "-m", "cpu=1GiB", "--explain", "model.layers.0")
+    assert (end, "model.layers.0" in answer) == ([0, []], True)
+
+
+def test_a_rate_limit_is_a_line_on_stderr(hub, tmp_path):
+    hub.fault("resolve", file="config.json", status=429, headers={"Retry-After": "1"})
+    _, notes, end = run(hub, tmp_path, "inspect", "org/tiny", "-q")
+    assert end == [0, []]
+    assert notes.startswith("warning: 127.0.0.1:")
+    assert notes.endswith("limits the rate of requests; waiting 1 s as it asks")
+
+
+def test_a_repository_that_is_not_there_is_bad_usage_and_one_that_is_gated_a_failure(hub, tmp_path):
+    answer, notes, end = run(hub, tmp_path, "inspect", "org/tyni")
+    assert (answer, end) == ("", [2, []])
+    assert "did you mean org/tiny?" in notes
+    hub.repositories["org/tiny"].gated = True
+    answer, notes, end = run(hub, tmp_path, "plan", "org/tiny", "-m", "cpu=1GiB")
+    assert (answer, end) == ("", [1, []])
+    assert "hint: ask for access at https://huggingface.co/org/tiny" in notes
+
+
+def test_headers_that_take_long_are_counted_on_a_terminal(tmp_path, monkeypatch):
+    shown = []
+    monkeypatch.setattr(output, "SHOWN_AFTER_SECONDS", 0)
+    monkeypatch.setattr(output, "_write", lambda text, _stream: shown.append(text))
+    monkeypatch.setattr(output.sys.stderr, "isatty", lambda: True, raising=False)
+    output.open_shown(str(make_checkpoint(tmp_path / "source", shards=3)), quiet=False)
+    assert ["read 1 of 3 headers" in text for text in shown] == [True, False, False, False]
+    assert "read 3 of 3 headers" in shown[2]
