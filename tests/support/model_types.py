@@ -73,9 +73,28 @@ OVERRIDES = {
     "detr": DETR,
     "donut-swin": SWIN,
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2, "first_k_dense_replace": 1},
-    "dots3_note_text": {"num_key_value_heads": 4},
+    "dots3_note_text": {
+        "num_key_value_heads": 4,
+        "head_dim": 16,
+        "per_layer_config": {},
+        "layer_types": ["full_attention", "sliding_attention"],
+        "mlp_layer_types": ["dense", "sparse"],
+    },
     "emu3": {"vocabulary_map": {"<image>": 3}},
-    "ernie4_5_vl_moe_text": {"moe_intermediate_size": [16, 16]},
+    "emu3_vqgan": {"base_channels": 32, "codebook_size": 16, "hidden_size": 32, "num_res_blocks": 1},
+    "ernie4_5_vl_moe_text": {
+        "moe_intermediate_size": [16, 16],
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]},
+    },
+    "gemma3n_text": {
+        "num_kv_shared_layers": 0,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "activation_sparsity_pattern": [0.0, 0.0],
+        "laurel_rank": 8,
+        "hidden_size_per_layer_input": 8,
+        "vocab_size_per_layer_input": VOCABULARY,
+    },
+    "glm5_next_vision": {"projection_intermediate_size": 64, "out_hidden_size": 32},
     "glm5_next_text": {"num_key_value_heads": 4, "qk_rope_head_dim": 0},
     "gradium_phonon_tts": {
         "num_key_value_heads": 4,
@@ -87,6 +106,17 @@ OVERRIDES = {
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
     "maskformer": {"backbone_config": {"model_type": "swin", **SWIN}, "decoder_config": {"model_type": "detr", **DETR}},
     "mimi": {"upsample_groups": 32, "num_filters": 4},
+    "nemotron_h_omni": {
+        "vision_config": {
+            "model_type": "radio",
+            "hidden_size": 32,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "image_size": 16,
+            "patch_size": 8,
+            "video_temporal_patch_size": 2,
+        }
+    },
     "molmo2_adapter": {"vision_feature_layer": [1, 0], "text_hidden_size": 32},
     "sapiens2_head": {
         "upsample_out_channels": [8],
@@ -134,23 +164,24 @@ TEXT_AND_PARTS = """
     data2vec-vision deberta deberta-v2 deepseek_v3 deepseek_v32 deepseek_v4 deit diffllama dinov2 dinov2_with_registers
     dinov3_vit distilbert doge dpr dpt electra ernie ernie4_5 ernie4_5_moe eurobert exaone4 exaone_moe falcon falcon_h1
     falcon_mamba fastspeech2_conformer flaubert flava flex_olmo flint fnet focalnet fsmt gemma gemma2 gemma3_text
-    gemma4_audio git glm glm4 glm4_moe glm4_moe_lite glmasr_encoder gpt-sw3 gpt2 gpt_bigcode gpt_neo gpt_neox
-    gpt_neox_japanese gpt_oss gptj granite granite_docling_text granite_swa granitemoe granitemoe_swa granitemoeshared
-    gte helium hiera higgs_audio_v2 hrm_text hubert hy_v3 hy_v4 hyperclovax ibert ijepa imagegpt inkling2_text
-    inkling_text internlm3 internvl_vision iquestcoder jais2 jamba jetmoe jina_embeddings_v3 kolibri1 kosmos-2.5 laguna
-    layoutlm led lfm2 llama llama4_text longformer longt5 luke m2m_100 mamba mamba2 marian markuplm mbart megatron-bert
-    mellum mgp-str mimo_v2_flash minimax minimax_m2 minimax_m3_vl minimax_m3_vl_text ministral3 mistral mixtral mlcd
-    mlcd_vision_model mllama mobilebert mobilenet_v1 mobilenet_v2 mobilevit modernbert modernbert-decoder molmo2_text
-    moonshine moss_transcribe_diarize_audio mpnet mpt mra mt5 muse_glimmer_text muse_spark_text mvp nanochat nemotron_h
-    nllb-moe nomic_bert nystromformer olmo olmo2 olmo3 olmo_hybrid olmoe openai-gpt openai_privacy_filter opt pegasus
-    pegasus_x persimmon phi phi3 phimoe pixio pixtral plbart prophetnet pvt_v2 qianfan_ocr_vision qwen2 qwen2_5_vl
-    qwen2_5_vl_text qwen2_audio_encoder qwen2_moe qwen2_vl qwen2_vl_text qwen3 qwen3_5_moe_text qwen3_5_text qwen3_moe
-    qwen3_next qwen3_vl qwen3_vl_moe qwen3_vl_moe_text qwen3_vl_text radio recurrent_gemma reformer rembert roberta
-    roberta-prelayernorm roformer rwkv sam3_vit_model sam_hq_vision_model sam_vision_model sapiens2 seamless_m4t
-    seamless_m4t_v2 seed_oss sew sew-d siglip_vision_model smollm3 solar_open splinter squeezebert stablelm starcoder2
-    swiftformer switch_transformers t5 t5gemma tapas tipsv2 tipsv2_text_model tipsv2_vision_model trocr ultrabert umt5
-    unispeech unispeech-sat vaultgemma visual_bert vit vit_mae vit_msn vitdet voxtral_encoder voxtral_realtime_encoder
-    wav2vec2 wav2vec2-conformer wavlm whisper xglm xlm xlm-roberta xlm-roberta-xl xlnet yolos yoso zaya
+    gemma3n_text gemma4_audio git glm glm4 glm4_moe glm4_moe_lite glm5_next_text glmasr_encoder gpt-sw3 gpt2 gpt_bigcode
+    gpt_neo gpt_neox gpt_neox_japanese gpt_oss gptj granite granite_docling_text granite_swa granitemoe granitemoe_swa
+    granitemoeshared gte helium hiera higgs_audio_v2 hrm_text hubert hy_v3 hy_v4 hyperclovax ibert ijepa imagegpt
+    inkling2_text inkling_text internlm3 internvl_vision iquestcoder jais2 jamba jetmoe jina_embeddings_v3 kolibri1
+    kosmos-2.5 laguna layoutlm led lfm2 llama llama4_text longformer longt5 luke m2m_100 mamba mamba2 marian markuplm
+    mbart megatron-bert mellum mgp-str mimo_v2_flash minimax minimax_m2 minimax_m3_vl minimax_m3_vl_text ministral3
+    mistral mixtral mlcd mlcd_vision_model mllama mobilebert mobilenet_v1 mobilenet_v2 mobilevit modernbert
+    modernbert-decoder molmo2_text moonshine moss_transcribe_diarize_audio mpnet mpt mra mt5 muse_glimmer_text
+    muse_spark_text mvp nanochat nemotron_h nllb-moe nomic_bert nystromformer olmo olmo2 olmo3 olmo_hybrid olmoe
+    openai-gpt openai_privacy_filter opt pegasus pegasus_x persimmon phi phi3 phimoe pixio pixtral plbart prophetnet
+    pvt_v2 qianfan_ocr_vision qwen2 qwen2_5_vl qwen2_5_vl_text qwen2_audio_encoder qwen2_moe qwen2_vl qwen2_vl_text
+    qwen3 qwen3_5_moe_text qwen3_5_text qwen3_moe qwen3_next qwen3_vl qwen3_vl_moe qwen3_vl_moe_text qwen3_vl_text radio
+    recurrent_gemma reformer rembert roberta roberta-prelayernorm roformer rwkv sam3_vit_model sam_hq_vision_model
+    sam_vision_model sapiens2 seamless_m4t seamless_m4t_v2 seed_oss sew sew-d siglip_vision_model smollm3 solar_open
+    splinter squeezebert stablelm starcoder2 swiftformer switch_transformers t5 t5gemma tapas tipsv2 tipsv2_text_model
+    tipsv2_vision_model trocr ultrabert umt5 unispeech unispeech-sat vaultgemma visual_bert vit vit_mae vit_msn vitdet
+    voxtral_encoder voxtral_realtime_encoder wav2vec2 wav2vec2-conformer wavlm whisper xglm xlm xlm-roberta
+    xlm-roberta-xl xlnet yolos yoso zaya
 """
 WHOLE_MODELS = """
     AltCLIPModel AriaForConditionalGeneration ASTModel AudioFlamingo3ForConditionalGeneration AXK1ForCausalLM
@@ -160,35 +191,36 @@ WHOLE_MODELS = """
     Cosmos3OmniForConditionalGeneration DeepseekOcr2ForConditionalGeneration DeepseekV2ForCausalLM
     DeepseekVLForConditionalGeneration DeepseekVLHybridForConditionalGeneration DeformableDetrModel DepthProModel
     DetrForSegmentation DetrModel DFineModel Dinov2Backbone Dinov2WithRegistersBackbone DINOv3ConvNextModel
-    Dots1ForCausalLM EsmForMaskedLM FuyuForCausalLM Gemma3ForConditionalGeneration
-    Gemma4UnifiedForConditionalGeneration Glm4vMoeForConditionalGeneration GlmAsrForConditionalGeneration
+    Dots1ForCausalLM Dots3NoteTextModel Emu3ForConditionalGeneration Ernie4_5_VLMoeForConditionalGeneration
+    EsmForMaskedLM FuyuForCausalLM Gemma3ForConditionalGeneration Gemma4UnifiedForConditionalGeneration
+    Glm4vMoeForConditionalGeneration Glm5NextForConditionalGeneration GlmAsrForConditionalGeneration
     GlmMoeDsaForCausalLM GotOcr2ForConditionalGeneration GradiumPhononTTSModel GraniteMoeHybridForCausalLM
     GraniteSpeechForConditionalGeneration GraniteSpeechPlusForConditionalGeneration GroundingDinoModel
     HunYuanMoEV1ForCausalLM HunYuanVLForConditionalGeneration HyperCLOVAXVisionV2ForConditionalGeneration
-    Inkling2ForConditionalGeneration InternVLForConditionalGeneration JevForDecision Kimi_K25ForConditionalGeneration
-    KimiLinearForCausalLM Lfm2MoeForCausalLM Lfm2VlForConditionalGeneration Lfm3ForCausalLM
-    Lfm3VlForConditionalGeneration Lfm3VlVisionModel LlavaForConditionalGeneration LlavaNextForConditionalGeneration
-    LlavaNextVideoForConditionalGeneration LlavaOnevisionForConditionalGeneration LongcatFlashForCausalLM LwDetrModel
-    Mask2FormerModel MaskFormerModel MetaClip2Model MimiEncoderModel MimiModel MiniCPMOcrForConditionalGeneration
-    MiniCPMV4_6ForConditionalGeneration MiniCPMV4_7ForConditionalGeneration Mistral3ForConditionalGeneration
-    MistralLarge4ForConditionalGeneration MistralLarge4TextModel MllamaForConditionalGeneration MMGroundingDinoModel
-    ModernVBertModel Molmo2ForConditionalGeneration MusicFlamingoForConditionalGeneration OneFormerModel
-    PaddleOCRVLForConditionalGeneration PaliGemmaForConditionalGeneration PI0ForConditionalGeneration
-    PPDocLayoutV2ForObjectDetection PPDocLayoutV3Model PPDocLayoutV4Model QianfanOCRForConditionalGeneration
-    Qwen2_5_VLForConditionalGeneration Qwen2_5OmniThinkerForConditionalGeneration Qwen2AudioForConditionalGeneration
-    Qwen2VLForConditionalGeneration Qwen3_5ForConditionalGeneration Qwen3_5MoeForConditionalGeneration
-    Qwen3OmniMoeThinkerForConditionalGeneration Qwen3VLForConditionalGeneration Qwen3VLMoeForConditionalGeneration
-    Qwen4ExpForCausalLM Qwen4ExpForConditionalGeneration RfDetrForInstanceSegmentation RfDetrForObjectDetection
-    RfDetrModel RTDetrModel RTDetrV2Model Sam3Model Sam3TrackerModel Sam3TrackerVideoModel Sam3VideoModel
-    Sapiens2ForImageMatting Sapiens2ForNormalEstimation Sapiens2ForPointmapEstimation Sapiens2ForPoseEstimation
-    Sapiens2ForSemanticSegmentation SegformerForSemanticSegmentation SegformerModel ShieldGemma2ForImageClassification
-    Siglip2Model Siglip2VisionModel SiglipModel Step3p7ForConditionalGeneration SwinBackbone SwinModel
-    T5Gemma2ForConditionalGeneration TimesFm2_5Model Tipsv2DptForDepthEstimation Tipsv2DptForNormalEstimation
-    Tipsv2DptForSemanticSegmentation Tipsv2VisionBackbone UltrabertForQuestionAnswering
-    UltrabertForSequenceClassification UltrabertForTokenClassification UltraVBertForMaskedLM UltraVBertModel
-    UnlimitedOcrForConditionalGeneration VibeVoiceAsrForConditionalGeneration VideoLlavaForConditionalGeneration
-    VideoMAEModel VipLlavaForConditionalGeneration ViTMAEForPreTraining ViTMSNForImageClassification VivitModel
-    VoxtralForConditionalGeneration VoxtralRealtimeForConditionalGeneration
+    Inkling2ForConditionalGeneration InklingForConditionalGeneration InternVLForConditionalGeneration JevForDecision
+    Kimi_K25ForConditionalGeneration KimiLinearForCausalLM Lfm2MoeForCausalLM Lfm2VlForConditionalGeneration
+    Lfm3ForCausalLM Lfm3VlForConditionalGeneration Lfm3VlVisionModel LlavaForConditionalGeneration
+    LlavaNextForConditionalGeneration LlavaNextVideoForConditionalGeneration LlavaOnevisionForConditionalGeneration
+    LongcatFlashForCausalLM LwDetrModel Mask2FormerModel MaskFormerModel MetaClip2Model MimiEncoderModel MimiModel
+    MiniCPMOcrForConditionalGeneration MiniCPMV4_6ForConditionalGeneration MiniCPMV4_7ForConditionalGeneration
+    Mistral3ForConditionalGeneration MistralLarge4ForConditionalGeneration MistralLarge4TextModel MLCDVisionModel
+    MllamaForConditionalGeneration MMGroundingDinoModel ModernVBertModel Molmo2ForConditionalGeneration
+    MusicFlamingoForConditionalGeneration NemotronH_Omni_Reasoning_V3 OneFormerModel PaddleOCRVLForConditionalGeneration
+    PaliGemmaForConditionalGeneration PI0ForConditionalGeneration PPDocLayoutV2ForObjectDetection PPDocLayoutV3Model
+    PPDocLayoutV4Model QianfanOCRForConditionalGeneration Qwen2_5_VLForConditionalGeneration
+    Qwen2_5OmniThinkerForConditionalGeneration Qwen2AudioForConditionalGeneration Qwen2VLForConditionalGeneration
+    Qwen3_5ForConditionalGeneration Qwen3_5MoeForConditionalGeneration Qwen3OmniMoeThinkerForConditionalGeneration
+    Qwen3VLForConditionalGeneration Qwen3VLMoeForConditionalGeneration Qwen4ExpForCausalLM
+    Qwen4ExpForConditionalGeneration RfDetrForInstanceSegmentation RfDetrForObjectDetection RfDetrModel RTDetrModel
+    RTDetrV2Model Sam3Model Sam3TrackerModel Sam3TrackerVideoModel Sam3VideoModel Sapiens2ForImageMatting
+    Sapiens2ForNormalEstimation Sapiens2ForPointmapEstimation Sapiens2ForPoseEstimation Sapiens2ForSemanticSegmentation
+    SegformerForSemanticSegmentation SegformerModel ShieldGemma2ForImageClassification Siglip2Model Siglip2VisionModel
+    SiglipModel Step3p7ForConditionalGeneration SwinBackbone SwinModel T5Gemma2ForConditionalGeneration TimesFm2_5Model
+    Tipsv2DptForDepthEstimation Tipsv2DptForNormalEstimation Tipsv2DptForSemanticSegmentation Tipsv2VisionBackbone
+    UltrabertForQuestionAnswering UltrabertForSequenceClassification UltrabertForTokenClassification
+    UltraVBertForMaskedLM UltraVBertModel UnlimitedOcrForConditionalGeneration VibeVoiceAsrForConditionalGeneration
+    VideoLlavaForConditionalGeneration VideoMAEModel VipLlavaForConditionalGeneration ViTMAEForPreTraining
+    ViTMSNForImageClassification VivitModel VoxtralForConditionalGeneration VoxtralRealtimeForConditionalGeneration
 """
 NAMES = [*TEXT_AND_PARTS.split(), *WHOLE_MODELS.split()]
 """Model types, and classes of models for images, sound and text, or with a head that has names of its own."""
