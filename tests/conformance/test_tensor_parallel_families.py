@@ -82,7 +82,6 @@ EXCEPTIONS = {
     **dict.fromkeys(("gemma3", "llava", "llava_next"), ("vision_tower.", _UNPROVEN)),
     "qwen3_vl": ("language_model.", f"{_UNPROVEN}; the model has no plan of its own"),
     "dbrx": ("ffn.experts.", "its experts are dealt out among ranks, which needs another router"),
-    "gpt_oss": ("mlp.experts.", "its experts are dealt out among ranks, which needs another router"),
     "phi3": ("self_attn.qkv_proj.", "its forward takes the number of heads from the config, so outputs are gathered"),
 }
 """By model type: names of parameters that a model does not divide as a checkpoint, and why. All others agree."""

@@ -1,11 +1,15 @@
+import copy
 import pickle
 
 import pytest
 import torch
+from fused_models import mixture
 from torch import nn
 
 from bigload.errors import PartitionError
 from bigload.parallel.tensor_parallel.apply import plan_tensor_parallel
+from bigload.parallel.tensor_parallel.forwards import route_to_own
+from bigload.parallel.tensor_parallel.plan import sliced
 from bigload.planning.tensor_parallel.division import WHOLE, Division
 from parallel_models import (
     HEADS,
@@ -225,6 +229,34 @@ def test_experts_stored_in_one_are_divided_by_rules():
     assert plan.styles["blocks.0.attention"] == "moe_tp_experts"
     assert plan.division("blocks.0.attention.up").dim == 1
     assert plan.division("blocks.0.attention.down").dim == 2
+
+
+def test_ranks_with_other_experts_sum_to_the_whole():
+    model, ids = mixture(), torch.tensor([3, 17, 40])
+    rules = {"experts": "moe_ep_experts", "experts.*": "grouped_gemm"}
+    plan = plan_tensor_parallel(model, 2, custom_policies=rules, example={"ids": ids})
+    assert plan.styles["layers.0.experts"] == "moe_ep_experts"
+    assert plan.attributes["layers.0.experts.num_experts"] == 6
+    experts, x = model.layers[0].experts, torch.randn(3, 8)
+    weights, chosen = torch.rand(3, 2), torch.tensor([[0, 11], [6, 5], [2, 3]])
+    parts = []
+    for rank in range(2):
+        part = copy.deepcopy(experts)
+        part.num_experts = 6
+        for key, value in experts.named_parameters():
+            division = plan.division(f"layers.0.experts.{key}")
+            part._parameters[key] = torch.nn.Parameter(sliced(value.detach(), division, rank))
+        route_to_own(part, rank)
+        parts.append(part(x, chosen, top_k_weights=weights))
+    assert torch.allclose(sum(parts), experts(x, chosen, weights), atol=1e-6)
+
+
+def test_experts_of_other_ranks_need_a_module_that_is_routed_to():
+    with pytest.raises(PartitionError, match="does not divide") as caught:
+        plan_tensor_parallel(
+            mixture(), 2, custom_policies={"experts.*": "grouped_gemm"}, example={"ids": torch.ones(1)}
+        )
+    assert "no forward is known for ranks that hold different experts" in caught.value.details
 
 
 @pytest.mark.parametrize(

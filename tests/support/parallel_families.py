@@ -21,6 +21,10 @@ FAMILIES = {
     "llama-mqa": ("LlamaForCausalLM", {**DECODER, "num_key_value_heads": 1, "tie_word_embeddings": False}),
     "qwen3": ("Qwen3ForCausalLM", {**DECODER, "num_key_value_heads": 4, "head_dim": 16, "tie_word_embeddings": True}),
     "mixtral": ("MixtralForCausalLM", {**DECODER, "num_key_value_heads": 4, "num_local_experts": 4}),
+    "gpt-oss": (
+        "GptOssForCausalLM",
+        {**DECODER, "num_key_value_heads": 2, "head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2},
+    ),
     "gemma": ("GemmaForCausalLM", {**DECODER, "num_key_value_heads": 1, "head_dim": 16}),
     "gpt2": (
         "GPT2LMHeadModel",

@@ -77,6 +77,39 @@ def run_summed(divided: DividedModule, *args: object, **kwargs: object) -> objec
     return _summed(run_locally(divided, *args, **kwargs), divided.mesh)
 
 
+def run_own_experts(divided: DividedModule, *args: object, **kwargs: object) -> object:
+    """Run locally and sum the outputs of all ranks: experts, each rank having some of them."""
+    args, kwargs = _to_own_experts(divided.module, divided.mesh.get_local_rank(), args, kwargs)
+    return run_summed(divided, *args, **kwargs)
+
+
+def route_to_own(module: nn.Module, rank: int) -> RemovableHandle:
+    """Let `module` see only what is routed to the experts of `rank`; return the handle that ends it."""
+    return module.register_forward_pre_hook(
+        lambda _, args, kwargs: _to_own_experts(module, rank, args, kwargs), with_kwargs=True
+    )
+
+
+def _to_own_experts(
+    module: nn.Module, rank: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments of experts of which `rank` has its part: what is routed to others has the weight 0.
+
+    Arguments are the numbers of the chosen experts, and of the same shape the weights of what each makes.
+    """
+    count = len(_local(next(iter(module._parameters.values()))))  # type: ignore[arg-type]
+    given = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
+    chosen = next(value for value in given if not value.is_floating_point())
+    weights = [value for value in given if value.is_floating_point() and value.shape == chosen.shape][-1]
+    own = chosen - rank * count
+    is_here = (own >= 0) & (own < count)
+    changed = {id(chosen): own.where(is_here, 0), id(weights): weights.masked_fill(~is_here, 0)}
+    return (
+        tuple(changed.get(id(value), value) for value in args),
+        {name: changed.get(id(value), value) for name, value in kwargs.items()},
+    )
+
+
 def colwise(divided: DividedModule, inputs: Tensor) -> Tensor:
     """Return this rank's outputs, made of all inputs."""
     return divided.product(inputs)
@@ -144,6 +177,7 @@ FORWARDS: Mapping[str, Callable[..., object]] = {
     "embedding_rowwise": _of_inputs(look_up),
     "local_params": run_locally,
     "moe_tp_experts": run_summed,
+    "moe_ep_experts": run_own_experts,
 }
 """By forward style, as plans name it."""
 

@@ -46,6 +46,8 @@ from bigload.planning.tensor_parallel.ruled_layers import ModelRules, generic_na
 from bigload.planning.tensor_parallel.rules import Rule
 from bigload.units import counted
 
+_SUMMED = ("moe_tp_experts", "moe_ep_experts")
+
 _Kind = list[CoupledLayers]
 """Coupled layers whose names differ in numbers only."""
 
@@ -81,7 +83,7 @@ def make_plan(
         asked |= plan
     plans = {source: found(of_source) for source, of_source in by_source.items()}
     all_plans = [asked, *(plan for each in plans.values() for _, plan in each if isinstance(plan, PartialPlan))]
-    summed = {name for plan in all_plans for name, style in plan.styles.items() if style == "moe_tp_experts"}
+    summed = {name for plan in all_plans for name, style in plan.styles.items() if style in _SUMMED}
     validator = _Validator.of(model, size, example, sorted(summed))
     plan = _fitting(validator, asked)
     if validator.reference is None:

@@ -19,7 +19,7 @@ from bigload.parallel.tensor_parallel.plan import PartialPlan
 from bigload.planning.model.config import ModelConfig
 from bigload.planning.tensor_parallel.division import WHOLE, Division
 from bigload.planning.tensor_parallel.layer_division import IndivisibleError, LayerDivider
-from bigload.planning.tensor_parallel.rule_styles import RULE_STYLES, ForwardStyle
+from bigload.planning.tensor_parallel.rule_styles import RULE_STYLES, ForwardStyle, Side
 from bigload.planning.tensor_parallel.ruled_layers import ModelRules, RuledLayer
 from bigload.planning.tensor_parallel.rules import Rule
 
@@ -60,7 +60,8 @@ def rule_plans(
     }
     for layer in rules.layers(forms):
         try:
-            yield layer.name, _bare(layer, rules, divider) if "" in layer.tensors else _linear(model, layer, divider)
+            is_bare = "" in layer.tensors
+            yield layer.name, _bare(model, layer, rules, divider) if is_bare else _linear(model, layer, divider)
         except IndivisibleError as error:
             yield layer.name, _indivisible(layer, divider, str(error))
         except PartitionError as error:
@@ -81,14 +82,18 @@ def _linear(model: nn.Module, layer: RuledLayer, divider: LayerDivider) -> Parti
     return _partial_plan(replace(layer, style=style), layer.name, forward, divider)
 
 
-def _bare(layer: RuledLayer, rules: ModelRules, divider: LayerDivider) -> PartialPlan:
-    if layer.style.forward is None:
-        raise _indivisible(layer, divider, "no forward is known for ranks that hold different experts")
+def _bare(model: nn.Module, layer: RuledLayer, rules: ModelRules, divider: LayerDivider) -> PartialPlan:
     owner = layer.name.rpartition(".")[0]
     of_owner = rules.module_style(owner)
     is_of_module = of_owner is not None and of_owner.side is None
     forward = of_owner.forward if of_owner is not None and is_of_module else None
-    return _partial_plan(layer, owner, forward or "local_params", divider)
+    if (layer.style.side is Side.EXPERTS) != (forward == "moe_ep_experts"):
+        raise _indivisible(layer, divider, "no forward is known for ranks that hold different experts")
+    plan = _partial_plan(layer, owner, forward or "local_params", divider)
+    if forward == "moe_ep_experts" and plan.styles and hasattr(model.get_submodule(owner), "num_experts"):
+        (division,) = plan.divisions.values()
+        return replace(plan, attributes={f"{owner}.num_experts": division.length(0)})
+    return plan
 
 
 def _partial_plan(layer: RuledLayer, owner: str, forward: ForwardStyle, divider: LayerDivider) -> PartialPlan:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from bigload.parallel.tensor_parallel.example_inputs import tensors_in
-from bigload.parallel.tensor_parallel.forwards import cut_arguments
+from bigload.parallel.tensor_parallel.forwards import cut_arguments, route_to_own
 from bigload.parallel.tensor_parallel.plan import PartialPlan, sliced
 from bigload.parallel.tensor_parallel.weightless_model import WeightlessModel, hollow, is_hollow, replaced
 from bigload.planning.tensor_parallel.division import WHOLE, Division
@@ -120,6 +120,8 @@ class _RankRun:
             stack.enter_context(replaced(module, parameters, plan.attributes))
             for name, arguments in plan.arguments.items():
                 stack.enter_context(cut_arguments(module.get_submodule(name), arguments, self.rank, self.size))
+            for name in (name for name, style in plan.styles.items() if style == "moe_ep_experts"):
+                stack.enter_context(route_to_own(module.get_submodule(name), self.rank))
             for name in self.reference.summed:
                 stack.enter_context(self._summing(name))
             try:

@@ -119,7 +119,16 @@ _TYPES: tuple[tuple[str, Mapping[str, str]], ...] = (
         "granitemoe",
         {**_ATTENTION, **_EXPERTS, "input_linear": "packed_colwise", "output_linear": "rowwise", **_VOCABULARY},
     ),
-    ("gpt_oss", {**_ATTENTION, "self_attn.sinks": "colwise", "mlp.experts.*": "grouped_gemm", **_VOCABULARY}),
+    (
+        "gpt_oss",
+        {
+            **_ATTENTION,
+            "self_attn.sinks": "colwise",
+            "mlp.experts.*": "grouped_gemm",
+            "mlp.experts": "moe_ep_experts",
+            **_VOCABULARY,
+        },
+    ),
     (
         "dbrx",
         {

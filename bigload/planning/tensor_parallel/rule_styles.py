@@ -42,6 +42,7 @@ ForwardStyle = Literal[
     "embedding_rowwise",
     "local_params",
     "moe_tp_experts",
+    "moe_ep_experts",
 ]
 """Forward of a divided module: its product and collective (`bigload.parallel.tensor_parallel.forwards`)."""
 
@@ -95,8 +96,9 @@ RULE_STYLES: Mapping[str, RuleStyle] = MappingProxyType(
         "local_packed_colwise": _HALVES,
         "packed_rowwise": _HALVES_IN,
         "local_packed_rowwise": _HALVES_IN,
-        # A forward with some of the experts would have to change the router's indices.
+        # Ranks have other experts: a forward is known where the module around them has the style moe_ep_experts.
         "grouped_gemm": RuleStyle(Side.EXPERTS),
+        "moe_ep_experts": RuleStyle(forward="moe_ep_experts"),
         "packed_qkv": RuleStyle(Side.OUT, Packing.QKV, forward="colwise"),
         "grouped_qkv": RuleStyle(Side.OUT, Packing.GROUPS, forward="colwise"),
         "conv1d_colwise": RuleStyle(Side.OUT, is_transposed=True, forward="colwise"),
@@ -114,4 +116,4 @@ RULE_STYLES: Mapping[str, RuleStyle] = MappingProxyType(
         "gather": _WHOLE,
     }
 )
-"""By name. `packed_qkv`, `grouped_qkv` and those with `conv1d_` are bigload's own."""
+"""By name. `packed_qkv`, `grouped_qkv`, `moe_ep_experts` and those with `conv1d_` are bigload's own."""
