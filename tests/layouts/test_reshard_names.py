@@ -9,7 +9,9 @@ from piece_moves import bijections
 
 import bigload
 from bigload.checkpoint.model import Checkpoint, Span, TensorInfo
+from bigload.conversion import model_classes, transformers_checkpoints
 from bigload.conversion import strided_pieces as pieces
+from bigload.conversion.checkpoint_conversion import conversion_of_checkpoint
 from bigload.conversion.conversion import Conversion, as_stored
 from bigload.conversion.inverse import inverse_of
 from bigload.dtypes import DTYPES
@@ -318,6 +320,23 @@ def test_without_transformers_unknown_classes_and_folders_of_others_are_refused(
     (folder / "config.json").unlink()
     with pytest.raises(NamesUnknownError, match="config"):
         reshard(folder, tmp_path / "out", names="transformers")
+
+
+@pytest.mark.parametrize("reason", ["newer", "unknown class"])
+def test_transformers_is_asked_where_the_table_may_not_do(reason, tmp_path, monkeypatch):
+    asked = []
+    monkeypatch.setattr(names, "_has_transformers_5", lambda: True)
+    monkeypatch.setattr(
+        transformers_checkpoints, "conversion_by_transformers", lambda each: asked.append(each) or known
+    )
+    folder = make_mixtral(tmp_path / "mixtral")
+    known = conversion_of_checkpoint(bigload.open_checkpoint(folder))
+    monkeypatch.setattr(model_classes, "newer_transformers", lambda: "99.0" if reason == "newer" else None)
+    if reason == "unknown class":
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps({**config, "architectures": ["OthersModel"]}))
+    reshard(folder, tmp_path / "out", names="transformers")
+    assert len(asked) == 1
 
 
 def test_processes_share_the_files(tmp_path):
