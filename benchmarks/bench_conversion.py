@@ -1,13 +1,14 @@
 """Measure loads of a checkpoint whose experts transformers 5 fuses, beside `from_pretrained`, and print it.
 
-    python benchmarks/bench_conversion.py [--gib 4] [--rounds 3] [--folder FOLDER] [--state warm]
+    python benchmarks/bench_conversion.py [--gib 4] [--rounds 3] [--folder FOLDER] [--state warm] [--memory ready]
 
 A checkpoint in the form of Mixtral, each expert in tensors of its own, is made in FOLDER or in the temporary folder.
 Each load is a process of its own, in rotating order; the first round is not counted. A load counts from an empty model
 on until all weights are there; imports and the making of the empty model do not count. Peaks are sampled: `private` is
 anonymous memory, `resident` that and the most pages of files. The floor is what this machine takes for the same bytes:
-`preadv` into fresh huge pages, nothing else. Where a host gives a virtual machine its memory at the first touch, this
-is most of every load. Needs transformers. Nothing here decides a test.
+`preadv` into fresh huge pages, nothing else. A host may back the memory of a virtual machine at its first touch, which
+takes longer than all else and hits whoever comes first: so each process faults in as much memory as the weights take
+and gives it back, before it loads (`--memory as-is` does without). Needs transformers. Nothing here decides a test.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ import torch
 from safetensors.torch import save_file
 
 import bigload
+from bigload.bench.fresh_memory import renew
 from bigload.bench.page_cache_state import CacheState, prepare
 from bigload.checkpoint.byte_source import PositionalReader
 from bigload.loading.schedule import BLOCK_BYTES
@@ -54,17 +56,19 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--folder", type=Path)
     parser.add_argument("--state", choices=["warm", "cold"], default="warm")
+    parser.add_argument("--memory", choices=["ready", "as-is"], default="ready")
     parser.add_argument("--child", choices=list(LOADS), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.child is not None:
-        print(json.dumps(measured(LOADS[arguments.child], arguments.folder)))
+        prepare_load = LOADS[arguments.child]
+        print(json.dumps(measured(prepare_load, arguments.folder, is_memory_ready=arguments.memory == "ready")))
         return
     with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
         make(Path(folder), layers=max(round(arguments.gib * GIB / LAYER_BYTES), 1))
         checkpoint = bigload.open_checkpoint(folder)
         state = CacheState(arguments.state)
         print(f"{checkpoint.total_bytes / GIB:.2f} GiB in {len(checkpoint.tensors)} tensors, {arguments.state} cache")
-        loads = {name: partial(child, name, Path(folder), state) for name in LOADS}
+        loads = {name: partial(child, name, Path(folder), state, arguments.memory) for name in LOADS}
         runs = in_rounds(loads, rounds=arguments.rounds)
         show(runs, checkpoint.total_bytes)
 
@@ -171,9 +175,13 @@ def read_whole(files: Sequence[Path]) -> list[Buffer]:
 LOADS = {OURS: load_into, DISPATCH: load_and_dispatch, THEIRS: from_pretrained, FLOOR: floor}
 
 
-def measured(prepare_load: Callable[[Path], Callable[[], object]], folder: Path) -> dict[str, float]:
+def measured(
+    prepare_load: Callable[[Path], Callable[[], object]], folder: Path, *, is_memory_ready: bool
+) -> dict[str, float]:
     """Load once, and return seconds and peaks beside what was there before."""
     load = prepare_load(folder)
+    if is_memory_ready:
+        renew(sum(file.stat().st_size for file in folder.glob("*.safetensors")) * 5 // 4)
     with MemorySampler() as sampler:
         began, used = time.perf_counter(), time.process_time()
         kept = load()
@@ -184,11 +192,11 @@ def measured(prepare_load: Callable[[Path], Callable[[], object]], folder: Path)
     return {"seconds": seconds, "cpu": processor, "private": peak.private_bytes, "resident": resident}
 
 
-def child(name: str, folder: Path, state: CacheState) -> dict[str, float]:
+def child(name: str, folder: Path, state: CacheState, memory: str) -> dict[str, float]:
     """Measure one load in a process of its own."""
     for left in prepare(sorted(folder.glob("*.safetensors")), state):
         print(f"  not {state}: {left}")
-    command = [sys.executable, __file__, "--child", name, "--folder", str(folder)]
+    command = [sys.executable, __file__, "--child", name, "--folder", str(folder), "--memory", memory]
     done = subprocess.run(command, check=True, capture_output=True, text=True)
     found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
     return found
