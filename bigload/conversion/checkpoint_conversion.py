@@ -124,22 +124,24 @@ class _Renamer:
     def __init__(self, model: ModelClass) -> None:
         self._model = model
         self._started: set[RenameRule] = set()
-        self._by_template: dict[str, tuple[list[str], str | None]] = {}
+        self._by_template: dict[tuple[str, ...], tuple[list[str], str | None]] = {}
         self._is_any_number_alike = not any(rule.is_about_numbers for rule in model.rules)
 
     def new_name(self, name: str) -> tuple[str, str | None]:
         """Return the name in the model, and the source pattern of the converter that matches, if one does."""
-        numbers = NUMBER.findall(name)
+        parts = _PARTS.split(name)
+        numbers = parts[1::2]
         if not self._is_any_number_alike or len(set(numbers)) < len(numbers):
             return self._by_rules(name)
-        key = NUMBER.sub("*", name)
+        key = tuple(parts[::2])
         if key not in self._by_template:
             counted = iter(_STAND_INS)
             new, source = self._by_rules(NUMBER.sub(lambda _: next(counted), name))
             self._by_template[key] = re.split(_STAND_IN, new), source
-        parts, source = self._by_template[key]
-        texts = (numbers[int(part)] if index % 2 else part for index, part in enumerate(parts))
-        return "".join(texts), source
+        made, source = self._by_template[key]
+        made = made.copy()
+        made[1::2] = [numbers[int(index)] for index in made[1::2]]
+        return "".join(made), source
 
     def _by_rules(self, name: str) -> tuple[str, str | None]:
         model = self._model
@@ -154,6 +156,7 @@ class _Renamer:
         return new, source
 
 
+_PARTS = re.compile(f"({NUMBER.pattern})")
 _STAND_INS = tuple(f"77000{index}" for index in range(10))
 _STAND_IN = re.compile(r"77000(\d)")
 """Numbers in place of those in a name: its first one, its second one, and so on."""

@@ -96,8 +96,14 @@ def _names_in_memory(model: ModelClass, keys: Sequence[str], tensors: Iterable[s
 def _tensors_below(keys: Sequence[str], tensors: Iterable[str]) -> dict[str, list[str]]:
     """Return the tensors of each key; a made-up one for a key without, as modules are that share their weights."""
     below: dict[str, list[str]] = {key: [] for key in keys}
+    holders: dict[str, str | None] = {"": None} | {key: key for key in keys}
     for name in tensors:
-        key = next((each for each in (name, *reversed(list(_parents(name))), "") if each in below), None)
+        around, module = [], name
+        while module not in holders:
+            around.append(module)
+            module = module.rpartition(".")[0]
+        key = holders[module]
+        holders |= dict.fromkeys(around[1:], key)  # modules, not the tensor itself
         if key is not None:
             below[key].append(name)
     return {key: names or [f"{key}.weight"] for key, names in below.items()}
