@@ -16,6 +16,7 @@ from bigload.checkpoint.byte_source import scheme_of
 from bigload.checkpoint.model import Checkpoint
 from bigload.checkpoint.part import Part
 from bigload.devices import Device
+from bigload.distributed.process_group import SingleProcess
 from bigload.errors import OptionError
 from bigload.layouts.choices import Verify
 from bigload.layouts.fetching.files import LeftOut, folder_files
@@ -161,7 +162,7 @@ def fetch(
 
     Files are copied byte for byte, and compared with the SHA-256 that the Hub has for them. Of a file of which less
     than nine tenths are needed, only these byte ranges are transferred: the result is a checkpoint with fewer tensors,
-    which says what it is a part of.
+    which says what it is a part of. Each process fetches for itself, to an `out` of its own.
 
     Args:
         model: A checkpoint or what `open_checkpoint` takes: `org/model`, a location, a folder.
@@ -257,7 +258,7 @@ def prepare_fetch(
 def run_fetch(prepared: PreparedFetch, *, on_progress: OnProgress = ignore_progress) -> FetchReport:
     """Transfer what `prepared` describes; see `fetch`."""
     began = time.monotonic()
-    done = run_reshard(prepared.run, on_progress=on_progress)
+    done = run_reshard(prepared.run, on_progress=on_progress, team=SingleProcess())
     return FetchReport(
         out=done.out,
         source=prepared.source,

@@ -19,7 +19,7 @@ from bigload.checkpoint.byte_source import SourceIdentity, scheme_of
 from bigload.checkpoint.formats.registry import weight_suffixes
 from bigload.checkpoint.index import resolve_shard
 from bigload.checkpoint.model import Checkpoint
-from bigload.errors import ReadError
+from bigload.errors import InvalidCheckpointError, Problem, ReadError
 from bigload.layouts.other_weights import FOREIGN_SUFFIXES, MAX_CARRIED_BYTES
 from bigload.layouts.verification.manifest import MANIFEST_FILE
 from bigload.layouts.writing.journal import PREFIX
@@ -76,6 +76,7 @@ def folder_files(checkpoint: Checkpoint, *, include: Sequence[str] = (), exclude
 
     Raises:
         ReadError: a file is gone, or the service cannot be asked.
+        InvalidCheckpointError: the service lists names that leave the folder.
     """
     listing = _listing(checkpoint)
     own = {shard.file for shard in checkpoint.shards}
@@ -140,17 +141,26 @@ def _listing(checkpoint: Checkpoint) -> dict[str, SourceIdentity]:
     """Return the files of the checkpoint's folder, without links that leave it."""
     root, scheme = checkpoint.root, scheme_of(checkpoint.root)
     if scheme.list_folder is not None:
-        return dict(scheme.list_folder(root))
+        found = dict(scheme.list_folder(root))
+        places = {name: resolve_shard(root, name) for name in found}
+        problems = [
+            Problem(code="unsafe-path", file=name, text=f"the file name {name!r:.200} {place}")
+            for name, place in places.items()
+            if isinstance(place, str)
+        ]
+        if problems:
+            raise InvalidCheckpointError(checkpoint.path, problems)
+        return found
     if scheme.is_local:
         return {name: scheme.identity(root / name) for name in islice(_local_names(root), _MAX_FILES)}
-    found = {}
+    known = {}
     for name in (*_KNOWN_NAMES, *filter(None, [checkpoint.index_file])):
         try:
-            found[name] = scheme.identity(root / name)
+            known[name] = scheme.identity(root / name)
         except ReadError as error:
             if not isinstance(error.__cause__, FileNotFoundError):
                 raise
-    return found
+    return known
 
 
 def _local_names(root: Path) -> Iterator[str]:

@@ -1,5 +1,6 @@
 """A fetch brings the bytes of the source: all of them, or those of names, of a device or of a rank."""
 
+import errno
 import hashlib
 import json
 import os
@@ -19,6 +20,7 @@ from bigload.errors import (
     ReadError,
     StalePlanError,
     StateDictMismatchError,
+    WriteError,
 )
 from bigload.layouts import preparation
 from bigload.layouts.fetching.fetch import FetchOptions, prepare_fetch
@@ -216,6 +218,32 @@ def test_a_disk_that_is_too_small_is_known_before_a_byte_is_transferred(served, 
     with pytest.raises(NotEnoughSpaceError):
         bigload.fetch(source, tmp_path / "out")
     assert body_bytes(served) == 0
+
+
+def test_a_disk_that_fills_up_leaves_what_can_be_resumed(served, repository, model, tmp_path, monkeypatch):
+    calls, pwrite = [], os.pwrite
+
+    def full(*arguments):
+        calls.append(arguments)
+        if len(calls) > 5:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return pwrite(*arguments)
+
+    monkeypatch.setattr(os, "pwrite", full)
+    with pytest.raises(WriteError, match="No space left") as caught:
+        bigload.fetch("org/tiny", tmp_path / "out", threads=1)
+    assert caught.value.hint.startswith("fix the cause and rerun the command: ")
+    monkeypatch.setattr(os, "pwrite", pwrite)
+    assert bigload.fetch("org/tiny", tmp_path / "out").kept_bytes
+    assert fetched_files(tmp_path / "out") == contents(model)
+
+
+def test_files_of_a_web_server_that_lists_nothing_come_by_their_names(served, model, tmp_path):
+    bigload.fetch(served.serve("plain", model), tmp_path / "out")
+    found = fetched_files(tmp_path / "out")
+    assert found == {name: content for name, content in contents(model).items() if name in found}
+    assert {"config.json", "README.md", "model.safetensors.index.json"} < found.keys()
+    assert open_checkpoint(tmp_path / "out").tensors == open_checkpoint(model).tensors
 
 
 def test_what_would_be_transferred_is_known_before(served, repository, model, tmp_path):

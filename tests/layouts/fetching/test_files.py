@@ -1,9 +1,12 @@
 """Which files come with a model goes by their names and sizes alone."""
 
+from dataclasses import replace
+
 import pytest
 
-from bigload.checkpoint.byte_source import SourceIdentity
+from bigload.checkpoint.byte_source import SourceIdentity, scheme_of
 from bigload.checkpoint.source import open_checkpoint
+from bigload.errors import InvalidCheckpointError
 from bigload.layouts.fetching import files as files_module
 from bigload.layouts.fetching.files import LeftOut, folder_files
 from builders import make_checkpoint
@@ -84,3 +87,15 @@ def test_where_a_service_cannot_list_files_of_known_names_come(tmp_path, served)
     found = folder_files(open_checkpoint(served.serve("plain", folder)))
     assert list(found.beside) == ["config.json", "model.safetensors.index.json", "tokenizer.json"]
     assert len(found.shards) == 2
+
+
+@pytest.mark.parametrize("name", ["../outside", "/etc/x", "a/../../b", "a\\b", "a\0b"])
+def test_a_service_that_lists_names_outside_of_the_folder_is_refused(served, tmp_path, monkeypatch, name):
+    served.add("org/tiny", make_checkpoint(tmp_path / "model"))
+    checkpoint = open_checkpoint("org/tiny")
+    listing = scheme_of(checkpoint.root).list_folder(checkpoint.root)
+    scheme = replace(scheme_of(checkpoint.root), list_folder=lambda root: {**listing, name: listing["config.json"]})
+    monkeypatch.setattr(files_module, "scheme_of", lambda location: scheme)
+    with pytest.raises(InvalidCheckpointError, match="org/tiny") as caught:
+        folder_files(checkpoint)
+    assert [problem.code for problem in caught.value.problems] == ["unsafe-path"]
