@@ -7,14 +7,13 @@ undone, and every answer has the ETag of the first. Answers that were cut off ar
 
 from __future__ import annotations
 
-import errno
 import re
 import ssl
 import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,13 +21,9 @@ from typing import Any
 from urllib.parse import quote, urlsplit
 
 from bigload.checkpoint.byte_source import SourceIdentity, SourceScheme, ended_early
-from bigload.checkpoint.sources.range_streams import RangeStreams
+from bigload.checkpoint.sources.ranged_source import RangedSource, Retries, TemporaryError, missing
 from bigload.errors import AccessDeniedError, BigloadError, CheckpointNotFoundError, ReadError
-from bigload.machine.activities import Phase, Recorder
-from bigload.machine.thread_pool import abandonable
-
-MAX_FRUITLESS_TRIES = 5
-"""Requests in a row that bring no byte before a temporary failure is raised."""
+from bigload.machine.activities import Recorder
 
 _TEMPORARY = frozenset({408, 425, 429, 500, 502, 503, 504})
 _CHUNK_BYTES = 1 << 18
@@ -78,15 +73,6 @@ class HttpStatusError(Exception):
         self.reason = headers.get("x-error-message", "")
 
 
-class _TemporaryError(Exception):
-    """A request failed in a way that may pass. `wait` is how many seconds the server asked for, None if it did not."""
-
-    def __init__(self, reason: str, wait: float | None = None) -> None:
-        super().__init__(reason)
-        self.reason = reason
-        self.wait = wait
-
-
 class _Pause:
     """Time until which requests to a host wait: one limit for all threads."""
 
@@ -128,7 +114,7 @@ def requested(url: str, headers: Mapping[str, str]) -> Iterator[Answer]:
 
     Raises:
         HttpStatusError: the server refused for good.
-        _TemporaryError: it did for now, or the connection failed, also while the body is read in this context.
+        TemporaryError: it did for now, or the connection failed, also while the body is read in this context.
         ReadError: the certificate is not trusted, or the client is offline.
     """
     from huggingface_hub import constants
@@ -148,17 +134,17 @@ def requested(url: str, headers: Mapping[str, str]) -> Iterator[Answer]:
                 yield _checked(
                     response, host, response.status_code, lambda: raw.stream(_CHUNK_BYTES, decode_content=False)
                 )
-    except (HttpStatusError, _TemporaryError, BigloadError):
+    except (HttpStatusError, TemporaryError, BigloadError):
         raise
     except ConnectionError as error:
         if type(error).__name__ != "OfflineModeIsEnabled":
-            raise _TemporaryError(_reason(error)) from None
+            raise TemporaryError(_reason(error)) from None
         raise ReadError(host, "offline mode is on", hint=_OFFLINE_HINT) from None
     except _failures(client) as error:
         # Not `from error`: its text and its request may have a token or a signed address.
         if _is_certificate(error):
             raise ReadError(host, "its certificate is not trusted", hint=_CERTIFICATE_HINT) from None
-        raise _TemporaryError(_reason(error)) from None
+        raise TemporaryError(_reason(error)) from None
 
 
 def _failures(client: object) -> tuple[type[Exception], ...]:
@@ -176,7 +162,7 @@ def _checked(response: object, host: str, status: int, chunks: Callable[[], Iter
         wait = _asked_wait(headers) if status in (429, 503) else None
         if wait is not None:
             _PAUSE.extend(host, wait)
-        raise _TemporaryError(f"the server answered {status}", wait)
+        raise TemporaryError(f"the server answered {status}", wait)
     if status >= 400:
         raise HttpStatusError(status, headers)
     return Answer(status=status, headers=headers, first=history[0].headers if history else headers, chunks=chunks)
@@ -211,30 +197,6 @@ def _reason(error: BaseException) -> str:
     return f"the connection failed: {strerrors[-1] if strerrors else words}"
 
 
-class _Retries:
-    """Counts the tries of one read that brought nothing, and waits between them."""
-
-    def __init__(self, location: Path | str) -> None:
-        self._location = location
-        self._fruitless = 0
-        self._done = 0
-
-    def failed(self, error: _TemporaryError, done: int) -> None:
-        """Return when it is time to try again; `done` bytes have come so far.
-
-        Raises:
-            ReadError: too many tries in a row brought nothing.
-        """
-        # A pause that the server asked for is not a failure.
-        self._fruitless = 0 if done > self._done else self._fruitless + (error.wait is None)
-        self._done = done
-        if self._fruitless >= MAX_FRUITLESS_TRIES:
-            raise ReadError(self._location, f"{error.reason}, {self._fruitless} times in a row") from None
-        if error.wait is None and self._fruitless:
-            with abandonable():
-                _sleep(0.5 * 2 ** (self._fruitless - 1))
-
-
 def read_document(url: str, headers: Mapping[str, str], location: Path | str, *, max_bytes: int) -> bytes:
     """Return the body at `url`, such as an answer of an API.
 
@@ -242,7 +204,7 @@ def read_document(url: str, headers: Mapping[str, str], location: Path | str, *,
         HttpStatusError: the server refused for good.
         ReadError: it could not be reached, or the body has more than `max_bytes`.
     """
-    retries = _Retries(location)
+    retries = Retries(location)
     while True:
         body = bytearray()
         try:
@@ -253,9 +215,9 @@ def read_document(url: str, headers: Mapping[str, str], location: Path | str, *,
                         raise ReadError(location, f"the answer has more than {max_bytes} bytes")
                 expected = answer.headers.get("content-length", "")
                 if expected.isdecimal() and len(body) != int(expected):
-                    raise _TemporaryError("the answer was cut off")
+                    raise TemporaryError("the answer was cut off")
             return bytes(body)
-        except _TemporaryError as error:
+        except TemporaryError as error:
             retries.failed(error, 0)
 
 
@@ -263,7 +225,7 @@ Refuse = Callable[[Path, HttpStatusError], BigloadError]
 """Return the error to raise for a location whose server answered with a status."""
 
 
-class HttpSource:
+class HttpSource(RangedSource):
     """A file that is read by range requests; see `ByteSource`. Opening it sends nothing.
 
     Args:
@@ -286,53 +248,26 @@ class HttpSource:
         etag: str | None = None,
         num_bytes: int | None = None,
     ) -> None:
-        self._location = location
-        self._shown = str(location).replace(":/", "://", 1)
+        super().__init__(location, recorder)
         self._url = url
-        self._recorder = recorder
         self._headers = headers
         self._refuse = refuse or refusal
         self._etag = etag
         self._num_bytes = num_bytes
-        self._streams = RangeStreams(self._answered)
-
-    def expect(self, ranges: Iterable[tuple[int, int]]) -> None:
-        """Have one response serve what the calling thread is about to read: `ranges`, in their order."""
-        self._streams.expect(ranges)
-
-    def read_into(self, buffers: Sequence[memoryview], offset: int) -> None:
-        """Fill all of `buffers`; see `ByteSource`."""
-        views = [buffer.cast("B") for buffer in buffers if buffer.nbytes]
-        total, done, retries = sum(view.nbytes for view in views), 0, _Retries(self._shown)
-        with self._recorder.span(Phase.READ, num_bytes=total, file=self._location.name):
-            while views:
-                try:
-                    chunk = self._streams.at(offset + done, offset + total).take(views[0].nbytes)
-                    if not chunk:
-                        raise _TemporaryError("the answer was cut off")
-                    views[0][: len(chunk)] = chunk
-                    views[0], done = views[0][len(chunk) :], done + len(chunk)
-                    if not views[0]:
-                        del views[0]
-                except _TemporaryError as error:
-                    retries.failed(error, done)
-                except HttpStatusError as error:
-                    if error.status == 416 and (end := _EMPTY_RANGE.search(error.headers.get("content-range", ""))):
-                        raise ended_early(self._shown, int(end[1]), missing=total - done) from None
-                    refused = self._refuse(self._location, error)
-                    raise refused from refused.__cause__
-
-    def close(self) -> None:
-        """End the responses; connections belong to the client that all sources share."""
-        self._streams.close()
 
     @contextmanager
     def _answered(self, start: int, stop: int) -> Iterator[Iterator[bytes]]:
         # gzip in Accept-Encoding has content networks ignore Range.
         headers = {**self._headers(), "Range": f"bytes={start}-{stop - 1}", "Accept-Encoding": "identity"}
-        with requested(self._url, headers) as answer:
-            self._check(answer, start, stop)
-            yield self._counted(answer, stop - start)
+        try:
+            with requested(self._url, headers) as answer:
+                self._check(answer, start, stop)
+                yield self._counted(answer, stop - start)
+        except HttpStatusError as error:
+            if error.status == 416 and (end := _EMPTY_RANGE.search(error.headers.get("content-range", ""))):
+                raise ended_early(self._shown, int(end[1]), missing=stop - int(end[1])) from None
+            refused = self._refuse(self._location, error)
+            raise refused from refused.__cause__
 
     def _counted(self, answer: Answer, num_bytes: int) -> Iterator[bytes]:
         for chunk in answer.chunks():
@@ -349,7 +284,7 @@ class HttpSource:
         if answer.etag is not None:
             self._etag = self._etag or answer.etag
             if answer.etag != self._etag:
-                self._changed(f"ETag {self._etag:.70} expected, {answer.etag:.70} found")
+                raise self._changed(f"ETag {self._etag:.70} expected, {answer.etag:.70} found")
         if answer.status == 200:
             if start or answer.headers.get("content-length") != str(stop):
                 text = "the server does not support byte ranges (status 200, expected 206)"
@@ -363,12 +298,9 @@ class HttpSource:
         if found[3] == "*":
             return
         if self._num_bytes not in (None, int(found[3])):
-            self._changed(f"{self._num_bytes} bytes expected, {found[3]} found")
+            raise self._changed(f"{self._num_bytes} bytes expected, {found[3]} found")
         if int(found[3]) < stop:
             raise ended_early(self._shown, int(found[3]), missing=stop - int(found[3]))
-
-    def _changed(self, text: str) -> None:
-        raise ReadError(self._shown, f"it changed since the checkpoint was opened: {text}")
 
 
 def refusal(location: Path, error: HttpStatusError) -> BigloadError:
@@ -379,13 +311,6 @@ def refusal(location: Path, error: HttpStatusError) -> BigloadError:
     if error.status in (401, 403):
         return AccessDeniedError(shown, f"the server answers {error.status}", hint="only public files are read")
     return ReadError(shown, f"the server answers {error.status}")
-
-
-def missing(location: str, reason: str) -> ReadError:
-    """Return the error for a file that is not there."""
-    error = ReadError(location, reason)
-    error.__cause__ = FileNotFoundError(errno.ENOENT, reason, location)
-    return error
 
 
 def url_of(location: Path) -> str:
@@ -405,7 +330,7 @@ def _pinned(location: Path) -> Path:
 
 def _identity(location: Path) -> SourceIdentity:
     """Ask for the first byte: unlike HEAD, that shows whether ranges are supported, and gets past signed addresses."""
-    retries = _Retries(url_of(location))
+    retries = Retries(url_of(location))
     while True:
         try:
             headers = {"Range": "bytes=0-0", "Accept-Encoding": "identity"}
@@ -416,7 +341,7 @@ def _identity(location: Path) -> SourceIdentity:
                 if (size := answer.headers.get("content-length", "")).isdecimal():
                     return SourceIdentity(num_bytes=int(size), version=version)
             raise ReadError(url_of(location), "the server does not say how large it is", hint=_NO_RANGES_HINT)
-        except _TemporaryError as error:
+        except TemporaryError as error:
             retries.failed(error, 0)
         except HttpStatusError as error:
             if error.status == 416 and _EMPTY_RANGE.fullmatch(error.headers.get("content-range", "")):

@@ -20,7 +20,8 @@ from pathlib import Path
 from urllib.parse import quote, unquote
 
 from bigload.checkpoint.byte_source import ByteSource, PositionalReader, SourceIdentity, SourceScheme
-from bigload.checkpoint.sources.http import HttpSource, HttpStatusError, missing, read_document
+from bigload.checkpoint.sources.http import HttpSource, HttpStatusError, read_document
+from bigload.checkpoint.sources.ranged_source import missing
 from bigload.checkpoint.sources.small_reads import cache_folder, keep_file
 from bigload.documents import parse_json
 from bigload.errors import AccessDeniedError, BigloadError, CheckpointNotFoundError, ReadError

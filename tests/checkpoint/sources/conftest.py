@@ -2,7 +2,7 @@
 
 import pytest
 
-from bigload.checkpoint.sources import http, hub
+from bigload.checkpoint.sources import http, hub, ranged_source
 from hub_server import HubServer, hub_as_endpoint
 
 
@@ -21,6 +21,7 @@ class Clock:
 def clock(monkeypatch):
     clock = Clock()
     monkeypatch.setattr(http, "_sleep", clock.sleep)
+    monkeypatch.setattr(ranged_source, "_sleep", clock.sleep)
     monkeypatch.setattr(http, "_now", lambda: clock.now)
     monkeypatch.setattr(http, "_PAUSE", http._Pause())
     return clock

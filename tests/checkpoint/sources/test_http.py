@@ -8,7 +8,8 @@ import pytest
 
 from bigload.checkpoint.byte_source import scheme_of
 from bigload.checkpoint.source import open_checkpoint
-from bigload.checkpoint.sources.http import MAX_FRUITLESS_TRIES, RateLimitWarning, url_of
+from bigload.checkpoint.sources.http import RateLimitWarning, url_of
+from bigload.checkpoint.sources.ranged_source import MAX_FRUITLESS_TRIES
 from bigload.checkpoint.sources.small_reads import opened_range
 from bigload.errors import AccessDeniedError, CheckpointError, CheckpointNotFoundError, ReadError
 from bigload.machine.activities import NO_RECORDER, Phase, Recorder

@@ -4,14 +4,14 @@ import json
 
 import pytest
 
-from bigload.checkpoint.sources import http, hub
+from bigload.checkpoint.sources import hub, ranged_source
 from builders import make_checkpoint
 from hub_server import HubServer, hub_as_endpoint
 
 
 @pytest.fixture
 def served(tmp_path, monkeypatch):
-    monkeypatch.setattr(http, "_sleep", lambda seconds: None)
+    monkeypatch.setattr(ranged_source, "_sleep", lambda seconds: None)
     monkeypatch.setattr(hub, "_listings", {})
     monkeypatch.chdir(tmp_path)
     with HubServer() as server, hub_as_endpoint(monkeypatch, server, tmp_path / "cache"):
