@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import stat
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -205,6 +206,12 @@ class SourceIdentity:
     status_version: tuple[int, ...] = ()
     sha256: str | None = None
 
+    @property
+    def etag(self) -> str | None:
+        """The version in the words of a service; None of a local file."""
+        etag = self.version[-1] if self.version else None
+        return etag if isinstance(etag, str) and etag else None
+
     def has_content_of(self, other: SourceIdentity) -> bool:
         """Return whether they are equal but for links and permissions."""
         return replace(self, status_version=other.status_version) == other
@@ -253,12 +260,19 @@ def register_scheme(scheme: SourceScheme) -> None:
 
 
 def scheme_of(location: Path) -> SourceScheme:
-    """Return the scheme of `location`: `file` where it begins with the name of no other."""
+    """Return the scheme of `location`: `file` where it begins with the name of no other, nor of one of fsspec."""
     name, separator, _ = str(location).partition(":/")
-    if separator and name not in _SCHEMES and name in _MODULES:
-        for scheme in import_module(_MODULES[name]).SCHEMES:
+    if not separator or not _NAME.fullmatch(name):
+        return _FILE
+    if name not in _SCHEMES:
+        if name in _MODULES:
+            schemes = import_module(_MODULES[name]).SCHEMES
+        else:
+            scheme = import_module("bigload.checkpoint.sources.fsspec_files").scheme_named(name)
+            schemes = () if scheme is None else (scheme,)
+        for scheme in schemes:
             _SCHEMES.setdefault(scheme.name, scheme)
-    return _SCHEMES.get(name, _FILE) if separator else _FILE
+    return _SCHEMES.get(name, _FILE)
 
 
 def _file_identity(path: Path) -> SourceIdentity:
@@ -280,10 +294,12 @@ _FILE = SourceScheme(
     identity=_file_identity,
     is_local=True,
 )
+_NAME = re.compile(r"[a-z][a-z0-9+.-]+")
 _SCHEMES = {_FILE.name: _FILE}
 _MODULES = {
     "hf": "bigload.checkpoint.sources.hub",
     "http": "bigload.checkpoint.sources.http",
     "https": "bigload.checkpoint.sources.http",
+    **dict.fromkeys(("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss"), "bigload.checkpoint.sources.object_stores"),
 }
 """Modules that have the schemes of a name as `SCHEMES`. They are imported when a location of theirs is read."""

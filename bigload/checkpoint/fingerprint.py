@@ -12,7 +12,7 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from bigload.checkpoint.byte_source import ReadRange
+from bigload.checkpoint.byte_source import ReadRange, SourceIdentity
 from bigload.checkpoint.model import Checkpoint, Shard
 
 
@@ -38,16 +38,16 @@ def of_shard(shard: Shard) -> ShardFingerprint:
     )
 
 
-def current_fingerprint(shard: Shard, num_bytes: int, read: ReadRange) -> ShardFingerprint:
-    """Return the fingerprint of a file that has `num_bytes` now, and was `shard` when the checkpoint was opened.
+def current_fingerprint(shard: Shard, identity: SourceIdentity, read: ReadRange) -> ShardFingerprint:
+    """Return the fingerprint of a file that is `identity` now, and was `shard` when the checkpoint was opened.
 
     Nothing past the end is asked of `read`.
     """
-    digest = hashlib.sha256()
+    digest, num_bytes = hashlib.sha256(), identity.num_bytes
     for start, stop in shard.header_parts:
         if start < num_bytes:
             digest.update(read(start, min(stop, num_bytes)))
-    return ShardFingerprint(file=shard.file, num_bytes=num_bytes, header_sha256=digest.hexdigest())
+    return ShardFingerprint(file=shard.file, num_bytes=num_bytes, header_sha256=digest.hexdigest(), etag=identity.etag)
 
 
 def changes(then: Sequence[ShardFingerprint], now: Sequence[ShardFingerprint]) -> list[str]:

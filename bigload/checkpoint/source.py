@@ -34,6 +34,8 @@ from bigload.errors import (
 )
 from bigload.units import counted
 
+KNOWN_SCHEMES = ("file", "hf", "https", "s3", "gs", "az")
+
 REMOTE_READS = 16
 """Headers that are fetched at once: as many connections as the client keeps open."""
 
@@ -107,7 +109,7 @@ def locate(path: str | Path) -> Path:
         CheckpointError, ReadError: the system or a service cannot be asked.
     """
     try:
-        place = Path(path).expanduser()
+        place = Path(re.sub(r"^(file|local):/+", "/", str(path))).expanduser()
         if not scheme_of(place).is_local:
             return _remote(place)
         exists = place.exists()
@@ -121,6 +123,9 @@ def locate(path: str | Path) -> Path:
         raise CheckpointError(f"cannot read {path}: {error.strerror or error}") from error
     if exists:
         return place
+    if unknown := re.match(r"([\w+.-]{2,}):/", str(path)):
+        hint = f"known are {', '.join(KNOWN_SCHEMES)}, and those of fsspec (memory, sftp, smb ...)"
+        raise CheckpointNotFoundError(path, f'no scheme "{unknown[1]:.40}" is known', hint=hint)
     location = _hub_location(str(path))
     if location is None:
         raise CheckpointNotFoundError(path, "no such file or folder")
@@ -172,7 +177,10 @@ def _open_remote(location: Path) -> Checkpoint:
         return _open_files(location.parent, None, [location.name], path)
     if scheme.list_folder is None:
         return _open_by_known_names(location, path)
-    return _open_names(location, sorted(scheme.list_folder(location)), path)
+    names = sorted(scheme.list_folder(location))
+    if not names:
+        raise CheckpointNotFoundError(path, "no such folder, or it is empty")
+    return _open_names(location, names, path)
 
 
 def _open_folder(root: Path, path: str) -> Checkpoint:
@@ -380,7 +388,8 @@ def _read_header(
     except FileNotFoundError as error:
         if isinstance(error, CheckpointError):
             raise
-        text = f"missing, but named in {index_file}" if index_file is not None else "missing: a link to nothing"
+        text = "missing: a link to nothing" if scheme_of(root).is_local else "no such file"
+        text = text if index_file is None else f"missing, but named in {index_file}"
         return Problem(code="missing-shard", file=file, text=text)
     except OSError as error:
         if not scheme_of(root).is_local:  # the service failed or refuses: nothing is wrong with the checkpoint

@@ -27,8 +27,9 @@ def current_fingerprints(checkpoint: Checkpoint, files: Collection[str]) -> list
     for shard in checkpoint.shards:
         if shard.file in files:
             location = checkpoint.root / shard.file
-            with opened_range(location) as read:
-                found.append(current_fingerprint(shard, scheme.identity(location).num_bytes, read))
+            identity = scheme.identity(location)
+            with opened_range(location, identity) as read:
+                found.append(current_fingerprint(shard, identity, read))
     return found
 
 

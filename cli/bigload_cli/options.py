@@ -31,7 +31,8 @@ CheckpointArgument = Annotated[
     str,
     typer.Argument(
         metavar="PATH",
-        help="Folder, index, .safetensors file or .bin, .pt, .pth file of torch; org/model[@revision] of the Hub; https://.",
+        help="Folder, index, .safetensors file or .bin, .pt, .pth file of torch; org/model[@revision] of the Hub; "
+        "https://, s3://, gs://, az://.",
     ),
 ]
 ModelArgument = Annotated[

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import parse_qs, quote, unquote, urlsplit
+from xml.sax.saxutils import escape
 
 CHUNK_BYTES = 1 << 16
 
@@ -28,7 +29,7 @@ class Fault:
     """What goes wrong with the next `times` answers that match: by the route's name and the end of the path.
 
     Attributes:
-        route: "api", "resolve", "cdn" or "plain"; what the log calls it.
+        route: "api", "resolve", "cdn", "plain" or "s3"; what the log calls it.
         file: What the path ends with.
         times: How many answers; a negative number: all.
         status: Sent instead of the file.
@@ -90,6 +91,7 @@ class HubServer:
         self.requests: list[Request] = []
         self.faults: list[Fault] = []
         self.token = "hf_" + "x" * 34
+        self.key = "AK" + "Y" * 18
         self._lock = threading.Lock()
         self._free_at = 0.0
         self._servers = [_Server(("127.0.0.1", 0), _Hub), _Server(("127.0.0.1", 0), _Cdn)]
@@ -118,6 +120,16 @@ class HubServer:
         """Serve `folder` as plain files, and return the address."""
         self.folders[name] = folder
         return f"{self.url}/plain/{name}"
+
+    def serve_bucket(self, name: str, folder: Path) -> dict[str, str]:
+        """Serve `folder` as a bucket of S3, and return the variables by which clients find it."""
+        self.folders[name] = folder
+        return {
+            "AWS_ENDPOINT_URL": f"{self.url}/s3",
+            "AWS_ACCESS_KEY_ID": self.key,
+            "AWS_SECRET_ACCESS_KEY": "s3cr3t",
+            "AWS_REGION": "eu-test-1",
+        }
 
     def environment(self, cache: Path) -> dict[str, str]:
         """Return the variables by which a subprocess takes this server for the Hub."""
@@ -286,12 +298,15 @@ class _Hub(_Handler):
     def route(self) -> str:
         if self.url_path.startswith("/api/"):
             return "api"
-        return "plain" if self.url_path.startswith("/plain/") else "resolve"
+        first = self.url_path.split("/")[1]
+        return first if first in ("plain", "s3") else "resolve"
 
     def handle_route(self) -> None:
         path = self.url_path
         if path.startswith("/plain/"):
             self._plain(path.removeprefix("/plain/"))
+        elif path.startswith("/s3/"):
+            self._s3(*path.removeprefix("/s3/").partition("/")[::2])
         elif path == "/api/models":
             wanted = self.query.get("search", [""])[0]
             names = [name for name in self.hub.repositories if set(wanted) <= set(name)]
@@ -388,6 +403,45 @@ class _Hub(_Handler):
         signed = quote(self.headers.get("Range", ""), safe="")
         address = f"{self.hub.cdn_url}/{name}/{quote(file)}?range={signed}&Signature=secret"
         self.answer(302, b"", {**headers, "Location": address})
+
+    def _s3(self, bucket: str, key: str) -> None:
+        """Answer as S3 does where buckets are in the path: ListObjectsV2, GetObject with If-Match, HeadObject."""
+        root = self.hub.folders.get(bucket)
+        if self.hub.key not in self.headers.get("Authorization", ""):
+            self._s3_error(403, "AccessDenied")
+        elif root is None:
+            self._s3_error(404, "NoSuchBucket")
+        elif not key:
+            prefix = self.query.get("prefix", [""])[0]
+            self.answer(200, self._s3_listing(root, prefix).encode(), {"Content-Type": "application/xml"})
+        elif not (root / key).is_file():
+            self._s3_error(404, "NoSuchKey")
+        else:
+            etag = self._s3_etag(root / key)
+            if self.headers.get("If-Match", etag) != etag:
+                self._s3_error(412, "PreconditionFailed")
+            else:
+                self.send_file(root / key, {"ETag": etag, "Last-Modified": "Sun, 22 Nov 2026 10:00:00 GMT"})
+
+    def _s3_error(self, status: int, code: str) -> None:
+        body = f'<?xml version="1.0"?><Error><Code>{code}</Code><Message>said by the server</Message></Error>'
+        self.answer(status, body.encode(), {"Content-Type": "application/xml"})
+
+    def _s3_etag(self, path: Path) -> str:
+        status = path.stat()
+        return f'"{status.st_size:x}-{status.st_mtime_ns:x}"'
+
+    def _s3_listing(self, root: Path, prefix: str) -> str:
+        """Return all keys in one page, in the order of their bytes."""
+        files = {path.relative_to(root).as_posix(): path for path in root.rglob("*") if path.is_file()}
+        entries = "".join(
+            f"<Contents><Key>{escape(key)}</Key><Size>{files[key].stat().st_size}</Size>"
+            f"<LastModified>2026-11-22T10:00:00.000Z</LastModified><ETag>{escape(self._s3_etag(files[key]))}</ETag>"
+            "<StorageClass>STANDARD</StorageClass></Contents>"
+            for key in sorted(files)
+            if key.startswith(prefix)
+        )
+        return f'<?xml version="1.0"?><ListBucketResult><IsTruncated>false</IsTruncated>{entries}</ListBucketResult>'
 
     def _plain(self, name: str) -> None:
         folder, _, file = name.partition("/")

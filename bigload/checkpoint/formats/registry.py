@@ -132,8 +132,7 @@ def read_shard_header(
             if identity.num_bytes == 0:
                 raise FormatError("file-empty", "the file is empty")
             header = read(read_range, identity.num_bytes, file)
-        etag = identity.version[-1] if identity.version else None
-        return replace(header, shard=replace(header.shard, etag=etag)) if isinstance(etag, str) and etag else header
+        return replace(header, shard=replace(header.shard, etag=identity.etag)) if identity.etag else header
     except FormatError as error:
         problems = [Problem(code=code, file=file, text=text) for code, text in error.problems]
         raise InvalidCheckpointError(location, problems) from None

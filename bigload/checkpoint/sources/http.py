@@ -32,7 +32,7 @@ _EMPTY_RANGE = re.compile(r"bytes \*/(\d+)")
 _RATE_LIMIT = re.compile(r'"[\w-]+"\s*;\s*r\s*=\s*(\d+)\s*;\s*t\s*=\s*(\d+)')
 _CERTIFICATE_HINT = "set SSL_CERT_FILE to the certificates of your proxy or mirror"
 _OFFLINE_HINT = "unset HF_HUB_OFFLINE to use the network"
-_NO_RANGES_HINT = "download the files, then name their folder"
+NO_RANGES_HINT = "download the files, then name their folder"
 
 
 class RateLimitWarning(UserWarning):
@@ -288,7 +288,7 @@ class HttpSource(RangedSource):
         if answer.status == 200:
             if start or answer.headers.get("content-length") != str(stop):
                 text = "the server does not support byte ranges (status 200, expected 206)"
-                raise ReadError(self._shown, text, hint=_NO_RANGES_HINT)
+                raise ReadError(self._shown, text, hint=NO_RANGES_HINT)
             return
         found = _CONTENT_RANGE.fullmatch(answer.headers.get("content-range", ""))
         if found is None or int(found[1]) != start or int(found[2]) >= stop:
@@ -340,7 +340,7 @@ def _identity(location: Path) -> SourceIdentity:
                     return SourceIdentity(num_bytes=int(found[3]), version=version)
                 if (size := answer.headers.get("content-length", "")).isdecimal():
                     return SourceIdentity(num_bytes=int(size), version=version)
-            raise ReadError(url_of(location), "the server does not say how large it is", hint=_NO_RANGES_HINT)
+            raise ReadError(url_of(location), "the server does not say how large it is", hint=NO_RANGES_HINT)
         except TemporaryError as error:
             retries.failed(error, 0)
         except HttpStatusError as error:

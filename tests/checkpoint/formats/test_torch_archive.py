@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bigload.checkpoint.byte_source import SourceIdentity, scheme_of
 from bigload.checkpoint.fingerprint import changes, current_fingerprint, fingerprint, of_shard
 from bigload.checkpoint.source import open_checkpoint
 from bigload.errors import CheckpointError, InvalidCheckpointError, LegacyPickleError
@@ -220,13 +221,14 @@ def test_saving_other_weights_of_the_same_form_changes_the_fingerprint(tmp_path)
     saved(path, {"w": torch.ones(1000) * 2})
     assert path.stat().st_size == size
     assert changes(fingerprint(before), fingerprint(open_checkpoint(path)))
-    assert current_fingerprint(before.shards[0], size, reading(path)) != of_shard(before.shards[0])
+    identity = SourceIdentity(num_bytes=size, version=())
+    assert current_fingerprint(before.shards[0], identity, reading(path)) != of_shard(before.shards[0])
 
 
 def test_the_current_fingerprint_of_an_untouched_file_is_its_fingerprint(tmp_path):
     path = saved(tmp_path / "a.bin", {"w": torch.ones(10)})
     (shard,) = open_checkpoint(path).shards
-    assert current_fingerprint(shard, path.stat().st_size, reading(path)) == of_shard(shard)
+    assert current_fingerprint(shard, scheme_of(path).identity(path), reading(path)) == of_shard(shard)
 
 
 def test_every_cut_of_a_download_is_refused(tmp_path):

@@ -1,0 +1,226 @@
+"""Object stores: `s3://bucket/folder`, `gs://bucket/folder` and `az://container/folder`, read by obstore.
+
+obstore takes credentials, region and endpoint from the variables that the stores' own programs use (AWS_*, GOOGLE_*,
+AZURE_*); where boto3 is installed, also profiles. It retries what a service refuses for now. Where it is not
+installed, fsspec reads (s3fs, gcsfs, adlfs). A range is asked for with If-Match, so an object that changes is an error.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from datetime import timedelta
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from bigload.checkpoint.byte_source import SourceIdentity, SourceScheme, ended_early
+from bigload.checkpoint.sources.http import NO_RANGES_HINT, plain_etag
+from bigload.checkpoint.sources.ranged_source import RangedSource, TemporaryError, missing
+from bigload.errors import AccessDeniedError, BigloadError, CheckpointError, CheckpointNotFoundError, ReadError
+from bigload.machine.activities import Recorder
+
+MAX_LISTED = 100_000
+
+RETRY: dict[str, Any] = {
+    "max_retries": 8,
+    "backoff": {"init_backoff": timedelta(milliseconds=200), "max_backoff": timedelta(seconds=10), "base": 2},
+    "retry_timeout": timedelta(minutes=2),
+}
+"""Tries again after 429, 503 SlowDown, other 5xx and lost connections: pauses grow, with jitter."""
+
+# The limit of obstore for a whole answer is 30 s; answers of 256 MiB take longer on slow lines.
+_CLIENT = {"allow_http": True, "connect_timeout": "5s", "read_timeout": "30s", "timeout": "1h"}
+_CHUNK_BYTES = 1 << 20
+
+_NAMES = {"s3": "s3", "s3a": "s3", "gs": "gs", "gcs": "gs", "az": "az", "abfs": "abfs", "abfss": "abfss"}
+_CREDENTIALS = {
+    "s3": "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY (profiles need boto3: pip install boto3), "
+    "or AWS_SKIP_SIGNATURE=true for a public bucket",
+    "gs": "run gcloud auth application-default login, or set GOOGLE_APPLICATION_CREDENTIALS",
+    "az": "set AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY",
+}
+_CREDENTIAL_HOSTS = ("169.254.169.254", "metadata.google")
+"""Services of cloud machines that are asked where no variable has credentials."""
+
+_STATUS = re.compile(r"status code: (\d{3})")
+_CODE = re.compile(r"<Code>(\w{1,60})</Code>")
+
+
+class ObjectSource(RangedSource):
+    """An object that is read by ranges; every answer has the ETag of the first."""
+
+    def __init__(self, location: Path, recorder: Recorder) -> None:
+        super().__init__(location, recorder)
+        self._etag: str | None = None
+
+    @contextmanager
+    def _answered(self, start: int, stop: int) -> Iterator[Iterator[bytes]]:
+        store, key = _place(self._location)
+        options = {"range": (start, stop), **({"if_match": self._etag} if self._etag else {})}
+        with _translated(self._location):
+            result = store.get(key, options=options)
+        if result.range != (start, stop):
+            raise ended_early(self._shown, result.range[1], missing=stop - result.range[1])
+        etag = result.meta["e_tag"]
+        self._etag = self._etag or etag
+        if etag != self._etag:
+            raise self._changed(f"ETag {self._etag:.70} expected, {etag or 'none':.70} found")
+        try:
+            yield iter(result.stream(min_chunk_size=_CHUNK_BYTES))
+        except _errors() as error:
+            raise TemporaryError(f"the answer was cut off: {_reason(error)}") from None
+
+
+def _errors() -> tuple[type[Exception], ...]:
+    from obstore.exceptions import BaseError
+
+    return BaseError, OSError, ValueError
+
+
+@contextmanager
+def _translated(location: Path) -> Iterator[None]:
+    """Raise errors of obstore in bigload's words: their texts may hold addresses with signatures."""
+    try:
+        yield
+    except BigloadError:
+        raise
+    except _errors() as error:
+        failure = _failure(location, error)
+        raise failure from failure.__cause__
+
+
+def _failure(location: Path, error: Exception) -> BigloadError:
+    kind, text, shown = type(error).__name__, str(error), _display(location)
+    scheme, bucket, _ = _parts(location)
+    status, code = _STATUS.search(text), _CODE.search(text)
+    if code and code[1] in ("NoSuchBucket", "ContainerNotFound"):
+        hint = "look at the name and, for a store that is not Amazon's, at AWS_ENDPOINT_URL" if scheme == "s3" else None
+        return CheckpointNotFoundError(shown, f'there is no bucket "{bucket}"', hint=hint)
+    if isinstance(error, FileNotFoundError):
+        return missing(shown, "no such object")
+    if any(host in text for host in _CREDENTIAL_HOSTS):
+        return AccessDeniedError(shown, "no credentials were found", hint=_credentials_hint(scheme))
+    if kind in ("PermissionDeniedError", "UnauthenticatedError") or (status and status[1] in ("401", "403")):
+        return AccessDeniedError(shown, _reason(error), hint=_credentials_hint(scheme))
+    reason, hint = _reason(error), None
+    if kind == "PreconditionError":
+        reason = "it changed since the checkpoint was opened: its ETag is another"
+    elif status and status[1] == "416":
+        reason = "the file ended too early: it ends before the range that was asked for"
+    elif "non-partial" in text:
+        reason, hint = "the service does not support byte ranges (status 200, expected 206)", NO_RANGES_HINT
+    elif "redirect without LOCATION" in text:
+        hint = "set AWS_REGION to the region of the bucket"
+    return ReadError(shown, reason, hint=hint)
+
+
+def _credentials_hint(scheme: str) -> str:
+    return _CREDENTIALS[scheme if scheme in _CREDENTIALS else "az"]
+
+
+def _reason(error: Exception) -> str:
+    """Return why a request failed, without its address."""
+    status, code = _STATUS.search(str(error)), _CODE.search(str(error))
+    if status:
+        return f"the service answers {status[1]}" + (f" {code[1]}" if code else "")
+    line = str(error).partition("\n")[0].rpartition(" - ")[2]
+    return re.sub(r"\S*://\S*", "…", line)[:200]
+
+
+def _parts(location: Path) -> tuple[str, str, str]:
+    name, _, rest = str(location).partition(":/")
+    bucket, _, key = rest.strip("/").partition("/")
+    return _NAMES[name], bucket, key
+
+
+def _place(location: Path) -> tuple[Any, str]:
+    """Return the store of a location and the key in it."""
+    scheme, bucket, key = _parts(location)
+    if not bucket:
+        raise CheckpointNotFoundError(_display(location), f"expected {scheme}://bucket/folder")
+    with _translated(location):
+        return _store(scheme, bucket, os.getpid()), key
+
+
+@cache
+def _store(scheme: str, bucket: str, _process: int) -> Any:  # noqa: ANN401 - types come with an extra
+    """Return the client of a bucket; its threads do not survive a fork."""
+    from obstore.store import from_url
+
+    try:
+        return from_url(
+            f"{scheme}://{bucket}", client_options=_CLIENT, retry_config=RETRY, **_profile_credentials(scheme)
+        )
+    except _errors() as error:
+        hint = _credentials_hint(scheme)
+        raise CheckpointError(f"cannot read {scheme}://{bucket}: {_reason(error)}", hint=hint) from None
+
+
+def _profile_credentials(scheme: str) -> dict[str, Any]:
+    """Return what reads profiles of `~/.aws`, which obstore does not, where boto3 is there and variables are not."""
+    known = ("AWS_ACCESS_KEY_ID", "AWS_SKIP_SIGNATURE", "AWS_WEB_IDENTITY_TOKEN_FILE")
+    if scheme != "s3" or any(name in os.environ for name in known) or find_spec("boto3") is None:
+        return {}
+    from obstore.auth.boto3 import Boto3CredentialProvider
+
+    try:
+        return {"credential_provider": Boto3CredentialProvider()}
+    except ValueError:  # none are found
+        return {}
+
+
+def _identity_of(meta: Mapping[str, Any]) -> SourceIdentity:
+    version = plain_etag(meta["e_tag"]) if meta["e_tag"] else meta["last_modified"].isoformat()
+    return SourceIdentity(num_bytes=meta["size"], version=(version,))
+
+
+def _identity(location: Path) -> SourceIdentity:
+    store, key = _place(location)
+    if not key:
+        raise missing(_display(location), "a bucket, not an object")
+    with _translated(location):
+        return _identity_of(store.head(key))
+
+
+def _list_folder(location: Path) -> Mapping[str, SourceIdentity]:
+    store, folder = _place(location)
+    found: dict[str, SourceIdentity] = {}
+    prefix = f"{folder}/" if folder else ""
+    with _translated(location):
+        for batch in store.list(folder or None, chunk_size=1000):
+            for meta in batch:
+                name = meta["path"].removeprefix(prefix)
+                if name and not name.endswith("/"):
+                    found[name] = _identity_of(meta)
+            if len(found) > MAX_LISTED:
+                hint = "name the folder of one model"
+                raise CheckpointError(f"{_display(location)} holds more than {MAX_LISTED} objects", hint=hint)
+    return found
+
+
+def _display(location: Path) -> str:
+    return str(location).replace(":/", "://", 1)
+
+
+def _schemes() -> tuple[SourceScheme, ...]:
+    if find_spec("obstore") is None:
+        from bigload.checkpoint.sources.fsspec_files import scheme_named
+
+        return tuple(scheme for scheme in map(scheme_named, _NAMES) if scheme is not None)
+    return tuple(
+        SourceScheme(
+            name=name,
+            open=ObjectSource,
+            identity=_identity,
+            list_folder=_list_folder,
+            has_strong_versions=True,
+        )
+        for name in _NAMES
+    )
+
+
+SCHEMES = _schemes()

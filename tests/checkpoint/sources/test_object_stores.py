@@ -1,0 +1,235 @@
+"""Checkpoints in S3, on a loopback server: by obstore, and by s3fs where obstore is not installed."""
+
+import json
+import os
+import subprocess
+import sys
+from datetime import timedelta
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+
+import bigload
+from bigload.checkpoint import byte_source
+from bigload.checkpoint.sources import fsspec_files, object_stores
+from bigload.errors import (
+    AccessDeniedError,
+    CheckpointError,
+    CheckpointNotFoundError,
+    MissingPackageError,
+    ReadError,
+    StalePlanError,
+)
+from builders import make_checkpoint
+
+PAUSES = {"init_backoff": timedelta(milliseconds=1), "max_backoff": timedelta(milliseconds=2), "base": 2}
+LOCATION = "s3://bucket/models/tiny"
+CLIENTS = [
+    pytest.param(
+        name, marks=pytest.mark.skipif(find_spec(name) is None, reason=f"{name} is not installed: pip install {name}")
+    )
+    for name in ("obstore", "s3fs")
+]
+
+
+@pytest.fixture(params=CLIENTS)
+def client(request, monkeypatch):
+    """The client by which `s3` is read, with pauses too short to notice."""
+    monkeypatch.setattr(object_stores, "RETRY", {**object_stores.RETRY, "max_retries": 3, "backoff": PAUSES})
+    object_stores._store.cache_clear()
+    schemes = {scheme.name: scheme for scheme in object_stores.SCHEMES}
+    if request.param == "s3fs":
+        schemes["s3"] = fsspec_files.scheme_named("s3")
+    monkeypatch.setattr(byte_source, "_SCHEMES", {"file": byte_source._FILE, **schemes})
+    return request.param
+
+
+@pytest.fixture
+def bucket(served, tmp_path, client, monkeypatch):
+    """A folder that is served as a bucket, with a checkpoint of three shards."""
+    make_checkpoint(tmp_path / "bucket/models/tiny", shards=3)
+    for name, value in served.serve_bucket("bucket", tmp_path / "bucket").items():
+        monkeypatch.setenv(name, value)
+    if client == "s3fs":
+        import s3fs
+
+        s3fs.S3FileSystem.clear_instance_cache()
+    return tmp_path / "bucket"
+
+
+def shard(bucket):
+    return sorted(bucket.glob("models/tiny/*.safetensors"))[1]
+
+
+def test_inspect_plan_and_load_give_what_the_folder_gives(bucket):
+    local = bigload.open_checkpoint(bucket / "models/tiny")
+    remote = bigload.open_checkpoint(LOCATION)
+    assert (remote.tensors, remote.config, remote.path) == (local.tensors, local.config, LOCATION)
+    plan = bigload.plan(remote, {"cpu": "1GiB"})
+    assert plan.device_map == bigload.plan(local, {"cpu": "1GiB"}).device_map
+    expected, found = bigload.load(local), bigload.load(remote)
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in found.items())
+    assert found.keys() == expected.keys()
+
+
+def test_one_file_and_an_index_are_opened_by_their_names(bucket):
+    whole = bigload.open_checkpoint(LOCATION)
+    assert bigload.open_checkpoint(f"{LOCATION}/model.safetensors.index.json").tensors == whole.tensors
+    part = bigload.open_checkpoint(f"{LOCATION}/{shard(bucket).name}")
+    assert part.tensors.items() < whole.tensors.items()
+
+
+def test_a_folder_is_listed_with_the_folders_in_it_and_not_its_namesakes(bucket, tmp_path):
+    (bucket / "models/tiny/sub").mkdir()
+    (bucket / "models/tiny/sub/a b+c.json").write_text("{}")
+    (bucket / "models/tiny-2").mkdir()
+    (bucket / "models/tiny-2/x.json").write_text("{}")
+    location = Path(LOCATION)
+    scheme = byte_source.scheme_of(location)
+    listed = scheme.list_folder(location)
+    files = [path for path in (bucket / "models/tiny").rglob("*") if path.is_file()]
+    assert set(listed) == {path.relative_to(bucket / "models/tiny").as_posix() for path in files}
+    assert listed["sub/a b+c.json"] == scheme.identity(location / "sub/a b+c.json")
+    assert scheme.list_folder(Path("s3://bucket/none")) == {}
+
+
+def test_headers_are_read_again_only_from_the_disk(bucket, served, client):
+    bigload.open_checkpoint(LOCATION)
+    served.requests.clear()
+    bigload.open_checkpoint(LOCATION)
+    gets = [request for request in served.requests if request.method == "GET" and "list-type" not in request.path]
+    assert bool(gets) == (client == "s3fs")
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [("s3://bucket/none", "no such folder, or it is empty"), (f"{LOCATION}/none.safetensors", "no such file")],
+)
+def test_what_is_not_there_is_said_with_its_location(bucket, path, message):
+    with pytest.raises(CheckpointError, match=f"{path}.*{message}"):
+        bigload.open_checkpoint(path)
+
+
+def test_a_bucket_that_does_not_exist_is_an_error(bucket):
+    with pytest.raises(CheckpointNotFoundError, match="s3://other/x"):
+        bigload.open_checkpoint("s3://other/x")
+
+
+def test_a_key_that_is_refused_never_appears_in_the_error(bucket, served):
+    served.key = "another"
+    with pytest.raises(AccessDeniedError, match=LOCATION) as caught:
+        bigload.open_checkpoint(LOCATION)
+    assert caught.value.hint
+    assert os.environ["AWS_ACCESS_KEY_ID"] not in str(caught.value)
+    assert os.environ["AWS_SECRET_ACCESS_KEY"] not in str(caught.value)
+
+
+@pytest.mark.parametrize("status", [429, 503])
+def test_refusals_for_now_are_tried_again(bucket, served, client, status):
+    if client == "s3fs" and status == 429:
+        pytest.skip("botocore does not try again after 429")
+    served.fault("s3", status=status, times=2)
+    assert bigload.open_checkpoint(LOCATION).tensors
+
+
+def test_a_service_that_keeps_failing_is_an_error_with_its_status(bucket, served, client):
+    if client == "s3fs":
+        pytest.skip("s3fs waits for a minute")
+    served.fault("s3", status=503, times=-1)
+    with pytest.raises(CheckpointError, match=f"{LOCATION}: the service answers 503"):
+        bigload.open_checkpoint(LOCATION)
+
+
+def test_an_answer_that_is_cut_off_is_continued(bucket, served, client):
+    checkpoint = bigload.open_checkpoint(LOCATION)
+    expected = bigload.load(bucket / "models/tiny")
+    served.fault("s3", file=shard(bucket).name, cut_after=100, times=2)
+    found = bigload.load(checkpoint)
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in found.items())
+
+
+def test_an_object_that_changed_after_its_header_was_read_is_an_error(bucket, tmp_path):
+    checkpoint = bigload.open_checkpoint(LOCATION)
+    plan = bigload.plan(checkpoint, {"cpu": "1GiB"})
+    content = bytearray(shard(bucket).read_bytes())
+    content[-1] ^= 1  # the header and the size stay
+    shard(bucket).write_bytes(content)
+    with pytest.raises(ReadError, match=r"it changed since the checkpoint was opened: .*ETag"):
+        bigload.load(checkpoint)
+    with pytest.raises(StalePlanError, match="ETag"):
+        bigload.reshard(plan, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_object_that_changes_between_two_ranges_is_an_error(bucket, client):
+    if client == "s3fs":
+        pytest.skip("fsspec has no conditional reads; loads compare identities at their end")
+    location = Path(LOCATION) / shard(bucket).name
+    source = byte_source.scheme_of(location).open(location, byte_source.NO_RECORDER)
+    byte_source.read_range(source, 0, 8)
+    shard(bucket).write_bytes(shard(bucket).read_bytes()[::-1])
+    with pytest.raises(ReadError, match="it changed since the checkpoint was opened"):
+        byte_source.read_range(source, 8, 16)
+
+
+@pytest.mark.parametrize("start", [-4, 4])
+def test_a_range_that_passes_the_end_is_an_error(bucket, start):
+    location, size = Path(LOCATION) / shard(bucket).name, shard(bucket).stat().st_size
+    source = byte_source.scheme_of(location).open(location, byte_source.NO_RECORDER)
+    with pytest.raises(ReadError, match=r"ended|Range Not Satisfiable"):
+        byte_source.read_range(source, size + start, size + 8)
+
+
+def test_a_service_without_ranges_is_an_error(bucket, served, client):
+    checkpoint = bigload.open_checkpoint(LOCATION)
+    served.fault("s3", file=".safetensors", no_ranges=True, times=-1)
+    with pytest.raises(ReadError, match=r"byte ranges|bytes came"):
+        bigload.load(checkpoint)
+
+
+def test_plans_and_the_command_line_hold_no_key(bucket, tmp_path, client):
+    if client == "s3fs":
+        pytest.skip("the command line takes obstore")
+    command = [sys.executable, "-m", "bigload_cli", "plan", LOCATION, "-m", "cpu=1GiB", "-o", "plan.json", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=True)
+    text = done.stdout + done.stderr + (tmp_path / "plan.json").read_text()
+    assert json.loads((tmp_path / "plan.json").read_text())["checkpoint"]["path"] == LOCATION
+    assert os.environ["AWS_ACCESS_KEY_ID"] not in text
+
+
+def test_without_any_client_the_extra_is_named(monkeypatch):
+    monkeypatch.setattr(byte_source, "_SCHEMES", {"s3": fsspec_files.scheme_named("s3")})
+    monkeypatch.setitem(sys.modules, "s3fs", None)
+    monkeypatch.delitem(sys.modules["fsspec.registry"]._registry, "s3", raising=False)
+    with pytest.raises(MissingPackageError, match="s3:// needs obstore") as caught:
+        bigload.open_checkpoint("s3://bucket/model")
+    assert caught.value.hint == "pip install 'bigload[remote]'"
+
+
+@pytest.mark.parametrize("client", CLIENTS, indirect=True)
+def test_a_checkpoint_is_loaded_from_motos_server(client, tmp_path, monkeypatch):
+    reason = "moto's server is not installed: pip install 'moto[server]'"
+    server_class = pytest.importorskip("moto.server", reason=reason).ThreadedMotoServer
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    server = server_class(ip_address="127.0.0.1", port=0)
+    server.start()
+    try:
+        endpoint = "http://{}:{}".format(*server.get_host_and_port())
+        names = ("AWS_ENDPOINT_URL", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_REGION", "AWS_DEFAULT_REGION")
+        for name, value in zip(names, (endpoint, "key", "secret", "us-east-1", "us-east-1"), strict=True):
+            monkeypatch.setenv(name, value)
+        import boto3
+
+        store = boto3.client("s3")
+        store.create_bucket(Bucket="bucket")
+        folder = make_checkpoint(tmp_path / "tiny", shards=3)
+        for path in folder.iterdir():
+            store.upload_file(str(path), "bucket", f"models/tiny/{path.name}")
+        expected, found = bigload.load(folder), bigload.load(LOCATION)
+        assert all(torch.equal(tensor, expected[name]) for name, tensor in found.items())
+        with pytest.raises(CheckpointNotFoundError):
+            bigload.open_checkpoint("s3://other-bucket/model")
+    finally:
+        server.stop()
