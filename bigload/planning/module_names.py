@@ -115,6 +115,7 @@ class _Holders:
     def __init__(self, held: Mapping[str, Mapping[str, tuple[str, ...]]]) -> None:
         self._held = held
         self._owners: dict[str, set[str]] | None = None
+        self._around_modules: set[str] = set()
 
     def modules_of(self, key: str) -> Iterator[str]:
         """Yield the modules of a key: one that has all its tensors, named as in the key, if there is one."""
@@ -132,9 +133,15 @@ class _Holders:
         yield from dict.fromkeys(self._outermost(target, key) for target in targets)
 
     def _outermost(self, target: str, key: str) -> str:
-        """Return the outermost module around `target` of which each tensor is one of `key`."""
+        """Return the outermost module around `target` of which each tensor is one of `key`.
+
+        Without one it is the module that holds `target`, where that has no modules within: hooks are on modules, so its
+        tensors cannot be apart. Otherwise it is `target`.
+        """
         owners = self._owners_of_modules()
-        return next((module for module in _parents(target) if key in owners[module]), target)
+        module, _, _ = target.rpartition(".")
+        alone = module if module and module not in self._around_modules else target
+        return next((around for around in _parents(target) if key in owners[around]), alone)
 
     def _owners_of_modules(self) -> dict[str, set[str]]:
         """Return the keys that have a part of each tensor of a module."""
@@ -146,6 +153,7 @@ class _Holders:
                         owners.setdefault(target, set()).add(key)
             self._owners = {}
             for target, keys in owners.items():
+                self._around_modules.update([*_parents(target)][:-1])
                 for module in _parents(target):
                     if module in self._owners:
                         self._owners[module] &= keys

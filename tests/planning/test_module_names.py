@@ -120,6 +120,18 @@ def test_fused_modules_need_one_device():
         rename_device_map({gate: "cuda:0", first: "cpu", second: "disk"}, renaming)
 
 
+def test_modules_that_become_parameters_of_one_module_have_its_name():
+    keys = "model.layers.0.block_sparse_moe.router model.layers.0.block_sparse_moe.input_linear "
+    keys += "model.layers.0.block_sparse_moe.output_linear"
+    router, first, second = keys.split()
+    told = config("granitemoe", "GraniteMoeForCausalLM")
+    renaming = renamed(keys, told, tensors={f"{router}.layer.weight": 1, f"{first}.weight": 1, f"{second}.weight": 1})
+    experts = ("model.layers.0.block_sparse_moe.experts",)
+    assert (renaming.keys[first], renaming.keys[second]) == (experts, experts)
+    with pytest.raises(NamesUnknownError, match=r"output_linear is part of .*experts in memory.* both cpu and disk"):
+        rename_device_map({router: "cpu", first: "cpu", second: "disk"}, renaming)
+
+
 def test_a_module_that_moves_into_another_shares_its_name():
     keys = "model.layers.0.mlp.gate model.layers.0.mlp.moe_statics"
     told = config("ernie4_5_moe", "Ernie4_5_MoeForCausalLM")
