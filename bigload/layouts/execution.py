@@ -144,7 +144,7 @@ class ReshardRun:
         ]
         share = ProcessResult()
         share.kept_files = sum(file.kept is not None and file.kept.record is not None for file in files)
-        share.kept_bytes = sum(file.kept.digest.position for file in files if file.kept is not None)
+        share.kept_bytes = sum(file.kept.num_bytes for file in files if file.kept is not None)
         writer = Writer(
             staging.folder,
             sources,

@@ -20,6 +20,9 @@ DEFAULT_MAX_SHARD_BYTES = 5 * 10**9
 DEFAULT_THREADS = 4
 """Threads wait for the disk most of the time: more than cores, and enough to keep it busy."""
 
+REMOTE_THREADS = 16
+"""Connections to a service: one seldom fills a line, and each waits for two round trips before its first byte."""
+
 DEFAULT_MAX_INFLIGHT = 96 * MIB
 LEAST_BYTES_PER_THREAD = 768 * KIB
 
@@ -45,7 +48,7 @@ class ReshardOptions:
     verify: Verify = Verify.FULL
     resume: bool = False
     force: bool = False
-    threads: int = DEFAULT_THREADS
+    threads: int | None = None
     max_inflight: int = DEFAULT_MAX_INFLIGHT
     layout_options: Mapping[str, object] = field(default_factory=dict)
 
@@ -63,7 +66,7 @@ class ReshardOptions:
     @property
     def num_threads(self) -> int:
         """Threads that get enough memory of `max_inflight`."""
-        return min(self.threads, self.max_inflight // LEAST_BYTES_PER_THREAD, MAX_THREADS)
+        return min(self.threads or DEFAULT_THREADS, self.max_inflight // LEAST_BYTES_PER_THREAD, MAX_THREADS)
 
     def value(self, name: str) -> object:
         """Return the option `name`, also one of `layout_options`; `None` where it is not given."""

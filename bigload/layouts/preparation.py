@@ -17,7 +17,7 @@ from bigload.errors import NotEnoughSpaceError, OutputExistsError, WriteError
 from bigload.extras import require
 from bigload.layouts.layout import LayoutRequest
 from bigload.layouts.names import CONVERSION_FILE, named_tensors
-from bigload.layouts.options import DEFAULTS, ReshardOptions
+from bigload.layouts.options import DEFAULTS, REMOTE_THREADS, ReshardOptions
 from bigload.layouts.output import Output
 from bigload.layouts.selection import lay_out, open_source, recorded_options
 from bigload.layouts.side_files import SideFile, files_beside, is_single_file
@@ -140,6 +140,8 @@ def prepare_output(
     Raises as `prepare_reshard` does.
     """
     _check_torch(output)
+    if options.threads is None and not scheme_of(checkpoint.root).is_local:
+        options = replace(options, threads=REMOTE_THREADS)
     with SourceFiles(checkpoint, files=files) as sources:
         identities = sources.identities()  # before reading, so that a later change is noticed
         ranges = {file.file: data_ranges(file, sources.extents, block_bytes=BLOCK_BYTES) for file in output.files}

@@ -22,7 +22,6 @@ from bigload.layouts.execution import ReshardRun
 from bigload.layouts.options import (
     DEFAULT_MAX_INFLIGHT,
     DEFAULT_MAX_SHARD_BYTES,
-    DEFAULT_THREADS,
     ReshardOptions,
     parse_bytes,
     parse_choice,
@@ -112,7 +111,7 @@ def reshard(
         verify: `full`: read everything back and compare it; `size`; or `none`.
         resume: Resume an interrupted run, after reading back what it has written.
         force: Replace an `out` that bigload wrote, and discard an interrupted run.
-        threads: Threads that fill and write; four when left out.
+        threads: Threads that fill and write; when left out, four, and 16 where the checkpoint is remote.
         max_inflight: Memory for bytes in flight, in bytes or as text; 96 MiB when left out.
         layout_options: Options of a layout that is registered from outside, by name.
         on_progress: Called after every finished window.
@@ -146,7 +145,7 @@ def reshard(
                 verify=parse_choice("verify", verify, Verify),
                 resume=resume,
                 force=force,
-                threads=DEFAULT_THREADS if threads is None else threads,
+                threads=threads,
                 max_inflight=DEFAULT_MAX_INFLIGHT if in_flight is None else in_flight,
                 layout_options=layout_options or {},
             )

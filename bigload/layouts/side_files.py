@@ -8,19 +8,23 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Collection, Iterator
+from contextlib import closing
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
+from bigload.checkpoint.byte_source import expect_reads, read_range, scheme_of
 from bigload.checkpoint.index import resolve_shard
 from bigload.checkpoint.model import Checkpoint
 from bigload.dtypes import DType
 from bigload.errors import ReadError
 from bigload.layouts.dtype_rules import config_with_dtype
+from bigload.layouts.fetching.files import folder_files
 from bigload.layouts.kinds.device_folders import PLAN_FILE
 from bigload.layouts.other_weights import OtherWeights, is_weight_file, other_weights
 from bigload.layouts.output import Output
 from bigload.layouts.verification.manifest import MANIFEST_FILE
+from bigload.machine.activities import NO_RECORDER
 from bigload.units import MIB
 
 CONFIG_FILE = "config.json"
@@ -50,6 +54,9 @@ class SideFile:
         Raises:
             ReadError: the system refused, or the file was written to meanwhile.
         """
+        if not scheme_of(self.path).is_local:
+            yield from self._remote_content()
+            return
         try:
             if self.dtype is not None:
                 yield config_with_dtype(self.path.read_bytes(), self.dtype)
@@ -64,6 +71,15 @@ class SideFile:
             if isinstance(error, ReadError):
                 raise
             raise ReadError(self.path, error.strerror or str(error)) from error
+
+    def _remote_content(self) -> Iterator[bytes]:
+        with closing(scheme_of(self.path).open(self.path, NO_RECORDER)) as source:
+            expect_reads(source, [(0, self.num_bytes)])
+            if self.dtype is not None:
+                yield config_with_dtype(read_range(source, 0, self.num_bytes), self.dtype)
+                return
+            for start in range(0, self.num_bytes, _PIECE_BYTES):
+                yield read_range(source, start, min(start + _PIECE_BYTES, self.num_bytes))
 
 
 def _state(descriptor: int) -> tuple[int, int, int]:
@@ -85,6 +101,8 @@ def files_beside(
         OptionError: weights of other parts cannot be copied.
     """
     taken = _taken(output)
+    if not scheme_of(checkpoint.root).is_local:
+        return _remote_files_beside(checkpoint, output, taken, dtype)
     weights = other_weights(checkpoint, taken=taken)
     found = [*_small_files(checkpoint, taken, weights), *((name, checkpoint.root / name) for name in weights.carried)]
     config = checkpoint.root / CONFIG_FILE
@@ -98,6 +116,23 @@ def files_beside(
         config_dtype = dtype if path == config else None
         files.append(SideFile(path=path, name=name, num_bytes=path.stat().st_size, dtype=config_dtype))
     return tuple(files), tuple(weights.notes())
+
+
+def _remote_files_beside(
+    checkpoint: Checkpoint, output: Output, taken: Collection[str], dtype: DType | None
+) -> tuple[tuple[SideFile, ...], tuple[str, ...]]:
+    """Return what `bigload fetch` takes beside the shards, by the service's list of files."""
+    found = folder_files(checkpoint)
+    files = []
+    for name, identity in sorted(found.beside.items()):
+        if name.partition("/")[0] in taken or name.endswith(".index.json") or name == PLAN_FILE:
+            continue
+        is_config = name == CONFIG_FILE
+        folders = dict.fromkeys(f"{file.folder}/{name}" for file in output.files if file.folder) if is_config else ()
+        for place in (name, *folders):
+            path, config_dtype = checkpoint.root / name, dtype if is_config else None
+            files.append(SideFile(path=path, name=place, num_bytes=identity.num_bytes, dtype=config_dtype))
+    return tuple(files), tuple(found.notes())
 
 
 def _taken(output: Output) -> set[str]:

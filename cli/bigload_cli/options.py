@@ -75,7 +75,12 @@ MaxMemoryOption = Annotated[
 IoThreadsOption = Annotated[
     int | None,
     typer.Option(
-        "--io-threads", "--threads", metavar="N", min=1, max=256, help="Threads at the disk. By default 4 at most."
+        "--io-threads",
+        "--threads",
+        metavar="N",
+        min=1,
+        max=256,
+        help="Threads at the disk. By default 4 at most; 16 connections of a remote checkpoint.",
     ),
 ]
 YesOption = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask whether to replace anything.")]

@@ -12,16 +12,19 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 
 from bigload.machine.thread_pool import abandonable
-from bigload.units import MIB
+from bigload.units import KIB, MIB
 
 MAX_STREAM_BYTES = 256 * MIB
 """More is asked for in several requests: a response that lasts for minutes is more likely to be cut off."""
 
-MAX_GAP_BYTES = MIB
-"""Bytes that are read over instead of sending another request: about what a line carries in two round trips."""
+MAX_GAP_BYTES = 256 * KIB
+"""Bytes that are read over instead of sending another request, which costs two round trips."""
 
-MAX_STREAMS = 2
-"""Open responses of one thread, over all files: sources of one tensor may take turns."""
+MAX_STREAMS = 4
+"""Open responses of one thread in one file: pieces of a tensor may take turns."""
+
+MAX_STREAMS_OF_THREAD = 6
+"""The same over all files: 16 threads stay below the 100 connections that huggingface_hub's client opens at most."""
 
 OpenRange = Callable[[int, int], AbstractContextManager[Iterator[bytes]]]
 """Asks for bytes `start` to `stop` of a file, and gives the chunks of the answer as they arrive."""
@@ -40,13 +43,18 @@ class RangeStreams:
 
     def expect(self, ranges: Iterable[tuple[int, int]]) -> None:
         """Take the ranges that the calling thread is about to read, in this order, in place of those before."""
-        merged: list[tuple[int, int]] = []
+        asked: list[tuple[int, int]] = []
+        current: list[int] = []  # those of `asked` that are still read from, the last used one last
         for start, stop in ranges:
-            if merged and 0 <= start - merged[-1][1] <= MAX_GAP_BYTES and stop - merged[-1][0] <= MAX_STREAM_BYTES:
-                merged[-1] = merged[-1][0], stop
+            index = next((each for each in reversed(current) if 0 <= start - asked[each][1] <= MAX_GAP_BYTES), None)
+            if index is None:
+                current = [*current[1 - MAX_STREAMS :], len(asked)]
+                asked.append((start, stop))
             else:
-                merged.append((start, stop))
-        self._expected.ranges = merged
+                current.remove(index)
+                current.append(index)
+                asked[index] = asked[index][0], stop
+        self._expected.ranges = asked
 
     def at(self, offset: int, stop: int) -> _Stream:
         """Return a response whose next byte is `offset`: an open one, or else a new one up to `stop` or further."""
@@ -58,11 +66,15 @@ class RangeStreams:
                 mine.append(stream)
                 stream.skip_to(offset)
                 return stream
-        while len(mine) >= MAX_STREAMS:
-            mine.pop(0).close()
+        here = [stream for stream in mine if stream.owner is self]
+        if len(here) >= MAX_STREAMS or len(mine) >= MAX_STREAMS_OF_THREAD:
+            oldest = (here if len(here) >= MAX_STREAMS else mine)[0]
+            mine.remove(oldest)
+            oldest.close()
         for begin, end in getattr(self._expected, "ranges", ()):
             if begin <= offset < end:
                 stop = max(stop, min(end, offset + MAX_STREAM_BYTES))
+                break
         stream = _Stream(self, offset, stop, self._open_range)
         mine.append(stream)
         with self._lock:

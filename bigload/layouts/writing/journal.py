@@ -35,19 +35,27 @@ class FileProgress:
     Attributes:
         tensors: Digests of its tensors, from the first on.
         prefixes: Digests of all bytes up to a position, by that position.
+        windows: Digests of byte ranges, by start and stop, in any order.
         digest: Of the complete file.
         is_complete: All of it is there.
     """
 
     tensors: dict[str, str] = field(default_factory=dict)
     prefixes: dict[int, str] = field(default_factory=dict)
+    windows: dict[tuple[int, int], str] = field(default_factory=dict)
     digest: str | None = None
     is_complete: bool = False
 
     @property
     def is_begun(self) -> bool:
         """Whether anything of it is listed."""
-        return bool(self.tensors or self.prefixes or self.is_complete)
+        return bool(self.tensors or self.prefixes or self.windows or self.is_complete)
+
+    @property
+    def begun_bytes(self) -> int:
+        """Bytes that are there, as far as positions are listed."""
+        prefix = max(self.prefixes, default=0)
+        return prefix + sum(stop - start for start, stop in self.windows if start >= prefix)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +72,7 @@ class JournalState:
     @property
     def begun_bytes(self) -> int:
         """Bytes of unfinished files that are there."""
-        return sum(max(file.prefixes, default=0) for file in self.files.values() if not file.is_complete)
+        return sum(file.begun_bytes for file in self.files.values() if not file.is_complete)
 
     @property
     def num_complete(self) -> int:
@@ -101,6 +109,10 @@ class Journal:
         """
         self._append({"file": file, "tensors": dict(tensors), **({} if prefix is None else {"prefix": prefix})})
 
+    def note_windows(self, file: str, windows: Mapping[tuple[int, int], str]) -> None:
+        """Record that these byte ranges of `file`, given with their digests, are on the disk."""
+        self._append({"file": file, "tensors": {}, "windows": [[*edges, digest] for edges, digest in windows.items()]})
+
     def complete(self, file: str, tensors: Mapping[str, str], digest: str | None) -> None:
         """Record that all of `file` is on the disk; `tensors` are those not recorded before."""
         self._append({"file": file, "tensors": dict(tensors), "digest": digest, "complete": True})
@@ -126,6 +138,7 @@ def read_progress(folder: Path) -> JournalState | None:
             # A resumed file may be listed by several ranks: combined, the lists begin at its first tensor.
             mine.tensors.update(file.tensors)
             mine.prefixes.update(file.prefixes)
+            mine.windows.update(file.windows)
             mine.digest = mine.digest or file.digest
             mine.is_complete = mine.is_complete or file.is_complete
     return JournalState(found[0].recipe, files)
@@ -175,6 +188,11 @@ def _take(entry: Mapping[str, object], files: dict[str, FileProgress]) -> bool:
     match entry.get("prefix"):
         case [int(position), str(prefix)]:
             file.prefixes[position] = prefix
+    windows = entry.get("windows")
+    for window in windows if isinstance(windows, list) else ():
+        match window:
+            case [int(start), int(stop), str(noted)] if 0 <= start < stop:
+                file.windows[start, stop] = noted
     if entry.get("complete") is True:
         file.digest, file.is_complete = digest, True
     return True

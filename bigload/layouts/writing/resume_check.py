@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from bigload.errors import ReadError
@@ -18,10 +18,27 @@ from bigload.machine.inflight_pool import BlockPool
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReusableFile:
-    """The part of a file that can be kept: its digest up to `digest.position`, and its record if that is all of it."""
+    """The part of a file that can be kept.
+
+    Attributes:
+        digest: Digest of its beginning, up to `digest.position`.
+        record: Its record, if that is all of it.
+        windows: Digests of byte ranges behind that, by start and stop.
+    """
 
     digest: FileDigest
     record: FileRecord | None
+    windows: Mapping[tuple[int, int], str] = field(default_factory=dict)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that are kept."""
+        return self.digest.position + sum(stop - start for start, stop in self.windows)
+
+    @property
+    def stop(self) -> int:
+        """Where the last of them is."""
+        return max((self.digest.position, *(stop for _, stop in self.windows)))
 
 
 def recheck(
@@ -53,9 +70,12 @@ def _compared(
     for position, piece in pieces(0, len(header)):
         header[position : position + len(piece)] = piece
     if header != output.header:
-        return None
-    digest.update(memoryview(header))
+        windows = _good_windows(output, progress, pieces, size, tally, behind=0)
+        return ReusableFile(digest=digest, record=None, windows=windows) if windows else None
     good = digest.mark()
+    digest.update(memoryview(header))
+    if not progress.windows:  # else the header is part of one
+        good = digest.mark()
     for stop, name, noted in sorted(_noted(output, progress)):
         start = digest.position
         if not start <= stop <= min(size, output.num_bytes):
@@ -71,10 +91,29 @@ def _compared(
     digest.rewind(good)
     is_all_there = progress.is_complete and progress.digest is not None and len(digest.tensors) == len(output.tensors)
     if not is_all_there or digest.finish() != progress.digest:
-        return ReusableFile(digest=digest, record=None)
+        windows = _good_windows(output, progress, pieces, size, tally, behind=digest.position)
+        return ReusableFile(digest=digest, record=None, windows=windows)
     tensors = {} if output.is_copy else dict(digest.tensors)
     record = FileRecord(num_bytes=output.num_bytes, digest=progress.digest, tensors=tensors)
     return ReusableFile(digest=digest, record=record)
+
+
+def _good_windows(
+    output: OutputFile, progress: FileProgress, pieces: Pieces, size: int, tally: Tally, *, behind: int
+) -> dict[tuple[int, int], str]:
+    """Return the noted byte ranges from `behind` on that are on the disk."""
+    good: dict[tuple[int, int], str] = {}
+    for (start, stop), noted in sorted(progress.windows.items()):
+        if start < behind or stop > min(size, output.num_bytes):
+            continue
+        found = FileDigest((), stop - start)
+        for position, piece in pieces(start, stop):
+            found.skip_to(position - start)
+            found.update(piece)
+        if found.finish() == noted:
+            good[start, stop] = noted
+            tally.add(stop - start, phase="check", file=output.file)
+    return good
 
 
 def _noted(output: OutputFile, progress: FileProgress) -> Iterator[tuple[int, str, str]]:

@@ -12,6 +12,7 @@ from bigload.checkpoint.byte_source import ByteSource, PositionalReader, SourceI
 from bigload.checkpoint.fingerprint import changes, fingerprint
 from bigload.checkpoint.model import Checkpoint, Span
 from bigload.errors import ReadError, StalePlanError
+from bigload.layouts.writing.recent_bytes import RecentBytes, RecentReader
 from bigload.loading.checks import current_fingerprints
 from bigload.loading.readers.direct import CacheFirstReader, direct_alignment
 from bigload.machine.activities import NO_RECORDER
@@ -40,6 +41,7 @@ class SourceFiles:
         self.is_local = self._scheme.is_local
         self._pool = pool
         self._readers: dict[tuple[str, bool], ByteSource] = {}
+        self._recent: RecentBytes | None = None
         self._lock = threading.Lock()
         self._opened = ExitStack()
 
@@ -58,6 +60,19 @@ class SourceFiles:
             ReadError: the file cannot be opened.
         """
         return self._reader(file, past_cache=not self.is_local)
+
+    def keeping_recent(self, file: str) -> ByteSource:
+        """Return a reader of a remote file that keeps what each thread has last received.
+
+        Raises:
+            ReadError: the file cannot be opened.
+        """
+        if self._recent is None:
+            with self._lock:
+                if self._recent is None:
+                    self._recent = RecentBytes()
+                    self._opened.callback(self._recent.close)
+        return RecentReader(self._reader(file, past_cache=True), self._recent)
 
     def descriptor(self, file: str) -> int:
         """Return the descriptor of a local file.

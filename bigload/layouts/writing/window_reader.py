@@ -19,7 +19,7 @@ from itertools import groupby
 from operator import itemgetter
 from typing import TYPE_CHECKING
 
-from bigload.checkpoint.byte_source import ByteSource
+from bigload.checkpoint.byte_source import ByteSource, expect_reads
 from bigload.checkpoint.model import AssembledTensor, TensorInfo
 from bigload.extras import require
 from bigload.layouts.output import OutputTensor
@@ -79,6 +79,13 @@ def jobs_for(portions: Sequence[Portion]) -> Iterator[ReadJob]:
     requests = (request for number, portion in numbered for request in _requests_of(portion, number))
     for file, members in groupby(requests, key=itemgetter(0)):
         yield from jobs_of(file, (request for _, request in members), BLOCK_BYTES)
+
+
+def first_read(portions: Sequence[Portion]) -> tuple[str, int]:
+    """Return the file and the offset of the first read for `portions`; nowhere if there is none."""
+    for job in jobs_for(portions[:1]):
+        return job.file, job.offset
+    return "", 0
 
 
 def _requests_of(portion: Portion, buffer: int) -> Iterator[tuple[str, ReadRequest]]:
@@ -145,6 +152,21 @@ class WindowReader:
         self._lock = threading.Lock()
         self._stager: HostStager | None = None
         self._overflows: Counter[str] = Counter()
+        self._thread = threading.local()  # `keeps_recent`: see `expect`
+
+    def expect(self, windows: Iterable[Sequence[Portion]], *, keeps_recent: bool) -> None:
+        """Have the calling thread read these windows of remote sources by few requests.
+
+        With `keeps_recent`, bytes between the columns of one window are kept for the next.
+        """
+        self._thread.keeps_recent = keeps_recent
+        ranges: dict[str, list[tuple[int, int]]] = {}
+        for portions in windows:
+            for job in self._jobs(portions):
+                ranges.setdefault(job.file, []).append((job.offset, job.offset + job.num_bytes))
+        for file, pairs in ranges.items():
+            source = self._sources.keeping_recent(file) if keeps_recent else self._sources.past_cache(file)
+            expect_reads(source, pairs)
 
     @property
     def overflows(self) -> Mapping[str, int]:
@@ -162,14 +184,22 @@ class WindowReader:
             ReadError: a source could not be read to the end of what is wanted.
         """
         views = [view[portion.at : portion.at + portion.stop - portion.start] for portion in portions]
-        jobs = list(jobs_for(portions))
+        jobs = self._jobs(portions)
         if any(portion.is_view for portion in portions) or any(job.delivery is Delivery.STAGED for job in jobs):
             self._compute(views, portions, jobs)
             return
         for job in jobs:
             _scatter(job, views, self._source(job))
 
+    def _jobs(self, portions: Sequence[Portion]) -> list[ReadJob]:
+        jobs = list(jobs_for(portions))
+        if hasattr(self._thread, "keeps_recent"):  # bytes of a response come in the order of the file
+            jobs.sort(key=lambda job: (job.file, job.offset))
+        return jobs
+
     def _source(self, job: ReadJob) -> ByteSource:
+        if getattr(self._thread, "keeps_recent", False):
+            return self._sources.keeping_recent(job.file)
         has_gaps = sum(each.num_bytes for each in job.destinations) < job.num_bytes
         return self._sources.through_cache(job.file) if has_gaps else self._sources.past_cache(job.file)
 

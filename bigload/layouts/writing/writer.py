@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from itertools import groupby, zip_longest
 from pathlib import Path
 
+import xxhash
+
 from bigload.checkpoint.model import TensorInfo
 from bigload.errors import BigloadError, DamagedOutputError, ReadError
 from bigload.layouts.choices import Verify
@@ -25,20 +27,27 @@ from bigload.layouts.verification.manifest import FileRecord
 from bigload.layouts.writing.journal import Journal
 from bigload.layouts.writing.kernel_copy import KernelCopy, copy_in_kernel
 from bigload.layouts.writing.output_file_writer import BLOCK_BYTES, OutputFileWriter
+from bigload.layouts.writing.recent_bytes import RECENT_BYTES
 from bigload.layouts.writing.resume_check import ReusableFile
 from bigload.layouts.writing.source_files import SourceFiles
-from bigload.layouts.writing.window_reader import WindowReader
+from bigload.layouts.writing.window_reader import WindowReader, first_read
 from bigload.layouts.writing.windows import WINDOW_BYTES, DataRanges, Window, windows
 from bigload.loading.progress import Tally
-from bigload.machine.huge_pages import address_of
+from bigload.machine.huge_pages import Buffer, address_of
 from bigload.machine.inflight_pool import BlockPool
 from bigload.machine.thread_pool import run_jobs
-from bigload.units import GIB
+from bigload.units import GIB, KIB, MIB
 
 NOTE_EVERY_BYTES = GIB
-"""Bytes of a file between two lines of the journal: they are written again after a crash.
+"""Bytes of a file between two lines of the journal: they are written again after a crash."""
 
-What comes over a network is recorded window by window, so that it is not transferred again."""
+REMOTE_NOTE_EVERY_BYTES = 8 * MIB
+"""The same where bytes come over a network: after a crash they are transferred again."""
+
+MAX_RUN_BYTES = 64 * MIB
+"""Windows that a thread takes at once from a remote checkpoint: a request or a few."""
+
+LEAST_WINDOW_BYTES = 64 * KIB
 
 _libc = ctypes.CDLL(None)
 _libc.memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
@@ -111,7 +120,10 @@ class Writer:
         """
         records: dict[str, FileRecord] = {}
         try:
-            run_jobs(self._do_job, self._jobs(files, records), threads=self._threads)
+            if self._sources.is_local:
+                run_jobs(self._do_job, self._jobs(files, records), threads=self._threads)
+            else:
+                run_jobs(self._do_run, self._runs(files, records), threads=self._threads)
         finally:
             for file in self._open_files:
                 file.abandon()
@@ -123,7 +135,22 @@ class Writer:
             for jobs in zip_longest(*(self._jobs_of(file, records) for file in siblings)):
                 yield from (job for job in jobs if job is not None)
 
-    def _jobs_of(self, file: FileToWrite, records: dict[str, FileRecord]) -> Iterator[_Job]:
+    def _runs(self, files: Iterable[FileToWrite], records: dict[str, FileRecord]) -> Iterator[list[_Job]]:
+        """Yield the windows of remote sources as threads take them: those that read neighbouring bytes together."""
+        for _, members in groupby(files, key=lambda file: [tensor.name for tensor in file.output.tensors]):
+            siblings = list(members)
+            # The rows of which each sibling takes some columns stay in memory for one window of each.
+            share = RECENT_BYTES // len(siblings) // BLOCK_BYTES * BLOCK_BYTES
+            size = min(self._window_bytes, max(share, LEAST_WINDOW_BYTES))
+            jobs = [job for file in siblings for job in self._jobs_of(file, records, window_bytes=size)]
+            num_bytes = sum(job.window.num_bytes for job in jobs)
+            most = min(max(num_bytes // (4 * self._threads), size * len(siblings)), MAX_RUN_BYTES)
+            yield from _neighbours(jobs, most=most, window_bytes=size)
+
+    def _jobs_of(
+        self, file: FileToWrite, records: dict[str, FileRecord], *, window_bytes: int | None = None
+    ) -> Iterator[_Job]:
+        size = window_bytes or self._window_bytes
         output = file.output
         if file.kept is not None and file.kept.record is not None:
             records[output.file] = file.kept.record
@@ -132,33 +159,31 @@ class Writer:
         path = self._folder / output.file
         path.parent.mkdir(parents=True, exist_ok=True)
         begin = 0 if file.kept is None else file.kept.digest.position // BLOCK_BYTES * BLOCK_BYTES
-        sink = OutputFileWriter(path, num_bytes=output.num_bytes, alignment=self._alignment, kept_bytes=begin)
-        open_file = _FileInProgress(
-            output,
-            sink,
-            journal=self._journal,
-            tally=self._tally,
-            records=records,
-            kept=file.kept,
-            note_every=NOTE_EVERY_BYTES if self._sources.is_local else 1,
-        )
+        kept_bytes = begin if file.kept is None or not file.kept.windows else file.kept.stop
+        sink = OutputFileWriter(path, num_bytes=output.num_bytes, alignment=self._alignment, kept_bytes=kept_bytes)
+        kind = _FileInProgress if self._sources.is_local else _UnorderedFile
+        open_file = kind(output, sink, journal=self._journal, tally=self._tally, records=records, kept=file.kept)
         # Finished files are dropped: their digests of 90 000 tensors take memory.
         self._open_files = [*(other for other in self._open_files if other.sink.descriptor >= 0), open_file]
         copied = self._copy_in_kernel(output, sink) if not begin else DataRanges(())
         rest = file.ranges.without(copied)
         for start, stop in rest.pairs:
             sink.reserve(max(start, begin), stop)
-        found = [(window, False) for window in windows(output, rest, begin=begin, window_bytes=self._window_bytes)]
+        found = [(window, False) for window in windows(output, rest, begin=begin, window_bytes=size)]
         if copied.pairs and self._verify is not Verify.FULL:
             open_file.is_digested = False  # what the kernel has copied is not read
         else:
-            found += [(window, True) for window in windows(output, copied, window_bytes=self._window_bytes)]
+            found += [(window, True) for window in windows(output, copied, window_bytes=size)]
         found.sort(key=lambda each: each[0].start)
         open_file.windows = [window for window, _ in found]
         if not found:
             open_file.finish()
+        there = open_file.take_windows(file.kept) if isinstance(open_file, _UnorderedFile) else set()
         for number, (window, is_copied) in enumerate(found):
-            yield _Job(open_file, window, number, is_copied)
+            if number not in there:
+                yield _Job(open_file, window, number, is_copied)
+        if isinstance(open_file, _UnorderedFile):
+            open_file.follow(self._memory)  # all of it may be there
 
     def _copy_in_kernel(self, output: OutputFile, sink: OutputFileWriter) -> DataRanges:
         if self._kernel is KernelCopy.NOTHING:
@@ -175,16 +200,37 @@ class Writer:
                 file.digests.abort()
             raise
 
+    def _do_run(self, run: list[_Job]) -> None:
+        """Write windows of remote sources: in any order, each on the disk before the digest of its file takes it."""
+        is_shared = len({id(job.file) for job in run}) > 1
+        self._window_reader.expect([job.window.portions for job in run], keeps_recent=is_shared)
+        for job in run:
+            file = job.file
+            assert isinstance(file, _UnorderedFile)
+            with self._memory.lend() as block:
+                view = self._filled(job, block)
+                file.sink.write(view, job.window.start)
+                file.written(job.number, xxhash.xxh3_128_hexdigest(view[: job.window.num_bytes]))
+            file.note_windows(least_bytes=REMOTE_NOTE_EVERY_BYTES)
+            file.follow(self._memory)
+
+    def _filled(self, job: _Job, block: Buffer) -> memoryview:
+        """Return the part of `block` that is to be written, filled with the window of `job`."""
+        window = job.window
+        padded = job.file.sink.padded(window.num_bytes)
+        view = memoryview(block)[:padded]
+        if len(window.header) + sum(portion.stop - portion.start for portion in window.portions) < padded:
+            _libc.memset(address_of(block), 0, padded)
+        view[: len(window.header)] = window.header
+        self._window_reader.fill(view[: window.num_bytes], window.portions)
+        return view
+
     def _write_window(self, job: _Job) -> None:
         window, file = job.window, job.file
         with self._memory.lend() as block:
             num_bytes = window.num_bytes
-            padded = file.sink.padded(num_bytes)
-            view = memoryview(block)[:padded]
-            if len(window.header) + sum(portion.stop - portion.start for portion in window.portions) < padded:
-                _libc.memset(address_of(block), 0, padded)
-            view[: len(window.header)] = window.header
-            self._window_reader.fill(view[:num_bytes], window.portions)
+            view = self._filled(job, block)
+            padded = len(view)
             if file.is_digested and not file.digests.add(job.number, window.start, view[:num_bytes]):
                 return
             if not job.is_copied:
@@ -221,7 +267,6 @@ class _FileInProgress:
         tally: Tally,
         records: dict[str, FileRecord],
         kept: ReusableFile | None,
-        note_every: int,
     ) -> None:
         self.output = output
         self.sink = sink
@@ -231,8 +276,7 @@ class _FileInProgress:
         self._journal = journal
         self._tally = tally
         self._records = records
-        self._note_every = note_every
-        self._num_counted = 0 if kept is None else kept.digest.position - output.header_bytes
+        self._num_counted = 0 if kept is None else max(kept.digest.position - output.header_bytes, 0)
         self._counted_stop = self.digests.digest.position
         self._lock = threading.Lock()
         self._noting = threading.Lock()
@@ -254,7 +298,7 @@ class _FileInProgress:
             stop = self.windows[self._num_in_order - 1].stop if self._num_in_order else 0
         if is_last:
             self.finish()
-        elif stop - self._noted_stop >= self._note_every and self._noting.acquire(blocking=False):
+        elif stop - self._noted_stop >= NOTE_EVERY_BYTES and self._noting.acquire(blocking=False):
             try:
                 self._note(stop)
             finally:
@@ -328,6 +372,108 @@ class _FileInProgress:
             self.sink.path.unlink()
         reason = f"its SHA-256 is {found}, the service says {self.output.sha256}; this file was not kept"
         raise ReadError(self.output.file, reason)
+
+
+class _UnorderedFile(_FileInProgress):
+    """An output file whose windows are written in any order; its digest follows, over what is read back from the disk.
+
+    So many connections can each transfer a long range, though a digest is computed in file order and memory is small.
+    Each window is read back once, and compared by its digest.
+    """
+
+    def __init__(
+        self,
+        output: OutputFile,
+        sink: OutputFileWriter,
+        *,
+        journal: Journal,
+        tally: Tally,
+        records: dict[str, FileRecord],
+        kept: ReusableFile | None,
+    ) -> None:
+        super().__init__(output, sink, journal=journal, tally=tally, records=records, kept=kept)
+        self._written: dict[int, str] = {}
+        self._unnoted: list[int] = []
+        self._following = threading.Lock()
+        self._next = 0
+
+    def take_windows(self, kept: ReusableFile | None) -> set[int]:
+        """Take the windows that are on the disk already, and return their numbers."""
+        there = {} if kept is None else kept.windows
+        edges = ((window.start, window.stop) for window in self.windows)
+        self._written = {number: there[pair] for number, pair in enumerate(edges) if pair in there}
+        self._num_counted += sum(self.windows[number].num_bytes for number in self._written)
+        return set(self._written)
+
+    def written(self, number: int, digest: str) -> None:
+        """Count window `number`, which has this digest, as written."""
+        window = self.windows[number]
+        with self._lock:
+            self._written[number] = digest
+            self._unnoted.append(number)
+        self._count(max(window.stop - max(window.start, self._counted_stop), 0))
+
+    def note_windows(self, *, least_bytes: int) -> None:
+        """Flush what is written, and record it in the journal, if that is enough."""
+        with self._lock:
+            if sum(self.windows[number].num_bytes for number in self._unnoted) < least_bytes:
+                return
+            numbers, self._unnoted = self._unnoted, []
+            found = {(self.windows[each].start, self.windows[each].stop): self._written[each] for each in numbers}
+        with self._noting:
+            if self.sink.descriptor >= 0 and not self.sink.has_failed:
+                self.sink.flush()
+                self._journal.note_windows(self.output.file, found)
+
+    def follow(self, memory: BlockPool) -> None:
+        """Digest the windows that are next in the file, unless another thread does, and finish it after the last."""
+        while self._next in self._written and self._following.acquire(blocking=False):
+            try:
+                while self._next in self._written:
+                    self._digest_next(memory)
+                if self._next == len(self.windows):
+                    self.finish()
+            finally:
+                self._following.release()
+
+    def abandon(self) -> None:
+        """Record what is written and close the file, after an error, when all threads have stopped."""
+        if self.sink.descriptor >= 0:
+            with suppress(BigloadError):
+                self.note_windows(least_bytes=1)
+        self.sink.close()
+
+    def _digest_next(self, memory: BlockPool) -> None:
+        window = self.windows[self._next]
+        with memory.lend() as block:
+            view = memoryview(block)[: self.sink.padded(window.num_bytes)]
+            self.sink.read(view, window.start)
+            content = view[: window.num_bytes]
+            if xxhash.xxh3_128_hexdigest(content) != self._written[self._next]:
+                raise self.verification_error(window.start)
+            digest = self.digests.digest
+            digest.skip_to(window.start)
+            digest.update(content[digest.position - window.start :])
+        self._next += 1
+
+
+def _neighbours(jobs: list[_Job], *, most: int, window_bytes: int) -> Iterator[list[_Job]]:
+    """Yield `jobs` in the order of what they read, cut where `most` bytes have come together.
+
+    Those that read the same rows are not parted.
+    """
+    placed = sorted(((first_read(job.window.portions), index) for index, job in enumerate(jobs)))
+    run: list[_Job] = []
+    num_bytes, last = 0, ("", 0)
+    for place, index in placed:
+        is_apart = place[0] != last[0] or place[1] - last[1] >= window_bytes // 2
+        if run and is_apart and num_bytes >= most:
+            yield run
+            run, num_bytes = [], 0
+        run.append(jobs[index])
+        num_bytes, last = num_bytes + jobs[index].window.num_bytes, place
+    if run:
+        yield run
 
 
 def window_bytes(options: ReshardOptions) -> int:

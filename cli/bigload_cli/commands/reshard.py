@@ -133,7 +133,7 @@ def reshard(
     from bigload.distributed.joining import launched_process_group
     from bigload.distributed.process_group import run_on_all_ranks
     from bigload.layouts.dtype_rules import dtype_rule
-    from bigload.layouts.options import DEFAULT_MAX_INFLIGHT, DEFAULT_THREADS, LEAST_BYTES_PER_THREAD, ReshardOptions
+    from bigload.layouts.options import DEFAULT_MAX_INFLIGHT, LEAST_BYTES_PER_THREAD, ReshardOptions
     from bigload.layouts.preparation import prepare_reshard
     from bigload_cli.output import say, say_warnings
     from bigload_cli.progress import shown_progress
@@ -155,7 +155,7 @@ def reshard(
             verify=verify,
             resume=resume,
             force=force,
-            threads=io_threads or DEFAULT_THREADS,
+            threads=io_threads,
             max_inflight=in_flight,
         )
         return prepare_reshard(source, out, options)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from bigload.checkpoint.byte_source import expect_reads, scheme_of
-from bigload.checkpoint.sources.range_streams import MAX_GAP_BYTES, MAX_STREAMS
+from bigload.checkpoint.sources.range_streams import MAX_GAP_BYTES, MAX_STREAMS_OF_THREAD
 from bigload.errors import ReadError
 from bigload.machine.activities import NO_RECORDER
 from bigload.machine.thread_pool import run_jobs
@@ -65,7 +65,7 @@ def test_a_read_that_was_not_expected_is_a_request_of_its_own(served, source):
 
 
 def test_a_thread_keeps_few_responses_open(served, location):
-    sources = [scheme_of(location).open(location, NO_RECORDER) for _ in range(MAX_STREAMS + 1)]
+    sources = [scheme_of(location).open(location, NO_RECORDER) for _ in range(MAX_STREAMS_OF_THREAD + 1)]
     for turn in range(2):
         for source in sources:
             expect_reads(source, [(0, 4 * MIB)])

@@ -1,0 +1,128 @@
+"""Memory of the bytes that a thread has last received of a remote file, for windows that share them.
+
+Files for ranks take turns in the rows of a tensor that is divided by columns: what lies between the columns of one is
+what the next one wants. A file without a name holds the bytes, so that the system scatters them as it does those of a
+local file.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import threading
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from bigload.checkpoint.byte_source import ByteSource, expect_reads, fill
+from bigload.checkpoint.sources.range_streams import MAX_GAP_BYTES
+from bigload.units import KIB, MIB
+
+RECENT_BYTES = 4 * MIB
+"""Kept for each thread."""
+
+_PIECE_BYTES = 256 * KIB
+_PUNCH_HOLE_KEEP_SIZE = 3
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+class RecentBytes:
+    """The recently received bytes of each thread, of one source at a time."""
+
+    def __init__(self) -> None:
+        self._thread = threading.local()
+        self._lock = threading.Lock()
+        self._all: list[_Kept] = []
+
+    def of_thread(self) -> _Kept:
+        """Return those of the calling thread."""
+        kept: _Kept | None = getattr(self._thread, "kept", None)
+        if kept is None:
+            kept = self._thread.kept = _Kept()
+            with self._lock:
+                self._all.append(kept)
+        return kept
+
+    def close(self) -> None:
+        """Release the memory."""
+        for kept in self._all:
+            os.close(kept.descriptor)
+
+
+@dataclass(slots=True)
+class Extents:
+    """Which bytes of a file are kept, as [start, stop] pairs; the last used one is last."""
+
+    pairs: list[list[int]] = field(default_factory=list)
+
+    def missing(self, start: int, stop: int) -> tuple[int, int]:
+        """Return what has to be fetched so that `start` to `stop` are kept, and count it as kept."""
+        found = next((pair for pair in self.pairs if pair[0] <= start <= pair[1] + MAX_GAP_BYTES), None)
+        if found is None:
+            found = [start, start]
+        else:
+            self.pairs.remove(found)
+        begin, found[1] = found[1], max(found[1], stop)
+        self.pairs.append(found)
+        return begin, found[1]
+
+    def drop(self) -> list[tuple[int, int]]:
+        """Return what is too much: it is no longer kept. The last used bytes stay."""
+        excess = sum(stop - start for start, stop in self.pairs) - RECENT_BYTES - MAX_GAP_BYTES
+        dropped = []
+        while excess > 0:
+            pair = self.pairs[0]
+            count = min(excess, pair[1] - pair[0])
+            dropped.append((pair[0], pair[0] + count))
+            pair[0] += count
+            excess -= count
+            if pair[0] == pair[1]:
+                del self.pairs[0]
+        return dropped
+
+
+class _Kept:
+    """Bytes of `source` that are kept, at the same positions of a file in memory."""
+
+    def __init__(self) -> None:
+        self.descriptor = os.memfd_create("bigload-recent")
+        self.source: ByteSource | None = None
+        self.extents = Extents()
+        self.piece = memoryview(bytearray(_PIECE_BYTES))
+
+
+class RecentReader:
+    """A `ByteSource` of the bytes of another, which reads none twice that are in `recent`."""
+
+    def __init__(self, source: ByteSource, recent: RecentBytes) -> None:
+        self._source = source
+        self._recent = recent
+
+    def expect(self, ranges: Iterable[tuple[int, int]]) -> None:
+        """See `StreamedSource`."""
+        kept, missing = self._recent.of_thread(), []
+        extents = Extents([list(pair) for pair in kept.extents.pairs] if kept.source is self._source else [])
+        for start, stop in ranges:
+            begin, end = extents.missing(start, stop)
+            extents.drop()
+            if begin < end:
+                missing.append((begin, end))
+        expect_reads(self._source, missing)
+
+    def read_into(self, buffers: Sequence[memoryview], offset: int) -> None:
+        """Fill all of `buffers`; see `ByteSource`."""
+        kept = self._recent.of_thread()
+        if kept.source is not self._source:
+            os.ftruncate(kept.descriptor, 0)
+            kept.source, kept.extents = self._source, Extents()
+        position, end = kept.extents.missing(offset, offset + sum(buffer.nbytes for buffer in buffers))
+        while position < end:
+            piece = kept.piece[: end - position]
+            self._source.read_into([piece], position)
+            os.pwrite(kept.descriptor, piece, position)
+            position += len(piece)
+        fill(buffers, kept.descriptor, offset, "bytes kept in memory")
+        for start, stop in kept.extents.drop():
+            _libc.fallocate(kept.descriptor, _PUNCH_HOLE_KEEP_SIZE, ctypes.c_int64(start), ctypes.c_int64(stop - start))
+
+    def close(self) -> None:
+        """Do nothing: the other source has an owner."""

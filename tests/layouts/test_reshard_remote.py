@@ -1,0 +1,183 @@
+"""Checkpoints of the Hub and of web servers are resharded from the network: few requests, bytes transferred once."""
+
+import json
+import warnings
+
+import pytest
+
+import bigload
+from bigload.checkpoint.sources import http, hub, range_streams
+from bigload.checkpoint.sources.http import RateLimitWarning
+from bigload.errors import AccessDeniedError, ReadError
+from bigload.layouts.verification.manifest import MANIFEST_FILE
+from bigload.layouts.writing import recent_bytes
+from bigload.layouts.writing import writer as writer_module
+from bigload.units import KIB, MIB
+from builders import make_checkpoint, no_thread_left, open_descriptors
+from hub_server import HubServer, hub_as_endpoint
+
+HIDDEN = 256
+
+
+@pytest.fixture
+def source(tmp_path):
+    """A llama of 9 MB in two shards."""
+    folder = make_checkpoint(tmp_path / "source", blocks=2, shards=2, hidden=HIDDEN, vocab=2048)
+    config = json.loads((folder / "config.json").read_text())
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": HIDDEN // 8}
+    (folder / "config.json").write_text(json.dumps({**config, **heads}))
+    return folder
+
+
+@pytest.fixture
+def served(tmp_path, monkeypatch, source):
+    monkeypatch.setattr(hub, "_listings", {})
+    monkeypatch.setattr(http, "_sleep", lambda seconds: None)
+    for module in (range_streams, recent_bytes):  # as small beside these tensors as it is beside those of models
+        monkeypatch.setattr(module, "MAX_GAP_BYTES", 2 * KIB)
+    with HubServer() as server, hub_as_endpoint(monkeypatch, server, tmp_path / "cache"):
+        server.add("org/tiny", source)
+        server.source = source
+        yield server
+
+
+def data_bytes(source):
+    return sum(file.stat().st_size for file in source.glob("*.safetensors"))
+
+
+def weights(folder):
+    """The bytes of all files of weights."""
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in sorted(folder.rglob("*"))
+        if path.suffix in (".safetensors", ".dat")
+    }
+
+
+LAYOUTS = {
+    "shards": {"max_shard_bytes": 3_000_000},
+    "ranks": {"tp": 4},
+    "offload": {"layout": "offload"},
+    "dat": {"layout": "offload", "offload_format": "dat"},
+    "cast": {"dtype": "fp32", "max_shard_bytes": 3_000_000},
+    "cast ranks": {"dtype": "fp16", "tp": 2},
+    "transformers' names": {"names": "transformers"},
+}
+
+
+@pytest.mark.parametrize("options", LAYOUTS.values(), ids=LAYOUTS)
+@pytest.mark.parametrize("scheme", ["hub", "https"])
+def test_every_layout_and_dtype_is_what_it_is_from_a_folder(served, tmp_path, options, scheme):
+    remote = "org/tiny" if scheme == "hub" else served.serve("files", served.source)
+    bigload.reshard(served.source, tmp_path / "local", **options)
+    descriptors = len([each for each in open_descriptors() if "memfd" in each])
+    bigload.reshard(remote, tmp_path / "remote", **options)
+    assert weights(tmp_path / "remote") == weights(tmp_path / "local")
+    assert bigload.verify(tmp_path / "remote").ok
+    assert len([each for each in open_descriptors() if "memfd" in each]) == descriptors
+
+
+def test_a_plan_is_carried_out_from_the_hub(served, tmp_path):
+    plan = bigload.plan("org/tiny", {"cpu": "4MiB", "disk": "1GiB"})
+    bigload.reshard(plan, tmp_path / "remote")
+    bigload.reshard(bigload.plan(served.source, {"cpu": "4MiB", "disk": "1GiB"}), tmp_path / "local")
+    assert weights(tmp_path / "remote") == weights(tmp_path / "local")
+
+
+@pytest.mark.parametrize("tp", [None, 4])
+def test_bytes_are_transferred_once_also_of_tensors_divided_by_columns(served, tmp_path, monkeypatch, tp):
+    monkeypatch.setattr(writer_module, "window_bytes", lambda options: 64 * KIB)
+    bigload.plan("org/tiny", {"cpu": "1GiB"})
+    served.requests.clear()
+    bigload.reshard("org/tiny", tmp_path / "out", tp=tp, threads=2)
+    assert served.num_bytes < 1.4 * data_bytes(served.source)  # windows here hold several tensors
+
+
+def test_requests_are_few(served, tmp_path, monkeypatch):
+    monkeypatch.setattr(writer_module, "window_bytes", lambda options: 64 * KIB)
+    bigload.plan("org/tiny", {"cpu": "1GiB"})
+    served.requests.clear()
+    bigload.reshard("org/tiny", tmp_path / "out", threads=2)
+    num_windows = data_bytes(served.source) / (64 * KIB)
+    assert len([request for request in served.requests if request.route == "cdn"]) < num_windows / 2
+
+
+def test_what_was_written_is_not_transferred_again(served, tmp_path, monkeypatch):
+    """The output is read back: also what lies behind a gap, and a change of one byte is noticed."""
+    monkeypatch.setattr(writer_module, "window_bytes", lambda options: 64 * KIB)
+    monkeypatch.setattr(writer_module, "REMOTE_NOTE_EVERY_BYTES", 1)
+    bigload.reshard(served.source, tmp_path / "local")
+    bigload.plan("org/tiny", {"cpu": "1GiB"})
+    served.fault("cdn", file="00002-of-00002.safetensors", times=-1, status=403)
+    with pytest.raises(AccessDeniedError):
+        bigload.reshard("org/tiny", tmp_path / "out", threads=1)
+    done = served.num_bytes
+    assert done > MIB
+    served.faults.clear()
+    written = next((tmp_path / "out.partial").glob("*.safetensors"))
+    with written.open("r+b") as file:
+        file.seek(100_000)
+        byte = file.read(1)
+        file.seek(100_000)
+        file.write(bytes([byte[0] ^ 1]))
+    served.requests.clear()
+    report = bigload.reshard("org/tiny", tmp_path / "out", resume=True, threads=1)
+    assert report.kept_bytes > MIB
+    assert weights(tmp_path / "out") == weights(tmp_path / "local")
+    assert served.num_bytes + report.kept_bytes < data_bytes(served.source) + 400 * KIB
+
+
+@pytest.mark.parametrize("threads", [1, 4])
+@pytest.mark.parametrize(
+    "fault",
+    [{"cut_after": 100_000}, {"status": 429, "headers": {"Retry-After": "1"}}, {"status": 503}, {"status": 500}],
+    ids=["cut", "429", "503", "500"],
+)
+def test_failures_that_pass_cost_nothing_but_time(served, tmp_path, fault, threads):
+    bigload.plan("org/tiny", {"cpu": "1GiB"})
+    served.fault("cdn", times=3, **fault)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RateLimitWarning)
+        bigload.reshard("org/tiny", tmp_path / "out", threads=threads)
+    bigload.reshard(served.source, tmp_path / "local")
+    assert weights(tmp_path / "out") == weights(tmp_path / "local")
+
+
+@pytest.mark.parametrize(
+    ("fault", "text"),
+    [
+        ({"headers": {"X-Linked-Etag": '"another"'}, "route": "resolve"}, "changed since"),
+        ({"body": b"x" * 1000}, "times in a row|changed|range|sent"),
+        ({"no_ranges": True}, "does not support byte ranges"),
+    ],
+    ids=["etag", "wrong length", "no ranges"],
+)
+def test_other_failures_end_it_and_leave_no_output(served, tmp_path, fault, text):
+    bigload.plan("org/tiny", {"cpu": "1GiB"})
+    served.fault(fault.pop("route", "cdn"), file=".safetensors", times=-1, **fault)
+    with no_thread_left(), pytest.raises(ReadError, match=text):
+        bigload.reshard("org/tiny", tmp_path / "out", threads=1)
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_output_of_another_commit_is_not_resumed(served, tmp_path, monkeypatch):
+    monkeypatch.setattr(writer_module, "window_bytes", lambda options: 64 * KIB)
+    bigload.plan("org/tiny", {"cpu": "1GiB"})
+    served.fault("cdn", file="00002-of-00002.safetensors", times=-1, status=403)
+    with pytest.raises(AccessDeniedError):
+        bigload.reshard("org/tiny", tmp_path / "out", threads=1)
+    served.faults.clear()
+    shard = served.source / "model-00001-of-00002.safetensors"
+    shard.write_bytes(shard.read_bytes()[:-1] + b"?")
+    served.add("org/tiny", served.source)
+    hub._listings.clear()
+    for ref in (tmp_path / "cache/bigload/revisions").iterdir():
+        ref.unlink()
+    with pytest.raises(bigload.OutputExistsError):
+        bigload.reshard("org/tiny", tmp_path / "out", resume=True)
+
+
+def test_the_manifest_names_the_commit(served, tmp_path):
+    bigload.reshard("org/tiny", tmp_path / "out")
+    manifest = json.loads((tmp_path / "out" / MANIFEST_FILE).read_text())
+    assert manifest["source"]["path"].endswith(served.repositories["org/tiny"].commit)
