@@ -19,7 +19,7 @@ from bigload.checkpoint.model import Checkpoint
 from bigload.dtypes import DType
 from bigload.errors import ReadError
 from bigload.layouts.dtype_rules import config_with_dtype
-from bigload.layouts.fetching.files import folder_files
+from bigload.layouts.folder_files import folder_files
 from bigload.layouts.kinds.device_folders import PLAN_FILE
 from bigload.layouts.other_weights import OtherWeights, is_weight_file, other_weights
 from bigload.layouts.output import Output

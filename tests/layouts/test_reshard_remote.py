@@ -105,7 +105,6 @@ def test_requests_are_few(served, tmp_path, monkeypatch):
 def test_what_was_written_is_not_transferred_again(served, tmp_path, monkeypatch):
     """The output is read back: also what lies behind a gap, and a change of one byte is noticed."""
     monkeypatch.setattr(writer_module, "window_bytes", lambda options: 64 * KIB)
-    monkeypatch.setattr(writer_module, "REMOTE_NOTE_EVERY_BYTES", 1)
     bigload.reshard(served.source, tmp_path / "local")
     bigload.plan("org/tiny", {"cpu": "1GiB"})
     served.fault("cdn", file="00002-of-00002.safetensors", times=-1, status=403)

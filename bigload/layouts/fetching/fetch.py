@@ -19,8 +19,8 @@ from bigload.devices import Device
 from bigload.distributed.process_group import SingleProcess
 from bigload.errors import OptionError
 from bigload.layouts.choices import Verify
-from bigload.layouts.fetching.files import LeftOut, folder_files
 from bigload.layouts.fetching.parts import Selection, byte_ranges, fetched_output
+from bigload.layouts.folder_files import LeftOut, folder_files
 from bigload.layouts.options import ReshardOptions, parse_bytes
 from bigload.layouts.preparation import PreparedReshard, check_apart, output_folder, prepare_output
 from bigload.layouts.reshard import run_reshard

@@ -14,7 +14,7 @@ from bigload.checkpoint.model import AssembledTensor, Checkpoint, Shard, TensorI
 from bigload.checkpoint.part import PART_FILE, Part
 from bigload.devices import Device
 from bigload.errors import OptionError
-from bigload.layouts.fetching.files import FolderFiles
+from bigload.layouts.folder_files import FolderFiles
 from bigload.layouts.kinds.rank_slices import rank_folder
 from bigload.layouts.layout import LayoutRequest, aligned, base_name, index_of
 from bigload.layouts.options import ReshardOptions

@@ -41,9 +41,6 @@ from bigload.units import GIB, KIB, MIB
 NOTE_EVERY_BYTES = GIB
 """Bytes of a file between two lines of the journal: they are written again after a crash."""
 
-REMOTE_NOTE_EVERY_BYTES = 8 * MIB
-"""The same where bytes come over a network: after a crash they are transferred again."""
-
 MAX_RUN_BYTES = 64 * MIB
 """Windows that a thread takes at once from a remote checkpoint: a request or a few."""
 
@@ -211,7 +208,7 @@ class Writer:
                 view = self._filled(job, block)
                 file.sink.write(view, job.window.start)
                 file.written(job.number, xxhash.xxh3_128_hexdigest(view[: job.window.num_bytes]))
-            file.note_windows(least_bytes=REMOTE_NOTE_EVERY_BYTES)
+            file.note_windows()
             file.follow(self._memory)
 
     def _filled(self, job: _Job, block: Buffer) -> memoryview:
@@ -413,17 +410,19 @@ class _UnorderedFile(_FileInProgress):
             self._unnoted.append(number)
         self._count(max(window.stop - max(window.start, self._counted_stop), 0))
 
-    def note_windows(self, *, least_bytes: int) -> None:
-        """Flush what is written, and record it in the journal, if that is enough."""
-        with self._lock:
-            if sum(self.windows[number].num_bytes for number in self._unnoted) < least_bytes:
-                return
-            numbers, self._unnoted = self._unnoted, []
-            found = {(self.windows[each].start, self.windows[each].stop): self._written[each] for each in numbers}
-        with self._noting:
-            if self.sink.descriptor >= 0 and not self.sink.has_failed:
+    def note_windows(self) -> None:
+        """Flush what is written, and record it in the journal; if another thread does, it waits for the next call."""
+        if not self._noting.acquire(blocking=False):
+            return
+        try:
+            with self._lock:
+                numbers, self._unnoted = self._unnoted, []
+                found = {(self.windows[each].start, self.windows[each].stop): self._written[each] for each in numbers}
+            if found and self.sink.descriptor >= 0 and not self.sink.has_failed:
                 self.sink.flush()
                 self._journal.note_windows(self.output.file, found)
+        finally:
+            self._noting.release()
 
     def follow(self, memory: BlockPool) -> None:
         """Digest the windows that are next in the file, unless another thread does, and finish it after the last."""
@@ -440,7 +439,7 @@ class _UnorderedFile(_FileInProgress):
         """Record what is written and close the file, after an error, when all threads have stopped."""
         if self.sink.descriptor >= 0:
             with suppress(BigloadError):
-                self.note_windows(least_bytes=1)
+                self.note_windows()
         self.sink.close()
 
     def _digest_next(self, memory: BlockPool) -> None:
