@@ -413,7 +413,8 @@ class _Hub(_Handler):
             self._s3_error(404, "NoSuchBucket")
         elif not key:
             prefix = self.query.get("prefix", [""])[0]
-            self.answer(200, self._s3_listing(root, prefix).encode(), {"Content-Type": "application/xml"})
+            listing = self._azure_listing if "comp" in self.query else self._s3_listing
+            self.answer(200, listing(root, prefix).encode(), {"Content-Type": "application/xml"})
         elif not (root / key).is_file():
             self._s3_error(404, "NoSuchKey")
         else:
@@ -432,16 +433,27 @@ class _Hub(_Handler):
         return f'"{status.st_size:x}-{status.st_mtime_ns:x}"'
 
     def _s3_listing(self, root: Path, prefix: str) -> str:
-        """Return all keys in one page, in the order of their bytes."""
-        files = {path.relative_to(root).as_posix(): path for path in root.rglob("*") if path.is_file()}
+        """Return all keys in one page, in the order of their bytes; Google's listing has the same form."""
         entries = "".join(
-            f"<Contents><Key>{escape(key)}</Key><Size>{files[key].stat().st_size}</Size>"
-            f"<LastModified>2026-11-22T10:00:00.000Z</LastModified><ETag>{escape(self._s3_etag(files[key]))}</ETag>"
+            f"<Contents><Key>{escape(key)}</Key><Size>{path.stat().st_size}</Size>"
+            f"<LastModified>2026-11-22T10:00:00.000Z</LastModified><ETag>{escape(self._s3_etag(path))}</ETag>"
             "<StorageClass>STANDARD</StorageClass></Contents>"
-            for key in sorted(files)
-            if key.startswith(prefix)
+            for key, path in self._keys(root, prefix)
         )
         return f'<?xml version="1.0"?><ListBucketResult><IsTruncated>false</IsTruncated>{entries}</ListBucketResult>'
+
+    def _azure_listing(self, root: Path, prefix: str) -> str:
+        entries = "".join(
+            f"<Blob><Name>{escape(key)}</Name><Properties><Content-Length>{path.stat().st_size}</Content-Length>"
+            "<Last-Modified>Sun, 22 Nov 2026 10:00:00 GMT</Last-Modified><Content-Type>x/y</Content-Type>"
+            f"<Etag>{escape(self._s3_etag(path))}</Etag></Properties></Blob>"
+            for key, path in self._keys(root, prefix)
+        )
+        return f'<?xml version="1.0"?><EnumerationResults><Blobs>{entries}</Blobs><NextMarker/></EnumerationResults>'
+
+    def _keys(self, root: Path, prefix: str) -> list[tuple[str, Path]]:
+        files = {path.relative_to(root).as_posix(): path for path in root.rglob("*") if path.is_file()}
+        return [(key, files[key]) for key in sorted(files) if key.startswith(prefix)]
 
     def _plain(self, name: str) -> None:
         folder, _, file = name.partition("/")

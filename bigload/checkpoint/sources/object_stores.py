@@ -9,13 +9,16 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from queue import SimpleQueue
+from typing import Any, TypeVar
 
 from bigload.checkpoint.byte_source import SourceIdentity, SourceScheme, ended_early
 from bigload.checkpoint.sources.http import NO_RANGES_HINT, plain_etag
@@ -26,14 +29,15 @@ from bigload.machine.activities import Recorder
 MAX_LISTED = 100_000
 
 RETRY: dict[str, Any] = {
-    "max_retries": 8,
+    "max_retries": 6,
     "backoff": {"init_backoff": timedelta(milliseconds=200), "max_backoff": timedelta(seconds=10), "base": 2},
-    "retry_timeout": timedelta(minutes=2),
+    "retry_timeout": timedelta(seconds=30),
 }
-"""Tries again after 429, 503 SlowDown, other 5xx and lost connections: pauses grow, with jitter."""
+"""Tries again after 429, 503 SlowDown, other 5xx and lost connections: pauses grow, with jitter. Reads of data have
+`MAX_FRUITLESS_TRIES` of these."""
 
 # The limit of obstore for a whole answer is 30 s; answers of 256 MiB take longer on slow lines.
-_CLIENT = {"allow_http": True, "connect_timeout": "5s", "read_timeout": "30s", "timeout": "1h"}
+_CLIENT = {"allow_http": True, "connect_timeout": "5s", "read_timeout": "10s", "timeout": "1h"}
 _CHUNK_BYTES = 1 << 20
 
 _NAMES = {"s3": "s3", "s3a": "s3", "gs": "gs", "gcs": "gs", "az": "az", "abfs": "abfs", "abfss": "abfss"}
@@ -50,6 +54,9 @@ _STATUS = re.compile(r"status code: (\d{3})")
 _CODE = re.compile(r"<Code>(\w{1,60})</Code>")
 
 
+T = TypeVar("T")
+
+
 class ObjectSource(RangedSource):
     """An object that is read by ranges; every answer has the ETag of the first."""
 
@@ -62,7 +69,12 @@ class ObjectSource(RangedSource):
         store, key = _place(self._location)
         options = {"range": (start, stop), **({"if_match": self._etag} if self._etag else {})}
         with _translated(self._location):
-            result = store.get(key, options=options)
+            try:
+                result = _waited(lambda: store.get(key, options=options))
+            except _errors() as error:
+                if _is_temporary(error):
+                    raise TemporaryError(_reason(error)) from None
+                raise
         if result.range != (start, stop):
             raise ended_early(self._shown, result.range[1], missing=stop - result.range[1])
         etag = result.meta["e_tag"]
@@ -70,9 +82,28 @@ class ObjectSource(RangedSource):
         if etag != self._etag:
             raise self._changed(f"ETag {self._etag:.70} expected, {etag or 'none':.70} found")
         try:
-            yield iter(result.stream(min_chunk_size=_CHUNK_BYTES))
+            stream = iter(result.stream(min_chunk_size=_CHUNK_BYTES))
+            yield iter(lambda: _waited(lambda: next(stream, b"")), b"")
         except _errors() as error:
             raise TemporaryError(f"the answer was cut off: {_reason(error)}") from None
+
+
+def _waited(call: Callable[[], T]) -> T:
+    """Return the result of a call of obstore, which holds Ctrl-C back: the main thread waits for another thread."""
+    if threading.current_thread() is not threading.main_thread():
+        return call()
+    results = SimpleQueue[Future[T]]()
+
+    def run() -> None:
+        result = Future[T]()
+        try:
+            result.set_result(call())
+        except BaseException as error:  # raised by the main thread
+            result.set_exception(error)
+        results.put(result)
+
+    threading.Thread(target=run, name="bigload-store", daemon=True).start()
+    return results.get().result()
 
 
 def _errors() -> tuple[type[Exception], ...]:
@@ -120,6 +151,11 @@ def _failure(location: Path, error: Exception) -> BigloadError:
 
 def _credentials_hint(scheme: str) -> str:
     return _CREDENTIALS[scheme if scheme in _CREDENTIALS else "az"]
+
+
+def _is_temporary(error: Exception) -> bool:
+    status = _STATUS.search(str(error))
+    return status is not None and (status[1] == "429" or status[1] >= "500")
 
 
 def _reason(error: Exception) -> str:
@@ -183,7 +219,7 @@ def _identity(location: Path) -> SourceIdentity:
     if not key:
         raise missing(_display(location), "a bucket, not an object")
     with _translated(location):
-        return _identity_of(store.head(key))
+        return _identity_of(_waited(lambda: store.head(key)))
 
 
 def _list_folder(location: Path) -> Mapping[str, SourceIdentity]:
@@ -191,7 +227,8 @@ def _list_folder(location: Path) -> Mapping[str, SourceIdentity]:
     found: dict[str, SourceIdentity] = {}
     prefix = f"{folder}/" if folder else ""
     with _translated(location):
-        for batch in store.list(folder or None, chunk_size=1000):
+        batches = iter(store.list(folder or None, chunk_size=1000))
+        while batch := _waited(lambda: next(batches, ())):
             for meta in batch:
                 name = meta["path"].removeprefix(prefix)
                 if name and not name.endswith("/"):

@@ -12,6 +12,7 @@ from bigload.checkpoint.sources.http import RateLimitWarning, url_of
 from bigload.checkpoint.sources.ranged_source import MAX_FRUITLESS_TRIES
 from bigload.checkpoint.sources.small_reads import opened_range
 from bigload.errors import AccessDeniedError, CheckpointError, CheckpointNotFoundError, ReadError
+from bigload.loading.load import load
 from bigload.machine.activities import NO_RECORDER, Phase, Recorder
 from builders import make_checkpoint
 
@@ -116,6 +117,17 @@ def test_rate_limits_that_state_a_time_are_waited_for_however_many(served, locat
     with pytest.warns(RateLimitWarning):
         assert read(location) == CONTENT
     assert clock.now == pytest.approx(20 * MAX_FRUITLESS_TRIES)
+
+
+def test_a_shard_of_another_version_with_the_same_header_is_an_error(served, tmp_path):
+    folder = make_checkpoint(tmp_path / "files", shards=2)
+    checkpoint = open_checkpoint(served.serve("files", folder))
+    path = folder / checkpoint.shards[0].file
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(ReadError, match=r"it changed since the checkpoint was opened: .*ETag"):
+        load(checkpoint)
 
 
 def test_a_server_without_ranges_is_an_error_whose_body_is_not_read(served, location):

@@ -2,6 +2,8 @@
 
 import json
 import os
+import signal
+import socket
 import subprocess
 import sys
 from datetime import timedelta
@@ -142,6 +144,34 @@ def test_a_service_that_keeps_failing_is_an_error_with_its_status(bucket, served
         bigload.open_checkpoint(LOCATION)
 
 
+def test_reads_of_data_are_tried_longer_than_the_client_does(bucket, served, client, clock):
+    if client == "s3fs":
+        pytest.skip("s3fs waits for a minute")
+    checkpoint = bigload.open_checkpoint(LOCATION)
+    fault_of = served.fault_of
+    served.fault_of = lambda route, path: None if served.requests[-1].method == "HEAD" else fault_of(route, path)
+    served.fault("s3", file=shard(bucket).name, status=503, times=3 * (object_stores.RETRY["max_retries"] + 1))
+    assert len(bigload.load(checkpoint, threads=1)) == len(checkpoint.tensors)
+    assert clock.slept == [0.5, 1, 2]
+
+
+def test_ctrl_c_does_not_wait_for_an_answer(tmp_path, bucket, client):
+    if client == "s3fs":
+        pytest.skip("the command line takes obstore")
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        environment = {**os.environ, "AWS_ENDPOINT_URL": f"http://127.0.0.1:{silent.getsockname()[1]}"}
+        command = [sys.executable, "-m", "bigload_cli", "inspect", LOCATION]
+        with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE) as process:
+            connection, _ = silent.accept()
+            connection.recv(1)
+            process.send_signal(signal.SIGINT)
+            assert process.wait() == 130
+        connection.close()
+        silent.setblocking(False)
+        with pytest.raises(BlockingIOError):  # no request was sent again: it ended before that
+            silent.accept()
+
+
 def test_an_answer_that_is_cut_off_is_continued(bucket, served, client):
     checkpoint = bigload.open_checkpoint(LOCATION)
     expected = bigload.load(bucket / "models/tiny")
@@ -187,6 +217,33 @@ def test_a_service_without_ranges_is_an_error(bucket, served, client):
     served.fault("s3", file=".safetensors", no_ranges=True, times=-1)
     with pytest.raises(ReadError, match=r"byte ranges|bytes came"):
         bigload.load(checkpoint)
+
+
+def test_a_copy_is_fetched(bucket, tmp_path):
+    report = bigload.fetch(LOCATION, tmp_path / "copy")
+    names = {path.name for path in (bucket / "models/tiny").iterdir()}
+    assert report.num_files == len(names)
+    for name in names:
+        assert (tmp_path / "copy" / name).read_bytes() == (bucket / "models/tiny" / name).read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("location", "variables"),
+    [
+        ("gs://bucket/models/tiny", {"GOOGLE_BASE_URL": "", "GOOGLE_SKIP_SIGNATURE": "true"}),
+        ("az://bucket/models/tiny", {"AZURE_STORAGE_ENDPOINT": "", "AZURE_SKIP_SIGNATURE": "true"}),
+    ],
+)
+@pytest.mark.parametrize("client", CLIENTS[:1], indirect=True)
+def test_other_stores_are_read_by_the_same_calls(bucket, served, monkeypatch, location, variables):
+    served.key = ""  # nothing is signed
+    monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_NAME", "account")
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value or f"{served.url}/s3")
+    expected, found = bigload.load(bucket / "models/tiny"), bigload.load(location)
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in found.items())
+    with pytest.raises(CheckpointNotFoundError, match='there is no bucket "other"'):
+        bigload.open_checkpoint(location.replace("bucket", "other"))
 
 
 def test_plans_and_the_command_line_hold_no_key(bucket, tmp_path, client):
