@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
@@ -39,26 +39,25 @@ def read_index(path: Path) -> ShardIndex:
     """
     text = read_beside(path, max_bytes=MAX_INDEX_BYTES)
     try:
-        document = parse_json(text, object_pairs_hook=_Pairs)
+        document = parse_json(text, object_pairs_hook=_dict_or_pairs)
     except DocumentError as error:
         raise _invalid(path, "index-not-json", str(error)) from None
-    root = dict(document) if isinstance(document, _Pairs) else {}
-    if "weight_map" in root and isinstance(document, _Pairs) and len(root) != len(document):
+    root = dict(document) if isinstance(document, dict | _Pairs) else {}
+    if "weight_map" in root and isinstance(document, _Pairs):
         raise _invalid(path, "duplicate-key", f"it has {len(document)} keys, of which {len(root)} differ")
     is_map = bool(root) and "weight_map" not in root and all(isinstance(file, str) for file in root.values())
-    pairs = document if is_map else root.get("weight_map")
-    if not isinstance(pairs, _Pairs):
+    listed = document if is_map else root.get("weight_map")
+    if not isinstance(listed, dict | _Pairs):
         raise _invalid(path, "bad-index", 'expected an object with "weight_map": {tensor: file, ...}')
+    pairs = listed.items() if isinstance(listed, dict) else listed
     weight_map = {name: file for name, file in pairs if isinstance(file, str) and file}
-    problems = [
-        Problem(code="bad-index", file=path.name, text=f"{name!r} is mapped to {file!r:.100}, expected a file name")
-        for name, file in pairs
-        if not isinstance(file, str) or not file
-    ]
-    if len({name for name, _ in pairs}) != len(pairs):
-        problems += _listed_twice(path, pairs)
-    if problems:
-        raise InvalidCheckpointError(path, problems)
+    if len(weight_map) != len(listed):
+        bad = [
+            Problem(code="bad-index", file=path.name, text=f"{name!r} is mapped to {file!r:.100}, expected a file name")
+            for name, file in pairs
+            if not isinstance(file, str) or not file
+        ]
+        raise InvalidCheckpointError(path, [*bad, *_listed_twice(path, pairs)])
     return ShardIndex(weight_map=weight_map, total_size=_total_size(root.get("metadata")))
 
 
@@ -117,15 +116,20 @@ def resolve_shard(root: Path, file: str) -> Path | str:
 
 
 class _Pairs(list[tuple[str, object]]):
-    """A JSON object as its pairs, so that keys which occur twice can be seen; a list stays a list."""
+    """Pairs of a JSON object in which a key occurs twice; a list stays a list."""
+
+
+def _dict_or_pairs(pairs: list[tuple[str, object]]) -> dict[str, object] | _Pairs:
+    found = dict(pairs)
+    return found if len(found) == len(pairs) else _Pairs(pairs)
 
 
 def _total_size(metadata: object) -> float | None:
-    total_size = dict(metadata).get("total_size") if isinstance(metadata, _Pairs) else None
+    total_size = dict(metadata).get("total_size") if isinstance(metadata, dict | _Pairs) else None
     return total_size if isinstance(total_size, int | float) and not isinstance(total_size, bool) else None
 
 
-def _listed_twice(path: Path, pairs: _Pairs) -> list[Problem]:
+def _listed_twice(path: Path, pairs: Iterable[tuple[str, object]]) -> list[Problem]:
     files: dict[str, list[object]] = {}
     for name, file in pairs:
         files.setdefault(name, []).append(file)

@@ -7,12 +7,12 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
 from pathlib import Path
+from typing import NamedTuple
 
 from bigload.dtypes import DType
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
+class Span(NamedTuple):
     """Bytes `start` to `stop` (exclusive) of `file`, which is relative to the checkpoint's root."""
 
     file: str
@@ -51,7 +51,8 @@ class TensorInfo:
     @property
     def num_bytes(self) -> int:
         """Bytes of the tensor in memory, row by row."""
-        return self.span.num_bytes if self.strides is None else -(-self.num_elements * self.dtype.bits // 8)
+        span = self.span
+        return span.stop - span.start if self.strides is None else -(-self.num_elements * self.dtype.bits // 8)
 
 
 @dataclass(frozen=True, slots=True)

@@ -281,15 +281,14 @@ def _open_files(
 ) -> Checkpoint:
     with _meanwhile(partial(_read_config, root), is_local=scheme_of(root).is_local) as read_config:
         headers, problems, legacy = _read_headers(root, files, index_file, index)
-    tensors: dict[str, TensorInfo] = {}
-    for header in headers:
-        for tensor in header.tensors:
-            if tensor.name in tensors:
-                text = f"tensor {tensor.name!r} is also in {tensors[tensor.name].span.file}"
-                problems.append(Problem(code="tensor-twice", file=header.shard.file, text=text))
-            tensors.setdefault(tensor.name, tensor)
+    tensors = {tensor.name: tensor for header in headers for tensor in header.tensors}
+    if len(tensors) != sum(len(header.tensors) for header in headers):
+        problems += _stored_twice(headers)
+        tensors = {tensor.name: tensor for header in reversed(headers) for tensor in header.tensors}  # the first counts
     if index is not None and not legacy:
-        problems += _contradictions(index, tensors, {header.shard.file for header in headers})
+        files_of = {name: tensor.span.file for name, tensor in tensors.items()}
+        if files_of != index.weight_map:
+            problems += _contradictions(index, files_of, {header.shard.file for header in headers})
     if problems:
         raise InvalidCheckpointError(path, problems)
     if legacy:
@@ -397,23 +396,34 @@ def _read_header(
         return Problem(code="unreadable", file=file, text=f"cannot be read: {error.strerror or error}")
 
 
-def _contradictions(index: ShardIndex, tensors: Mapping[str, TensorInfo], read: set[str]) -> Iterator[Problem]:
+def _stored_twice(headers: Iterable[ShardHeader]) -> Iterator[Problem]:
+    """Yield the tensors that an earlier shard has as well."""
+    first: dict[str, str] = {}
+    for header in headers:
+        for tensor in header.tensors:
+            if tensor.name in first:
+                text = f"tensor {tensor.name!r} is also in {first[tensor.name]}"
+                yield Problem(code="tensor-twice", file=header.shard.file, text=text)
+            first.setdefault(tensor.name, header.shard.file)
+
+
+def _contradictions(index: ShardIndex, files_of: Mapping[str, str], read: set[str]) -> Iterator[Problem]:
     """Yield the tensors whose place in the index and in the shards differ, for the shards that could be read."""
     for name, file in index.weight_map.items():
         if file not in read:
             continue
-        tensor = tensors.get(name)
-        if tensor is None:
+        found = files_of.get(name)
+        if found is None:
             yield Problem(
                 code="tensor-missing", file=file, text=f"tensor {name!r} is in the index, but not in the shard"
             )
-        elif tensor.span.file != file:
-            text = f"tensor {name!r} is in {tensor.span.file}, the index says {file}"
+        elif found != file:
+            text = f"tensor {name!r} is in {found}, the index says {file}"
             yield Problem(code="tensor-misplaced", file=file, text=text)
-    for name, tensor in tensors.items():
+    for name, found in files_of.items():
         if name not in index.weight_map:
             text = f"tensor {name!r} is in the shard, but not in the index"
-            yield Problem(code="tensor-unlisted", file=tensor.span.file, text=text)
+            yield Problem(code="tensor-unlisted", file=found, text=text)
 
 
 def _total_size_warning(index: ShardIndex | None, tensors: Mapping[str, TensorInfo]) -> Iterable[CheckpointWarning]:
@@ -425,8 +435,10 @@ def _total_size_warning(index: ShardIndex | None, tensors: Mapping[str, TensorIn
     if index is None or index.total_size is None:
         return ()
     total = sum(tensor.num_bytes for tensor in tensors.values())
+    if index.total_size == total:
+        return ()
     stored_once = {(tensor.span, tensor.shape): tensor.num_bytes for tensor in tensors.values()}
-    if index.total_size in (total, sum(stored_once.values())):  # tied weights count once, or by each of their names
+    if index.total_size == sum(stored_once.values()):  # tied weights count once, or by each of their names
         return ()
     text = f"the index claims {index.total_size} bytes of tensors, the headers add up to {total}; the headers are right"
     return (CheckpointWarning(code="wrong-total-size", text=text),)

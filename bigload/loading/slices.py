@@ -125,7 +125,7 @@ def cut_out(tensor: AssembledTensor, part: Slice) -> AssembledTensor:
     cuts = [cut for piece in tensor.pieces if (cut := _cut_piece(piece, part)) is not None]
     if not cuts:  # nothing is left; as with a tensor that has no elements, a piece says of which file
         whole = tensor.pieces[0].tensor
-        span = replace(whole.span, stop=whole.span.start)
+        span = whole.span._replace(stop=whole.span.start)
         cuts = [Piece((0,) * len(shape), replace(whole, shape=shape, span=span, strides=None))]
     return replace(tensor, shape=shape, pieces=tuple(cuts))
 

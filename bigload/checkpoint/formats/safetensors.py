@@ -21,6 +21,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
+from operator import attrgetter
 from typing import NoReturn, TypeGuard
 
 from bigload.checkpoint.byte_source import ReadRange
@@ -74,7 +75,7 @@ def parse_header(raw: bytes, *, num_bytes: int, file: str) -> ShardHeader:
             tensors.append(parsed)
         else:
             problems.append((parsed[0], f"tensor {name!r:.200}: {parsed[1]}"))
-    tensors.sort(key=lambda tensor: (tensor.span.start, tensor.span.stop))
+    tensors.sort(key=attrgetter("span"))
     if not problems:
         problems += islice(_coverage(tensors, data_start=len(raw), num_bytes=num_bytes), MAX_PROBLEMS)
     if problems:
@@ -122,7 +123,7 @@ def _decode(text: bytes) -> dict[str, object]:
             parse_float=_finite,
             parse_int=_whole if b"-0" in text else None,  # a function of Python is slow, and rarely needed
         )
-        if b"\\ud" in text.lower():
+        if b"\\u" in text:
             json.dumps(entries, ensure_ascii=False).encode()  # a lone surrogate is no Unicode text
     except _DuplicateKeys as error:
         twice = islice(error.counts.items(), MAX_PROBLEMS)
@@ -191,7 +192,7 @@ def _tensor(  # noqa: PLR0911 - one return for each thing that can be wrong
     name: str, entry: object, file: str, *, data_start: int
 ) -> TensorInfo | tuple[str, str]:
     """Return the tensor, or the code and the text of what is wrong with its entry."""
-    if not isinstance(entry, dict) or not entry.keys() >= _FIELDS:
+    if not isinstance(entry, dict) or not ("dtype" in entry and "shape" in entry and "data_offsets" in entry):
         return "bad-entry", "expected an object with dtype, shape and data_offsets"
     if len(entry) > len(_FIELDS) and any(_is_out_of_range(entry[key]) for key in entry.keys() - _FIELDS):
         return "header-not-json", f"an ignored value is nested deeper than {MAX_DEPTH} levels, or too large a number"
@@ -236,7 +237,7 @@ def _coverage(tensors: list[TensorInfo], *, data_start: int, num_bytes: int) -> 
     """Yield where the tensors, sorted by offset, leave a hole, overlap, or end elsewhere than the file does."""
     position = data_start
     for tensor in tensors:
-        start, stop = tensor.span.start, tensor.span.stop
+        _, start, stop = tensor.span
         if start != position:
             code, word = ("hole", "a hole") if start > position else ("overlap", "an overlap with the tensor")
             found, expected = start - data_start, position - data_start

@@ -55,7 +55,7 @@ def open_ranks(folder: Path) -> tuple[Checkpoint, Mapping[str, AssembledTensor]]
 def _of_root(rank: Checkpoint, folder: str) -> Checkpoint:
     """Return the checkpoint of a rank with the names that its files have from the root on."""
     tensors = {
-        name: replace(tensor, span=replace(tensor.span, file=f"{folder}/{tensor.span.file}"))
+        name: replace(tensor, span=tensor.span._replace(file=f"{folder}/{tensor.span.file}"))
         for name, tensor in rank.tensors.items()
     }
     shards = tuple(replace(shard, file=f"{folder}/{shard.file}") for shard in rank.shards)

@@ -78,7 +78,7 @@ class ModelStructure:
         if absent:
             tensors = list(root.all_tensors())
             start = tensors[0].span.start
-            nothing = replace(tensors[0], shape=(0,), span=replace(tensors[0].span, stop=start), strides=None)
+            nothing = replace(tensors[0], shape=(0,), span=tensors[0].span._replace(stop=start), strides=None)
             root = build_tree([*tensors, *(replace(nothing, name=f"{module}.weight") for module in absent)])
         parts = parts_in_order(root, self.ties, no_split=self.no_split)
         return {part.name: rank for rank, part in enumerate(parts)}
