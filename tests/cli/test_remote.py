@@ -30,9 +30,9 @@ except SystemExit as end:
 """
 
 
-def run(hub, tmp_path, *words):
+def run(hub, tmp_path, *words, **variables):
     """Run a command in a process of its own, which takes `hub` for the Hub; return its answer, notes and end."""
-    environment = {"PATH": "/usr/bin:/bin", "HOME": str(tmp_path), **hub.environment(tmp_path / "cache")}
+    environment = {"PATH": "/usr/bin:/bin", "HOME": str(tmp_path), **hub.environment(tmp_path / "cache"), **variables}
     command = [sys.executable, "-c", PROGRAM, *words]
     done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=True)
     *notes, end = done.stderr.splitlines()
@@ -71,6 +71,45 @@ def test_a_repository_that_is_not_there_is_bad_usage_and_one_that_is_gated_a_fai
     answer, notes, end = run(hub, tmp_path, "plan", "org/tiny", "-m", "cpu=1GiB")
     assert (answer, end) == ("", [1, []])
     assert "hint: ask for access at https://huggingface.co/org/tiny" in notes
+
+
+@pytest.mark.parametrize("variable", ["HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HF_TOKEN_PATH", None])
+def test_tokens_come_from_where_huggingface_hub_has_them_and_go_nowhere_else(hub, tmp_path, variable):
+    hub.repositories["org/tiny"].private = True
+    _, notes, end = run(hub, tmp_path, "inspect", "org/tiny")
+    assert (end[0], "private" in notes) == (2, True)
+    variables = {}
+    if variable is None or variable.endswith("PATH"):  # as `hf auth login` leaves it
+        file = tmp_path / ("cache/token" if variable is None else "my-token")
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(hub.token)
+        variables = {} if variable is None else {variable: str(file)}
+    else:
+        variables = {variable: hub.token}
+    answer, notes, end = run(hub, tmp_path, "plan", "org/tiny", "-m", "cpu=1GiB", "-o", "plan.json", **variables)
+    assert end == [0, []]
+    assert hub.token not in answer + notes + (tmp_path / "plan.json").read_text()
+    assert not any("authorization" in request.headers for request in hub.requests if request.route == "cdn")
+    kept = [path.read_bytes() for path in (tmp_path / "cache/bigload").rglob("*") if path.is_file()]
+    assert not any(hub.token.encode() in content for content in kept)
+
+
+def test_a_token_is_not_sent_where_that_is_switched_off(hub, tmp_path):
+    run(hub, tmp_path, "inspect", "org/tiny", HF_TOKEN=hub.token, HF_HUB_DISABLE_IMPLICIT_TOKEN="1")
+    assert hub.requests
+    assert not any("authorization" in request.headers for request in hub.requests)
+
+
+@pytest.mark.parametrize("variable", ["HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"])
+def test_offline_nothing_is_sent_and_what_was_read_is_known(hub, tmp_path, variable):
+    offline = {"HF_HUB_OFFLINE": "", variable: "1"}
+    _, notes, end = run(hub, tmp_path, "inspect", "org/tiny", **offline)
+    assert (end[0], "offline mode is on" in notes) == (2, True)
+    assert not hub.requests
+    assert run(hub, tmp_path, "inspect", "org/tiny")[2] == [0, []]
+    hub.requests.clear()
+    assert run(hub, tmp_path, "plan", "org/tiny", "-m", "cpu=1GiB", **offline)[2] == [0, []]
+    assert not hub.requests
 
 
 def test_headers_that_take_long_are_counted_on_a_terminal(tmp_path, monkeypatch):

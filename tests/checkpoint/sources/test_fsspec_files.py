@@ -26,7 +26,7 @@ def memory(tmp_path, monkeypatch):
     system.store.clear()
 
 
-def test_inspect_plan_and_load_give_what_the_folder_gives(memory, tmp_path):
+def test_inspect_plan_load_and_reshard_give_what_the_folder_gives(memory, tmp_path):
     local, remote = bigload.open_checkpoint(tmp_path / "tiny"), bigload.open_checkpoint("memory://models/tiny")
     assert (remote.tensors, remote.config) == (local.tensors, local.config)
     expected = bigload.load(local)
@@ -34,7 +34,9 @@ def test_inspect_plan_and_load_give_what_the_folder_gives(memory, tmp_path):
     assert found.keys() == expected.keys()
     assert all(torch.equal(tensor, expected[name]) for name, tensor in found.items())
     limits = {"cpu": "1GiB"}
-    assert bigload.plan(remote, limits).device_map == bigload.plan(local, limits).device_map
+    plan = bigload.plan(remote, limits)
+    assert plan.device_map == bigload.plan(local, limits).device_map
+    assert bigload.verify(bigload.reshard(plan, tmp_path / "out").out).ok
 
 
 def test_large_ranges_are_read_in_pieces(memory, monkeypatch):

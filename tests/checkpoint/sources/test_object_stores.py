@@ -65,7 +65,7 @@ def shard(bucket):
     return sorted(bucket.glob("models/tiny/*.safetensors"))[1]
 
 
-def test_inspect_plan_and_load_give_what_the_folder_gives(bucket):
+def test_inspect_plan_load_and_reshard_give_what_the_folder_gives(bucket, tmp_path):
     local = bigload.open_checkpoint(bucket / "models/tiny")
     remote = bigload.open_checkpoint(LOCATION)
     assert (remote.tensors, remote.config, remote.path) == (local.tensors, local.config, LOCATION)
@@ -74,6 +74,11 @@ def test_inspect_plan_and_load_give_what_the_folder_gives(bucket):
     expected, found = bigload.load(local), bigload.load(remote)
     assert all(torch.equal(tensor, expected[name]) for name, tensor in found.items())
     assert found.keys() == expected.keys()
+    report = bigload.reshard(plan, tmp_path / "out")
+    assert bigload.verify(report.out).ok
+    written = bigload.load(tmp_path / "out/cpu")
+    assert written.keys() == expected.keys()
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in written.items())
 
 
 def test_one_file_and_an_index_are_opened_by_their_names(bucket):
