@@ -27,6 +27,7 @@ from bigload.bench.recommendation import Recommendation, best_of, measure_sizes,
 from bigload.bench.report import BenchReport, PeerResult, RawResult, StrategyResult, phase_shares
 from bigload.bench.runner import Clock, Contender, OnRun, Outcome, run_rounds
 from bigload.bench.steps import Steps
+from bigload.checkpoint.byte_source import scheme_of
 from bigload.checkpoint.model import Checkpoint
 from bigload.checkpoint.source import open_checkpoint
 from bigload.errors import OptionError
@@ -84,7 +85,7 @@ def bench_load(
 
     Raises:
         ValueError: no strategy or no run was asked for.
-        OptionError: options that exclude each other.
+        OptionError: options that exclude each other, or that do not apply to a remote checkpoint.
         MissingPackageError: torch is not installed.
         LoadError: a strategy cannot load the checkpoint; above all NotEnoughMemoryError, before anything is timed.
     """
@@ -96,6 +97,12 @@ def bench_load(
     if peers and dtype is not None:
         raise OptionError("peers are compared as the checkpoint is stored", hint="leave out --dtype or --peers")
     opened = checkpoint if isinstance(checkpoint, Checkpoint) else open_checkpoint(checkpoint)
+    is_remote = not scheme_of(opened.root).is_local
+    if is_remote and (cold or warm or peers):
+        raise OptionError(
+            f"{opened.path} is read over the network: no page cache and no other loader has a part in that",
+            hint="leave out --cold, --warm and --peers; or fetch it first: bigload fetch",
+        )
     steps = Steps(
         on_run,
         total_bytes=opened.stored_bytes * len(cases) * (1 + runs + trace),
@@ -106,7 +113,7 @@ def bench_load(
     digests = {case: bench.check(case) for case in cases}
     with ExitStack() as made:
         ready, absent = bench.ready_peers(device, digests[cases[0]], made) if peers else ({}, ())
-        reads = bench.raw_reads(cases, ready) if raw else ()
+        reads = bench.raw_reads(cases, ready) if raw and not is_remote else ()
         steps.total_bytes += opened.stored_bytes * (len(reads) * runs + len(ready) * (1 + runs))
         outcome = run_rounds(
             [
@@ -134,6 +141,7 @@ def bench_load(
         device=device,
         dtype=dtype,
         cache=cache,
+        is_remote=is_remote,
         cached=(min(least for least, _ in cached), max(largest for _, largest in cached)),
         left_in_cache=outcome.left_in_cache,
         load_average=busy,
@@ -156,7 +164,8 @@ class _LoadBench:
 
     def __init__(self, checkpoint: Checkpoint, cache: CacheState, steps: Steps, clock: Clock) -> None:
         self.checkpoint = checkpoint
-        self.files = [checkpoint.root / shard.file for shard in checkpoint.shards]
+        is_local = scheme_of(checkpoint.root).is_local
+        self.files = [checkpoint.root / shard.file for shard in checkpoint.shards] if is_local else []
         self.num_cores = len(os.sched_getaffinity(0))
         self._cache = cache
         self._on_run = steps.begin

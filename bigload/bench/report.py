@@ -106,6 +106,7 @@ class BenchReport:
     Attributes:
         path: The checkpoint path as given.
         total_bytes: Bytes of its files that are read; shared bytes count once.
+        is_remote: Whether they come over a network, so that the page cache has no part in it.
         cache: The page cache state before every run.
         cached: The least and the largest cached share of the files at the start of a run.
         left_in_cache: Files that could not be evicted.
@@ -129,6 +130,7 @@ class BenchReport:
     results: tuple[StrategyResult, ...]
     left_in_cache: tuple[LeftInCache, ...] = ()
     load_average: float | None = None
+    is_remote: bool = False
     raw: tuple[RawResult, ...] = ()
     peers: tuple[PeerResult, ...] = ()
     recommendation: Recommendation | None = None

@@ -16,7 +16,7 @@ from dataclasses import replace
 
 import torch
 
-from bigload.checkpoint.byte_source import ByteSource, read_strided, scheme_of
+from bigload.checkpoint.byte_source import ByteSource, expect_reads, read_strided, scheme_of
 from bigload.checkpoint.model import Checkpoint
 from bigload.loading.checks import unchanged
 from bigload.loading.engine import opened_sources
@@ -31,6 +31,9 @@ from bigload.units import MIB
 
 _STRIP_BYTES = 2 * MIB
 """How much of a file one job covers: what is copied from there should still be in the processor's cache."""
+
+_RESPONSE_BYTES = 32 * MIB
+"""Of a remote file, what one thread takes at a time, and one response serves."""
 
 _RUNS_PER_STRIP = 2048
 """And how many calls it makes: a job is also what a thread takes at a time."""
@@ -55,10 +58,15 @@ def read_columns(checkpoint: Checkpoint, columns: Sequence[tuple[StridedCopy, Lo
         opened_sources(files, lambda file: scheme.open(checkpoint.root / file, NO_RECORDER)) as sources,
     ):
 
-        def read(job: _Job) -> None:
-            _read(job, sources[job[0][0].file], pool)
+        def read(taken: list[_Job]) -> None:
+            source = sources[taken[0][0][0].file]
+            if not scheme.is_local:
+                expect_reads(source, [edges for job in taken for edges in _ranges(job)])
+            for job in taken:
+                _read(job, source, pool)
 
-        run_jobs(read, jobs, threads=min(threads, max(len(jobs), 1)))
+        taken = _neighbours(jobs) if not scheme.is_local else [[job] for job in jobs]
+        run_jobs(read, taken, threads=min(threads, max(len(taken), 1)))
     return sum(map(_read_bytes, jobs))
 
 
@@ -86,6 +94,27 @@ def _jobs(strips: list[tuple[StridedCopy, LocalTensor]]) -> Iterator[_Job]:
         job.append(each)
     if job:
         yield job
+
+
+def _neighbours(jobs: list[_Job]) -> list[list[_Job]]:
+    """Return jobs as threads take them of a remote file: about as many bytes as one response should have."""
+    found: list[list[_Job]] = []
+    for job in jobs:
+        first = found[-1][0][0][0] if found else None
+        if first is None or job[0][0].file != first.file or not 0 <= job[0][0].start - first.start < _RESPONSE_BYTES:
+            found.append([])
+        found[-1].append(job)
+    return found
+
+
+def _ranges(job: _Job) -> Iterator[tuple[int, int]]:
+    """Yield what `_read` reads, in its order."""
+    first = job[0][0]
+    if not _is_read_by_runs(first):
+        yield first.start, first.start + _read_bytes(job)
+        return
+    for start in range(first.start, first.start + first.count * first.stride, first.stride):
+        yield start, start + first.run_bytes
 
 
 def _is_read_by_runs(strip: StridedCopy) -> bool:

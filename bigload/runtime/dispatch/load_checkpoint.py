@@ -18,6 +18,7 @@ from functools import partial
 import torch
 from torch import nn
 
+from bigload.checkpoint.byte_source import scheme_of
 from bigload.checkpoint.model import Checkpoint, StoredTensor
 from bigload.dtypes import DType
 from bigload.errors import OptionError
@@ -267,6 +268,12 @@ def _offload(
     elif source.legacy is not None:
         expected = "a folder: files of torch before 1.6 have no parts that could be read where they are"
         raise OptionError.of("offload_folder", folder, expected)
+    elif not scheme_of(source.view.checkpoint.root).is_local:
+        path = source.view.checkpoint.path
+        raise OptionError(
+            f"weights on disk are read for each forward, and {path} is not on this machine",
+            hint=f"give an offload_folder, where they are copied to; or fetch it first: bigload fetch {path} FOLDER",
+        )
     else:
         names = {place: each.name for each in placed for place in each.places}
         on_disk = RenamedWeights(StoredWeights(source.view), names, dtypes)

@@ -38,7 +38,7 @@ def headline(report: BenchReport, *, name: str) -> str:
     """Return what was loaded and where, and in which state the page cache was."""
     size, cores = format_size(report.total_bytes), counted(report.num_cores, "core")
     shards, runs = counted(report.num_shards, "shard"), counted(report.runs, "run")
-    state = CACHE_WORDS[report.cache_state]
+    state = "over the network" if report.is_remote else CACHE_WORDS[report.cache_state]
     cast = "" if report.dtype is None else f" as {printable(report.dtype)}"
     target = f"{printable(report.device)}{cast}"
     return f"{printable(name)} -> {target}   {size} in {shards}\n{cores}, {runs} of each by turns, {state}"

@@ -1,0 +1,32 @@
+"""A remote checkpoint is benched over the network: no page cache, no raw reads, no other loaders."""
+
+import pytest
+
+from bigload.bench.bench_load import bench_load
+from bigload.checkpoint.sources import hub
+from bigload.errors import OptionError
+from builders import make_checkpoint
+from hub_server import HubServer, hub_as_endpoint
+
+
+@pytest.fixture
+def served(tmp_path, monkeypatch):
+    monkeypatch.setattr(hub, "_listings", {})
+    with HubServer() as server, hub_as_endpoint(monkeypatch, server, tmp_path / "cache"):
+        server.add("org/tiny", make_checkpoint(tmp_path / "source"))
+        yield server
+
+
+def test_every_run_comes_over_the_network(served):
+    report = bench_load("org/tiny", threads=(1, 2), runs=2, trace=False, sizes=False)
+    assert report.is_remote
+    assert not report.raw
+    assert report.is_identical
+    assert not [warning for warning in report.warnings if "cache" in warning.code]
+    assert served.num_bytes > 6 * report.total_bytes
+
+
+@pytest.mark.parametrize("option", ["cold", "warm", "peers"])
+def test_what_a_network_has_not_is_refused(served, option):
+    with pytest.raises(OptionError, match="over the network"):
+        bench_load("org/tiny", **{option: True})
