@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from bigload.checkpoint.byte_source import scheme_of
 from bigload.checkpoint.formats.registry import FORMATS, LegacyFileError, main_files, read_shard_header, weight_suffixes
@@ -33,6 +33,9 @@ from bigload.errors import (
     ReadError,
 )
 from bigload.units import counted
+
+if TYPE_CHECKING:
+    from concurrent.futures import Future
 
 KNOWN_SCHEMES = ("file", "hf", "https", "s3", "gs", "az")
 
@@ -344,13 +347,9 @@ def _each(read: Callable[[str], T], files: list[str], *, is_local: bool) -> Iter
     if is_local or len(files) == 1:
         yield from map(read, files)
         return
-    from concurrent.futures import ThreadPoolExecutor
-
-    pool = ThreadPoolExecutor(min(REMOTE_READS, len(files)), thread_name_prefix="bigload-header")
-    try:
-        yield from pool.map(read, files)
-    finally:
-        pool.shutdown(cancel_futures=True)
+    with _in_threads([partial(read, file) for file in files]) as results:
+        for result in results:
+            yield result.result()
 
 
 @contextmanager
@@ -359,10 +358,41 @@ def _meanwhile(read: Callable[[], T], *, is_local: bool) -> Iterator[Callable[[]
     if is_local:
         yield read
         return
-    from concurrent.futures import ThreadPoolExecutor
+    with _in_threads([read]) as (result,):
+        yield result.result
 
-    with ThreadPoolExecutor(1, thread_name_prefix="bigload-config") as pool:
-        yield pool.submit(read).result
+
+@contextmanager
+def _in_threads(calls: Sequence[Callable[[], T]]) -> Iterator[list[Future[T]]]:
+    """Run `calls` in a few threads. After an error or Ctrl-C, those that wait for a service are left behind."""
+    import threading
+    from concurrent.futures import Future
+
+    results = [Future[T]() for _ in calls]
+    jobs = iter(list(zip(calls, results, strict=True)))
+    is_stopped = threading.Event()
+
+    def work() -> None:
+        for call, result in jobs:
+            if is_stopped.is_set():
+                return
+            try:
+                result.set_result(call())
+            except BaseException as error:  # raised by the thread that asks for the result
+                result.set_exception(error)
+
+    threads = [
+        threading.Thread(target=work, name="bigload-header", daemon=True) for _ in range(min(REMOTE_READS, len(calls)))
+    ]
+    for thread in threads:
+        thread.start()
+    try:
+        yield results
+    except BaseException:
+        is_stopped.set()
+        raise
+    for thread in threads:
+        thread.join()
 
 
 def _guessed_header_bytes(index: ShardIndex) -> Counter[str]:

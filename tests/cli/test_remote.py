@@ -1,8 +1,10 @@
 """Commands on a repository of a loopback Hub."""
 
 import json
+import signal
 import subprocess
 import sys
+import threading
 
 import pytest
 
@@ -110,6 +112,20 @@ def test_offline_nothing_is_sent_and_what_was_read_is_known(hub, tmp_path, varia
     hub.requests.clear()
     assert run(hub, tmp_path, "plan", "org/tiny", "-m", "cpu=1GiB", **offline)[2] == [0, []]
     assert not hub.requests
+
+
+def test_ctrl_c_does_not_wait_for_headers(hub, tmp_path):
+    answering, is_over = threading.Barrier(4), threading.Event()
+    hub.fault("cdn", times=-1, pause=lambda: (answering.wait(), is_over.wait()))
+    environment = {"PATH": "/usr/bin:/bin", "HOME": str(tmp_path), **hub.environment(tmp_path / "cache")}
+    command = [sys.executable, "-m", "bigload_cli", "inspect", "org/tiny"]
+    with subprocess.Popen(command, env=environment, cwd=tmp_path, stderr=subprocess.PIPE) as process:
+        answering.wait()  # all three shards
+        process.send_signal(signal.SIGINT)
+        code = process.wait()
+    is_over.set()
+    assert code == 130
+    assert hub.counts["cdn"] == 3  # nothing was asked for again, as it would be after a time-out
 
 
 def test_headers_that_take_long_are_counted_on_a_terminal(tmp_path, monkeypatch):
