@@ -173,6 +173,15 @@ def _parts(location: Path) -> tuple[str, str, str]:
     return _NAMES[name], bucket, key
 
 
+def _pinned(location: Path) -> Path:
+    scheme, bucket, key = _parts(location)
+    if ":" in bucket or "?" in key:
+        shown = f"{scheme}://{bucket.rpartition('@')[2]}/{key.partition('?')[0]}"
+        hint = f"secrets of an address would be written into plans; {_credentials_hint(scheme)}"
+        raise CheckpointNotFoundError(shown, "an address with a key or a query is not read", hint=hint)
+    return location
+
+
 def _place(location: Path) -> tuple[Any, str]:
     """Return the store of a location and the key in it."""
     scheme, bucket, key = _parts(location)
@@ -253,6 +262,7 @@ def _schemes() -> tuple[SourceScheme, ...]:
             name=name,
             open=ObjectSource,
             identity=_identity,
+            pin=_pinned,
             list_folder=_list_folder,
             has_strong_versions=True,
         )

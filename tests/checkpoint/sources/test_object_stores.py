@@ -261,6 +261,13 @@ def test_plans_and_the_command_line_hold_no_key(bucket, tmp_path, client):
     assert os.environ["AWS_ACCESS_KEY_ID"] not in text
 
 
+@pytest.mark.parametrize("path", ["s3://user:s3cr3t@bucket/model", "s3://bucket/model?X-Amz-Signature=s3cr3t"])
+def test_secrets_in_addresses_are_refused_and_not_repeated(client, path):
+    with pytest.raises(CheckpointNotFoundError, match="s3://bucket/model: an address with") as caught:
+        bigload.open_checkpoint(path)
+    assert "s3cr3t" not in str(caught.value)
+
+
 def test_without_any_client_the_extra_is_named(monkeypatch):
     monkeypatch.setattr(byte_source, "_SCHEMES", {"s3": fsspec_files.scheme_named("s3")})
     monkeypatch.setitem(sys.modules, "s3fs", None)
