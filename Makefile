@@ -7,6 +7,13 @@ STAMP := .venv/.installed
 NIGHTLY := .venv-nightly
 NIGHTLY_STAMP := $(NIGHTLY)/.installed
 
+# Words after `make bench --` are options of the script; make must not take them for targets.
+ifeq (bench,$(firstword $(MAKECMDGOALS)))
+BENCH_OPTIONS := $(wordlist 2,$(words $(MAKECMDGOALS)),$(MAKECMDGOALS))
+.PHONY: $(BENCH_OPTIONS)
+$(eval $(BENCH_OPTIONS):;@:)
+endif
+
 .PHONY: help demo test nightly crash check bench bench-loading bench-reshard bench-planner bench-hooks bench-ranks bench-parallelize bench-runtime conformance docs clean
 
 help:  ## Show what can be made.
@@ -48,10 +55,8 @@ check: $(STAMP)  ## Format, lint, types, import layers, tests with coverage.
 	$(BIN)/coverage combine -q
 	$(BIN)/coverage report
 
-bench: $(STAMP)  ## Print the figures of this machine: start-up times, resharding, loading (an hour or two).
-	$(BIN)/python benchmarks/bench_startup.py
-	$(BIN)/python benchmarks/bench_reshard.py
-	$(BIN)/python benchmarks/bench_loading.py
+bench: $(NIGHTLY_STAMP)  ## Hold every promise of speed against its goal, under 20 minutes: make bench -- --quick
+	$(NIGHTLY)/bin/python benchmarks/bench.py --json bench.json --markdown bench.md $(BENCH_OPTIONS)
 
 bench-loading: $(STAMP)  ## Print only those of loading, with the goals beside them.
 	$(BIN)/python benchmarks/bench_loading.py
