@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 
 from bigload.checkpoint.model import Checkpoint, TensorInfo
 
@@ -35,21 +36,34 @@ _HELPERS = re.compile(
 """Tensors that say how to unpack others; they hold no parameters."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Quantisation:
     """How weights are quantised.
 
     Attributes:
         method: Name of the method, such as `AWQ`.
         bits: Bits of one quantised parameter; `None` where neither config nor names tell.
-        num_parameters: About how many parameters the model has once unpacked; `None` without `bits`.
-        is_packed: Whether one stored value holds several parameters.
+        tensors: Those of the checkpoint.
     """
 
     method: str
     bits: int | None
-    num_parameters: int | None
-    is_packed: bool
+    tensors: Mapping[str, TensorInfo] = field(repr=False)
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether one stored value holds several parameters."""
+        return bool(self._packed)
+
+    @cached_property
+    def num_parameters(self) -> int | None:
+        """About how many parameters the model has once unpacked; `None` without `bits`."""
+        return None if self.bits is None else _num_parameters(self.tensors.values(), self._packed, self.bits)
+
+    @cached_property
+    def _packed(self) -> set[str]:
+        bits = self.bits
+        return {name for name, tensor in self.tensors.items() if bits is not None and _is_packed(tensor, bits)}
 
     def __str__(self) -> str:
         return self.method if self.bits is None else f"{self.bits} bits ({self.method})"
@@ -66,14 +80,7 @@ def quantisation_of(checkpoint: Checkpoint) -> Quantisation | None:
     )
     if not isinstance(method, str):
         return None
-    bits = _bits(method, settings, tensors)
-    packed = {name for name, tensor in tensors.items() if bits is not None and _is_packed(tensor, bits)}
-    return Quantisation(
-        method=_NAMES.get(method, method[:40]),
-        bits=bits,
-        num_parameters=None if bits is None else _num_parameters(tensors.values(), packed, bits),
-        is_packed=bool(packed),
-    )
+    return Quantisation(method=_NAMES.get(method, method[:40]), bits=_bits(method, settings, tensors), tensors=tensors)
 
 
 def _settings(config: Mapping[str, object] | None) -> Mapping[str, object]:

@@ -52,12 +52,13 @@ def _below(nodes: Sequence[ModuleNode], *, max_depth: int, ancestors: tuple[bool
     groups = list(_groups(nodes))
     for index, group in enumerate(groups):
         is_last = (*ancestors, index == len(groups) - 1)
+        tensors = [tensor for node in group.members for tensor in node.all_tensors()]
         yield OutlineRow(
             label=group.label,
             depth=len(ancestors),
             num_alike=group.num_alike,
-            num_tensors=sum(node.num_tensors for node in group.members),
-            num_parameters=sum(tensor.num_elements for node in group.members for tensor in node.all_tensors()),
+            num_tensors=len(tensors),
+            num_parameters=sum([tensor.num_elements for tensor in tensors]),
             num_bytes=sum(node.num_bytes for node in group.members),
             is_last=is_last,
         )
@@ -81,7 +82,7 @@ def _groups(nodes: Sequence[ModuleNode]) -> Iterator[_Group]:
         else:
             yield _named_group(key, members)
     for name, tensors in _own_tensors(nodes).items():
-        node = ModuleNode(name, tuple(tensors), {}, len(tensors), sum(tensor.num_bytes for tensor in tensors))
+        node = ModuleNode(name, tensors, sum(tensor.num_bytes for tensor in tensors))
         if not nodes[0].name or nodes[0].children:
             yield _Group(name, [node], (), 1)
 

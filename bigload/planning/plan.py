@@ -6,7 +6,7 @@ same inputs give the same plan to the last byte of its file.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -224,7 +224,7 @@ def _as_peers_say(device: Device) -> str | int:
     return device.index if device.kind == "cuda" and device.index is not None else str(device)
 
 
-def recount(plan: Plan, tensors: Iterable[TensorInfo]) -> dict[Device, int]:
+def recount(plan: Plan, tensors: Collection[TensorInfo]) -> dict[Device, int]:
     """Return the bytes of `tensors` per device under `plan`'s device map, counted one by one as they are loaded.
 
     Raises:
@@ -232,32 +232,24 @@ def recount(plan: Plan, tensors: Iterable[TensorInfo]) -> dict[Device, int]:
     """
     totals = {use.device: 0 for use in plan.devices}
     shared = frozenset(plan.shared)
-    sums: dict[str, int] = {}  # by key of the device map, or by module: a giant has fewer of those than tensors
-    keys = dict(plan.homes)
-    for tensor in as_loaded(tensors, plan.options.workload.load_dtype):
-        holder = tensor.name if tensor.name in keys else tensor.name.rpartition(".")[0] or tensor.name
-        sums[holder] = sums.get(holder, 0) + (0 if tensor.name in shared else tensor.num_bytes)
     homes: dict[str, Device | None] = {**plan.homes, **dict.fromkeys(plan.left_out)}
-    for holder, num_bytes in sums.items():
-        device = _home(holder, homes)
-        if device is None:
-            continue
-        if device not in totals:
-            raise InvalidPlanError(f"the tensors of {holder!r} are mapped to {device}, which the plan does not list")
-        totals[device] += num_bytes
+    loaded = as_loaded(tensors, plan.options.workload.load_dtype)
+    sums = {tensor.name: 0 if tensor.name in shared else tensor.num_bytes for tensor in loaded}
+    while sums:  # of what no key has covered yet, added to the modules around it: a giant has few of those
+        above: dict[str, int] = {}
+        for name, num_bytes in sums.items():
+            if name not in homes:
+                module, dot, _ = name.rpartition(".")
+                if not dot:
+                    asked = next(tensor.name for tensor in loaded if key_above(tensor.name, homes) is None)
+                    raise InvalidPlanError(f"the device map gives no device to tensor {asked!r}")
+                above[module] = above.get(module, 0) + num_bytes
+            elif (device := homes[name]) is not None:
+                if device not in totals:
+                    raise InvalidPlanError(f"{name!r} is mapped to {device}, which the plan does not list")
+                totals[device] += num_bytes
+        sums = above
     return totals
-
-
-def _home(name: str, homes: dict[str, Device | None]) -> Device | None:
-    """Return the device of the longest key above `name`, `None` for what is left out; `homes` learns the answer."""
-    asked, below = name, []
-    while name not in homes:
-        below.append(name)
-        name, dot, _ = name.rpartition(".")
-        if not dot:
-            raise InvalidPlanError(f"the device map gives no device to {asked!r}")
-    homes.update(dict.fromkeys(below, homes[name]))
-    return homes[name]
 
 
 def headline(plan: Plan) -> str:

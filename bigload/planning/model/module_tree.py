@@ -7,10 +7,9 @@ before layers.2) and shards by dtype.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from enum import IntEnum, auto
-from functools import lru_cache
+from functools import lru_cache, partial
 from operator import attrgetter
 
 from bigload.checkpoint.model import TensorInfo
@@ -23,15 +22,32 @@ MAX_STAGES = 8
 """More numbered siblings than this are blocks, not stages."""
 
 
-@dataclass(frozen=True, slots=True)
-class ModuleNode:
-    """A module: its own tensors, and its children in execution order. Counts and bytes are of the whole subtree."""
+Children = Mapping[str, "ModuleNode"]
 
-    name: str
-    tensors: tuple[TensorInfo, ...]
-    children: Mapping[str, ModuleNode]
-    num_tensors: int
-    num_bytes: int
+
+class ModuleNode:
+    """A module: its own tensors, and its children in execution order. `num_bytes` are those of the whole subtree.
+
+    Children are made when they are first asked for: most modules of a large model are inside experts, which a plan
+    does not look into.
+    """
+
+    __slots__ = ("_children", "_make_children", "name", "num_bytes", "tensors")
+
+    def __init__(
+        self, name: str, tensors: Sequence[TensorInfo], num_bytes: int, make_children: Callable[[], Children] = dict
+    ) -> None:
+        self.name = name
+        self.tensors = tuple(sorted(tensors, key=_by_name) if len(tensors) > 1 else tensors)
+        self.num_bytes = num_bytes
+        self._make_children = make_children
+        self._children: Children | None = None
+
+    @property
+    def children(self) -> Children:
+        if self._children is None:
+            self._children = self._make_children()
+        return self._children
 
     @property
     def is_block_list(self) -> bool:
@@ -90,9 +106,7 @@ def build_tree(tensors: Iterable[TensorInfo]) -> ModuleNode:
         raise PlanError(
             f"tensor {own[deepest][0].name:.60}… nests {_depth(deepest) + 1} modules, models nest {MAX_DEPTH} at most"
         )
-    children = _children(own)
-    _hand_down(own, children)
-    return _node("", own, children)
+    return _Tree(own).node("")
 
 
 def without(node: ModuleNode, names: Sequence[str]) -> ModuleNode:
@@ -100,7 +114,8 @@ def without(node: ModuleNode, names: Sequence[str]) -> ModuleNode:
     if not any(f"{name}.".startswith(f"{node.name}." if node.name else "") for name in names):
         return node
     children = {key: without(child, names) for key, child in node.children.items() if child.name not in names}
-    return _summed(node.name, node.tensors, children)
+    num_bytes = sum(tensor.num_bytes for tensor in node.tensors) + sum(child.num_bytes for child in children.values())
+    return ModuleNode(node.name, node.tensors, num_bytes, lambda: children)
 
 
 def block_lists(node: ModuleNode) -> Iterator[ModuleNode]:
@@ -140,57 +155,58 @@ def _depth(path: str) -> int:
     return path.count(".")
 
 
-def _children(paths: Iterable[str]) -> dict[str, list[str]]:
-    """Return the keys of the children of every module that has any, by its path."""
-    children: dict[str, list[str]] = {}
-    seen = {""}
-    for path in paths:
-        while path not in seen:
-            seen.add(path)
-            path, _, key = path.rpartition(".")  # noqa: PLW2901
-            children.setdefault(path, []).append(key)
-    return children
+class _Tree:
+    """Modules by path: their tensors, the bytes of all below them, and the keys of their children."""
 
+    def __init__(self, own: dict[str, list[TensorInfo]]) -> None:
+        self._own = own
+        self._bytes: dict[str, int] = {}
+        self._keys: dict[str, list[str]] = {}
+        below = {path: sum([tensor.num_bytes for tensor in tensors]) for path, tensors in own.items()}
+        while below:  # each round takes the bytes one level up
+            above: dict[str, int] = {}
+            for path, num_bytes in below.items():
+                if path:
+                    parent, _, key = path.rpartition(".")
+                    above[parent] = above.get(parent, 0) + num_bytes
+                    if path not in self._bytes:
+                        self._keys.setdefault(parent, []).append(key)
+                self._bytes[path] = self._bytes.get(path, 0) + num_bytes
+            below = above
+        self._handed = self._hand_down()
 
-def _hand_down(own: dict[str, list[TensorInfo]], children: Mapping[str, list[str]]) -> None:
-    """Give a tensor `x.weight` that stands beside `x.weight.absmax` (quantised weights) to the node `x.weight`.
+    def _hand_down(self) -> set[str]:
+        """Give a tensor `x.weight` that stands beside `x.weight.absmax` (quantised weights) to the node `x.weight`.
 
-    Where a module has nothing else below it, all of them go back to the module. Elsewhere they stay a node, because the
-    parameters of a module that is cut into units are keys of the device map, and none may be below another.
-    """
-    modules = own.keys() | children.keys()
-    for path in own.keys() & children.keys():
-        tensors, own[path] = own[path], []
-        for tensor in tensors:
-            own.setdefault(f".{tensor.name}" if f".{tensor.name}" in modules else path, []).append(tensor)
+        Return the paths of such nodes, which are no modules of the model. Where a module has nothing else below it, all
+        of them go back to the module. Elsewhere they stay a node, because the parameters of a module that is cut into
+        units are keys of the device map, and none may be below another.
+        """
+        handed = set[str]()
+        for path in self._own.keys() & self._keys.keys():
+            below = {f"{path}.{key}" for key in self._keys[path]}
+            tensors, self._own[path] = self._own[path], []
+            for tensor in tensors:
+                place = f".{tensor.name}"
+                if place in below:
+                    handed.add(place)
+                    self._bytes[place] += tensor.num_bytes
+                self._own.setdefault(place if place in below else path, []).append(tensor)
+        return handed
 
+    def node(self, path: str) -> ModuleNode:
+        """Return the module at `path`; one whose children are all tensors has these tensors instead."""
+        tensors, keys = self._own.get(path, []), self._keys.get(path)
+        if keys is None:
+            return ModuleNode(path[1:], tensors, self._bytes[path])
+        make_children = partial(self._children, path, tuple(keys))
+        if self._handed and (path in self._handed or (path and all(f"{path}.{key}" in self._handed for key in keys))):
+            tails = (tensor for child in make_children().values() for tensor in child.all_tensors())
+            return ModuleNode(path[1:], [*tensors, *tails], self._bytes[path])
+        return ModuleNode(path[1:], tensors, self._bytes[path], make_children)
 
-def _node(path: str, own: Mapping[str, list[TensorInfo]], below: Mapping[str, list[str]]) -> ModuleNode:
-    name, tensors, keys = path[1:], own.get(path, []), below.get(path)
-    if keys is None:  # most modules of a large model
-        return _leaf(name, tensors)
-    children = {key: _node(f"{path}.{key}", own, below) for key in in_execution_order(tuple(keys))}
-    if _is_tensor(name, tensors) or (
-        path and all(_is_tensor(child.name, child.tensors) for child in children.values())
-    ):
-        return _leaf(name, [*tensors, *(tail for child in children.values() for tail in child.all_tensors())])
-    return _summed(name, tuple(sorted(tensors, key=_by_name)), children)
-
-
-def _summed(name: str, tensors: tuple[TensorInfo, ...], children: Mapping[str, ModuleNode]) -> ModuleNode:
-    num_bytes = sum([tensor.num_bytes for tensor in tensors]) + sum([child.num_bytes for child in children.values()])
-    num_tensors = len(tensors) + sum([child.num_tensors for child in children.values()])
-    return ModuleNode(name, tensors, children, num_tensors, num_bytes)
-
-
-def _leaf(name: str, tensors: list[TensorInfo]) -> ModuleNode:
-    num_bytes = sum([tensor.num_bytes for tensor in tensors])
-    return ModuleNode(name, tuple(sorted(tensors, key=_by_name)), {}, len(tensors), num_bytes)
-
-
-def _is_tensor(name: str, tensors: Iterable[TensorInfo]) -> bool:
-    """Return whether a node is a tensor with tails, `weight` with `weight.absmax`: no module of the model."""
-    return any(tensor.name == name for tensor in tensors)
+    def _children(self, path: str, keys: tuple[str, ...]) -> Children:
+        return {key: self.node(f"{path}.{key}") for key in in_execution_order(keys)}
 
 
 _by_name = attrgetter("name")

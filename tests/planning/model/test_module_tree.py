@@ -16,6 +16,10 @@ def names_of(tensors):
     return [node.name for node in tree_of(tensors).walk()]
 
 
+def num_tensors(node):
+    return len(list(node.all_tensors()))
+
+
 def test_modules_are_the_prefixes_of_the_names():
     assert names_of({"a.b.weight": 1, "a.c.weight": 1}) == ["", "a", "a.b", "a.c"]
 
@@ -27,13 +31,13 @@ def test_a_tensor_without_a_dot_belongs_to_the_root():
 
 def test_no_tensors_make_an_empty_root():
     root = tree_of({})
-    assert (root.name, root.num_tensors, root.num_bytes, dict(root.children)) == ("", 0, 0, {})
+    assert (root.name, root.tensors, root.num_bytes, dict(root.children)) == ("", (), 0, {})
 
 
 def test_counts_and_bytes_are_of_the_whole_subtree():
     root = tree_of({"top": 1, "a.w": 2, "a.b.w": 4, "c.w": 8})
-    assert (root.num_tensors, root.num_bytes) == (4, 15)
-    assert (root.children["a"].num_tensors, root.children["a"].num_bytes) == (2, 6)
+    assert (num_tensors(root), root.num_bytes) == (4, 15)
+    assert (num_tensors(root.children["a"]), root.children["a"].num_bytes) == (2, 6)
 
 
 def test_every_tensor_is_in_the_tree_once():
@@ -139,7 +143,7 @@ def test_the_tails_of_a_quantised_weight_belong_to_the_module_of_the_weight():
     names = ["a.bias", "a.weight", *(f"a.weight.{tail}" for tail in tails)]
     module = tree_of({**dict.fromkeys(names, 2), "b.weight": 1}).children["a"]
     assert [tensor.name for tensor in module.tensors] == sorted(names)
-    assert (module.children, module.num_tensors, module.num_bytes) == ({}, 7, 14)
+    assert (module.children, num_tensors(module), module.num_bytes) == ({}, 7, 14)
 
 
 @pytest.mark.parametrize("tail", ["qweight", "qzeros", "scales", "g_idx", "weight_scale_inv", "weight_packed", "SCB"])
@@ -160,7 +164,7 @@ def test_the_parameters_of_a_module_with_children_keep_their_tails_below_them():
 
 def test_quantised_weights_count_once():
     root = tree_of({"a.weight": 4, "a.weight.absmax": 1, "weight": 16, "weight.absmax": 32})
-    assert (root.num_tensors, root.num_bytes) == (4, 53)
+    assert (num_tensors(root), root.num_bytes) == (4, 53)
 
 
 @pytest.mark.parametrize("name", ["", ".", "..", ".a", "a.", "a..b", "0", "0.0.0"])
@@ -169,7 +173,7 @@ def test_odd_names_are_in_the_tree_once(name):
 
 
 def test_a_name_as_deep_as_models_go_is_in_the_tree():
-    assert tree_of({"a." * (MAX_DEPTH - 1) + "w": 1}).num_tensors == 1
+    assert num_tensors(tree_of({"a." * (MAX_DEPTH - 1) + "w": 1})) == 1
 
 
 @pytest.mark.parametrize("depth", [MAX_DEPTH, 3000])
@@ -179,7 +183,7 @@ def test_a_name_deeper_than_any_model_is_refused(depth):
 
 
 def test_a_number_of_thousands_of_digits_is_a_key_like_any_other():
-    assert tree_of({"layers." + "9" * 5000 + ".a.w": 1, "layers.1.a.w": 1}).num_tensors == 2
+    assert num_tensors(tree_of({"layers." + "9" * 5000 + ".a.w": 1, "layers.1.a.w": 1})) == 2
 
 
 def stages(widths, blocks=2):
@@ -221,8 +225,7 @@ def test_a_tree_of_any_names_holds_each_tensor_once_and_counts_right(sizes):
     root = tree_of(sizes)
     assert sorted(tensor.name for tensor in root.all_tensors()) == sorted(sizes)
     for node in root.walk():
-        held = list(node.all_tensors())
-        assert (node.num_tensors, node.num_bytes) == (len(held), sum(tensor.num_bytes for tensor in held))
+        assert node.num_bytes == sum(tensor.num_bytes for tensor in node.all_tensors())
 
 
 @given(sizes=st.dictionaries(names, st.integers(0, 9), max_size=20), data=st.data())
