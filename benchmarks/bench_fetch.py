@@ -30,7 +30,7 @@ from bench_remote import BIGLOAD, HubServer, Run, run
 from harness import in_rounds, show_status
 from make import load_recipe, make
 
-CONNECTIONS = 8
+CONNECTIONS = 16
 RANGE_BYTES = 64 << 20
 SNAPSHOT = "import sys; from huggingface_hub import snapshot_download as s; s(sys.argv[1], local_dir=sys.argv[2])"
 

@@ -30,7 +30,6 @@ from bigload.planning.plan import Plan
 from bigload.planning.plan_file import read_plan
 from bigload.units import MIB
 
-DEFAULT_THREADS = 8
 DEFAULT_MAX_INFLIGHT = 128 * MIB
 
 
@@ -51,7 +50,7 @@ class FetchOptions:
     tp: int | None = None
     tp_rules: Mapping[str, str] | str | Path | None = None
     force: bool = False
-    threads: int = DEFAULT_THREADS
+    threads: int | None = None
     max_inflight: int = DEFAULT_MAX_INFLIGHT
 
     def __post_init__(self) -> None:
@@ -177,7 +176,7 @@ def fetch(
         include: Patterns of files to fetch, in place of the rule that leaves out other forms of the same weights.
         exclude: Patterns of files to leave out.
         force: Replace an `out` that bigload wrote, and discard an interrupted fetch of other files.
-        threads: Threads that read and write; eight when left out.
+        threads: Threads that read and write; when left out, as many as for `reshard`.
         max_inflight: Memory for bytes in flight, in bytes or as text; 128 MiB when left out.
         on_progress: Called after every finished window.
 
@@ -201,7 +200,7 @@ def fetch(
         tp=tp,
         tp_rules=tp_rules,
         force=force,
-        threads=DEFAULT_THREADS if threads is None else threads,
+        threads=threads,
         max_inflight=DEFAULT_MAX_INFLIGHT if in_flight is None else in_flight,
     )
     return run_fetch(prepare_fetch(model, out, options), on_progress=on_progress)

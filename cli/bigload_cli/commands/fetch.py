@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from bigload_cli.failures import named_as_options
-from bigload_cli.options import ColorMode, ColorOption, JsonOption, QuietOption, YesOption, size_option
+from bigload_cli.options import ColorMode, ColorOption, IoThreadsOption, JsonOption, QuietOption, YesOption, size_option
 from bigload_cli.output_folders import confirm, interruptible
 
 if TYPE_CHECKING:
@@ -81,10 +81,7 @@ def fetch(
         str | None,
         typer.Option("--max-memory-in-flight", metavar="SIZE", help="Memory for bytes in flight. Default: 128MiB."),
     ] = None,
-    io_threads: Annotated[
-        int | None,
-        typer.Option("--io-threads", "--threads", metavar="N", min=1, max=256, help="Reads at once. Default: 8."),
-    ] = None,
+    io_threads: IoThreadsOption = None,
     as_json: JsonOption = False,
     quiet: QuietOption = False,
     color: ColorOption = ColorMode.AUTO,
@@ -94,7 +91,7 @@ def fetch(
     OUT appears when everything in it is written and verified. A part is a checkpoint too, and says what it is a part
     of.
     """
-    from bigload.layouts.fetching.fetch import DEFAULT_MAX_INFLIGHT, DEFAULT_THREADS, FetchOptions, prepare_fetch
+    from bigload.layouts.fetching.fetch import DEFAULT_MAX_INFLIGHT, FetchOptions, prepare_fetch
     from bigload.layouts.options import LEAST_BYTES_PER_THREAD
     from bigload_cli import output
 
@@ -112,7 +109,7 @@ def fetch(
             tp=tp,
             tp_rules=tp_rules,
             force=force,
-            threads=io_threads or DEFAULT_THREADS,
+            threads=io_threads,
             max_inflight=in_flight,
         )
         prepared = prepare_fetch(model, out, options)
