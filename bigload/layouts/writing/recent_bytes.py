@@ -62,7 +62,12 @@ class Extents:
         else:
             self.pairs.remove(found)
         begin, found[1] = found[1], max(found[1], stop)
-        self.pairs.append(found)
+        for pair in self.pairs:  # no byte is in two of them: one that is dropped would be missing in the other
+            if pair[0] < found[0]:
+                pair[1] = min(pair[1], found[0])
+            else:
+                pair[0] = max(pair[0], found[1])
+        self.pairs = [*(pair for pair in self.pairs if pair[0] < pair[1]), found]
         return begin, found[1]
 
     def drop(self) -> list[tuple[int, int]]:

@@ -14,10 +14,13 @@ from bigload.checkpoint.model import AssembledTensor, Span
 from bigload.layouts.output import OutputFile, OutputTensor
 from bigload.layouts.writing.window_reader import Portion
 from bigload.loading.slices import StridedRange, rows_of
-from bigload.units import MIB
+from bigload.units import KIB, MIB
 
 WINDOW_BYTES = 8 * MIB
 """Large enough for the disk, small enough for many threads to have one each."""
+
+LEAST_CUT_BYTES = 256 * KIB
+"""Smaller tensors share windows: a request of their own would not be worth it."""
 
 Extents = Callable[[Span], Iterable[tuple[int, int]]]
 """Returns the parts of a span of a source file that hold data; the rest is a hole."""
@@ -88,16 +91,37 @@ def data_ranges(output: OutputFile, extents: Extents, *, block_bytes: int) -> Da
 
 
 def windows(
-    output: OutputFile, ranges: DataRanges, *, begin: int = 0, window_bytes: int = WINDOW_BYTES
+    output: OutputFile,
+    ranges: DataRanges,
+    *,
+    begin: int = 0,
+    window_bytes: int = WINDOW_BYTES,
+    is_cut_at_tensors: bool = False,
 ) -> Iterator[Window]:
-    """Yield the windows of `ranges` of `output` in file order, from the block at or before byte `begin` on."""
+    """Yield the windows of `ranges` of `output` in file order, from the block at or before byte `begin` on.
+
+    With `is_cut_at_tensors`, a tensor that is not small has windows of its own, which are then not of whole blocks.
+    """
     starts = output.starts()
+    cuts = _cuts(output, starts) if is_cut_at_tensors else []
     for start, stop in ranges.pairs:
-        for left in range(start, stop, window_bytes):
-            right = min(left + window_bytes, stop)
+        left = start
+        while left < stop:
+            cut = bisect_right(cuts, left)
+            right = min(left + window_bytes, stop, *cuts[cut : cut + 1])
             if right > begin:
                 header = output.header[left:right] if left < output.header_bytes else b""
                 yield Window(left, right, header, tuple(_portions(output, starts, left, right)))
+            left = right
+
+
+def _cuts(output: OutputFile, starts: list[int]) -> list[int]:
+    """Return where tensors begin and end that are not small."""
+    edges = set()
+    for tensor, start in zip(output.tensors, starts, strict=True):
+        if tensor.num_bytes >= LEAST_CUT_BYTES:
+            edges |= {start, start + tensor.num_bytes}
+    return sorted(edges)
 
 
 def _data_of(tensor: OutputTensor, extents: Extents) -> Iterator[tuple[int, int]]:

@@ -147,7 +147,7 @@ class Writer:
     def _jobs_of(
         self, file: FileToWrite, records: dict[str, FileRecord], *, window_bytes: int | None = None
     ) -> Iterator[_Job]:
-        size = window_bytes or self._window_bytes
+        size, is_remote = window_bytes or self._window_bytes, not self._sources.is_local
         output = file.output
         if file.kept is not None and file.kept.record is not None:
             records[output.file] = file.kept.record
@@ -157,7 +157,8 @@ class Writer:
         path.parent.mkdir(parents=True, exist_ok=True)
         begin = 0 if file.kept is None else file.kept.digest.position // BLOCK_BYTES * BLOCK_BYTES
         kept_bytes = begin if file.kept is None or not file.kept.windows else file.kept.stop
-        sink = OutputFileWriter(path, num_bytes=output.num_bytes, alignment=self._alignment, kept_bytes=kept_bytes)
+        alignment = None if is_remote else self._alignment  # windows that are cut at tensors are not whole blocks
+        sink = OutputFileWriter(path, num_bytes=output.num_bytes, alignment=alignment, kept_bytes=kept_bytes)
         kind = _FileInProgress if self._sources.is_local else _UnorderedFile
         open_file = kind(output, sink, journal=self._journal, tally=self._tally, records=records, kept=file.kept)
         # Finished files are dropped: their digests of 90 000 tensors take memory.
@@ -166,7 +167,8 @@ class Writer:
         rest = file.ranges.without(copied)
         for start, stop in rest.pairs:
             sink.reserve(max(start, begin), stop)
-        found = [(window, False) for window in windows(output, rest, begin=begin, window_bytes=size)]
+        cut = windows(output, rest, begin=begin, window_bytes=size, is_cut_at_tensors=is_remote)
+        found = [(window, False) for window in cut]
         if copied.pairs and self._verify is not Verify.FULL:
             open_file.is_digested = False  # what the kernel has copied is not read
         else:

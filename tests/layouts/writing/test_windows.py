@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 from bigload.checkpoint.model import Span, TensorInfo
 from bigload.dtypes import DTYPES
 from bigload.layouts.output import OutputFile, OutputTensor
+from bigload.layouts.writing import windows as windows_module
 from bigload.layouts.writing.windows import DataRanges, data_ranges, windows
 from bigload.loading.slices import Slice
 
@@ -124,6 +125,20 @@ def test_without_is_the_difference_of_sets(these, those):
     assert left.num_bytes == len(bytes_in(left.pairs)) * BLOCK
     assert all(start < stop for start, stop in left.pairs)
     assert list(left.pairs) == sorted(left.pairs)
+
+
+def test_tensors_that_are_not_small_have_windows_of_their_own(monkeypatch):
+    monkeypatch.setattr(windows_module, "LEAST_CUT_BYTES", 50)
+    sizes = (10, 120, 20, 30, 60)
+    starts = [sum(sizes[:index]) for index in range(len(sizes))]
+    made = zip(sizes, starts, strict=True)
+    tensors = tuple(tensor(f"t{n}", size, start=start) for n, (size, start) in enumerate(made))
+    output = OutputFile(file="out", tensors=tensors, is_raw=True)
+    whole = DataRanges(((0, sum(sizes)),))
+    found = list(windows(output, whole, window_bytes=100, is_cut_at_tensors=True))
+    assert [(window.start, window.stop) for window in found] == [(0, 10), (10, 110), (110, 130), (130, 180), (180, 240)]
+    assert [len(window.portions) for window in found] == [1, 1, 1, 2, 1]
+    assert list(windows(output, whole, window_bytes=100, is_cut_at_tensors=True, begin=110)) == found[2:]
 
 
 @st.composite
