@@ -12,7 +12,6 @@ import threading
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import TracebackType
 from typing import Any, Self
 
 import torch
@@ -190,9 +189,7 @@ class Transfers:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _copy(self, source: torch.Tensor, destination: torch.Tensor, dtype: torch.dtype | None) -> None:

@@ -6,7 +6,6 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial, update_wrapper
-from types import TracebackType
 from typing import Any, NoReturn, SupportsIndex
 
 from torch import nn
@@ -72,9 +71,7 @@ class ParallelModel:
     def __enter__(self) -> ParallelModel:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.deparallelize()
 
     @property
