@@ -181,7 +181,7 @@ def _manifest_of(root: Path) -> Path:
             if (parent / MANIFEST_FILE).is_file():
                 hint = f"check all of it: bigload verify {parent}"
                 raise ManifestNotFoundError(root, f"it is a part of {parent}, which has one", hint=hint)
-        hint = "only what bigload reshard wrote has one; bigload inspect checks the headers of any checkpoint"
+        hint = "only what bigload reshard or fetch wrote has one; bigload inspect checks the headers of any checkpoint"
         raise ManifestNotFoundError(root, f"no {MANIFEST_FILE} in it", hint=hint)
     place = resolve_shard(root, MANIFEST_FILE)
     if isinstance(place, str):
