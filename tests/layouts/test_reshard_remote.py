@@ -1,7 +1,13 @@
 """Checkpoints of the Hub and of web servers are resharded from the network: few requests, bytes transferred once."""
 
 import json
+import os
+import signal
+import subprocess
+import sys
+import threading
 import warnings
+from pathlib import Path
 
 import pytest
 
@@ -14,8 +20,9 @@ from bigload.layouts.writing import recent_bytes
 from bigload.layouts.writing import windows as windows_module
 from bigload.layouts.writing import writer as writer_module
 from bigload.units import KIB, MIB
-from builders import make_checkpoint, no_thread_left, open_descriptors
+from builders import make_checkpoint, no_thread_left, open_descriptors, write_raw
 from hub_server import HubServer, hub_as_endpoint
+from thread_process_groups import outcomes
 
 HIDDEN = 256
 
@@ -184,3 +191,80 @@ def test_the_manifest_names_the_commit(served, tmp_path):
     bigload.reshard("org/tiny", tmp_path / "out")
     manifest = json.loads((tmp_path / "out" / MANIFEST_FILE).read_text())
     assert manifest["source"]["path"].endswith(served.repositories["org/tiny"].commit)
+
+
+def test_ranks_transfer_their_own_files_only(served, tmp_path):
+    bigload.plan("org/tiny", {"cpu": "1GiB"})
+    served.requests.clear()
+    options = {"max_shard_bytes": 700_000, "threads": 2}
+    reports = outcomes(2, lambda team: bigload.reshard("org/tiny", tmp_path / "out", team=team, **options))
+    assert [report.out for report in reports] == [tmp_path / "out"] * 2
+    assert served.num_bytes < 1.1 * data_bytes(served.source)
+    bigload.reshard(served.source, tmp_path / "local", **options)
+    assert weights(tmp_path / "out") == weights(tmp_path / "local")
+
+
+def command(served, tmp_path, *arguments, **environment):
+    """Start the program, which takes the server for the Hub."""
+    path = os.pathsep.join((str(Path(bigload.__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])))
+    environment = {**os.environ, **served.environment(tmp_path / "cache"), "PYTHONPATH": path, **environment}
+    program = Path(sys.executable).with_name("bigload")
+    return subprocess.Popen(
+        [program, "reshard", "org/tiny", tmp_path / "out", *arguments],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_does_not_wait_for_the_server(served, tmp_path, number):
+    """The server says nothing more; requests would wait ten minutes for it."""
+    bigload.plan("org/tiny", {"cpu": "1GiB"})
+    is_silent, go_on = threading.Event(), threading.Event()
+
+    def pause():
+        is_silent.set()
+        go_on.wait(120)
+
+    served.fault("cdn", file=".safetensors", times=-1, pause=pause)
+    try:
+        process = command(served, tmp_path, HF_HUB_DOWNLOAD_TIMEOUT="600")
+        assert is_silent.wait(100)
+        process.send_signal(number)
+        _, said = process.communicate(timeout=60)
+    finally:
+        go_on.set()
+    assert process.returncode == 128 + number, said
+    assert not (tmp_path / "out").exists()
+    served.faults.clear()
+    rest = command(served, tmp_path, "--resume")
+    _, said = rest.communicate(timeout=100)
+    assert rest.returncode == 0, said
+    assert bigload.verify(tmp_path / "out").ok
+
+
+@pytest.mark.parametrize("tp", [("--layout", "shards"), ("--tp", "8")], ids=["shards", "ranks"])
+def test_memory_does_not_grow_with_the_model(served, tmp_path, tp):
+    """192 MiB of zeros that take no place on a disk: 128 MiB beside the interpreter are enough for any size."""
+    folder = tmp_path / "large"
+    folder.mkdir()
+    hidden, start, header = 2048, 0, {}
+    for layer in range(8):
+        for name in ("k", "o", "q"):
+            stop = start + 2 * hidden * hidden
+            key = f"model.layers.{layer}.self_attn.{name}_proj.weight"
+            header[key] = {"dtype": "BF16", "shape": [hidden, hidden], "data_offsets": [start, stop]}
+            start = stop
+    write_raw(folder / "model.safetensors", header)
+    with (folder / "model.safetensors").open("r+b") as file:
+        file.truncate(file.seek(0, 2) + start)
+    heads = {"num_attention_heads": 16, "num_key_value_heads": 16, "hidden_size": hidden}
+    (folder / "config.json").write_text(json.dumps({"model_type": "llama", "num_hidden_layers": 8, **heads}))
+    served.hashes = False
+    served.add("org/tiny", folder)
+    process = command(served, tmp_path, *tp, "--json")
+    answer, said = process.communicate(timeout=200)
+    assert process.returncode == 0, said
+    assert json.loads(answer)["peak_bytes"] < (45 + 128) * MIB

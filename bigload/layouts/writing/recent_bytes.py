@@ -15,12 +15,12 @@ from dataclasses import dataclass, field
 
 from bigload.checkpoint.byte_source import ByteSource, expect_reads, fill
 from bigload.checkpoint.sources.range_streams import MAX_GAP_BYTES
-from bigload.units import KIB, MIB
+from bigload.units import MIB
 
 RECENT_BYTES = 4 * MIB
 """Kept for each thread."""
 
-_PIECE_BYTES = 256 * KIB
+_PIECE_BYTES = MIB
 _PUNCH_HOLE_KEEP_SIZE = 3
 _libc = ctypes.CDLL(None, use_errno=True)
 
