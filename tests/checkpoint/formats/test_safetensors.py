@@ -6,9 +6,11 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
 
-from bigload.checkpoint.formats.registry import read_shard_header
-from bigload.checkpoint.formats.safetensors import MAX_HEADER_BYTES, encode_header
+from bigload.checkpoint.formats.registry import FormatError, read_shard_header
+from bigload.checkpoint.formats.safetensors import MAX_HEADER_BYTES, encode_header, parse_header
 from bigload.documents import MAX_VALUES, check_values
 from bigload.dtypes import DTYPES
 from bigload.errors import InvalidCheckpointError
@@ -376,3 +378,78 @@ def test_what_a_terminal_would_obey_is_escaped_in_the_text_of_errors(tmp_path):
     assert "\x1b" not in text
     assert "\nhint" not in text
     assert "c\\x1b]0;d.safetensors" in text
+
+
+TOKENS = st.sampled_from(
+    [
+        *(
+            '"',
+            ",",
+            ":",
+            "{",
+            "}",
+            "[",
+            "]",
+            "0",
+            "01",
+            "-0",
+            "-1",
+            "1",
+            "4",
+            "1.0",
+            "1e1",
+            "true",
+            "null",
+            "F32",
+            "a",
+            "b",
+        ),
+        *("\\", "\\u0061", "\x00", "\x7f", "\ud800", "é", "", " ", "\n"),
+    ]
+)
+PIECES = st.sampled_from(
+    [
+        '{"__metadata__":{"format":"pt"},',
+        '"__metadata__":{"a":"}"},',
+        "{",
+        '"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}',
+        '"a":{"dtype":"BF16","shape":[1,2],"data_offsets":[0,4]}',
+        '"b":{"dtype":"F32","shape":[],"data_offsets":[4,8]}',
+        '"":{"dtype":"U8","shape":[0,9],"data_offsets":[8,8]}',
+        '"__metadata__":{"dtype":"U8","shape":[0],"data_offsets":[0,0]}',
+        ",",
+        "}",
+        "}  ",
+    ]
+)
+
+
+def found_in(text):
+    """Return what a file says whose header is `text`, with places counted from the start of its data."""
+    raw = len(text).to_bytes(8, "little") + text
+    try:
+        header = parse_header(raw, num_bytes=len(raw) + 8, file="a")
+    except FormatError as error:
+        return [code for code, _ in error.problems]
+    return header.shard.metadata, [
+        (t.name, t.dtype, t.shape, t.span.start - len(raw), t.num_bytes) for t in header.tensors
+    ]
+
+
+@given(
+    pieces=st.lists(PIECES, max_size=8),
+    is_ordered=st.booleans(),
+    place=st.integers(0, 150),
+    length=st.integers(0, 3),
+    token=st.none() | TOKENS,
+)
+@example(pieces=[], is_ordered=True, place=0, length=0, token=None)
+def test_a_header_that_is_read_by_its_plain_form_is_read_as_any_other(pieces, is_ordered, place, length, token):
+    text = "".join(pieces)
+    if is_ordered:
+        entries = [piece for piece in pieces if piece.startswith('"')]
+        text = "{" + ",".join(entries) + "}"
+    if token is not None:
+        text = text[:place] + token + text[place + length :]
+    # A line break after the object is allowed, but no writer ends a header with it.
+    assert found_in(f"{text} ".encode(errors="surrogatepass")) == found_in(f"{text}\n".encode(errors="surrogatepass"))
