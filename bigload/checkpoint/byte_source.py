@@ -235,7 +235,6 @@ class SourceScheme:
         list_folder: Returns the files of a folder and of the folders in it, by their names relative to it (`a/b.json`),
             in no order; an empty mapping if there is no such folder. None for services that cannot list: checkpoints
             are then found by their usual names.
-        display: Returns the text of a location for people, which `open_checkpoint` takes: `hf://org/model@…/sub`.
         has_strong_versions: Whether files of equal location and identity have equal bytes for good (commit and ETag),
             so that headers are kept on disk and read only once.
     """
@@ -247,8 +246,12 @@ class SourceScheme:
     pin: Callable[[Path], Path] = lambda location: location
     local_folder: Callable[[Path], Path | None] = lambda _location: None
     list_folder: Callable[[Path], Mapping[str, SourceIdentity]] | None = None
-    display: Callable[[Path], str] = lambda location: str(location).replace(":/", "://", 1)
     has_strong_versions: bool = False
+
+
+def address_text(location: Path) -> str:
+    """Return a location in the form for people, which `open_checkpoint` takes: `hf://org/model@…/sub`."""
+    return str(location).replace(":/", "://", 1)
 
 
 def register_scheme(scheme: SourceScheme) -> None:

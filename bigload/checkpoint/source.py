@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from bigload.checkpoint.byte_source import scheme_of
+from bigload.checkpoint.byte_source import address_text, scheme_of
 from bigload.checkpoint.formats.registry import FORMATS, LegacyFileError, main_files, read_shard_header, weight_suffixes
 from bigload.checkpoint.formats.unsupported import (
     adapter_warning,
@@ -173,7 +173,7 @@ def _is_whole(place: Path) -> bool:
 
 def _open_remote(location: Path) -> Checkpoint:
     scheme = scheme_of(location)
-    path = scheme.display(location)
+    path = address_text(location)
     if location.name.endswith(".json"):
         return _open_sharded(location.parent, location.name, path)
     if location.name.endswith(weight_suffixes()):

@@ -56,7 +56,7 @@ def run_jobs(work: Callable[[Job], None], jobs: Iterable[Job], *, threads: int) 
             del error  # it holds this frame and the thread's, with all their buffers: a cycle would keep them
 
 
-class StoppedError(Exception):
+class PoolStoppedError(Exception):
     """The pool of the calling thread has stopped; it is raised in its threads only."""
 
 
@@ -67,7 +67,7 @@ def abandonable() -> Iterator[None]:
     What other threads may use must not be touched in the context: the caller of `run_jobs` may have gone on.
 
     Raises:
-        StoppedError: the pool of the calling thread has stopped, before or meanwhile.
+        PoolStoppedError: the pool of the calling thread has stopped, before or meanwhile.
     """
     pool: _PoolState[object] | None = getattr(_thread, "pool", None)
     if pool is None:
@@ -114,7 +114,7 @@ class _PoolState(Generic[Job]):
         """Count the calling thread as one that can be left behind."""
         with self._lock:
             if self._stopped:
-                raise StoppedError
+                raise PoolStoppedError
             self.num_waiting += 1
 
     def end_waiting(self) -> None:
@@ -122,7 +122,7 @@ class _PoolState(Generic[Job]):
         with self._lock:
             self.num_waiting -= 1
             if self._stopped:
-                raise StoppedError
+                raise PoolStoppedError
 
     def run(self) -> None:
         """Do jobs until there are none, one fails, or all are stopped."""

@@ -8,7 +8,7 @@ import pytest
 
 from bigload.machine.thread_pool import (
     MAX_DEFAULT_THREADS,
-    StoppedError,
+    PoolStoppedError,
     abandonable,
     default_threads,
     run_jobs,
@@ -223,7 +223,7 @@ def test_a_thread_that_may_be_abandoned_is_not_waited_for_and_goes_no_further():
                 is_waiting.set()
                 go_on.wait(30)
             ended.append("went on")
-        except StoppedError:
+        except PoolStoppedError:
             ended.append("stopped")
             raise
 

@@ -15,7 +15,7 @@ from threading import RLock
 from typing import Any
 from urllib.parse import urlsplit
 
-from bigload.checkpoint.byte_source import SourceIdentity, SourceScheme, ended_early
+from bigload.checkpoint.byte_source import SourceIdentity, SourceScheme, address_text, ended_early
 from bigload.checkpoint.sources.http import plain_etag
 from bigload.checkpoint.sources.ranged_source import RangedSource, missing
 from bigload.errors import (
@@ -82,14 +82,14 @@ def _translated(location: Path) -> Iterator[None]:
     except BigloadError:
         raise
     except FileNotFoundError:
-        failure = missing(_display(location), "no such file")
+        failure = missing(address_text(location), "no such file")
         raise failure from failure.__cause__
     except PermissionError as error:
         hint = "give the client of this service credentials, as its documentation says"
-        raise AccessDeniedError(_display(location), _reason(error), hint=hint) from None
+        raise AccessDeniedError(address_text(location), _reason(error), hint=hint) from None
     except Exception as error:
         # Not `from error`: it may quote an address with a signature.
-        raise ReadError(_display(location), f"{type(error).__name__}: {_reason(error)}") from None
+        raise ReadError(address_text(location), f"{type(error).__name__}: {_reason(error)}") from None
 
 
 def _reason(error: Exception) -> str:
@@ -104,7 +104,7 @@ def _place(location: Path) -> tuple[Any, str, AbstractContextManager[object]]:
     name = str(location).partition(":/")[0]
     try:
         with _translated(location):
-            file_system, path = url_to_fs(_display(location))
+            file_system, path = url_to_fs(address_text(location))
     except ReadError as error:
         if "ImportError" not in error.message and "ModuleNotFoundError" not in error.message:
             raise
@@ -121,7 +121,7 @@ def _lock_of(_file_system: object) -> RLock:
 
 
 def _pinned(location: Path) -> Path:
-    parts = urlsplit(_display(location))
+    parts = urlsplit(address_text(location))
     if parts.password is not None or parts.query:
         shown = f"{parts.scheme}://{parts.hostname}{parts.path}"
         hint = "secrets of an address would be written into plans; configure the client of the service instead"
@@ -141,7 +141,7 @@ def _identity(location: Path) -> SourceIdentity:
         file_system.invalidate_cache()
         info = file_system.info(path)
         if info["type"] != "file":
-            raise missing(_display(location), "not a file")
+            raise missing(address_text(location), "not a file")
         return _identity_of(info)
 
 
@@ -161,7 +161,3 @@ def _list_folder(location: Path) -> Mapping[str, SourceIdentity]:
         for name, info in found.items()
         if name.startswith(prefix) and info["type"] == "file"
     }
-
-
-def _display(location: Path) -> str:
-    return str(location).replace(":/", "://", 1)

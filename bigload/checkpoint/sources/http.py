@@ -40,7 +40,7 @@ class RateLimitWarning(UserWarning):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
+class HttpResponse:
     """A response whose body is read as it arrives.
 
     Attributes:
@@ -109,7 +109,7 @@ def plain_etag(text: str) -> str:
 
 
 @contextmanager
-def requested(url: str, headers: Mapping[str, str]) -> Iterator[Answer]:
+def requested(url: str, headers: Mapping[str, str]) -> Iterator[HttpResponse]:
     """Send one GET, redirects followed, and give its answer; the body is not read.
 
     Raises:
@@ -155,7 +155,7 @@ def _failures(client: object) -> tuple[type[Exception], ...]:
     return library.HTTPError, library.StreamError
 
 
-def _checked(response: object, host: str, status: int, chunks: Callable[[], Iterator[bytes]]) -> Answer:
+def _checked(response: object, host: str, status: int, chunks: Callable[[], Iterator[bytes]]) -> HttpResponse:
     headers: Mapping[str, str] = response.headers  # type: ignore[attr-defined]
     history = response.history  # type: ignore[attr-defined]
     if status in _TEMPORARY:
@@ -165,7 +165,7 @@ def _checked(response: object, host: str, status: int, chunks: Callable[[], Iter
         raise TemporaryError(f"the server answered {status}", wait)
     if status >= 400:
         raise HttpStatusError(status, headers)
-    return Answer(status=status, headers=headers, first=history[0].headers if history else headers, chunks=chunks)
+    return HttpResponse(status=status, headers=headers, first=history[0].headers if history else headers, chunks=chunks)
 
 
 def _asked_wait(headers: Mapping[str, str]) -> float | None:
@@ -269,7 +269,7 @@ class HttpSource(RangedSource):
             refused = self._refuse(self._location, error)
             raise refused from refused.__cause__
 
-    def _counted(self, answer: Answer, num_bytes: int) -> Iterator[bytes]:
+    def _counted(self, answer: HttpResponse, num_bytes: int) -> Iterator[bytes]:
         for chunk in answer.chunks():
             num_bytes -= len(chunk)
             if num_bytes < 0:
@@ -277,7 +277,7 @@ class HttpSource(RangedSource):
             if chunk:
                 yield chunk
 
-    def _check(self, answer: Answer, start: int, stop: int) -> None:
+    def _check(self, answer: HttpResponse, start: int, stop: int) -> None:
         encoding = answer.headers.get("content-encoding", "identity")
         if encoding != "identity":
             raise ReadError(self._shown, f"the server sent it encoded as {encoding:.30}, expected plain bytes")

@@ -19,7 +19,7 @@ from functools import cache
 from pathlib import Path
 from urllib.parse import quote, unquote
 
-from bigload.checkpoint.byte_source import ByteSource, PositionalReader, SourceIdentity, SourceScheme
+from bigload.checkpoint.byte_source import ByteSource, PositionalReader, SourceIdentity, SourceScheme, address_text
 from bigload.checkpoint.sources.http import HttpSource, HttpStatusError, read_document
 from bigload.checkpoint.sources.ranged_source import missing
 from bigload.checkpoint.sources.small_reads import cache_folder, keep_file
@@ -347,11 +347,7 @@ def _local_folder(location: Path) -> Path | None:
 
 
 def _shown(address: HubAddress) -> str:
-    return _display(address.location)
-
-
-def _display(location: Path) -> str:
-    return str(location).replace("hf:/", "hf://", 1)
+    return address_text(address.location)
 
 
 SCHEMES = (

@@ -20,7 +20,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
-from bigload.checkpoint.byte_source import SourceIdentity, SourceScheme, ended_early
+from bigload.checkpoint.byte_source import SourceIdentity, SourceScheme, address_text, ended_early
 from bigload.checkpoint.sources.http import NO_RANGES_HINT, plain_etag
 from bigload.checkpoint.sources.ranged_source import RangedSource, TemporaryError, missing
 from bigload.errors import AccessDeniedError, BigloadError, CheckpointError, CheckpointNotFoundError, ReadError
@@ -125,7 +125,7 @@ def _translated(location: Path) -> Iterator[None]:
 
 
 def _failure(location: Path, error: Exception) -> BigloadError:
-    kind, text, shown = type(error).__name__, str(error), _display(location)
+    kind, text, shown = type(error).__name__, str(error), address_text(location)
     scheme, bucket, _ = _parts(location)
     status, code = _STATUS.search(text), _CODE.search(text)
     if code and code[1] in ("NoSuchBucket", "ContainerNotFound"):
@@ -186,7 +186,7 @@ def _place(location: Path) -> tuple[Any, str]:
     """Return the store of a location and the key in it."""
     scheme, bucket, key = _parts(location)
     if not bucket:
-        raise CheckpointNotFoundError(_display(location), f"expected {scheme}://bucket/folder")
+        raise CheckpointNotFoundError(address_text(location), f"expected {scheme}://bucket/folder")
     with _translated(location):
         return _store(scheme, bucket, os.getpid()), key
 
@@ -226,7 +226,7 @@ def _identity_of(meta: Mapping[str, Any]) -> SourceIdentity:
 def _identity(location: Path) -> SourceIdentity:
     store, key = _place(location)
     if not key:
-        raise missing(_display(location), "a bucket, not an object")
+        raise missing(address_text(location), "a bucket, not an object")
     with _translated(location):
         return _identity_of(_waited(lambda: store.head(key)))
 
@@ -244,12 +244,8 @@ def _list_folder(location: Path) -> Mapping[str, SourceIdentity]:
                     found[name] = _identity_of(meta)
             if len(found) > MAX_LISTED:
                 hint = "name the folder of one model"
-                raise CheckpointError(f"{_display(location)} holds more than {MAX_LISTED} objects", hint=hint)
+                raise CheckpointError(f"{address_text(location)} holds more than {MAX_LISTED} objects", hint=hint)
     return found
-
-
-def _display(location: Path) -> str:
-    return str(location).replace(":/", "://", 1)
 
 
 def _schemes() -> tuple[SourceScheme, ...]:

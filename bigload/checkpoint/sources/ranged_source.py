@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 
+from bigload.checkpoint.byte_source import address_text
 from bigload.checkpoint.sources.range_streams import RangeStreams
 from bigload.errors import ReadError
 from bigload.machine.activities import Phase, Recorder
@@ -57,7 +58,7 @@ class RangedSource:
 
     def __init__(self, location: Path, recorder: Recorder) -> None:
         self._location = location
-        self._shown = str(location).replace(":/", "://", 1)
+        self._shown = address_text(location)
         self._recorder = recorder
         self._streams = RangeStreams(self._answered)
 

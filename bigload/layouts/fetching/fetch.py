@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from bigload.checkpoint.byte_source import scheme_of
+from bigload.checkpoint.byte_source import address_text
 from bigload.checkpoint.model import Checkpoint
 from bigload.checkpoint.part import Part
 from bigload.devices import Device
@@ -228,7 +228,7 @@ def prepare_fetch(
     if not output.files:
         raise OptionError.of("include", list(asked.include), "patterns that leave files to fetch")
     ranges = list(byte_ranges(output))
-    source = scheme_of(checkpoint.root).display(checkpoint.root)
+    source = address_text(checkpoint.root)
     run = prepare_output(
         checkpoint,
         target,

@@ -8,7 +8,7 @@ from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
 
-from bigload.checkpoint.byte_source import scheme_of
+from bigload.checkpoint.byte_source import address_text
 from bigload.checkpoint.index import encode_index
 from bigload.checkpoint.model import AssembledTensor, Checkpoint, Shard, TensorInfo
 from bigload.checkpoint.part import PART_FILE, Part
@@ -64,7 +64,7 @@ def fetched_output(
         beside.pop(checkpoint.index_file or "", None)
         beside.pop(PART_FILE, None)
         part = Part(
-            source=scheme_of(checkpoint.root).display(checkpoint.root),
+            source=address_text(checkpoint.root),
             selection=described,
             num_tensors=len(tensors),
             source_tensors=len(checkpoint.tensors),
