@@ -22,7 +22,7 @@ SCHEMA = "bigload.part/1.0"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
+class PartDescription:
     """What a checkpoint is a part of.
 
     Attributes:
@@ -70,7 +70,7 @@ def part_warning(root: Path) -> Iterator[CheckpointWarning]:
                 "num_tensors": int(num),
                 "source_tensors": int(of),
             }:
-                part = Part(source=source, selection=selection, num_tensors=num, source_tensors=of)
+                part = PartDescription(source=source, selection=selection, num_tensors=num, source_tensors=of)
                 yield CheckpointWarning(code=PART_CODE, text=f"it is {part}")
                 return
     except (InvalidCheckpointError, OSError, ValueError):

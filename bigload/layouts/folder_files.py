@@ -10,7 +10,6 @@ import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import StrEnum
 from fnmatch import fnmatchcase
 from itertools import islice
 from pathlib import Path, PurePosixPath
@@ -20,7 +19,7 @@ from bigload.checkpoint.formats.registry import weight_suffixes
 from bigload.checkpoint.index import resolve_shard
 from bigload.checkpoint.model import Checkpoint
 from bigload.errors import InvalidCheckpointError, Problem, ReadError
-from bigload.layouts.other_weights import FOREIGN_SUFFIXES, MAX_CARRIED_BYTES
+from bigload.layouts.other_weights import FOREIGN_SUFFIXES, MAX_CARRIED_BYTES, LeftOut
 from bigload.layouts.verification.manifest import MANIFEST_FILE
 from bigload.layouts.writing.journal import PREFIX
 from bigload.units import counted, format_size
@@ -36,14 +35,6 @@ _KNOWN_NAMES = (
     *("tokenizer.model", "vocab.json", "vocab.txt", "merges.txt", "spiece.model", "adapter_config.json", "README.md"),
 )
 """Where a service cannot list a folder."""
-
-
-class LeftOut(StrEnum):
-    """Reason for not fetching a file."""
-
-    FORM = "another form of the same weights"
-    TRAINING = "the state of a training"
-    LARGE = f"weights beside the checkpoint of more than {format_size(MAX_CARRIED_BYTES)} in all"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -29,11 +29,13 @@ _TRAINING_STATE = ("optimizer", "scheduler", "scaler", "rng_state", "random_stat
 
 
 class LeftOut(StrEnum):
-    """Reason for not copying a weight file."""
+    """Reason for not copying a file."""
 
     COPY = "the same weights in another file"
     FOREIGN = "weights in the format of another framework"
+    FORM = "another form of the same weights"
     TRAINING = "the state of a training"
+    LARGE = f"weights beside the checkpoint of more than {format_size(MAX_CARRIED_BYTES)} in all"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,14 +14,15 @@ from pathlib import Path
 
 from bigload.checkpoint.byte_source import address_text
 from bigload.checkpoint.model import Checkpoint
-from bigload.checkpoint.part import Part
+from bigload.checkpoint.part import PartDescription
 from bigload.devices import Device
 from bigload.distributed.process_group import SingleProcess
 from bigload.errors import OptionError
 from bigload.layouts.choices import Verify
-from bigload.layouts.fetching.parts import Selection, byte_ranges, fetched_output
-from bigload.layouts.folder_files import LeftOut, folder_files
+from bigload.layouts.fetching.parts import PartSelection, byte_ranges, fetched_output
+from bigload.layouts.folder_files import folder_files
 from bigload.layouts.options import ReshardOptions, parse_bytes
+from bigload.layouts.other_weights import LeftOut
 from bigload.layouts.preparation import PreparedReshard, check_apart, output_folder, prepare_output
 from bigload.layouts.reshard import run_reshard
 from bigload.layouts.selection import open_source
@@ -99,7 +100,7 @@ class PreparedFetch:
     run: PreparedReshard
     source: str
     selection: Mapping[str, object]
-    part: Part | None
+    part: PartDescription | None
     left: Mapping[str, LeftOut]
     num_ranges: int
     transfer_bytes: int
@@ -127,7 +128,7 @@ class FetchReport:
 
     out: Path
     source: str
-    part: Part | None
+    part: PartDescription | None
     num_files: int
     num_bytes: int
     kept_bytes: int
@@ -216,7 +217,7 @@ def prepare_fetch(
     target = output_folder(checkpoint.name if out is None else out)
     check_apart(checkpoint, target)
     files = folder_files(checkpoint, include=asked.include, exclude=asked.exclude)
-    selection = Selection(
+    selection = PartSelection(
         only=asked.only,
         plan=plan,
         devices=_devices(asked.devices),

@@ -11,7 +11,7 @@ from pathlib import Path, PurePosixPath
 from bigload.checkpoint.byte_source import address_text
 from bigload.checkpoint.index import encode_index
 from bigload.checkpoint.model import AssembledTensor, Checkpoint, Shard, TensorInfo
-from bigload.checkpoint.part import PART_FILE, Part
+from bigload.checkpoint.part import PART_FILE, PartDescription
 from bigload.devices import Device
 from bigload.errors import OptionError
 from bigload.layouts.folder_files import FolderFiles
@@ -32,7 +32,7 @@ LAYOUT = "files"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Selection:
+class PartSelection:
     """Tensors to fetch: `only` those of these names, or those of `devices` of `plan`, or those of `rank` of `tp`."""
 
     only: tuple[str, ...] = ()
@@ -44,8 +44,8 @@ class Selection:
 
 
 def fetched_output(
-    checkpoint: Checkpoint, files: FolderFiles, selection: Selection, described: Mapping[str, object]
-) -> tuple[Output, Part | None]:
+    checkpoint: Checkpoint, files: FolderFiles, selection: PartSelection, described: Mapping[str, object]
+) -> tuple[Output, PartDescription | None]:
     """Return the files to write, and of what they are a part; `described` is the selection as options.
 
     Raises:
@@ -63,7 +63,7 @@ def fetched_output(
     if not is_whole:
         beside.pop(checkpoint.index_file or "", None)
         beside.pop(PART_FILE, None)
-        part = Part(
+        part = PartDescription(
             source=address_text(checkpoint.root),
             selection=described,
             num_tensors=len(tensors),
@@ -85,7 +85,7 @@ def fetched_output(
     return replace(output, files=(*copies, *output.files), documents=documents), part
 
 
-def _files_of_source(checkpoint: Checkpoint, files: FolderFiles, selection: Selection) -> Output:
+def _files_of_source(checkpoint: Checkpoint, files: FolderFiles, selection: PartSelection) -> Output:
     """Return the shards that have wanted tensors, whole if most of them is wanted, and an index of what is there."""
     wanted = None if not selection.only else set(_named(checkpoint.tensors, selection.only))
     outputs, weight_map, total_bytes = list[OutputFile](), dict[str, str](), 0
@@ -144,7 +144,7 @@ def _named(known: Collection[str], asked: Iterable[str]) -> Iterator[str]:
         raise OptionError.of("only", ", ".join(unknown), "names or patterns of tensors or modules there", hint=hint)
 
 
-def _folders_of_layout(checkpoint: Checkpoint, selection: Selection) -> Output:
+def _folders_of_layout(checkpoint: Checkpoint, selection: PartSelection) -> Output:
     """Return the folders of some devices or of one rank, out of the layout that a reshard would write."""
     plan, base = selection.plan, base_name(checkpoint)
     if plan is None:
