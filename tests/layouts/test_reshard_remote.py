@@ -20,7 +20,7 @@ from bigload.layouts.writing import recent_bytes
 from bigload.layouts.writing import windows as windows_module
 from bigload.layouts.writing import writer as writer_module
 from bigload.units import KIB, MIB
-from builders import make_checkpoint, no_thread_left, open_descriptors, write_raw
+from builders import make_checkpoint, make_mixtral, no_thread_left, open_descriptors, write_raw
 from hub_server import HubServer, hub_as_endpoint
 from thread_process_groups import outcomes
 
@@ -268,3 +268,12 @@ def test_memory_does_not_grow_with_the_model(served, tmp_path, tp):
     answer, said = process.communicate(timeout=200)
     assert process.returncode == 0, said
     assert json.loads(answer)["peak_bytes"] < (45 + 128) * MIB
+
+
+@pytest.mark.parametrize("options", [{}, {"dtype": "fp32"}], ids=["as stored", "cast"])
+def test_fused_experts_are_assembled_from_the_network(served, tmp_path, options):
+    folder = make_mixtral(tmp_path / "mixtral")
+    served.add("org/moe", folder)
+    bigload.reshard(folder, tmp_path / "local", names="transformers", **options)
+    bigload.reshard("org/moe", tmp_path / "remote", names="transformers", **options)
+    assert weights(tmp_path / "remote") == weights(tmp_path / "local")
