@@ -33,8 +33,10 @@ from bigload.units import GIB, MIB, format_size, parse_size
 from harness import installed_version, machine, show_status
 from rows import CannotMeasureError, Measurement, Row, Setting, Verdict, judge
 from rows_loading import ROWS as LOADING
+from rows_planning import ROWS as PLANNING
+from rows_running import ROWS as RUNNING
 
-ROWS: Sequence[Row] = (*LOADING,)
+ROWS: Sequence[Row] = (*LOADING, *RUNNING, *PLANNING)
 SCHEMA = "bigload.bench/1.0"
 _DEFAULT_BYTES, _QUICK_BYTES = 4 * GIB, 512 * MIB
 _DEFAULT_ROUNDS, _QUICK_ROUNDS = 5, 3

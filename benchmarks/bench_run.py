@@ -17,7 +17,7 @@ import json
 import os
 import statistics
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -170,9 +170,10 @@ def bench_run(
     rounds: int = 5,
     cold: bool = False,
     peers: bool = True,
+    more: Sequence[Contender] = (),
     on_run: Callable[[str], None] = show_status,
 ) -> RunBench:
-    """Run everything in turns and return the measurements."""
+    """Run everything in turns, and the contenders `more`, and return the measurements."""
     cache = CacheState.COLD if cold else CacheState.AS_IS
     bench = RunBench(planned=planned, cache=cache, num_forwards=max(new_tokens, 1))
     work = run_once(planned, tokens, new_tokens)
@@ -188,6 +189,7 @@ def bench_run(
             [
                 *contenders.values(),
                 *(Contender(name=r.name, run=partial(raw_read, r, on_disk), warm_ups=not cold) for r in reads),
+                *more,
             ],
             runs=rounds,
             files=list(dict.fromkeys(files)),

@@ -189,10 +189,15 @@ def measured_rounds(
     cached = [share for found in outcome.measured.values() for share in found.cached]
     failed = {name: f"{type(error).__name__}: {error}" for name, error in outcome.failures.items()}
     return Measurement(
-        seconds={name: found.seconds[1:] for name, found in outcome.measured.items()},
+        seconds={
+            each.name: outcome.measured[each.name].seconds[each.repeats :]
+            for each in contenders
+            if each.name in outcome.measured
+        },
         memory={
             name: ((found.peak_private_bytes + found.peak_file_bytes) / MIB,)
             for name, found in outcome.measured.items()
+            if files  # of other processes this one's memory says nothing
         },
         problems={**(problems or {}), **failed},
         cached=(min(cached), max(cached)) if files and cached else None,

@@ -1,0 +1,194 @@
+"""Rows of running a model: weights streamed from disk, all weights resident, hooks, ranks that load their parts."""
+
+from __future__ import annotations
+
+import copy
+import json
+import subprocess
+import sys
+from functools import partial
+from importlib import import_module
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import torch
+from torch import nn
+
+from bench_run import RunBench, bench_run
+from bigload.bench.run_model import PlannedModel
+from bigload.bench.runner import Contender
+from bigload.checkpoint.model import Checkpoint
+from bigload.runtime.hooks.attach_hooks import attach_align_device_hook_on_blocks
+from bigload.units import MIB
+from rows import CannotMeasureError, Measurement, Row, RowGoal, Setting, files_of, measured_rounds, per_round
+from run_contenders import BIGLOAD, PLAIN
+from straight_read import straight_read
+
+_WINDOW_BLOCKS = 3
+_RANKS = Path(__file__).with_name("bench_ranks.py")
+_OURS, _READER = "load_sharded", "dcp reader"
+_HOOKED_LAYERS, _HOOKED_FORWARDS = 200, 60
+
+
+def streaming(setting: Setting, *, tokens: int, is_cold: bool = False, is_resident: bool = False) -> Measurement:
+    """Time forwards whose weights are on disk, beside the model in memory, raw reads and other programs."""
+    checkpoint = setting.model
+    planned = PlannedModel.open(
+        checkpoint,
+        None,
+        asked_by="bench.py",
+        prefetch_bytes=_WINDOW_BLOCKS * block_bytes(checkpoint),
+        resident_bytes=2 * checkpoint.total_bytes if is_resident else 0,
+    )
+    reads = [
+        Contender(
+            name="read: straight pread, 8 threads",
+            run=partial(straight_read, files_of(checkpoint), threads=8, block_bytes=4 * MIB),
+        )
+    ]
+    bench = bench_run(
+        planned,
+        tokens=tokens,
+        rounds=setting.rounds + 1,
+        cold=is_cold,
+        peers=setting.with_peers and not is_resident,
+        more=reads if is_cold else (),
+    )
+    return _figures(bench, setting.rounds)
+
+
+def _figures(bench: RunBench, rounds: int) -> Measurement:
+    names = {PLAIN: PLAIN, BIGLOAD: BIGLOAD, **{name: f"read: {name}" for name in bench.raw_names}}
+    seconds = {
+        names.get(name, name if name.startswith("read: ") else f"peer: {name}"): per_round(each.seconds, rounds + 1)[1:]
+        for name, each in bench.measured.items()
+    }
+    cached = [share for found in bench.measured.values() for share in found.cached]
+    differing = [
+        f"the output of {name} differs by up to {output.max_difference}"
+        for name, output in bench.outputs.items()
+        if not output.is_within_rounding
+    ]
+    problems = {f"peer: {name}": reason for name, reason in bench.problems.items()}
+    return Measurement(seconds=seconds, problems=problems, cached=(min(cached), max(cached)), remarks=tuple(differing))
+
+
+def block_bytes(checkpoint: Checkpoint) -> int:
+    """Return the bytes of the largest of the numbered layers of `checkpoint`."""
+    sizes: dict[str, int] = {}
+    for tensor in checkpoint.tensors.values():
+        parts = tensor.name.split(".")
+        number = next((index for index, part in enumerate(parts) if part.isdecimal()), None)
+        if number is not None:
+            block = ".".join(parts[: number + 1])
+            sizes[block] = sizes.get(block, 0) + tensor.num_bytes
+    return max(sizes.values())
+
+
+def hooks(setting: Setting) -> Measurement:
+    """Time what hooks add to the forward of a deep small model that is in place already."""
+    half = _HOOKED_LAYERS // 2
+    plain = nn.Sequential(*(nn.Sequential(*(nn.Linear(8, 8) for _ in range(half))) for _ in range(2)))
+    models, problems = {PLAIN: plain, BIGLOAD: copy.deepcopy(plain)}, {}
+    attach_align_device_hook_on_blocks(models[BIGLOAD], dict.fromkeys("01", "cpu"))
+    try:
+        if not setting.with_peers:
+            raise ImportError("left out (--no-peers)")
+        accelerate = import_module("accelerate.hooks")
+    except ImportError as error:
+        problems["peer: accelerate"] = str(error)
+    else:
+        models["peer: accelerate"] = copy.deepcopy(plain)
+        accelerate.attach_align_device_hook_on_blocks(models["peer: accelerate"], dict.fromkeys("01", "cpu"))
+    x = torch.randn(1, 8)
+    with torch.inference_mode():
+        contenders = [
+            Contender(name=name, run=partial(model, x), warm_ups=1, repeats=_HOOKED_FORWARDS)
+            for name, model in models.items()
+        ]
+        found = measured_rounds(setting, contenders, problems=problems)
+    forwards = {name: per_round(seconds, setting.rounds) for name, seconds in found.seconds.items()}
+    added = {
+        f"{name}, added": tuple(own - bare for own, bare in zip(seconds, forwards[PLAIN], strict=True))
+        for name, seconds in forwards.items()
+        if name != PLAIN
+    }
+    return Measurement(seconds={**forwards, **added}, problems=found.problems)
+
+
+def ranks(setting: Setting, *, state: str) -> Measurement:
+    """Time four ranks of FSDP that load their rows, beside torch's reader."""
+    with TemporaryDirectory(dir=setting.folder) as scratch:
+        out = Path(scratch) / "ranks.json"
+        words = ["--folder", str(setting.model.root), "--ways", "rows", "--states", state]
+        words += ["--rounds", str(setting.rounds), "--json", str(out)]
+        words += ["--without", "torch broadcast", "load_sharded, sent"]
+        done = subprocess.run([sys.executable, _RANKS, *words], capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise CannotMeasureError(f"the ranks failed: {(done.stderr.strip().splitlines() or ['no message'])[-1]}")
+        found = json.loads(out.read_text(encoding="utf-8"))
+    return Measurement(seconds=found[f"rows, {state}"], remarks=tuple(found["remarks"]))
+
+
+def _within(text: str, bound: float, *limits: str) -> RowGoal:
+    return RowGoal(text=text, contender=BIGLOAD, limits=limits, bound=bound)
+
+
+def _ranks_goal(bound: float) -> RowGoal:
+    return RowGoal(text="rate, of torch's reader", contender=_OURS, limits=(_READER,), bound=bound, is_least=True)
+
+
+_FROM_MEMORY = (_within("time, of the model in memory", 1.1, PLAIN),)
+_FROM_DISK = (_within("time, of max(compute, fastest read)", 1.05, PLAIN, "read: "),)
+
+ROWS = (
+    *(
+        Row(
+            name=f"stream-{state}-{tokens}",
+            title=f"streaming, {state}, {tokens} {'token' if tokens == 1 else 'tokens'}",
+            measure=partial(streaming, tokens=tokens, is_cold=state == "cold"),
+            goals=_FROM_DISK if state == "cold" else _FROM_MEMORY,
+            packages=("transformers",),
+            disk=2,
+            memory=3,
+        )
+        for tokens, state in ((1, "warm"), (1, "cold"), (128, "warm"))
+    ),
+    Row(
+        name="resident",
+        title="everything resident, 1 token",
+        measure=partial(streaming, tokens=1, is_resident=True),
+        goals=(_within("time, of the model in memory", 1.02, PLAIN),),
+        packages=("transformers",),
+        memory=4,
+    ),
+    Row(
+        name="hooks",
+        title=f"hooks of {_HOOKED_LAYERS} modules in place",
+        measure=hooks,
+        goals=(
+            RowGoal(
+                text="time added to a forward, of accelerate's",
+                contender=f"{BIGLOAD}, added",
+                limits=("peer: accelerate, added",),
+                bound=0.333,
+            ),
+        ),
+        packages=("accelerate",),
+        disk=0,
+    ),
+    Row(
+        name="ranks-warm",
+        title="ranks (FSDP, 4), warm",
+        measure=partial(ranks, state="warm"),
+        goals=(_ranks_goal(1.3),),
+        memory=3,
+    ),
+    Row(
+        name="ranks-cold",
+        title="ranks (FSDP, 4), cold",
+        measure=partial(ranks, state="cold"),
+        goals=(_ranks_goal(1.2),),
+        memory=3,
+    ),
+)
