@@ -10,7 +10,6 @@ import errno
 import json
 import os
 import stat
-import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -238,7 +237,7 @@ def atomic_file(target: Path) -> Iterator[Path | IO[bytes]]:
 @contextmanager
 def staged_file(path: Path) -> Iterator[Path]:
     """Yield the name of a new file that is renamed to `path` when the block succeeds, and is removed when it fails."""
-    staged = path.with_name(f".bigload-{uuid.uuid4().hex}.partial")
+    staged = path.with_name(f".bigload-{os.urandom(16).hex()}.partial")
     try:
         yield staged
         staged.replace(path)

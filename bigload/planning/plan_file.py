@@ -32,7 +32,6 @@ from bigload.planning.model.module_tree import build_tree
 from bigload.planning.model.mtp_layers import extra_layers
 from bigload.planning.model.structure import read_structure
 from bigload.planning.model.ties import find_ties
-from bigload.planning.module_names import in_memory_names, rename_device_map
 from bigload.planning.options import PlanKeywords, PlanOptions, options_of
 from bigload.planning.placement.optimality import Certificate, Verdict
 from bigload.planning.plan import TERMS, DeviceUse, Plan, PlanNote, ResidentExperts, recount
@@ -302,6 +301,8 @@ def _check_names(plan: Plan, checkpoint: Checkpoint, source: str) -> None:
     if unknown:
         _refuse(source, f"its device map has {', '.join(unknown[:3])}, no module of {checkpoint.name}")
     if plan.renamed is not None:
+        from bigload.planning.module_names import in_memory_names, rename_device_map  # imports what few plans need
+
         renaming = in_memory_names(tuple(plan.homes), checkpoint.tensors, checkpoint.config)
         if rename_device_map(plan.homes, renaming) != plan.renamed:
             _refuse(source, "its renamed device map is not its device map in other names")

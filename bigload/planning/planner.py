@@ -17,7 +17,6 @@ from bigload.planning.budget.budget import MaxMemory, MemoryBudget
 from bigload.planning.choices import Experts, NameScheme
 from bigload.planning.model.structure import ModelStructure, read_structure
 from bigload.planning.model.units import with_dense_held
-from bigload.planning.module_names import in_memory_names, rename_device_map
 from bigload.planning.notes import notes_on, tie_homes
 from bigload.planning.options import PlanKeywords, PlanOptions, options_of
 from bigload.planning.placement.optimality import Verdict, certify
@@ -184,6 +183,8 @@ def _plan(structure: ModelStructure, budget: MemoryBudget, options: PlanOptions,
     notes = list(notes_on(structure, budget, options, solution, devices))
     renamed = None
     if options.names is not NameScheme.CHECKPOINT:
+        from bigload.planning.module_names import in_memory_names, rename_device_map  # imports what few plans need
+
         renaming = in_memory_names(tuple(homes), structure.checkpoint.tensors, structure.checkpoint.config)
         renamed = rename_device_map(homes, renaming)
         notes += [PlanNote(code="names", text=text) for text in renaming.notes]

@@ -17,7 +17,6 @@ from bigload.planning.expert_stats import ExpertStats
 from bigload.planning.model.experts import dense_parts
 from bigload.planning.model.structure import ModelStructure
 from bigload.planning.model.units import Unit
-from bigload.planning.module_names import in_memory_names
 from bigload.planning.placement.policies.memory_tiers import Host
 from bigload.planning.placement.problem import Placement, PlacementProblem, device_loads, fetch_ahead, keeps_limits
 from bigload.planning.placement.solve import Solution
@@ -52,6 +51,8 @@ def layers_of(structure: ModelStructure, recorded: Mapping[str, object]) -> tupl
     modules = [module for experts in found for module in experts.modules]
     names: Mapping[str, tuple[str, ...]] = {module: (module,) for module in modules}
     if not recorded.keys() <= names.keys():
+        from bigload.planning.module_names import in_memory_names  # imports what few plans need
+
         checkpoint = structure.checkpoint
         # With what is beside the experts: a name is that of the outermost module with nothing else in it.
         beside = [part.name for block in structure.experts.values() for part in dense_parts(*block)]
