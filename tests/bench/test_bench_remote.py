@@ -3,16 +3,14 @@
 import pytest
 
 from bigload.bench.bench_load import bench_load
-from bigload.checkpoint.sources import hub
 from bigload.errors import OptionError
 from builders import make_checkpoint
-from hub_server import HubServer, hub_as_endpoint
+from hub_server import served_hub
 
 
 @pytest.fixture
 def served(tmp_path, monkeypatch):
-    monkeypatch.setattr(hub, "_listings", {})
-    with HubServer() as server, hub_as_endpoint(monkeypatch, server, tmp_path / "cache"):
+    with served_hub(monkeypatch, tmp_path / "cache") as server:
         server.add("org/tiny", make_checkpoint(tmp_path / "source"))
         yield server
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import bigload
-from bigload.checkpoint.sources import http, hub, range_streams
+from bigload.checkpoint.sources import hub, range_streams
 from bigload.checkpoint.sources.http import RateLimitWarning
 from bigload.errors import AccessDeniedError, ReadError
 from bigload.layouts.verification.manifest import MANIFEST_FILE
@@ -21,7 +21,7 @@ from bigload.layouts.writing import windows as windows_module
 from bigload.layouts.writing import writer as writer_module
 from bigload.units import KIB, MIB
 from builders import make_checkpoint, make_mixtral, no_thread_left, open_descriptors, write_raw
-from hub_server import HubServer, hub_as_endpoint
+from hub_server import served_hub
 from thread_process_groups import outcomes
 
 HIDDEN = 256
@@ -39,11 +39,9 @@ def source(tmp_path):
 
 @pytest.fixture
 def served(tmp_path, monkeypatch, source):
-    monkeypatch.setattr(hub, "_listings", {})
-    monkeypatch.setattr(http, "_sleep", lambda seconds: None)
     for module in (range_streams, recent_bytes):  # as small beside these tensors as it is beside those of models
         monkeypatch.setattr(module, "MAX_GAP_BYTES", 2 * KIB)
-    with HubServer() as server, hub_as_endpoint(monkeypatch, server, tmp_path / "cache"):
+    with served_hub(monkeypatch, tmp_path / "cache") as server:
         server.add("org/tiny", source)
         server.source = source
         yield server

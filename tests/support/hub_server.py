@@ -479,10 +479,17 @@ class _Cdn(_Handler):
 
 
 @contextmanager
-def hub_as_endpoint(monkeypatch, hub: HubServer, cache: Path):
-    """Have this process take `hub` for the Hub, with caches in `cache`."""
+def served_hub(monkeypatch, cache: Path, *, sleep=lambda seconds: None):
+    """Start a Hub that this process takes for the real one, with caches in `cache`; `sleep` replaces all pauses."""
     from huggingface_hub import constants
 
+    from bigload.checkpoint.sources import http, ranged_source
+    from bigload.checkpoint.sources import hub as hub_source
+
+    for module in (http, ranged_source):
+        monkeypatch.setattr(module, "_sleep", sleep)
+    monkeypatch.setattr(hub_source, "_listings", {})
+    hub = HubServer()
     monkeypatch.setattr(constants, "ENDPOINT", hub.url)
     template = f"{hub.url}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
     monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
@@ -491,4 +498,5 @@ def hub_as_endpoint(monkeypatch, hub: HubServer, cache: Path):
     monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(cache / "token"))
     monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
     monkeypatch.delenv("HF_TOKEN", raising=False)
-    yield hub
+    with hub:
+        yield hub

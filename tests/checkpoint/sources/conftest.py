@@ -2,8 +2,8 @@
 
 import pytest
 
-from bigload.checkpoint.sources import http, hub, ranged_source
-from hub_server import HubServer, hub_as_endpoint
+from bigload.checkpoint.sources import http
+from hub_server import served_hub
 
 
 class Clock:
@@ -20,8 +20,6 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch):
     clock = Clock()
-    monkeypatch.setattr(http, "_sleep", clock.sleep)
-    monkeypatch.setattr(ranged_source, "_sleep", clock.sleep)
     monkeypatch.setattr(http, "_now", lambda: clock.now)
     monkeypatch.setattr(http, "_PAUSE", http._Pause())
     return clock
@@ -29,7 +27,6 @@ def clock(monkeypatch):
 
 @pytest.fixture
 def served(tmp_path, monkeypatch, clock):
-    monkeypatch.setattr(hub, "_listings", {})
     monkeypatch.chdir(tmp_path)
-    with HubServer() as server, hub_as_endpoint(monkeypatch, server, tmp_path / "cache"):
+    with served_hub(monkeypatch, tmp_path / "cache", sleep=clock.sleep) as server:
         yield server

@@ -1,21 +1,10 @@
-"""A Hub on the loopback, which this process takes for the real one, and a model there."""
+"""A model in a repository of the Hub on the loopback."""
 
 import json
 
 import pytest
 
-from bigload.checkpoint.sources import hub, ranged_source
 from builders import make_checkpoint
-from hub_server import HubServer, hub_as_endpoint
-
-
-@pytest.fixture
-def served(tmp_path, monkeypatch):
-    monkeypatch.setattr(ranged_source, "_sleep", lambda seconds: None)
-    monkeypatch.setattr(hub, "_listings", {})
-    monkeypatch.chdir(tmp_path)
-    with HubServer() as server, hub_as_endpoint(monkeypatch, server, tmp_path / "cache"):
-        yield server
 
 
 def make_model(folder, **options):

@@ -12,9 +12,8 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import bigload
 from bigload.checkpoint.source import open_checkpoint
-from bigload.checkpoint.sources import http, hub
 from bigload.errors import OptionError, ReadError
-from hub_server import HubServer, hub_as_endpoint
+from hub_server import served_hub
 from rank_processes import run_ranks
 
 ROWS, WIDTH = 64, 2048
@@ -44,9 +43,7 @@ def served(tmp_path, monkeypatch):
     (tmp_path / "model").mkdir()
     save_file(STATE, tmp_path / "model/model.safetensors")
     (tmp_path / "model/config.json").write_text("{}")
-    monkeypatch.setattr(hub, "_listings", {})
-    monkeypatch.setattr(http, "_sleep", lambda seconds: None)
-    with HubServer() as server, hub_as_endpoint(monkeypatch, server, tmp_path / "cache"):
+    with served_hub(monkeypatch, tmp_path / "cache") as server:
         server.add("org/tiny", tmp_path / "model")
         yield server
 
