@@ -22,6 +22,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
+from functools import lru_cache
 from itertools import islice
 from operator import attrgetter
 from typing import NoReturn, TypeGuard
@@ -47,7 +48,7 @@ _FIELDS = frozenset({"dtype", "shape", "data_offsets"})
 _METADATA_FIRST = re.compile(rf'\{{"{METADATA_KEY}":(\{{[^{{}}\\]*\}})')
 _NUMBER = "(0|[1-9][0-9]{0,19})"
 _PLAIN_ENTRY = re.compile(
-    r'(?:^\{|,)"([^"\\\x00-\x1f]*)":\{"dtype":"([A-Z0-9_]*)","shape":\[([0-9,]*)\],'
+    r'(?:^\{|,)"([^"\\\x00-\x1f]*)":\{"dtype":"([A-Z0-9_]*)","shape":\[([0-9,]{0,200})\],'
     rf'"data_offsets":\[{_NUMBER},{_NUMBER}\]\}}'
 )
 _PLAIN_LENGTH = len(',"":{"dtype":"","shape":[],"data_offsets":[,]}')
@@ -121,13 +122,10 @@ def _plain(raw: bytes, file: str) -> tuple[Mapping[str, str], list[TensorInfo]] 
     first = _METADATA_FIRST.match(text)
     position = first.end() if first is not None else 0
     tensors: dict[str, TensorInfo] = {}
-    forms: dict[tuple[str, str], tuple[DType, tuple[int, ...], int] | None] = {}
     data_start = len(raw)
     entries = _PLAIN_ENTRY.findall(text, position, len(text) - 1)
     for name, dtype, shape, begin, end in entries:
-        if (dtype, shape) not in forms:
-            forms[dtype, shape] = _form(dtype, shape)
-        form, start, stop = forms[dtype, shape], int(begin), int(end)
+        form, start, stop = _form(dtype, shape), int(begin), int(end)
         if form is None or form[2] != (stop - start) * 8 or stop > MAX_ELEMENTS:
             return None
         tensors[name] = TensorInfo(name, form[0], form[1], Span(file, data_start + start, data_start + stop))
@@ -140,6 +138,7 @@ def _plain(raw: bytes, file: str) -> tuple[Mapping[str, str], list[TensorInfo]] 
     return None
 
 
+@lru_cache(maxsize=1024)
 def _form(dtype_name: str, shape_text: str) -> tuple[DType, tuple[int, ...], int] | None:
     """Return dtype, shape and bits of a tensor."""
     dtype = DTYPES.get(dtype_name)
