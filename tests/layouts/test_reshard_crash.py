@@ -19,6 +19,7 @@ import pytest
 import bigload
 from bigload.errors import OutputExistsError, WriteError
 from bigload.layouts.reshard import reshard
+from bigload.layouts.writing import files_in_progress as files_module
 from bigload.layouts.writing import writer as writer_module
 from bigload.planning.plan_file import write_plan
 from builders import contents, make_checkpoint, open_descriptors
@@ -188,7 +189,7 @@ def test_what_later_steps_rely_on_is_flushed_before_them(place, tmp_path, monkey
     """Bytes before the journal and the documents, documents before the manifest, folders before the rename."""
     events = recorded(monkeypatch)
     monkeypatch.setattr(writer_module, "WINDOW_BYTES", 16384)
-    monkeypatch.setattr(writer_module, "NOTE_EVERY_BYTES", 32768)
+    monkeypatch.setattr(files_module, "NOTE_EVERY_BYTES", 32768)
     report = reshard(place / "plan.json", tmp_path / "out", threads=threads)
     partial = f"{tmp_path}/out.partial"
     rename = events.index(("rename", f"{partial} -> {tmp_path}/out"))
@@ -222,7 +223,7 @@ def test_what_later_steps_rely_on_is_flushed_before_them(place, tmp_path, monkey
 
 def test_a_tensor_is_noted_after_its_bytes_were_flushed(place, tmp_path, monkeypatch):
     monkeypatch.setattr(writer_module, "WINDOW_BYTES", 8192)
-    monkeypatch.setattr(writer_module, "NOTE_EVERY_BYTES", 8192)
+    monkeypatch.setattr(files_module, "NOTE_EVERY_BYTES", 8192)
     events = recorded(monkeypatch)
     report = reshard(place / "source", tmp_path / "out", threads=1, max_shard_bytes=None)
     (output,) = report.output.files

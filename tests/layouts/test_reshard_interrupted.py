@@ -17,11 +17,11 @@ from builders import contents, make_checkpoint, stored_tensors
 
 RESHARD = """
 import os, sys
-from bigload.layouts.writing import writer
+from bigload.layouts.writing import files_in_progress, writer
 from bigload.layouts.reshard import reshard
 
 plan, out, threads, resume, force, answers = sys.argv[1], sys.argv[2], *map(int, sys.argv[3:])
-writer.WINDOW_BYTES, writer.NOTE_EVERY_BYTES = 1 << 20, 4 << 20  # more to tell, more places to be killed at
+writer.WINDOW_BYTES, files_in_progress.NOTE_EVERY_BYTES = 1 << 20, 4 << 20  # more to tell, more places to be killed at
 
 def tell(progress):
     os.write(1, f"{progress.phase} {progress.done_bytes}\\n".encode())  # print() of two threads would mix

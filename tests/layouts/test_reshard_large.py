@@ -16,7 +16,7 @@ from bigload.layouts.options import ReshardOptions
 from bigload.layouts.preparation import prepare_reshard
 from bigload.layouts.reshard import reshard, run_reshard
 from bigload.layouts.verification.manifest import read_manifest
-from bigload.layouts.writing import writer as writer_module
+from bigload.layouts.writing import files_in_progress as files_module
 from bigload.planning.plan_file import write_plan
 from builders import digest_of, make_checkpoint, stored_tensors
 
@@ -161,7 +161,7 @@ def test_what_a_killed_run_left_of_a_sparse_file_is_gone_on_with_and_stays_spars
         if len(seen) == 40:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(writer_module, "NOTE_EVERY_BYTES", MIB)
+    monkeypatch.setattr(files_module, "NOTE_EVERY_BYTES", MIB)
     prepared = prepare_reshard(tmp_path / "source", tmp_path / "out", ReshardOptions(max_shard_bytes=10**9, threads=1))
     with pytest.raises(KeyboardInterrupt):
         run_reshard(prepared, on_progress=stop)

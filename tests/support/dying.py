@@ -22,6 +22,7 @@ from pathlib import Path
 from bigload.errors import BigloadError
 from bigload.layouts import execution
 from bigload.layouts.reshard import reshard
+from bigload.layouts.writing import files_in_progress as files_module
 from bigload.layouts.writing import output_file_writer as sink_module
 from bigload.layouts.writing import writer as writer_module
 from builders import contents
@@ -39,7 +40,7 @@ Act = Callable[[int, str], None]
 def small_steps(*, window_bytes: int = 16384, note_every_bytes: int = 32768) -> None:
     """Cut the work of this process into many small steps."""
     writer_module.WINDOW_BYTES = window_bytes
-    writer_module.NOTE_EVERY_BYTES = note_every_bytes
+    files_module.NOTE_EVERY_BYTES = note_every_bytes
 
 
 @contextmanager

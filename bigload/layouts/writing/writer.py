@@ -8,9 +8,7 @@ bounded whatever the size of files, checkpoint and tensors.
 from __future__ import annotations
 
 import ctypes
-import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import groupby, zip_longest
 from pathlib import Path
@@ -18,12 +16,11 @@ from pathlib import Path
 import xxhash
 
 from bigload.checkpoint.model import TensorInfo
-from bigload.errors import BigloadError, DamagedOutputError, ReadError
 from bigload.layouts.choices import Verify
 from bigload.layouts.options import ReshardOptions
 from bigload.layouts.output import OutputFile
-from bigload.layouts.verification.digests import FileDigest, InOrderDigest
 from bigload.layouts.verification.manifest import FileRecord
+from bigload.layouts.writing.files_in_progress import FileInProgress, UnorderedFile
 from bigload.layouts.writing.journal import Journal
 from bigload.layouts.writing.kernel_copy import KernelCopy, copy_in_kernel
 from bigload.layouts.writing.output_file_writer import BLOCK_BYTES, OutputFileWriter
@@ -36,10 +33,7 @@ from bigload.loading.progress import Tally
 from bigload.machine.huge_pages import Buffer, address_of
 from bigload.machine.inflight_pool import BlockPool
 from bigload.machine.thread_pool import run_jobs
-from bigload.units import GIB, KIB, MIB
-
-NOTE_EVERY_BYTES = GIB
-"""Bytes of a file between two lines of the journal: they are written again after a crash."""
+from bigload.units import KIB, MIB
 
 MAX_RUN_BYTES = 64 * MIB
 """Windows that a thread takes at once from a remote checkpoint: a request or a few."""
@@ -97,7 +91,7 @@ class Writer:
         self._window_bytes = window_bytes(options)
         num_blocks = self._threads * (2 if self._verify is Verify.FULL else 1)
         self._memory = BlockPool(num_blocks, block_bytes=self._window_bytes, is_prefaulted=False)
-        self._open_files: list[_FileInProgress] = []
+        self._open_files: list[FileInProgress] = []
 
     @property
     def overflows(self) -> Mapping[str, int]:
@@ -159,8 +153,9 @@ class Writer:
         kept_bytes = begin if file.kept is None or not file.kept.windows else file.kept.stop
         alignment = None if is_remote else self._alignment  # windows that are cut at tensors are not whole blocks
         sink = OutputFileWriter(path, num_bytes=output.num_bytes, alignment=alignment, kept_bytes=kept_bytes)
-        kind = _FileInProgress if self._sources.is_local else _UnorderedFile
-        open_file = kind(output, sink, journal=self._journal, tally=self._tally, records=records, kept=file.kept)
+        open_file = (UnorderedFile if is_remote else FileInProgress)(
+            output=output, sink=sink, journal=self._journal, tally=self._tally, records=records, kept=file.kept
+        )
         # Finished files are dropped: their digests of 90 000 tensors take memory.
         self._open_files = [*(other for other in self._open_files if other.sink.descriptor >= 0), open_file]
         copied = self._copy_in_kernel(output, sink) if not begin else DataRanges(())
@@ -177,11 +172,11 @@ class Writer:
         open_file.windows = [window for window, _ in found]
         if not found:
             open_file.finish()
-        there = open_file.take_windows(file.kept) if isinstance(open_file, _UnorderedFile) else set()
+        there = open_file.take_windows() if isinstance(open_file, UnorderedFile) else set()
         for number, (window, is_copied) in enumerate(found):
             if number not in there:
                 yield _Job(open_file, window, number, is_copied)
-        if isinstance(open_file, _UnorderedFile):
+        if isinstance(open_file, UnorderedFile):
             open_file.follow(self._memory)  # all of it may be there
 
     def _copy_in_kernel(self, output: OutputFile, sink: OutputFileWriter) -> DataRanges:
@@ -205,7 +200,7 @@ class Writer:
         self._window_reader.expect([job.window.portions for job in run], keeps_recent=is_shared)
         for job in run:
             file = job.file
-            assert isinstance(file, _UnorderedFile)
+            assert isinstance(file, UnorderedFile)
             with self._memory.lend() as block:
                 view = self._filled(job, block)
                 file.sink.write(view, job.window.start)
@@ -248,214 +243,10 @@ class Writer:
 class _Job:
     """Window number `number` of a file; `is_copied` says that the kernel has put its bytes there already."""
 
-    file: _FileInProgress
+    file: FileInProgress
     window: Window
     number: int
     is_copied: bool
-
-
-class _FileInProgress:
-    """An output file while several threads write it; finished by the one that ends its last window."""
-
-    def __init__(
-        self,
-        output: OutputFile,
-        sink: OutputFileWriter,
-        *,
-        journal: Journal,
-        tally: Tally,
-        records: dict[str, FileRecord],
-        kept: ReusableFile | None,
-    ) -> None:
-        self.output = output
-        self.sink = sink
-        self.digests = InOrderDigest(FileDigest.of(output) if kept is None else kept.digest)
-        self.is_digested = True
-        self.windows: Sequence[Window] = ()
-        self._journal = journal
-        self._tally = tally
-        self._records = records
-        self._num_counted = 0 if kept is None else max(kept.digest.position - output.header_bytes, 0)
-        self._counted_stop = self.digests.digest.position
-        self._lock = threading.Lock()
-        self._noting = threading.Lock()
-        self._done: set[int] = set()
-        self._num_in_order = 0
-        self._noted_stop = self.digests.digest.position
-        self._num_noted = len(self.digests.digest.tensors)
-
-    def done(self, number: int) -> None:
-        """Count window `number` as written, and compared if that was asked for; finish the file after the last one."""
-        window = self.windows[number]
-        self._count(max(window.stop - max(window.start, self._counted_stop), 0))
-        with self._lock:
-            self._done.add(number)
-            while self._num_in_order in self._done:
-                self._done.remove(self._num_in_order)
-                self._num_in_order += 1
-            is_last = self._num_in_order == len(self.windows)
-            stop = self.windows[self._num_in_order - 1].stop if self._num_in_order else 0
-        if is_last:
-            self.finish()
-        elif stop - self._noted_stop >= NOTE_EVERY_BYTES and self._noting.acquire(blocking=False):
-            try:
-                self._note(stop)
-            finally:
-                self._noting.release()
-
-    def finish(self) -> None:
-        """Flush the file, record it in the journal, and close it."""
-        with self._noting:
-            if self.sink.has_failed:
-                return  # another thread raises; a flush would succeed after a lost page
-            tensors: Mapping[str, str | None] = dict.fromkeys((tensor.name for tensor in self.output.tensors), None)
-            digest = None
-            if self.is_digested:
-                digest = self.digests.digest.finish()
-                tensors = {} if self.output.is_copy else self.digests.digest.tensors
-                self._check_sha256(self.digests.digest.sha256)
-            self.sink.finish()
-            noted = list(tensors.items())[self._num_noted :] if self.is_digested else []
-            self._journal.complete(self.output.file, {name: str(found) for name, found in noted}, digest)
-            self._noted_stop = self.output.num_bytes  # a late thread has nothing to add
-            record = FileRecord(num_bytes=self.output.num_bytes, digest=digest, tensors=tensors)
-            self._records[self.output.file] = record
-            self.sink.close()
-        self._count(self.output.num_bytes - self._num_counted)  # holes, and what lies before the windows
-
-    def abandon(self) -> None:
-        """Record what is written and close the file, after an error, when all threads have stopped."""
-        if self.sink.descriptor < 0:
-            return
-        with suppress(BigloadError):
-            if self._num_in_order and not self.sink.has_failed:
-                self._note(self.windows[self._num_in_order - 1].stop)
-        self.sink.close()
-
-    def verification_error(self, offset: int) -> DamagedOutputError:
-        """Return the error for a difference at byte `offset`."""
-        holder = None
-        for tensor, start in zip(self.output.tensors, self.output.starts(), strict=True):
-            if start <= offset < start + tensor.num_bytes:
-                holder = tensor.name
-        return DamagedOutputError.while_writing(self.sink.path, offset=offset, tensor=holder)
-
-    def _count(self, num_bytes: int) -> None:
-        if num_bytes:
-            with self._lock:
-                self._num_counted += num_bytes
-            self._tally.add(num_bytes, phase="write", file=self.output.file)
-
-    def _note(self, stop: int) -> None:
-        """Flush what is written, and record the tensors that end at or before byte `stop`."""
-        if not self.is_digested:
-            return
-        ends = [
-            start + tensor.num_bytes for tensor, start in zip(self.output.tensors, self.output.starts(), strict=True)
-        ]
-        closed = [] if self.output.is_copy else list(self.digests.digest.tensors.items())
-        count = sum(end <= stop for end in ends[: len(closed)])
-        if stop > self._noted_stop:
-            self.sink.flush()
-            prefixes = self.digests.prefixes
-            self._journal.note(self.output.file, dict(closed[self._num_noted : count]), (stop, prefixes[stop]))
-            self._num_noted, self._noted_stop = count, stop
-            for position in [position for position in list(prefixes) if position <= stop]:  # others add to it
-                del prefixes[position]
-
-    def _check_sha256(self, found: str | None) -> None:
-        """Remove the file and raise ReadError unless it is what the service says that it is."""
-        if found == self.output.sha256:
-            return
-        with suppress(OSError):
-            self.sink.path.unlink()
-        reason = f"its SHA-256 is {found}, the service says {self.output.sha256}; this file was not kept"
-        raise ReadError(self.output.file, reason)
-
-
-class _UnorderedFile(_FileInProgress):
-    """An output file whose windows are written in any order; its digest follows, over what is read back from the disk.
-
-    So many connections can each transfer a long range, though a digest is computed in file order and memory is small.
-    Each window is read back once, and compared by its digest.
-    """
-
-    def __init__(
-        self,
-        output: OutputFile,
-        sink: OutputFileWriter,
-        *,
-        journal: Journal,
-        tally: Tally,
-        records: dict[str, FileRecord],
-        kept: ReusableFile | None,
-    ) -> None:
-        super().__init__(output, sink, journal=journal, tally=tally, records=records, kept=kept)
-        self._written: dict[int, str] = {}
-        self._unnoted: list[int] = []
-        self._following = threading.Lock()
-        self._next = 0
-
-    def take_windows(self, kept: ReusableFile | None) -> set[int]:
-        """Take the windows that are on the disk already, and return their numbers."""
-        there = {} if kept is None else kept.windows
-        edges = ((window.start, window.stop) for window in self.windows)
-        self._written = {number: there[pair] for number, pair in enumerate(edges) if pair in there}
-        self._num_counted += sum(self.windows[number].num_bytes for number in self._written)
-        return set(self._written)
-
-    def written(self, number: int, digest: str) -> None:
-        """Count window `number`, which has this digest, as written."""
-        window = self.windows[number]
-        with self._lock:
-            self._written[number] = digest
-            self._unnoted.append(number)
-        self._count(max(window.stop - max(window.start, self._counted_stop), 0))
-
-    def note_windows(self) -> None:
-        """Flush what is written, and record it in the journal; if another thread does, it waits for the next call."""
-        if not self._noting.acquire(blocking=False):
-            return
-        try:
-            with self._lock:
-                numbers, self._unnoted = self._unnoted, []
-                found = {(self.windows[each].start, self.windows[each].stop): self._written[each] for each in numbers}
-            if found and self.sink.descriptor >= 0 and not self.sink.has_failed:
-                self.sink.flush()
-                self._journal.note_windows(self.output.file, found)
-        finally:
-            self._noting.release()
-
-    def follow(self, memory: BlockPool) -> None:
-        """Digest the windows that are next in the file, unless another thread does, and finish it after the last."""
-        while self._next in self._written and self._following.acquire(blocking=False):
-            try:
-                while self._next in self._written:
-                    self._digest_next(memory)
-                if self._next == len(self.windows):
-                    self.finish()
-            finally:
-                self._following.release()
-
-    def abandon(self) -> None:
-        """Record what is written and close the file, after an error, when all threads have stopped."""
-        if self.sink.descriptor >= 0:
-            with suppress(BigloadError):
-                self.note_windows()
-        self.sink.close()
-
-    def _digest_next(self, memory: BlockPool) -> None:
-        window = self.windows[self._next]
-        with memory.lend() as block:
-            view = memoryview(block)[: self.sink.padded(window.num_bytes)]
-            self.sink.read(view, window.start)
-            content = view[: window.num_bytes]
-            if xxhash.xxh3_128_hexdigest(content) != self._written[self._next]:
-                raise self.verification_error(window.start)
-            digest = self.digests.digest
-            digest.skip_to(window.start)
-            digest.update(content[digest.position - window.start :])
-        self._next += 1
 
 
 def _neighbours(jobs: list[_Job], *, most: int, window_bytes: int) -> Iterator[list[_Job]]:

@@ -8,6 +8,7 @@ import pytest
 from bigload.checkpoint.source import open_checkpoint
 from bigload.errors import DamagedOutputError, ReadError, WriteError
 from bigload.layouts.options import LEAST_BYTES_PER_THREAD, ReshardOptions
+from bigload.layouts.writing import files_in_progress as files_module
 from bigload.layouts.writing import kernel_copy as in_kernel_module
 from bigload.layouts.writing import writer as writer_module
 from bigload.layouts.writing.journal import Journal, journal_name, read_progress
@@ -27,7 +28,7 @@ thread_counts = pytest.mark.parametrize("threads", [1, 2, 4])
 @pytest.fixture(autouse=True)
 def small_windows(monkeypatch):
     monkeypatch.setattr(writer_module, "WINDOW_BYTES", 2 * BLOCK_BYTES)
-    monkeypatch.setattr(writer_module, "NOTE_EVERY_BYTES", 4 * BLOCK_BYTES)
+    monkeypatch.setattr(files_module, "NOTE_EVERY_BYTES", 4 * BLOCK_BYTES)
 
 
 class Job:
@@ -266,14 +267,14 @@ def test_many_threads_share_the_memory_of_a_few(monkeypatch, threads):
 
 def test_threads_that_end_late_add_nothing_to_a_finished_file(job, monkeypatch):
     """One that has counted its window, and is held up before it notes, finds the file closed."""
-    finish, note, late = writer_module._FileInProgress.finish, writer_module._FileInProgress._note, []
+    finish, note, late = files_module.FileInProgress.finish, files_module.FileInProgress._note, []
 
     def finish_and_note(self):
         finish(self)
         late.append(self.output.file)
         note(self, self.output.num_bytes)
 
-    monkeypatch.setattr(writer_module._FileInProgress, "finish", finish_and_note)
+    monkeypatch.setattr(files_module.FileInProgress, "finish", finish_and_note)
     job.write(threads=1)
     assert late == [output.file for output in job.files]
 
@@ -333,13 +334,13 @@ def test_what_the_kernel_copied_wrongly_is_found(job, cloning, monkeypatch):
 
 def test_a_flush_that_succeeds_after_one_that_failed_proves_nothing(job, monkeypatch):
     """Linux says once that it lost a page (fsync(2)); it may be another thread that was told."""
-    done = writer_module._FileInProgress.done
+    done = files_module.FileInProgress.done
 
     def fail_before_the_last(self, number):
         if number == len(self.windows) - 1:
             self.sink.has_failed = True
         done(self, number)
 
-    monkeypatch.setattr(writer_module._FileInProgress, "done", fail_before_the_last)
+    monkeypatch.setattr(files_module.FileInProgress, "done", fail_before_the_last)
     job.write(threads=1)
     assert read_progress(job.out) is None or not read_progress(job.out).num_complete
