@@ -83,6 +83,11 @@ IoThreadsOption = Annotated[
         help="Threads at the disk. By default 4 at most; 16 connections of a remote checkpoint.",
     ),
 ]
+TpOption = Annotated[int | None, typer.Option("--tp", metavar="N", min=1, help="Number of tensor-parallel ranks.")]
+TpRulesOption = Annotated[
+    Path | None,
+    typer.Option("--tp-rules", metavar="FILE", help="Rules that divide tensors, before those of the architecture."),
+]
 YesOption = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask whether to replace anything.")]
 JsonOption = Annotated[
     bool, typer.Option("--json", "-j", help="One JSON document instead of a table, also of a failure.")
@@ -108,6 +113,17 @@ def size_option(name: str, text: str, *, at_least: int = 1) -> int:
     if size < at_least:
         raise OptionError(f"{name} {text}: it takes {format_size(at_least)} or more")
     return size
+
+
+def bytes_in_flight(text: str | None, default: int) -> int:
+    """Return the bytes that the value of `--max-memory-in-flight` stands for.
+
+    Raises:
+        OptionError: not a size, or too few for one thread.
+    """
+    from bigload.layouts.options import LEAST_BYTES_PER_THREAD
+
+    return default if text is None else size_option("--max-memory-in-flight", text, at_least=LEAST_BYTES_PER_THREAD)
 
 
 def thread_counts(text: str) -> tuple[int, ...]:

@@ -8,7 +8,17 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from bigload_cli.failures import named_as_options
-from bigload_cli.options import ColorMode, ColorOption, IoThreadsOption, JsonOption, QuietOption, YesOption, size_option
+from bigload_cli.options import (
+    ColorMode,
+    ColorOption,
+    IoThreadsOption,
+    JsonOption,
+    QuietOption,
+    TpOption,
+    TpRulesOption,
+    YesOption,
+    bytes_in_flight,
+)
 from bigload_cli.output_folders import confirm, interruptible
 
 if TYPE_CHECKING:
@@ -59,11 +69,8 @@ def fetch(
     rank: Annotated[
         int | None, typer.Option("--rank", metavar="R", min=0, help="Only the slices of this tensor-parallel rank.")
     ] = None,
-    tp: Annotated[int | None, typer.Option("--tp", metavar="N", min=1, help="Number of tensor-parallel ranks.")] = None,
-    tp_rules: Annotated[
-        Path | None,
-        typer.Option("--tp-rules", metavar="FILE", help="Rules that divide tensors, before those of the architecture."),
-    ] = None,
+    tp: TpOption = None,
+    tp_rules: TpRulesOption = None,
     include: Annotated[
         _Patterns, typer.Option("--include", metavar="PATTERN", help="Only files of these names. Repeat for more.")
     ] = None,
@@ -92,12 +99,9 @@ def fetch(
     of.
     """
     from bigload.layouts.fetching.fetch import DEFAULT_MAX_INFLIGHT, FetchOptions, prepare_fetch
-    from bigload.layouts.options import LEAST_BYTES_PER_THREAD
     from bigload_cli import output
 
-    in_flight = DEFAULT_MAX_INFLIGHT
-    if max_memory_in_flight is not None:
-        in_flight = size_option("--max-memory-in-flight", max_memory_in_flight, at_least=LEAST_BYTES_PER_THREAD)
+    in_flight = bytes_in_flight(max_memory_in_flight, DEFAULT_MAX_INFLIGHT)
     with named_as_options(_OPTIONS):
         options = FetchOptions(
             only=tuple(only or ()),
@@ -123,12 +127,13 @@ def fetch(
 def _announce(prepared: PreparedFetch, *, dry_run: bool, color: ColorMode) -> None:
     from bigload_cli import output
     from bigload_cli.views import fetch as view
+    from bigload_cli.views.reshard import files
 
     if not dry_run:
         output.say(view.headline(prepared))
         return
     output.print_text(view.headline(prepared) + "\n")
-    output.print_table(view.files(prepared), color=color)
+    output.print_table(files(prepared.run), color=color)
 
 
 def _run(prepared: PreparedFetch, *, yes: bool, quiet: bool) -> FetchReport:

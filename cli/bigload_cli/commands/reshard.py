@@ -11,7 +11,18 @@ from bigload.layouts.choices import OffloadFormat, Verify
 from bigload.layouts.registry import LAYOUTS
 from bigload.planning.choices import NameScheme
 from bigload_cli.failures import named_as_options
-from bigload_cli.options import ColorMode, ColorOption, IoThreadsOption, JsonOption, QuietOption, YesOption, size_option
+from bigload_cli.options import (
+    ColorMode,
+    ColorOption,
+    IoThreadsOption,
+    JsonOption,
+    QuietOption,
+    TpOption,
+    TpRulesOption,
+    YesOption,
+    bytes_in_flight,
+    size_option,
+)
 from bigload_cli.output_folders import confirm, interruptible
 
 if TYPE_CHECKING:
@@ -87,11 +98,8 @@ def reshard(
         list[str] | None,
         typer.Option("--keep-fp32", metavar="PATTERN", help="Tensors to write in 32 bits: '*norm*'. Repeat for more."),
     ] = None,
-    tp: Annotated[int | None, typer.Option("--tp", metavar="N", min=1, help="Number of tensor-parallel ranks.")] = None,
-    tp_rules: Annotated[
-        Path | None,
-        typer.Option("--tp-rules", metavar="FILE", help="Rules that divide tensors, before those of the architecture."),
-    ] = None,
+    tp: TpOption = None,
+    tp_rules: TpRulesOption = None,
     names: Annotated[
         NameScheme | None,
         typer.Option("--names", help="Names and forms of tensors: transformers' in memory, or the original files'."),
@@ -133,14 +141,12 @@ def reshard(
     from bigload.distributed.joining import launched_process_group
     from bigload.distributed.process_group import run_on_all_ranks
     from bigload.layouts.dtype_rules import dtype_rule
-    from bigload.layouts.options import DEFAULT_MAX_INFLIGHT, LEAST_BYTES_PER_THREAD, ReshardOptions
+    from bigload.layouts.options import DEFAULT_MAX_INFLIGHT, ReshardOptions
     from bigload.layouts.preparation import prepare_reshard
     from bigload_cli.output import say, say_warnings
     from bigload_cli.progress import shown_progress
 
-    in_flight = DEFAULT_MAX_INFLIGHT
-    if max_memory_in_flight is not None:
-        in_flight = size_option("--max-memory-in-flight", max_memory_in_flight, at_least=LEAST_BYTES_PER_THREAD)
+    in_flight = bytes_in_flight(max_memory_in_flight, DEFAULT_MAX_INFLIGHT)
 
     def prepare() -> PreparedReshard:
         options = ReshardOptions(

@@ -1,4 +1,4 @@
-"""Texts, table and JSON document of `bigload fetch`. Needs no rich."""
+"""Texts and JSON document of `bigload fetch`. Needs no rich."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from bigload.layouts.fetching.fetch import FetchReport, PreparedFetch
 from bigload.layouts.verification.manifest import MANIFEST_FILE
 from bigload.layouts.writing.staging import leftover, staging_folder
-from bigload.plain_text import PlainTable, printable
+from bigload.plain_text import printable
 from bigload.units import counted, format_rate, format_size
 from bigload_cli.views.text import argument
 
@@ -35,17 +35,6 @@ def _headlines(prepared: PreparedFetch) -> Iterator[str]:
         yield f"found {found} in {printable(str(staging_folder(run.out)))}, to be read back and kept"
     for note in run.notes:
         yield f"note: {printable(note)}"
-
-
-def files(prepared: PreparedFetch) -> PlainTable:
-    """Return a row for every file that is made; the manifest's size is not known before."""
-    table = PlainTable(("FILE", "TENSORS", "SIZE"), right=("TENSORS", "SIZE"))
-    for file in prepared.run.output.files:
-        table.add(printable(file.file), "" if file.is_copy else str(len(file.tensors)), format_size(file.num_bytes))
-    for name, content in prepared.run.output.documents.items():
-        table.add(printable(name), "", format_size(len(content)))
-    table.add(MANIFEST_FILE, "", "")
-    return table
 
 
 def closing(prepared: PreparedFetch, report: FetchReport, *, peak_bytes: int) -> list[str]:

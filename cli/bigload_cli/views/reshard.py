@@ -78,7 +78,8 @@ def files(prepared: PreparedReshard) -> PlainTable:
     """Return a row for every file that is made; the manifest's size is not known before."""
     table = PlainTable(("FILE", "TENSORS", "SIZE"), right=("TENSORS", "SIZE"))
     for output in prepared.output.files:
-        table.add(printable(output.file), str(len(output.tensors)), format_size(output.num_bytes))
+        num_tensors = "" if output.is_copy else str(len(output.tensors))
+        table.add(printable(output.file), num_tensors, format_size(output.num_bytes))
     for link, file in prepared.output.links.items():
         table.add(printable(f"{link} -> {file}"), "", "")
     for side_file in prepared.side_files:
