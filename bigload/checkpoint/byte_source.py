@@ -72,7 +72,7 @@ class StreamedSource(ByteSource, Protocol):
 
 
 def expect_reads(source: ByteSource, ranges: Iterable[tuple[int, int]]) -> None:
-    """Tell a remote source what the calling thread is about to read, if it can use that."""
+    """Pass the ranges that the calling thread is about to read to a remote source: a hint."""
     if not isinstance(source, OpenFile) and hasattr(source, "expect"):
         source.expect(ranges)
 

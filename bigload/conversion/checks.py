@@ -1,4 +1,4 @@
-"""Checks of stored tensors that are fused: numbers of experts, dtypes and shapes, whoever derives the conversion."""
+"""Checks of stored tensors that are fused: names, numbers of experts, dtypes and shapes."""
 
 from __future__ import annotations
 
@@ -10,26 +10,25 @@ from bigload.checkpoint.model import StoredTensor
 from bigload.conversion.strided_pieces import PiecedTensor
 from bigload.units import counted
 
+_EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(.+)")
+
 
 def several_dtypes(made: Mapping[str, PiecedTensor], stored: Mapping[str, StoredTensor]) -> Iterator[str]:
-    """Yield which tensors would be made of stored ones of several dtypes."""
+    """Yield a sentence for each tensor that would be made of stored ones of several dtypes."""
     for name, tensor in made.items():
         dtypes = dict.fromkeys(stored[source].dtype.name for source in tensor.sources)
         if len(dtypes) > 1:
             yield f"{name} would be made of tensors of several dtypes: {', '.join(dtypes)}"
 
 
-_EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(.+)")
-
-
 def claimed_twice(name: str, one: str, other: str, *, has_two_versions: bool = False) -> str:
-    """Return that two stored tensors would both become the tensor `name` of a model."""
+    """Return the sentence for two stored tensors that would both become the tensor `name` of a model."""
     text = f"{one} and {other} would both become {name}"
     return f"{text}: names of two versions are mixed" if has_two_versions else text
 
 
 def unequal_experts(stored: Mapping[str, StoredTensor], used: Container[str]) -> Iterator[str]:
-    """Yield which experts have a tensor of another shape than most, where no tensor is made of it."""
+    """Yield a sentence for each tensor of an expert that has another shape than most, and of which nothing is made."""
     groups: dict[tuple[str, str], dict[str, tuple[int, ...]]] = {}
     for name, tensor in stored.items():
         found = _EXPERT.fullmatch(name)
@@ -43,7 +42,7 @@ def unequal_experts(stored: Mapping[str, StoredTensor], used: Container[str]) ->
 
 
 def missing_experts(stored: Iterable[str], expected: Container[str], fitting: Container[str] = ()) -> Iterator[str]:
-    """Yield which experts lack which tensor, where the model has them fused: transformers would move the others up.
+    """Yield a sentence for each tensor that some experts lack, where the model fuses them and would move the others up.
 
     Of the stored tensors `fitting` some of the model's shape are made: their last expert is the last that has one.
     """

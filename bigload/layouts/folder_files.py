@@ -95,7 +95,7 @@ def _matches(name: str, patterns: Sequence[str]) -> bool:
 
 
 def _is_taken(name: str) -> bool:
-    """Return whether `name` is neither hidden nor a manifest, which the copy has one of its own of."""
+    """Return whether `name` is neither hidden nor a manifest: the copy gets its own."""
     path = PurePosixPath(name)
     return not any(part.startswith(".") for part in path.parts) and path.name != MANIFEST_FILE
 

@@ -1,4 +1,4 @@
-"""Routed experts that stay on the execution device, because a recorded run used them most.
+"""Routed experts that stay on the execution device: those that a recorded run used most.
 
 A plan has all routed experts of a block on one device. Where that is not the device that runs them, the most used ones
 are held there besides, and only the others are fetched when a token needs them.

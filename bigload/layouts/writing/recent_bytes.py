@@ -49,7 +49,7 @@ class RecentBytes:
 
 
 @dataclass(slots=True)
-class Extents:
+class KeptExtents:
     """Which bytes of a file are kept, as [start, stop] pairs; the last used one is last."""
 
     pairs: list[list[int]] = field(default_factory=list)
@@ -91,7 +91,7 @@ class _Kept:
     def __init__(self) -> None:
         self.descriptor = os.memfd_create("bigload-recent")
         self.source: ByteSource | None = None
-        self.extents = Extents()
+        self.extents = KeptExtents()
         self.piece = memoryview(bytearray(_PIECE_BYTES))
 
 
@@ -105,7 +105,7 @@ class RecentReader:
     def expect(self, ranges: Iterable[tuple[int, int]]) -> None:
         """See `StreamedSource`."""
         kept, missing = self._recent.of_thread(), []
-        extents = Extents([list(pair) for pair in kept.extents.pairs] if kept.source is self._source else [])
+        extents = KeptExtents([list(pair) for pair in kept.extents.pairs] if kept.source is self._source else [])
         for start, stop in ranges:
             begin, end = extents.missing(start, stop)
             extents.drop()
@@ -118,7 +118,7 @@ class RecentReader:
         kept = self._recent.of_thread()
         if kept.source is not self._source:
             os.ftruncate(kept.descriptor, 0)
-            kept.source, kept.extents = self._source, Extents()
+            kept.source, kept.extents = self._source, KeptExtents()
         position, end = kept.extents.missing(offset, offset + sum(buffer.nbytes for buffer in buffers))
         while position < end:
             piece = kept.piece[: end - position]

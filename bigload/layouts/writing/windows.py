@@ -1,7 +1,8 @@
 """Windows of output files: byte ranges that are filled, digested, written and compared as a unit.
 
 Windows begin and end at blocks of the disk, so they can be written past the page cache; only the end of a file is
-uneven. What comes from holes of sparse sources is in no window, and stays a hole.
+uneven. Those of remote sources may begin and end at tensors instead. What comes from holes of sparse sources is in no
+window, and stays a hole.
 """
 
 from __future__ import annotations

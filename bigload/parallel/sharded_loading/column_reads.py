@@ -1,8 +1,8 @@
 """Columns of matrices into local tensors: short runs, one in each row of the file.
 
-Runs with a page or more between them are read one by one, and so no bytes that nobody wants; others with what lies
-between, which costs less than another call. Both go through the page cache: the ranks of a host want parts of the same
-pages, and the disk is asked for them once.
+Runs with a page or more between them are read one by one; others with the bytes between them, which cost less than
+another call. Both go through the page cache: the ranks of a host read parts of the same pages, and the disk is read
+once.
 
 Measured with 4 ranks on 2 cores, columns of 5.5 KB, 0.6 GB of matrices: by runs 0.30 to 0.33 s from the disk and
 0.11 to 0.12 s from memory, by whole rows 0.33 to 0.43 and 0.09 to 0.19. As fast, then, for a quarter of the bytes.
@@ -30,13 +30,13 @@ from bigload.parallel.sharded_loading.local_tensors import LocalTensor, copy_run
 from bigload.units import MIB
 
 _STRIP_BYTES = 2 * MIB
-"""How much of a file one job covers: what is copied from there should still be in the processor's cache."""
+"""Bytes of a file that one job covers: they should still be in the processor's cache when they are copied."""
 
 _RESPONSE_BYTES = 32 * MIB
-"""Of a remote file, what one thread takes at a time, and one response serves."""
+"""Bytes of a remote file that a thread takes at a time, and one response serves."""
 
 _RUNS_PER_STRIP = 2048
-"""And how many calls it makes: a job is also what a thread takes at a time."""
+"""Calls of one job at most: a thread takes one job at a time."""
 
 _Job = list[tuple[StridedCopy, LocalTensor]]
 """One strip that is read run by run, or strips that are read together with what lies between their runs."""

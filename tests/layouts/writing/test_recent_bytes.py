@@ -5,7 +5,7 @@ import random
 import pytest
 
 from bigload.layouts.writing import recent_bytes
-from bigload.layouts.writing.recent_bytes import Extents, RecentBytes, RecentReader
+from bigload.layouts.writing.recent_bytes import KeptExtents, RecentBytes, RecentReader
 from bigload.machine.thread_pool import run_jobs
 from builders import open_descriptors
 
@@ -52,7 +52,7 @@ def test_reads_in_any_order_are_the_bytes_of_the_source(reader, seed):
 
 @pytest.mark.parametrize("seed", range(6))
 def test_extents_do_not_overlap_and_are_bounded(seed):
-    choose, extents, kept = random.Random(seed), Extents(), set()
+    choose, extents, kept = random.Random(seed), KeptExtents(), set()
     for _ in range(200):
         start = choose.randrange(100_000)
         stop = start + choose.randrange(1, 9000)
