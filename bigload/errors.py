@@ -255,7 +255,9 @@ class ManifestNotFoundError(LayoutError, FileNotFoundError):
     """The folder at `path` has no manifest to be checked against: bigload has not written it, or not to the end."""
 
     def __init__(self, path: Path | str, reason: str, *, hint: str | None = None) -> None:
-        super().__init__(f"no manifest of {path}: {reason}", hint=hint or "name a folder that bigload reshard made")
+        super().__init__(
+            f"no manifest of {path}: {reason}", hint=hint or "name a folder that bigload reshard or fetch made"
+        )
         self.path = path
         self.errno, self.filename = errno.ENOENT, str(path)
 

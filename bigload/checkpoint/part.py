@@ -71,8 +71,10 @@ def part_warning(root: Path) -> Iterator[CheckpointWarning]:
                 "source_tensors": int(of),
             }:
                 part = PartDescription(source=source, selection=selection, num_tensors=num, source_tensors=of)
-                yield CheckpointWarning(code=PART_CODE, text=f"it is {part}")
+                yield CheckpointWarning(code=PART_CODE, text=f"this is {part}")
                 return
     except (InvalidCheckpointError, OSError, ValueError):
         pass
-    yield CheckpointWarning(code=PART_CODE, text=f"it is a part of a checkpoint, but {PART_FILE} does not say of which")
+    yield CheckpointWarning(
+        code=PART_CODE, text=f"this is a part of a checkpoint, but {PART_FILE} does not say of which"
+    )

@@ -18,7 +18,9 @@ def test_a_fetch_says_what_it_does_and_what_to_do_next(run, here):
     assert {name for name in contents(here / "out") if name != MANIFEST_FILE} == set(contents(here / "tiny-llama"))
     again = run("bigload fetch tiny-llama out")
     assert (again.code, again.stdout.splitlines()[0][:13]) == (0, "nothing to do")
-    assert run("bigload verify out").code == 0
+    checked = run("bigload verify out")
+    assert (checked.code, checked.stdout.splitlines()[1]) == (0, "6 files: every byte is as it was written (xxh3-128)")
+    assert "6 files: not read" in run("bigload verify out --size-only").stdout
 
 
 def test_a_dry_run_lists_the_files_and_writes_nothing(run, here):
@@ -38,7 +40,7 @@ def test_inspect_says_that_a_part_is_one(run):
     assert run("bigload fetch tiny-llama out -q --only lm_head").code == 0
     shown = run("bigload inspect out")
     assert shown.code == 0
-    assert "it is a part of tiny-llama, 1 of " in shown.stdout + shown.stderr
+    assert "this is a part of tiny-llama, 1 of " in shown.stdout + shown.stderr
 
 
 def test_an_output_is_replaced_only_with_force_and_yes(run, here):

@@ -22,8 +22,10 @@ def hub(tmp_path):
 
 PROGRAM = """
 import json, sys
+from bigload.checkpoint.sources import ranged_source
 from bigload_cli import app, output
 output.SHOWN_AFTER_SECONDS = 0
+ranged_source._sleep = lambda seconds: None  # between tries
 try:
     app.main()
 except SystemExit as end:
@@ -94,6 +96,49 @@ def test_tokens_come_from_where_huggingface_hub_has_them_and_go_nowhere_else(hub
     assert not any("authorization" in request.headers for request in hub.requests if request.route == "cdn")
     kept = [path.read_bytes() for path in (tmp_path / "cache/bigload").rglob("*") if path.is_file()]
     assert not any(hub.token.encode() in content for content in kept)
+
+
+FAULTS = [
+    None,
+    {"route": "api", "status": 403},
+    {"route": "resolve", "status": 401},
+    {"route": "resolve", "file": ".json", "status": 404},
+    {"route": "resolve", "headers": {"Location": "/org/none/resolve/main/x?Signature=secret"}},
+    {"route": "cdn", "status": 403},
+    {"route": "cdn", "no_ranges": True},
+    {"route": "cdn", "gzip": True},
+    {"route": "cdn", "headers": {"Content-Range": "bytes 5-6/7"}},
+]
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=str)
+def test_no_token_and_no_signature_is_in_a_text_or_a_file(hub, tmp_path, fault):
+    secrets = [hub.token, "Signature", "my-password"]
+    variables = {"HF_TOKEN": hub.token, "HF_DEBUG": "", "BIGLOAD_DEBUG": "1", "NO_PROXY": "127.0.0.1"}
+    variables["HTTPS_PROXY"] = "http://user:my-password@127.0.0.1:9"
+    lines = ["fetch org/tiny out --json"]
+    if fault is not None:
+        hub.fault(times=-1, **fault)
+    else:
+        lines += ["plan org/tiny -m cpu=1GiB -o plan.json", "reshard org/tiny shards"]
+    for line in lines:
+        answer, notes, _ = run(hub, tmp_path, *line.split(), **variables)
+        assert not [secret for secret in secrets if secret in answer + notes], (line, answer, notes)
+    written = [path for path in tmp_path.rglob("*") if path.is_file()]
+    texts = {path: path.read_bytes() + str(path).encode() for path in written}
+    assert not [path for path, text in texts.items() for secret in secrets if secret.encode() in text]
+
+
+def test_the_proxy_of_a_connection_that_fails_is_named_by_its_variable(hub, tmp_path):
+    _, notes, end = run(hub, tmp_path, "inspect", "org/tiny", HTTP_PROXY="http://user:my-password@127.0.0.1:9")
+    assert (end[0], "my-password" in notes) == (1, False)
+    assert f"connection to {hub.url.removeprefix('http://')} by the proxy of HTTP_PROXY failed: " in notes
+    assert not hub.requests
+
+
+def test_the_next_command_has_the_name_that_the_user_gave(hub, tmp_path):
+    answer, _, _ = run(hub, tmp_path, "inspect", "org/tiny")
+    assert "Next: bigload plan org/tiny -m" in answer
 
 
 def test_a_token_is_not_sent_where_that_is_switched_off(hub, tmp_path):

@@ -97,13 +97,25 @@ def test_a_repository_in_the_cache_is_planned(base):
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_a_model_on_the_hub_is_inspected_and_planned_from_its_headers(base):
+def test_a_model_on_the_hub_is_planned_fetched_resharded_and_verified(base):
     variables = {"HF_HUB_OFFLINE": "0", "HF_HOME": str(base.here / "hf"), "XDG_CACHE_HOME": str(base.here / "cache")}
     with HubServer() as hub:
         hub.add("org/model", base.here / "tiny")
-        for line in ("inspect org/model", "plan org/model -m cpu=1GiB"):
+        for line in (
+            "inspect org/model",
+            "plan org/model -m cpu=1GiB",
+            "fetch org/model whole",
+            "verify whole",
+            "fetch org/model part --only model.layers.0",
+            "verify part",
+            "reshard org/model small --max-shard-size 1KiB",
+            "verify small",
+            "reshard whole again --max-shard-size 1MiB",
+        ):
             done = base.bigload(line, HF_ENDPOINT=hub.url, **variables)
-            assert (done.returncode, done.stderr) == (0, ""), line
+            assert done.returncode == 0, (line, done.stderr)
+            assert "bench-load" not in done.stdout  # needs torch
+    assert weights_of(base.here / "small") == weights_of(base.here / "whole") == weights_of(base.here / "tiny")
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,11 @@ _TEMPORARY = frozenset({408, 425, 429, 500, 502, 503, 504})
 _CHUNK_BYTES = 1 << 18
 _CONTENT_RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+|\*)")
 _EMPTY_RANGE = re.compile(r"bytes \*/(\d+)")
-_RATE_LIMIT = re.compile(r'"[\w-]+"\s*;\s*r\s*=\s*(\d+)\s*;\s*t\s*=\s*(\d+)')
+_RATE_LIMIT = re.compile(r'"([\w-]+)"\s*;\s*r\s*=\s*(\d+)\s*;\s*t\s*=\s*(\d+)')
+_QUOTA = re.compile(r";\s*q\s*=\s*(\d+)")
+_LIMIT_HEADERS = ((_RATE_LIMIT, "ratelimit"), (_QUOTA, "ratelimit-policy"))
+_LOW_SHARE = 0.1
+"""Below this share of a quota, the requests that are left are spread over the time until it is renewed."""
 _CERTIFICATE_HINT = "set SSL_CERT_FILE to the certificates of your proxy or mirror"
 _OFFLINE_HINT = "unset HF_HUB_OFFLINE to use the network"
 NO_RANGES_HINT = "download the files, then name their folder"
@@ -78,6 +82,8 @@ class _Pause:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._until: dict[str, float] = {}
+        self._paces: dict[str, tuple[float, float]] = {}  # seconds between requests, and until when
+        self._next: dict[str, float] = {}
 
     def extend(self, host: str, seconds: float) -> None:
         """Have requests to `host` wait for `seconds` from now, and say so once for all threads."""
@@ -89,10 +95,31 @@ class _Pause:
             text = f"{host} limits the rate of requests; waiting {seconds:.0f} s as it asks"
             warnings.warn(text, RateLimitWarning, stacklevel=2)
 
+    def spread(self, host: str, left: int, seconds: float) -> None:
+        """Spread the `left` requests that `host` still takes over `seconds`, and say so once for all threads."""
+        now = _now()
+        with self._lock:
+            is_new = now >= self._paces.get(host, (0, now))[1]
+            self._paces[host] = seconds / max(left, 1), now + seconds
+        if is_new:
+            text = f"{host} takes {left} more requests in the next {seconds:.0f} s; they are sent evenly"
+            warnings.warn(text, RateLimitWarning, stacklevel=2)
+
     def wait(self, host: str) -> None:
         """Wait until requests to `host` are welcome again."""
-        while (seconds := self._until.get(host, 0) - _now()) > 0:
+        turn = self._turn(host)
+        while (seconds := max(self._until.get(host, 0), turn) - _now()) > 0:
             _sleep(min(seconds, 1))  # by seconds, so that Ctrl-C and a longer pause are noticed
+
+    def _turn(self, host: str) -> float:
+        with self._lock:
+            interval, end = self._paces.get(host, (0, 0))
+            now = _now()
+            if now >= end:
+                return now
+            turn = min(max(self._next.get(host, now), now), end)
+            self._next[host] = turn + interval
+            return turn
 
 
 _PAUSE = _Pause()
@@ -137,13 +164,13 @@ def requested(url: str, headers: Mapping[str, str]) -> Iterator[HttpResponse]:
         raise
     except ConnectionError as error:
         if type(error).__name__ != "OfflineModeIsEnabled":
-            raise TemporaryError(_reason(error)) from None
+            raise TemporaryError(_reason(error, url)) from None
         raise ReadError(host, "offline mode is on", hint=_OFFLINE_HINT) from None
     except _failures(client) as error:
         # Not `from error`: its text and its request may have a token or a signed address.
         if _is_certificate(error):
             raise ReadError(host, "its certificate is not trusted", hint=_CERTIFICATE_HINT) from None
-        raise TemporaryError(_reason(error)) from None
+        raise TemporaryError(_reason(error, url)) from None
 
 
 def _failures(client: object) -> tuple[type[Exception], ...]:
@@ -157,6 +184,10 @@ def _failures(client: object) -> tuple[type[Exception], ...]:
 def _checked(response: object, host: str, status: int, chunks: Callable[[], Iterator[bytes]]) -> HttpResponse:
     headers: Mapping[str, str] = response.headers  # type: ignore[attr-defined]
     history = response.history  # type: ignore[attr-defined]
+    first = history[0].headers if history else headers
+    limit, quota = (form.search(first.get(name, "")) for form, name in _LIMIT_HEADERS)
+    if limit and quota and status < 400 and limit[1] != "api" and int(limit[2]) < _LOW_SHARE * int(quota[1]):
+        _PAUSE.spread(host, int(limit[2]), int(limit[3]))
     if status in _TEMPORARY:
         wait = _asked_wait(headers) if status in (429, 503) else None
         if wait is not None:
@@ -164,14 +195,14 @@ def _checked(response: object, host: str, status: int, chunks: Callable[[], Iter
         raise TemporaryError(f"the server answered {status}", wait)
     if status >= 400:
         raise HttpStatusError(status, headers)
-    return HttpResponse(status=status, headers=headers, first=history[0].headers if history else headers, chunks=chunks)
+    return HttpResponse(status=status, headers=headers, first=first, chunks=chunks)
 
 
 def _asked_wait(headers: Mapping[str, str]) -> float | None:
     """Return how many seconds to wait: `RateLimit` of the Hub, or `Retry-After` in seconds."""
     limit = _RATE_LIMIT.search(headers.get("ratelimit", ""))
-    if limit and int(limit[1]) == 0:
-        return int(limit[2]) + 1
+    if limit and int(limit[2]) == 0:
+        return int(limit[3]) + 1
     after = headers.get("retry-after", "").strip()
     return max(int(after), 1) if after.isdecimal() else None
 
@@ -191,11 +222,18 @@ def _is_certificate(error: BaseException) -> bool:
     )
 
 
-def _reason(error: BaseException) -> str:
-    """Return why a connection failed, without the texts of libraries, which may quote an address."""
+def _reason(error: BaseException, url: str) -> str:
+    """Return which connection failed and why, without the texts of libraries, which may quote an address."""
+    from urllib.request import getproxies, proxy_bypass
+
+    parts = urlsplit(url)
+    proxies = [name for name in (parts.scheme, "all") if name in getproxies()]
+    is_direct = not proxies or proxy_bypass(parts.hostname or "")
+    through = "" if is_direct else f" by the proxy of {proxies[0].upper()}_PROXY"
+    host = parts.netloc.rpartition("@")[2]
     strerrors = [cause.strerror for cause in _causes(error) if isinstance(cause, OSError) and cause.strerror]
     words = re.sub(r"(?<=[a-z])(?=[A-Z])", " ", type(error).__name__).lower()
-    return f"the connection failed: {strerrors[-1] if strerrors else words}"
+    return f"the connection to {host}{through} failed: {strerrors[-1] if strerrors else words}"
 
 
 def read_document(url: str, headers: Mapping[str, str], location: Path | str, *, max_bytes: int) -> bytes:

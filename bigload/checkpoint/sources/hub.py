@@ -263,7 +263,7 @@ def _near(route: str, wanted: str) -> list[str]:
         return []
     items = document if isinstance(document, list) else [*document.get("branches", []), *document.get("tags", [])]
     names = [item.get("id") or item.get("name") for item in items if isinstance(item, dict)]
-    return get_close_matches(wanted, [name for name in names if isinstance(name, str)], n=3)
+    return get_close_matches(wanted, [name for name in names if isinstance(name, str) and name != wanted], n=3)
 
 
 def _asked_plainly(route: str) -> dict[str, list[object]] | list[object]:

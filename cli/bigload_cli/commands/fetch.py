@@ -93,8 +93,9 @@ def fetch(
     quiet: QuietOption = False,
     color: ColorOption = ColorMode.AUTO,
 ) -> None:
-    """Copy a model from the Hub or elsewhere: all of it, or only what a device, a rank or some modules need.
+    """Copy a model to this machine, whole or in part.
 
+    It comes from the Hub or elsewhere: all of it, or only what a device, a rank or some modules need.
     OUT appears when everything in it is written and verified. A part is a checkpoint too, and says what it is a part
     of.
     """

@@ -66,7 +66,7 @@ def inspect(
     if not show_shards and not show_tensors:
         output.print_table(view.modules(checkpoint, rows, blocks=output.can_draw_on_stdout()), color=color)
         output.print_text("")
-        output.print_text(view.closing(checkpoint, list(blocks_of(tree))))
+        output.print_text(view.closing(checkpoint, list(blocks_of(tree)), path=path))
 
 
 def _is_plan(path: str) -> bool:

@@ -1,4 +1,4 @@
-"""`bigload verify`: compare a resharded folder with its manifest."""
+"""`bigload verify`: compare a resharded or fetched folder with its manifest."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ Examples:
 
 
 def verify(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder that bigload reshard made, or a copy of it.")],
+    folder: Annotated[
+        Path, typer.Argument(metavar="DIR", help="Folder that bigload reshard or fetch made, or a copy.")
+    ],
     size_only: Annotated[
         bool, typer.Option("--size-only", help="Compare names and sizes; read nothing but the manifest.")
     ] = False,
@@ -30,7 +32,7 @@ def verify(
     quiet: QuietOption = False,
     color: ColorOption = ColorMode.AUTO,  # noqa: ARG001 - every verb takes it; this one has no table
 ) -> None:
-    """Compare a resharded folder with what was written.
+    """Compare a resharded or fetched folder with what was written.
 
     Every byte is read: the manifest in the folder has a digest of every file and of every tensor. All differences are
     listed, down to the tensor; any of them ends with exit code 1.

@@ -95,8 +95,8 @@ def tensors(infos: Sequence[TensorInfo]) -> PlainTable:
     return table
 
 
-def closing(checkpoint: Checkpoint, repeated: Sequence[ModuleNode]) -> str:
-    """Return the lines below the table: the largest pieces, and what to do next."""
+def closing(checkpoint: Checkpoint, repeated: Sequence[ModuleNode], *, path: str) -> str:
+    """Return the lines below the table: the largest pieces, and what to do next with what the user calls `path`."""
     pieces = []
     block = max(repeated, key=lambda block: block.num_bytes, default=None)
     if block is not None:
@@ -107,7 +107,7 @@ def closing(checkpoint: Checkpoint, repeated: Sequence[ModuleNode]) -> str:
         pieces.append(f"Largest tensor: {printable(tensor.name)} {list(tensor.shape)}, {size}.")
     if any(warning.code == "adapter" for warning in checkpoint.warnings):  # its base model is what to plan
         return "\n".join(pieces)
-    next_command = f"Next: bigload plan {argument(checkpoint.path)} -m cuda:0=24GiB -m cpu=64GiB -o plan.json"
+    next_command = f"Next: bigload plan {argument(path)} -m cuda:0=24GiB -m cpu=64GiB -o plan.json"
     return "\n".join([*pieces, next_command])
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 from bigload.errors import abridged
@@ -177,7 +178,8 @@ def _checked(report: ReshardReport) -> str:
 def _next(prepared: PreparedReshard, report: ReshardReport) -> str:
     next_step = layout_named(report.output.layout).next_step
     if next_step is None:
-        return f"Next: bigload bench-load {argument(report.out)}"
+        # bench-load needs torch.
+        return f"Next: bigload {'bench-load' if find_spec('torch') else 'inspect'} {argument(report.out)}"
     return f"Next: {next_step(printable(str(report.out)), report.output, prepared.plan)}"
 
 

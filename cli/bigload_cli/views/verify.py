@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from bigload.layouts.verification.manifest import DIGEST
+from collections.abc import Collection
+
+from bigload.layouts.verification.manifest import DIGEST, FileRecord
 from bigload.layouts.verification.verify import Level, VerifyReport
 from bigload.units import counted, format_rate, format_size
 from bigload_cli.views.reshard import SPARSE
@@ -15,7 +17,7 @@ def closing(report: VerifyReport, *, peak_bytes: int) -> list[str]:
         files = f"{counted(len(records), 'file')}, {format_size(report.manifest.num_bytes)}"
         return [
             f"{files}: every file is there and has its size",
-            f"{counted(report.num_tensors, 'tensor')}: not read (--size-only)",
+            f"{_what(records.values())}: not read (--size-only)",
         ]
     digested = [record for record in records.values() if record.digest is not None]
     num_bytes = sum(record.num_bytes for record in digested)
@@ -23,13 +25,18 @@ def closing(report: VerifyReport, *, peak_bytes: int) -> list[str]:
     if report.read_bytes < num_bytes * SPARSE:
         size, rate = f"{size} ({format_size(report.read_bytes)} without holes)", ""
     done = f"read {counted(len(digested), 'file')}, {size}, in {report.seconds:.2f} s{rate}"
-    tensors = counted(sum(len(record.tensors) for record in digested), "tensor")
     lines = [
         f"{done}, peak memory {format_size(peak_bytes)}",
-        f"{tensors}: every byte is as it was written ({DIGEST})",
+        f"{_what(digested)}: every byte is as it was written ({DIGEST})",
     ]
     if report.undigested:
         cloned = counted(len(report.undigested), "file")
         size = format_size(report.manifest.num_bytes - num_bytes)
         lines.append(f"{cloned}, {size}: cloned and never read by bigload, so only size and header were compared")
     return lines
+
+
+def _what(records: Collection[FileRecord]) -> str:
+    """Return what was compared: tensors, or files where none was written tensor by tensor (fetched as they are)."""
+    tensors = sum(len(record.tensors) for record in records)
+    return counted(tensors, "tensor") if tensors else counted(len(records), "file")
