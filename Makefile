@@ -14,7 +14,7 @@ BENCH_OPTIONS := $(wordlist 2,$(words $(MAKECMDGOALS)),$(MAKECMDGOALS))
 $(eval $(BENCH_OPTIONS):;@:)
 endif
 
-.PHONY: help demo test nightly crash check bench bench-loading bench-reshard bench-planner bench-hooks bench-ranks bench-parallelize bench-runtime conformance docs clean
+.PHONY: help demo test nightly crash check bench bench-planner bench-ranks bench-parallelize conformance docs clean
 
 help:  ## Show what can be made.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -58,27 +58,14 @@ check: $(STAMP)  ## Format, lint, types, import layers, tests with coverage.
 bench: $(NIGHTLY_STAMP)  ## Hold every promise of speed against its goal, under 20 minutes: make bench -- --quick
 	$(NIGHTLY)/bin/python benchmarks/bench.py --json bench.json --markdown bench.md $(BENCH_OPTIONS)
 
-bench-loading: $(STAMP)  ## Print only those of loading, with the goals beside them.
-	$(BIN)/python benchmarks/bench_loading.py
-
-bench-reshard: $(STAMP)  ## Print only those of resharding: cp, raw writes and other programs beside it, and the goals.
-	$(BIN)/python benchmarks/bench_reshard.py
-
 bench-planner: $(STAMP)  ## Compare plans with those of accelerate and transformers: make bench-planner CATALOGUES=folder
 	$(BIN)/python benchmarks/bench_planner.py "$(CATALOGUES)"
-
-bench-hooks: $(STAMP)  ## Print what hooks add to a forward, beside accelerate.
-	$(BIN)/python benchmarks/bench_hooks.py
 
 bench-ranks: $(STAMP)  ## Print how four ranks load their parts of a model, beside torch's reader and a broadcast.
 	$(BIN)/python benchmarks/bench_ranks.py --ways rows columns whole
 
 bench-parallelize: $(STAMP)  ## Print how workers of one model start, beside processes that load a full copy each.
 	$(BIN)/python benchmarks/bench_parallelize.py
-
-bench-runtime: $(STAMP)  ## Time a model run from disk, beside the same in memory, accelerate and transformers: 15 minutes.
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,run]' accelerate
-	$(BIN)/python benchmarks/bench_runtime.py --markdown benchmarks/runtime.md
 
 conformance: $(STAMP)  ## Run accelerate's own tests of its big-model API against bigload's code.
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,conformance]'

@@ -34,12 +34,13 @@ from harness import installed_version, machine, show_status
 from rows import CannotMeasureError, Measurement, Row, Setting, Verdict, judge
 from rows_loading import ROWS as LOADING
 from rows_planning import ROWS as PLANNING
+from rows_resharding import ROWS as RESHARDING
 from rows_running import ROWS as RUNNING
 
-ROWS: Sequence[Row] = (*LOADING, *RUNNING, *PLANNING)
+ROWS: Sequence[Row] = (*LOADING, *RESHARDING, *RUNNING, *PLANNING)
 SCHEMA = "bigload.bench/1.0"
-_DEFAULT_BYTES, _QUICK_BYTES = 4 * GIB, 512 * MIB
-_DEFAULT_ROUNDS, _QUICK_ROUNDS = 5, 3
+_DEFAULT_BYTES, _QUICK_BYTES = 4 * GIB, 384 * MIB
+_DEFAULT_ROUNDS, _QUICK_ROUNDS = 5, 2
 _PACKAGES = (
     *("bigload", "torch", "transformers", "accelerate", "safetensors", "huggingface_hub"),
     *("runai-model-streamer", "fastsafetensors", "tensorizer"),
@@ -66,7 +67,7 @@ class RowResult:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the rows, print the table and write the documents."""
     asked = _parsed(arguments)
-    rows = [row for row in ROWS if not asked.only or row.name in asked.only]
+    rows = [row for row in ROWS if (row.name in asked.only if asked.only else row.is_quick or not asked.quick)]
     began = datetime.now(UTC)
     results = []
     with ExitStack() as opened:
@@ -260,11 +261,13 @@ def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
         description=__doc__.split("\n", maxsplit=1)[0],
         epilog="exit codes: 0 all goals reached, 3 some missed, 1 failed",
     )
-    parser.add_argument("--quick", action="store_true", help="small and few rounds: three minutes or so")
+    parser.add_argument(
+        "--quick", action="store_true", help="the main rows, small and in few rounds: about three minutes"
+    )
     parser.add_argument("--only", nargs="+", metavar="ROW", choices=[row.name for row in ROWS], help="some rows")
     parser.add_argument("--recipe", default="llama-3gb", help="shape of the checkpoint (default: llama-3gb)")
-    parser.add_argument("--size", type=parse_size, help="of the checkpoint (default: 4GiB; with --quick 512MiB)")
-    parser.add_argument("--rounds", type=int, help="that count, after one that does not (default: 5; with --quick 3)")
+    parser.add_argument("--size", type=parse_size, help="of the checkpoint (default: 4GiB; with --quick 384MiB)")
+    parser.add_argument("--rounds", type=int, help="that count, after one that does not (default: 5; with --quick 2)")
     parser.add_argument(
         "--folder", type=Path, help="where to write, on the disk to measure (default: the temporary one)"
     )

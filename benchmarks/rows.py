@@ -136,6 +136,7 @@ class Row:
         packages: Packages without which nothing of the row can run.
         disk: Disk space that it needs, in sizes of the checkpoint.
         memory: Memory that it needs, likewise.
+        is_quick: Whether it is a part of `--quick`.
     """
 
     name: str
@@ -145,6 +146,7 @@ class Row:
     packages: tuple[str, ...] = ()
     disk: float = 1
     memory: float = 0
+    is_quick: bool = False
 
 
 def judge(goal: RowGoal, measured: Measurement) -> Verdict:

@@ -256,6 +256,7 @@ def _rate(text: str, bound: float, *limits: str, contender: str = BIGLOAD) -> Ro
 ROWS = (
     Row(
         name="load-warm-private",
+        is_quick=True,
         title="load, warm, private memory",
         measure=warm_private,
         goals=(
@@ -267,6 +268,7 @@ ROWS = (
     ),
     Row(
         name="load-warm-map",
+        is_quick=True,
         title="load, warm, mapped and touched",
         measure=warm_map,
         goals=(_rate("rate, of safetensors (3 % are noise)", 0.97, "peer: safetensors"),),
@@ -274,6 +276,7 @@ ROWS = (
     ),
     Row(
         name="load-cold",
+        is_quick=True,
         title="load, cold",
         measure=cold,
         goals=(_rate("rate, of the fastest way of all", 0.97, "limit: |peer: "),),
@@ -282,6 +285,7 @@ ROWS = (
     ),
     Row(
         name="load-fp32",
+        is_quick=True,
         title="load, bf16 to fp32",
         measure=cast,
         goals=(RowGoal(text="time, of writing fp32", contender=BIGLOAD, limits=("limit: ",), bound=1.3),),

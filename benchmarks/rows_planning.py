@@ -44,12 +44,20 @@ def _processes(setting: Setting, words: Mapping[str, tuple[str, ...]]) -> Measur
 
 def _row(name: str, title: str, verb: str, recipe: str, bound: float) -> Row:
     goal = RowGoal(text="seconds, whole process", contender=_BIGLOAD, bound=bound)
-    return Row(name=name, title=title, measure=partial(command, verb=verb, recipe=recipe), goals=(goal,), disk=0)
+    return Row(
+        name=name,
+        title=title,
+        measure=partial(command, verb=verb, recipe=recipe),
+        goals=(goal,),
+        disk=0,
+        is_quick=recipe != "llama-70b",
+    )
 
 
 ROWS = (
     Row(
         name="start-up",
+        is_quick=True,
         title="--help",
         measure=start_up,
         goals=(RowGoal(text="seconds, whole process", contender=_BIGLOAD, bound=0.1),),

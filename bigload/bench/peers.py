@@ -1,6 +1,6 @@
 """Other loaders that `bench-load --peers` times, imported by name and called as their documentation shows.
 
-benchmarks/bench_loading.py adds those that need a format of their own.
+benchmarks/loader_peers.py adds those that need a format of their own.
 """
 
 from __future__ import annotations

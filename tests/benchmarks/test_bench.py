@@ -2,6 +2,7 @@
 
 import json
 import math
+import sys
 from dataclasses import replace
 
 import pytest
@@ -10,6 +11,7 @@ import bench
 from bigload.bench.raw_limit import can_read_direct
 from harness import Goal
 from make import load_recipe, make
+from program_contender import ProgramContender, ProgramError
 from rows import CannotMeasureError, Measurement, Row, RowGoal, judge, per_round
 from straight_read import straight_read
 
@@ -136,3 +138,26 @@ def test_the_straight_read_has_every_byte(tmp_path, is_direct):
     for file, buffer in zip(made.shards, buffers, strict=True):
         content = file.read_bytes()
         assert buffer[: len(content)] == content
+
+
+def test_a_tiny_reshard_is_measured_beside_cp_and_raw_writes(run):
+    chosen = [row for row in bench.ROWS if row.name == "reshard"]
+    code, found, _ = run(*chosen, options=("--rounds", "1"))
+    assert code in {0, 3}
+    (measured,) = found["rows"]
+    assert {"limit: cp -r, sync", "bigload, none", "bigload, full"} < measured["seconds"].keys()
+    assert all(len(runs) == 1 and runs[0] > 0 for runs in measured["seconds"].values())
+    assert measured["memory_mebibytes"].keys() == measured["seconds"].keys()
+
+
+def test_quick_runs_the_main_rows_only(run):
+    reached = row_of({"ours": [1], "limit: a": [1]}, FASTER)
+    code, found, _ = run(reached, replace(reached, name="main", is_quick=True), options=("--quick",))
+    assert (code, [each["name"] for each in found["rows"]]) == (0, ["main"])
+
+
+def test_a_program_that_fails_is_a_problem_with_its_error_line(tmp_path):
+    failing = [sys.executable, "-c", "import sys; sys.exit('error: no such file\\nhint: none')"]
+    contender = ProgramContender(name="peer", words=failing, out=tmp_path / "out")
+    with contender.turn() as run, pytest.raises(ProgramError, match=r"^error: no such file$"):
+        run()

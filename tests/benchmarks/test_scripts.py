@@ -1,4 +1,4 @@
-"""Benchmark scripts start and explain themselves; a tiny run of loading and of a model under a plan ends well."""
+"""Benchmark scripts start and explain themselves; a tiny run of a model under a plan ends well."""
 
 import subprocess
 import sys
@@ -10,7 +10,7 @@ import harness
 from make import load_recipe, make
 
 FOLDER = Path(harness.__file__).parent
-SCRIPTS = sorted(path.name for path in FOLDER.glob("bench_*.py") if path.name != "bench_models.py")
+SCRIPTS = sorted(path.name for path in FOLDER.glob("bench*.py") if path.name != "bench_models.py")
 
 
 def run_script(*words):
@@ -39,14 +39,6 @@ def test_every_script_explains_itself(script):
     done = run_script(script, "--help")
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith("usage:")
-
-
-@pytest.mark.slow
-def test_loading_is_measured_beside_raw_reads(tiny, tmp_path):
-    places = ["--folder", tmp_path, "--llama", tiny, "--opt", tiny]
-    done = run_script("bench_loading.py", *places, "--only", "warm-private", "--rounds", "1")
-    assert done.returncode == 0, done.stderr
-    assert "goals reached" in done.stdout
 
 
 @pytest.mark.slow
