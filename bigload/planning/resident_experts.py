@@ -142,11 +142,11 @@ def resident_experts(solution: Solution, layers: Sequence[LayerExperts], stats: 
     loads, limit = device_loads(problem, placement), problem.budget.get(placement.execution_device)
     assert limit is not None, "only disks are unbounded"
     room = limit - loads[placement.execution_device].total
-    each = _costs(problem)
+    costs = _costs(problem)
     worth: list[tuple[Fraction, int, int, LayerExperts]] = []
     fetched = list(_fetched(solution, layers))
     for order, (index, layer) in enumerate(fetched):
-        uses, cost = stats.uses[layer.name], layer.active_bytes * each[placement.devices[index]]
+        uses, cost = stats.uses[layer.name], layer.active_bytes * costs[placement.devices[index]]
         total = max(sum(uses), 1)
         worth += [(Fraction(-count * cost, total), order, number, layer) for number, count in enumerate(uses) if count]
     chosen: dict[str, list[int]] = {}
@@ -179,9 +179,9 @@ def expected_units(solution: Solution, layers: Sequence[LayerExperts], stats: Ex
 
 def expected_cost(solution: Solution, layers: Sequence[LayerExperts], stats: ExpertStats) -> tuple[bool, int]:
     """Return whether accelerators stay unused, and what a token costs, in the unit of `memory_tiers.Host`."""
-    each, placement = _costs(solution.problem), solution.placement
+    costs, placement = _costs(solution.problem), solution.placement
     units = zip(expected_units(solution, layers, stats), placement.devices, strict=True)
-    return placement.execution_device == CPU, sum(unit.token_bytes * each.get(device, 0) for unit, device in units)
+    return placement.execution_device == CPU, sum(unit.token_bytes * costs.get(device, 0) for unit, device in units)
 
 
 def _with_token_bytes(unit: Unit, num_bytes: int) -> Unit:

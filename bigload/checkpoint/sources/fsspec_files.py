@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 
 from bigload.checkpoint.byte_source import SourceIdentity, SourceScheme, address_text, ended_early
 from bigload.checkpoint.sources.http import plain_etag
-from bigload.checkpoint.sources.ranged_source import RangedSource, missing
+from bigload.checkpoint.sources.ranged_source import RangedSource, missing, translated
 from bigload.errors import (
     AccessDeniedError,
     BigloadError,
@@ -74,22 +74,18 @@ def scheme_named(name: str) -> SourceScheme | None:
     return SourceScheme(name=name, open=FsspecSource, identity=_identity, pin=_pinned, list_folder=_list_folder)
 
 
-@contextmanager
-def _translated(location: Path) -> Iterator[None]:
-    """Raise errors of fsspec and of its file systems, which may be any, in bigload's words."""
-    try:
-        yield
-    except BigloadError:
-        raise
-    except FileNotFoundError:
-        failure = missing(address_text(location), "no such file")
-        raise failure from failure.__cause__
-    except PermissionError as error:
+def _translated(location: Path) -> AbstractContextManager[None]:
+    return translated((Exception,), _failure, location)  # file systems raise any error
+
+
+def _failure(location: Path, error: Exception) -> BigloadError:
+    shown = address_text(location)
+    if isinstance(error, FileNotFoundError):
+        return missing(shown, "no such file")
+    if isinstance(error, PermissionError):
         hint = "give the client of this service credentials, as its documentation says"
-        raise AccessDeniedError(address_text(location), _reason(error), hint=hint) from None
-    except Exception as error:
-        # Not `from error`: it may quote an address with a signature.
-        raise ReadError(address_text(location), f"{type(error).__name__}: {_reason(error)}") from None
+        return AccessDeniedError(shown, _reason(error), hint=hint)
+    return ReadError(shown, f"{type(error).__name__}: {_reason(error)}")
 
 
 def _reason(error: Exception) -> str:

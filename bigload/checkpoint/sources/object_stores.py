@@ -12,7 +12,7 @@ import re
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from functools import cache
 from importlib.util import find_spec
@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 
 from bigload.checkpoint.byte_source import SourceIdentity, SourceScheme, address_text, ended_early
 from bigload.checkpoint.sources.http import NO_RANGES_HINT, plain_etag
-from bigload.checkpoint.sources.ranged_source import RangedSource, TemporaryError, missing
+from bigload.checkpoint.sources.ranged_source import RangedSource, TemporaryError, missing, translated
 from bigload.errors import AccessDeniedError, BigloadError, CheckpointError, CheckpointNotFoundError, ReadError
 from bigload.machine.activities import Recorder
 
@@ -112,16 +112,8 @@ def _errors() -> tuple[type[Exception], ...]:
     return BaseError, OSError, ValueError
 
 
-@contextmanager
-def _translated(location: Path) -> Iterator[None]:
-    """Raise errors of obstore in bigload's words: their texts may hold addresses with signatures."""
-    try:
-        yield
-    except BigloadError:
-        raise
-    except _errors() as error:
-        failure = _failure(location, error)
-        raise failure from failure.__cause__
+def _translated(location: Path) -> AbstractContextManager[None]:
+    return translated(_errors(), _failure, location)
 
 
 def _failure(location: Path, error: Exception) -> BigloadError:

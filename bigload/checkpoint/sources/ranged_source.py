@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import errno
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 from bigload.checkpoint.byte_source import address_text
 from bigload.checkpoint.sources.range_streams import RangeStreams
-from bigload.errors import ReadError
+from bigload.errors import BigloadError, ReadError
 from bigload.machine.activities import Phase, Recorder
 from bigload.machine.thread_pool import abandonable
 
@@ -98,6 +98,20 @@ class RangedSource:
 
     def _changed(self, text: str) -> ReadError:
         return ReadError(self._shown, f"it changed since the checkpoint was opened: {text}")
+
+
+@contextmanager
+def translated(
+    kinds: tuple[type[Exception], ...], failure: Callable[[Path, Exception], BigloadError], location: Path
+) -> Iterator[None]:
+    """Raise errors of a client as `failure` makes them: the texts of libraries may hold addresses with signatures."""
+    try:
+        yield
+    except BigloadError:
+        raise
+    except kinds as error:
+        made = failure(location, error)
+        raise made from made.__cause__
 
 
 def missing(location: str, reason: str) -> ReadError:
