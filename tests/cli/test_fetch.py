@@ -32,6 +32,20 @@ def test_a_dry_run_lists_the_files_and_writes_nothing(run, here):
     assert not list(here.glob("out*"))
 
 
+def test_a_rank_is_told_why_it_transfers_more_than_it_writes(run):
+    done = run("bigload fetch tiny-llama out --rank 0 --tp 2 --dry-run")
+    assert "2.46 MiB more than is written: of tensors divided by columns, whole rows are transferred" in done.stdout
+    assert "bigload reshard MODEL OUT --tp 2" in done.stdout
+    assert "more than is written" not in run("bigload fetch tiny-llama out --only lm_head --dry-run").stdout
+
+
+def test_a_module_that_is_misspelled_is_close_to_a_module(run):
+    assert (
+        "hint: close to model.layes.1 are model.layers.1"
+        in run("bigload fetch tiny-llama out --only model.layes.1").stderr
+    )
+
+
 def test_quiet_prints_the_folder_alone(run):
     assert run("bigload fetch tiny-llama out -q --only lm_head").stdout == "out\n"
 

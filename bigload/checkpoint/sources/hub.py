@@ -39,6 +39,7 @@ _ADDRESS = re.compile(
 )
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _LOCK = threading.Lock()
+_HEADERS_LOCK = threading.Lock()
 _listings: dict[tuple[str, str], Mapping[str, SourceIdentity]] = {}
 
 
@@ -214,7 +215,9 @@ def _asked(address: HubAddress, route: str) -> dict[str, object]:
 def _headers() -> dict[str, str]:
     from huggingface_hub import get_token
 
-    return _headers_with(get_token())
+    token = get_token()
+    with _HEADERS_LOCK:  # huggingface_hub asks the Hub for names of agents: once, not from each thread
+        return _headers_with(token)
 
 
 @cache

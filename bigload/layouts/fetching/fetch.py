@@ -8,7 +8,7 @@ the staging folder lists is read back from there, and not transferred again.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -23,15 +23,19 @@ from bigload.layouts.fetching.parts import PartSelection, byte_ranges, fetched_o
 from bigload.layouts.folder_files import folder_files
 from bigload.layouts.options import ReshardOptions, parse_bytes
 from bigload.layouts.other_weights import LeftOut
+from bigload.layouts.output import Output
 from bigload.layouts.preparation import PreparedReshard, check_apart, output_folder, prepare_output
 from bigload.layouts.reshard import run_reshard
 from bigload.layouts.selection import open_source
 from bigload.loading.progress import OnProgress, ignore_progress
 from bigload.planning.plan import Plan
 from bigload.planning.plan_file import read_plan
-from bigload.units import MIB
+from bigload.units import MIB, format_size
 
 DEFAULT_MAX_INFLIGHT = 128 * MIB
+
+COLUMN_NOTE_SHARE = 0.1
+"""Part of the transferred bytes from which on a note says why they are more than what is written."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -229,6 +233,7 @@ def prepare_fetch(
     if not output.files:
         raise OptionError.of("include", list(asked.include), "patterns that leave files to fetch")
     ranges = list(byte_ranges(output))
+    num_transferred = sum(stop - start for _, start, stop in ranges)
     source = address_text(checkpoint.root)
     run = prepare_output(
         checkpoint,
@@ -239,7 +244,7 @@ def prepare_fetch(
         ),
         files={file for file, _, _ in ranges},
         plan=plan,
-        notes=tuple(files.notes()) if part is None else (),
+        notes=tuple(files.notes() if part is None else _column_notes(output, num_transferred, asked)),
         recorded={"source": source, "selection": asked.described},
         resume_by="rerun the command",
     )
@@ -251,8 +256,18 @@ def prepare_fetch(
         part=part,
         left=files.left,
         num_ranges=sum(stop > start for _, start, stop in ranges),
-        transfer_bytes=sum(stop - start for _, start, stop in ranges),
+        transfer_bytes=num_transferred,
     )
+
+
+def _column_notes(output: Output, num_transferred: int, asked: FetchOptions) -> Iterator[str]:
+    """Say why a rank's slices cost more than they hold: a request for each row of them would be millions."""
+    more = num_transferred - sum(file.num_bytes for file in output.files)
+    if asked.rank is not None and more > COLUMN_NOTE_SHARE * num_transferred:
+        yield (
+            f"{format_size(more)} more than is written: of tensors divided by columns, whole rows are transferred; "
+            f"bigload reshard MODEL OUT --tp {asked.tp} transfers them once for all ranks"
+        )
 
 
 def run_fetch(prepared: PreparedFetch, *, on_progress: OnProgress = ignore_progress) -> FetchReport:

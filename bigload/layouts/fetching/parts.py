@@ -139,7 +139,13 @@ def _named(known: Collection[str], asked: Iterable[str]) -> Iterator[str]:
             unknown.append(pattern)
         yield from found
     if unknown:
-        close = get_close_matches(unknown[0], known, n=3, cutoff=0.4)
+        modules = {
+            ".".join(parts[:end]): None
+            for name in known
+            for parts in [name.split(".")]
+            for end in range(1, len(parts) + 1)
+        }
+        close = get_close_matches(unknown[0], modules, n=3, cutoff=0.4)
         hint = f"close to {unknown[0]:.100} are {', '.join(close)}" if close else None
         raise OptionError.of("only", ", ".join(unknown), "names or patterns of tensors or modules there", hint=hint)
 

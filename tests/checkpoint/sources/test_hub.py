@@ -2,6 +2,7 @@
 
 import os
 import re
+import threading
 
 import pytest
 import torch
@@ -265,3 +266,16 @@ def test_another_commit_is_another_identity(served, repository, tmp_path):
     first = locate("org/tiny")
     repository.refs["other"] = COMMIT
     assert locate("org/tiny@other") != first
+
+
+def test_headers_of_requests_are_made_once_for_all_threads(served, monkeypatch):
+    made, begin = [], threading.Barrier(8)
+    hub_source._headers_with.cache_clear()
+    monkeypatch.setattr("huggingface_hub.utils.build_hf_headers", lambda **_: made.append(1) or {})
+    threads = [threading.Thread(target=lambda: (begin.wait(), hub_source._headers())) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    hub_source._headers_with.cache_clear()
+    assert len(made) == 1
