@@ -1,6 +1,7 @@
 """House rules that no linter checks, or that matter too much to leave to a setting."""
 
 import ast
+from collections import Counter
 from pathlib import Path
 
 import bigload
@@ -30,6 +31,12 @@ def test_the_library_prints_nothing():
 
 def test_a_module_has_a_name_that_says_something():
     assert [path for path in MODULES if path.stem in BANNED] == []
+
+
+def test_a_class_has_a_name_of_its_own():
+    classes = [node.name for nodes in NODES.values() for node in nodes if isinstance(node, ast.ClassDef)]
+    public = Counter(name for name in classes if not name.startswith("_"))
+    assert [name for name, count in public.items() if count > 1] == []
 
 
 def test_no_error_is_swallowed_whole():
