@@ -11,6 +11,7 @@ import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
+from urllib.parse import unquote
 
 from bigload.checkpoint.byte_source import scheme_of
 from bigload.checkpoint.sources.small_reads import opened_range
@@ -104,7 +105,8 @@ def resolve_shard(root: Path, file: str) -> Path | str:
     if ".." in name.parts:
         return "leaves the folder of the index"
     if not scheme_of(root).is_local:
-        return root / name
+        # In an address of a web server %2E%2E%2F is what ../ is.
+        return "leaves the folder of the index" if ".." in unquote(file).split("/") else root / name
     real_root = Path(os.path.realpath(root))
     real = Path(os.path.realpath(real_root / name))
     allowed = [real_root]

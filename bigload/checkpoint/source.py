@@ -103,8 +103,12 @@ def checkpoint_root(path: str | Path) -> Path | None:
     return root if root.is_dir() else None
 
 
-def locate(path: str | Path) -> Path:
+def locate(path: str | Path, *, find_cached: bool = True) -> Path:
     """Return the location of what `path` names: a path of this machine that exists, or a pinned remote location.
+
+    Args:
+        path: What the user named.
+        find_cached: Return the folder of a cache instead of a remote location, where that has the whole checkpoint.
 
     Raises:
         CheckpointNotFoundError: there is nothing of that name.
@@ -114,7 +118,7 @@ def locate(path: str | Path) -> Path:
     try:
         place = Path(re.sub(r"^(file|local):/+", "/", str(path))).expanduser()
         if not scheme_of(place).is_local:
-            return _remote(place)
+            return _remote(place, find_cached=find_cached)
         exists = place.exists()
         if exists and str(path).endswith("/") and not place.is_dir():  # Path drops the slash, the system would not
             raise CheckpointNotFoundError(path, "not a folder")
@@ -133,7 +137,7 @@ def locate(path: str | Path) -> Path:
     if location is None:
         raise CheckpointNotFoundError(path, "no such file or folder")
     try:
-        return _remote(location)
+        return _remote(location, find_cached=find_cached)
     except CheckpointNotFoundError as error:
         reason = f"no such file or folder here, and {error.message.partition(': ')[2]}"
         raise CheckpointNotFoundError(path, reason, details=error.details, hint=error.hint) from None
@@ -151,10 +155,10 @@ def _hub_location(text: str) -> Path | None:
     return None if address is None else address.location
 
 
-def _remote(location: Path) -> Path:
+def _remote(location: Path, *, find_cached: bool) -> Path:
     """Return the pinned location, or the local folder that has the whole checkpoint already."""
     scheme = scheme_of(location)
-    folder = scheme.local_folder(location)
+    folder = scheme.local_folder(location) if find_cached else None
     return folder if folder is not None and _is_whole(folder) else scheme.pin(location)
 
 
@@ -220,14 +224,20 @@ def _open_names(root: Path, listed: list[str], path: str) -> Checkpoint:
 def _open_by_known_names(root: Path, path: str) -> Checkpoint:
     """Open a checkpoint in a location that cannot be listed."""
     for form in FORMATS.values():
-        if _is_there(root / form.whole_file):
+        if is_there(root / form.whole_file):
             return _open_files(root, None, [form.whole_file], path)
-        if _is_there(root / form.default_index):
+        if is_there(root / form.default_index):
             return _open_sharded(root, form.default_index, path)
     raise CheckpointNotFoundError(path, f"none of {', '.join(main_files())} can be read there")
 
 
-def _is_there(location: Path) -> bool:
+def is_there(location: Path) -> bool:
+    """Return whether there is a file at a local or pinned location.
+
+    Raises:
+        AccessDeniedError: a service refuses it to this user.
+        ReadError: the service cannot be asked.
+    """
     scheme = scheme_of(location)
     if scheme.is_local:
         return location.exists()
@@ -476,7 +486,7 @@ def _total_size_warning(index: ShardIndex | None, tensors: Mapping[str, TensorIn
 
 def _read_config(root: Path) -> tuple[Mapping[str, object] | None, tuple[CheckpointWarning, ...]]:
     path = root / "config.json"
-    if not _is_there(path):
+    if not is_there(path):
         return None, ()
     try:
         config = parse_json(read_beside(path, max_bytes=MAX_CONFIG_BYTES), object_pairs_hook=None)

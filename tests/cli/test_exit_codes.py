@@ -103,7 +103,7 @@ USAGE = [
     ("bigload reshard nowhere out", "nowhere", "no such file or folder"),
     ("bigload reshard taken out", "taken", "model.safetensors"),
     ("bigload verify", "DIR"),
-    ("bigload verify nowhere", "nowhere", "no such folder"),
+    ("bigload verify nowhere", "nowhere", "no such file or folder"),
     ("bigload verify notes.txt", "notes.txt", "not a folder"),
     ("bigload verify tiny-llama", "tiny-llama", "bigload-manifest.json", "bigload reshard"),
     ("bigload verify split/cuda-0", "split/cuda-0", "a part of", "bigload verify "),

@@ -181,3 +181,25 @@ def test_headers_that_take_long_are_counted_on_a_terminal(tmp_path, monkeypatch)
     output.open_shown(str(make_checkpoint(tmp_path / "source", shards=3)), quiet=False)
     assert ["read 1 of 3 headers" in text for text in shown] == [True, False, False, False]
     assert "read 3 of 3 headers" in shown[2]
+
+
+def test_a_folder_that_was_uploaded_is_verified_without_torch(hub, tmp_path):
+    assert run(hub, tmp_path, "fetch", "org/tiny", "copy", "-q")[2][0] == 0
+    hub.add("me/copy", tmp_path / "copy")
+    answer, _, end = run(hub, tmp_path, "verify", "me/copy")
+    assert (end, "every byte is as it was written" in answer) == ([0, []], True)
+    shard = next((tmp_path / "copy").glob("*-00002-*"))
+    shard.write_bytes(shard.read_bytes()[:-1] + b"?")
+    commit = hub.add("me/copy", tmp_path / "copy").commit
+    answer, notes, end = run(hub, tmp_path, "verify", f"me/copy@{commit}", "--json")
+    assert (end, "is not what was written: 1 problem in 1 file" in notes) == ([1, []], True)
+    document = json.loads(answer)
+    assert document["folder"] == f"hf://me/copy@{commit}"
+    assert [problem["file"] for problem in document["problems"]] == [shard.name]
+
+
+def test_a_model_without_manifest_is_told_what_checks_it(hub, tmp_path):
+    answer, notes, end = run(hub, tmp_path, "verify", "org/tiny")
+    assert (answer, end) == ("", [2, []])
+    assert "no bigload-manifest.json in it" in notes
+    assert "hint: the service knows SHA-256 of 3 files: bigload fetch hf://org/tiny@" in notes

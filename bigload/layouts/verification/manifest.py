@@ -15,16 +15,19 @@ import json
 import os
 import re
 from collections.abc import Iterator, Mapping
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import TypeVar
 
-from bigload.checkpoint.byte_source import PositionalReader
+from bigload.checkpoint.byte_source import PositionalReader, address_text, read_range, scheme_of
 from bigload.checkpoint.fingerprint import ShardFingerprint
 from bigload.checkpoint.index import resolve_shard
+from bigload.checkpoint.source import is_there
 from bigload.documents import check_schema, parse_json
-from bigload.errors import DamagedOutputError, ManifestNotFoundError
-from bigload.units import MAX_SIZE, MIB
+from bigload.errors import AccessDeniedError, DamagedOutputError, ManifestNotFoundError, ReadError
+from bigload.machine.activities import NO_RECORDER
+from bigload.units import MAX_SIZE, MIB, counted
 
 MANIFEST_FILE = "bigload-manifest.json"
 SCHEMA = "bigload.manifest/1.0"
@@ -34,6 +37,10 @@ MAX_MANIFEST_BYTES = 512 * MIB
 
 STAGING_SUFFIX = ".partial"
 """Of the folder in which a reshard is at work; nothing under such a name passes for finished."""
+
+_ONLY_OURS = "only what bigload reshard or fetch wrote has one; bigload inspect checks the headers of any checkpoint"
+_SERVICE_PARTS = 2
+"""Parts of a location that name no folder: `hf:/organisation`, `s3:/bucket`."""
 
 _HEX = re.compile(r"[0-9a-f]{32}")
 _PATHS = "surrogateescape"  # see `plan_file.py`: the path of the source need not be text
@@ -127,14 +134,17 @@ def manifest_lines(manifest: Manifest) -> Iterator[str]:
 
 
 def read_manifest(folder: str | Path) -> Manifest:
-    """Read the manifest of the resharded `folder`; nothing that it names is opened.
+    """Read the manifest of the resharded `folder`, local or a pinned location; nothing that it names is opened.
 
     Raises:
+        AccessDeniedError: a service refuses it to this user.
         ManifestNotFoundError: no such folder, none that a reshard finished, or only a part of one; the hint says which.
         DamagedOutputError: the manifest is not one, has another major version, or names what lies elsewhere.
         ReadError: it cannot be read.
     """
     root = Path(folder)
+    if not scheme_of(root).is_local:
+        return _remote_manifest(root)
     place = _manifest_of(root)
     with PositionalReader(place) as reader:
         num_bytes = os.fstat(reader.descriptor).st_size
@@ -143,6 +153,37 @@ def read_manifest(folder: str | Path) -> Manifest:
         content = bytearray(num_bytes)
         reader.read_into([memoryview(content)], 0)
     return manifest_from_json(content.decode(errors=_PATHS), source=str(root / MANIFEST_FILE))
+
+
+def _remote_manifest(root: Path) -> Manifest:
+    scheme, place = scheme_of(root), root / MANIFEST_FILE
+    if not is_there(place):
+        for parent in root.parents[:2]:
+            with suppress(AccessDeniedError, ReadError):
+                if len(parent.parts) > _SERVICE_PARTS and is_there(parent / MANIFEST_FILE):
+                    raise _part_of(address_text(root), address_text(parent))
+        raise ManifestNotFoundError(address_text(root), f"no {MANIFEST_FILE} in it", hint=_hint_without(root))
+    num_bytes = scheme.identity(place).num_bytes
+    if num_bytes > MAX_MANIFEST_BYTES:
+        raise _unusable(address_text(place), f"{num_bytes} bytes, expected {MAX_MANIFEST_BYTES} at most")
+    with closing(scheme.open(place, NO_RECORDER)) as source:
+        content = read_range(source, 0, num_bytes) if num_bytes else b""
+    return manifest_from_json(content.decode(errors=_PATHS), source=address_text(place))
+
+
+def _hint_without(root: Path) -> str:
+    """Return what to do with a remote folder that has no manifest."""
+    list_folder = scheme_of(root).list_folder
+    known = sum(found.sha256 is not None for found in list_folder(root).values()) if list_folder else 0
+    if known:
+        files, address = counted(known, "file"), address_text(root)
+        return f"the service knows SHA-256 of {files}: bigload fetch {address} compares them with what it copies"
+    return _ONLY_OURS
+
+
+def _part_of(folder: Path | str, whole: Path | str) -> ManifestNotFoundError:
+    hint = f"check all of it: bigload verify {whole}"
+    return ManifestNotFoundError(folder, f"it is a part of {whole}, which has one", hint=hint)
 
 
 def manifest_from_json(text: str, *, source: str = "the manifest") -> Manifest:
@@ -179,10 +220,8 @@ def _manifest_of(root: Path) -> Path:
     if not os.path.lexists(real / MANIFEST_FILE):
         for parent in real.parents[:2]:
             if (parent / MANIFEST_FILE).is_file():
-                hint = f"check all of it: bigload verify {parent}"
-                raise ManifestNotFoundError(root, f"it is a part of {parent}, which has one", hint=hint)
-        hint = "only what bigload reshard or fetch wrote has one; bigload inspect checks the headers of any checkpoint"
-        raise ManifestNotFoundError(root, f"no {MANIFEST_FILE} in it", hint=hint)
+                raise _part_of(root, parent)
+        raise ManifestNotFoundError(root, f"no {MANIFEST_FILE} in it", hint=_ONLY_OURS)
     place = resolve_shard(root, MANIFEST_FILE)
     if isinstance(place, str):
         raise _unusable(root / MANIFEST_FILE, f"it {place}")

@@ -1,8 +1,8 @@
 """Comparison of a resharded folder with its manifest, byte for byte.
 
 Every file is read once, with direct reads where the file system offers them, so that the disk is checked and not the
-page cache. One read yields the digests of the file and of its tensors. Holes of sparse files are digested as zeros
-without reading. A thread has one file at a time and a block of memory for it.
+page cache, and remote files by range requests. One read yields the digests of the file and of its tensors. Holes of
+sparse files are digested as zeros without reading. A thread has one file at a time and a block of memory for it.
 """
 
 from __future__ import annotations
@@ -15,12 +15,17 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
+from bigload.checkpoint.byte_source import address_text, scheme_of
 from bigload.checkpoint.formats.registry import read_shard_header
 from bigload.checkpoint.index import resolve_shard
 from bigload.checkpoint.model import Span
+from bigload.checkpoint.source import REMOTE_READS, locate
 from bigload.errors import (
+    AccessDeniedError,
+    CheckpointNotFoundError,
     DamagedOutputError,
     InvalidCheckpointError,
+    ManifestNotFoundError,
     OptionError,
     Problem,
     ReadError,
@@ -72,7 +77,7 @@ class VerifyReport:
     """Result of a comparison.
 
     Attributes:
-        folder: Folder as the caller named it.
+        folder: Folder as the caller named it; a remote one with its commit, where it has one.
         manifest: Its manifest.
         level: Extent of the comparison.
         problems: In the order of the manifest's files, and in each in the order of its bytes.
@@ -112,7 +117,8 @@ class VerifyReport:
             files = counted(len({problem.file for problem in self.problems}), "file")
             raise DamagedOutputError(
                 self.folder,
-                f"{self.folder} is not what was written: {counted(len(self.problems), 'problem')} in {files}",
+                f"{address_text(self.folder)} is not what was written: "
+                f"{counted(len(self.problems), 'problem')} in {files}",
                 problems=self.problems,
                 hint="fetch the named files again, or reshard again from the source",
             )
@@ -130,24 +136,27 @@ def verify(
     Differences and unreadable files are reported, not raised; see `VerifyReport.check`.
 
     Args:
-        folder: As `reshard` made it, wherever it has been moved or copied to.
+        folder: As `reshard` or `fetch` made it, wherever it has been moved, copied or uploaded to: a folder or a
+            remote location. Of a remote one the files are read by byte ranges, and nothing is kept.
         level: `"full"` reads everything, `"size"` looks at names and sizes alone.
-        threads: Number of files read at a time; `DEFAULT_THREADS` when left out.
+        threads: Number of files read at a time; `DEFAULT_THREADS` when left out, 16 of a remote folder.
         on_progress: Called after every digested block.
 
     Raises:
         ManifestNotFoundError: not a folder that a reshard finished.
+        AccessDeniedError: a service refuses it to this user.
         DamagedOutputError: its manifest is not one.
         OptionError: `level` or `threads` is invalid.
         ReadError: the manifest cannot be read.
     """
     if level not in list(Level):
         raise OptionError.of("level", level, f"one of {', '.join(Level)}")
-    num_threads = DEFAULT_THREADS if threads is None else threads
-    if not 1 <= num_threads <= MAX_THREADS:
+    if threads is not None and not 1 <= threads <= MAX_THREADS:
         raise OptionError.of("threads", threads, f"a whole number from 1 to {MAX_THREADS}")
     began = time.monotonic()
-    root, manifest = Path(folder), read_manifest(folder)
+    root = _located(folder)
+    manifest = read_manifest(root)
+    num_threads = threads or (DEFAULT_THREADS if scheme_of(root).is_local else REMOTE_READS)
     num_threads = min(num_threads, max(len(manifest.files), 1))
     # A job holds one block to read into, and for moments one more, for the uneven end of a file.
     blocks = BlockPool(2 * num_threads, block_bytes=BLOCK_BYTES)
@@ -171,6 +180,18 @@ def verify(
         read_bytes=sum(check.read_bytes for check in checks.values()),
         seconds=time.monotonic() - began,
     )
+
+
+def _located(folder: str | Path) -> Path:
+    """Return the folder as it was named, or the pinned location of a remote one.
+
+    Caches are not looked for: they may have the weights and not the manifest.
+    """
+    try:
+        return locate(folder, find_cached=False)
+    except CheckpointNotFoundError as error:
+        reason = error.message.partition(": ")[2] or error.message
+        raise ManifestNotFoundError(folder, reason, hint=error.hint) from None
 
 
 class _FileCheck:
@@ -198,6 +219,8 @@ class _FileCheck:
         found = self._found()
         try:
             return (found,) if isinstance(found, FileProblem) else tuple(self._contents(found))
+        except AccessDeniedError:
+            raise
         except ReadError as error:
             return (self._problem("unreadable", error.message),)
         except OSError as error:
@@ -210,14 +233,16 @@ class _FileCheck:
         place = resolve_shard(self._root, self.file)
         if isinstance(place, str):
             return self._problem("unsafe-path", f"not opened, because it {place}")
+        expected = self.record.num_bytes
         try:
-            status = place.stat()
+            found = _stored_bytes(place)
+        except AccessDeniedError:
+            raise
         except (FileNotFoundError, NotADirectoryError):
             return self._problem("missing", "missing")
         except OSError as error:
             return self._problem("unreadable", f"cannot be read: {error.strerror or error}")
-        found, expected = status.st_size, self.record.num_bytes
-        if not stat.S_ISREG(status.st_mode):
+        if found is None:
             return self._problem("not-a-file", "not a regular file")
         if found != expected:
             change = "cut off" if found < expected else "too long"
@@ -297,11 +322,34 @@ class _FileCheck:
         return FileProblem(code=code, file=self.file, text=text, tensor=tensor, start=start, stop=stop)
 
 
+def _stored_bytes(place: Path) -> int | None:
+    """Return the size of the file at a local or pinned location; None of what is no regular file."""
+    scheme = scheme_of(place)
+    if scheme.is_local:
+        status = place.stat()
+        return status.st_size if stat.S_ISREG(status.st_mode) else None
+    try:
+        return scheme.identity(place).num_bytes
+    except ReadError as error:
+        if isinstance(error.__cause__, FileNotFoundError):
+            raise error.__cause__ from None
+        raise
+
+
 def _extra_files(root: Path, manifest: Manifest) -> Iterator[FileProblem]:
     """Yield files of weights that the manifest does not name; links to folders are not followed."""
+    for file in _listed(root):
+        if file.endswith(_WEIGHTS) and file not in manifest.files:
+            yield FileProblem(code="extra", file=file, text=f"not named in {MANIFEST_FILE}, and not compared")
+
+
+def _listed(root: Path) -> Iterator[str]:
+    """Yield the files in a folder and in its folders, in order; none of a service that cannot list them."""
+    scheme = scheme_of(root)
+    if not scheme.is_local:
+        yield from sorted(scheme.list_folder(root) if scheme.list_folder else ())
+        return
     for folder, folders, names in os.walk(root):
         folders.sort()
         for name in sorted(names):
-            file = (Path(folder) / name).relative_to(root).as_posix()
-            if name.endswith(_WEIGHTS) and file not in manifest.files:
-                yield FileProblem(code="extra", file=file, text=f"not named in {MANIFEST_FILE}, and not compared")
+            yield (Path(folder) / name).relative_to(root).as_posix()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -13,20 +12,24 @@ EPILOG = """\b
 Examples:
   bigload verify ./llama-70b.split
   bigload verify ./llama-70b.split --size-only
+  bigload verify me/llama-70b-split
   bigload verify ./llama-70b.split --json | jq -r '.problems[].file'
 """
 
 
 def verify(
     folder: Annotated[
-        Path, typer.Argument(metavar="DIR", help="Folder that bigload reshard or fetch made, or a copy.")
+        str,
+        typer.Argument(metavar="DIR", help="What bigload reshard or fetch made, or a copy: a folder, or a location."),
     ],
     size_only: Annotated[
         bool, typer.Option("--size-only", help="Compare names and sizes; read nothing but the manifest.")
     ] = False,
     io_threads: Annotated[
         int | None,
-        typer.Option("--io-threads", metavar="N", min=1, max=256, help="Files read at one moment. Default: 4."),
+        typer.Option(
+            "--io-threads", metavar="N", min=1, max=256, help="Files read at one moment. Default: 4, remote 16."
+        ),
     ] = None,
     as_json: JsonOption = False,
     quiet: QuietOption = False,
@@ -63,7 +66,7 @@ def verify(
             raise AnsweredError(error) from error
         raise
     if quiet and not as_json:
-        output.print_text(str(folder))
+        output.print_text(folder)
     elif not as_json:
         from bigload_cli.views import verify as view
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bigload.checkpoint.byte_source import address_text
 from bigload.layouts.preparation import PreparedReshard
 from bigload.layouts.reshard import ReshardReport
 from bigload.layouts.selection import recorded_options
@@ -61,7 +62,7 @@ def of_verify(report: VerifyReport, *, peak_bytes: int | None) -> dict[str, obje
     """Return what `--json` prints, also of a folder that is not what was written."""
     return {
         "schema": "bigload.verify/1.0",
-        "folder": str(report.folder),
+        "folder": address_text(report.folder),
         "ok": report.ok,
         "level": str(report.level),
         "digest": DIGEST,
