@@ -70,7 +70,14 @@ def _figures(bench: RunBench, rounds: int) -> Measurement:
         if not output.is_within_rounding
     ]
     problems = {f"peer: {name}": reason for name, reason in bench.problems.items()}
-    return Measurement(seconds=seconds, problems=problems, cached=(min(cached), max(cached)), remarks=tuple(differing))
+    private = {names.get(name, name): (each.peak_private_bytes / MIB,) for name, each in bench.measured.items()}
+    return Measurement(
+        seconds=seconds,
+        memory=private,
+        problems=problems,
+        cached=(min(cached), max(cached)),
+        remarks=tuple(differing),
+    )
 
 
 def block_bytes(checkpoint: Checkpoint) -> int:
