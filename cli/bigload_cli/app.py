@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 import resource
+import signal
 import sys
 from contextlib import suppress
 
@@ -25,7 +27,11 @@ def main() -> None:
         from bigload_cli.verbs import run
     except KeyboardInterrupt:
         sys.exit(_interrupted())
-    sys.exit(run())
+    code = run()
+    # A second Ctrl-C ends the process at once, without a traceback of a library that closes its connections at exit:
+    # what is registered last runs first.
+    atexit.register(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    sys.exit(code)
 
 
 def _interrupted() -> int:

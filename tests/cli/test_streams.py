@@ -4,6 +4,7 @@ import json
 import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -485,3 +486,12 @@ def test_a_file_too_large_for_a_plan_is_not_read_and_not_replaced(run, here):
     assert done.code == 2
     assert "it is not a plan file" in done.stderr
     assert (here / "huge.json").stat().st_size == 2**40
+
+
+def test_a_ctrl_c_while_the_program_ends_shows_no_traceback():
+    late = "atexit.register(lambda: os.kill(os.getpid(), signal.SIGINT))"
+    program = (
+        f"import atexit, os, signal, sys; from bigload_cli import app; {late}; sys.argv = ['bigload', '--version']"
+    )
+    done = subprocess.run([sys.executable, "-c", f"{program}; app.main()"], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (-signal.SIGINT, "")
