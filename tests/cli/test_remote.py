@@ -203,3 +203,9 @@ def test_a_model_without_manifest_is_told_what_checks_it(hub, tmp_path):
     assert (answer, end) == ("", [2, []])
     assert "no bigload-manifest.json in it" in notes
     assert "hint: the service knows SHA-256 of 3 files: bigload fetch hf://org/tiny@" in notes
+
+
+def test_bench_load_takes_a_repository(hub, tmp_path):
+    answer, notes, end = run(hub, tmp_path, "bench-load", "org/tiny", "--runs", "1", "--threads", "1", "--json")
+    assert end[0] == 0, notes
+    assert json.loads(answer)["schema"].startswith("bigload.bench-load/")

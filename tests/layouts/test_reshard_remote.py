@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -21,7 +22,7 @@ from bigload.layouts.writing import windows as windows_module
 from bigload.layouts.writing import writer as writer_module
 from bigload.units import KIB, MIB
 from builders import make_checkpoint, make_mixtral, no_thread_left, open_descriptors, write_raw
-from hub_server import served_hub
+from hub_server import CHUNK_BYTES, served_hub
 from thread_process_groups import outcomes
 
 HIDDEN = 256
@@ -202,13 +203,13 @@ def test_ranks_transfer_their_own_files_only(served, tmp_path):
     assert weights(tmp_path / "out") == weights(tmp_path / "local")
 
 
-def command(served, tmp_path, *arguments, **environment):
+def command(served, tmp_path, *arguments, launcher=(), **environment):
     """Start the program, which takes the server for the Hub."""
     path = os.pathsep.join((str(Path(bigload.__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])))
     environment = {**os.environ, **served.environment(tmp_path / "cache"), "PYTHONPATH": path, **environment}
     program = Path(sys.executable).with_name("bigload")
     return subprocess.Popen(
-        [program, "reshard", "org/tiny", tmp_path / "out", *arguments],
+        [*launcher, program, "reshard", "org/tiny", tmp_path / "out", *arguments],
         env=environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -275,3 +276,48 @@ def test_fused_experts_are_assembled_from_the_network(served, tmp_path, options)
     bigload.reshard(folder, tmp_path / "local", names="transformers", **options)
     bigload.reshard("org/moe", tmp_path / "remote", names="transformers", **options)
     assert weights(tmp_path / "remote") == weights(tmp_path / "local")
+
+
+@pytest.mark.parametrize("tp", [(), ("--tp", "4")], ids=["shards", "ranks"])
+def test_a_kill_at_any_moment_costs_a_few_windows(served, tmp_path, tp):
+    """The server kills: before the piece of 64 KiB that is the next in the list, whatever the time."""
+    threads, window = 3, 256 * KIB
+    options = (*tp, "--io-threads", str(threads), "--max-memory-in-flight", str(3 * threads * window))
+    for server in served._servers:  # what waits in buffers of the system counts as sent
+        server.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, CHUNK_BYTES)
+    bigload.reshard(served.source, tmp_path / "local", tp=int(tp[1]) if tp else None)
+    bigload.plan("org/tiny", {"cpu": "1GiB"})
+    served.requests.clear()
+    num_killed = 0
+    for moment in (12, 40, 70, None):
+        pieces = iter(range(1, moment or 1))
+        processes = []
+
+        def pause(pieces=pieces, processes=processes, moment=moment):
+            if moment and next(pieces, None) is None and processes:
+                processes[0].kill()
+
+        served.faults[:] = []
+        served.fault("cdn", file=".safetensors", times=-1, pause=pause)
+        processes.append(command(served, tmp_path, *options, *(["--resume"] if num_killed else [])))
+        _, said = processes[0].communicate(timeout=100)
+        if processes[0].returncode == 0:
+            break
+        assert processes[0].returncode == -signal.SIGKILL, said
+        assert not (tmp_path / "out").exists()
+        num_killed += 1
+    assert num_killed >= 2
+    assert weights(tmp_path / "out") == weights(tmp_path / "local")
+    assert served.num_bytes <= data_bytes(served.source) + MIB + num_killed * (4 * threads + 1) * window
+
+
+def test_processes_of_torchrun_share_the_transfer(served, tmp_path):
+    bigload.plan("org/tiny", {"cpu": "1GiB"})
+    served.requests.clear()
+    launcher = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone", "--no-python")
+    process = command(served, tmp_path, "--max-shard-size", "700000", launcher=launcher, OMP_NUM_THREADS="1")
+    _, said = process.communicate(timeout=200)
+    assert process.returncode == 0, said
+    assert served.num_bytes < 1.5 * data_bytes(served.source)  # gaps of up to 256 KiB are read over
+    bigload.reshard(served.source, tmp_path / "local", max_shard_bytes=700_000)
+    assert weights(tmp_path / "out") == weights(tmp_path / "local")
