@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from bigload.checkpoint.byte_source import scheme_of
 from bigload.checkpoint.model import Checkpoint
 from bigload.errors import OptionError
 from bigload.extras import require
@@ -48,6 +49,9 @@ class ModelMaker:
             OptionError: there is no config.json, or it names no class that takes tokens.
         """
         require("transformers", asked_by=asked_by, extra="run")
+        if not scheme_of(checkpoint.root).is_local:
+            hint = f"copy it first: bigload fetch {checkpoint.path}"
+            raise OptionError(f"{asked_by} does not run remote checkpoints, found {checkpoint.path}", hint=hint)
         if not (checkpoint.root / "config.json").is_file():
             raise OptionError(
                 f"{checkpoint.path} has no config.json",

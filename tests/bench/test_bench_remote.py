@@ -3,6 +3,8 @@
 import pytest
 
 from bigload.bench.bench_load import bench_load
+from bigload.bench.run_model import ModelMaker
+from bigload.checkpoint.source import open_checkpoint
 from bigload.errors import OptionError
 from builders import make_checkpoint
 from hub_server import served_hub
@@ -28,3 +30,10 @@ def test_every_run_comes_over_the_network(served):
 def test_what_a_network_has_not_is_refused(served, option):
     with pytest.raises(OptionError, match="over the network"):
         bench_load("org/tiny", **{option: True})
+
+
+def test_run_stats_names_fetch(served):
+    pytest.importorskip("transformers")
+    with pytest.raises(OptionError, match="does not run remote checkpoints") as refused:
+        ModelMaker.of(open_checkpoint("org/tiny"), asked_by="run-stats")
+    assert "bigload fetch hf://org/tiny@" in refused.value.hint
