@@ -17,6 +17,8 @@ pytestmark = [pytest.mark.peers, pytest.mark.slow, pytest.mark.filterwarnings("i
 
 EXCEPTIONS = {
     **dict.fromkeys(("d_fine", "deimv2"), "outermost modules depend on the configuration"),
+    "longcat_flash": "experts that have no down_proj look incomplete to the table, which knows no shapes of the model",
+    "ultravbert": "whether there is a head that transformers ignores depends on the configuration",
     "qwen2_5_omni_thinker": "transformers does not load what it has saved",
     "qwen3_omni_moe_thinker": "transformers does not load what it has saved",
 }
