@@ -13,14 +13,15 @@ _IDLE_SECONDS = 5.0
 
 
 class PrefetchThread:
-    """Calls `work(block)`, a method, for each block that is put, in a thread that does not keep its object alive."""
+    """Calls `work(owner, block)` for each block that is put, in a thread that does not keep `owner` alive."""
 
-    def __init__(self, work: Callable[[Any], None]) -> None:
+    def __init__(self, owner: object, work: Callable[[Any, Any], None]) -> None:
         self._queue: deque[Any] = deque()
         # `with` takes the lock itself: Ctrl-C inside of `Condition.__enter__`, which is Python, would leave it locked.
         self._lock = threading.RLock()
         self._changed = changed = threading.Condition(self._lock)
-        self._work = weakref.WeakMethod(work, lambda _: _wake(changed))
+        self._owner = weakref.ref(owner, lambda _: _wake(changed))
+        self._work = work
         self._thread: threading.Thread | None = None
 
     def put(self, block: object) -> None:
@@ -48,15 +49,15 @@ class PrefetchThread:
     def _run(self) -> None:
         while True:
             with self._lock:
-                if not self._changed.wait_for(lambda: self._queue or self._work() is None, _IDLE_SECONDS):
+                if not self._changed.wait_for(lambda: self._queue or self._owner() is None, _IDLE_SECONDS):
                     self._thread = None
                     return
-                work = self._work()
-                if work is None:
+                owner = self._owner()
+                if owner is None:
                     return
                 block = self._queue.popleft()
-            work(block)
-            del block, work  # which keep a model alive
+            self._work(owner, block)
+            del block, owner  # which keep a model alive
 
 
 def _wake(changed: threading.Condition) -> None:

@@ -53,7 +53,7 @@ class Streamer:
         self._blocks: dict[StreamedBlock, None] = {}
         self._lock = threading.RLock()
         self._arrived = threading.Condition(self._lock)
-        self._prefetch_thread = PrefetchThread(self._fetch_ahead)
+        self._prefetch_thread = PrefetchThread(self, Streamer._fetch_ahead)
         self._supply_factory = SupplyFactory()
         self._tied: frozenset[int] | None = None
         self._limits = _NOTHING
@@ -174,7 +174,7 @@ class Streamer:
         """Start over in a forked process, where no other thread would ever release its locks."""
         self._lock = threading.RLock()
         self._arrived = threading.Condition(self._lock)
-        self._prefetch_thread = PrefetchThread(self._fetch_ahead)
+        self._prefetch_thread = PrefetchThread(self, Streamer._fetch_ahead)
         self.log.begin_in_fork()
         for block in self._blocks:
             if block.residency in (Residency.REQUESTED, Residency.LOADING):

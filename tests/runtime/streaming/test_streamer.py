@@ -377,7 +377,7 @@ def test_an_interrupt_never_leaves_the_queue_of_the_thread_locked():
                 thread.cancel(1)
 
     worker = Worker()
-    thread = PrefetchThread(worker.work)
+    thread = PrefetchThread(worker, Worker.work)
     thread.put(0)
     before = signal.signal(signal.SIGALRM, interrupt)
     try:
