@@ -31,13 +31,13 @@ class RecentBytes:
     def __init__(self) -> None:
         self._thread = threading.local()
         self._lock = threading.Lock()
-        self._all: list[_Kept] = []
+        self._all: list[_ThreadCopy] = []
 
-    def of_thread(self) -> _Kept:
+    def of_thread(self) -> _ThreadCopy:
         """Return those of the calling thread."""
-        kept: _Kept | None = getattr(self._thread, "kept", None)
+        kept: _ThreadCopy | None = getattr(self._thread, "kept", None)
         if kept is None:
-            kept = self._thread.kept = _Kept()
+            kept = self._thread.kept = _ThreadCopy()
             with self._lock:
                 self._all.append(kept)
         return kept
@@ -85,7 +85,7 @@ class KeptExtents:
         return dropped
 
 
-class _Kept:
+class _ThreadCopy:
     """Bytes of `source` that are kept, at the same positions of a file in memory."""
 
     def __init__(self) -> None:
