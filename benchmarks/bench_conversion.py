@@ -23,6 +23,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
@@ -75,9 +76,7 @@ def main() -> None:
 
 def peer() -> ModuleType:
     """Return transformers, an extra that the help of this script does without."""
-    import transformers  # noqa: PLC0415
-
-    return transformers
+    return import_module("transformers")
 
 
 def config(layers: int) -> transformers.MixtralConfig:

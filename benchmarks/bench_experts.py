@@ -20,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from lru_cache import lru_misses
 
 import bigload
 from bigload.planning.expert_stats import ExpertStats
@@ -191,7 +192,7 @@ def dispatched(way: str, folder: Path, room: int | None) -> tuple[Any, list[Path
         offloaded = folder / "accelerate"
         import_module("accelerate").disk_offload(model, str(offloaded), execution_device=torch.device("cpu"))
         return model, list(offloaded.iterdir())
-    on_demand = {"whole blocks": False, "with recorded frequencies": folder / "experts.json"}.get(way, True)
+    on_demand: bool | Path = folder / "experts.json" if way == "with recorded frequencies" else way != "whole blocks"
     bigload.load_checkpoint_and_dispatch(
         model, folder / "model", {"": "disk"}, resident_bytes=room, experts_on_demand=on_demand
     )
@@ -263,21 +264,8 @@ def dense_bytes(model: Any) -> int:  # noqa: ANN401
     return sum(each.nbytes for name, each in model.named_parameters() if ".experts." not in name)
 
 
-def lru_misses(trace: Sequence[tuple[str, int]], capacity: int) -> int:
-    """Return how many uses would find their expert absent from an LRU cache."""
-    cache: OrderedDict[tuple[str, int], None] = OrderedDict()
-    misses = 0
-    for key in trace:
-        misses += key not in cache
-        cache[key] = None
-        cache.move_to_end(key)
-        if len(cache) > capacity:
-            cache.popitem(last=False)
-    return misses
-
-
 def frequency_misses(trace: Sequence[tuple[str, int]], capacity: int, recorded: Counter[tuple[str, int]]) -> int:
-    """Return the same of bigload's cache, which begins with the counts of another run."""
+    """Return how many uses would find their expert absent from bigload's cache, with the counts of another run."""
     cache: ExpertCache[tuple[str, int]] = ExpertCache(capacity)
     for key, count in recorded.items():
         cache.set_count(key, count)

@@ -1,11 +1,12 @@
-"""Measure `bigload fetch` from a loopback Hub, beside a plain client of ranges and `snapshot_download`.
+"""Measure fetch, load and reshard from a loopback Hub, beside a plain client, `snapshot_download` and local reshards.
 
-    python benchmarks/bench_fetch.py [--rounds 3] [--recipe llama-3gb] [--latency 0.05] [--gbit 1]
+    python benchmarks/bench_fetch.py [--rounds 3] [--recipe llama-3gb] [--latency 0.05] [--gbit 1] [--only PATTERN]
 
-Contenders are whole processes that write to the disk, in rotating order; all share one line of the given rate. The
-plain client reads ranges of 64 MiB over as many connections as a fetch, and checks nothing. The server is in this
-process and shares the cores, so compare figures of one run. Last comes the share of a tensor-parallel rank, without
-data: what one of eight would transfer.
+Contenders are whole processes, in rotating order; all but those named local share one line of the given rate. The
+plain client reads ranges of 64 MiB over as many connections as bigload, writes them, and checks nothing. For each: its
+seconds, and of those the ones before the line sends data, the ones in which it then idles, and the ones after the last
+byte. Goals are ratios within a round. The server is in this process and shares the cores, so compare figures of one
+run. Last comes the share of a tensor-parallel rank, without data: what one of eight would transfer.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import http.client
 import json
 import os
 import queue
+import re
 import shutil
 import statistics
 import subprocess
@@ -22,17 +24,28 @@ import sys
 import tempfile
 import threading
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from bench_remote import BIGLOAD, HubServer, Run, run
+from bench_remote import BIGLOAD, Run, run
 
 from harness import in_rounds, show_status
+from hub_server import HubServer
 from make import load_recipe, make
 
 CONNECTIONS = 16
 RANGE_BYTES = 64 << 20
 SNAPSHOT = "import sys; from huggingface_hub import snapshot_download as s; s(sys.argv[1], local_dir=sys.argv[2])"
+LOAD = "import sys, bigload; bigload.load(sys.argv[1])"
+RESHARDS = {"shards": ("--max-shard-size", "500MB"), "--tp 8": ("--tp", "8")}
+GOALS = (
+    ("fetch", ("plain",), 1 / 0.95),
+    ("fetch", ("snapshot_download",), 1.0),
+    ("load", ("fetch",), 1.1),
+    *((f"reshard {name}", ("fetch", f"local {name}"), 1.1) for name in RESHARDS),
+)
+"""A contender, those of which the slowest is its limit, and how many times as long it may take."""
 
 
 def main() -> None:
@@ -42,6 +55,7 @@ def main() -> None:
     parser.add_argument("--recipe", default="llama-3gb")
     parser.add_argument("--latency", type=float, default=0.05, help="seconds before each answer")
     parser.add_argument("--gbit", type=float, default=1.0, help="rate of the line that all answers share")
+    parser.add_argument("--only", default="", metavar="PATTERN", help="contenders whose names match; default: all")
     parser.add_argument("--folder", type=Path, help="where to write; by default the folder for temporary files")
     parser.add_argument("--plain-client", nargs=3, metavar=("ENDPOINT", "REPOSITORY", "OUT"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -57,7 +71,7 @@ def main() -> None:
 
 
 def compare(hub: HubServer, folder: Path, arguments: argparse.Namespace) -> None:
-    """Print the seconds of each contender, and those of a fetch beside them."""
+    """Print a row for each contender, and the goals."""
     make(load_recipe(arguments.recipe), folder / "model", data="random")
     repository = hub.add("org/model", folder / "model", lfs_bytes=10 << 20)
     size = 0
@@ -68,8 +82,12 @@ def compare(hub: HubServer, folder: Path, arguments: argparse.Namespace) -> None
     commands = {
         "plain": [sys.executable, __file__, "--plain-client", hub.url, "org/model", str(out)],
         "snapshot_download": [sys.executable, "-c", SNAPSHOT, "org/model", str(out)],
-        "bigload fetch": [BIGLOAD, "fetch", "org/model", str(out), "-q"],
+        "fetch": [BIGLOAD, "fetch", "org/model", str(out), "-q"],
+        "load": [sys.executable, "-c", LOAD, "org/model"],
     }
+    for name, words in RESHARDS.items():
+        commands[f"reshard {name}"] = [BIGLOAD, "reshard", "org/model", str(out), "-q", *words]
+        commands[f"local {name}"] = [BIGLOAD, "reshard", str(folder / "model"), str(out), "-q", *words]
     number = iter(range(1000))
 
     def timed(name: str) -> Run:
@@ -77,20 +95,33 @@ def compare(hub: HubServer, folder: Path, arguments: argparse.Namespace) -> None
         show_status(name)
         return run(hub, commands[name], {**os.environ, **hub.environment(folder / f"cache-{next(number)}")})
 
-    found = in_rounds({name: lambda name=name: timed(name) for name in commands}, rounds=arguments.rounds)
+    chosen = {name: partial(timed, name) for name in commands if re.search(arguments.only, name)}
+    found = in_rounds(chosen, rounds=arguments.rounds)
     show_status("")
     line = f"{arguments.gbit:g} Gbit/s, {arguments.latency * 1000:.0f} ms"
-    print(f"{size / 1e9:.2f} GB, {line}, {arguments.rounds} rounds; the line alone takes {size / hub.bandwidth:.2f} s")
-    fetch = statistics.median(each.seconds for each in found["bigload fetch"])
+    alone = size / (arguments.gbit * 125e6)
+    print(f"{size / 1e9:.2f} GB, {line}, {arguments.rounds} rounds; the line alone takes {alone:.2f} s")
     for name, runs in found.items():
         seconds = [each.seconds for each in runs]
+        before, idle, after = (
+            statistics.median(getattr(each, part) for each in runs) for part in ("before", "idle", "after")
+        )
         print(
             f"  {name:18} median {statistics.median(seconds):6.2f} s ({min(seconds):.2f} … {max(seconds):.2f})"
-            f"  cpu {min(each.cpu_seconds for each in runs):5.2f} s  {max(each.requests for each in runs):4} requests"
+            f"  before {before:5.2f}  idle {idle:5.2f}  after {after:5.2f}"
+            f"  cpu {min(each.cpu_seconds for each in runs):5.2f} s"
+            f"  {max(each.peak_bytes for each in runs) / 2**20:5.0f} MiB"
+            f"  {max(each.requests for each in runs):4} requests"
             f"  {max(each.num_bytes for each in runs) / size:.3f} of the bytes"
-            f"  fetch is {statistics.median(seconds) / fetch:.2f}x as fast"
         )
-    print("  goals: >= 0.95x of plain, >= 1.0x of snapshot_download")
+    for name, limits, bound in GOALS:
+        if {name, *limits} <= found.keys():
+            slowest = (max(each.seconds for each in others) for others in zip(*map(found.get, limits), strict=True))
+            ratios = [each.seconds / most for each, most in zip(found[name], slowest, strict=True)]
+            print(
+                f"  {name} / max({', '.join(limits)}): {statistics.median(ratios):.2f} ({min(ratios):.2f} … "
+                f"{max(ratios):.2f}), goal: <= {bound:.2f}"
+            )
 
 
 def fetch_plainly(endpoint: str, repository: str, out: str) -> None:

@@ -18,11 +18,9 @@ from pathlib import Path
 
 from bench_remote import Run, in_words, run
 
-from harness import show_status  # it puts the folder of `make` on the path
-from make import load_recipe, make
-
-sys.path.append(str(Path(__file__).parents[1] / "tests/support"))
+from harness import show_status
 from hub_server import HubServer
+from make import load_recipe, make
 
 JOBS = {
     "plan": "bigload.plan(checkpoint, {'cuda:0': '80GiB', 'cuda:1': '80GiB', 'cpu': '64GiB'})",

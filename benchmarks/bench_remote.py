@@ -19,26 +19,36 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from harness import show_status  # first: it puts the folder of `make` on the path
-from make import load_recipe, make
-
-sys.path.append(str(Path(__file__).parents[1] / "tests/support"))
+from harness import show_status
 from hub_server import HubServer
+from make import load_recipe, make
 
 BIGLOAD = str(Path(sys.executable).with_name("bigload"))
 MEMORY = ("-m", "cuda:0=80GiB", "-m", "cuda:1=80GiB", "-m", "cpu=64GiB")
+DATA_SECONDS = 0.02
+"""A line that sends for longer than this sends weights, no headers."""
+
 GOALS = {"llama-70b": "cold <= 1.0 s, <= 5 MB", "deepseek-v3": "cold <= 3 s, <= 64 MiB above the interpreter"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """One process: its seconds, those on a core, its peak memory, and what it asked the server for."""
+    """One process: its seconds, those on a core, its peak memory, and what it asked the server for.
+
+    Attributes:
+        before: Seconds before the line began to send data; all of them, where it has no bandwidth.
+        idle: Seconds between then and the last byte in which it sent nothing.
+        after: Seconds after the last byte.
+    """
 
     seconds: float
     cpu_seconds: float
     peak_bytes: int
     requests: int
     num_bytes: int
+    before: float
+    idle: float
+    after: float
 
 
 def main() -> None:
@@ -71,7 +81,8 @@ def main() -> None:
 def run(hub: HubServer, command: list[str], environment: dict[str, str]) -> Run:
     """Run a command to its end, its words unseen."""
     hub.requests.clear()
-    began = time.perf_counter()
+    hub.busy.clear()
+    began = time.monotonic()
     with subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as process:
         assert process.stderr is not None
         text = process.stderr.read().decode()
@@ -79,12 +90,18 @@ def run(hub: HubServer, command: list[str], environment: dict[str, str]) -> Run:
         process.returncode = os.waitstatus_to_exitcode(status)
     if process.returncode != 0:
         raise SystemExit(f"{' '.join(command)} ended with {process.returncode}: {text}")
+    ended = time.monotonic()
+    data = [(start, stop) for start, stop in hub.busy if stop - start > DATA_SECONDS]
+    first, last = (data[0][0], data[-1][1]) if data else (ended, ended)
     return Run(
-        seconds=time.perf_counter() - began,
+        seconds=ended - began,
         cpu_seconds=usage.ru_utime + usage.ru_stime,
         peak_bytes=usage.ru_maxrss * 1024,
         requests=len(hub.requests),
         num_bytes=hub.num_bytes,
+        before=first - began,
+        idle=last - first - sum(stop - start for start, stop in data),
+        after=ended - last,
     )
 
 

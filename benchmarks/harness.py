@@ -23,7 +23,8 @@ from bigload.bench.runner import rotated
 from bigload.errors import NotEnoughSpaceError
 from bigload.units import format_size
 
-sys.path.append(str(Path(__file__).parents[1] / "fixtures"))  # scripts import `make` after this module
+for _folder in ("fixtures", "tests/support"):  # scripts import `make` and `hub_server` after this module
+    sys.path.append(str(Path(__file__).parents[1] / _folder))
 Result = TypeVar("Result")
 
 

@@ -192,20 +192,15 @@ ROWS = (
         packages=("accelerate",),
         disk=0,
     ),
-    Row(
-        name="ranks-warm",
-        is_quick=True,
-        title="ranks (FSDP, 4), warm",
-        measure=partial(ranks, state="warm"),
-        goals=(_ranks_goal(1.3),),
-        memory=3,
-    ),
-    Row(
-        name="ranks-cold",
-        is_quick=True,
-        title="ranks (FSDP, 4), cold",
-        measure=partial(ranks, state="cold"),
-        goals=(_ranks_goal(1.2),),
-        memory=3,
+    *(
+        Row(
+            name=f"ranks-{state}",
+            is_quick=True,
+            title=f"ranks (FSDP, 4), {state}",
+            measure=partial(ranks, state=state),
+            goals=(_ranks_goal(bound),),
+            memory=3,
+        )
+        for state, bound in (("warm", 1.3), ("cold", 1.2))
     ),
 )

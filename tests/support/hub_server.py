@@ -23,6 +23,9 @@ from xml.sax.saxutils import escape
 
 CHUNK_BYTES = 1 << 16
 
+IDLE_SECONDS = 0.005
+"""Shorter pauses of the line are those of threads that take turns at the interpreter."""
+
 
 @dataclass
 class Fault:
@@ -80,7 +83,10 @@ class Repository:
 
 
 class HubServer:
-    """The server: two origins on ports chosen by the system, faults to be set, and a log of requests."""
+    """The server: two origins on ports chosen by the system, faults to be set, and a log of requests.
+
+    Where a bandwidth is set, `busy` has the times from and until which the line was sending, by time.monotonic.
+    """
 
     def __init__(self, *, latency: float = 0, bandwidth: float | None = None, hashes: bool = True) -> None:
         self.latency = latency
@@ -94,6 +100,7 @@ class HubServer:
         self.key = "AK" + "Y" * 18
         self._lock = threading.Lock()
         self._free_at = 0.0
+        self.busy: list[list[float]] = []
         self._servers = [_Server(("127.0.0.1", 0), _Hub), _Server(("127.0.0.1", 0), _Cdn)]
         for server in self._servers:
             server.hub = self
@@ -165,7 +172,9 @@ class HubServer:
             return
         with self._lock:
             now = time.monotonic()
-            self._free_at = max(self._free_at, now) + num_bytes / self.bandwidth
+            if not self.busy or now - self._free_at > IDLE_SECONDS:
+                self.busy.append([now, now])
+            self._free_at = self.busy[-1][1] = max(self._free_at, now) + num_bytes / self.bandwidth
             wait = self._free_at - now
         if wait > 0.002:
             time.sleep(wait)

@@ -1,10 +1,10 @@
 """The experts that are used most stay, within the bytes that there are, with fewer misses than an LRU cache."""
 
 import random
-from collections import OrderedDict
 
 from hypothesis import given
 from hypothesis import strategies as st
+from lru_cache import lru_misses
 
 from bigload.runtime.streaming.expert_cache import ExpertCache, hottest
 
@@ -19,17 +19,6 @@ def use(cache, key, num_bytes=1):
     cache.note_use(key)
     cache.admit(key, num_bytes, never)
     return is_absent
-
-
-def lru_misses(trace, capacity):
-    cache, misses = OrderedDict(), 0
-    for key in trace:
-        misses += key not in cache
-        cache[key] = None
-        cache.move_to_end(key)
-        if len(cache) > capacity:
-            cache.popitem(last=False)
-    return misses
 
 
 def routed(num_tokens, seed, num_layers=6, num_experts=32, top_k=4):
