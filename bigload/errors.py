@@ -318,10 +318,10 @@ class NotEnoughSpaceError(LayoutError, OSError):
 class WriteError(LayoutError, OSError):
     """The system refused to create, write or flush an output file (disk full, quota, I/O error)."""
 
-    def __init__(self, path: Path, reason: OSError) -> None:
+    def __init__(self, path: Path, reason: OSError, *, hint: str | None = None) -> None:
         super().__init__(
             f"cannot write {path}: {reason.strerror or reason}",
-            hint="no partial output remains; fix the cause and rerun the command",
+            hint=hint or "no partial output remains; fix the cause and rerun the command",
         )
         self.path = path
         self.errno, self.filename = reason.errno, str(path)
@@ -346,8 +346,8 @@ class UnknownTensorError(LoadError, KeyError):
 class ReadError(LoadError, OSError):
     """A read from a checkpoint file failed, or the file ended before the tensor did."""
 
-    def __init__(self, path: Path | str, reason: str, *, hint: str | None = None) -> None:
-        super().__init__(f"cannot read {path}: {reason}", hint=hint)
+    def __init__(self, path: Path | str, reason: str, *, details: Sequence[str] = (), hint: str | None = None) -> None:
+        super().__init__(f"cannot read {path}: {reason}", details=details, hint=hint)
         self.path = path
 
 

@@ -19,7 +19,7 @@ import errno
 import os
 import re
 import stat
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from importlib import import_module
@@ -237,6 +237,8 @@ class SourceScheme:
             are then found by their usual names.
         has_strong_versions: Whether files of equal location and identity have equal bytes for good (commit and ETag),
             so that headers are kept on disk and read only once.
+        check_available: Raises ReadError if files of a folder, by their names in it, cannot be opened now: in offline
+            mode, those that no cache has. Sends nothing.
     """
 
     name: str
@@ -247,6 +249,7 @@ class SourceScheme:
     local_folder: Callable[[Path], Path | None] = lambda _location: None
     list_folder: Callable[[Path], Mapping[str, SourceIdentity]] | None = None
     has_strong_versions: bool = False
+    check_available: Callable[[Path, Collection[str]], None] = lambda _folder, _names: None
 
 
 def address_text(location: Path) -> str:

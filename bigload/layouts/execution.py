@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from bigload.checkpoint.byte_source import address_text
 from bigload.checkpoint.fingerprint import fingerprint
 from bigload.distributed.process_group import ProcessGroup, run_on_all_ranks
 from bigload.errors import RankError, ReadError, WriteError
@@ -123,6 +124,7 @@ class ReshardRun:
         first = staged(
             prepared.out,
             prepared.recipe,
+            source=address_text(prepared.checkpoint.root),
             resume=self._options.resume,
             force=self._options.force,
             how=prepared.resume_by,

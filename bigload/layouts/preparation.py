@@ -13,6 +13,7 @@ from pathlib import Path
 
 from bigload.checkpoint.byte_source import SourceIdentity, scheme_of
 from bigload.checkpoint.model import AssembledTensor, Checkpoint, TensorInfo
+from bigload.checkpoint.sources.small_reads import cache_folder
 from bigload.errors import NotEnoughSpaceError, OutputExistsError, WriteError
 from bigload.extras import require
 from bigload.layouts.layout import LayoutRequest
@@ -30,6 +31,7 @@ from bigload.layouts.writing.source_files import SourceFiles
 from bigload.layouts.writing.staging import RESUME, check_output, replaced_folder, staging_folder
 from bigload.layouts.writing.windows import DataRanges, data_ranges
 from bigload.planning.plan import Plan
+from bigload.units import format_size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,21 +145,18 @@ def prepare_output(
     if options.threads is None and not scheme_of(checkpoint.root).is_local:
         options = replace(options, threads=REMOTE_THREADS)
     with SourceFiles(checkpoint, files=files) as sources:
+        sources.check_available()
         identities = sources.identities()  # before reading, so that a later change is noticed
         ranges = {file.file: data_ranges(file, sources.extents, block_bytes=BLOCK_BYTES) for file in output.files}
     recipe = _recipe(output, identities)
-    sizes = [
-        *(found.num_bytes for found in ranges.values()),
-        *(len(content) for content in output.documents.values()),
-        *(file.num_bytes for file in side_files),
-    ]
+    sizes = _sizes(output, ranges, side_files)
     with write_errors(target):
         is_finished = options.resume and _is_published(target, recipe)
         if not is_finished:
             check_output(target, resume=options.resume, force=options.force)
+            _check_writable(_existing(target))
         left = _stored_in(staging_folder(target))  # resumed, or removed first
-        free = shutil.disk_usage(_existing(target)).free
-    needed = sum(sizes) - left
+        needed, free = _on_disk(sizes) - left, _free_bytes(target)
     if needed > free and not is_finished and kernel is not KernelCopy.CLONE:
         raise NotEnoughSpaceError(target, needed_bytes=needed, free_bytes=free)
     return PreparedReshard(
@@ -179,6 +178,17 @@ def prepare_output(
         recorded=recorded,
         resume_by=resume_by,
     )
+
+
+def add_room(error: WriteError, prepared: PreparedReshard) -> None:
+    """Add to an error of `prepared`, if its disk was full, what is missing there now."""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        sizes = _sizes(prepared.output, prepared.ranges, prepared.side_files)
+        left = _on_disk(sizes) - _stored_in(staging_folder(prepared.out))
+        free = _free_bytes(prepared.out)
+        error.details = (f"{format_size(left)} still to write, {format_size(free)} free there",)
+        if left > free:
+            error.details += (f"short by {format_size(left - free)}",)
 
 
 def _check_torch(output: Output) -> None:
@@ -220,7 +230,11 @@ def _is_published(out: Path, recipe: str) -> bool:
 
 
 def check_apart(checkpoint: Checkpoint, target: Path) -> None:
-    """Raise OutputExistsError if the output is inside the source, or the source inside the output."""
+    """Raise OutputExistsError if the output is inside the source or a cache, or the source inside the output."""
+    for folder in target.absolute().parents:
+        if folder == cache_folder() or (folder.name.startswith("models--") and (folder / "snapshots").is_dir()):
+            reason = f"{folder} is a cache, whose program may delete it"
+            raise OutputExistsError(target, reason, hint="choose a folder outside of it")
     if not scheme_of(checkpoint.root).is_local:
         return
     with write_errors(target):
@@ -272,6 +286,35 @@ def _existing(path: Path) -> Path:
     while not folder.exists():
         folder = folder.parent
     return folder
+
+
+def _sizes(output: Output, ranges: Mapping[str, DataRanges], side_files: Iterable[SideFile]) -> list[int]:
+    """Return the bytes of each file, without holes."""
+    return [
+        *(found.num_bytes for found in ranges.values()),
+        *(len(content) for content in output.documents.values()),
+        *(file.num_bytes for file in side_files),
+    ]
+
+
+def _on_disk(sizes: Iterable[int]) -> int:
+    """Return the bytes of disk that files of these sizes take, a small journal and manifest included."""
+    return sum(-(-size // BLOCK_BYTES) * BLOCK_BYTES for size in (*sizes, 1, 1))
+
+
+def _free_bytes(path: Path) -> int:
+    return shutil.disk_usage(_existing(path)).free
+
+
+def _check_writable(folder: Path) -> None:
+    """Raise WriteError if `folder` is none, or files cannot be made in it."""
+    number = 0
+    if not folder.is_dir():
+        number = errno.ENOTDIR
+    elif not os.access(folder, os.W_OK | os.X_OK, effective_ids=True):
+        number = errno.EROFS if os.statvfs(folder).f_flag & os.ST_RDONLY else errno.EACCES
+    if number:
+        raise WriteError(folder, OSError(number, os.strerror(number)), hint="choose an output folder elsewhere")
 
 
 def _stored_in(folder: Path) -> int:

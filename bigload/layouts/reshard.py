@@ -16,6 +16,7 @@ from bigload.checkpoint.model import Checkpoint
 from bigload.distributed.joining import current_process_group
 from bigload.distributed.process_group import ProcessGroup, run_on_all_ranks
 from bigload.dtypes import DType
+from bigload.errors import WriteError
 from bigload.layouts.choices import OffloadFormat, Verify
 from bigload.layouts.dtype_rules import dtype_rule
 from bigload.layouts.execution import ReshardRun
@@ -27,7 +28,7 @@ from bigload.layouts.options import (
     parse_choice,
 )
 from bigload.layouts.output import Output
-from bigload.layouts.preparation import PreparedReshard, prepare_reshard
+from bigload.layouts.preparation import PreparedReshard, add_room, prepare_reshard
 from bigload.loading.progress import OnProgress, ignore_progress
 from bigload.planning.choices import NameScheme
 from bigload.planning.plan import Plan
@@ -160,7 +161,11 @@ def run_reshard(
     """Write what `prepared` describes; see `reshard`."""
     began = time.monotonic()
     with current_process_group() if team is None else nullcontext(team) as members:
-        finished = ReshardRun(prepared, on_progress=on_progress, team=members).carry_out()
+        try:
+            finished = ReshardRun(prepared, on_progress=on_progress, team=members).carry_out()
+        except WriteError as error:
+            add_room(error, prepared)
+            raise
     return ReshardReport(
         out=prepared.out,
         output=prepared.output,

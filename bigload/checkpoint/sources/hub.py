@@ -12,7 +12,7 @@ import json
 import re
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from functools import cache
@@ -24,8 +24,9 @@ from bigload.checkpoint.sources.http import HttpSource, HttpStatusError, read_do
 from bigload.checkpoint.sources.ranged_source import missing
 from bigload.checkpoint.sources.small_reads import cache_folder, keep_file
 from bigload.documents import parse_json
-from bigload.errors import AccessDeniedError, BigloadError, CheckpointNotFoundError, ReadError
+from bigload.errors import AccessDeniedError, BigloadError, CheckpointNotFoundError, ReadError, abridged
 from bigload.machine.activities import Recorder
+from bigload.units import counted
 from bigload.version import __version__
 
 TRUSTED_SECONDS = 600
@@ -320,12 +321,12 @@ def _identity(location: Path) -> SourceIdentity:
 
 
 def _open(location: Path, recorder: Recorder) -> ByteSource:
-    address, identity = _address(location), _identity(location)
-    cached = address.cached / "snapshots" / address.revision / address.path
-    if cached.is_file() and cached.stat().st_size == identity.num_bytes:
-        return PositionalReader(cached, recorder=recorder)
     from huggingface_hub import constants
 
+    address, identity = _address(location), _identity(location)
+    cached = _cached_file(address, identity)
+    if cached is not None:
+        return PositionalReader(cached, recorder=recorder)
     if constants.HF_HUB_OFFLINE:
         raise ReadError(_shown(address), "offline mode is on, and the file is not cached", hint="unset HF_HUB_OFFLINE")
     return HttpSource(
@@ -337,6 +338,32 @@ def _open(location: Path, recorder: Recorder) -> ByteSource:
         etag=str(identity.version[-1]) or None,
         num_bytes=identity.num_bytes,
     )
+
+
+def _cached_file(address: HubAddress, identity: SourceIdentity) -> Path | None:
+    """Return the file in the Hugging Face cache, None if it is not there."""
+    path = address.cached / "snapshots" / address.revision / address.path
+    return path if path.is_file() and path.stat().st_size == identity.num_bytes else None
+
+
+def _check_available(folder: Path, names: Collection[str]) -> None:
+    from huggingface_hub import constants
+
+    if not constants.HF_HUB_OFFLINE:
+        return
+    known = {name: _identity(folder / name) for name in names}
+    largest_first = sorted(names, key=lambda name: (-known[name].num_bytes, name))
+    found = {name: _cached_file(_address(folder / name), known[name]) for name in largest_first}
+    absent = [name for name, path in found.items() if path is None]
+    if absent:
+        cached = [name for name, path in found.items() if path is not None]
+        reason = f"offline mode is on, and the caches lack {len(absent)} of {counted(len(found), 'file')}"
+        details = [f"not cached: {_listed(absent)}", f"cached: {_listed(cached)}"]
+        raise ReadError(address_text(folder), reason, details=details, hint="unset HF_HUB_OFFLINE")
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(abridged(names, 4)) or "none"
 
 
 def _local_folder(location: Path) -> Path | None:
@@ -362,5 +389,6 @@ SCHEMES = (
         local_folder=_local_folder,
         list_folder=_list_folder,
         has_strong_versions=True,
+        check_available=_check_available,
     ),
 )

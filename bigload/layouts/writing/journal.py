@@ -1,7 +1,8 @@
 """Journal of a reshard: a line of JSON for each part of a file that is on the disk, so that a run can be resumed.
 
-The first line is the recipe, a digest of what is written; only a run of the same recipe is resumed. Nothing else in a
-journal is trusted: what it lists is read back and digested before it is kept. A truncated line ends the journal.
+The first line has the recipe, a digest of what is written, and names the source for errors. Only a run of the same
+recipe is resumed. Nothing else in a journal is trusted: what it lists is read back and digested before it is kept. A
+truncated line ends the journal.
 """
 
 from __future__ import annotations
@@ -60,10 +61,11 @@ class FileProgress:
 
 @dataclass(frozen=True, slots=True)
 class JournalState:
-    """Content of the journals of a folder: the recipe, and the progress of each file."""
+    """Content of the journals of a folder: the recipe, the progress of each file, and the source if it is named."""
 
     recipe: str
     files: Mapping[str, FileProgress]
+    source: str | None = None
 
     @property
     def is_empty(self) -> bool:
@@ -87,7 +89,7 @@ class Journal:
         self._descriptor = descriptor
 
     @classmethod
-    def begin(cls, path: Path, descriptor: int, recipe: str) -> Self:
+    def begin(cls, path: Path, descriptor: int, recipe: str, *, source: str | None = None) -> Self:
         """Start the journal in the open file `descriptor`, or continue one of the same recipe.
 
         Raises:
@@ -99,7 +101,7 @@ class Journal:
         with write_errors(path):
             os.ftruncate(descriptor, stop if is_continued else 0)  # a crash can leave part of a line
         if not is_continued:
-            journal._append({"schema": SCHEMA, "recipe": recipe})
+            journal._append({"schema": SCHEMA, "recipe": recipe, "source": source})
         return journal
 
     def note(self, file: str, tensors: Mapping[str, str], prefix: tuple[int, str] | None = None) -> None:
@@ -141,7 +143,7 @@ def read_progress(folder: Path) -> JournalState | None:
             mine.windows.update(file.windows)
             mine.digest = mine.digest or file.digest
             mine.is_complete = mine.is_complete or file.is_complete
-    return JournalState(found[0].recipe, files)
+    return JournalState(found[0].recipe, files, found[0].source)
 
 
 def _read(path: Path) -> tuple[JournalState | None, int]:
@@ -153,6 +155,7 @@ def _read(path: Path) -> tuple[JournalState | None, int]:
     except OSError:
         return None, 0
     recipe: str | None = None
+    source: str | None = None
     files: dict[str, FileProgress] = {}
     stop = 0
     for line in lines:
@@ -162,11 +165,12 @@ def _read(path: Path) -> tuple[JournalState | None, int]:
         if recipe is None:
             if entry.get("schema") != SCHEMA or not isinstance(entry.get("recipe"), str):
                 break
-            recipe = str(entry["recipe"])
+            recipe, named = str(entry["recipe"]), entry.get("source")
+            source = named if isinstance(named, str) else None
         elif not _take(entry, files):
             break
         stop += len(line) + 1
-    return (None, 0) if recipe is None else (JournalState(recipe, files), stop)
+    return (None, 0) if recipe is None else (JournalState(recipe, files, source), stop)
 
 
 def _entry(line: bytes) -> dict[str, object] | None:

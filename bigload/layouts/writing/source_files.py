@@ -107,6 +107,10 @@ class SourceFiles:
         """
         return {file: self._identity(file) for file in self._files}
 
+    def check_available(self) -> None:
+        """Raise ReadError, before anything is read, if some files are out of reach: in offline mode, not cached."""
+        self._scheme.check_available(self._checkpoint.root, self._files)
+
     def check_headers(self) -> None:
         """Raise StalePlanError unless the files have the headers and sizes that the checkpoint was opened with."""
         now = current_fingerprints(self._checkpoint, self._files)

@@ -101,7 +101,7 @@ def leftover(out: Path) -> str | None:
 
 @contextmanager
 def staged(
-    out: Path, recipe: str, *, resume: bool = False, force: bool = False, how: str = RESUME
+    out: Path, recipe: str, *, source: str | None = None, resume: bool = False, force: bool = False, how: str = RESUME
 ) -> Iterator[Staging]:
     """Yield a folder to write into, and publish it as `out` when the block ends without an exception.
 
@@ -110,6 +110,7 @@ def staged(
     Args:
         out: Folder to publish.
         recipe: Digest of what is written: only a run of the same recipe is resumed.
+        source: Location of what is written, with its version where it has one.
         resume: Keep what an interrupted run of the same recipe left.
         force: Replace an `out` that bigload wrote, and discard what an interrupted run left, unless it is resumed.
         how: How an interrupted run is resumed, in words.
@@ -133,13 +134,12 @@ def staged(
         if progress is not None and progress.recipe != recipe and force:
             progress = None
         if progress is not None and progress.recipe != recipe:
-            hint = "rerun it with its own options and source, or discard its work with --force"
-            raise OutputExistsError(folder, "the interrupted run there has another source or other options", hint=hint)
+            raise _other_run(folder, progress, source)
         is_ours = True
         if progress is None:
             os.ftruncate(lock, 0)
             _clear(folder)
-        staging = Staging(folder, Journal.begin(folder / journal_name(0), lock, recipe), progress)
+        staging = Staging(folder, Journal.begin(folder / journal_name(0), lock, recipe, source=source), progress)
         yield staging
         _flush_folders(folder)
         _publish(folder, out, force=force)
@@ -298,6 +298,15 @@ def _taken(out: Path) -> OutputExistsError:
     return OutputExistsError(out, "another process is writing it now", hint="wait for it, or choose another folder")
 
 
+def _other_run(staging: Path, progress: JournalState, source: str | None) -> OutputExistsError:
+    """Return the error for work of another run, such as one of the commit that a branch was at before."""
+    reason, its_own = "the interrupted run there has another source or other options", "its own options and source"
+    if source is not None and progress.source not in (None, source):
+        reason, its_own = f"the interrupted run there is of {progress.source}, this one of {source}", "that source"
+    hint = f"rerun it with {its_own}, or discard its work with --force"
+    return OutputExistsError(staging, reason, hint=hint)
+
+
 def _foreign(staging: Path) -> OutputExistsError:
     hint = "move it away; bigload only clears folders that it began itself"
     return OutputExistsError(staging, "it is needed for writing and was not made by bigload", hint=hint)
@@ -345,7 +354,8 @@ def _leave(folder: Path, lock: int, error: BaseException, *, how: str, is_void: 
         if not _is_shared_for(folder, _LEAVE_SECONDS):
             shutil.rmtree(folder, ignore_errors=True)
     elif isinstance(error, BigloadError):
-        error.hint = f"fix the cause and {how}: {folder} keeps {_amount(progress)}"
+        cause = "make room there" if getattr(error, "errno", 0) == errno.ENOSPC else "fix the cause"
+        error.hint = f"{cause} and {how}: {folder} keeps {_amount(progress)}"
 
 
 def _is_shared_for(folder: Path, seconds: float) -> bool:

@@ -4,7 +4,9 @@ import errno
 import hashlib
 import json
 import os
+import re
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -12,6 +14,8 @@ import torch
 import bigload
 from bigload.checkpoint.part import PART_FILE
 from bigload.checkpoint.source import open_checkpoint
+from bigload.checkpoint.sources import hub
+from bigload.checkpoint.sources.small_reads import cache_folder
 from bigload.errors import (
     AccessDeniedError,
     NotEnoughSpaceError,
@@ -203,11 +207,74 @@ def test_parts_of_two_commits_are_never_mixed(served, repository, model, tmp_pat
     assert caught.value.hint.startswith("fix the cause and rerun the command: ")
     served.faults.clear()
     repository.refs["main"] = repository.commit = "e" * 40
-    with pytest.raises(OutputExistsError, match="another source or other options") as caught:
+    begun = rf"the interrupted run there is of {source.path}, this one of hf://org/tiny@{'e' * 40}"
+    with pytest.raises(OutputExistsError, match=begun) as caught:
         bigload.fetch(f"org/tiny@{'e' * 40}", tmp_path / "out")
-    assert "--force" in caught.value.hint
+    assert caught.value.hint == "rerun it with that source, or discard its work with --force"
     bigload.fetch(f"org/tiny@{'e' * 40}", tmp_path / "out", force=True)
     assert fetched_files(tmp_path / "out") == contents(model)
+
+
+@pytest.mark.parametrize("name", ["fetch", "reshard"])
+def test_a_branch_that_moved_since_the_interruption_begins_anew_only_if_asked(
+    served, repository, model, tmp_path, name
+):
+    """The commands name the branch; a plan file names the commit that it was made of."""
+    work = getattr(bigload, name)
+    options = {"threads": 1} | ({"max_shard_bytes": 60_000, "resume": True} if name == "reshard" else {})
+    plan = bigload.plan("org/tiny", {"cpu": "1GiB"})
+    first = f"hf://org/tiny@{repository.commit}"
+    served.fault("cdn", file="model-00003-of-00003.safetensors", times=-1, status=403)
+    with pytest.raises(AccessDeniedError):
+        work("org/tiny", tmp_path / "out", **options)
+    served.faults.clear()
+    repository.refs["main"] = repository.commit = "e" * 40
+    shard = next(path for path in sorted(model.iterdir()) if path.suffix == ".safetensors")
+    shard.write_bytes(shard.read_bytes()[:-1] + b"?")
+    for ref in (cache_folder() / "revisions").iterdir():
+        os.utime(ref, (1, 1))  # a branch is taken to be where it was for a while
+    hub._listings.clear()
+    before = contents(tmp_path / "out.partial")
+    with pytest.raises(OutputExistsError, match=f"there is of {first}, this one of hf://org/tiny@eee"):
+        work("org/tiny", tmp_path / "out", **options)
+    assert contents(tmp_path / "out.partial") == before
+    with pytest.raises(StalePlanError, match=shard.name):
+        bigload.fetch("org/tiny", tmp_path / "cpu", plan=plan, device="cpu")
+    with pytest.raises(StalePlanError, match=shard.name):
+        bigload.reshard(plan, tmp_path / "cpu", checkpoint="org/tiny")
+    assert not (tmp_path / "cpu.partial").exists()
+    work("org/tiny", tmp_path / "out", force=True, **(options | ({"resume": False} if name == "reshard" else {})))
+    found = bigload.load(tmp_path / "out")
+    assert all(torch.equal(found[name], tensor) for name, tensor in bigload.load(model).items())
+
+
+def test_offline_what_is_cached_is_fetched_and_the_rest_is_named_before_anything_is_made(
+    served, repository, model, tmp_path, monkeypatch
+):
+    from huggingface_hub import constants, hf_hub_download
+
+    open_checkpoint("org/tiny")
+    hf_hub_download("org/tiny", "README.md", cache_dir=constants.HF_HUB_CACHE, endpoint=served.url)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    for work in (prepare_fetch, bigload.fetch):
+        with pytest.raises(ReadError, match=r"offline mode is on, and the caches lack 9 of 10 files") as caught:
+            work("org/tiny", tmp_path / "out")
+        absent, cached = caught.value.details
+        assert re.fullmatch("not cached: (model-0000[123]-of-00003.safetensors, ){3}… and 6 more", absent)
+        assert cached == "cached: README.md"
+    with pytest.raises(ReadError, match=r"the caches lack 3 of 3 files"):
+        bigload.reshard("org/tiny", tmp_path / "out", layout="shards")
+    assert not (tmp_path / "out.partial").exists()
+    bigload.fetch("org/tiny", tmp_path / "readme", include="README.md")
+    assert fetched_files(tmp_path / "readme") == {"README.md": b"README.md", PART_FILE: mock.ANY}
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    for name in contents(model):
+        hf_hub_download("org/tiny", name, cache_dir=constants.HF_HUB_CACHE, endpoint=served.url)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    served.requests.clear()
+    bigload.fetch("org/tiny", tmp_path / "out")
+    assert fetched_files(tmp_path / "out") == contents(model)
+    assert not served.requests
 
 
 def test_a_disk_that_is_too_small_is_known_before_a_byte_is_transferred(served, repository, tmp_path, monkeypatch):
@@ -232,7 +299,7 @@ def test_a_disk_that_fills_up_leaves_what_can_be_resumed(served, repository, mod
     monkeypatch.setattr(os, "pwrite", full)
     with pytest.raises(WriteError, match="No space left") as caught:
         bigload.fetch("org/tiny", tmp_path / "out", threads=1)
-    assert caught.value.hint.startswith("fix the cause and rerun the command: ")
+    assert caught.value.hint.startswith("make room there and rerun the command: ")
     monkeypatch.setattr(os, "pwrite", pwrite)
     assert bigload.fetch("org/tiny", tmp_path / "out").kept_bytes
     assert fetched_files(tmp_path / "out") == contents(model)

@@ -288,7 +288,7 @@ def test_what_is_finished_is_kept_and_the_error_says_so(tmp_path):
         staging.journal.complete("a", {"three": "3" * 32}, "0" * 32)
         raise error
     assert error.hint == (
-        f"fix the cause and rerun the command with --resume: {out}.partial keeps 1 finished file (3 tensors)"
+        f"make room there and rerun the command with --resume: {out}.partial keeps 1 finished file (3 tensors)"
     )
     assert leftover(out) == "1 finished file (3 tensors)"
 
