@@ -82,9 +82,8 @@ def _groups(nodes: Sequence[ModuleNode]) -> Iterator[_Group]:
         else:
             yield _named_group(key, members)
     for name, tensors in _own_tensors(nodes).items():
-        node = ModuleNode(name, tensors, sum(tensor.num_bytes for tensor in tensors))
         if not nodes[0].name or nodes[0].children:
-            yield _Group(name, [node], (), 1)
+            yield _Group(name, [ModuleNode.of(name, tensors)], (), 1)
 
 
 def _named_group(key: str, members: Sequence[ModuleNode]) -> _Group:

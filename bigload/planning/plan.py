@@ -17,7 +17,7 @@ from bigload.devices import CPU, DISK, Device
 from bigload.errors import InvalidPlanError
 from bigload.plain_text import PlainTable, Styled, printable, stacked_bar
 from bigload.planning.load_dtype import as_loaded
-from bigload.planning.model.module_tree import key_above
+from bigload.planning.model.module_tree import NameRanges, key_above
 from bigload.planning.module_table import folded_names
 from bigload.planning.options import PlanOptions
 from bigload.planning.placement.optimality import Certificate
@@ -225,7 +225,7 @@ def _as_peers_say(device: Device) -> str | int:
 
 
 def recount(plan: Plan, tensors: Collection[TensorInfo]) -> dict[Device, int]:
-    """Return the bytes of `tensors` per device under `plan`'s device map, counted one by one as they are loaded.
+    """Return the bytes of `tensors` per device under `plan`'s device map, counted as they are loaded.
 
     Raises:
         InvalidPlanError: a tensor has no device, or one on a device that the plan does not list.
@@ -234,21 +234,24 @@ def recount(plan: Plan, tensors: Collection[TensorInfo]) -> dict[Device, int]:
     shared = frozenset(plan.shared)
     homes: dict[str, Device | None] = {**plan.homes, **dict.fromkeys(plan.left_out)}
     loaded = as_loaded(tensors, plan.options.workload.load_dtype)
-    sums = {tensor.name: 0 if tensor.name in shared else tensor.num_bytes for tensor in loaded}
-    while sums:  # of what no key has covered yet, added to the modules around it: a giant has few of those
-        above: dict[str, int] = {}
-        for name, num_bytes in sums.items():
-            if name not in homes:
-                module, dot, _ = name.rpartition(".")
-                if not dot:
-                    asked = next(tensor.name for tensor in loaded if key_above(tensor.name, homes) is None)
-                    raise InvalidPlanError(f"the device map gives no device to tensor {asked!r}")
-                above[module] = above.get(module, 0) + num_bytes
-            elif (device := homes[name]) is not None:
-                if device not in totals:
-                    raise InvalidPlanError(f"{name!r} is mapped to {device}, which the plan does not list")
-                totals[device] += num_bytes
-        sums = above
+    sizes = {tensor.name: 0 if tensor.name in shared else tensor.num_bytes for tensor in loaded}
+    ranges, num_covered = NameRanges(sizes), 0
+    for key, device in homes.items():
+        start, stop = ranges.of(key)
+        num_bytes = ranges.num_bytes(start, stop) + sizes.get(key, 0)
+        num_tensors = stop - start + (key in sizes)
+        outer = key_above(key.rpartition(".")[0], homes) if "." in key else None
+        if outer is None:
+            num_covered += num_tensors
+        elif (around := homes[outer]) in totals:
+            totals[around] -= num_bytes
+        if device is not None and num_tensors:
+            if device not in totals:
+                raise InvalidPlanError(f"{key!r} is mapped to {device}, which the plan does not list")
+            totals[device] += num_bytes
+    if num_covered < len(sizes):
+        asked = next(name for name in sizes if key_above(name, homes) is None)
+        raise InvalidPlanError(f"the device map gives no device to tensor {asked!r}")
     return totals
 
 

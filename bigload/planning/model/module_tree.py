@@ -7,10 +7,13 @@ before layers.2) and shards by dtype.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from enum import IntEnum, auto
 from functools import lru_cache, partial
-from operator import attrgetter
+from itertools import accumulate
+from operator import methodcaller
+from types import MappingProxyType
 
 from bigload.checkpoint.model import TensorInfo
 from bigload.errors import PlanError
@@ -23,31 +26,42 @@ MAX_STAGES = 8
 
 
 Children = Mapping[str, "ModuleNode"]
+Parts = tuple[tuple[TensorInfo, ...], Children]
 
 
 class ModuleNode:
-    """A module: its own tensors, and its children in execution order. `num_bytes` are those of the whole subtree.
+    """A module: its own tensors by name, and its children in execution order. `num_bytes` are those of the subtree.
 
-    Children are made when they are first asked for: most modules of a large model are inside experts, which a plan
-    does not look into.
+    Both are made when they are first asked for: most modules of a large model are inside experts, which a plan does
+    not look into.
     """
 
-    __slots__ = ("_children", "_make_children", "name", "num_bytes", "tensors")
+    __slots__ = ("_make_parts", "_parts", "name", "num_bytes")
 
-    def __init__(
-        self, name: str, tensors: Sequence[TensorInfo], num_bytes: int, make_children: Callable[[], Children] = dict
-    ) -> None:
+    def __init__(self, name: str, num_bytes: int, make_parts: Callable[[], Parts]) -> None:
         self.name = name
-        self.tensors = tuple(sorted(tensors, key=_by_name) if len(tensors) > 1 else tensors)
         self.num_bytes = num_bytes
-        self._make_children = make_children
-        self._children: Children | None = None
+        self._make_parts = make_parts
+        self._parts: Parts | None = None
+
+    @classmethod
+    def of(cls, name: str, tensors: Sequence[TensorInfo], children: Children = MappingProxyType({})) -> ModuleNode:
+        """Return a module of known parts."""
+        num_bytes = sum(tensor.num_bytes for tensor in tensors) + sum(child.num_bytes for child in children.values())
+        return cls(name, num_bytes, lambda: (tuple(tensors), children))
+
+    @property
+    def tensors(self) -> tuple[TensorInfo, ...]:
+        return self._found()[0]
 
     @property
     def children(self) -> Children:
-        if self._children is None:
-            self._children = self._make_children()
-        return self._children
+        return self._found()[1]
+
+    def _found(self) -> Parts:
+        if self._parts is None:
+            self._parts = self._make_parts()
+        return self._parts
 
     @property
     def is_block_list(self) -> bool:
@@ -97,16 +111,14 @@ def build_tree(tensors: Iterable[TensorInfo]) -> ModuleNode:
     Raises:
         PlanError: a name nests more than `MAX_DEPTH` modules.
     """
-    # By paths, names with a dot in front: so the root "" and a module without a name, ".", are two.
-    own: dict[str, list[TensorInfo]] = {"": []}
-    for tensor in tensors:
-        own.setdefault(f".{tensor.name}".rpartition(".")[0], []).append(tensor)
-    deepest = max(own, key=_depth)
-    if _depth(deepest) >= MAX_DEPTH:
+    by_name = {tensor.name: tensor for tensor in tensors}
+    deepest = max(by_name, key=methodcaller("count", "."), default="")
+    if deepest.count(".") >= MAX_DEPTH:
         raise PlanError(
-            f"tensor {own[deepest][0].name:.60}… nests {_depth(deepest) + 1} modules, models nest {MAX_DEPTH} at most"
+            f"tensor {deepest:.60}… nests {deepest.count('.') + 1} modules, models nest {MAX_DEPTH} at most"
         )
-    return _Tree(own).node("")
+    ranges = NameRanges({name: tensor.num_bytes for name, tensor in by_name.items()})
+    return _Tree(by_name, ranges).node("", 0, len(by_name))
 
 
 def without(node: ModuleNode, names: Sequence[str]) -> ModuleNode:
@@ -114,8 +126,7 @@ def without(node: ModuleNode, names: Sequence[str]) -> ModuleNode:
     if not any(f"{name}.".startswith(f"{node.name}." if node.name else "") for name in names):
         return node
     children = {key: without(child, names) for key, child in node.children.items() if child.name not in names}
-    num_bytes = sum(tensor.num_bytes for tensor in node.tensors) + sum(child.num_bytes for child in children.values())
-    return ModuleNode(node.name, node.tensors, num_bytes, lambda: children)
+    return ModuleNode.of(node.name, node.tensors, children)
 
 
 def block_lists(node: ModuleNode) -> Iterator[ModuleNode]:
@@ -151,65 +162,74 @@ def is_index(key: str) -> bool:
     return key.isdecimal() and key.isascii() and len(key) < 10
 
 
-def _depth(path: str) -> int:
-    return path.count(".")
+class NameRanges:
+    """Sorted names with their bytes: those in a module are neighbours, and their bytes a difference of two sums."""
+
+    def __init__(self, sizes: Mapping[str, int]) -> None:
+        self.names = sorted(sizes)
+        self._sums = [0, *accumulate(map(sizes.__getitem__, self.names))]
+
+    def num_bytes(self, start: int, stop: int) -> int:
+        """Return the bytes of the names at `start` to `stop`."""
+        return self._sums[stop] - self._sums[start]
+
+    def end(self, module: str, start: int, stop: int) -> int:
+        """Return where the names in `module`, which begin at `start`, end."""
+        return bisect_left(self.names, f"{module}/", start, stop)  # "/" is the character after "."
+
+    def of(self, module: str) -> tuple[int, int]:
+        """Return the range of the names in `module`."""
+        start = bisect_left(self.names, f"{module}.")
+        return start, self.end(module, start, len(self.names))
 
 
 class _Tree:
-    """Modules by path: their tensors, the bytes of all below them, and the keys of their children."""
+    """Modules as ranges of the tensors' names, looked into when a node is asked for its parts."""
 
-    def __init__(self, own: dict[str, list[TensorInfo]]) -> None:
-        self._own = own
-        self._bytes: dict[str, int] = {}
-        self._keys: dict[str, list[str]] = {}
-        below = {path: sum([tensor.num_bytes for tensor in tensors]) for path, tensors in own.items()}
-        while below:  # each round takes the bytes one level up
-            above: dict[str, int] = {}
-            for path, num_bytes in below.items():
-                if path:
-                    parent, _, key = path.rpartition(".")
-                    above[parent] = above.get(parent, 0) + num_bytes
-                    if path not in self._bytes:
-                        self._keys.setdefault(parent, []).append(key)
-                self._bytes[path] = self._bytes.get(path, 0) + num_bytes
-            below = above
-        self._handed = self._hand_down()
+    def __init__(self, tensors: Mapping[str, TensorInfo], ranges: NameRanges) -> None:
+        self._tensors = tensors
+        self._ranges = ranges
 
-    def _hand_down(self) -> set[str]:
-        """Give a tensor `x.weight` that stands beside `x.weight.absmax` (quantised weights) to the node `x.weight`.
+    def node(self, prefix: str, start: int, stop: int) -> ModuleNode:
+        """Return the module whose name and a dot are `prefix`; the names of its tensors are at `start` to `stop`."""
+        make_parts = partial(self._parts, prefix, start, stop)
+        return ModuleNode(prefix[:-1], self._ranges.num_bytes(start, stop), make_parts)
 
-        Return the paths of such nodes, which are no modules of the model. Where a module has nothing else below it, all
-        of them go back to the module. Elsewhere they stay a node, because the parameters of a module that is cut into
-        units are keys of the device map, and none may be below another.
+    def _parts(self, prefix: str, start: int, stop: int) -> Parts:
+        """Return the tensors and children of a module.
+
+        A tensor `x.weight` that stands beside `x.weight.absmax` (quantised weights) goes to a node `x.weight`, which is
+        no module of the model. Where a module has nothing else below it, all of them go back to the module. Elsewhere
+        they stay a node, because the parameters of a module that is cut into units are keys of the device map, and none
+        may be below another.
         """
-        handed = set[str]()
-        for path in self._own.keys() & self._keys.keys():
-            below = {f"{path}.{key}" for key in self._keys[path]}
-            tensors, self._own[path] = self._own[path], []
-            for tensor in tensors:
-                place = f".{tensor.name}"
-                if place in below:
-                    handed.add(place)
-                    self._bytes[place] += tensor.num_bytes
-                self._own.setdefault(place if place in below else path, []).append(tensor)
-        return handed
+        own, inside = dict[str, int](), dict[str, tuple[int, int]]()
+        names, position = self._ranges.names, start
+        while position < stop:
+            key, dot, _ = names[position][len(prefix) :].partition(".")
+            end = self._ranges.end(f"{prefix}{key}", position, stop) if dot else position + 1
+            if dot:
+                inside[key] = (position, end)
+            else:
+                own[key] = position
+            position = end
+        handed = own.keys() & inside.keys()
+        if prefix and handed and len(handed) == len(inside):
+            return self._stored(names[start:stop]), {}
+        children = {
+            key: self._handed(own[key], *inside[key]) if key in handed else self.node(f"{prefix}{key}.", *inside[key])
+            for key in in_execution_order(tuple(inside))
+        }
+        return self._stored(names[at] for key, at in own.items() if key not in handed), children
 
-    def node(self, path: str) -> ModuleNode:
-        """Return the module at `path`; one whose children are all tensors has these tensors instead."""
-        tensors, keys = self._own.get(path, []), self._keys.get(path)
-        if keys is None:
-            return ModuleNode(path[1:], tensors, self._bytes[path])
-        make_children = partial(self._children, path, tuple(keys))
-        if self._handed and (path in self._handed or (path and all(f"{path}.{key}" in self._handed for key in keys))):
-            tails = (tensor for child in make_children().values() for tensor in child.all_tensors())
-            return ModuleNode(path[1:], [*tensors, *tails], self._bytes[path])
-        return ModuleNode(path[1:], tensors, self._bytes[path], make_children)
+    def _handed(self, own: int, start: int, stop: int) -> ModuleNode:
+        """Return the node of the tensor at `own` and of those at `start` to `stop`, which stand below it."""
+        names = self._ranges.names
+        tensors = self._stored([names[own], *names[start:stop]])
+        return ModuleNode.of(names[own], tensors)
 
-    def _children(self, path: str, keys: tuple[str, ...]) -> Children:
-        return {key: self.node(f"{path}.{key}") for key in in_execution_order(keys)}
-
-
-_by_name = attrgetter("name")
+    def _stored(self, names: Iterable[str]) -> tuple[TensorInfo, ...]:
+        return tuple(map(self._tensors.__getitem__, names))
 
 
 class _Stage(IntEnum):
