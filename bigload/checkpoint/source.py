@@ -130,9 +130,8 @@ def locate(path: str | Path, *, find_cached: bool = True) -> Path:
         raise CheckpointError(f"cannot read {path}: {error.strerror or error}") from error
     if exists:
         return place
-    if unknown := re.match(r"([\w+.-]{2,}):/", str(path)):
-        hint = f"known are {', '.join(KNOWN_SCHEMES)}, and those of fsspec (memory, sftp, smb ...)"
-        raise CheckpointNotFoundError(path, f'no scheme "{unknown[1]:.40}" is known', hint=hint)
+    if scheme := re.match(r"([\w+.-]{2,}):/", str(path)):
+        raise _without_place(path, scheme[1])
     location = _hub_location(str(path))
     if location is None:
         raise CheckpointNotFoundError(path, "no such file or folder")
@@ -141,6 +140,14 @@ def locate(path: str | Path, *, find_cached: bool = True) -> Path:
     except CheckpointNotFoundError as error:
         reason = f"no such file or folder here, and {error.message.partition(': ')[2]}"
         raise CheckpointNotFoundError(path, reason, details=error.details, hint=error.hint) from None
+
+
+def _without_place(path: str | Path, scheme: str) -> CheckpointNotFoundError:
+    """Return the error for an address that is no location."""
+    if scheme in KNOWN_SCHEMES:
+        return CheckpointNotFoundError(path, "the address names no folder")
+    hint = f"known are {', '.join(KNOWN_SCHEMES)}, and those of fsspec (memory, sftp, smb ...)"
+    return CheckpointNotFoundError(path, f'no scheme "{scheme:.40}" is known', hint=hint)
 
 
 def _hub_location(text: str) -> Path | None:
@@ -427,6 +434,8 @@ def _read_header(
     except FileNotFoundError as error:
         if isinstance(error, CheckpointError):
             raise
+        if index_file is None and not scheme_of(root).is_local:
+            raise CheckpointNotFoundError(address_text(place), "no such file") from None
         text = "missing: a link to nothing" if scheme_of(root).is_local else "no such file"
         text = text if index_file is None else f"missing, but named in {index_file}"
         return Problem(code="missing-shard", file=file, text=text)

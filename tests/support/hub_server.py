@@ -35,7 +35,7 @@ class Fault:
         route: "api", "resolve", "cdn", "plain" or "s3"; what the log calls it.
         file: What the path ends with.
         times: How many answers; a negative number: all.
-        status: Sent instead of the file.
+        status: Sent instead of the file, with `body`, if there is one.
         headers: Added to the answer; they replace others of the same name.
         cut_after: The connection is closed after so many bytes of the body.
         pause: Called before each chunk of the body.
@@ -233,7 +233,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.fault = hub.fault_of(self.request_log.route, self.url_path)
         with suppress(BrokenPipeError, ConnectionResetError):
             if self.fault is not None and self.fault.status is not None:
-                self.answer(self.fault.status, b"{}")
+                self.answer(self.fault.status, self.fault.body or b"{}")
             else:
                 self.handle_route()
             self.wfile.flush()

@@ -18,6 +18,7 @@ from urllib.parse import urlsplit
 from bigload.checkpoint.byte_source import SourceIdentity, SourceScheme, address_text, ended_early
 from bigload.checkpoint.sources.http import plain_etag
 from bigload.checkpoint.sources.ranged_source import RangedSource, missing, translated
+from bigload.checkpoint.sources.store_hints import STORES, connection_hint, credentials_hint, refusal_hint
 from bigload.errors import (
     AccessDeniedError,
     BigloadError,
@@ -37,7 +38,7 @@ _VERSION_KEYS = (
     *("mtime", "LastModified", "last_modified", "modified", "updated", "created"),
 )
 _THREAD_SAFE = ("memory", "local")
-_EXTRAS = ("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss")
+_CLIENT_HINT = "give the client of this service credentials, as its documentation says"
 
 
 class FsspecSource(RangedSource):
@@ -82,10 +83,14 @@ def _failure(location: Path, error: Exception) -> BigloadError:
     shown = address_text(location)
     if isinstance(error, FileNotFoundError):
         return missing(shown, "no such file")
+    scheme, kind = str(location).partition(":/")[0], type(error).__name__
     if isinstance(error, PermissionError):
-        hint = "give the client of this service credentials, as its documentation says"
+        hint = refusal_hint(scheme) if scheme in STORES else _CLIENT_HINT
         return AccessDeniedError(shown, _reason(error), hint=hint)
-    return ReadError(shown, f"{type(error).__name__}: {_reason(error)}")
+    if scheme in STORES and "Credentials" in kind:  # of botocore: none were found, or half of them
+        return AccessDeniedError(shown, _reason(error), hint=credentials_hint(scheme))
+    is_unreachable = scheme in STORES and "Connect" in kind
+    return ReadError(shown, f"{kind}: {_reason(error)}", hint=connection_hint(scheme) if is_unreachable else None)
 
 
 def _reason(error: Exception) -> str:
@@ -104,7 +109,7 @@ def _place(location: Path) -> tuple[Any, str, AbstractContextManager[object]]:
     except ReadError as error:
         if "ImportError" not in error.message and "ModuleNotFoundError" not in error.message:
             raise
-        if name in _EXTRAS:
+        if name in STORES:
             raise MissingPackageError(f"{name}://", "obstore", extra="remote") from None
         raise CheckpointError(error.message, hint="install what it names") from None
     is_safe = file_system.async_impl or name in _THREAD_SAFE

@@ -23,6 +23,7 @@ from typing import Any, TypeVar
 from bigload.checkpoint.byte_source import SourceIdentity, SourceScheme, address_text, ended_early
 from bigload.checkpoint.sources.http import NO_RANGES_HINT, plain_etag
 from bigload.checkpoint.sources.ranged_source import RangedSource, TemporaryError, missing, translated
+from bigload.checkpoint.sources.store_hints import STORES, connection_hint, credentials_hint, refusal_hint
 from bigload.errors import AccessDeniedError, BigloadError, CheckpointError, CheckpointNotFoundError, ReadError
 from bigload.machine.activities import Recorder
 
@@ -40,18 +41,18 @@ RETRY: dict[str, Any] = {
 _CLIENT = {"allow_http": True, "connect_timeout": "5s", "read_timeout": "10s", "timeout": "1h"}
 _CHUNK_BYTES = 1 << 20
 
-_NAMES = {"s3": "s3", "s3a": "s3", "gs": "gs", "gcs": "gs", "az": "az", "abfs": "abfs", "abfss": "abfss"}
-_CREDENTIALS = {
-    "s3": "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY (profiles need boto3: pip install boto3), "
-    "or AWS_SKIP_SIGNATURE=true for a public bucket",
-    "gs": "run gcloud auth application-default login, or set GOOGLE_APPLICATION_CREDENTIALS",
-    "az": "set AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY",
-}
+_PREFIXES = {"s3a": "s3", "gcs": "gs"}
 _CREDENTIAL_HOSTS = ("169.254.169.254", "metadata.google")
 """Services of cloud machines that are asked where no variable has credentials."""
 
 _STATUS = re.compile(r"status code: (\d{3})")
 _CODE = re.compile(r"<Code>(\w{1,60})</Code>")
+_REGION = re.compile(r"<Region>([\w-]{1,40})</Region>")
+_CAUSE = re.compile(r'(?:message|error): "([^"]{1,150})"|\b(Invalid(?!Data)\w+|UnknownIssuer)\b')
+"""Of a failed connection, in the description of the client's error."""
+
+_KEY_CODES = ("ExpiredToken", "InvalidToken", "TokenRefreshRequired")
+_REGION_CODES = ("AuthorizationHeaderMalformed", "PermanentRedirect", "IllegalLocationConstraintException")
 
 
 T = TypeVar("T")
@@ -119,30 +120,42 @@ def _translated(location: Path) -> AbstractContextManager[None]:
 def _failure(location: Path, error: Exception) -> BigloadError:
     kind, text, shown = type(error).__name__, str(error), address_text(location)
     scheme, bucket, _ = _parts(location)
-    status, code = _STATUS.search(text), _CODE.search(text)
-    if code and code[1] in ("NoSuchBucket", "ContainerNotFound"):
-        hint = "look at the name and, for a store that is not Amazon's, at AWS_ENDPOINT_URL" if scheme == "s3" else None
+    status, code = _found(_STATUS, text), _found(_CODE, text)
+    if code in ("NoSuchBucket", "ContainerNotFound"):
+        hint = "check the name and, for a store that is not Amazon's, AWS_ENDPOINT_URL" if scheme == "s3" else None
         return CheckpointNotFoundError(shown, f'there is no bucket "{bucket}"', hint=hint)
     if isinstance(error, FileNotFoundError):
         return missing(shown, "no such object")
     if any(host in text for host in _CREDENTIAL_HOSTS):
-        return AccessDeniedError(shown, "no credentials were found", hint=_credentials_hint(scheme))
-    if kind in ("PermissionDeniedError", "UnauthenticatedError") or (status and status[1] in ("401", "403")):
-        return AccessDeniedError(shown, _reason(error), hint=_credentials_hint(scheme))
+        return AccessDeniedError(shown, "no credentials were found", hint=credentials_hint(scheme))
+    if code in _REGION_CODES or "redirect without LOCATION" in text:
+        hint = f"set AWS_REGION to {_found(_REGION, text) or 'the region of the bucket'}"
+        return ReadError(shown, "the bucket is in another region", hint=hint)
+    is_refused = kind in ("PermissionDeniedError", "UnauthenticatedError") or status in ("401", "403")
+    if is_refused or code in _KEY_CODES:
+        return AccessDeniedError(shown, _reason(error), hint=refusal_hint(scheme))
     reason, hint = _reason(error), None
     if kind == "PreconditionError":
         reason = "it changed since the checkpoint was opened: its ETag is another"
-    elif status and status[1] == "416":
+    elif status == "416":
         reason = "the file ended too early: it ends before the range that was asked for"
     elif "non-partial" in text:
         reason, hint = "the service does not support byte ranges (status 200, expected 206)", NO_RANGES_HINT
-    elif "redirect without LOCATION" in text:
-        hint = "set AWS_REGION to the region of the bucket"
+    elif "kind: Connect" in text:
+        reason, hint = f"the connection failed: {_cause(text)}", connection_hint(scheme)
     return ReadError(shown, reason, hint=hint)
 
 
-def _credentials_hint(scheme: str) -> str:
-    return _CREDENTIALS[scheme if scheme in _CREDENTIALS else "az"]
+def _found(form: re.Pattern[str], text: str) -> str | None:
+    found = form.search(text)
+    return None if found is None else found[1]
+
+
+def _cause(text: str) -> str:
+    found = _CAUSE.search(text)
+    if found is None:
+        return "no reason given"
+    return found[1] or f"TLS: {found[2]}"
 
 
 def _is_temporary(error: Exception) -> bool:
@@ -162,14 +175,14 @@ def _reason(error: Exception) -> str:
 def _parts(location: Path) -> tuple[str, str, str]:
     name, _, rest = str(location).partition(":/")
     bucket, _, key = rest.strip("/").partition("/")
-    return _NAMES[name], bucket, key
+    return _PREFIXES.get(name, name), bucket, key
 
 
 def _pinned(location: Path) -> Path:
     scheme, bucket, key = _parts(location)
     if ":" in bucket or "?" in key:
         shown = f"{scheme}://{bucket.rpartition('@')[2]}/{key.partition('?')[0]}"
-        hint = f"secrets of an address would be written into plans; {_credentials_hint(scheme)}"
+        hint = f"secrets of an address would be written into plans; {credentials_hint(scheme)}"
         raise CheckpointNotFoundError(shown, "an address with a key or a query is not read", hint=hint)
     return location
 
@@ -193,7 +206,7 @@ def _store(scheme: str, bucket: str, _process: int) -> Any:  # noqa: ANN401 - ty
             f"{scheme}://{bucket}", client_options=_CLIENT, retry_config=RETRY, **_profile_credentials(scheme)
         )
     except _errors() as error:
-        hint = _credentials_hint(scheme)
+        hint = credentials_hint(scheme)
         raise CheckpointError(f"cannot read {scheme}://{bucket}: {_reason(error)}", hint=hint) from None
 
 
@@ -244,7 +257,7 @@ def _schemes() -> tuple[SourceScheme, ...]:
     if find_spec("obstore") is None:
         from bigload.checkpoint.sources.fsspec_files import scheme_named
 
-        return tuple(scheme for scheme in map(scheme_named, _NAMES) if scheme is not None)
+        return tuple(scheme for scheme in map(scheme_named, STORES) if scheme is not None)
     return tuple(
         SourceScheme(
             name=name,
@@ -254,7 +267,7 @@ def _schemes() -> tuple[SourceScheme, ...]:
             list_folder=_list_folder,
             has_strong_versions=True,
         )
-        for name in _NAMES
+        for name in STORES
     )
 
 

@@ -6,8 +6,6 @@ import signal
 import socket
 import subprocess
 import sys
-from datetime import timedelta
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -25,26 +23,15 @@ from bigload.errors import (
     StalePlanError,
 )
 from builders import make_checkpoint
+from object_store_clients import CLIENTS, use_client
 
-PAUSES = {"init_backoff": timedelta(milliseconds=1), "max_backoff": timedelta(milliseconds=2), "base": 2}
 LOCATION = "s3://bucket/models/tiny"
-CLIENTS = [
-    pytest.param(
-        name, marks=pytest.mark.skipif(find_spec(name) is None, reason=f"{name} is not installed: pip install {name}")
-    )
-    for name in ("obstore", "s3fs")
-]
 
 
 @pytest.fixture(params=CLIENTS)
 def client(request, monkeypatch):
-    """The client by which `s3` is read, with pauses too short to notice."""
-    monkeypatch.setattr(object_stores, "RETRY", {**object_stores.RETRY, "max_retries": 3, "backoff": PAUSES})
-    object_stores._store.cache_clear()
-    schemes = {scheme.name: scheme for scheme in object_stores.SCHEMES}
-    if request.param == "s3fs":
-        schemes["s3"] = fsspec_files.scheme_named("s3")
-    monkeypatch.setattr(byte_source, "_SCHEMES", {"file": byte_source._FILE, **schemes})
+    """The client by which `s3` is read."""
+    use_client(request.param, monkeypatch)
     return request.param
 
 
@@ -54,10 +41,6 @@ def bucket(served, tmp_path, client, monkeypatch):
     make_checkpoint(tmp_path / "bucket/models/tiny", shards=3)
     for name, value in served.serve_bucket("bucket", tmp_path / "bucket").items():
         monkeypatch.setenv(name, value)
-    if client == "s3fs":
-        import s3fs
-
-        s3fs.S3FileSystem.clear_instance_cache()
     return tmp_path / "bucket"
 
 
@@ -112,10 +95,14 @@ def test_headers_are_read_again_only_from_the_disk(bucket, served, client):
 
 @pytest.mark.parametrize(
     ("path", "message"),
-    [("s3://bucket/none", "no such folder, or it is empty"), (f"{LOCATION}/none.safetensors", "no such file")],
+    [
+        ("s3://bucket/none", "no such folder, or it is empty"),
+        (f"{LOCATION}/none.safetensors", "no such file"),
+        ("s3://", "the address names no folder"),
+    ],
 )
 def test_what_is_not_there_is_said_with_its_location(bucket, path, message):
-    with pytest.raises(CheckpointError, match=f"{path}.*{message}"):
+    with pytest.raises(CheckpointNotFoundError, match=f"{path}.*{message}"):
         bigload.open_checkpoint(path)
 
 
@@ -131,6 +118,43 @@ def test_a_key_that_is_refused_never_appears_in_the_error(bucket, served):
     assert caught.value.hint
     assert os.environ["AWS_ACCESS_KEY_ID"] not in str(caught.value)
     assert os.environ["AWS_SECRET_ACCESS_KEY"] not in str(caught.value)
+
+
+def test_what_to_check_depends_on_which_credentials_are_set(bucket, served, client, monkeypatch):
+    served.key = "another"
+    with pytest.raises(AccessDeniedError) as caught:
+        bigload.open_checkpoint(LOCATION)
+    assert caught.value.hint.startswith("check AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY; the user needs the rights")
+    monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
+    use_client(client, monkeypatch)
+    with pytest.raises(CheckpointError, match=r"(?i)secret.?access.?key") as caught:
+        bigload.open_checkpoint(LOCATION)
+    assert caught.value.hint.startswith("set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY")
+
+
+@pytest.mark.parametrize(
+    ("answer", "message", "hint"),
+    [
+        ("400 <Code>AuthorizationHeaderMalformed</Code><Region>xx-9</Region>", "is in another region", "to xx-9"),
+        ("301 <Code>PermanentRedirect</Code>", "is in another region", "to the region of the bucket"),
+        ("400 <Code>ExpiredToken</Code>", "the service answers 400 ExpiredToken", "check AWS_ACCESS_KEY_ID"),
+    ],
+)
+@pytest.mark.parametrize("client", CLIENTS[:1], indirect=True)
+def test_a_wrong_region_and_an_old_token_are_told_apart(bucket, served, answer, message, hint):
+    served.fault("s3", status=int(answer[:3]), body=f"<Error>{answer[4:]}</Error>".encode(), times=-1)
+    with pytest.raises(CheckpointError, match=f"{LOCATION}: .*{message}") as caught:
+        bigload.open_checkpoint(LOCATION)
+    assert hint in caught.value.hint
+
+
+@pytest.mark.parametrize("client", CLIENTS[:1], indirect=True)
+def test_a_connection_that_fails_is_an_error_with_its_cause_and_the_variable_of_the_address(bucket, monkeypatch):
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{closed.getsockname()[1]}")
+    with pytest.raises(CheckpointError, match=f"{LOCATION}: the connection failed: Connection refused") as caught:
+        bigload.open_checkpoint(LOCATION)
+    assert caught.value.hint == "check the address in AWS_ENDPOINT_URL"
 
 
 @pytest.mark.parametrize("status", [429, 503])
