@@ -292,9 +292,9 @@ class DamagedOutputError(LayoutError, ValueError):
 
 
 class OutputExistsError(LayoutError, FileExistsError):
-    """The output path is taken; nothing is ever overwritten."""
+    """The output path is taken, or no folder can be made there; nothing is ever overwritten."""
 
-    def __init__(self, path: Path, reason: str, *, hint: str) -> None:
+    def __init__(self, path: Path | str, reason: str, *, hint: str) -> None:
         super().__init__(f"will not write to {path}: {reason}", hint=hint)
         self.path = path
         self.errno, self.filename = errno.EEXIST, str(path)

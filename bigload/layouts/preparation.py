@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from bigload.checkpoint.byte_source import SourceIdentity, scheme_of
+from bigload.checkpoint.byte_source import SourceIdentity, address_text, scheme_of
 from bigload.checkpoint.model import AssembledTensor, Checkpoint, TensorInfo
 from bigload.checkpoint.sources.small_reads import cache_folder
 from bigload.errors import NotEnoughSpaceError, OutputExistsError, WriteError
@@ -260,10 +260,14 @@ def output_folder(out: str | Path) -> Path:
     """Return `out` as a path beside which the staging folder can be made.
 
     Raises:
-        OutputExistsError: it has no name of its own, being `.`, `/` or `..`; or the name of a staging folder.
+        OutputExistsError: it has no name of its own, being `.`, `/` or `..`; or the name of a staging folder; or it is
+            the address of a service.
         WriteError: the file system refuses such a name.
     """
     path = Path(out)
+    if not scheme_of(path).is_local:
+        hint = "name a folder of this machine, then upload it: hf upload, aws s3 cp --recursive"
+        raise OutputExistsError(address_text(path), "files are written to this machine only", hint=hint)
     if path.name in ("", ".."):
         hint = "name a folder that does not exist yet: it is written beside its place, and renamed in the end"
         raise OutputExistsError(path, "it has no name of its own", hint=hint)
