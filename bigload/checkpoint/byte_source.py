@@ -19,6 +19,7 @@ import errno
 import os
 import re
 import stat
+import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -28,6 +29,7 @@ from typing import Protocol, Self
 
 from bigload.errors import ReadError
 from bigload.machine.activities import NO_RECORDER, Phase, Recorder
+from bigload.units import format_size
 
 ReadRange = Callable[[int, int], bytes]
 """Return the bytes from a start to a stop of a file, all of them. Errors are those of `ByteSource.read_into`."""
@@ -239,6 +241,8 @@ class SourceScheme:
             so that headers are kept on disk and read only once.
         check_available: Raises ReadError if files of a folder, by their names in it, cannot be opened now: in offline
             mode, those that no cache has. Sends nothing.
+        server_without_ranges: Returns the name of the server of a location that is known to send no byte ranges: whole
+            files are read. None for others.
     """
 
     name: str
@@ -250,11 +254,27 @@ class SourceScheme:
     list_folder: Callable[[Path], Mapping[str, SourceIdentity]] | None = None
     has_strong_versions: bool = False
     check_available: Callable[[Path, Collection[str]], None] = lambda _folder, _names: None
+    server_without_ranges: Callable[[Path], str | None] = lambda _location: None
 
 
 def address_text(location: Path) -> str:
     """Return a location in the form for people, which `open_checkpoint` takes: `hf://org/model@…/sub`."""
     return str(location).replace(":/", "://", 1)
+
+
+class WholeFilesWarning(UserWarning):
+    """A server sends no byte ranges, so more is transferred than is needed."""
+
+
+def warn_of_server_without_ranges(server: str, *, file_bytes: int = 0, needed_bytes: int = 0) -> None:
+    """Warn that files of `file_bytes` are read whole, once for each server."""
+    if server not in _WARNED:
+        _WARNED.add(server)
+        read, needed = format_size(file_bytes), format_size(needed_bytes)
+        more = f" for {needed} needed" if needed != read else ""
+        sizes = f" ({read}{more})" if file_bytes else ""
+        text = f"{server} does not support byte ranges: whole files are read{sizes}"
+        warnings.warn(text, WholeFilesWarning, stacklevel=3)
 
 
 def register_scheme(scheme: SourceScheme) -> None:
@@ -299,6 +319,7 @@ _FILE = SourceScheme(
 )
 _NAME = re.compile(r"[a-z][a-z0-9+.-]+")
 _SCHEMES = {_FILE.name: _FILE}
+_WARNED = set[str]()
 _MODULES = {
     "hf": "bigload.checkpoint.sources.hub",
     "http": "bigload.checkpoint.sources.http",

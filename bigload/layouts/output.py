@@ -51,6 +51,13 @@ class OutputTensor:
         return self.dtype != self.source.dtype
 
     @property
+    def spans(self) -> tuple[Span, ...]:
+        """The bytes of files in which the stored tensor is, or the pieces of an assembled one."""
+        if isinstance(self.source, AssembledTensor):
+            return tuple(piece.tensor.span for piece in self.source.pieces)
+        return (self.source.span,)
+
+    @property
     def is_view(self) -> bool:
         """Whether the stored tensor is not stored row by row."""
         return isinstance(self.source, TensorInfo) and self.source.strides is not None

@@ -30,6 +30,7 @@ from bigload.layouts.writing.output_file_writer import BLOCK_BYTES, write_errors
 from bigload.layouts.writing.source_files import SourceFiles
 from bigload.layouts.writing.staging import RESUME, check_output, replaced_folder, staging_folder
 from bigload.layouts.writing.windows import DataRanges, data_ranges
+from bigload.loading.checks import warn_of_whole_files
 from bigload.planning.plan import Plan
 from bigload.units import format_size
 
@@ -110,7 +111,7 @@ def prepare_reshard(
         beside, notes = files_beside(checkpoint, output, dtype=options.dtypes.dtype)
         if named.is_changed:
             beside = tuple(file for file in beside if file.name != CONVERSION_FILE)
-    return prepare_output(
+    prepared = prepare_output(
         checkpoint,
         target,
         output,
@@ -121,6 +122,10 @@ def prepare_reshard(
         kernel=kernel,
         recorded=recorded_options(asked, output.layout),
     )
+    sizes = {file: found.num_bytes for file, found in prepared.identities.items()}
+    spans = (span for file in output.files for tensor in file.tensors for span in tensor.spans)
+    warn_of_whole_files(checkpoint.root, sizes, spans)
+    return prepared
 
 
 def prepare_output(

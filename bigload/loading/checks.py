@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from bigload.checkpoint.byte_source import scheme_of
+from bigload.checkpoint.byte_source import scheme_of, warn_of_server_without_ranges
 from bigload.checkpoint.fingerprint import ShardFingerprint, changes, current_fingerprint, of_shard
-from bigload.checkpoint.model import Checkpoint
+from bigload.checkpoint.model import Checkpoint, Span, distinct_bytes
 from bigload.checkpoint.sources.small_reads import opened_range
 from bigload.errors import NotEnoughMemoryError, ReadError
 from bigload.loading.schedule import CPU, Delivery, Schedule
@@ -64,6 +64,21 @@ def unchanged(checkpoint: Checkpoint, files: Sequence[str]) -> Iterator[None]:
             is_same = False
         if not is_same:
             raise ReadError(location, "it changed while it was being loaded")
+
+
+def warn_of_whole_files(root: Path, sizes: Mapping[str, int], spans: Iterable[Span]) -> None:
+    """Warn that whole files will be read for `spans`, if it is known that the server of `root` sends no byte ranges.
+
+    Args:
+        root: Location of the checkpoint.
+        sizes: Sizes of its files.
+        spans: What is needed of them.
+    """
+    server = scheme_of(root).server_without_ranges(root)
+    if server is not None:
+        needed = tuple(spans)
+        num_bytes = sum(sizes[file] for file in {span.file for span in needed})
+        warn_of_server_without_ranges(server, file_bytes=num_bytes, needed_bytes=distinct_bytes(needed))
 
 
 def signature(path: Path) -> tuple[int, int, int] | None:

@@ -14,7 +14,7 @@ from bigload.conversion.checkpoint_view import CheckpointView, view_for
 from bigload.errors import LegacyPickleError, StateDictMismatchError
 from bigload.extras import require
 from bigload.loading.buffers import fill_buffers
-from bigload.loading.checks import check_memory, check_ram
+from bigload.loading.checks import check_memory, check_ram, warn_of_whole_files
 from bigload.loading.memory_errors import memory_errors
 from bigload.loading.progress import OnProgress, ignore_progress
 from bigload.loading.report import LoadReport
@@ -126,6 +126,8 @@ def load(
         selection = selection.of({assignment.tensor_name for assignment in assignments})
     _check_loadable(selection)
     if whole is None:
+        spans = (span for want in selection.wanted for span in want.spans)
+        warn_of_whole_files(opened.root, {shard.file: shard.num_bytes for shard in opened.shards}, spans)
         tensors, report = _read(
             opened, selection, chosen, open_source, recorder, populate=populate, on_progress=on_progress
         )

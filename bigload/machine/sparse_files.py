@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import os
 from collections.abc import Iterator
+
+_PUNCH_HOLE_KEEP_SIZE = 3
+_libc = ctypes.CDLL(None)
 
 
 def data_extents(descriptor: int, start: int, stop: int) -> Iterator[tuple[int, int]]:
@@ -27,3 +31,8 @@ def data_extents(descriptor: int, start: int, stop: int) -> Iterator[tuple[int, 
         end = min(os.lseek(descriptor, begin, os.SEEK_HOLE), stop)
         yield begin, end
         position = end
+
+
+def punch_hole(descriptor: int, start: int, stop: int) -> None:
+    """Free the space of bytes `start` to `stop`, which then read as zeros, if the file system can (fallocate(2))."""
+    _libc.fallocate(descriptor, _PUNCH_HOLE_KEEP_SIZE, ctypes.c_int64(start), ctypes.c_int64(stop - start))

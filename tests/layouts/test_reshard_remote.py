@@ -11,8 +11,10 @@ import warnings
 from pathlib import Path
 
 import pytest
+from plain_server import served_plainly
 
 import bigload
+from bigload.checkpoint.byte_source import WholeFilesWarning
 from bigload.checkpoint.sources import hub, range_streams
 from bigload.checkpoint.sources.http import RateLimitWarning
 from bigload.errors import AccessDeniedError, ReadError
@@ -157,15 +159,45 @@ def test_failures_that_pass_cost_nothing_but_time(served, tmp_path, fault, threa
     [
         ({"headers": {"X-Linked-Etag": '"another"'}, "route": "resolve"}, "changed since"),
         ({"body": b"x" * 1000}, "times in a row|changed|range|sent"),
-        ({"no_ranges": True}, "does not support byte ranges"),
     ],
-    ids=["etag", "wrong length", "no ranges"],
+    ids=["etag", "wrong length"],
 )
 def test_other_failures_end_it_and_leave_no_output(served, tmp_path, fault, text):
     bigload.plan("org/tiny", {"cpu": "1GiB"})
     served.fault(fault.pop("route", "cdn"), file=".safetensors", times=-1, **fault)
     with no_thread_left(), pytest.raises(ReadError, match=text):
         bigload.reshard("org/tiny", tmp_path / "out", threads=1)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("options", LAYOUTS.values(), ids=LAYOUTS)
+def test_each_file_of_a_server_without_ranges_is_transferred_once_for_every_layout(served, tmp_path, options):
+    bigload.reshard(served.source, tmp_path / "local", **options)
+    with served_plainly(served.source) as server:
+        with pytest.warns(WholeFilesWarning, match="does not support byte ranges: whole files are read"):
+            bigload.reshard(server.url, tmp_path / "remote", threads=4, **options)
+        assert weights(tmp_path / "remote") == weights(tmp_path / "local")
+        for path in served.source.glob("*.safetensors"):
+            assert server.bytes_of(path.name).count(path.stat().st_size) == 1
+
+
+@pytest.mark.filterwarnings("ignore::bigload.checkpoint.byte_source.WholeFilesWarning")
+def test_a_content_network_without_ranges_is_read_as_a_whole(served, tmp_path):
+    served.fault("cdn", no_ranges=True, times=-1)
+    bigload.reshard("org/tiny", tmp_path / "remote", tp=2)
+    bigload.reshard(served.source, tmp_path / "local", tp=2)
+    assert weights(tmp_path / "remote") == weights(tmp_path / "local")
+
+
+@pytest.mark.filterwarnings("ignore::bigload.checkpoint.byte_source.WholeFilesWarning")
+def test_a_file_that_is_replaced_on_a_server_without_ranges_ends_it_and_leaves_no_output(served, tmp_path):
+    path = served.source / "model-00002-of-00002.safetensors"
+    with (
+        served_plainly(served.source) as server,
+        no_thread_left(),
+        pytest.raises(ReadError, match="it was written to while it was read"),
+    ):
+        bigload.reshard(server.url, tmp_path / "out", on_progress=lambda _: os.utime(path, (1, 1)))
     assert not (tmp_path / "out").exists()
 
 

@@ -492,12 +492,15 @@ def served_hub(monkeypatch, cache: Path, *, sleep=lambda seconds: None):
     """Start a Hub that this process takes for the real one, with caches in `cache`; `sleep` replaces all pauses."""
     from huggingface_hub import constants
 
-    from bigload.checkpoint.sources import http, ranged_source
+    from bigload.checkpoint import byte_source
+    from bigload.checkpoint.sources import http, ranged_source, whole_files
     from bigload.checkpoint.sources import hub as hub_source
 
     for module in (http, ranged_source):
         monkeypatch.setattr(module, "_sleep", sleep)
     monkeypatch.setattr(hub_source, "_listings", {})
+    monkeypatch.setattr(byte_source, "_WARNED", set())  # what is known of servers: a port may be given again
+    whole_files.SERVERS_WITHOUT_RANGES.clear()
     hub = HubServer()
     monkeypatch.setattr(constants, "ENDPOINT", hub.url)
     template = f"{hub.url}/{{repo_id}}/resolve/{{revision}}/{{filename}}"

@@ -13,14 +13,15 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote, urlsplit
 
 from bigload.checkpoint.byte_source import SourceIdentity, SourceScheme, ended_early
-from bigload.checkpoint.sources.ranged_source import RangedSource, Retries, TemporaryError, missing
+from bigload.checkpoint.sources.ranged_source import Retries, TemporaryError, missing
+from bigload.checkpoint.sources.whole_files import SERVERS_WITHOUT_RANGES, NoRangesError, WholeOrRangedSource
 from bigload.errors import AccessDeniedError, BigloadError, CheckpointNotFoundError, ReadError
 from bigload.machine.activities import Recorder
 
@@ -135,8 +136,8 @@ def plain_etag(text: str) -> str:
 
 
 @contextmanager
-def requested(url: str, headers: Mapping[str, str]) -> Iterator[HttpResponse]:
-    """Send one GET, redirects followed, and give its answer; the body is not read.
+def requested(url: str, headers: Mapping[str, str], *, method: str = "GET") -> Iterator[HttpResponse]:
+    """Send one request, redirects followed, and give its answer; the body is not read.
 
     Raises:
         HttpStatusError: the server refused for good.
@@ -146,16 +147,16 @@ def requested(url: str, headers: Mapping[str, str]) -> Iterator[HttpResponse]:
     from huggingface_hub import constants
     from huggingface_hub.utils import get_session  # type: ignore[attr-defined]
 
-    host = urlsplit(url).netloc.rpartition("@")[2]
+    host = _host(url)
     client: Any = get_session()  # of httpx, httpx2 or requests, as the version of huggingface_hub has it
     _PAUSE.wait(host)
     options = {"headers": dict(headers), "timeout": constants.HF_HUB_DOWNLOAD_TIMEOUT}
     try:
         if callable(client.stream):
-            with client.stream("GET", url, follow_redirects=True, **options) as response:
+            with client.stream(method, url, follow_redirects=True, **options) as response:
                 yield _checked(response, host, response.status_code, response.iter_raw)
         else:
-            with client.get(url, stream=True, **options) as response:
+            with client.request(method, url, stream=True, **options) as response:
                 raw = response.raw
                 yield _checked(
                     response, host, response.status_code, lambda: raw.stream(_CHUNK_BYTES, decode_content=False)
@@ -171,6 +172,10 @@ def requested(url: str, headers: Mapping[str, str]) -> Iterator[HttpResponse]:
         if _is_certificate(error):
             raise ReadError(host, "its certificate is not trusted", hint=_CERTIFICATE_HINT) from None
         raise TemporaryError(_reason(error, url)) from None
+
+
+def _host(url: str) -> str:
+    return urlsplit(url).netloc.rpartition("@")[2]
 
 
 def _failures(client: object) -> tuple[type[Exception], ...]:
@@ -264,8 +269,8 @@ Refuse = Callable[[Path, HttpStatusError], BigloadError]
 """Return the error to raise for a location whose server answered with a status."""
 
 
-class HttpSource(RangedSource):
-    """A file that is read by range requests; see `ByteSource`. Opening it sends nothing.
+class HttpSource(WholeOrRangedSource):
+    """A file that is read by range requests, or as a whole; see `ByteSource`. Opening it sends nothing.
 
     Args:
         location: Named by errors.
@@ -273,7 +278,7 @@ class HttpSource(RangedSource):
         headers: Returns the headers of each request.
         refuse: Makes the error for a status.
         etag: Version that every answer must have; None takes that of the first answer.
-        num_bytes: Size that every answer must state, where it is known.
+        num_bytes: Size that every answer must state; None takes that of the first answer.
     """
 
     def __init__(
@@ -287,21 +292,39 @@ class HttpSource(RangedSource):
         etag: str | None = None,
         num_bytes: int | None = None,
     ) -> None:
-        super().__init__(location, recorder)
+        super().__init__(location, recorder, server=_host(url))
         self._url = url
         self._headers = headers
         self._refuse = refuse or refusal
         self._etag = etag
         self._num_bytes = num_bytes
+        self._modified: str | None = None
+
+    def _answered(self, start: int, stop: int) -> AbstractContextManager[Iterator[bytes]]:
+        return self._asked(start, stop, takes_whole=self._is_head(stop))
+
+    def _answered_whole(self, start: int, stop: int) -> AbstractContextManager[Iterator[bytes]]:
+        return self._asked(start, stop, takes_whole=True)
+
+    def _size(self) -> int:
+        if self._num_bytes is None:
+            self._num_bytes = _identity(self._location).num_bytes
+        return self._num_bytes
 
     @contextmanager
-    def _answered(self, start: int, stop: int) -> Iterator[Iterator[bytes]]:
+    def _asked(self, start: int, stop: int, *, takes_whole: bool) -> Iterator[Iterator[bytes]]:
         # gzip in Accept-Encoding has content networks ignore Range.
         headers = {**self._headers(), "Range": f"bytes={start}-{stop - 1}", "Accept-Encoding": "identity"}
         try:
             with requested(self._url, headers) as answer:
                 self._check(answer, start, stop)
-                yield self._counted(answer, stop - start)
+                if answer.status == 200 and (start or answer.headers["content-length"] != str(stop)):
+                    SERVERS_WITHOUT_RANGES.add(self._server)
+                    if not takes_whole:
+                        raise NoRangesError
+                    yield self._part_of_whole(answer, start, stop)
+                else:
+                    yield self._counted(answer, stop - start)
         except HttpStatusError as error:
             if error.status == 416 and (end := _EMPTY_RANGE.search(error.headers.get("content-range", ""))):
                 raise ended_early(self._shown, int(end[1]), missing=stop - int(end[1])) from None
@@ -316,6 +339,17 @@ class HttpSource(RangedSource):
             if chunk:
                 yield chunk
 
+    def _part_of_whole(self, answer: HttpResponse, start: int, stop: int) -> Iterator[bytes]:
+        """Yield bytes `start` to `stop` of an answer that is the whole file; what follows is not read."""
+        position = 0
+        for chunk in answer.chunks():
+            part = chunk[max(start - position, 0) : stop - position]
+            position += len(chunk)
+            if part:
+                yield part
+            if position >= stop:
+                return
+
     def _check(self, answer: HttpResponse, start: int, stop: int) -> None:
         encoding = answer.headers.get("content-encoding", "identity")
         if encoding != "identity":
@@ -324,22 +358,33 @@ class HttpSource(RangedSource):
             self._etag = self._etag or answer.etag
             if answer.etag != self._etag:
                 raise self._changed(f"ETag {self._etag:.70} expected, {answer.etag:.70} found")
+        elif (modified := answer.first.get("last-modified")) is not None:
+            self._modified = self._modified or modified
+            if modified != self._modified:
+                raise self._changed(f"Last-Modified {self._modified:.40} expected, {modified:.40} found")
         if answer.status == 200:
-            if start or answer.headers.get("content-length") != str(stop):
-                text = "the server does not support byte ranges (status 200, expected 206)"
+            size = answer.headers.get("content-length", "")
+            if not size.isdecimal():
+                text = "the server supports no byte ranges, and does not say how large the file is"
                 raise ReadError(self._shown, text, hint=NO_RANGES_HINT)
+            self._check_size(size, stop)
             return
+        SERVERS_WITHOUT_RANGES.discard(self._server)
         found = _CONTENT_RANGE.fullmatch(answer.headers.get("content-range", ""))
         if found is None or int(found[1]) != start or int(found[2]) >= stop:
             shown = answer.headers.get("content-range", "none")
             text = f"asked for bytes {start}-{stop - 1}, the server answers {answer.status} with {shown:.60}"
             raise ReadError(self._shown, text)
-        if found[3] == "*":
-            return
-        if self._num_bytes not in (None, int(found[3])):
-            raise self._changed(f"{self._num_bytes} bytes expected, {found[3]} found")
-        if int(found[3]) < stop:
-            raise ended_early(self._shown, int(found[3]), missing=stop - int(found[3]))
+        if found[3] != "*":
+            self._check_size(found[3], stop)
+
+    def _check_size(self, found: str, stop: int) -> None:
+        """Compare the size that an answer states with what is known, and with the end of what is read."""
+        self._num_bytes = int(found) if self._num_bytes is None else self._num_bytes
+        if self._num_bytes != int(found):
+            raise self._changed(f"{self._num_bytes} bytes expected, {found} found")
+        if int(found) < stop:
+            raise ended_early(self._shown, int(found), missing=stop - int(found))
 
 
 def refusal(location: Path, error: HttpStatusError) -> BigloadError:
@@ -369,24 +414,37 @@ def _pinned(location: Path) -> Path:
 
 def _identity(location: Path) -> SourceIdentity:
     """Ask for the first byte: unlike HEAD, that shows whether ranges are supported, and gets past signed addresses."""
-    retries = Retries(url_of(location))
+    url = url_of(location)
+    # Of a server without ranges, HEAD spares the part of the body that is under way until the connection is closed.
+    method = "GET" if _server_without_ranges(location) is None else "HEAD"
+    retries = Retries(url)
     while True:
         try:
             headers = {"Range": "bytes=0-0", "Accept-Encoding": "identity"}
-            with requested(url_of(location), headers) as answer:
+            with requested(url, headers, method=method) as answer:
                 version = (answer.etag or answer.first.get("last-modified", ""),)
                 if answer.status == 206 and (found := _CONTENT_RANGE.fullmatch(answer.headers["content-range"])):
+                    SERVERS_WITHOUT_RANGES.discard(_host(url))
                     return SourceIdentity(num_bytes=int(found[3]), version=version)
                 if (size := answer.headers.get("content-length", "")).isdecimal():
+                    SERVERS_WITHOUT_RANGES.add(_host(url))
                     return SourceIdentity(num_bytes=int(size), version=version)
-            raise ReadError(url_of(location), "the server does not say how large it is", hint=NO_RANGES_HINT)
+            raise ReadError(url, "the server does not say how large it is", hint=NO_RANGES_HINT)
         except TemporaryError as error:
             retries.failed(error, 0)
         except HttpStatusError as error:
             if error.status == 416 and _EMPTY_RANGE.fullmatch(error.headers.get("content-range", "")):
                 return SourceIdentity(num_bytes=0, version=())
+            if method == "HEAD" and error.status not in (404, 410):  # some servers refuse HEAD only
+                method = "GET"
+                continue
             refused = refusal(location, error)
             raise refused from refused.__cause__
+
+
+def _server_without_ranges(location: Path) -> str | None:
+    host = _host(url_of(location))
+    return host if host in SERVERS_WITHOUT_RANGES else None
 
 
 def _scheme(name: str) -> SourceScheme:
@@ -395,6 +453,7 @@ def _scheme(name: str) -> SourceScheme:
         open=lambda location, recorder: HttpSource(location, url_of(location), recorder),
         identity=_identity,
         pin=_pinned,
+        server_without_ranges=_server_without_ranges,
     )
 
 

@@ -39,7 +39,7 @@ class RangeStreams:
         self._open_range = open_range
         self._expected = threading.local()
         self._lock = threading.Lock()
-        self._streams: set[_Stream] = set()
+        self._streams: set[Stream] = set()
 
     def expect(self, ranges: Iterable[tuple[int, int]]) -> None:
         """Take the ranges that the calling thread is about to read, in this order, in place of those before."""
@@ -56,9 +56,9 @@ class RangeStreams:
                 asked[index] = asked[index][0], stop
         self._expected.ranges = asked
 
-    def at(self, offset: int, stop: int) -> _Stream:
+    def at(self, offset: int, stop: int) -> Stream:
         """Return a response whose next byte is `offset`: an open one, or else a new one up to `stop` or further."""
-        mine: list[_Stream] = _thread.__dict__.setdefault("streams", [])
+        mine: list[Stream] = _thread.__dict__.setdefault("streams", [])
         mine[:] = [stream for stream in mine if stream.is_open]
         for stream in mine:
             if stream.owner is self and 0 <= offset - stream.position <= MAX_GAP_BYTES and offset < stream.stop:
@@ -75,7 +75,7 @@ class RangeStreams:
             if begin <= offset < end:
                 stop = max(stop, min(end, offset + MAX_STREAM_BYTES))
                 break
-        stream = _Stream(self, offset, stop, self._open_range)
+        stream = Stream(self, offset, stop, self._open_range)
         mine.append(stream)
         with self._lock:
             self._streams = {other for other in self._streams if other.is_open} | {stream}
@@ -89,10 +89,10 @@ class RangeStreams:
                     stream.close()
 
 
-class _Stream:
+class Stream:
     """A response; `position` is the offset of the next byte. It closes after its last byte and after an error."""
 
-    def __init__(self, owner: RangeStreams, start: int, stop: int, open_range: OpenRange) -> None:
+    def __init__(self, owner: object, start: int, stop: int, open_range: OpenRange) -> None:
         self.owner = owner
         self.position = start
         self.stop = stop

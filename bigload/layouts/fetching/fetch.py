@@ -12,8 +12,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from bigload.checkpoint.byte_source import address_text
-from bigload.checkpoint.model import Checkpoint
+from bigload.checkpoint.byte_source import address_text, scheme_of
+from bigload.checkpoint.model import Checkpoint, Span
 from bigload.checkpoint.part import PartDescription
 from bigload.devices import Device
 from bigload.distributed.process_group import SingleProcess
@@ -27,6 +27,7 @@ from bigload.layouts.output import Output
 from bigload.layouts.preparation import PreparedReshard, check_apart, output_folder, prepare_output
 from bigload.layouts.reshard import run_reshard
 from bigload.layouts.selection import open_source
+from bigload.loading.checks import warn_of_whole_files
 from bigload.loading.progress import OnProgress, ignore_progress
 from bigload.planning.plan import Plan
 from bigload.planning.plan_file import read_plan
@@ -99,6 +100,7 @@ class PreparedFetch:
         left: Files beside the checkpoint that are not fetched, and the reason.
         num_ranges: Byte ranges to transfer, if nothing of them is there already.
         transfer_bytes: Bytes of them.
+        reads_whole_files: The ranges are whole files, because the server sends no others.
     """
 
     run: PreparedReshard
@@ -108,6 +110,7 @@ class PreparedFetch:
     left: Mapping[str, LeftOut]
     num_ranges: int
     transfer_bytes: int
+    reads_whole_files: bool = False
 
     @property
     def num_hashed(self) -> int:
@@ -235,6 +238,8 @@ def prepare_fetch(
     ranges = list(byte_ranges(output))
     num_transferred = sum(stop - start for _, start, stop in ranges)
     source = address_text(checkpoint.root)
+    reads_whole_files = scheme_of(checkpoint.root).server_without_ranges(checkpoint.root) is not None
+    columns = () if reads_whole_files else _column_notes(output, num_transferred, asked)
     run = prepare_output(
         checkpoint,
         target,
@@ -244,10 +249,14 @@ def prepare_fetch(
         ),
         files={file for file, _, _ in ranges},
         plan=plan,
-        notes=tuple(files.notes() if part is None else _column_notes(output, num_transferred, asked)),
+        notes=tuple(files.notes() if part is None else columns),
         recorded={"source": source, "selection": asked.described},
         resume_by="rerun the command",
     )
+    sizes = {file: found.num_bytes for file, found in run.identities.items()}
+    warn_of_whole_files(checkpoint.root, sizes, (Span(*each) for each in ranges))
+    if reads_whole_files:
+        num_transferred = sum(sizes.values())
     versions = {name: [*found.version] for name, found in sorted(run.identities.items())}
     return PreparedFetch(
         run=replace(run, recorded={**run.recorded, "versions": versions}),
@@ -255,8 +264,9 @@ def prepare_fetch(
         selection=asked.described,
         part=part,
         left=files.left,
-        num_ranges=sum(stop > start for _, start, stop in ranges),
+        num_ranges=len(sizes) if reads_whole_files else sum(stop > start for _, start, stop in ranges),
         transfer_bytes=num_transferred,
+        reads_whole_files=reads_whole_files,
     )
 
 

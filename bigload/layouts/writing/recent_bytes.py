@@ -7,7 +7,6 @@ local file.
 
 from __future__ import annotations
 
-import ctypes
 import os
 import threading
 from collections.abc import Iterable, Sequence
@@ -15,14 +14,13 @@ from dataclasses import dataclass, field
 
 from bigload.checkpoint.byte_source import ByteSource, expect_reads, fill
 from bigload.checkpoint.sources.range_streams import MAX_GAP_BYTES
+from bigload.machine.sparse_files import punch_hole
 from bigload.units import MIB
 
 RECENT_BYTES = 4 * MIB
 """Kept for each thread."""
 
 _PIECE_BYTES = MIB
-_PUNCH_HOLE_KEEP_SIZE = 3
-_libc = ctypes.CDLL(None, use_errno=True)
 
 
 class RecentBytes:
@@ -127,7 +125,7 @@ class RecentReader:
             position += len(piece)
         fill(buffers, kept.descriptor, offset, "bytes kept in memory")
         for start, stop in kept.extents.drop():
-            _libc.fallocate(kept.descriptor, _PUNCH_HOLE_KEEP_SIZE, ctypes.c_int64(start), ctypes.c_int64(stop - start))
+            punch_hole(kept.descriptor, start, stop)
 
     def close(self) -> None:
         """Do nothing: the other source has an owner."""

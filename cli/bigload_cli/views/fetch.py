@@ -23,9 +23,9 @@ def _headlines(prepared: PreparedFetch) -> Iterator[str]:
     run = prepared.run
     yield f"{printable(prepared.source)} -> {printable(str(run.out))}"
     size, files = format_size(prepared.transfer_bytes), counted(len(run.output.files), "file")
-    written = format_size(run.num_bytes)
+    written, kind = format_size(run.num_bytes), "whole file" if prepared.reads_whole_files else "byte range"
     yield (
-        f"{size} to transfer in {counted(prepared.num_ranges, 'byte range')}"
+        f"{size} to transfer in {counted(prepared.num_ranges, kind)}"
         f"{'' if written == size else f', {written} to write'}; {files}, {format_size(run.free_bytes)} free there"
     )
     if prepared.part is not None:

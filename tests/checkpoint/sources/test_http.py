@@ -176,18 +176,6 @@ def test_a_shard_of_another_version_with_the_same_header_is_an_error(served, tmp
         load(checkpoint)
 
 
-def test_a_server_without_ranges_is_an_error_whose_body_is_not_read(served, location):
-    served.fault("plain", no_ranges=True, times=-1)
-    with pytest.raises(ReadError, match="does not support byte ranges") as caught:
-        read(location, 5, 10)
-    assert "download the files" in caught.value.hint
-
-
-def test_a_server_without_ranges_may_send_whole_files(served, location):
-    served.fault("plain", no_ranges=True, times=-1)
-    assert read(location) == CONTENT
-
-
 @pytest.mark.parametrize("answered", ["bytes 6-10/300000", "bytes 5-10/300000", "bytes 5-9", "none"])
 def test_another_range_than_was_asked_for_is_an_error(served, location, answered):
     served.fault("plain", headers={"Content-Range": answered})

@@ -1,0 +1,242 @@
+"""Reads of files whose server sends no byte ranges: one response brings all of a file, from its first byte on.
+
+Threads read parts of a file in about their order. A read waits until the response has come so far, and what the
+response brings on the way is kept for the other threads, in a file without a name. Responses that only go forward would
+need no disk, but each thread would need one of its own, and every read that goes back another: a file would be
+transferred many times. Here it is transferred once, unless a read goes back further than what is kept.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import BinaryIO
+
+from bigload.checkpoint.byte_source import ended_early, fill, warn_of_server_without_ranges
+from bigload.checkpoint.sources.range_streams import OpenRange, Stream
+from bigload.checkpoint.sources.ranged_source import RangedSource, Retries, TemporaryError
+from bigload.checkpoint.sources.small_reads import cache_folder
+from bigload.errors import ReadError
+from bigload.machine.activities import Phase, Recorder
+from bigload.machine.sparse_files import punch_hole
+from bigload.machine.thread_pool import abandonable
+from bigload.units import GIB, MIB
+
+MAX_KEPT_BYTES = 8 * GIB
+"""Kept of all files together: 16 threads of a load take up to 256 MiB each. At most half of the free space."""
+
+ROOM_CHECKED_BYTES = 64 * MIB
+"""Bytes of a file that come between two looks at how much is kept."""
+
+MAX_HEAD_BYTES = 16 * MIB
+"""A header that ends before this is the beginning of a response, which is then closed: no whole file is transferred."""
+
+SERVERS_WITHOUT_RANGES = set[str]()
+"""Servers whose last answer was a whole file although a range was asked for."""
+
+_SPACE_HINT = "free some space, or set XDG_CACHE_HOME to a folder of a larger disk"
+_lock = threading.Lock()
+_open_files: list[WholeFile] = []  # the last used one last
+
+
+class NoRangesError(Exception):
+    """The server answers with the whole file, of which more than the beginning is wanted."""
+
+
+class WholeOrRangedSource(RangedSource):
+    """A remote file that is read by ranges if the server has them, or else as a whole.
+
+    A subclass asks for ranges (`_answered`), and raises NoRangesError there if `_is_head` does not allow an answer with
+    the whole file.
+
+    Args:
+        location: Named by errors.
+        recorder: Records reads.
+        server: Name of the server, for the warning.
+    """
+
+    def __init__(self, location: Path, recorder: Recorder, *, server: str) -> None:
+        super().__init__(location, recorder)
+        self._server = server
+        self._is_expected = False
+        self._whole: WholeFile | None = None
+        self._opening = threading.Lock()
+
+    def expect(self, ranges: Iterable[tuple[int, int]]) -> None:
+        """Have one response serve what the calling thread is about to read: `ranges`, in their order."""
+        self._is_expected = True
+        super().expect(ranges)
+
+    def read_into(self, buffers: Sequence[memoryview], offset: int) -> None:
+        """Fill all of `buffers`; see `ByteSource`."""
+        num_bytes = sum(buffer.nbytes for buffer in buffers)
+        is_ranged = self._whole is None and self._server not in SERVERS_WITHOUT_RANGES
+        if is_ranged or self._is_head(offset + num_bytes) or not num_bytes:
+            try:
+                super().read_into(buffers, offset)
+                return
+            except NoRangesError:
+                pass
+        whole = self._opened_whole()
+        with self._recorder.span(Phase.READ, num_bytes=num_bytes, file=self._location.name):
+            whole.read_into(buffers, offset)
+
+    def close(self) -> None:
+        """End the responses; connections belong to the client that all sources share."""
+        super().close()
+        if self._whole is not None:
+            self._whole.close()
+
+    def _is_head(self, stop: int) -> bool:
+        """Return whether a read up to `stop` is one of a header; reads of data were expected."""
+        return not self._is_expected and stop <= MAX_HEAD_BYTES
+
+    def _opened_whole(self) -> WholeFile:
+        with self._opening:
+            if self._whole is None:
+                warn_of_server_without_ranges(self._server)
+                self._whole = WholeFile(self._shown, self._size(), self._answered_whole)
+            return self._whole
+
+    def _answered_whole(self, start: int, stop: int) -> AbstractContextManager[Iterator[bytes]]:
+        """Ask for bytes `start` to `stop`, the end; as `_answered`, but the answer may be the whole file."""
+        raise NotImplementedError
+
+    def _size(self) -> int:
+        """Return the size of the file."""
+        raise NotImplementedError
+
+
+class WholeFile:
+    """The bytes of a remote file as one response brings them; the last of them are kept on disk.
+
+    Args:
+        shown: Location, for errors.
+        num_bytes: Size of the file.
+        open_range: Asks for the bytes from an offset to the end. What lies before the offset it reads over.
+    """
+
+    def __init__(self, shown: str, num_bytes: int, open_range: OpenRange) -> None:
+        self._shown = shown
+        self._num_bytes = num_bytes
+        self._open_range = open_range
+        self._turns = threading.Lock()
+        self._stream: Stream | None = None
+        self._begin = self._end = 0  # of the bytes that are kept
+        self._num_unchecked = 0
+        self._is_closed = False
+        self._folder = cache_folder()
+        self._file = self._opened()
+        with _lock:
+            _open_files.append(self)
+
+    def read_into(self, buffers: Sequence[memoryview], offset: int) -> None:
+        """Fill all of `buffers`; see `ByteSource`. Threads take turns."""
+        stop = offset + sum(buffer.nbytes for buffer in buffers)
+        if stop > self._num_bytes:
+            raise ended_early(self._shown, self._num_bytes, missing=stop - self._num_bytes)
+        with self._turn():
+            self._receive(offset, stop)
+            fill([buffer.cast("B") for buffer in buffers], self._file.fileno(), offset, self._shown)
+
+    def close(self) -> None:
+        """Release what is kept. A thread that was left behind while it waits for the network does so when it ends."""
+        self._is_closed = True
+        if self._turns.acquire(blocking=False):
+            try:
+                if self._stream is not None:
+                    self._stream.close()
+                self._file.close()
+                with _lock:
+                    _open_files[:] = [file for file in _open_files if file is not self]
+            finally:
+                self._turns.release()
+
+    @contextmanager
+    def _turn(self) -> Iterator[None]:
+        is_mine = False
+        try:
+            with abandonable():
+                is_mine = self._turns.acquire()
+            yield
+        finally:
+            if is_mine:
+                self._turns.release()
+            if self._is_closed:
+                self.close()
+
+    def _receive(self, start: int, stop: int) -> None:
+        """Read the response up to `stop`; a new one if the last was cut off, or `start` is no longer kept."""
+        if start < self._begin:
+            if self._stream is not None:
+                self._stream.close()
+            self._drop(self._end - self._begin)
+            self._begin = self._end = start
+        retries = Retries(self._shown)
+        while self._end < stop:
+            try:
+                if self._stream is None or not self._stream.is_open:
+                    self._stream = Stream(self, self._end, self._num_bytes, self._open_range)
+                chunk = self._stream.take(self._num_bytes)
+                if not chunk:
+                    raise TemporaryError("the answer was cut off")
+            except TemporaryError as error:
+                retries.failed(error, self._end)
+            else:
+                self._keep(chunk)
+                if self._num_unchecked >= ROOM_CHECKED_BYTES:
+                    self._make_room(start)
+
+    def _opened(self) -> BinaryIO:
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            return tempfile.TemporaryFile(dir=self._folder, buffering=0)
+        except OSError as error:
+            raise self._refused(error) from error
+
+    def _keep(self, chunk: memoryview) -> None:
+        self._num_unchecked += len(chunk)
+        while chunk:
+            try:
+                written = os.pwrite(self._file.fileno(), chunk, self._end)
+            except OSError as error:
+                raise self._refused(error) from error
+            chunk = chunk[written:]
+            self._end += written
+
+    def _make_room(self, needed: int) -> None:
+        """Drop bytes if too many are kept: the first ones of the files not used for longest; here those to `needed`."""
+        self._num_unchecked = 0
+        with _lock:
+            _open_files.remove(self)
+            _open_files.append(self)
+            files = tuple(_open_files)
+        kept = sum(file._end - file._begin for file in files)
+        excess = kept - min(MAX_KEPT_BYTES, (shutil.disk_usage(self._folder).free + kept) // 2)
+        for file in files:
+            if excess <= 0:
+                return
+            if file is self:
+                excess -= self._drop(min(excess, needed - self._begin))
+            elif file._turns.acquire(blocking=False):
+                try:
+                    excess -= file._drop(excess)
+                finally:
+                    file._turns.release()
+
+    def _drop(self, num_bytes: int) -> int:
+        """Drop the first `num_bytes` that are kept, and return how many they were."""
+        dropped = 0 if self._is_closed else min(num_bytes, self._end - self._begin)
+        if dropped > 0:
+            punch_hole(self._file.fileno(), self._begin, self._begin + dropped)
+            self._begin += dropped
+        return dropped
+
+    def _refused(self, error: OSError) -> ReadError:
+        reason = f"its bytes are kept in {self._folder} meanwhile: {error.strerror or error}"
+        return ReadError(self._shown, reason, hint=_SPACE_HINT)
