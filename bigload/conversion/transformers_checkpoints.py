@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 from torch import nn
 
+from bigload.checkpoint.byte_source import scheme_of
 from bigload.checkpoint.model import Checkpoint
 from bigload.conversion.conversion import Conversion, as_stored
 from bigload.conversion.recorded_tensor import RecordedTensor
@@ -54,9 +58,7 @@ def _skeleton_of(checkpoint: Checkpoint) -> nn.Module:
     from transformers.initialization import meta_device_safe_creation_ops, no_init_weights
 
     try:
-        config = transformers.AutoConfig.from_pretrained(
-            checkpoint.root, local_files_only=True, trust_remote_code=False
-        )
+        config: Any = _config_of(checkpoint)
         names = config.architectures or []
         kind = next(getattr(transformers, name) for name in names if hasattr(transformers, name))
         with torch.device("meta"), no_init_weights(), meta_device_safe_creation_ops():
@@ -68,6 +70,18 @@ def _skeleton_of(checkpoint: Checkpoint) -> nn.Module:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise _unbuilt(checkpoint, reason) from error
     return model
+
+
+def _config_of(checkpoint: Checkpoint) -> Any:  # noqa: ANN401
+    """Return the config as an object of its class, without a request: that of a remote checkpoint has been read."""
+    from transformers import AutoConfig
+
+    options = {"local_files_only": True, "trust_remote_code": False}
+    if scheme_of(checkpoint.root).is_local:
+        return AutoConfig.from_pretrained(checkpoint.root, **options)
+    with TemporaryDirectory() as folder:
+        Path(folder, "config.json").write_text(json.dumps(checkpoint.config))
+        return AutoConfig.from_pretrained(folder, **options)
 
 
 def _unbuilt(checkpoint: Checkpoint, reason: str) -> NamesUnknownError:

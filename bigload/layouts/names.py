@@ -12,12 +12,14 @@ import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
+from bigload.checkpoint.index import read_beside
 from bigload.checkpoint.model import AssembledTensor, Checkpoint, Span, TensorInfo
+from bigload.checkpoint.source import is_there
 from bigload.conversion.conversion import Conversion, as_stored
 from bigload.conversion.conversion_file import check_pieces, conversion_from_values, conversion_to_values
 from bigload.conversion.inverse import inverse_of
 from bigload.conversion.strided_pieces import PiecedTensor
-from bigload.documents import MAX_CONFIG_BYTES, DocumentError, check_schema, parse_json, read_file
+from bigload.documents import MAX_CONFIG_BYTES, DocumentError, check_schema, parse_json
 from bigload.errors import NamesUnknownError
 from bigload.planning.choices import NameScheme
 from bigload.units import counted
@@ -205,10 +207,10 @@ def _recorded(checkpoint: Checkpoint) -> Conversion | None:
         NamesUnknownError: it is for other tensors, or cannot be read.
     """
     path = checkpoint.root / CONVERSION_FILE
-    if not path.is_file():
+    if not is_there(path):
         return None
     try:
-        found = check_schema(parse_json(read_file(path, max_bytes=8 * MAX_CONFIG_BYTES)), SCHEMA)
+        found = check_schema(parse_json(read_beside(path, max_bytes=8 * MAX_CONFIG_BYTES)), SCHEMA)
         shapes, conversion = found["shapes"], conversion_from_values(found)
         stored = {name: list(as_stored(tensor).shape) for name, tensor in checkpoint.tensors.items()}
         if not isinstance(shapes, dict):

@@ -11,6 +11,7 @@ import warnings
 from pathlib import Path
 
 import pytest
+import torch
 from plain_server import served_plainly
 
 import bigload
@@ -18,6 +19,7 @@ from bigload.checkpoint.byte_source import WholeFilesWarning
 from bigload.checkpoint.sources import hub, range_streams
 from bigload.checkpoint.sources.http import RateLimitWarning
 from bigload.errors import AccessDeniedError, ReadError
+from bigload.layouts import names
 from bigload.layouts.verification.manifest import MANIFEST_FILE
 from bigload.layouts.writing import recent_bytes
 from bigload.layouts.writing import windows as windows_module
@@ -308,6 +310,19 @@ def test_fused_experts_are_assembled_from_the_network(served, tmp_path, options)
     bigload.reshard(folder, tmp_path / "local", names="transformers", **options)
     bigload.reshard("org/moe", tmp_path / "remote", names="transformers", **options)
     assert weights(tmp_path / "remote") == weights(tmp_path / "local")
+
+
+def test_fused_experts_of_the_network_get_their_original_names_back_by_the_file_beside_them(
+    served, tmp_path, monkeypatch
+):
+    folder = make_mixtral(tmp_path / "mixtral")
+    bigload.reshard(folder, tmp_path / "fused", names="transformers")
+    served.add("org/fused", tmp_path / "fused")
+    monkeypatch.setattr(names, "_original_of", None)
+    bigload.reshard("org/fused", tmp_path / "back", names="checkpoint")
+    expected, found = bigload.load(folder), bigload.load(tmp_path / "back")
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
 @pytest.mark.parametrize("tp", [(), ("--tp", "4")], ids=["shards", "ranks"])
