@@ -98,6 +98,41 @@ def test_tokens_come_from_where_huggingface_hub_has_them_and_go_nowhere_else(hub
     assert not any(hub.token.encode() in content for content in kept)
 
 
+WORK = {
+    "inspect": "inspect org/tiny --json --shards",
+    "plan": "plan org/tiny -m cpu=1GiB -o plan.json",
+    "dry run": "fetch org/tiny whole --dry-run",
+    "fetch": "fetch org/tiny whole",
+    "fetch a part": "fetch org/tiny part --only lm_head --json",
+    "reshard": "reshard org/tiny shards --layout shards",
+    "verify": "verify org/tiny",
+}
+WRONG = "hf_" + "w" * 34
+
+
+@pytest.mark.parametrize("token", ["right", "wrong", "none"])
+def test_what_is_gated_opens_with_the_token_which_nothing_that_is_written_has(hub, tmp_path, token):
+    hub.repositories["org/tiny"].gated = True
+    variables = {"right": {"HF_TOKEN": hub.token}, "wrong": {"HF_TOKEN": WRONG}, "none": {}}[token]
+    expected = {"right": "", "wrong": "Invalid credentials", "none": "the repository is gated"}[token]
+    hint = {"right": "", "wrong": "correct or unset HF_TOKEN", "none": "log in (hf auth login) or set HF_TOKEN"}[token]
+    written = []
+    for name, words in WORK.items() if token == "right" else [("plan", WORK["plan"]), ("fetch", WORK["fetch"])]:
+        answer, notes, end = run(hub, tmp_path, *words.split(), BIGLOAD_DEBUG="1", HF_DEBUG="1", **variables)
+        assert end[0] == (2 if name == "verify" else 0 if token == "right" else 1), notes
+        assert (expected in notes, hint in notes) == (True, True)
+        written += [answer, notes]
+    if token == "right":  # interrupted, and refused from then on
+        hub.fault("cdn", file="00002-of-00003.safetensors", times=-1, status=403)
+        _, notes, end = run(hub, tmp_path, "fetch", "org/tiny", "half", "--threads", "1", **variables)
+        assert (end[0], list((tmp_path / "half.partial").iterdir()) != []) == (1, True)
+        written.append(notes)
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    contents = [path.read_bytes() for path in files] + [text.encode() for text in (*written, *map(str, files))]
+    assert not [content for content in contents if hub.token.encode() in content or WRONG.encode() in content]
+    assert not any("authorization" in request.headers for request in hub.requests if request.route == "cdn")
+
+
 FAULTS = [
     None,
     {"route": "api", "status": 403},

@@ -330,6 +330,9 @@ class _Hub(_Handler):
     def _opened(self, name: str, *, reads: bool) -> Repository | None:
         repository = self.hub.repositories.get(name)
         is_known = self.headers.get("Authorization") == f"Bearer {self.hub.token}"
+        if "Authorization" in self.headers and not is_known:
+            self.refuse(401, "", "Invalid credentials in Authorization header")
+            return None
         if repository is None or (repository.private and not is_known):
             self.refuse(404 if is_known else 401, "RepoNotFound", "Repository not found")
             return None

@@ -245,7 +245,8 @@ def _refusal(location: Path, error: HttpStatusError) -> BigloadError:
         names = _near(f"models/{address.repo}/refs", address.revision)
         hint = f"did you mean {' or '.join(names)}?" if names else f"see the branches at {page}/tree/main"
         return CheckpointNotFoundError(shown, f'the repository has no revision "{address.revision:.60}"', hint=hint)
-    if error.code == "RepoNotFound" or (error.status in (401, 404) and not error.code):
+    is_token_wrong = error.status == 401 and error.reason.startswith("Invalid credentials")
+    if error.code == "RepoNotFound" or (error.status in (401, 404) and not error.code and not is_token_wrong):
         names = _near(f"models?search={quote(address.repo.rpartition('/')[2])}&limit=20", address.repo)
         hint = f"did you mean {' or '.join(names)}? " if names else ""
         hint += "A private repository needs a token that may read it" + ("" if has_token else f": {log_in}")
@@ -254,6 +255,8 @@ def _refusal(location: Path, error: HttpStatusError) -> BigloadError:
         return missing(shown, "no such file in the repository")
     if error.status in (401, 403):
         hint = "give the token the right to read this repository" if has_token else log_in
+        if is_token_wrong:
+            hint = "the Hub does not know this token: log in again (hf auth login), or correct or unset HF_TOKEN"
         reason = error.reason[:200] or f"the Hub answers {error.status}"
         return AccessDeniedError(shown, reason, hint=hint)
     return ReadError(shown, f"the server answers {error.status}" + (f": {error.reason:.200}" if error.reason else ""))
