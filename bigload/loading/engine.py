@@ -10,7 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 from bigload.checkpoint.byte_source import ByteSource, expect_reads
-from bigload.checkpoint.sources.range_streams import MAX_GAP_BYTES, MAX_STREAM_BYTES
+from bigload.checkpoint.sources.range_streams import MAX_GAP_BYTES, Shares
 from bigload.errors import NotEnoughMemoryError
 from bigload.loading.progress import OnProgress, Tally, ignore_progress
 from bigload.loading.readers.mapped import MappedFile
@@ -113,14 +113,15 @@ def _batches(jobs: Sequence[ReadJob]) -> Iterator[list[ReadJob]]:
 
 def _streams(schedule: Schedule, threads: int) -> Iterator[list[ReadJob]]:
     """Yield reads of a remote checkpoint as threads take them: neighbours in a file, which one response serves."""
-    most = min(max(schedule.num_bytes // (4 * threads), BLOCK_BYTES), MAX_STREAM_BYTES)
+    shares = Shares(schedule.num_bytes, threads=threads)
     batch: list[ReadJob] = []
     for job in schedule.jobs:
         if batch:
             first, last = batch[0], batch[-1]
             gap = job.offset - last.offset - last.num_bytes
             is_near = job.file == first.file and 0 <= gap <= MAX_GAP_BYTES
-            if not is_near or job.offset + job.num_bytes - first.offset > most:
+            if not is_near or job.offset + job.num_bytes - first.offset > max(shares.next_bytes, BLOCK_BYTES):
+                shares.take(sum(each.num_bytes for each in batch))
                 yield batch
                 batch = []
         batch.append(job)

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import warnings
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,7 @@ from bigload.layouts.verification.manifest import MANIFEST_FILE
 from bigload.layouts.writing import recent_bytes
 from bigload.layouts.writing import windows as windows_module
 from bigload.layouts.writing import writer as writer_module
+from bigload.layouts.writing.output_file_writer import OutputFileWriter, direct_write_alignment
 from bigload.units import KIB, MIB
 from builders import make_checkpoint, make_mixtral, no_thread_left, open_descriptors, write_raw
 from hub_server import CHUNK_BYTES, served_hub
@@ -105,6 +107,28 @@ def test_bytes_are_transferred_once_also_of_tensors_divided_by_columns(served, t
     assert served.num_bytes < 1.1 * data_bytes(served.source)
     bigload.reshard(served.source, tmp_path / "local", tp=tp)
     assert weights(tmp_path / "out") == weights(tmp_path / "local")
+
+
+@pytest.mark.parametrize(
+    ("write", "is_direct"),
+    [(bigload.fetch, True), (partial(bigload.reshard, tp=2), False)],
+    ids=["whole files", "cut at tensors that are not whole blocks"],
+)
+def test_windows_of_whole_blocks_are_written_past_the_page_cache(served, tmp_path, monkeypatch, write, is_direct):
+    if direct_write_alignment(tmp_path) is None:
+        pytest.skip("the file system offers no direct writes")
+    monkeypatch.setattr(windows_module, "LEAST_CUT_BYTES", 20 * KIB)
+    asked = []
+
+    class Recorded(OutputFileWriter):
+        def __init__(self, path, **options):
+            asked.append(options["alignment"] is not None)
+            super().__init__(path, **options)
+
+    monkeypatch.setattr(writer_module, "OutputFileWriter", Recorded)
+    write("org/tiny", tmp_path / "out")
+    assert set(asked) == {is_direct}
+    assert bigload.verify(tmp_path / "out").ok
 
 
 def test_requests_are_few(served, tmp_path, monkeypatch):

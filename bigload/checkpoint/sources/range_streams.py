@@ -17,6 +17,9 @@ from bigload.units import KIB, MIB
 MAX_STREAM_BYTES = 256 * MIB
 """More is asked for in several requests: a response that lasts for minutes is more likely to be cut off."""
 
+LEAST_STREAM_BYTES = 8 * MIB
+"""Less is not worth two round trips."""
+
 MAX_GAP_BYTES = 256 * KIB
 """Bytes that are read over instead of sending another request, which costs two round trips."""
 
@@ -30,6 +33,25 @@ OpenRange = Callable[[int, int], AbstractContextManager[Iterator[bytes]]]
 """Asks for bytes `start` to `stop` of a file, and gives the chunks of the answer as they arrive."""
 
 _thread = threading.local()  # `streams`: open responses of the thread, the last used one last
+
+
+class Shares:
+    """How much of `total` bytes a thread asks for next: less towards the end, so that all threads end together."""
+
+    def __init__(self, total: int, *, threads: int, most: int = MAX_STREAM_BYTES) -> None:
+        self._left = total
+        self._threads = threads
+        self._bounds = min(LEAST_STREAM_BYTES, total // (4 * threads)), most
+
+    @property
+    def next_bytes(self) -> int:
+        """The next share: half of what is left for each thread."""
+        least, most = self._bounds
+        return min(max(self._left // (2 * self._threads), least), most)
+
+    def take(self, num_bytes: int) -> None:
+        """Count `num_bytes` as asked for."""
+        self._left -= num_bytes
 
 
 class RangeStreams:

@@ -11,8 +11,9 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
-from bigload.checkpoint.model import AssembledTensor, Span
+from bigload.checkpoint.model import AssembledTensor, Span, TensorInfo
 from bigload.layouts.output import OutputFile, OutputTensor
+from bigload.layouts.writing.output_file_writer import BLOCK_BYTES
 from bigload.layouts.writing.window_reader import Portion
 from bigload.loading.slices import StridedRange, rows_of
 from bigload.units import KIB, MIB
@@ -117,11 +118,16 @@ def windows(
 
 
 def _cuts(output: OutputFile, starts: list[int]) -> list[int]:
-    """Return where tensors begin and end that are not small."""
-    edges = set()
+    """Return where tensors begin and end that are not small, and where those of another file begin."""
+    edges: set[int] = set()
+    file = ""
     for tensor, start in zip(output.tensors, starts, strict=True):
         if tensor.num_bytes >= LEAST_CUT_BYTES:
             edges |= {start, start + tensor.num_bytes}
+        if isinstance(tensor.source, TensorInfo):
+            before, file = file, tensor.source.span.file
+            if before not in ("", file) and start % BLOCK_BYTES == 0:  # else windows would no longer be whole blocks
+                edges.add(start)
     return sorted(edges)
 
 

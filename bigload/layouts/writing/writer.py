@@ -16,6 +16,7 @@ from pathlib import Path
 import xxhash
 
 from bigload.checkpoint.model import TensorInfo
+from bigload.checkpoint.sources.range_streams import Shares
 from bigload.layouts.choices import Verify
 from bigload.layouts.options import ReshardOptions
 from bigload.layouts.output import OutputFile
@@ -128,15 +129,18 @@ class Writer:
 
     def _runs(self, files: Iterable[FileToWrite], records: dict[str, FileRecord]) -> Iterator[list[_Job]]:
         """Yield the windows of remote sources as threads take them: those that read neighbouring bytes together."""
+        files = list(files)
+        total = sum(file.output.num_bytes - (0 if file.kept is None else file.kept.num_bytes) for file in files)
+        shares = Shares(total, threads=self._threads, most=MAX_RUN_BYTES)
         for _, members in groupby(files, key=lambda file: [tensor.name for tensor in file.output.tensors]):
             siblings = list(members)
             # The rows of which each sibling takes some columns stay in memory for one window of each.
             share = RECENT_BYTES // len(siblings) // BLOCK_BYTES * BLOCK_BYTES
             size = min(self._window_bytes, max(share, LEAST_WINDOW_BYTES))
             jobs = [job for file in siblings for job in self._jobs_of(file, records, window_bytes=size)]
-            num_bytes = sum(job.window.num_bytes for job in jobs)
-            most = min(max(num_bytes // (4 * self._threads), size * len(siblings)), MAX_RUN_BYTES)
-            yield from _neighbours(jobs, most=most, window_bytes=size)
+            for run in _neighbours(jobs, shares, window_bytes=size):
+                shares.take(sum(job.window.num_bytes for job in run))
+                yield run
 
     def _jobs_of(
         self, file: FileToWrite, records: dict[str, FileRecord], *, window_bytes: int | None = None
@@ -151,7 +155,11 @@ class Writer:
         path.parent.mkdir(parents=True, exist_ok=True)
         begin = 0 if file.kept is None else file.kept.digest.position // BLOCK_BYTES * BLOCK_BYTES
         kept_bytes = begin if file.kept is None or not file.kept.windows else file.kept.stop
-        alignment = None if is_remote else self._alignment  # windows that are cut at tensors are not whole blocks
+        cut: Iterable[Window] = ()
+        if is_remote:
+            cut = list(windows(output, file.ranges, begin=begin, window_bytes=size, is_cut_at_tensors=True))
+        is_in_blocks = not any(window.start % BLOCK_BYTES for window in cut)
+        alignment = self._alignment if is_in_blocks else None
         sink = OutputFileWriter(path, num_bytes=output.num_bytes, alignment=alignment, kept_bytes=kept_bytes)
         open_file = (UnorderedFile if is_remote else FileInProgress)(
             output=output, sink=sink, journal=self._journal, tally=self._tally, records=records, kept=file.kept
@@ -162,7 +170,8 @@ class Writer:
         rest = file.ranges.without(copied)
         for start, stop in rest.pairs:
             sink.reserve(max(start, begin), stop)
-        cut = windows(output, rest, begin=begin, window_bytes=size, is_cut_at_tensors=is_remote)
+        if not is_remote:
+            cut = windows(output, rest, begin=begin, window_bytes=size)
         found = [(window, False) for window in cut]
         if copied.pairs and self._verify is not Verify.FULL:
             open_file.is_digested = False  # what the kernel has copied is not read
@@ -249,8 +258,8 @@ class _Job:
     is_copied: bool
 
 
-def _neighbours(jobs: list[_Job], *, most: int, window_bytes: int) -> Iterator[list[_Job]]:
-    """Yield `jobs` in the order of what they read, cut where `most` bytes have come together.
+def _neighbours(jobs: list[_Job], shares: Shares, *, window_bytes: int) -> Iterator[list[_Job]]:
+    """Yield `jobs` in the order of what they read, cut where the bytes of a share have come together.
 
     Those that read the same rows are not parted.
     """
@@ -259,7 +268,7 @@ def _neighbours(jobs: list[_Job], *, most: int, window_bytes: int) -> Iterator[l
     num_bytes, last = 0, ("", 0)
     for place, index in placed:
         is_apart = place[0] != last[0] or place[1] - last[1] >= window_bytes // 2
-        if run and is_apart and num_bytes >= most:
+        if run and is_apart and num_bytes >= shares.next_bytes:
             yield run
             run, num_bytes = [], 0
         run.append(jobs[index])

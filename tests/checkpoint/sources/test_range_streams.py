@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from bigload.checkpoint.byte_source import expect_reads, scheme_of
-from bigload.checkpoint.sources.range_streams import MAX_GAP_BYTES, MAX_STREAMS_OF_THREAD
+from bigload.checkpoint.sources.range_streams import LEAST_STREAM_BYTES, MAX_GAP_BYTES, MAX_STREAMS_OF_THREAD, Shares
 from bigload.errors import ReadError
 from bigload.machine.activities import NO_RECORDER
 from bigload.machine.thread_pool import run_jobs
@@ -131,3 +131,19 @@ def test_an_error_does_not_wait_for_threads_that_wait_for_a_server(served, sourc
         thread.join(60)
     assert left
     assert buffer == bytes(100)
+
+
+def test_shares_become_smaller_towards_the_end_down_to_what_is_worth_a_request():
+    shares, sizes = Shares(4000 * MIB, threads=16, most=64 * MIB), []
+    while sum(sizes) < 4000 * MIB:
+        sizes.append(min(shares.next_bytes, 4000 * MIB - sum(sizes)))
+        shares.take(sizes[-1])
+    assert sizes[0] == 64 * MIB
+    assert sizes == sorted(sizes, reverse=True)
+    assert set(sizes[-16:-1]) == {LEAST_STREAM_BYTES}
+    assert len(sizes) < 160
+
+
+def test_shares_of_little_are_for_all_threads():
+    assert Shares(16 * MIB, threads=4).next_bytes == 2 * MIB
+    assert Shares(0, threads=4).next_bytes == 0

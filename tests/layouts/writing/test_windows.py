@@ -141,6 +141,17 @@ def test_tensors_that_are_not_small_have_windows_of_their_own(monkeypatch):
     assert list(windows(output, whole, window_bytes=100, is_cut_at_tensors=True, begin=110)) == found[2:]
 
 
+def test_a_window_of_small_tensors_ends_where_those_of_another_file_begin(monkeypatch):
+    monkeypatch.setattr(windows_module, "BLOCK_BYTES", BLOCK)
+    sources = [("a", 16), ("a", 16), ("b", 8), ("a", 24)]
+    tensors = tuple(
+        OutputTensor(source=TensorInfo(f"t{n}", DTYPES["U8"], (size,), Span(file, 0, size)), dtype=DTYPES["U8"])
+        for n, (file, size) in enumerate(sources)
+    )
+    found = windows(raw(*tensors), DataRanges(((0, 64),)), window_bytes=64, is_cut_at_tensors=True)
+    assert [(window.start, window.stop) for window in found] == [(0, 32), (32, 64)]  # 40 is within a block
+
+
 @st.composite
 def files(draw):
     sizes = draw(st.lists(st.integers(0, 90), min_size=1, max_size=8))
