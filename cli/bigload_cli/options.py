@@ -83,6 +83,18 @@ IoThreadsOption = Annotated[
         help="Threads at the disk. By default 4 at most; 16 connections of a remote checkpoint.",
     ),
 ]
+ForceOption = Annotated[
+    bool, typer.Option("--force", help="Replace an OUT that bigload made, or what an interrupted run left.")
+]
+DryRunOption = Annotated[bool, typer.Option("--dry-run", help="Check everything, list the files, write nothing.")]
+MaxInFlightOption = Annotated[
+    str | None,
+    typer.Option(
+        "--max-memory-in-flight",
+        metavar="SIZE",
+        help="Memory for bytes in flight. Default: 96MiB; 128MiB of fetch.",
+    ),
+]
 TpOption = Annotated[int | None, typer.Option("--tp", metavar="N", min=1, help="Number of tensor-parallel ranks.")]
 TpRulesOption = Annotated[
     Path | None,

@@ -15,11 +15,11 @@ from pathlib import Path
 from bigload.checkpoint.byte_source import address_text, scheme_of
 from bigload.checkpoint.model import Checkpoint, Span
 from bigload.checkpoint.part import PartDescription
-from bigload.devices import Device
 from bigload.distributed.process_group import SingleProcess
 from bigload.errors import OptionError
 from bigload.layouts.choices import Verify
-from bigload.layouts.fetching.parts import PartSelection, byte_ranges, fetched_output
+from bigload.layouts.fetching.options import DEFAULT_MAX_INFLIGHT, FetchOptions
+from bigload.layouts.fetching.parts import byte_ranges, fetched_output
 from bigload.layouts.folder_files import folder_files
 from bigload.layouts.options import ReshardOptions, parse_bytes
 from bigload.layouts.other_weights import LeftOut
@@ -31,61 +31,10 @@ from bigload.loading.checks import warn_of_whole_files
 from bigload.loading.progress import OnProgress, ignore_progress
 from bigload.planning.plan import Plan
 from bigload.planning.plan_file import read_plan
-from bigload.units import MIB, format_size
-
-DEFAULT_MAX_INFLIGHT = 128 * MIB
+from bigload.units import format_size
 
 COLUMN_NOTE_SHARE = 0.1
 """Part of the transferred bytes from which on a note says why they are more than what is written."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FetchOptions:
-    """Options of `bigload.fetch`, which describes them.
-
-    Raises:
-        OptionError: options that contradict each other, or go together and are not all there.
-    """
-
-    only: tuple[str, ...] = ()
-    include: tuple[str, ...] = ()
-    exclude: tuple[str, ...] = ()
-    plan: Plan | str | Path | None = None
-    devices: tuple[str, ...] = ()
-    rank: int | None = None
-    tp: int | None = None
-    tp_rules: Mapping[str, str] | str | Path | None = None
-    force: bool = False
-    threads: int | None = None
-    max_inflight: int = DEFAULT_MAX_INFLIGHT
-
-    def __post_init__(self) -> None:
-        chosen = {"only": self.only or None, "plan": self.plan, "rank": self.rank}
-        names = [name for name, value in chosen.items() if value is not None]
-        if len(names) > 1:
-            raise OptionError.of(names[1], chosen[names[1]], f"nothing beside {names[0]}: one of only, plan and rank")
-        for name, other in (("plan", "device"), ("device", "plan"), ("rank", "tp"), ("tp", "rank"), ("tp_rules", "tp")):
-            values = {"device": self.devices or None}
-            value, needed = (values.get(key, getattr(self, key, None)) for key in (name, other))
-            if value is not None and needed is None:
-                raise OptionError.of(other, None, f"a value, which {name} goes with")
-        if self.rank is not None and self.tp is not None and not 0 <= self.rank < self.tp:
-            raise OptionError.of("rank", self.rank, f"0 to {self.tp - 1}, of {self.tp} ranks")
-
-    @property
-    def described(self) -> dict[str, object]:
-        """The options that choose what is fetched, as plain JSON values."""
-        found: dict[str, object] = {
-            name: list(value)
-            for name, value in (
-                ("only", self.only),
-                ("device", self.devices),
-                ("include", self.include),
-                ("exclude", self.exclude),
-            )
-            if value
-        }
-        return found | {name: value for name, value in (("rank", self.rank), ("tp", self.tp)) if value is not None}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -224,15 +173,7 @@ def prepare_fetch(
     target = output_folder(checkpoint.name if out is None else out)
     check_apart(checkpoint, target)
     files = folder_files(checkpoint, include=asked.include, exclude=asked.exclude)
-    selection = PartSelection(
-        only=asked.only,
-        plan=plan,
-        devices=_devices(asked.devices),
-        rank=asked.rank,
-        tp=asked.tp,
-        tp_rules=asked.tp_rules,
-    )
-    output, part = fetched_output(checkpoint, files, selection, asked.described)
+    output, part = fetched_output(checkpoint, files, asked, plan)
     if not output.files:
         raise OptionError.of("include", list(asked.include), "patterns that leave files to fetch")
     ranges = list(byte_ranges(output))
@@ -298,10 +239,3 @@ def run_fetch(prepared: PreparedFetch, *, on_progress: OnProgress = ignore_progr
 
 def _texts(value: str | Sequence[str]) -> tuple[str, ...]:
     return (value,) if isinstance(value, str) else tuple(value)
-
-
-def _devices(texts: Sequence[str]) -> tuple[Device, ...]:
-    try:
-        return tuple(map(Device.parse, texts))
-    except ValueError as error:
-        raise OptionError.of("device", list(texts), f"devices of the plan ({error})") from None

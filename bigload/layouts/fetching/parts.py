@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import replace
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
-from pathlib import Path, PurePosixPath
+from pathlib import PurePosixPath
 
 from bigload.checkpoint.byte_source import address_text
 from bigload.checkpoint.index import encode_index
@@ -14,6 +14,7 @@ from bigload.checkpoint.model import AssembledTensor, Checkpoint, Shard, TensorI
 from bigload.checkpoint.part import PART_FILE, PartDescription
 from bigload.devices import Device
 from bigload.errors import OptionError
+from bigload.layouts.fetching.options import FetchOptions
 from bigload.layouts.folder_files import FolderFiles
 from bigload.layouts.kinds.rank_slices import rank_folder
 from bigload.layouts.layout import LayoutRequest, aligned, base_name, index_of
@@ -31,32 +32,20 @@ LAYOUT = "files"
 """What manifests call the files of the source, whole or in part."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PartSelection:
-    """Tensors to fetch: `only` those of these names, or those of `devices` of `plan`, or those of `rank` of `tp`."""
-
-    only: tuple[str, ...] = ()
-    plan: Plan | None = None
-    devices: tuple[Device, ...] = ()
-    rank: int | None = None
-    tp: int | None = None
-    tp_rules: Mapping[str, str] | str | Path | None = None
-
-
 def fetched_output(
-    checkpoint: Checkpoint, files: FolderFiles, selection: PartSelection, described: Mapping[str, object]
+    checkpoint: Checkpoint, files: FolderFiles, options: FetchOptions, plan: Plan | None
 ) -> tuple[Output, PartDescription | None]:
-    """Return the files to write, and of what they are a part; `described` is the selection as options.
+    """Return the files to write, and of what they are a part; `plan` is that of the options, opened.
 
     Raises:
         OptionError: nothing has such a name, the plan puts nothing on a device, or the options contradict each other.
         PartitionError: the model cannot be divided among `tp` ranks.
     """
     beside, config = dict(files.beside), files.beside.get("config.json")
-    if selection.plan is not None or selection.rank is not None:
-        output = _folders_of_layout(checkpoint, selection)
+    if plan is not None or options.rank is not None:
+        output = _folders_of_layout(checkpoint, options, plan)
     else:
-        output = _files_of_source(checkpoint, files, selection)
+        output = _files_of_source(checkpoint, files, options.only)
     tensors = {tensor.name for file in output.files for tensor in _tensors_of(checkpoint, file)}
     is_whole = output.layout == LAYOUT and len(tensors) == len(checkpoint.tensors)
     documents, part = dict(output.documents), None
@@ -65,7 +54,7 @@ def fetched_output(
         beside.pop(PART_FILE, None)
         part = PartDescription(
             source=address_text(checkpoint.root),
-            selection=described,
+            selection=options.described,
             num_tensors=len(tensors),
             source_tensors=len(checkpoint.tensors),
         )
@@ -85,9 +74,9 @@ def fetched_output(
     return replace(output, files=(*copies, *output.files), documents=documents), part
 
 
-def _files_of_source(checkpoint: Checkpoint, files: FolderFiles, selection: PartSelection) -> Output:
+def _files_of_source(checkpoint: Checkpoint, files: FolderFiles, only: Sequence[str]) -> Output:
     """Return the shards that have wanted tensors, whole if most of them is wanted, and an index of what is there."""
-    wanted = None if not selection.only else set(_named(checkpoint.tensors, selection.only))
+    wanted = set(_named(checkpoint.tensors, only)) if only else None
     outputs, weight_map, total_bytes = list[OutputFile](), dict[str, str](), 0
     for shard in checkpoint.shards:
         if shard.file not in files.shards:
@@ -150,16 +139,16 @@ def _named(known: Collection[str], asked: Iterable[str]) -> Iterator[str]:
         raise OptionError.of("only", ", ".join(unknown), "names or patterns of tensors or modules there", hint=hint)
 
 
-def _folders_of_layout(checkpoint: Checkpoint, selection: PartSelection) -> Output:
+def _folders_of_layout(checkpoint: Checkpoint, options: FetchOptions, plan: Plan | None) -> Output:
     """Return the folders of some devices or of one rank, out of the layout that a reshard would write."""
-    plan, base = selection.plan, base_name(checkpoint)
+    base = base_name(checkpoint)
     if plan is None:
-        options = ReshardOptions(layout="ranks", tp=selection.tp, tp_rules=selection.tp_rules)
-        folders = {rank_folder(selection.rank or 0)}
+        layout = ReshardOptions(layout="ranks", tp=options.tp, tp_rules=options.tp_rules)
+        folders = {rank_folder(options.rank or 0)}
     else:
-        options = ReshardOptions(layout="devices")
-        folders = {device.folder for device in selection.devices}
-    whole = lay_out(LayoutRequest(checkpoint=checkpoint, plan=plan, options=options))
+        layout = ReshardOptions(layout="devices")
+        folders = {Device.parse(device).folder for device in options.devices}
+    whole = lay_out(LayoutRequest(checkpoint=checkpoint, plan=plan, options=layout))
     files = tuple(file for file in whole.files if file.folder in folders)
     empty = folders - {file.folder for file in files}
     if empty:

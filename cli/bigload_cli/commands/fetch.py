@@ -11,8 +11,11 @@ from bigload_cli.failures import named_as_options
 from bigload_cli.options import (
     ColorMode,
     ColorOption,
+    DryRunOption,
+    ForceOption,
     IoThreadsOption,
     JsonOption,
+    MaxInFlightOption,
     QuietOption,
     TpOption,
     TpRulesOption,
@@ -77,17 +80,10 @@ def fetch(
     exclude: Annotated[
         _Patterns, typer.Option("--exclude", metavar="PATTERN", help="No files of these names. Repeat for more.")
     ] = None,
-    force: Annotated[
-        bool, typer.Option("--force", help="Replace an OUT that bigload made, or what a fetch of other files left.")
-    ] = False,
+    force: ForceOption = False,
     yes: YesOption = False,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Check everything, list what would be transferred, write nothing.")
-    ] = False,
-    max_memory_in_flight: Annotated[
-        str | None,
-        typer.Option("--max-memory-in-flight", metavar="SIZE", help="Memory for bytes in flight. Default: 128MiB."),
-    ] = None,
+    dry_run: DryRunOption = False,
+    max_memory_in_flight: MaxInFlightOption = None,
     io_threads: IoThreadsOption = None,
     as_json: JsonOption = False,
     quiet: QuietOption = False,
@@ -99,7 +95,8 @@ def fetch(
     OUT appears when everything in it is written and verified. A part is a checkpoint too, and says what it is a part
     of.
     """
-    from bigload.layouts.fetching.fetch import DEFAULT_MAX_INFLIGHT, FetchOptions, prepare_fetch
+    from bigload.layouts.fetching.fetch import prepare_fetch
+    from bigload.layouts.fetching.options import DEFAULT_MAX_INFLIGHT, FetchOptions
     from bigload_cli import output
 
     in_flight = bytes_in_flight(max_memory_in_flight, DEFAULT_MAX_INFLIGHT)

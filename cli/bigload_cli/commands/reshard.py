@@ -14,8 +14,11 @@ from bigload_cli.failures import named_as_options
 from bigload_cli.options import (
     ColorMode,
     ColorOption,
+    DryRunOption,
+    ForceOption,
     IoThreadsOption,
     JsonOption,
+    MaxInFlightOption,
     QuietOption,
     TpOption,
     TpRulesOption,
@@ -114,17 +117,10 @@ def reshard(
     resume: Annotated[
         bool, typer.Option("--resume", help="Resume an interrupted run, after reading back what it has finished.")
     ] = False,
-    force: Annotated[
-        bool, typer.Option("--force", help="Replace an OUT that bigload made, or what an interrupted run left.")
-    ] = False,
+    force: ForceOption = False,
     yes: YesOption = False,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Check everything, list the files, write nothing.")
-    ] = False,
-    max_memory_in_flight: Annotated[
-        str | None,
-        typer.Option("--max-memory-in-flight", metavar="SIZE", help="Memory for bytes in flight. Default: 96MiB."),
-    ] = None,
+    dry_run: DryRunOption = False,
+    max_memory_in_flight: MaxInFlightOption = None,
     io_threads: IoThreadsOption = None,
     as_json: JsonOption = False,
     quiet: QuietOption = False,

@@ -27,7 +27,8 @@ from bigload.errors import (
     WriteError,
 )
 from bigload.layouts import preparation
-from bigload.layouts.fetching.fetch import FetchOptions, prepare_fetch
+from bigload.layouts.fetching.fetch import prepare_fetch
+from bigload.layouts.fetching.options import FetchOptions
 from bigload.layouts.verification.manifest import MANIFEST_FILE, read_manifest
 from builders import contents
 
