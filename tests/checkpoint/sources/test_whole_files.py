@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from plain_server import served_plainly
 
+import bigload
 from bigload.checkpoint.byte_source import WholeFilesWarning, expect_reads, scheme_of
 from bigload.checkpoint.source import open_checkpoint
 from bigload.checkpoint.sources import whole_files
@@ -16,7 +17,7 @@ from bigload.errors import ReadError
 from bigload.machine.activities import NO_RECORDER
 from bigload.machine.thread_pool import run_jobs
 from bigload.units import KIB, MIB
-from builders import make_checkpoint, open_descriptors
+from builders import make_checkpoint, open_descriptors, write_raw
 from hub_server import Fault
 
 CONTENT = random.Random(3).randbytes(4 * MIB)
@@ -263,7 +264,15 @@ def test_a_server_that_does_not_say_how_large_files_are_is_an_error(served, tmp_
 
 
 def test_a_checkpoint_is_opened_by_the_beginnings_of_its_files(served, tmp_path):
+    """And a plan is made of that: no file is transferred, though connections hold some of what nobody reads."""
     folder = make_checkpoint(tmp_path / "model", shards=2)
+    header = {"big": {"dtype": "U8", "shape": [256 * MIB], "data_offsets": [0, 256 * MIB]}}
+    (tmp_path / "big").mkdir()
+    big = write_raw(tmp_path / "big/model.safetensors", header)
+    os.truncate(big, big.stat().st_size + 256 * MIB)
     with served_plainly(tmp_path) as server:
         opened = open_checkpoint(f"{server.url}/model")
+        planned = bigload.plan(f"{server.url}/big", {"cpu": "1GiB"})
     assert opened.tensors == open_checkpoint(folder).tensors
+    assert planned.device_map == {"big": "cpu"}
+    assert sum(server.bytes_of("big/model.safetensors")) < 64 * MIB

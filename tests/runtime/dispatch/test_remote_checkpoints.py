@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import bigload
+from bigload.checkpoint.byte_source import WholeFilesWarning
 from bigload.checkpoint.source import open_checkpoint
 from bigload.errors import OptionError, ReadError
 from hub_server import served_hub
@@ -53,6 +54,12 @@ def remote(request, served, tmp_path):
     return request.param if request.param != "http" else served.serve("files", tmp_path / "model")
 
 
+@pytest.fixture
+def without_ranges(served, tmp_path):
+    served.fault("plain", no_ranges=True, times=-1)
+    return served.serve("files", tmp_path / "model")
+
+
 def assert_holds(model):
     found = model.state_dict()
     assert all(torch.equal(found[name], STATE[name]) for name in STATE)
@@ -87,6 +94,19 @@ def sharded(remote):
 @pytest.mark.parametrize("load", [loaded, dispatched, filled, planned, sharded])
 def test_a_module_is_filled_from_the_network(remote, load):
     assert_holds(load(remote))
+
+
+@pytest.mark.parametrize("load", [loaded, dispatched, filled, planned, sharded])
+@pytest.mark.filterwarnings("ignore::bigload.checkpoint.byte_source.WholeFilesWarning")
+def test_a_module_is_filled_by_a_server_without_byte_ranges(without_ranges, load):
+    assert_holds(load(without_ranges))
+
+
+def test_a_load_from_a_server_without_byte_ranges_says_how_much_more_is_read(without_ranges):
+    text = r"127\.0\.0\.1:\d+ does not support byte ranges: whole files are read \(1\.00 MiB for 512\.0 KiB needed\)"
+    with pytest.warns(WholeFilesWarning, match=text):
+        found = bigload.load(without_ranges, only=["down.weight"])
+    assert torch.equal(found["down.weight"], STATE["down.weight"])
 
 
 def test_parts_and_dtypes_are_loaded_from_the_network(remote):
@@ -137,6 +157,11 @@ def load_a_half(remote):
     model.down.weight = nn.Parameter(distribute_tensor(model.down.weight, mesh, [Shard(1)]))
     bigload.load_sharded(model, remote)
     return [[float(value.full_tensor().double().sum())] for value in model.state_dict().values()]
+
+
+def test_each_rank_reads_whole_files_where_there_are_no_byte_ranges(without_ranges):
+    found = run_ranks(2, load_a_half, without_ranges)
+    assert found == [[[float(value.double().sum())] for value in STATE.values()]] * 2
 
 
 def test_each_rank_transfers_its_own_rows(served, tmp_path):
