@@ -38,12 +38,12 @@ test: $(STAMP)  ## Run the default tests, in two processes (WORKERS=1: in one).
 nightly: $(STAMP) $(NIGHTLY_STAMP)  ## Run everything: slow tests, peers, kills, accelerate's suite; two hours or so.
 	$(BIN)/pytest -q -m "slow or not slow"
 	$(NIGHTLY)/bin/pytest -q -m "slow or not slow"
-	BIGLOAD_DEATHS=400 $(BIN)/pytest -q tests/layouts/test_reshard_crash.py tests/layouts/fetching/test_fetch_killed.py
+	BIGLOAD_DEATHS=400 $(BIN)/pytest -q -m "slow or not slow" tests/layouts/test_reshard_crash.py tests/layouts/fetching/test_fetch_killed.py
 	$(NIGHTLY)/bin/python fixtures/accelerate_suite.py
 	BIGLOAD_SIMULATED=1 $(NIGHTLY)/bin/python fixtures/accelerate_suite.py
 
 crash: $(STAMP)  ## Kill reshards, or refuse them the disk, at some hundreds of moments, and go on with them.
-	BIGLOAD_DEATHS=400 $(BIN)/pytest -q tests/layouts/test_reshard_crash.py tests/layouts/fetching/test_fetch_killed.py
+	BIGLOAD_DEATHS=400 $(BIN)/pytest -q -m "slow or not slow" tests/layouts/test_reshard_crash.py tests/layouts/fetching/test_fetch_killed.py
 
 check: $(STAMP)  ## Format, lint, types, import layers, tests with coverage.
 	$(BIN)/ruff format --check .

@@ -491,14 +491,21 @@ class _Cdn(_Handler):
 
 
 @contextmanager
-def served_hub(monkeypatch, cache: Path, *, sleep=lambda seconds: None):
-    """Start a Hub that this process takes for the real one, with caches in `cache`; `sleep` replaces all pauses."""
+def served_hub(monkeypatch, cache: Path, *, sleep=None):
+    """Start a Hub that this process takes for the real one, with caches in `cache`.
+
+    Pauses take no time: they call `sleep`, or else let the clock go forward.
+    """
     from huggingface_hub import constants
 
     from bigload.checkpoint import byte_source
     from bigload.checkpoint.sources import http, ranged_source, whole_files
     from bigload.checkpoint.sources import hub as hub_source
 
+    if sleep is None:
+        pauses = []
+        sleep = pauses.append
+        monkeypatch.setattr(http, "_now", lambda: time.monotonic() + sum(pauses))
     for module in (http, ranged_source):
         monkeypatch.setattr(module, "_sleep", sleep)
     monkeypatch.setattr(hub_source, "_listings", {})

@@ -64,7 +64,14 @@ def body_bytes(server):
     return sum(request.num_bytes for request in server.requests if request.route == "cdn")
 
 
-@pytest.mark.parametrize("options", [(), ("--rank", "1", "--tp", "2"), ("--only", "model.layers")])
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param((), marks=pytest.mark.slow),
+        ("--rank", "1", "--tp", "2"),
+        pytest.param(("--only", "model.layers"), marks=pytest.mark.slow),
+    ],
+)
 def test_whatever_kills_it_the_rest_comes_and_little_comes_twice(place, tmp_path, options, monkeypatch):
     monkeypatch.chdir(tmp_path)
     server, environment = place
@@ -96,7 +103,8 @@ def test_whatever_kills_it_the_rest_comes_and_little_comes_twice(place, tmp_path
 
 
 @pytest.mark.parametrize(
-    ("number", "code", "word"), [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 143, "term")]
+    ("number", "code", "word"),
+    [(signal.SIGINT, 130, "interrupted"), pytest.param(signal.SIGTERM, 143, "term", marks=pytest.mark.slow)],
 )
 def test_a_signal_ends_it_with_what_is_kept_and_how_to_go_on(place, tmp_path, number, code, word):
     server, environment = place
