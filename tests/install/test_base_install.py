@@ -40,10 +40,11 @@ def weights_of(folder):
     return stored_tensors(*folder.glob("*.safetensors"))
 
 
-def said(done):
-    """Return the exit code of a command that has to fail without an answer, and its error."""
-    assert done.stdout == ""
-    return done.returncode, done.stderr.splitlines()
+def run_all(base, lines, **variables):
+    """Run lines in one process, all of which have to succeed, and return their answers."""
+    ended = base.bigload_lines(lines, **variables)
+    assert [(line, notes) for line, (code, _, notes) in zip(lines, ended, strict=True) if code] == []
+    return [answer for _, answer, _ in ended]
 
 
 def test_the_base_holds_no_heavy_package(base):
@@ -77,17 +78,13 @@ def test_a_checkpoint_is_inspected_planned_resharded_and_verified(base):
         "reshard tiny small --max-shard-size 1KiB",
         "inspect small",
     ]
-    for line in lines:
-        done = base.bigload(line)
-        assert done.returncode == 0, (line, done.stderr)
+    run_all(base, lines)
     assert weights_of(base.here / "small") == weights_of(base.here / "tiny")
 
 
 def test_experts_are_fused_for_transformers_without_torch(base):
     make_mixtral(base.here / "mixtral")
-    for line in ("reshard mixtral fused --names transformers", "reshard fused apart --names checkpoint"):
-        done = base.bigload(line)
-        assert done.returncode == 0, (line, done.stderr)
+    run_all(base, ["reshard mixtral fused --names transformers", "reshard fused apart --names checkpoint"])
 
 
 def test_a_repository_in_the_cache_is_planned(base):
@@ -101,7 +98,7 @@ def test_a_model_on_the_hub_is_planned_fetched_resharded_and_verified(base):
     variables = {"HF_HUB_OFFLINE": "0", "HF_HOME": str(base.here / "hf"), "XDG_CACHE_HOME": str(base.here / "cache")}
     with HubServer() as hub:
         hub.add("org/model", base.here / "tiny")
-        for line in (
+        lines = [
             "inspect org/model",
             "plan org/model -m cpu=1GiB",
             "fetch org/model whole",
@@ -111,27 +108,28 @@ def test_a_model_on_the_hub_is_planned_fetched_resharded_and_verified(base):
             "reshard org/model small --max-shard-size 1KiB",
             "verify small",
             "reshard whole again --max-shard-size 1MiB",
-        ):
-            done = base.bigload(line, HF_ENDPOINT=hub.url, **variables)
-            assert done.returncode == 0, (line, done.stderr)
-            assert "bench-load" not in done.stdout  # needs torch
+        ]
+        answers = run_all(base, lines, HF_ENDPOINT=hub.url, **variables)
+    assert not [line for line, answer in zip(lines, answers, strict=True) if "bench-load" in answer]  # needs torch
     assert weights_of(base.here / "small") == weights_of(base.here / "whole") == weights_of(base.here / "tiny")
 
 
-@pytest.mark.parametrize(
-    ("line", "what", "package", "extra"),
-    [
-        ("bench-load tiny", "bench-load", "torch", "torch"),
-        ("bench-load tiny --plot picture.png", "--plot", "matplotlib", "plot"),
-        ("run-stats tiny", "run-stats", "torch", "run"),
-        ("reshard tiny out --dtype fp16", "a cast to another dtype", "torch", "torch"),
-        ("reshard tiny out --dtype fp16 --dry-run", "a cast to another dtype", "torch", "torch"),
-    ],
-)
-def test_a_command_that_needs_more_names_the_extra_and_writes_nothing(base, line, what, package, extra):
-    error, hint = f"{what} needs {package}, which is not installed", f"pip install 'bigload[{extra}]'"
-    assert said(base.bigload(line)) == (2, [f"error: {error}", f"hint: {hint}"])
-    assert json.loads(base.bigload(f"{line} --json").stdout)["hint"] == hint
+NEEDS = {
+    "bench-load tiny": ("bench-load", "torch", "torch"),
+    "bench-load tiny --plot picture.png": ("--plot", "matplotlib", "plot"),
+    "run-stats tiny": ("run-stats", "torch", "run"),
+    "reshard tiny out --dtype fp16": ("a cast to another dtype", "torch", "torch"),
+    "reshard tiny out --dtype fp16 --dry-run": ("a cast to another dtype", "torch", "torch"),
+}
+
+
+def test_a_command_that_needs_more_names_the_extra_and_writes_nothing(base):
+    ended = base.bigload_lines([*NEEDS, *(f"{line} --json" for line in NEEDS)])
+    plain, documents = ended[: len(NEEDS)], ended[len(NEEDS) :]
+    for (what, package, extra), ending, (_, document, _) in zip(NEEDS.values(), plain, documents, strict=True):
+        error, hint = f"{what} needs {package}, which is not installed", f"pip install 'bigload[{extra}]'"
+        assert ending == [2, "", f"error: {error}\nhint: {hint}\n"]
+        assert json.loads(document)["hint"] == hint
     assert [path.name for path in base.here.iterdir()] == ["tiny"]
 
 

@@ -1,5 +1,6 @@
 """A virtual environment with bigload's base dependencies alone, made without a network from what is installed here."""
 
+import json
 import os
 import subprocess
 import tomllib
@@ -41,6 +42,28 @@ def make_base_environment(folder):
     program.chmod(0o755)
 
 
+LINES = """
+import contextlib, io, json, sys
+from bigload_cli.app import main
+
+ended = []
+for line in sys.argv[1:]:
+    sys.argv = ["bigload", *line.split()]
+    out, err = (io.TextIOWrapper(io.BytesIO(), encoding="utf-8") for _ in range(2))
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            main()
+        except SystemExit as end:
+            code = end.code or 0
+    texts = []
+    for stream in (out, err):
+        stream.flush()
+        texts.append(stream.buffer.getvalue().decode())
+    ended.append([code, *texts])
+print(json.dumps(ended))
+"""
+
+
 class BaseInstall:
     """An environment of bigload's base in `folder`, whose programs run in the folder `here`."""
 
@@ -62,3 +85,9 @@ class BaseInstall:
     def bigload(self, line, **variables):
         """Run a line of the command line."""
         return self.run("bigload", *line.split(), **variables)
+
+    def bigload_lines(self, lines, **variables):
+        """Run lines of the command line in one process; return code, answer and notes of each."""
+        done = self.run("python", "-c", LINES, *lines, **variables)
+        assert (done.returncode, done.stderr) == (0, "")
+        return json.loads(done.stdout)
