@@ -237,6 +237,8 @@ class SourceScheme:
         list_folder: Returns the files of a folder and of the folders in it, by their names relative to it (`a/b.json`),
             in no order; an empty mapping if there is no such folder. None for services that cannot list: checkpoints
             are then found by their usual names.
+        recent_listing: Returns what `list_folder` returned within the last minutes, also to another process, without
+            asking the service; None where nothing is known.
         has_strong_versions: Whether files of equal location and identity have equal bytes for good (commit and ETag),
             so that headers are kept on disk and read only once.
         check_available: Raises ReadError if files of a folder, by their names in it, cannot be opened now: in offline
@@ -252,6 +254,7 @@ class SourceScheme:
     pin: Callable[[Path], Path] = lambda location: location
     local_folder: Callable[[Path], Path | None] = lambda _location: None
     list_folder: Callable[[Path], Mapping[str, SourceIdentity]] | None = None
+    recent_listing: Callable[[Path], Mapping[str, SourceIdentity] | None] = lambda _location: None
     has_strong_versions: bool = False
     check_available: Callable[[Path, Collection[str]], None] = lambda _folder, _names: None
     server_without_ranges: Callable[[Path], str | None] = lambda _location: None

@@ -14,6 +14,7 @@ from pathlib import Path, PurePosixPath
 from urllib.parse import unquote
 
 from bigload.checkpoint.byte_source import scheme_of
+from bigload.checkpoint.sources.listings import identity_of
 from bigload.checkpoint.sources.small_reads import opened_range
 from bigload.documents import DocumentError, parse_json, read_file
 from bigload.errors import InvalidCheckpointError, Problem
@@ -76,7 +77,7 @@ def read_beside(path: Path, *, max_bytes: int) -> bytes:
         scheme = scheme_of(place)
         if scheme.is_local:
             return read_file(place, max_bytes=max_bytes)
-        identity = scheme.identity(place)
+        identity = identity_of(place)
         if identity.num_bytes > max_bytes:
             raise DocumentError("too-large", f"{identity.num_bytes} bytes, expected {max_bytes} at most")
         with opened_range(place, identity, guess=identity.num_bytes) as read:

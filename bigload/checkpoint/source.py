@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar, copy_context
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -22,6 +22,7 @@ from bigload.checkpoint.formats.unsupported import (
 from bigload.checkpoint.index import ShardIndex, read_beside, read_index, resolve_shard
 from bigload.checkpoint.model import Checkpoint, CheckpointWarning, ShardHeader, TensorInfo
 from bigload.checkpoint.part import part_warning
+from bigload.checkpoint.sources.listings import identity_of, listed
 from bigload.checkpoint.sources.small_reads import GUESSED_BYTES
 from bigload.documents import MAX_CONFIG_BYTES, parse_json
 from bigload.errors import (
@@ -51,7 +52,7 @@ OnHeader = Callable[[int, int], None]
 _on_header: ContextVar[OnHeader | None] = ContextVar("on_header", default=None)
 
 
-def open_checkpoint(path: str | Path, *, on_header: OnHeader | None = None) -> Checkpoint:
+def open_checkpoint(path: str | Path, *, on_header: OnHeader | None = None, trusts_recent: bool = False) -> Checkpoint:
     """Open the checkpoint at `path` by reading and validating its headers.
 
     `path` is a folder with `model.safetensors` or one `*.safetensors.index.json`, such an index, a `.safetensors` file,
@@ -64,6 +65,8 @@ def open_checkpoint(path: str | Path, *, on_header: OnHeader | None = None) -> C
     Args:
         path: What to open.
         on_header: Called after each header, by the calling thread.
+        trusts_recent: Take the listing of a folder in an object store that was made within the last ten minutes, and
+            send no request: for looking at it. Before data are read, the service is asked anyway.
 
     Raises:
         CheckpointNotFoundError: nothing there, or nothing that is a checkpoint.
@@ -77,7 +80,7 @@ def open_checkpoint(path: str | Path, *, on_header: OnHeader | None = None) -> C
     try:
         place = locate(path)
         if not scheme_of(place).is_local:
-            return _open_remote(place)
+            return _open_remote(place, trusts_recent=trusts_recent)
         if place.is_dir():
             return _open_folder(place, str(path))
         if place.suffix == ".json":
@@ -182,7 +185,7 @@ def _is_whole(place: Path) -> bool:
     return False
 
 
-def _open_remote(location: Path) -> Checkpoint:
+def _open_remote(location: Path, *, trusts_recent: bool) -> Checkpoint:
     scheme = scheme_of(location)
     path = address_text(location)
     if location.name.endswith(".json"):
@@ -191,10 +194,14 @@ def _open_remote(location: Path) -> Checkpoint:
         return _open_files(location.parent, None, [location.name], path)
     if scheme.list_folder is None:
         return _open_by_known_names(location, path)
-    names = sorted(scheme.list_folder(location))
-    if not names:
+    if trusts_recent and (recent := scheme.recent_listing(location)):
+        with suppress(CheckpointError, ReadError), listed(location, recent):  # files may have been added or replaced
+            return _open_names(location, sorted(recent), path)
+    files = scheme.list_folder(location)
+    if not files:
         raise CheckpointNotFoundError(path, "no such folder, or it is empty")
-    return _open_names(location, names, path)
+    with listed(location, files):
+        return _open_names(location, sorted(files), path)
 
 
 def _open_folder(root: Path, path: str) -> Checkpoint:
@@ -245,11 +252,10 @@ def is_there(location: Path) -> bool:
         AccessDeniedError: a service refuses it to this user.
         ReadError: the service cannot be asked.
     """
-    scheme = scheme_of(location)
-    if scheme.is_local:
+    if scheme_of(location).is_local:
         return location.exists()
     try:
-        scheme.identity(location)
+        identity_of(location)
     except ReadError as error:
         if isinstance(error.__cause__, FileNotFoundError):
             return False
@@ -399,7 +405,8 @@ def _in_threads(calls: Sequence[Callable[[], T]]) -> Iterator[list[Future[T]]]:
                 result.set_exception(error)
 
     threads = [
-        threading.Thread(target=work, name="bigload-header", daemon=True) for _ in range(min(REMOTE_READS, len(calls)))
+        threading.Thread(target=copy_context().run, args=(work,), name="bigload-header", daemon=True)
+        for _ in range(min(REMOTE_READS, len(calls)))
     ]
     for thread in threads:
         thread.start()

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from bigload.checkpoint.byte_source import scheme_of, warn_of_server_without_ranges
+from bigload.checkpoint.byte_source import SourceIdentity, scheme_of, warn_of_server_without_ranges
 from bigload.checkpoint.fingerprint import ShardFingerprint, changes, current_fingerprint, of_shard
 from bigload.checkpoint.model import Checkpoint, Span, distinct_bytes
+from bigload.checkpoint.sources.listings import identities_now
 from bigload.checkpoint.sources.small_reads import opened_range
 from bigload.errors import NotEnoughMemoryError, ReadError
 from bigload.loading.schedule import CPU, Delivery, Schedule
@@ -17,30 +18,36 @@ from bigload.loading.strategy.read_strategy import ReadStrategy
 from bigload.machine.memory import available_memory
 
 
-def current_fingerprints(checkpoint: Checkpoint, files: Collection[str]) -> list[ShardFingerprint]:
+def current_fingerprints(
+    checkpoint: Checkpoint, files: Collection[str], identities: Callable[[str], SourceIdentity] | None = None
+) -> list[ShardFingerprint]:
     """Return the fingerprints that those shards of `checkpoint` that are in `files` have now.
+
+    `identities` gives what the files are now, where that was asked already.
 
     Raises:
         ReadError: one cannot be opened or read.
     """
-    scheme, found = scheme_of(checkpoint.root), list[ShardFingerprint]()
+    found, identity_of = list[ShardFingerprint](), identities or identities_now(checkpoint.root, files)
     for shard in checkpoint.shards:
         if shard.file in files:
             location = checkpoint.root / shard.file
-            identity = scheme.identity(location)
+            identity = identity_of(shard.file)
             with opened_range(location, identity) as read:
                 found.append(current_fingerprint(shard, identity, read))
     return found
 
 
-def check_unchanged(checkpoint: Checkpoint, files: Collection[str]) -> None:
+def check_unchanged(
+    checkpoint: Checkpoint, files: Collection[str], identities: Callable[[str], SourceIdentity] | None = None
+) -> None:
     """Raise if one of `files` is no longer the one whose header gave the positions of the tensors.
 
     Raises:
         ReadError: it is not, or it cannot be read.
     """
     opened = {shard.file: of_shard(shard) for shard in checkpoint.shards}
-    for now in current_fingerprints(checkpoint, files):
+    for now in current_fingerprints(checkpoint, files, identities):
         if differences := changes([opened[now.file]], [now]):
             reason = f"it changed since the checkpoint was opened: {differences[0]}"
             raise ReadError(checkpoint.root / now.file, reason)
@@ -53,17 +60,18 @@ def unchanged(checkpoint: Checkpoint, files: Sequence[str]) -> Iterator[None]:
     Raises:
         ReadError: one is another than was opened, or changed meanwhile, or cannot be read.
     """
-    scheme, locations = scheme_of(checkpoint.root), [checkpoint.root / file for file in files]
-    before = [scheme.identity(location) for location in locations]
-    check_unchanged(checkpoint, set(files))
+    identity_of = identities_now(checkpoint.root, files)
+    before = {file: identity_of(file) for file in files}
+    check_unchanged(checkpoint, set(files), before.__getitem__)
     yield
-    for location, identity in zip(locations, before, strict=True):
+    identity_of = identities_now(checkpoint.root, files)
+    for file, identity in before.items():
         try:
-            is_same = scheme.identity(location).has_content_of(identity)
+            is_same = identity_of(file).has_content_of(identity)
         except ReadError:  # it is gone
             is_same = False
         if not is_same:
-            raise ReadError(location, "it changed while it was being loaded")
+            raise ReadError(checkpoint.root / file, "it changed while it was being loaded")
 
 
 def warn_of_whole_files(root: Path, sizes: Mapping[str, int], spans: Iterable[Span]) -> None:

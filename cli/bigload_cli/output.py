@@ -74,7 +74,7 @@ def open_shown(path: str, *, quiet: bool) -> Checkpoint:
                 show = show or stack.enter_context(status_line(quiet=quiet))
                 show(f"read {done} of {total} headers")
 
-        return open_checkpoint(path, on_header=on_header)
+        return open_checkpoint(path, on_header=on_header, trusts_recent=True)
 
 
 def warning_shower(usual: Callable[..., None]) -> Callable[..., None]:

@@ -54,6 +54,14 @@ def test_every_command_takes_a_bucket(answer, bucket, here):
     assert answer(f"bench-load {LOCATION} --runs 1 --threads 1 --json")
 
 
+@pytest.mark.parametrize("bucket", CLIENTS[:1], indirect=True)
+def test_plan_after_inspect_sends_no_request(answer, server):
+    answer(f"inspect {LOCATION} --json")
+    server.requests.clear()
+    answer(f"plan {LOCATION} -m cpu=1GiB --json")
+    assert not server.requests
+
+
 def test_verify_finds_what_is_damaged_or_gone_in_a_bucket(answer, bucket, here):
     answer(f"reshard {LOCATION} ranks --tp 2 --json")
     shutil.copytree(here / "ranks", bucket / "ranks")

@@ -15,6 +15,7 @@ from typing import cast
 
 from bigload.checkpoint.byte_source import ReadRange, scheme_of
 from bigload.checkpoint.model import ShardHeader
+from bigload.checkpoint.sources.listings import identity_of
 from bigload.checkpoint.sources.small_reads import GUESSED_BYTES, opened_range
 from bigload.errors import InvalidCheckpointError, Problem, ReadError
 
@@ -127,7 +128,7 @@ def read_shard_header(
     read = cast("ReadHeader", import_module(reader).read_header) if isinstance(reader, str) else reader
     scheme = scheme_of(location)
     try:
-        identity = scheme.identity(location)
+        identity = identity_of(location)
         with opened_range(location, identity, guess=guess) as read_range:
             if identity.num_bytes == 0:
                 raise FormatError("file-empty", "the file is empty")

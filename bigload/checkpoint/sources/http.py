@@ -296,7 +296,7 @@ class HttpSource(WholeOrRangedSource):
         self._url = url
         self._headers = headers
         self._refuse = refuse or refusal
-        self._etag = etag
+        self.etag = etag
         self._num_bytes = num_bytes
         self._modified: str | None = None
 
@@ -355,9 +355,9 @@ class HttpSource(WholeOrRangedSource):
         if encoding != "identity":
             raise ReadError(self._shown, f"the server sent it encoded as {encoding:.30}, expected plain bytes")
         if answer.etag is not None:
-            self._etag = self._etag or answer.etag
-            if answer.etag != self._etag:
-                raise self._changed(f"ETag {self._etag:.70} expected, {answer.etag:.70} found")
+            self.etag = self.etag or answer.etag
+            if answer.etag != self.etag:
+                raise self._changed(f"ETag {self.etag:.70} expected, {answer.etag:.70} found")
         elif (modified := answer.first.get("last-modified")) is not None:
             self._modified = self._modified or modified
             if modified != self._modified:

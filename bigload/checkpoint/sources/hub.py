@@ -11,7 +11,6 @@ import hashlib
 import json
 import re
 import threading
-import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
@@ -22,16 +21,12 @@ from urllib.parse import quote, unquote
 from bigload.checkpoint.byte_source import ByteSource, PositionalReader, SourceIdentity, SourceScheme, address_text
 from bigload.checkpoint.sources.http import HttpSource, HttpStatusError, read_document
 from bigload.checkpoint.sources.ranged_source import missing
-from bigload.checkpoint.sources.small_reads import cache_folder, keep_file
+from bigload.checkpoint.sources.small_reads import cache_folder, is_recent, keep_file
 from bigload.documents import parse_json
 from bigload.errors import AccessDeniedError, BigloadError, CheckpointNotFoundError, ReadError, abridged
 from bigload.machine.activities import Recorder
 from bigload.units import counted
 from bigload.version import __version__
-
-TRUSTED_SECONDS = 600
-"""How long a branch is taken to be at the commit that the Hub last said. A session of commands (inspect, plan, reshard)
-then sees one commit and asks once; a push shows after ten minutes, or at once as `@COMMIT`."""
 
 MAX_LISTING_BYTES = 256 << 20
 
@@ -99,25 +94,24 @@ def _commit_of(address: HubAddress) -> str:
     revision = address.revision or "main"
     asked = f"{constants.ENDPOINT} {address.repo} {revision}".encode()
     ref = cache_folder() / "revisions" / hashlib.sha256(asked).hexdigest()
-    commit, seconds = _kept_commit(ref)
+    commit = _kept_commit(ref)
     if constants.HF_HUB_OFFLINE:
-        known = commit or _kept_commit(address.cached / "refs" / revision)[0]
+        known = commit or _kept_commit(address.cached / "refs" / revision)
         if known is None:
             raise _offline(address)
         return known
-    if commit is None or not 0 <= seconds < TRUSTED_SECONDS:
+    if commit is None or not is_recent(ref):
         commit = _asked_listing(address, revision)
         keep_file(ref, commit.encode())
     return commit
 
 
-def _kept_commit(path: Path) -> tuple[str | None, float]:
-    """Return the commit in a file and the seconds since it was written."""
+def _kept_commit(path: Path) -> str | None:
     try:
-        text, seconds = path.read_text().strip(), time.time() - path.stat().st_mtime
+        text = path.read_text().strip()
     except (OSError, ValueError):
-        return None, 0
-    return (text if _COMMIT.fullmatch(text) else None), seconds
+        return None
+    return text if _COMMIT.fullmatch(text) else None
 
 
 def _listing(address: HubAddress) -> Mapping[str, SourceIdentity]:
@@ -374,7 +368,7 @@ def _local_folder(location: Path) -> Path | None:
     address = _address(location)
     commit = address.revision
     if not _COMMIT.fullmatch(commit):
-        commit = _kept_commit(address.cached / "refs" / (commit or "main"))[0] or ""
+        commit = _kept_commit(address.cached / "refs" / (commit or "main")) or ""
     folder = address.cached / "snapshots" / commit / address.path
     return folder if commit and folder.exists() else None
 

@@ -7,6 +7,8 @@ installed, fsspec reads (s3fs, gcsfs, adlfs). A range is asked for with If-Match
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import re
 import threading
@@ -23,9 +25,9 @@ from typing import Any, TypeVar
 from bigload.checkpoint.byte_source import SourceIdentity, SourceScheme, address_text, ended_early
 from bigload.checkpoint.sources.http import NO_RANGES_HINT, plain_etag
 from bigload.checkpoint.sources.ranged_source import RangedSource, TemporaryError, missing, translated
+from bigload.checkpoint.sources.small_reads import cache_folder, is_recent, keep_file
 from bigload.checkpoint.sources.store_hints import STORES, connection_hint, credentials_hint, refusal_hint
 from bigload.errors import AccessDeniedError, BigloadError, CheckpointError, CheckpointNotFoundError, ReadError
-from bigload.machine.activities import Recorder
 
 MAX_LISTED = 100_000
 
@@ -45,6 +47,8 @@ _PREFIXES = {"s3a": "s3", "gcs": "gs"}
 _CREDENTIAL_HOSTS = ("169.254.169.254", "metadata.google")
 """Services of cloud machines that are asked where no variable has credentials."""
 
+_SETTINGS = ("AWS_", "AZURE_", "GOOGLE_")
+
 _STATUS = re.compile(r"status code: (\d{3})")
 _CODE = re.compile(r"<Code>(\w{1,60})</Code>")
 _REGION = re.compile(r"<Region>([\w-]{1,40})</Region>")
@@ -61,14 +65,10 @@ T = TypeVar("T")
 class ObjectSource(RangedSource):
     """An object that is read by ranges; every answer has the ETag of the first."""
 
-    def __init__(self, location: Path, recorder: Recorder) -> None:
-        super().__init__(location, recorder)
-        self._etag: str | None = None
-
     @contextmanager
     def _answered(self, start: int, stop: int) -> Iterator[Iterator[bytes]]:
         store, key = _place(self._location)
-        options = {"range": (start, stop), **({"if_match": self._etag} if self._etag else {})}
+        options = {"range": (start, stop), **({"if_match": f'"{self.etag}"'} if self.etag else {})}
         with _translated(self._location):
             try:
                 result = _waited(lambda: store.get(key, options=options))
@@ -78,10 +78,10 @@ class ObjectSource(RangedSource):
                 raise
         if result.range != (start, stop):
             raise ended_early(self._shown, result.range[1], missing=stop - result.range[1])
-        etag = result.meta["e_tag"]
-        self._etag = self._etag or etag
-        if etag != self._etag:
-            raise self._changed(f"ETag {self._etag:.70} expected, {etag or 'none':.70} found")
+        etag = plain_etag(result.meta["e_tag"] or "")
+        self.etag = self.etag or etag
+        if etag != self.etag:
+            raise self._changed(f"ETag {self.etag:.70} expected, {etag or 'none':.70} found")
         try:
             stream = iter(result.stream(min_chunk_size=_CHUNK_BYTES))
             yield iter(lambda: _waited(lambda: next(stream, b"")), b"")
@@ -224,8 +224,9 @@ def _profile_credentials(scheme: str) -> dict[str, Any]:
 
 
 def _identity_of(meta: Mapping[str, Any]) -> SourceIdentity:
-    version = plain_etag(meta["e_tag"]) if meta["e_tag"] else meta["last_modified"].isoformat()
-    return SourceIdentity(num_bytes=meta["size"], version=(version,))
+    etag = meta["e_tag"]
+    version = (plain_etag(etag),) if etag else (meta["last_modified"].isoformat(), "")
+    return SourceIdentity(num_bytes=meta["size"], version=version)
 
 
 def _identity(location: Path) -> SourceIdentity:
@@ -250,7 +251,28 @@ def _list_folder(location: Path) -> Mapping[str, SourceIdentity]:
             if len(found) > MAX_LISTED:
                 hint = "name the folder of one model"
                 raise CheckpointError(f"{address_text(location)} holds more than {MAX_LISTED} objects", hint=hint)
+    if all(identity.etag for identity in found.values()):
+        entries = [[name, identity.num_bytes, identity.etag] for name, identity in found.items()]
+        keep_file(_listing_file(location), json.dumps(entries).encode())
     return found
+
+
+def _recent_listing(location: Path) -> Mapping[str, SourceIdentity] | None:
+    path = _listing_file(location)
+    try:
+        if not is_recent(path):
+            return None
+        entries = json.loads(path.read_bytes())
+        return {name: SourceIdentity(num_bytes=size, version=(etag,)) for name, size, etag in entries}
+    except (OSError, ValueError, TypeError):
+        return None
+
+
+def _listing_file(location: Path) -> Path:
+    """Return where the listing of a folder is kept: one for each setting of the store's address and credentials."""
+    settings = sorted((name, value) for name, value in os.environ.items() if name.startswith(_SETTINGS))
+    asked = hashlib.sha256(json.dumps([str(location), settings]).encode())
+    return cache_folder() / "folders" / asked.hexdigest()
 
 
 def _schemes() -> tuple[SourceScheme, ...]:
@@ -265,6 +287,7 @@ def _schemes() -> tuple[SourceScheme, ...]:
             identity=_identity,
             pin=_pinned,
             list_folder=_list_folder,
+            recent_listing=_recent_listing,
             has_strong_versions=True,
         )
         for name in STORES

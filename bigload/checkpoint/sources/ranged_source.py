@@ -54,12 +54,17 @@ class Retries:
 
 
 class RangedSource:
-    """A remote file; see `ByteSource`. Opening it sends nothing. A subclass asks for ranges (`_answered`)."""
+    """A remote file; see `ByteSource`. Opening it sends nothing. A subclass asks for ranges (`_answered`).
+
+    Attributes:
+        etag: Version that every answer must have, where the service has ETags; None takes that of the first answer.
+    """
 
     def __init__(self, location: Path, recorder: Recorder) -> None:
         self._location = location
         self._shown = address_text(location)
         self._recorder = recorder
+        self.etag: str | None = None
         self._streams = RangeStreams(self._answered)
 
     def expect(self, ranges: Iterable[tuple[int, int]]) -> None:

@@ -9,16 +9,23 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import time
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 
 from bigload.checkpoint.byte_source import ByteSource, ReadRange, SourceIdentity, read_range, scheme_of
+from bigload.checkpoint.sources.ranged_source import RangedSource
 from bigload.machine.activities import NO_RECORDER
 
 GUESSED_BYTES = 64 << 10
 """First read of a file of which nothing is known: three of four headers are smaller."""
+
+
+TRUSTED_SECONDS = 600
+"""How long an answer of a service is taken to hold: which commit a branch is at, and which objects a folder has. A
+session of commands (inspect, plan, reshard) then sees one version and asks once."""
 
 
 @contextmanager
@@ -33,11 +40,19 @@ def opened_range(
         guess: Bytes from the beginning on that are probably read; remote sources fetch them at once.
     """
     scheme = scheme_of(location)
-    with closing(_Opening(lambda: scheme.open(location, NO_RECORDER), is_late=scheme.has_strong_versions)) as opening:
-        if scheme.is_local:
+    if not scheme.is_local:
+        identity = identity or scheme.identity(location)
+
+    def opened() -> ByteSource:
+        source = scheme.open(location, NO_RECORDER)
+        if scheme.has_strong_versions and identity is not None and isinstance(source, RangedSource):
+            source.etag = identity.etag  # what is kept on disk is kept for this version
+        return source
+
+    with closing(_Opening(opened, is_late=scheme.has_strong_versions)) as opening:
+        if identity is None or scheme.is_local:
             yield opening.read
             return
-        identity = identity or scheme.identity(location)
         path = _cached_at(location, identity) if scheme.has_strong_versions else None
         parts = _Parts(opening.read, num_bytes=identity.num_bytes, guess=guess, known=_kept(path))
         yield parts.read
@@ -49,6 +64,15 @@ def cache_folder() -> Path:
     """Return the folder of what bigload keeps about remote checkpoints; it can be deleted at any time."""
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(base, "bigload")
+
+
+def is_recent(path: Path) -> bool:
+    """Return whether a file of the cache is as young as `TRUSTED_SECONDS`, and `BIGLOAD_REFRESH=1` is not set.
+
+    Raises:
+        OSError: there is none.
+    """
+    return 0 <= time.time() - path.stat().st_mtime < TRUSTED_SECONDS and os.environ.get("BIGLOAD_REFRESH") != "1"
 
 
 class _Opening:

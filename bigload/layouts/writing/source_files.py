@@ -11,6 +11,7 @@ from typing import Self
 from bigload.checkpoint.byte_source import ByteSource, PositionalReader, SourceIdentity, scheme_of
 from bigload.checkpoint.fingerprint import changes, fingerprint
 from bigload.checkpoint.model import Checkpoint, Span
+from bigload.checkpoint.sources.listings import identities_now
 from bigload.errors import ReadError, StalePlanError
 from bigload.layouts.writing.recent_bytes import RecentBytes, RecentReader
 from bigload.loading.checks import current_fingerprints
@@ -105,7 +106,8 @@ class SourceFiles:
         Raises:
             ReadError: one is gone.
         """
-        return {file: self._identity(file) for file in self._files}
+        identity_of = identities_now(self._checkpoint.root, self._files)
+        return {file: identity_of(file) for file in self._files}
 
     def check_available(self) -> None:
         """Raise ReadError, before anything is read, if some files are out of reach: in offline mode, not cached."""
@@ -121,8 +123,9 @@ class SourceFiles:
 
     def check_unchanged(self, before: Mapping[str, SourceIdentity]) -> None:
         """Raise ReadError if a file has changed since `before`."""
+        identity_of = identities_now(self._checkpoint.root, before)
         for file, identity in before.items():
-            if self._identity(file) != identity:
+            if identity_of(file) != identity:
                 path = self._checkpoint.root / file
                 raise ReadError(path, "it was written to while it was read; nothing was kept")
 
@@ -145,6 +148,3 @@ class SourceFiles:
                 self._opened.callback(reader.close)
                 self._readers[file, past_cache] = reader
             return reader
-
-    def _identity(self, file: str) -> SourceIdentity:
-        return self._scheme.identity(self._checkpoint.root / file)

@@ -2,10 +2,12 @@
 
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -13,7 +15,7 @@ import torch
 
 import bigload
 from bigload.checkpoint import byte_source
-from bigload.checkpoint.sources import fsspec_files, object_stores
+from bigload.checkpoint.sources import fsspec_files, object_stores, small_reads
 from bigload.errors import (
     AccessDeniedError,
     CheckpointError,
@@ -91,6 +93,72 @@ def test_headers_are_read_again_only_from_the_disk(bucket, served, client):
     bigload.open_checkpoint(LOCATION)
     gets = [request for request in served.requests if request.method == "GET" and "list-type" not in request.path]
     assert bool(gets) == (client == "s3fs")
+
+
+def recent(**options):
+    return bigload.open_checkpoint(LOCATION, trusts_recent=True, **options)
+
+
+@pytest.mark.parametrize("client", CLIENTS[:1], indirect=True)
+def test_one_listing_replaces_a_request_for_each_file(bucket, served):
+    checkpoint = recent()
+    assert [request.method for request in served.requests] == ["GET"] * 6  # listing, index, config, three headers
+    served.requests.clear()
+    bigload.load(checkpoint)
+    listings = [request for request in served.requests if "list-type" in request.path]
+    assert (len(listings), len(served.requests)) == (2, 5)  # before and after the data of three shards
+
+
+@pytest.mark.parametrize("client", CLIENTS[:1], indirect=True)
+def test_a_recent_listing_is_used_without_a_request_where_that_is_asked_for(bucket, served, monkeypatch, tmp_path):
+    opened = recent()
+    served.requests.clear()
+    assert recent() == opened
+    assert not served.requests
+
+    def is_asked():
+        served.requests.clear()
+        assert recent() == opened
+        return bool(served.requests)
+
+    (listing,) = (tmp_path / "cache/bigload/folders").iterdir()
+    os.utime(listing, (0, time.time() - small_reads.TRUSTED_SECONDS - 1))
+    assert [is_asked(), is_asked()] == [True, False]
+    monkeypatch.setenv("BIGLOAD_REFRESH", "1")
+    assert [is_asked(), is_asked()] == [True, True]
+    monkeypatch.delenv("BIGLOAD_REFRESH")
+    monkeypatch.setenv("AWS_SESSION_TOKEN", "of another user")
+    assert [is_asked(), is_asked()] == [True, False]
+
+
+@pytest.mark.parametrize("client", CLIENTS[:1], indirect=True)
+def test_a_recent_listing_never_gives_the_data_of_an_object_that_changed(bucket, served):
+    before = recent()
+    content = bytearray(shard(bucket).read_bytes())
+    content[-1] ^= 1
+    shard(bucket).write_bytes(content)
+    assert recent() == before
+    with pytest.raises(ReadError, match="it changed since the checkpoint was opened"):
+        bigload.load(before)
+    expected, found = bigload.load(bucket / "models/tiny"), bigload.load(recent())  # the load has listed the folder
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in found.items())
+
+
+@pytest.mark.parametrize("client", CLIENTS[:1], indirect=True)
+@pytest.mark.parametrize("change", ["no shard", "other header"])
+def test_a_recent_listing_that_does_not_make_a_checkpoint_is_made_again(bucket, tmp_path, change):
+    whole, path = recent(), shard(bucket)
+    content = path.read_bytes()
+    if change == "no shard":
+        path.unlink()
+        with pytest.raises(CheckpointError, match="missing, but named in"):
+            bigload.open_checkpoint(LOCATION)
+    shutil.rmtree(tmp_path / "cache/bigload/headers")
+    path.write_bytes(content + b"\0")
+    with pytest.raises(CheckpointError, match="after the last tensor"):
+        recent()
+    path.write_bytes(content)
+    assert recent().tensors == whole.tensors
 
 
 @pytest.mark.parametrize(
