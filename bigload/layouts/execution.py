@@ -6,17 +6,18 @@ import os
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from bigload.checkpoint.byte_source import address_text
+from bigload.checkpoint.byte_source import address_text, scheme_of
 from bigload.checkpoint.fingerprint import fingerprint
 from bigload.distributed.process_group import ProcessGroup, run_on_all_ranks
 from bigload.errors import RankError, ReadError, WriteError
 from bigload.layouts.choices import Verify
 from bigload.layouts.output import OutputFile
 from bigload.layouts.preparation import PreparedReshard
+from bigload.layouts.side_files import SideFile
 from bigload.layouts.verification.manifest import MANIFEST_FILE, FileRecord, Manifest, ManifestSource, manifest_lines
 from bigload.layouts.writing.output_file_writer import direct_write_alignment
 from bigload.layouts.writing.resume_check import ReusableFile, recheck
@@ -27,6 +28,7 @@ from bigload.layouts.writing.writer import FileToWrite, Writer, window_bytes
 from bigload.loading.progress import OnProgress, Tally
 from bigload.machine.inflight_pool import BlockPool
 from bigload.machine.process_memory import trim_heap
+from bigload.machine.thread_pool import run_jobs
 from bigload.version import __version__
 
 
@@ -193,9 +195,7 @@ class ReshardRun:
     def _finish(self, staging: Staging, share: ProcessResult) -> None:
         """Write all other files: an index after the files that it names, the manifest last."""
         prepared = self._prepared
-        records = dict(share.records)
-        for side_file in prepared.side_files:
-            records[side_file.name] = self._write_small(staging, side_file.name, side_file.content())
+        records = share.records | self._copy_side_files(staging)
         for name, content in prepared.output.documents.items():
             records[name] = self._write_small(staging, name, [content])
         for alias, name in prepared.output.links.items():
@@ -214,6 +214,24 @@ class ReshardRun:
         )
         lines = (line.encode(errors="surrogateescape") for line in manifest_lines(manifest))
         self._write_small(staging, MANIFEST_FILE, lines)
+
+    def _copy_side_files(self, staging: Staging) -> dict[str, FileRecord]:
+        """Copy the files beside the weights; what several folders get is read from the source once."""
+        records: dict[str, FileRecord] = {}
+        side_files = self._prepared.side_files
+        firsts = {side_file.path: side_file for side_file in reversed(side_files)}
+
+        def copy(side_file: SideFile) -> None:
+            records[side_file.name] = self._write_small(staging, side_file.name, side_file.content())
+
+        is_local = scheme_of(self._prepared.checkpoint.root).is_local
+        threads = 1 if is_local else min(self._options.num_threads, max(len(firsts), 1))
+        run_jobs(copy, firsts.values(), threads=threads)
+        for side_file in side_files:
+            if side_file.name not in records:
+                written = staging.folder / firsts[side_file.path].name
+                copy(replace(side_file, path=written, dtype=None))
+        return records
 
     def _write_small(self, staging: Staging, name: str, content: Iterable[bytes]) -> FileRecord:
         path = staging.folder / name

@@ -66,7 +66,7 @@ def test_a_model_is_run_beside_others_and_leaves_nothing_behind(tiny, option):
 @pytest.mark.slow
 def test_load_and_reshard_from_a_hub_are_measured_beside_fetch_and_local_reshards(tmp_path):
     words = ("--recipe", "tiny-llama", "--rounds", "1", "--latency", "0", "--gbit", "100", "--folder", tmp_path)
-    done = run_script("bench_fetch.py", *words, "--only", "fetch|load|tp")
+    done = run_script("bench_fetch.py", *words, "--only", "fetch|load|import|tp")
     assert done.returncode == 0, done.stderr
-    for words in ("fetch  ", "load / max(fetch)", "reshard --tp 8 / max(fetch, local --tp 8)"):
+    for words in ("fetch  ", "load - import / max(fetch)", "reshard --tp 8 / max(fetch, local --tp 8)"):
         assert words in done.stdout

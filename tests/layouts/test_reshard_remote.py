@@ -131,6 +131,17 @@ def test_windows_of_whole_blocks_are_written_past_the_page_cache(served, tmp_pat
     assert bigload.verify(tmp_path / "out").ok
 
 
+def test_files_beside_the_weights_are_transferred_once_for_all_ranks(served, tmp_path):
+    (served.source / "tokenizer.json").write_text("{}")
+    bigload.plan("org/tiny", {"cpu": "1GiB"})
+    served.requests.clear()
+    bigload.reshard("org/tiny", tmp_path / "out", tp=4)
+    asked = [request.path.rpartition("/")[2] for request in served.requests if request.path.endswith(".json")]
+    assert sorted(asked) == ["config.json", "tokenizer.json"]
+    config = (served.source / "config.json").read_bytes()
+    assert [path.read_bytes() for path in (tmp_path / "out").rglob("config.json")] == [config] * 5
+
+
 def test_requests_are_few(served, tmp_path, monkeypatch):
     monkeypatch.setattr(writer_module, "window_bytes", lambda options: 64 * KIB)
     bigload.plan("org/tiny", {"cpu": "1GiB"})
