@@ -36,6 +36,9 @@ ROOM_CHECKED_BYTES = 64 * MIB
 MAX_HEAD_BYTES = 16 * MIB
 """A header that ends before this is the beginning of a response, which is then closed: no whole file is transferred."""
 
+MAX_RESPONSES = 32
+"""Open at once, of all files: one that is not read to its end stays open, and clients allow 100 connections."""
+
 SERVERS_WITHOUT_RANGES = set[str]()
 """Servers whose last answer was a whole file although a range was asked for."""
 
@@ -145,12 +148,11 @@ class WholeFile:
             fill([buffer.cast("B") for buffer in buffers], self._file.fileno(), offset, self._shown)
 
     def close(self) -> None:
-        """Release what is kept. A thread that was left behind while it waits for the network does so when it ends."""
+        """Release what is kept; or have the thread do so that uses it, such as one that was left behind, waiting."""
         self._is_closed = True
         if self._turns.acquire(blocking=False):
             try:
-                if self._stream is not None:
-                    self._stream.close()
+                self._end_stream()
                 self._file.close()
                 with _lock:
                     _open_files[:] = [file for file in _open_files if file is not self]
@@ -166,21 +168,24 @@ class WholeFile:
             yield
         finally:
             if is_mine:
-                self._turns.release()
-            if self._is_closed:
-                self.close()
+                self._end_turn()
+
+    def _end_turn(self) -> None:
+        self._turns.release()
+        if self._is_closed:  # meanwhile, by another thread, which did not wait
+            self.close()
 
     def _receive(self, start: int, stop: int) -> None:
         """Read the response up to `stop`; a new one if the last was cut off, or `start` is no longer kept."""
         if start < self._begin:
-            if self._stream is not None:
-                self._stream.close()
+            self._end_stream()
             self._drop(self._end - self._begin)
             self._begin = self._end = start
         retries = Retries(self._shown)
         while self._end < stop:
             try:
                 if self._stream is None or not self._stream.is_open:
+                    self._end_streams()
                     self._stream = Stream(self, self._end, self._num_bytes, self._open_range)
                 chunk = self._stream.take(self._num_bytes)
                 if not chunk:
@@ -212,10 +217,7 @@ class WholeFile:
     def _make_room(self, needed: int) -> None:
         """Drop bytes if too many are kept: the first ones of the files not used for longest; here those to `needed`."""
         self._num_unchecked = 0
-        with _lock:
-            _open_files.remove(self)
-            _open_files.append(self)
-            files = tuple(_open_files)
+        files = self._others_and_this()
         kept = sum(file._end - file._begin for file in files)
         excess = kept - min(MAX_KEPT_BYTES, (shutil.disk_usage(self._folder).free + kept) // 2)
         for file in files:
@@ -227,7 +229,28 @@ class WholeFile:
                 try:
                     excess -= file._drop(excess)
                 finally:
-                    file._turns.release()
+                    file._end_turn()
+
+    def _end_streams(self) -> None:
+        """Close responses of files that are not read now, the longest unused ones first, if too many are open."""
+        waiting = [file for file in self._others_and_this()[:-1] if file._stream is not None and file._stream.is_open]
+        for file in waiting[: max(len(waiting) - MAX_RESPONSES + 1, 0)]:
+            if file._turns.acquire(blocking=False):
+                try:
+                    file._end_stream()
+                finally:
+                    file._end_turn()
+
+    def _end_stream(self) -> None:
+        if self._stream is not None:
+            self._stream.close()
+
+    def _others_and_this(self) -> tuple[WholeFile, ...]:
+        """Return the open files, the last used one last: this one."""
+        with _lock:
+            _open_files.remove(self)
+            _open_files.append(self)
+            return tuple(_open_files)
 
     def _drop(self, num_bytes: int) -> int:
         """Drop the first `num_bytes` that are kept, and return how many they were."""

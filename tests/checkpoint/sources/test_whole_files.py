@@ -144,6 +144,19 @@ def test_what_is_kept_is_bounded_and_what_is_dropped_comes_again(served, locatio
 
 
 @ignored
+def test_few_responses_are_open_at_once_and_those_that_are_closed_go_on(served, location, monkeypatch):
+    monkeypatch.setattr(whole_files, "MAX_RESPONSES", 3)
+    sources = [scheme_of(location).open(location, NO_RECORDER) for _ in range(6)]
+    for start in range(0, 4 * MIB, MIB):
+        for source in sources:
+            expect_reads(source, [(start, start + MIB)])
+            read(source, start, start + MIB)
+            assert sum(file._stream.is_open for file in whole_files._open_files) <= 3
+    for source in sources:
+        source.close()
+
+
+@ignored
 def test_nothing_is_left_when_a_source_closes(served, location, tmp_path):
     before = open_descriptors()
     source = scheme_of(location).open(location, NO_RECORDER)
