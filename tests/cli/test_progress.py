@@ -1,5 +1,6 @@
 """Progress on stderr, without a clock that runs: what is said, how often, and how fast that was."""
 
+import re
 import sys
 
 import pytest
@@ -30,7 +31,8 @@ def test_a_line_comes_every_tenth_but_not_more_than_one_a_second(clock, capsys):
             clock[0] = step / 20  # 5 seconds in all
             on_progress(told(step))
     assert capsys.readouterr().err.splitlines() == [
-        f" {part}%  {part}.00 MiB of 100.00 MiB  20.00 MiB/s  write model.safetensors" for part in (20, 40, 60, 80)
+        f" {part}%  {part}.00 MiB of 100.00 MiB  20.00 MiB/s  0:00:0{5 - part // 20} left  write model.safetensors"
+        for part in (20, 40, 60, 80)
     ] + ["100%  100.00 MiB of 100.00 MiB  20.00 MiB/s  write model.safetensors"]
 
 
@@ -42,18 +44,40 @@ def test_a_line_comes_every_half_minute_however_slow_it_is(clock, capsys):
     assert [line.split()[1] for line in capsys.readouterr().err.splitlines()] == ["3.00", "6.00", "9.00"]
 
 
-def test_the_rate_is_that_of_the_phase(clock, capsys):
+def test_the_rate_and_the_time_left_are_those_of_the_phase(clock, capsys):
     with shown_progress(quiet=False) as on_progress:
-        clock[0] = 1.0
-        on_progress(told(50, phase="check"))
-        for second in (3, 5):
-            clock[0] = second
-            on_progress(told(44 + 6 * second))
+        for done in range(1, 51):
+            clock[0] = done / 50
+            on_progress(told(done, phase="check"))
+        for done in range(51, 75):
+            clock[0] += 0.25
+            on_progress(told(done))
     assert [line.split("  ")[2:] for line in capsys.readouterr().err.splitlines()] == [
-        ["50.00 MiB/s", "check model.safetensors"],
-        ["6.00 MiB/s", "write model.safetensors"],
-        ["6.00 MiB/s", "write model.safetensors"],
+        ["50.00 MiB/s", "0:00:01 left", "check model.safetensors"],
+        ["write model.safetensors"],
+        ["4.00 MiB/s", "0:00:07 left", "write model.safetensors"],
     ]
+
+
+def test_nothing_is_said_of_the_rate_at_first(clock):
+    pace = progress._Pace()
+    for second in range(1, 20):
+        clock[0] = second
+        assert pace.of(told(second)) == []
+    clock[0] = 20.0
+    assert pace.of(told(20)) == ["1.00 MiB/s", "0:01:20 left"]
+    slow = progress._Pace()
+    clock[0] = 5020.0
+    assert slow.of(told(10, total=10_000)) == ["2.0 KiB/s", "57 days, 19:30:00 left"]
+
+
+@pytest.mark.parametrize("columns", [40, 80, 120])
+def test_a_bar_leaves_room_for_the_key_that_interrupts_it(run_on_terminal, columns):
+    """A terminal echoes ^C; beyond the end of a line, the bar would be wiped from the wrong one."""
+    shown = run_on_terminal("bigload fetch tiny-llama out", columns=columns).stdout
+    drawn = re.sub("\x1b\\[[0-9;?]*[A-Za-z]", "", shown)
+    bars = [line for line in re.split("[\r\n]", drawn) if "━" in line]
+    assert {len(line) for line in bars} == {columns - 3}
 
 
 def test_names_of_files_cannot_write_on_the_terminal(clock, capsys):

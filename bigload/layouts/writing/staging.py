@@ -372,7 +372,8 @@ def _amount(progress: JournalState) -> str:
     num_tensors = sum(len(file.tensors) for file in progress.files.values())
     tensors = counted(num_tensors, "tensor")
     if progress.num_complete:
-        return f"{counted(progress.num_complete, 'finished file')}{f' ({tensors})' if num_tensors else ''}"
+        others = f" and {format_size(progress.begun_bytes)} of others" if progress.begun_bytes else ""
+        return f"{counted(progress.num_complete, 'finished file')}{f' ({tensors})' if num_tensors else ''}{others}"
     return f"{tensors if num_tensors else format_size(progress.begun_bytes)} of unfinished files"
 
 

@@ -111,7 +111,8 @@ def kept(prepared: PreparedReshard) -> str | None:
     files = counted(len(prepared.output.files), "file")
     if progress.num_complete:
         are = "is" if progress.num_complete == 1 else "are"
-        return f"{progress.num_complete} of {files} {are} finished and kept in {folder}"
+        others = f", and {format_size(progress.begun_bytes)} of others" if progress.begun_bytes else ""
+        return f"{progress.num_complete} of {files} {are} finished and kept in {folder}{others}"
     num_tensors = sum(len(file.tensors) for file in progress.files.values())
     if not num_tensors:
         return f"none of {files} is finished, {format_size(progress.begun_bytes)} are kept in {folder}"

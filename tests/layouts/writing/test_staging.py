@@ -301,6 +301,15 @@ def test_what_is_void_is_not_kept(tmp_path):
     assert entries(tmp_path) == []
 
 
+def test_what_is_there_of_unfinished_files_is_said_beside_the_finished_ones(tmp_path):
+    out = tmp_path / "out"
+    with suppress(RuntimeError), staged(out, "recipe") as staging:
+        staging.journal.complete("a", {}, None)
+        staging.journal.note_windows("b", {(8192, 12288): "0"})
+        raise RuntimeError
+    assert leftover(out) == "1 finished file and 4.0 KiB of others"
+
+
 def test_a_leftover_is_refused_gone_on_with_or_thrown_away(tmp_path):
     out = tmp_path / "out"
     interrupt(out)
