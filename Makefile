@@ -36,8 +36,8 @@ test: $(STAMP)  ## Run the default tests, in two processes (WORKERS=1: in one).
 	$(BIN)/pytest -q $(if $(filter-out 1,$(WORKERS)),-n $(WORKERS) --dist loadfile)
 
 nightly: $(STAMP) $(NIGHTLY_STAMP)  ## Run everything: slow tests, peers, kills, accelerate's suite; two hours or so.
-	$(BIN)/pytest -q -m "slow or not slow"
-	$(NIGHTLY)/bin/pytest -q -m "slow or not slow"
+	HYPOTHESIS_PROFILE=nightly $(BIN)/pytest -q -m "slow or not slow"
+	HYPOTHESIS_PROFILE=nightly $(NIGHTLY)/bin/pytest -q -m "slow or not slow"
 	BIGLOAD_DEATHS=400 $(BIN)/pytest -q -m "slow or not slow" tests/layouts/test_reshard_crash.py tests/layouts/fetching/test_fetch_killed.py
 	$(NIGHTLY)/bin/python fixtures/accelerate_suite.py
 	BIGLOAD_SIMULATED=1 $(NIGHTLY)/bin/python fixtures/accelerate_suite.py

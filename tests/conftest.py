@@ -27,8 +27,9 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 # Budgets that nothing fits into are filtered out, and a busy machine is slow; neither says that a test is wrong.
 tolerated = [HealthCheck.too_slow, HealthCheck.filter_too_much]
 # Each run on a desk draws other examples, and keeps those that failed; that of CI draws the same ones each time.
-settings.register_profile("dev", deadline=None, max_examples=25, suppress_health_check=tolerated)
+settings.register_profile("dev", deadline=None, max_examples=15, suppress_health_check=tolerated)
 settings.register_profile("ci", settings.get_profile("dev"), derandomize=True, database=None)
+settings.register_profile("nightly", settings.get_profile("dev"), max_examples=100)
 settings.register_profile("thorough", settings.get_profile("dev"), max_examples=3000)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci" if os.environ.get("CI") else "dev"))
 

@@ -2,6 +2,7 @@
 
 import ast
 from collections import Counter
+from functools import cache
 from pathlib import Path
 
 import bigload
@@ -11,17 +12,24 @@ MODULES = sorted(ROOT.rglob("*.py"))
 BANNED = {"utils", "util", "common", "helpers", "misc", "base"}
 
 
-PARSED = {str(path.relative_to(ROOT)): ast.parse(path.read_text(), filename=str(path)) for path in MODULES}
-NODES = {name: list(ast.walk(tree)) for name, tree in PARSED.items()}
+@cache
+def parsed():
+    return {str(path.relative_to(ROOT)): ast.parse(path.read_text(), filename=str(path)) for path in MODULES}
+
+
+@cache
+def walked():
+    return {name: list(ast.walk(tree)) for name, tree in parsed().items()}
 
 
 def test_a_module_says_what_it_is_for():
-    assert [name for name, tree in PARSED.items() if not ast.get_docstring(tree)] == []
+    assert [name for name, tree in parsed().items() if not ast.get_docstring(tree)] == []
 
 
 def test_the_library_prints_nothing():
     called = {
-        name: [ast.unparse(node.func) for node in nodes if isinstance(node, ast.Call)] for name, nodes in NODES.items()
+        name: [ast.unparse(node.func) for node in nodes if isinstance(node, ast.Call)]
+        for name, nodes in walked().items()
     }
     writes = ("sys.stdout.", "sys.stderr.")
     assert [
@@ -34,13 +42,13 @@ def test_a_module_has_a_name_that_says_something():
 
 
 def test_a_class_has_a_name_of_its_own():
-    classes = [node.name for nodes in NODES.values() for node in nodes if isinstance(node, ast.ClassDef)]
+    classes = [node.name for nodes in walked().values() for node in nodes if isinstance(node, ast.ClassDef)]
     public = Counter(name for name in classes if not name.startswith("_"))
     assert [name for name, count in public.items() if count > 1] == []
 
 
 def test_no_error_is_swallowed_whole():
-    for name, nodes in NODES.items():
+    for name, nodes in walked().items():
         for node in nodes:
             if isinstance(node, ast.ExceptHandler) and isinstance(node.type, ast.Name | None):
                 catches_all = node.type is None or node.type.id in ("Exception", "BaseException")
@@ -54,7 +62,7 @@ the unpickler that imports nothing."""
 
 
 def test_nothing_is_unpickled_that_came_over_a_network():
-    for name, nodes in NODES.items():
+    for name, nodes in walked().items():
         imports = [node for node in nodes if isinstance(node, ast.Import | ast.ImportFrom)]
         modules = {alias.name for node in imports for alias in node.names}
         modules |= {getattr(node, "module", "") for node in imports}
@@ -69,7 +77,7 @@ def test_nothing_is_unpickled_that_came_over_a_network():
 def test_the_restricted_unpickler_takes_opcodes_and_one_class_of_pickle():
     taken = {
         node.attr
-        for node in NODES[UNPICKLER]
+        for node in walked()[UNPICKLER]
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "pickle"
     }
     assert "_Unpickler" in taken
@@ -80,7 +88,7 @@ def test_the_restricted_unpickler_takes_opcodes_and_one_class_of_pickle():
 
 
 def test_a_package_holds_a_docstring_and_imports_only():
-    for name, tree in PARSED.items():
+    for name, tree in parsed().items():
         if name.endswith("/__init__.py"):
             assert all(isinstance(node, ast.Expr | ast.Import | ast.ImportFrom) for node in tree.body), name
 

@@ -140,6 +140,7 @@ def test_the_straight_read_has_every_byte(tmp_path, is_direct):
         assert buffer[: len(content)] == content
 
 
+@pytest.mark.slow
 def test_a_tiny_reshard_is_measured_beside_cp_and_raw_writes(run):
     chosen = [row for row in bench.ROWS if row.name == "reshard"]
     code, found, _ = run(*chosen, options=("--rounds", "1"))

@@ -235,14 +235,13 @@ def test_colours_change_nothing_but_the_colours(run, command):
 
 
 @pytest.mark.parametrize(
-    "env",
+    ("command", "env"),
     [
-        {"PYTHONIOENCODING": "ascii"},
-        {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"},
-        {"PYTHONIOENCODING": "latin-1"},
+        (PLAN, {"PYTHONIOENCODING": "ascii"}),
+        ("bigload inspect tiny-llama", {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}),
+        (PLAN, {"PYTHONIOENCODING": "latin-1"}),
     ],
 )
-@pytest.mark.parametrize("command", ["bigload inspect tiny-llama", PLAN])
 def test_a_stream_without_block_characters_gets_ascii(run_program, command, env):
     done = run_program(command, env)
     assert (done.code, done.stderr) == (0, "")
@@ -270,9 +269,21 @@ def test_a_failure_is_said_in_ascii_too(run, here, command):
     assert "unexpected" not in done.stderr
 
 
+EACH = """
+import sys
+from bigload_cli import app
+for line in sys.argv[1:]:
+    sys.argv = ["bigload", *line.split()]
+    try:
+        app.main()
+    except SystemExit as end:
+        assert not end.code, line
+"""
+
+
 def test_a_path_that_is_not_utf_8_works_in_every_verb(here, environment):
     make_checkpoint(here / os.fsdecode(b"\xff\xfe"))
-    for line in (
+    lines = (
         b"inspect \xff\xfe",
         b"inspect \xff\xfe --json",
         b"plan \xff\xfe -m cpu=1GiB -o made.json",
@@ -281,10 +292,11 @@ def test_a_path_that_is_not_utf_8_works_in_every_verb(here, environment):
         b"inspect made.json --json",
         b"reshard made.json out\xff",
         b"inspect out\xff",
-    ):
-        done = subprocess.run([PROGRAM, *line.split()], capture_output=True, env=environment(), check=False)
-        assert (done.returncode, b"error" in done.stderr) == (0, False), (line, done.stderr)
-        assert done.stdout
+    )
+    command = [sys.executable, "-c", EACH, *lines]
+    done = subprocess.run(command, capture_output=True, env=environment(), check=False)
+    assert (done.returncode, b"error" in done.stderr) == (0, False), done.stderr
+    assert done.stdout.count(rb"\udcff\udcfe") >= 4
     assert [path.name for path in here.iterdir() if path.name.endswith(".partial")] == []
 
 

@@ -18,7 +18,8 @@ from worker_models import Deadly, Unbuildable
 
 X = torch.ones(4)
 EXAMPLE = {"x": X}
-SOON = 1.0
+SOON = 20
+"""Seconds that even a busy machine does not need; workers that sleep do so for 100."""
 
 
 @pytest.fixture

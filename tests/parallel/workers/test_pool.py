@@ -18,7 +18,8 @@ from bigload.parallel.workers.pool import WorkerPool
 from process_census import census, ended, is_running, run_program, settled
 
 BOOT = worker_process._BOOT.replace("bigload.parallel.workers.worker_main", "pool_worker")
-SOON = 1.0
+SOON = 20
+"""Seconds that even a busy machine does not need; workers that sleep do so for 100."""
 
 
 @pytest.fixture(autouse=True)
@@ -286,7 +287,7 @@ def test_a_process_that_a_worker_has_forked_does_not_hide_its_death(pool):
     began = time.monotonic()
     with pytest.raises(WorkerError):
         ask(pool, "kill 1")
-    assert time.monotonic() - began < SOON
+    assert time.monotonic() - began < 2  # as long as the forked process lives
 
 
 def test_the_folder_of_the_script_does_not_go_before_the_standard_library(tmp_path, monkeypatch):
