@@ -60,6 +60,7 @@ def unchanged(checkpoint: Checkpoint, files: Sequence[str]) -> Iterator[None]:
     Raises:
         ReadError: one is another than was opened, or changed meanwhile, or cannot be read.
     """
+    scheme_of(checkpoint.root).check_available(checkpoint.root, files)
     identity_of = identities_now(checkpoint.root, files)
     before = {file: identity_of(file) for file in files}
     check_unchanged(checkpoint, set(files), before.__getitem__)

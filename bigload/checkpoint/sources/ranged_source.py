@@ -47,7 +47,8 @@ class Retries:
         self._fruitless = 0 if done > self._done else self._fruitless + (error.wait is None)
         self._done = done
         if self._fruitless >= MAX_FRUITLESS_TRIES:
-            raise ReadError(self._location, f"{error.reason}, {self._fruitless} times in a row") from None
+            hint = "check the network, or try again later"
+            raise ReadError(self._location, f"{error.reason}, {self._fruitless} times in a row", hint=hint) from None
         if error.wait is None and self._fruitless:
             with abandonable():
                 _sleep(0.5 * 2 ** (self._fruitless - 1))

@@ -170,7 +170,7 @@ def test_offline_what_was_read_before_opens_and_the_rest_says_what_is_cached(ser
     assert open_checkpoint("org/tiny") == first
     with pytest.raises(CheckpointError, match="offline mode is on"):
         open_checkpoint("org/other")
-    with pytest.raises(ReadError, match=r"offline mode is on, and the file is not cached"):
+    with pytest.raises(ReadError, match=r"offline mode is on, and the caches lack 3 of 3 files"):
         bigload.load("org/tiny")
 
 
