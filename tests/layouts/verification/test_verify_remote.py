@@ -1,6 +1,7 @@
 """Folders that were written, then uploaded: read by ranges, compared as on a disk, and nothing is written."""
 
 import json
+import shutil
 import threading
 from pathlib import Path
 
@@ -17,11 +18,17 @@ from hub_server import served_hub
 SHARD, FIRST = "model-00002-of-00003.safetensors", "model-00001-of-00003.safetensors"
 
 
+@pytest.fixture(scope="module")
+def original(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("original")
+    source = make_checkpoint(folder / "source", hidden=256, vocab=8192)
+    return bigload.reshard(source, folder / "written", max_shard_bytes=5_000_000).out
+
+
 @pytest.fixture
-def written(tmp_path):
+def written(original, tmp_path):
     """What a reshard wrote, with a tensor that is larger than a block."""
-    source = make_checkpoint(tmp_path / "source", hidden=256, vocab=8192)
-    return bigload.reshard(source, tmp_path / "written", max_shard_bytes=5_000_000).out
+    return Path(shutil.copytree(original, tmp_path / "written"))
 
 
 @pytest.fixture(params=["hf", "https", "memory"])
