@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import ItemsView, Iterable, Iterator, Mapping, Sequence, ValuesView
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
@@ -53,6 +53,83 @@ class TensorInfo:
         """Bytes of the tensor in memory, row by row."""
         span = self.span
         return span.stop - span.start if self.strides is None else -(-self.num_elements * self.dtype.bits // 8)
+
+
+TensorForm = tuple[DType, tuple[int, ...], int]
+"""Dtype, shape and bits of a tensor."""
+
+TensorRow = tuple[TensorForm, str, int, int]
+"""Form, file, start and stop of a tensor that is stored row by row."""
+
+
+class StoredTensors(Mapping[str, TensorInfo]):
+    """Tensors by name, made of their rows when they are asked for: a plan looks at few of a hundred thousand."""
+
+    def __init__(self, rows: Mapping[str, TensorRow]) -> None:
+        self._rows = rows
+        self._made: dict[str, TensorInfo] = {}
+
+    @classmethod
+    def of_all(cls, parts: Sequence[Mapping[str, TensorInfo]]) -> Mapping[str, TensorInfo]:
+        """Return the tensors of all `parts`; of those with one name, the last."""
+        rows: dict[str, TensorRow] = {}
+        for part in parts:
+            if not isinstance(part, StoredTensors):
+                return {name: tensor for part in parts for name, tensor in part.items()}
+            rows.update(part._rows)
+        return cls(rows)
+
+    @cached_property
+    def sizes(self) -> Mapping[str, int]:
+        """The bytes of each."""
+        return {name: stop - start for name, (_, _, start, stop) in self._rows.items()}
+
+    @cached_property
+    def dtypes(self) -> frozenset[str]:
+        """The names of their dtypes."""
+        return frozenset([form[0].name for form, _, _, _ in self._rows.values()])
+
+    @cached_property
+    def _all(self) -> Mapping[str, TensorInfo]:
+        return {name: self[name] for name in self._rows}
+
+    def __getitem__(self, name: str) -> TensorInfo:
+        made = self._made.get(name)
+        if made is None:
+            (dtype, shape, _), file, start, stop = self._rows[name]
+            made = self._made[name] = TensorInfo(name, dtype, shape, Span(file, start, stop))
+        return made
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._rows
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._rows)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def values(self) -> ValuesView[TensorInfo]:
+        """Make all of them."""
+        return self._all.values()
+
+    def items(self) -> ItemsView[str, TensorInfo]:
+        """Make all of them."""
+        return self._all.items()
+
+
+def sizes_of(tensors: Mapping[str, TensorInfo]) -> Mapping[str, int]:
+    """Return the bytes of each of `tensors`."""
+    if isinstance(tensors, StoredTensors):
+        return tensors.sizes
+    return {name: tensor.num_bytes for name, tensor in tensors.items()}
+
+
+def dtypes_of(tensors: Mapping[str, TensorInfo]) -> frozenset[str]:
+    """Return the names of the dtypes of `tensors`."""
+    if isinstance(tensors, StoredTensors):
+        return tensors.dtypes
+    return frozenset(tensor.dtype.name for tensor in tensors.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,10 +243,10 @@ class CheckpointWarning:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardHeader:
-    """A shard, its tensors in file order, and what is odd about it."""
+    """A shard, its tensors by name in file order, and what is odd about it."""
 
     shard: Shard
-    tensors: tuple[TensorInfo, ...]
+    tensors: Mapping[str, TensorInfo]
     warnings: tuple[CheckpointWarning, ...] = ()
 
 
@@ -208,7 +285,7 @@ class Checkpoint:
     @cached_property
     def total_bytes(self) -> int:
         """Bytes of all tensors, without headers."""
-        return sum(tensor.num_bytes for tensor in self.tensors.values())
+        return sum(sizes_of(self.tensors).values())
 
     @cached_property
     def stored_bytes(self) -> int:

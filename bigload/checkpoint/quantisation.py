@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from bigload.checkpoint.model import Checkpoint, TensorInfo
+from bigload.checkpoint.model import Checkpoint, TensorInfo, dtypes_of
 
 _NAMES = {
     "awq": "AWQ",
@@ -73,11 +73,7 @@ def quantisation_of(checkpoint: Checkpoint) -> Quantisation | None:
     """Return how the weights of `checkpoint` are quantised; `None` if they are not."""
     settings = _settings(checkpoint.config)
     tensors = checkpoint.tensors
-    method = (
-        settings.get("quant_method")
-        or (_bitsandbytes(settings) and "bitsandbytes")
-        or _method_by_names(tensors.values())
-    )
+    method = settings.get("quant_method") or (_bitsandbytes(settings) and "bitsandbytes") or _method_by_names(tensors)
     if not isinstance(method, str):
         return None
     return Quantisation(method=_NAMES.get(method, method[:40]), bits=_bits(method, settings, tensors), tensors=tensors)
@@ -93,11 +89,10 @@ def _bitsandbytes(settings: Mapping[str, object]) -> bool:
     return bool(settings.get("load_in_4bit") or settings.get("load_in_8bit"))
 
 
-def _method_by_names(tensors: Iterable[TensorInfo]) -> str | None:
-    known = list(tensors)
-    if not any(tensor.dtype.name.startswith(("I", "U", "F8", "F4")) for tensor in known):
+def _method_by_names(tensors: Mapping[str, TensorInfo]) -> str | None:
+    if not any(name.startswith(("I", "U", "F8", "F4")) for name in dtypes_of(tensors)):
         return None
-    found = {method for tensor in known for method, sign in _SIGNS if sign.search(tensor.name)}
+    found = {method for name in tensors for method, sign in _SIGNS if sign.search(name)}
     return next((method for method, _ in _SIGNS if method in found), None)
 
 

@@ -20,7 +20,14 @@ from bigload.checkpoint.formats.unsupported import (
     refuse_pipeline,
 )
 from bigload.checkpoint.index import ShardIndex, read_beside, read_index, resolve_shard
-from bigload.checkpoint.model import Checkpoint, CheckpointWarning, ShardHeader, TensorInfo
+from bigload.checkpoint.model import (
+    Checkpoint,
+    CheckpointWarning,
+    ShardHeader,
+    StoredTensors,
+    TensorInfo,
+    sizes_of,
+)
 from bigload.checkpoint.part import part_warning
 from bigload.checkpoint.sources.listings import identity_of, listed
 from bigload.checkpoint.sources.small_reads import GUESSED_BYTES
@@ -307,13 +314,14 @@ def _open_files(
 ) -> Checkpoint:
     with _meanwhile(partial(_read_config, root), is_local=scheme_of(root).is_local) as read_config:
         headers, problems, legacy = _read_headers(root, files, index_file, index)
-    tensors = {tensor.name: tensor for header in headers for tensor in header.tensors}
+    tensors = StoredTensors.of_all([header.tensors for header in headers])
     if len(tensors) != sum(len(header.tensors) for header in headers):
         problems += _stored_twice(headers)
-        tensors = {tensor.name: tensor for header in reversed(headers) for tensor in header.tensors}  # the first counts
+        tensors = StoredTensors.of_all([header.tensors for header in reversed(headers)])  # the first counts
     if index is not None and not legacy:
-        files_of = {name: tensor.span.file for name, tensor in tensors.items()}
-        if files_of != index.weight_map:
+        is_listed = all({*map(index.weight_map.get, each.tensors)} <= {each.shard.file} for each in headers)
+        if not is_listed or len(tensors) != len(index.weight_map):
+            files_of = {name: tensor.span.file for name, tensor in tensors.items()}
             problems += _contradictions(index, files_of, {header.shard.file for header in headers})
     if problems:
         raise InvalidCheckpointError(path, problems)
@@ -456,11 +464,11 @@ def _stored_twice(headers: Iterable[ShardHeader]) -> Iterator[Problem]:
     """Yield the tensors that an earlier shard has as well."""
     first: dict[str, str] = {}
     for header in headers:
-        for tensor in header.tensors:
-            if tensor.name in first:
-                text = f"tensor {tensor.name!r} is also in {first[tensor.name]}"
+        for name in header.tensors:
+            if name in first:
+                text = f"tensor {name!r} is also in {first[name]}"
                 yield Problem(code="tensor-twice", file=header.shard.file, text=text)
-            first.setdefault(tensor.name, header.shard.file)
+            first.setdefault(name, header.shard.file)
 
 
 def _contradictions(index: ShardIndex, files_of: Mapping[str, str], read: set[str]) -> Iterator[Problem]:
@@ -490,7 +498,7 @@ def _total_size_warning(index: ShardIndex | None, tensors: Mapping[str, TensorIn
     """
     if index is None or index.total_size is None:
         return ()
-    total = sum(tensor.num_bytes for tensor in tensors.values())
+    total = sum(sizes_of(tensors).values())
     if index.total_size == total:
         return ()
     stored_once = {(tensor.span, tensor.shape): tensor.num_bytes for tensor in tensors.values()}

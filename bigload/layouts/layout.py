@@ -42,7 +42,7 @@ class LayoutRequest:
 
     def in_execution_order(self) -> list[OutputTensor]:
         """Return all tensors whole, in the dtype to write, in the order in which a forward pass needs them."""
-        tensors = build_tree(self.checkpoint.tensors.values()).all_tensors()
+        tensors = build_tree(self.checkpoint.tensors).all_tensors()
         return [
             OutputTensor(source=self.assembled.get(tensor.name, tensor), dtype=self.options.dtypes(tensor))
             for tensor in tensors

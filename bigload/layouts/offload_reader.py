@@ -266,7 +266,7 @@ class IndexReading:
             path, problems = self._real_root / file, list[Problem]()
             try:
                 before = signature(path)
-                tensors = {tensor.name: tensor for tensor in read_shard_header(path, file, SAFETENSORS).tensors}
+                tensors = read_shard_header(path, file, SAFETENSORS).tensors
                 self.headers[file] = FileHeader(signature=before, tensors=tensors)
             except InvalidCheckpointError as error:
                 problems += error.problems

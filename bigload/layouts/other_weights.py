@@ -131,7 +131,7 @@ def _weight_files(root: Path) -> Iterator[Path]:
 
 def _is_copy(place: Path, name: str, checkpoint: Checkpoint) -> bool:
     try:
-        names = {tensor.name for tensor in read_shard_header(place, name).tensors}
+        names = set(read_shard_header(place, name).tensors)
     except (InvalidCheckpointError, LegacyFileError):  # what it holds is not known, so it may be needed
         return False
     return bool(names) and 2 * len(names & checkpoint.tensors.keys()) >= len(names)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Mapping
 from dataclasses import replace
 
 from bigload.checkpoint.model import Span, TensorInfo
@@ -20,13 +20,13 @@ EXPECTED_DTYPE = (
 _SCALES = ("scale", "absmax", "zero", "quant", "bitmap")
 
 
-def as_loaded(tensors: Iterable[TensorInfo], dtype: DType | None) -> Iterable[TensorInfo]:
+def as_loaded(tensors: Mapping[str, TensorInfo], dtype: DType | None) -> Mapping[str, TensorInfo]:
     """Return `tensors` as they are in memory when floating-point weights are converted to `dtype`.
 
     Plain floating-point types are converted. Integers, 8-bit floats and the scales of quantised weights are not: they
     mean something only together, in the types they have.
     """
-    return tensors if dtype is None else [as_dtype(tensor, dtype) for tensor in tensors]
+    return tensors if dtype is None else {name: as_dtype(tensor, dtype) for name, tensor in tensors.items()}
 
 
 def loaded_dtype(name: str, stored: DType, dtype: DType | None) -> DType:

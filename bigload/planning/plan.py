@@ -6,13 +6,13 @@ same inputs give the same plan to the last byte of its file.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
 from bigload.checkpoint.fingerprint import ShardFingerprint
-from bigload.checkpoint.model import TensorInfo, name_of
+from bigload.checkpoint.model import TensorInfo, name_of, sizes_of
 from bigload.devices import CPU, DISK, Device
 from bigload.errors import InvalidPlanError
 from bigload.plain_text import PlainTable, Styled, printable, stacked_bar
@@ -224,7 +224,7 @@ def _as_peers_say(device: Device) -> str | int:
     return device.index if device.kind == "cuda" and device.index is not None else str(device)
 
 
-def recount(plan: Plan, tensors: Collection[TensorInfo]) -> dict[Device, int]:
+def recount(plan: Plan, tensors: Mapping[str, TensorInfo]) -> dict[Device, int]:
     """Return the bytes of `tensors` per device under `plan`'s device map, counted as they are loaded.
 
     Raises:
@@ -233,8 +233,8 @@ def recount(plan: Plan, tensors: Collection[TensorInfo]) -> dict[Device, int]:
     totals = {use.device: 0 for use in plan.devices}
     shared = frozenset(plan.shared)
     homes: dict[str, Device | None] = {**plan.homes, **dict.fromkeys(plan.left_out)}
-    loaded = as_loaded(tensors, plan.options.workload.load_dtype)
-    sizes = {tensor.name: 0 if tensor.name in shared else tensor.num_bytes for tensor in loaded}
+    loaded = sizes_of(as_loaded(tensors, plan.options.workload.load_dtype))
+    sizes = {**loaded, **dict.fromkeys(shared & loaded.keys(), 0)} if shared else loaded
     ranges, num_covered = NameRanges(sizes), 0
     for key, device in homes.items():
         start, stop = ranges.of(key)

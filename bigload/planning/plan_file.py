@@ -259,14 +259,14 @@ def check_plan(plan: Plan, checkpoint: Checkpoint, *, source: str = "the plan") 
     if plan.total_bytes != checkpoint.total_bytes:
         _refuse(source, f"it claims {plan.total_bytes} bytes of tensors, the checkpoint has {checkpoint.total_bytes}")
     if plan.left_out:
-        extra = extra_layers(build_tree(checkpoint.tensors.values()), ModelConfig(checkpoint.config))
+        extra = extra_layers(build_tree(checkpoint.tensors), ModelConfig(checkpoint.config))
         wrong = [name for name in plan.left_out if name not in extra]
         if wrong:
             _refuse(source, f"it leaves out {', '.join(wrong)}, which a forward pass runs")
     _check_names(plan, checkpoint, source)
     if plan.resident_experts is not None and (problem := _resident_problem(plan, plan.resident_experts, checkpoint)):
         _refuse(source, problem)
-    counted = recount(plan, checkpoint.tensors.values())
+    counted = recount(plan, checkpoint.tensors)
     for use in plan.devices:
         if counted[use.device] != use.weights_bytes:
             _refuse(

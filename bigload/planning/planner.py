@@ -230,7 +230,7 @@ def _device_uses(
 
 def _audit(made: Plan, checkpoint: Checkpoint) -> None:
     """Count the finished plan from its device map and rows alone, before anyone sees it."""
-    counted = recount(made, checkpoint.tensors.values())
+    counted = recount(made, checkpoint.tensors)
     for use in made.devices:
         if counted[use.device] != use.weights_bytes or (use.free_bytes is not None and use.free_bytes < 0):
             raise InvalidPlanError(

@@ -246,7 +246,7 @@ def counted(model, context, attention=None):
     forms = {name: ("BF16", tuple(tensor.shape)) for name, tensor in model.state_dict().items()}
     tensors = checkpoint_of(forms).tensors
     config = {**model.config.to_dict(), "architectures": [type(model).__name__]}
-    found = memory_model(blocks_of(build_tree(tensors.values())), tensors, ModelConfig(config))
+    found = memory_model(blocks_of(build_tree(tensors)), tensors, ModelConfig(config))
     return found.at(Workload(context=context, attention=attention))
 
 

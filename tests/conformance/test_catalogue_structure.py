@@ -48,7 +48,7 @@ class Catalogue:
         self.blocks = {prefix for _, _, prefix in document["blocks"] if prefix}
         self.tied = document["tied_weights"]
         self.checkpoint = checkpoint_of(document["tensors"], config=document["config"])
-        self.root = build_tree(self.checkpoint.tensors.values())
+        self.root = build_tree(self.checkpoint.tensors)
         self.units = cut_into_units(self.root, find_ties(self.checkpoint))
         self.parts = [part for unit in cut_into_units(self.root) for part in unit.parts]
 

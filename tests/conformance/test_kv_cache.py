@@ -31,7 +31,7 @@ TOLERANCE = 0.02
 
 
 def counted_bytes(checkpoint, workload):
-    root = build_tree(checkpoint.tensors.values())
+    root = build_tree(checkpoint.tensors)
     names = {part.name for unit in cut_into_units(root) for part in unit.parts if part.kind is UnitKind.BLOCK}
     blocks = [node for node in root.walk() if node.name in names]
     return memory_model(blocks, checkpoint.tensors, ModelConfig(checkpoint.config)).at(workload)

@@ -114,7 +114,7 @@ def as_saved(model):
 
 def planned_keys(checkpoint, model):
     """Return one key per unit, and the tied modules that the checkpoint leaves out."""
-    keys = [part.name for unit in cut_into_units(build_tree(checkpoint.tensors.values())) for part in unit.parts]
+    keys = [part.name for unit in cut_into_units(build_tree(checkpoint.tensors)) for part in unit.parts]
     absent = dict.fromkeys(name.rpartition(".")[0] for name in model.all_tied_weights_keys)
     return keys + [module for module in absent if not covers(keys, module)]
 

@@ -44,7 +44,7 @@ def accepted_by_bigload(path):
         header = read_shard_header(path, "a")
     except InvalidCheckpointError:
         return None
-    return {tensor.name: (tensor.dtype.name, list(tensor.shape)) for tensor in header.tensors}
+    return {tensor.name: (tensor.dtype.name, list(tensor.shape)) for tensor in header.tensors.values()}
 
 
 class Doubled(Exception):  # noqa: N818

@@ -159,8 +159,8 @@ def test_the_units_of_a_family_are_in_execution_order(family):
 @pytest.mark.parametrize("share", [0.3, 0.6, 0.9])
 def test_the_plan_of_a_family_counts_right_on_several_devices(family, share):
     checkpoint, _ = family
-    largest = max(unit.num_bytes for unit in cut_into_units(build_tree(checkpoint.tensors.values())))
+    largest = max(unit.num_bytes for unit in cut_into_units(build_tree(checkpoint.tensors)))
     limits = {"cuda:0": int(checkpoint.total_bytes * share) + 2 * largest, "cuda:1": largest}
     made = plan(checkpoint, limits, overhead=0)
-    counted = recount(made, checkpoint.tensors.values())
+    counted = recount(made, checkpoint.tensors)
     assert counted == {use.device: use.weights_bytes for use in made.devices}

@@ -6,7 +6,7 @@ from builders import checkpoint_of, llama_tensors
 
 
 def rows(tensors, max_depth=9):
-    tree = build_tree(checkpoint_of(tensors).tensors.values())
+    tree = build_tree(checkpoint_of(tensors).tensors)
     return [(row.depth, row.label, row.num_alike, row.num_bytes) for row in outline(tree, max_depth=max_depth)]
 
 

@@ -1,6 +1,8 @@
 import json
 import re
+from collections import Counter
 from dataclasses import replace
+from importlib import import_module
 
 import pytest
 
@@ -11,7 +13,16 @@ from bigload.planning.module_table import folded_names
 from bigload.planning.plan import recount
 from bigload.planning.plan_file import plan_to_json
 from bigload.planning.planner import plan
-from builders import checkpoint_of, llama_config, llama_tensors, make_checkpoint, write_shard
+from builders import (
+    checkpoint_of,
+    header_of,
+    llama_config,
+    llama_tensors,
+    make_checkpoint,
+    write_index,
+    write_raw,
+    write_shard,
+)
 
 CUDA0, CUDA1 = Device("cuda", 0), Device("cuda", 1)
 CONFIG = {"model_type": "x"}
@@ -126,13 +137,46 @@ def test_a_block_is_not_mistaken_for_one_whose_number_begins_alike():
 def test_recounted_bytes_are_those_of_the_rows():
     checkpoint = checkpoint_of(BLOCKS)
     made = plan(checkpoint, {"cuda:0": 10, "cpu": 20}, overhead=0)
-    assert recount(made, checkpoint.tensors.values()) == {CUDA0: 8, CPU: 7, DISK: 0}
+    assert recount(made, checkpoint.tensors) == {CUDA0: 8, CPU: 7, DISK: 0}
+
+
+def test_a_key_below_another_counts_for_its_own_device():
+    made = replace(planned(BLOCKS, {"cuda:0": 10, "cpu": 20}), homes={"layers": CPU, "layers.1": CUDA0})
+    tensors = {f"layers.{index}.a.w": 2 for index in range(12)}
+    assert recount(made, checkpoint_of(tensors).tensors) == {CUDA0: 2, CPU: 22, DISK: 0}
+
+
+def test_a_plan_parses_each_header_once_and_makes_few_tensors(tmp_path, monkeypatch):
+    experts = [f"mlp.experts.{index}.up_proj.weight" for index in range(50)]
+    block = {name: ("U8", [1]) for name in (*experts, "mlp.gate.weight", "self_attn.q_proj.weight", "norm.weight")}
+    shards = {f"{i}.safetensors": {f"layers.{i}.{name}": form for name, form in block.items()} for i in range(10)}
+    for file, tensors in shards.items():
+        write_raw(tmp_path / file, json.dumps(header_of(tensors), separators=(",", ":")), bytes(len(tensors)))
+    write_index(tmp_path, {name: file for file, tensors in shards.items() for name in tensors})
+    calls = Counter()
+    for target in ("formats.safetensors.parse_header", "model.TensorInfo", "source.read_index"):
+        count_calls(monkeypatch, f"bigload.checkpoint.{target}", calls)
+    plan(tmp_path, {"cuda:0": 100, "cpu": 200}, overhead=0)
+    assert (calls["parse_header"], calls["read_index"]) == (10, 1)
+    assert 0 < calls["TensorInfo"] < 50, "tensors inside experts are made"
+
+
+def count_calls(monkeypatch, target, calls):
+    """Count the calls of the function at `target` under its name."""
+    place, _, name = target.rpartition(".")
+    function = getattr(import_module(place), name)
+
+    def counted(*args, **kwargs):
+        calls[name] += 1
+        return function(*args, **kwargs)
+
+    monkeypatch.setattr(target, counted)
 
 
 def test_tensors_on_a_device_that_a_plan_does_not_list_are_not_counted():
     made = replace(planned(BLOCKS, {"cpu": 100}), homes={name.partition(".w")[0]: CUDA1 for name in BLOCKS})
     with pytest.raises(InvalidPlanError, match="does not list"):
-        recount(made, checkpoint_of(BLOCKS).tensors.values())
+        recount(made, checkpoint_of(BLOCKS).tensors)
 
 
 def test_a_plan_knows_the_weights_of_each_device():
@@ -197,7 +241,7 @@ def test_a_head_that_stores_all_but_its_tied_weight_is_counted_where_it_is():
     config = {"model_type": "roberta", "architectures": ["RobertaForCausalLM"]}
     checkpoint = checkpoint_of(HEAD_WITH_PARTS, config=config)
     made = plan(checkpoint, {"cuda:0": 20, "cuda:1": 100}, overhead=0)
-    assert recount(made, checkpoint.tensors.values()) == {use.device: use.weights_bytes for use in made.devices}
+    assert recount(made, checkpoint.tensors) == {use.device: use.weights_bytes for use in made.devices}
 
 
 def test_weights_on_disk_are_noted_with_what_would_hold_them():

@@ -48,7 +48,7 @@ def below(name, modules):
 def weights_by_hand(checkpoint, made):
     """The bytes of the tensors on each device, tensor by tensor, without any code of plans."""
     totals = {use.device: 0 for use in made.devices}
-    for tensor in as_loaded(checkpoint.tensors.values(), made.options.workload.load_dtype):
+    for tensor in as_loaded(checkpoint.tensors, made.options.workload.load_dtype).values():
         if not below(tensor.name, made.left_out) and tensor.name not in made.shared:
             (key,) = below(tensor.name, made.homes)
             totals[made.homes[key]] += tensor.num_bytes
@@ -176,7 +176,7 @@ def test_a_plan_with_a_moved_module_is_refused_or_still_counts_right(checkpoint,
         check_plan(moved, checkpoint)
     except ValueError:
         return
-    assert recount(moved, checkpoint.tensors.values()) == {use.device: use.weights_bytes for use in made.devices}
+    assert recount(moved, checkpoint.tensors) == {use.device: use.weights_bytes for use in made.devices}
 
 
 split = {"policy": Policy.OPTIMAL, "experts": Experts.SPLIT}
@@ -210,7 +210,7 @@ def test_a_token_needs_the_experts_that_it_chooses(question):
     found = drafted(question)
     made, structure = found.plan, found.structure
     sizes = dict.fromkeys(made.homes, 0)
-    for tensor in as_loaded(question[0].tensors.values(), made.options.workload.load_dtype):
+    for tensor in as_loaded(question[0].tensors, made.options.workload.load_dtype).values():
         if not below(tensor.name, made.left_out) and tensor.name not in made.shared:
             sizes[below(tensor.name, made.homes)[0]] += tensor.num_bytes
     routed = {module: experts for _, experts in structure.experts.values() for module in experts.modules}

@@ -312,7 +312,7 @@ def read_by_both(output: Output, max_shard_bytes: int | None) -> dict[str, Form]
     for written in output.files:
         data_bytes = written.num_bytes - len(written.header)
         assert max_shard_bytes is None or len(written.tensors) <= 1 or data_bytes <= max_shard_bytes
-        for tensor in parse_header(written.header, num_bytes=written.num_bytes, file=written.file).tensors:
+        for tensor in parse_header(written.header, num_bytes=written.num_bytes, file=written.file).tensors.values():
             assert tensor.num_bytes % TENSOR_ALIGNMENT or tensor.span.start % TENSOR_ALIGNMENT == 0
             assert tensor.name not in found
             found[tensor.name] = (tensor.dtype.name, list(tensor.shape))

@@ -76,7 +76,9 @@ def read_header(read: ReadRange, num_bytes: int, file: str) -> ShardHeader:
         format="torch",
     )
     tensors.sort(key=lambda tensor: (tensor.span.start, tensor.span.stop))
-    return ShardHeader(shard=shard, tensors=tuple(tensors), warnings=_left_out(file, found.left_out))
+    return ShardHeader(
+        shard=shard, tensors={tensor.name: tensor for tensor in tensors}, warnings=_left_out(file, found.left_out)
+    )
 
 
 def _check_kind(head: bytes, num_bytes: int) -> None:

@@ -64,17 +64,17 @@ def _plan_for(plan: Plan, files: Sequence[OutputFile]) -> Plan:
 
     The folder is the plan file's own, `"."`. Bytes are counted from the files. What the plan left out is not there.
     """
-    tensors = [
+    tensors = {
         # Only the length of a span counts here.
-        TensorInfo(tensor.name, tensor.dtype, tensor.shape, Span(output.file, 0, tensor.num_bytes))
+        tensor.name: TensorInfo(tensor.name, tensor.dtype, tensor.shape, Span(output.file, 0, tensor.num_bytes))
         for output in files
         for tensor in output.tensors
-    ]
+    }
     weights = recount(plan, tensors)
     return replace(
         plan,
         checkpoint_path=".",
-        total_bytes=sum(tensor.num_bytes for tensor in tensors),
+        total_bytes=sum(tensor.num_bytes for tensor in tensors.values()),
         shards=tuple(sorted((output.fingerprint for output in files), key=lambda shard: shard.file)),
         devices=tuple(replace(use, weights_bytes=weights[use.device]) for use in plan.devices),
         left_out=(),

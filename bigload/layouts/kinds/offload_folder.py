@@ -82,7 +82,7 @@ def _keys(checkpoint: Checkpoint, plan: Plan | None) -> Collection[str]:
     """Return the modules and parameters that are kept whole, and hold all others."""
     if plan is not None:
         return plan.homes.keys()
-    units = cut_into_units(build_tree(checkpoint.tensors.values()))
+    units = cut_into_units(build_tree(checkpoint.tensors))
     return {part.name for unit in units for part in unit.parts}
 
 

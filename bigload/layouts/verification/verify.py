@@ -276,7 +276,7 @@ class _FileCheck:
             InvalidCheckpointError, OSError: its header is not one, or cannot be read.
         """
         if self._has_header:
-            return {tensor.name: tensor.span for tensor in read_shard_header(place, self.file).tensors}
+            return {tensor.name: tensor.span for tensor in read_shard_header(place, self.file).tensors.values()}
         if len(self.record.tensors) == 1:  # a file of bare bytes
             return {name: Span(self.file, 0, self.record.num_bytes) for name in self.record.tensors}
         return {}

@@ -15,7 +15,7 @@ from itertools import accumulate
 from operator import methodcaller
 from types import MappingProxyType
 
-from bigload.checkpoint.model import TensorInfo
+from bigload.checkpoint.model import TensorInfo, sizes_of
 from bigload.errors import PlanError
 
 MAX_DEPTH = 100
@@ -105,20 +105,18 @@ def _are_stages(children: list[ModuleNode]) -> bool:
     return all(one and not one & other for index, one in enumerate(widths) for other in widths[:index])
 
 
-def build_tree(tensors: Iterable[TensorInfo]) -> ModuleNode:
+def build_tree(tensors: Mapping[str, TensorInfo]) -> ModuleNode:
     """Return the tree of the modules that `tensors` belong to; the root has the name `""`.
 
     Raises:
         PlanError: a name nests more than `MAX_DEPTH` modules.
     """
-    by_name = {tensor.name: tensor for tensor in tensors}
-    deepest = max(by_name, key=methodcaller("count", "."), default="")
+    deepest = max(tensors, key=methodcaller("count", "."), default="")
     if deepest.count(".") >= MAX_DEPTH:
         raise PlanError(
             f"tensor {deepest:.60}… nests {deepest.count('.') + 1} modules, models nest {MAX_DEPTH} at most"
         )
-    ranges = NameRanges({name: tensor.num_bytes for name, tensor in by_name.items()})
-    return _Tree(by_name, ranges).node("", 0, len(by_name))
+    return _Tree(tensors, NameRanges(sizes_of(tensors))).node("", 0, len(tensors))
 
 
 def without(node: ModuleNode, names: Sequence[str]) -> ModuleNode:

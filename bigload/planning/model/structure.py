@@ -79,7 +79,8 @@ class ModelStructure:
             tensors = list(root.all_tensors())
             start = tensors[0].span.start
             nothing = replace(tensors[0], shape=(0,), span=tensors[0].span._replace(stop=start), strides=None)
-            root = build_tree([*tensors, *(replace(nothing, name=f"{module}.weight") for module in absent)])
+            empty = [replace(nothing, name=f"{module}.weight") for module in absent]
+            root = build_tree({tensor.name: tensor for tensor in (*tensors, *empty)})
         parts = parts_in_order(root, self.ties, no_split=self.no_split)
         return {part.name: rank for rank, part in enumerate(parts)}
 
@@ -169,7 +170,7 @@ def read_structure(checkpoint: Checkpoint, options: PlanOptions) -> ModelStructu
         CheckpointError: tied tensors cannot be compared.
     """
     config = ModelConfig(checkpoint.config)
-    root = build_tree(as_loaded(checkpoint.tensors.values(), options.workload.load_dtype))
+    root = build_tree(as_loaded(checkpoint.tensors, options.workload.load_dtype))
     left_out = () if options.keep_extra_layers else extra_layers(root, config)
     kept = without(root, left_out)
     structure = ModelStructure(

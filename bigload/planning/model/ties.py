@@ -131,7 +131,7 @@ def _claims_of_head(checkpoint: Checkpoint) -> Iterator[_Claim]:
     embedding = _text_embedding(tensors)
     if config is None or embedding is None or (said := _says_tied(config)) is False:
         return
-    heads = tuple(tensor for name, tensor in tensors.items() if name.endswith(_HEADS))
+    heads = tuple(tensors[name] for name in tensors if name.endswith(_HEADS))
     if heads:
         yield _Claim(source=embedding, copies=heads, is_explicit=said is True)
     elif (head := _head(embedding.name, tensors, config)) is not None:
@@ -176,7 +176,7 @@ def _head(embedding: str, tensors: Mapping[str, TensorInfo], config: Mapping[str
 
 def _text_embedding(tensors: Mapping[str, TensorInfo]) -> TensorInfo | None:
     """Return the embedding with the most rows: a vision tower may have one of its own, with fewer."""
-    found = [tensor for name, tensor in tensors.items() if name.endswith(_EMBEDDINGS) and tensor.shape]
+    found = [tensor for name in tensors if name.endswith(_EMBEDDINGS) and (tensor := tensors[name]).shape]
     return max(found, key=lambda tensor: (tensor.shape[0], -len(tensor.name)), default=None)
 
 

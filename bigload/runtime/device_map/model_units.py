@@ -51,7 +51,7 @@ def _blocks(model: nn.Module, classes: Iterable[str] | str | None) -> tuple[set[
         return _instances(model, class_names(classes)), None
     blocks = _instances(model, class_names(getattr(model, "_no_split_modules", None)))
     around = _around(blocks)
-    named = [block.name for block in blocks_of(build_tree(_tensor_infos(model)))]
+    named = [block.name for block in blocks_of(build_tree({tensor.name: tensor for tensor in _tensor_infos(model)}))]
     blocks.update([name for name in named if name not in around and blocks.isdisjoint(prefixes(name))])
     return blocks, _around(blocks) if blocks else None
 

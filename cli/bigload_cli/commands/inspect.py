@@ -46,7 +46,7 @@ def inspect(
     if quiet and not as_json:
         output.print_text(str(checkpoint.total_bytes))
         return
-    tree = build_tree(checkpoint.tensors.values())
+    tree = build_tree(checkpoint.tensors)
     rows = outline(tree, max_depth=depth)
     if as_json:
         from bigload_cli.views import documents

@@ -35,7 +35,7 @@ def read_toy(read, num_bytes, file):
         header_sha256=hashlib.sha256(header).hexdigest(),
         metadata={},
     )
-    return ShardHeader(shard=shard, tensors=tuple(tensors))
+    return ShardHeader(shard=shard, tensors={tensor.name: tensor for tensor in tensors})
 
 
 def write_toy(path):

@@ -23,7 +23,7 @@ CACHE = BlockCache(block="b", per_token=4, dtype=DTYPES["BF16"])
 
 def activations_of(shapes, config=None, *, cache=CACHE, has_positions=False, is_biased=False):
     tensors = checkpoint_of({f"{name}.weight": ("BF16", shape) for name, shape in shapes.items()}).tensors
-    block = read_block(build_tree(tensors.values()))
+    block = read_block(build_tree(tensors))
     return block_activations(block, cache, ModelConfig(config), has_positions=has_positions, is_biased=is_biased)
 
 
@@ -194,7 +194,7 @@ MAMBA = {"mixer.conv1d": [16, 1, 4], "mixer.in_proj": [32, 8], "mixer.out_proj":
 
 def scan_bytes(decay, state, config=None, tokens=512, **shapes):
     tensors = {f"{name}.weight": ("BF16", shape) for name, shape in (MAMBA | shapes).items()}
-    block = read_block(build_tree(checkpoint_of(tensors | {"mixer.A_log": ("F32", decay)}).tensors.values()))
+    block = read_block(build_tree(checkpoint_of(tensors | {"mixer.A_log": ("F32", decay)}).tensors))
     cache = BlockCache(block="b", wide_state=state, dtype=DTYPES["BF16"])
     known = ModelConfig({"hidden_size": 8, **(config or {})})
     found = block_activations(block, cache, known, has_positions=False, is_biased=False)

@@ -12,7 +12,7 @@ DENSE = {"self_attn.q_proj.weight": 5, "input_layernorm.weight": 1}
 def block_of(parts):
     """The first of two blocks `layers.0` and `layers.1` with `parts`."""
     tensors = {f"layers.{index}.{name}": form for index in range(2) for name, form in parts.items()}
-    return next(blocks_of(build_tree(checkpoint_of(tensors).tensors.values())))
+    return next(blocks_of(build_tree(checkpoint_of(tensors).tensors)))
 
 
 def experts_of(parts, **config):

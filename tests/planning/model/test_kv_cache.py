@@ -26,7 +26,7 @@ class Found(NamedTuple):
 
 
 def memory_of(tensors, config, workload=HUNDRED):
-    root = build_tree(checkpoint_of(tensors).tensors.values())
+    root = build_tree(checkpoint_of(tensors).tensors)
     names = {part.name for unit in cut_into_units(root) for part in unit.parts if part.kind is UnitKind.BLOCK}
     asked = ModelConfig(config)
     caches, _, unknown = block_caches([node for node in root.walk() if node.name in names], asked)

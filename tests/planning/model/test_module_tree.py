@@ -9,7 +9,7 @@ from builders import checkpoint_of, llama_tensors
 
 
 def tree_of(tensors):
-    return build_tree(checkpoint_of(tensors).tensors.values())
+    return build_tree(checkpoint_of(tensors).tensors)
 
 
 def names_of(tensors):
@@ -195,7 +195,7 @@ def stages(widths, blocks=2):
 
 
 def block_lists(tensors):
-    tree = build_tree(checkpoint_of({name: ("F32", shape) for name, shape in tensors}).tensors.values())
+    tree = build_tree(checkpoint_of({name: ("F32", shape) for name, shape in tensors}).tensors)
     return [node.name for node in tree.walk() if node.is_block_list]
 
 

@@ -7,7 +7,7 @@ from builders import checkpoint_of
 
 
 def extra_of(tensors, **config):
-    return extra_layers(build_tree(checkpoint_of(tensors).tensors.values()), ModelConfig(config or None))
+    return extra_layers(build_tree(checkpoint_of(tensors).tensors), ModelConfig(config or None))
 
 
 def blocks(numbers, *parts, prefix="model.layers"):

@@ -16,7 +16,7 @@ HUNDRED = Workload(context=100)
 
 
 def blocks_of(tensors):
-    return [node for node in build_tree(tensors.values()).walk() if node.name.rpartition(".")[2].isdecimal()]
+    return [node for node in build_tree(tensors).walk() if node.name.rpartition(".")[2].isdecimal()]
 
 
 def memory_of(forms, config, workload=HUNDRED):

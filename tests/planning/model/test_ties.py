@@ -162,7 +162,7 @@ def test_a_tie_by_the_bytes_of_large_tensors_says_that_it_rests_on_samples():
 
 def test_modules_whose_bytes_differ_may_be_on_two_devices():
     tensors = {EMBED: ("U8", [8, 4]), "model.layers.0.a.w": 32, "model.layers.1.a.w": 32, HEAD: ("U8", [8, 4])}
-    units = cut_into_units(build_tree(checkpoint_of(tensors).tensors.values()), differing_ties(tensors))
+    units = cut_into_units(build_tree(checkpoint_of(tensors).tensors), differing_ties(tensors))
     assert [unit.name for unit in units] == ["model.embed_tokens", "model.layers.0", "model.layers.1", "lm_head"]
 
 

@@ -9,7 +9,7 @@ BLOCK, MODULE, PARAMETER = UnitKind.BLOCK, UnitKind.MODULE, UnitKind.PARAMETER
 
 
 def cut(tensors, *ties):
-    return cut_into_units(build_tree(checkpoint_of(tensors).tensors.values()), ties)
+    return cut_into_units(build_tree(checkpoint_of(tensors).tensors), ties)
 
 
 def parts_of(units):
