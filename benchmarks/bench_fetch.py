@@ -37,7 +37,7 @@ from make import load_recipe, make
 CONNECTIONS = 16
 RANGE_BYTES = 64 << 20
 SNAPSHOT = "import sys; from huggingface_hub import snapshot_download as s; s(sys.argv[1], local_dir=sys.argv[2])"
-IMPORT = "import sys, bigload; load = bigload.load"  # which imports torch
+IMPORT = "import sys, torch, bigload; load = bigload.load"
 LOAD = f"{IMPORT}; load(sys.argv[1])"
 RESHARDS = {"shards": ("--max-shard-size", "500MB"), "--tp 8": ("--tp", "8")}
 GOALS = (
