@@ -199,7 +199,10 @@ def show_share_of_a_rank(hub: HubServer, folder: Path) -> None:
         "--json",
     ]
     environment = {**os.environ, **hub.environment(folder / "cache-rank")}
-    done = json.loads(subprocess.run(command, env=environment, capture_output=True, check=True).stdout)
+    ran = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    if ran.returncode:  # the disk has to have room for it
+        raise SystemExit(f"no share of a rank: {ran.stdout}{ran.stderr}")
+    done = json.loads(ran.stdout)
     total = sum(path.stat().st_size for path in (folder / "llama-70b").glob("*.safetensors"))
     written = sum(file["total_bytes"] for file in done["files"] if file["num_tensors"])
     print(
