@@ -32,7 +32,12 @@ def bucket(request, server, tmp_path, monkeypatch):
 @pytest.fixture
 def answer(run, server, bucket, tmp_path):
     """Return a function that runs a command, and gives its JSON; with `code`, that it ends with and its errors."""
-    variables = {**server.environment(tmp_path / "cache"), **server.serve_bucket("bucket", bucket)}
+    others = {
+        **{"GOOGLE_BASE_URL": f"{server.url}/s3", "GOOGLE_SKIP_SIGNATURE": "true"},
+        **{"AZURE_STORAGE_ENDPOINT": f"{server.url}/s3", "AZURE_SKIP_SIGNATURE": "true"},
+        "AZURE_STORAGE_ACCOUNT_NAME": "account",
+    }
+    variables = {**server.environment(tmp_path / "cache"), **server.serve_bucket("bucket", bucket), **others}
 
     def answer(command, *, code=0):
         done = run(f"bigload {command}", variables)
@@ -74,6 +79,18 @@ def test_verify_finds_what_is_damaged_or_gone_in_a_bucket(answer, bucket, here):
     shard.unlink()
     assert f"rank-1/{shard.name}: missing" in answer("verify s3://bucket/ranks", code=1)
     assert "error: no manifest of s3://bucket/tiny: " in answer("verify s3://bucket/tiny", code=2)
+
+
+@pytest.mark.parametrize("scheme", ["gs", "az"])
+@pytest.mark.parametrize("bucket", CLIENTS[:1], indirect=True)
+def test_a_folder_in_another_store_is_verified(answer, server, bucket, here, scheme):
+    answer(f"reshard {LOCATION} ranks --tp 2 --json")
+    shutil.copytree(here / "ranks", bucket / "ranks")
+    server.key = ""  # nothing is signed
+    assert answer(f"verify {scheme}://bucket/ranks --json")["problems"] == []
+    shard = next((bucket / "ranks/rank-1").glob("*.safetensors"))
+    shard.write_bytes(shard.read_bytes()[:-1] + b"\xff")
+    assert f"rank-1/{shard.name}: tensor " in answer(f"verify {scheme}://bucket/ranks", code=1)
 
 
 @pytest.mark.parametrize("command", [f"reshard {LOCATION} s3://bucket/out --tp 2", f"fetch {LOCATION} s3://bucket/out"])
