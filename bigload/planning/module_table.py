@@ -52,13 +52,13 @@ def _below(nodes: Sequence[ModuleNode], *, max_depth: int, ancestors: tuple[bool
     groups = list(_groups(nodes))
     for index, group in enumerate(groups):
         is_last = (*ancestors, index == len(groups) - 1)
-        tensors = [tensor for node in group.members for tensor in node.all_tensors()]
+        counts = [node.counts for node in group.members]
         yield OutlineRow(
             label=group.label,
             depth=len(ancestors),
             num_alike=group.num_alike,
-            num_tensors=len(tensors),
-            num_parameters=sum([tensor.num_elements for tensor in tensors]),
+            num_tensors=sum(num_tensors for num_tensors, _ in counts),
+            num_parameters=sum(num_elements for _, num_elements in counts),
             num_bytes=sum(node.num_bytes for node in group.members),
             is_last=is_last,
         )

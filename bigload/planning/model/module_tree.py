@@ -36,13 +36,14 @@ class ModuleNode:
     not look into.
     """
 
-    __slots__ = ("_make_parts", "_parts", "name", "num_bytes")
+    __slots__ = ("_counts", "_make_parts", "_parts", "name", "num_bytes")
 
     def __init__(self, name: str, num_bytes: int, make_parts: Callable[[], Parts]) -> None:
         self.name = name
         self.num_bytes = num_bytes
         self._make_parts = make_parts
         self._parts: Parts | None = None
+        self._counts: tuple[int, int] | None = None
 
     @classmethod
     def of(cls, name: str, tensors: Sequence[TensorInfo], children: Children = MappingProxyType({})) -> ModuleNode:
@@ -62,6 +63,16 @@ class ModuleNode:
         if self._parts is None:
             self._parts = self._make_parts()
         return self._parts
+
+    @property
+    def counts(self) -> tuple[int, int]:
+        """Numbers of tensors and of their elements in the subtree."""
+        if self._counts is None:
+            below = [child.counts for child in self.children.values()]
+            num_tensors = len(self.tensors) + sum([count for count, _ in below])
+            num_elements = sum([tensor.num_elements for tensor in self.tensors]) + sum([count for _, count in below])
+            self._counts = num_tensors, num_elements
+        return self._counts
 
     @property
     def is_block_list(self) -> bool:
@@ -212,7 +223,7 @@ class _Tree:
                 own[key] = position
             position = end
         handed = own.keys() & inside.keys()
-        if prefix and handed and len(handed) == len(inside):
+        if not inside or (prefix and len(handed) == len(inside)):
             return self._stored(names[start:stop]), {}
         children = {
             key: self._handed(own[key], *inside[key]) if key in handed else self.node(f"{prefix}{key}.", *inside[key])
