@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from types import GeneratorType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -41,6 +41,20 @@ _PRELOAD = (
     "bigload.align_module_device(module) brings it to look at; to change it, remove the hooks with "
     "bigload.remove_hook_from_submodules(model) and dispatch the model again"
 )
+
+
+class LoadedWeight(Protocol):
+    """A weight that is loaded for a forward.
+
+    Attributes:
+        slots: Where it belongs.
+        placeholder: What they hold between forwards.
+        held: What they shall hold meanwhile.
+    """
+
+    slots: Sequence[TensorSlot]
+    placeholder: Tensor
+    held: Tensor
 
 
 class AlignDevicesHook(ModelHook):
@@ -320,26 +334,29 @@ class AlignDevicesHook(ModelHook):
             self._forwards.keep_changed()
         self.release()
 
-    def hold(self, loaded: Iterable[tuple[Sequence[TensorSlot], Tensor, Tensor]]) -> None:
-        """Begin a forward with weights that the caller has loaded, each as its slots, their placeholder and the value.
-
-        Slots that have got another value meanwhile keep it.
-        """
+    def hold(self, loaded: Iterable[LoadedWeight]) -> None:
+        """Begin a forward with weights that the caller has loaded. Slots that have got another value keep it."""
         forwards = self._forwards
         with forwards.lock:
             forwards.num_under_way += 1
-            for slots, placeholder, value in loaded:
-                vacant = [slot for slot in slots if slot.table[slot.key] is placeholder]
-                if vacant:
-                    forwards.away.append((vacant, placeholder))
-                    assign(vacant, value)
+            for weight in loaded:
+                slots, placeholder = weight.slots, weight.placeholder
+                for _, owner, key, is_buffer in slots:
+                    if (owner._buffers if is_buffer else owner._parameters)[key] is not placeholder:
+                        slots = [slot for slot in slots if slot.table[slot.key] is placeholder]
+                        break
+                if slots:
+                    forwards.away.append((slots, placeholder))
+                    assign(slots, weight.held)
 
     def release(self) -> None:
         """End a forward. The last one puts everything back in its slots."""
         forwards = self._forwards
         with forwards.lock:
-            forwards.num_under_way = max(0, forwards.num_under_way - 1)
-            if not forwards.num_under_way:
+            if forwards.num_under_way > 1:
+                forwards.num_under_way -= 1
+            else:
+                forwards.num_under_way = 0
                 forwards.put_back()
 
     def _load_tensor(self, slots: Sequence[TensorSlot]) -> None:

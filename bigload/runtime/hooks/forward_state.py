@@ -76,6 +76,7 @@ class ForwardState:
         for slots, tensor in self.away:
             assign(slots, tensor)
         self.away.clear()
-        for on_devices, device in self.lent:
-            on_devices.pop(device, None)
-        self.lent.clear()
+        if self.lent:
+            for on_devices, device in self.lent:
+                on_devices.pop(device, None)
+            self.lent.clear()

@@ -102,7 +102,8 @@ def called_modules(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 def assign(slots: Iterable[TensorSlot], tensor: Tensor) -> None:
     """Let all of `slots` hold `tensor`."""
-    for slot in slots:
-        slot.table[slot.key] = tensor
-        if isinstance(slot.module, nn.RNNBase):  # which computes with a list of its own
-            slot.module._flat_weights[slot.module._flat_weights_names.index(slot.key)] = tensor
+    for _, module, key, is_buffer in slots:
+        table: dict[str, Tensor | None] = module._buffers if is_buffer else module._parameters  # type: ignore[assignment]
+        table[key] = tensor
+        if isinstance(module, nn.RNNBase):  # which computes with a list of its own
+            module._flat_weights[module._flat_weights_names.index(key)] = tensor

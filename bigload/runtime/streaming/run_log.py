@@ -132,8 +132,10 @@ class RunLog:
             forwards=forwards, num_forwards=num_forwards, spans=tuple(sorted(spans, key=lambda span: span.start))
         )
 
-    def forward_began(self) -> None:
+    def forward_began(self, *, held_bytes: int = 0) -> None:
         """Note that the calling thread begins a forward of the whole model."""
+        with self._lock:
+            self._now.peak_bytes = max(self._now.peak_bytes, held_bytes)
         self._stack("forwards").append(time.perf_counter())
 
     def forward_ended(self) -> None:

@@ -57,6 +57,7 @@ class StreamedBlock:
         device: Where it runs.
         is_routed: Whether it is an expert, which only some tokens need: loaded when its layer asks for it.
         streamer: What schedules the block. The attributes below are guarded by its lock.
+        bypassable: The hook of the module, if its work is done where the weights are there already.
         residency: State of the weights.
         num_users: Forwards that run now.
         num_uses: Forwards that have ended; of fused experts, tokens.
@@ -77,6 +78,7 @@ class StreamedBlock:
         device: torch.device,
         is_routed: bool,
         streamer: BlockOwner,
+        bypassable: AlignDevicesHook | None = None,
     ) -> None:
         self.name = name
         self.module = module
@@ -84,6 +86,8 @@ class StreamedBlock:
         self.device = device
         self.is_routed = is_routed
         self.streamer = streamer
+        self.bypassable = bypassable
+        self._own_bypass = None if bypassable is None else HookBypass(module, bypassable)
         self.residency = Residency.ABSENT
         self.num_users = 0
         self.num_uses = 0
@@ -95,16 +99,15 @@ class StreamedBlock:
         self._weights: list[Weight] = []
         self._weights_by_hook: dict[AlignDevicesHook, list[Weight]] = {}
         self._others: list[TensorSlot] = []  # with values of their own
-        self._bypassed: list[HookedModule] = []
+        self._bypasses: list[HookBypass] = []
         self._hooks_in_use: list[AlignDevicesHook] = []
-        self._bypassed_calls: list[tuple[dict[str, Any], object, object]] = []
         streamer.add(self)
 
     def __repr__(self) -> str:
         return f"StreamedBlock({self.name!r}, {len(self.members)} modules, {self.residency.value})"
 
     def __getstate__(self) -> dict[str, Any]:
-        kept = ("name", "module", "members", "device", "is_routed", "streamer")
+        kept = ("name", "module", "members", "device", "is_routed", "streamer", "bypassable")
         return {name: getattr(self, name) for name in kept}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -136,9 +139,10 @@ class StreamedBlock:
         self._weights_by_hook = {}
         for weight in self._weights:
             self._weights_by_hook.setdefault(weight.hook, []).append(weight)
-        self._bypassed = [member for member, found in offloaded if found is not None]
+        bypassed = [member for member, found in offloaded if found is not None]
+        self._bypasses = [HookBypass(module, hook) for module, hook in bypassed if module is not self.module]
         covered = {(id(slot.module), slot.key) for weight in self._weights for slot in weight.slots}
-        places = [slots for module, hook in self._bypassed for slots, _ in hook.offloaded_tensors(module)]
+        places = [slots for module, hook in bypassed for slots, _ in hook.offloaded_tensors(module)]
         self._others = [slot for slots in places for slot in slots if (id(slot.module), slot.key) not in covered]
         return supplies
 
@@ -197,13 +201,14 @@ class StreamedBlock:
             weight.set(tensor, self.device)
         for hook, weights in self._weights_by_hook.items():
             self._hooks_in_use.append(hook)
-            hook.hold([(weight.slots, weight.placeholder, weight.held) for weight in weights])
-        for module, hook in self._bypassed:
-            own = module.__dict__
-            around = own.get("forward")
-            if own.get("_hf_hook") is hook and module is not self.module and calls_hook(around):
-                self._bypassed_calls.append((own, around, own.pop("_call_impl", None)))
-                _call_directly(own)
+            hook.hold(weights)
+        for bypass in self._bypasses:
+            bypass.begin()
+
+    def bypass(self) -> None:
+        """Have calls of the module go past its own hook until `uninstall`."""
+        if self._own_bypass is not None:
+            self._own_bypass.begin()
 
     def arrive(self) -> None:
         """Make installed weights usable by one more thread."""
@@ -218,12 +223,10 @@ class StreamedBlock:
     def uninstall(self) -> None:
         """Undo `install`; members that run by themselves keep their weights until they end."""
         self.is_installed = False
-        while self._bypassed_calls:
-            own, around, call = self._bypassed_calls.pop()
-            if "_old_forward" in own and own.get("forward") in (None, own["_old_forward"]):  # unchanged since `install`
-                own["forward"] = around
-            if call is not None and "_old_forward" in own:
-                own["_call_impl"] = call
+        for bypass in self._bypasses:
+            bypass.end()
+        if self._own_bypass is not None:
+            self._own_bypass.end()
         while self._hooks_in_use:
             self._hooks_in_use.pop().release()
 
@@ -236,10 +239,45 @@ class StreamedBlock:
                 weight.forget()
 
 
-def _call_directly(own: dict[str, Any]) -> None:
-    """Bypass the hook of the module whose `__dict__` is `own`."""
-    old = own["_old_forward"]
-    if isinstance(old, MethodType) and old.__func__ is getattr(type(old.__self__), "forward", None):
-        del own["forward"]
-    else:  # it had been replaced before the hook came
-        own["forward"] = old
+class HookBypass:
+    """Calls of a module past its hook, while the block around it runs."""
+
+    __slots__ = ("_around", "_call", "_direct", "_hook", "_old", "_own", "_under_way")
+
+    def __init__(self, module: nn.Module, hook: AlignDevicesHook) -> None:
+        self._own = module.__dict__
+        self._hook = hook
+        self._around: object = None  # the forward that calls the hook, and the one that it calls, as they were last
+        self._old: object = None
+        self._direct: object = None  # what replaces it; `None` is the method of the module's class
+        self._call: object = None
+        self._under_way = False
+
+    def begin(self) -> None:
+        """Call the module's own forward, unless somebody has put something around the hook's."""
+        own = self._own
+        around = own.get("forward")
+        if own.get("_hf_hook") is not self._hook or around is None:
+            return
+        old = own["_old_forward"]
+        if around is not self._around or old is not self._old:  # as they mostly are
+            if not calls_hook(around):
+                return
+            is_method = isinstance(old, MethodType) and old.__func__ is getattr(type(old.__self__), "forward", None)
+            self._around, self._old, self._direct = around, old, None if is_method else old
+        self._under_way, self._call = True, own.pop("_call_impl", None)
+        if self._direct is None:
+            del own["forward"]
+        else:  # it had been replaced before the hook came
+            own["forward"] = old
+
+    def end(self) -> None:
+        """Call the hook again, unless the module's forward was changed meanwhile, or the hook removed."""
+        if self._under_way:
+            self._under_way = False
+            own = self._own
+            if "_old_forward" in own:
+                if own.get("forward") in (None, own["_old_forward"]):
+                    own["forward"] = self._around
+                if self._call is not None:
+                    own["_call_impl"] = self._call

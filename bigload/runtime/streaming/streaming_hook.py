@@ -126,11 +126,11 @@ class StreamingHook(AlignDevicesHook):
 
     @eager
     def _note_begin(self) -> None:
-        self.streamer.log.forward_began()
+        self.streamer.begin_forward()
 
     @eager
     def _note_end(self) -> None:
-        self.streamer.log.forward_ended()
+        self.streamer.end_forward()
 
 
 StreamingHook.__name__ = "AlignDevicesHook"  # by which PEFT finds in accelerate the class of hooks for trained copies
@@ -154,6 +154,7 @@ def stream(model: nn.Module, options: StreamOptions) -> None:
         _streaming(model, root, streamer).counts_forwards = True
     # All hooks are replaced before the first block refers to some: a module may be in one block and have another.
     hooks = [_block_hook(part, streamer) for part in parts]
+    are_arguments_in_place = _runs_on_cpu_alone(model)
     for part, hook in zip(parts, hooks, strict=True):
         members = _members(part)
         (device,) = _devices(members)
@@ -161,7 +162,13 @@ def stream(model: nn.Module, options: StreamOptions) -> None:
             hook.experts = FusedExperts(part.name, part.module, hook, device, streamer)
         else:
             hook.block = StreamedBlock(
-                part.name, part.module, members, device=device, is_routed=part.is_routed, streamer=streamer
+                part.name,
+                part.module,
+                members,
+                device=device,
+                is_routed=part.is_routed,
+                streamer=streamer,
+                bypassable=hook if are_arguments_in_place and not hook.counts_forwards else None,
             )
             load_before_calls(part.module)
     experts = [hook.experts for hook in hooks if hook.experts is not None]
@@ -225,6 +232,12 @@ def _members(part: BlockModules) -> list[HookedModule]:
 
 def _devices(members: Sequence[HookedModule]) -> set[torch.device]:
     return {hook.device for _, hook in members if hook.device is not None}
+
+
+def _runs_on_cpu_alone(model: nn.Module) -> bool:
+    """Return whether all hooks of `model` run their modules on the CPU, so that none has arguments to move."""
+    hooks = [hook for module in model.modules() for hook in hooks_of(module) if isinstance(hook, AlignDevicesHook)]
+    return {hook.device.type for hook in hooks if hook.device is not None} == {"cpu"}
 
 
 def _own_hook(module: nn.Module) -> AlignDevicesHook | None:

@@ -41,7 +41,7 @@ def folder(plain, tmp_path):
     return save(plain, tmp_path / "checkpoint")
 
 
-@pytest.fixture(params=WAYS[1::2], ids=["small window", "some stay"])
+@pytest.fixture(params=[*WAYS[1::2], WAYS[0]], ids=["small window", "some stay", "all stay"])
 def model(request, folder):
     return streamed(folder, **request.param)
 
@@ -72,6 +72,17 @@ def test_an_error_in_the_middle_leaves_everything_as_it_was(plain, model, error,
             with pytest.raises((TypeError, AttributeError) if where == "in forward" else error):
                 model(IDS)
         handle.remove()
+        assert torch.equal(model(IDS), plain(IDS))
+
+
+def test_blocks_that_stay_cost_a_forward_of_the_model_no_hook_of_their_own(plain, folder, monkeypatch):
+    model = streamed(folder)
+    model(IDS)
+    monkeypatch.setattr("bigload.runtime.streaming.streamer.Streamer.enter", None)
+    with settled(model):
+        assert torch.equal(model(IDS), plain(IDS))
+        with pytest.raises(RuntimeError):
+            model(IDS.float())
         assert torch.equal(model(IDS), plain(IDS))
 
 
