@@ -71,7 +71,7 @@ def open_checkpoint(path: str | Path, *, on_header: OnHeader | None = None, trus
 
     Args:
         path: What to open.
-        on_header: Called after each header, by the calling thread.
+        on_header: Called after each header of a remote checkpoint, by the calling thread.
         trusts_recent: Take the listing of a folder in an object store that was made within the last ten minutes, and
             send no request: for looking at it. Before data are read, the service is asked anyway.
 
@@ -349,15 +349,17 @@ def _read_headers(
     root: Path, files: list[str], index_file: str | None, index: ShardIndex | None
 ) -> tuple[list[ShardHeader], list[Problem], list[str]]:
     """Return the headers of `files`, what is wrong with the others, and which are bare pickles."""
-    guesses = Counter[str]() if index is None or scheme_of(root).is_local else _guessed_header_bytes(index)
+    is_local = scheme_of(root).is_local
+    guesses = Counter[str]() if index is None or is_local else _guessed_header_bytes(index)
     headers, problems, legacy = [], list[Problem](), []
 
     def read(file: str) -> ShardHeader | Problem | InvalidCheckpointError | LegacyFileError:
         return _read_header(root, file, index_file, guess=guesses[file] or GUESSED_BYTES)
 
-    on_header = _on_header.get() or (lambda _done, _total: None)
-    for done, found in enumerate(_each(read, files, is_local=scheme_of(root).is_local), start=1):
-        on_header(done, len(files))
+    on_header = None if is_local else _on_header.get()
+    for done, found in enumerate(_each(read, files, is_local=is_local), start=1):
+        if on_header is not None:
+            on_header(done, len(files))
         match found:
             case ShardHeader():
                 headers.append(found)

@@ -27,7 +27,7 @@ LINE_EVERY_SECONDS = 30
 """Of progress, where stderr is no terminal."""
 
 SHOWN_AFTER_SECONDS = 1
-"""Before headers that are read are counted on stderr."""
+"""Before headers of a remote checkpoint are counted on stderr."""
 
 _UNLIMITED_WIDTH = 10_000
 _BLANKS_AT_LINE_END = re.compile(r"[ ]+((?:\x1b\[[0-9;]*m)*)$", re.MULTILINE)
@@ -62,7 +62,7 @@ def say_warnings(checkpoint: Checkpoint) -> None:
 
 
 def open_shown(path: str, *, quiet: bool) -> Checkpoint:
-    """Open a checkpoint, and show how many headers have been read if that takes long."""
+    """Open a checkpoint, and show how many headers have come if it is remote and that takes long."""
     from bigload.checkpoint.source import open_checkpoint
 
     began, show = time.monotonic(), None

@@ -9,6 +9,7 @@ import fcntl
 import functools
 import gc
 import io
+import math
 import os
 import shlex
 import shutil
@@ -26,6 +27,7 @@ from unittest import mock
 import pytest
 import typer
 
+from bigload_cli import output, progress
 from bigload_cli.app import main
 from make import load_recipe, make
 
@@ -81,7 +83,16 @@ def environment(tmp_path):
 
 
 @pytest.fixture
-def run(here, environment):
+def untimed(monkeypatch):
+    """Have runs in this process leave out what they show only after some seconds."""
+    for name in ("SHOWN_AFTER_SECONDS", "LINE_EVERY_SECONDS"):
+        monkeypatch.setattr(output, name, math.inf)
+    for name in ("LINE_EVERY_SECONDS", "_LINE_AT_MOST_EVERY_SECONDS"):
+        monkeypatch.setattr(progress, name, math.inf)
+
+
+@pytest.fixture
+def run(here, environment, untimed):
     """Return a function that runs a command line in this process, with streams that are no terminals."""
 
     def run_in_process(command: str, env: Mapping[str, str] | None = None, encoding: str = "utf-8") -> Outcome:
@@ -136,7 +147,7 @@ def run_program(here, environment):
 
 
 @pytest.fixture
-def run_on_terminal(here, environment):
+def run_on_terminal(here, environment, untimed):
     """Return a function that runs a command line in this process, on a terminal of so many columns."""
 
     def run_with_pty(command: str, columns: int = 80, env: Mapping[str, str] | None = None) -> Outcome:

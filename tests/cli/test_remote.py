@@ -233,12 +233,14 @@ def test_ctrl_c_does_not_wait_for_headers(hub, tmp_path):
     assert hub.counts["cdn"] == 3  # nothing was asked for again, as it would be after a time-out
 
 
-def test_headers_that_take_long_are_counted_on_a_terminal(tmp_path, monkeypatch):
+def test_remote_headers_that_take_long_are_counted_on_a_terminal(hub, tmp_path, monkeypatch):
     shown = []
     monkeypatch.setattr(output, "SHOWN_AFTER_SECONDS", 0)
     monkeypatch.setattr(output, "_write", lambda text, _stream: shown.append(text))
     monkeypatch.setattr(output.sys.stderr, "isatty", lambda: True, raising=False)
-    output.open_shown(str(make_checkpoint(tmp_path / "source", shards=3)), quiet=False)
+    output.open_shown(str(tmp_path / "source"), quiet=False)
+    assert shown == []
+    output.open_shown("org/tiny", quiet=False)
     assert ["read 1 of 3 headers" in text for text in shown] == [True, False, False, False]
     assert "read 3 of 3 headers" in shown[2]
 
