@@ -26,6 +26,7 @@ from bigload.units import format_size
 for _folder in ("fixtures", "tests/support"):  # scripts import `make` and `hub_server` after this module
     sys.path.append(str(Path(__file__).parents[1] / _folder))
 Result = TypeVar("Result")
+_SECONDS_BETWEEN_LINES = 30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,10 +77,22 @@ def timed(
     return run
 
 
-def show_status(text: str) -> None:
-    """Show the current step on a terminal, on one line that the next step overwrites."""
-    if sys.stderr.isatty():
-        print(f"\r\033[K{text[:79]}\r", end="", file=sys.stderr, flush=True)
+class _Status:
+    """Line that names the current step: overwritten on a terminal, elsewhere printed every 30 seconds."""
+
+    def __init__(self) -> None:
+        self._printed = time.monotonic()
+
+    def __call__(self, text: str) -> None:
+        if sys.stderr.isatty():
+            print(f"\r\033[K{text[:79]}\r", end="", file=sys.stderr, flush=True)
+        elif text and time.monotonic() - self._printed >= _SECONDS_BETWEEN_LINES:
+            print(f"  {text}", file=sys.stderr, flush=True)
+            self._printed = time.monotonic()
+
+
+show_status: Callable[[str], None] = _Status()
+"""Show the current step: on a terminal on one line that the next step overwrites, else in a line every 30 seconds."""
 
 
 def installed_version(package: str) -> str | None:

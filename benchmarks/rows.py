@@ -96,25 +96,31 @@ class Setting:
     """What all rows share.
 
     Attributes:
-        folder: For checkpoints and outputs, on the disk to measure.
+        checkpoints: Folder of checkpoints, which rows share.
+        folder: Folder of what this row writes, on the same disk; removed after it.
         recipe: Name of the recipe of the checkpoint that most rows use.
-        num_bytes: Its size.
-        rounds: Rounds that count.
-        opened: Closed after the last row.
+        num_bytes: Its size in this row.
+        rounds: Rounds of this row that count.
+        opened: Closed after this row.
     """
 
+    checkpoints: Path
     folder: Path
     recipe: str
-    num_bytes: int
-    rounds: int
     with_peers: bool
     opened: ExitStack
+    num_bytes: int = 0
+    rounds: int = 1
     _made: dict[str, Checkpoint] = field(default_factory=dict)
 
     @property
     def model(self) -> Checkpoint:
-        """The checkpoint of most rows: random bytes in the shape of `recipe`."""
-        return self._of("model", lambda: of_size(load_recipe(self.recipe), self.num_bytes), "random")
+        """The checkpoint of most rows: random bytes in the shape of `recipe`. Rows of one size share it."""
+
+        def recipe() -> Recipe:
+            return of_size(load_recipe(self.recipe), self.num_bytes)
+
+        return self._of(f"model-{self.num_bytes}", recipe, "random")
 
     def sparse(self, name: str) -> Checkpoint:
         """Return the checkpoint of recipe `name` in its full size, made of holes."""
@@ -123,7 +129,7 @@ class Setting:
     def _of(self, name: str, recipe: Callable[[], Recipe], data: Data) -> Checkpoint:
         if name not in self._made:
             show_status(f"making {name}")
-            self._made[name] = open_checkpoint(make(recipe(), self.folder / name, data=data).root)
+            self._made[name] = open_checkpoint(make(recipe(), self.checkpoints / name, data=data).root)
         return self._made[name]
 
 
@@ -147,6 +153,11 @@ class Row:
     disk: float = 1
     memory: float = 0
     is_quick: bool = False
+
+    @property
+    def names_peers(self) -> bool:
+        """Whether a goal compares with another program."""
+        return any("peer: " in limit for goal in self.goals for limit in goal.limits)
 
 
 def judge(goal: RowGoal, measured: Measurement) -> Verdict:

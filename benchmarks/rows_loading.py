@@ -268,7 +268,6 @@ ROWS = (
     ),
     Row(
         name="load-warm-map",
-        is_quick=True,
         title="load, warm, mapped and touched",
         measure=warm_map,
         goals=(_rate("rate, of safetensors (3 % are noise)", 0.97, "peer: safetensors"),),

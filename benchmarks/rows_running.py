@@ -195,7 +195,7 @@ ROWS = (
     *(
         Row(
             name=f"ranks-{state}",
-            is_quick=True,
+            is_quick=state == "warm",
             title=f"ranks (FSDP, 4), {state}",
             measure=partial(ranks, state=state),
             goals=(_ranks_goal(bound),),

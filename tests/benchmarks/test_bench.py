@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 import bench
+import sizes
 from bigload.bench.raw_limit import can_read_direct
 from harness import Goal
 from make import load_recipe, make
@@ -83,7 +84,7 @@ def test_all_goals_reached_is_exit_code_0(run):
 def test_a_missed_goal_is_named_and_exit_code_3(run):
     code, found, table = run(row_of({"ours": [1.3], "read": [1], "compute": [1]}, WITHIN))
     assert (code, found["rows"][0]["goals"][0]["is_reached"]) == (3, False)
-    assert "0 of 1 goals reached. Missed:\n- a-row: time" in table
+    assert "0 of 1 goals reached in 0.0 minutes. Missed:\n- a-row: time" in table
 
 
 def test_a_row_that_cannot_run_says_why_and_is_not_reached(run):
@@ -91,7 +92,8 @@ def test_a_row_that_cannot_run_says_why_and_is_not_reached(run):
     assert code == 3
     problem = found["rows"][0]["goals"][0]["problem"]
     assert problem.startswith("no-such-package is not installed; needs ")
-    assert "no-such-package is not installed" in table
+    assert found["rows"][0]["is_skipped"]
+    assert "| skipped | no-such-package is not installed" in table
 
 
 def test_an_error_of_a_row_is_exit_code_1_and_others_still_run(run):
@@ -103,6 +105,69 @@ def test_an_error_of_a_row_is_exit_code_1_and_others_still_run(run):
     assert code == 1
     assert [each["error"] for each in found["rows"]] == ["OSError: disk failed", None]
     assert [each["is_reached"] for each in found["rows"]] == [False, True]
+
+
+def test_an_interrupted_run_leaves_the_rows_that_it_has(run):
+    def interrupt(_):
+        raise KeyboardInterrupt
+
+    cut = replace(row_of({}, FASTER), name="cut", measure=interrupt)
+    code, found, table = run(row_of({"ours": [1], "limit: a": [1]}, FASTER), cut, replace(cut, name="last"))
+    assert (code, found["rows_left"]) == (130, ["cut", "last"])
+    assert [each["name"] for each in found["rows"]] == ["a-row"]
+    assert "not measured yet: cut, last" in table
+
+
+def test_quick_has_other_programs_only_where_a_goal_names_them(run):
+    seen = []
+
+    def look(setting):
+        seen.append(setting.with_peers)
+        return Measurement(seconds={"ours": [1], "limit: a": [1], "peer: b": [1]})
+
+    row = replace(row_of({}, FASTER, is_quick=True), measure=look)
+    beside = replace(row, name="next", goals=(replace(FASTER, limits=("limit: |peer: ",)),))
+    run(row, beside, options=("--quick",))
+    run(row)
+    assert seen == [False, True, True]
+
+
+def test_what_a_row_writes_is_gone_before_the_next(run, tmp_path):
+    def write(setting):
+        assert [path.name for path in setting.checkpoints.iterdir()] == [setting.folder.name]
+        (setting.folder / "out").write_bytes(bytes(9))
+        setting.opened.callback((tmp_path / "closed").touch)
+        return Measurement(seconds={"ours": [1], "limit: a": [1]})
+
+    row = replace(row_of({}, FASTER), measure=write)
+    assert run(row, replace(row, name="next"))[0] == 0
+    assert (tmp_path / "closed").exists()
+
+
+def test_rows_of_one_size_share_their_checkpoint(run):
+    seen = []
+
+    def look(setting):
+        seen.append((setting.model.root, setting.rounds))
+        return Measurement(seconds={"ours": [1], "limit: a": [1]})
+
+    row = replace(row_of({}, FASTER), measure=look)
+    code, found, _ = run(row, replace(row, name="next"))
+    assert (code, seen[0]) == (0, seen[1])
+    assert [(each["size_bytes"], each["rounds"]) for each in found["rows"]] == [(1 << 20, 2)] * 2
+
+
+def test_sizes_are_of_rows_that_there_are():
+    names = {row.name for row in bench.ROWS}
+    assert sizes.FULL.keys() | sizes.QUICK.keys() <= names
+    assert sizes.QUICK.keys() <= {row.name for row in bench.ROWS if row.is_quick}
+
+
+def test_a_log_without_a_terminal_names_each_row_and_its_time(run, capsys):
+    run(row_of({"ours": [1, 1], "limit: a": [1, 2]}, FASTER))
+    shown = capsys.readouterr().err
+    assert "[1/1] a-row: 1.00 MiB, 2 rounds\n" in shown
+    assert "  took 0 s\n" in shown
 
 
 def test_a_reason_of_a_row_is_no_error(run):
