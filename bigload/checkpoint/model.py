@@ -9,7 +9,7 @@ from math import prod
 from pathlib import Path
 from typing import NamedTuple
 
-from bigload.dtypes import DType
+from bigload.dtypes import DTYPES, DType
 
 
 class Span(NamedTuple):
@@ -55,19 +55,32 @@ class TensorInfo:
         return span.stop - span.start if self.strides is None else -(-self.num_elements * self.dtype.bits // 8)
 
 
-TensorForm = tuple[DType, tuple[int, ...], int]
-"""Dtype, shape and bits of a tensor."""
+class StoredForm(NamedTuple):
+    """Dtype and shape of a tensor, and what follows from them; hashed and compared without code of Python."""
 
-TensorRow = tuple[TensorForm, str, int, int]
-"""Form, file, start and stop of a tensor that is stored row by row."""
+    dtype_name: str
+    shape: tuple[int, ...]
+    num_elements: int
+    num_bytes: int
+
+    @classmethod
+    def of(cls, tensor: TensorInfo) -> StoredForm:
+        """Return the form of `tensor`."""
+        return cls(tensor.dtype.name, tensor.shape, tensor.num_elements, tensor.num_bytes)
+
+
+TensorRow = tuple[StoredForm, str, int, int]
+"""Form, file, start and stop of a tensor that is stored row by row and shares no byte with another."""
 
 
 class StoredTensors(Mapping[str, TensorInfo]):
-    """Tensors by name, made of their rows when they are asked for: a plan looks at few of a hundred thousand."""
+    """Tensors by name, each made of its row when it is asked for: a plan looks at few of a hundred thousand.
+
+    Rows never change, and equal questions give equal tensors, so threads need no lock.
+    """
 
     def __init__(self, rows: Mapping[str, TensorRow]) -> None:
         self._rows = rows
-        self._made: dict[str, TensorInfo] = {}
 
     @classmethod
     def of_all(cls, parts: Sequence[Mapping[str, TensorInfo]]) -> Mapping[str, TensorInfo]:
@@ -80,25 +93,21 @@ class StoredTensors(Mapping[str, TensorInfo]):
         return cls(rows)
 
     @cached_property
-    def sizes(self) -> Mapping[str, int]:
-        """The bytes of each."""
-        return {name: stop - start for name, (_, _, start, stop) in self._rows.items()}
+    def forms(self) -> Mapping[str, StoredForm]:
+        """Their forms by name."""
+        return {name: row[0] for name, row in self._rows.items()}
 
     @cached_property
-    def dtypes(self) -> frozenset[str]:
-        """The names of their dtypes."""
-        return frozenset([form[0].name for form, _, _, _ in self._rows.values()])
+    def sizes(self) -> Mapping[str, int]:
+        """Their bytes by name."""
+        return {name: form.num_bytes for name, form in self.forms.items()}
 
     @cached_property
     def _all(self) -> Mapping[str, TensorInfo]:
-        return {name: self[name] for name in self._rows}
+        return {name: _tensor_of(name, row) for name, row in self._rows.items()}
 
     def __getitem__(self, name: str) -> TensorInfo:
-        made = self._made.get(name)
-        if made is None:
-            (dtype, shape, _), file, start, stop = self._rows[name]
-            made = self._made[name] = TensorInfo(name, dtype, shape, Span(file, start, stop))
-        return made
+        return _tensor_of(name, self._rows[name])
 
     def __contains__(self, name: object) -> bool:
         return name in self._rows
@@ -118,18 +127,23 @@ class StoredTensors(Mapping[str, TensorInfo]):
         return self._all.items()
 
 
+def _tensor_of(name: str, row: TensorRow) -> TensorInfo:
+    form, file, start, stop = row
+    return TensorInfo(name, DTYPES[form.dtype_name], form.shape, Span(file, start, stop))
+
+
+def forms_of(tensors: Mapping[str, TensorInfo]) -> Mapping[str, StoredForm]:
+    """Return the forms of `tensors` by name."""
+    if isinstance(tensors, StoredTensors):
+        return tensors.forms
+    return {name: StoredForm.of(tensor) for name, tensor in tensors.items()}
+
+
 def sizes_of(tensors: Mapping[str, TensorInfo]) -> Mapping[str, int]:
-    """Return the bytes of each of `tensors`."""
+    """Return the bytes of `tensors` by name."""
     if isinstance(tensors, StoredTensors):
         return tensors.sizes
     return {name: tensor.num_bytes for name, tensor in tensors.items()}
-
-
-def dtypes_of(tensors: Mapping[str, TensorInfo]) -> frozenset[str]:
-    """Return the names of the dtypes of `tensors`."""
-    if isinstance(tensors, StoredTensors):
-        return tensors.dtypes
-    return frozenset(tensor.dtype.name for tensor in tensors.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -290,9 +304,11 @@ class Checkpoint:
     @cached_property
     def stored_bytes(self) -> int:
         """Bytes of the files that tensors lie in: in torch files several can share some, which count once here."""
+        if isinstance(self.tensors, StoredTensors):
+            return self.total_bytes
         return distinct_bytes(tensor.span for tensor in self.tensors.values())
 
     @cached_property
     def num_parameters(self) -> int:
         """Elements of all tensors as they are stored; packed formats store fewer than the model computes with."""
-        return sum(tensor.num_elements for tensor in self.tensors.values())
+        return sum([form.num_elements for form in forms_of(self.tensors).values()])

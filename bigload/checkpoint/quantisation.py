@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 
-from bigload.checkpoint.model import Checkpoint, TensorInfo, dtypes_of
+from bigload.checkpoint.model import Checkpoint, StoredForm, TensorInfo, forms_of
+from bigload.dtypes import DTYPES
 
 _NAMES = {
     "awq": "AWQ",
@@ -30,10 +32,10 @@ _SIGNS = (
 
 _BITS = {"awq": 4, "gptq": 4, "fp8": 8, "fbgemm_fp8": 8, "mxfp4": 4}
 _HELPERS = re.compile(
-    r"\.(qzeros|scales|g_idx|zeros|absmax|nested_absmax|nested_quant_map|quant_map|SCB|weight_format|[kv]_scale"
-    r"|(weight|input|output)_(scale|scale_inv|scale_2|zero_point|shape|g_idx|global_scale))$|_scales$|\.quant_state\."
+    r"qzeros|scales|g_idx|zeros|absmax|nested_absmax|nested_quant_map|quant_map|SCB|weight_format|[kv]_scale"
+    r"|(weight|input|output)_(scale|scale_inv|scale_2|zero_point|shape|g_idx|global_scale)|.*_scales|bitsandbytes__.*"
 )
-"""Tensors that say how to unpack others; they hold no parameters."""
+"""Tensors that say how to unpack others, by the last part of their names; they hold no parameters."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,17 +55,20 @@ class Quantisation:
     @property
     def is_packed(self) -> bool:
         """Whether one stored value holds several parameters."""
-        return bool(self._packed)
+        return self.bits is not None and any(_is_packed(form, self.bits) for form in self._weights)
 
     @cached_property
     def num_parameters(self) -> int | None:
         """About how many parameters the model has once unpacked; `None` without `bits`."""
-        return None if self.bits is None else _num_parameters(self.tensors.values(), self._packed, self.bits)
+        if self.bits is None:
+            return None
+        return sum(count * _num_parameters(form, self.bits) for form, count in self._weights.items())
 
     @cached_property
-    def _packed(self) -> set[str]:
-        bits = self.bits
-        return {name for name, tensor in self.tensors.items() if bits is not None and _is_packed(tensor, bits)}
+    def _weights(self) -> Counter[StoredForm]:
+        """How many tensors of each form hold parameters."""
+        forms = forms_of(self.tensors).items()
+        return Counter([form for name, form in forms if not _is_helper(name.rpartition(".")[2])])
 
     def __str__(self) -> str:
         return self.method if self.bits is None else f"{self.bits} bits ({self.method})"
@@ -90,7 +95,8 @@ def _bitsandbytes(settings: Mapping[str, object]) -> bool:
 
 
 def _method_by_names(tensors: Mapping[str, TensorInfo]) -> str | None:
-    if not any(name.startswith(("I", "U", "F8", "F4")) for name in dtypes_of(tensors)):
+    dtype_names = {form.dtype_name for form in forms_of(tensors).values()}
+    if not any(name.startswith(("I", "U", "F8", "F4")) for name in dtype_names):
         return None
     found = {method for name in tensors for method, sign in _SIGNS if sign.search(name)}
     return next((method for method, _ in _SIGNS if method in found), None)
@@ -112,14 +118,14 @@ def _bits_of_groups(groups: object) -> object:
     return weights.get("num_bits") if isinstance(weights, Mapping) else None
 
 
-def _is_packed(tensor: TensorInfo, bits: int) -> bool:
-    is_integer = tensor.dtype.name[0] in "IU"
-    return is_integer and tensor.dtype.bits > bits and not _HELPERS.search(tensor.name)
+@lru_cache(maxsize=1024)
+def _is_helper(last_part: str) -> bool:
+    return _HELPERS.fullmatch(last_part) is not None
 
 
-def _num_parameters(tensors: Iterable[TensorInfo], packed: set[str], bits: int) -> int:
-    return sum(
-        tensor.num_elements * tensor.dtype.bits // bits if tensor.name in packed else tensor.num_elements
-        for tensor in tensors
-        if not _HELPERS.search(tensor.name)
-    )
+def _num_parameters(form: StoredForm, bits: int) -> int:
+    return form.num_bytes * 8 // bits if _is_packed(form, bits) else form.num_elements
+
+
+def _is_packed(form: StoredForm, bits: int) -> bool:
+    return form.dtype_name[0] in "IU" and DTYPES[form.dtype_name].bits > bits

@@ -8,7 +8,7 @@ from itertools import groupby
 from operator import itemgetter
 
 from bigload.checkpoint.model import TensorInfo
-from bigload.planning.model.module_tree import ModuleNode, is_index
+from bigload.planning.model.module_tree import Contents, ModuleNode, is_index
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,13 +52,12 @@ def _below(nodes: Sequence[ModuleNode], *, max_depth: int, ancestors: tuple[bool
     groups = list(_groups(nodes))
     for index, group in enumerate(groups):
         is_last = (*ancestors, index == len(groups) - 1)
-        counts = [node.counts for node in group.members]
         yield OutlineRow(
             label=group.label,
             depth=len(ancestors),
             num_alike=group.num_alike,
-            num_tensors=sum(num_tensors for num_tensors, _ in counts),
-            num_parameters=sum(num_elements for _, num_elements in counts),
+            num_tensors=sum(node.num_tensors for node in group.members),
+            num_parameters=sum(node.num_elements for node in group.members),
             num_bytes=sum(node.num_bytes for node in group.members),
             is_last=is_last,
         )
@@ -88,19 +87,18 @@ def _groups(nodes: Sequence[ModuleNode]) -> Iterator[_Group]:
 
 def _named_group(key: str, members: Sequence[ModuleNode]) -> _Group:
     numbered = [child for name, child in members[0].children.items() if is_index(name)]
-    is_all_alike = len(numbered) == len(members[0].children) > 1 and len({_form(child) for child in numbered}) == 1
-    if is_all_alike:
+    if len(numbered) == len(members[0].children) > 1 and _are_alike(numbered):
         blocks = [child for member in members for child in member.children.values()]
         return _Group(f"{key} ({len(numbered)} alike)", members, blocks, len(numbered))
     return _Group(key, members, members, 1)
 
 
 def _numbered_groups(nodes: Sequence[ModuleNode], keys: Sequence[str]) -> Iterator[_Group]:
-    by_form: dict[int, list[str]] = {}
+    by_contents: dict[Contents, list[str]] = {}
     for key in keys:
         first = next(node.children[key] for node in nodes if key in node.children)
-        by_form.setdefault(_form(first), []).append(key)
-    for alike in by_form.values():
+        by_contents.setdefault(first.contents, []).append(key)
+    for alike in by_contents.values():
         members = [node.children[key] for node in nodes for key in alike if key in node.children]
         suffix = f" ({len(alike)} alike)" if len(alike) > 1 else ""
         yield _Group(ranges([int(key) for key in alike]) + suffix, members, members, len(alike))
@@ -154,10 +152,8 @@ def _block_of(module: str) -> tuple[str, int | None, str]:
     return module, None, ""
 
 
-def _form(node: ModuleNode) -> int:
-    """Return a number that modules of the same parts, dtypes and shapes have in common within this process."""
-    own = tuple((tensor.name.rpartition(".")[2], tensor.dtype.name, tensor.shape) for tensor in node.tensors)
-    return hash((own, tuple((key, _form(child)) for key, child in node.children.items())))
+def _are_alike(nodes: Sequence[ModuleNode]) -> bool:
+    return len({node.num_bytes for node in nodes}) == 1 and len({node.contents for node in nodes}) == 1
 
 
 def _own_tensors(nodes: Sequence[ModuleNode]) -> dict[str, list[TensorInfo]]:

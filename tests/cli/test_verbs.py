@@ -12,7 +12,8 @@ import pytest
 import torch
 
 import bigload
-from builders import make_checkpoint, make_mixtral, make_split, write_manifest, write_shard
+from bigload.checkpoint.model import TensorInfo
+from builders import make_checkpoint, make_many_experts, make_mixtral, make_split, write_manifest, write_shard
 
 PROGRAM = Path(sys.executable).with_name("bigload")
 PLAN = "bigload plan tiny-llama --overhead 0 -m cuda:0=6MiB,cpu=8MiB -o tiny.json"
@@ -53,6 +54,18 @@ def test_depth_unfolds_the_tree_and_json_follows_it(run):
     shallow, deep = (json.loads(run(f"bigload inspect tiny-llama --json --depth {n}").stdout) for n in (1, 5))
     assert {row["depth"] for row in shallow["modules"]} == {0}
     assert max(row["depth"] for row in deep["modules"]) > 2
+
+
+def test_what_is_not_shown_is_not_made(run, here, monkeypatch):
+    make_many_experts(here / "experts")
+    made = []
+    monkeypatch.setattr(
+        "bigload.checkpoint.model.TensorInfo", lambda *fields: made.append(fields) or TensorInfo(*fields)
+    )
+    shown = run("bigload inspect experts")
+    assert shown.code == 0
+    assert "layers (10 alike)" in shown.stdout
+    assert len(made) < 50, "tensors inside experts are made"
 
 
 def test_inspecting_a_plan_shows_the_plan(run, plan):

@@ -1,8 +1,10 @@
 import pytest
 
+from bigload.checkpoint.model import StoredTensors
+from bigload.checkpoint.source import open_checkpoint
 from bigload.planning.model.module_tree import build_tree
 from bigload.planning.module_table import outline, ranges
-from builders import checkpoint_of, llama_tensors
+from builders import checkpoint_of, llama_tensors, make_many_experts
 
 
 def rows(tensors, max_depth=9):
@@ -22,6 +24,21 @@ def test_blocks_of_several_forms_are_a_row_for_each_form():
         (1, "0, 2 (2 alike)", 2, 2),
         (1, "1, 3 (2 alike)", 2, 4),
     ]
+
+
+@pytest.mark.parametrize("other", [{"a.v": ("F16", [4])}, {"a.w": ("BF16", [4])}, {"a.w": ("F16", [2, 2])}])
+def test_blocks_of_equal_bytes_are_alike_if_names_dtypes_and_shapes_are(other):
+    block = {"a.w": ("F16", [4])}
+    tensors = {
+        f"layers.{i}.{name}": form for i, each in enumerate((block, block, other)) for name, form in each.items()
+    }
+    assert [label for depth, label, _, _ in rows(tensors) if depth == 1] == ["0-1 (2 alike)", "2"]
+
+
+def test_rows_of_stored_tensors_are_those_of_tensors_in_memory(tmp_path):
+    stored = open_checkpoint(make_many_experts(tmp_path)).tensors
+    assert isinstance(stored, StoredTensors)
+    assert outline(build_tree(stored), max_depth=9) == outline(build_tree(dict(stored)), max_depth=9)
 
 
 def test_norms_of_one_module_are_one_row():

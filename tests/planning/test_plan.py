@@ -13,16 +13,7 @@ from bigload.planning.module_table import folded_names
 from bigload.planning.plan import recount
 from bigload.planning.plan_file import plan_to_json
 from bigload.planning.planner import plan
-from builders import (
-    checkpoint_of,
-    header_of,
-    llama_config,
-    llama_tensors,
-    make_checkpoint,
-    write_index,
-    write_raw,
-    write_shard,
-)
+from builders import checkpoint_of, llama_config, llama_tensors, make_checkpoint, make_many_experts, write_shard
 
 CUDA0, CUDA1 = Device("cuda", 0), Device("cuda", 1)
 CONFIG = {"model_type": "x"}
@@ -147,12 +138,7 @@ def test_a_key_below_another_counts_for_its_own_device():
 
 
 def test_a_plan_parses_each_header_once_and_makes_few_tensors(tmp_path, monkeypatch):
-    experts = [f"mlp.experts.{index}.up_proj.weight" for index in range(50)]
-    block = {name: ("U8", [1]) for name in (*experts, "mlp.gate.weight", "self_attn.q_proj.weight", "norm.weight")}
-    shards = {f"{i}.safetensors": {f"layers.{i}.{name}": form for name, form in block.items()} for i in range(10)}
-    for file, tensors in shards.items():
-        write_raw(tmp_path / file, json.dumps(header_of(tensors), separators=(",", ":")), bytes(len(tensors)))
-    write_index(tmp_path, {name: file for file, tensors in shards.items() for name in tensors})
+    make_many_experts(tmp_path)
     calls = Counter()
     for target in ("formats.safetensors.parse_header", "model.TensorInfo", "source.read_index"):
         count_calls(monkeypatch, f"bigload.checkpoint.{target}", calls)

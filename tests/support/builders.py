@@ -203,6 +203,18 @@ def make_mixtral(folder: Path, *, experts: int = 4) -> Path:
     return write_sharded(folder, split({name: ("BF16", shape) for name, shape in forms.items()}, 2), config=config)
 
 
+def make_many_experts(folder: Path) -> Path:
+    """Write ten blocks of 53 tensors, 50 of them experts, with the headers that safetensors writes, without blanks."""
+    experts = [f"mlp.experts.{index}.up_proj.weight" for index in range(50)]
+    block = {name: ("U8", [1]) for name in (*experts, "mlp.gate.weight", "self_attn.q_proj.weight", "norm.weight")}
+    shards = {f"{i}.safetensors": {f"layers.{i}.{name}": form for name, form in block.items()} for i in range(10)}
+    folder.mkdir(exist_ok=True)
+    for file, tensors in shards.items():
+        write_raw(folder / file, json.dumps(header_of(tensors), separators=(",", ":")), bytes(len(tensors)))
+    write_index(folder, {name: file for file, tensors in shards.items() for name in tensors})
+    return folder
+
+
 def make_cached_repository(cache: Path, repository: str = "org/tiny", *, shards: int = 2) -> Path:
     """Write a tiny llama as the Hugging Face cache stores it: a snapshot of links to blobs. Returns the snapshot."""
     home = cache / f"models--{repository.replace('/', '--')}"

@@ -24,12 +24,12 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from functools import lru_cache
 from itertools import islice, repeat
-from operator import attrgetter
+from operator import attrgetter, sub
 from typing import NoReturn, TypeGuard
 
 from bigload.checkpoint.byte_source import ReadRange
 from bigload.checkpoint.formats.registry import FormatError
-from bigload.checkpoint.model import Shard, ShardHeader, Span, StoredTensors, TensorForm, TensorInfo
+from bigload.checkpoint.model import Shard, ShardHeader, Span, StoredForm, StoredTensors, TensorInfo
 from bigload.documents import check_values
 from bigload.dtypes import DTYPES, DType
 
@@ -129,9 +129,14 @@ def _plain(raw: bytes, file: str, num_bytes: int) -> tuple[Mapping[str, str], St
     stops = [len(raw) + int(end) for end in ends]
     starts = [len(raw), *stops[:-1]]
     forms = [form for form in map(_form, dtypes, shapes) if form is not None]
-    bits = [(stop - start) * 8 for start, stop in zip(starts, stops, strict=True)]
+    sizes = list(map(sub, stops, starts))
     rows = dict(zip(names, zip(forms, repeat(file), starts, stops), strict=False))
-    if [form[2] for form in forms] != bits or len(rows) < len(names) or METADATA_KEY in rows or stops[-1] != num_bytes:
+    if (
+        [form.num_bytes for form in forms] != sizes
+        or len(rows) < len(names)
+        or METADATA_KEY in rows
+        or stops[-1] != num_bytes
+    ):
         return None
     with suppress(FormatError):
         return _metadata(_decode(first[1].encode()) if first is not None else None), StoredTensors(rows)
@@ -139,13 +144,13 @@ def _plain(raw: bytes, file: str, num_bytes: int) -> tuple[Mapping[str, str], St
 
 
 @lru_cache(maxsize=1024)
-def _form(dtype_name: str, shape_text: str) -> TensorForm | None:
+def _form(dtype_name: str, shape_text: str) -> StoredForm | None:
     dtype = DTYPES.get(dtype_name)
     with suppress(ValueError):
         shape = json.loads(f"[{shape_text}]")
         num_elements = _num_elements(shape)
-        if dtype is not None and num_elements is not None:
-            return dtype, tuple(shape), num_elements * dtype.bits
+        if dtype is not None and num_elements is not None and num_elements * dtype.bits % 8 == 0:
+            return StoredForm(dtype_name, tuple(shape), num_elements, num_elements * dtype.bits // 8)
     return None
 
 

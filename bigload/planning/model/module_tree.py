@@ -8,14 +8,14 @@ before layers.2) and shards by dtype.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from enum import IntEnum, auto
-from functools import lru_cache, partial
+from functools import cached_property, lru_cache
 from itertools import accumulate
 from operator import methodcaller
 from types import MappingProxyType
 
-from bigload.checkpoint.model import TensorInfo, sizes_of
+from bigload.checkpoint.model import StoredForm, TensorInfo, forms_of, sizes_of
 from bigload.errors import PlanError
 
 MAX_DEPTH = 100
@@ -27,29 +27,25 @@ MAX_STAGES = 8
 
 Children = Mapping[str, "ModuleNode"]
 Parts = tuple[tuple[TensorInfo, ...], Children]
+Contents = tuple[tuple[str, ...], tuple[StoredForm, ...]]
+"""Names below a module, sorted, and their forms."""
 
 
 class ModuleNode:
-    """A module: its own tensors by name, and its children in execution order. `num_bytes` are those of the subtree.
+    """A module: its own tensors by name, and its children in execution order. `num_bytes` are those of the subtree."""
 
-    Both are made when they are first asked for: most modules of a large model are inside experts, which a plan does
-    not look into.
-    """
+    __slots__ = ("_parts", "name", "num_bytes")
 
-    __slots__ = ("_counts", "_make_parts", "_parts", "name", "num_bytes")
-
-    def __init__(self, name: str, num_bytes: int, make_parts: Callable[[], Parts]) -> None:
+    def __init__(self, name: str, num_bytes: int, parts: Parts | None = None) -> None:
         self.name = name
         self.num_bytes = num_bytes
-        self._make_parts = make_parts
-        self._parts: Parts | None = None
-        self._counts: tuple[int, int] | None = None
+        self._parts = parts
 
     @classmethod
     def of(cls, name: str, tensors: Sequence[TensorInfo], children: Children = MappingProxyType({})) -> ModuleNode:
         """Return a module of known parts."""
         num_bytes = sum(tensor.num_bytes for tensor in tensors) + sum(child.num_bytes for child in children.values())
-        return cls(name, num_bytes, lambda: (tuple(tensors), children))
+        return ModuleNode(name, num_bytes, (tuple(tensors), children))
 
     @property
     def tensors(self) -> tuple[TensorInfo, ...]:
@@ -60,19 +56,25 @@ class ModuleNode:
         return self._found()[1]
 
     def _found(self) -> Parts:
-        if self._parts is None:
-            self._parts = self._make_parts()
+        assert self._parts is not None
         return self._parts
 
     @property
-    def counts(self) -> tuple[int, int]:
-        """Numbers of tensors and of their elements in the subtree."""
-        if self._counts is None:
-            below = [child.counts for child in self.children.values()]
-            num_tensors = len(self.tensors) + sum([count for count, _ in below])
-            num_elements = sum([tensor.num_elements for tensor in self.tensors]) + sum([count for _, count in below])
-            self._counts = num_tensors, num_elements
-        return self._counts
+    def num_tensors(self) -> int:
+        """Tensors of the subtree."""
+        return sum(1 for _ in self.all_tensors())
+
+    @property
+    def num_elements(self) -> int:
+        """Elements of the tensors of the subtree."""
+        return sum(tensor.num_elements for tensor in self.all_tensors())
+
+    @property
+    def contents(self) -> Contents:
+        """What is below it; equal for modules that are alike."""
+        start = len(self.name) + 1 if self.name else 0
+        forms = {tensor.name[start:]: StoredForm.of(tensor) for tensor in self.all_tensors()}
+        return tuple(sorted(forms)), tuple(forms[name] for name in sorted(forms))
 
     @property
     def is_block_list(self) -> bool:
@@ -127,7 +129,7 @@ def build_tree(tensors: Mapping[str, TensorInfo]) -> ModuleNode:
         raise PlanError(
             f"tensor {deepest:.60}… nests {deepest.count('.') + 1} modules, models nest {MAX_DEPTH} at most"
         )
-    return _Tree(tensors, NameRanges(sizes_of(tensors))).node("", 0, len(tensors))
+    return _StoredModule(_Tree(tensors), "", 0, len(tensors))
 
 
 def without(node: ModuleNode, names: Sequence[str]) -> ModuleNode:
@@ -193,18 +195,55 @@ class NameRanges:
 
 
 class _Tree:
-    """Modules as ranges of the tensors' names, looked into when a node is asked for its parts."""
+    """Tensors of a model, and columns of what is asked about ranges of their sorted names."""
 
-    def __init__(self, tensors: Mapping[str, TensorInfo], ranges: NameRanges) -> None:
-        self._tensors = tensors
-        self._ranges = ranges
+    def __init__(self, tensors: Mapping[str, TensorInfo]) -> None:
+        self.tensors = tensors
+        self.ranges = NameRanges(sizes_of(tensors))
 
-    def node(self, prefix: str, start: int, stop: int) -> ModuleNode:
-        """Return the module whose name and a dot are `prefix`; the names of its tensors are at `start` to `stop`."""
-        make_parts = partial(self._parts, prefix, start, stop)
-        return ModuleNode(prefix[:-1], self._ranges.num_bytes(start, stop), make_parts)
+    @cached_property
+    def forms(self) -> list[StoredForm]:
+        return list(map(forms_of(self.tensors).__getitem__, self.ranges.names))
 
-    def _parts(self, prefix: str, start: int, stop: int) -> Parts:
+    @cached_property
+    def element_sums(self) -> list[int]:
+        return [0, *accumulate([form.num_elements for form in self.forms])]
+
+
+class _StoredModule(ModuleNode):
+    """A module as a range of sorted names, whose parts are looked up when they are first asked for.
+
+    Most modules of a large model are inside experts, which a plan does not look into.
+    """
+
+    __slots__ = ("_prefix", "_start", "_stop", "_tree")
+
+    def __init__(self, tree: _Tree, prefix: str, start: int, stop: int) -> None:
+        """Take the module whose name and a dot are `prefix`; the names of its tensors are at `start` to `stop`."""
+        super().__init__(prefix[:-1], tree.ranges.num_bytes(start, stop))
+        self._tree, self._prefix, self._start, self._stop = tree, prefix, start, stop
+
+    @property
+    def num_tensors(self) -> int:
+        return self._stop - self._start
+
+    @property
+    def num_elements(self) -> int:
+        return self._tree.element_sums[self._stop] - self._tree.element_sums[self._start]
+
+    @property
+    def contents(self) -> Contents:
+        start, stop, below = self._start, self._stop, len(self._prefix)
+        return tuple([name[below:] for name in self._tree.ranges.names[start:stop]]), tuple(
+            self._tree.forms[start:stop]
+        )
+
+    def _found(self) -> Parts:
+        if self._parts is None:
+            self._parts = self._look_up()
+        return self._parts
+
+    def _look_up(self) -> Parts:
         """Return the tensors and children of a module.
 
         A tensor `x.weight` that stands beside `x.weight.absmax` (quantised weights) goes to a node `x.weight`, which is
@@ -212,11 +251,12 @@ class _Tree:
         they stay a node, because the parameters of a module that is cut into units are keys of the device map, and none
         may be below another.
         """
+        tree, prefix = self._tree, self._prefix
         own, inside = dict[str, int](), dict[str, tuple[int, int]]()
-        names, position = self._ranges.names, start
-        while position < stop:
+        names, position = tree.ranges.names, self._start
+        while position < self._stop:
             key, dot, _ = names[position][len(prefix) :].partition(".")
-            end = self._ranges.end(f"{prefix}{key}", position, stop) if dot else position + 1
+            end = tree.ranges.end(f"{prefix}{key}", position, self._stop) if dot else position + 1
             if dot:
                 inside[key] = (position, end)
             else:
@@ -224,21 +264,22 @@ class _Tree:
             position = end
         handed = own.keys() & inside.keys()
         if not inside or (prefix and len(handed) == len(inside)):
-            return self._stored(names[start:stop]), {}
-        children = {
-            key: self._handed(own[key], *inside[key]) if key in handed else self.node(f"{prefix}{key}.", *inside[key])
+            return self._stored(names[self._start : self._stop]), {}
+        children: Children = {
+            key: self._handed(own[key], *inside[key])
+            if key in handed
+            else _StoredModule(tree, f"{prefix}{key}.", *inside[key])
             for key in in_execution_order(tuple(inside))
         }
         return self._stored(names[at] for key, at in own.items() if key not in handed), children
 
     def _handed(self, own: int, start: int, stop: int) -> ModuleNode:
         """Return the node of the tensor at `own` and of those at `start` to `stop`, which stand below it."""
-        names = self._ranges.names
-        tensors = self._stored([names[own], *names[start:stop]])
-        return ModuleNode.of(names[own], tensors)
+        names = self._tree.ranges.names
+        return ModuleNode.of(names[own], self._stored([names[own], *names[start:stop]]))
 
     def _stored(self, names: Iterable[str]) -> tuple[TensorInfo, ...]:
-        return tuple(map(self._tensors.__getitem__, names))
+        return tuple(map(self._tree.tensors.__getitem__, names))
 
 
 class _Stage(IntEnum):

@@ -12,7 +12,7 @@ from bigload.plain_text import PlainTable, Styled, printable
 from bigload.planning.model.module_tree import ModuleNode
 from bigload.planning.module_table import OutlineRow
 from bigload.units import counted, format_count, format_size
-from bigload_cli.views.documents import bytes_by_dtype
+from bigload_cli.views.documents import bytes_by_dtype, largest_tensor
 from bigload_cli.views.text import argument, bar
 
 _BAR_WIDTH = 16
@@ -101,7 +101,7 @@ def closing(checkpoint: Checkpoint, repeated: Sequence[ModuleNode], *, path: str
     block = max(repeated, key=lambda block: block.num_bytes, default=None)
     if block is not None:
         pieces.append(f"Largest block: {printable(block.name)}, {format_size(block.num_bytes)}.")
-    tensor = max(checkpoint.tensors.values(), key=lambda tensor: tensor.num_bytes, default=None)
+    tensor = largest_tensor(checkpoint)
     if tensor is not None:
         size = format_size(tensor.num_bytes)
         pieces.append(f"Largest tensor: {printable(tensor.name)} {list(tensor.shape)}, {size}.")

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from bigload.checkpoint.model import Checkpoint, TensorInfo
+from bigload.checkpoint.model import Checkpoint, TensorInfo, forms_of, sizes_of
 from bigload.checkpoint.quantisation import Quantisation, quantisation_of
 from bigload.planning.module_table import OutlineRow
 
 
 def of_checkpoint(checkpoint: Checkpoint, rows: Sequence[OutlineRow]) -> dict[str, object]:
     """Return what `--json` prints, without the lists of shards and tensors."""
-    largest = max(checkpoint.tensors.values(), key=lambda tensor: tensor.num_bytes, default=None)
+    largest = largest_tensor(checkpoint)
     return {
         "schema": "bigload.inspect/1.2",
         "path": checkpoint.path,
@@ -78,6 +78,12 @@ def of_tensor(tensor: TensorInfo) -> dict[str, object]:
 def bytes_by_dtype(checkpoint: Checkpoint) -> dict[str, int]:
     """Return the bytes of each dtype, the largest first."""
     sizes: Counter[str] = Counter()
-    for tensor in checkpoint.tensors.values():
-        sizes[tensor.dtype.name] += tensor.num_bytes
+    for form in forms_of(checkpoint.tensors).values():
+        sizes[form.dtype_name] += form.num_bytes
     return dict(sorted(sizes.items(), key=lambda item: (-item[1], item[0])))
+
+
+def largest_tensor(checkpoint: Checkpoint) -> TensorInfo | None:
+    """Return the tensor of most bytes, the first of several."""
+    sizes = sizes_of(checkpoint.tensors)
+    return checkpoint.tensors[max(sizes, key=sizes.__getitem__)] if sizes else None
