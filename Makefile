@@ -14,7 +14,7 @@ BENCH_OPTIONS := $(wordlist 2,$(words $(MAKECMDGOALS)),$(MAKECMDGOALS))
 $(eval $(BENCH_OPTIONS):;@:)
 endif
 
-.PHONY: help demo test nightly crash check bench bench-planner bench-ranks bench-parallelize conformance docs clean
+.PHONY: help demo test nightly crash check bench bench-planner bench-ranks bench-parallelize bench-scale conformance docs clean
 
 help:  ## Show what can be made.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -66,6 +66,9 @@ bench-ranks: $(STAMP)  ## Print how four ranks load their parts of a model, besi
 
 bench-parallelize: $(STAMP)  ## Print how workers of one model start, beside processes that load a full copy each.
 	$(BIN)/python benchmarks/bench_parallelize.py
+
+bench-scale: $(NIGHTLY_STAMP)  ## Measure how cost grows with bytes, shards, tensors, blocks, devices and ranks.
+	$(NIGHTLY)/bin/python benchmarks/bench_scale.py --json docs/scale.json --document docs/scale.md
 
 conformance: $(STAMP)  ## Run accelerate's own tests of its big-model API against bigload's code.
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,conformance]'
