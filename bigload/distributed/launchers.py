@@ -7,6 +7,7 @@ Slurm, the number of tasks is that of the step: a batch script is one process of
 from __future__ import annotations
 
 import os
+import socket
 from dataclasses import dataclass
 
 from bigload.errors import OptionError
@@ -82,6 +83,11 @@ def launched_on_host(rank: int, size: int) -> LaunchedProcess:
             node = _node(launcher) if found != (None, None) else None
             return LaunchedProcess(rank=rank, size=size, local_rank=local_rank, node=node)
     return LaunchedProcess(rank=rank, size=size, local_rank=None, node=None)
+
+
+def host_name(rank: int, size: int) -> str:
+    """Return a text that is the same for all processes on this host: as the launcher numbers it, else its name."""
+    return launched_on_host(rank, size).node or f"host={socket.gethostname()}"
 
 
 def _node(launcher: Launcher) -> str | None:

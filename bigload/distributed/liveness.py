@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -24,7 +23,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed.distributed_c10d import _get_default_store
 
-from bigload.distributed.launchers import launched_on_host
+from bigload.distributed.launchers import host_name
 from bigload.distributed.process_group import first_line
 from bigload.errors import RankError
 
@@ -58,9 +57,14 @@ class ProcessIdentity:
     @classmethod
     def of_this_process(cls, rank: int, size: int) -> ProcessIdentity:
         """Return the identity of this process."""
-        node = launched_on_host(rank, size).node or f"host={socket.gethostname()}"
         state = _process_state(os.getpid())
-        return cls(rank=rank, node=node, kernel=_kernel(), pid=os.getpid(), started=-1 if state is None else state[1])
+        return cls(
+            rank=rank,
+            node=host_name(rank, size),
+            kernel=_kernel(),
+            pid=os.getpid(),
+            started=-1 if state is None else state[1],
+        )
 
     def has_ended(self) -> bool:
         """Return whether the process is known to have ended; false where this cannot be seen from here."""

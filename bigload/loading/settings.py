@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TypeVar
 
+from bigload.distributed.host_share import HostShare
 from bigload.errors import OptionError
 from bigload.units import MIB, parse_size
 
@@ -55,12 +56,14 @@ class Method(StrEnum):
 class LoadSettings:
     """How to load: threads that read, how they read, and the bytes that may be read or staged at one moment.
 
-    `threads` is `None` where it is not set: the read strategy then chooses by bytes and method.
+    `threads` is `None` where it is not set: the read strategy then chooses by bytes, method and the `share` of the host
+    that this process has; `None` if it loads alone.
     """
 
     threads: int | None
     method: Method
     max_inflight_bytes: int
+    share: HostShare | None = None
 
 
 def settings(

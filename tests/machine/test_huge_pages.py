@@ -8,7 +8,7 @@ import pytest
 
 from bigload.errors import NotEnoughMemoryError
 from bigload.machine import huge_pages
-from bigload.machine.huge_pages import HUGE_PAGE_BYTES, address_of, allocate, prefault
+from bigload.machine.huge_pages import HUGE_PAGE_BYTES, address_of, allocate, prefault, use_huge_pages
 
 MIB = 2**20
 
@@ -106,3 +106,83 @@ def test_no_memory_to_prefault_is_an_error(monkeypatch):
     monkeypatch.setattr(huge_pages, "_libc", FakeLibc(errno.ENOMEM))
     with pytest.raises(NotEnoughMemoryError):
         prefault(allocate(4096), 0, 4096)
+
+
+def whole_huge_pages(buffer):
+    """Return the addresses between the first and the last border of a huge page in `buffer`."""
+    first = -(-address_of(buffer) // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
+    return first, (address_of(buffer) + len(buffer)) // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
+
+
+class RecordingLibc:
+    """The system's calls, of which advice is recorded."""
+
+    def __init__(self):
+        self.advised = []
+        self.mincore = huge_pages._libc.mincore
+
+    def madvise(self, address, length, advice):
+        self.advised.append((address, address + length, advice))
+        return 0
+
+
+@pytest.fixture
+def advised(monkeypatch, tmp_path):
+    enabled = tmp_path / "enabled"
+    enabled.write_text("always [madvise] never\n")
+    monkeypatch.setattr(huge_pages, "_ENABLED", enabled)
+    libc = RecordingLibc()
+    monkeypatch.setattr(huge_pages, "_libc", libc)
+    return libc.advised
+
+
+def test_pages_that_an_allocator_has_touched_become_huge_pages_with_their_contents():
+    memory = mmap.mmap(-1, 8 * MIB, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    start, stop = whole_huge_pages(memory)
+    headers = range(start - address_of(memory) + 16, stop - address_of(memory), HUGE_PAGE_BYTES)
+    for header in headers:
+        memory[header] = 7
+    use_huge_pages([(address_of(memory), address_of(memory) + len(memory))])
+    assert [memory[header] for header in headers] == [7] * len(headers)
+    assert not any(memory[: headers[0]])
+    if resident(memory) < stop - start:
+        pytest.skip("this system collapses no pages (Linux before 6.1, or no huge pages)")
+
+
+def test_parts_of_one_allocation_after_the_other_share_huge_pages(advised):
+    memory = mmap.mmap(-1, 16 * MIB, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    begin, (start, stop) = address_of(memory), whole_huge_pages(memory)
+    steps = range(0, 16 * MIB, MIB)
+    use_huge_pages([(begin + step + 64, begin + step + MIB) for step in reversed(steps)])
+    first = start if start > begin else start + HUGE_PAGE_BYTES  # 64 bytes of the first are not among them
+    assert advised[0] == (first, stop, mmap.MADV_HUGEPAGE)
+    assert {advice for _, _, advice in advised[1:]} == {huge_pages._MADV_COLLAPSE}
+
+
+def test_memory_that_is_there_is_not_collapsed(advised):
+    memory = mmap.mmap(-1, 8 * MIB, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory[:] = b"x" * len(memory)
+    use_huge_pages([(address_of(memory), address_of(memory) + len(memory))])
+    assert {advice for _, _, advice in advised} == {mmap.MADV_HUGEPAGE}
+
+
+def test_maps_of_files_and_shared_memory_stay_as_they_are(advised, tmp_path):
+    path = tmp_path / "file"
+    path.write_bytes(bytes(8 * MIB))
+    with path.open("r+b") as file:
+        private = mmap.mmap(file.fileno(), 0, flags=mmap.MAP_PRIVATE)
+    shared = mmap.mmap(-1, 8 * MIB)
+    use_huge_pages([(address_of(each), address_of(each) + len(each)) for each in (private, shared)])
+    assert advised == []
+
+
+def test_no_huge_pages_where_the_system_is_told_never(advised):
+    huge_pages._ENABLED.write_text("always madvise [never]\n")
+    memory = mmap.mmap(-1, 8 * MIB, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    use_huge_pages([(address_of(memory), address_of(memory) + len(memory))])
+    assert advised == []
+
+
+def test_no_ranges_are_no_work(advised):
+    use_huge_pages([])
+    assert advised == []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -10,6 +9,7 @@ from pathlib import Path
 
 from bigload.checkpoint.byte_source import ByteSource, SourceScheme, scheme_of
 from bigload.checkpoint.model import Checkpoint
+from bigload.distributed.host_share import HostShare
 from bigload.errors import UnsupportedMethodError
 from bigload.loading.readers.direct import MAX_ALIGNMENT, CacheFirstReader, DirectReader
 from bigload.loading.readers.mapped import MappedFile
@@ -18,14 +18,14 @@ from bigload.loading.settings import LoadSettings, Method
 from bigload.loading.strategy.io_method import FileRanges, MethodChoice, choose_method
 from bigload.machine.activities import Phase, Recorder
 from bigload.machine.inflight_pool import LENT_BLOCK_BYTES, BlockPool
-from bigload.machine.thread_pool import default_threads
+from bigload.machine.thread_pool import MAX_DEFAULT_THREADS
 from bigload.units import MIB
 
 PARALLEL_BYTES = 64 * MIB
 """Less than this is read by one thread by default: starting threads takes longer than reading it."""
 
 DISK_THREADS = 8
-"""Threads that wait for a disk need no core: more of them than cores keep its queue filled."""
+"""Threads that wait for a disk need no core: more of them than cores keep its queue filled. Of all ranks of a host."""
 
 NETWORK_THREADS = 16
 """Connections: one seldom fills a line, and each waits for two round trips before its first byte."""
@@ -75,7 +75,8 @@ def choose_strategy(
         with recorder.span(Phase.WAIT):
             choice = choose_method(files, asked=chosen.method)
     is_cast = any(want.is_cast for want in wanted)
-    usual = DISK_THREADS if choice.waits_for_disk else usual_threads(is_cast=is_cast)
+    share = chosen.share or HostShare.of_process_alone()
+    usual = max(DISK_THREADS // share.processes, 1) if choice.waits_for_disk else usual_threads(share, is_cast=is_cast)
     usual = usual if scheme.is_local else NETWORK_THREADS
     threads = chosen.threads or (1 if num_bytes < PARALLEL_BYTES and scheme.is_local else usual)
     return ReadStrategy(
@@ -87,12 +88,13 @@ def choose_strategy(
     )
 
 
-def usual_threads(*, is_cast: bool) -> int:
+def usual_threads(share: HostShare | None = None, *, is_cast: bool) -> int:
     """Return the default number of threads for cached bytes: two per core, since each waits for page faults.
 
     Casting keeps a core busy by itself.
     """
-    return default_threads() if is_cast else min(2 * len(os.sched_getaffinity(0)), DISK_THREADS)
+    cores = (share or HostShare.of_process_alone()).cores
+    return max(min(int(cores), MAX_DEFAULT_THREADS) if is_cast else min(int(2 * cores), DISK_THREADS), 1)
 
 
 def _files(checkpoint: Checkpoint, wanted: Sequence[RequestedTensor]) -> list[FileRanges]:

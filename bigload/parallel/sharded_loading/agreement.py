@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from bigload.distributed.host_share import HostShare, describe_host, share_of
 from bigload.distributed.process_group import ProcessGroup
 from bigload.errors import OptionError
 
@@ -21,8 +22,10 @@ _Form = str
 """The whole shape of a tensor, its dtype and its placements."""
 
 
-def check_agreement(group: ProcessGroup, arguments: Mapping[str, object], model: nn.Module) -> None:
+def check_agreement(group: ProcessGroup, arguments: Mapping[str, object], model: nn.Module) -> HostShare:
     """Compare, in all ranks of `group`, the `arguments` of each and the `DTensor`s that it shares with others.
+
+    Returns the share of its host that this rank has among them.
 
     Every rank of a mesh has to have the same tensors on it. What is on no mesh, or on another one, may differ: ranks
     can hold different stages of a model.
@@ -31,10 +34,12 @@ def check_agreement(group: ProcessGroup, arguments: Mapping[str, object], model:
         OptionError: (in all ranks) two of them disagree; about which argument or tensor, and what they say.
     """
     if group.size == 1:
-        return
+        return HostShare.of_process_alone()
     forms = _forms(model)
     digests = {mesh: sha256(repr(sorted(tensors.items())).encode()).hexdigest() for mesh, tensors in forms.items()}
-    gathered: list[dict[str, Any]] = group.all_gather({"arguments": dict(arguments), "digests": digests})
+    gathered: list[dict[str, Any]] = group.all_gather(
+        {"arguments": dict(arguments), "digests": digests, "host": describe_host(group.rank, group.size)}
+    )
     for name, value in gathered[0]["arguments"].items():
         for rank, theirs in enumerate(gathered):
             if theirs["arguments"][name] != value:
@@ -45,6 +50,7 @@ def check_agreement(group: ProcessGroup, arguments: Mapping[str, object], model:
         if len({gathered[rank]["digests"].get(mesh) for rank in ranks}) > 1:
             everybody = group.all_gather(forms.get(mesh, {}))
             _raise_difference({rank: everybody[rank] for rank in ranks})
+    return share_of(group.rank, [theirs["host"] for theirs in gathered])
 
 
 def _raise_difference(members: Mapping[int, Mapping[str, _Form]]) -> NoReturn:

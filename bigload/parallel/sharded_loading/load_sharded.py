@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -117,7 +117,8 @@ def load_sharded(
         broadcast_from_rank0: Only the process of rank 0 opens the checkpoint and reads it, and sends to the others what
             they need: for files that they cannot see.
         method: As for `bigload.load`.
-        threads: Threads that read in each process, as for `bigload.load`.
+        threads: Threads that read in each process, as for `bigload.load`; by default the ranks of a host share as many
+            as one process has there.
         max_inflight: As for `bigload.load`, for each process.
 
     Raises:
@@ -137,7 +138,7 @@ def load_sharded(
             group, lambda: (settings(threads, method, max_inflight), _device(device), _module(model))
         )
         asked = {"broadcast_from_rank0": broadcast_from_rank0, "strict": strict, "method": method and str(method)}
-        check_agreement(group, asked, module)
+        share = check_agreement(group, asked, module)
         plan = ModelPart(
             model=module,
             divisions=divisions or {},
@@ -155,7 +156,7 @@ def load_sharded(
             fill = partial(broadcast_tensors, group, stored.checkpoint, how, sent)
         else:
             stored, places = run_on_all_ranks(group, lambda: _opened(checkpoint, plan))
-            fill = partial(fill_local, stored.checkpoint, how)
+            fill = partial(fill_local, stored.checkpoint, replace(how, share=share))
         parts = [part for _, part in places]
         tensors, report = run_on_all_ranks(group, lambda: _loaded(stored, parts, fill, group.rank, began))
         assign_local(module, [assignment for assignment, _ in places], tensors)

@@ -27,7 +27,7 @@ from bigload.loading.schedule import (
 )
 from bigload.loading.settings import LoadSettings, Method
 from bigload.loading.slices import StridedRange
-from bigload.loading.strategy.read_strategy import ReadStrategy, choose_strategy
+from bigload.loading.strategy.read_strategy import PARALLEL_BYTES, ReadStrategy, choose_strategy, usual_threads
 from bigload.machine.activities import Recorder
 from bigload.parallel.sharded_loading.column_reads import read_columns
 from bigload.parallel.sharded_loading.local_tensors import LocalTensor
@@ -64,8 +64,15 @@ def fill_local(
         cached = replace(settings, method=Method.READ)
         shared_strategy = choose_strategy(checkpoint, _requested(shared), cached, None, Recorder(is_tracing=False))
         read_bytes += _read_rows(checkpoint, shared, shared_strategy, recorder)
-    read_bytes += read_columns(checkpoint, columns, threads=strategy.threads)
+    read_bytes += read_columns(checkpoint, columns, threads=_column_threads(columns, strategy, settings))
     return strategy, read_bytes
+
+
+def _column_threads(columns: _Copies, strategy: ReadStrategy, settings: LoadSettings) -> int:
+    """Return the threads for columns: the strategy may be that of a few rows, which one thread reads."""
+    if settings.threads is not None or sum(copy.num_bytes for copy, _ in columns) < PARALLEL_BYTES:
+        return strategy.threads
+    return max(strategy.threads, usual_threads(settings.share, is_cast=False))
 
 
 def _is_read_by_engine(copy: StridedCopy) -> bool:

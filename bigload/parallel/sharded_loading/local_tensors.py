@@ -14,7 +14,7 @@ from bigload.loading.piece_copies import ShardSpec, StridedCopy, spec_shape
 from bigload.loading.schedule import ALIGNMENT, CPU
 from bigload.loading.staging.accelerators import take_memory
 from bigload.loading.tensors import Memory, bytes_of, torch_dtype
-from bigload.machine.huge_pages import allocate
+from bigload.machine.huge_pages import allocate, use_huge_pages
 from bigload.units import KIB
 
 _MOVED_AS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -103,6 +103,8 @@ def local_tensors(name: str, path: str, parts: Sequence[LocalPart]) -> list[Loca
             raw = take_memory(part.device_name, part.num_bytes)
             found.append(LocalTensor(part=part, tensor=raw.view(part.dtype).view(part.shape), memory=raw))
         start += size
+    filled = [each.tensor for each in found if each.part.device_name == CPU and each.part.is_in_place]
+    use_huge_pages((tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes) for tensor in filled)
     return found
 
 

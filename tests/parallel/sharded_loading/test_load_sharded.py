@@ -14,10 +14,13 @@ import bigload
 from bigload.conversion.checkpoint_view import CheckpointView
 from bigload.conversion.conversion import Conversion, as_stored
 from bigload.conversion.recorded_tensor import RecordedTensor
+from bigload.distributed.host_share import HostShare
 from bigload.distributed.torch_process_group import TorchProcessGroup
 from bigload.errors import OptionError, ReadError, StateDictMismatchError, UnknownTensorError
 from bigload.parallel.sharded_loading import broadcast as sending_out
 from bigload.parallel.sharded_loading import load_sharded as rank_loading
+from bigload.parallel.sharded_loading import local_tensors
+from bigload.parallel.sharded_loading.agreement import check_agreement
 from bigload.parallel.sharded_loading.load_sharded import load_parts, load_sharded
 from bigload.planning.tensor_parallel.division import Division
 from rank_processes import run_ranks
@@ -344,6 +347,32 @@ def test_what_cannot_be_made_of_a_checkpoint_is_refused_strict_or_not(folder):
     view = replace(CheckpointView.of(bigload.open_checkpoint(folder)), conversion=conversion)
     with pytest.raises(StateDictMismatchError, match="down_proj cannot be made"):
         load_sharded(empty(), view, strict=False)
+
+
+def test_memory_that_is_filled_in_place_gets_huge_pages(folder, monkeypatch):
+    advised = []
+    monkeypatch.setattr(local_tensors, "use_huge_pages", advised.extend)
+    model = Model()
+    load_sharded(model, folder)
+    there = {(each.data_ptr(), each.data_ptr() + each.nbytes) for each in model.state_dict().values()}
+    assert set(advised) == there
+    advised.clear()
+    load_sharded(empty(), folder)  # memory of bigload's own has them anyway
+    assert advised == []
+
+
+class GroupOfEqualRanks:
+    """Group of ranks that all say what this one says."""
+
+    rank, size = 1, 4
+
+    def all_gather(self, value):
+        return [value] * self.size
+
+
+def test_ranks_of_a_host_share_its_cores():
+    cores = len(os.sched_getaffinity(0))
+    assert check_agreement(GroupOfEqualRanks(), {}, empty()) == HostShare(processes=4, cores=cores / 4)
 
 
 def test_names_may_differ(folder):
