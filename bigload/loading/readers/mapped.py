@@ -161,14 +161,17 @@ def populate_pages_in_parallel(buffer: memoryview, start: int, stop: int) -> int
     return next(filter(None, reasons), 0)
 
 
-def release_pages(buffer: memoryview, start: int, stop: int) -> None:
+def release_pages(buffer: memoryview, start: int, stop: int, *, page_bytes: int = mmap.PAGESIZE) -> None:
     """Take the pages that lie between bytes `start` and `stop` of the map `buffer` out of this process's page table.
 
     They come back from the page cache when they are touched, as they are in the file: what was written to them is lost.
+    A huge page of which only a part lies there is split, and comes back in 512 entries instead of one, also for those
+    who use the rest of it: with the `page_bytes` of huge pages, these are left.
     """
-    begin, end = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE, stop // mmap.PAGESIZE * mmap.PAGESIZE
+    address = address_of(buffer)
+    begin, end = -(-(address + start) // page_bytes) * page_bytes, (address + stop) // page_bytes * page_bytes
     if begin < end:
-        _libc.madvise(address_of(buffer) + begin, end - begin, mmap.MADV_DONTNEED)
+        _libc.madvise(begin, end - begin, mmap.MADV_DONTNEED)
 
 
 _NO_BYTES = memoryview(bytearray())

@@ -18,7 +18,7 @@ import torch
 
 from bigload.errors import ReadError
 from bigload.loading.readers.mapped import populate_pages_in_parallel, release_pages
-from bigload.machine.huge_pages import no_memory
+from bigload.machine.huge_pages import HUGE_PAGE_BYTES, no_memory
 from bigload.machine.page_cache import drop_cached_pages
 from bigload.runtime.offload.assembled_weights import AssembledWeight
 from bigload.runtime.offload.stored_weights import FileWeight
@@ -39,6 +39,10 @@ def is_in_place(weight: Weight, device: torch.device) -> bool:
     if isinstance(source, AssembledWeight):
         return False
     return source.tensor.device == device and source.dtype == weight.placeholder.dtype
+
+
+_SPLITS_ALLOWED_BELOW_BYTES = 16 * HUGE_PAGE_BYTES
+"""Of larger ranges the huge pages at both ends stay in the page table, which neighbours share: an eighth at most."""
 
 
 class MappedSupply(Supply):
@@ -85,7 +89,8 @@ class MappedSupply(Supply):
     def drop(self, *, forget: bool) -> None:
         """Take the pages out of the page table; with `forget` out of the page cache, too."""
         for place, buffer, start, stop in self._ranges:
-            release_pages(buffer, start, stop)
+            is_large = not forget and stop - start >= _SPLITS_ALLOWED_BELOW_BYTES
+            release_pages(buffer, start, stop, page_bytes=HUGE_PAGE_BYTES if is_large else mmap.PAGESIZE)
             if forget:
                 with suppress(OSError):  # gone meanwhile: the next fetch says so
                     drop_cached_pages(place.path, [(start, stop)])

@@ -12,9 +12,9 @@ import pytest
 
 from bigload.errors import NotEnoughMemoryError, ReadError
 from bigload.loading.readers import mapped
-from bigload.loading.readers.mapped import MappedFile
+from bigload.loading.readers.mapped import MappedFile, populate_pages, release_pages
 from bigload.machine.activities import Phase, Recorder
-from bigload.machine.huge_pages import address_of
+from bigload.machine.huge_pages import HUGE_PAGE_BYTES, address_of
 from bigload.machine.page_cache import evict
 from builders import open_descriptors
 
@@ -58,6 +58,20 @@ def resident_pages(view):
         table.seek(address_of(view) // PAGE * 8)
         entries = table.read(-(-len(view) // PAGE) * 8)
     return sum(entry >> 63 for entry in memoryview(entries).cast("Q"))
+
+
+def test_huge_pages_that_a_range_shares_with_others_can_be_left_in_the_page_table(tmp_path):
+    path = tmp_path / "file"
+    with path.open("wb") as file:
+        file.truncate(5 * HUGE_PAGE_BYTES)
+    with MappedFile(path) as mapped_file:
+        view = mapped_file.buffer
+    first = -address_of(view) % HUGE_PAGE_BYTES  # of the first huge page that lies in the map as a whole
+    populate_pages(view, 0, len(view))
+    release_pages(view, first + PAGE, first + 3 * HUGE_PAGE_BYTES + PAGE, page_bytes=HUGE_PAGE_BYTES)
+    assert resident_pages(view) * PAGE == len(view) - 2 * HUGE_PAGE_BYTES
+    release_pages(view, 0, len(view))
+    assert resident_pages(view) == 0
 
 
 def test_a_map_is_the_file(stored):
@@ -206,7 +220,7 @@ def test_no_address_space_is_an_error(tmp_path):
 import resource
 from pathlib import Path
 from bigload.errors import NotEnoughMemoryError
-from bigload.loading.readers.mapped import MappedFile
+from bigload.loading.readers.mapped import MappedFile, populate_pages, release_pages
 resource.setrlimit(resource.RLIMIT_AS, ({2**40}, resource.RLIM_INFINITY))
 try:
     MappedFile(Path({str(path)!r}))

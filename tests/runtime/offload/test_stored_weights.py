@@ -1,5 +1,6 @@
 import errno
 import json
+import os
 import pickle
 import threading
 from copy import deepcopy
@@ -19,7 +20,9 @@ from bigload.errors import (
     UnknownTensorError,
     UnsupportedDTypeError,
 )
+from bigload.machine.page_cache import cached_bytes, evict
 from bigload.runtime.offload.stored_weights import MappedFiles
+from bigload.units import MIB
 from builders import DTYPE_BITS, make_checkpoint, open_descriptors, write_raw, write_shard
 
 EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -176,6 +179,24 @@ def test_a_file_is_mapped_once_and_none_stays_open(folder):
     assert not maps(folder)
     with pytest.raises(ValueError, match="closed"):
         stored[EMBED]
+
+
+@pytest.mark.parametrize("cached", ["header", "all"])
+def test_a_header_that_is_cached_alone_is_dropped_so_that_huge_pages_can_begin_there(folder, cached):
+    path = min(folder.glob("*.safetensors"))
+    with path.open("ab") as file:
+        file.truncate(4 * MIB)
+    if evict([path]) or cached_bytes(path) is None:
+        pytest.skip("this file system keeps its pages, or does not say which it has")
+    populate_cache(path, 4096 if cached == "header" else 4 * MIB)
+    MappedFiles().map(path)
+    assert cached_bytes(path, [(0, 4096)]) == (0 if cached == "header" else 4096)
+
+
+def populate_cache(path, num_bytes):
+    with path.open("rb", buffering=0) as file:
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)  # no more than that
+        file.read(num_bytes)
 
 
 def test_a_context_lets_go_of_the_files(folder):
