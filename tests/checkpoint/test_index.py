@@ -53,6 +53,31 @@ def test_an_index_that_is_no_json_or_maps_no_tensors_to_files_is_refused(path, t
     assert codes(path) == found
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"weight_map": {"a": "1", "a": "1"}}',
+        '{"weight_map": {"a": "1", "\\u0061": "1"}}',
+        '{"weight_map": {"a": 1, "a": "1"}}',
+        '{"weight_map": {"a": "1"}, "metadata": {}, "weight_map": {"a": "1"}}',
+        '{"a": "1", "a": "1"}',
+        '{"weight_map": {"a": "1", "a": "1"}, "metadata": {"more": [{"b": ["1"]}]}}',
+    ],
+)
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-16"])
+def test_a_key_that_occurs_twice_is_refused_in_any_form_of_text(path, text, encoding):
+    path.write_text(text, encoding=encoding)
+    assert codes(path)[-1] == "duplicate-key"
+
+
+@pytest.mark.parametrize(
+    "more", ['{"b": {"c": {}}}', '{"b": "\\""}', '["\u2200", {"b": "c"}]', f"{'[' * 400}{']' * 400}"]
+)
+def test_what_stands_beside_the_weight_map_is_ignored(path, more):
+    path.write_text(f'{{"weight_map": {{"a": "1"}}, "metadata": {more}}}')
+    assert read_index(path).weight_map == {"a": "1"}
+
+
 def test_a_tensor_listed_twice_is_refused_with_both_files(path):
     path.write_text('{"weight_map": {"a": "1", "b": "1", "a": "2"}}')
     with pytest.raises(InvalidCheckpointError) as caught:
