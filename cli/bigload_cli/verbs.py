@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
+from collections.abc import Collection
+from importlib import import_module
 from typing import Annotated
 
 import typer
 
 from bigload_cli import failures, output
-from bigload_cli.commands import bench_load, bench_run, fetch, inspect, plan, reshard, run_stats, verify
 
 EXIT_CODES = """\b
 Exit codes:
@@ -20,23 +22,8 @@ Exit codes:
   130  interrupted (Ctrl-C); 143 by SIGTERM
 """
 
-app = typer.Typer(
-    name="bigload",
-    help="Plan, reshard and load checkpoints that are larger than the devices that run them.",
-    epilog=EXIT_CODES,
-    rich_markup_mode=None,  # plain help: half the start-up time, and error texts that can be copied
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
-app.command("inspect", epilog=inspect.EPILOG)(inspect.inspect)
-app.command("plan", epilog=plan.EPILOG)(plan.plan)
-app.command("fetch", epilog=fetch.EPILOG)(fetch.fetch)
-app.command("reshard", epilog=reshard.EPILOG)(reshard.reshard)
-app.command("verify", epilog=verify.EPILOG)(verify.verify)
-app.command("bench-load", epilog=bench_load.EPILOG)(bench_load.bench_load)
-app.command("bench-run", hidden=True, context_settings=bench_run.CONTEXT)(bench_run.bench_run)
-app.command("run-stats", epilog=run_stats.EPILOG)(run_stats.run_stats)
+VERBS = ("inspect", "plan", "fetch", "reshard", "verify", "bench-load", "bench-run", "run-stats")
+"""Each is a function of a module in `commands/`; in the order of the help."""
 
 
 def _show_version(asked: bool) -> None:
@@ -47,7 +34,6 @@ def _show_version(asked: bool) -> None:
         raise typer.Exit
 
 
-@app.callback()
 def _root(
     _version: Annotated[
         bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit.")
@@ -56,12 +42,34 @@ def _root(
     """Plan, reshard and load checkpoints that are larger than the devices that run them."""
 
 
+def app_of(verbs: Collection[str]) -> typer.Typer:
+    """Return the program with these verbs; each costs a few milliseconds of start-up."""
+    app = typer.Typer(
+        name="bigload",
+        help="Plan, reshard and load checkpoints that are larger than the devices that run them.",
+        epilog=EXIT_CODES,
+        rich_markup_mode=None,  # plain help: half the start-up time, and error texts that can be copied
+        no_args_is_help=True,
+        pretty_exceptions_enable=False,
+        context_settings={"help_option_names": ["-h", "--help"]},
+    )
+    app.callback()(_root)
+    for verb in verbs:
+        name = verb.replace("-", "_")
+        module = import_module(f"bigload_cli.commands.{name}")
+        is_retired = verb == "bench-run"
+        settings = {"hidden": True, "context_settings": module.CONTEXT} if is_retired else {"epilog": module.EPILOG}
+        app.command(verb, **settings)(getattr(module, name))
+    return app
+
+
 def run() -> int:
     """Run the command line and return its exit code."""
     with warnings.catch_warnings():
         warnings.showwarning = output.warning_shower(warnings.showwarning)
         try:
-            code = app(prog_name="bigload", standalone_mode=False)
+            asked = [verb for verb in VERBS if verb in sys.argv[1:2]]
+            code = app_of(asked or VERBS)(prog_name="bigload", standalone_mode=False)
             if code == failures.INTERRUPTED:  # what Typer makes of a Ctrl-C
                 raise KeyboardInterrupt
         except BaseException as error:  # every way to fail ends in one table

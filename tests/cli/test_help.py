@@ -2,14 +2,17 @@
 
 import re
 import shlex
+import subprocess
+import sys
+from importlib import import_module
 
 import pytest
 import typer.main
 
-from bigload_cli import verbs as program
+from bigload_cli.verbs import app_of
 
 VERBS = ["inspect", "plan", "fetch", "reshard", "verify", "bench-load", "run-stats"]
-EPILOGS = {verb: getattr(program, verb.replace("-", "_")).EPILOG for verb in VERBS}
+EPILOGS = {verb: import_module(f"bigload_cli.commands.{verb.replace('-', '_')}").EPILOG for verb in VERBS}
 EXAMPLES = [
     (verb, line.strip())
     for verb, epilog in EPILOGS.items()
@@ -42,7 +45,7 @@ def test_the_help_names_every_verb_and_every_exit_code(run, option):
 def test_every_example_can_be_typed(verb, line):
     arguments = shlex.split(line.partition(" | ")[0])
     assert arguments[:2] == ["bigload", verb]
-    command = typer.main.get_command(program.app).commands[verb]
+    command = typer.main.get_command(app_of([verb])).commands[verb]
     command.make_context(verb, arguments[2:])
 
 
@@ -79,6 +82,19 @@ def test_help_fits_the_terminal(run_on_terminal):
     for verb in VERBS:
         shown = run_on_terminal(f"bigload {verb} --help", 80).stdout.replace("\r\n", "\n")
         assert [line for line in shown.splitlines() if len(line) > 80 and "  bigload " not in line] == []
+
+
+@pytest.mark.parametrize(("word", "imported"), [("fetch", {"fetch"}), ("inspect", {"inspect"})])
+def test_a_verb_that_is_asked_for_imports_no_other(word, imported):
+    script = f"""
+import sys
+from bigload_cli.verbs import run
+sys.argv = ["bigload", "{word}", "--help"]
+run()
+print(*(name.rpartition(".")[2] for name in sys.modules if name.startswith("bigload_cli.commands.")))
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert {*done.stdout.splitlines()[-1].split()} == imported
 
 
 # Completion
