@@ -7,16 +7,19 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from functools import partial
 from math import ceil
 from pathlib import Path
 
 from bigload.bench.page_cache_state import CacheState
-from bigload.bench.runner import Contender, run_rounds
+from bigload.bench.runner import Contender, Measured, run_rounds
 from bigload.checkpoint.model import Checkpoint
 from bigload.checkpoint.source import open_checkpoint
 from bigload.units import MIB, format_size
 from harness import Goal, show_status
 from make import Data, Recipe, load_recipe, make
+
+_SLOW_FACTOR = 3
 
 
 class CannotMeasureError(Exception):
@@ -190,29 +193,26 @@ def measured_rounds(
     renewed_bytes: int = 0,
     problems: Mapping[str, str] | None = None,
 ) -> Measurement:
-    """Run `contenders` in rotating order and return what was measured after a first round, which is dropped."""
-    outcome = run_rounds(
-        contenders,
-        runs=setting.rounds + 1,
-        files=files,
-        cache=cache,
-        renewed_bytes=renewed_bytes,
-        on_run=show_status,
-    )
+    """Run `contenders` in rotating order and return what was measured after a first round, which is dropped.
+
+    Other programs that take more than three times as long as the fastest of them in that round are not repeated.
+    """
+    rounds = partial(run_rounds, files=files, cache=cache, renewed_bytes=renewed_bytes, on_run=show_status)
+    first = rounds(contenders, runs=1)
+    slow = slow_peers(contenders, first.measured)
+    lasting = [each for each in contenders if each.name not in slow and each.name not in first.failures]
+    outcome = rounds(lasting, runs=setting.rounds)
     cached = [share for found in outcome.measured.values() for share in found.cached]
-    failed = {name: f"{type(error).__name__}: {error}" for name, error in outcome.failures.items()}
+    failures = {**first.failures, **outcome.failures}
+    failed = {name: f"{type(error).__name__}: {error}" for name, error in failures.items()}
     return Measurement(
-        seconds={
-            each.name: outcome.measured[each.name].seconds[each.repeats :]
-            for each in contenders
-            if each.name in outcome.measured
-        },
+        seconds={name: found.seconds for name, found in outcome.measured.items()},
         memory={
             name: ((found.peak_private_bytes + found.peak_file_bytes) / MIB,)
             for name, found in outcome.measured.items()
             if files  # of other processes this one's memory says nothing
         },
-        problems={**(problems or {}), **failed},
+        problems={**(problems or {}), **failed, **slow},
         cached=(min(cached), max(cached)) if files and cached else None,
         remarks=tuple(
             f"not cold: {'part' if left.num_bytes is None else format_size(left.num_bytes)} of {left.file} stayed in "
@@ -220,6 +220,15 @@ def measured_rounds(
             for left in outcome.left_in_cache
         ),
     )
+
+
+def slow_peers(contenders: Sequence[Contender], measured: Mapping[str, Measured]) -> dict[str, str]:
+    """Return those that may fail and are far from the fastest of them, with the reason why they are not repeated."""
+    taken = {
+        each.name: measured[each.name].median_seconds for each in contenders if each.may_fail and each.name in measured
+    }
+    most = _SLOW_FACTOR * min(taken.values(), default=0)
+    return {name: f"not repeated: {seconds:.2f} s" for name, seconds in taken.items() if seconds > most}
 
 
 def per_round(seconds: Sequence[float], rounds: int) -> tuple[float, ...]:

@@ -10,10 +10,11 @@ import pytest
 import bench
 import sizes
 from bigload.bench.raw_limit import can_read_direct
+from bigload.bench.runner import Contender, Measured
 from harness import Goal
 from make import load_recipe, make
 from program_contender import ProgramContender, ProgramError
-from rows import CannotMeasureError, Measurement, Row, RowGoal, judge, per_round
+from rows import CannotMeasureError, Measurement, Row, RowGoal, judge, per_round, slow_peers
 from straight_read import straight_read
 
 FASTER = RowGoal(text="rate", contender="ours", limits=("limit: ",), bound=0.9, is_least=True)
@@ -66,6 +67,14 @@ def test_what_was_not_measured_is_not_reached(seconds, problem):
     found = judge(FASTER, Measurement(seconds=seconds, problems={"limit: peer": "not installed"}))
     assert (found.is_reached, found.problem) == (False, problem)
     assert math.isnan(found.shown.value)
+
+
+def test_a_peer_that_is_far_behind_the_best_one_is_not_repeated():
+    peers = [Contender(name=name, run=list, may_fail=True) for name in ("a", "b", "c")]
+    own = Contender(name="ours", run=list)
+    measured = {name: Measured(seconds=(seconds,)) for name, seconds in {"ours": 9, "a": 1, "b": 3, "c": 3.01}.items()}
+    assert slow_peers([own, *peers], measured) == {"c": "not repeated: 3.01 s"}
+    assert slow_peers([own], measured) == {}
 
 
 def test_several_runs_of_a_round_are_their_median():
@@ -214,6 +223,14 @@ def test_a_tiny_reshard_is_measured_beside_cp_and_raw_writes(run):
     assert {"limit: cp -r, sync", "bigload, none", "bigload, full"} < measured["seconds"].keys()
     assert all(len(runs) == 1 and runs[0] > 0 for runs in measured["seconds"].values())
     assert measured["memory_mebibytes"].keys() == measured["seconds"].keys()
+
+
+@pytest.mark.parametrize("name", ["verify", "stale-plan"])
+def test_a_tiny_check_is_measured(run, name):
+    chosen = [row for row in bench.ROWS if row.name == name]
+    code, found, _ = run(*chosen, options=("--rounds", "1"))
+    assert code in {0, 3}
+    assert all(len(runs) == 1 and runs[0] > 0 for runs in found["rows"][0]["seconds"].values())
 
 
 def test_quick_runs_the_main_rows_only(run):

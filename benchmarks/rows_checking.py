@@ -1,0 +1,82 @@
+"""Rows of checks: a written folder beside its manifest, a plan beside a checkpoint that has changed."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from functools import partial
+
+import bigload
+import reshard_contenders
+from bigload.bench.page_cache_state import CacheState
+from bigload.bench.raw_limit import can_read_direct
+from bigload.bench.runner import Contender
+from bigload.checkpoint.source import open_checkpoint
+from bigload.errors import StalePlanError
+from bigload.planning.plan_file import check_plan
+from bigload.units import MIB
+from make import load_recipe, make
+from program_contender import ProcessRun, run_process
+from rows import Measurement, Row, RowGoal, Setting, measured_rounds
+from straight_read import straight_read
+
+_BIGLOAD = "bigload"
+
+
+def verification(setting: Setting) -> Measurement:
+    """Time `bigload verify` as a whole process, beside reads of the same files past the page cache."""
+    out = bigload.reshard(setting.model, setting.folder / "out", layout="shards").out
+    files = sorted(out.glob("*.safetensors"))
+    words = (sys.executable, "-c", "from bigload_cli.app import main; main()", "verify", str(out))
+    runs: list[ProcessRun] = []
+    is_direct = can_read_direct(files)
+    reads = [
+        Contender(
+            name=f"limit: straight {'direct' if is_direct else 'pread'}, {threads} threads, blocks of {block} MiB",
+            run=partial(straight_read, files, threads=threads, block_bytes=block * MIB, is_direct=is_direct),
+        )
+        for threads, block in ((2, 8), (8, 1))
+    ]
+    ours = Contender(name=_BIGLOAD, run=lambda: runs.append(run_process(words)))
+    idle = run_process((sys.executable, reshard_contenders.__file__, "idle", "{}")).resident_bytes
+    found = measured_rounds(setting, [ours, *reads], files=files, cache=CacheState.COLD)
+    return replace(found, memory={_BIGLOAD: [(run.resident_bytes - idle) / MIB for run in runs[1:]]})
+
+
+def staleness(setting: Setting) -> Measurement:
+    """Time the refusal of a plan for 70B whose checkpoint lacks a tensor since; headers are read anew."""
+    recipe = load_recipe("llama-70b")
+    plan = bigload.plan(setting.sparse("llama-70b"), {"cuda:0": "80GiB", "cuda:1": "80GiB"})
+    root = make(replace(recipe, tensors=recipe.tensors[:-1]), setting.folder / "changed", data="sparse").root
+
+    def refuse() -> None:
+        try:
+            check_plan(plan, open_checkpoint(root))
+        except StalePlanError:
+            return
+        raise AssertionError("the plan was taken for one of the changed checkpoint")
+
+    return measured_rounds(setting, [Contender(name=_BIGLOAD, run=refuse)])
+
+
+ROWS = (
+    Row(
+        name="verify",
+        title="verify, cold",
+        measure=verification,
+        goals=(
+            RowGoal(text="rate, of raw reads", contender=_BIGLOAD, limits=("limit: ",), bound=0.8, is_least=True),
+            RowGoal(text="memory above an interpreter", contender=_BIGLOAD, bound=128, is_memory=True),
+        ),
+        disk=2,
+        memory=1,
+    ),
+    Row(
+        name="stale-plan",
+        title="refusal of a stale plan, 70B in 30 shards",
+        measure=staleness,
+        goals=(RowGoal(text="seconds, with opening", contender=_BIGLOAD, bound=0.1),),
+        disk=0,
+        is_quick=True,
+    ),
+)
