@@ -3,11 +3,11 @@
     python benchmarks/bench.py [--quick] [--only ROW ...] [--json FILE] [--markdown FILE]
 
 Each row runs its contenders in rotating order in one run, after a first round that is dropped; other programs that are
-far behind the best of them are not repeated. Before each turn as much free memory is touched as it takes, and files are
-read into the page cache or evicted from it, which is verified. A goal bounds a ratio to a limit of the same rounds (a raw
-read or write, a forward in memory, a peer), or a figure of its own; the median of the rounds decides, and the range is
-shown. A row that the machine cannot run is skipped, says why, and is not reached. Both files are written after each row,
-so an interrupted run leaves what it has.
+far behind the best of them are not repeated. Before each turn as much free memory is touched as it takes, and files
+are read into the page cache or evicted from it, which is verified. A goal bounds a ratio to a limit of the same rounds
+(a raw read or write, a forward in memory, a peer), or a figure of its own; the median of the rounds decides, and the
+range is shown. A row that the machine cannot run is skipped, says why, and is not reached. Both files are written
+after each row, so an interrupted run leaves what it has.
 
 Exit code: 0 all goals reached, 3 some missed or skipped, 1 a contender of bigload failed, 2 bad usage, 130 interrupted.
 """

@@ -1,7 +1,8 @@
 """Size of the checkpoint and number of rounds of each row, so that a run ends in the time it promises.
 
-A full run has to end in 20 minutes and `--quick` in 3 on 2 cores and a disk of 2 GiB/s. A row with many contenders, or
-with slow ones, has fewer rounds; a row of memory has one, because memory does not vary.
+A full run has to end in 20 minutes and `--quick` in 3, on 2 cores and a disk of 1 GiB/s. A row of many or slow
+contenders has a smaller checkpoint; a row of short runs has more rounds; a row of memory has one, because memory varies
+little.
 """
 
 from __future__ import annotations
@@ -20,10 +21,31 @@ class Extent:
     rounds: int
 
 
-DEFAULT = Extent(num_bytes=4 * GIB, rounds=5)
+DEFAULT = Extent(num_bytes=2 * GIB, rounds=3)
 QUICK_DEFAULT = Extent(num_bytes=384 * MIB, rounds=2)
-FULL: Mapping[str, Extent] = {}
-QUICK: Mapping[str, Extent] = {}
+_SMALL, _FAST = Extent(num_bytes=GIB, rounds=3), Extent(num_bytes=2 * GIB, rounds=5)
+
+FULL: Mapping[str, Extent] = {
+    "load-cold": _SMALL,
+    "load-fp32": _FAST,
+    "load-parallel-warm": _FAST,
+    "load-parallel-cold": _SMALL,
+    "load-memory": Extent(num_bytes=2 * GIB, rounds=1),
+    "reshard-layouts": _SMALL,
+    "reshard-peers": _SMALL,
+    "reshard-cast": _SMALL,
+    "reshard-huge": Extent(num_bytes=0, rounds=1),
+    "stream-cold-1": _SMALL,
+    "stream-warm-128": _SMALL,
+    "start-up": Extent(num_bytes=0, rounds=9),
+    "stale-plan": Extent(num_bytes=0, rounds=9),
+    "hooks": Extent(num_bytes=0, rounds=5),
+    **{name: Extent(num_bytes=0, rounds=5) for name in ("inspect-70b", "plan-70b", "plan-405b")},
+}
+"""Extents of rows that are not `DEFAULT`; 0 bytes where a row makes its own checkpoint, or none."""
+
+QUICK: Mapping[str, Extent] = {"load-cold": Extent(num_bytes=384 * MIB, rounds=1)}
+"""Likewise with `--quick`."""
 
 
 def extent_of(row: str, *, is_quick: bool) -> Extent:
