@@ -40,7 +40,7 @@ def place(tmp_path):
 
 
 class Doom:
-    """Called before each piece of a file's body: sends a signal to the process when so many were sent."""
+    """Called before each piece of a file's body: sends a signal when so many were sent, and none until the end."""
 
     def __init__(self, server, pieces, number):
         self.left, self.number, self.process = pieces, number, None
@@ -51,6 +51,8 @@ class Doom:
         self.left -= 1
         if self.left == 0:
             self.process.send_signal(self.number)
+        if self.left <= 0:
+            self.process.wait()
 
 
 def begin(out, environment, *options):
