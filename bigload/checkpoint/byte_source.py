@@ -143,6 +143,7 @@ class PositionalReader(OpenFile):
         num_bytes = sum(buffer.nbytes for buffer in buffers)
         with self._recorder.span(Phase.READ, num_bytes=num_bytes, file=self.path.name):
             fill(buffers, self.descriptor, offset, self.path)
+        self._recorder.received(num_bytes, file=self.path.name)
 
 
 def fill(buffers: Sequence[memoryview], descriptor: int, offset: int, path: Path | str) -> None:

@@ -20,12 +20,14 @@ from bigload.layouts.preparation import PreparedReshard
 from bigload.layouts.side_files import SideFile
 from bigload.layouts.verification.manifest import MANIFEST_FILE, FileRecord, Manifest, ManifestSource, manifest_lines
 from bigload.layouts.writing.output_file_writer import direct_write_alignment
+from bigload.layouts.writing.read_sizes import bytes_to_read
 from bigload.layouts.writing.resume_check import ReusableFile, recheck
 from bigload.layouts.writing.small_files import check_file, write_file
 from bigload.layouts.writing.source_files import SourceFiles
 from bigload.layouts.writing.staging import Staging, joined, keep_only, staged, tidy
 from bigload.layouts.writing.writer import FileToWrite, Writer, window_bytes
-from bigload.loading.progress import OnProgress, Tally
+from bigload.loading.progress import OnProgress, Tally, ignore_progress
+from bigload.machine.activities import Recorder
 from bigload.machine.inflight_pool import BlockPool
 from bigload.machine.process_memory import trim_heap
 from bigload.machine.thread_pool import run_jobs
@@ -149,21 +151,39 @@ class ReshardRun:
         share = ProcessResult()
         share.kept_files = sum(file.kept is not None and file.kept.record is not None for file in files)
         share.kept_bytes = sum(file.kept.num_bytes for file in files if file.kept is not None)
+        reads = None if sources.is_local else self._count_reads(sources, mine, share.kept_bytes)
         writer = Writer(
             staging.folder,
             sources,
             self._options,
             journal=staging.journal,
-            tally=tally,
+            tally=tally if reads is None else Tally(0, ignore_progress),
             alignment=direct_write_alignment(staging.folder, rank=self._team.rank),
             kernel=self._prepared.kernel,
         )
         share.records = writer.write(files)
+        if reads is not None:
+            reads.finish()
         share.overflows = dict(writer.overflows)
         self._check_unchanged(staging, sources)
         if self._options.verify is not Verify.NONE:
             self._check_sizes(staging, mine)
         return share
+
+    def _count_reads(self, sources: SourceFiles, files: Sequence[OutputFile], kept_bytes: int) -> Tally:
+        """Have bytes reported as they come; as a part of those for all `files`, of which `kept_bytes` are there."""
+        prepared = self._prepared
+        if scheme_of(prepared.checkpoint.root).server_without_ranges(prepared.checkpoint.root) is not None:
+            needed = {span.file for output in files for tensor in output.tensors for span in tensor.spans}
+            total = sum(prepared.identities[file].num_bytes for file in needed)
+        else:
+            total = bytes_to_read(files, prepared.checkpoint.tensors)
+        kept = total * kept_bytes // max(sum(output.num_bytes for output in files), 1)
+        tally = Tally(total, self._on_progress, done_bytes=kept)
+        sources.recorder = Recorder(
+            is_tracing=False, on_received=lambda num_bytes, file: tally.add(num_bytes, phase="read", file=file)
+        )
+        return tally
 
     def _recheck(
         self, files: Sequence[OutputFile], staging: Staging, pool: BlockPool, tally: Tally

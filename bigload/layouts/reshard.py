@@ -115,7 +115,7 @@ def reshard(
         threads: Threads that fill and write; when left out, four, and 16 where the checkpoint is remote.
         max_inflight: Memory for bytes in flight, in bytes or as text; 96 MiB when left out.
         layout_options: Options of a layout that is registered from outside, by name.
-        on_progress: Called after every finished window.
+        on_progress: Called after every finished window; of a remote checkpoint, for every chunk that has come.
         team: Processes that share the work, each its files; all of them call this with the same arguments. When left
             out: the ranks of torch.distributed, where this process has joined them, and else this process alone.
 

@@ -388,6 +388,12 @@ def requests_of_copy(
         yield request
 
 
+def gathers(rows: StridedRange) -> bool:
+    """Return whether `rows` are read together, with the bytes between them."""
+    gap = rows.stride - rows.row_bytes
+    return rows.count > 1 and gap <= MAX_GAP_BYTES and rows.stride <= MAX_GATHERED_ROW_BYTES
+
+
 def requests_for(
     rows: StridedRange,
     buffer: int,
@@ -401,12 +407,10 @@ def requests_for(
     """Yield what delivers `rows` to byte `start` of a buffer and on: all rows as one request, or each by itself."""
     bits = cast.stored.bits if cast is not None else spread.bits if spread is not None else 8
     unit = max(bits // 8, 1)
-    gap = rows.stride - rows.row_bytes
-    is_gathered = rows.count > 1 and gap <= MAX_GAP_BYTES and rows.stride <= MAX_GATHERED_ROW_BYTES
     whole = Destination(
         0, rows.row_bytes, buffer, start, rows.count, rows.stride if rows.count > 1 else 0, cast, spread
     )
-    if rows.count == 1 or is_gathered:
+    if rows.count == 1 or gathers(rows):
         yield ReadRequest(rows.start, whole, delivery, device, unit)
         return
     # A row by itself needs no spread, unless there are gaps between its elements too.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
@@ -38,15 +38,24 @@ class Activity:
     file: str
 
 
+OnReceived = Callable[[int, str], None]
+"""Called with the bytes that have come, and the name of their file, by the thread that reads them."""
+
+
 class Recorder:
     """Keeps the activities of a load that is traced; does nothing, and costs next to nothing, for one that is not.
 
     A traced load faults memory in before it reads into it, which separates faults from reads; otherwise the reads
     fault it in, which is faster.
+
+    Args:
+        is_tracing: Keep activities.
+        on_received: Called while a read lasts, for each part of it that has come.
     """
 
-    def __init__(self, *, is_tracing: bool) -> None:
+    def __init__(self, *, is_tracing: bool, on_received: OnReceived | None = None) -> None:
         self.is_tracing = is_tracing
+        self._on_received = on_received
         self._began = time.perf_counter()
         self._activities: list[Activity] = []
 
@@ -71,6 +80,11 @@ class Recorder:
                     file=file,
                 )
             )
+
+    def received(self, num_bytes: int, *, file: str) -> None:
+        """Report that bytes of a read have come."""
+        if self._on_received is not None:
+            self._on_received(num_bytes, file)
 
     @property
     def seconds(self) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 
@@ -16,6 +16,7 @@ from bigload_cli.output import LINE_EVERY_SECONDS, make_console, say
 
 _LINE_EVERY_PART = 0.1
 _LINE_AT_MOST_EVERY_SECONDS = 1
+_DRAWN_PER_SECOND = 8
 _LEAST_EVENTS = 20
 _LEAST_SECONDS = 30
 """Before a rate is that of all connections: so many events have come, or so many seconds gone."""
@@ -47,14 +48,22 @@ def _bar() -> Iterator[OnProgress]:
     )
     pace = _Pace()
     console = make_console(sys.stderr, width=_bar_width())
-    with Bar(*columns, console=console, transient=True, expand=True, refresh_per_second=8) as bar:
+    with Bar(*columns, console=console, transient=True, expand=True, refresh_per_second=_DRAWN_PER_SECOND) as bar:
         task = bar.add_task("starting", total=1, amount="", pace="")
 
+        shown: tuple[str, float] = "", 0.0
+
         def on_progress(progress: Progress) -> None:
+            nonlocal shown
+            phase, at = shown
+            is_same = progress.phase == phase and progress.done_bytes < progress.total_bytes
+            if is_same and time.monotonic() - at < 1 / _DRAWN_PER_SECOND:
+                return  # a fast line brings thousands of chunks a second
+            shown = progress.phase, time.monotonic()
             console.width = _bar_width()
             bar.update(
                 task,
-                description=_what(progress, usual="write"),
+                description=_what(progress, usual=("read", "write")),
                 total=progress.total_bytes,
                 completed=progress.done_bytes,
                 amount=_amount(progress),
@@ -112,9 +121,9 @@ class _Pace:
         return [format_rate(done, seconds), *([f"{left} left"] if left else [])]
 
 
-def _what(progress: Progress, *, usual: str = "") -> str:
+def _what(progress: Progress, *, usual: Collection[str] = ()) -> str:
     file = printable(progress.file)
-    return file if progress.phase == usual else f"{progress.phase} {file}"
+    return file if progress.phase in usual else f"{progress.phase} {file}"
 
 
 def _amount(progress: Progress) -> str:

@@ -4,6 +4,23 @@ from bigload.loading.progress import Progress, Tally, ignore_progress
 from bigload.machine.thread_pool import run_jobs
 
 
+def test_a_tally_begins_with_what_is_there_and_never_counts_more_than_all():
+    seen = []
+    tally = Tally(30, seen.append, done_bytes=10)
+    for num_bytes in (15, 10, 10):
+        tally.add(num_bytes, phase="read", file="a")
+    tally.finish()
+    assert [progress.done_bytes for progress in seen] == [25, 30, 30]
+
+
+def test_a_tally_that_finishes_reports_what_was_not_counted():
+    seen = []
+    tally = Tally(30, seen.append)
+    tally.add(10, phase="read", file="a")
+    tally.finish()
+    assert seen[-1] == Progress(phase="read", file="a", done_bytes=30, total_bytes=30)
+
+
 def test_a_tally_counts_up_to_the_total():
     seen = []
     tally = Tally(30, seen.append)

@@ -88,6 +88,8 @@ class RangedSource:
                         del views[0]
                 except TemporaryError as error:
                     retries.failed(error, done)
+                else:
+                    self._received(len(chunk))
 
     def close(self) -> None:
         """End the responses; connections belong to the client that all sources share."""
@@ -101,6 +103,9 @@ class RangedSource:
             BigloadError: it failed for good.
         """
         raise NotImplementedError
+
+    def _received(self, num_bytes: int) -> None:
+        self._recorder.received(num_bytes, file=self._location.name)
 
     def _changed(self, text: str) -> ReadError:
         return ReadError(self._shown, f"it changed since the checkpoint was opened: {text}")

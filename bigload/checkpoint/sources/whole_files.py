@@ -12,7 +12,7 @@ import os
 import shutil
 import tempfile
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import BinaryIO
@@ -103,7 +103,7 @@ class WholeOrRangedSource(RangedSource):
         with self._opening:
             if self._whole is None:
                 warn_of_server_without_ranges(self._server)
-                self._whole = WholeFile(self._shown, self._size(), self._answered_whole)
+                self._whole = WholeFile(self._shown, self._size(), self._answered_whole, self._received)
             return self._whole
 
     def _answered_whole(self, start: int, stop: int) -> AbstractContextManager[Iterator[bytes]]:
@@ -122,12 +122,14 @@ class WholeFile:
         shown: Location, for errors.
         num_bytes: Size of the file.
         open_range: Asks for the bytes from an offset to the end. What lies before the offset it reads over.
+        on_received: Called with the number of bytes that have come, for each chunk.
     """
 
-    def __init__(self, shown: str, num_bytes: int, open_range: OpenRange) -> None:
+    def __init__(self, shown: str, num_bytes: int, open_range: OpenRange, on_received: Callable[[int], None]) -> None:
         self._shown = shown
         self._num_bytes = num_bytes
         self._open_range = open_range
+        self._on_received = on_received
         self._turns = threading.Lock()
         self._stream: Stream | None = None
         self._begin = self._end = 0  # of the bytes that are kept
@@ -194,6 +196,7 @@ class WholeFile:
                 retries.failed(error, self._end)
             else:
                 self._keep(chunk)
+                self._on_received(len(chunk))
                 if self._num_unchecked >= ROOM_CHECKED_BYTES:
                     self._make_room(start)
 

@@ -135,7 +135,7 @@ def fetch(
         force: Replace an `out` that bigload wrote, and discard an interrupted fetch of other files.
         threads: Threads that read and write; when left out, as many as for `reshard`.
         max_inflight: Memory for bytes in flight, in bytes or as text; 128 MiB when left out.
-        on_progress: Called after every finished window.
+        on_progress: Called after every finished window; of a remote checkpoint, for every chunk that has come.
 
     Raises:
         OptionError: options that contradict each other, or stand for nothing in this checkpoint.

@@ -21,7 +21,7 @@ from bigload.layouts.layout import LayoutRequest, aligned, base_name, index_of
 from bigload.layouts.options import ReshardOptions
 from bigload.layouts.output import Output, OutputFile, OutputTensor
 from bigload.layouts.selection import lay_out
-from bigload.loading.schedule import MAX_GAP_BYTES, MAX_GATHERED_ROW_BYTES
+from bigload.loading.schedule import MAX_GAP_BYTES, gathers
 from bigload.loading.slices import rows_of
 from bigload.planning.plan import Plan
 
@@ -198,8 +198,7 @@ def _ranges_of(file: OutputFile) -> Iterator[tuple[str, int, int]]:
             continue
         for part in tensor.parts or (None,):
             rows = rows_of(source, part)
-            is_gathered = rows.stride - rows.row_bytes <= MAX_GAP_BYTES and rows.stride <= MAX_GATHERED_ROW_BYTES
-            if rows.count == 1 or is_gathered:
+            if rows.count == 1 or gathers(rows):
                 stop = rows.start + (rows.count - 1) * rows.stride + rows.row_bytes
                 yield source.span.file, rows.start, stop
             else:

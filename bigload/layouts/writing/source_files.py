@@ -31,6 +31,7 @@ class SourceFiles:
 
     Attributes:
         is_local: They are files of this machine.
+        recorder: Recorder of the reads of files that are opened from now on.
     """
 
     def __init__(
@@ -40,6 +41,7 @@ class SourceFiles:
         self._files = tuple(shard.file for shard in checkpoint.shards) if files is None else tuple(files)
         self._scheme = scheme_of(checkpoint.root)
         self.is_local = self._scheme.is_local
+        self.recorder = NO_RECORDER
         self._pool = pool
         self._readers: dict[tuple[str, bool], ByteSource] = {}
         self._recent: RecentBytes | None = None
@@ -144,7 +146,7 @@ class SourceFiles:
                 if past_cache and self._scheme.is_local and direct_alignment(path) is not None:
                     reader = CacheFirstReader(path, pool=self._pool)
                 else:
-                    reader = self._scheme.open(path, NO_RECORDER)
+                    reader = self._scheme.open(path, self.recorder)
                 self._opened.callback(reader.close)
                 self._readers[file, past_cache] = reader
             return reader
