@@ -150,14 +150,11 @@ def populate_pages_in_parallel(buffer: memoryview, start: int, stop: int) -> int
     reason = populate_pages(buffer, start, first)
     if reason or first == stop:
         return reason
+    if (first - start) / (time.perf_counter() - began) >= _DISK_BYTES_PER_SECOND:
+        return populate_pages(buffer, first, stop)
     steps = [(begin, min(begin + _STEP_BYTES, stop)) for begin in range(first, stop, _STEP_BYTES)]
-    threads = _DISK_THREADS if (first - start) / (time.perf_counter() - began) < _DISK_BYTES_PER_SECOND else 1
     reasons: list[int] = []
-    run_jobs(
-        lambda step: reasons.append(populate_pages(buffer, *step)),
-        steps,
-        threads=threads,
-    )
+    run_jobs(lambda step: reasons.append(populate_pages(buffer, *step)), steps, threads=_DISK_THREADS)
     return next(filter(None, reasons), 0)
 
 
