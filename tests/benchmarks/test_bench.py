@@ -116,7 +116,7 @@ def test_an_error_of_a_row_is_exit_code_1_and_others_still_run(run):
     assert [each["is_reached"] for each in found["rows"]] == [False, True]
 
 
-def test_an_interrupted_run_leaves_the_rows_that_it_has(run):
+def test_an_interrupted_run_leaves_the_rows_that_it_has_and_nothing_else(run, tmp_path):
     def interrupt(_):
         raise KeyboardInterrupt
 
@@ -125,6 +125,7 @@ def test_an_interrupted_run_leaves_the_rows_that_it_has(run):
     assert (code, found["rows_left"]) == (130, ["cut", "last"])
     assert [each["name"] for each in found["rows"]] == ["a-row"]
     assert "not measured yet: cut, last" in table
+    assert {path.name for path in tmp_path.iterdir()} == {"bench.json", "bench.md"}
 
 
 def test_quick_has_other_programs_only_where_a_goal_names_them(run):
