@@ -17,7 +17,7 @@ from bigload.planning.choices import NameScheme
 from bigload.units import KIB, MIB, format_size, parse_size
 
 DEFAULT_MAX_SHARD_BYTES = 5 * 10**9
-DEFAULT_THREADS = 4
+DEFAULT_THREADS = 8
 """Threads wait for the disk most of the time: more than cores, and enough to keep it busy."""
 
 REMOTE_THREADS = 16

@@ -112,7 +112,7 @@ def reshard(
         verify: `full`: read everything back and compare it; `size`; or `none`.
         resume: Resume an interrupted run, after reading back what it has written.
         force: Replace an `out` that bigload wrote, and discard an interrupted run.
-        threads: Threads that fill and write; when left out, four, and 16 where the checkpoint is remote.
+        threads: Threads that fill and write; when left out, eight, and 16 where the checkpoint is remote.
         max_inflight: Memory for bytes in flight, in bytes or as text; 96 MiB when left out.
         layout_options: Options of a layout that is registered from outside, by name.
         on_progress: Called after every finished window; of a remote checkpoint, for every chunk that has come.

@@ -1,4 +1,4 @@
-"""Windows of output files: byte ranges that are filled, digested, written and compared as a unit.
+"""Windows of output files: byte ranges that are filled, written, digested and compared as a unit.
 
 Windows begin and end at blocks of the disk, so they can be written past the page cache; only the end of a file is
 uneven. Those of remote sources may begin and end at tensors instead. What comes from holes of sparse sources is in no
@@ -18,7 +18,7 @@ from bigload.layouts.writing.window_reader import Portion
 from bigload.loading.slices import StridedRange, rows_of
 from bigload.units import KIB, MIB
 
-WINDOW_BYTES = 8 * MIB
+WINDOW_BYTES = 4 * MIB
 """Large enough for the disk, small enough for many threads to have one each."""
 
 LEAST_CUT_BYTES = 256 * KIB

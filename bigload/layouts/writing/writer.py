@@ -1,4 +1,4 @@
-"""Writer of output files: windows are filled from the sources, digested, written, read back and compared.
+"""Writer of output files: windows are filled from the sources, written, digested, read back and compared.
 
 A few threads take the windows of a file in order, each with a window or two of memory; while one waits for the disk,
 others fill or compare. Finished parts are recorded in the journal, so that an interrupted run can be resumed. Memory is
@@ -234,10 +234,11 @@ class Writer:
             num_bytes = window.num_bytes
             view = self._filled(job, block)
             padded = len(view)
-            if file.is_digested and not file.digests.add(job.number, window.start, view[:num_bytes]):
-                return
             if not job.is_copied:
                 file.sink.write(view, window.start)
+            # After the write: a window that waits for its turn to be digested would leave the disk idle.
+            if file.is_digested and not file.digests.add(job.number, window.start, view[:num_bytes]):
+                return
             if self._verify is Verify.FULL:
                 with self._memory.lend() as other:
                     back = memoryview(other)[:padded]

@@ -1,5 +1,6 @@
 import ctypes
 import os
+import threading
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -240,6 +241,27 @@ def test_every_file_is_flushed_after_its_last_byte(job, monkeypatch):
     job.write(threads=2, verify=Verify.NONE)
     assert events.keys() == {str(job.out / output.file) for output in job.files}
     assert all(list(dict.fromkeys(steps)) == ["write", "flush"] and steps[-1] == "flush" for steps in events.values())
+
+
+def test_a_window_is_written_while_the_one_before_it_is_filled(job, monkeypatch):
+    """Its digest waits for its turn, the disk does not."""
+    fill, write, is_second_written = Writer._filled, OutputFileWriter.write, threading.Event()
+    first = job.files[0].file
+
+    def fill_late(self, each, block):
+        if (each.file.output.file, each.number) == (first, 0):
+            assert is_second_written.wait(60)
+        return fill(self, each, block)
+
+    def write_and_tell(self, view, offset):
+        write(self, view, offset)
+        if self.path.name == first and offset:
+            is_second_written.set()
+
+    monkeypatch.setattr(Writer, "_filled", fill_late)
+    monkeypatch.setattr(OutputFileWriter, "write", write_and_tell)
+    job.write(threads=2)
+    assert job.written() == job.sources()
 
 
 def test_memory_is_two_windows_a_thread(job, monkeypatch):
