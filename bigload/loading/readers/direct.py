@@ -25,6 +25,7 @@ from bigload.machine.page_cache import cached_bytes
 from bigload.units import KIB, MIB
 
 _MIN_IN_PLACE_BYTES = MIB  # less than this is read together with its neighbours: a read is a trip to the disk
+_SAMPLE_BYTES = 64 * KIB
 MAX_ALIGNMENT = 64 * KIB
 _OWN_BLOCKS = 4  # of a reader that was given no pool
 _AT_FDCWD, _STATX_DIOALIGN = -100, 0x2000
@@ -138,8 +139,8 @@ class DirectReader(OpenFile):
 class CacheFirstReader:
     """Read through the page cache a range that is at least half cached, and past it any other.
 
-    The lookup takes 0.2 to 0.3 ms for 16 MiB, a thirtieth of what a disk of 2 GB/s takes to read them. Arguments and
-    errors are those of `DirectReader`.
+    Of a range from 1 MiB on an eighth is looked up: all of it takes 15 to 50 ms per GiB, as much as a tenth of a copy
+    from the cache. Arguments and errors are those of `DirectReader`.
     """
 
     def __init__(self, path: Path, *, pool: BlockPool | None = None, recorder: Recorder = NO_RECORDER) -> None:
@@ -154,18 +155,22 @@ class CacheFirstReader:
     def read_into(self, buffers: Sequence[memoryview], offset: int) -> None:
         """Fill all of `buffers`; see `ByteSource`."""
         stop = offset + sum(buffer.nbytes for buffer in buffers)
-        source = self._through if 2 * self._cached(offset, stop) >= stop - offset else self._past
+        source = self._through if self._is_cached(offset, stop) else self._past
         source.read_into(buffers, offset)
 
     def close(self) -> None:
         """Close the file."""
         self._opened.close()
 
-    def _cached(self, start: int, stop: int) -> int:
+    def _is_cached(self, start: int, stop: int) -> bool:
+        asked = [(start, stop)]
+        if stop - start >= MIB:
+            asked = [(at, min(at + _SAMPLE_BYTES, stop)) for at in range(start, stop, 8 * _SAMPLE_BYTES)]
         try:
-            return cached_bytes(self._path, [(start, stop)]) or 0
+            cached = cached_bytes(self._path, asked) or 0
         except OSError:  # by now there may be nothing at that path; what is open can be read all the same
-            return 0
+            cached = 0
+        return 2 * cached >= sum(end - begin for begin, end in asked)
 
 
 class _Target(NamedTuple):

@@ -326,6 +326,20 @@ def test_a_read_comes_from_where_most_of_it_is(half, start, stop, is_direct):
     assert got == content[start * mmap.PAGESIZE : stop * mmap.PAGESIZE]
 
 
+def test_of_a_long_range_an_eighth_is_looked_up(tmp_path, monkeypatch):
+    path, asked = tmp_path / "file", []
+    path.write_bytes(bytes(3 << 20))
+    if direct_alignment(path) is None:
+        pytest.skip("the tests' file system has no direct reads")
+    monkeypatch.setattr(direct, "cached_bytes", lambda _path, ranges: asked.extend(ranges) or 0)
+    read_cache_first(path, 100, (2 << 20) + 10)
+    read_cache_first(path, 0, 1 << 19)
+    *long, short = asked
+    assert short == (0, 1 << 19)
+    assert [start for start, _ in long] == list(range(100, 100 + (2 << 20) + 10, 1 << 19))
+    assert sum(stop - start for start, stop in long) == 4 * UNIT + 10
+
+
 def test_direct_reads_leave_the_cache_as_it_is(half):
     read_cache_first(half, 40 * mmap.PAGESIZE, 20 * mmap.PAGESIZE)
     assert cached_bytes(half) == 32 * mmap.PAGESIZE
