@@ -24,7 +24,7 @@ _PROGRAM = (sys.executable, "-c", "from bigload_cli.app import main; main()")
 _MAX_MEBIBYTES, _MAX_CAST_MEBIBYTES = 128, 512
 """What a reshard may hold above an interpreter, whatever the size: without torch, and where it casts."""
 
-_COPY, _RAW = "limit: cp -r, sync", "limit: raw write"
+_COPY, _RAW, _BACK = "limit: cp -r, sync", "limit: raw write", "limit: raw write and read back"
 _NONE, _FULL = "bigload, none", "bigload, full"
 _PEERS: Mapping[str, tuple[str, str]] = {
     "safetensors": ("safetensors", "load_file, save_file"),
@@ -36,11 +36,9 @@ _PEERS: Mapping[str, tuple[str, str]] = {
 def shards(setting: Setting) -> Measurement:
     """Half as many shards, without and with verification, beside cp and the disk's own rate."""
     source, out = setting.model, setting.folder / "out"
-    raw = [
-        _way(f"{_RAW}, {threads} threads", "raw_write", out, source=str(source.root), threads=threads)
-        for threads in (4, 8)  # a disk needs more requests in flight than there are cores
-    ]
-    return _measured(setting, [_copy(source, out), *raw, *_ours(source, out)])
+    return _measured(
+        setting, [_copy(source, out), *_raw(_RAW, source, out), *_raw(_BACK, source, out), *_ours(source, out)]
+    )
 
 
 def layouts(setting: Setting) -> Measurement:
@@ -80,10 +78,18 @@ def cast(setting: Setting) -> Measurement:
     """Another dtype on the way: as many bytes, and twice as many."""
     source, out = setting.model, setting.folder / "out"
     ours = [
-        _way(f"bigload, {dtype}", "bigload", out, source=str(source.root), layout="shards", verify="full", dtype=dtype)
-        for dtype in ("fp16", "fp32")
+        _way(
+            f"bigload, {dtype}, {verify}",
+            "bigload",
+            out,
+            source=str(source.root),
+            layout="shards",
+            verify=verify,
+            dtype=dtype,
+        )
+        for dtype, verify in (("fp16", "full"), ("fp32", "full"), ("fp32", "none"))
     ]
-    return _measured(setting, [_copy(source, out), *ours])
+    return _measured(setting, [_copy(source, out), *_raw(_RAW, source, out, copies=2), *ours])
 
 
 def huge(setting: Setting) -> Measurement:
@@ -135,6 +141,23 @@ def _copy(source: Checkpoint, out: Path) -> ProgramContender:
     return ProgramContender(name=_COPY, words=words, out=out)
 
 
+def _raw(name: str, source: Checkpoint, out: Path, *, copies: int = 1) -> list[ProgramContender]:
+    """Return raw writes in several ways: a disk needs more requests in flight than there are cores."""
+    return [
+        _way(
+            f"{name}, {threads} threads, blocks of {block} MiB",
+            "raw_write",
+            out,
+            source=str(source.root),
+            threads=threads,
+            block_bytes=block * MIB,
+            copies=copies,
+            reads_back=name == _BACK,
+        )
+        for threads, block in (((8, 4),) if name == _BACK else ((4, 8), (8, 4)))
+    ]
+
+
 def _ours(source: Checkpoint, out: Path) -> list[ProgramContender]:
     options = {"source": str(source.root), "layout": "shards", "max_shard_bytes": _shard_bytes(source)}
     return [_way(f"bigload, {verify}", "bigload", out, verify=verify, **options) for verify in ("none", "full")]
@@ -153,7 +176,7 @@ def _script(way: str, **keywords: object) -> tuple[str, ...]:
 
 
 def _rate(contender: str, limit: str, bound: float) -> RowGoal:
-    text = f"{contender}: rate, of {limit.partition(': ')[2] or 'the best peer'}"
+    text = f"{contender}: rate, of {limit.partition(': ')[2].rstrip(',') or 'the best peer'}"
     return RowGoal(text=text, contender=contender, limits=(limit,), bound=bound, is_least=True)
 
 
@@ -168,7 +191,13 @@ ROWS = (
         is_quick=True,
         title="reshard into two shards",
         measure=shards,
-        goals=(_rate(_NONE, _RAW, 0.97), _rate(_FULL, _COPY, 1.2), _memory(_NONE), _memory(_FULL)),
+        goals=(
+            _rate(_NONE, f"{_RAW},", 0.97),
+            _rate(_NONE, _COPY, 1.0),
+            _rate(_FULL, f"{_BACK},", 0.97),
+            _memory(_NONE),
+            _memory(_FULL),
+        ),
         disk=2,
         memory=2,
     ),
@@ -196,13 +225,18 @@ ROWS = (
         name="reshard-cast",
         title="reshard to another dtype, verified",
         measure=cast,
-        goals=tuple(
-            goal
-            for dtype in ("fp16", "fp32")
-            for goal in (
-                _rate(f"bigload, {dtype}", _COPY, 0.6),
-                _memory(f"bigload, {dtype}", _MAX_CAST_MEBIBYTES),
-            )
+        goals=(
+            *(
+                goal
+                for dtype in ("fp16", "fp32")
+                for goal in (
+                    _rate(f"bigload, {dtype}, full", _COPY, 0.6),
+                    _memory(f"bigload, {dtype}, full", _MAX_CAST_MEBIBYTES),
+                )
+            ),
+            RowGoal(
+                text="time, of writing the fp32 bytes", contender="bigload, fp32, none", limits=(f"{_RAW},",), bound=1.3
+            ),
         ),
         disk=3,
         memory=2,
