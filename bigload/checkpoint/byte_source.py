@@ -110,7 +110,7 @@ class OpenFile:
             # O_NONBLOCK: opening a FIFO must not wait for a writer that never comes.
             self.descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | flags)
         except OSError as error:
-            hint = "a load keeps all of its files open; allow more (ulimit -n)" if error.errno == errno.EMFILE else None
+            hint = "close other files, or allow more (ulimit -n)" if error.errno == errno.EMFILE else None
             raise ReadError(path, error.strerror or str(error), hint=hint) from error
         if not stat.S_ISREG(os.fstat(self.descriptor).st_mode):
             self.close()

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING
 
-from bigload.checkpoint.byte_source import ByteSource, scheme_of
+from bigload.checkpoint.byte_source import scheme_of
 from bigload.checkpoint.model import Checkpoint
 from bigload.loading.checks import unchanged
-from bigload.loading.engine import Stager, opened_sources, read
+from bigload.loading.engine import Stager, read
 from bigload.loading.progress import OnProgress
 from bigload.loading.readers.mapped import MappedFile
 from bigload.loading.schedule import CPU, BufferSpec, Delivery, Schedule
 from bigload.loading.settings import Method
+from bigload.loading.source_pool import MAX_OPEN_FILES, SourcePool, opened_sources
 from bigload.loading.strategy.read_strategy import ReadStrategy
 from bigload.machine.activities import Recorder
 from bigload.machine.huge_pages import allocate
@@ -40,9 +41,11 @@ def fill_buffers(
         ReadError: a file cannot be read to the end, or is not the one that was opened, or changed meanwhile.
     """
     files = sorted({buffer.file for buffer in schedule.buffers} | {job.file for job in schedule.jobs})
+    is_remote = not scheme_of(checkpoint.root).is_local
+    limit = len(files) if is_remote else MAX_OPEN_FILES  # what serves requests has no descriptor for each file
     with (
         unchanged(checkpoint, files),
-        opened_sources(files, lambda file: strategy.open_source(checkpoint.root / file)) as sources,
+        opened_sources(files, lambda file: strategy.open_source(checkpoint.root / file), limit=limit) as sources,
     ):
         if memory is None:
             memory = [_take(buffer, sources) for buffer in schedule.buffers]
@@ -56,17 +59,17 @@ def fill_buffers(
                 max_inflight_bytes=strategy.max_inflight_bytes,
                 recorder=recorder,
                 faults_ahead=strategy.method is Method.DIRECT,
-                is_remote=not scheme_of(checkpoint.root).is_local,
+                is_remote=is_remote,
                 on_progress=on_progress,
             )
     return memory
 
 
-def _take(buffer: BufferSpec, sources: Mapping[str, ByteSource]) -> Memory:
+def _take(buffer: BufferSpec, sources: SourcePool) -> Memory:
     if buffer.is_map:
-        source = sources[buffer.file]
-        assert isinstance(source, MappedFile), "slots are in a map only where files are mapped"
-        return source.buffer
+        with sources.lend(buffer.file) as source:
+            assert isinstance(source, MappedFile), "slots are in a map only where files are mapped"
+            return source.buffer
     if buffer.device == CPU:
         return allocate(buffer.num_bytes)
     from bigload.loading.staging.accelerators import take_memory

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import mmap
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
@@ -15,6 +15,7 @@ from bigload.errors import NotEnoughMemoryError
 from bigload.loading.progress import OnProgress, Tally, ignore_progress
 from bigload.loading.readers.mapped import MappedFile
 from bigload.loading.schedule import BLOCK_BYTES, CPU, Delivery, Destination, ReadJob, Schedule
+from bigload.loading.source_pool import SourcePool
 from bigload.machine.activities import Phase, Recorder
 from bigload.machine.huge_pages import prefault
 from bigload.machine.inflight_pool import InflightPool
@@ -46,7 +47,7 @@ class Stager(Protocol):
 def read(
     schedule: Schedule,
     memory: Sequence[Memory],
-    sources: Mapping[str, ByteSource],
+    sources: SourcePool,
     stagers: Mapping[str, Stager],
     *,
     threads: int,
@@ -61,7 +62,7 @@ def read(
     Args:
         schedule: What to read.
         memory: What `schedule.buffers` asks for, in their order.
-        sources: An open source for every file of the schedule; the caller closes them.
+        sources: The sources of all files of the schedule; the caller closes them.
         stagers: One for every device that a staged job is for.
         threads: Threads that read; 1 is the caller's own.
         max_inflight_bytes: The most that is being read or staged at one moment. A larger job goes alone.
@@ -77,12 +78,15 @@ def read(
     inflight = InflightPool(max_inflight_bytes)
 
     def work(batch: Sequence[ReadJob]) -> None:
-        with inflight.hold(max(job.num_bytes for job in batch), waiting=partial(recorder.span, Phase.WAIT)):
+        largest = max(job.num_bytes for job in batch)
+        with (
+            sources.lend(batch[0].file) as source,
+            inflight.hold(largest, waiting=partial(recorder.span, Phase.WAIT)),
+        ):
             if is_remote:
-                ranges = ((job.offset, job.offset + job.num_bytes) for job in batch)
-                expect_reads(sources[batch[0].file], ranges)
+                expect_reads(source, ((job.offset, job.offset + job.num_bytes) for job in batch))
             for job in batch:
-                _carry(job, sources[job.file], memory, stagers, recorder)
+                _carry(job, source, memory, stagers, recorder)
                 if is_remote:  # a batch takes seconds
                     tally.add(job.num_bytes, phase="read", file=job.file)
         if not is_remote:
@@ -96,7 +100,7 @@ def read(
 
 
 def _batches(jobs: Sequence[ReadJob]) -> Iterator[list[ReadJob]]:
-    """Yield jobs as threads take them: neighbours that are staged on the CPU together, for they are small.
+    """Yield jobs of one file as threads take them: neighbours that are staged on the CPU together, for they are small.
 
     Fewer turns at the locks, and a thread writes to one stretch of memory; its one block holds one job at a time.
     """
@@ -193,18 +197,3 @@ def _faulted_ahead(schedule: Schedule, memory: Sequence[Memory], recorder: Recor
     finally:
         stop.set()
         thread.join()
-
-
-@contextmanager
-def opened_sources(files: Sequence[str], open_source: Callable[[str], ByteSource]) -> Iterator[dict[str, ByteSource]]:
-    """Give an open source for each of `files`; all are closed again, however this ends.
-
-    Raises:
-        ReadError: one cannot be opened; those that could are closed.
-    """
-    with ExitStack() as stack:
-        sources = {}
-        for file in files:
-            sources[file] = open_source(file)
-            stack.callback(sources[file].close)
-        yield sources

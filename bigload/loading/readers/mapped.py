@@ -92,7 +92,15 @@ class MappedFile(OpenFile):
         """
         num_bytes = sum(buffer.nbytes for buffer in buffers)
         with self._recorder.span(Phase.READ, num_bytes=num_bytes, file=self.path.name):
-            fill(buffers, self.descriptor, offset, self.path)
+            if self.descriptor < 0:
+                with OpenFile(self.path) as reopened:
+                    fill(buffers, reopened.descriptor, offset, self.path)
+            else:
+                fill(buffers, self.descriptor, offset, self.path)
+
+    def close_descriptor(self) -> None:
+        """Close the file and keep the map; what reads it afterwards opens it by its name."""
+        super().close()
 
     def close(self) -> None:
         """Close the file and drop the map, which lives as long as a view of `buffer`."""
@@ -100,7 +108,10 @@ class MappedFile(OpenFile):
         super().close()
 
     def _check_size(self, stop: int) -> None:
-        size = os.fstat(self.descriptor).st_size
+        try:
+            size = (self.path.stat() if self.descriptor < 0 else os.fstat(self.descriptor)).st_size
+        except OSError as error:
+            raise ReadError(self.path, error.strerror or str(error)) from error
         if size < stop:
             raise ended_early(self.path, size, missing=stop - size)
 

@@ -19,9 +19,9 @@ import torch
 from bigload.checkpoint.byte_source import ByteSource, expect_reads, read_strided, scheme_of
 from bigload.checkpoint.model import Checkpoint
 from bigload.loading.checks import unchanged
-from bigload.loading.engine import opened_sources
 from bigload.loading.piece_copies import StridedCopy
 from bigload.loading.schedule import CPU
+from bigload.loading.source_pool import MAX_OPEN_FILES, opened_sources
 from bigload.loading.tensors import torch_dtype
 from bigload.machine.activities import NO_RECORDER
 from bigload.machine.inflight_pool import InflightPool
@@ -53,17 +53,18 @@ def read_columns(checkpoint: Checkpoint, columns: Sequence[tuple[StridedCopy, Lo
     scheme = scheme_of(checkpoint.root)
     largest = max(map(_read_bytes, jobs), default=0)
     pool = InflightPool(threads * max(largest, _STRIP_BYTES), is_prefaulted=False)
+    limit = MAX_OPEN_FILES if scheme.is_local else len(files)
     with (
         unchanged(checkpoint, files),
-        opened_sources(files, lambda file: scheme.open(checkpoint.root / file, NO_RECORDER)) as sources,
+        opened_sources(files, lambda file: scheme.open(checkpoint.root / file, NO_RECORDER), limit=limit) as sources,
     ):
 
         def read(taken: list[_Job]) -> None:
-            source = sources[taken[0][0][0].file]
-            if not scheme.is_local:
-                expect_reads(source, [edges for job in taken for edges in _ranges(job)])
-            for job in taken:
-                _read(job, source, pool)
+            with sources.lend(taken[0][0][0].file) as source:
+                if not scheme.is_local:
+                    expect_reads(source, [edges for job in taken for edges in _ranges(job)])
+                for job in taken:
+                    _read(job, source, pool)
 
         taken = _neighbours(jobs) if not scheme.is_local else [[job] for job in jobs]
         run_jobs(read, taken, threads=min(threads, max(len(taken), 1)))

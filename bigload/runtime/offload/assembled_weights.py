@@ -12,9 +12,10 @@ from bigload.checkpoint.byte_source import PositionalReader
 from bigload.checkpoint.model import AssembledTensor
 from bigload.errors import ReadError
 from bigload.loading.checks import signature
-from bigload.loading.engine import opened_sources, read
+from bigload.loading.engine import read
 from bigload.loading.schedule import CPU, RequestedTensor, schedule_reads
 from bigload.loading.settings import settings
+from bigload.loading.source_pool import opened_sources
 from bigload.loading.staging.cpu_stager import HostStager
 from bigload.loading.strategy.read_strategy import usual_threads
 from bigload.loading.tensors import as_tensors, dtype_of

@@ -13,9 +13,10 @@ from torch import nn
 from bigload.checkpoint.byte_source import ByteSource, PositionalReader
 from bigload.checkpoint.model import Span, StoredTensor, TensorInfo
 from bigload.dtypes import DType
-from bigload.loading.engine import Stager, opened_sources, read
+from bigload.loading.engine import Stager, read
 from bigload.loading.schedule import BufferSlot, RequestedTensor, schedule_reads
 from bigload.loading.settings import settings
+from bigload.loading.source_pool import opened_sources
 from bigload.loading.strategy.read_strategy import usual_threads
 from bigload.loading.tensors import Memory, as_tensors, dtype_of, torch_dtype
 from bigload.machine.activities import NO_RECORDER
