@@ -248,7 +248,7 @@ def plan_devices(path: Path, _: Path, count: int) -> Sequence[str]:
 
 def reshard(path: Path, out: Path, _: int) -> Sequence[str]:
     """Return the words of a reshard into shards of the usual size."""
-    return ("reshard", str(path), str(out), "-q")
+    return ("reshard", str(path), str(out), "-q", "--layout", "shards")
 
 
 def reshard_shards(path: Path, out: Path, count: int) -> Sequence[str]:
@@ -258,7 +258,7 @@ def reshard_shards(path: Path, out: Path, count: int) -> Sequence[str]:
 
 def reshard_tp(path: Path, out: Path, count: int) -> Sequence[str]:
     """Return the words of a reshard for so many ranks."""
-    return (*reshard(path, out, count), "--tp", str(count))
+    return ("reshard", str(path), str(out), "-q", "--tp", str(count))
 
 
 def reshard_devices(folder: Path, count: int) -> Run:
@@ -268,7 +268,7 @@ def reshard_devices(folder: Path, count: int) -> Run:
     plan_file.unlink(missing_ok=True)
     program = "from bigload_cli.app import main; main()"
     subprocess.run([sys.executable, "-c", program, *words], check=True, stdout=subprocess.DEVNULL)
-    return Run(kind="command", processes=({"words": list(reshard(plan_file, out, count))},))
+    return Run(kind="command", processes=({"words": ["reshard", str(plan_file), str(out), "-q"]},))
 
 
 def stored_bytes(path: Path) -> int:
@@ -470,11 +470,12 @@ def main() -> int:
             points = tuple(median_point(series, folder, x, arguments.rounds) for x in xs)
             rows.append(Row(axis=series.axis, work=series.work, points=points))
             print(table(rows[-1:]).splitlines()[-1], flush=True)
+            if arguments.json is not None:
+                known = [asdict(row) for row in merged(read_rows(arguments.json), rows)]
+                content = json.dumps({"machine": machine(), "rows": known}, indent=1)
+                arguments.json.write_text(content + "\n", encoding="utf-8")
     if arguments.json is not None:
         rows = merged(read_rows(arguments.json), rows)
-        if not arguments.prepare:
-            document = {"machine": machine(), "rows": [asdict(row) for row in rows]}
-            arguments.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     if arguments.document is not None:
         write_document(arguments.document, rows)
     return 0 if all(row.is_straight for row in rows) else 3

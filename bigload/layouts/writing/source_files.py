@@ -1,11 +1,11 @@
-"""Source files of a reshard: opened when first needed, and checked for changes."""
+"""Source files of a reshard: opened when needed, few at a time, and checked for changes."""
 
 from __future__ import annotations
 
 import os
 import threading
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Self
 
 from bigload.checkpoint.byte_source import ByteSource, PositionalReader, SourceIdentity, scheme_of
@@ -16,13 +16,14 @@ from bigload.errors import ReadError, StalePlanError
 from bigload.layouts.writing.recent_bytes import RecentBytes, RecentReader
 from bigload.loading.checks import current_fingerprints
 from bigload.loading.readers.direct import CacheFirstReader, direct_alignment
+from bigload.loading.source_pool import MAX_OPEN_FILES, SourcePool
 from bigload.machine.activities import NO_RECORDER
 from bigload.machine.inflight_pool import BlockPool
 from bigload.machine.sparse_files import data_extents
 
 
 class SourceFiles:
-    """Readers for the files of `checkpoint`. Threads may share them.
+    """Readers for the files of `checkpoint`, lent to threads, which may share them.
 
     Args:
         checkpoint: Checkpoint whose files are read.
@@ -43,29 +44,34 @@ class SourceFiles:
         self.is_local = self._scheme.is_local
         self.recorder = NO_RECORDER
         self._pool = pool
-        self._readers: dict[tuple[str, bool], ByteSource] = {}
+        limit = MAX_OPEN_FILES // 2 if self.is_local else len(self._files)  # those of two pools, and those written
+        self._past_cache = SourcePool(self._open_past_cache, limit)
+        self._through_cache = SourcePool(self._open, limit)
         self._recent: RecentBytes | None = None
         self._lock = threading.Lock()
         self._opened = ExitStack()
+        self._opened.callback(self._past_cache.close)
+        self._opened.callback(self._through_cache.close)
 
-    def past_cache(self, file: str) -> ByteSource:
-        """Return a reader that uses cached pages and reads the rest directly, without filling the page cache.
-
-        Raises:
-            ReadError: the file cannot be opened.
-        """
-        return self._reader(file, past_cache=True)
-
-    def through_cache(self, file: str) -> ByteSource:
-        """Return a reader for bytes that are read again soon.
+    def past_cache(self, file: str) -> AbstractContextManager[ByteSource]:
+        """Lend a reader that uses cached pages and reads the rest directly, without filling the page cache.
 
         Raises:
             ReadError: the file cannot be opened.
         """
-        return self._reader(file, past_cache=not self.is_local)
+        return self._past_cache.lend(file)
 
-    def keeping_recent(self, file: str) -> ByteSource:
-        """Return a reader of a remote file that keeps what each thread has last received.
+    def through_cache(self, file: str) -> AbstractContextManager[ByteSource]:
+        """Lend a reader for bytes that are read again soon.
+
+        Raises:
+            ReadError: the file cannot be opened.
+        """
+        return (self._through_cache if self.is_local else self._past_cache).lend(file)
+
+    @contextmanager
+    def keeping_recent(self, file: str) -> Iterator[ByteSource]:
+        """Lend a reader of a remote file that keeps what each thread has last received.
 
         Raises:
             ReadError: the file cannot be opened.
@@ -75,17 +81,19 @@ class SourceFiles:
                 if self._recent is None:
                     self._recent = RecentBytes()
                     self._opened.callback(self._recent.close)
-        return RecentReader(self._reader(file, past_cache=True), self._recent)
+        with self.past_cache(file) as reader:
+            yield RecentReader(reader, self._recent)
 
-    def descriptor(self, file: str) -> int:
-        """Return the descriptor of a local file.
+    @contextmanager
+    def descriptor(self, file: str) -> Iterator[int]:
+        """Lend the descriptor of a local file.
 
         Raises:
             ReadError: the file cannot be opened.
         """
-        reader = self._reader(file, past_cache=False)
-        assert isinstance(reader, PositionalReader)
-        return reader.descriptor
+        with self.through_cache(file) as reader:
+            assert isinstance(reader, PositionalReader)
+            yield reader.descriptor
 
     def extents(self, span: Span) -> Iterator[tuple[int, int]]:
         """Yield the parts of `span` that hold data; the rest are holes. Only local files have any.
@@ -96,11 +104,11 @@ class SourceFiles:
         if not self.is_local:
             yield span.start, span.stop
             return
-        descriptor = self.descriptor(span.file)
-        size = os.fstat(descriptor).st_size
-        if size < span.stop:  # SEEK_DATA reports a hole past the end of a file
-            raise ReadError(span.file, f"the file ended at byte {size}, {span.stop - size} bytes too early")
-        yield from data_extents(descriptor, span.start, span.stop)
+        with self.descriptor(span.file) as descriptor:
+            size = os.fstat(descriptor).st_size
+            if size < span.stop:  # SEEK_DATA reports a hole past the end of a file
+                raise ReadError(span.file, f"the file ended at byte {size}, {span.stop - size} bytes too early")
+            yield from data_extents(descriptor, span.start, span.stop)
 
     def identities(self) -> dict[str, SourceIdentity]:
         """Return the current identity of each file.
@@ -135,18 +143,13 @@ class SourceFiles:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._readers.clear()
         self._opened.close()
 
-    def _reader(self, file: str, *, past_cache: bool) -> ByteSource:
-        with self._lock:
-            reader = self._readers.get((file, past_cache))
-            if reader is None:
-                path = self._checkpoint.root / file
-                if past_cache and self._scheme.is_local and direct_alignment(path) is not None:
-                    reader = CacheFirstReader(path, pool=self._pool)
-                else:
-                    reader = self._scheme.open(path, self.recorder)
-                self._opened.callback(reader.close)
-                self._readers[file, past_cache] = reader
-            return reader
+    def _open_past_cache(self, file: str) -> ByteSource:
+        path = self._checkpoint.root / file
+        if self.is_local and direct_alignment(path) is not None:
+            return CacheFirstReader(path, pool=self._pool)
+        return self._open(file)
+
+    def _open(self, file: str) -> ByteSource:
+        return self._scheme.open(self._checkpoint.root / file, self.recorder)

@@ -13,6 +13,7 @@ import os
 import threading
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
@@ -165,8 +166,8 @@ class WindowReader:
             for job in self._jobs(portions):
                 ranges.setdefault(job.file, []).append((job.offset, job.offset + job.num_bytes))
         for file, pairs in ranges.items():
-            source = self._sources.keeping_recent(file) if keeps_recent else self._sources.past_cache(file)
-            expect_reads(source, pairs)
+            with self._sources.keeping_recent(file) if keeps_recent else self._sources.past_cache(file) as source:
+                expect_reads(source, pairs)
 
     @property
     def overflows(self) -> Mapping[str, int]:
@@ -189,7 +190,8 @@ class WindowReader:
             self._compute(views, portions, jobs)
             return
         for job in jobs:
-            _scatter(job, views, self._source(job))
+            with self._source(job) as source:
+                _scatter(job, views, source)
 
     def _jobs(self, portions: Sequence[Portion]) -> list[ReadJob]:
         jobs = list(jobs_for(portions))
@@ -197,7 +199,7 @@ class WindowReader:
             jobs.sort(key=lambda job: (job.file, job.offset))
         return jobs
 
-    def _source(self, job: ReadJob) -> ByteSource:
+    def _source(self, job: ReadJob) -> AbstractContextManager[ByteSource]:
         if getattr(self._thread, "keeps_recent", False):
             return self._sources.keeping_recent(job.file)
         has_gaps = sum(each.num_bytes for each in job.destinations) < job.num_bytes
@@ -212,10 +214,11 @@ class WindowReader:
             stager = self._stager = self._stager or HostStager([], NO_RECORDER)
         beyond = [0] * len(views)
         for job in jobs:
-            if job.delivery is Delivery.STAGED:
-                stager.deliver_to(views, job, self._source(job), beyond=beyond)
-            else:
-                _scatter(job, views, self._source(job))
+            with self._source(job) as source:
+                if job.delivery is Delivery.STAGED:
+                    stager.deliver_to(views, job, source, beyond=beyond)
+                else:
+                    _scatter(job, views, source)
         for number, portion in enumerate(portions):
             if isinstance(portion.tensor.source, TensorInfo) and portion.is_view:
                 beyond[number] += self._arrange(portion, portion.tensor.source, views[number], stager)
@@ -226,14 +229,15 @@ class WindowReader:
 
     def _arrange(self, portion: Portion, stored: TensorInfo, view: memoryview, stager: HostStager) -> int:
         tensor = portion.tensor
-        source, cast = self._sources.past_cache(stored.span.file), DTypeCast(stored.dtype, tensor.dtype)
+        cast = DTypeCast(stored.dtype, tensor.dtype)
         stored_bytes, wanted_bytes = cast.stored.alignment, cast.wanted.alignment
         beyond, step = 0, _ARRANGED_BYTES // stored_bytes
         first, last = portion.start // wanted_bytes, portion.stop // wanted_bytes
-        for start in range(first, last, step):
-            memory = view[(start - first) * wanted_bytes :]
-            for piece in view_parts(stored, tensor.parts, start, min(start + step, last)):
-                beyond += stager.arrange(piece, memory, cast, partial(_read_rows, piece.rows, source))
+        with self._sources.past_cache(stored.span.file) as source:
+            for start in range(first, last, step):
+                memory = view[(start - first) * wanted_bytes :]
+                for piece in view_parts(stored, tensor.parts, start, min(start + step, last)):
+                    beyond += stager.arrange(piece, memory, cast, partial(_read_rows, piece.rows, source))
         return beyond
 
 

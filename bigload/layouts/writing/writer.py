@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import groupby, zip_longest
 from pathlib import Path
@@ -31,6 +32,7 @@ from bigload.layouts.writing.source_files import SourceFiles
 from bigload.layouts.writing.window_reader import WindowReader, first_read
 from bigload.layouts.writing.windows import WINDOW_BYTES, DataRanges, Window, windows
 from bigload.loading.progress import Tally
+from bigload.loading.source_pool import MAX_OPEN_FILES
 from bigload.machine.huge_pages import Buffer, address_of
 from bigload.machine.inflight_pool import BlockPool
 from bigload.machine.thread_pool import run_jobs
@@ -189,11 +191,12 @@ class Writer:
             open_file.follow(self._memory)  # all of it may be there
 
     def _copy_in_kernel(self, output: OutputFile, sink: OutputFileWriter) -> DataRanges:
-        if self._kernel is KernelCopy.NOTHING:
-            return DataRanges(())
         names = {each.source.span.file for each in output.tensors if isinstance(each.source, TensorInfo)}
-        descriptors = {name: self._sources.descriptor(name) for name in names}
-        return copy_in_kernel(output, sink.descriptor, descriptors, self._kernel, block_bytes=BLOCK_BYTES)
+        if self._kernel is KernelCopy.NOTHING or len(names) > MAX_OPEN_FILES:  # it needs all of them open at once
+            return DataRanges(())
+        with ExitStack() as lent:
+            descriptors = {name: lent.enter_context(self._sources.descriptor(name)) for name in names}
+            return copy_in_kernel(output, sink.descriptor, descriptors, self._kernel, block_bytes=BLOCK_BYTES)
 
     def _do_job(self, job: _Job) -> None:
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from itertools import product
 
 import pytest
@@ -25,7 +26,7 @@ class _Sources:
         self._readers = readers
 
     def past_cache(self, file):
-        return self._readers[file]
+        return nullcontext(self._readers[file])
 
     through_cache = past_cache
 

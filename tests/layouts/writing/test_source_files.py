@@ -31,9 +31,10 @@ def path_of(checkpoint, index=0):
 def test_the_files_are_those_of_the_checkpoint_and_read_as_they_are(checkpoint, sources):
     for file in (shard.file for shard in checkpoint.shards):
         content = (checkpoint.root / file).read_bytes()
-        for reader in (sources.past_cache(file), sources.through_cache(file)):
+        for lent in (sources.past_cache(file), sources.through_cache(file)):
             found = bytearray(len(content) - 7)
-            reader.read_into([memoryview(found)], 7)
+            with lent as reader:
+                reader.read_into([memoryview(found)], 7)
             assert found == content[7:]
 
 
@@ -42,9 +43,15 @@ def test_a_file_is_opened_once_whoever_asks_and_closed_in_the_end(checkpoint):
     with SourceFiles(checkpoint) as sources:
         assert open_descriptors() == before
         found = []
-        run_jobs(lambda file: found.append(sources.past_cache(file)), [checkpoint.shards[0].file] * 8, threads=8)
+
+        def read(file):
+            with sources.past_cache(file) as reader:
+                found.append(reader)
+
+        run_jobs(read, [checkpoint.shards[0].file] * 8, threads=8)
         assert len(set(map(id, found))) == 1
-        sources.through_cache(checkpoint.shards[0].file)
+        with sources.through_cache(checkpoint.shards[0].file):
+            pass
         assert len(open_descriptors()) <= len(before) + 3
     assert open_descriptors() == before
 
@@ -113,7 +120,23 @@ def test_a_header_that_changed_makes_the_checkpoint_stale(checkpoint, sources):
 
 def test_what_cannot_be_opened_is_a_read_error(checkpoint, sources):
     path_of(checkpoint).unlink()
-    with pytest.raises(ReadError):
-        sources.past_cache(checkpoint.shards[0].file)
+    with pytest.raises(ReadError), sources.past_cache(checkpoint.shards[0].file):
+        pass
     with pytest.raises(ReadError):
         sources.identities()
+
+
+def test_few_of_many_files_are_open_at_a_time_and_extents_take_turns_with_reads(tmp_path, monkeypatch):
+    monkeypatch.setattr(sources_module, "MAX_OPEN_FILES", 4)  # half of it for each kind of read
+    checkpoint = open_checkpoint(make_checkpoint(tmp_path / "many", shards=12))
+    before, most = open_descriptors(), 0
+    with SourceFiles(checkpoint) as sources:
+        for shard in checkpoint.shards:
+            with sources.past_cache(shard.file) as reader:
+                content = bytearray(8)
+                reader.read_into([memoryview(content)], 0)
+                assert content == (checkpoint.root / shard.file).read_bytes()[:8]
+            assert list(sources.extents(Span(shard.file, 0, 8))) == [(0, 8)]
+            most = max(most, len(open_descriptors()) - len(before))
+    assert most <= 6  # one that asks the page cache first has two
+    assert open_descriptors() == before

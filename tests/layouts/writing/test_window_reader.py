@@ -7,6 +7,7 @@ import os
 import random
 import subprocess
 import sys
+from contextlib import nullcontext
 from math import prod
 from pathlib import Path
 
@@ -141,7 +142,7 @@ class _Sources:
     """One file for all that is read."""
 
     def __init__(self, source):
-        self.past_cache = self.through_cache = lambda file: source
+        self.past_cache = self.through_cache = lambda file: nullcontext(source)
 
 
 class _Source:
