@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import copy
 import json
+import os
+import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -26,6 +29,7 @@ from straight_read import straight_read
 
 _WINDOW_BLOCKS = 3
 _RANKS = Path(__file__).with_name("bench_ranks.py")
+_RANKS_SECONDS = 240
 _OURS, _READER = "load_sharded", "dcp reader"
 _HOOKED_LAYERS, _HOOKED_FORWARDS = 200, 60
 
@@ -130,11 +134,26 @@ def ranks(setting: Setting, *, state: str) -> Measurement:
         words = ["--folder", str(setting.model.root), "--ways", "rows", "--states", state]
         words += ["--rounds", str(setting.rounds), "--json", str(out)]
         words += ["--without", "torch broadcast", "load_sharded, sent"]
-        done = subprocess.run([sys.executable, _RANKS, *words], capture_output=True, text=True, check=False)
-        if done.returncode:
-            raise CannotMeasureError(f"the ranks failed: {(done.stderr.strip().splitlines() or ['no message'])[-1]}")
+        _run([sys.executable, str(_RANKS), *words])
         found = json.loads(out.read_text(encoding="utf-8"))
     return Measurement(seconds=found[f"rows, {state}"], remarks=tuple(found["remarks"]))
+
+
+def _run(command: Sequence[str]) -> None:
+    """Run a script that starts ranks; if it does not end, or Ctrl-C comes, end it and its ranks."""
+    with subprocess.Popen(
+        command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, process_group=0
+    ) as done:
+        try:
+            _, errors = done.communicate(timeout=_RANKS_SECONDS)
+        except BaseException as error:
+            os.killpg(done.pid, signal.SIGTERM)  # torchrun passes it on to the ranks
+            done.communicate()
+            if isinstance(error, subprocess.TimeoutExpired):
+                raise CannotMeasureError(f"the ranks did not end within {_RANKS_SECONDS} s") from None
+            raise
+    if done.returncode:
+        raise CannotMeasureError(f"the ranks failed: {(errors.strip().splitlines() or ['no message'])[-1]}")
 
 
 def _within(text: str, bound: float, *limits: str) -> RowGoal:
