@@ -64,6 +64,7 @@ class Streamer:
         self._cached_experts: ExpertCache[StreamedBlock] = ExpertCache()
         self._kept: tuple[StreamedBlock, ...] = ()
         self._here = threading.local()
+        self._has_succeeded = False
         self._hot: frozenset[StreamedBlock] = frozenset()  # experts that a recorded run used most, as many as may stay
         _living.add(self)
 
@@ -118,11 +119,14 @@ class Streamer:
 
         What a hook does around each block costs a hundred microseconds: its objects are in no cache of the processor
         any more when the block before has computed. All in a row cost a tenth.
+
+        Not before one forward has ended well: a module that asks for the weight of another one, which is absent in the
+        first forward, is then refused in each.
         """
         held: list[StreamedBlock] = []
         self._here.__dict__.setdefault("forwards", []).append(held)
         with self._lock:
-            kept = () if self._limits is _NOTHING else self._kept
+            kept = self._kept if self._has_succeeded and self._limits is not _NOTHING else ()
             for block in kept:
                 if block.residency is not Residency.RESIDENT or not (block.num_users or block.is_current()):
                     continue
@@ -148,6 +152,10 @@ class Streamer:
                         self._leave(block)
         finally:
             self.log.forward_ended()
+
+    def forward_succeeded(self) -> None:
+        """Note that a forward of the model has given its answer."""
+        self._has_succeeded = True
 
     def enter(self, block: StreamedBlock) -> None:
         """Install the weights of `block` for a forward of the calling thread. Waits until they are resident.

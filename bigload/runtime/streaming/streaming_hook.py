@@ -63,6 +63,13 @@ class StreamingHook(AlignDevicesHook):
             if self.experts is not None:
                 self._end_experts()
 
+    def post_forward(self, module: nn.Module, output: Any) -> Any:  # noqa: ANN401 - what a model answers
+        """Do what `AlignDevicesHook` does, and note a forward of the model that raised nothing."""
+        output = super().post_forward(module, output)
+        if self.counts_forwards:
+            self._note_success()
+        return output
+
     def begin_call(self, module: nn.Module) -> bool:
         """Load the weights for a call of `module`, unless its experts come one by one."""
         return self._on_demand() is None and super().begin_call(module)
@@ -131,6 +138,10 @@ class StreamingHook(AlignDevicesHook):
     @eager
     def _note_end(self) -> None:
         self.streamer.end_forward()
+
+    @eager
+    def _note_success(self) -> None:
+        self.streamer.forward_succeeded()
 
 
 StreamingHook.__name__ = "AlignDevicesHook"  # by which PEFT finds in accelerate the class of hooks for trained copies
