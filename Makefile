@@ -55,7 +55,7 @@ check: $(STAMP)  ## Format, lint, types, import layers, tests with coverage.
 	$(BIN)/coverage combine -q
 	$(BIN)/coverage report
 
-bench: $(NIGHTLY_STAMP)  ## Hold every promise of speed against its goal, under 20 minutes: make bench -- --quick
+bench: $(NIGHTLY_STAMP)  ## Hold every promise of speed against its goal: make bench -- --quick
 	$(NIGHTLY)/bin/python benchmarks/bench.py --json bench.json --markdown bench.md $(BENCH_OPTIONS)
 
 bench-planner: $(STAMP)  ## Compare plans with those of accelerate and transformers: make bench-planner CATALOGUES=folder
