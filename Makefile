@@ -21,7 +21,7 @@ help:  ## Show what can be made.
 
 $(NIGHTLY_STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(NIGHTLY)
-	$(NIGHTLY)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,peers,stores,run,conformance,plot]'
+	$(NIGHTLY)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,peers,stores,run,conformance,plot,browser]'
 	@touch $@
 
 $(STAMP): pyproject.toml constraints.txt

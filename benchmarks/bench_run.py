@@ -5,9 +5,9 @@
 
 FOLDER is a model of transformers, which has to be installed; without --plan all weights stay on disk. Every runtime
 first runs once, untimed, and its output is compared with the first one's. Then they take turns with raw reads of the
-same bytes. A turn builds the model anew and evicts all files; cold, its first run is timed, and warm, three runs after
-an untimed one, which fills the page cache in its own way. No run can beat the bound: the longer of computing (the
-model in memory) and reading the streamed bytes.
+same bytes, one run at a time. Warm, the models stay, and the files were read from start to end before; cold, a turn
+builds the model anew and evicts all files. No run can beat the bound: the longer of computing (the model in memory) and
+reading the streamed bytes.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from bigload.bench.page_cache_state import CacheState, evict_verified
+from bigload.bench.page_cache_state import CacheState, evict_verified, warm
 from bigload.bench.raw_limit import RawKind, can_read_direct, raw_read, raw_reads
-from bigload.bench.run_model import PlannedModel, stats_of, synchronize
 from bigload.bench.runner import Contender, Measured, run_rounds
+from bigload.generation.planned_model import PlannedModel, stats_of, synchronize
 from bigload.runtime.streaming.run_log import ForwardStats
 from bigload.units import format_size, parse_size
 from harness import machine, show_status
 from run_contenders import BIGLOAD, PLAIN, RUNTIMES, CannotRunError, PreparedRuntime, files_of
 
-WARM_RUNS_PER_TURN = 3
+DEFAULT_ROUNDS = 5
 _ROUNDING = {torch.float64: 1e-7, torch.float32: 1.3e-6, torch.bfloat16: 1.6e-2, torch.float16: 1e-3}
 """Relative differences due to rounding where many products are added: those of torch.testing.assert_close."""
 
@@ -141,8 +141,11 @@ def run_once(planned: PlannedModel, tokens: int, new_tokens: int) -> Callable[[n
 
 
 @dataclass(frozen=True, kw_only=True)
-class FreshModel(Contender):
-    """A runtime that builds its model anew in each turn, so that no mapped page keeps the page cache warm.
+class RuntimeContender(Contender):
+    """A runtime that runs `model`, or without one builds its model anew in each turn.
+
+    Models that stay are for warm runs: their turns can be single runs, a fraction of a second apart, so a slow second
+    of the machine meets all contenders. Cold, their mapped pages would keep the page cache warm.
 
     `forwards` receives the statistics of the timed forwards of the last turn.
     """
@@ -150,16 +153,19 @@ class FreshModel(Contender):
     prepared: PreparedRuntime
     work: Callable[[nn.Module], torch.Tensor]
     num_forwards: int
+    model: nn.Module | None = None
     forwards: list[ForwardStats] = field(default_factory=list)
 
     @contextmanager
     def turn(self) -> Iterator[Callable[[], object]]:
         """Yield the function to time; see `Contender`."""
-        model = self.prepared.make()
-        evict_verified(self.prepared.files)
+        model = self.model
+        if model is None:
+            model = self.prepared.make()
+            evict_verified(self.prepared.files)
         yield partial(self.work, model)
         stats = stats_of(model)
-        self.forwards[:] = () if stats is None else stats.forwards[-self.repeats * self.num_forwards :]
+        self.forwards[:] = () if stats is None else stats.forwards[-self.num_forwards :]
 
 
 def bench_run(
@@ -167,7 +173,7 @@ def bench_run(
     *,
     tokens: int = 1,
     new_tokens: int = 0,
-    rounds: int = 5,
+    rounds: int = DEFAULT_ROUNDS,
     cold: bool = False,
     peers: bool = True,
     more: Sequence[Contender] = (),
@@ -178,6 +184,8 @@ def bench_run(
     bench = RunBench(planned=planned, cache=cache, num_forwards=max(new_tokens, 1))
     work = run_once(planned, tokens, new_tokens)
     with ExitStack() as opened:
+        if not cold:
+            warm(files_of(planned))
         contenders = dict(_first_runs(bench, work, opened, peers=peers, is_cold=cold, on_run=on_run))
         files = [file for contender in contenders.values() for file in contender.prepared.files]
         names = set(planned.on_disk)
@@ -211,7 +219,7 @@ def _first_runs(
     peers: bool,
     is_cold: bool,
     on_run: Callable[[str], None],
-) -> Iterator[tuple[str, FreshModel]]:
+) -> Iterator[tuple[str, RuntimeContender]]:
     """Yield the runtimes that can run, each after one untimed run whose output is compared with the first one's."""
     expected: torch.Tensor | None = None
     for runtime in RUNTIMES:
@@ -221,7 +229,8 @@ def _first_runs(
         on_run(f"{runtime.name}: first run")
         try:
             prepared = runtime.prepare(bench.planned, opened)
-            output = work(prepared.make()).detach().to("cpu", copy=True)
+            model = prepared.make()
+            output = work(model).detach().to("cpu", copy=True)
         except Exception as error:
             if runtime.name == BIGLOAD:
                 raise
@@ -229,20 +238,19 @@ def _first_runs(
             continue
         expected = output if expected is None else expected
         bench.outputs[runtime.name] = compare_outputs(output, expected)
-        is_timed_cold = is_cold and bool(prepared.files)
         yield (
             runtime.name,
-            FreshModel(
+            RuntimeContender(
                 name=runtime.name,
                 run=lambda: None,
                 may_fail=runtime.name != BIGLOAD,
-                warm_ups=0 if is_timed_cold else 1,
-                repeats=1 if is_timed_cold else WARM_RUNS_PER_TURN,
                 prepared=prepared,
                 work=work,
                 num_forwards=bench.num_forwards,
+                model=None if is_cold and prepared.files else model,
             ),
         )
+        del model
 
 
 def table(bench: RunBench) -> Iterator[str]:
@@ -280,7 +288,7 @@ def main() -> int:
     parser.add_argument("--plan", type=Path)
     parser.add_argument("--tokens", type=int, default=1)
     parser.add_argument("--new-tokens", type=int, default=0)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=DEFAULT_ROUNDS)
     parser.add_argument("--cold", action="store_true", help="evict all files before each run")
     parser.add_argument("--prefetch-bytes", type=parse_size)
     parser.add_argument("--resident-bytes", type=parse_size)

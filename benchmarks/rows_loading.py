@@ -303,10 +303,11 @@ ROWS = (
             name=f"load-parallel-{cache}",
             title=f"load, {cache}, parallel beside serial",
             measure=partial(parallel, cache=cache),
-            goals=(_rate("rate, of one reader", 1.8, "serial"),),
+            goals=(_rate("rate, of one reader", bound, "serial"),),
             memory=2,
         )
-        for cache in (CacheState.WARM, CacheState.COLD)
+        # Cold, one reader may saturate the disk by itself: then several can only be no slower.
+        for cache, bound in ((CacheState.WARM, 1.8), (CacheState.COLD, 0.97))
     ),
     Row(name="load-memory", title="load, memory", measure=memory, goals=tuple(_memory_goals()), memory=3),
 )

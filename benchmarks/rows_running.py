@@ -18,9 +18,10 @@ import torch
 from torch import nn
 
 from bench_run import RunBench, bench_run
-from bigload.bench.run_model import PlannedModel
 from bigload.bench.runner import Contender
 from bigload.checkpoint.model import Checkpoint
+from bigload.generation.planned_model import PlannedModel
+from bigload.planning.planner import plan as make_plan
 from bigload.runtime.hooks.attach_hooks import attach_align_device_hook_on_blocks
 from bigload.units import MIB
 from rows import CannotMeasureError, Measurement, Row, RowGoal, Setting, files_of, measured_rounds, per_round
@@ -28,13 +29,17 @@ from run_contenders import BIGLOAD, PLAIN
 from straight_read import straight_read
 
 _WINDOW_BLOCKS = 3
+_WARM_RUNS = 4
+"""Rounds of warm forwards for each round of other rows: they are short, and vary more than they differ."""
 _RANKS = Path(__file__).with_name("bench_ranks.py")
 _RANKS_SECONDS = 240
 _OURS, _READER = "load_sharded", "dcp reader"
-_HOOKED_LAYERS, _HOOKED_FORWARDS = 200, 60
+_HOOKED_LAYERS, _HOOKED_FORWARDS = 200, 20
 
 
-def streaming(setting: Setting, *, tokens: int, is_cold: bool = False, is_resident: bool = False) -> Measurement:
+def streaming(
+    setting: Setting, *, tokens: int, is_cold: bool = False, resident_bytes: int | None = None
+) -> Measurement:
     """Time forwards whose weights are on disk, beside the model in memory, raw reads and other programs."""
     checkpoint = setting.model
     planned = PlannedModel.open(
@@ -42,29 +47,43 @@ def streaming(setting: Setting, *, tokens: int, is_cold: bool = False, is_reside
         None,
         asked_by="bench.py",
         prefetch_bytes=_WINDOW_BLOCKS * block_bytes(checkpoint),
-        resident_bytes=2 * checkpoint.total_bytes if is_resident else 0,
+        resident_bytes=resident_bytes,
     )
+    return _forwards(setting, planned, tokens=tokens, is_cold=is_cold, has_peers=resident_bytes is None)
+
+
+def resident(setting: Setting) -> Measurement:
+    """Time forwards of a model that the plan keeps in RAM."""
+    budget = {"cpu": 4 * setting.model.total_bytes}
+    planned = PlannedModel.open(setting.model, make_plan(setting.model, budget, disk=False), asked_by="bench.py")
+    return _forwards(setting, planned, tokens=1, has_peers=False)
+
+
+def _forwards(
+    setting: Setting, planned: PlannedModel, *, tokens: int, is_cold: bool = False, has_peers: bool = True
+) -> Measurement:
     reads = [
         Contender(
             name="read: straight pread, 8 threads",
-            run=partial(straight_read, files_of(checkpoint), threads=8, block_bytes=4 * MIB),
+            run=partial(straight_read, files_of(setting.model), threads=8, block_bytes=4 * MIB),
         )
     ]
+    rounds = setting.rounds * (1 if is_cold else _WARM_RUNS)
     bench = bench_run(
         planned,
         tokens=tokens,
-        rounds=setting.rounds + 1,
+        rounds=rounds + 1,
         cold=is_cold,
-        peers=setting.with_peers and not is_resident,
+        peers=setting.with_peers and has_peers,
         more=reads if is_cold else (),
     )
-    return _figures(bench, setting.rounds)
+    return _figures(bench)
 
 
-def _figures(bench: RunBench, rounds: int) -> Measurement:
+def _figures(bench: RunBench) -> Measurement:
     names = {PLAIN: PLAIN, BIGLOAD: BIGLOAD, **{name: f"read: {name}" for name in bench.raw_names}}
     seconds = {
-        names.get(name, name if name.startswith("read: ") else f"peer: {name}"): per_round(each.seconds, rounds + 1)[1:]
+        names.get(name, name if name.startswith("read: ") else f"peer: {name}"): each.seconds[1:]
         for name, each in bench.measured.items()
     }
     cached = [share for found in bench.measured.values() for share in found.cached]
@@ -133,7 +152,7 @@ def ranks(setting: Setting, *, state: str) -> Measurement:
         out = Path(scratch) / "ranks.json"
         words = ["--folder", str(setting.model.root), "--ways", "rows", "--states", state]
         words += ["--rounds", str(setting.rounds), "--json", str(out)]
-        words += ["--without", "torch broadcast", "load_sharded, sent"]
+        words += ["--without", "torch broadcast", *(f"load_sharded, {way}" for way in ("read", "direct", "sent"))]
         _run([sys.executable, str(_RANKS), *words])
         found = json.loads(out.read_text(encoding="utf-8"))
     return Measurement(seconds=found[f"rows, {state}"], remarks=tuple(found["remarks"]))
@@ -188,10 +207,18 @@ ROWS = (
         for tokens, state in ((1, "warm"), (1, "cold"), (128, "warm"))
     ),
     Row(
+        name="stream-bounded",
+        title="streaming, warm, 1 token, no block may stay (resident_bytes=0)",
+        measure=partial(streaming, tokens=1, resident_bytes=0),
+        goals=_FROM_MEMORY,
+        packages=("transformers",),
+        memory=3,
+    ),
+    Row(
         name="resident",
         is_quick=True,
         title="everything resident, 1 token",
-        measure=partial(streaming, tokens=1, is_resident=True),
+        measure=resident,
         goals=(_within("time, of the model in memory", 1.02, PLAIN),),
         packages=("transformers",),
         memory=4,

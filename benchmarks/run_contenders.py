@@ -15,8 +15,8 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from bigload.bench.run_model import PlannedModel
 from bigload.errors import NotEnoughMemoryError
+from bigload.generation.planned_model import PlannedModel
 from bigload.machine.memory import available_memory
 from bigload.planning.plan import Plan
 from bigload.runtime.device_map.blocks import device_name, device_of

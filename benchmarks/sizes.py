@@ -39,7 +39,7 @@ FULL: Mapping[str, Extent] = {
     "stream-warm-128": _SMALL,
     "start-up": Extent(num_bytes=0, rounds=9),
     "stale-plan": Extent(num_bytes=0, rounds=9),
-    "hooks": Extent(num_bytes=0, rounds=5),
+    "hooks": Extent(num_bytes=0, rounds=25),
     **{name: Extent(num_bytes=0, rounds=5) for name in ("inspect-70b", "plan-70b", "plan-405b")},
 }
 """Extents of rows that are not `DEFAULT`; 0 bytes where a row makes its own checkpoint, or none."""

@@ -21,7 +21,6 @@ _MODULES = {
     "bigload.bench.bench_load": "bench_load",
     "bigload.bench.chrome_trace": "run_trace write_trace",
     "bigload.bench.report": "BenchReport StrategyResult",
-    "bigload.bench.run_stats": "RunStatsReport run_forwards",
     "bigload.checkpoint.byte_source": "ByteSource",
     "bigload.checkpoint.model": "Checkpoint CheckpointWarning Shard Span TensorInfo",
     "bigload.checkpoint.source": "open_checkpoint",
@@ -107,6 +106,7 @@ _MODULES = {
     "bigload.runtime.modules.module_tensors": (
         "align_module_device check_device_same has_offloaded_params retie_parameters set_module_tensor_to_device"
     ),
+    "bigload.runtime.modules.quantised_layers": "prepare_quantised",
     "bigload.runtime.offload.offload_functions": (
         "extract_submodules_state_dict load_offloaded_weight offload_state_dict offload_weight save_offload_index"
     ),
@@ -129,8 +129,8 @@ __all__ = ["__version__", *(name for name in _MODULE_OF if name != "print")]  # 
 
 def __getattr__(name: str) -> object:
     module = _MODULE_OF.get(name)
-    if name == "bench_run":  # a public name until 0.2
-        raise AttributeError("bigload.bench_run is now the script benchmarks/bench_run.py of the source tree")
+    if name in ("bench_run", "run_forwards"):  # public names of 0.1
+        raise AttributeError(f"no bigload.{name} any more: use `bigload run --stats`, or model.bigload_stats()")
     if module is None and name.endswith("Error"):  # perhaps a former name, of which that module warns
         with suppress(AttributeError):
             return getattr(import_module("bigload.errors"), name)

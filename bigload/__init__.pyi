@@ -5,8 +5,6 @@ from bigload.bench.chrome_trace import run_trace as run_trace
 from bigload.bench.chrome_trace import write_trace as write_trace
 from bigload.bench.report import BenchReport as BenchReport
 from bigload.bench.report import StrategyResult as StrategyResult
-from bigload.bench.run_stats import RunStatsReport as RunStatsReport
-from bigload.bench.run_stats import run_forwards as run_forwards
 from bigload.checkpoint.byte_source import ByteSource as ByteSource
 from bigload.checkpoint.model import Checkpoint as Checkpoint
 from bigload.checkpoint.model import CheckpointWarning as CheckpointWarning
@@ -183,6 +181,7 @@ from bigload.runtime.modules.module_tensors import check_device_same as check_de
 from bigload.runtime.modules.module_tensors import has_offloaded_params as has_offloaded_params
 from bigload.runtime.modules.module_tensors import retie_parameters as retie_parameters
 from bigload.runtime.modules.module_tensors import set_module_tensor_to_device as set_module_tensor_to_device
+from bigload.runtime.modules.quantised_layers import prepare_quantised as prepare_quantised
 from bigload.runtime.offload.offload_functions import extract_submodules_state_dict as extract_submodules_state_dict
 from bigload.runtime.offload.offload_functions import load_offloaded_weight as load_offloaded_weight
 from bigload.runtime.offload.offload_functions import offload_state_dict as offload_state_dict

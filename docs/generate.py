@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-VERBS = ("", "inspect", "plan", "fetch", "reshard", "verify", "bench-load", "run-stats")
+VERBS = ("", "inspect", "plan", "fetch", "reshard", "run", "verify", "measure", "bench-load")
 
 
 def main() -> None:

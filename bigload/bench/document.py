@@ -1,17 +1,11 @@
-"""Reports as plain JSON values: `bigload.bench-load/1.1` and `bigload.run-stats/1.0`."""
+"""The report of `bench-load` as plain JSON values: `bigload.bench-load/1.1`."""
 
 from __future__ import annotations
-
-from typing import TYPE_CHECKING
 
 from bigload.bench.recommendation import Recommendation
 from bigload.bench.report import BenchReport, PeerResult, RawResult, StrategyResult
 from bigload.bench.runner import Measured
 from bigload.bench.statistics import summarize
-
-if TYPE_CHECKING:  # they import torch
-    from bigload.bench.run_stats import RunStatsReport
-    from bigload.runtime.streaming.run_log import ForwardStats
 
 
 def bench_document(report: BenchReport) -> dict[str, object]:
@@ -43,35 +37,6 @@ def bench_document(report: BenchReport) -> dict[str, object]:
         "peers": [_of_peer(report, result) for result in report.peers],
         "recommendation": None if report.recommendation is None else _of_recommendation(report.recommendation),
         "warnings": [{"code": warning.code, "text": warning.text} for warning in report.warnings],
-    }
-
-
-def run_stats_document(report: RunStatsReport) -> dict[str, object]:
-    """Return the report for `run-stats --json`; `forwards` is null where no weights stream."""
-    return {
-        "schema": "bigload.run-stats/1.0",
-        "path": report.path,
-        "model_class": report.model_class,
-        "total_bytes": report.total_bytes,
-        "disk_bytes": report.disk_bytes,
-        "num_threads": report.num_threads,
-        "device": report.device,
-        "tokens": report.tokens,
-        "load_seconds": report.load_seconds,
-        "run_seconds": list(report.seconds),
-        "forwards": None if report.stats is None else [_of_forward(forward) for forward in report.stats.forwards],
-    }
-
-
-def _of_forward(forward: ForwardStats) -> dict[str, object]:
-    return {
-        "run_seconds": forward.seconds,
-        "disk_read_bytes": forward.bytes_from_disk,
-        "ram_read_bytes": forward.bytes_from_ram,
-        "wait_seconds": forward.wait_seconds,
-        "fetch_seconds": forward.fetch_seconds,
-        "overlap": forward.overlap,
-        "peak_weight_bytes": forward.peak_bytes,
     }
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import ItemsView, Iterable, Iterator, Mapping, Sequence, ValuesView
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import accumulate
 from math import prod
 from pathlib import Path
 from typing import NamedTuple
@@ -69,6 +71,27 @@ class StoredForm(NamedTuple):
         return cls(tensor.dtype.name, tensor.shape, tensor.num_elements, tensor.num_bytes)
 
 
+class NameRanges:
+    """Sorted names with their bytes: those in a module are neighbours, and their bytes a difference of two sums."""
+
+    def __init__(self, sizes: Mapping[str, int]) -> None:
+        self.names = sorted(sizes)
+        self._sums = [0, *accumulate(map(sizes.__getitem__, self.names))]
+
+    def num_bytes(self, start: int, stop: int) -> int:
+        """Return the bytes of the names at `start` to `stop`."""
+        return self._sums[stop] - self._sums[start]
+
+    def end(self, module: str, start: int, stop: int) -> int:
+        """Return where the names in `module`, which begin at `start`, end."""
+        return bisect_left(self.names, f"{module}/", start, stop)  # "/" is the character after "."
+
+    def of(self, module: str) -> tuple[int, int]:
+        """Return the range of the names in `module`."""
+        start = bisect_left(self.names, f"{module}.")
+        return start, self.end(module, start, len(self.names))
+
+
 TensorRow = tuple[StoredForm, str, int, int]
 """Form, file, start and stop of a tensor that is stored row by row and shares no byte with another."""
 
@@ -100,7 +123,12 @@ class StoredTensors(Mapping[str, TensorInfo]):
     @cached_property
     def sizes(self) -> Mapping[str, int]:
         """Their bytes by name."""
-        return {name: form.num_bytes for name, form in self.forms.items()}
+        return {name: row[0].num_bytes for name, row in self._rows.items()}
+
+    @cached_property
+    def ranges(self) -> NameRanges:
+        """Their names in order: a plan is made, and then counted again, by the same sums."""
+        return NameRanges(self.sizes)
 
     @cached_property
     def _all(self) -> Mapping[str, TensorInfo]:
@@ -144,6 +172,11 @@ def sizes_of(tensors: Mapping[str, TensorInfo]) -> Mapping[str, int]:
     if isinstance(tensors, StoredTensors):
         return tensors.sizes
     return {name: tensor.num_bytes for name, tensor in tensors.items()}
+
+
+def ranges_of(tensors: Mapping[str, TensorInfo]) -> NameRanges:
+    """Return the names of `tensors` in order, with sums of their bytes."""
+    return tensors.ranges if isinstance(tensors, StoredTensors) else NameRanges(sizes_of(tensors))
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 
@@ -36,6 +37,12 @@ _HELPERS = re.compile(
     r"|(weight|input|output)_(scale|scale_inv|scale_2|zero_point|shape|g_idx|global_scale)|.*_scales|bitsandbytes__.*"
 )
 """Tensors that say how to unpack others, by the last part of their names; they hold no parameters."""
+
+
+_UNPACKING = re.compile(
+    r"(?:.*\.)?(?:weight_(?:scale|scale_inv|scale_2|zero_point|global_scale)|SCB|absmax|qzeros|scales)"
+)
+"""Tensors without which the values of a weight are not known."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +79,77 @@ class Quantisation:
 
     def __str__(self) -> str:
         return self.method if self.bits is None else f"{self.bits} bits ({self.method})"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightInParts:
+    """A weight in several tensors, which a library puts together to one of a class of its own.
+
+    Attributes:
+        name: That of the weight, in the checkpoint.
+        method: How it is packed.
+        parts: The tensors, by name.
+        descriptions: Tensors that say in words how to put them together, by name.
+        metadata: What the metadata of the file says about that.
+    """
+
+    name: str
+    method: str
+    parts: tuple[str, ...]
+    descriptions: tuple[str, ...] = ()
+    metadata: str = ""
+
+    @property
+    def library(self) -> str:
+        """The package that packs and unpacks it."""
+        return self.method.partition(",")[0]
+
+
+_STATE_4_BITS = re.compile(r"(.+)\.quant_state\.bitsandbytes__(?:nf4|fp4)")
+_PARTS_4_BITS = ("absmax", "quant_map", "nested_absmax", "nested_quant_map")
+
+
+def weights_in_parts(checkpoint: Checkpoint) -> tuple[WeightInParts, ...]:
+    """Return the weights of `checkpoint` that bitsandbytes or torchao have packed.
+
+    Those of other methods are what their layers have: tensors with a name each.
+    """
+    return (*_packed_by_bitsandbytes(checkpoint.tensors), *_packed_by_torchao(checkpoint))
+
+
+def _packed_by_bitsandbytes(tensors: Mapping[str, TensorInfo]) -> Iterator[WeightInParts]:
+    for name in tensors:
+        found = _STATE_4_BITS.fullmatch(name)
+        if found is not None and found[1] in tensors:
+            parts = (found[1], *(f"{found[1]}.{part}" for part in _PARTS_4_BITS if f"{found[1]}.{part}" in tensors))
+            yield WeightInParts(name=found[1], method="bitsandbytes, 4 bits", parts=parts, descriptions=(name,))
+        elif name.endswith(".SCB") and (weight := f"{name.removesuffix('SCB')}weight") in tensors:
+            formats = tuple(each for each in (f"{weight}_format",) if each in tensors)
+            yield WeightInParts(name=weight, method="bitsandbytes, 8 bits", parts=(weight, name), descriptions=formats)
+
+
+def _packed_by_torchao(checkpoint: Checkpoint) -> Iterator[WeightInParts]:
+    metadata = {name: text for shard in checkpoint.shards for name, text in shard.metadata.items() if "." in name}
+    for name, text in metadata.items():
+        owner, _, leaf = name.rpartition(".")
+        parts = tuple(f"{owner}._{leaf}_{part}" for part in _names_of_parts(text))
+        if parts and all(part in checkpoint.tensors for part in parts):
+            yield WeightInParts(name=name, method="torchao", parts=parts, metadata=text)
+
+
+def _names_of_parts(text: str) -> Sequence[str]:
+    """Return the names of inner tensors in what torchao notes about a tensor; none for what is something else."""
+    try:
+        noted = json.loads(text)
+    except ValueError:
+        return ()
+    names = noted.get("_tensor_data_names") if isinstance(noted, Mapping) else None
+    return [name for name in names if isinstance(name, str)] if isinstance(names, list) else ()
+
+
+def unpacks_weights(name: str) -> bool:
+    """Return whether the tensor `name` of a quantised checkpoint says how large the values of a weight are."""
+    return _UNPACKING.fullmatch(name) is not None
 
 
 def quantisation_of(checkpoint: Checkpoint) -> Quantisation | None:

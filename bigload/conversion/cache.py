@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from contextlib import suppress
 from pathlib import Path
 
@@ -16,6 +15,7 @@ from bigload.conversion.conversion import Conversion
 from bigload.conversion.conversion_file import conversion_from_values, conversion_to_values
 from bigload.documents import MAX_CONFIG_BYTES, DocumentError, parse_json, read_file, write_whole
 from bigload.errors import BigloadError
+from bigload.machine.cache_folder import cache_folder
 
 LEAST_TENSORS = 2000
 """Conversions of fewer tensors are derived in a few tenths of a second, and are not kept."""
@@ -26,7 +26,7 @@ _VERSION = 1
 
 def folder() -> Path:
     """Return where conversions are kept."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "bigload" / "conversions"
+    return cache_folder() / "conversions"
 
 
 def key_of(facts: object) -> str:

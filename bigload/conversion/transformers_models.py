@@ -217,6 +217,11 @@ def _renamed(stored: Sequence[str], model: nn.Module, expected: Mapping[str, obj
     return renamed
 
 
+def names_in_model(model: nn.Module, stored: Sequence[str]) -> dict[str, str]:
+    """Return what `model`, one of transformers, calls the tensors `stored`, by their names in the checkpoint."""
+    return _renamed(stored, model, {name: tensor.shape for name, tensor in _tensors(model)})
+
+
 def _failed(errors: Mapping[str, str]) -> Iterator[str]:
     """Yield a sentence for each tensor whose conversion raised; transformers keeps the traceback and the message."""
     for name, text in errors.items():

@@ -73,8 +73,10 @@ class ReshardRun:
             opened.enter_context(sources)
             try:
                 share = run_on_all_ranks(self._team, lambda: self._write(staging, sources, pool))
-            except RankError:
-                self._check_unchanged(staging, sources)  # if a source changed, nothing that was written is kept
+            except (RankError, ReadError) as error:
+                # A source that was replaced or cut off is the better reason. A service gives one version of a file.
+                if sources.is_local or isinstance(error, RankError):
+                    self._check_unchanged(staging, sources)
                 raise
             whole = _united(map(ProcessResult.from_json, self._team.all_gather(asdict(share))))
             run_on_all_ranks(self._team, lambda: self._finish(staging, whole) if self._is_first else None)
@@ -141,7 +143,7 @@ class ReshardRun:
 
     def _write(self, staging: Staging, sources: SourceFiles, pool: BlockPool) -> ProcessResult:
         sources.check_headers()
-        sources.check_unchanged(self._prepared.identities)
+        self._check_unchanged(staging, sources)
         mine = _assigned(self._prepared.output.files, self._team)
         tally = Tally(sum(output.num_bytes for output in mine), self._on_progress)
         files = [
@@ -158,6 +160,7 @@ class ReshardRun:
             self._options,
             journal=staging.journal,
             tally=tally if reads is None else Tally(0, ignore_progress),
+            pool=pool,
             alignment=direct_write_alignment(staging.folder, rank=self._team.rank),
             kernel=self._prepared.kernel,
         )
@@ -199,11 +202,11 @@ class ReshardRun:
         ]
 
     def _check_unchanged(self, staging: Staging, sources: SourceFiles) -> None:
-        try:
-            sources.check_unchanged(self._prepared.identities)
-        except ReadError:
+        """Raise ReadError if a source has changed, and keep nothing then; or if one is out of reach."""
+        changed = sources.changed_since(self._prepared.identities)
+        if changed is not None:
             staging.is_void = True
-            raise
+            raise ReadError(changed, "it was written to while it was read; nothing was kept")
 
     def _check_sizes(self, staging: Staging, files: Iterable[OutputFile]) -> None:
         for output in files:

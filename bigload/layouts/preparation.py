@@ -13,7 +13,6 @@ from pathlib import Path
 
 from bigload.checkpoint.byte_source import SourceIdentity, address_text, scheme_of
 from bigload.checkpoint.model import AssembledTensor, Checkpoint, TensorInfo
-from bigload.checkpoint.sources.small_reads import cache_folder
 from bigload.errors import NotEnoughSpaceError, OutputExistsError, WriteError
 from bigload.extras import require
 from bigload.layouts.layout import LayoutRequest
@@ -31,6 +30,7 @@ from bigload.layouts.writing.source_files import SourceFiles
 from bigload.layouts.writing.staging import RESUME, check_output, replaced_folder, staging_folder
 from bigload.layouts.writing.windows import DataRanges, data_ranges
 from bigload.loading.checks import warn_of_whole_files
+from bigload.machine.cache_folder import cache_folder
 from bigload.planning.plan import Plan
 from bigload.units import format_size
 

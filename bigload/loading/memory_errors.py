@@ -8,8 +8,13 @@ from contextlib import contextmanager
 from bigload.errors import BigloadError
 from bigload.machine.huge_pages import no_memory
 
-_REFUSALS = ("can't allocate memory", "not enough memory", "can't start new thread")
-"""In RuntimeErrors of torch's allocator for the CPU, and of Python's threads, whose stacks are memory."""
+_REFUSALS = ("can't allocate memory", "not enough memory", "out of memory", "can't start new thread")
+"""In RuntimeErrors of torch's allocators, and of Python's threads, whose stacks are memory."""
+
+
+def is_refusal(error: MemoryError | RuntimeError) -> bool:
+    """Return whether `error` says that memory was refused."""
+    return isinstance(error, MemoryError) or any(words in str(error) for words in _REFUSALS)
 
 
 @contextmanager
@@ -24,6 +29,6 @@ def memory_errors(what: str) -> Iterator[None]:
     except BigloadError:
         raise
     except (MemoryError, RuntimeError) as error:
-        if isinstance(error, MemoryError) or any(words in str(error) for words in _REFUSALS):
+        if is_refusal(error):
             raise no_memory(what) from error
         raise

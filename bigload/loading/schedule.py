@@ -162,6 +162,12 @@ class Destination:
         """Return the byte of the buffer at which what comes after the first `num_bytes` of a single row begins."""
         return self.start + self._in_memory(num_bytes * (1 if self.spread is None else self.spread.step))
 
+    def ends_at(self, source: int, other: Destination) -> bool:
+        """Return whether `other`, from byte `source` of the read on, goes on where this one ends, in the buffer too."""
+        is_neighbour = self.source + self.row_bytes == source and self.start + self.row_bytes == other.start
+        is_plain = all(each.rows == 1 and each.cast is None and each.spread is None for each in (self, other))
+        return is_neighbour and self.buffer == other.buffer and is_plain
+
     def _in_memory(self, num_bytes: int) -> int:
         return num_bytes if self.cast is None else num_bytes * self.cast.wanted.bits // self.cast.stored.bits
 
@@ -441,7 +447,11 @@ class _OpenJob:
 
     def add(self, request: ReadRequest) -> None:
         source = request.offset - self.offset
-        self.destinations.append(replace(request.destination, source=source))
+        last = self.destinations[-1] if self.destinations else None
+        if last is not None and last.ends_at(source, request.destination):  # a copy of each would take longer
+            self.destinations[-1] = replace(last, row_bytes=last.row_bytes + request.destination.row_bytes)
+        else:
+            self.destinations.append(replace(request.destination, source=source))
         self.num_bytes = source + request.num_bytes
 
     def closed(self) -> ReadJob:

@@ -41,10 +41,7 @@ def run_jobs(work: Callable[[Job], None], jobs: Iterable[Job], *, threads: int) 
             state.ended.get()
     finally:
         state.stop()
-        # Not by join(): when Ctrl-C hits it, CPython takes the thread it waits for as ended (bpo-45274).
-        while state.is_busy():
-            with suppress(KeyboardInterrupt):
-                state.ended.get()
+        state.wait_for_work()
         for worker in workers:
             if worker.ident is not None and not state.num_waiting:
                 worker.join()
@@ -109,6 +106,15 @@ class _PoolState(Generic[Job]):
         """Return whether a thread does more than wait for a network."""
         with self._lock:
             return self.num_active > self.num_waiting
+
+    def wait_for_work(self) -> None:
+        """Wait until no thread does more than wait for a network, whatever interrupts there are meanwhile."""
+        # Not by join(): when Ctrl-C hits it, CPython takes the thread it waits for as ended (bpo-45274).
+        is_busy = True
+        while is_busy:
+            with suppress(KeyboardInterrupt):
+                if is_busy := self.is_busy():
+                    self.ended.get()
 
     def begin_waiting(self) -> None:
         """Count the calling thread as one that can be left behind."""

@@ -60,7 +60,7 @@ class ExpertStats:
             raise OptionError(
                 f"the recorded experts are those of another model: {counted(len(other), 'module')} of it differ",
                 details=other[:8],
-                hint="record the experts of this model with bigload run-stats --experts FILE",
+                hint="record the experts of this model with bigload run --experts FILE",
             )
 
     def to_json(self) -> str:
@@ -79,7 +79,7 @@ class ExpertStats:
             return cls(uses=_uses(document.get("experts")))
         except (OSError, DocumentError, ValueError) as error:
             reason = error.strerror if isinstance(error, OSError) else str(error)
-            expected = f"a file of bigload run-stats --experts ({reason})"
+            expected = f"a file of bigload run --experts ({reason})"
             raise OptionError.of("the file of expert statistics", path, expected) from error
 
 

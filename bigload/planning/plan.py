@@ -12,12 +12,12 @@ from functools import cached_property
 from pathlib import Path
 
 from bigload.checkpoint.fingerprint import ShardFingerprint
-from bigload.checkpoint.model import TensorInfo, name_of, sizes_of
+from bigload.checkpoint.model import NameRanges, TensorInfo, name_of, ranges_of, sizes_of
 from bigload.devices import CPU, DISK, Device
 from bigload.errors import InvalidPlanError
 from bigload.plain_text import PlainTable, Styled, printable, stacked_bar
 from bigload.planning.load_dtype import as_loaded
-from bigload.planning.model.module_tree import NameRanges, key_above
+from bigload.planning.model.module_tree import key_above
 from bigload.planning.module_table import folded_names
 from bigload.planning.options import PlanOptions
 from bigload.planning.placement.optimality import Certificate
@@ -233,9 +233,11 @@ def recount(plan: Plan, tensors: Mapping[str, TensorInfo]) -> dict[Device, int]:
     totals = {use.device: 0 for use in plan.devices}
     shared = frozenset(plan.shared)
     homes: dict[str, Device | None] = {**plan.homes, **dict.fromkeys(plan.left_out)}
-    loaded = sizes_of(as_loaded(tensors, plan.options.workload.load_dtype))
-    sizes = {**loaded, **dict.fromkeys(shared & loaded.keys(), 0)} if shared else loaded
-    ranges, num_covered = NameRanges(sizes), 0
+    loaded = as_loaded(tensors, plan.options.workload.load_dtype)
+    sizes = sizes_of(loaded)
+    if shared:
+        sizes = {**sizes, **dict.fromkeys(shared & sizes.keys(), 0)}
+    ranges, num_covered = NameRanges(sizes) if shared else ranges_of(loaded), 0
     for key, device in homes.items():
         start, stop = ranges.of(key)
         num_bytes = ranges.num_bytes(start, stop) + sizes.get(key, 0)
@@ -314,8 +316,11 @@ def _bar(use: DeviceUse, *, blocks: bool) -> str:
     return stacked_bar([(weights, full), (beside, half), (1 - weights - beside, rest)], width=16)
 
 
-def closing_lines(plan: Plan) -> list[str]:
-    """Return the lines below the table: what running and streaming take, how good the plan is, and notes."""
+def closing_lines(plan: Plan, times: str | None = None) -> list[str]:
+    """Return the lines below the table: what running and streaming take, how good the plan is, and notes.
+
+    `times` is a sentence on how long the plan takes on a machine that is known.
+    """
     running: dict[str, list[str]] = {}
     for use in plan.devices:
         terms = {"overhead": use.overhead_bytes, "activations": use.activation_bytes, "logits": use.logits_bytes}
@@ -327,17 +332,20 @@ def closing_lines(plan: Plan) -> list[str]:
         quality = f"{counted(plan.num_device_changes, 'device change')} per forward pass; {quality}"
     return [
         *(f"RUN is {words} on {', '.join(devices)}." for words, devices in running.items()),
-        *streaming_lines(plan),
+        *streaming_lines(plan, times),
         f"{quality[0].upper()}{quality[1:]}.",
         *(f"note: {printable(note.text)}" for note in plan.notes),
     ]
 
 
-def streaming_lines(plan: Plan) -> list[str]:
-    """Return sentences on what a token brings from RAM and disk; none when every module runs where it is."""
+def streaming_lines(plan: Plan, times: str | None = None) -> list[str]:
+    """Return sentences on what a token brings from RAM and disk, and `times` instead of what that takes at least.
+
+    None but these when every module runs where it is.
+    """
     streamed = plan.streamed_bytes
     if not streamed:
-        return []
+        return [] if times is None else [times]
     origins = {CPU: "from RAM", DISK: "from disk"}
     needed = {device: plan.token_bytes.get(device, 0) for device in streamed}
     is_sparse = sum(needed.values()) < sum(streamed.values())
@@ -355,7 +363,7 @@ def streaming_lines(plan: Plan) -> list[str]:
     least = "" if plan.token_seconds < SHORTEST_SECONDS else "at least "
     lines = [
         f"Each {'token' if is_sparse else 'forward pass'} brings {brought}.",
-        f"At {rates} that is {least}{duration(plan.token_seconds)}.",
+        times or f"At {rates} that is {least}{duration(plan.token_seconds)}.",
     ]
     if any(use.workspace_bytes for use in plan.devices):
         ahead = all(note.code != "no-prefetch" for note in plan.notes)

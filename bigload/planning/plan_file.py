@@ -1,4 +1,4 @@
-"""The plan file: JSON, `bigload.plan/1.1`, described in docs/schemas/plan-1.1.json.
+"""The plan file: JSON, `bigload.plan/1.2`, described in docs/schemas/plan-1.2.json.
 
 No clock, no host name, one fixed order: the same plan gives the same bytes, so that plans can be compared and
 committed. Readers ignore keys that they do not know and refuse another major version.
@@ -38,7 +38,7 @@ from bigload.planning.plan import TERMS, DeviceUse, Plan, PlanNote, ResidentExpe
 from bigload.planning.resident_experts import layers_of
 from bigload.units import MAX_SIZE, MIB
 
-SCHEMA = "bigload.plan/1.1"
+SCHEMA = "bigload.plan/1.2"
 
 _BOUNDS = ("offloaded_bytes", "least_offloaded_bytes", "disk_bytes", "least_disk_bytes", "largest_bytes")
 
@@ -94,6 +94,7 @@ def plan_document(plan: Plan) -> dict[str, object]:
             "within_blocks": plan.certificate.within_blocks,
         },
         "notes": [{"code": note.code, "text": note.text} for note in plan.notes],
+        "prediction": None,  # a file says nothing about machines: the same inputs give the same bytes on all of them
     }
 
 

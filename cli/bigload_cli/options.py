@@ -35,30 +35,6 @@ CheckpointArgument = Annotated[
         "https://, s3://, gs://, az://.",
     ),
 ]
-ModelArgument = Annotated[
-    str,
-    typer.Argument(metavar="PATH", help="Folder of a model: config.json and weights; or org/model in the Hub cache."),
-]
-RunPlanOption = Annotated[
-    Path | None,
-    typer.Option("--plan", metavar="FILE", help="Where its parts go, from bigload plan -o. Default: all on the disk."),
-]
-TokensOption = Annotated[
-    int,
-    typer.Option(
-        "--tokens", "--prompt-tokens", metavar="N", min=1, max=10_000_000, help="Length of what the model is given."
-    ),
-]
-PrefetchBytesOption = Annotated[
-    str | None,
-    typer.Option("--prefetch-bytes", metavar="SIZE", help="Weights that may wait for their block. Default: 2 blocks."),
-]
-ResidentBytesOption = Annotated[
-    str | None,
-    typer.Option(
-        "--resident-bytes", metavar="SIZE", help="Streamed weights that may stay. Default: on the CPU, all that fits."
-    ),
-]
 MaxMemoryOption = Annotated[
     list[str] | None,
     typer.Option(

@@ -45,6 +45,13 @@ def print_text(text: str) -> None:
     _write(_folded(text, sys.stdout) + "\n", sys.stdout)
 
 
+def print_piece(text: str) -> None:
+    """Print a piece of the answer as it comes; on a terminal, codes that it would obey are written out."""
+    if sys.stdout is not None and sys.stdout.isatty():
+        text = "".join(char if char in "\n\t" else printable(char) for char in text)
+    _write(text, sys.stdout)
+
+
 def print_table(table: PlainTable, *, color: ColorMode) -> None:
     """Print a table of the answer; never narrower than its figures."""
     _write(_drawn(table, sys.stdout, color), sys.stdout)

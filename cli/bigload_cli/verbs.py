@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import warnings
 from collections.abc import Collection
@@ -22,8 +23,17 @@ Exit codes:
   130  interrupted (Ctrl-C); 143 by SIGTERM
 """
 
-VERBS = ("inspect", "plan", "fetch", "reshard", "verify", "bench-load", "bench-run", "run-stats")
-"""Each is a function of a module in `commands/`; in the order of the help."""
+VERBS = {
+    "inspect": "Show what a checkpoint holds.",
+    "plan": "Decide which device holds which module.",
+    "fetch": "Copy a model to this machine, whole or in part.",
+    "reshard": "Rewrite a checkpoint: per device, per rank, in other shards.",
+    "run": "Answer a prompt with a model, in memory or larger than that.",
+    "verify": "Compare a resharded or fetched folder with what was written.",
+    "measure": "Measure this machine once: disk, RAM, CPU, GPUs.",
+    "bench-load": "Time ways of loading: threads, methods, other loaders.",
+}
+"""Each is a function of a module in `commands/`, with the first line of its docstring; in the order of the help."""
 
 
 def _show_version(asked: bool) -> None:
@@ -42,8 +52,12 @@ def _root(
     """Plan, reshard and load checkpoints that are larger than the devices that run them."""
 
 
-def app_of(verbs: Collection[str]) -> typer.Typer:
-    """Return the program with these verbs; each costs a few milliseconds of start-up."""
+def _named() -> None:
+    """Stand for a verb in a list of verbs."""
+
+
+def app_of(verbs: Collection[str], *, is_list: bool = False) -> typer.Typer:
+    """Return the program with these verbs, or a list of them; each but a listed one costs milliseconds of start-up."""
     app = typer.Typer(
         name="bigload",
         help="Plan, reshard and load checkpoints that are larger than the devices that run them.",
@@ -55,11 +69,12 @@ def app_of(verbs: Collection[str]) -> typer.Typer:
     )
     app.callback()(_root)
     for verb in verbs:
+        if is_list:
+            app.command(verb, help=VERBS[verb])(_named)
+            continue
         name = verb.replace("-", "_")
         module = import_module(f"bigload_cli.commands.{name}")
-        is_retired = verb == "bench-run"
-        settings = {"hidden": True, "context_settings": module.CONTEXT} if is_retired else {"epilog": module.EPILOG}
-        app.command(verb, **settings)(getattr(module, name))
+        app.command(verb, epilog=module.EPILOG)(getattr(module, name))
     return app
 
 
@@ -69,7 +84,8 @@ def run() -> int:
         warnings.showwarning = output.warning_shower(warnings.showwarning)
         try:
             asked = [verb for verb in VERBS if verb in sys.argv[1:2]]
-            code = app_of(asked or VERBS)(prog_name="bigload", standalone_mode=False)
+            is_list = sys.argv[1:] in ([], ["-h"], ["--help"]) and "_BIGLOAD_COMPLETE" not in os.environ
+            code = app_of(asked or VERBS, is_list=is_list)(prog_name="bigload", standalone_mode=False)
             if code == failures.INTERRUPTED:  # what Typer makes of a Ctrl-C
                 raise KeyboardInterrupt
         except BaseException as error:  # every way to fail ends in one table

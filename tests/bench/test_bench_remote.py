@@ -3,9 +3,9 @@
 import pytest
 
 from bigload.bench.bench_load import bench_load
-from bigload.bench.run_model import ModelMaker
 from bigload.checkpoint.source import open_checkpoint
 from bigload.errors import OptionError
+from bigload.generation.planned_model import ModelMaker
 from builders import make_checkpoint
 from hub_server import served_hub
 
@@ -32,8 +32,8 @@ def test_what_a_network_has_not_is_refused(served, option):
         bench_load("org/tiny", **{option: True})
 
 
-def test_run_stats_names_fetch(served):
+def test_a_run_of_a_remote_model_names_fetch(served):
     pytest.importorskip("transformers")
     with pytest.raises(OptionError, match="does not run remote checkpoints") as refused:
-        ModelMaker.of(open_checkpoint("org/tiny"), asked_by="run-stats")
+        ModelMaker.of(open_checkpoint("org/tiny"), asked_by="run")
     assert "bigload fetch hf://org/tiny@" in refused.value.hint

@@ -77,6 +77,7 @@ def environment(tmp_path):
     def environment_with(changes: Mapping[str, str] | None = None) -> dict[str, str]:
         kept = {name: os.environ[name] for name in KEPT if name in os.environ}
         plain = {"TERM": "xterm-256color", "LANG": "C.UTF-8", "HF_HOME": str(tmp_path / "hf"), "HF_HUB_OFFLINE": "1"}
+        plain["XDG_CACHE_HOME"] = str(tmp_path / "cache")  # what was measured on this machine is none of theirs
         return {**kept, **plain, **(changes or {})}
 
     return environment_with

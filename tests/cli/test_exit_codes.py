@@ -264,7 +264,7 @@ CHANGES = {
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
 @pytest.mark.parametrize(
     "command",
-    ["reshard plan.json out", "reshard plan.json out --source model", "run-stats model --plan plan.json"],
+    ["reshard plan.json out", "reshard plan.json out --source model", "run model -p hello --plan plan.json"],
 )
 def test_a_plan_whose_files_are_no_longer_valid_is_stale_and_ends_with_4(run, here, change, command):
     folder = make_checkpoint(here / "model")

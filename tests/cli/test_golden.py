@@ -13,7 +13,7 @@ import pytest
 from builders import make_split
 
 GOLDEN = Path(__file__).parent / "golden"
-OF_BENCHES = ("bench-load", "run-stats")
+OF_BENCHES = ("bench-load", "measure", "run-stats", "run-stats-of-many")
 ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 TIMED = re.compile(r"in [0-9.]+ s \([0-9.]+ [GMK]?i?B/s\), peak memory [0-9.]+ [MG]iB")
 FREE_SPACE = re.compile(r"[0-9.]+ [GMK]?i?B free there")
@@ -32,6 +32,9 @@ COMMANDS = {
     "plan-llama-70b-does-not-fit": "bigload plan llama-70b -m cuda:0=22GiB -m cuda:1=22GiB -m cpu=42GiB --no-disk",
     "plan-llama-70b-with-context": "bigload plan llama-70b -m 0=80GiB,1=80GiB --context 32768 --batch 2",
     "plan-llama-70b-on-a-small-gpu": "bigload plan llama-70b -m 0=1GiB,cpu=192GiB",
+    "plan-llama-70b-on-h100": "bigload plan llama-70b -m 0=80GiB,cpu=128GiB --profile h100",
+    "plan-llama-70b-fit": "bigload plan llama-70b -m 0=80GiB,1=80GiB --context 65536 --batch 2 --fit --fail-if offload",
+    "plan-llama-70b-target": "bigload plan llama-70b -m 0=80GiB,1=80GiB --target 50tok/s --profile a100",
     "plan-llama-70b-fits": "bigload plan llama-70b --fits --context 8192",
     "plan-llama-70b-gpus": "bigload plan llama-70b --gpus 24GiB",
     "plan-llama-70b-explain": "bigload plan llama-70b -m 0=22GiB,1=22GiB,cpu=64GiB --explain layers.37",

@@ -9,9 +9,10 @@ from importlib import import_module
 import pytest
 import typer.main
 
+from bigload_cli import verbs
 from bigload_cli.verbs import app_of
 
-VERBS = ["inspect", "plan", "fetch", "reshard", "verify", "bench-load", "run-stats"]
+VERBS = ["inspect", "plan", "fetch", "reshard", "run", "verify", "measure", "bench-load"]
 EPILOGS = {verb: import_module(f"bigload_cli.commands.{verb.replace('-', '_')}").EPILOG for verb in VERBS}
 EXAMPLES = [
     (verb, line.strip())
@@ -41,9 +42,14 @@ def test_the_help_names_every_verb_and_every_exit_code(run, option):
         assert re.search(rf"^ +{code} +\w", shown, re.MULTILINE), code
 
 
+def test_the_help_describes_every_verb_as_its_own_help_does():
+    commands = typer.main.get_command(app_of(verbs.VERBS)).commands
+    assert {verb: command.help.partition("\n")[0] for verb, command in commands.items()} == verbs.VERBS
+
+
 @pytest.mark.parametrize(("verb", "line"), EXAMPLES)
 def test_every_example_can_be_typed(verb, line):
-    arguments = shlex.split(line.partition(" | ")[0])
+    arguments = shlex.split(line.partition(" | ")[0].partition(" > ")[0])
     assert arguments[:2] == ["bigload", verb]
     command = typer.main.get_command(app_of([verb])).commands[verb]
     command.make_context(verb, arguments[2:])
@@ -84,17 +90,17 @@ def test_help_fits_the_terminal(run_on_terminal):
         assert [line for line in shown.splitlines() if len(line) > 80 and "  bigload " not in line] == []
 
 
-@pytest.mark.parametrize(("word", "imported"), [("fetch", {"fetch"}), ("inspect", {"inspect"})])
+@pytest.mark.parametrize(("word", "imported"), [("fetch", {"fetch"}), ("inspect", {"inspect"}), ("", set())])
 def test_a_verb_that_is_asked_for_imports_no_other(word, imported):
     script = f"""
 import sys
 from bigload_cli.verbs import run
-sys.argv = ["bigload", "{word}", "--help"]
+sys.argv = "bigload {word} --help".split()
 run()
-print(*(name.rpartition(".")[2] for name in sys.modules if name.startswith("bigload_cli.commands.")))
+print("imported", *(name.rpartition(".")[2] for name in sys.modules if name.startswith("bigload_cli.commands.")))
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    assert {*done.stdout.splitlines()[-1].split()} == imported
+    assert {*done.stdout.splitlines()[-1].split()} == {"imported", *imported}
 
 
 # Completion

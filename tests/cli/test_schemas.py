@@ -10,10 +10,11 @@ from jsonschema import Draft202012Validator
 
 from bigload.checkpoint.fingerprint import ShardFingerprint
 from bigload.layouts.verification.manifest import FileRecord, Manifest, ManifestSource, manifest_lines
+from bigload.machine.machine_profile import DeviceProfile, MachineProfile
 from bigload.planning.expert_stats import ExpertStats
 from builders import make_checkpoint, make_split, record_of, write_shard
 
-VERSIONS = {"plan": "1.1", "inspect": "1.2", "reshard": "1.1", "bench-load": "1.1"}
+VERSIONS = {"plan": "1.2", "inspect": "1.2", "reshard": "1.1", "bench-load": "1.1"}
 SCHEMAS = Path(__file__).parents[2] / "docs" / "schemas"
 QUESTIONS = ["explain", "compare", "fits", "gpus", "max-context"]
 NAMES = [
@@ -27,8 +28,9 @@ NAMES = [
     "offload",
     "verify",
     "bench-load",
-    "run-stats",
+    "run",
     "expert-stats",
+    "profile",
     "error",
     *QUESTIONS,
 ]
@@ -69,8 +71,8 @@ COMMANDS = [
     "bigload bench-load tiny-llama --runs 1 --threads 2 --dtype fp32 --warm --json",
 ]
 RUNS = [
-    "bigload run-stats tiny-llama --forwards 2 --resident-bytes 0 --json",
-    "bigload run-stats tiny-llama --plan in-ram.json --forwards 1 --json",
+    "bigload run tiny-llama --random-tokens 2 -n 2 --repeat 2 --from-disk --resident-bytes 0 --json",
+    "bigload run tiny-llama --random-tokens 2 -n 1 --plan in-ram.json --json",
 ]
 
 
@@ -168,6 +170,13 @@ def test_recorded_experts_are_what_their_schema_describes():
     Draft202012Validator(strict(schema("expert-stats"))).validate(document)
 
 
+def test_a_profile_of_a_machine_is_what_its_schema_describes():
+    device = DeviceProfile(device="cuda:0", name="a GPU", weight_rate={"BF16": 1}, launch_seconds=1e-5, link_in=1)
+    known = {"disk_rate": 1, "mapped_rate": None, "load_rate": 1, "ram_bytes": None}
+    profile = MachineProfile(name="box", source="measured", devices=(device,), **known)
+    Draft202012Validator(strict(schema("profile"))).validate(parsed(profile.to_json()))
+
+
 @pytest.mark.peers
 @pytest.mark.parametrize("command", RUNS)
 def test_what_is_printed_of_a_run_is_what_its_schema_describes(run, command):
@@ -202,9 +211,9 @@ FAILURES = {
     "verify nowhere": (2, "manifest-not-found"),
     "bench-load tiny-llama --threads many": (2, "usage"),
     "bench-load nowhere": (2, "checkpoint-not-found"),
-    "bench-run tiny-llama": (2, "option"),
-    "run-stats nowhere": (2, "checkpoint-not-found"),
-    "run-stats tiny-llama --plan stale.json": (4, "stale-plan"),
+    "run-stats tiny-llama": (2, "usage"),
+    "run nowhere -p hello": (2, "checkpoint-not-found"),
+    "run tiny-llama -p hello --plan stale.json": (4, "stale-plan"),
     "isnpect tiny-llama": (2, "usage"),
 }
 

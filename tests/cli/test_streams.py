@@ -417,7 +417,7 @@ OUTPUT_OPTIONS = [
     "bench-load tiny-llama --runs 1 --threads 1 --trace",
 ]
 RUN_OPTIONS = [
-    "run-stats tiny-llama --forwards 1 --trace",
+    "run tiny-llama --random-tokens 2 -n 2 --from-disk --trace",
 ]
 
 
@@ -463,7 +463,8 @@ def test_a_result_on_stdout_beside_the_same_document_is_printed_once(run, comman
         "plan tiny-llama -m cpu=1GiB --html - -o /dev/stdout",
         "bench-load tiny-llama --trace - --json",
         "bench-load tiny-llama --trace - --export-markdown -",
-        "run-stats tiny-llama --trace - --json",
+        "run tiny-llama --random-tokens 2 --trace - --json",
+        "run tiny-llama -p hello --trace -",
     ],
 )
 def test_two_answers_on_stdout_are_refused(run, command):

@@ -8,7 +8,8 @@ import torch
 from streamed_models import blocks_of
 
 import bigload
-from bigload.bench.run_stats import run_forwards
+from bigload.generation.planned_model import PlannedModel
+from bigload.generation.text_generator import Sampling, TextGenerator
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
@@ -99,13 +100,15 @@ def test_a_model_with_values_is_dispatched_by_a_plan_for_a_while(saved):
     assert_same(model, expected)
 
 
-def test_run_stats_runs_what_people_have(saved):
+def test_random_tokens_run_what_people_have(saved):
     _, folder, plain, _ = saved
     if plain.main_input_name != "input_ids":
-        pytest.skip("run-stats gives tokens")
-    report = run_forwards(folder, forwards=1, tokens=4)
-    assert report.stats is not None
-    assert report.disk_bytes == report.total_bytes
+        pytest.skip("random tokens are tokens")
+    planned = PlannedModel.open(folder, None, asked_by="run", keeps_cache=True)
+    generator = TextGenerator(planned, planned.dispatched(), sampling=Sampling(), measures=True)
+    assert generator.forward(4).forwards is not None
+    if planned.maker.generates:
+        assert len(generator.answer(planned.random_tokens(4), max_new_tokens=2).tokens) == 2
 
 
 def test_an_offload_folder_holds_the_models_tensors(saved, tmp_path):

@@ -79,11 +79,14 @@ def test_families_with_loops_of_their_own_come_block_by_block(model_type, tmp_pa
     assert not any(block.is_fused for block in model._hf_hook.streamer._blocks)
 
 
-def test_run_stats_records_experts_that_later_runs_keep(tmp_path):
+RANDOM = ("--from-disk", "--random-tokens", "32", "--max-new-tokens", "1")
+
+
+def test_a_run_records_experts_that_later_runs_keep(tmp_path):
     plain = made("qwen3_moe")
     plain.save_pretrained(tmp_path / "model")
     file = tmp_path / "experts.json"
-    words = ["run-stats", str(tmp_path / "model"), "--tokens", "32", "--forwards", "2", "--experts", str(file)]
+    words = ["run", str(tmp_path / "model"), *RANDOM, "--repeat", "2", "--experts", str(file)]
     subprocess.run([sys.executable, "-m", "bigload_cli", *words], check=True, capture_output=True)
     stats = ExpertStats.read(file)
     layers = plain.config.num_hidden_layers
@@ -99,7 +102,7 @@ def test_run_stats_records_experts_that_later_runs_keep(tmp_path):
 def test_a_plan_keeps_the_experts_that_a_run_used_most(model_type, count, tmp_path):
     plain = made(model_type, **{count: 24})
     plain.save_pretrained(tmp_path / "model")
-    words = ["run-stats", str(tmp_path / "model"), "--tokens", "32", "--experts", str(tmp_path / "experts.json")]
+    words = ["run", str(tmp_path / "model"), *RANDOM, "--experts", str(tmp_path / "experts.json")]
     subprocess.run([sys.executable, "-m", "bigload_cli", *words], check=True, capture_output=True)
     experts = sum(each.nbytes for name, each in plain.named_parameters() if ".experts." in name)
     room = sum(each.nbytes for each in plain.parameters()) - experts // 2

@@ -117,7 +117,7 @@ def test_a_model_on_the_hub_is_planned_fetched_resharded_and_verified(base):
 NEEDS = {
     "bench-load tiny": ("bench-load", "torch", "torch"),
     "bench-load tiny --plot picture.png": ("--plot", "matplotlib", "plot"),
-    "run-stats tiny": ("run-stats", "torch", "run"),
+    "run tiny -p hello": ("run", "torch", "run"),
     "reshard tiny out --dtype fp16": ("a cast to another dtype", "torch", "torch"),
     "reshard tiny out --dtype fp16 --dry-run": ("a cast to another dtype", "torch", "torch"),
 }

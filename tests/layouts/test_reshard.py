@@ -590,7 +590,9 @@ def replace(shard):
 
 
 @pytest.mark.parametrize("threads", [1, 2])
-@pytest.mark.parametrize(("change", "verify"), [(append, "full"), (overwrite, "none"), (replace, "full")])
+@pytest.mark.parametrize(
+    ("change", "verify"), [(append, "full"), (overwrite, "none"), (replace, "full"), (cut_off, "full")]
+)
 def test_a_source_that_changes_meanwhile_is_a_read_error_that_names_it(tiny, out, threads, change, verify):
     shard, seen = tiny / "model-00001-of-00003.safetensors", []
 
@@ -599,10 +601,23 @@ def test_a_source_that_changes_meanwhile_is_a_read_error_that_names_it(tiny, out
             change(shard)
         seen.append(progress)
 
-    options = {"threads": threads, "verify": verify, "on_progress": change_it}
+    options = {"threads": threads, "verify": verify, "max_shard_bytes": 700, "on_progress": change_it}
     with pytest.raises(ReadError, match="was written to while it was read") as caught, nothing_left_of(out):
         reshard(planned(tiny), out, **options)
     assert caught.value.path == shard
+
+
+def test_a_source_that_was_out_of_reach_for_a_while_costs_nothing_that_was_written(tiny, out):
+    away = tiny.with_name("away")
+
+    def take_away(progress):
+        if tiny.exists():
+            tiny.rename(away)
+
+    with pytest.raises(ReadError, match="No such file"):
+        reshard(tiny, out, max_shard_bytes=700, threads=1, on_progress=take_away)
+    away.rename(tiny)
+    assert reshard(tiny, out, max_shard_bytes=700, resume=True).kept_bytes > 0
 
 
 @pytest.mark.parametrize(

@@ -78,6 +78,11 @@ def test_neighbours_are_one_read():
     assert reads(schedule) == [("one.safetensors", 8, 500)]
 
 
+def test_neighbours_that_are_neighbours_in_their_buffer_are_one_destination():
+    schedule = schedule_reads([tensor("a", 100, 64), tensor("b", 164, 128), tensor("c", 292, 8)])
+    assert schedule.jobs == (ReadJob(FILE, 100, 200, (Destination(0, 200, 0, 0),)),)
+
+
 def test_a_hole_between_wanted_tensors_is_not_read():
     schedule = schedule_reads([tensor("a", 8, 10), tensor("b", 19, 10)])
     assert reads(schedule) == [("one.safetensors", 8, 10), ("one.safetensors", 19, 10)]

@@ -198,6 +198,27 @@ def test_a_real_interrupt_waits_for_the_running_jobs():
     assert was_overtaken == [False]
 
 
+@pytest.mark.usefixtures("hears_interrupts")
+def test_a_second_interrupt_waits_as_well_while_the_next_job_is_made():
+    main, is_making, returned = threading.main_thread().ident, threading.Event(), threading.Event()
+    was_overtaken = []
+
+    def jobs():
+        yield 0
+        is_making.set()
+        for _ in range(3):
+            signal.pthread_kill(main, signal.SIGINT)
+            was_overtaken.append(returned.wait(0.1))
+
+    def work(job):
+        is_making.wait(30)
+
+    with pytest.raises(KeyboardInterrupt):
+        run_jobs(work, jobs(), threads=2)
+    returned.set()
+    assert was_overtaken == [False] * 3
+
+
 def test_the_default_is_one_thread_per_usable_core_and_four_at_most(monkeypatch):
     for cores, threads in ((1, 1), (3, 3), (64, MAX_DEFAULT_THREADS)):
         monkeypatch.setattr(os, "sched_getaffinity", lambda process, cores=cores: set(range(cores)))

@@ -25,7 +25,7 @@ def test_what_is_written_is_read_and_as_the_schema_says(tmp_path):
     ("text", "words"),
     [
         ("{", "not valid JSON"),
-        ('{"schema": "bigload.plan/1.1"}', "bigload.expert-stats/1.0"),
+        ('{"schema": "bigload.plan/1.2"}', "bigload.expert-stats/1.0"),
         ('{"schema": "bigload.expert-stats/2.0", "experts": {}}', "this bigload reads 1.x"),
         ('{"schema": "bigload.expert-stats/1.0"}', '"experts" is no object'),
         ('{"schema": "bigload.expert-stats/1.0", "experts": {"a": [1, -1]}}', "'a' has no list of numbers"),
@@ -34,7 +34,7 @@ def test_what_is_written_is_read_and_as_the_schema_says(tmp_path):
 )
 def test_a_file_of_something_else_is_refused(text, words, tmp_path):
     (tmp_path / "experts.json").write_text(text)
-    with pytest.raises(OptionError, match="run-stats --experts") as caught:
+    with pytest.raises(OptionError, match="run --experts") as caught:
         ExpertStats.read(tmp_path / "experts.json")
     assert words in caught.value.message
 

@@ -40,7 +40,7 @@ USES = {
     "layers.2.mlp.experts": (0, 60, 0, 40),
 }
 CUDA0 = Device("cuda", 0)
-SCHEMA = json.loads((Path(__file__).parents[2] / "docs/schemas/plan-1.1.json").read_text())
+SCHEMA = json.loads((Path(__file__).parents[2] / "docs/schemas/plan-1.2.json").read_text())
 
 
 def model():

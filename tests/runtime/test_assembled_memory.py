@@ -23,7 +23,7 @@ import bigload.runtime.dispatch.load_and_dispatch, bigload.runtime.streaming.str
 from bigload.conversion.checkpoint_view import CheckpointView
 from bigload.conversion.conversion import Conversion, as_stored
 from bigload.conversion.recorded_tensor import RecordedTensor
-from bigload.runtime.dispatch import checkpoint_source
+from bigload.runtime.dispatch import packed_weights
 
 path, device, prefetch, folder = sys.argv[1], sys.argv[2], sys.argv[3] == "streamed", sys.argv[4] or None
 
@@ -45,7 +45,7 @@ def view_for(model, checkpoint):
     conversion = Conversion(tensors=tensors)
     return CheckpointView(checkpoint=checkpoint, tensors=conversion.of(checkpoint), conversion=conversion)
 
-checkpoint_source.view_for = view_for
+packed_weights.view_for = view_for
 
 def private():
     lines = Path("/proc/self/status").read_text().splitlines()

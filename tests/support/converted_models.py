@@ -10,7 +10,7 @@ from torch import nn
 from bigload.conversion.checkpoint_view import CheckpointView
 from bigload.conversion.conversion import Conversion, as_stored
 from bigload.conversion.recorded_tensor import RecordedTensor
-from bigload.runtime.dispatch import checkpoint_source
+from bigload.runtime.dispatch import packed_weights
 
 WIDTH, INNER, NUM_EXPERTS, NUM_LAYERS = 8, 6, 4, 3
 IDS = torch.arange(12).reshape(2, 6)
@@ -126,7 +126,7 @@ def view_of(checkpoint, **found):
 
 def convert(monkeypatch, **found):
     """Have checkpoints viewed as `Converted` wants them, as those of transformers are."""
-    monkeypatch.setattr(checkpoint_source, "view_for", lambda _, checkpoint: view_of(checkpoint, **found))
+    monkeypatch.setattr(packed_weights, "view_for", lambda _, checkpoint: view_of(checkpoint, **found))
 
 
 def made_converted():

@@ -1,6 +1,6 @@
 """Run statistics with figures chosen by hand."""
 
-from bigload.bench.run_stats import RunStatsReport
+from bigload.generation.report import Answer, Finish, RunReport
 from bigload.runtime.streaming.run_log import ForwardStats, RunStats, TraceSpan
 
 GIB, MIB = 2**30, 2**20
@@ -31,7 +31,20 @@ def spans():
     )
 
 
-def stats_report(*forwards, seconds=(0.5, 0.25), **changes):
+def answer(*forwards, seconds=0.5, num_tokens=3, **changes):
+    given = {
+        "prompt_tokens": 12,
+        "tokens": tuple(range(num_tokens)),
+        "text": "as if",
+        "finish": Finish.END,
+        "seconds": seconds,
+        "first_token_seconds": seconds / 2,
+        "forwards": forwards or None,
+    }
+    return Answer(**(given | changes))
+
+
+def run_report(*answers, **changes):
     given = {
         "path": "llama-8b",
         "model_class": "LlamaForCausalLM",
@@ -39,9 +52,10 @@ def stats_report(*forwards, seconds=(0.5, 0.25), **changes):
         "disk_bytes": 3 * GIB,
         "num_threads": 2,
         "device": "cpu",
-        "tokens": 1,
+        "context": 4096,
+        "seed": None,
         "load_seconds": 0.2,
-        "seconds": seconds,
-        "stats": stats_of(*forwards) if forwards else None,
+        "peak_private_bytes": 300 * MIB,
+        "answers": answers,
     }
-    return RunStatsReport(**(given | changes))
+    return RunReport(**(given | changes))

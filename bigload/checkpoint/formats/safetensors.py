@@ -23,8 +23,8 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from functools import lru_cache
-from itertools import islice, repeat
-from operator import attrgetter, sub
+from itertools import accumulate, islice, repeat
+from operator import attrgetter
 from typing import NoReturn, TypeGuard
 
 from bigload.checkpoint.byte_source import ReadRange
@@ -48,10 +48,9 @@ _FIELDS = frozenset({"dtype", "shape", "data_offsets"})
 _METADATA_FIRST = re.compile(rf'\{{"{METADATA_KEY}":(\{{[^{{}}\\]*\}})')
 _NUMBER = "(0|[1-9][0-9]{0,19})"
 _PLAIN_ENTRY = re.compile(
-    r'(?:^\{|,)"([^"\\\x00-\x1f]*)":\{"dtype":"([A-Z0-9_]*)","shape":\[([0-9,]{0,200})\],'
+    r',"([^"\\\x00-\x1f]*+)":\{"dtype":("[A-Z0-9_]*+","shape":\[[0-9,]{0,200}+\]),'
     rf'"data_offsets":\[{_NUMBER},{_NUMBER}\]\}}'
 )
-_PLAIN_LENGTH = len(',"":{"dtype":"","shape":[],"data_offsets":[,]}')
 
 
 def read_header(read: ReadRange, num_bytes: int, file: str) -> ShardHeader:
@@ -108,31 +107,30 @@ def encode_header(
 def _plain(raw: bytes, file: str, num_bytes: int) -> tuple[Mapping[str, str], StoredTensors] | None:
     """Return metadata and tensors of a header as writers encode it; `None` for any other, and for a wrong one.
 
-    The text is read in half the time of JSON. It has no blanks or escapes, each byte belongs to metadata or to an
-    entry, and the data of one entry ends where that of the next begins: what has a problem, such as a name that occurs
-    twice, is left to `_any_form`. Most steps are one call for a column of all tensors.
+    The text is read in half the time of JSON. It has no blanks or escapes, nothing stands between two entries, and the
+    data of one ends where that of the next begins: what has a problem, such as a name that occurs twice, is left to
+    `_any_form`. Most steps are one call for a column of all tensors.
     """
     try:
         check_values(raw)
         text = raw[8:].decode().rstrip(" ")
     except ValueError:
         return None
+    if text[:1] != "{" or text[-1:] != "}":
+        return None
     first = _METADATA_FIRST.match(text)
-    entries = _PLAIN_ENTRY.findall(text, 0 if first is None else first.end(), len(text) - 1)
-    if not entries:
+    parts = _PLAIN_ENTRY.split(f",{text[1:-1]}" if first is None else text[first.end() : -1])
+    between, names, form_texts, begins, ends = (parts[column::5] for column in range(5))
+    known = {form_text: _form(form_text) for form_text in set(form_texts)}
+    if any(between) or not names or None in known.values():
         return None
-    names, dtypes, shapes, begins, ends = columns = list(zip(*entries, strict=True))
-    length = 1 if first is None else first.end() + 1
-    length += len(entries) * _PLAIN_LENGTH + sum(sum(map(len, column)) for column in columns)
-    if length != len(text) or text[0] != "{" or text[-1] != "}" or begins != ("0", *ends[:-1]):
-        return None
-    stops = [len(raw) + int(end) for end in ends]
-    starts = [len(raw), *stops[:-1]]
-    forms = [form for form in map(_form, dtypes, shapes) if form is not None]
-    sizes = list(map(sub, stops, starts))
-    rows = dict(zip(names, zip(forms, repeat(file), starts, stops), strict=False))
+    forms = [form for form in map(known.__getitem__, form_texts) if form is not None]
+    sizes = [form.num_bytes for form in forms]
+    stops = list(accumulate(sizes, initial=len(raw)))
+    rows = dict(zip(names, zip(forms, repeat(file), stops, stops[1:], strict=False), strict=True))
     if (
-        [form.num_bytes for form in forms] != sizes
+        begins != ["0", *ends[:-1]]
+        or list(map(int, ends)) != list(accumulate(sizes))
         or len(rows) < len(names)
         or METADATA_KEY in rows
         or stops[-1] != num_bytes
@@ -144,10 +142,12 @@ def _plain(raw: bytes, file: str, num_bytes: int) -> tuple[Mapping[str, str], St
 
 
 @lru_cache(maxsize=1024)
-def _form(dtype_name: str, shape_text: str) -> StoredForm | None:
+def _form(text: str) -> StoredForm | None:
+    """Return the form of `"BF16","shape":[8,16]`; `None` for a wrong one."""
+    dtype_name, _, shape_text = text[1:].partition('","shape":')
     dtype = DTYPES.get(dtype_name)
     with suppress(ValueError):
-        shape = json.loads(f"[{shape_text}]")
+        shape = json.loads(shape_text)
         num_elements = _num_elements(shape)
         if dtype is not None and num_elements is not None and num_elements * dtype.bits % 8 == 0:
             return StoredForm(dtype_name, tuple(shape), num_elements, num_elements * dtype.bits // 8)

@@ -21,10 +21,11 @@ from urllib.parse import quote, unquote
 from bigload.checkpoint.byte_source import ByteSource, PositionalReader, SourceIdentity, SourceScheme, address_text
 from bigload.checkpoint.sources.http import HttpSource, HttpStatusError, read_document
 from bigload.checkpoint.sources.ranged_source import missing
-from bigload.checkpoint.sources.small_reads import cache_folder, is_recent, keep_file
+from bigload.checkpoint.sources.small_reads import is_recent
 from bigload.documents import parse_json
 from bigload.errors import AccessDeniedError, BigloadError, CheckpointNotFoundError, ReadError, abridged
 from bigload.machine.activities import Recorder
+from bigload.machine.cache_folder import cache_folder, keep_file
 from bigload.units import counted
 from bigload.version import __version__
 

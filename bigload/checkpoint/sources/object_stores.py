@@ -25,9 +25,10 @@ from typing import Any, TypeVar
 from bigload.checkpoint.byte_source import SourceIdentity, SourceScheme, address_text, ended_early
 from bigload.checkpoint.sources.http import NO_RANGES_HINT, plain_etag
 from bigload.checkpoint.sources.ranged_source import RangedSource, TemporaryError, missing, translated
-from bigload.checkpoint.sources.small_reads import cache_folder, is_recent, keep_file
+from bigload.checkpoint.sources.small_reads import is_recent
 from bigload.checkpoint.sources.store_hints import STORES, connection_hint, credentials_hint, refusal_hint
 from bigload.errors import AccessDeniedError, BigloadError, CheckpointError, CheckpointNotFoundError, ReadError
+from bigload.machine.cache_folder import cache_folder, keep_file
 
 MAX_LISTED = 100_000
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from bigload.checkpoint.byte_source import ByteSource, ReadRange, SourceIdentity, read_range, scheme_of
 from bigload.checkpoint.sources.ranged_source import RangedSource
 from bigload.machine.activities import NO_RECORDER
+from bigload.machine.cache_folder import cache_folder, keep_file
 
 GUESSED_BYTES = 64 << 10
 """First read of a file of which nothing is known: three of four headers are smaller."""
@@ -58,12 +59,6 @@ def opened_range(
         yield parts.read
         if path is not None and parts.is_grown:
             _keep(path, parts.known)
-
-
-def cache_folder() -> Path:
-    """Return the folder of what bigload keeps about remote checkpoints; it can be deleted at any time."""
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base, "bigload")
 
 
 def is_recent(path: Path) -> bool:
@@ -141,15 +136,3 @@ def _keep(path: Path, parts: list[tuple[int, bytes]]) -> None:
     content = b"".join(part for _, part in parts)
     entry = {"crc32": zlib.crc32(content), "parts": [[start, len(part)] for start, part in parts]}
     keep_file(path, json.dumps(entry).encode() + b"\n" + content)
-
-
-def keep_file(path: Path, content: bytes) -> None:
-    """Write a file of the cache whole or not at all; a full disk or a folder that is read-only is no error."""
-    staged = path.with_name(f"{path.name}.{os.getpid()}.{os.urandom(4).hex()}")
-    with suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        try:
-            staged.write_bytes(content)
-            staged.replace(path)
-        finally:
-            staged.unlink(missing_ok=True)

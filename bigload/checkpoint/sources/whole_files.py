@@ -20,9 +20,9 @@ from typing import BinaryIO
 from bigload.checkpoint.byte_source import ended_early, fill, warn_of_server_without_ranges
 from bigload.checkpoint.sources.range_streams import OpenRange, Stream
 from bigload.checkpoint.sources.ranged_source import RangedSource, Retries, TemporaryError
-from bigload.checkpoint.sources.small_reads import cache_folder
 from bigload.errors import ReadError
 from bigload.machine.activities import Phase, Recorder
+from bigload.machine.cache_folder import cache_folder
 from bigload.machine.sparse_files import punch_hole
 from bigload.machine.thread_pool import abandonable
 from bigload.units import GIB, MIB

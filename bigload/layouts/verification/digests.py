@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -140,45 +141,61 @@ def _digest_of_zeros(num_bytes: int) -> str:
 
 
 class InOrderDigest:
-    """Digest of a file whose windows are filled by several threads: each waits until the windows before its own are in.
+    """Digest of a file whose windows are filled by several threads: it takes them in file order, and no thread waits.
 
-    Windows are handed to threads in file order, so the next window to digest is always owned by a running thread (no
-    deadlock).
+    A window that comes too early is kept, and digested by the thread that brings the one before it. So windows have to
+    get their memory in file order: else those that are kept could hold all of it.
+
+    Args:
+        digest: Digest of the file.
+        on_digested: Called with the number of each window after it is digested and its memory is given back.
 
     Attributes:
         digest: Digest of the file.
         prefixes: Digest of all bytes up to the end of each window, by that position.
     """
 
-    def __init__(self, digest: FileDigest) -> None:
+    def __init__(self, digest: FileDigest, on_digested: Callable[[int], object]) -> None:
         self.digest = digest
         self.prefixes: dict[int, str] = {}
+        self._on_digested = on_digested
+        self._early: dict[int, tuple[int, memoryview, ExitStack]] = {}
         self._next = 0
-        self._lock = threading.RLock()  # taken by itself, as in `InflightPool`: Ctrl-C then leaves it unlocked
-        self._changed = threading.Condition(self._lock)
+        self._lock = threading.Lock()
+        self._is_busy = False
         self._is_aborted = False
 
-    def add(self, number: int, start: int, view: memoryview) -> bool:
-        """Wait until window `number`, which starts at byte `start`, is the next one, and digest it.
+    def add(self, number: int, start: int, view: memoryview, lent: ExitStack) -> None:
+        """Digest window `number`, which starts at byte `start`, and those that wait for it; close `lent` after each.
 
-        Bytes that are digested already, of a file that is resumed, are left out. Returns False if an earlier window
-        failed.
+        Bytes that are digested already, of a file that is resumed, are left out. After `abort` nothing is digested.
         """
         with self._lock:
-            self._changed.wait_for(lambda: self._next == number or self._is_aborted)
-            if self._is_aborted:
-                return False
-        # Outside of the lock: all other threads wait for this window anyway.
-        self.digest.skip_to(start)
-        self.digest.update(view[self.digest.position - start :])
-        self.prefixes[self.digest.position] = self.digest.so_far
-        with self._lock:
-            self._next += 1
-            self._changed.notify_all()
-        return True
+            if not self._is_aborted:
+                self._early[number] = start, view, lent.pop_all()
+        lent.close()
+        while (found := self._take_next()) is not None:
+            number, start, view, lent = found
+            with lent:
+                self.digest.skip_to(start)
+                self.digest.update(view[self.digest.position - start :])
+                self.prefixes[self.digest.position] = self.digest.so_far
+            self._next = number + 1
+            self._is_busy = False
+            self._on_digested(number)  # others may go on: it may flush the file
 
     def abort(self) -> None:
-        """Release all waiting threads: a window will never come."""
+        """Give back the memory of all windows that are kept: the one that they wait for will never come."""
         with self._lock:
             self._is_aborted = True
-            self._changed.notify_all()
+            early, self._early = self._early, {}
+        for _, _, lent in early.values():
+            lent.close()
+
+    def _take_next(self) -> tuple[int, int, memoryview, ExitStack] | None:
+        """Return the next window and its number, unless it is not there or another thread digests."""
+        with self._lock:
+            if self._is_busy or self._next not in self._early:
+                return None
+            self._is_busy = True
+            return self._next, *self._early.pop(self._next)

@@ -46,7 +46,8 @@ class FileInProgress:
     kept: ReusableFile | None
 
     def __post_init__(self) -> None:
-        self.digests = InOrderDigest(FileDigest.of(self.output) if self.kept is None else self.kept.digest)
+        digest = FileDigest.of(self.output) if self.kept is None else self.kept.digest
+        self.digests = InOrderDigest(digest, self.done)
         self.is_digested = True
         self.windows: Sequence[Window] = ()
         position = self.digests.digest.position
@@ -60,7 +61,7 @@ class FileInProgress:
         self._num_noted = len(self.digests.digest.tensors)
 
     def done(self, number: int) -> None:
-        """Count window `number` as written, and compared if that was asked for; finish the file after the last one."""
+        """Count window `number` as written, compared and digested as asked for; finish the file after the last one."""
         window = self.windows[number]
         self._count(max(window.stop - max(window.start, self._counted_stop), 0))
         with self._lock:

@@ -6,6 +6,7 @@ import os
 import threading
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from pathlib import Path
 from typing import Self
 
 from bigload.checkpoint.byte_source import ByteSource, PositionalReader, SourceIdentity, scheme_of
@@ -131,13 +132,16 @@ class SourceFiles:
             hint = "something replaced them since they were opened; make a new plan"
             raise StalePlanError("the plan", self._checkpoint.path, differences, hint=hint)
 
-    def check_unchanged(self, before: Mapping[str, SourceIdentity]) -> None:
-        """Raise ReadError if a file has changed since `before`."""
+    def changed_since(self, before: Mapping[str, SourceIdentity]) -> Path | None:
+        """Return a file that has changed since `before`, if there is one.
+
+        Raises:
+            ReadError: one is gone or out of reach.
+        """
         identity_of = identities_now(self._checkpoint.root, before)
-        for file, identity in before.items():
-            if identity_of(file) != identity:
-                path = self._checkpoint.root / file
-                raise ReadError(path, "it was written to while it was read; nothing was kept")
+        changed = (file for file, identity in before.items() if identity_of(file) != identity)
+        file = next(changed, None)
+        return None if file is None else self._checkpoint.root / file
 
     def __enter__(self) -> Self:
         return self

@@ -1,8 +1,8 @@
-"""Writer of output files: windows are filled from the sources, written, digested, read back and compared.
+"""Writer of output files: windows are filled from the sources, written, read back, compared and digested.
 
-A few threads take the windows of a file in order, each with a window or two of memory; while one waits for the disk,
-others fill or compare. Finished parts are recorded in the journal, so that an interrupted run can be resumed. Memory is
-bounded whatever the size of files, checkpoint and tensors.
+A few threads take the windows of a file in order; while one waits for the disk, others fill or compare. A window that
+is there before its turn to be digested stays in memory, and keeps no thread. Finished parts are noted in the journal,
+so that an interrupted run can be resumed. Memory is bounded whatever the size of files, checkpoint and tensors.
 """
 
 from __future__ import annotations
@@ -66,6 +66,7 @@ class Writer:
         options: Options of the reshard: verification, threads and memory. Windows become smaller to fit.
         journal: Journal of finished parts.
         tally: Counter of progress.
+        pool: A block of memory for each thread to read back into, as large as a window.
         alignment: Alignment of direct writes; `None` to write through the page cache.
         kernel: What the kernel can copy by itself.
     """
@@ -78,6 +79,7 @@ class Writer:
         *,
         journal: Journal,
         tally: Tally,
+        pool: BlockPool,
         alignment: int | None,
         kernel: KernelCopy,
     ) -> None:
@@ -90,10 +92,10 @@ class Writer:
         self._alignment = alignment
         self._kernel = kernel
         self._threads = options.num_threads
-        # Each thread fills one window, compares with another, and lends a third to a read past the page cache.
         self._window_bytes = window_bytes(options)
-        num_blocks = self._threads * (2 if self._verify is Verify.FULL else 1)
-        self._memory = BlockPool(num_blocks, block_bytes=self._window_bytes, is_prefaulted=False)
+        self._pool = pool
+        # Each thread fills one window, and as many wait to be digested.
+        self._memory = BlockPool(2 * self._threads, block_bytes=self._window_bytes, is_prefaulted=False)
         self._open_files: list[FileInProgress] = []
 
     @property
@@ -115,7 +117,7 @@ class Writer:
         records: dict[str, FileRecord] = {}
         try:
             if self._sources.is_local:
-                run_jobs(self._do_job, self._jobs(files, records), threads=self._threads)
+                run_jobs(self._do_job, self._with_memory(self._jobs(files, records)), threads=self._threads)
             else:
                 run_jobs(self._do_run, self._runs(files, records), threads=self._threads)
         finally:
@@ -128,6 +130,12 @@ class Writer:
         for _, siblings in groupby(files, key=lambda file: [tensor.name for tensor in file.output.tensors]):
             for jobs in zip_longest(*(self._jobs_of(file, records) for file in siblings)):
                 yield from (job for job in jobs if job is not None)
+
+    def _with_memory(self, jobs: Iterable[_Job]) -> Iterator[tuple[_Job, Buffer, ExitStack]]:
+        """Yield each job with a block of memory, lent to one job after the other: see `InOrderDigest`."""
+        for job in jobs:
+            lent = ExitStack()
+            yield job, lent.enter_context(self._memory.lend()), lent
 
     def _runs(self, files: Iterable[FileToWrite], records: dict[str, FileRecord]) -> Iterator[list[_Job]]:
         """Yield the windows of remote sources as threads take them: those that read neighbouring bytes together."""
@@ -198,9 +206,11 @@ class Writer:
             descriptors = {name: lent.enter_context(self._sources.descriptor(name)) for name in names}
             return copy_in_kernel(output, sink.descriptor, descriptors, self._kernel, block_bytes=BLOCK_BYTES)
 
-    def _do_job(self, job: _Job) -> None:
+    def _do_job(self, lent_job: tuple[_Job, Buffer, ExitStack]) -> None:
+        job, block, lent = lent_job
         try:
-            self._write_window(job)
+            with lent:
+                self._write_window(job, block, lent)
         except BaseException:
             for file in self._open_files:
                 file.digests.abort()
@@ -231,25 +241,23 @@ class Writer:
         self._window_reader.fill(view[: window.num_bytes], window.portions)
         return view
 
-    def _write_window(self, job: _Job) -> None:
+    def _write_window(self, job: _Job, block: Buffer, lent: ExitStack) -> None:
         window, file = job.window, job.file
-        with self._memory.lend() as block:
-            num_bytes = window.num_bytes
-            view = self._filled(job, block)
-            padded = len(view)
-            if not job.is_copied:
-                file.sink.write(view, window.start)
-            # After the write: a window that waits for its turn to be digested would leave the disk idle.
-            if file.is_digested and not file.digests.add(job.number, window.start, view[:num_bytes]):
-                return
-            if self._verify is Verify.FULL:
-                with self._memory.lend() as other:
-                    back = memoryview(other)[:padded]
-                    file.sink.read(back, window.start)
-                    if _libc.memcmp(address_of(block), address_of(other), num_bytes):
-                        difference = next(index for index in range(num_bytes) if view[index] != back[index])
-                        raise file.verification_error(window.start + difference)
-        file.done(job.number)
+        view = self._filled(job, block)
+        num_bytes = window.num_bytes
+        if not job.is_copied:
+            file.sink.write(view, window.start)
+        if self._verify is Verify.FULL:
+            with self._pool.lend() as other:
+                back = memoryview(other)[: len(view)]
+                file.sink.read(back, window.start)
+                if _libc.memcmp(address_of(block), address_of(other), num_bytes):
+                    difference = next(index for index in range(num_bytes) if view[index] != back[index])
+                    raise file.verification_error(window.start + difference)
+        if file.is_digested:
+            file.digests.add(job.number, window.start, view[:num_bytes], lent)
+        else:
+            file.done(job.number)
 
 
 @dataclass(frozen=True, slots=True)
@@ -282,6 +290,6 @@ def _neighbours(jobs: list[_Job], shares: Shares, *, window_bytes: int) -> Itera
 
 
 def window_bytes(options: ReshardOptions) -> int:
-    """Return how large windows can be if every thread has three of them."""
+    """Return how large windows can be if every thread has three: see `Writer`."""
     share = options.max_inflight // (3 * options.num_threads) // BLOCK_BYTES * BLOCK_BYTES
     return min(share, WINDOW_BYTES)

@@ -65,7 +65,7 @@ class Transfers:
         if hasattr(self._module, "Stream"):
             self._stream = self._module.Stream(device=self.device)
             self._stream.wait_stream(self._module.current_stream(self.device))
-        memory, self.is_pinned = _host_memory(num_blocks * block_bytes)
+        memory, self.is_pinned = host_memory(num_blocks * block_bytes)
         starts = range(0, num_blocks * block_bytes, block_bytes)
         self._free = deque(HostBlock(memory[start : start + block_bytes], self._new_event()) for start in starts)
         self._lock = threading.RLock()  # taken by itself, as in `InflightPool`: Ctrl-C then leaves it unlocked
@@ -239,7 +239,7 @@ class Transfers:
         return self._module.Event(blocking=True) if self.device.type == "cuda" else self._module.Event()
 
 
-def _host_memory(num_bytes: int) -> tuple[torch.Tensor, bool]:
+def host_memory(num_bytes: int) -> tuple[torch.Tensor, bool]:
     """Return `num_bytes` that begin at a page, and whether they are pinned."""
     try:
         return torch.empty(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=True), True

@@ -4,6 +4,9 @@ Cached bytes come from the page cache at memory speed. Bytes on a local disk are
 copies them nor evicts other pages for them. Over a network read-ahead counts, so reads go through the page cache. Maps
 are never chosen, only asked for: their tensors are another kind of memory.
 
+The same holds for ranks of one host and what each has for itself: four on two cores took 1.1 s for 1.9 GiB of cold
+rows, 1.7 s through the page cache, and torch's reader 1.5 s.
+
 A rule, not a measurement: samples of both methods took 14 % of a cold load of 1 GiB and chose what the rule chooses.
 """
 

@@ -92,8 +92,8 @@ def load_sharded(
     All ranks of the default process group call it, with the same `strict`, `broadcast_from_rank0` and `method`, each
     with its own part: a model whose parameters torch has divided
     (`fully_shard`, `parallelize_module`, `distribute_tensor`), or `divisions` describe. A rank reads the byte ranges
-    of what it holds, and what every rank holds is read by each of them: from the page cache, which is faster than
-    sending it. Without a process group it works for one process.
+    of what it holds. What several ranks of a host hold comes from its disk once: each reads it through the page cache,
+    which is faster than sending it. Without a process group it works for one process.
 
     A tensor on the meta device gets memory; others keep theirs, and bytes are read straight into it. All get the dtype
     that they have in `model`. Tied parameters stay tied. If it fails in one rank it fails in all, before anything in
@@ -138,7 +138,7 @@ def load_sharded(
             group, lambda: (settings(threads, method, max_inflight), _device(device), _module(model))
         )
         asked = {"broadcast_from_rank0": broadcast_from_rank0, "strict": strict, "method": method and str(method)}
-        share = check_agreement(group, asked, module)
+        peers = check_agreement(group, asked, module)
         plan = ModelPart(
             model=module,
             divisions=divisions or {},
@@ -146,7 +146,7 @@ def load_sharded(
             names=names or {},
             device=place,
             strict=strict,
-            is_alone=group.size == 1,
+            peers=peers,
         )
         fill: _Fill
         if broadcast_from_rank0 and isinstance(group, TorchProcessGroup):
@@ -156,7 +156,7 @@ def load_sharded(
             fill = partial(broadcast_tensors, group, stored.checkpoint, how, sent)
         else:
             stored, places = run_on_all_ranks(group, lambda: _opened(checkpoint, plan))
-            fill = partial(fill_local, stored.checkpoint, replace(how, share=share))
+            fill = partial(fill_local, stored.checkpoint, replace(how, share=peers.share))
         parts = [part for _, part in places]
         tensors, report = run_on_all_ranks(group, lambda: _loaded(stored, parts, fill, group.rank, began))
         assign_local(module, [assignment for assignment, _ in places], tensors)
@@ -273,8 +273,8 @@ def load_parts(
         if kind is None:
             raise UnsupportedDTypeError(loaded.name, [name])
         spec = spec_of_division(name, tensor.shape, division, rank)
-        is_whole = division.dim is None
-        parts.append(LocalPart(stored=tensor, spec=spec, dtype=kind, device=place, is_shared=is_whole))
+        is_shared = division.dim is None or division.is_shared
+        parts.append(LocalPart(stored=tensor, spec=spec, dtype=kind, device=place, is_shared=is_shared))
     check_parts(parts)
     tensors, report = _loaded(stored, parts, partial(fill_local, stored.checkpoint, how), rank, began)
     found = {part.stored.name: each.tensor for part, each in zip(parts, tensors, strict=True)}

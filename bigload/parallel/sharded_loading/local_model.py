@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor
 
 from bigload.checkpoint.model import AssembledTensor
 from bigload.conversion.checkpoint_view import CheckpointView, view_for
@@ -18,6 +18,7 @@ from bigload.loading.piece_copies import ShardSpec, spec_shape, whole_spec
 from bigload.loading.schedule import CPU, RequestedTensor
 from bigload.loading.staging.accelerators import check_present
 from bigload.loading.tensors import check_dtypes, dtype_of
+from bigload.parallel.sharded_loading.agreement import HostPeers
 from bigload.parallel.sharded_loading.local_tensors import LocalPart, LocalTensor
 from bigload.parallel.sharded_loading.shard_spec import (
     check_divisions,
@@ -39,7 +40,7 @@ class ModelPart:
     names: Mapping[str, str]
     device: torch.device
     strict: bool
-    is_alone: bool
+    peers: HostPeers
 
     def view(self, stored: CheckpointView) -> CheckpointView:
         """Return the tensors of `stored` by their names in the model, converted if transformers would convert them."""
@@ -129,7 +130,7 @@ class ModelPart:
             dtype=old.dtype,
             device=self._device(old) if is_meta else local.device,
             existing=None if is_meta else local,
-            is_shared=not self.is_alone and _is_shared(old, spec, tensor),
+            is_shared=self.peers.share.processes > 1 and self._is_shared(old, division),
         )
 
     def _spans(self, name: str, old: torch.Tensor, tensor: AssembledTensor, division: Division | None) -> ShardSpec:
@@ -137,23 +138,17 @@ class ModelPart:
             return spec_of_division(name, tensor.shape, division, self.rank)
         return spec_of_dtensor(name, old) if isinstance(old, DTensor) else whole_spec(tensor.shape)
 
+    def _is_shared(self, old: torch.Tensor, division: Division | None) -> bool:
+        """Return whether another rank of the host holds some of the same elements, as far as can be told."""
+        if division is not None:
+            return division.dim is None or division.is_shared
+        return not isinstance(old, DTensor) or self.peers.are_shared(old.device_mesh, old.placements)
+
     def _device(self, old: torch.Tensor) -> torch.device:
         if not isinstance(old, DTensor):
             return self.device
         kind = old.device_mesh.device_type
         return torch.device(kind) if kind == CPU else torch.device(kind, torch.get_device_module(kind).current_device())
-
-
-def _is_shared(old: torch.Tensor, spec: ShardSpec, tensor: AssembledTensor) -> bool:
-    """Return whether another process holds the same elements, as far as can be told."""
-    if spec == whole_spec(tensor.shape):
-        return True
-    if not isinstance(old, DTensor):
-        return False
-    return any(
-        size > 1 and isinstance(placement, Replicate)
-        for placement, size in zip(old.placements, old.device_mesh.shape, strict=True)
-    )
 
 
 def _placed(old: torch.Tensor, division: Division | None) -> str:

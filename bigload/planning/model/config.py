@@ -62,6 +62,14 @@ _ALIASES: Mapping[str, tuple[str, ...]] = {
     "scan_piece": ("mamba_chunk_size", "chunk_size"),
     "linear_key_dim": ("linear_key_head_dim", "linear_head_dim"),
     "linear_key_heads": ("linear_num_key_heads", "linear_num_heads"),
+    "trained_context": (
+        "max_position_embeddings",
+        "n_positions",
+        "n_ctx",
+        "seq_length",
+        "max_seq_len",
+        "max_sequence_length",
+    ),
     "num_mtp_layers": ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers"),
 }
 

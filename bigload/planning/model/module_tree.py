@@ -7,7 +7,6 @@ before layers.2) and shards by dtype.
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from enum import IntEnum, auto
 from functools import cached_property, lru_cache
@@ -15,7 +14,7 @@ from itertools import accumulate
 from operator import methodcaller
 from types import MappingProxyType
 
-from bigload.checkpoint.model import StoredForm, TensorInfo, forms_of, sizes_of
+from bigload.checkpoint.model import StoredForm, TensorInfo, forms_of, ranges_of
 from bigload.errors import PlanError
 
 MAX_DEPTH = 100
@@ -124,7 +123,8 @@ def build_tree(tensors: Mapping[str, TensorInfo]) -> ModuleNode:
     Raises:
         PlanError: a name nests more than `MAX_DEPTH` modules.
     """
-    deepest = max(tensors, key=methodcaller("count", "."), default="")
+    long_names = [name for name in tensors if len(name) >= MAX_DEPTH]  # others are not asked: most of 100,000
+    deepest = max(long_names, key=methodcaller("count", "."), default="")
     if deepest.count(".") >= MAX_DEPTH:
         raise PlanError(
             f"tensor {deepest:.60}… nests {deepest.count('.') + 1} modules, models nest {MAX_DEPTH} at most"
@@ -173,33 +173,12 @@ def is_index(key: str) -> bool:
     return key.isdecimal() and key.isascii() and len(key) < 10
 
 
-class NameRanges:
-    """Sorted names with their bytes: those in a module are neighbours, and their bytes a difference of two sums."""
-
-    def __init__(self, sizes: Mapping[str, int]) -> None:
-        self.names = sorted(sizes)
-        self._sums = [0, *accumulate(map(sizes.__getitem__, self.names))]
-
-    def num_bytes(self, start: int, stop: int) -> int:
-        """Return the bytes of the names at `start` to `stop`."""
-        return self._sums[stop] - self._sums[start]
-
-    def end(self, module: str, start: int, stop: int) -> int:
-        """Return where the names in `module`, which begin at `start`, end."""
-        return bisect_left(self.names, f"{module}/", start, stop)  # "/" is the character after "."
-
-    def of(self, module: str) -> tuple[int, int]:
-        """Return the range of the names in `module`."""
-        start = bisect_left(self.names, f"{module}.")
-        return start, self.end(module, start, len(self.names))
-
-
 class _Tree:
     """Tensors of a model, and columns of what is asked about ranges of their sorted names."""
 
     def __init__(self, tensors: Mapping[str, TensorInfo]) -> None:
         self.tensors = tensors
-        self.ranges = NameRanges(sizes_of(tensors))
+        self.ranges = ranges_of(tensors)
 
     @cached_property
     def forms(self) -> list[StoredForm]:

@@ -9,12 +9,14 @@ from functools import cached_property
 from itertools import groupby
 
 from bigload.checkpoint.model import Checkpoint, TensorInfo
+from bigload.dtypes import DType
 from bigload.errors import OptionError
 from bigload.planning.choices import NameScheme
 from bigload.planning.load_dtype import as_loaded
 from bigload.planning.model import families
 from bigload.planning.model.config import ModelConfig
 from bigload.planning.model.experts import RoutedExperts, dense_parts, routed_experts
+from bigload.planning.model.kv_cache import BlockCache
 from bigload.planning.model.module_tree import ModuleNode, blocks_of, build_tree, key_above, without
 from bigload.planning.model.mtp_layers import extra_layers
 from bigload.planning.model.run_memory import NO_RUN_MEMORY, MemoryModel, RunMemory, memory_model
@@ -108,7 +110,7 @@ class ModelStructure:
         needs = self.run_memory(workload)
         units = self._units
         if needs.cache_bytes or needs.logits_bytes:
-            units = _with_needs(units, needs, self._head_part(), self.ties)
+            units = _with_needs(units, needs, self.head_part, self.ties)
         return tuple(piece for unit in units for piece in self._pieces(unit, split_experts=split_experts))
 
     def _pieces(self, unit: Unit, *, split_experts: bool) -> Iterator[Unit]:
@@ -147,7 +149,26 @@ class ModelStructure:
                 stream_bytes=active if experts.are_separate and not self.is_fused_in_memory else None,
             )
 
-    def _head_part(self) -> str | None:
+    def loaded_as(self, dtype: DType | None) -> ModelStructure:
+        """Return the structure with the sizes that tensors have when weights are converted to `dtype`."""
+        root = build_tree(as_loaded(self.checkpoint.tensors, dtype))
+        kept = without(root, self.left_out)
+        return replace(self, root=kept, left_out_bytes=root.num_bytes - kept.num_bytes)
+
+    def needs_by_unit(self) -> tuple[list[list[BlockCache]], int | None]:
+        """Return the caches of every unit of whole blocks, and the index of the unit that returns the logits."""
+        names = [[part.name for part in unit.parts] for unit in self._units]
+        unit_of = {name: index for index, parts in enumerate(names) for name in parts}
+        caches: list[list[BlockCache]] = [[] for _ in names]
+        holders = _cache_holders([cache.block for cache in self.memory.caches], unit_of, self.ties)
+        for cache in self.memory.caches:
+            if (index := unit_of.get(holders[cache.block])) is not None:
+                caches[index].append(cache)
+        head = self.head_part
+        return caches, None if head is None else unit_of[head]
+
+    @cached_property
+    def head_part(self) -> str | None:
         """Return the name of the part that returns the logits: the head, or the embedding that it shares."""
         names = dict.fromkeys(part.name for unit in self._units for part in unit.parts)
         tensors = [name for name in self.checkpoint.tensors if name.endswith(families.HEADS)]
@@ -221,23 +242,31 @@ def _check_patterns(structure: ModelStructure) -> None:
 def _with_needs(
     units: Sequence[Unit], needs: RunMemory, head: str | None, ties: Sequence[TiedGroup]
 ) -> tuple[Unit, ...]:
-    """Return `units` with caches at the blocks that keep them, and the logits at the head.
-
-    The cache of a block that is cut around a shared module is at that module, whose attention writes nearly all of it.
-    """
-    names = {part.name for unit in units for part in unit.parts}
-    shared = {module: key_above(tie.stored[0], names) for tie in ties for module in tie.modules}
+    """Return `units` with caches at the blocks that keep them, and the logits at the head."""
+    holders = _cache_holders(needs.cache_bytes, {part.name for unit in units for part in unit.parts}, ties)
     caches: dict[str, int] = {}
     for block, num_bytes in needs.cache_bytes.items():
-        inside = next((key for module, key in shared.items() if module.startswith(f"{block}.")), None)
-        holder = key_above(block, names) or inside or ""
-        caches[holder] = caches.get(holder, 0) + num_bytes
+        caches[holders[block]] = caches.get(holders[block], 0) + num_bytes
 
     def needing(part: Part) -> Part:
         cache, logits = caches.get(part.name, 0), needs.logits_bytes if part.name == head else 0
         return replace(part, cache_bytes=cache, logits_bytes=logits) if cache or logits else part
 
     return tuple(replace(unit, parts=tuple(map(needing, unit.parts))) for unit in units)
+
+
+def _cache_holders(blocks: Iterable[str], names: Collection[str], ties: Sequence[TiedGroup]) -> dict[str, str]:
+    """Return by block the part that its cache is at; nothing's name where no part has it.
+
+    The cache of a block that is cut around a shared module is at that module, whose attention writes nearly all of it.
+    """
+    shared = {module: key_above(tie.stored[0], names) for tie in ties for module in tie.modules}
+
+    def holder(block: str) -> str:
+        inside = next((key for module, key in shared.items() if module.startswith(f"{block}.")), None)
+        return key_above(block, names) or inside or ""
+
+    return {block: holder(block) for block in blocks}
 
 
 def _dense(block: ModuleNode, experts: RoutedExperts, whole: Part) -> Iterator[Part]:

@@ -29,8 +29,6 @@ from bigload.planning.policy_registry import policy_named
 from bigload.planning.workload import MAX_CONTEXT
 from bigload.units import counted
 
-_TRAINED = ("max_position_embeddings", "n_positions", "n_ctx", "seq_length", "max_seq_len", "max_sequence_length")
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MaxContext:
@@ -108,7 +106,7 @@ def max_context(structure: ModelStructure, budget: MemoryBudget, options: PlanOp
         most_tokens=None if most == MAX_CONTEXT else most,
         is_offloaded=base > (False, 0),
         grows=probe.needs(MAX_CONTEXT) != probe.needs(MAX_CONTEXT // 2),
-        trained_tokens=_trained_tokens(structure),
+        trained_tokens=structure.config.count("trained_context"),
         unknown=probe.needs(1).unknown,
     )
 
@@ -205,7 +203,3 @@ def _all_held(problem: PlacementProblem) -> bool:
     """Return whether the accelerators hold everything."""
     search = RangeSearch(problem)
     return any(search.starts(rooms)[-1][0] == 0 for rooms in orders_of(problem))
-
-
-def _trained_tokens(structure: ModelStructure) -> int | None:
-    return next((number for key in _TRAINED if (number := structure.config.number(key))), None)

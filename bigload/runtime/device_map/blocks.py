@@ -70,6 +70,13 @@ def main_device_of(device_map: DeviceMap) -> DeviceLike:
     return next((device for device in device_map.values() if device_name(device) not in OFFLOADED), "cpu")
 
 
+def runs_on(name: str, device_map: DeviceMap, main_device: DeviceLike | None = None) -> torch.device:
+    """Return the device that runs the module `name`: what is offloaded runs on the main one."""
+    device = device_of(f"{name}.", device_map) if is_covered(f"{name}.", device_map) else "cpu"
+    main = main_device_of(device_map) if main_device is None else main_device
+    return resolved_device(main if device_name(device) in OFFLOADED else device)
+
+
 def is_covered(name: str, device_map: DeviceMap) -> bool:
     """Return whether the map has a device for the tensor `name`."""
     return any(prefix in device_map for prefix in prefixes(name))

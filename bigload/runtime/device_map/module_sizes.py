@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from bigload.runtime.modules.module_names import prefixes
+from bigload.runtime.modules.packed_tensors import is_packed, packed_bytes
 from bigload.units import MAX_SIZE, parse_size
 
 Size = int | float
@@ -138,7 +139,10 @@ def compute_module_sizes(
     tensors = model.named_buffers() if buffers_only else named_module_tensors(model, recurse=True)
     for name, tensor in tensors:
         item_size = special_sizes.get(name) if special_sizes else None
-        num_bytes = tensor.numel() * (_loaded_byte_size(tensor.dtype, limit) if item_size is None else item_size)
+        if is_packed(tensor):
+            num_bytes: Size = packed_bytes(tensor)
+        else:
+            num_bytes = tensor.numel() * (_loaded_byte_size(tensor.dtype, limit) if item_size is None else item_size)
         for prefix in prefixes(name):
             sizes[prefix] = sizes.get(prefix, 0) + num_bytes
     return sizes

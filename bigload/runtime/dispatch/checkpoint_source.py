@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 
 import torch
 from torch import nn
 
 from bigload.checkpoint.model import AssembledTensor, Checkpoint, StoredTensor
-from bigload.conversion.checkpoint_view import CheckpointView, view_for
+from bigload.checkpoint.quantisation import WeightInParts
+from bigload.conversion.checkpoint_view import CheckpointView
 from bigload.dtypes import DType
 from bigload.errors import InvalidCheckpointError, LegacyPickleError, Problem
 from bigload.layouts.kinds.device_folders import PLAN_FILE
@@ -22,9 +24,10 @@ from bigload.loading.slices import Slice
 from bigload.planning import load_dtype
 from bigload.planning.plan import Plan
 from bigload.planning.plan_file import is_plan, open_planned, read_plan
+from bigload.runtime.dispatch.packed_weights import packed_view
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class CheckpointSource:
     """An opened checkpoint, and what came with it.
 
@@ -32,11 +35,13 @@ class CheckpointSource:
         view: Its tensors, by the names that they are loaded by.
         plan: The plan that named the checkpoint.
         legacy: The tensors of torch files in the old form.
+        packed: Weights that are made of several tensors, by their names in the model.
     """
 
     view: CheckpointView
     plan: Plan | None = None
     legacy: Mapping[str, torch.Tensor] | None = None
+    packed: Mapping[str, WeightInParts] = field(default_factory=dict)
 
     @classmethod
     def open(cls, what: str | os.PathLike[str] | Checkpoint | Plan) -> CheckpointSource:
@@ -58,7 +63,8 @@ class CheckpointSource:
 
     def for_model(self, model: nn.Module) -> CheckpointSource:
         """Return the source with the tensors of `model` that the checkpoint makes, by their names there."""
-        return replace(self, view=view_for(model, self.checkpoint))
+        view, packed = packed_view(model, self.checkpoint)
+        return replace(self, view=view, packed=packed)
 
     @property
     def checkpoint(self) -> Checkpoint:
@@ -69,6 +75,12 @@ class CheckpointSource:
     def tensors(self) -> Mapping[str, StoredTensor]:
         """What can be loaded."""
         return self.view.tensors
+
+    @cached_property
+    def unpacked(self) -> Mapping[str, StoredTensor]:
+        """What can be loaded by itself: all but the parts of packed weights."""
+        parts = {part for each in self.packed.values() for part in each.parts}
+        return {name: tensor for name, tensor in self.tensors.items() if name not in parts} if parts else self.tensors
 
     @property
     def dtype(self) -> DType | None:
@@ -85,6 +97,10 @@ class CheckpointSource:
         return {
             want.name: as_requested(want, tensor_of(self.view, want.name, self.legacy)) for want in selection.wanted
         }
+
+    def load_stored(self, places: Mapping[str, torch.device]) -> dict[str, torch.Tensor]:
+        """Return tensors by the names that they have in the checkpoint."""
+        return replace(self, view=CheckpointView.of(self.checkpoint)).load(places, None)
 
     def can_slice(self, name: str) -> bool:
         """Return whether rows of a tensor can be loaded by themselves."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import nn
@@ -22,6 +23,7 @@ from bigload.runtime.device_map.blocks import (
     device_of,
     main_device_of,
     resolved_device,
+    runs_on,
 )
 from bigload.runtime.device_map.checks import check_device_map, check_devices_present
 from bigload.runtime.device_map.tied_parameters import find_tied_parameters, move_tied
@@ -34,6 +36,9 @@ from bigload.runtime.hooks.hooks import add_hook_to_module, hooks_of
 from bigload.runtime.hooks.refusals import refuse_changes
 from bigload.runtime.modules.module_names import prefixes
 from bigload.runtime.modules.module_tensors import DeviceLike, set_module_tensor_to_device
+from bigload.runtime.modules.packed_tensors import settle_all, unpacked_state
+from bigload.runtime.modules.passing_forward import ready_layers
+from bigload.runtime.modules.quantised_layers import check_computable
 from bigload.runtime.modules.tensor_slots import refuse_compiled
 from bigload.runtime.offload.offload_functions import offloaded
 from bigload.runtime.offload.offload_writer import StrPath
@@ -108,7 +113,7 @@ def dispatch_model(
             other devices.
         experts_on_demand: Load the experts that the router has chosen, where a module of transformers holds those of a
             layer in the same parameters; they are computed with as by transformers' `eager`. Without, and where that
-            cannot be (llama4, dbrx), all experts of a layer come with it. The path of a file that `run-stats --experts`
+            cannot be (llama4, dbrx), all experts of a layer come with it. The path of a file that `run --experts`
             wrote has the experts that were used most then stay from the beginning.
 
     Raises:
@@ -124,8 +129,10 @@ def dispatch_model(
         force_hooks=force_hooks,
         streaming=StreamOptions.of(prefetch, prefetch_bytes, resident_bytes, experts_on_demand, model),
     )
+    settle_all(model)
     check_device_map(model, device_map)
     check_devices_present(device_map)
+    check_computable(model, partial(runs_on, device_map=device_map, main_device=main_device))
     on_disk = [name for name, device in device_map.items() if device == "disk"]
     if on_disk and offload_dir is None and offload_index is None:
         raise no_offload_folder("offload_dir", on_disk, reason="their weights have no place")
@@ -160,9 +167,12 @@ def _dispatch(
     places = {device_name(device) for device in device_map.values()}
     if len(places) > 1 or "disk" in places or options.force_hooks:
         resolved = ResolvedDeviceMap.of(model, device_map, main_device)
+        blocks = resolved.offloaded_blocks()
+        ready_layers(model, lambda name: _is_in(f"{name}.weight", blocks))
         resolved.attach(model, offloaded_weights(resolved), options)
     else:
         check_supplied(model, {})
+        ready_layers(model, lambda _: False)
         move_tied(model, next(iter(device_map.values()), "cpu"))  # what no checkpoint has comes along
         _note_device_map(model, device_map)
     return model
@@ -200,10 +210,10 @@ class ResolvedDeviceMap:
 
         Where `stored` says what is on disk, that is all else: a weight for the disk may be tied to one that is not.
         """
-        offloaded = self._offloaded()
+        offloaded = self.offloaded_blocks()
         return {
             name: tensor.detach().to("cpu")
-            for name, tensor in model.state_dict().items()
+            for name, tensor in unpacked_state(model).items()
             if not tensor.is_meta
             and _is_in(name, offloaded)
             and (device_of(name, self.device_map) != "disk" if stored is None else name not in stored)
@@ -212,7 +222,7 @@ class ResolvedDeviceMap:
     def on_disk(self, model: nn.Module) -> dict[str, torch.Tensor]:
         """Return what lives on disk, as the model has it."""
         return {
-            name: tensor for name, tensor in model.state_dict().items() if device_of(name, self.device_map) == "disk"
+            name: tensor for name, tensor in unpacked_state(model).items() if device_of(name, self.device_map) == "disk"
         }
 
     def attach(self, model: nn.Module, weights: Weights, options: DispatchOptions) -> None:
@@ -222,7 +232,7 @@ class ResolvedDeviceMap:
             AbsentWeightError: see `check_supplied`; the model is as it was.
         """
         weights = with_tied_names(weights, self.tied)
-        offloaded = self._offloaded()
+        offloaded = self.offloaded_blocks()
         check_supplied(model, weights, lambda name: "." not in name or _is_in(name, offloaded))
         main, whole = self.main_device, [block for block in self.blocks if block.is_whole]
         tied_params_map = _addresses(model, self.tied)
@@ -253,7 +263,7 @@ class ResolvedDeviceMap:
             model._hf_hook.io_same_device = True
         _finish(model, self.tied, runs_on, self.device_map, options)
 
-    def _offloaded(self) -> dict[str, bool]:
+    def offloaded_blocks(self) -> dict[str, bool]:
         """Return the names of blocks that are brought in for each forward, with whether they are whole."""
         return {block.name: block.is_whole for block in self.blocks if block.is_offloaded(self.main_device)}
 
@@ -304,9 +314,14 @@ def cpu_offload(
         preload_module_classes=preload_module_classes,
         streaming=StreamOptions.of(prefetch, prefetch_bytes, resident_bytes, experts_on_demand, model),
     )
-    if state_dict is None:
-        state_dict = {name: tensor.to("cpu") for name, tensor in model.state_dict().items() if not tensor.is_meta}
-    return _offload_all(model, "cpu", OffloadedWeightsLoader(state_dict=state_dict), execution_device, options)
+
+    def in_ram() -> Weights:
+        if state_dict is not None:
+            return OffloadedWeightsLoader(state_dict=state_dict)
+        own = {name: tensor.to("cpu") for name, tensor in unpacked_state(model).items() if not tensor.is_meta}
+        return OffloadedWeightsLoader(state_dict=own)
+
+    return _offload_all(model, "cpu", in_ram, execution_device, options)
 
 
 def disk_offload(
@@ -344,7 +359,7 @@ def disk_offload(
         preload_module_classes=preload_module_classes,
         streaming=StreamOptions.of(prefetch, prefetch_bytes, resident_bytes, experts_on_demand, model),
     )
-    return _offload_all(model, "disk", offloaded(offload_dir, model.state_dict()), execution_device, options)
+    return _offload_all(model, "disk", lambda: offloaded(offload_dir, unpacked_state(model)), execution_device, options)
 
 
 def cpu_offload_with_hook(
@@ -368,15 +383,22 @@ def cpu_offload_with_hook(
 
 
 def _offload_all(
-    model: nn.Module, place: str, weights: Weights, execution_device: DeviceLike | None, options: DispatchOptions
+    model: nn.Module,
+    place: str,
+    offloaded_weights: Callable[[], Weights],
+    execution_device: DeviceLike | None,
+    options: DispatchOptions,
 ) -> nn.Module:
     refuse_compiled(model)
+    settle_all(model)
     devices = (parameter.device for parameter in model.parameters() if not parameter.is_meta)
     device = next(devices, "cpu") if execution_device is None else execution_device
     check_devices_present({"": device})
+    check_computable(model, lambda _: resolved_device(device))
     tied = find_tied_parameters(model)
-    weights = with_tied_names(weights, tied)
+    weights = with_tied_names(offloaded_weights(), tied)
     check_supplied(model, weights)
+    ready_layers(model, lambda _: True)
     tied_params_map = _addresses(model, tied)
     add_hook_to_module(model, AlignDevicesHook(io_same_device=True), append=True)
     attach_align_device_hook(

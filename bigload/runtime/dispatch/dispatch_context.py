@@ -18,6 +18,7 @@ from bigload.runtime.dispatch.dispatch import DispatchOptions, dispatch_loaded
 from bigload.runtime.dispatch.load_and_dispatch import load_planned, map_for, opened_plan, streaming_of
 from bigload.runtime.hooks.hooks import OWN_METHODS, remove_hook_from_submodules
 from bigload.runtime.modules.module_tensors import as_parameter
+from bigload.runtime.modules.packed_tensors import settle_all
 from bigload.runtime.modules.tensor_slots import TensorSlot, assign, shared_tensors
 from bigload.runtime.offload.offload_writer import StrPath
 from bigload.units import counted
@@ -88,6 +89,7 @@ def dispatch(
             _hide_from_loading(model, made)
             load_planned(model, made, options, dtype=dtype, strict=strict)
         else:
+            settle_all(model)
             view = CheckpointSource.open(made).for_model(model).view if is_of_transformers(model) else None
             placed = map_for(model, made, view)
             check_devices_present(placed)

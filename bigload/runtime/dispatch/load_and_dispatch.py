@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -99,14 +100,17 @@ def load_checkpoint_and_dispatch(
         force_hooks=force_hooks,
         streaming=StreamOptions.of(prefetch, prefetch_bytes, resident_bytes, experts_on_demand, model),
     )
-    placed = _made_map(device_map, model, max_memory, no_split_module_classes, dtype, offload_buffers)
-    if placed is not None:
-        check_device_map(model, placed)
-        if offload_folder is None:
-            _check_readable_in_place(checkpoint, placed)
+    in_place = checkpoint if offload_folder is None else None
+    if not isinstance(device_map, str):
+        _check_map(model, device_map, in_place)
+    found = matched(model, checkpoint, strict=strict, is_complete=True)  # and packed weights have their sizes
+    placed = device_map
+    if isinstance(placed, str):
+        placed = _made_map(placed, model, max_memory, no_split_module_classes, dtype, offload_buffers)
+        _check_map(model, placed, in_place)
     on_disk = load_matched(
         model,
-        matched(model, checkpoint, strict=strict, is_complete=True),
+        found,
         device_map=placed,
         offload_folder=offload_folder,
         dtype=dtype,
@@ -231,20 +235,18 @@ def _check_experts(resident: ResidentExperts, model: nn.Module | None) -> None:
     if unknown and model is not None:
         raise InvalidPlanError(
             f"the plan keeps experts resident that {type(model).__name__} does not have: {', '.join(unknown[:3])}",
-            hint="plan for this model, with the record that bigload run-stats --experts makes of it",
+            hint="plan for this model, with the record that bigload run --experts makes of it",
         )
 
 
 def _made_map(
-    device_map: str | DeviceMap | None,
+    device_map: str,
     model: nn.Module,
     max_memory: MaxMemoryLike | None,
     no_split_module_classes: list[str] | None,
     dtype: str | torch.dtype | None,
     offload_buffers: bool,
-) -> DeviceMap | None:
-    if not isinstance(device_map, str):
-        return device_map
+) -> DeviceMap:
     if device_map not in _NAMED_MAPS:
         raise OptionError(f"no device map {device_map!r}", hint=f"known are {', '.join(_NAMED_MAPS)}, or give a dict")
     if device_map != "sequential":
@@ -255,10 +257,16 @@ def _made_map(
     )
 
 
-def _check_readable_in_place(checkpoint: StrPath, device_map: DeviceMap) -> None:
-    on_disk = [name for name, device in device_map.items() if device == "disk"]
-    if not on_disk:
-        return
+def _check_map(model: nn.Module, device_map: DeviceMap | None, read_in_place: StrPath | None) -> None:
+    """Raise unless `device_map` covers `model`, and the checkpoint `read_in_place` can be where it has the disk."""
+    if device_map is not None:
+        check_device_map(model, device_map)
+        on_disk = [name for name, device in device_map.items() if device == "disk"]
+        if on_disk and read_in_place is not None:
+            _check_readable_in_place(read_in_place, on_disk)
+
+
+def _check_readable_in_place(checkpoint: StrPath, on_disk: Sequence[str]) -> None:
     try:
         open_checkpoint(Path(checkpoint))
     except LegacyPickleError as error:

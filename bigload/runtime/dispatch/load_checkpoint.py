@@ -11,7 +11,7 @@ stays in the checkpoint is not loaded. So beside the module there are a batch an
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -27,7 +27,7 @@ from bigload.loading.assign import Assignment, tensor_named
 from bigload.loading.memory_errors import memory_errors
 from bigload.loading.tensors import dtype_of, parsed_dtype, torch_dtype
 from bigload.planning.plan import Plan
-from bigload.runtime.device_map.blocks import DeviceMap, device_of, is_covered, resolved_device
+from bigload.runtime.device_map.blocks import DeviceMap, device_of, is_covered, resolved_device, runs_on
 from bigload.runtime.device_map.checks import check_devices_present
 from bigload.runtime.device_map.tied_parameters import check_tied_parameters_on_same_device, find_tied_parameters
 from bigload.runtime.dispatch.checkpoint_source import CheckpointSource, loaded_dtype
@@ -43,6 +43,8 @@ from bigload.runtime.dispatch.module_filling import (
 )
 from bigload.runtime.dispatch.name_matching import MatchedCheckpoint, matched
 from bigload.runtime.dispatch.planned_map import planned_map
+from bigload.runtime.modules.packed_tensors import is_weight
+from bigload.runtime.modules.quantised_layers import check_computable
 from bigload.runtime.offload.offload_writer import StrPath, offload_writer
 from bigload.runtime.offload.offloaded_weights_loader import OffloadedWeightsLoader
 from bigload.runtime.offload.stored_weights import StoredWeights
@@ -167,6 +169,7 @@ def load_matched(
         return {}
     if device_map is not None:
         check_devices_present(device_map)
+        check_computable(model, partial(runs_on, device_map=device_map))
         ties = [[name for name in group if is_covered(name, device_map)] for group in find_tied_parameters(model)]
         check_tied_parameters_on_same_device(ties, device_map)
     settle = _PlacementRules(
@@ -177,8 +180,19 @@ def load_matched(
         offload_buffers=offload_buffers,
     )
     placed = [settle.place(assignment, source.tensors[assignment.tensor_name]) for assignment in comparison.assignments]
-    on_disk = _offload(model, source, [each for each in placed if each.device is None], offload_folder)
+    packed = {name: settle.device_of_packed(name) for name in found.packed}
+    on_disk = _offload(
+        model,
+        source,
+        [each for each in placed if each.device is None],
+        [part for name, device in packed.items() if device is None for part in found.packed[name].parts],
+        offload_folder,
+    )
     fill(model, source, [each for each in placed if each.device is not None])
+    in_memory = {name: device for name, device in packed.items() if device is not None}
+    parts = source.load({part: device for name, device in in_memory.items() for part in found.packed[name].parts}, None)
+    for name in in_memory:
+        found.packed[name].fill(parts)
     return on_disk
 
 
@@ -221,8 +235,14 @@ class _PlacementRules:
         covered = [name for name in assignment.places if is_covered(name, self.device_map)]
         found = [device_of(name, self.device_map) for name in covered or assignment.places]
         device = next((resolved_device(each) for each in found if each != DISK), None)
-        is_buffer = not isinstance(old, nn.Parameter)
+        owner, _, key = assignment.places[0].rpartition(".")
+        is_buffer = not isinstance(old, nn.Parameter) and not is_weight(self.model.get_submodule(owner), key)
         return _CPU if device is None and is_buffer and not self.offload_buffers else device
+
+    def device_of_packed(self, name: str) -> torch.device | None:
+        """Return the device of a packed parameter; `None` is the disk."""
+        found = DISK if self.device_map is None else device_of(name, self.device_map)
+        return _CPU if self.device_map is None else None if found == DISK else resolved_device(found)
 
     def _dtype(self, assignment: Assignment, tensor: StoredTensor, old: torch.Tensor) -> DType:
         if self.dtype is not None:
@@ -257,14 +277,22 @@ def _is_repeated(tensor: torch.Tensor) -> bool:
 
 
 def _offload(
-    model: nn.Module, source: CheckpointSource, placed: list[PlacedTensor], folder: StrPath | None
+    model: nn.Module,
+    source: CheckpointSource,
+    placed: list[PlacedTensor],
+    parts: Sequence[str],
+    folder: StrPath | None,
 ) -> Mapping[str, torch.Tensor]:
-    """Leave `placed` on disk, in `folder` if there is one, and nothing of them in the module but their form."""
-    if not placed:
+    """Leave `placed` on disk, in `folder` if there is one, and nothing of them in the module but their form.
+
+    `parts` are those of packed parameters, whose forms are there.
+    """
+    if not placed and not parts:
         return {}
     dtypes = {place: each.dtype for each in placed for place in each.places}
     if folder is not None:
-        on_disk = RenamedWeights(_written(source, placed, folder), {place: place for place in dtypes}, dtypes)
+        written = {place: place for place in (*dtypes, *parts)}
+        on_disk = RenamedWeights(_written(source, placed, parts, folder), written, dtypes)
     elif source.legacy is not None:
         expected = "a folder: files of torch before 1.6 have no parts that could be read where they are"
         raise OptionError.of("offload_folder", folder, expected)
@@ -275,7 +303,7 @@ def _offload(
             hint=f"give an offload_folder, where they are copied to; or fetch it first: bigload fetch {path} FOLDER",
         )
     else:
-        names = {place: each.name for each in placed for place in each.places}
+        names = {place: each.name for each in placed for place in each.places} | {part: part for part in parts}
         on_disk = RenamedWeights(StoredWeights(source.view), names, dtypes)
     for each in placed:
         first = each.places[0]
@@ -284,7 +312,9 @@ def _offload(
     return on_disk
 
 
-def _written(source: CheckpointSource, placed: list[PlacedTensor], folder: StrPath) -> OffloadedWeightsLoader:
+def _written(
+    source: CheckpointSource, placed: list[PlacedTensor], parts: Sequence[str], folder: StrPath
+) -> OffloadedWeightsLoader:
     """Write `placed` to `folder`, and return what reads it, opened before another writer has its turn."""
     with offload_writer(folder) as writer:
         for each in placed:
@@ -294,6 +324,8 @@ def _written(source: CheckpointSource, placed: list[PlacedTensor], folder: StrPa
         for each, _, tensor in in_batches(source, [each for each in placed if not goes_in_rows(source, each)]):
             writer.add(each.places[0], tensor.to(each.dtype))
             del tensor  # before the next ones are loaded
+        for part in parts:
+            writer.add(part, source.load({part: _CPU}, None).pop(part))
         for each in placed:
             first, *others = each.places
             for place in others:

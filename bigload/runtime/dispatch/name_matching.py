@@ -5,16 +5,18 @@ from __future__ import annotations
 import logging
 import os
 import re
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from torch import nn
 
 from bigload.checkpoint.model import Checkpoint
+from bigload.checkpoint.quantisation import quantisation_of, unpacks_weights
 from bigload.errors import abridged
 from bigload.loading.assign import Comparison, compare, tensor_named
 from bigload.planning.plan import Plan
 from bigload.runtime.dispatch.checkpoint_source import CheckpointSource
+from bigload.runtime.dispatch.packed_weights import PackedParameter, packed_parameters_of
 
 _EXPERT = re.compile(r"experts\.\d+\.")
 _HEADS = ("head", "classifier", "score", "embed_out", "cls", "pooler", "qa_outputs", "proj_out")
@@ -23,10 +25,11 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MatchedCheckpoint:
-    """An opened checkpoint, and what it has in common with a model."""
+    """An opened checkpoint, and what it has in common with a model; packed parameters are apart, by name."""
 
     source: CheckpointSource
     comparison: Comparison
+    packed: Mapping[str, PackedParameter] = field(default_factory=dict)
 
 
 def matched(
@@ -52,12 +55,16 @@ def matched(
         StateDictMismatchError: as said above.
     """
     source = CheckpointSource.open(checkpoint).for_model(model)
-    found = compare(model, source.tensors)
+    found = compare(model, source.unpacked, source.packed)
     found = replace(
         found, unexpected=(*found.unexpected, *source.view.unexpected), problems=tuple(source.view.problems)
     )
     without_values = is_complete and any(tensor_named(model, name).is_meta for name in found.missing)
-    if found.misshapen or found.problems or without_values or (strict and not found.is_exact):
+    packed_by = quantisation_of(source.checkpoint) if any(map(unpacks_weights, found.unexpected)) else None
+    if found.misshapen or found.problems or without_values or packed_by or (strict and not found.is_exact):
+        if packed_by is not None and getattr(model, "hf_quantizer", None) is None:
+            hint = "bigload.prepare_quantised(model) gives a model of transformers the layers that its config asks for"
+            raise found.error(type(model).__name__, hint=f"the checkpoint is quantised, {packed_by}: {hint}")
         if found.problems:
             raise found.error(type(model).__name__)
         hint = _likely_reason(found.missing, found.unexpected) or "strict=False loads what does match"
@@ -65,7 +72,8 @@ def matched(
             hint = "make the model by the config of this checkpoint"
         raise found.error(type(model).__name__, hint=f"{hint}; nothing was assigned")
     _log(type(model).__name__, source, found)
-    return MatchedCheckpoint(source=source, comparison=found)
+    packed = packed_parameters_of(model, source.packed, source.tensors, source.load_stored) if source.packed else {}
+    return MatchedCheckpoint(source=source, comparison=found, packed=packed)
 
 
 def _log(name: str, source: CheckpointSource, found: Comparison) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -10,6 +10,7 @@ from torch import nn
 from bigload.errors import AbsentWeightError
 from bigload.runtime.modules.module_names import joined
 from bigload.runtime.modules.module_tensors import has_offloaded_params
+from bigload.runtime.modules.packed_tensors import is_packed, parts_of
 from bigload.runtime.offload.weight_sources import LayeredWeights, RenamedWeights
 from bigload.units import counted
 
@@ -36,11 +37,18 @@ def check_supplied(
     if not groups:
         return
     known = frozenset(weights)
+
+    def has_values(form: torch.Tensor, places: Iterable[str]) -> bool:
+        return any(
+            each in known or each in weights or (is_packed(form) and known.issuperset(parts_of(form, each)))
+            for each in places
+        )
+
     lacking = {
         name: is_saved
-        for places in groups
+        for form, places in groups
         for name, is_saved in places.items()
-        if not (is_saved and is_brought(name) and any(each in known or each in weights for each in places))
+        if not (is_saved and is_brought(name) and has_values(form, places))
     }
     if lacking:
         raise AbsentWeightError(
@@ -64,14 +72,14 @@ def _hint(are_saved: bool) -> str:
     )
 
 
-def _without_values(model: nn.Module) -> list[dict[str, bool]]:
-    """Return the names of each tensor on the meta device that no hook brings yet, with whether checkpoints hold it."""
-    found: dict[int, dict[str, bool]] = {}
+def _without_values(model: nn.Module) -> list[tuple[torch.Tensor, dict[str, bool]]]:
+    """Return each tensor on the meta device that no hook brings yet: its names, with whether checkpoints hold it."""
+    found: dict[int, tuple[torch.Tensor, dict[str, bool]]] = {}
     for prefix, owner in _unhooked("", model):
         for key, tensor in (*owner._parameters.items(), *owner._buffers.items()):
             if tensor is not None and tensor.device == _META:
                 is_saved = key not in owner._non_persistent_buffers_set
-                found.setdefault(id(tensor), {})[joined(prefix, key)] = is_saved
+                found.setdefault(id(tensor), (tensor, {}))[1][joined(prefix, key)] = is_saved
     return list(found.values())
 
 

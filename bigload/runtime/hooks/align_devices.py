@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial
 from types import GeneratorType
 from typing import Any, Protocol
@@ -25,6 +25,7 @@ from bigload.runtime.hooks.refusals import refuse_gradients, refuse_loading
 from bigload.runtime.hooks.send_to_device import DeviceLike, find_device, meta_tensor_error, send_to_device
 from bigload.runtime.hooks.wrapped_modules import DeviceMap, end_wrapping, watch_wrapping
 from bigload.runtime.modules.module_tensors import data_address, set_module_tensor_to_device
+from bigload.runtime.modules.packed_tensors import is_packed, is_weight, parts_of, settle, value_of
 from bigload.runtime.modules.tensor_slots import TensorSlot, assign, shared_tensors
 
 TiedParams = dict[int, dict[torch.device, Tensor]]
@@ -49,12 +50,14 @@ class LoadedWeight(Protocol):
     Attributes:
         slots: Where it belongs.
         placeholder: What they hold between forwards.
-        held: What they shall hold meanwhile.
     """
 
     slots: Sequence[TensorSlot]
     placeholder: Tensor
-    held: Tensor
+
+    @property
+    def held(self) -> Tensor:
+        """What they shall hold meanwhile."""
 
 
 class AlignDevicesHook(ModelHook):
@@ -164,9 +167,14 @@ class AlignDevicesHook(ModelHook):
 
     def _offload_tensors(self, shared: Sequence[Sequence[TensorSlot]]) -> None:
         leaving = [slots for slots in shared if self._is_offloaded(slots[0])]
+        for slots in leaving:
+            settle(slots[0].module)
         if self.weights_map is None:
             self._made_weights_map = True
-            self.weights_map = {slot.name: slots[0].tensor.detach().to("cpu") for slots in leaving for slot in slots}
+            self.weights_map = {}
+            for slots in leaving:
+                for slot in slots:
+                    self.weights_map |= _values_on_cpu(slot)
         for slots in leaving:
             self._addresses.update((slot.name, data_address(slot.tensor)) for slot in slots)
             assign(slots, absent(_put(slots, _META), Absence(self.full_name(slots[0]), _OFFLOADED, _PRELOAD)))
@@ -180,7 +188,9 @@ class AlignDevicesHook(ModelHook):
         return f"{getattr(self.weights_map, 'prefix', '')}{slot.name}"
 
     def _is_offloaded(self, slot: TensorSlot) -> bool:
-        return not slot.is_buffer or (self.offload_buffers and slot.is_persistent)
+        if not slot.is_buffer or is_weight(slot.module, slot.key):
+            return True
+        return self.offload_buffers and slot.is_persistent
 
     def _place(self, slots: Sequence[TensorSlot], device: torch.device) -> None:
         """Move a tensor to `device` for good, or share the tied one that is there already."""
@@ -189,7 +199,7 @@ class AlignDevicesHook(ModelHook):
         if _take(slots, on_devices.get(device)):
             return
         knows_value = slot.tensor.is_meta and slot.is_persistent and self.weights_map is not None
-        on_devices[device] = _put(slots, device, *self._value(slots)) if knows_value else _put(slots, device)
+        on_devices[device] = _put(slots, device, self._value(slots) if knows_value else None)
 
     def _tied_copies(self, pointer: int) -> dict[torch.device, Tensor]:
         """Return the copies on devices of the tensor that was at `pointer`; a new dict if nothing is tied to it."""
@@ -295,7 +305,7 @@ class AlignDevicesHook(ModelHook):
             device = self.original_devices.get(slot.name, _META)
             on_devices = self._tied_copies(self._addresses.get(slot.name, 0))
             if device not in (_META, slot.tensor.device) and not _take(slots, on_devices.get(device)):
-                on_devices[device] = _put(slots, device, *self._value(slots))
+                on_devices[device] = _put(slots, device, self._value(slots))
             elif device == _META:
                 assign(slots, form_of(slot.tensor))
         if self._made_weights_map:  # the values may differ when the hook is attached again
@@ -368,10 +378,10 @@ class AlignDevicesHook(ModelHook):
         on_devices = self._tied_copies(self._addresses.get(slot.name, 0) if at_home.is_meta else 0)
         if self.device is not None and _take(slots, on_devices.get(self.device)):
             return
-        value, statistics = self._value(slots)
+        value = self._value(slots)
         device = value.device if self.device is None else self.device
         try:
-            loaded = on_devices[device] = _put(slots, device, value, statistics)
+            loaded = on_devices[device] = _put(slots, device, value)
         except ValueError as error:
             if value.shape == at_home.shape:
                 raise
@@ -394,22 +404,17 @@ class AlignDevicesHook(ModelHook):
         tensors = self._tensors(module) if self.offload else []
         return [(slots, self._forwards.at_home(slots[0])) for slots in tensors if self._is_offloaded(slots[0])]
 
-    def _value(self, slots: Sequence[TensorSlot]) -> tuple[Tensor, Tensor | None]:
-        """Return the value for `slots`, and the scales that belong to int8 weights of bitsandbytes."""
-        if not slots[0].tensor.is_meta:
-            return slots[0].tensor, None
-        weights_map = self.weights_map
-        assert weights_map is not None, "made when the hook was attached, if not given"
+    def _value(self, slots: Sequence[TensorSlot]) -> Tensor:
+        """Return the value for `slots`."""
+        form = slots[0].tensor
+        if not form.is_meta:
+            return form
+        assert self.weights_map is not None, "made when the hook was attached, if not given"
         *others, name = (slot.name for slot in slots)
         for other in others:  # a checkpoint may have tied weights under any one of their names
-            value = _found(weights_map, other)
-            if value is not None:
-                name = other
-                break
-        else:
-            value = weights_map[name]
-        is_quantized = value.dtype == torch.int8 and "weight" in name
-        return value, _found(weights_map, name.replace("weight", "SCB")) if is_quantized else None
+            with suppress(KeyError):  # `in` might read the value, so it is not asked first
+                return value_of(form, other, self.weights_map)
+        return value_of(form, name, self.weights_map)
 
     @eager
     def _unload(self) -> None:
@@ -445,13 +450,10 @@ def _put(
     slots: Sequence[TensorSlot],
     device: torch.device,
     value: Tensor | None = None,
-    statistics: Tensor | None = None,
 ) -> Tensor:
     """Move a tensor to `device`, with another value if there is one, and return it as it is there."""
     slot = slots[0]
-    set_module_tensor_to_device(
-        slot.module, slot.key, device, value=value, fp16_statistics=statistics, clear_cache=False
-    )
+    set_module_tensor_to_device(slot.module, slot.key, device, value=value, clear_cache=False)
     placed = slot.tensor
     assign(slots, placed)
     return placed
@@ -465,12 +467,9 @@ def _take(slots: Sequence[TensorSlot], there: Tensor | None) -> bool:
     return True
 
 
-def _found(weights_map: Mapping[str, Tensor], name: str) -> Tensor | None:
-    """Return the value of `name`, if there is one. `in` might read the value, so it is not asked first."""
-    try:
-        return weights_map[name]
-    except KeyError:
-        return None
+def _values_on_cpu(slot: TensorSlot) -> dict[str, Tensor]:
+    parts = parts_of(slot.tensor, slot.name) if is_packed(slot.tensor) else {slot.name: slot.tensor}
+    return {name: part.detach().to("cpu") for name, part in parts.items()}
 
 
 def _nothing() -> None:

@@ -14,15 +14,13 @@ from torch import nn
 
 from bigload.errors import LoadError
 from bigload.loading.absent_weights import AbsentParameter
+from bigload.runtime.modules.packed_tensors import is_of_bitsandbytes, is_packed, moved
 
 DeviceLike = int | str | torch.device
 """An index of the current accelerator, text such as `"cuda:0"`, or a device."""
 
 TiedTensors = MutableMapping[int, dict[DeviceLike, torch.Tensor]]
 """The address of a tensor to its copies on devices. A device is the key that the caller names it by."""
-
-_QUANTISED_BY_DEVICE = frozenset({"Int8Params", "FP4Params", "Params4bit"})
-"""Parameters of bitsandbytes: their values are packed by moving them to an accelerator."""
 
 
 @runtime_checkable
@@ -74,7 +72,7 @@ def set_module_tensor_to_device(
     Raises:
         ValueError: no such tensor; no values; or `value` has another shape.
         AttributeError: no such module, as accelerate has it.
-        LoadError: `value` is for a parameter of bitsandbytes, which packs values itself.
+        LoadError: `value` is for a parameter of bitsandbytes, which packs values itself, and not packed.
     """
     owner, name = _owner(module, tensor_name)
     held: MutableMapping[str, Any] = owner._parameters if name in owner._parameters else owner._buffers
@@ -94,11 +92,15 @@ def set_module_tensor_to_device(
     source = old if value is None else value
     wanted = old.dtype if dtype is None and value is not None else _dtype_for(source, dtype)
     with torch.no_grad():
-        new = source.to(device=destination, dtype=wanted, non_blocking=not wait)
-    if isinstance(old, nn.Parameter) and new is not old:
+        new: torch.Tensor
+        if is_packed(source):
+            new = moved(source, destination, non_blocking=not wait)
+        else:
+            new = source.to(device=destination, dtype=wanted, non_blocking=not wait)
+    if isinstance(old, nn.Parameter) and new is not old and not is_packed(new):
         new = as_parameter(new, old)
     if fp16_statistics is not None:
-        new.SCB = fp16_statistics.to(destination)  # type: ignore[union-attr]
+        new.SCB = fp16_statistics.to(destination)  # type: ignore[attr-defined]
     held[name] = new
     _note_tied_copy(tied_params_map, (old, value), device, new)
 
@@ -202,7 +204,7 @@ def _owner(module: nn.Module, tensor_name: str) -> tuple[nn.Module, str]:
 
 
 def _check(value: torch.Tensor, old: torch.Tensor, name: str) -> None:
-    if is_packed_by_device(old):
+    if is_of_bitsandbytes(old) and not is_packed(value):
         raise LoadError(
             f"cannot set the values of {name}: it is a {type(old).__name__}, whose values bitsandbytes packs on an "
             "accelerator",
@@ -225,11 +227,6 @@ def _dtype_for(tensor: torch.Tensor, dtype: str | torch.dtype | None) -> torch.d
         dtype = named
     is_cast = dtype is not None and (tensor.is_floating_point() or (tensor.is_complex() and dtype.is_complex))
     return dtype if dtype is not None and is_cast else tensor.dtype
-
-
-def is_packed_by_device(tensor: torch.Tensor) -> bool:
-    """Return whether `tensor` is a parameter of bitsandbytes, whose values are packed by moving it."""
-    return type(tensor).__name__ in _QUANTISED_BY_DEVICE
 
 
 def as_parameter(new: torch.Tensor, old: nn.Parameter) -> nn.Parameter:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from bigload.errors import DispatchedModelError
 from bigload.runtime.modules.module_names import joined
+from bigload.runtime.modules.packed_tensors import note_parameter
 from bigload.units import counted
 
 
@@ -107,3 +108,5 @@ def assign(slots: Iterable[TensorSlot], tensor: Tensor) -> None:
         table[key] = tensor
         if isinstance(module, nn.RNNBase):  # which computes with a list of its own
             module._flat_weights[module._flat_weights_names.index(key)] = tensor
+        elif key == "weight" and isinstance(module, nn.Linear):
+            note_parameter(module, tensor)

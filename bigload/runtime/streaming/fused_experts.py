@@ -18,7 +18,6 @@ from torch import Tensor, nn
 
 from bigload.loading.absent_weights import AbsentParameter, absent, form_of
 from bigload.runtime.hooks.align_devices import AlignDevicesHook
-from bigload.runtime.modules.module_tensors import is_packed_by_device
 from bigload.runtime.modules.tensor_slots import TensorSlot
 from bigload.runtime.offload.weight_sources import MemoryWeight, WeightSource, row_of_source, source_of
 from bigload.runtime.streaming.mapped_weights import is_in_place
@@ -327,8 +326,7 @@ def _num_experts(module: nn.Module) -> int:
 
 
 def _has_rows(parameter: Tensor, source: WeightSource | None) -> bool:
-    is_plain = isinstance(parameter, AbsentParameter) and not is_packed_by_device(parameter)
-    if source is None or not is_plain or source.dtype == torch.int8:
+    if source is None or not isinstance(parameter, AbsentParameter):
         return False
     try:
         row_of_source(source, 0)

@@ -15,7 +15,7 @@ from bigload.runtime.hooks.hooks import calls_hook, hooks_of
 from bigload.runtime.modules.tensor_slots import TensorSlot
 from bigload.runtime.streaming.mapped_weights import MappedSupply
 from bigload.runtime.streaming.supply import Supply
-from bigload.runtime.streaming.weights import Weight, offloaded_weights
+from bigload.runtime.streaming.weights import PackedWeight, Weight, offloaded_weights
 
 
 class Residency(Enum):
@@ -97,7 +97,7 @@ class StreamedBlock:
         self._supplies: tuple[Supply, ...] | None = None
         self._num_bytes = 0
         self._weights: list[Weight] = []
-        self._weights_by_hook: dict[AlignDevicesHook, list[Weight]] = {}
+        self._weights_by_hook: dict[AlignDevicesHook, list[Weight | PackedWeight]] = {}
         self._others: list[TensorSlot] = []  # with values of their own
         self._bypasses: list[HookBypass] = []
         self._hooks_in_use: list[AlignDevicesHook] = []
@@ -138,7 +138,9 @@ class StreamedBlock:
         self._weights = [weight for supply in supplies for weight in supply.weights]
         self._weights_by_hook = {}
         for weight in self._weights:
-            self._weights_by_hook.setdefault(weight.hook, []).append(weight)
+            installed = self._weights_by_hook.setdefault(weight.hook, [])
+            if weight.whole is None or weight.whole not in installed:
+                installed.append(weight.whole or weight)
         bypassed = [member for member, found in offloaded if found is not None]
         self._bypasses = [HookBypass(module, hook) for module, hook in bypassed if module is not self.module]
         covered = {(id(slot.module), slot.key) for weight in self._weights for slot in weight.slots}

@@ -7,7 +7,7 @@ stays, and the others are read each time.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -15,15 +15,13 @@ from torch import nn
 
 from bigload.machine.memory import available_memory
 from bigload.planning.expert_stats import ExpertStats
+from bigload.planning.timing.residency import SHARE_FOR_PAGES, places_evenly
 from bigload.runtime.device_map.module_sizes import convert_file_size_to_int
 from bigload.runtime.streaming.fused_experts import num_experts
 from bigload.runtime.streaming.streamed_block import StreamedBlock
 
 _BLOCKS_AHEAD = 2
 """The default prefetch window, in blocks of the largest size: one is loading while the next one is ready."""
-
-_SHARE_FOR_PAGES = 0.8
-"""Share of the free memory for pages of files; beyond it they evict other pages, or each other."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,7 +115,7 @@ def limits_for(blocks: Sequence[StreamedBlock], options: StreamOptions) -> Strea
     expert_prefetch_bytes = prefetch_bytes * largest_expert // (largest + largest_expert) if largest_expert else 0
     paged_bytes = sum(block.num_page_bytes for block in blocks)
     available = available_memory()
-    room = int(_SHARE_FOR_PAGES * (available or 0)) - planned_bytes
+    room = int(SHARE_FOR_PAGES * (available or 0)) - planned_bytes
     pages_fit = available is None or paged_bytes <= room
     if resident_bytes is None:
         steady_bytes = sum(block.num_bytes for block in steady)
@@ -139,15 +137,6 @@ def limits_for(blocks: Sequence[StreamedBlock], options: StreamOptions) -> Strea
     )
 
 
-def chosen_evenly(blocks: Sequence[StreamedBlock], num_bytes: int) -> Iterator[StreamedBlock]:
-    """Yield blocks of `num_bytes` at most, evenly among the others: one that stays computes while another one comes.
-
-    Of ten equal blocks and room for four: numbers 3, 5, 8 and 10.
-    """
-    total = sum(block.num_bytes for block in blocks)
-    credit = 0.0
-    for block in blocks:
-        credit += block.num_bytes * min(num_bytes / total, 1.0) if total else 0.0
-        if block.num_bytes <= credit + 0.5:  # bytes are whole, credit has been rounded many times
-            credit -= block.num_bytes
-            yield block
+def chosen_evenly(blocks: Sequence[StreamedBlock], num_bytes: int) -> list[StreamedBlock]:
+    """Return blocks of `num_bytes` at most, evenly among the others."""
+    return [blocks[place] for place in places_evenly([block.num_bytes for block in blocks], num_bytes)]

@@ -10,7 +10,8 @@ from torch import nn
 from bigload.errors import StateDictMismatchError
 from bigload.runtime.hooks.align_devices import AlignDevicesHook
 from bigload.runtime.hooks.refusals import refuse_gradients
-from bigload.runtime.modules.module_tensors import as_parameter, is_packed_by_device
+from bigload.runtime.modules.module_tensors import as_parameter
+from bigload.runtime.modules.packed_tensors import is_of_bitsandbytes, is_packed, parts_of, repacked
 from bigload.runtime.modules.tensor_slots import TensorSlot
 from bigload.runtime.offload.weight_sources import WeightSource, source_of
 
@@ -24,10 +25,11 @@ class Weight:
         placeholder: What they hold between forwards; it tells dtype, class and whether gradients are wanted.
         source: Where it is on disk, or in memory.
         alignment: What the address of its values has to be a multiple of.
+        whole: The packed parameter that it is a part of: that is what slots hold.
         held: What they hold while it is resident: a parameter of the placeholder's class, or a buffer.
     """
 
-    __slots__ = ("_dtype", "_keys", "_tensor", "alignment", "held", "hook", "placeholder", "slots", "source")
+    __slots__ = ("_dtype", "_keys", "_tensor", "alignment", "held", "hook", "placeholder", "slots", "source", "whole")
 
     def __init__(
         self,
@@ -36,9 +38,11 @@ class Weight:
         placeholder: torch.Tensor,
         source: WeightSource,
         alignment: int = 1,
+        whole: PackedWeight | None = None,
     ) -> None:
         self.hook = hook
         self.alignment = alignment
+        self.whole = whole
         self.slots = slots
         self.placeholder = placeholder
         self.source = source
@@ -49,9 +53,9 @@ class Weight:
 
     def is_current(self) -> bool:
         """Return whether all slots still hold the same placeholder, or have been assigned a value."""
-        placeholder = self.placeholder
-        if placeholder.dtype != self._dtype:
+        if self.placeholder.dtype != self._dtype:
             return False
+        placeholder = self.placeholder if self.whole is None else self.whole.placeholder
         for table, key in self._keys:
             tensor = table.get(key)
             if tensor is not placeholder and (tensor is None or tensor.is_meta):
@@ -78,19 +82,61 @@ class Weight:
         self._tensor, self.held = None, self.placeholder
 
 
+class PackedWeight:
+    """A packed parameter that is on the meta device between forwards; its parts are weights that come by themselves.
+
+    Attributes:
+        slots: The places in modules that hold it.
+        placeholder: What they hold between forwards.
+        parts: In the order in which they are put together.
+    """
+
+    def __init__(self, slots: Sequence[TensorSlot], placeholder: torch.Tensor) -> None:
+        self.slots = slots
+        self.placeholder = placeholder
+        self.parts: list[Weight] = []
+
+    @property
+    def held(self) -> torch.Tensor:
+        """A parameter made of the parts. It is a new one each time: forwards may rearrange it."""
+        return repacked(self.placeholder, [part.held for part in self.parts])
+
+    @classmethod
+    def parts_for(
+        cls, hook: AlignDevicesHook, slots: Sequence[TensorSlot], placeholder: torch.Tensor
+    ) -> list[Weight] | None:
+        """Return the parts of such a parameter; `None` if some are computed when they are asked for."""
+        assert hook.weights_map is not None, "the caller has looked"
+        whole = cls(slots, placeholder)
+        forms = zip(*(parts_of(placeholder, slot.name).items() for slot in slots), strict=True)
+        for named in forms:
+            places = [slot._replace(name=name) for slot, (name, _) in zip(slots, named, strict=True)]
+            found = (source_of(hook.weights_map, place.name) for place in places)
+            source = next((each for each in found if each is not None), None)
+            if source is None:
+                return None
+            whole.parts.append(Weight(hook, places, named[0][1], source, whole=whole))
+        return whole.parts
+
+
 def offloaded_weights(module: nn.Module, hook: AlignDevicesHook) -> list[Weight] | None:
     """Return what `hook` loads for a forward of `module`; `None` if knowing where values are does not suffice.
 
-    Values may be computed when they are asked for, and parameters of bitsandbytes are packed by the move to a device.
+    Values may be computed when they are asked for, and parameters of bitsandbytes pack plain values by the move.
     """
     weights: list[Weight] = []
     if hook.weights_map is None:
         return weights
     for slots, placeholder in hook.offloaded_tensors(module):
-        if placeholder.is_meta:
+        if placeholder.is_meta and is_packed(placeholder):
+            parts = PackedWeight.parts_for(hook, slots, placeholder)
+            if parts is None:
+                return None
+            weights += parts
+        elif placeholder.is_meta:
             found = (source_of(hook.weights_map, slot.name) for slot in slots)
             source = next((each for each in found if each is not None), None)
-            if source is None or is_packed_by_device(placeholder) or source.dtype == torch.int8:
+            if source is None or is_of_bitsandbytes(placeholder):
                 return None
             weights.append(Weight(hook, slots, placeholder, source))
     return weights

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -10,14 +11,22 @@ import typer
 
 from bigload.planning.choices import Attention, Balance, Experts, NameScheme, Order, Policy
 from bigload.planning.policy_registry import POLICIES
-from bigload_cli.commands import questions
+from bigload_cli.commands import predictions, questions
 from bigload_cli.failures import AnswerIsNoError
-from bigload_cli.options import CheckpointArgument, ColorMode, ColorOption, JsonOption, MaxMemoryOption, QuietOption
+from bigload_cli.options import (
+    CheckpointArgument,
+    ColorMode,
+    ColorOption,
+    JsonOption,
+    MaxMemoryOption,
+    QuietOption,
+)
 
 if TYPE_CHECKING:
     from bigload.planning.budget.budget import MemoryBudget
     from bigload.planning.plan import Plan
     from bigload.planning.planner import PlanDetails
+    from bigload.planning.timing.predict import Prediction
 
 EPILOG = """\b
 Examples:
@@ -25,6 +34,9 @@ Examples:
   bigload plan ./llama-70b -m auto --context 8192 --explain layers.37
   bigload plan ./llama-70b -m 0=22GiB,1=22GiB,cpu=128GiB --no-disk --html plan.html
   bigload plan ./llama-70b --fits --context 8192
+  bigload plan ./llama-70b -m 0=80GiB,cpu=256GiB --profile h100
+  bigload plan ./llama-70b -m 0=80GiB,1=80GiB --context 131072 --fit --fail-if offload
+  bigload plan ./llama-70b -m 0=80GiB,1=80GiB --context 65536 --target 8tok/s --profile a100
 
 \b
 -q prints the name of the file that -o or --html wrote; without one the bytes
@@ -45,7 +57,10 @@ def plan(
     out: Annotated[
         Path | None, typer.Option("--out", "-o", metavar="FILE", help="Write the plan file; - is stdout.")
     ] = None,
-    html: Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Write a page with a picture.")] = None,
+    html: Annotated[
+        Path | None,
+        typer.Option("--html", metavar="FILE", help="Write a page with a picture, in which to ask what if."),
+    ] = None,
     context: Annotated[
         int, typer.Option("--context", metavar="TOKENS", help="Leave room for a KV cache of so many tokens.")
     ] = 0,
@@ -78,7 +93,9 @@ def plan(
     expert_stats: Annotated[
         Path | None,
         typer.Option(
-            "--expert-stats", metavar="FILE", help="Keep the experts resident that run-stats found most used."
+            "--expert-stats",
+            metavar="FILE",
+            help="Keep the experts resident that bigload run --experts found most used.",
         ),
     ] = None,
     prefetch: Annotated[
@@ -93,11 +110,18 @@ def plan(
         NameScheme, typer.Option("--names", help="Whose module names the device map speaks.")
     ] = NameScheme.CHECKPOINT,
     disk_bandwidth: Annotated[
-        str, typer.Option("--disk-bandwidth", metavar="SIZE", help="Bytes per second from disk.")
-    ] = "3GiB",
+        str | None,
+        typer.Option("--disk-bandwidth", metavar="SIZE", help="Bytes per second from disk. Default: 3GiB."),
+    ] = None,
     link_bandwidth: Annotated[
-        str, typer.Option("--link-bandwidth", metavar="SIZE", help="Bytes per second from RAM to a GPU.")
-    ] = "24GiB",
+        str | None,
+        typer.Option("--link-bandwidth", metavar="SIZE", help="Bytes per second from RAM to a GPU. Default: 24GiB."),
+    ] = None,
+    profile: predictions.ProfileOption = None,
+    measure: predictions.MeasureOption = False,
+    fit: predictions.FitOption = False,
+    target: predictions.TargetOption = None,
+    min_context: predictions.MinContextOption = None,
     use_disk: Annotated[
         bool, typer.Option("--disk/--no-disk", help="Let what finds no room stay on disk. Bound it by -m disk=SIZE.")
     ] = True,
@@ -129,8 +153,8 @@ def plan(
         kv_dtype=kv_dtype,
         attention=attention,
         overhead=overhead,
-        disk_bandwidth=disk_bandwidth,
-        link_bandwidth=link_bandwidth,
+        **{} if disk_bandwidth is None else {"disk_bandwidth": disk_bandwidth},
+        **{} if link_bandwidth is None else {"link_bandwidth": link_bandwidth},
         balance=balance,
         order=order,
         experts=experts,
@@ -149,10 +173,29 @@ def plan(
         questions.answer(asked, checkpoint, budget, options, as_json=as_json, quiet=quiet, color=color)
         return
     assert budget is not None, "a plan has one"
-    made = plan_details(checkpoint, budget, options)
-    if fail_if is not None:
-        _check(made.plan, fail_if)
-    _deliver(made, out, html, as_json=as_json, quiet=quiet, color=color)
+    machine = predictions.predictor(
+        path,
+        profile,
+        measure=measure,
+        disk_bandwidth=None if disk_bandwidth is None else options.bandwidth.disk,
+        link_bandwidth=None if link_bandwidth is None else options.bandwidth.link,
+        quiet=quiet or as_json,
+    )
+    if fit or target is not None:
+        made = predictions.plan_that_does(
+            checkpoint,
+            budget,
+            options,
+            machine,
+            target=None if target is None else predictions.tokens_per_second(target),
+            check=partial(_check, tier=fail_if),
+            least_context=min_context,
+        )
+    else:
+        made = plan_details(checkpoint, budget, options)
+        _check(made, fail_if)
+    prediction = None if machine is None else machine.of(made)
+    _deliver(made, prediction, out, html, as_json=as_json, quiet=quiet, color=color)
 
 
 def _budget(max_memory: list[str] | None, *, use_disk: bool) -> MemoryBudget:
@@ -167,7 +210,14 @@ def _budget(max_memory: list[str] | None, *, use_disk: bool) -> MemoryBudget:
 
 
 def _deliver(
-    made: PlanDetails, out: Path | None, html: Path | None, *, as_json: bool, quiet: bool, color: ColorMode
+    made: PlanDetails,
+    prediction: Prediction | None,
+    out: Path | None,
+    html: Path | None,
+    *,
+    as_json: bool,
+    quiet: bool,
+    color: ColorMode,
 ) -> None:
     """Write the files that were asked for, show the plan, and say what comes next."""
     from bigload.documents import is_stream
@@ -175,7 +225,7 @@ def _deliver(
     from bigload_cli.output import print_text, say
     from bigload_cli.result_files import answers_on_stdout, is_stdout, say_written, write_result
 
-    # --json and `-o -` are the same document.
+    # --json and `-o -` are the same document, but for the prediction: a plan file says nothing about machines.
     on_stdout = answers_on_stdout((out, html), as_json=as_json and not is_stdout(out))
     if out is not None and is_stdout(out):
         write_result(out, plan_to_json(made.plan))
@@ -184,11 +234,11 @@ def _deliver(
     if html is not None:
         from bigload_cli.views.html_report import write_report
 
-        write_report(made, html, plan_file=None if is_stdout(out) else out)
+        write_report(made, html, plan_file=None if is_stdout(out) else out, prediction=prediction)
     if quiet and not as_json and not on_stdout:
         print_text(str(out or html or _weights_by_device(made.plan)))
     elif not on_stdout:
-        show(made.plan, as_json=as_json, quiet=False, color=color)
+        show(made.plan, prediction, as_json=as_json, quiet=False, color=color)
     if quiet:
         return
     say_written([path for path in (html, out) if path is not None])
@@ -203,14 +253,16 @@ def _weights_by_device(plan: Plan) -> str:
     return ",".join(f"{use.device}={use.weights_bytes}" for use in plan.used_devices)
 
 
-def show(made: Plan, *, as_json: bool, quiet: bool, color: ColorMode) -> None:
+def show(made: Plan, prediction: Prediction | None = None, *, as_json: bool, quiet: bool, color: ColorMode) -> None:
     """Print a plan in the form that was asked for."""
     from bigload_cli import output
 
     if as_json:
         from bigload.planning.plan_file import plan_document
+        from bigload_cli.views.prediction import of_prediction
 
-        output.print_json(plan_document(made))
+        found = None if prediction is None else of_prediction(prediction)
+        output.print_json({**plan_document(made), "prediction": found})
     elif quiet:
         output.print_text(str(made.total_bytes))
     else:
@@ -218,13 +270,15 @@ def show(made: Plan, *, as_json: bool, quiet: bool, color: ColorMode) -> None:
 
         output.print_text(headline(made) + "\n")
         output.print_table(device_table(made, blocks=output.can_draw_on_stdout()), color=color)
-        output.print_text("\n".join(["", *closing_lines(made)]))
+        output.print_text("\n".join(["", *closing_lines(made, None if prediction is None else str(prediction))]))
 
 
-def _check(made: Plan, tier: FailIf) -> None:
+def _check(made: PlanDetails, tier: FailIf | None) -> None:
+    if tier is None:
+        return
     from bigload.units import format_size
 
-    offloaded = {str(use.device): use.weights_bytes for use in made.devices if not use.device.is_accelerator}
+    offloaded = {str(use.device): use.weights_bytes for use in made.plan.devices if not use.device.is_accelerator}
     if tier is FailIf.DISK:
         offloaded = {device: size for device, size in offloaded.items() if device == "disk"}
     found = {device: size for device, size in offloaded.items() if size}

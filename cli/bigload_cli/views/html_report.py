@@ -2,7 +2,8 @@
 
 `html_report.html` has the page and its fragments; here are the values that go into them. The page needs nothing from
 anywhere: its own policy forbids it to fetch or to run anything else, so that a name which got past the escaping could
-still do nothing. It reads without the script. It holds neither time nor machine: the same plan gives the same bytes.
+still do nothing. It reads without the script, which places the model anew for whoever asks what if. It holds neither
+time nor machine: the same plan gives the same bytes.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from bigload.devices import CPU, DISK, Device
 from bigload.documents import check_replaceable
@@ -18,9 +20,13 @@ from bigload.planning.plan import TERMS, DeviceUse, Plan, duration, streaming_li
 from bigload.planning.planner import PlanDetails
 from bigload.units import counted, format_size
 from bigload_cli.result_files import is_stdout, write_result
-from bigload_cli.views.html_template import Markup, breakable, fill, join, script_hash
+from bigload_cli.views.html_template import Markup, breakable, fill, hash_of, join, script
 from bigload_cli.views.plan_runs import Kind, Run, UnitPiece, family_name, pieces_of, runs_of, short
 from bigload_cli.views.text import next_command
+from bigload_cli.views.what_if import as_json, what_if
+
+if TYPE_CHECKING:
+    from bigload.planning.timing.predict import Prediction
 
 MAX_CELLS = 160
 """Blocks of one device that are drawn one by one; of more, their runs are."""
@@ -46,8 +52,12 @@ _VERDICTS = {
 }
 
 
-def html_report(details: PlanDetails, *, plan_file: Path | None = None) -> str:
-    """Return the page; `plan_file` is where the plan was written, for the command that carries it out."""
+def html_report(details: PlanDetails, *, plan_file: Path | None = None, prediction: Prediction | None = None) -> str:
+    """Return the page.
+
+    `plan_file` is where the plan was written, for the command that carries it out; `prediction` has the plan's times on
+    a machine that is known.
+    """
     plan, pieces = details.plan, pieces_of(details)
     steps = pieces[-1].step + 1 if pieces else 1
     terms = [term for term in TERMS if term == "weights" or any(_term_bytes(use, term) for use in plan.used_devices)]
@@ -57,13 +67,16 @@ def html_report(details: PlanDetails, *, plan_file: Path | None = None) -> str:
     if len(notes) > _MAX_NOTES:
         notes[_MAX_NOTES:] = [f"and {len(notes) - _MAX_NOTES} more, which the plan file has"]
     is_streamed = any(piece.home != piece.runs_on for piece in pieces)
+    code = script()
     return fill(
         "",
-        script_hash=script_hash(),
+        script_hash=hash_of(code),
+        script=code,
+        model=Markup(as_json(what_if(details, prediction))),
         name=plan.name,
         subject=subject(plan),
         whereabouts=whereabouts(plan),
-        facts=join(fill("fact", name=name, value=value, of=of) for name, value, of in _facts(plan)),
+        facts=join(fill("fact", name=name, value=value, of=of) for name, value, of in _facts(plan, prediction)),
         legend=_legend(plan, pieces),
         devices=join(_device(plan, use, pieces) for use in plan.used_devices),
         scale=_scale(plan, pieces),
@@ -76,7 +89,7 @@ def html_report(details: PlanDetails, *, plan_file: Path | None = None) -> str:
             fill("heading", name=name) for name in ("Device", "Budget =", *(f"{n} +" for n in names), "Free")
         ),
         equation=join(_equation(use, terms, plan.table_unit[1]) for use in plan.used_devices),
-        waiting=" ".join(streaming_lines(plan))
+        waiting=" ".join(streaming_lines(plan, None if prediction is None else str(prediction)))
         or "Nothing is streamed: every module runs on the device that holds it.",
         streamed=_streamed(plan),
         modules=join(row for use in plan.used_devices for row in _modules(plan, use, pieces)),
@@ -87,7 +100,9 @@ def html_report(details: PlanDetails, *, plan_file: Path | None = None) -> str:
     )
 
 
-def write_report(details: PlanDetails, path: str | Path, *, plan_file: Path | None = None) -> None:
+def write_report(
+    details: PlanDetails, path: str | Path, *, plan_file: Path | None = None, prediction: Prediction | None = None
+) -> None:
     """Write the page at `path`, whole or not at all; replaces another such page, and nothing else.
 
     `-` is stdout.
@@ -99,7 +114,7 @@ def write_report(details: PlanDetails, path: str | Path, *, plan_file: Path | No
     target = Path(path)
     if not is_stdout(target):
         check_replaceable(target, _is_report, reason="it is not a report of bigload")
-    write_result(target, html_report(details, plan_file=plan_file))
+    write_result(target, html_report(details, plan_file=plan_file, prediction=prediction))
 
 
 def _is_report(path: Path) -> bool:
@@ -110,16 +125,20 @@ def _is_report(path: Path) -> bool:
         return False
 
 
-def _facts(plan: Plan) -> Iterator[tuple[str, str, str]]:
+def _facts(plan: Plan, prediction: Prediction | None) -> Iterator[tuple[str, str, str]]:
     if streamed := plan.streamed_bytes:
         held, needed = sum(streamed.values()), sum(plan.token_bytes.get(source, 0) for source in streamed)
         of = (
             "all that is not where it runs" if needed == held else f"of {format_size(held)} that are not where they run"
         )
         yield "Streamed per token", format_size(needed), of
-        yield "Waiting for weights", duration(plan.token_seconds), "per token at least, at the bandwidths below"
     else:
         yield "Streamed per token", "nothing", "every module runs where it is"
+    if prediction is not None:
+        yield "A token", duration(prediction.token_seconds), f"predicted, {prediction.bound_by}-bound"
+    elif streamed:
+        yield "Waiting for weights", duration(plan.token_seconds), "per token at least, at the bandwidths below"
+    else:
         yield "Waiting for weights", "none", "no weights are brought from RAM or disk"
     yield "Device changes", str(plan.num_device_changes), "per forward pass"
     yield "Certificate", _VERDICTS[plan.certificate.verdict], str(plan.certificate).removeprefix("optimal: ")

@@ -42,15 +42,22 @@ def breakable(name: str) -> Markup:
     return Markup(re.sub(r"(?<=[._])", "<wbr>", escape(printable(name))))
 
 
-def script_hash() -> str:
-    """Return the digest of the page's script in base64, by which its policy lets it run."""
-    script = _fragments()[""].template.partition("<script>")[2].partition("</script>")[0]
+def script() -> Markup:
+    """Return the page's script: what places models anew, and what shows it."""
+    return Markup("".join(_text(name) for name in ("what_if.js", "html_report.js")))
+
+
+def hash_of(script: str) -> str:
+    """Return the digest of a script in base64, by which the page's policy lets it run."""
     return b64encode(hashlib.sha256(script.encode()).digest()).decode()
 
 
 @cache
 def _fragments() -> dict[str, Template]:
-    text = (files(__package__) / "html_report.html").read_text(encoding="utf-8")
-    page, *rest = re.split(r"<!-- fragment: (\w+) -->\n", text)
+    page, *rest = re.split(r"<!-- fragment: (\w+) -->\n", _text("html_report.html"))
     parts = dict(zip(rest[::2], rest[1::2], strict=True))
     return {"": Template(page), **{name: Template(part.removesuffix("\n")) for name, part in parts.items()}}
+
+
+def _text(name: str) -> str:
+    return (files(__package__) / name).read_text(encoding="utf-8")

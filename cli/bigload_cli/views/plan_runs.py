@@ -106,6 +106,14 @@ def pieces_of(details: PlanDetails) -> tuple[UnitPiece, ...]:
     return tuple(pieces)
 
 
+def label_of(unit: Unit, sparse: Container[str]) -> tuple[tuple[str, str], int | None, Kind]:
+    """Return the family, the number and the kind of the heaviest piece of a unit, by which a picture knows it."""
+    nowhere = Device("cpu")
+    pieces = _pieces(unit, sparse, home=nowhere, runs_on=nowhere, step=0)
+    heaviest = max(pieces, key=lambda piece: piece.num_bytes)
+    return heaviest.family, heaviest.number, heaviest.kind
+
+
 def _same_block(experts: UnitPiece, pieces: Sequence[UnitPiece]) -> int | None:
     """Return the place of the other parts of a block among the pieces of this step that are on the same device."""
     for place in range(len(pieces) - 1, -1, -1):

@@ -15,7 +15,6 @@ import bigload
 from bigload.checkpoint.part import PART_FILE
 from bigload.checkpoint.source import open_checkpoint
 from bigload.checkpoint.sources import hub
-from bigload.checkpoint.sources.small_reads import cache_folder
 from bigload.errors import (
     AccessDeniedError,
     NotEnoughSpaceError,
@@ -30,6 +29,7 @@ from bigload.layouts import preparation
 from bigload.layouts.fetching.fetch import prepare_fetch
 from bigload.layouts.fetching.options import FetchOptions
 from bigload.layouts.verification.manifest import MANIFEST_FILE, read_manifest
+from bigload.machine.cache_folder import cache_folder
 from builders import contents
 
 

@@ -10,8 +10,8 @@ import subprocess
 import pytest
 
 import bigload
-from bigload.checkpoint.sources.small_reads import cache_folder
 from bigload.errors import NotEnoughSpaceError, OutputExistsError, WriteError
+from bigload.machine.cache_folder import cache_folder
 from bigload.units import KIB, MIB
 from builders import contents, make_checkpoint
 from hub_server import CHUNK_BYTES

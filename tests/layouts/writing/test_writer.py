@@ -1,4 +1,5 @@
 import ctypes
+import errno
 import os
 import threading
 from contextlib import ExitStack
@@ -58,6 +59,7 @@ class Job:
                 options,
                 journal=Journal.begin(self.out / journal_name(0), lock, "recipe"),
                 tally=Tally(sum(output.num_bytes for output in self.files), self.seen.append),
+                pool=pool,
                 alignment=direct_write_alignment(self.out) if self.is_direct else None,
                 kernel=kernel,
             )
@@ -275,7 +277,31 @@ def test_memory_is_two_windows_a_thread(job, monkeypatch):
     monkeypatch.setattr(writer_module, "BlockPool", CountedPool)
     job.write(threads=3)
     job.write(threads=3, verify=Verify.NONE)
-    assert made == [2 * 3 * writer_module.WINDOW_BYTES, 3 * writer_module.WINDOW_BYTES]
+    assert made == 2 * [2 * 3 * writer_module.WINDOW_BYTES]
+
+
+def test_a_window_that_fails_lets_go_of_all_that_wait_for_it(job, monkeypatch):
+    """Those behind it hold all memory by then, and a thread waits for some."""
+    held, failing, is_full = [], threading.Event(), threading.Event()
+    write, lend = OutputFileWriter.write, BlockPool.lend
+
+    def write_or_fail(self, view, offset):
+        if offset == 0 and not failing.is_set():
+            failing.set()
+            assert is_full.wait(30)
+            raise WriteError(self.path, OSError(errno.EIO, "gone"))
+        write(self, view, offset)
+
+    def lend_and_tell(self):
+        held.append(self)
+        if len(held) > 2 * 2:
+            is_full.set()
+        return lend(self)
+
+    monkeypatch.setattr(OutputFileWriter, "write", write_or_fail)
+    monkeypatch.setattr(BlockPool, "lend", lend_and_tell)
+    with pytest.raises(WriteError, match="gone"):
+        job.write(threads=2, verify=Verify.NONE)
 
 
 @pytest.mark.parametrize("threads", [1, 4, 8, 64])

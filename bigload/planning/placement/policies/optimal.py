@@ -17,7 +17,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from fractions import Fraction
 from itertools import islice
-from math import ceil, floor
 
 from bigload.devices import CPU, DISK, Device
 from bigload.planning.choices import Balance
@@ -198,7 +197,8 @@ def token_seconds(problem: PlacementProblem, placement: Placement) -> float:
 
 def _most(limit: int, level: Fraction, *, strictly: bool) -> int:
     """Return the bytes that are a share of a limit of at most `level`, or less."""
-    return ceil(level * limit) - 1 if strictly else floor(level * limit)
+    # In whole numbers, because every device of every order is asked: fractions are slow.
+    return (level.numerator * limit - strictly) // level.denominator
 
 
 def _peak(problem: PlacementProblem, found: RankedPlacement) -> Fraction:

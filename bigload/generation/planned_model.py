@@ -1,4 +1,4 @@
-"""Models of transformers built from a checkpoint folder, dispatched by a plan, and their token inputs."""
+"""Models of transformers built from a checkpoint folder, dispatched by a plan; their token inputs and settings."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from bigload.planning.plan_file import open_planned, read_plan
 from bigload.runtime.device_map.blocks import DeviceMap, device_of, main_device_of
 from bigload.runtime.dispatch.load_and_dispatch import load_and_dispatch, load_checkpoint_and_dispatch
 from bigload.runtime.modules.init_empty_weights import init_empty_weights
+from bigload.runtime.modules.quantised_layers import prepare_quantised
 from bigload.runtime.streaming.run_log import RunStats
 
 _ALL_ON_DISK: DeviceMap = {"": "disk"}
@@ -81,6 +82,19 @@ class ModelMaker:
             raise OptionError(f"{model_class.__name__} takes {model_class.main_input_name}; {asked_by} gives tokens")
         return cls(model_class=model_class, config=config, dtype=_dtype(config, checkpoint))
 
+    def check_generates(self) -> None:
+        """Raise OptionError for a model, such as an encoder, that answers no text."""
+        if not self.generates:
+            raise OptionError(
+                f"{self.model_class.__name__} generates no text",
+                hint="a model for causal language modelling does; --random-tokens 128 times this one",
+            )
+
+    @property
+    def generates(self) -> bool:
+        """Whether a model of this class has a `generate` of transformers."""
+        return bool(self.model_class.can_generate())
+
     def empty(self, *, keeps_cache: bool) -> nn.Module:
         """Return a model without values; with `keeps_cache` its outputs carry the KV cache."""
         self.config.use_cache = keeps_cache
@@ -91,6 +105,7 @@ class ModelMaker:
                 model: nn.Module = self.model_class(self.config)
         finally:
             torch.set_default_dtype(usual)
+        prepare_quantised(model)
         model.tie_weights()  # type: ignore[operator]  # parameters were replaced one by one
         return model.eval()
 
@@ -187,6 +202,26 @@ class PlannedModel:
             prefetch_bytes=prefetch,
             resident_bytes=resident,
         )
+
+    def generation_config(self) -> Any:  # noqa: ANN401 - a class of transformers
+        """Return the settings of `generate` that are beside the weights, or those that the config implies.
+
+        Raises:
+            OptionError: generation_config.json cannot be read.
+        """
+        kind = import_module("transformers").GenerationConfig
+        file = self.checkpoint.root / "generation_config.json"
+        if not file.is_file():
+            return kind.from_model_config(self.maker.config)
+        try:
+            return kind.from_pretrained(self.checkpoint.root, local_files_only=True)
+        except (ValueError, TypeError, OSError) as error:
+            raise OptionError(f"transformers cannot read {file}: {error}") from error
+
+    def random_tokens(self, count: int) -> list[int]:
+        """Return random tokens, the same ones in every call."""
+        ids: list[int] = self.inputs(count)["input_ids"][0].tolist()
+        return ids
 
     def inputs(self, tokens: int) -> dict[str, torch.Tensor]:
         """Return random tokens of shape [1, tokens], the same ones in every call."""

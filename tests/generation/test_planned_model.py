@@ -1,4 +1,4 @@
-"""Forwards of a dispatched model of transformers: what is refused, and what their statistics hold."""
+"""Models of transformers by a plan: what is refused, and what their statistics hold."""
 
 import importlib.machinery
 import json
@@ -9,6 +9,8 @@ import pytest
 import bigload
 from bigload import extras
 from bigload.errors import MissingPackageError, OptionError, StalePlanError, StateDictMismatchError
+from bigload.generation.planned_model import PlannedModel
+from bigload.generation.text_generator import Sampling, TextGenerator
 from builders import write_shard
 from make import load_recipe, make
 
@@ -25,28 +27,33 @@ def transformers():
     return pytest.importorskip("transformers")
 
 
+def opened(checkpoint, plan=None, **options):
+    return PlannedModel.open(checkpoint, plan, asked_by="run", **options)
+
+
+def answers(planned, *, times=2):
+    """Return the answers to three random tokens, each of two."""
+    generator = TextGenerator(planned, planned.dispatched(), sampling=Sampling(), measures=True)
+    return [generator.answer(planned.random_tokens(3), max_new_tokens=2) for _ in range(times)]
+
+
 def test_without_transformers_the_command_that_installs_it_is_told(llama, monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(MissingPackageError, match=r"run-stats needs transformers.*\n*.*pip install 'bigload\[run\]'"):
-        bigload.run_forwards(llama)
-
-
-@pytest.mark.parametrize("wrong", [{"tokens": 0}, {"forwards": 0}])
-def test_nothing_to_do_is_refused(llama, wrong):
-    with pytest.raises(ValueError, match="expected one or more"):
-        bigload.run_forwards(llama, **wrong)
+    with pytest.raises(MissingPackageError, match=r"run needs transformers.*\n*.*pip install 'bigload\[run\]'"):
+        opened(llama)
 
 
 def test_weights_without_a_config_are_no_model(tmp_path, monkeypatch):
     monkeypatch.setattr(extras, "find_spec", lambda name: importlib.machinery.ModuleSpec(name, None))
     write_shard(tmp_path / "model.safetensors", {})
     with pytest.raises(OptionError, match=r"no config\.json"):
-        bigload.run_forwards(tmp_path)
+        opened(tmp_path)
 
 
-def test_a_retired_name_says_where_it_went():
-    with pytest.raises(AttributeError, match=r"benchmarks/bench_run\.py"):
-        bigload.bench_run  # noqa: B018
+@pytest.mark.parametrize("name", ["bench_run", "run_forwards"])
+def test_a_retired_name_says_where_it_went(name):
+    with pytest.raises(AttributeError, match="bigload run --stats"):
+        getattr(bigload, name)
 
 
 @pytest.mark.peers
@@ -67,14 +74,15 @@ def test_a_config_that_names_no_model_to_run_is_told(tmp_path, config, words):
     (tmp_path / "config.json").write_text(json.dumps(config))
     (tmp_path / "evil.py").write_text("raise SystemExit('code of a checkpoint ran')")
     with pytest.raises(OptionError, match=words):
-        bigload.run_forwards(tmp_path)
+        opened(tmp_path)
 
 
 @pytest.mark.peers
 @pytest.mark.usefixtures("transformers")
 def test_a_plan_says_what_is_on_disk(llama):
-    report = bigload.run_forwards(llama, bigload.plan(llama, {"cpu": "6MiB"}, overhead=0), forwards=1, tokens=5)
-    assert 0 < report.disk_bytes < report.total_bytes
+    planned = opened(llama, bigload.plan(llama, {"cpu": "6MiB"}, overhead=0))
+    on_disk = sum(planned.checkpoint.tensors[name].num_bytes for name in planned.on_disk)
+    assert 0 < on_disk < planned.checkpoint.total_bytes
 
 
 @pytest.mark.peers
@@ -82,7 +90,7 @@ def test_a_plan_says_what_is_on_disk(llama):
 def test_a_plan_for_another_checkpoint_is_stale(llama, tmp_path):
     make(load_recipe("tiny-llama"), tmp_path / "other", data="random", max_shard_bytes=3_000_000)
     with pytest.raises(StalePlanError):
-        bigload.run_forwards(llama, bigload.plan(tmp_path / "other", {"cpu": "1GiB"}), forwards=1)
+        opened(llama, bigload.plan(tmp_path / "other", {"cpu": "1GiB"}))
 
 
 @pytest.mark.peers
@@ -91,15 +99,16 @@ def test_weights_of_another_model_are_refused(llama, tmp_path):
     write_shard(tmp_path / "model.safetensors", {"a": ("F32", [2])})
     (tmp_path / "config.json").write_text((llama / "config.json").read_text())
     with pytest.raises(StateDictMismatchError):
-        bigload.run_forwards(tmp_path, forwards=1)
+        opened(tmp_path).dispatched()
 
 
 @pytest.mark.peers
 @pytest.mark.usefixtures("transformers")
-def test_forwards_are_run_and_their_stats_come_back(llama):
-    report = bigload.run_forwards(llama, forwards=2, tokens=3, resident_bytes=0)
-    assert len(report.seconds) == len(report.stats.forwards) == report.stats.num_forwards == 2
-    assert all(each.bytes_from_ram + (each.bytes_from_disk or 0) > 0 for each in report.stats.forwards)
-    assert {span.kind for span in report.stats.spans} == {"wait", "compute", "fetch"}
-    in_memory = bigload.run_forwards(llama, bigload.plan(llama, {"cpu": "1GiB"}), forwards=1)
-    assert (in_memory.stats, in_memory.disk_bytes) == (None, 0)
+def test_answers_bring_the_statistics_of_their_own_forwards(llama):
+    first, second = answers(opened(llama, resident_bytes=0))
+    assert len(first.forwards) == len(second.forwards) == len(first.tokens) == 2
+    assert all(each.bytes_from_ram + (each.bytes_from_disk or 0) > 0 for each in first.forwards)
+    assert (first.tokens, first.prompt_tokens) == (second.tokens, 3)
+    (in_memory,) = answers(opened(llama, bigload.plan(llama, {"cpu": "1GiB"})), times=1)
+    assert in_memory.forwards is None
+    assert in_memory.tokens == first.tokens

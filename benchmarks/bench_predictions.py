@@ -1,0 +1,263 @@
+"""Compare predicted times of plans with those that are seen on this machine.
+
+    python benchmarks/bench_predictions.py --profile box.json [--only moe] [--case disk] [--folder DIR]
+
+Five models of about 1 GiB are made, and each runs under four plans, each in a process of its own: `resident` in RAM;
+`pages` on disk, with memory for all pages of the files; `disk` on disk, within a limit on memory that holds less than
+all; `quarter` with a quarter of the weights in RAM, and such a limit for the others. Shown are seconds to load cold
+files and of a token after the first ones, predicted beside seen, and their ratio. The profile is that of `bigload
+measure -o`; without one the machine is measured. Needs transformers and control groups. The exit code is 3 where fewer
+than nine of ten times of a token are within 15 %.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "fixtures"))
+
+import torch
+
+from bigload.bench.measure import measure_machine
+from bigload.checkpoint.source import open_checkpoint
+from bigload.generation.planned_model import PlannedModel
+from bigload.machine.machine_profile import MachineProfile, read_profile
+from bigload.machine.memory import available_memory
+from bigload.machine.page_cache import drop_cached_pages
+from bigload.planning.budget.budget import MemoryBudget
+from bigload.planning.options import PlanOptions
+from bigload.planning.plan_file import write_plan
+from bigload.planning.planner import PlanDetails, plan_details
+from bigload.planning.timing.predict import predict
+from bigload.runtime.dispatch.load_and_dispatch import load_and_dispatch
+from bigload.units import MIB
+from make import load_recipe, make
+from memory_group import run_within
+
+CASES = ("resident", "pages", "disk", "quarter")
+PROMPT_TOKENS, NUM_TOKENS, NUM_DROPPED = 32, 9, 2
+PROCESS_BYTES = 900 * MIB
+"""Limit on the memory of a process, beside weights in RAM: torch, transformers, and less pages than the models have."""
+
+GOAL, SHARE = 1.15, 0.9
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One model under one plan; seconds, and bytes of RAM that were free before it was loaded."""
+
+    model: str
+    case: str
+    ram_bytes: int
+    bound_by: str
+    load_predicted: float
+    load_seen: float
+    token_predicted: float
+    token_seen: float
+    first_predicted: float
+    first_seen: float
+
+
+def recipes() -> dict[str, dict[str, Any]]:
+    """Return the models, in the form of fixtures/recipes."""
+    tied = _llama(width=2048, inner=8192, kv=512, layers=4, words=128_000)
+    tied["config"]["tie_word_embeddings"] = True
+    tied["tensors"][0]["name"] = "model.embed_tokens.weight"
+    t5 = json.loads((Path(__file__).parents[1] / "fixtures/recipes/t5.json").read_text())
+    t5["config"] |= {"num_layers": 8, "num_decoder_layers": 8}
+    t5["tensors"] = [{**each, "name": each["name"].replace("..23}", "..7}")} for each in t5["tensors"]]
+    return {
+        "dense-1b": _llama(width=2048, inner=8192, kv=512, layers=7, words=32_000),
+        "dense-3b": _llama(width=3072, inner=8192, kv=1024, layers=4, words=32_000),
+        "moe": _mixture(layers=4, experts=32),
+        "tied": tied,
+        "encoder-decoder": t5,
+    }
+
+
+def _llama(*, width: int, inner: int, kv: int, layers: int, words: int) -> dict[str, Any]:
+    config = {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "torch_dtype": "bfloat16", "hidden_size": width,
+        "intermediate_size": inner, "num_hidden_layers": layers, "vocab_size": words,
+        "num_attention_heads": width // 128, "num_key_value_heads": kv // 128, "head_dim": 128,
+        "tie_word_embeddings": False,
+    }  # fmt: skip
+    block = f"model.layers.{{0..{layers - 1}}}"
+    shapes = {
+        "{lm_head,model.embed_tokens}": [words, width],
+        f"{block}.{{input,post_attention}}_layernorm": [width],
+        f"{block}.self_attn.{{q,o}}_proj": [width, width],
+        f"{block}.self_attn.{{k,v}}_proj": [kv, width],
+        f"{block}.mlp.{{gate,up}}_proj": [inner, width],
+        f"{block}.mlp.down_proj": [width, inner],
+        "model.norm": [width],
+    }
+    return _recipe(config, shapes)
+
+
+def _mixture(*, layers: int, experts: int, width: int = 2048, inner: int = 768, words: int = 16_000) -> dict[str, Any]:
+    config = {
+        "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "torch_dtype": "bfloat16",
+        "hidden_size": width, "intermediate_size": 4 * inner, "moe_intermediate_size": inner,
+        "num_hidden_layers": layers, "vocab_size": words, "num_attention_heads": 16, "num_key_value_heads": 4,
+        "head_dim": 128, "num_experts": experts, "num_experts_per_tok": 4, "decoder_sparse_step": 1,
+        "mlp_only_layers": [], "tie_word_embeddings": False,
+    }  # fmt: skip
+    block = f"model.layers.{{0..{layers - 1}}}"
+    shapes = {
+        "{lm_head,model.embed_tokens}": [words, width],
+        f"{block}.{{input,post_attention}}_layernorm": [width],
+        f"{block}.self_attn.{{q,k}}_norm": [128],
+        f"{block}.self_attn.q_proj": [2048, width],
+        f"{block}.self_attn.o_proj": [width, 2048],
+        f"{block}.self_attn.{{k,v}}_proj": [512, width],
+        f"{block}.mlp.gate": [experts, width],
+        f"{block}.mlp.experts.{{0..{experts - 1}}}.{{gate,up}}_proj": [inner, width],
+        f"{block}.mlp.experts.{{0..{experts - 1}}}.down_proj": [width, inner],
+        "model.norm": [width],
+    }
+    return _recipe(config, shapes)
+
+
+def _recipe(config: dict[str, Any], shapes: dict[str, list[int]]) -> dict[str, Any]:
+    tensors = [{"name": f"{name}.weight", "dtype": "BF16", "shape": shape} for name, shape in shapes.items()]
+    about = "Made by bench_predictions.py."
+    return {"name": "model", "about": about, "config": config, "max_shard_bytes": 10**10, "tensors": tensors}
+
+
+def made(name: str, folder: Path) -> Path:
+    """Return the folder of a model, which is made where it is not there."""
+    target = folder / name
+    if not target.exists():
+        recipe = folder / f"{name}.json"
+        recipe.write_text(json.dumps(recipes()[name]))
+        make(load_recipe(recipe), target, data="random")
+    return target
+
+
+def planned(model: Path, case: str) -> tuple[PlanDetails, int | None]:
+    """Return a plan, and the limit on the memory of the process that carries it out."""
+    checkpoint = open_checkpoint(model)
+    total = checkpoint.total_bytes
+    if case == "resident":
+        return plan_details(checkpoint, MemoryBudget.of({"cpu": 2 * total}), PlanOptions()), None
+    whole = plan_details(checkpoint, MemoryBudget.of({"cpu": 2 * total}), PlanOptions())
+    largest = max(unit.num_bytes for unit in whole.solution.problem.units)
+    in_ram = total // 4 if case == "quarter" else 0
+    found = plan_details(checkpoint, MemoryBudget.of({"cpu": 2 * largest + in_ram}), PlanOptions(prefetch=True))
+    held = sum(use.weights_bytes for use in found.plan.devices if str(use.device) == "cpu")
+    return found, None if case == "pages" else PROCESS_BYTES + held
+
+
+def run_here(model: Path, plan_file: Path) -> dict[str, Any]:
+    """Carry a plan out in this process, from cold files; return what was seen."""
+    ready = PlannedModel.open(model, plan_file, asked_by="this bench", keeps_cache=True)
+    assert ready.plan is not None
+    empty = ready.empty()
+    for file in model.glob("*.safetensors"):
+        drop_cached_pages(file, [(0, file.stat().st_size)])
+    ram = available_memory()
+    began = time.perf_counter()
+    module: Any = load_and_dispatch(empty, ready.plan)
+    load = time.perf_counter() - began
+    generator = torch.Generator().manual_seed(0)
+    tokens = [torch.randint(0, 1000, (1, size), generator=generator) for size in (PROMPT_TOKENS, *[1] * NUM_TOKENS)]
+    seconds: list[float] = []
+    given: dict[str, Any] = {}
+    with torch.inference_mode():
+        for number, ids in enumerate(tokens):
+            began = time.perf_counter()
+            if not ready.maker.config.is_encoder_decoder:
+                out = module(input_ids=ids, logits_to_keep=1, **given)
+            elif number == 0:
+                given["encoder_outputs"] = module.get_encoder()(input_ids=ids)
+                out = module(decoder_input_ids=ids[:, :1], **given)
+            else:
+                out = module(decoder_input_ids=ids, **given)
+            seconds.append(time.perf_counter() - began)
+            given["past_key_values"] = out.past_key_values
+    later = statistics.median(seconds[1 + NUM_DROPPED :])
+    return {"ram_bytes": ram, "load": load, "first": seconds[0], "token": later, "seconds": seconds}
+
+
+def compared(model: Path, case: str, profile: MachineProfile) -> Row:
+    """Run a model under a plan and predict it."""
+    details, limit = planned(model, case)
+    plan_file = model.parent / f"{model.name}-{case}.json"
+    write_plan(details.plan, plan_file)
+    command = [sys.executable, __file__, "--child", str(model), str(plan_file)]
+    seen = json.loads(run_within(command, limit or available_memory() or 2**40).splitlines()[-1])
+    found = predict(details.plan, details.structure, profile, prompt_tokens=PROMPT_TOKENS, ram_bytes=seen["ram_bytes"])
+    return Row(
+        model=model.name,
+        case=case,
+        ram_bytes=seen["ram_bytes"],
+        bound_by=found.bound_by,
+        load_predicted=found.load_seconds,
+        load_seen=seen["load"],
+        token_predicted=found.token_seconds,
+        token_seen=seen["token"],
+        first_predicted=found.first_token_seconds,
+        first_seen=seen["first"],
+    )
+
+
+def lines_of(rows: list[Row]) -> Iterator[str]:
+    """Yield the lines of a table in Markdown."""
+    yield "| model | case | token predicted | seen | ratio | load predicted | seen | ratio | first predicted | seen |"
+    yield "|---|---|---|---|---|---|---|---|---|---|"
+    for row in rows:
+        token = f"{row.token_predicted:.3f} | {row.token_seen:.3f} | {row.token_predicted / row.token_seen:.2f}"
+        load = f"{row.load_predicted:.2f} | {row.load_seen:.2f} | {row.load_predicted / row.load_seen:.2f}"
+        first = f"{row.first_predicted:.2f} | {row.first_seen:.2f}"
+        yield f"| {row.model} | {row.case}, {row.bound_by} | {token} | {load} | {first} |"
+    yield f"\n{num_near(rows)} of {len(rows)} times of a token are within 15 %. Seconds."
+
+
+def num_near(rows: list[Row]) -> int:
+    """Return how many times of a token were predicted to within the goal."""
+    return sum(1 / GOAL <= row.token_predicted / row.token_seen <= GOAL for row in rows)
+
+
+def main() -> int:
+    """Run what was asked for; return the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--profile", type=Path, help="a file of bigload measure -o")
+    parser.add_argument("--only", choices=list(recipes()), help="one model")
+    parser.add_argument("--case", choices=CASES, help="one plan")
+    parser.add_argument("--folder", type=Path, help="where models are made, and kept for the next run")
+    parser.add_argument("--out", type=Path, help="write the rows as JSON")
+    parser.add_argument("--make", action="store_true", help="make the models and stop")
+    parser.add_argument("--child", nargs=2, type=Path, help=argparse.SUPPRESS)
+    asked = parser.parse_args()
+    if asked.child is not None:
+        print(json.dumps(run_here(*asked.child)))
+        return 0
+    rows: list[Row] = []
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = asked.folder or Path(temporary)
+        folder.mkdir(parents=True, exist_ok=True)
+        names = list(recipes()) if asked.only is None else [asked.only]
+        models = [made(name, folder) for name in names]
+        if asked.make:
+            return 0
+        profile = read_profile(asked.profile) if asked.profile else measure_machine(folder).profile
+        for model in models:
+            rows += [compared(model, case, profile) for case in CASES if asked.case in (None, case)]
+    print("\n".join(lines_of(rows)))
+    if asked.out is not None:
+        asked.out.write_text(json.dumps({"profile": asdict(profile), "rows": list(map(asdict, rows))}, indent=1))
+    return 0 if num_near(rows) >= SHARE * len(rows) else 3
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,115 @@
+"""Measure this machine once, in under a minute, for the predictions of plans."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+
+from bigload.bench.storage_rates import probed_checkpoint, storage_rates
+from bigload.machine.hardware import hardware_of
+from bigload.machine.machine_profile import DeviceProfile, MachineProfile
+from bigload.machine.memory import available_memory, proc_sizes
+from bigload.units import GIB, MIB
+
+_THIS_MACHINE = "this machine"
+_LEAST_WEIGHT_BYTES = 64 * MIB  # the largest caches hold more, but one matrix of 32 bits has to fit
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Effort:
+    """Bytes that are read, and weights that are multiplied, for each figure, and seconds for each."""
+
+    num_bytes: int
+    seconds: float
+
+
+FULL, QUICK = Effort(num_bytes=GIB, seconds=2), Effort(num_bytes=256 * MIB, seconds=0.2)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasuredMachine:
+    """The profile, what it was measured on in words, and sentences about figures that may not hold."""
+
+    profile: MachineProfile
+    hardware: str
+    notes: tuple[str, ...]
+
+
+def measure_machine(
+    path: str | Path = ".", *, effort: Effort = FULL, on_run: Callable[[str], None] = lambda _words: None
+) -> MeasuredMachine:
+    """Measure the disk of `path`, RAM, the CPU and all CUDA devices; without torch the first two.
+
+    Args:
+        path: A folder or a checkpoint. A checkpoint of so many bytes is read, else a file is written and removed.
+        effort: `FULL`, half a minute, or `QUICK`, a few seconds with more noise.
+        on_run: Called with a few words before each figure.
+
+    Raises:
+        OptionError: there is nothing at `path`, or it is not on this machine.
+        NotEnoughSpaceError: the file system has no room for the file.
+        WriteError: the folder cannot be written to.
+        LoadError: bytes cannot be read, or RAM has no room for them.
+    """
+    room = available_memory()
+    if room is not None:
+        effort = replace(effort, num_bytes=min(effort.num_bytes, room // 4))
+    notes = list(_about_the_load())
+    on_run("a file to read")
+    with probed_checkpoint(path, effort.num_bytes) as checkpoint:
+        storage = storage_rates(checkpoint, seconds=effort.seconds, on_run=on_run)
+    hardware = hardware_of(Path(path))
+    devices: tuple[DeviceProfile, ...] = ()
+    if find_spec("torch") is None:
+        notes.append("torch is not installed: nothing is known of products; pip install 'bigload[torch]'")
+    else:
+        devices, alike = _devices(effort, hardware.cpu, on_run)
+        notes += alike
+    profile = MachineProfile(
+        name=_THIS_MACHINE,
+        source="measured",
+        disk_rate=storage.disk_rate,
+        mapped_rate=storage.mapped_rate,
+        load_rate=storage.load_rate,
+        ram_bytes=proc_sizes(Path("/proc/meminfo")).get("MemTotal"),
+        devices=devices,
+    )
+    return MeasuredMachine(profile=profile, hardware=str(hardware), notes=(*storage.notes, *notes))
+
+
+def _about_the_load() -> list[str]:
+    busy, cores = os.getloadavg()[0], len(os.sched_getaffinity(0))
+    if busy < cores / 2:
+        return []
+    return [
+        f"other programs were running (load average {busy:.1f} on {cores} cores): figures are lower than they need be"
+    ]
+
+
+def _devices(effort: Effort, cpu: str, on_run: Callable[[str], None]) -> tuple[tuple[DeviceProfile, ...], list[str]]:
+    import torch
+
+    from bigload.bench.device_rates import device_profile
+
+    measure = partial(
+        device_profile,
+        weight_bytes=max(effort.num_bytes, _LEAST_WEIGHT_BYTES),
+        seconds=effort.seconds / 2,
+        on_run=on_run,
+    )
+    found = [measure(torch.device("cpu"), name=cpu)]
+    notes = []
+    measured: dict[str, DeviceProfile] = {}
+    for number in range(torch.cuda.device_count()):
+        name = torch.cuda.get_device_name(number)
+        if name in measured:  # a minute is not enough for eight
+            found.append(replace(measured[name], device=f"cuda:{number}"))
+            notes.append(f"cuda:{number} is taken to be like {measured[name].device}")
+            continue
+        measured[name] = measure(torch.device("cuda", number), name=name)
+        found.append(measured[name])
+    return tuple(found), notes

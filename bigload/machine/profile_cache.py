@@ -1,0 +1,62 @@
+"""Profiles by name: kept ones of this machine, one file for each hardware and file system; known machines; files."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from pathlib import Path
+
+from bigload.errors import OptionError
+from bigload.machine.cache_folder import cache_folder, keep_file
+from bigload.machine.hardware import hardware_of
+from bigload.machine.machine_profile import MachineProfile, read_profile
+
+
+def profiles_folder() -> Path:
+    """Return where measured profiles are kept."""
+    return cache_folder() / "profiles"
+
+
+def cached_profile(path: str | Path) -> MachineProfile | None:
+    """Return what was measured on this hardware and the file system of `path`; `None` if nothing is kept."""
+    with suppress(OSError, ValueError):  # an entry that cannot be read is as good as none
+        return MachineProfile.from_json(_entry(path).read_bytes())
+    return None
+
+
+def why_not_cached(path: str | Path) -> str:
+    """Return why `cached_profile` has nothing, as half a sentence."""
+    hardware = hardware_of(Path(path))
+    with suppress(OSError):
+        if _entry(path).exists():
+            return f"{_entry(path)} is no profile"
+        if any(profiles_folder().iterdir()):
+            return f"only other hardware or file systems than {hardware} have been measured"
+    return f"{hardware} has not been measured"
+
+
+def keep_profile(path: str | Path, profile: MachineProfile) -> Path | None:
+    """Keep `profile` for this hardware and the file system of `path`; return its file, `None` if there can be none."""
+    entry = _entry(path)
+    return entry if keep_file(entry, profile.to_json().encode()) else None
+
+
+def profile_named(name_or_file: str) -> MachineProfile:
+    """Return the profile of a known machine, or that in a file.
+
+    Raises:
+        OptionError: neither; the text lists the names.
+    """
+    from bigload.machine.known_machines import KNOWN_MACHINES, known_machine
+
+    name = name_or_file.strip().lower()
+    if name in KNOWN_MACHINES:
+        return known_machine(name)
+    path = Path(name_or_file)
+    if not path.expanduser().exists():
+        names = ", ".join(KNOWN_MACHINES)
+        raise OptionError.of("profile", name_or_file, f"{names}, or a file of bigload measure -o")
+    return read_profile(path)
+
+
+def _entry(path: str | Path) -> Path:
+    return profiles_folder() / f"{hardware_of(Path(path)).digest}.json"

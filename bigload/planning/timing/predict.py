@@ -1,0 +1,286 @@
+"""Prediction: the seconds that a plan takes on a machine to load, to the first token, and for each further one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from bigload.devices import CPU, DISK
+from bigload.errors import OptionError
+from bigload.machine.machine_profile import DeviceProfile, MachineProfile
+from bigload.planning.model.structure import ModelStructure
+from bigload.planning.plan import Plan, duration
+from bigload.planning.timing.pipeline import Step, Work, simulate
+from bigload.planning.timing.residency import Source, SteadyState, steady_state
+from bigload.planning.timing.schedule import BlockSchedule, TimedBlock, Visit, schedule_of
+from bigload.units import counted
+
+PROMPT_TOKENS = 512
+"""Of the prompt that the first token is predicted for, where the context is not shorter."""
+
+_NUM_TOKENS = 4
+"""Tokens that are simulated when weights are streamed: the pipeline is steady after one or two."""
+
+_SHORTEST_SECONDS = 1e-9
+"""Of a token of a model without weights."""
+
+_WHOLE = 10
+"""Tokens per second from which on digits after the point say nothing."""
+
+Bound = Literal["compute", "memory", "link", "disk"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prediction:
+    """Times of one plan on one machine.
+
+    Attributes:
+        load_seconds: Until the model is ready, its files not cached; without the import of libraries.
+        first_token_seconds: From the prompt to the first token, streamed files not cached.
+        token_seconds: Of each further token, once everything that stays is there.
+        prompt_tokens: Length of that prompt, of each sequence.
+        batch: Sequences that are run together; each gets a token in `token_seconds`.
+        bound_by: What is busy longest for a further token: computing, the memory of the device that computes, the
+            link to it, or the disk.
+        profile_name: Of the machine.
+        source: Where its figures come from.
+        steps: What every lane does for one further token.
+    """
+
+    load_seconds: float
+    first_token_seconds: float
+    token_seconds: float
+    prompt_tokens: int
+    batch: int
+    bound_by: Bound
+    profile_name: str
+    source: Literal["measured", "table", "file"]
+    steps: tuple[Step, ...]
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens of all sequences together."""
+        return self.batch / max(self.token_seconds, _SHORTEST_SECONDS)
+
+    def __str__(self) -> str:
+        """Return the sentence that `bigload plan` prints."""
+        rate = f"{self.tokens_per_second:.2g}" if self.tokens_per_second < _WHOLE else f"{self.tokens_per_second:.0f}"
+        of = f" of {counted(self.batch, 'sequence')}" if self.batch > 1 else ""
+        origin = "measured here" if self.source == "measured" else f"profile {self.profile_name}"
+        return (
+            f"About {rate} tokens/s{of}, {self.bound_by}-bound; first token of {self.prompt_tokens} after "
+            f"{duration(self.first_token_seconds)}; loads in {duration(self.load_seconds)} ({origin})."
+        )
+
+
+def predict(
+    plan: Plan,
+    structure: ModelStructure,
+    profile: MachineProfile,
+    *,
+    prompt_tokens: int | None = None,
+    ram_bytes: int | None = None,
+) -> Prediction:
+    """Return the times of `plan` on the machine of `profile`.
+
+    Args:
+        plan: What is carried out.
+        structure: Of the model in the plan's checkpoint.
+        profile: Of the machine.
+        prompt_tokens: Length of the prompt; `PROMPT_TOKENS`, or the plan's context where that is shorter.
+        ram_bytes: RAM that is free before the model is loaded: what of it is left keeps pages of streamed files.
+            `None` for the profile's, and without that the plan's limit of RAM.
+
+    Raises:
+        OptionError: the profile lacks a device that the plan uses, or what that device computes.
+    """
+    workload = plan.options.workload
+    if prompt_tokens is None:
+        prompt_tokens = min(PROMPT_TOKENS, workload.context or PROMPT_TOKENS)
+    schedule = schedule_of(plan, structure)
+    rates = _Rates(plan, schedule, profile)
+    if ram_bytes is None:
+        ram_bytes = profile.ram_bytes or next((use.budget_bytes for use in plan.devices if use.device == CPU), None)
+    free = None if ram_bytes is None else max(ram_bytes - plan.weights_on(CPU), 0)
+    stays = steady_state(schedule, free)
+    length = prompt_tokens if workload.context else 0
+    in_decoder = 1 if schedule.is_encoder_decoder else prompt_tokens
+    cold = stays.before_a_pass()
+    first = [
+        rates.work(visit, cold, prompt_tokens if schedule.blocks[visit.block].is_encoder else in_decoder, length)
+        for visit in schedule.visits
+    ]
+    token = [rates.work(visit, stays, 1, length) for visit in schedule.token_visits]
+    num_tokens = _NUM_TOKENS if any(work.fetch or work.routed_fetch for work in token) else 1
+    ended: list[float] = []
+    steps: list[Step] = []
+    for end, begun in simulate([*first, *token * num_tokens], schedule.window_bytes):
+        ended.append(end)
+        steps += begun
+    ends = ended[len(first) - 1 :: len(token)] if first and token else [0.0, 0.0]
+    busy = rates.busy(schedule.token_visits, token, length)
+    return Prediction(
+        load_seconds=rates.load_seconds(),
+        first_token_seconds=ends[0],
+        token_seconds=ends[-1] - ends[-2],
+        prompt_tokens=prompt_tokens,
+        batch=workload.batch,
+        bound_by=_bound(busy),
+        profile_name=profile.name,
+        source=profile.source,
+        steps=tuple(_between(steps, ends[-2], ends[-1])),
+    )
+
+
+def with_bandwidth(profile: MachineProfile, *, disk: int | None = None, link: int | None = None) -> MachineProfile:
+    """Return `profile` with other bytes per second from the disk, or from RAM to accelerators."""
+    if disk is not None:
+        profile = replace(profile, disk_rate=disk, mapped_rate=None)
+    if link is not None:
+        devices = (device if device.link_in is None else replace(device, link_in=link) for device in profile.devices)
+        profile = replace(profile, devices=tuple(devices))
+    return profile
+
+
+def lacks(plan: Plan, profile: MachineProfile) -> str | None:
+    """Return the first device that `plan` computes on and `profile` does not know."""
+    used = (use.device for use in plan.devices if use.modules and use.device.is_accelerator)
+    devices = dict.fromkeys([*used, plan.execution_device])
+    return next((str(device) for device in devices if profile.device(device) is None), None)
+
+
+def _bound(busy: Mapping[Bound, float]) -> Bound:
+    """Return what is busy longest; computing and memory take turns on one device, so they count together."""
+    device = busy["compute"] + busy["memory"]
+    if max(busy["link"], busy["disk"]) > device:
+        return "link" if busy["link"] > busy["disk"] else "disk"
+    return "compute" if busy["compute"] > busy["memory"] else "memory"
+
+
+def _between(steps: Sequence[Step], begin: float, end: float) -> Iterator[Step]:
+    """Yield the parts of `steps` between two times, which are counted from the first."""
+    for step in steps:
+        start, stop = max(step.start_seconds, begin), min(step.start_seconds + step.seconds, end)
+        if stop > start:
+            yield Step(step.lane, step.name, start - begin, stop - start)
+
+
+class _Rates:
+    """Seconds of blocks on one machine."""
+
+    def __init__(self, plan: Plan, schedule: BlockSchedule, profile: MachineProfile) -> None:
+        missing = lacks(plan, profile)
+        if missing is not None:
+            known = ", ".join(device.device for device in profile.devices) or "none"
+            raise OptionError(f"the profile {profile.name} has no device {missing}", hint=f"it has {known}")
+        self._plan = plan
+        self._schedule = schedule
+        self._profile = profile
+        self._batch = plan.options.workload.batch
+        self._elements_per_byte = 8 / schedule.dtype.bits
+        resident = plan.resident_experts
+        self._missed = 1.0 if resident is None else 1 - resident.num_uses / (resident.num_recorded or 1)
+
+    def load_seconds(self) -> float:
+        """Return the seconds of reading what is loaded, past the page cache, to where it lives."""
+        resident = self._plan.resident_experts
+        to_device = {use.device: use.weights_bytes for use in self._plan.devices if use.device != DISK}
+        if resident is not None:
+            to_device[self._plan.execution_device] += resident.num_bytes
+        stored = sum(to_device.values()) * self._schedule.stored_share
+        links = (
+            num_bytes / link
+            for device, num_bytes in to_device.items()
+            if num_bytes and (known := self._profile.device(device)) is not None and (link := known.link_in)
+        )
+        return max(stored / self._profile.disk_rate, stored / self._profile.load_rate, *links)
+
+    def work(self, visit: Visit, stays: SteadyState, tokens: int, length: int) -> Work:
+        """Return one run of a block over `tokens` tokens of each sequence, the last of `length`."""
+        block = self._schedule.blocks[visit.block]
+        source = stays.sources[visit.block]
+        fetched = block.is_streamed and source is not Source.DEVICE
+        routed = block.routed_share(tokens * self._batch)
+        missed = block.routed_bytes * routed * self._missed * stays.missed_share
+        return Work(
+            name=block.name,
+            device=str(block.runs_on),
+            seconds=sum(self._dense(visit, tokens, length).values()),
+            routed_seconds=sum(self._routed(block, tokens).values()),
+            fetch=self._fetch(block, block.dense_bytes, source, in_place=stays.is_in_place) if fetched else (),
+            fetch_bytes=block.dense_bytes if fetched else 0,
+            routed_fetch=self._fetch(block, missed, stays.routed_source, in_place=stays.is_routed_in_place)
+            if block.streams_experts and missed
+            else (),
+        )
+
+    def busy(self, visits: Sequence[Visit], works: Sequence[Work], length: int) -> dict[Bound, float]:
+        """Return how long a token keeps each part of the machine busy; lanes of copies inside RAM count as memory."""
+        found: dict[Bound, float] = dict.fromkeys(("compute", "memory", "link", "disk"), 0.0)
+        lanes: dict[str, Bound] = {"disk": "disk", "link": "link", "ram": "memory"}
+        for visit, work in zip(visits, works, strict=True):
+            for part in (self._dense(visit, 1, length), self._routed(self._schedule.blocks[visit.block], 1)):
+                for kind, seconds in part.items():
+                    found[kind] += seconds
+            for lane, seconds in (*work.fetch, *work.routed_fetch):
+                found[lanes[lane]] += seconds
+        return found
+
+    def _dense(self, visit: Visit, tokens: int, length: int) -> dict[Bound, float]:
+        """Return the seconds of what every token needs, by what they wait for."""
+        if visit.is_lookup:
+            return {}
+        block = self._schedule.blocks[visit.block]
+        device = self._device(block)
+        rows = self._batch * (1 if visit.is_head else tokens)
+        flops = 2.0 * rows * block.dense_bytes * self._elements_per_byte
+        if block.num_layers:  # queries by keys and scores by values; of a prompt, half of them are behind the mask
+            keys = tokens / 2 if tokens > 1 else length
+            flops += 4.0 * rows * keys * self._schedule.attention_width
+        context = self._plan.options.workload.context
+        cached = block.cache_bytes * length / context if context else 0.0
+        seconds = self._seconds(device, block.dense_bytes + cached, flops)
+        launched = device.launch_seconds * block.num_layers
+        return {**seconds, "compute": seconds.get("compute", 0.0) + launched}
+
+    def _routed(self, block: TimedBlock, tokens: int) -> dict[Bound, float]:
+        if not block.routed_bytes:
+            return {}
+        together = tokens * self._batch
+        flops = 2.0 * together * block.routed_bytes * block.active_share * self._elements_per_byte
+        return self._seconds(self._device(block), block.routed_bytes * block.routed_share(together), flops)
+
+    def _seconds(self, device: DeviceProfile, num_bytes: float, flops: float) -> dict[Bound, float]:
+        memory = num_bytes / self._of(device.weight_rate, device)
+        compute = flops / self._of(device.flops, device)
+        return {"memory": memory} if memory >= compute else {"compute": compute}
+
+    def _of(self, rates: Mapping[str, int], device: DeviceProfile) -> int:
+        """Return the rate for the model's dtype, or for the one that computes in its place."""
+        wanted = (self._schedule.dtype.name, "BF16", "F16", "F32")
+        found = next((rates[name] for name in wanted if name in rates), None)
+        if found is None:
+            raise OptionError(f"the profile {self._profile.name} says nothing about products on {device.device}")
+        return found
+
+    def _device(self, block: TimedBlock) -> DeviceProfile:
+        found = self._profile.device(block.runs_on)
+        assert found is not None, "that was checked"
+        return found
+
+    def _fetch(
+        self, block: TimedBlock, num_bytes: float, source: Source, *, in_place: bool
+    ) -> tuple[tuple[str, float], ...]:
+        """Return the seconds of bringing weights to the device that runs the block, by lane."""
+        profile, stored = self._profile, num_bytes * self._schedule.stored_share
+        lanes: list[tuple[str, float]] = []
+        home = block.routed_home if block.streams_experts and not block.is_streamed else block.home
+        if home == DISK and source is Source.DISK:
+            rate = profile.mapped_rate if in_place and profile.mapped_rate else profile.disk_rate
+            lanes.append(("disk", stored / rate))
+        elif home == DISK and not in_place:
+            lanes.append(("ram", stored / profile.load_rate))
+        if (link := self._device(block).link_in) is not None:
+            lanes.append(("link", num_bytes / link))
+        return tuple(lanes)

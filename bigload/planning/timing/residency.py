@@ -1,0 +1,95 @@
+"""Which streamed weights stay where, by the rules of the runtime (`runtime/streaming/streaming_limits.py`)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from enum import Enum
+
+from bigload.devices import CPU, DISK
+from bigload.planning.timing.schedule import BlockSchedule
+
+SHARE_FOR_PAGES = 0.8
+"""Share of the free memory for pages of files; beyond it they evict other pages, or each other."""
+
+
+class Source(Enum):
+    """Where a block's weights are when it is to run: on its device, in the page cache, or only where they live."""
+
+    DEVICE = "device"
+    CACHE = "cache"
+    DISK = "disk"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SteadyState:
+    """Where weights are found.
+
+    Attributes:
+        sources: Of each block, without its routed experts.
+        routed_source: Of routed experts that are not resident.
+        missed_share: Share of the chosen experts that are not resident.
+        is_in_place: Whether the CPU computes with pages of the files; otherwise weights are copied.
+        is_routed_in_place: The same of routed experts.
+    """
+
+    sources: tuple[Source, ...]
+    routed_source: Source
+    missed_share: float
+    is_in_place: bool
+    is_routed_in_place: bool
+
+    def before_a_pass(self) -> SteadyState:
+        """Return what is found in the first pass: everything is where it lives."""
+        sources = (Source.DISK,) * len(self.sources)
+        return replace(self, sources=sources, routed_source=Source.DISK, missed_share=1.0)
+
+
+def steady_state(schedule: BlockSchedule, free_bytes: int | None) -> SteadyState:
+    """Return what stays once a pass has run, with `free_bytes` of RAM for pages; `None` is room for all."""
+    blocks = schedule.blocks
+    streamed = [index for index, block in enumerate(blocks) if block.is_streamed]
+    runners = {block.runs_on for block in blocks if block.is_streamed or block.streams_experts}
+    on_cpu = runners <= {CPU} and schedule.stored_share == 1
+    separate = any(block.are_separate for block in blocks if block.streams_experts)
+    steady_bytes = sum(blocks[index].dense_bytes for index in streamed)
+    routed_bytes = sum(block.routed_bytes for block in blocks if block.streams_experts)
+    paged = sum(block.dense_bytes for block in blocks if block.is_streamed and block.home == DISK)
+    paged += sum(block.routed_bytes for block in blocks if block.streams_experts and block.routed_home == DISK)
+    room = None if free_bytes is None else int(SHARE_FOR_PAGES * free_bytes)
+    pages_fit = room is None or paged <= room
+    resident = 0
+    if on_cpu and pages_fit:
+        resident = paged
+    elif on_cpu and routed_bytes and room is not None and steady_bytes < room:
+        left = room - steady_bytes
+        resident = steady_bytes + (left // 2 if separate else left)  # copies cannot be taken back, as pages can
+    sizes = [blocks[index].dense_bytes for index in streamed]
+    kept = {streamed[place] for place in places_evenly(sizes, resident)}
+    kept_bytes = sum(blocks[index].dense_bytes for index in kept)
+    cached = set(streamed) if pages_fit else {streamed[place] for place in places_evenly(sizes, room or 0)}
+    sources = (
+        Source.DEVICE if index in kept else Source.CACHE if index in cached else Source.DISK
+        for index in range(len(blocks))
+    )
+    return SteadyState(
+        sources=tuple(sources),
+        routed_source=Source.CACHE if pages_fit else Source.DISK,
+        missed_share=1 - min((resident - kept_bytes) / routed_bytes, 1.0) if routed_bytes else 0.0,
+        is_in_place=on_cpu,
+        is_routed_in_place=on_cpu and not separate,
+    )
+
+
+def places_evenly(sizes: Sequence[int], num_bytes: int) -> Iterator[int]:
+    """Yield places of `sizes` that take `num_bytes` at most, evenly among the others.
+
+    Of ten equal sizes and room for four: places 2, 4, 7 and 9.
+    """
+    total = sum(sizes)
+    credit = 0.0
+    for place, size in enumerate(sizes):
+        credit += size * min(num_bytes / total, 1.0) if total else 0.0
+        if size <= credit + 0.5:  # bytes are whole, credit has been rounded many times
+            credit -= size
+            yield place

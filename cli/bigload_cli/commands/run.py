@@ -1,0 +1,339 @@
+"""`bigload run`: answers of a model, by a plan."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from bigload.errors import OptionError
+from bigload_cli import output
+from bigload_cli.options import (
+    ColorMode,
+    ColorOption,
+    JsonOption,
+    MaxMemoryOption,
+    QuietOption,
+    size_option,
+)
+from bigload_cli.result_files import answers_on_stdout, check_results, say_written, write_results
+
+if TYPE_CHECKING:
+    from bigload.checkpoint.model import Checkpoint
+    from bigload.generation.prompts import Prompt
+    from bigload.generation.report import RunReport
+    from bigload.planning.plan import Plan
+    from bigload_cli.answering import Answering
+
+EPILOG = """\b
+Examples:
+  bigload run ./llama-8b -p "Why is the sky blue?"
+  bigload run ./llama-70b -m cuda:0=22GiB -m cpu=64GiB --chat
+  git diff | bigload run ./llama-8b -q --system "Write a commit message."
+  bigload run ./llama-8b --file prompts.jsonl > answers.jsonl
+  bigload run ./llama-70b --plan plan.json --stats -p "Hello" --trace trace.json
+  bigload run ./mixtral --random-tokens 512 --repeat 3 --experts experts.json
+
+\b
+Instruct models are asked by their chat template; base models continue the
+text. Tokens are chosen as generation_config.json beside the weights says;
+without it, or with --temperature 0, the most likely one is. Only the answer
+goes to stdout. In a chat, Ctrl-C ends an answer, /clear forgets the
+conversation, Ctrl-D or /exit ends the program.
+
+\b
+Of --stats, WAITED is the time the model waited for weights, OVERLAP the share
+of fetch time during which it computed, WEIGHTS the peak size of streamed
+weights, loaded or in flight.
+"""
+
+
+_RANDOM_ANSWER = 32
+"""Tokens after random ones."""
+
+
+class _Mode(StrEnum):
+    """Where prompts come from."""
+
+    PROMPT = "-p"
+    CHAT = "--chat"
+    FILE = "--file"
+    RANDOM = "--random-tokens"
+
+
+def run(
+    call: typer.Context,
+    path: Annotated[
+        str, typer.Argument(metavar="MODEL", help="Folder of a model: config.json, tokenizer and weights.")
+    ],
+    prompt: Annotated[
+        str | None, typer.Option("--prompt", "-p", metavar="TEXT", help="What to answer; - reads it from stdin.")
+    ] = None,
+    chat: Annotated[
+        bool, typer.Option("--chat", help="Talk: a prompt a line. Default on a terminal without -p.")
+    ] = False,
+    file: Annotated[
+        Path | None,
+        typer.Option(
+            "--file",
+            metavar="FILE",
+            help='Answer each line, {"prompt": ...} or {"messages": [...]}, by a line of JSON; "id" is passed on.',
+        ),
+    ] = None,
+    random_tokens: Annotated[
+        int | None,
+        typer.Option(
+            "--random-tokens", metavar="N", min=1, max=10_000_000, help="No text: time N random tokens. Has --stats."
+        ),
+    ] = None,
+    repeat: Annotated[
+        int, typer.Option("--repeat", metavar="N", min=1, max=1000, help="So often, with --random-tokens.")
+    ] = 1,
+    system: Annotated[
+        str | None, typer.Option("--system", metavar="TEXT", help="System message of the conversation.")
+    ] = None,
+    raw: Annotated[bool, typer.Option("--raw", help="Continue the text as it is, without the chat template.")] = False,
+    max_new_tokens: Annotated[
+        int | None,
+        typer.Option(
+            "--max-new-tokens",
+            "-n",
+            metavar="N",
+            min=1,
+            help="Longest answer. Default: what the context leaves room for.",
+        ),
+    ] = None,
+    temperature: Annotated[
+        float | None,
+        typer.Option("--temperature", metavar="T", min=0, help="0 takes the most likely token; higher is more random."),
+    ] = None,
+    top_p: Annotated[
+        float | None,
+        typer.Option(
+            "--top-p", metavar="P", min=0, max=1, help="Choose among the likeliest tokens of this probability."
+        ),
+    ] = None,
+    seed: Annotated[int | None, typer.Option("--seed", metavar="N", min=0, help="Of random choices.")] = None,
+    plan: Annotated[
+        Path | None,
+        typer.Option("--plan", metavar="FILE", help="Where parts go, from bigload plan -o. Default: one made for -m."),
+    ] = None,
+    max_memory: MaxMemoryOption = None,
+    from_disk: Annotated[
+        bool, typer.Option("--from-disk", help="No plan: leave all weights in their files and stream them.")
+    ] = False,
+    context: Annotated[
+        int | None,
+        typer.Option(
+            "--context", metavar="TOKENS", min=1, help="Longest prompt with its answer. Default: the plan's, or 4096."
+        ),
+    ] = None,
+    prefetch_bytes: Annotated[
+        str | None,
+        typer.Option(
+            "--prefetch-bytes", metavar="SIZE", help="Weights that may wait for their block. Default: 2 blocks."
+        ),
+    ] = None,
+    resident_bytes: Annotated[
+        str | None,
+        typer.Option(
+            "--resident-bytes",
+            metavar="SIZE",
+            help="Streamed weights that may stay. Default: on the CPU, all that fits.",
+        ),
+    ] = None,
+    stats: Annotated[bool, typer.Option("--stats", help="Show times, and what streaming weights cost.")] = False,
+    trace: Annotated[
+        Path | None,
+        typer.Option("--trace", metavar="FILE", help="Write a trace of all threads, for chrome://tracing or Perfetto."),
+    ] = None,
+    experts: Annotated[
+        Path | None,
+        typer.Option("--experts", metavar="FILE", help="Record how often each expert was used, for later runs."),
+    ] = None,
+    as_json: JsonOption = False,
+    quiet: QuietOption = False,
+    color: ColorOption = ColorMode.AUTO,
+) -> None:
+    """Answer a prompt with a model, in memory or larger than that.
+
+    MODEL is the folder of a model of transformers, which has to be installed. Weights that find no room in
+    memory are streamed from their files for every token.
+    """
+    from bigload.extras import require
+
+    mode = _mode({_Mode.PROMPT: prompt, _Mode.CHAT: chat or None, _Mode.FILE: file, _Mode.RANDOM: random_tokens})
+    source = call.get_parameter_source("max_memory")
+    _refuse(
+        {
+            "--plan and -m: a plan has its limits": plan and source is not None and source.name == "COMMANDLINE",
+            "--plan and --from-disk: a plan says what is on disk": plan and from_disk,
+            "--chat and --json: a conversation is no document": mode is _Mode.CHAT and as_json,
+            "--repeat is for --random-tokens": mode is not _Mode.RANDOM and repeat > 1,
+        }
+    )
+    prompts = _prompts(mode, prompt, file)
+    prefetch = None if prefetch_bytes is None else size_option("--prefetch-bytes", prefetch_bytes, at_least=0)
+    resident = None if resident_bytes is None else size_option("--resident-bytes", resident_bytes, at_least=0)
+    on_stdout = _check_results(trace, experts, has_answer=as_json or mode is not _Mode.RANDOM)
+    require("torch", asked_by="run", extra="run")
+    if random_tokens is not None:
+        max_new_tokens = max_new_tokens or _RANDOM_ANSWER
+        context = context or random_tokens + max_new_tokens
+    checkpoint, made, context = _planned(path, plan, max_memory, from_disk=from_disk, context=context, quiet=quiet)
+    from bigload_cli.answering import Answering, AnswerWishes
+
+    wishes = AnswerWishes(
+        prompts=prompts,
+        is_chat=mode is _Mode.CHAT,
+        as_lines=mode is _Mode.FILE,
+        random_tokens=random_tokens,
+        repeat=repeat,
+        system=system,
+        is_raw=raw,
+        temperature=temperature,
+        top_p=top_p,
+        seed=seed,
+        context=context,
+        max_new_tokens=max_new_tokens,
+        prefetch_bytes=prefetch,
+        resident_bytes=resident,
+        measures=stats or as_json or mode is _Mode.RANDOM or trace is not None or experts is not None,
+        as_json=as_json,
+        stats=stats,
+        quiet=quiet,
+        color=color,
+    )
+    session = Answering.of(checkpoint, made, wishes)
+    report = session.run()
+    written = _write(session, trace, experts)
+    if not on_stdout and (as_json or mode is _Mode.RANDOM):
+        _show(report, checkpoint.name, as_json=as_json, quiet=quiet, color=color)
+    elif stats and not quiet and mode in (_Mode.PROMPT, _Mode.FILE):
+        _say(report, checkpoint.name, color=color)
+    if not quiet:
+        say_written(written)
+
+
+def _refuse(contradictions: Mapping[str, object]) -> None:
+    """Raise OptionError for the first pair of options that holds."""
+    for words, holds in contradictions.items():
+        if holds:
+            raise OptionError(words, hint="leave one of them out")
+
+
+def _check_results(trace: Path | None, experts: Path | None, *, has_answer: bool) -> bool:
+    """Check the result files; return whether one is the answer on stdout."""
+    from bigload.bench.result_marks import MADE_BY_RUN
+    from bigload.planning.expert_stats import SCHEMA
+
+    answers_on_stdout([trace, experts], as_json=has_answer)
+    on_stdout = check_results([trace], made_by=MADE_BY_RUN, as_json=has_answer)
+    return check_results([experts], made_by=SCHEMA, as_json=has_answer) or on_stdout
+
+
+def _mode(given: Mapping[_Mode, object]) -> _Mode:
+    """Return where prompts come from: what was asked for, else a conversation on a terminal, and stdin elsewhere."""
+    asked = [mode for mode, value in given.items() if value is not None]
+    if len(asked) > 1:
+        raise OptionError(f"{' and '.join(asked)} contradict each other", hint="leave one of them out")
+    if asked:
+        return asked[0]
+    return _Mode.CHAT if sys.stdin is not None and sys.stdin.isatty() else _Mode.PROMPT
+
+
+def _prompts(mode: _Mode, prompt: str | None, file: Path | None) -> list[Prompt]:
+    """Return the prompts that are known before the model is looked at.
+
+    Raises:
+        OptionError: there is none, or one that is no prompt.
+    """
+    if mode not in (_Mode.PROMPT, _Mode.FILE):
+        return []
+    from bigload.generation.prompts import Prompt, read_prompts
+    from bigload_cli.chat import stdin_text
+
+    if file is not None:
+        try:
+            text = stdin_text() if str(file) == "-" else file.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            reason = error.strerror if isinstance(error, OSError) else f"it is no text in UTF-8 ({error.reason})"
+            raise OptionError(f"cannot read {file}: {reason}") from error
+        return read_prompts(text.split("\n"), source="stdin" if str(file) == "-" else str(file))
+    text = stdin_text() if prompt is None or prompt == "-" else prompt
+    if not text:
+        raise OptionError(
+            "the prompt is empty", hint="give a text with -p, or on stdin; --chat asks for one line by line"
+        )
+    return [Prompt(text=text)]
+
+
+def _planned(
+    path: str, file: Path | None, limits: list[str] | None, *, from_disk: bool, context: int | None, quiet: bool
+) -> tuple[Checkpoint, Plan | None, int]:
+    """Return the checkpoint, the plan that was given or one for the limits, and the context; say where weights go."""
+    from bigload.extras import require
+    from bigload.generation.prompts import chosen_context
+    from bigload.planning.budget.budget import MemoryBudget
+    from bigload.planning.model.config import ModelConfig
+    from bigload.planning.plan import headline
+    from bigload.planning.plan_file import open_planned, read_plan
+    from bigload.planning.planner import plan as make_plan
+
+    made = None if file is None else read_plan(file)
+    checkpoint = open_planned(made, path, source=str(file))
+    require("transformers", asked_by="run", extra="run")
+    tokens = chosen_context(
+        context,
+        planned=0 if made is None else made.options.workload.context,
+        trained=ModelConfig(checkpoint.config).count("trained_context"),
+    )
+    if made is None and not from_disk:
+        made = make_plan(checkpoint, MemoryBudget.parse(limits or ["auto"]), context=tokens)
+    if made is not None and not quiet:
+        output.say(headline(made).partition("\n")[0])
+    return checkpoint, made, tokens
+
+
+def _write(session: Answering, trace: Path | None, experts: Path | None) -> list[Path]:
+    """Write the trace and the record of experts; return the paths."""
+    import json
+
+    from bigload.bench.chrome_trace import run_trace
+    from bigload.planning.expert_stats import ExpertStats
+
+    if trace is None and experts is None:
+        return []
+    stats = session.stats
+    models = {} if stats is None else {session.planned.checkpoint.name: stats}
+    recorded = ExpertStats(uses={} if stats is None else stats.experts)
+    return write_results([(trace, lambda: json.dumps(run_trace(models))), (experts, recorded.to_json)])
+
+
+def _show(report: RunReport, name: str, *, as_json: bool, quiet: bool, color: ColorMode) -> None:
+    """Print the statistics as the answer."""
+    from bigload.generation.report import run_document
+    from bigload_cli.views import run as view
+
+    if as_json:
+        output.print_json(run_document(report))
+        return
+    if quiet:
+        output.print_text(f"{report.median_seconds:.6f}")
+        return
+    output.print_text(view.headline(report, name=name) + "\n")
+    output.print_table(view.steps(report.answers), color=color)
+    output.print_text("\n".join(["", *view.closing(report)]))
+
+
+def _say(report: RunReport, name: str, *, color: ColorMode) -> None:
+    """Print the statistics beside the answer."""
+    from bigload_cli.views import run as view
+
+    output.say(f"\n{view.headline(report, name=name)}\n")
+    output.say_table(view.steps(report.answers), color=color)
+    output.say("\n".join(["", *view.closing(report)]))

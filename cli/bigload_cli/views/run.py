@@ -1,0 +1,109 @@
+"""Texts and tables of `bigload run --stats`."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator, Sequence
+
+from bigload.generation.report import Answer, RunReport
+from bigload.plain_text import PlainTable, Styled, printable
+from bigload.planning.module_table import folded_names
+from bigload.runtime.streaming.run_log import ForwardStats
+from bigload.units import counted, format_rate, format_size
+
+_COLUMNS = ("TOKENS", "SECONDS", "FROM DISK", "FROM RAM", "WAITED", "OVERLAP", "WEIGHTS")
+_MOST_ROWS = 20
+"""Of answers; of more, the table has the sum."""
+
+
+def headline(report: RunReport, *, name: str) -> str:
+    """Return what ran, where and with what."""
+    size, on_disk = format_size(report.total_bytes), format_size(report.disk_bytes)
+    memory = report.peak_private_bytes
+    return (
+        f"{printable(name)} -> {printable(report.device)}   {printable(report.model_class)}, {size}, "
+        f"{on_disk} on disk\n"
+        f"{counted(report.num_threads, 'thread')}, loaded in {report.load_seconds:.2f} s"
+        + ("" if memory is None else f", peak private memory {format_size(memory)}")
+    )
+
+
+def steps(answers: Sequence[Answer]) -> PlainTable:
+    """Return a row for the first token of an answer and one for the others; of several answers, one for each."""
+    table = PlainTable(("STEP", *_COLUMNS), right=_COLUMNS)
+    if len(answers) == 1 and len(answers[0].tokens) > 1:
+        (answer,) = answers
+        first, seen = answer.first_token_seconds or 0.0, answer.forwards
+        is_whole = seen is not None and len(seen) == len(answer.tokens)
+        table.add("first token", "1", f"{first:.3f}", *_cells(seen[:1] if seen and is_whole else None))
+        rest = None if seen is None else seen[is_whole:]
+        table.add("next tokens", f"{len(answer.tokens) - 1}", f"{answer.seconds - first:.3f}", *_cells(rest))
+    elif len(answers) <= _MOST_ROWS:
+        for number, answer in enumerate(answers, start=1):
+            table.add(f"answer {number}", f"{len(answer.tokens)}", f"{answer.seconds:.3f}", *_cells(answer.forwards))
+    if table.rows and len(table.rows) == 1:
+        return table
+    seen_by_all = [forward for answer in answers for forward in answer.forwards or ()]
+    table.add(
+        Styled("total", "bold"),
+        f"{sum(len(answer.tokens) for answer in answers)}",
+        f"{sum(answer.seconds for answer in answers):.3f}",
+        *_cells(seen_by_all or None),
+    )
+    return table
+
+
+def closing(report: RunReport) -> list[str]:
+    """Return how fast it was, the rate of what was brought in, and which experts could not be loaded one by one."""
+    return [*_pace(report.answers), *_brought_in(report)]
+
+
+def _pace(answers: Sequence[Answer]) -> Iterator[str]:
+    """Yield the medians of all answers; what a plan predicts of them belongs beside."""
+    firsts = [answer.first_token_seconds for answer in answers if answer.first_token_seconds is not None]
+    rates = [rate for answer in answers if (rate := answer.tokens_per_second) is not None]
+    if firsts:
+        then = f", then {statistics.median(rates):.3g} tokens/s" if rates else ""
+        yield f"First token after {statistics.median(firsts):.3f} s{then}."
+
+
+def _brought_in(report: RunReport) -> Iterator[str]:
+    forwards = [forward for answer in report.answers for forward in answer.forwards or ()]
+    if not forwards:
+        yield "Nothing was brought in: the plan leaves no weights that would have to be."
+        return
+    total = _sum(forwards)
+    num_bytes = total.bytes_from_ram + (total.bytes_from_disk or 0)
+    if not total.fetch_seconds:
+        yield "All weights were there before."
+    else:
+        speed = format_rate(num_bytes, total.fetch_seconds)
+        yield f"{format_size(num_bytes)} were brought in at {speed}, {total.fetch_seconds:.3f} s in all."
+    if report.whole_experts:
+        yield f"note: all experts of {printable(folded_names(report.whole_experts))} are loaded together."
+
+
+def _cells(forwards: Sequence[ForwardStats] | None) -> tuple[str, ...]:
+    if not forwards:
+        return ("-",) * (len(_COLUMNS) - 2)
+    total = _sum(forwards)
+    disk, overlap = total.bytes_from_disk, total.overlap
+    return (
+        "-" if disk is None else format_size(disk),
+        format_size(total.bytes_from_ram),
+        f"{total.wait_seconds:.3f}",
+        "-" if overlap is None else f"{overlap:.0%}",
+        format_size(total.peak_bytes),
+    )
+
+
+def _sum(seen: Sequence[ForwardStats]) -> ForwardStats:
+    disk = [forward.bytes_from_disk for forward in seen]
+    return ForwardStats(
+        seconds=sum(forward.seconds for forward in seen),
+        bytes_from_disk=None if None in disk else sum(each or 0 for each in disk),
+        bytes_from_ram=sum(forward.bytes_from_ram for forward in seen),
+        wait_seconds=sum(forward.wait_seconds for forward in seen),
+        fetch_seconds=sum(forward.fetch_seconds for forward in seen),
+        peak_bytes=max(forward.peak_bytes for forward in seen),
+    )

@@ -1,0 +1,133 @@
+from dataclasses import replace
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from bigload.devices import CPU, DISK
+from bigload.errors import OptionError
+from bigload.machine.machine_profile import DeviceProfile, MachineProfile
+from bigload.planning.budget.budget import MemoryBudget
+from bigload.planning.options import options_of
+from bigload.planning.planner import plan_details
+from bigload.planning.timing.predict import predict, with_bandwidth
+from builders import checkpoint_of, llama_config, llama_tensors
+
+BLOCK, EMBEDDING, NORM = 1040, 512, 16
+FAST = 10**9
+CPU_PROFILE = DeviceProfile(
+    device="cpu", name="slow", weight_rate={"BF16": 1000}, flops={"BF16": FAST}, launch_seconds=0.01
+)
+GPU_PROFILE = DeviceProfile(
+    device="cuda",
+    name="fast",
+    weight_rate={"BF16": 10_000},
+    flops={"BF16": FAST},
+    launch_seconds=0.001,
+    link_in=500,
+    link_out=500,
+)
+MACHINE = MachineProfile(
+    name="small",
+    source="file",
+    disk_rate=100,
+    mapped_rate=None,
+    load_rate=1000,
+    ram_bytes=None,
+    devices=(CPU_PROFILE, GPU_PROFILE),
+)
+RATES = st.integers(10, 10**5)
+LIMITS = st.sampled_from(
+    [{"cpu": 10_000}, {"cpu": 3000}, {"cuda:0": 3000, "cpu": 10_000}, {"cuda:0": 3000, "cpu": 2200}, {"cuda:0": 9000}]
+)
+
+
+def details_of(max_memory, *, tensors=None, config=None, **keywords):
+    checkpoint = checkpoint_of(tensors or llama_tensors(), config=config or llama_config())
+    return plan_details(checkpoint, MemoryBudget.of(max_memory), options_of(overhead=0, **keywords))
+
+
+def predicted(max_memory, machine=MACHINE, *, ram_bytes=None, **keywords):
+    details = details_of(max_memory, **keywords)
+    return predict(details.plan, details.structure, machine, ram_bytes=ram_bytes)
+
+
+def test_in_ram_a_token_takes_as_long_as_memory_gives_the_weights():
+    found = predicted({"cpu": 10_000})
+    assert found.token_seconds == pytest.approx((4 * BLOCK + NORM + EMBEDDING) / 1000 + 4 * 0.01)
+    assert found.bound_by == "memory"
+    assert {step.lane for step in found.steps} == {"cpu"}
+    assert found.load_seconds == (4 * BLOCK + NORM + 2 * EMBEDDING) / 100
+
+
+def test_from_disk_every_token_reads_what_no_memory_keeps():
+    details = details_of({"cpu": 3000})
+    found = predict(details.plan, details.structure, MACHINE, ram_bytes=0)
+    assert found.bound_by == "disk"
+    computing = sum(step.seconds for step in found.steps if step.lane == "cpu")
+    assert found.token_seconds == pytest.approx(details.plan.weights_on(DISK) / 100 + computing)  # no room to prefetch
+
+
+def test_pages_that_fit_into_free_memory_are_read_once():
+    details = details_of({"cpu": 3000})
+    found = predict(details.plan, details.structure, MACHINE, ram_bytes=10**6)
+    assert {step.lane for step in found.steps} == {"cpu"}
+    assert found.first_token_seconds > details.plan.weights_on(DISK) / 100 > found.token_seconds
+
+
+def test_an_accelerator_takes_from_the_link_what_it_does_not_hold():
+    details = details_of({"cuda:0": 3000, "cpu": 10_000})
+    found = predict(details.plan, details.structure, MACHINE)
+    assert found.bound_by == "link"
+    assert found.token_seconds == pytest.approx(details.plan.weights_on(CPU) / 500, rel=0.3)
+
+
+def test_an_encoder_runs_for_the_prompt_only():
+    names = [f"{side}.block.{number}.layer.0.w" for side in ("encoder", "decoder") for number in range(2)]
+    tensors = {name: ("BF16", [10, 10]) for name in names}
+    found = predicted({"cpu": 10_000}, tensors=tensors, config={"is_encoder_decoder": True, "model_type": "t5"})
+    assert found.token_seconds == pytest.approx(2 * 200 / 1000 + 2 * 0.01)
+
+
+def test_a_token_reads_the_experts_that_it_chooses():
+    config = {"model_type": "mixtral", "num_experts_per_tok": 2, "num_local_experts": 8}
+    tensors = {f"layers.0.mlp.experts.{number}.w": ("BF16", [10, 10]) for number in range(8)}
+    tensors |= {"layers.0.attn.w": ("BF16", [10, 10]), "layers.1.attn.w": ("BF16", [10, 10])}
+    found = predicted({"cpu": 10_000}, tensors=tensors, config=config)
+    assert found.token_seconds == pytest.approx((2 * 200 + 2 * 200) / 1000 + 2 * 0.01)
+
+
+def test_tokens_of_several_sequences_come_together():
+    one, four = predicted({"cpu": 10_000}), predicted({"cpu": 10_000}, batch=4)
+    assert four.tokens_per_second == pytest.approx(4 * one.tokens_per_second)
+
+
+def test_a_machine_without_the_device_is_refused():
+    with pytest.raises(OptionError, match="has no device cuda:0"):
+        predicted({"cuda:0": 9000}, replace(MACHINE, devices=(CPU_PROFILE,)))
+
+
+def test_bandwidths_that_were_asked_for_replace_those_of_the_profile():
+    asked = with_bandwidth(MACHINE, disk=7, link=9)
+    assert (asked.disk_rate, asked.devices[1].link_in, asked.devices[0].link_in) == (7, 9, None)
+
+
+@given(LIMITS, RATES, RATES, RATES)
+def test_no_prediction_beats_a_bound_and_more_bandwidth_is_never_slower(limits, disk, link, memory):
+    assume(disk <= link)
+    cpu, gpu = (replace(device, weight_rate={"BF16": memory}) for device in MACHINE.devices)
+    machine = with_bandwidth(replace(MACHINE, devices=(cpu, gpu)), disk=disk, link=link)
+    details = details_of(limits)
+    plan = details.plan
+    found = predict(plan, details.structure, machine, ram_bytes=0)  # the page cache keeps nothing
+    assert found.token_seconds >= plan.token_bytes.get(DISK, 0) / disk * (1 - 1e-9)
+    if plan.execution_device != CPU:
+        assert found.token_seconds >= sum(plan.token_bytes.values()) / link * (1 - 1e-9)
+    assert found.token_seconds >= (4 * BLOCK + EMBEDDING) / memory * (1 - 1e-9)
+    if not any(plan.token_bytes.values()):
+        assert not {"disk", "link", "ram"} & {step.lane for step in found.steps}
+    for better in (with_bandwidth(machine, disk=2 * disk), with_bandwidth(machine, link=2 * link)):
+        faster = predict(plan, details.structure, better, ram_bytes=0)
+        assert faster.token_seconds <= found.token_seconds * (1 + 1e-9)
+        assert faster.first_token_seconds <= found.first_token_seconds * (1 + 1e-9)
+        assert faster.load_seconds <= found.load_seconds

@@ -1,0 +1,15 @@
+import torch
+
+from bigload.bench.device_rates import DTYPES_MEASURED, device_profile
+
+
+def test_an_accelerator_is_measured_with_its_link(simulation):
+    words = []
+    found = device_profile(
+        torch.device("sim:1"), name="simulated", weight_bytes=64 * 2**20, seconds=0.0, on_run=words.append
+    )
+    assert (found.device, found.name) == ("sim:1", "simulated")
+    assert set(found.weight_rate) == set(found.flops) == set(DTYPES_MEASURED)
+    assert min(found.link_in, found.link_out) > 0
+    assert "sim:1: copies from it" in words
+    assert simulation.races == []
