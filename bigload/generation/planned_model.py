@@ -184,18 +184,22 @@ class PlannedModel:
         """Return the model without values."""
         return self.maker.empty(keeps_cache=self.keeps_cache)
 
-    def dispatched(self) -> nn.Module:
+    def dispatched(self, empty: nn.Module | None = None) -> nn.Module:
         """Return the model dispatched by bigload, its streamed weights read from the checkpoint.
+
+        Args:
+            empty: A model without values, as `empty` makes it; by default one is made.
 
         Raises:
             StateDictMismatchError: the model has other tensors than the checkpoint.
             LoadError: the checkpoint cannot be loaded.
         """
         prefetch, resident = self.prefetch_bytes, self.resident_bytes
+        model = self.empty() if empty is None else empty
         if self.plan is not None:
-            return load_and_dispatch(self.empty(), self.plan, prefetch_bytes=prefetch, resident_bytes=resident)
+            return load_and_dispatch(model, self.plan, prefetch_bytes=prefetch, resident_bytes=resident)
         return load_checkpoint_and_dispatch(
-            self.empty(),
+            model,
             str(self.checkpoint.root),
             _ALL_ON_DISK,
             strict=True,

@@ -5,8 +5,12 @@ from __future__ import annotations
 import statistics
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import TYPE_CHECKING
 
 from bigload.runtime.streaming.run_log import ForwardStats
+
+if TYPE_CHECKING:
+    from bigload.planning.timing.predict import Prediction
 
 
 class Finish(StrEnum):
@@ -68,6 +72,8 @@ class RunReport:
         peak_private_bytes: The most private memory above that before the load; `None` where it was not sampled.
         answers: In their order.
         whole_experts: See `RunStats`.
+        prediction: What the plan was to take on this machine; `None` where it has not been measured.
+        cached_fraction: Part of the files, 0 to 1, that was in the page cache before the load; the prediction is for 0.
     """
 
     path: str
@@ -82,6 +88,8 @@ class RunReport:
     peak_private_bytes: int | None
     answers: tuple[Answer, ...]
     whole_experts: tuple[str, ...] = ()
+    prediction: Prediction | None = None
+    cached_fraction: float | None = None
 
     @property
     def median_seconds(self) -> float:
@@ -103,6 +111,8 @@ def run_document(report: RunReport) -> dict[str, object]:
         "seed": report.seed,
         "load_seconds": report.load_seconds,
         "peak_private_bytes": report.peak_private_bytes,
+        "prediction": None if report.prediction is None else _of_prediction(report.prediction),
+        "cached_fraction": report.cached_fraction,
         "answers": [
             {
                 **answer_document(answer),
@@ -125,6 +135,17 @@ def answer_document(answer: Answer) -> dict[str, object]:
         "seconds": answer.seconds,
         "first_token_seconds": answer.first_token_seconds,
         "tokens_per_second": answer.tokens_per_second,
+    }
+
+
+def _of_prediction(found: Prediction) -> dict[str, object]:
+    return {
+        "load_seconds": found.load_seconds,
+        "first_token_seconds": found.first_token_seconds,
+        "token_seconds": found.token_seconds,
+        "prompt_tokens": found.prompt_tokens,
+        "bound_by": found.bound_by,
+        "profile_name": found.profile_name,
     }
 
 

@@ -142,6 +142,11 @@ class Answering:
             questions = [wishes.question(each, tokenizer, max_new_tokens=wanted) for each in wishes.prompts]
         return cls(wishes=wishes, planned=planned, tokenizer=tokenizer, questions=questions)
 
+    @property
+    def first_prompt_tokens(self) -> int | None:
+        """Length of the first prompt; `None` in a conversation, before it begins."""
+        return self.wishes.random_tokens or (len(self.questions[0].tokens) if self.questions else None)
+
     def run(self) -> RunReport:
         """Load the model and have it answer."""
         with ExitStack() as sampled:
@@ -165,8 +170,9 @@ class Answering:
     def _load(self) -> None:
         with self._status(is_shown=sys.stderr.isatty()) as status:
             status(f"loading {format_size(self.planned.checkpoint.stored_bytes)}")
+            empty = self.planned.empty()
             began = time.perf_counter()
-            self.model = self.planned.dispatched()
+            self.model = self.planned.dispatched(empty)
             self.load_seconds = time.perf_counter() - began
         wishes = self.wishes
         self.generator = TextGenerator(

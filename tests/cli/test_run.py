@@ -7,33 +7,42 @@ anew.
 import fcntl
 import json
 import os
+import re
 import subprocess
 import sys
 import termios
 import time
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from jsonschema import Draft202012Validator
 from text_models import save_model, save_tokenizer
 
+from bigload.machine.known_machines import known_machine
+from bigload.machine.profile_cache import keep_profile
 from bigload_cli.views import run as view
-from run_reports import GIB, answer, forward, run_report
+from run_reports import GIB, answer, forward, prediction, run_report
 
 GOLDEN = Path(__file__).parent / "golden"
+SCHEMA = Path(__file__).parents[2] / "docs" / "schemas" / "run-1.0.json"
 needs_transformers = pytest.mark.skipif(find_spec("transformers") is None, reason="transformers is not installed")
 
 
 def stats_text(report):
-    lines = [view.headline(report, name="llama-8b"), "", view.steps(report.answers).as_text()]
+    lines = [view.headline(report, name="llama-8b"), "", *(table.as_text() for table in view.tables(report))]
     return "\n".join([*lines, *view.closing(report)]) + "\n"
 
 
 ONE = run_report(answer(forward(0.25, disk=GIB, ram=2 * GIB), forward(), forward()))
+PREDICTED = replace(ONE, prediction=prediction(), cached_fraction=0.25)
 MANY = run_report(*(answer(forward(), forward(), seconds=0.5 * number, num_tokens=2) for number in (1, 2, 3)))
 
 
-@pytest.mark.parametrize(("name", "report"), [("run-stats", ONE), ("run-stats-of-many", MANY)])
+@pytest.mark.parametrize(
+    ("name", "report"), [("run-stats", ONE), ("run-stats-of-many", MANY), ("run-stats-predicted", PREDICTED)]
+)
 def test_stats_in_a_pipe(name, report):
     text = stats_text(report)
     path = GOLDEN / f"{name}.pipe.txt"
@@ -212,6 +221,24 @@ class TestText:
         assert done.stderr.endswith("Wrote t.json.\n")
         assert {e.get("cat") for e in json.loads(Path("t.json").read_text())["traceEvents"]} >= {"fetch", "compute"}
         assert run("bigload run base -p hello -n 1 --trace t.json -q").code == 0  # its own file is replaced
+
+    def test_what_was_predicted_on_a_measured_machine_stands_beside_what_was_seen(self, run, monkeypatch, tmp_path):
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+        monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+        assert "PREDICTED" not in run("bigload run base -p hello -n 3 --stats").stderr
+        measured = replace(known_machine("h100"), name="this machine", source="measured")
+        measured = replace(measured, devices=measured.devices[:1])  # the CPU
+        assert keep_profile(Path("base").resolve(), measured) is not None
+        done = run("bigload run base -p hello -n 3 --stats")
+        assert re.search(r"\n +PREDICTED +SEEN\nload .*\nfirst token .*\nnext token ", done.stderr)
+        assert re.search(r"-bound\) is for uncached files; \d+% of them were cached\.", done.stderr)
+        run("bigload plan base -m cpu=1GiB -o plan.json")
+        document = json.loads(run("bigload run base -p hello -n 3 --plan plan.json --json").stdout)
+        Draft202012Validator(json.loads(SCHEMA.read_text())).validate(document)
+        assert document["prediction"]["prompt_tokens"] == document["answers"][0]["prompt_tokens"]
+        assert 0 <= document["cached_fraction"] <= 1
+        without = json.loads(run("bigload run base -p hello -n 3 --from-disk --json").stdout)
+        assert without["prediction"] is None
 
     def test_a_lack_of_memory_in_the_middle_of_an_answer_is_told(self, run, monkeypatch):
         import torch

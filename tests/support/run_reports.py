@@ -1,6 +1,7 @@
 """Run statistics with figures chosen by hand."""
 
 from bigload.generation.report import Answer, Finish, RunReport
+from bigload.planning.timing.predict import Prediction
 from bigload.runtime.streaming.run_log import ForwardStats, RunStats, TraceSpan
 
 GIB, MIB = 2**30, 2**20
@@ -59,3 +60,18 @@ def run_report(*answers, **changes):
         "answers": answers,
     }
     return RunReport(**(given | changes))
+
+
+def prediction(**changes):
+    given = {
+        "load_seconds": 0.25,
+        "first_token_seconds": 2.5,
+        "token_seconds": 0.12,
+        "prompt_tokens": 12,
+        "batch": 1,
+        "bound_by": "memory",
+        "profile_name": "this machine",
+        "source": "measured",
+        "steps": (),
+    }
+    return Prediction(**(given | changes))

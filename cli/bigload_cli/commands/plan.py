@@ -194,7 +194,7 @@ def plan(
     else:
         made = plan_details(checkpoint, budget, options)
         _check(made, fail_if)
-    prediction = None if machine is None else machine.of(made)
+    prediction = None if machine is None else machine.of(made.plan, made.structure)
     _deliver(made, prediction, out, html, as_json=as_json, quiet=quiet, color=color)
 
 

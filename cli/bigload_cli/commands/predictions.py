@@ -17,7 +17,9 @@ if TYPE_CHECKING:
     from bigload.checkpoint.model import Checkpoint
     from bigload.machine.machine_profile import MachineProfile
     from bigload.planning.budget.budget import MemoryBudget
+    from bigload.planning.model.structure import ModelStructure
     from bigload.planning.options import PlanOptions
+    from bigload.planning.plan import Plan
     from bigload.planning.planner import PlanDetails
     from bigload.planning.timing.predict import Prediction
 
@@ -59,27 +61,27 @@ class Predictor:
     is_here: bool
     ram_bytes: int | None = None
 
-    def of(self, made: PlanDetails) -> Prediction | None:
+    def of(self, plan: Plan, structure: ModelStructure, *, prompt_tokens: int | None = None) -> Prediction | None:
         """Return the times of a plan; `None` where it is not one for this machine."""
         from bigload.devices import CPU
         from bigload.planning.timing.predict import lacks, predict
 
         if self.is_here:
             room = self.profile.ram_bytes
-            ram = max((use.budget_bytes or 0 for use in made.plan.devices if use.device == CPU), default=0)
-            if lacks(made.plan, self.profile) or (room is not None and ram > room):
+            ram = max((use.budget_bytes or 0 for use in plan.devices if use.device == CPU), default=0)
+            if lacks(plan, self.profile) or (room is not None and ram > room):
                 return None
-        return predict(made.plan, made.structure, self.profile, ram_bytes=self.ram_bytes)
+        return predict(plan, structure, self.profile, prompt_tokens=prompt_tokens, ram_bytes=self.ram_bytes)
 
 
 def predictor(
     path: str,
     profile: str | None,
     *,
-    measure: bool,
-    disk_bandwidth: int | None,
-    link_bandwidth: int | None,
-    quiet: bool,
+    measure: bool = False,
+    disk_bandwidth: int | None = None,
+    link_bandwidth: int | None = None,
+    quiet: bool = True,
 ) -> Predictor | None:
     """Return the machine that was asked for, with bandwidths that were; without either this one, if it was measured.
 
@@ -162,7 +164,7 @@ def plan_that_does(
     from bigload.planning.questions.concessions import LEAST_CONTEXT, concede
 
     def speed_of(made: PlanDetails) -> Prediction:
-        found = None if machine is None else machine.of(made)
+        found = None if machine is None else machine.of(made.plan, made.structure)
         if found is None:
             hint = "bigload measure, on the machine itself; or --profile NAME|FILE"
             raise OptionError("--target needs to know the machine that runs the plan", hint=hint)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, TypedDict
 
 import typer
 
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from bigload.generation.prompts import Prompt
     from bigload.generation.report import RunReport
     from bigload.planning.plan import Plan
+    from bigload.planning.timing.predict import Prediction
     from bigload_cli.answering import Answering
 
 EPILOG = """\b
@@ -54,6 +56,13 @@ weights, loaded or in flight.
 
 _RANDOM_ANSWER = 32
 """Tokens after random ones."""
+
+
+class _Expected(TypedDict, total=False):
+    """What a report has about times that were predicted."""
+
+    prediction: Prediction
+    cached_fraction: float | None
 
 
 class _Mode(StrEnum):
@@ -209,7 +218,8 @@ def run(
         color=color,
     )
     session = Answering.of(checkpoint, made, wishes)
-    report = session.run()
+    expected = _expected(checkpoint, made, session) if stats or as_json or mode is _Mode.RANDOM else {}
+    report = replace(session.run(), **expected)
     written = _write(session, trace, experts)
     if not on_stdout and (as_json or mode is _Mode.RANDOM):
         _show(report, checkpoint.name, as_json=as_json, quiet=quiet, color=color)
@@ -299,6 +309,23 @@ def _planned(
     return checkpoint, made, tokens
 
 
+def _expected(checkpoint: Checkpoint, made: Plan | None, session: Answering) -> _Expected:
+    """Return the prediction of `made` for the first prompt, where this machine was measured, and what it hangs on."""
+    from bigload.machine.page_cache import cached_fraction
+    from bigload.planning.model.structure import read_structure
+    from bigload_cli.commands.predictions import predictor
+
+    machine = None if made is None else predictor(str(checkpoint.root), None)
+    tokens = session.first_prompt_tokens
+    if made is None or machine is None or tokens is None:
+        return {}
+    found = machine.of(made, read_structure(checkpoint, made.options), prompt_tokens=tokens)
+    if found is None:
+        return {}
+    files = (checkpoint.root / shard.file for shard in checkpoint.shards)
+    return {"prediction": found, "cached_fraction": cached_fraction(files)}
+
+
 def _write(session: Answering, trace: Path | None, experts: Path | None) -> list[Path]:
     """Write the trace and the record of experts; return the paths."""
     import json
@@ -326,8 +353,10 @@ def _show(report: RunReport, name: str, *, as_json: bool, quiet: bool, color: Co
         output.print_text(f"{report.median_seconds:.6f}")
         return
     output.print_text(view.headline(report, name=name) + "\n")
-    output.print_table(view.steps(report.answers), color=color)
-    output.print_text("\n".join(["", *view.closing(report)]))
+    for table in view.tables(report):
+        output.print_table(table, color=color)
+        output.print_text("")
+    output.print_text("\n".join(view.closing(report)))
 
 
 def _say(report: RunReport, name: str, *, color: ColorMode) -> None:
@@ -335,5 +364,7 @@ def _say(report: RunReport, name: str, *, color: ColorMode) -> None:
     from bigload_cli.views import run as view
 
     output.say(f"\n{view.headline(report, name=name)}\n")
-    output.say_table(view.steps(report.answers), color=color)
-    output.say("\n".join(["", *view.closing(report)]))
+    for table in view.tables(report):
+        output.say_table(table, color=color)
+        output.say("")
+    output.say("\n".join(view.closing(report)))

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from bigload.generation.report import Answer, RunReport
 from bigload.plain_text import PlainTable, Styled, printable
 from bigload.planning.module_table import folded_names
+from bigload.planning.plan import duration
 from bigload.runtime.streaming.run_log import ForwardStats
 from bigload.units import counted, format_rate, format_size
 
@@ -53,18 +54,49 @@ def steps(answers: Sequence[Answer]) -> PlainTable:
     return table
 
 
+def tables(report: RunReport) -> list[PlainTable]:
+    """Return the steps, and what was predicted of them where this machine has been measured."""
+    beside = _predicted(report)
+    return [steps(report.answers), *([] if beside is None else [beside])]
+
+
+def _predicted(report: RunReport) -> PlainTable | None:
+    """Return predicted times beside those seen: of the first prompt, and of a token the median of all answers."""
+    found = report.prediction
+    if found is None:
+        return None
+    table = PlainTable(("", "PREDICTED", "SEEN"), right=("PREDICTED", "SEEN"))
+    table.add("load", duration(found.load_seconds), duration(report.load_seconds))
+    if (first := report.answers[0].first_token_seconds) is not None:
+        table.add("first token", duration(found.first_token_seconds), duration(first))
+    if rates := _rates(report.answers):
+        table.add("next token", duration(found.token_seconds), duration(1 / statistics.median(rates)))
+    return table
+
+
 def closing(report: RunReport) -> list[str]:
     """Return how fast it was, the rate of what was brought in, and which experts could not be loaded one by one."""
-    return [*_pace(report.answers), *_brought_in(report)]
+    return [*_pace(report.answers), *_brought_in(report), *_conditions(report)]
 
 
 def _pace(answers: Sequence[Answer]) -> Iterator[str]:
-    """Yield the medians of all answers; what a plan predicts of them belongs beside."""
+    """Yield the medians of all answers."""
     firsts = [answer.first_token_seconds for answer in answers if answer.first_token_seconds is not None]
-    rates = [rate for answer in answers if (rate := answer.tokens_per_second) is not None]
+    rates = _rates(answers)
     if firsts:
         then = f", then {statistics.median(rates):.3g} tokens/s" if rates else ""
         yield f"First token after {statistics.median(firsts):.3f} s{then}."
+
+
+def _rates(answers: Sequence[Answer]) -> list[float]:
+    return [rate for answer in answers if (rate := answer.tokens_per_second) is not None]
+
+
+def _conditions(report: RunReport) -> Iterator[str]:
+    found, cached = report.prediction, report.cached_fraction
+    if found is not None:
+        seen = "" if cached is None else f"; {cached:.0%} of them were cached"
+        yield f"The prediction ({found.bound_by}-bound) is for uncached files{seen}."
 
 
 def _brought_in(report: RunReport) -> Iterator[str]:
