@@ -148,24 +148,41 @@ class Answering:
         return self.wishes.random_tokens or (len(self.questions[0].tokens) if self.questions else None)
 
     def run(self) -> RunReport:
-        """Load the model and have it answer."""
+        """Load the model and have it answer.
+
+        Raises:
+            StoppedError: Ctrl-C; the text says what has been answered.
+        """
         with ExitStack() as sampled:
             memory = sampled.enter_context(MemorySampler()) if self.wishes.measures else None
-            self._load()
-            if self.wishes.random_tokens is not None:
-                self._time_random(self.wishes.random_tokens, self.wishes.max_new_tokens or 1)
-            elif self.wishes.is_chat and self.tokenizer is not None:
-                self._chat(self.tokenizer)
-            elif self.wishes.as_lines:
-                self._answer_lines()
-            else:
-                self._answer_text(self.questions[0])
+            try:
+                self._load()
+                self._answer_all()
+            except KeyboardInterrupt:
+                raise StoppedError(INTERRUPTED, self._what_is_answered()) from None
         return self._report(None if memory is None else memory.peak.private_bytes)
 
     @property
     def stats(self) -> RunStats | None:
         """What streaming did so far; `None` where nothing streams."""
         return stats_of(self.model)
+
+    def _answer_all(self) -> None:
+        if self.wishes.random_tokens is not None:
+            self._time_random(self.wishes.random_tokens, self.wishes.max_new_tokens or 1)
+        elif self.wishes.is_chat and self.tokenizer is not None:
+            self._chat(self.tokenizer)
+        elif self.wishes.as_lines:
+            self._answer_lines()
+        else:
+            self._answer_text(self.questions[0])
+
+    def _what_is_answered(self) -> str:
+        if not self.load_seconds:
+            return "the model was not loaded yet"
+        if self.wishes.as_lines:
+            return f"{len(self.answers)} of {len(self.questions)} prompts are answered"
+        return "the conversation has ended" if self.wishes.is_chat else "the answer is not complete"
 
     def _load(self) -> None:
         with self._status(is_shown=sys.stderr.isatty()) as status:
@@ -232,11 +249,7 @@ class Answering:
         with self._status() as status:
             for number, question in enumerate(self.questions, start=1):
                 status(f"prompt {number} of {len(self.questions)}")
-                try:
-                    answer = self._answer(question)
-                except KeyboardInterrupt:
-                    done = f"{number - 1} of {len(self.questions)} prompts are answered"
-                    raise StoppedError(INTERRUPTED, done) from None
+                answer = self._answer(question)
                 if not self.wishes.as_json:
                     document = answer_document(answer)
                     print_piece(json.dumps(document, ensure_ascii=not can_draw(sys.stdout)) + "\n")
@@ -260,13 +273,13 @@ class Answering:
                 said = ()
                 continue
             now = (*said, ChatMessage(role="user", content=line))
-            try:
-                question = self.wishes.question(Prompt(messages=now), tokenizer, max_new_tokens=None)
-            except OptionError as error:
-                say(f"error: {error.message}\nhint: /clear forgets the conversation")
-                continue
-            room = min(question.max_new_tokens, self.wishes.max_new_tokens or question.max_new_tokens)
             with stopped_by_ctrl_c() as is_stopped:
+                try:
+                    question = self.wishes.question(Prompt(messages=now), tokenizer, max_new_tokens=None)
+                except OptionError as error:
+                    say(f"error: {error.message}\nhint: /clear forgets the conversation")
+                    continue
+                room = min(question.max_new_tokens, self.wishes.max_new_tokens or question.max_new_tokens)
                 answer = self._answer_text(replace(question, max_new_tokens=room), is_stopped=is_stopped)
             said = (*now, ChatMessage(role="assistant", content=answer.text))
             if self.wishes.stats:

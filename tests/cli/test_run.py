@@ -8,6 +8,8 @@ import fcntl
 import json
 import os
 import re
+import select
+import signal
 import subprocess
 import sys
 import termios
@@ -240,6 +242,16 @@ class TestText:
         without = json.loads(run("bigload run base -p hello -n 3 --from-disk --json").stdout)
         assert without["prediction"] is None
 
+    def test_an_interrupted_answer_is_said_to_be_incomplete(self, environment):
+        words = [sys.executable, "-m", "bigload_cli", "run", "endless", "-p", "hello", "--context", "1000000"]
+        with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment()) as process:
+            first = process.stdout.read(1)
+            process.send_signal(signal.SIGINT)
+            text, errors = process.communicate(timeout=60)
+        assert process.returncode == 130
+        assert (first + text).endswith(b"\n")
+        assert errors == b"endless fits: 100% in RAM\ninterrupted: the answer is not complete\n"
+
     def test_a_lack_of_memory_in_the_middle_of_an_answer_is_told(self, run, monkeypatch):
         import torch
         import transformers
@@ -323,13 +335,26 @@ class Conversation:
         """Wait until `words` are shown after what was waited for before; return all between."""
         give_up = time.monotonic() + 60
         while words not in self.shown[self._seen :]:
+            assert select.select([self._keyboard], [], [], give_up - time.monotonic())[0], self.shown
             read = self._read(self._keyboard)
             assert read, self.shown
-            assert time.monotonic() < give_up, self.shown
             self.shown += read.decode(errors="replace")
         before = self._seen
         self._seen = self.shown.index(words, self._seen) + len(words)
         return self.shown[before : self._seen]
+
+    def press_until(self, key, words):
+        """Press `key` until `words` are shown.
+
+        Python passes a signal over that comes after it has shown the prompt and before it waits for a key.
+        """
+        give_up = time.monotonic() + 60
+        while words not in self.shown[self._seen :]:
+            assert time.monotonic() < give_up, self.shown
+            self.type(key)
+            if select.select([self._keyboard], [], [], 1)[0]:
+                self.shown += self._read(self._keyboard).decode(errors="replace")
+        self.wait_for(words)
 
     def end(self):
         """Return the exit code, once all has been shown."""
@@ -369,8 +394,7 @@ def test_ctrl_c_ends_an_answer_and_not_the_conversation(conversation):
     time.sleep(0.05)
     talk.type("\x03")  # the terminal sends SIGINT to all that run in it
     talk.wait_for(">>> ")
-    talk.type("\x03")
-    talk.wait_for("ends the chat")
+    talk.press_until("\x03", "ends the chat")
     talk.wait_for(">>> ")
     talk.type("\x04")
     assert talk.end() == 0

@@ -13,6 +13,7 @@ import typer
 
 from bigload.errors import OptionError
 from bigload_cli import output
+from bigload_cli.library_messages import silent_libraries
 from bigload_cli.options import (
     ColorMode,
     ColorOption,
@@ -190,36 +191,40 @@ def run(
     resident = None if resident_bytes is None else size_option("--resident-bytes", resident_bytes, at_least=0)
     on_stdout = _check_results(trace, experts, has_answer=as_json or mode is not _Mode.RANDOM)
     require("torch", asked_by="run", extra="run")
+    from bigload.machine.memory_ahead import memory_ahead
+
     if random_tokens is not None:
         max_new_tokens = max_new_tokens or _RANDOM_ANSWER
         context = context or random_tokens + max_new_tokens
     checkpoint, made, context = _planned(path, plan, max_memory, from_disk=from_disk, context=context, quiet=quiet)
-    from bigload_cli.answering import Answering, AnswerWishes
+    measures = stats or as_json or mode is _Mode.RANDOM or trace is not None or experts is not None
+    with silent_libraries(), memory_ahead(0 if measures or made is None else _ram_bytes(made)):
+        from bigload_cli.answering import Answering, AnswerWishes
 
-    wishes = AnswerWishes(
-        prompts=prompts,
-        is_chat=mode is _Mode.CHAT,
-        as_lines=mode is _Mode.FILE,
-        random_tokens=random_tokens,
-        repeat=repeat,
-        system=system,
-        is_raw=raw,
-        temperature=temperature,
-        top_p=top_p,
-        seed=seed,
-        context=context,
-        max_new_tokens=max_new_tokens,
-        prefetch_bytes=prefetch,
-        resident_bytes=resident,
-        measures=stats or as_json or mode is _Mode.RANDOM or trace is not None or experts is not None,
-        as_json=as_json,
-        stats=stats,
-        quiet=quiet,
-        color=color,
-    )
-    session = Answering.of(checkpoint, made, wishes)
-    expected = _expected(checkpoint, made, session) if stats or as_json or mode is _Mode.RANDOM else {}
-    report = replace(session.run(), **expected)
+        wishes = AnswerWishes(
+            prompts=prompts,
+            is_chat=mode is _Mode.CHAT,
+            as_lines=mode is _Mode.FILE,
+            random_tokens=random_tokens,
+            repeat=repeat,
+            system=system,
+            is_raw=raw,
+            temperature=temperature,
+            top_p=top_p,
+            seed=seed,
+            context=context,
+            max_new_tokens=max_new_tokens,
+            prefetch_bytes=prefetch,
+            resident_bytes=resident,
+            measures=measures,
+            as_json=as_json,
+            stats=stats,
+            quiet=quiet,
+            color=color,
+        )
+        session = Answering.of(checkpoint, made, wishes)
+        expected = _expected(checkpoint, made, session) if stats or as_json or mode is _Mode.RANDOM else {}
+        report = replace(session.run(), **expected)
     written = _write(session, trace, experts)
     if not on_stdout and (as_json or mode is _Mode.RANDOM):
         _show(report, checkpoint.name, as_json=as_json, quiet=quiet, color=color)
@@ -324,6 +329,13 @@ def _expected(checkpoint: Checkpoint, made: Plan | None, session: Answering) -> 
         return {}
     files = (checkpoint.root / shard.file for shard in checkpoint.shards)
     return {"prediction": found, "cached_fraction": cached_fraction(files)}
+
+
+def _ram_bytes(made: Plan) -> int:
+    """Return the bytes that a load puts into plain RAM; beside accelerators, buffers of another kind have them."""
+    from bigload.devices import CPU
+
+    return made.weights_on(CPU) if made.execution_device == CPU else 0
 
 
 def _write(session: Answering, trace: Path | None, experts: Path | None) -> list[Path]:
