@@ -8,6 +8,11 @@ first runs once, untimed, and its output is compared with the first one's. Then 
 same bytes, one run at a time. Warm, the models stay, and the files were read from start to end before; cold, a turn
 builds the model anew and evicts all files. No run can beat the bound: the longer of computing (the model in memory) and
 reading the streamed bytes.
+
+    python benchmarks/bench_run.py FOLDER --verb [--new-tokens 32] [--rounds 5]
+
+times what `bigload run` adds: its answers beside a bare `generate` of the same dispatched model, and its whole process
+to one token beside that of a bare script of transformers, with the files in the page cache. FOLDER needs a tokenizer.
 """
 
 from __future__ import annotations
@@ -16,12 +21,14 @@ import argparse
 import json
 import os
 import statistics
+import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -29,7 +36,10 @@ from torch import nn
 from bigload.bench.page_cache_state import CacheState, evict_verified, warm
 from bigload.bench.raw_limit import RawKind, can_read_direct, raw_read, raw_reads
 from bigload.bench.runner import Contender, Measured, run_rounds
+from bigload.generation.folder_tokenizer import FolderTokenizer
 from bigload.generation.planned_model import PlannedModel, stats_of, synchronize
+from bigload.generation.prompts import Prompt
+from bigload.generation.text_generator import Sampling, TextGenerator
 from bigload.runtime.streaming.run_log import ForwardStats
 from bigload.units import format_size, parse_size
 from harness import machine, show_status
@@ -253,6 +263,53 @@ def _first_runs(
         del model
 
 
+_SCRIPT = """
+import sys, torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+tokenizer = AutoTokenizer.from_pretrained(sys.argv[1])
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1])
+tokens = tokenizer("hello", return_tensors="pt").input_ids
+print(tokenizer.decode(model.generate(tokens, max_new_tokens=1, do_sample=False)[0]))
+"""
+
+
+def bench_verb(planned: PlannedModel, *, new_tokens: int, rounds: int) -> Iterator[tuple[str, Measured]]:
+    """Yield the times of an answer and of a bare `generate`, then those of whole processes until one token."""
+    yield from _times_of_answers(planned, new_tokens, rounds).items()
+    folder = str(planned.checkpoint.root)
+    verb = [sys.executable, "-m", "bigload_cli", "run", folder, "-p", "hello", "--raw", "-n", "1", "--temperature", "0"]
+    imports = f"import torch, transformers; transformers.{planned.maker.model_class.__name__}"
+    commands = {
+        "process of bigload run": verb,
+        "process of bigload run --from-disk": [*verb, "--from-disk"],
+        "process of a bare script": [sys.executable, "-c", _SCRIPT, folder],
+        "imports of that script": [sys.executable, "-c", imports],
+    }
+    processes = [
+        Contender(name=name, run=partial(subprocess.run, command, check=True, capture_output=True))
+        for name, command in commands.items()
+    ]
+    yield from run_rounds(processes, runs=rounds, files=[], on_run=show_status).measured.items()
+
+
+def _times_of_answers(planned: PlannedModel, new_tokens: int, rounds: int) -> dict[str, Measured]:
+    tokenizer = FolderTokenizer.of(planned.checkpoint, asked_by="bench_run.py", is_raw=True)
+    tokens = tokenizer.tokens_of(Prompt(text="the sky is blue because"))
+    model: Any = planned.dispatched()
+    generator = TextGenerator(planned, model, sampling=Sampling(temperature=0), decode=tokenizer.decode)
+    ids = torch.tensor([tokens], device=planned.device)
+
+    def answer() -> object:
+        return generator.answer(tokens, max_new_tokens=new_tokens)
+
+    def bare() -> object:
+        return model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=new_tokens)
+
+    answer()
+    contenders = [Contender(name="answer of bigload run", run=answer), Contender(name="bare generate", run=bare)]
+    return run_rounds(contenders, runs=rounds, files=[], on_run=show_status).measured
+
+
 def table(bench: RunBench) -> Iterator[str]:
     """Yield the lines of a Markdown table, and what is worth knowing about it."""
     plain, own = bench.median(PLAIN), bench.median(BIGLOAD)
@@ -294,6 +351,7 @@ def main() -> int:
     parser.add_argument("--resident-bytes", type=parse_size)
     parser.add_argument("--threads", type=int, help="threads that torch computes with")
     parser.add_argument("--no-peers", action="store_true", help="leave out accelerate and transformers")
+    parser.add_argument("--verb", action="store_true", help="time bigload run beside bare scripts of transformers")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures")
     asked = parser.parse_args()
     if asked.threads is not None:
@@ -302,10 +360,15 @@ def main() -> int:
         asked.model,
         asked.plan,
         asked_by="bench_run.py",
-        keeps_cache=asked.new_tokens > 1,
+        keeps_cache=asked.verb or asked.new_tokens > 1,
         prefetch_bytes=asked.prefetch_bytes,
         resident_bytes=asked.resident_bytes,
     )
+    if asked.verb:
+        for name, measured in bench_verb(planned, new_tokens=asked.new_tokens or 32, rounds=asked.rounds):
+            spread = f"{min(measured.seconds):.3f} to {max(measured.seconds):.3f}"
+            print(f"{name:36}{measured.median_seconds:8.3f} s   {spread}", flush=True)
+        return 0
     bench = bench_run(
         planned,
         tokens=asked.tokens,

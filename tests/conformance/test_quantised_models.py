@@ -7,6 +7,8 @@ import torch
 from safetensors.torch import save_file
 
 import bigload
+from bigload.generation.planned_model import PlannedModel
+from bigload.generation.text_generator import Sampling, TextGenerator
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 pytest.importorskip("accelerate", reason="accelerate is not installed")
@@ -229,6 +231,25 @@ def test_a_plan_counts_packed_bytes_and_is_carried_out(quantised):
     plan = bigload.plan(folder, {"cpu": f"{stored * 2 // 3}B"})
     assert "disk" in plan.device_map.values()
     assert torch.equal(answer(bigload.load_and_dispatch(empty(folder), plan)), expected)
+
+
+def test_a_run_answers_with_it_as_transformers_does(quantised):
+    folder, _ = quantised
+    stored = sum(tensor.num_bytes for tensor in bigload.open_checkpoint(folder).tensors.values())
+    for plan in (None, bigload.plan(folder, {"cpu": f"{stored * 2 // 3}B"})):
+        planned = PlannedModel.open(folder, plan, asked_by="run", keeps_cache=True)
+        generator = TextGenerator(planned, planned.dispatched(), sampling=Sampling(temperature=0))
+        answer = generator.answer(IDS[0].tolist(), max_new_tokens=6)
+        expected = loaded(folder).generate(IDS, max_new_tokens=6, min_new_tokens=6, do_sample=False)
+        assert list(answer.tokens) == expected[0, IDS.shape[1] :].tolist()
+
+
+def test_the_kv_cache_of_a_plan_is_in_the_dtype_that_it_computes_in(quantised):
+    folder, _ = quantised
+    plan = bigload.plan(folder, {"cpu": "1GiB"}, context=64)
+    config = transformers.AutoConfig.from_pretrained(folder)
+    of_a_token = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * 2  # 16 bits
+    assert sum(use.kv_bytes for use in plan.devices) == 64 * of_a_token
 
 
 def test_a_map_that_is_made_counts_packed_bytes(quantised):
