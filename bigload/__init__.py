@@ -128,6 +128,8 @@ __all__ = ["__version__", *(name for name in _MODULE_OF if name != "print")]  # 
 
 
 def __getattr__(name: str) -> object:
+    if name == "transformers":  # the one module that is used by its name
+        return import_module("bigload.transformers")
     module = _MODULE_OF.get(name)
     if name in ("bench_run", "run_forwards"):  # public names of 0.1
         raise AttributeError(f"no bigload.{name} any more: use `bigload run --stats`, or model.bigload_stats()")

@@ -1,5 +1,6 @@
 """Public names of bigload for type checkers; at run time `__init__.py` imports each when it is first used."""
 
+from bigload import transformers as transformers
 from bigload.bench.bench_load import bench_load as bench_load
 from bigload.bench.chrome_trace import run_trace as run_trace
 from bigload.bench.chrome_trace import write_trace as write_trace

@@ -106,6 +106,17 @@ def open_checkpoint(path: str | Path, *, on_header: OnHeader | None = None, trus
         _on_header.reset(token)
 
 
+def open_files(files: Sequence[Path]) -> Checkpoint:
+    """Open the checkpoint that these local files of one folder are, whatever else is there.
+
+    Raises:
+        InvalidCheckpointError: files break the format, or two of them store a tensor of the same name.
+        LegacyPickleError: as `open_checkpoint` does.
+        CheckpointError: a file cannot be read.
+    """
+    return _open_files(files[0].parent, None, [file.name for file in files], str(files[0].parent))
+
+
 def checkpoint_root(path: str | Path) -> Path | None:
     """Return the folder that the files of a checkpoint at `path` are in, also where they are gone; None without one."""
     place = Path(path).expanduser()

@@ -35,15 +35,19 @@ def conversion_for(
     model: nn.Module,
     stored: Mapping[str, StoredTensor],
     shapes: Mapping[str, tuple[int, ...]] | None = None,
+    rules: Sequence[object] | None = None,
 ) -> Conversion:
     """Return what the tensors of `model`, one of transformers, are made of, if a checkpoint has `stored`.
 
     `model` stays as it is; ranks may have divided it. `shapes` are those of whole tensors of which it has a plain part.
-    Nothing is read but the cache of conversions, which keeps large ones.
+    `rules` are taken in the place of those that transformers has for the model, and note that they were used. Nothing
+    is read but the cache of conversions, which keeps large ones.
     """
     from transformers.conversion_mapping import get_model_conversion_mapping
 
     skeleton = _without_memory(model, shapes or {})
+    if rules is not None:
+        return _derived(skeleton, rules, stored)
     quantizer = getattr(model, "hf_quantizer", None)
     mapping = get_model_conversion_mapping(skeleton, _renames_of_version_4(skeleton), quantizer)
     if len(stored) < LEAST_TENSORS:

@@ -141,11 +141,13 @@ def load(
 
 
 @memory_errors("the checkpoint")
-def load_selected(checkpoint: Checkpoint, selection: Selection) -> dict[str, torch.Tensor]:
+def load_selected(
+    checkpoint: Checkpoint, selection: Selection, method: Method | None = None
+) -> dict[str, torch.Tensor]:
     """Bring the tensors of `selection`, which `checkpoint` has, into memory as `load` does, and return them by name."""
     _check_loadable(selection)
-    recorder = Recorder(is_tracing=False)
-    tensors, _ = _read(checkpoint, selection, settings(), None, recorder, populate=True, on_progress=ignore_progress)
+    recorder, chosen = Recorder(is_tracing=False), settings(method=method)
+    tensors, _ = _read(checkpoint, selection, chosen, None, recorder, populate=True, on_progress=ignore_progress)
     return tensors
 
 

@@ -19,7 +19,8 @@ def test_the_stub_for_type_checkers_has_the_names_of_the_table():
     imports = [statement for statement in tree.body if isinstance(statement, ast.ImportFrom)]
     stub = [(statement.module, alias.name, alias.asname) for statement in imports for alias in statement.names]
     listed = [(module, name, name) for name, module in bigload._MODULE_OF.items()]
-    assert sorted(stub) == sorted([*listed, ("bigload.version", "__version__", "__version__")])
+    besides = [("bigload", "transformers", "transformers"), ("bigload.version", "__version__", "__version__")]
+    assert sorted(stub) == sorted([*listed, *besides])
 
 
 def test_no_name_is_listed_twice():
