@@ -6,8 +6,11 @@ A remote file is read by responses that go on over many pieces.
 from __future__ import annotations
 
 import os
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
+from itertools import cycle
 from pathlib import Path
 
 from bigload.checkpoint.byte_source import ByteSource, OpenFile, PositionalReader, expect_reads, scheme_of
@@ -20,30 +23,69 @@ from bigload.machine.sparse_files import data_extents
 Pieces = Callable[[int, int], Iterator[tuple[int, memoryview]]]
 """Yields what is stored between two bytes of a file, as positions and bytes; the bytes are valid until the next."""
 
+OpenPieces = Callable[[Path], AbstractContextManager[Pieces]]
+"""Opens a file; see `open_pieces`."""
+
 
 @contextmanager
-def open_pieces(path: Path, blocks: BlockPool) -> Iterator[Pieces]:
+def open_pieces(path: Path, blocks: BlockPool, *, ahead: int = 1) -> Iterator[Pieces]:
     """Open the file at `path` for reading in pieces of one block.
 
     Args:
         path: The file, local or remote.
-        blocks: Memory; takes one block, and for moments one more, for the uneven end of a file.
+        blocks: Memory; takes `ahead` blocks, and for moments one more, for the uneven end of a file.
+        ahead: Blocks in memory. Of more than one, threads of their own read those after the one that was yielded.
 
     Raises:
         ReadError: the file cannot be opened or read.
     """
-    with blocks.lend() as block, memoryview(block) as memory, closing(_opened(path, blocks)) as reader:
+    with ExitStack() as opened:
+        memories = [opened.enter_context(memoryview(opened.enter_context(blocks.lend()))) for _ in range(ahead)]
+        reader = opened.enter_context(closing(_opened(path, blocks)))
 
         def pieces(start: int, stop: int) -> Iterator[tuple[int, memoryview]]:
             expect_reads(reader, [(start, stop)])
-            whole = iter([(start, stop)])
-            for begin, end in data_extents(reader.descriptor, start, stop) if isinstance(reader, OpenFile) else whole:
-                for position in range(begin, end, len(memory)):
-                    view = memory[: min(len(memory), end - position)]
-                    reader.read_into([view], position)
-                    yield position, view
+            places = _places(reader, start, stop, len(memories[0]))
+            if ahead > 1:
+                yield from _read_ahead(reader, places, memories)
+                return
+            for position, num_bytes in places:
+                view = memories[0][:num_bytes]
+                reader.read_into([view], position)
+                yield position, view
 
         yield pieces
+
+
+def _places(reader: ByteSource, start: int, stop: int, block_bytes: int) -> Iterator[tuple[int, int]]:
+    """Yield position and size of what is stored, in blocks."""
+    whole = iter([(start, stop)])
+    for begin, end in data_extents(reader.descriptor, start, stop) if isinstance(reader, OpenFile) else whole:
+        for position in range(begin, end, block_bytes):
+            yield position, min(block_bytes, end - position)
+
+
+def _read_ahead(
+    reader: ByteSource, places: Iterator[tuple[int, int]], memories: Sequence[memoryview]
+) -> Iterator[tuple[int, memoryview]]:
+    """Yield what is at `places` in their order, while threads read the next ones into the other memories."""
+    reads = deque[tuple[int, memoryview, Future[None]]]()
+    with ThreadPoolExecutor(len(memories), "bigload-read") as threads:
+        try:
+            for memory in cycle(memories):
+                if len(reads) == len(memories):
+                    position, view, read = reads.popleft()
+                    read.result()
+                    yield position, view
+                if (place := next(places, None)) is None:
+                    break
+                begin, view = place[0], memory[: place[1]]
+                reads.append((begin, view, threads.submit(reader.read_into, [view], begin)))
+            for position, view, read in reads:
+                read.result()
+                yield position, view
+        finally:  # reads that have begun are waited for: the memory goes back to the pool
+            threads.shutdown(cancel_futures=True)
 
 
 class _UncachedReader(PositionalReader):

@@ -2,7 +2,8 @@
 
 Every file is read once, with direct reads where the file system offers them, so that the disk is checked and not the
 page cache, and remote files by range requests. One read yields the digests of the file and of its tensors. Holes of
-sparse files are digested as zeros without reading. A thread has one file at a time and a block of memory for it.
+sparse files are digested as zeros without reading. A thread has one file at a time and a block of memory for it; where
+there are fewer files than threads, the others read ahead of it.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
 
 from bigload.checkpoint.byte_source import address_text, scheme_of
@@ -32,7 +34,7 @@ from bigload.errors import (
 )
 from bigload.layouts.verification.digests import FileDigest, TensorRange
 from bigload.layouts.verification.manifest import MANIFEST_FILE, FileRecord, Manifest, read_manifest
-from bigload.layouts.verification.stored_pieces import open_pieces
+from bigload.layouts.verification.stored_pieces import OpenPieces, open_pieces
 from bigload.loading.progress import OnProgress, Tally, ignore_progress
 from bigload.loading.settings import MAX_THREADS
 from bigload.machine.inflight_pool import BlockPool
@@ -139,7 +141,7 @@ def verify(
         folder: As `reshard` or `fetch` made it, wherever it has been moved, copied or uploaded to: a folder or a
             remote location. Of a remote one the files are read by byte ranges, and nothing is kept.
         level: `"full"` reads everything, `"size"` looks at names and sizes alone.
-        threads: Number of files read at a time; `DEFAULT_THREADS` when left out, 16 of a remote folder.
+        threads: Number of blocks read at a time; `DEFAULT_THREADS` when left out, 16 of a remote folder.
         on_progress: Called after every digested block.
 
     Raises:
@@ -156,12 +158,17 @@ def verify(
     began = time.monotonic()
     root = _located(folder)
     manifest = read_manifest(root)
-    num_threads = threads or (DEFAULT_THREADS if scheme_of(root).is_local else REMOTE_READS)
-    num_threads = min(num_threads, max(len(manifest.files), 1))
-    # A job holds one block to read into, and for moments one more, for the uneven end of a file.
-    blocks = BlockPool(2 * num_threads, block_bytes=BLOCK_BYTES)
+    is_local = scheme_of(root).is_local
+    wanted = threads or (DEFAULT_THREADS if is_local else REMOTE_READS)
+    num_threads = min(wanted, max(len(manifest.files), 1))
+    num_large = sum(record.num_bytes > BLOCK_BYTES for record in manifest.files.values())
+    # Responses of a server come in order: there is nothing to read ahead with.
+    ahead = max(min(wanted // max(num_large, 1), DEFAULT_THREADS), 1) if is_local else 1
+    # A job holds the blocks it reads into, and for moments one more, for the uneven end of a file.
+    blocks = BlockPool((ahead + 1) * num_threads, block_bytes=BLOCK_BYTES)
+    open_file = partial(open_pieces, blocks=blocks, ahead=ahead)
     tally = Tally(manifest.num_bytes, on_progress)
-    checks = {file: _FileCheck(root, file, record, blocks, tally) for file, record in manifest.files.items()}
+    checks = {file: _FileCheck(root, file, record, open_file, tally) for file, record in manifest.files.items()}
     look = _FileCheck.size if level == Level.SIZE else _FileCheck.everything
     found: dict[str, tuple[FileProblem, ...]] = {}
 
@@ -197,12 +204,12 @@ def _located(folder: str | Path) -> Path:
 class _FileCheck:
     """Comparison of one file with its record; used by one thread."""
 
-    def __init__(self, root: Path, file: str, record: FileRecord, blocks: BlockPool, tally: Tally) -> None:
+    def __init__(self, root: Path, file: str, record: FileRecord, open_file: OpenPieces, tally: Tally) -> None:
         self.file = file
         self.record = record
         self.read_bytes = 0
         self._root = root
-        self._blocks = blocks
+        self._open_file = open_file
         self._tally = tally
         self._left_bytes = record.num_bytes
         # What was copied unchanged has a digest as a whole, and none for each tensor.
@@ -298,7 +305,7 @@ class _FileCheck:
 
     def _read(self, place: Path, digest: FileDigest) -> None:
         """Digest all bytes of the file."""
-        with open_pieces(place, self._blocks) as pieces:
+        with self._open_file(place) as pieces:
             for position, piece in pieces(0, self.record.num_bytes):
                 self._skip_to(position, digest)
                 self.read_bytes += piece.nbytes

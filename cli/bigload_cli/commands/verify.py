@@ -28,7 +28,7 @@ def verify(
     io_threads: Annotated[
         int | None,
         typer.Option(
-            "--io-threads", metavar="N", min=1, max=256, help="Files read at one moment. Default: 4, remote 16."
+            "--io-threads", metavar="N", min=1, max=256, help="Blocks read at one moment. Default: 4, remote 16."
         ),
     ] = None,
     as_json: JsonOption = False,

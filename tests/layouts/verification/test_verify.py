@@ -4,6 +4,7 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
 from contextlib import contextmanager
 
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import bigload
+from bigload.checkpoint.byte_source import PositionalReader
 from bigload.errors import DamagedOutputError, OptionError
 from bigload.layouts.verification import stored_pieces as pieces_module
 from bigload.layouts.verification import verify as verify_module
@@ -297,9 +299,10 @@ def test_holes_are_not_read_and_their_zeros_count(tmp_path, threads):
     assert verify(tmp_path / "out").ok
 
 
+@pytest.mark.parametrize("threads", [1, 2, 4])
 @pytest.mark.parametrize("is_direct", [True, False])
 def test_files_larger_than_a_block_are_read_to_the_last_byte_past_the_page_cache_or_through_it(
-    tmp_path, monkeypatch, is_direct
+    tmp_path, monkeypatch, is_direct, threads
 ):
     if not is_direct:
         monkeypatch.setattr(direct_module, "direct_alignment", lambda path: None)
@@ -308,10 +311,10 @@ def test_files_larger_than_a_block_are_read_to_the_last_byte_past_the_page_cache
     tensors = {f"w.{number}": ("U8", [2**20 + number]) for number in range(5)}
     path = write_shard(folder / "model.safetensors", tensors)
     write_manifest(folder)
-    assert verify(folder).ok
+    assert verify(folder, threads=threads).ok
     for back, tensor in ((1, "w.4"), (2**20 + 4, "w.4"), (2**20 + 5, "w.3"), (5 * 2**20 + 10, "w.0")):
         with flipped(path, path.stat().st_size - back, 128):
-            assert [problem.tensor for problem in verify(folder).problems] == [tensor]
+            assert [problem.tensor for problem in verify(folder, threads=threads).problems] == [tensor]
 
 
 PEAK = """
@@ -334,6 +337,30 @@ def test_memory_stays_that_of_the_blocks_whatever_the_size(tmp_path):
     write_manifest(folder)
     taken = int(subprocess.run([sys.executable, "-c", PEAK, folder, "2"], capture_output=True, check=True).stdout)
     assert taken < 2 * 2 * verify_module.BLOCK_BYTES + 8 * 2**20
+
+
+def test_the_blocks_after_one_are_read_while_it_is_digested(tmp_path, monkeypatch):
+    folder = tmp_path / "out"
+    folder.mkdir()
+    write_shard(folder / "model.safetensors", {"w": ("U8", [5 * verify_module.BLOCK_BYTES])})
+    write_manifest(folder)
+    read, all_in_flight = [], threading.Event()
+
+    class Reader(PositionalReader):
+        def read_into(self, buffers, offset):
+            super().read_into(buffers, offset)
+            read.append(offset)
+            if len(read) >= 3:
+                all_in_flight.set()
+
+    class WaitingDigest(verify_module.FileDigest):
+        def update(self, piece):
+            assert not len(piece) or all_in_flight.wait(60)  # the constructor digests nothing
+            super().update(piece)
+
+    monkeypatch.setattr(pieces_module, "_opened", lambda path, blocks: Reader(path))
+    monkeypatch.setattr(verify_module, "FileDigest", WaitingDigest)
+    assert verify(folder, threads=3).ok
 
 
 # When reading fails
