@@ -14,7 +14,7 @@ BENCH_OPTIONS := $(wordlist 2,$(words $(MAKECMDGOALS)),$(MAKECMDGOALS))
 $(eval $(BENCH_OPTIONS):;@:)
 endif
 
-.PHONY: help demo test nightly crash check bench bench-planner bench-ranks bench-parallelize bench-scale conformance docs clean
+.PHONY: help demo test nightly crash check bench bench-planner bench-ranks bench-parallelize bench-scale conformance docs clean pictures
 
 help:  ## Show what can be made.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -77,6 +77,9 @@ conformance: $(STAMP)  ## Run accelerate's own tests of its big-model API agains
 
 docs: $(STAMP)  ## Regenerate docs/cli.md from the program's own help.
 	$(BIN)/python docs/generate.py > docs/cli.md
+
+pictures: $(NIGHTLY_STAMP)  ## Make the pictures of README and docs anew, by running what they show.
+	$(NIGHTLY)/bin/python docs/pictures.py
 
 clean:  ## Remove the environment and everything generated.
 	rm -rf .venv demo dist .coverage .coverage.* .mypy_cache .ruff_cache .pytest_cache .hypothesis

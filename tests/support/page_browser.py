@@ -1,7 +1,7 @@
 """A page in Chromium without a screen, driven by keys and read by scripts, in a process of its own.
 
-`python page_browser.py PAGE WIDTH SCHEME` takes steps as JSON from stdin and prints what each gave, and what the page
-said on its console: `{"key": "Tab"}` types, `{"run": "..."}` evaluates, `{"shot": "a.png"}` keeps a picture. The
+`python page_browser.py PAGE WIDTH HEIGHT SCHEME` takes steps as JSON from stdin and prints what each gave, and what the
+page said on its console: `{"key": "Tab"}` types, `{"run": "..."}` evaluates, `{"shot": "a.png"}` keeps a picture. The
 browser is that of PyQt6-WebEngine.
 """
 
@@ -15,17 +15,16 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-_HEIGHT = 1400
 _SECONDS = 60
 _PAUSE_MS = 60
 """Between a step and the next: the page answers at once, in another process."""
 
 
 def browse(
-    page: Path, steps: Sequence[Mapping[str, str]], *, width: int = 1280, is_dark: bool = False
+    page: Path, steps: Sequence[Mapping[str, str]], *, width: int = 1280, height: int = 1400, is_dark: bool = False
 ) -> tuple[list[Any], list[str]]:
     """Return what the steps gave, and the lines of the console."""
-    words = [sys.executable, __file__, str(page), str(width), "dark" if is_dark else "light"]
+    words = [sys.executable, __file__, str(page), str(width), str(height), "dark" if is_dark else "light"]
     told = json.dumps(steps)
     done = subprocess.run(words, input=told, capture_output=True, text=True, timeout=2 * _SECONDS, check=False)
     assert done.returncode == 0, done.stderr
@@ -33,7 +32,7 @@ def browse(
     return answer["given"], answer["console"]
 
 
-def _main(page: str, width: str, scheme: str) -> None:
+def _main(page: str, width: str, height: str, scheme: str) -> None:
     colours = "--blink-settings=preferredColorScheme=" + ("0" if scheme == "dark" else "1")
     os.environ |= {
         "QT_QPA_PLATFORM": "offscreen",
@@ -55,7 +54,7 @@ def _main(page: str, width: str, scheme: str) -> None:
     view = QWebEngineView()
     shown = Page(view)
     view.setPage(shown)
-    view.resize(int(width), _HEIGHT)
+    view.resize(int(width), int(height))
     view.show()
 
     def go_on(answer: object = None, *, is_answer: bool = True) -> None:
