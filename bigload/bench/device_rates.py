@@ -5,6 +5,7 @@ Matrices are those of a block of Llama 3 8B, cut from more memory than caches ho
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -86,9 +87,9 @@ def device_profile(
 
 
 class _Timer:
-    """The shortest time of runs on a device: one untimed, then as many as fit into `seconds`, three at least.
+    """The median time of runs on a device: one untimed, then as many as fit into `seconds`, three at least.
 
-    What disturbs a run only adds to it: where another program takes the core of one thread, all others wait for that.
+    Predictions are of what is usual here, and the shortest time is not.
     """
 
     def __init__(self, device: torch.device, seconds: float) -> None:
@@ -100,7 +101,7 @@ class _Timer:
         times: list[float] = []
         while len(times) < _LEAST_REPEATS or sum(times) < self._seconds:
             times.append(self.once(run))
-        return min(times)
+        return statistics.median(times)
 
     def once(self, run: Callable[[], object]) -> float:
         began = time.perf_counter()

@@ -90,7 +90,7 @@ def storage_rates(checkpoint: Checkpoint, *, seconds: float, on_run: Callable[[s
     num_bytes = sum(info.num_bytes for info in checkpoint.tensors.values())
     notes: list[str] = []
 
-    def disk_rate(run: Callable[[], object], prepare: Callable[[], object]) -> int:
+    def rate(run: Callable[[], object], prepare: Callable[[], object]) -> int:
         return int(num_bytes / statistics.median(_times(run, prepare, seconds)))
 
     def cold() -> None:
@@ -98,7 +98,7 @@ def storage_rates(checkpoint: Checkpoint, *, seconds: float, on_run: Callable[[s
         notes.extend(f"{each.file} stays in the page cache while the disk is measured: {each.reason}" for each in left)
 
     on_run("disk, through maps")
-    mapped_rate = disk_rate(partial(raw_read, RawRead(RawKind.MAP, _DISK_THREADS), checkpoint), cold)
+    mapped_rate = rate(partial(raw_read, RawRead(RawKind.MAP, _DISK_THREADS), checkpoint), cold)
     is_direct = can_read_direct(paths)
     kind = RawKind.DISK if is_direct else RawKind.MEMORY
     if not is_direct:
@@ -106,10 +106,9 @@ def storage_rates(checkpoint: Checkpoint, *, seconds: float, on_run: Callable[[s
     disk_rates = [mapped_rate]
     for way in raw_reads([kind], num_cores=len(os.sched_getaffinity(0))):
         on_run(f"disk, {way.name}")
-        disk_rates.append(disk_rate(partial(raw_read, way, checkpoint), _nothing if is_direct else cold))
+        disk_rates.append(rate(partial(raw_read, way, checkpoint), _nothing if is_direct else cold))
     on_run("loads from the page cache")
-    # The shortest: copies in RAM have no luck, and what disturbs them only adds.
-    load_rate = int(num_bytes / min(_times(_warm_load(checkpoint), _nothing, seconds)))
+    load_rate = rate(_warm_load(checkpoint), _nothing)
     return StorageRates(
         disk_rate=max(disk_rates), mapped_rate=mapped_rate, load_rate=load_rate, notes=tuple(dict.fromkeys(notes))
     )
