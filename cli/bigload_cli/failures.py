@@ -5,6 +5,7 @@ stdout stays empty when a command fails, unless `--json` asked for a document: t
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import sys
@@ -126,7 +127,7 @@ def report(error: BaseException) -> int:
     return failure.exit_code
 
 
-def _failure_of(error: BaseException) -> Failure:
+def _failure_of(error: BaseException) -> Failure:  # noqa: PLR0911 - one for each kind
     match error:
         case KeyboardInterrupt():
             return _failure_of(StoppedError(INTERRUPTED, NOTHING_IS_LEFT))
@@ -143,6 +144,13 @@ def _failure_of(error: BaseException) -> Failure:
             )
         case AnswerIsNoError():
             return Failure(exit_code=ANSWER_IS_NO, code="answer-is-no", message=str(error))
+        case MemoryError() | OSError(errno=errno.ENOMEM):  # anywhere, also in an import
+            return Failure(
+                exit_code=FAILED,
+                code="not-enough-memory",
+                message=f"the system refuses this process more memory ({type(error).__name__}: {error})",
+                hint="give weights less memory with -m; look at ulimit -a and the limit of the control group",
+            )
         case _ if hasattr(error, "format_message"):  # Typer's usage errors, whose classes it keeps to itself
             return _usage_failure(error)
     return Failure(

@@ -1,5 +1,6 @@
 """One meaning for every exit code, and a text that says what to change."""
 
+import errno
 import json
 import os
 import pydoc
@@ -15,7 +16,7 @@ import pytest
 import torch
 
 import bigload
-from bigload_cli.failures import NOTHING_IS_LEFT
+from bigload_cli.failures import NOTHING_IS_LEFT, report
 from builders import data_for, header_of, make_checkpoint, make_split, write_index, write_raw, write_shard
 
 PROGRAM = Path(sys.executable).with_name("bigload")
@@ -536,3 +537,12 @@ def test_rules_that_are_too_long_get_one_hint(run, here):
     assert done.code == 2
     assert done.stderr.startswith("error: cannot read rules rules.toml: more than 1.00 MiB\nhint: ")
     assert done.stderr.count("hint: ") == 1
+
+
+@pytest.mark.parametrize("error", [MemoryError(), OSError(errno.ENOMEM, "Cannot allocate memory", "torch/ao")])
+def test_memory_that_the_system_refuses_anywhere_is_no_unexpected_error(error, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["bigload"])
+    assert report(error) == 1
+    told = " ".join(capsys.readouterr().err.split())
+    assert told.startswith(f"error: the system refuses this process more memory ({type(error).__name__}")
+    assert "hint: give weights less memory with -m" in told
