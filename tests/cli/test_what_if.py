@@ -14,6 +14,8 @@ from strategies import checkpoints
 from bigload.devices import CPU, DISK
 from bigload.dtypes import DTYPES, parse_dtype
 from bigload.errors import DoesNotFitError
+from bigload.machine.machine_profile import DeviceProfile, MachineProfile
+from bigload.machine.profile_cache import profile_named
 from bigload.planning.budget.budget import MemoryBudget
 from bigload.planning.choices import Attention, Balance
 from bigload.planning.model.activations import BlockActivations, ScanMemory
@@ -24,6 +26,7 @@ from bigload.planning.options import Bandwidth, options_of
 from bigload.planning.placement.problem import Misfit
 from bigload.planning.placement.solve import solve
 from bigload.planning.planner import plan_details
+from bigload.planning.timing.predict import predict
 from bigload.planning.workload import Workload
 from bigload_cli import views
 from bigload_cli.views.what_if import MAX_FORMS, MAX_UNITS, as_json, cache_form, run_memory, what_if
@@ -38,6 +41,10 @@ globalThis.asked = (model, question) => {
   const steps = found.fits ? whatIf.forwardSteps(model, found) : [];
   return written({...found, steps});
 };
+globalThis.timed = (model, question) => {
+  const found = whatIfTime.predicted(model, whatIf.answer(model, question), question);
+  return JSON.stringify(found && { ...found, steps: found.steps.map(({ units: [unit], ...step }) => step) });
+};
 globalThis.needed = (scenario, work) => {
   const big = Object.entries(work).map(([name, value]) => [name, typeof value === "number" ? BigInt(value) : value]);
   return written(whatIf.memoryOf(scenario, Object.fromEntries(big)));
@@ -50,7 +57,8 @@ globalThis.call = (name, ...values) => globalThis[name](...values.map((value) =>
 @cache
 def script():
     context = quickjs.Context()
-    context.eval((files(views) / "what_if.js").read_text(encoding="utf-8"))
+    for name in ("what_if.js", "what_if_time.js"):
+        context.eval((files(views) / name).read_text(encoding="utf-8"))
     context.eval(_ASK)
     return lambda *words: json.loads(context.get("call")(*words))
 
@@ -72,6 +80,11 @@ def latent():
     left_out = re.compile(r"layers\.([5-9]|\d\d)\.|experts\.([8-9]|\d\d+)\.")
     tensors = {name: (t.dtype.name, t.shape) for name, t in whole.tensors.items() if not left_out.search(name)}
     return checkpoint_of(tensors, config={**whole.config, "n_routed_experts": 8, "num_hidden_layers": 5})
+
+
+def small_dense():
+    config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 64, "num_attention_heads": 4}
+    return checkpoint_of(llama_tensors(9, hidden=64, vocab=900), config={**config, "num_hidden_layers": 9})
 
 
 def windowed():
@@ -325,6 +338,66 @@ def test_small_models_of_any_shape_are_placed_as_by_the_planner(checkpoint, limi
     document = what_if(plan_details(checkpoint, MemoryBudget.of({"cpu": 2**60}), options))
     if document["refused"] is None:
         compare(checkpoint, document, options, limits, {"context": context, "batch": 1, "kvDtype": "", "dtype": ""})
+
+
+RATES = st.integers(1, 10**6)
+SECONDS = st.floats(0, 1e-3, allow_nan=False)
+
+
+def devices_of(draw):
+    """Return a GPU and a CPU of any speed."""
+    for device in ("cuda:0", "cpu"):
+        rates = {"weight_rate": {"BF16": draw(RATES)}, "flops": {"BF16": draw(RATES)}}
+        yield DeviceProfile(
+            device=device,
+            name=device,
+            **rates,
+            launch_seconds=draw(SECONDS),
+            link_in=draw(RATES) if device != "cpu" else None,
+        )
+
+
+@given(
+    data=st.data(),
+    limits=st.tuples(st.sampled_from([0, 0.2, 0.5]), st.sampled_from([0.1, 0.4, 1.5]), st.just(None)),
+    work=st.fixed_dictionaries({"context": st.sampled_from([0, 16, 600]), "batch": st.integers(1, 3)}),
+    prefetch=st.booleans(),
+    name=st.sampled_from(["dense", "window"]),
+)
+def test_the_page_predicts_what_the_command_predicts(data, limits, work, prefetch, name):
+    checkpoint = small_dense() if name == "dense" else windowed()
+    profile = MachineProfile(
+        name="any", source="file", disk_rate=data.draw(RATES), mapped_rate=data.draw(st.one_of(st.none(), RATES)),
+        load_rate=data.draw(RATES), ram_bytes=data.draw(st.one_of(st.none(), st.integers(0, 10**6))),
+        devices=tuple(devices_of(data.draw)),
+    )  # fmt: skip
+    options = options_of(overhead=0, prefetch=prefetch, **work)
+    whole = plan_details(checkpoint, MemoryBudget.of({"cpu": 2**60}), options)
+    document = what_if(whole, predict(whole.plan, whole.structure, profile), profile)
+    asked = [limit and int(limit * checkpoint.total_bytes) for limit in limits]
+    question = {"limits": asked, **work, "dtype": "", "kvDtype": ""}
+    found = script()("timed", as_json(document), json.dumps(question))
+    budget = MemoryBudget.of({name: limit for name, limit in zip(("cuda:0", "cpu"), asked, strict=False) if limit})
+    try:
+        made = plan_details(checkpoint, budget, options)
+    except DoesNotFitError:
+        assert found is None
+        return
+    expected = predict(made.plan, made.structure, profile)
+    seconds = found["token"], found["first"], found["load"]
+    assert seconds == pytest.approx(
+        (expected.token_seconds, expected.first_token_seconds, expected.load_seconds), rel=1e-6, abs=1e-9
+    )
+    assert sum(step["seconds"] for step in found["steps"]) == pytest.approx(
+        sum(step.seconds for step in expected.steps), rel=1e-6, abs=1e-9
+    )
+
+
+@pytest.mark.parametrize("name", ["experts", "encoder-decoder"])
+def test_models_that_the_page_does_not_time_say_so_by_having_no_rates(name):
+    profile = profile_named("h100")
+    made = plan_details(model(name), MemoryBudget.of({"cpu": 2**60}), options_of())
+    assert what_if(made, profile=profile)["timing"] is None
 
 
 @pytest.mark.parametrize(

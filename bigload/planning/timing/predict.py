@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from bigload.devices import CPU, DISK
+from bigload.dtypes import DType
 from bigload.errors import OptionError
 from bigload.machine.machine_profile import DeviceProfile, MachineProfile
 from bigload.planning.model.structure import ModelStructure
@@ -143,6 +144,11 @@ def with_bandwidth(profile: MachineProfile, *, disk: int | None = None, link: in
     return profile
 
 
+def rate_for(dtype: DType, rates: Mapping[str, int]) -> int | None:
+    """Return the rate for `dtype`, or for the one that computes in its place; `None` if neither is known."""
+    return next((rates[name] for name in (dtype.name, "BF16", "F16", "F32") if name in rates), None)
+
+
 def lacks(plan: Plan, profile: MachineProfile) -> str | None:
     """Return the first device that `plan` computes on and `profile` does not know."""
     used = (use.device for use in plan.devices if use.modules and use.device.is_accelerator)
@@ -257,9 +263,7 @@ class _Rates:
         return {"memory": memory} if memory >= compute else {"compute": compute}
 
     def _of(self, rates: Mapping[str, int], device: DeviceProfile) -> int:
-        """Return the rate for the model's dtype, or for the one that computes in its place."""
-        wanted = (self._schedule.dtype.name, "BF16", "F16", "F32")
-        found = next((rates[name] for name in wanted if name in rates), None)
+        found = rate_for(self._schedule.dtype, rates)
         if found is None:
             raise OptionError(f"the profile {self._profile.name} says nothing about products on {device.device}")
         return found

@@ -195,7 +195,7 @@ def plan(
         made = plan_details(checkpoint, budget, options)
         _check(made, fail_if)
     prediction = None if machine is None else machine.of(made.plan, made.structure)
-    _deliver(made, prediction, out, html, as_json=as_json, quiet=quiet, color=color)
+    _deliver(made, prediction, machine, out, html, as_json=as_json, quiet=quiet, color=color)
 
 
 def _budget(max_memory: list[str] | None, *, use_disk: bool) -> MemoryBudget:
@@ -212,6 +212,7 @@ def _budget(max_memory: list[str] | None, *, use_disk: bool) -> MemoryBudget:
 def _deliver(
     made: PlanDetails,
     prediction: Prediction | None,
+    machine: predictions.Predictor | None,
     out: Path | None,
     html: Path | None,
     *,
@@ -234,7 +235,8 @@ def _deliver(
     if html is not None:
         from bigload_cli.views.html_report import write_report
 
-        write_report(made, html, plan_file=None if is_stdout(out) else out, prediction=prediction)
+        profile = machine.counted if machine is not None and prediction is not None else None
+        write_report(made, html, plan_file=None if is_stdout(out) else out, prediction=prediction, profile=profile)
     if quiet and not as_json and not on_stdout:
         print_text(str(out or html or _weights_by_device(made.plan)))
     elif not on_stdout:

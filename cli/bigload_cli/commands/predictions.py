@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -60,6 +60,11 @@ class Predictor:
     profile: MachineProfile
     is_here: bool
     ram_bytes: int | None = None
+
+    @property
+    def counted(self) -> MachineProfile:
+        """The profile with the RAM that predictions count with."""
+        return self.profile if self.ram_bytes is None else replace(self.profile, ram_bytes=self.ram_bytes)
 
     def of(self, plan: Plan, structure: ModelStructure, *, prompt_tokens: int | None = None) -> Prediction | None:
         """Return the times of a plan; `None` where it is not one for this machine."""

@@ -324,13 +324,17 @@
   const secondsOf = (found) => ratesOf(found).reduce((seconds, [, rate, bytes]) => seconds + Number(bytes) / rate, 0);
   const streamedOf = (found) => ratesOf(found).reduce((bytes, [, , each]) => bytes + each, 0n);
 
+  const ratesNamed = (found) => ratesOf(found).map(([from, rate]) => sized(BigInt(rate)) + "/s " + from).join(" and ");
+
   function factsOf(found) {
+    const times = whatIfTime.predicted(model, found, asked);
     const streamed = streamedOf(found), before = planned && streamedOf(planned);
     const was = (now, then, words) => now === then ? "as in the plan" : words(then) + " in the plan";
     const sizes = (bytes) => bytes ? sized(bytes) : "nothing";
     return [
       ["Streamed per token", sizes(streamed), was(streamed, before, sizes)],
-      ["Waiting for weights", lasting(secondsOf(found)), was(streamed, before, () => lasting(secondsOf(planned)))],
+      times ? ["A token", precise(times.token), "predicted; the first of a prompt after " + precise(times.first)]
+        : ["Waiting for weights", lasting(secondsOf(found)), was(streamed, before, () => lasting(secondsOf(planned)))],
       ["Device changes", "0", "everything runs on " + model.devices[found.onHost ? 1 : 0].name],
       ["Search", found.exact ? "Exact" : "Ended early", found.exact ? "no placement waits less" : "others may wait less"],
     ];
@@ -403,8 +407,13 @@
       return showTime(steps, model.prediction.told);
     }
     if (!found || !found.fits) return showTime([], "");
-    const rates = ratesOf(found).map(([from, rate]) => sized(BigInt(rate)) + "/s " + from);
-    showTime(whatIf.forwardSteps(model, found), "At " + rates.join(" and ") +
+    const times = whatIfTime.predicted(model, found, asked);
+    if (times) {
+      const rate = Number((asked.batch / times.token).toPrecision(2));
+      return showTime(times.steps, "About " + rate + " tokens/s; first token after " + precise(times.first) +
+        "; loads in " + precise(times.load) + " (" + model.timing.name + ").");
+    }
+    showTime(whatIf.forwardSteps(model, found), "At " + ratesNamed(found) +
       ", one module after another. What is computed meanwhile takes time of its own, which is not shown.");
   }
 

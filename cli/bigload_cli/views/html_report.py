@@ -26,6 +26,7 @@ from bigload_cli.views.text import next_command
 from bigload_cli.views.what_if import as_json, what_if
 
 if TYPE_CHECKING:
+    from bigload.machine.machine_profile import MachineProfile
     from bigload.planning.timing.predict import Prediction
 
 MAX_CELLS = 160
@@ -52,11 +53,17 @@ _VERDICTS = {
 }
 
 
-def html_report(details: PlanDetails, *, plan_file: Path | None = None, prediction: Prediction | None = None) -> str:
+def html_report(
+    details: PlanDetails,
+    *,
+    plan_file: Path | None = None,
+    prediction: Prediction | None = None,
+    profile: MachineProfile | None = None,
+) -> str:
     """Return the page.
 
     `plan_file` is where the plan was written, for the command that carries it out; `prediction` has the plan's times on
-    a machine that is known.
+    a machine that is known, which is `profile`.
     """
     plan, pieces = details.plan, pieces_of(details)
     steps = pieces[-1].step + 1 if pieces else 1
@@ -72,7 +79,7 @@ def html_report(details: PlanDetails, *, plan_file: Path | None = None, predicti
         "",
         script_hash=hash_of(code),
         script=code,
-        model=Markup(as_json(what_if(details, prediction))),
+        model=Markup(as_json(what_if(details, prediction, profile))),
         name=plan.name,
         subject=subject(plan),
         whereabouts=whereabouts(plan),
@@ -101,7 +108,12 @@ def html_report(details: PlanDetails, *, plan_file: Path | None = None, predicti
 
 
 def write_report(
-    details: PlanDetails, path: str | Path, *, plan_file: Path | None = None, prediction: Prediction | None = None
+    details: PlanDetails,
+    path: str | Path,
+    *,
+    plan_file: Path | None = None,
+    prediction: Prediction | None = None,
+    profile: MachineProfile | None = None,
 ) -> None:
     """Write the page at `path`, whole or not at all; replaces another such page, and nothing else.
 
@@ -114,7 +126,7 @@ def write_report(
     target = Path(path)
     if not is_stdout(target):
         check_replaceable(target, _is_report, reason="it is not a report of bigload")
-    write_result(target, html_report(details, plan_file=plan_file, prediction=prediction))
+    write_result(target, html_report(details, plan_file=plan_file, prediction=prediction, profile=profile))
 
 
 def _is_report(path: Path) -> bool:

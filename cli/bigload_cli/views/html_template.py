@@ -44,7 +44,7 @@ def breakable(name: str) -> Markup:
 
 def script() -> Markup:
     """Return the page's script: what places models anew, and what shows it."""
-    return Markup("".join(_text(name) for name in ("what_if.js", "html_report.js")))
+    return Markup("".join(_text(name) for name in ("what_if.js", "what_if_time.js", "html_report.js")))
 
 
 def hash_of(script: str) -> str:

@@ -18,17 +18,21 @@ from bigload.plain_text import printable
 from bigload.planning.choices import Attention, Balance, Experts, NameScheme, Order, Policy
 from bigload.planning.load_dtype import CASTABLE
 from bigload.planning.options import Bandwidth, PlanOptions
+from bigload.planning.timing.predict import rate_for
+from bigload.planning.timing.schedule import schedule_of
 from bigload.planning.workload import Workload
 from bigload_cli.views.plan_runs import label_of, short
 from bigload_cli.views.text import argument
 
 if TYPE_CHECKING:
+    from bigload.machine.machine_profile import DeviceProfile, MachineProfile
     from bigload.planning.model.kv_cache import BlockCache
     from bigload.planning.model.run_memory import MemoryModel
     from bigload.planning.model.structure import ModelStructure
     from bigload.planning.model.units import Unit
     from bigload.planning.planner import PlanDetails
     from bigload.planning.timing.predict import Prediction
+    from bigload.planning.timing.schedule import BlockSchedule
 
 MAX_UNITS = 2_000
 MAX_FORMS = 40
@@ -44,8 +48,13 @@ _CACHED = ("F8_E4M3", "BF16", "F32")
 Document = dict[str, Any]
 
 
-def what_if(details: PlanDetails, prediction: Prediction | None = None) -> Document:
-    """Return what the page's script places anew, what it started from, and the times predicted of that."""
+def what_if(
+    details: PlanDetails, prediction: Prediction | None = None, profile: MachineProfile | None = None
+) -> Document:
+    """Return what the page's script places anew, what it started from, and the times predicted of that.
+
+    `profile` is the machine that was predicted for, with the RAM that was counted with: the script predicts for it too.
+    """
     options, memory, workload = details.options, details.structure.memory, details.options.workload
     refused = _refusal(details)
     scenarios: list[Document] = []
@@ -80,6 +89,7 @@ def what_if(details: PlanDetails, prediction: Prediction | None = None) -> Docum
         "wishes": list(_wishes(options)),
         "scenarios": scenarios,
         "prediction": None if prediction is None else {"told": str(prediction), "steps": prediction.steps},
+        "timing": None if refused or profile is None else _timing(details, profile),
     }
 
 
@@ -107,6 +117,35 @@ def _devices(details: PlanDetails) -> Iterator[Document]:
     for device in (*accelerators, CPU, DISK):
         limit = limits.get(device, 0)
         yield {"name": str(device), "limit": limit, "overhead": details.options.overhead_of(device)}
+
+
+def _timing(details: PlanDetails, profile: MachineProfile) -> Document | None:
+    """Return the machine and the passes of the model; `None` where what_if_time.js lacks what the model does."""
+    structure, schedule = details.structure, schedule_of(details.plan, details.structure)
+    if structure.experts or schedule.is_encoder_decoder or schedule.stored_share != 1:
+        return None
+    accelerator = next(iter(details.budget.accelerators), Device("cuda", 0))
+    return {
+        "name": "measured here" if profile.source == "measured" else f"profile {profile.name}",
+        "disk": profile.disk_rate,
+        "mapped": profile.mapped_rate,
+        "load": profile.load_rate,
+        "ram": profile.ram_bytes,
+        "devices": [_rates(profile.device(device), schedule) for device in (accelerator, CPU)],
+        "elementsPerByte": 8 / schedule.dtype.bits,
+        "width": schedule.attention_width,
+        "layers": [block.num_layers for block in schedule.blocks],
+        "visits": schedule.visits,
+    }
+
+
+def _rates(device: DeviceProfile | None, schedule: BlockSchedule) -> Document | None:
+    if device is None:
+        return None
+    weight_rate, flops = (rate_for(schedule.dtype, rates) for rates in (device.weight_rate, device.flops))
+    if weight_rate is None or flops is None:
+        return None
+    return {"weightRate": weight_rate, "flops": flops, "launch": device.launch_seconds, "link": device.link_in}
 
 
 def _loaded_as(structure: ModelStructure, dtype: DType | None) -> ModelStructure:
