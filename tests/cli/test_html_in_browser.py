@@ -50,6 +50,18 @@ def test_keys_reach_every_control_and_a_slider_places_the_model_anew(page, run):
         assert weights[device] == f"{num_bytes} bytes"
 
 
+def test_predicted_times_follow_the_controls(run, here):
+    assert run(f"{PLAN} --profile 4090 --html report.html").code == 0
+    rates = "document.getElementById('rates').textContent"
+    steps = [{"run": rates}, {"key": "Tab"}, {"key": "Tab"}, *[{"key": "Right"}] * 2, {"run": TEXTS}, {"run": rates}]
+    given, console = browse(here / "report.html", steps)
+    assert console == []
+    asked = run(f"{json.loads(given[-2])[1]} --overhead 0 --profile 4090 --json")
+    rate = 1 / json.loads(asked.stdout)["prediction"]["token_seconds"]
+    assert given[-1].startswith(f"About {float(f'{rate:.2g}'):g} tokens/s")
+    assert given[0] != given[-1]
+
+
 def test_what_a_field_cannot_read_is_said_beside_it(page):
     typed = "field = document.getElementById('c0'); field.value = '22G'; field.dispatchEvent(new Event('input')); "
     given, console = browse(page, [{"run": f"{typed} field.getAttribute('aria-invalid') + field.parentNode.innerText"}])
