@@ -18,7 +18,6 @@ from bigload.loading.source_pool import MAX_OPEN_FILES, SourcePool, opened_sourc
 from bigload.loading.strategy.read_strategy import ReadStrategy
 from bigload.machine.activities import Recorder
 from bigload.machine.huge_pages import allocate
-from bigload.machine.memory_ahead import taken_ahead
 
 if TYPE_CHECKING:
     from bigload.loading.tensors import Memory
@@ -72,7 +71,7 @@ def _take(buffer: BufferSpec, sources: SourcePool) -> Memory:
             assert isinstance(source, MappedFile), "slots are in a map only where files are mapped"
             return source.buffer
     if buffer.device == CPU:
-        return taken_ahead(buffer.num_bytes) or allocate(buffer.num_bytes)
+        return allocate(buffer.num_bytes)
     from bigload.loading.staging.accelerators import take_memory
 
     return take_memory(buffer.device, buffer.num_bytes)

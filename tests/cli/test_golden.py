@@ -13,7 +13,7 @@ import pytest
 from builders import make_split
 
 GOLDEN = Path(__file__).parent / "golden"
-OF_BENCHES = ("bench-load", "measure", "run-stats", "run-stats-of-many")
+OF_BENCHES = ("bench-load", "measure", "run-stats", "run-stats-of-many", "run-stats-predicted")
 ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 TIMED = re.compile(r"in [0-9.]+ s \([0-9.]+ [GMK]?i?B/s\), peak memory [0-9.]+ [MG]iB")
 FREE_SPACE = re.compile(r"[0-9.]+ [GMK]?i?B free there")
@@ -132,7 +132,7 @@ def test_terminals_and_pipes_get_the_same_words(name):
 
 def test_every_golden_file_belongs_to_a_command():
     expected = {f"{name}.{form}.txt" for name in TEXTS for form in ("pipe", "80", "120")}
-    # Of `test_bench_view.py` and `test_run_views.py`: no command gives the same figures twice.
+    # Of `test_bench_view.py`, `test_measure.py` and `test_run.py`: no command gives the same figures twice.
     of_benches = {"bench-load.md", *(f"{name}.pipe.txt" for name in OF_BENCHES)}
     in_a_pipe = {f"{name}.pipe.txt" for name in IN_A_PIPE}
     assert {path.name for path in GOLDEN.iterdir()} == expected | in_a_pipe | of_benches

@@ -191,14 +191,12 @@ def run(
     resident = None if resident_bytes is None else size_option("--resident-bytes", resident_bytes, at_least=0)
     on_stdout = _check_results(trace, experts, has_answer=as_json or mode is not _Mode.RANDOM)
     require("torch", asked_by="run", extra="run")
-    from bigload.machine.memory_ahead import memory_ahead
-
     if random_tokens is not None:
         max_new_tokens = max_new_tokens or _RANDOM_ANSWER
         context = context or random_tokens + max_new_tokens
     checkpoint, made, context = _planned(path, plan, max_memory, from_disk=from_disk, context=context, quiet=quiet)
     measures = stats or as_json or mode is _Mode.RANDOM or trace is not None or experts is not None
-    with silent_libraries(), memory_ahead(0 if measures or made is None else _ram_bytes(made)):
+    with silent_libraries():
         from bigload_cli.answering import Answering, AnswerWishes
 
         wishes = AnswerWishes(
@@ -329,13 +327,6 @@ def _expected(checkpoint: Checkpoint, made: Plan | None, session: Answering) -> 
         return {}
     files = (checkpoint.root / shard.file for shard in checkpoint.shards)
     return {"prediction": found, "cached_fraction": cached_fraction(files)}
-
-
-def _ram_bytes(made: Plan) -> int:
-    """Return the bytes that a load puts into plain RAM; beside accelerators, buffers of another kind have them."""
-    from bigload.devices import CPU
-
-    return made.weights_on(CPU) if made.execution_device == CPU else 0
 
 
 def _write(session: Answering, trace: Path | None, experts: Path | None) -> list[Path]:
