@@ -13,11 +13,16 @@ from types import MappingProxyType
 
 @dataclass(frozen=True, slots=True)
 class DType:
-    """One element type. `torch_name` is an attribute of the torch module, `None` where torch has no such type."""
+    """One element type. `torch_name` is an attribute of the torch module, `None` where torch has no such type.
+
+    Types of ggml are stored in blocks of `block_elements`, with scales, of `block_bytes`; their `bits` are rounded up.
+    """
 
     name: str
     bits: int
     torch_name: str | None
+    block_elements: int = 1
+    block_bytes: int = 0
 
     def __str__(self) -> str:
         return self.name
@@ -25,7 +30,13 @@ class DType:
     @property
     def alignment(self) -> int:
         """Bytes at a multiple of which an element has to start; 1 for packed types."""
-        return max(self.bits // 8, 1)
+        return max(self.bits // 8, 1) if self.block_elements == 1 else 1
+
+    def num_bytes(self, num_elements: int) -> int:
+        """Return the bytes of whole blocks, or of elements that fill whole bytes."""
+        if self.block_bytes:
+            return num_elements // self.block_elements * self.block_bytes
+        return -(-num_elements * self.bits // 8)
 
 
 DTYPES: Mapping[str, DType] = MappingProxyType(
@@ -57,6 +68,51 @@ DTYPES: Mapping[str, DType] = MappingProxyType(
         )
     }
 )
+
+_PLAIN_GGML = {0: "F32", 1: "F16", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64", 30: "BF16"}
+_BLOCKS = (
+    (2, "Q4_0", 32, 18),
+    (3, "Q4_1", 32, 20),
+    (6, "Q5_0", 32, 22),
+    (7, "Q5_1", 32, 24),
+    (8, "Q8_0", 32, 34),
+    (9, "Q8_1", 32, 40),
+    (10, "Q2_K", 256, 84),
+    (11, "Q3_K", 256, 110),
+    (12, "Q4_K", 256, 144),
+    (13, "Q5_K", 256, 176),
+    (14, "Q6_K", 256, 210),
+    (15, "Q8_K", 256, 292),
+    (16, "IQ2_XXS", 256, 66),
+    (17, "IQ2_XS", 256, 74),
+    (18, "IQ3_XXS", 256, 98),
+    (19, "IQ1_S", 256, 50),
+    (20, "IQ4_NL", 32, 18),
+    (21, "IQ3_S", 256, 110),
+    (22, "IQ2_S", 256, 82),
+    (23, "IQ4_XS", 256, 136),
+    (29, "IQ1_M", 256, 56),
+    (34, "TQ1_0", 256, 54),
+    (35, "TQ2_0", 256, 66),
+    (39, "MXFP4", 32, 17),
+    (40, "NVFP4", 64, 36),
+    (41, "Q1_0", 128, 18),
+)
+"""Number, name, elements and bytes of a block, as in ggml's `type_traits`."""
+
+GGML_DTYPES: Mapping[int, DType] = MappingProxyType(
+    {number: DTYPES[name] for number, name in _PLAIN_GGML.items()}
+    | {
+        number: DType(name, -(-8 * num_bytes // elements), None, elements, num_bytes)
+        for number, name, elements, num_bytes in _BLOCKS
+    }
+)
+"""Types of tensors in GGUF files by ggml's number."""
+
+STORED_DTYPES: Mapping[str, DType] = MappingProxyType(
+    {**DTYPES, **{dtype.name: dtype for dtype in GGML_DTYPES.values()}}
+)
+"""Element types that files of any format hold, by name: those of `DTYPES`, which can be written, and ggml's blocks."""
 
 _ALIASES = {"FP64": "F64", "FP32": "F32", "FP16": "F16", "FP8": "F8_E4M3", "HALF": "F16", "FLOAT": "F32"}
 

@@ -11,7 +11,7 @@ from math import prod
 from pathlib import Path
 from typing import NamedTuple
 
-from bigload.dtypes import DTYPES, DType
+from bigload.dtypes import STORED_DTYPES, DType
 
 
 class Span(NamedTuple):
@@ -48,7 +48,7 @@ class TensorInfo:
     @property
     def torch_shape(self) -> tuple[int, ...]:
         """The shape that torch gives it: packed 4-bit types hold two elements in each of torch's."""
-        return (*self.shape[:-1], self.shape[-1] // 2) if self.dtype.bits == 4 and self.shape else self.shape
+        return (*self.shape[:-1], self.shape[-1] // 2) if self.dtype.name == "F4" and self.shape else self.shape
 
     @property
     def num_bytes(self) -> int:
@@ -157,7 +157,7 @@ class StoredTensors(Mapping[str, TensorInfo]):
 
 def _tensor_of(name: str, row: TensorRow) -> TensorInfo:
     form, file, start, stop = row
-    return TensorInfo(name, DTYPES[form.dtype_name], form.shape, Span(file, start, stop))
+    return TensorInfo(name, STORED_DTYPES[form.dtype_name], form.shape, Span(file, start, stop))
 
 
 def forms_of(tensors: Mapping[str, TensorInfo]) -> Mapping[str, StoredForm]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 
 from bigload.checkpoint.model import Checkpoint, StoredForm, TensorInfo, forms_of
-from bigload.dtypes import DTYPES
+from bigload.dtypes import STORED_DTYPES
 
 _NAMES = {
     "awq": "AWQ",
@@ -174,7 +174,7 @@ def _bitsandbytes(settings: Mapping[str, object]) -> bool:
 
 def _method_by_names(tensors: Mapping[str, TensorInfo]) -> str | None:
     dtype_names = {form.dtype_name for form in forms_of(tensors).values()}
-    if not any(name.startswith(("I", "U", "F8", "F4")) for name in dtype_names):
+    if not any(name.startswith(("I8", "I16", "I32", "I64", "U", "F8", "F4")) for name in dtype_names):
         return None
     found = {method for name in tensors for method, sign in _SIGNS if sign.search(name)}
     return next((method for method, _ in _SIGNS if method in found), None)
@@ -206,4 +206,8 @@ def _num_parameters(form: StoredForm, bits: int) -> int:
 
 
 def _is_packed(form: StoredForm, bits: int) -> bool:
-    return form.dtype_name[0] in "IU" and DTYPES[form.dtype_name].bits > bits
+    return (
+        form.dtype_name[0] in "IU"
+        and not form.dtype_name.startswith("IQ")
+        and STORED_DTYPES[form.dtype_name].bits > bits
+    )

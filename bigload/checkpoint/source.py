@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from bigload.checkpoint.byte_source import address_text, scheme_of
+from bigload.checkpoint.formats.gguf_splits import split_files, split_problems
 from bigload.checkpoint.formats.registry import FORMATS, LegacyFileError, main_files, read_shard_header, weight_suffixes
 from bigload.checkpoint.formats.unsupported import (
     adapter_warning,
@@ -246,6 +247,8 @@ def _open_names(root: Path, listed: list[str], path: str) -> Checkpoint:
         return _open_sharded(root, indexes[0], path)
     what_else = _what_else(root, listed)
     files = _files_of_first_form(names)
+    if files and files[0].endswith(".gguf") and set(files) == set(split_files(files[0])):
+        return _open_files(root, None, [files[0]], path)
     if len(files) == 1 and what_else is None and not _SHARD_OF_MANY.fullmatch(files[0]):
         return _open_files(root, None, files, path)
     if not files and what_else is None:
@@ -323,12 +326,15 @@ def _open_sharded(root: Path, index_file: str, path: str) -> Checkpoint:
 def _open_files(
     root: Path, index_file: str | None, files: list[str], path: str, index: ShardIndex | None = None
 ) -> Checkpoint:
+    if index_file is None and len(files) == 1:
+        files = split_files(files[0])
     with _meanwhile(partial(_read_config, root), is_local=scheme_of(root).is_local) as read_config:
         headers, problems, legacy = _read_headers(root, files, index_file, index)
     tensors = StoredTensors.of_all([header.tensors for header in headers])
     if len(tensors) != sum(len(header.tensors) for header in headers):
         problems += _stored_twice(headers)
         tensors = StoredTensors.of_all([header.tensors for header in reversed(headers)])  # the first counts
+    problems += split_problems([header.shard for header in headers], len(tensors), is_whole=not problems)
     if index is not None and not legacy:
         is_listed = all({*map(index.weight_map.get, each.tensors)} <= {each.shard.file} for each in headers)
         if not is_listed or len(tensors) != len(index.weight_map):

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from bigload.checkpoint.byte_source import SourceIdentity, address_text, scheme_of
+from bigload.checkpoint.formats.registry import check_data_is_read
 from bigload.checkpoint.model import AssembledTensor, Checkpoint, TensorInfo
 from bigload.errors import NotEnoughSpaceError, OutputExistsError, WriteError
 from bigload.extras import require
@@ -89,6 +90,7 @@ def prepare_reshard(
     """Check source, output and disk space, and return what `run_reshard` would write. Writes nothing. See `reshard`."""
     target = output_folder(out)
     checkpoint, plan = open_source(source, checkpoint=options.checkpoint)
+    check_data_is_read(checkpoint)
     kernel = KernelCopy.NOTHING
     if options.dtypes.dtype is None and scheme_of(checkpoint.root).is_local:
         kernel = kernel_copy(checkpoint.root, _existing(target))

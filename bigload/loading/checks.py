@@ -8,6 +8,7 @@ from pathlib import Path
 
 from bigload.checkpoint.byte_source import SourceIdentity, scheme_of, warn_of_server_without_ranges
 from bigload.checkpoint.fingerprint import ShardFingerprint, changes, current_fingerprint, of_shard
+from bigload.checkpoint.formats.registry import check_data_is_read
 from bigload.checkpoint.model import Checkpoint, Span, distinct_bytes
 from bigload.checkpoint.sources.listings import identities_now
 from bigload.checkpoint.sources.small_reads import opened_range
@@ -45,7 +46,9 @@ def check_unchanged(
 
     Raises:
         ReadError: it is not, or it cannot be read.
+        UnsupportedFormatError: only headers of its format are read.
     """
+    check_data_is_read(checkpoint)
     opened = {shard.file: of_shard(shard) for shard in checkpoint.shards}
     for now in current_fingerprints(checkpoint, files, identities):
         if differences := changes([opened[now.file]], [now]):

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from bigload.checkpoint.formats.registry import check_data_is_read
 from bigload.checkpoint.model import Checkpoint
 from bigload.checkpoint.part import PART_CODE
 from bigload.checkpoint.quantisation import quantisation_of
@@ -117,6 +118,7 @@ def load(
     except LegacyPickleError as error:  # such files cannot be read in part
         whole = _load_legacy(error)
         opened = as_checkpoint(str(error.path), whole)
+    check_data_is_read(opened)
     view = CheckpointView.of(opened) if into is None else view_for(into, opened)
     selection = select(view, only=only, slices=slices, dtype=wanted_dtype, device=device)
     assignments: tuple[Assignment, ...] = ()
@@ -145,6 +147,7 @@ def load_selected(
     checkpoint: Checkpoint, selection: Selection, method: Method | None = None
 ) -> dict[str, torch.Tensor]:
     """Bring the tensors of `selection`, which `checkpoint` has, into memory as `load` does, and return them by name."""
+    check_data_is_read(checkpoint)
     _check_loadable(selection)
     recorder, chosen = Recorder(is_tracing=False), settings(method=method)
     tensors, _ = _read(checkpoint, selection, chosen, None, recorder, populate=True, on_progress=ignore_progress)

@@ -14,6 +14,7 @@ import torch
 import bigload
 from bigload.checkpoint.model import TensorInfo
 from builders import make_checkpoint, make_many_experts, make_mixtral, make_split, write_manifest, write_shard
+from gguf_files import write_gguf
 
 PROGRAM = Path(sys.executable).with_name("bigload")
 PLAN = "bigload plan tiny-llama --overhead 0 -m cuda:0=6MiB,cpu=8MiB -o tiny.json"
@@ -533,10 +534,21 @@ def test_a_quantised_checkpoint_is_named_by_inspect_and_plan(run, here):
 
 @pytest.mark.parametrize("verb", ["inspect {}", "plan {} -m cpu=1GiB", "reshard {} out", "bench-load {}"])
 def test_every_verb_names_what_it_does_not_read(run, here, verb):
-    (here / "model.gguf").write_bytes(b"GGUF\x03\x00\x00\x00")
-    done = run(f"bigload {verb.format('model.gguf')}")
+    (here / "model.onnx").write_bytes(b"\x08\x07")
+    done = run(f"bigload {verb.format('model.onnx')}")
     assert (done.code, done.stdout) == (2, "")
-    assert done.stderr.startswith("error: model.gguf cannot be read: it is a GGUF file of llama.cpp\nhint: ")
+    assert done.stderr.startswith("error: model.onnx cannot be read: it is an ONNX graph\nhint: ")
+
+
+@pytest.mark.parametrize(
+    "verb", ["reshard {} out", "reshard {} out --dry-run", "bench-load {}", "fetch {} out --only a"]
+)
+def test_verbs_that_need_data_of_gguf_refuse_it(run, here, verb):
+    write_gguf(here / "model.gguf", {"a.weight": (12, (256,)), "b.weight": (12, (64, 256))})
+    done = run(f"bigload {verb.format('model.gguf')}")
+    assert (done.code, done.stdout) == (2, ""), done.stderr
+    assert "error: model.gguf cannot be read: of GGUF files only headers are read, not data\nhint: " in done.stderr
+    assert not (here / "out").exists()
 
 
 @pytest.mark.parametrize("verb", ["inspect {}", "plan {} -m cpu=1GiB", "reshard {} out --dry-run --layout shards"])

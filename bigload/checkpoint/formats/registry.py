@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import cast
 
 from bigload.checkpoint.byte_source import ReadRange, scheme_of
-from bigload.checkpoint.model import ShardHeader
+from bigload.checkpoint.model import Checkpoint, ShardHeader
 from bigload.checkpoint.sources.listings import identity_of
 from bigload.checkpoint.sources.small_reads import GUESSED_BYTES, opened_range
-from bigload.errors import InvalidCheckpointError, Problem, ReadError
+from bigload.errors import InvalidCheckpointError, Problem, ReadError, UnsupportedFormatError
 
 ReadHeader = Callable[[ReadRange, int, str], ShardHeader]
 """Read the header of a file of so many bytes (not 0), which the checkpoint calls by a name.
@@ -59,6 +59,7 @@ class CheckpointFormat:
         index_suffix: Of an index of several files, in JSON.
         default_index: Index that is taken where a folder has several.
         reader: The function that reads a header, or the module that has it as `read_header`.
+        has_data_read: Whether `load` and `reshard` read its data; of the others only headers are.
         is_written: Whether `reshard` writes this format, so that resharding can be a mere copy.
     """
 
@@ -69,6 +70,7 @@ class CheckpointFormat:
     index_suffix: str
     default_index: str
     reader: ReadHeader | str
+    has_data_read: bool = True
     is_written: bool = False
 
 
@@ -93,7 +95,18 @@ TORCH = CheckpointFormat(
     reader="bigload.checkpoint.formats.torch_archive",
 )
 
-FORMATS = {each.name: each for each in (SAFETENSORS, TORCH)}
+GGUF = CheckpointFormat(
+    name="gguf",
+    title="GGUF",
+    suffixes=(".gguf",),
+    whole_file="model.gguf",
+    index_suffix=".gguf.index.json",
+    default_index="model.gguf.index.json",
+    reader="bigload.checkpoint.formats.gguf",
+    has_data_read=False,
+)
+
+FORMATS = {each.name: each for each in (SAFETENSORS, TORCH, GGUF)}
 """In the order in which a folder that has several is searched."""
 
 
@@ -110,6 +123,25 @@ def weight_suffixes() -> tuple[str, ...]:
 def main_files() -> tuple[str, ...]:
     """Return the names by which a folder is a checkpoint, in the order in which they are looked for."""
     return tuple(name for each in FORMATS.values() for name in (each.default_index, each.whole_file))
+
+
+def check_data_is_read(checkpoint: Checkpoint) -> None:
+    """Raise if `checkpoint` is in a format of which only headers are read.
+
+    Raises:
+        UnsupportedFormatError: it is.
+    """
+    for form in {shard.format for shard in checkpoint.shards}:
+        if form in FORMATS and not FORMATS[form].has_data_read:
+            title = FORMATS[form].title
+            hint = (
+                "inspect and plan read it; for its weights use the repository that has the model as safetensors, or "
+                "convert it with transformers: "
+                'AutoModelForCausalLM.from_pretrained(FOLDER, gguf_file=NAME).save_pretrained("converted")'
+            )
+            raise UnsupportedFormatError(
+                checkpoint.path, f"of {title} files only headers are read, not data", hint=hint
+            )
 
 
 def read_shard_header(

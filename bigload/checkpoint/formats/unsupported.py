@@ -30,11 +30,10 @@ class _OtherFormat:
 
 _FORMATS = (
     _OtherFormat(
-        "a GGUF file of llama.cpp",
-        (".gguf",),
+        "a GGUF file of llama.cpp under another suffix",
+        (),
         b"GGUF",
-        f"{_ELSEWHERE}, or convert it with transformers: "
-        'AutoModelForCausalLM.from_pretrained(FOLDER, gguf_file=NAME).save_pretrained("converted")',
+        "rename it to end with .gguf",
     ),
     _OtherFormat(
         "an ONNX graph",
@@ -81,7 +80,9 @@ def refuse_other_file(path: Path) -> None:
     with path.open("rb") as file:
         beginning = file.read(8)
     for other in _unread():
-        if path.suffix.lower() in other.suffixes or (other.magic is not None and beginning.startswith(other.magic)):
+        if path.suffix.lower() in other.suffixes or (
+            other.magic is not None and beginning.startswith(other.magic) and path.suffix != ".gguf"
+        ):
             raise UnsupportedFormatError(path, f"it is {other.name}", hint=other.hint)
 
 

@@ -9,6 +9,7 @@ from fnmatch import fnmatchcase
 from pathlib import PurePosixPath
 
 from bigload.checkpoint.byte_source import address_text
+from bigload.checkpoint.formats.registry import check_data_is_read
 from bigload.checkpoint.index import encode_index
 from bigload.checkpoint.model import AssembledTensor, Checkpoint, Shard, TensorInfo
 from bigload.checkpoint.part import PART_FILE, PartDescription
@@ -102,6 +103,7 @@ def _file_of(
     num_bytes = sum(tensor.num_bytes for tensor in wanted) + shard.header_bytes
     if is_whole or num_bytes >= WHOLE_FILE_SHARE * shard.num_bytes:
         return OutputFile.copy_of(shard.file, shard.num_bytes, sha256=files.shards[shard.file].sha256)
+    check_data_is_read(checkpoint)
     name = str(PurePosixPath(shard.file).with_suffix(".safetensors"))
     if checkpoint.index_file is None and name != shard.file:
         name = f"{base_name(checkpoint)}.safetensors"
@@ -148,6 +150,7 @@ def _folders_of_layout(checkpoint: Checkpoint, options: FetchOptions, plan: Plan
     else:
         layout = ReshardOptions(layout="devices")
         folders = {Device.parse(device).folder for device in options.devices}
+    check_data_is_read(checkpoint)
     whole = lay_out(LayoutRequest(checkpoint=checkpoint, plan=plan, options=layout))
     files = tuple(file for file in whole.files if file.folder in folders)
     empty = folders - {file.folder for file in files}

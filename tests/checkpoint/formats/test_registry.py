@@ -11,7 +11,7 @@ import bigload
 from bigload.checkpoint.formats.registry import FORMATS, CheckpointFormat, FormatError, format_of
 from bigload.checkpoint.model import Shard, ShardHeader, Span, TensorInfo
 from bigload.dtypes import DTYPES
-from bigload.errors import InvalidCheckpointError, UnsupportedFormatError
+from bigload.errors import CheckpointNotFoundError, InvalidCheckpointError
 
 TENSORS = {"model.layers.0.w": torch.arange(6.0).reshape(2, 3), "model.layers.1.w": torch.ones(4)}
 
@@ -52,21 +52,21 @@ def toy(tmp_path, monkeypatch):
     form = CheckpointFormat(
         name="toy",
         title="toy",
-        suffixes=(".gguf",),
-        whole_file="model.gguf",
-        index_suffix=".gguf.index.json",
-        default_index="model.gguf.index.json",
+        suffixes=(".toy",),
+        whole_file="model.toy",
+        index_suffix=".toy.index.json",
+        default_index="model.toy.index.json",
         reader=read_toy,
     )
     monkeypatch.setitem(FORMATS, "toy", form)
     folder = tmp_path / "model"
     folder.mkdir()
-    write_toy(folder / "model.gguf")
+    write_toy(folder / "model.toy")
     return folder
 
 
 def test_it_is_opened_planned_loaded_and_resharded(toy, tmp_path):
-    for path in (toy, toy / "model.gguf"):
+    for path in (toy, toy / "model.toy"):
         checkpoint = bigload.open_checkpoint(path)
         assert checkpoint.format == "toy"
         assert checkpoint.total_bytes == 40
@@ -83,20 +83,20 @@ def test_it_is_opened_planned_loaded_and_resharded(toy, tmp_path):
 
 
 def test_several_files_have_an_index(toy):
-    (toy / "model.gguf").rename(toy / "part.gguf")
-    index = {"weight_map": dict.fromkeys(TENSORS, "part.gguf")}
-    (toy / "model.gguf.index.json").write_text(json.dumps(index))
-    assert bigload.open_checkpoint(toy).index_file == "model.gguf.index.json"
-    (toy / "part.gguf").write_bytes(b"GGUF")
+    (toy / "model.toy").rename(toy / "part.toy")
+    index = {"weight_map": dict.fromkeys(TENSORS, "part.toy")}
+    (toy / "model.toy.index.json").write_text(json.dumps(index))
+    assert bigload.open_checkpoint(toy).index_file == "model.toy.index.json"
+    (toy / "part.toy").write_bytes(b"TOY")
     with pytest.raises(InvalidCheckpointError, match="Expecting value"):
         bigload.open_checkpoint(toy)
 
 
-def test_without_the_reader_it_is_named_and_refused(toy, monkeypatch):
+def test_without_the_reader_it_is_refused(toy, monkeypatch):
     monkeypatch.delitem(FORMATS, "toy")
-    assert format_of("model.gguf") is None
-    with pytest.raises(UnsupportedFormatError, match="GGUF"):
-        bigload.open_checkpoint(toy / "model.gguf")
+    assert format_of("model.toy") is None
+    with pytest.raises(CheckpointNotFoundError):
+        bigload.open_checkpoint(toy)
 
 
 def test_names_and_suffixes_of_formats_are_unique():

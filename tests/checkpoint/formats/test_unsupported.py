@@ -10,8 +10,7 @@ from bigload.errors import CheckpointNotFoundError, UnsupportedFormatError
 from builders import make_checkpoint, write_shard
 
 FILES = {
-    "model.gguf": (b"GGUF\x03\x00\x00\x00", "a GGUF file of llama.cpp", "gguf_file="),
-    "ggml-model.bin": (b"GGUF\x03\x00\x00\x00", "a GGUF file of llama.cpp", "gguf_file="),
+    "ggml-model.bin": (b"GGUF\x03\x00\x00\x00", "a GGUF file of llama.cpp", "rename it"),
     "model.onnx": (b"\x08\x07", "an ONNX graph", "exported from"),
     "tf_model.h5": (b"\x89HDF\r\n\x1a\n", "an HDF5 file", "from_tf=True"),
     "weights.npz": (b"PK\x03\x04", "a NumPy archive", "numpy.load"),

@@ -1,0 +1,279 @@
+"""Read and validate GGUF headers.
+
+The format (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md): `GGUF`, a version, the numbers of tensors and
+keys, the keys with typed values, a record for each tensor, padding, then the data. All numbers are little-endian.
+Dimensions are listed innermost first, and the offset of each tensor is the padded end of the one before, as in ggml's
+own reader; an offset that skips or repeats bytes is refused.
+
+Arrays of the tokenizer, hundreds of thousands of strings, are skipped: only their lengths are kept.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+from struct import Struct, error
+from types import MappingProxyType
+from typing import NamedTuple
+
+from bigload.checkpoint.byte_source import ReadRange
+from bigload.checkpoint.formats.registry import FormatError
+from bigload.checkpoint.model import Shard, ShardHeader, StoredForm, StoredTensors
+from bigload.dtypes import GGML_DTYPES, DType
+
+MAX_HEADER_BYTES = 256 * 2**20
+MAX_KEYS = 2**16
+MAX_TENSORS = 2**18
+MAX_DIMS = 4
+MAX_ARRAY = 4096
+"""Elements of the arrays whose values are kept, which have one for each layer."""
+
+MAX_KEPT_VALUES = 2**20
+MAX_TEXT = 1000
+"""Characters of a value in `Shard.metadata`; a chat template is longer."""
+
+DEFAULT_ALIGNMENT = 32
+_FIRST_READ = 2**20
+_LARGEST = 2**63 - 1
+_STRING, _ARRAY = 8, 9
+
+_U32, _U64, _ARRAY_HEAD = Struct("<I"), Struct("<Q"), Struct("<IQ")
+_NUMBERS: Mapping[int, Struct] = MappingProxyType(
+    {
+        number: Struct(f"<{code}")
+        for number, code in zip((0, 1, 2, 3, 4, 5, 6, 7, 10, 11, 12), "BbHhIif?Qqd", strict=True)
+    }
+)
+"""Forms of plain values by the number of their type."""
+
+
+class SkippedArray(NamedTuple):
+    """An array whose values were not kept."""
+
+    length: int
+
+
+Value = str | int | float | tuple[int | float, ...] | SkippedArray
+
+
+def read_header(read: ReadRange, num_bytes: int, file: str) -> ShardHeader:
+    """Read and validate the header of a GGUF file of `num_bytes` bytes (`registry.ReadHeader`).
+
+    Raises:
+        FormatError: the file breaks the format, or has a version or type that is not read.
+    """
+    reader = _Reader(read, num_bytes)
+    num_tensors, num_keys = _beginning(reader)
+    metadata = _metadata(reader, num_keys)
+    records = [_record(reader) for _ in range(num_tensors)]
+    data_start = _aligned(reader.position, _alignment(metadata))
+    raw = reader.consumed()
+    shard = Shard(
+        file=file,
+        format="gguf",
+        num_bytes=num_bytes,
+        header_parts=((0, len(raw)),),
+        header_sha256=hashlib.sha256(raw).hexdigest(),
+        metadata={key: _text(value) for key, value in metadata.items()},
+    )
+    rows = _placed(records, file, data_start, _alignment(metadata), num_bytes)
+    return ShardHeader(shard=shard, tensors=rows)
+
+
+class _Reader:
+    """The beginning of a file, read in growing steps: where the header ends is known when it has been read."""
+
+    def __init__(self, read: ReadRange, num_bytes: int) -> None:
+        self._read = read
+        self._num_bytes = num_bytes
+        self._buffer = read(0, min(_FIRST_READ, num_bytes))
+        self.position = 0
+
+    def consumed(self) -> bytes:
+        return self._buffer[: self.position]
+
+    def require(self, count: int) -> None:
+        """Have the next `count` bytes in the buffer."""
+        stop = self.position + count
+        have = len(self._buffer)
+        if stop <= have:
+            return
+        if stop > self._num_bytes:
+            text = f"the header needs byte {stop}, the file has {self._num_bytes}"
+            raise FormatError("file-truncated", text)
+        if stop > MAX_HEADER_BYTES:
+            text = f"the header needs byte {stop}, expected at most {MAX_HEADER_BYTES}"
+            raise FormatError("header-too-large", text)
+        upto = min(max(stop, 4 * have), self._num_bytes, MAX_HEADER_BYTES)
+        self._buffer += self._read(have, upto)
+
+    def number(self, form: Struct) -> int:
+        self.require(form.size)
+        (value,) = form.unpack_from(self._buffer, self.position)
+        self.position += form.size
+        return value  # type: ignore[no-any-return]  # of a form of whole numbers
+
+    def array_head(self) -> tuple[int, int]:
+        return self.number(_U32), self.number(_U64)
+
+    def string(self, what: str) -> str:
+        length = self.number(_U64)
+        self.require(length)
+        raw = self._buffer[self.position : self.position + length]
+        self.position += length
+        try:
+            return raw.decode()
+        except UnicodeDecodeError:
+            raise FormatError("bad-text", f"{what} is no UTF-8: {raw[:100]!r}") from None
+
+    def numbers(self, form: Struct, count: int) -> tuple[int | float, ...]:
+        self.require(count * form.size)
+        stop = self.position + count * form.size
+        values = tuple(value for (value,) in form.iter_unpack(self._buffer[self.position : stop]))
+        self.position = stop
+        return values
+
+    def skip(self, count: int) -> None:
+        self.require(count)
+        self.position += count
+
+    def skip_strings(self, count: int) -> None:
+        """Skip `count` strings; a vocabulary has hundreds of thousands, so the loop calls nothing of Python."""
+        self.require(8 * count)
+        unpack, position = _U64.unpack_from, self.position
+        while count:
+            buffer = self._buffer
+            try:
+                while count:
+                    position += 8 + unpack(buffer, position)[0]
+                    count -= 1
+            except (error, OverflowError):  # past the end of the buffer
+                self.skip(position - self.position)  # refuses what the file cannot hold
+                self.require(8 * count)
+            else:
+                self.skip(position - self.position)
+
+
+def _beginning(reader: _Reader) -> tuple[int, int]:
+    """Return the numbers of tensors and of keys."""
+    reader.require(4)
+    magic = reader.number(_U32).to_bytes(4, "little")
+    if magic != b"GGUF":
+        raise FormatError("not-gguf", f"the file begins with {magic!r}, expected b'GGUF'")
+    version = reader.number(_U32)
+    if version not in (2, 3):
+        why = ": it is big-endian" if version and version % 2**16 == 0 else ""
+        raise FormatError("unknown-version", f"version {version} of GGUF, expected 2 or 3{why}")
+    counts = []
+    for what, largest in (("tensors", MAX_TENSORS), ("keys", MAX_KEYS)):
+        count = reader.number(_U64)
+        if count > largest:
+            raise FormatError("header-too-large", f"{count} {what}, expected at most {largest}")
+        counts.append(count)
+    return counts[0], counts[1]
+
+
+def _metadata(reader: _Reader, num_keys: int) -> dict[str, Value]:
+    found: dict[str, Value] = {}
+    num_kept = 0
+    for _ in range(num_keys):
+        key = reader.string("a key")
+        if key in found:
+            raise FormatError("duplicate-key", f"key {key!r:.200} occurs twice")
+        value = _value(reader, key, room=MAX_KEPT_VALUES - num_kept)
+        num_kept += len(value) if isinstance(value, tuple) else 1
+        found[key] = value
+    return found
+
+
+def _value(reader: _Reader, key: str, *, room: int) -> Value:
+    kind = reader.number(_U32)
+    if kind == _STRING:
+        return reader.string(f"the value of {key!r:.200}")
+    if kind in _NUMBERS:
+        return reader.number(_NUMBERS[kind])
+    if kind != _ARRAY:
+        raise FormatError("unknown-type", f"key {key!r:.200} has a value of type {kind}, which GGUF does not have")
+    kind, length = reader.array_head()
+    if kind == _STRING:
+        reader.skip_strings(length)
+    elif kind not in _NUMBERS:
+        raise FormatError("unknown-type", f"key {key!r:.200} is an array of type {kind}, expected numbers or strings")
+    elif length <= min(MAX_ARRAY, room):
+        return reader.numbers(_NUMBERS[kind], length)
+    else:
+        reader.skip(length * _NUMBERS[kind].size)
+    return SkippedArray(length)
+
+
+def _text(value: Value) -> str:
+    """Return a value as `Shard.metadata` has it."""
+    if isinstance(value, SkippedArray):
+        return f"array of {value.length}"
+    text = value if isinstance(value, str) else json.dumps(value)
+    return text if len(text) <= MAX_TEXT else f"{text[:MAX_TEXT]}…"
+
+
+def _alignment(metadata: Mapping[str, Value]) -> int:
+    found = metadata.get("general.alignment", DEFAULT_ALIGNMENT)
+    if not isinstance(found, int) or found < 1 or found & (found - 1) or found > 2**31:
+        raise FormatError("bad-alignment", f"general.alignment is {found!r:.100}, expected a power of two")
+    return found
+
+
+def _aligned(position: int, alignment: int) -> int:
+    return -(-position // alignment) * alignment
+
+
+@dataclass(frozen=True, slots=True)
+class _Record:
+    """A tensor as the header describes it; `offset` counts from the beginning of the data."""
+
+    name: str
+    form: StoredForm
+    offset: int
+
+
+def _record(reader: _Reader) -> _Record:
+    name = reader.string("the name of a tensor")
+    num_dims = reader.number(_U32)
+    if num_dims > MAX_DIMS:
+        raise FormatError("bad-shape", f"tensor {name!r:.200} has {num_dims} dimensions, expected at most {MAX_DIMS}")
+    shape = tuple(reader.number(_U64) for _ in range(num_dims))[::-1]
+    number, offset = reader.number(_U32), reader.number(_U64)
+    dtype = GGML_DTYPES.get(number)
+    if dtype is None:
+        raise FormatError("unknown-dtype", f"tensor {name!r:.200} has type {number}, which ggml does not have")
+    return _Record(name, _form(name, dtype, shape), offset)
+
+
+def _form(name: str, dtype: DType, shape: tuple[int, ...]) -> StoredForm:
+    if prod(max(size, 1) for size in shape) > _LARGEST:
+        raise FormatError("bad-shape", f"tensor {name!r:.200} has shape {list(shape)}, too many elements")
+    num_elements, row = prod(shape), shape[-1] if shape else 1
+    if row % dtype.block_elements:
+        text = f"tensor {name!r:.200} has rows of {row}, {dtype} needs a multiple of {dtype.block_elements}"
+        raise FormatError("bad-shape", text)
+    return StoredForm(dtype.name, shape, num_elements, dtype.num_bytes(num_elements))
+
+
+def _placed(records: list[_Record], file: str, data_start: int, alignment: int, num_bytes: int) -> StoredTensors:
+    """Return the tensors at their places, each after the one before."""
+    rows: dict[str, tuple[StoredForm, str, int, int]] = {}
+    expected = 0
+    for record in records:
+        name = f"tensor {record.name!r:.200}"
+        if record.name in rows:
+            raise FormatError("duplicate-key", f"{name} occurs twice")
+        if record.offset != expected:
+            raise FormatError("bad-offsets", f"{name} begins at {record.offset} of the data, expected {expected}")
+        start = data_start + record.offset
+        stop = start + record.form.num_bytes
+        if stop > num_bytes:
+            raise FormatError("file-truncated", f"{name} ends at byte {stop}, the file has {num_bytes}")
+        rows[record.name] = record.form, file, start, stop
+        expected = _aligned(record.offset + record.form.num_bytes, alignment)
+    return StoredTensors(rows)
