@@ -149,6 +149,7 @@ def test_a_split_checkpoint_is_opened_by_its_folder_or_any_of_its_files(tmp_path
         checkpoint = open_checkpoint(path)
         assert list(checkpoint.tensors) == ["blk.0.w", "blk.1.w", "blk.2.w"]
         assert len(checkpoint.shards) == 3
+        assert [warning.code for warning in checkpoint.warnings] == ["gguf-weights-only"]
 
 
 def test_a_missing_file_of_a_split_is_named(tmp_path):
