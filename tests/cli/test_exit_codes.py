@@ -88,7 +88,7 @@ USAGE = [
     ("bigload reshard tiny-llama out --layout devices", "--layout", "bigload plan CHECKPOINT"),
     ("bigload reshard tiny-llama out --layout ranks", "--tp is not given"),
     ("bigload reshard tiny-llama out --tp-rules rules.toml", "--tp is not given"),
-    ("bigload reshard tiny-llama out --layout shards --tp 2", "--tp is 2", "ranks, not for shards"),
+    ("bigload reshard tiny-llama out --layout shards --tp 2", "--tp is 2", "ranks and vllm, not for shards"),
     ("bigload reshard tiny-llama out --tp 2 --tp-rules nowhere.toml", "nowhere.toml", "colwise"),
     ("bigload reshard tiny-llama out --tp 7", "does not divide among 7 ranks", "2 heads of keys and values"),
     ("bigload reshard tiny-llama out --offload-format dat", "--offload-format", "layout offload, not for shards"),
