@@ -83,6 +83,10 @@ from bigload.layouts.kinds.rank_slices import read_ranks as read_ranks
 from bigload.layouts.offload_reader import OffloadFolder as OffloadFolder
 from bigload.layouts.reshard import ReshardReport as ReshardReport
 from bigload.layouts.reshard import reshard as reshard
+from bigload.layouts.transforms.tensor_names import AddPrefix as AddPrefix
+from bigload.layouts.transforms.tensor_names import Drop as Drop
+from bigload.layouts.transforms.tensor_names import Only as Only
+from bigload.layouts.transforms.tensor_names import Rename as Rename
 from bigload.layouts.verification.verify import FileProblem as FileProblem
 from bigload.layouts.verification.verify import VerifyReport as VerifyReport
 from bigload.layouts.verification.verify import verify as verify

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from bigload.checkpoint.formats.registry import SAFETENSORS
 from bigload.checkpoint.index import encode_index
 from bigload.checkpoint.model import AssembledTensor, Checkpoint
+from bigload.conversion.computed_tensor import ComputedTensor
 from bigload.layouts.options import DEFAULTS, ReshardOptions
 from bigload.layouts.output import Output, OutputFile, OutputTensor
 from bigload.layouts.writing.kernel_copy import data_offset
@@ -27,7 +28,7 @@ class LayoutRequest:
 
     Attributes:
         checkpoint: Checkpoint to rewrite, with its tensors under the names to write.
-        assembled: Those of its tensors that are made of several stored ones, by name.
+        sources: What those of its tensors are made of that are no stored ones, by name.
         plan: Plan to follow, if one was given; never `None` for a layout that `needs_plan`.
         options: Options of the reshard, of which it heeds sizes, dtypes and those in `OutputLayout.own_options`.
         can_share_blocks: Files whose bytes are unchanged can share blocks with the source if their data lies in blocks
@@ -35,7 +36,7 @@ class LayoutRequest:
     """
 
     checkpoint: Checkpoint
-    assembled: Mapping[str, AssembledTensor] = field(default_factory=dict)
+    sources: Mapping[str, AssembledTensor | ComputedTensor] = field(default_factory=dict)
     plan: Plan | None = None
     options: ReshardOptions = DEFAULTS
     can_share_blocks: bool = False
@@ -44,12 +45,13 @@ class LayoutRequest:
         """Return all tensors whole, in the dtype to write, in the order in which a forward pass needs them."""
         tensors = build_tree(self.checkpoint.tensors).all_tensors()
         return [
-            OutputTensor(source=self.assembled.get(tensor.name, tensor), dtype=self.options.dtypes(tensor))
+            OutputTensor(source=self.sources.get(tensor.name, tensor), dtype=self.options.dtypes(tensor))
             for tensor in tensors
         ]
 
     def at_offsets(self, files: Iterable[OutputFile]) -> tuple[OutputFile, ...]:
-        """Return `files` with their data where blocks can be shared with the source, if they can."""
+        """Return `files` with the metadata asked for, and their data where blocks can be shared with the source."""
+        files = (replace(output, metadata=self.options.metadata) for output in files)
         if not self.can_share_blocks:
             return tuple(files)
         return tuple(replace(output, data_offset=data_offset(output.tensors)) for output in files)

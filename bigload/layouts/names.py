@@ -10,10 +10,9 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
 
 from bigload.checkpoint.index import read_beside
-from bigload.checkpoint.model import AssembledTensor, Checkpoint, Span, TensorInfo
+from bigload.checkpoint.model import AssembledTensor, Checkpoint, TensorInfo
 from bigload.checkpoint.source import is_there
 from bigload.conversion.conversion import Conversion, as_stored
 from bigload.conversion.conversion_file import check_pieces, conversion_from_values, conversion_to_values
@@ -21,6 +20,7 @@ from bigload.conversion.inverse import inverse_of
 from bigload.conversion.strided_pieces import PiecedTensor
 from bigload.documents import MAX_CONFIG_BYTES, DocumentError, check_schema, parse_json
 from bigload.errors import NamesUnknownError
+from bigload.layouts.tensors_to_write import TensorsToWrite
 from bigload.planning.choices import NameScheme
 from bigload.units import counted
 
@@ -28,49 +28,28 @@ CONVERSION_FILE = "bigload-conversion.json"
 SCHEMA = "bigload.conversion/1.0"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NamedTensors:
-    """The tensors of a checkpoint as they are to be written.
-
-    Attributes:
-        checkpoint: The checkpoint with the tensors to write in place of its own. Spans of assembled ones are empty.
-        assembled: Those that are made of several stored ones, or of parts of them.
-        documents: What to write beside them.
-        is_changed: Names or forms differ from the stored ones.
-        notes: Sentences for the user.
-    """
-
-    checkpoint: Checkpoint
-    assembled: Mapping[str, AssembledTensor] = field(default_factory=dict)
-    documents: Mapping[str, bytes] = field(default_factory=dict)
-    is_changed: bool = False
-    notes: tuple[str, ...] = ()
-
-
-def named_tensors(checkpoint: Checkpoint, names: NameScheme | None) -> NamedTensors:
+def named_tensors(checkpoint: Checkpoint, names: NameScheme | None) -> TensorsToWrite:
     """Return the tensors of `checkpoint` under these names; `None` leaves them as they are.
 
     Raises:
         NamesUnknownError: the conversion is not known, loses something, or tensors contradict each other.
     """
     if names is None:
-        return NamedTensors(checkpoint=checkpoint)
+        return TensorsToWrite(checkpoint=checkpoint)
     recorded = _recorded(checkpoint)
     if names is NameScheme.CHECKPOINT:
         conversion = recorded or _original_of(checkpoint)
     else:
         conversion = _conversion_of(checkpoint) if recorded is None else None
     if conversion is None or _changes_nothing(conversion, checkpoint):
-        return NamedTensors(checkpoint=checkpoint, notes=(f"the tensors have the names of {_WORDS[names]} already",))
+        return TensorsToWrite(checkpoint=checkpoint, notes=(f"the tensors have the names of {_WORDS[names]} already",))
     way_back = _way_back(conversion, checkpoint)
     tensors = _with_the_rest(conversion, checkpoint)
-    assembled = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, AssembledTensor)}
-    return NamedTensors(
-        checkpoint=replace(checkpoint, tensors={name: _form(tensor) for name, tensor in tensors.items()}),
-        assembled=assembled,
+    return TensorsToWrite.of(
+        checkpoint,
+        tensors.values(),
         documents={} if names is NameScheme.CHECKPOINT else {CONVERSION_FILE: _document(way_back, tensors)},
-        is_changed=True,
-        notes=tuple(_notes(conversion, checkpoint, names)),
+        notes=_notes(conversion, checkpoint, names),
     )
 
 
@@ -160,12 +139,6 @@ def _with_the_rest(conversion: Conversion, checkpoint: Checkpoint) -> dict[str, 
     """Return what `conversion` makes, and all other stored tensors as they are."""
     rest = {name: checkpoint.tensors[name] for name in _left_over(conversion, checkpoint)}
     return {**conversion.of(checkpoint), **rest}
-
-
-def _form(tensor: TensorInfo | AssembledTensor) -> TensorInfo:
-    if isinstance(tensor, TensorInfo):
-        return tensor
-    return TensorInfo(tensor.name, tensor.dtype, tensor.stored_shape, Span("", 0, tensor.num_bytes))
 
 
 def _way_back(conversion: Conversion, checkpoint: Checkpoint) -> Conversion:

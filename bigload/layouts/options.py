@@ -12,6 +12,7 @@ from bigload.checkpoint.model import Checkpoint
 from bigload.errors import OptionError
 from bigload.layouts.choices import OffloadFormat, Verify
 from bigload.layouts.dtype_rules import DTypeRule
+from bigload.layouts.transforms.transform import Transform
 from bigload.loading.settings import MAX_THREADS
 from bigload.planning.choices import NameScheme
 from bigload.units import KIB, MIB, format_size, parse_size
@@ -44,6 +45,8 @@ class ReshardOptions:
     tp: int | None = None
     tp_rules: Mapping[str, str] | str | Path | None = None
     names: NameScheme | None = None
+    transforms: tuple[Transform, ...] = ()
+    metadata: Mapping[str, str] = field(default_factory=dict)
     offload_format: OffloadFormat = OffloadFormat.SAFETENSORS
     verify: Verify = Verify.FULL
     resume: bool = False

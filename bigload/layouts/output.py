@@ -17,6 +17,7 @@ from typing import Self
 from bigload.checkpoint.fingerprint import ShardFingerprint
 from bigload.checkpoint.formats.safetensors import encode_header
 from bigload.checkpoint.model import AssembledTensor, Span, TensorInfo
+from bigload.conversion.computed_tensor import ComputedTensor, Operand, stored_in
 from bigload.dtypes import DTYPES, DType
 from bigload.loading.slices import Slice, sliced_shape
 from bigload.units import KIB
@@ -32,13 +33,13 @@ class OutputTensor:
     """A tensor to write.
 
     Attributes:
-        source: The stored tensor, or what it is assembled from.
+        source: The stored tensor, or what it is assembled or computed from.
         dtype: Dtype to write.
         parts: Slices along one dimension, written one after the other; empty for the whole tensor, which an assembled
             one always is.
     """
 
-    source: TensorInfo | AssembledTensor
+    source: Operand
     dtype: DType
     parts: tuple[Slice, ...] = ()
 
@@ -52,10 +53,13 @@ class OutputTensor:
 
     @property
     def spans(self) -> tuple[Span, ...]:
-        """The bytes of files in which the stored tensor is, or the pieces of an assembled one."""
-        if isinstance(self.source, AssembledTensor):
-            return tuple(piece.tensor.span for piece in self.source.pieces)
-        return (self.source.span,)
+        """The bytes of files that are read for it."""
+        return tuple(stored.span for stored in stored_in(self.source))
+
+    @property
+    def is_computed(self) -> bool:
+        """Whether its elements are computed from those of stored tensors."""
+        return isinstance(self.source, ComputedTensor)
 
     @property
     def is_view(self) -> bool:
@@ -88,6 +92,7 @@ class OutputFile:
         data_offset: The data starts at this many bytes after a multiple of `DATA_ALIGNMENT`.
         aliases: Further names of tensors in it, to the names they have here. They go into `__metadata__`, where
             safetensors' `save_model` and huggingface_hub's `save_torch_state_dict` say so too.
+        metadata: Further texts of `__metadata__`.
         is_copy: The file is a copy of a file of the source, whatever is in it. `tensors` has one that stands for all
             of its bytes, and that no record names.
         sha256: Digest that the service has for the whole file, in hexadecimal.
@@ -98,6 +103,7 @@ class OutputFile:
     is_raw: bool = False
     data_offset: int = 0
     aliases: Mapping[str, str] = field(default_factory=dict)
+    metadata: Mapping[str, str] = field(default_factory=dict)
     is_copy: bool = False
     sha256: str | None = None
 
@@ -114,7 +120,7 @@ class OutputFile:
         if self.is_raw:
             return b""
         entries = [(tensor.name, tensor.dtype, tensor.shape, tensor.num_bytes) for tensor in self.tensors]
-        metadata = {**self.aliases, **_METADATA}
+        metadata = {**self.aliases, **self.metadata, **_METADATA}
         return encode_header(entries, metadata=metadata, alignment=DATA_ALIGNMENT, offset=self.data_offset)
 
     @cached_property

@@ -13,15 +13,18 @@ from pathlib import Path
 
 from bigload.checkpoint.byte_source import SourceIdentity, address_text, scheme_of
 from bigload.checkpoint.formats.registry import check_data_is_read
-from bigload.checkpoint.model import AssembledTensor, Checkpoint, TensorInfo
-from bigload.errors import NotEnoughSpaceError, OutputExistsError, WriteError
+from bigload.checkpoint.model import Checkpoint, TensorInfo, forms_of
+from bigload.conversion.computed_tensor import ComputedTensor, Operand
+from bigload.errors import NotEnoughSpaceError, OptionError, OutputExistsError, WriteError
 from bigload.extras import require
+from bigload.layouts.dtype_rules import config_with_dtype
 from bigload.layouts.layout import LayoutRequest
 from bigload.layouts.names import CONVERSION_FILE, named_tensors
 from bigload.layouts.options import DEFAULTS, REMOTE_THREADS, ReshardOptions
 from bigload.layouts.output import Output
 from bigload.layouts.selection import lay_out, open_source, recorded_options
-from bigload.layouts.side_files import SideFile, files_beside, is_single_file
+from bigload.layouts.side_files import CONFIG_FILE, SideFile, files_beside, is_single_file
+from bigload.layouts.tensors_to_write import TensorsToWrite
 from bigload.layouts.verification.manifest import MANIFEST_FILE, STAGING_SUFFIX, read_manifest
 from bigload.layouts.verification.verify import Level
 from bigload.layouts.verification.verify import verify as verify_folder
@@ -97,19 +100,24 @@ def prepare_reshard(
     can_share_blocks = kernel is KernelCopy.CLONE
     named = named_tensors(checkpoint, None if plan is not None else options.names)
     asked = options if named.is_changed or plan is not None else replace(options, names=None)
+    for transform in options.transforms:
+        named = transform.apply(named)
+    if plan is not None:
+        _check_planned_forms(checkpoint, named)
     request = LayoutRequest(
         checkpoint=named.checkpoint,
-        assembled=named.assembled,
+        sources=named.sources,
         plan=plan,
         options=asked,
         can_share_blocks=can_share_blocks,
     )
     output = lay_out(request)
-    output = replace(output, documents={**named.documents, **output.documents}, notes=(*named.notes, *output.notes))
+    documents = {**named.documents, **_config_document(checkpoint, named, output, options)}
+    output = replace(output, documents={**documents, **output.documents}, notes=(*named.notes, *output.notes))
     check_apart(checkpoint, target)
     beside: tuple[SideFile, ...] = ()
     notes: tuple[str, ...] = ()
-    if _is_a_model(checkpoint, plan, output):
+    if _is_a_model(named.checkpoint, plan, output):
         beside, notes = files_beside(checkpoint, output, dtype=options.dtypes.dtype)
         if named.is_changed:
             beside = tuple(file for file in beside if file.name != CONVERSION_FILE)
@@ -118,6 +126,7 @@ def prepare_reshard(
         target,
         output,
         asked,
+        files=_files_read(checkpoint, output),
         plan=plan,
         side_files=beside,
         notes=notes,
@@ -128,6 +137,35 @@ def prepare_reshard(
     spans = (span for file in output.files for tensor in file.tensors for span in tensor.spans)
     warn_of_whole_files(checkpoint.root, sizes, spans)
     return prepared
+
+
+def _check_planned_forms(checkpoint: Checkpoint, found: TensorsToWrite) -> None:
+    """Raise OptionError if transforms change what a plan counts."""
+    before, after = forms_of(checkpoint.tensors), forms_of(found.checkpoint.tensors)
+    changed = next((name for name in {**before, **after} if before.get(name) != after.get(name)), None)
+    if changed is not None:
+        hint = "write the changed checkpoint first, then make a plan of it and reshard by that"
+        expected = f"one that keeps the names and forms that the plan counted: {changed} is not what it was"
+        raise OptionError.of("transforms", "given with a plan", expected, hint=hint)
+
+
+def _config_document(
+    checkpoint: Checkpoint, found: TensorsToWrite, output: Output, options: ReshardOptions
+) -> dict[str, bytes]:
+    """Return the config that a transform has changed, for the output and each of its folders."""
+    if found.checkpoint.config == checkpoint.config:
+        return {}
+    text = (json.dumps(found.checkpoint.config, indent=2) + "\n").encode()
+    if options.dtypes.dtype is not None:
+        text = config_with_dtype(text, options.dtypes.dtype)
+    folders = dict.fromkeys(["", *(f"{file.folder}/" for file in output.files if file.folder)])
+    return {f"{folder}{CONFIG_FILE}": text for folder in folders}
+
+
+def _files_read(checkpoint: Checkpoint, output: Output) -> list[str]:
+    """Return the shards, and other files that something is computed from."""
+    used = (span.file for file in output.files for tensor in file.tensors for span in tensor.spans)
+    return list(dict.fromkeys([*(shard.file for shard in checkpoint.shards), *used]))
 
 
 def prepare_output(
@@ -204,6 +242,8 @@ def _check_torch(output: Output) -> None:
         require("torch", asked_by="a cast to another dtype", extra="torch")
     if any(tensor.is_view for tensor in tensors):
         require("torch", asked_by="a tensor that is stored as a view", extra="torch")
+    if any(tensor.is_computed for tensor in tensors):
+        require("torch", asked_by="a tensor that is computed from others", extra="torch")
 
 
 def _recipe(output: Output, identities: Mapping[str, SourceIdentity]) -> str:
@@ -222,8 +262,10 @@ def _recipe(output: Output, identities: Mapping[str, SourceIdentity]) -> str:
     return digest.hexdigest()
 
 
-def _place_of(source: TensorInfo | AssembledTensor) -> list[object]:
-    """Return where `source` is stored, as JSON can hold it."""
+def _place_of(source: Operand) -> list[object]:
+    """Return where `source` is stored and what is computed, as JSON can hold it."""
+    if isinstance(source, ComputedTensor):
+        return [repr(source.operation)]
     if isinstance(source, TensorInfo):
         return [source.span.file, source.span.start, source.span.stop]
     pieces = ((piece.start, piece.tensor) for piece in source.pieces)

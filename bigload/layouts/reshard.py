@@ -29,6 +29,7 @@ from bigload.layouts.options import (
 )
 from bigload.layouts.output import Output
 from bigload.layouts.preparation import PreparedReshard, add_room, prepare_reshard
+from bigload.layouts.transforms.transform import Transform
 from bigload.loading.progress import OnProgress, ignore_progress
 from bigload.planning.choices import NameScheme
 from bigload.planning.plan import Plan
@@ -83,6 +84,8 @@ def reshard(
     tp: int | None = None,
     tp_rules: Mapping[str, str] | str | Path | None = None,
     names: NameScheme | str | None = None,
+    transforms: Sequence[Transform] = (),
+    metadata: Mapping[str, str] | None = None,
     offload_format: OffloadFormat | str = OffloadFormat.SAFETENSORS,
     verify: Verify | str = Verify.FULL,
     resume: bool = False,
@@ -108,6 +111,8 @@ def reshard(
             over the rules of the architecture.
         names: `transformers` for the tensors that its models have in memory, renamed and fused, so that a load has
             nothing to convert; `checkpoint` for those of the original files. When left out: as they are stored.
+        transforms: What happens to tensors on their way, in this order: `Rename`, `Drop` and others.
+        metadata: Texts for the `__metadata__` of each safetensors file.
         offload_format: `safetensors`, or `dat` as accelerate has it.
         verify: `full`: read everything back and compare it; `size`; or `none`.
         resume: Resume an interrupted run, after reading back what it has written.
@@ -142,6 +147,8 @@ def reshard(
                 tp=tp,
                 tp_rules=tp_rules,
                 names=None if names is None else parse_choice("names", names, NameScheme),
+                transforms=tuple(transforms),
+                metadata=metadata or {},
                 offload_format=parse_choice("offload_format", offload_format, OffloadFormat),
                 verify=parse_choice("verify", verify, Verify),
                 resume=resume,

@@ -72,6 +72,10 @@ def lay_out(request: LayoutRequest) -> Output:
     _check_options(name, layout, options, request.plan)
     options.dtypes.check(tensors)
     output = layout.lay_out(request)
+    if options.metadata and any(file.is_raw for file in output.files):
+        expected = f"none for the layout {name} as asked for: its files have no header"
+        raise OptionError.of("metadata", dict(options.metadata), expected)
+    output = replace(output, files=tuple(replace(file, metadata=options.metadata) for file in output.files))
     _check_change(request, output)
     notes = [
         f"{counted(len(names), 'tensor')} not cast: {reason}, {names[0]} for one"
@@ -86,6 +90,8 @@ def recorded_options(options: ReshardOptions, layout: str) -> dict[str, object]:
     recorded: dict[str, object] = {"max_shard_bytes": options.max_shard_bytes}
     if options.names is not None:
         recorded["names"] = options.names.value
+    if options.transforms:
+        recorded["transforms"] = [str(transform) for transform in options.transforms]
     if options.dtypes.dtype is not None:
         recorded |= {"dtype": options.dtypes.dtype.name, "keep_fp32": list(options.dtypes.keep_fp32)}
     return recorded | {name: options.value(name) for name in layout_named(layout).recorded_options}
@@ -140,10 +146,10 @@ def _check_change(request: LayoutRequest, output: Output) -> None:
 
     Another order or number of files is no change by itself; safetensors in place of torch files are.
     """
-    changes = ("layout", "dtypes", "tp", "names", "max_shard_bytes")
+    changes = ("layout", "dtypes", "tp", "names", "transforms", "metadata", "max_shard_bytes")
     is_default = request.plan is None and all(map(request.options.is_default, changes))
     shards, after = request.checkpoint.shards, len(output.files)
     if is_default and 5 * abs(after - len(shards)) <= after and FORMATS[shards[0].format].is_written:
         hint = f"to write its {format_size(output.num_bytes)} again in the order of a load: --layout shards"
-        expected = "what to change: a plan, a layout, a dtype, other names or a size of files"
+        expected = "what to change: a plan, a layout, a dtype, other names, a transform or a size of files"
         raise OptionError.of("layout", None, expected, hint=hint)

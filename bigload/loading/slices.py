@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import prod
+from typing import Protocol
 
 from bigload.checkpoint.model import AssembledTensor, Piece, Span, TensorInfo
 
@@ -51,7 +52,12 @@ class StridedRange:
             start += length * (whole or 1)
 
 
-def sliced_shape(tensor: TensorInfo | AssembledTensor, part: Slice | None) -> tuple[int, ...]:
+class _Shaped(Protocol):
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+
+def sliced_shape(tensor: _Shaped, part: Slice | None) -> tuple[int, ...]:
     """Return the shape of `part` of `tensor`; of all of it when `part` is `None`.
 
     Raises:
@@ -113,6 +119,29 @@ def rows_between(tensor: TensorInfo, parts: Sequence[Slice], start: int, stop: i
             if begin < end:
                 yield StridedRange(first + row * stride + begin - position, end - begin, 1, end - begin)
             position += length
+
+
+def source_rows(shape: Sequence[int], parts: Sequence[Slice], first: int, last: int) -> Iterator[tuple[int, int, int]]:
+    """Yield which rows of a tensor are rows `first` to `last` of its `parts`: number of the first, start, stop.
+
+    Rows are vectors along the last dimension, and the parts are joined along theirs. No parts are the whole tensor.
+    """
+    if not parts or parts[0].dim == len(shape) - 1:
+        yield first, first, last
+        return
+    dim = parts[0].dim
+    inner = prod(shape[dim + 1 : -1])
+    lengths = [(part.stop - part.start) * inner for part in parts]
+    while first < last:
+        outer, left = divmod(first, sum(lengths))
+        for part, length in zip(parts, lengths, strict=True):
+            if left < length:
+                start = (outer * shape[dim] + part.start) * inner + left
+                stop = start + min(length - left, last - first)
+                yield first, start, stop
+                first += stop - start
+                break
+            left -= length
 
 
 def cut_out(tensor: AssembledTensor, part: Slice) -> AssembledTensor:

@@ -12,6 +12,7 @@ from typing import Annotated
 import typer
 
 from bigload_cli import failures, output
+from bigload_cli.transforms_given import OrderedCommand
 
 EXIT_CODES = """\b
 Exit codes:
@@ -74,7 +75,7 @@ def app_of(verbs: Collection[str], *, is_list: bool = False) -> typer.Typer:
             continue
         name = verb.replace("-", "_")
         module = import_module(f"bigload_cli.commands.{name}")
-        app.command(verb, epilog=module.EPILOG)(getattr(module, name))
+        app.command(verb, cls=OrderedCommand, epilog=module.EPILOG)(getattr(module, name))
     return app
 
 

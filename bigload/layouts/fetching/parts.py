@@ -11,7 +11,7 @@ from pathlib import PurePosixPath
 from bigload.checkpoint.byte_source import address_text
 from bigload.checkpoint.formats.registry import check_data_is_read
 from bigload.checkpoint.index import encode_index
-from bigload.checkpoint.model import AssembledTensor, Checkpoint, Shard, TensorInfo
+from bigload.checkpoint.model import Checkpoint, Shard, TensorInfo
 from bigload.checkpoint.part import PART_FILE, PartDescription
 from bigload.devices import Device
 from bigload.errors import OptionError
@@ -195,7 +195,7 @@ def byte_ranges(output: Output) -> Iterator[tuple[str, int, int]]:
 def _ranges_of(file: OutputFile) -> Iterator[tuple[str, int, int]]:
     for tensor in file.tensors:
         source = tensor.source
-        assert not isinstance(source, AssembledTensor), "only a reshard renames"
+        assert isinstance(source, TensorInfo), "only a reshard renames or computes"
         if source.strides is not None or not source.num_bytes:
             yield source.span.file, source.span.start, source.span.stop
             continue

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from bigload.checkpoint.model import AssembledTensor, Checkpoint
+from bigload.conversion.computed_tensor import ComputedTensor
 from bigload.layouts.output import OutputTensor
 from bigload.planning.model.ties import find_ties
 
@@ -51,4 +52,6 @@ def _memory(tensor: OutputTensor) -> object:
         return tensor.name
     if isinstance(source, AssembledTensor):
         return source.pieces, source.shape, tensor.dtype
+    if isinstance(source, ComputedTensor):
+        return source.operation, source.shape, tensor.dtype
     return source.span, source.dtype, source.shape, source.strides, tensor.dtype

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 
 from bigload.checkpoint.model import AssembledTensor, TensorInfo, sizes_of
+from bigload.conversion.computed_tensor import ComputedTensor
 from bigload.layouts.output import OutputFile, OutputTensor
 from bigload.loading.schedule import gathers
 from bigload.loading.slices import StridedRange, rows_of
@@ -31,7 +32,9 @@ def _reads(tensor: OutputTensor) -> Iterator[tuple[TensorInfo, int]]:
     if isinstance(source, AssembledTensor):
         for piece in source.pieces:
             yield piece.tensor, _read_bytes(_rows_of_piece(piece.tensor))
-    elif tensor.is_view:
+    elif isinstance(source, ComputedTensor):
+        yield from ((stored, stored.span.num_bytes) for stored in source.stored_operands)
+    elif source.strides is not None:
         yield source, source.span.num_bytes
     else:
         for part in tensor.parts or (None,):

@@ -3,8 +3,8 @@
 A window may begin and end anywhere in a tensor: in the middle of a row of columns, between two elements of a cast. So
 each request is a `Portion`: a byte range of the written form of one tensor. Reads are merged over all portions of a
 window and go straight into the window. Bytes between wanted columns go to a scratch buffer in the same system call.
-Only casts, views that are not stored row by row, and pieces of assembled tensors that have gaps between their elements
-need torch.
+Only casts, computed tensors, views that are not stored row by row, and pieces of assembled tensors that have gaps
+between their elements need torch.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import threading
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
 from operator import itemgetter
@@ -22,6 +22,8 @@ from typing import TYPE_CHECKING
 
 from bigload.checkpoint.byte_source import ByteSource, expect_reads
 from bigload.checkpoint.model import AssembledTensor, TensorInfo
+from bigload.conversion.computed_tensor import ComputedTensor, Operand, OperandRows, num_rows
+from bigload.dtypes import DTYPES
 from bigload.extras import require
 from bigload.layouts.output import OutputTensor
 from bigload.layouts.writing.source_files import SourceFiles
@@ -36,13 +38,14 @@ from bigload.loading.schedule import (
     requests_for,
     requests_of_copy,
 )
-from bigload.loading.slices import StridedRange, rows_between
+from bigload.loading.slices import StridedRange, rows_between, source_rows
 from bigload.loading.strided_views import boxes_between, view_parts
 from bigload.machine.activities import NO_RECORDER
 from bigload.units import MIB
 
 if TYPE_CHECKING:
     from bigload.loading.staging.cpu_stager import HostStager
+    from bigload.loading.staging.row_computer import RowComputer
 
 _MAX_BUFFERS = os.sysconf("SC_IOV_MAX")
 _LEAST_SCATTERED_BYTES = 256
@@ -56,7 +59,7 @@ _ARRANGED_BYTES = 8 * MIB
 class Portion:
     """Bytes `start` to `stop` of what is written of `tensor`, wanted at byte `at` of the memory to fill.
 
-    No element is cut through where the tensor is cast, assembled, or not stored row by row.
+    No element is cut through where the tensor is cast, assembled, computed, or not stored row by row.
     """
 
     tensor: OutputTensor
@@ -65,18 +68,18 @@ class Portion:
     at: int
 
     @property
-    def is_view(self) -> bool:
-        """Whether the tensor is not stored row by row."""
-        return self.tensor.is_view
+    def is_read_straight(self) -> bool:
+        """Whether the tensor is stored row by row, or in pieces that are."""
+        return not (self.tensor.is_view or self.tensor.is_computed)
 
 
 def jobs_for(portions: Sequence[Portion]) -> Iterator[ReadJob]:
-    """Yield the reads that bring `portions` where they are wanted, except of views.
+    """Yield the reads that bring `portions` where they are wanted, except of views and computed tensors.
 
     Neighbours are merged. Buffer `i` of their destinations is the memory of `portions[i]`, and begins at its `at`.
     What is cast or spread in memory is `STAGED`, in blocks that stay in a cache; all else is `SCATTERED`.
     """
-    numbered = ((number, portion) for number, portion in enumerate(portions) if not portion.is_view)
+    numbered = ((number, portion) for number, portion in enumerate(portions) if portion.is_read_straight)
     requests = (request for number, portion in numbered for request in _requests_of(portion, number))
     for file, members in groupby(requests, key=itemgetter(0)):
         yield from jobs_of(file, (request for _, request in members), BLOCK_BYTES)
@@ -92,6 +95,7 @@ def first_read(portions: Sequence[Portion]) -> tuple[str, int]:
 def _requests_of(portion: Portion, buffer: int) -> Iterator[tuple[str, ReadRequest]]:
     """Yield what to read, and of which file."""
     tensor = portion.tensor
+    assert not isinstance(tensor.source, ComputedTensor)
     cast = DTypeCast(tensor.source.dtype, tensor.dtype) if tensor.is_cast else None
     delivery = Delivery.STAGED if cast is not None else Delivery.SCATTERED
     if isinstance(tensor.source, AssembledTensor):
@@ -139,6 +143,33 @@ def _joined(several: Iterable[StridedRange]) -> Iterator[StridedRange]:
         yield last
 
 
+def _read_for(portion: Portion) -> Iterator[Portion]:
+    """Yield what is read to fill `portion`: itself, or what it is computed from, but for what is read once and kept."""
+    source = portion.tensor.source
+    if not isinstance(source, ComputedTensor):
+        yield portion
+        return
+    tensor = portion.tensor
+    row_bytes = tensor.dtype.num_bytes(max(tensor.shape[-1] if tensor.shape else 1, 1))
+    first, last = portion.start // row_bytes, -(-portion.stop // row_bytes)
+    for _, start, stop in source_rows(source.shape, tensor.parts, first, last):
+        for rows in source.operation.rows_for(*source.whole_rows(start, stop)):
+            if not rows.is_kept:
+                yield from _read_for(_portion_of(rows))
+
+
+def _portion_of(rows: OperandRows) -> Portion:
+    row_bytes = rows.tensor.num_bytes // max(num_rows(rows.tensor.shape), 1)
+    return Portion(_as_stored(rows.tensor), rows.start * row_bytes, rows.stop * row_bytes, 0)
+
+
+def _as_stored(tensor: Operand) -> OutputTensor:
+    """Return `tensor` to be read as it is; as bytes where it is stored row by row, which suits every dtype."""
+    if isinstance(tensor, TensorInfo) and tensor.strides is None:
+        tensor = replace(tensor, dtype=DTYPES["U8"], shape=(tensor.num_bytes,))
+    return OutputTensor(source=tensor, dtype=tensor.dtype)
+
+
 class WindowReader:
     """Reader of portions of tensors from `sources` by file; several threads may share one.
 
@@ -152,6 +183,7 @@ class WindowReader:
         self._sources = sources
         self._lock = threading.Lock()
         self._stager: HostStager | None = None
+        self._row_computer: RowComputer | None = None
         self._overflows: Counter[str] = Counter()
         self._thread = threading.local()  # `keeps_recent`: see `expect`
 
@@ -163,7 +195,7 @@ class WindowReader:
         self._thread.keeps_recent = keeps_recent
         ranges: dict[str, list[tuple[int, int]]] = {}
         for portions in windows:
-            for job in self._jobs(portions):
+            for job in self._jobs([read for portion in portions for read in _read_for(portion)]):
                 ranges.setdefault(job.file, []).append((job.offset, job.offset + job.num_bytes))
         for file, pairs in ranges.items():
             with self._sources.keeping_recent(file) if keeps_recent else self._sources.past_cache(file) as source:
@@ -186,7 +218,9 @@ class WindowReader:
         """
         views = [view[portion.at : portion.at + portion.stop - portion.start] for portion in portions]
         jobs = self._jobs(portions)
-        if any(portion.is_view for portion in portions) or any(job.delivery is Delivery.STAGED for job in jobs):
+        if not all(each.is_read_straight for each in portions) or any(
+            each.delivery is Delivery.STAGED for each in jobs
+        ):
             self._compute(views, portions, jobs)
             return
         for job in jobs:
@@ -220,12 +254,28 @@ class WindowReader:
                 else:
                     _scatter(job, views, source)
         for number, portion in enumerate(portions):
-            if isinstance(portion.tensor.source, TensorInfo) and portion.is_view:
-                beyond[number] += self._arrange(portion, portion.tensor.source, views[number], stager)
+            tensor, view = portion.tensor, views[number]
+            if isinstance(tensor.source, ComputedTensor):
+                beyond[number] += self._computer.compute(
+                    tensor.source, portion.start, portion.stop, view, parts=tensor.parts, dtype=tensor.dtype
+                )
+            elif isinstance(tensor.source, TensorInfo) and tensor.is_view:
+                beyond[number] += self._arrange(portion, tensor.source, view, stager)
         with self._lock:
             for portion, count in zip(portions, beyond, strict=True):
                 if count:
                     self._overflows[portion.tensor.name] += count
+
+    @property
+    def _computer(self) -> RowComputer:
+        from bigload.loading.staging.row_computer import RowComputer
+
+        def fill(view: memoryview, tensor: TensorInfo | AssembledTensor, start: int, stop: int) -> None:
+            self.fill(view, [Portion(_as_stored(tensor), start, stop, 0)])
+
+        with self._lock:
+            self._row_computer = self._row_computer or RowComputer(fill)
+            return self._row_computer
 
     def _arrange(self, portion: Portion, stored: TensorInfo, view: memoryview, stager: HostStager) -> int:
         tensor = portion.tensor

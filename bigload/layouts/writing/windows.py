@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from bigload.checkpoint.model import AssembledTensor, Span, TensorInfo
+from bigload.conversion.computed_tensor import ComputedTensor
 from bigload.layouts.output import OutputFile, OutputTensor
 from bigload.layouts.writing.output_file_writer import BLOCK_BYTES
 from bigload.layouts.writing.window_reader import Portion
@@ -136,7 +137,10 @@ def _data_of(tensor: OutputTensor, extents: Extents) -> Iterator[tuple[int, int]
     source, num_bytes = tensor.source, tensor.num_bytes
     if not num_bytes:
         return
-    spans = [piece.tensor.span for piece in source.pieces] if isinstance(source, AssembledTensor) else [source.span]
+    if isinstance(source, ComputedTensor):  # zeros may become anything
+        yield 0, num_bytes
+        return
+    spans = tensor.spans
     found = [found for span in spans for found in extents(span)]
     if tensor.is_cast and _NEVER_ZERO in (source.dtype.name, tensor.dtype.name):
         found = [(span.start, span.stop) for span in spans]

@@ -17,7 +17,7 @@ from bigload.machine.activities import Phase, Recorder
 from bigload.machine.huge_pages import Buffer, allocate
 from bigload.units import KIB
 
-_Blocks = dict[str, tuple[memoryview, torch.Tensor]]
+Blocks = dict[str, tuple[memoryview, torch.Tensor]]
 """Memory that one job is staged in, by use; each block twice, for those who read and for torch."""
 
 _STEP_ELEMENTS = 32 * KIB - 64
@@ -35,7 +35,7 @@ class HostStager:
     def __init__(self, memory: Sequence[Memory], recorder: Recorder) -> None:
         self._memory = [_bytes_of(buffer) for buffer in memory]
         self._recorder = recorder
-        self._idle: list[_Blocks] = []
+        self._idle: list[Blocks] = []
 
     def deliver(self, job: ReadJob, source: ByteSource) -> None:
         """Read the bytes of `job` into a block, and write its destinations to their buffers."""
@@ -55,7 +55,7 @@ class HostStager:
         dtype that they are cast to: they become infinite, or no number, or that largest one.
         """
         with self._lent() as blocks:
-            view, staged = _block(blocks, "staged", job.num_bytes)
+            view, staged = block_of(blocks, "staged", job.num_bytes)
             source.read_into([view[: job.num_bytes]], job.offset)
             for destination in job.destinations:
                 target = memory[destination.buffer]
@@ -78,11 +78,11 @@ class HostStager:
         assert stored is not None, "check_dtypes() comes first"
         assert wanted is not None, "check_dtypes() comes first"
         with self._lent() as blocks:
-            view, staged = _block(blocks, "staged", part.rows.num_bytes)
+            view, staged = block_of(blocks, "staged", part.rows.num_bytes)
             read(view[: part.rows.num_bytes])
             values = staged.view(stored).as_strided(part.shape, part.strides)
             written = bytes_in(target).view(wanted).as_strided(part.shape, part.target_strides, part.start)
-            return _cast(values, written, blocks, counts=True)
+            return cast_into(values, written, blocks, counts=True)
 
     def finish(self) -> None:
         """Do nothing: what was delivered has arrived."""
@@ -93,7 +93,7 @@ class HostStager:
         self._idle = []
 
     @contextmanager
-    def _lent(self) -> Iterator[_Blocks]:
+    def _lent(self) -> Iterator[Blocks]:
         try:
             blocks = self._idle.pop()  # pop and append are atomic: no lock
         except IndexError:
@@ -105,7 +105,7 @@ class HostStager:
 
 
 def _deliver(
-    destination: Destination, staged: torch.Tensor, target: torch.Tensor, blocks: _Blocks, *, counts: bool
+    destination: Destination, staged: torch.Tensor, target: torch.Tensor, blocks: Blocks, *, counts: bool
 ) -> int:
     """Write one destination to its place in `target`; return how many values lie beyond its dtype, if it `counts`."""
     rows = torch.as_strided(
@@ -123,7 +123,7 @@ def _deliver(
     assert wanted is not None, "check_dtypes() comes first"
     if destination.source % stored.itemsize or destination.stride % stored.itemsize:
         rows = rows.clone(memory_format=torch.contiguous_format)  # elements across the borders of the block's
-    return _cast(rows.view(stored), target.view(wanted), blocks, counts=counts)
+    return cast_into(rows.view(stored), target.view(wanted), blocks, counts=counts)
 
 
 def _deliver_spread(
@@ -131,7 +131,7 @@ def _deliver_spread(
     spread: Spread,
     rows: torch.Tensor,
     target: torch.Tensor,
-    blocks: _Blocks,
+    blocks: Blocks,
     *,
     counts: bool,
 ) -> int:
@@ -139,17 +139,17 @@ def _deliver_spread(
     values = rows.clone(memory_format=torch.contiguous_format).view(stored)
     written = target[: target.numel() // wanted.itemsize * wanted.itemsize].view(wanted)
     strides, first = (spread.row_stride, spread.step), written.storage_offset() + destination.start // wanted.itemsize
-    return _cast(values, written.as_strided(values.shape, strides, first), blocks, counts=counts)
+    return cast_into(values, written.as_strided(values.shape, strides, first), blocks, counts=counts)
 
 
-def _cast(values: torch.Tensor, target: torch.Tensor, blocks: _Blocks, *, counts: bool) -> int:
+def cast_into(values: torch.Tensor, target: torch.Tensor, blocks: Blocks, *, counts: bool) -> int:
     """Write `values` to `target` in its dtype; return how many finite ones lie beyond it, if it `counts`."""
     edge = _edge(values.dtype, target.dtype) if counts else None
     scratch = None
     if {values.dtype, target.dtype} == {torch.float16, torch.bfloat16}:
         # torch converts each of them from and to float32 several times as fast as to the other, and float32
         # holds both without rounding.
-        scratch = _block(blocks, "scratch", 4 * _STEP_ELEMENTS)[1].view(torch.float32)
+        scratch = block_of(blocks, "scratch", 4 * _STEP_ELEMENTS)[1].view(torch.float32)
     beyond = 0
     for stored, part in _steps(values, target):
         source = stored
@@ -200,7 +200,7 @@ def _num_beyond(values: torch.Tensor, cast: torch.Tensor, edge: float) -> int:
     return int((values.isfinite() & (values.abs() >= edge)).sum())
 
 
-def _block(blocks: _Blocks, use: str, num_bytes: int) -> tuple[memoryview, torch.Tensor]:
+def block_of(blocks: Blocks, use: str, num_bytes: int) -> tuple[memoryview, torch.Tensor]:
     """Return the block for one `use`, kept for the next job: fresh memory for each would cost more than the cast."""
     block = blocks.get(use)
     if block is None or block[0].nbytes < num_bytes:

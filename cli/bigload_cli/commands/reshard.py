@@ -27,11 +27,15 @@ from bigload_cli.options import (
     size_option,
 )
 from bigload_cli.output_folders import confirm, interruptible
+from bigload_cli.transforms_given import metadata_given, transforms_given
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from bigload.distributed.process_group import ProcessGroup
     from bigload.layouts.preparation import PreparedReshard
     from bigload.layouts.reshard import ReshardReport
+    from bigload.layouts.transforms.transform import Transform
     from bigload.loading.progress import OnProgress
 
 _LAYOUT_LINES = "\n".join(f"  {name:<7}  {layout.summary}" for name, layout in LAYOUTS.items())
@@ -48,6 +52,7 @@ Examples:
   bigload reshard ./llama-70b ./llama-70b.bf16 --dtype bf16 --keep-fp32 '*norm*'
   bigload reshard ./llama-70b ./llama-70b.tp4 --tp 4
   bigload reshard ./mixtral ./mixtral.fused --names transformers
+  bigload reshard ./llava ./llama --only 'language_model.*' --rename 's/^language_model\\.//'
   bigload reshard ./llama-70b ./offload --layout offload --offload-format dat
   bigload reshard plan.json ./llama-70b.split --resume
   torchrun --nproc-per-node 4 --no-python bigload reshard plan.json ./split
@@ -68,6 +73,7 @@ _OPTIONS = {
 
 
 def reshard(
+    ctx: typer.Context,
     source: Annotated[
         Path,
         typer.Argument(
@@ -107,6 +113,25 @@ def reshard(
         NameScheme | None,
         typer.Option("--names", help="Names and forms of tensors: transformers' in memory, or the original files'."),
     ] = None,
+    rename: Annotated[
+        list[str] | None,
+        typer.Option("--rename", metavar="S/A/B/", help=r"Rename tensors: 's/^model\.//'. Repeat for more."),
+    ] = None,
+    add_prefix: Annotated[
+        list[str] | None, typer.Option("--add-prefix", metavar="TEXT", help="Put this before each name.")
+    ] = None,
+    drop: Annotated[
+        list[str] | None,
+        typer.Option("--drop", metavar="PATTERN", help="Leave tensors out: 'visual.*'. Repeat for more."),
+    ] = None,
+    only: Annotated[
+        list[str] | None,
+        typer.Option("--only", metavar="PATTERN", help="Leave all other tensors out. Repeat for more."),
+    ] = None,
+    set_metadata: Annotated[
+        list[str] | None,
+        typer.Option("--set-metadata", metavar="KEY=VALUE", help="Write this into each file's header."),
+    ] = None,
     offload_format: Annotated[
         OffloadFormat, typer.Option("--offload-format", help="Files per block, or accelerate's .dat per tensor.")
     ] = OffloadFormat.SAFETENSORS,
@@ -139,10 +164,23 @@ def reshard(
     from bigload.layouts.dtype_rules import dtype_rule
     from bigload.layouts.options import DEFAULT_MAX_INFLIGHT, ReshardOptions
     from bigload.layouts.preparation import prepare_reshard
+    from bigload.layouts.transforms.tensor_names import AddPrefix, Drop, Only, Rename
     from bigload_cli.output import say, say_warnings
     from bigload_cli.progress import shown_progress
 
     in_flight = bytes_in_flight(max_memory_in_flight, DEFAULT_MAX_INFLIGHT)
+    made_by: dict[str, Callable[[str], Transform]] = {
+        "--rename": Rename.parse,
+        "--add-prefix": AddPrefix,
+        "--drop": Drop,
+        "--only": lambda texts: Only(tuple(texts.split(","))),
+    }
+    values = {
+        "--rename": rename or (),
+        "--add-prefix": add_prefix or (),
+        "--drop": drop or (),
+        "--only": [",".join(only)] if only else (),
+    }
 
     def prepare() -> PreparedReshard:
         options = ReshardOptions(
@@ -153,6 +191,8 @@ def reshard(
             tp=tp,
             tp_rules=tp_rules,
             names=names,
+            transforms=tuple(transforms_given(ctx, values, made_by)),
+            metadata=metadata_given(set_metadata or ()),
             offload_format=offload_format,
             verify=verify,
             resume=resume,

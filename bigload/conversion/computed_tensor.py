@@ -1,0 +1,116 @@
+"""Computed tensors: their elements follow from those of stored tensors by an operation, a few rows at a time.
+
+A row is a vector along the last dimension; rows are numbered in the order of memory, with all other dimensions taken
+together. A tensor without dimensions is one row of one element.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+from bigload.checkpoint.model import AssembledTensor, TensorInfo
+from bigload.dtypes import DType
+
+if TYPE_CHECKING:
+    import torch
+
+
+class OperandRows(NamedTuple):
+    """Rows `start` to `stop` (exclusive) of `tensor`, wanted by an operation; all rows of one with strides.
+
+    With `is_kept`, they are the same for every call, small, and read once.
+    """
+
+    tensor: Operand
+    start: int
+    stop: int
+    is_kept: bool = False
+
+    @classmethod
+    def all_of(cls, tensor: Operand, *, is_kept: bool = False) -> OperandRows:
+        """Return all rows of `tensor`."""
+        return cls(tensor, 0, num_rows(tensor.shape), is_kept)
+
+
+class Operation(Protocol):
+    """What computes the rows of a tensor, as a value: equal ones compute equal rows, and `repr` tells them apart.
+
+    Attributes:
+        row_multiple: Rows are asked for from a multiple of this on, and up to one, or to the last row.
+    """
+
+    @property
+    def row_multiple(self) -> int: ...
+
+    @property
+    def operands(self) -> tuple[Operand, ...]:
+        """All that is read for the whole tensor."""
+        ...
+
+    def rows_for(self, start: int, stop: int) -> Sequence[OperandRows]:
+        """Return what is needed for rows `start` to `stop`."""
+        ...
+
+    def compute(self, start: int, stop: int, operands: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Return rows `start` to `stop`, of shape [rows, columns], from the operands that `rows_for` named.
+
+        Those have the shape [rows, columns] and the dtype of their tensor; [rows, bytes of a row] and uint8 where torch
+        has no such dtype; and their tensor's own shape where it has strides. The result may have another dtype than
+        the tensor's: it is cast once, to what is written. Several threads call this at once.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class ComputedTensor:
+    """A tensor of `shape` that `operation` computes; `dtype` is what it is written in, unless something else is asked.
+
+    Operands may be computed themselves.
+    """
+
+    name: str
+    dtype: DType
+    shape: tuple[int, ...]
+    operation: Operation
+
+    @property
+    def num_elements(self) -> int:
+        return prod(self.shape)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the tensor in memory, row by row."""
+        return self.dtype.num_bytes(self.num_elements)
+
+    def whole_rows(self, start: int, stop: int) -> tuple[int, int]:
+        """Return the rows to compute where `start` to `stop` are wanted."""
+        multiple = self.operation.row_multiple
+        return start // multiple * multiple, min(-(-stop // multiple) * multiple, num_rows(self.shape))
+
+    @property
+    def stored_operands(self) -> Iterator[TensorInfo]:
+        """All stored tensors, or pieces of them, that it is computed from; some maybe more than once."""
+        for operand in self.operation.operands:
+            yield from stored_in(operand)
+
+
+Operand = TensorInfo | AssembledTensor | ComputedTensor
+"""What can be read row by row: stored as a whole, in pieces, or computed."""
+
+
+def stored_in(tensor: Operand) -> Iterator[TensorInfo]:
+    """Yield the stored tensors, or pieces of them, that `tensor` is made of."""
+    if isinstance(tensor, ComputedTensor):
+        yield from tensor.stored_operands
+    elif isinstance(tensor, AssembledTensor):
+        yield from (piece.tensor for piece in tensor.pieces)
+    else:
+        yield tensor
+
+
+def num_rows(shape: Sequence[int]) -> int:
+    """Return the rows of a tensor of `shape`."""
+    return prod(shape[:-1])

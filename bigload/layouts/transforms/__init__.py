@@ -1,0 +1,1 @@
+"""Transforms: what happens to tensors between a checkpoint and the files of a layout."""

@@ -1,0 +1,121 @@
+"""Rows of computed tensors: their operands are read a few rows at a time, and the result is cast into a window."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+
+from bigload.checkpoint.model import AssembledTensor, TensorInfo
+from bigload.conversion.computed_tensor import ComputedTensor, OperandRows, num_rows
+from bigload.dtypes import DType
+from bigload.loading.slices import Slice, source_rows
+from bigload.loading.staging.cpu_stager import Blocks, block_of, bytes_in, cast_into
+from bigload.loading.tensors import torch_dtype
+
+STEP_ELEMENTS = 256 * 1024
+"""What is computed at a time: few enough to stay in a core's cache, many enough to hide the cost of a call."""
+
+Fill = Callable[[memoryview, TensorInfo | AssembledTensor, int, int], None]
+"""Fills memory with bytes from start to stop of a tensor, row by row."""
+
+
+class RowComputer:
+    """Computes elements of tensors; `fill` reads what they are computed from. Several threads may share one.
+
+    Operands that are kept take their bytes until the end, all else a few blocks of `STEP_ELEMENTS` for each thread.
+    """
+
+    def __init__(self, fill: Fill) -> None:
+        self._fill = fill
+        self._lock = threading.Lock()
+        self._kept: dict[OperandRows, torch.Tensor] = {}
+        self._idle: list[Blocks] = []
+
+    def compute(
+        self, tensor: ComputedTensor, start: int, stop: int, memory: memoryview, *, parts: Sequence[Slice], dtype: DType
+    ) -> int:
+        """Write bytes `start` to `stop`, whole elements, of `parts` of `tensor` in `dtype` to `memory`.
+
+        The parts are joined along their dimension; none is for the whole tensor. Returns how many elements are finite,
+        and lie beyond what `dtype` can hold.
+        """
+        wanted = torch_dtype(dtype)
+        assert wanted is not None, "checked when the output was prepared"
+        first, last = start // wanted.itemsize, stop // wanted.itemsize
+        target = bytes_in(memory).view(wanted)
+        width = max(tensor.shape[-1] if tensor.shape else 1, 1)
+        cuts = [(part.start, part.stop) for part in parts if part.dim == len(tensor.shape) - 1]
+        columns = sum(stop - start for start, stop in cuts) if cuts else width
+        beyond = 0
+        with self._lent() as blocks:
+            for row, low, high in source_rows(tensor.shape, parts, first // columns, -(-last // columns)):
+                for begin, end in _steps(low, high, STEP_ELEMENTS // width, tensor.operation.row_multiple):
+                    values = self._rows(tensor, begin, end, blocks, "operand")
+                    if cuts:
+                        values = torch.cat([values[:, start:stop] for start, stop in cuts], dim=1)
+                    at = (row + begin - low) * columns  # of the first of these values in what is written
+                    flat = values.reshape(-1)[max(first - at, 0) : last - at]
+                    at = max(at, first) - first
+                    beyond += cast_into(flat, target[at : at + flat.numel()], blocks, counts=True)
+        return beyond
+
+    def _rows(self, source: ComputedTensor, start: int, stop: int, blocks: Blocks, use: str) -> torch.Tensor:
+        operation = source.operation
+        first, last = source.whole_rows(start, stop)
+        operands = [
+            self._kept_operand(rows) if rows.is_kept else self._operand(rows, blocks, f"{use} {number}")
+            for number, rows in enumerate(operation.rows_for(first, last))
+        ]
+        return operation.compute(first, last, operands)[start - first : stop - first]
+
+    def _kept_operand(self, rows: OperandRows) -> torch.Tensor:
+        with self._lock:
+            found = self._kept.get(rows)
+            if found is None:
+                found = self._kept[rows] = self._operand(rows, {}, "kept")
+            return found
+
+    def _operand(self, rows: OperandRows, blocks: Blocks, use: str) -> torch.Tensor:
+        """Return rows of an operand in memory that the next operand of this `use` gets again."""
+        tensor = rows.tensor
+        if isinstance(tensor, ComputedTensor):
+            dtype = torch_dtype(tensor.dtype)
+            return torch.cat(
+                [
+                    self._rows(tensor, begin, end, blocks, use).to(dtype)
+                    for begin, end in _steps(rows.start, rows.stop, STEP_ELEMENTS, tensor.operation.row_multiple)
+                ]
+            )
+        row_bytes = tensor.num_bytes // max(num_rows(tensor.shape), 1)
+        first, last = rows.start * row_bytes, rows.stop * row_bytes
+        view, staged = block_of(blocks, use, last - first)
+        self._fill(view[: last - first], tensor, first, last)
+        values, dtype = staged[: last - first], torch_dtype(tensor.dtype)
+        if dtype is not None and tensor.dtype.bits >= 8:
+            values = values.view(dtype)
+        if isinstance(tensor, TensorInfo) and tensor.strides is not None:
+            return values.view(tensor.torch_shape)
+        return values.view(rows.stop - rows.start, -1)
+
+    @contextmanager
+    def _lent(self) -> Iterator[Blocks]:
+        try:
+            blocks = self._idle.pop()  # pop and append are atomic: no lock
+        except IndexError:
+            blocks = {}
+        try:
+            yield blocks
+        finally:
+            self._idle.append(blocks)
+
+
+def _steps(start: int, stop: int, step: int, multiple: int) -> Iterator[tuple[int, int]]:
+    """Yield `start` to `stop` in runs of about `step` rows that end at multiples of `multiple`."""
+    step = max(step // multiple, 1) * multiple
+    while start < stop:
+        end = min((start // multiple) * multiple + step, stop)
+        yield start, end
+        start = end

@@ -1,0 +1,55 @@
+"""Transforms of the command line, in the order in which their options were given."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import typer
+from typer.core import TyperCommand
+
+from bigload.errors import OptionError
+
+if TYPE_CHECKING:
+    from bigload.layouts.transforms.transform import Transform
+
+_WORDS = "bigload.words"
+
+
+class OrderedCommand(TyperCommand):
+    """Command that remembers its words: a parser tells the values of each option, and not which option came first."""
+
+    def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]  # typer's own click
+        """Remember `args`, and parse them as every command does."""
+        ctx.meta[_WORDS] = list(args)
+        return super().parse_args(ctx, args)
+
+
+def transforms_given(
+    ctx: typer.Context, values: Mapping[str, Sequence[str]], made_by: Mapping[str, Callable[[str], Transform]]
+) -> Iterator[Transform]:
+    """Yield the transforms that `made_by` makes of the `values` of each option, in the order of the command line.
+
+    Raises:
+        OptionError: a value makes none.
+    """
+    left = {option: iter(given) for option, given in values.items()}
+    for word in ctx.meta[_WORDS]:
+        option = word.partition("=")[0]
+        if option in left and (value := next(left[option], None)) is not None:
+            yield made_by[option](value)
+
+
+def metadata_given(texts: Sequence[str]) -> dict[str, str]:
+    """Return what `--set-metadata KEY=VALUE` says.
+
+    Raises:
+        OptionError: a text is not of this form, or a key is given twice.
+    """
+    found: dict[str, str] = {}
+    for text in texts:
+        key, divider, value = text.partition("=")
+        if not key or not divider or key in found:
+            raise OptionError.of("--set-metadata", text, "KEY=VALUE, each key once")
+        found[key] = value
+    return found
