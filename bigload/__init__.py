@@ -39,18 +39,19 @@ _MODULES = {
     "bigload.distributed.unwrapping": "extract_model_from_parallel",
     "bigload.dtypes": "DType",
     "bigload.errors": (
-        "AbsentWeightError AccessDeniedError BigloadError CheckpointError CheckpointNotFoundError DamagedOutputError "
-        "DeviceMapError DispatchedModelError DoesNotFitError InvalidCheckpointError InvalidPlanError LayoutError "
-        "LegacyPickleError LoadError ManifestNotFoundError MissingPackageError ModelNotSendableError "
-        "NamesUnknownError NotEnoughMemoryError NotEnoughSpaceError OptionError OutputExistsError ParallelError "
-        "PartitionError PlanError PlanNotFoundError Problem ProcessControlError RankError ReadError StalePlanError "
-        "StateDictMismatchError UnknownTensorError UnsupportedDTypeError UnsupportedFormatError "
-        "UnsupportedMethodError WorkerError WorkerTimeoutError WriteError"
+        "AbsentWeightError AccessDeniedError AdapterError BigloadError CheckpointError CheckpointNotFoundError "
+        "DamagedOutputError DeviceMapError DispatchedModelError DoesNotFitError InvalidCheckpointError "
+        "InvalidPlanError LayoutError LegacyPickleError LoadError ManifestNotFoundError MissingPackageError "
+        "ModelNotSendableError NamesUnknownError NotEnoughMemoryError NotEnoughSpaceError OptionError "
+        "OutputExistsError ParallelError PartitionError PlanError PlanNotFoundError Problem ProcessControlError "
+        "RankError ReadError StalePlanError StateDictMismatchError UnknownTensorError UnsupportedDTypeError "
+        "UnsupportedFormatError UnsupportedMethodError WorkerError WorkerTimeoutError WriteError"
     ),
     "bigload.layouts.fetching.fetch": "FetchReport fetch",
     "bigload.layouts.kinds.rank_slices": "RanksFolder read_ranks",
     "bigload.layouts.offload_reader": "OffloadFolder",
     "bigload.layouts.reshard": "ReshardReport reshard",
+    "bigload.layouts.transforms.lora": "MergeLora",
     "bigload.layouts.transforms.tensor_names": "AddPrefix Drop Only Rename",
     "bigload.layouts.verification.verify": "FileProblem VerifyReport verify",
     "bigload.loading.load": "LoadedTensors load",

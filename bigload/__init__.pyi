@@ -39,6 +39,7 @@ from bigload.distributed.unwrapping import extract_model_from_parallel as extrac
 from bigload.dtypes import DType as DType
 from bigload.errors import AbsentWeightError as AbsentWeightError
 from bigload.errors import AccessDeniedError as AccessDeniedError
+from bigload.errors import AdapterError as AdapterError
 from bigload.errors import BigloadError as BigloadError
 from bigload.errors import CheckpointError as CheckpointError
 from bigload.errors import CheckpointNotFoundError as CheckpointNotFoundError
@@ -83,6 +84,7 @@ from bigload.layouts.kinds.rank_slices import read_ranks as read_ranks
 from bigload.layouts.offload_reader import OffloadFolder as OffloadFolder
 from bigload.layouts.reshard import ReshardReport as ReshardReport
 from bigload.layouts.reshard import reshard as reshard
+from bigload.layouts.transforms.lora import MergeLora as MergeLora
 from bigload.layouts.transforms.tensor_names import AddPrefix as AddPrefix
 from bigload.layouts.transforms.tensor_names import Drop as Drop
 from bigload.layouts.transforms.tensor_names import Only as Only

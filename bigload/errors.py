@@ -237,6 +237,10 @@ class PartitionError(PlanError, ValueError):
     """
 
 
+class AdapterError(PlanError, ValueError):
+    """An adapter is of a kind that cannot be merged, or for another base; `details` name what does not fit."""
+
+
 class StalePlanError(PlanError):
     """The checkpoint is not the one that the plan was made for; `changes` says what differs, a line per file."""
 

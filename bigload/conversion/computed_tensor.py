@@ -32,7 +32,7 @@ class OperandRows(NamedTuple):
     @classmethod
     def all_of(cls, tensor: Operand, *, is_kept: bool = False) -> OperandRows:
         """Return all rows of `tensor`."""
-        return cls(tensor, 0, num_rows(tensor.shape), is_kept)
+        return cls(tensor, 0, num_rows(tensor), is_kept)
 
 
 class Operation(Protocol):
@@ -59,7 +59,8 @@ class Operation(Protocol):
 
         Those have the shape [rows, columns] and the dtype of their tensor; [rows, bytes of a row] and uint8 where torch
         has no such dtype; and their tensor's own shape where it has strides. The result may have another dtype than
-        the tensor's: it is cast once, to what is written. Several threads call this at once.
+        the tensor's: it is cast once, when it is written, and an operand that is computed comes as it was computed.
+        Several threads call this at once.
         """
         ...
 
@@ -88,7 +89,7 @@ class ComputedTensor:
     def whole_rows(self, start: int, stop: int) -> tuple[int, int]:
         """Return the rows to compute where `start` to `stop` are wanted."""
         multiple = self.operation.row_multiple
-        return start // multiple * multiple, min(-(-stop // multiple) * multiple, num_rows(self.shape))
+        return start // multiple * multiple, min(-(-stop // multiple) * multiple, num_rows(self))
 
     @property
     def stored_operands(self) -> Iterator[TensorInfo]:
@@ -111,6 +112,11 @@ def stored_in(tensor: Operand) -> Iterator[TensorInfo]:
         yield tensor
 
 
-def num_rows(shape: Sequence[int]) -> int:
-    """Return the rows of a tensor of `shape`."""
-    return prod(shape[:-1])
+def shape_of(tensor: Operand) -> tuple[int, ...]:
+    """Return the shape that a file states of `tensor`: that of rows which take turns is not their own."""
+    return tensor.stored_shape if isinstance(tensor, AssembledTensor) else tensor.shape
+
+
+def num_rows(tensor: Operand) -> int:
+    """Return the rows of `tensor`: vectors along its last dimension."""
+    return prod(shape_of(tensor)[:-1])

@@ -85,6 +85,20 @@ def _derived(checkpoint: Checkpoint) -> Conversion:
     return conversion_by_transformers(checkpoint)
 
 
+def renamed_by_transformers(checkpoint: Checkpoint) -> dict[str, str]:
+    """Return the stored names of tensors that transformers' models only rename, by their names there.
+
+    Nothing where the conversion is not known.
+    """
+    try:
+        conversion = _derived(checkpoint)
+    except NamesUnknownError:
+        return {}
+    stored = {name: as_stored(tensor) for name, tensor in checkpoint.tensors.items()}
+    sources = ((name, tensor, tensor.sources[0]) for name, tensor in conversion.tensors.items() if tensor.sources)
+    return {name: source for name, tensor, source in sources if source in stored and tensor == stored[source]}
+
+
 def _has_transformers_5() -> bool:
     from importlib import metadata
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Self
 
 from bigload.checkpoint.model import AssembledTensor, Checkpoint, Span, TensorInfo
-from bigload.conversion.computed_tensor import ComputedTensor, Operand
+from bigload.conversion.computed_tensor import ComputedTensor, Operand, shape_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,5 +63,4 @@ def form_of(tensor: Operand) -> TensorInfo:
     """Return the name, dtype and shape of a tensor to write; its span is empty unless it is a stored one."""
     if isinstance(tensor, TensorInfo):
         return tensor
-    shape = tensor.stored_shape if isinstance(tensor, AssembledTensor) else tensor.shape
-    return TensorInfo(tensor.name, tensor.dtype, shape, Span("", 0, tensor.num_bytes))
+    return TensorInfo(tensor.name, tensor.dtype, shape_of(tensor), Span("", 0, tensor.num_bytes))

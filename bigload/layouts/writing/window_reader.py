@@ -159,7 +159,7 @@ def _read_for(portion: Portion) -> Iterator[Portion]:
 
 
 def _portion_of(rows: OperandRows) -> Portion:
-    row_bytes = rows.tensor.num_bytes // max(num_rows(rows.tensor.shape), 1)
+    row_bytes = rows.tensor.num_bytes // max(num_rows(rows.tensor), 1)
     return Portion(_as_stored(rows.tensor), rows.start * row_bytes, rows.stop * row_bytes, 0)
 
 

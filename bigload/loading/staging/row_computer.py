@@ -82,14 +82,13 @@ class RowComputer:
         """Return rows of an operand in memory that the next operand of this `use` gets again."""
         tensor = rows.tensor
         if isinstance(tensor, ComputedTensor):
-            dtype = torch_dtype(tensor.dtype)
             return torch.cat(
                 [
-                    self._rows(tensor, begin, end, blocks, use).to(dtype)
+                    self._rows(tensor, begin, end, blocks, use)
                     for begin, end in _steps(rows.start, rows.stop, STEP_ELEMENTS, tensor.operation.row_multiple)
                 ]
             )
-        row_bytes = tensor.num_bytes // max(num_rows(tensor.shape), 1)
+        row_bytes = tensor.num_bytes // max(num_rows(tensor), 1)
         first, last = rows.start * row_bytes, rows.stop * row_bytes
         view, staged = block_of(blocks, use, last - first)
         self._fill(view[: last - first], tensor, first, last)

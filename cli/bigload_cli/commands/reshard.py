@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from bigload.errors import OptionError
 from bigload.layouts.choices import OffloadFormat, Verify
 from bigload.layouts.registry import LAYOUTS
 from bigload.planning.choices import NameScheme
@@ -52,6 +53,7 @@ Examples:
   bigload reshard ./llama-70b ./llama-70b.bf16 --dtype bf16 --keep-fp32 '*norm*'
   bigload reshard ./llama-70b ./llama-70b.tp4 --tp 4
   bigload reshard ./mixtral ./mixtral.fused --names transformers
+  bigload reshard ./llama-70b ./merged --lora ./adapter
   bigload reshard ./llava ./llama --only 'language_model.*' --rename 's/^language_model\\.//'
   bigload reshard ./llama-70b ./offload --layout offload --offload-format dat
   bigload reshard plan.json ./llama-70b.split --resume
@@ -113,6 +115,14 @@ def reshard(
         NameScheme | None,
         typer.Option("--names", help="Names and forms of tensors: transformers' in memory, or the original files'."),
     ] = None,
+    lora: Annotated[
+        list[str] | None,
+        typer.Option("--lora", metavar="DIR", help="Merge a LoRA adapter of PEFT into the weights. Repeat for more."),
+    ] = None,
+    lora_scale: Annotated[
+        list[float] | None,
+        typer.Option("--lora-scale", metavar="X", help="Factor of the adapter: one for each --lora. Default: 1."),
+    ] = None,
     rename: Annotated[
         list[str] | None,
         typer.Option("--rename", metavar="S/A/B/", help=r"Rename tensors: 's/^model\.//'. Repeat for more."),
@@ -164,18 +174,24 @@ def reshard(
     from bigload.layouts.dtype_rules import dtype_rule
     from bigload.layouts.options import DEFAULT_MAX_INFLIGHT, ReshardOptions
     from bigload.layouts.preparation import prepare_reshard
+    from bigload.layouts.transforms.lora import MergeLora
     from bigload.layouts.transforms.tensor_names import AddPrefix, Drop, Only, Rename
     from bigload_cli.output import say, say_warnings
     from bigload_cli.progress import shown_progress
 
     in_flight = bytes_in_flight(max_memory_in_flight, DEFAULT_MAX_INFLIGHT)
+    if lora_scale and len(lora_scale) != len(lora or ()):
+        raise OptionError.of("--lora-scale", len(lora_scale), "as many as there are --lora, in their order")
+    scales = iter(lora_scale or [1.0] * len(lora or ()))
     made_by: dict[str, Callable[[str], Transform]] = {
+        "--lora": lambda path: MergeLora(path, next(scales)),
         "--rename": Rename.parse,
         "--add-prefix": AddPrefix,
         "--drop": Drop,
         "--only": lambda texts: Only(tuple(texts.split(","))),
     }
     values = {
+        "--lora": lora or (),
         "--rename": rename or (),
         "--add-prefix": add_prefix or (),
         "--drop": drop or (),

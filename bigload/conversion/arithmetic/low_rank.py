@@ -1,0 +1,158 @@
+"""Weights with a LoRA adapter added: `base + scale * up @ down`, in float32, row by row.
+
+The arithmetic and its order are those of PEFT's `get_delta_weight` and `merge` (peft 0.21, tuners/lora/layer.py and
+dora.py) on a model in float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import TYPE_CHECKING
+
+from bigload.conversion.computed_tensor import Operand, OperandRows, num_rows, shape_of
+
+if TYPE_CHECKING:
+    import torch
+
+    from bigload.checkpoint.model import TensorInfo
+
+
+@dataclass(frozen=True)
+class LowRankSum:
+    """Rows of `base` with those of a product of two small matrices added.
+
+    Attributes:
+        base: Weight [out, ...]; with `is_transposed` [in, out].
+        down: `lora_A` [rank, ...].
+        up: `lora_B` [out, rank, ...].
+        scale: Factor of the product.
+        is_transposed: The product is added as its transpose: Conv1D of transformers, embeddings.
+        magnitude: Of DoRA: the norm of each output after the sum, [out].
+        unmerged: Of DoRA: the weight before other adapters were added, from which PEFT takes the norm.
+    """
+
+    base: Operand
+    down: TensorInfo
+    up: TensorInfo
+    scale: float
+    is_transposed: bool = False
+    magnitude: TensorInfo | None = None
+    unmerged: Operand | None = None
+
+    @property
+    def row_multiple(self) -> int:
+        """All rows of one output: what a convolution has for one channel. All rows where norms go across them."""
+        if self.is_transposed:
+            return num_rows(self.base) if self.magnitude is not None else 1
+        return prod(shape_of(self.base)[1:-1])
+
+    @property
+    def operands(self) -> tuple[Operand, ...]:
+        """The weight and the matrices of the adapter."""
+        extra = (each for each in (self.magnitude, self.unmerged) if each is not None)
+        return (self.base, self.down, self.up, *extra)
+
+    def rows_for(self, start: int, stop: int) -> Sequence[OperandRows]:
+        """Return rows of the weight and, read once, the adapter's matrices."""
+        kept = (self.down, self.up) if self.magnitude is None else (self.down, self.up, self.magnitude)
+        weights = (self.base,) if self.unmerged is None else (self.base, self.unmerged)
+        return (
+            *(OperandRows.all_of(each, is_kept=True) for each in kept),
+            *(OperandRows(each, start, stop) for each in weights),
+        )
+
+    def compute(self, start: int, stop: int, operands: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Return the sum, and with DoRA each output of it at its magnitude."""
+        import torch
+
+        down, up, *others = (each.float() for each in operands)
+        rank = self.down.shape[0]
+        down, up = down.reshape(rank, -1), up.reshape(-1, rank)
+        if self.is_transposed:
+            product = (up @ down[:, start:stop]).T * self.scale
+            outputs = slice(None)
+        else:
+            outputs = slice(start // self.row_multiple, -(-stop // self.row_multiple))
+            product = (up[outputs] @ down) * self.scale
+        if self.magnitude is None:
+            (base,) = others
+            return base + product.reshape(base.shape)
+        magnitude, base, *unmerged = others
+        dim = 0 if self.is_transposed else 1
+        weight = (unmerged[0] if unmerged else base).reshape(product.shape) + product
+        factor = magnitude.flatten()[outputs] / torch.linalg.norm(weight, dim=dim)
+        merged: torch.Tensor = (factor.unsqueeze(dim) * (base.reshape(product.shape) + product)).reshape(base.shape)
+        return merged
+
+
+@dataclass(frozen=True)
+class StackedLowRankSum:
+    """The same for weights of all experts in one tensor, as PEFT's `ParamWrapper` has it.
+
+    Attributes:
+        base: Weights [experts, rows, columns].
+        down: `lora_A` [experts * rank, n]: expert after expert.
+        up: `lora_B` [m, rank * experts]: the experts of a rank beside each other.
+        scale: Factor of the product.
+        is_transposed: `n` are the rows and `m` the columns of an expert's weight; otherwise the other way round.
+    """
+
+    base: Operand
+    down: TensorInfo
+    up: TensorInfo
+    scale: float
+    is_transposed: bool = False
+    row_multiple: int = 1
+
+    @property
+    def operands(self) -> tuple[Operand, ...]:
+        """The weights and the matrices of the adapter."""
+        return self.base, self.down, self.up
+
+    def rows_for(self, start: int, stop: int) -> Sequence[OperandRows]:
+        """Return rows of the weights and, read once, the adapter's matrices."""
+        kept = (OperandRows.all_of(each, is_kept=True) for each in (self.down, self.up))
+        return OperandRows(self.base, start, stop), *kept
+
+    def compute(self, start: int, stop: int, operands: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Return the sum, expert by expert."""
+        base, down, up = (each.float() for each in operands)
+        experts, rows, _ = shape_of(self.base)
+        down = down.reshape(experts, -1, down.shape[-1])
+        up = up.reshape(up.shape[0], -1, experts)
+        total = base.clone()
+        for expert in range(start // rows, -(-stop // rows)):
+            low, high = max(start - expert * rows, 0), min(stop - expert * rows, rows)
+            if self.is_transposed:
+                product = down[expert][:, low:high].T @ up[:, :, expert].T
+            else:
+                product = up[low:high, :, expert] @ down[expert]
+            begin = expert * rows + low - start
+            total[begin : begin + high - low] += product * self.scale
+        return total
+
+
+@dataclass(frozen=True)
+class ScaledSum:
+    """`base + scale * other`: a bias with that of an adapter (`lora_bias`)."""
+
+    base: Operand
+    other: TensorInfo
+    scale: float
+    row_multiple: int = 1
+
+    @property
+    def operands(self) -> tuple[Operand, ...]:
+        """Both."""
+        return self.base, self.other
+
+    def rows_for(self, start: int, stop: int) -> Sequence[OperandRows]:
+        """Return the same rows of both."""
+        return tuple(OperandRows(each, start, stop) for each in self.operands)
+
+    def compute(self, start: int, stop: int, operands: Sequence[torch.Tensor]) -> torch.Tensor:  # noqa: ARG002
+        """Return the sum."""
+        base, other = (each.float() for each in operands)
+        return base + other * self.scale
