@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import cycle
 
@@ -69,7 +69,7 @@ def device_profile(
             on_run(f"{device}: products with one token, {dtype}")
             weight_rate[dtype] = _weight_rate(memory.view(_torch(dtype)), timed)
         on_run(f"{device}: blocks of small matrices")
-        block_seconds = _block_seconds(memory.view(torch.bfloat16), weight_rate["BF16"], timed)
+        block_seconds = _block_seconds(memory.view(torch.bfloat16), timed)
         del memory
         for dtype in DTYPES_MEASURED:
             on_run(f"{device}: products of large matrices, {dtype}")
@@ -97,11 +97,16 @@ class _Timer:
         self._seconds = seconds
 
     def __call__(self, run: Callable[[], object]) -> float:
-        self.once(run)
-        times: list[float] = []
-        while len(times) < _LEAST_REPEATS or sum(times) < self._seconds:
-            times.append(self.once(run))
-        return statistics.median(times)
+        return self.median(partial(self.once, run))
+
+    def median(self, measured: Callable[[], float]) -> float:
+        """Return the median of what `measured` returns, first ignored, until its time is over."""
+        measured()
+        found: list[float] = []
+        began = time.perf_counter()
+        while len(found) < _LEAST_REPEATS or time.perf_counter() - began < self._seconds:
+            found.append(measured())
+        return statistics.median(found)
 
     def once(self, run: Callable[[], object]) -> float:
         began = time.perf_counter()
@@ -129,11 +134,12 @@ def _weight_rate(weights: torch.Tensor, timed: _Timer) -> int:
     matrices = list(_matrices(weights))
     tokens = {width: weights.new_ones(1, 1, width) for _, width in _MATRICES}
 
-    def run() -> None:
-        for matrix in matrices:
-            functional.linear(tokens[matrix.shape[1]], matrix)
+    return int(sum(matrix.nbytes for matrix in matrices) / timed(partial(_multiply, tokens, matrices)))
 
-    return int(sum(matrix.nbytes for matrix in matrices) / timed(run))
+
+def _multiply(tokens: Mapping[int, torch.Tensor], matrices: Sequence[torch.Tensor]) -> None:
+    for matrix in matrices:
+        functional.linear(tokens[matrix.shape[1]], matrix)
 
 
 def _matrices(weights: torch.Tensor) -> Iterator[torch.Tensor]:
@@ -168,8 +174,10 @@ def _link_rates(device: torch.device, timed: _Timer, on_run: Callable[[str], Non
     return int(_LINK_BYTES / to_device), int(_LINK_BYTES / to_host)
 
 
-def _block_seconds(weights: torch.Tensor, weight_rate: int, timed: _Timer) -> float:
-    """Return what a block takes beside its weights: time of blocks in turn, less that of their bytes at `weight_rate`.
+def _block_seconds(weights: torch.Tensor, timed: _Timer) -> float:
+    """Return what a block takes beside its weights: time of blocks in turn, less that of large products of their bytes.
+
+    Both run by turns, for the rate of a memory that others use as well changes from one second to the next.
 
     Blocks with weights in a cache would take less: between real ones, weights put all else out of the caches, the
     interpreter as well.
@@ -177,7 +185,14 @@ def _block_seconds(weights: torch.Tensor, weight_rate: int, timed: _Timer) -> fl
     blocks = nn.Sequential(*_small_blocks(weights))
     num_bytes = sum(parameter.nbytes for parameter in blocks.parameters())
     token = weights.new_ones(1, 1, _SMALL_HIDDEN)
-    return max(timed(lambda: blocks(token)) - num_bytes / weight_rate, 0.0) / len(blocks)
+    matrices = list(_matrices(weights))
+    share = num_bytes / sum(matrix.nbytes for matrix in matrices)
+    tokens = {width: weights.new_ones(1, 1, width) for _, width in _MATRICES}
+
+    def difference() -> float:
+        return timed.once(partial(blocks, token)) - share * timed.once(partial(_multiply, tokens, matrices))
+
+    return max(timed.median(difference), 0.0) / len(blocks)
 
 
 def _small_blocks(weights: torch.Tensor) -> Iterator[_SmallBlock]:

@@ -63,6 +63,12 @@ def measure_machine(
     with probed_checkpoint(path, effort.num_bytes) as checkpoint:
         storage = storage_rates(checkpoint, seconds=effort.seconds, on_run=on_run)
     hardware = hardware_of(Path(path))
+    matching, per_tensor = 0.0, 0.0
+    if find_spec("torch") is not None and find_spec("transformers") is not None:
+        from bigload.bench.matching_rates import matching_seconds
+
+        on_run("the names of a model")
+        matching, per_tensor = matching_seconds()
     devices: tuple[DeviceProfile, ...] = ()
     if find_spec("torch") is None:
         notes.append("torch is not installed: nothing is known of products; pip install 'bigload[torch]'")
@@ -75,6 +81,9 @@ def measure_machine(
         disk_rate=storage.disk_rate,
         mapped_rate=storage.mapped_rate,
         load_rate=storage.load_rate,
+        cold_load_rate=storage.cold_load_rate,
+        matching_seconds=matching,
+        tensor_seconds=per_tensor,
         ram_bytes=proc_sizes(Path("/proc/meminfo")).get("MemTotal"),
         devices=devices,
     )

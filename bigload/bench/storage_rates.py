@@ -1,10 +1,12 @@
 """What disk and RAM of a machine do in a second, by reads of a checkpoint: a given one, or a temporary file.
 
-The disk is read as `raw_limit` does, RAM as `bigload.load` does. No torch is needed but for that load.
+The disk is read as `raw_limit` does, maps as streamed blocks are, and RAM as `bigload.load` does, also from cold files.
+No torch is needed but for these loads.
 """
 
 from __future__ import annotations
 
+import mmap
 import os
 import shutil
 import statistics
@@ -19,17 +21,18 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from bigload.bench.page_cache_state import evict_verified
-from bigload.bench.raw_limit import RawKind, RawRead, can_read_direct, raw_read, raw_reads
+from bigload.bench.raw_limit import RawKind, RawRead, can_read_direct, raw_blocks, raw_read, raw_reads
 from bigload.checkpoint.formats.safetensors import encode_header
 from bigload.checkpoint.model import Checkpoint
 from bigload.checkpoint.source import open_checkpoint
 from bigload.dtypes import DTYPES
-from bigload.errors import CheckpointError, NotEnoughSpaceError, OptionError, WriteError
+from bigload.errors import CheckpointError, NotEnoughSpaceError, OptionError, ReadError, WriteError
+from bigload.loading.readers.mapped import MappedFile, advise_huge_pages, populate_pages_in_parallel
 from bigload.units import MIB
 
 _LEAST_REPEATS, _MOST_REPEATS = 2, 9
 _TENSOR_BYTES = 16 * MIB
-_DISK_THREADS = 8
+_MAPPED_BLOCK_BYTES = 128 * MIB
 _SPARE_BYTES = 64 * MIB
 
 
@@ -40,6 +43,7 @@ class StorageRates:
     disk_rate: int
     mapped_rate: int | None
     load_rate: int
+    cold_load_rate: int | None
     notes: tuple[str, ...]
 
 
@@ -98,7 +102,7 @@ def storage_rates(checkpoint: Checkpoint, *, seconds: float, on_run: Callable[[s
         notes.extend(f"{each.file} stays in the page cache while the disk is measured: {each.reason}" for each in left)
 
     on_run("disk, through maps")
-    mapped_rate = rate(partial(raw_read, RawRead(RawKind.MAP, _DISK_THREADS), checkpoint), cold)
+    mapped_rate = rate(partial(_populate, checkpoint), cold)
     is_direct = can_read_direct(paths)
     kind = RawKind.DISK if is_direct else RawKind.MEMORY
     if not is_direct:
@@ -109,9 +113,33 @@ def storage_rates(checkpoint: Checkpoint, *, seconds: float, on_run: Callable[[s
         disk_rates.append(rate(partial(raw_read, way, checkpoint), _nothing if is_direct else cold))
     on_run("loads from the page cache")
     load_rate = rate(_warm_load(checkpoint), _nothing)
+    cold_load_rate = None
+    if find_spec("torch") is not None:
+        from bigload.loading.load import load as load_tensors
+
+        on_run("loads of cold files")
+        cold_load_rate = rate(partial(load_tensors, checkpoint), cold)
     return StorageRates(
-        disk_rate=max(disk_rates), mapped_rate=mapped_rate, load_rate=load_rate, notes=tuple(dict.fromkeys(notes))
+        disk_rate=max(disk_rates),
+        mapped_rate=mapped_rate,
+        load_rate=load_rate,
+        cold_load_rate=cold_load_rate,
+        notes=tuple(dict.fromkeys(notes)),
     )
+
+
+def _populate(checkpoint: Checkpoint) -> object:
+    """Read as blocks on disk are brought for the CPU: huge pages of a map, a block at a time."""
+    maps: dict[str, MappedFile] = {}
+    for each in raw_blocks(checkpoint, _MAPPED_BLOCK_BYTES):
+        if str(each.file) not in maps:
+            maps[str(each.file)] = mapped = MappedFile(each.file)
+            mapped.close_descriptor()
+            advise_huge_pages(mapped.buffer)
+        start = each.start // mmap.PAGESIZE * mmap.PAGESIZE
+        if reason := populate_pages_in_parallel(maps[str(each.file)].buffer, start, each.stop):
+            raise ReadError(each.file, f"bytes {start} to {each.stop} cannot be read ({os.strerror(reason)})")
+    return maps
 
 
 def _nothing() -> None:

@@ -1,7 +1,7 @@
 """What a machine does in a second: bytes of its disk, RAM and links, and weights and products of each of its devices.
 
 A profile is measured (`bigload measure`), or comes from public figures (`known_machines.py`); its file is
-`bigload.profile/1.0`, JSON.
+`bigload.profile/1.1`, JSON.
 """
 
 from __future__ import annotations
@@ -18,7 +18,10 @@ from bigload.dtypes import DTYPES
 from bigload.errors import OptionError
 from bigload.units import MAX_SIZE, MIB
 
-SCHEMA = "bigload.profile/1.0"
+SCHEMA = "bigload.profile/1.1"
+
+LAUNCHED_MATRICES = 7
+"""Of the block that `launch_seconds` is about: query, key, value, output, gate, up and down projections."""
 
 _MAX_BYTES = MIB
 _MOST_SECONDS = 1.0
@@ -33,7 +36,8 @@ class DeviceProfile:
         name: As the system calls it.
         weight_rate: Bytes per second of weights that the product with one token takes from the device's own memory.
         flops: Operations per second of products of large matrices; a multiplication with its addition is two.
-        launch_seconds: What a block of a transformer takes for one token beside its weights: its small operations.
+        launch_seconds: What a block of a transformer with `LAUNCHED_MATRICES` takes for one token beside its weights:
+            its small operations, and the start of its products.
         link_in: Bytes per second from pinned RAM to the device; `None` for the CPU.
         link_out: The same way back.
     """
@@ -58,6 +62,11 @@ class MachineProfile:
         mapped_rate: The same where pages of a mapped file are touched in order; `None` if unknown.
         load_rate: Bytes per second from the page cache into private memory, as a warm load takes them.
         ram_bytes: RAM of the machine; `None` if unknown.
+        cold_load_rate: Bytes per second of files that are not cached into private memory, as a load takes them; `None`
+            for the lower one of `disk_rate` and `load_rate`.
+        matching_seconds: For the first model of a process, of matching its tensors with those of its files:
+            transformers then builds its rules for all models.
+        tensor_seconds: The same for each tensor of a model, with the hooks of its module.
         devices: The CPU, and the accelerators by number; no device where nothing could be computed with.
     """
 
@@ -67,6 +76,9 @@ class MachineProfile:
     mapped_rate: int | None
     load_rate: int
     ram_bytes: int | None
+    cold_load_rate: int | None = None
+    matching_seconds: float = 0.0
+    tensor_seconds: float = 0.0
     devices: tuple[DeviceProfile, ...]
 
     def device(self, device: Device) -> DeviceProfile | None:
@@ -102,6 +114,9 @@ class MachineProfile:
             mapped_rate=_optional_rate(entry, "mapped_rate"),
             load_rate=_rate(entry, "load_rate"),
             ram_bytes=_optional_rate(entry, "ram_bytes"),
+            cold_load_rate=_optional_rate(entry, "cold_load_rate"),
+            matching_seconds=_seconds(entry, "matching_seconds", default=0.0),
+            tensor_seconds=_seconds(entry, "tensor_seconds", default=0.0),
             devices=found,
         )
 
@@ -127,15 +142,12 @@ def _device(entry: object) -> DeviceProfile:
     parsed = Device.parse(device)
     if device not in (str(parsed), parsed.kind):
         raise ValueError(f'"device" is "{device:.60}", expected for example "cpu", "cuda" or "cuda:0"')
-    seconds = entry.get("launch_seconds")
-    if not isinstance(seconds, int | float) or isinstance(seconds, bool) or not 0 <= seconds <= _MOST_SECONDS:
-        raise ValueError(f'"launch_seconds" of {device} is {seconds!r:.60}, expected {_MOST_SECONDS:g} at most')
     return DeviceProfile(
         device=device,
         name=_text(entry, "name"),
         weight_rate=_by_dtype(entry, "weight_rate"),
         flops=_by_dtype(entry, "flops"),
-        launch_seconds=float(seconds),
+        launch_seconds=_seconds(entry, "launch_seconds"),
         link_in=_optional_rate(entry, "link_in"),
         link_out=_optional_rate(entry, "link_out"),
     )
@@ -157,6 +169,13 @@ def _rate(entry: Mapping[str, object], key: str) -> int:
     if type(found) is not int or not 0 < found <= MAX_SIZE:  # a bool is no number
         raise ValueError(f'"{key}" is {found!r:.60}, expected a whole number above 0')
     return found
+
+
+def _seconds(entry: Mapping[str, object], key: str, *, default: float | None = None) -> float:
+    found = entry.get(key, default)
+    if not isinstance(found, int | float) or isinstance(found, bool) or not 0 <= found <= _MOST_SECONDS:
+        raise ValueError(f'"{key}" is {found!r:.60}, expected {_MOST_SECONDS:g} at most')
+    return float(found)
 
 
 def _text(entry: Mapping[str, object], key: str) -> str:

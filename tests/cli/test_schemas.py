@@ -14,7 +14,7 @@ from bigload.machine.machine_profile import DeviceProfile, MachineProfile
 from bigload.planning.expert_stats import ExpertStats
 from builders import make_checkpoint, make_split, record_of, write_shard
 
-VERSIONS = {"plan": "1.2", "inspect": "1.2", "reshard": "1.1", "bench-load": "1.1"}
+VERSIONS = {"plan": "1.2", "inspect": "1.2", "reshard": "1.1", "bench-load": "1.1", "profile": "1.1"}
 SCHEMAS = Path(__file__).parents[2] / "docs" / "schemas"
 QUESTIONS = ["explain", "compare", "fits", "gpus", "max-context"]
 NAMES = [
@@ -172,7 +172,7 @@ def test_recorded_experts_are_what_their_schema_describes():
 
 def test_a_profile_of_a_machine_is_what_its_schema_describes():
     device = DeviceProfile(device="cuda:0", name="a GPU", weight_rate={"BF16": 1}, launch_seconds=1e-5, link_in=1)
-    known = {"disk_rate": 1, "mapped_rate": None, "load_rate": 1, "ram_bytes": None}
+    known = {"disk_rate": 1, "mapped_rate": None, "load_rate": 1, "ram_bytes": None, "cold_load_rate": 1}
     profile = MachineProfile(name="box", source="measured", devices=(device,), **known)
     Draft202012Validator(strict(schema("profile"))).validate(parsed(profile.to_json()))
 

@@ -16,8 +16,13 @@ PROFILE = MachineProfile(
     mapped_rate=None,
     load_rate=300,
     ram_bytes=2**34,
+    cold_load_rate=90,
+    matching_seconds=0.1,
+    tensor_seconds=0.001,
     devices=(CPU, GPU),
 )
+
+ADDED = ("cold_load_rate", "matching_seconds", "tensor_seconds")
 
 
 def changed(**entries):
@@ -30,6 +35,13 @@ def with_device(**entries):
 
 def test_a_profile_survives_its_file():
     assert MachineProfile.from_json(PROFILE.to_json()) == PROFILE
+
+
+def test_a_profile_of_version_1_0_lacks_what_loads_take_beside_their_bytes():
+    entries = json.loads(PROFILE.to_json()) | {"schema": "bigload.profile/1.0"}
+    old = {key: value for key, value in entries.items() if key not in ADDED}
+    found = MachineProfile.from_json(json.dumps(old))
+    assert (found.cold_load_rate, found.matching_seconds, found.tensor_seconds) == (None, 0, 0)
 
 
 def test_a_profile_from_a_file_has_the_name_of_the_file(tmp_path):
@@ -51,11 +63,12 @@ def test_a_device_has_its_own_figures_or_those_of_its_kind():
     [
         ("{", "not valid JSON"),
         ("[]", "expected a JSON object"),
-        ('{"schema": "bigload.plan/1.2"}', '"bigload.profile/1.0"'),
+        ('{"schema": "bigload.plan/1.2"}', '"bigload.profile/1.1"'),
         ('{"schema": "bigload.profile/2.0"}', "reads 1.x"),
         (changed(disk_rate=0), '"disk_rate" is 0, expected a whole number above 0'),
         (changed(disk_rate=True), '"disk_rate" is True'),
         (changed(load_rate=None), '"load_rate" is None'),
+        (changed(matching_seconds=-1), '"matching_seconds" is -1, expected 1 at most'),
         (changed(mapped_rate=1.5), '"mapped_rate" is 1.5'),
         (changed(ram_bytes=2**63), '"ram_bytes" is 9223372036854775808'),
         (changed(name=7), '"name" is 7, expected text'),
@@ -67,8 +80,8 @@ def test_a_device_has_its_own_figures_or_those_of_its_kind():
         (with_device(device="0"), '"device" is "0", expected'),
         (with_device(weight_rate={"bf16": 1}), "\"weight_rate\" is {'bf16': 1}, expected"),
         (with_device(flops={"BF16": -1}), '"BF16" is -1'),
-        (with_device(launch_seconds=2), '"launch_seconds" of cpu is 2, expected 1 at most'),
-        (with_device(launch_seconds="1"), "\"launch_seconds\" of cpu is '1'"),
+        (with_device(launch_seconds=2), '"launch_seconds" is 2, expected 1 at most'),
+        (with_device(launch_seconds="1"), "\"launch_seconds\" is '1'"),
     ],
 )
 def test_a_file_that_is_no_profile_is_refused_with_the_figure_that_is_wrong(tmp_path, text, words):

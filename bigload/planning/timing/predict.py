@@ -9,7 +9,7 @@ from typing import Literal
 from bigload.devices import CPU, DISK
 from bigload.dtypes import DType
 from bigload.errors import OptionError
-from bigload.machine.machine_profile import DeviceProfile, MachineProfile
+from bigload.machine.machine_profile import LAUNCHED_MATRICES, DeviceProfile, MachineProfile
 from bigload.planning.model.structure import ModelStructure
 from bigload.planning.plan import Plan, duration
 from bigload.planning.timing.pipeline import Step, Work, simulate
@@ -122,7 +122,7 @@ def predict(
     ends = ended[len(first) - 1 :: len(token)] if first and token else [0.0, 0.0]
     busy = rates.busy(schedule.token_visits, token, length)
     return Prediction(
-        load_seconds=rates.load_seconds(),
+        load_seconds=rates.load_seconds(len(structure.checkpoint.tensors)),
         first_token_seconds=ends[0],
         token_seconds=ends[-1] - ends[-2],
         prompt_tokens=prompt_tokens,
@@ -137,11 +137,16 @@ def predict(
 def with_bandwidth(profile: MachineProfile, *, disk: int | None = None, link: int | None = None) -> MachineProfile:
     """Return `profile` with other bytes per second from the disk, or from RAM to accelerators."""
     if disk is not None:
-        profile = replace(profile, disk_rate=disk, mapped_rate=None)
+        profile = replace(profile, disk_rate=disk, mapped_rate=None, cold_load_rate=None)
     if link is not None:
         devices = (device if device.link_in is None else replace(device, link_in=link) for device in profile.devices)
         profile = replace(profile, devices=tuple(devices))
     return profile
+
+
+def cold_load_rate(profile: MachineProfile) -> int:
+    """Return the bytes per second of a load of files that are not cached."""
+    return profile.cold_load_rate or min(profile.disk_rate, profile.load_rate)
 
 
 def rate_for(dtype: DType, rates: Mapping[str, int]) -> int | None:
@@ -185,11 +190,12 @@ class _Rates:
         self._profile = profile
         self._batch = plan.options.workload.batch
         self._elements_per_byte = 8 / schedule.dtype.bits
+        self._fetched = frozenset(schedule.fetched)
         resident = plan.resident_experts
         self._missed = 1.0 if resident is None else 1 - resident.num_uses / (resident.num_recorded or 1)
 
-    def load_seconds(self) -> float:
-        """Return the seconds of reading what is loaded, past the page cache, to where it lives."""
+    def load_seconds(self, num_tensors: int) -> float:
+        """Return the seconds of matching the tensors, and of reading what is loaded from cold files."""
         resident = self._plan.resident_experts
         to_device = {use.device: use.weights_bytes for use in self._plan.devices if use.device != DISK}
         if resident is not None:
@@ -200,13 +206,16 @@ class _Rates:
             for device, num_bytes in to_device.items()
             if num_bytes and (known := self._profile.device(device)) is not None and (link := known.link_in)
         )
-        return max(stored / self._profile.disk_rate, stored / self._profile.load_rate, *links)
+        profile = self._profile
+        matching = profile.matching_seconds + num_tensors * profile.tensor_seconds
+        return matching + max([stored / cold_load_rate(profile), *links])
 
     def work(self, visit: Visit, stays: SteadyState, tokens: int, length: int) -> Work:
         """Return one run of a block over `tokens` tokens of each sequence, the last of `length`."""
         block = self._schedule.blocks[visit.block]
         source = stays.sources[visit.block]
-        fetched = block.is_streamed and source is not Source.DEVICE
+        fetched = visit.block in self._fetched and source is not Source.DEVICE
+        fetched = fetched and not (visit.is_lookup and stays.is_in_place)
         routed = block.routed_share(tokens * self._batch)
         missed = block.routed_bytes * routed * self._missed * stays.missed_share
         return Work(
@@ -247,7 +256,7 @@ class _Rates:
         context = self._plan.options.workload.context
         cached = block.cache_bytes * length / context if context else 0.0
         seconds = self._seconds(device, block.dense_bytes + cached, flops)
-        launched = device.launch_seconds * block.num_layers
+        launched = device.launch_seconds * block.num_matrices / LAUNCHED_MATRICES
         return {**seconds, "compute": seconds.get("compute", 0.0) + launched}
 
     def _routed(self, block: TimedBlock, tokens: int) -> dict[Bound, float]:
@@ -255,7 +264,12 @@ class _Rates:
             return {}
         together = tokens * self._batch
         flops = 2.0 * together * block.routed_bytes * block.active_share * self._elements_per_byte
-        return self._seconds(self._device(block), block.routed_bytes * block.routed_share(together), flops)
+        device, share = self._device(block), block.routed_share(together)
+        seconds = self._seconds(device, block.routed_bytes * share, flops)
+        if not (device.link_in is None or block.streams_experts):  # a kernel for all experts at once
+            return seconds
+        launched = device.launch_seconds * block.num_routed_matrices * share / LAUNCHED_MATRICES
+        return {**seconds, "compute": seconds.get("compute", 0.0) + launched}
 
     def _seconds(self, device: DeviceProfile, num_bytes: float, flops: float) -> dict[Bound, float]:
         memory = num_bytes / self._of(device.weight_rate, device)
@@ -283,8 +297,8 @@ class _Rates:
         if home == DISK and source is Source.DISK:
             rate = profile.mapped_rate if in_place and profile.mapped_rate else profile.disk_rate
             lanes.append(("disk", stored / rate))
-        elif home == DISK and not in_place:
-            lanes.append(("ram", stored / profile.load_rate))
+        elif home == DISK:  # pages that are cached enter the page table at once, but take their part of the window
+            lanes.append(("ram", 0.0 if in_place else stored / profile.load_rate))
         if (link := self._device(block).link_in) is not None:
             lanes.append(("link", num_bytes / link))
         return tuple(lanes)

@@ -6,11 +6,16 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 
-from bigload.devices import CPU, DISK
+from bigload.devices import DISK
 from bigload.planning.timing.schedule import BlockSchedule
 
 SHARE_FOR_PAGES = 0.8
 """Share of the free memory for pages of files; beyond it they evict other pages, or each other."""
+
+
+def room_for_pages(free_bytes: int, window_bytes: int) -> int:
+    """Return the bytes of `free_bytes` for pages that stay, where up to `window_bytes` of others come and go."""
+    return max(min(int(SHARE_FOR_PAGES * free_bytes), free_bytes - window_bytes), 0)
 
 
 class Source(Enum):
@@ -48,15 +53,14 @@ class SteadyState:
 def steady_state(schedule: BlockSchedule, free_bytes: int | None) -> SteadyState:
     """Return what stays once a pass has run, with `free_bytes` of RAM for pages; `None` is room for all."""
     blocks = schedule.blocks
-    streamed = [index for index, block in enumerate(blocks) if block.is_streamed]
-    runners = {block.runs_on for block in blocks if block.is_streamed or block.streams_experts}
-    on_cpu = runners <= {CPU} and schedule.stored_share == 1
+    on_cpu = schedule.is_in_place
+    streamed = schedule.fetched
     separate = any(block.are_separate for block in blocks if block.streams_experts)
     steady_bytes = sum(blocks[index].dense_bytes for index in streamed)
     routed_bytes = sum(block.routed_bytes for block in blocks if block.streams_experts)
-    paged = sum(block.dense_bytes for block in blocks if block.is_streamed and block.home == DISK)
+    paged = sum(blocks[index].dense_bytes for index in streamed if blocks[index].home == DISK)
     paged += sum(block.routed_bytes for block in blocks if block.streams_experts and block.routed_home == DISK)
-    room = None if free_bytes is None else int(SHARE_FOR_PAGES * free_bytes)
+    room = None if free_bytes is None else room_for_pages(free_bytes, window_bytes=0)
     pages_fit = room is None or paged <= room
     resident = 0
     if on_cpu and pages_fit:
@@ -67,7 +71,8 @@ def steady_state(schedule: BlockSchedule, free_bytes: int | None) -> SteadyState
     sizes = [blocks[index].dense_bytes for index in streamed]
     kept = {streamed[place] for place in places_evenly(sizes, resident)}
     kept_bytes = sum(blocks[index].dense_bytes for index in kept)
-    cached = set(streamed) if pages_fit else {streamed[place] for place in places_evenly(sizes, room or 0)}
+    stays = room_for_pages(free_bytes or 0, schedule.window_bytes + max(sizes, default=0))
+    cached = set(streamed) if pages_fit else {streamed[place] for place in places_evenly(sizes, stays)}
     sources = (
         Source.DEVICE if index in kept else Source.CACHE if index in cached else Source.DISK
         for index in range(len(blocks))

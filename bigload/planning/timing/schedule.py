@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import NamedTuple
 
-from bigload.devices import Device
+from bigload.devices import CPU, Device
 from bigload.dtypes import DTYPES, DType
 from bigload.planning.model import families
-from bigload.planning.model.experts import RoutedExperts
+from bigload.planning.model.experts import RoutedExperts, dense_parts
 from bigload.planning.model.kv_cache import is_of_main_encoder
 from bigload.planning.model.module_tree import ModuleNode, key_above
 from bigload.planning.model.structure import ModelStructure
@@ -19,6 +19,9 @@ from bigload.planning.plan import Plan
 
 _HEADS = tuple(name.removesuffix(".weight") for name in families.HEADS)
 _EMBEDDINGS = tuple(name.removesuffix(".weight") for name in families.EMBEDDINGS)
+
+_EXPERT_MATRICES = 3
+"""Gate, up and down projections; or two products, where the former are one matrix, and the choice of its tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +39,9 @@ class TimedBlock:
         active_share: Share of them that one token chooses.
         are_separate: Whether each expert is stored by itself, and copied together by who loads it.
         cache_bytes: KV cache of the whole context, of all sequences.
-        num_layers: Transformer blocks in it: each has small operations beside its weights.
+        num_layers: Transformer blocks in it.
+        num_matrices: Modules with a matrix, beside routed experts: each has small operations around its product.
+        num_routed_matrices: Of all routed experts; 0 if their number is unknown.
         is_encoder: Whether it runs once for a prompt, and for no token that follows.
     """
 
@@ -51,6 +56,8 @@ class TimedBlock:
     are_separate: bool = False
     cache_bytes: int = 0
     num_layers: int = 0
+    num_matrices: int = 0
+    num_routed_matrices: int = 0
     is_encoder: bool = False
 
     @property
@@ -87,7 +94,7 @@ class BlockSchedule:
         dtype: Of most weights, in memory.
         stored_share: Bytes in files for one in memory: other than 1 where weights are cast.
         attention_width: Of all heads of queries together; 0 if unknown.
-        window_bytes: Weights that may wait for their block to run.
+        reserved_bytes: Workspace of the plan for streamed weights; 0 if it has none.
     """
 
     blocks: tuple[TimedBlock, ...]
@@ -95,11 +102,38 @@ class BlockSchedule:
     dtype: DType
     stored_share: float
     attention_width: int
-    window_bytes: int
+    reserved_bytes: int
 
     @property
     def is_encoder_decoder(self) -> bool:
         return any(block.is_encoder for block in self.blocks)
+
+    @property
+    def is_in_place(self) -> bool:
+        """Whether the CPU runs all streamed weights as they are stored: in pages of their files."""
+        runners = {block.runs_on for block in self.blocks if block.is_streamed or block.streams_experts}
+        return runners <= {CPU} and self.stored_share == 1
+
+    @property
+    def fetched(self) -> tuple[int, ...]:
+        """The blocks that are fetched, but for their routed experts.
+
+        In place, rows that are looked up are faulted in when they are used.
+        """
+        used = {visit.block for visit in self.visits if not (visit.is_lookup and self.is_in_place)}
+        return tuple(index for index, block in enumerate(self.blocks) if block.is_streamed and index in used)
+
+    @property
+    def largest_bytes(self) -> int:
+        """The largest block that is fetched, and the largest expert."""
+        experts = [block.expert_bytes for block in self.blocks if block.streams_experts]
+        return max((self.blocks[index].dense_bytes for index in self.fetched), default=0) + max(experts, default=0)
+
+    @property
+    def window_bytes(self) -> int:
+        """The prefetch window as the runtime chooses it: all of the workspace but the block that runs."""
+        largest = self.largest_bytes
+        return max(self.reserved_bytes - largest, 0) if self.reserved_bytes else 2 * largest
 
     @property
     def token_visits(self) -> tuple[Visit, ...]:
@@ -142,7 +176,7 @@ def schedule_of(plan: Plan, structure: ModelStructure) -> BlockSchedule:
         dtype=workload.load_dtype or _dtype(_largest_part(structure, units)),
         stored_share=1.0 if workload.load_dtype is None else plan.total_bytes / (plan.weights_bytes or 1),
         attention_width=_attention_width(structure),
-        window_bytes=_window(plan, blocks),
+        reserved_bytes=_reserved(plan),
     )
 
 
@@ -159,11 +193,31 @@ def _block(unit: Unit, plan: Plan, structure: ModelStructure, *, has_decoder: bo
         dense_bytes=unit.num_bytes + unit.held_bytes,
         cache_bytes=unit.cache_bytes,
         num_layers=layers,
+        num_matrices=_num_matrices(unit, structure),
         is_encoder=has_decoder and "encoder" in path and "decoder" not in path and is_of_main_encoder(name),
     )
     found = [structure.experts[part.name][1] for part in unit.parts if part.name in structure.experts]
     routed = _with_experts(block, found, home)
     return replace(routed, dense_bytes=block.dense_bytes - routed.routed_bytes)
+
+
+def _num_matrices(unit: Unit, structure: ModelStructure) -> int:
+    """Return how many modules of `unit` have a matrix, without routed experts; scales are no matrices of their own."""
+    nodes = (_node(structure, part.name) for part in unit.parts)
+    dense = (
+        tensor
+        for node in nodes
+        for part in (dense_parts(node, structure.experts[node.name][1]) if node.name in structure.experts else (node,))
+        for tensor in (part.all_tensors() if isinstance(part, ModuleNode) else (part,))
+    )
+    return len({tensor.name.rpartition(".")[0] for tensor in dense if len(tensor.shape) > 1})
+
+
+def _node(structure: ModelStructure, name: str) -> ModuleNode:
+    node = structure.root
+    for key in name.split("."):
+        node = node.children.get(key, node)
+    return node
 
 
 def _with_experts(block: TimedBlock, found: Sequence[RoutedExperts], home: Device) -> TimedBlock:
@@ -175,6 +229,7 @@ def _with_experts(block: TimedBlock, found: Sequence[RoutedExperts], home: Devic
         block,
         num_layers=max(block.num_layers, len(found)),
         routed_bytes=routed,
+        num_routed_matrices=sum((experts.num_experts or 0) * _EXPERT_MATRICES for experts in found),
         routed_home=home,
         expert_bytes=max((experts.largest_expert_bytes for experts in found), default=0),
         active_share=sum(experts.active_bytes for experts in found) / (routed or 1),
@@ -190,10 +245,7 @@ def _is_head(unit: Unit, structure: ModelStructure) -> bool:
 
 def _largest_part(structure: ModelStructure, units: Sequence[Unit]) -> ModuleNode:
     parts = (part for unit in units for part in unit.parts)
-    node = structure.root
-    for key in max(parts, key=lambda part: part.num_bytes).name.split(".") if units else ():
-        node = node.children.get(key, node)
-    return node
+    return _node(structure, max(parts, key=lambda part: part.num_bytes).name) if units else structure.root
 
 
 def _dtype(node: ModuleNode) -> DType:
@@ -209,11 +261,7 @@ def _attention_width(structure: ModelStructure) -> int:
     return heads * width if heads and width else config.number("hidden_size") or 0
 
 
-def _window(plan: Plan, blocks: Sequence[TimedBlock]) -> int:
-    """Return the prefetch window as the runtime chooses it: all of the workspace but the block that runs."""
+def _reserved(plan: Plan) -> int:
+    """Return the workspace for streamed weights, without experts that stay."""
     resident = 0 if plan.resident_experts is None else plan.resident_experts.num_bytes
-    reserved = sum(use.workspace_bytes for use in plan.devices if use.device == plan.execution_device) - resident
-    streamed = [block.dense_bytes for block in blocks if block.is_streamed]
-    experts = [block.expert_bytes for block in blocks if block.streams_experts]
-    together = max(streamed, default=0) + max(experts, default=0)
-    return max(reserved - together, 0) if reserved else 2 * together
+    return sum(use.workspace_bytes for use in plan.devices if use.device == plan.execution_device) - resident

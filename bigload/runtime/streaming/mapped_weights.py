@@ -15,6 +15,7 @@ from contextlib import suppress
 from typing import NamedTuple
 
 import torch
+from torch import nn
 
 from bigload.errors import ReadError
 from bigload.loading.readers.mapped import populate_pages_in_parallel, release_pages
@@ -46,18 +47,23 @@ _SPLITS_ALLOWED_BELOW_BYTES = 16 * HUGE_PAGE_BYTES
 
 
 class MappedSupply(Supply):
-    """Weights of a block in mapped files, and those that are in RAM already."""
+    """Weights of a block in mapped files, and those that are in RAM already.
+
+    Embeddings are not fetched, and count no bytes: a token needs one row of many thousands, whose page its use faults
+    in.
+    """
 
     def __init__(self, weights: Sequence[Weight]) -> None:
         self.weights = weights
         sources = [weight.source for weight in weights]
         stored = [source for source in sources if isinstance(source, FileWeight)]
+        whole = [each.source for each in weights if isinstance(each.source, FileWeight) and not _is_looked_up(each)]
         self._tensors = [source.tensor if isinstance(source, MemoryWeight) else source.view() for source in sources]
         self._in_memory = [
             (number, source) for number, source in enumerate(sources) if isinstance(source, MemoryWeight)
         ]
         self._files = {source.path: source for source in stored}
-        self._ranges = _merged(stored)
+        self._ranges = _merged(whole)
         self.num_bytes = self.num_page_bytes = sum(each.stop - each.start for each in self._ranges)
 
     def fetch(self) -> None:
@@ -94,6 +100,10 @@ class MappedSupply(Supply):
             if forget:
                 with suppress(OSError):  # gone meanwhile: the next fetch says so
                     drop_cached_pages(place.path, [(start, stop)])
+
+
+def _is_looked_up(weight: Weight) -> bool:
+    return all(isinstance(slot.module, nn.Embedding) for slot in weight.slots)
 
 
 class _MappedRange(NamedTuple):

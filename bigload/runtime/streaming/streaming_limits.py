@@ -15,7 +15,7 @@ from torch import nn
 
 from bigload.machine.memory import available_memory
 from bigload.planning.expert_stats import ExpertStats
-from bigload.planning.timing.residency import SHARE_FOR_PAGES, places_evenly
+from bigload.planning.timing.residency import places_evenly, room_for_pages
 from bigload.runtime.device_map.module_sizes import convert_file_size_to_int
 from bigload.runtime.streaming.fused_experts import num_experts
 from bigload.runtime.streaming.streamed_block import StreamedBlock
@@ -115,7 +115,8 @@ def limits_for(blocks: Sequence[StreamedBlock], options: StreamOptions) -> Strea
     expert_prefetch_bytes = prefetch_bytes * largest_expert // (largest + largest_expert) if largest_expert else 0
     paged_bytes = sum(block.num_page_bytes for block in blocks)
     available = available_memory()
-    room = int(SHARE_FOR_PAGES * (available or 0)) - planned_bytes
+    free_bytes = (available or 0) - planned_bytes
+    room = room_for_pages(free_bytes, window_bytes=0)
     pages_fit = available is None or paged_bytes <= room
     if resident_bytes is None:
         steady_bytes = sum(block.num_bytes for block in steady)
@@ -126,7 +127,8 @@ def limits_for(blocks: Sequence[StreamedBlock], options: StreamOptions) -> Strea
             elif routed and steady_bytes < room:  # copies cannot be taken back by the system, as pages can
                 left = room - steady_bytes
                 resident_bytes = steady_bytes + (left if all(block.is_in_place for block in routed) else left // 2)
-    cached = set(blocks) if pages_fit else set(chosen_evenly(steady, room))
+    beside_window = room_for_pages(free_bytes, prefetch_bytes + largest)
+    cached = set(blocks) if pages_fit else set(chosen_evenly(steady, beside_window))
     kept_bytes = sum(block.num_bytes for block in chosen_evenly(steady, resident_bytes))
     return StreamingLimits(
         prefetch_bytes=prefetch_bytes - expert_prefetch_bytes,

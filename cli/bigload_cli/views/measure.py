@@ -17,6 +17,9 @@ def figures(profile: MachineProfile) -> PlainTable:
     table.add("disk", "reads, not cached", "", _rate(profile.disk_rate))
     table.add("disk", "pages of a map, not cached", "", _rate(profile.mapped_rate))
     table.add("RAM", "loads from the page cache", "", _rate(profile.load_rate))
+    table.add("RAM", "loads, not cached", "", _rate(profile.cold_load_rate))
+    table.add("model", "names", "", f"{profile.matching_seconds * 1e3:.0f} ms")
+    table.add("model", "a tensor", "", f"{profile.tensor_seconds * 1e3:.3f} ms")
     for device in profile.devices:
         for row in _rows(device):
             table.add(device.device, *row)

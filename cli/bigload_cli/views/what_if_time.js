@@ -6,27 +6,36 @@ const whatIfTime = (() => {
   const ACCELERATOR = 0, RAM = 1, DISK = 2;
   const most = (values) => values.reduce((a, b) => b > a ? b : a, 0);
 
-  // Blocks { unit, home, runsOn, bytes, cache, layers } of a placement, in the order of its units.
+  // Blocks { unit, home, runsOn, bytes, cache, layers, launches } of a placement, in the order of its units.
   function blocksOf(timing, found) {
     const host = found.onHost ? RAM : ACCELERATOR;
     return found.units.map((unit, index) => ({
       unit, home: found.tiers[index], runsOn: found.tiers[index] === ACCELERATOR ? ACCELERATOR : host,
       bytes: Number(unit.size + unit.held), cache: Number(unit.cache), layers: timing.layers[index],
+      launches: timing.launches[index],
     }));
   }
 
   const isStreamed = (block) => block.home !== block.runsOn;
 
   // Where streamed weights are found in the steady state: "device", "cache" or "disk", null of all others.
-  function sourcesOf(blocks, free) {
-    const streamed = blocks.filter(isStreamed);
-    const onHost = streamed.every((block) => block.runsOn === RAM);
+  function sourcesOf(blocks, streamed, free, windowBytes) {
+    const onHost = isOnHost(blocks);
     const paged = streamed.filter((block) => block.home === DISK).reduce((bytes, block) => bytes + block.bytes, 0);
-    const room = free === null ? null : Math.floor(SHARE_FOR_PAGES * free);
-    const fits = room === null || paged <= room;
+    const roomFor = (bytes) => free === null ? null : Math.max(Math.min(Math.floor(SHARE_FOR_PAGES * free), free - bytes), 0);
+    const fits = free === null || paged <= roomFor(0), room = roomFor(windowBytes);
     const kept = new Set(evenly(streamed, onHost && fits ? paged : 0));
     const cached = new Set(fits ? streamed : evenly(streamed, room));
-    return blocks.map((block) => !isStreamed(block) ? null : kept.has(block) ? "device" : cached.has(block) ? "cache" : "disk");
+    return blocks.map((block) => !streamed.includes(block) ? null : kept.has(block) ? "device" : cached.has(block) ? "cache" : "disk");
+  }
+
+  const isOnHost = (blocks) => blocks.filter(isStreamed).every((block) => block.runsOn === RAM);
+
+  // Blocks that are fetched: rows of an embedding that the CPU looks up in place are faulted in when they are used.
+  function fetchedOf(blocks, visits) {
+    const onHost = isOnHost(blocks);
+    const used = new Set(visits.filter(([, isLookup]) => !(isLookup && onHost)).map(([block]) => block));
+    return blocks.filter((block, index) => isStreamed(block) && used.has(index));
   }
 
   function evenly(blocks, bytes) {
@@ -48,14 +57,14 @@ const whatIfTime = (() => {
       let flops = 2 * rows * block.bytes * timing.elementsPerByte;
       if (block.layers) flops += 4 * rows * (tokens > 1 ? tokens / 2 : length) * timing.width;
       const cached = question.context ? block.cache * length / question.context : 0;
-      seconds = Math.max((block.bytes + cached) / device.weightRate, flops / device.flops) + device.launch * block.layers;
+      seconds = Math.max((block.bytes + cached) / device.weightRate, flops / device.flops) + device.launch * block.launches;
     }
     const lanes = [];
-    if (isStreamed(block) && source !== "device") {
+    if (source && source !== "device" && !(isLookup && onHost)) {
       if (block.home === DISK && source === "disk") {
         lanes.push(["disk", block.bytes / (onHost && timing.mapped ? timing.mapped : timing.disk)]);
-      } else if (block.home === DISK && !onHost) {
-        lanes.push(["ram", block.bytes / timing.load]);
+      } else if (block.home === DISK) {
+        lanes.push(["ram", onHost ? 0 : block.bytes / timing.load]);
       }
       if (device.link) lanes.push(["link", block.bytes / device.link]);
     }
@@ -105,21 +114,23 @@ const whatIfTime = (() => {
     const blocks = blocksOf(timing, found), running = found.rows[found.onHost ? RAM : ACCELERATOR];
     const ram = timing.ram === null ? found.rows[RAM].budget : timing.ram;
     const inRam = Number(found.rows[RAM].weights);
-    const sources = sourcesOf(blocks, ram === null ? null : Math.max(Number(ram) - inRam, 0));
-    const cold = blocks.map((block) => isStreamed(block) ? "disk" : null);
+    const fetched = fetchedOf(blocks, timing.visits), largest = most(fetched.map((block) => block.bytes));
+    const reserved = Number(running.workspace), windowBytes = reserved ? Math.max(reserved - largest, 0) : 2 * largest;
+    const free = ram === null ? null : Math.max(Number(ram) - inRam, 0);
+    const sources = sourcesOf(blocks, fetched, free, windowBytes + largest);
+    const cold = blocks.map((block) => fetched.includes(block) ? "disk" : null);
     const prompt = Math.min(PROMPT_TOKENS, question.context || PROMPT_TOKENS), length = question.context ? prompt : 0;
     const pass = (state, tokens) => timing.visits.map((visit) => (
       workOf(timing, blocks[visit[0]], state[visit[0]], visit, tokens, length, question, found.onHost)));
     const first = pass(cold, prompt), token = pass(sources, 1);
-    const reserved = Number(running.workspace), largest = most(blocks.filter(isStreamed).map((block) => block.bytes));
     const works = [...first, ...Array(token.some((work) => work.lanes.length) ? NUM_TOKENS : 1).fill(token).flat()];
-    const { ends, steps } = simulate(works, reserved ? Math.max(reserved - largest, 0) : 2 * largest);
+    const { ends, steps } = simulate(works, windowBytes);
     const begin = ends[ends.length - 1 - token.length], end = ends[ends.length - 1];
     const loaded = [0, 1].map((tier) => Number(found.rows[tier].weights)), all = loaded[0] + loaded[1];
     const link = timing.devices[ACCELERATOR] && timing.devices[ACCELERATOR].link;
     return {
       token: end - begin, first: ends[first.length - 1],
-      load: Math.max(all / timing.disk, all / timing.load, link ? loaded[0] / link : 0),
+      load: timing.matching + Math.max(all / timing.coldLoad, link ? loaded[0] / link : 0),
       steps: steps.map((step) => {
         const start = Math.max(step.start, begin), stop = Math.min(step.start + step.seconds, end);
         return { lane: step.lane, units: [step.block.unit], kind: step.block.unit.kind, start: start - begin, seconds: stop - start };

@@ -14,6 +14,7 @@ from bigload.planning.timing.predict import predict, with_bandwidth
 from builders import checkpoint_of, llama_config, llama_tensors
 
 BLOCK, EMBEDDING, NORM = 1040, 512, 16
+MATRICES = 4 * 6 + 1
 FAST = 10**9
 CPU_PROFILE = DeviceProfile(
     device="cpu", name="slow", weight_rate={"BF16": 1000}, flops={"BF16": FAST}, launch_seconds=0.01
@@ -54,10 +55,16 @@ def predicted(max_memory, machine=MACHINE, *, ram_bytes=None, **keywords):
 
 def test_in_ram_a_token_takes_as_long_as_memory_gives_the_weights():
     found = predicted({"cpu": 10_000})
-    assert found.token_seconds == pytest.approx((4 * BLOCK + NORM + EMBEDDING) / 1000 + 4 * 0.01)
+    assert found.token_seconds == pytest.approx((4 * BLOCK + NORM + EMBEDDING) / 1000 + MATRICES / 7 * 0.01)
     assert found.bound_by == "memory"
     assert {step.lane for step in found.steps} == {"cpu"}
     assert found.load_seconds == (4 * BLOCK + NORM + 2 * EMBEDDING) / 100
+
+
+def test_a_load_matches_tensors_before_it_reads_them_at_the_rate_of_cold_files():
+    machine = replace(MACHINE, cold_load_rate=50, matching_seconds=0.5, tensor_seconds=0.01)
+    found = predicted({"cpu": 10_000}, machine)
+    assert found.load_seconds == pytest.approx(0.5 + 31 * 0.01 + (4 * BLOCK + NORM + 2 * EMBEDDING) / 50)
 
 
 def test_from_disk_every_token_reads_what_no_memory_keeps():
@@ -86,7 +93,7 @@ def test_an_encoder_runs_for_the_prompt_only():
     names = [f"{side}.block.{number}.layer.0.w" for side in ("encoder", "decoder") for number in range(2)]
     tensors = {name: ("BF16", [10, 10]) for name in names}
     found = predicted({"cpu": 10_000}, tensors=tensors, config={"is_encoder_decoder": True, "model_type": "t5"})
-    assert found.token_seconds == pytest.approx(2 * 200 / 1000 + 2 * 0.01)
+    assert found.token_seconds == pytest.approx(2 * 200 / 1000 + 2 / 7 * 0.01)
 
 
 def test_a_token_reads_the_experts_that_it_chooses():
@@ -94,7 +101,7 @@ def test_a_token_reads_the_experts_that_it_chooses():
     tensors = {f"layers.0.mlp.experts.{number}.w": ("BF16", [10, 10]) for number in range(8)}
     tensors |= {"layers.0.attn.w": ("BF16", [10, 10]), "layers.1.attn.w": ("BF16", [10, 10])}
     found = predicted({"cpu": 10_000}, tensors=tensors, config=config)
-    assert found.token_seconds == pytest.approx((2 * 200 + 2 * 200) / 1000 + 2 * 0.01)
+    assert found.token_seconds == pytest.approx((2 * 200 + 2 * 200) / 1000 + (2 + 2 * 3) / 7 * 0.01)
 
 
 def test_tokens_of_several_sequences_come_together():

@@ -86,6 +86,15 @@ def test_blocks_that_stay_cost_a_forward_of_the_model_no_hook_of_their_own(plain
         assert torch.equal(model(IDS), plain(IDS))
 
 
+def test_rows_of_an_embedding_come_when_they_are_used(plain, folder):
+    model = streamed(folder, resident_bytes=0, prefetch_bytes=0)
+    with settled(model):
+        assert torch.equal(model(IDS), plain(IDS))
+        spans = model.bigload_stats().spans
+        assert {span.num_bytes for span in spans if span.kind == "fetch" and span.name == "embed"} == {0}
+        assert all(span.num_bytes for span in spans if span.kind == "fetch" and span.name != "embed")
+
+
 def test_inner_modules_can_be_called_by_themselves_before_between_and_after(plain, model):
     x = torch.randn(2, 8)
     with settled(model):
